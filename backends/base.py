@@ -1,0 +1,221 @@
+"""The backend interface: what kvshelf asks of one kind of storage.
+
+A backend maps *names* (relative POSIX paths such as ``a/b/c.safetensors``) to byte
+objects. It knows nothing of chunks, tensors or vLLM. Wrappers (read-only, retry,
+fault injection, …) are backends themselves, see :mod:`kvshelf.backends.wrappers`.
+
+Contracts
+---------
+* Every method may block on storage; none is called on an engine's step thread.
+* All methods may be called from several threads at once.
+* Each backend decides in one place which of its native errors mean missing,
+  retryable, permanent; callers see only the classes of :mod:`kvshelf.errors`.
+* Names are checked (:func:`check_name`): no name can reach outside the root.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from types import TracebackType
+from typing import Final, Literal, TypeAlias
+
+from kvshelf.errors import ObjectNameError, StorageError
+
+Buffer: TypeAlias = "bytes | bytearray | memoryview"
+WriteMode: TypeAlias = Literal["create", "replace"]
+
+
+class NotRegular(Enum):
+    """Type of :data:`NOT_REGULAR`."""
+
+    NOT_REGULAR = "not a regular file"
+
+
+NOT_REGULAR: Final = NotRegular.NOT_REGULAR
+
+#: Answer of a probe for one name: size in bytes, ``None`` when missing,
+#: ``NOT_REGULAR``, or the error that kept the backend from telling.
+StatResult: TypeAlias = "int | None | NotRegular | StorageError"
+
+
+class WriteResult(Enum):
+    """What a write did. Losing a race is a result, not an error."""
+
+    CREATED = "created"
+    EXISTED = "existed"
+    REPLACED = "replaced"
+
+
+@dataclass(frozen=True, slots=True)
+class Properties:
+    """What callers may rely on for one backend.
+
+    Attributes
+    ----------
+    filesystem : str
+        Short name for people: ``ext4``, ``nfs``, ``fuse``, ``memory``, ``s3`` …
+    atomic_publish : bool
+        Readers see either no object or the whole object.
+    conditional_create : bool
+        Of several writers in mode ``create`` exactly one is told CREATED.
+    notifications : bool
+        Change notifications (inotify) see the writes of every client.
+    cache_seconds : float
+        How long the storage's own caches may show an outdated answer.
+    concurrency : int
+        Number of calls at once that still helps.
+    probe_cost : float
+        Typical seconds for one probe; below 1e-3 a probe counts as cheap.
+    read_only : bool
+        Writes are known to be refused.
+    """
+
+    filesystem: str
+    atomic_publish: bool = True
+    conditional_create: bool = True
+    notifications: bool = False
+    cache_seconds: float = 0.0
+    concurrency: int = 8
+    probe_cost: float = 10e-6
+    read_only: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectInfo:
+    """One row of a listing: name, size in bytes, times in seconds since the epoch."""
+
+    name: str
+    size: int
+    mtime: float
+    atime: float | None = None
+
+
+class Reader(ABC):
+    """One opened object; all reads see the same version where the storage can tell."""
+
+    #: Size in bytes at the time of opening.
+    size: int
+
+    @abstractmethod
+    def read_into(self, buffer: memoryview, offset: int) -> int:
+        """Fill `buffer` with the bytes from `offset`; return how many were read.
+
+        Returns fewer bytes than ``len(buffer)`` only at the object's end.
+
+        Raises
+        ------
+        StorageError
+            If the storage failed.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release what the reader holds. Idempotent."""
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class Backend(ABC):
+    """One kind of storage, rooted at one place."""
+
+    #: What callers may rely on.
+    properties: Properties
+
+    #: The root, for people: a path or URL without secrets.
+    url: str
+
+    @abstractmethod
+    def stat(self, names: Sequence[str]) -> list[StatResult]:
+        """Probe many names at once; one answer for each, never raising for one of them."""
+
+    @abstractmethod
+    def open(self, name: str) -> Reader:
+        """Open one object for reading, never following links, never blocking on a FIFO.
+
+        Raises
+        ------
+        ObjectMissingError
+            If there is no such object.
+        NotRegularError
+            If something that is not a regular file has this name.
+        StorageError
+            If the storage failed.
+        """
+
+    @abstractmethod
+    def write(
+        self, name: str, buffers: Sequence[Buffer], mode: WriteMode = "create"
+    ) -> WriteResult:
+        """Publish the concatenated `buffers` as one object.
+
+        ``create`` leaves an existing object alone and answers EXISTED; ``replace``
+        puts the new bytes in its place. Nobody ever sees a part of an object where
+        :attr:`Properties.atomic_publish` holds.
+
+        Raises
+        ------
+        ReadOnlyStorageError, NoSpaceStorageError, StorageError
+        """
+
+    @abstractmethod
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        """Stream all objects whose name starts with the folder `prefix`.
+
+        `prefix` is "" or a folder name without trailing slash. Links, special
+        files and temporaries are skipped. Order is unspecified.
+        """
+
+    @abstractmethod
+    def delete(self, name: str) -> bool:
+        """Remove one object; False when it was not there. Folders are never removed."""
+
+    @abstractmethod
+    def set_aside(self, name: str, target: str) -> bool:
+        """Move whatever stands at `name` (file, link, FIFO, folder) to `target`.
+
+        The thing is renamed as it is: never followed, opened or recursed into. Where
+        the storage knows no such things, the object is deleted. False when nothing
+        was there.
+        """
+
+    @abstractmethod
+    def touch(self, name: str) -> None:
+        """Note a use of the object (access time only, never its mtime). Best effort."""
+
+    def read_into(self, name: str, buffer: memoryview, offset: int = 0) -> int:
+        """Open, read `len(buffer)` bytes from `offset`, close; return the count read."""
+        with self.open(name) as reader:
+            return reader.read_into(buffer, offset)
+
+    def close(self) -> None:
+        """Release connections and threads. Idempotent."""
+
+
+def check_name(name: str) -> str:
+    """Return `name` if it is a safe relative name, else raise.
+
+    Raises
+    ------
+    ObjectNameError
+        If `name` is empty, absolute, not ASCII, or has an empty, ``.`` or ``..`` part.
+    """
+    if not name or not name.isascii() or "\\" in name or "\0" in name:
+        raise ObjectNameError(f"{name!r} is not an object name: expected relative ASCII parts")
+    for part in name.split("/"):
+        if part in ("", ".", ".."):
+            raise ObjectNameError(
+                f"{name!r} is not an object name: {part!r} is not allowed between slashes"
+            )
+    return name
