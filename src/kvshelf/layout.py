@@ -1,0 +1,465 @@
+"""How the KV of a token lies in a paged cache.
+
+Owns :class:`PagedLayout`, the byte strides of one layer's paged KV cache, its
+constructors from real tensors, and the arithmetic from block ids to slot mappings.
+
+Contracts
+---------
+* A layout is plain integers: it holds no tensor, no device, no dtype. One layout
+  serves all layers whose caches have the same shape, strides and dtype.
+* All strides are in bytes and not negative; strides of dimensions of size one are
+  normalised to zero, so that layouts of equal caches are equal.
+* Two rows never overlap: such strides are refused when the layout is made.
+* Nothing here knows storage or vLLM. Everything is immutable or pure, and may be
+  called on any thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+_FIELDS: Final = (
+    "block_size",
+    "block_stride",
+    "token_stride",
+    "kv_stride",
+    "head_stride",
+    "kvs",
+    "heads",
+    "row_bytes",
+    "num_blocks",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PagedLayout:
+    """Byte strides of one layer's paged KV cache.
+
+    The row of (slot, kv, head) starts ``slot // block_size * block_stride +
+    slot % block_size * token_stride + kv * kv_stride + head * head_stride`` bytes
+    after the first byte of the cache tensor, and is ``row_bytes`` long.
+
+    Attributes
+    ----------
+    block_size : int
+        Token slots in a block. For a cache in kernel blocks (dimension 0 is the
+        number of manager blocks × ratio) this is the kernel block size; slots
+        count tokens, so slot mappings are the same either way.
+    block_stride, token_stride, kv_stride, head_stride : int
+        Bytes from one block, token, kv, head to the next.
+    kvs : int
+        2 where K and V are stored, 1 where a row is the whole content (MLA, native).
+    heads : int
+        KV heads in the cache.
+    row_bytes : int
+        Bytes of one (token, kv, head) row.
+    num_blocks : int
+        Blocks in the cache.
+
+    Raises
+    ------
+    ValueError
+        If a count is too small, a stride is negative, or rows would overlap.
+    """
+
+    block_size: int
+    block_stride: int
+    token_stride: int
+    kv_stride: int
+    head_stride: int
+    kvs: int
+    heads: int
+    row_bytes: int
+    num_blocks: int
+
+    def __post_init__(self) -> None:
+        for field, least in (
+            ("block_size", 1),
+            ("kvs", 1),
+            ("heads", 1),
+            ("row_bytes", 1),
+            ("num_blocks", 0),
+            ("block_stride", 0),
+            ("token_stride", 0),
+            ("kv_stride", 0),
+            ("head_stride", 0),
+        ):
+            value = getattr(self, field)
+            if value < least:
+                raise ValueError(
+                    f"the layout's {field} is {value}; it must be at least {least}: "
+                    "make layouts with one of PagedLayout's constructors"
+                )
+        end = self.row_bytes
+        for stride, count, field in sorted(self._dimensions()):
+            if stride < end:
+                raise ValueError(
+                    f"rows of the paged cache overlap: its {field} is {stride} bytes, but what it "
+                    f"has to step over takes {end} bytes; pass the cache itself, not an expanded "
+                    "or otherwise self-overlapping view of it"
+                )
+            end += (count - 1) * stride
+
+    def _dimensions(self) -> list[tuple[int, int, str]]:
+        return [
+            (stride, count, field)
+            for stride, count, field in (
+                (self.block_stride, self.num_blocks, "block_stride"),
+                (self.token_stride, self.block_size, "token_stride"),
+                (self.kv_stride, self.kvs, "kv_stride"),
+                (self.head_stride, self.heads, "head_stride"),
+            )
+            if count > 1
+        ]
+
+    @property
+    def num_slots(self) -> int:
+        """Token slots in the cache; valid slots are ``0 <= slot < num_slots``."""
+        return self.num_blocks * self.block_size
+
+    @property
+    def extent(self) -> int:
+        """Bytes from the first byte of the cache to the end of its last row."""
+        if self.num_blocks == 0:
+            return 0
+        return self.row_bytes + sum((count - 1) * stride for stride, count, _ in self._dimensions())
+
+    def chunk_bytes(self, tokens: int, num_heads: int | None = None) -> int:
+        """Bytes that ``tokens`` tokens of one layer take in a chunk buffer.
+
+        Parameters
+        ----------
+        tokens : int
+            Length of the slot mapping.
+        num_heads : int, optional
+            KV heads of the shard; all heads when absent.
+        """
+        heads = self.heads if num_heads is None else num_heads
+        return self.kvs * tokens * heads * self.row_bytes
+
+    def as_ints(self) -> list[int]:
+        """All fields in the order of their declaration: the form that the ops take."""
+        return [
+            self.block_size,
+            self.block_stride,
+            self.token_stride,
+            self.kv_stride,
+            self.head_stride,
+            self.kvs,
+            self.heads,
+            self.row_bytes,
+            self.num_blocks,
+        ]
+
+    @classmethod
+    def from_ints(cls, values: Sequence[int]) -> PagedLayout:
+        """Inverse of :meth:`as_ints`.
+
+        Raises
+        ------
+        ValueError
+            If the number of integers is wrong, or they are not a layout.
+        """
+        if len(values) != len(_FIELDS):
+            raise ValueError(
+                f"a layout is {len(_FIELDS)} integers ({', '.join(_FIELDS)}), found {len(values)}: "
+                "pass PagedLayout.as_ints()"
+            )
+        return cls(*values)
+
+    @classmethod
+    def from_bhnc(cls, cache: Tensor, head_size: int) -> PagedLayout:
+        """Layout of a cache indexed [B, H, N, C], K and V side by side in C.
+
+        Parameters
+        ----------
+        cache : Tensor
+            [blocks, KV heads, block_size, 2 × head_size], any dtype, any strides with
+            C contiguous: "NHD" (tokens outside heads) and "HND" alike.
+        head_size : int
+            Elements of K, and of V, for each token and head.
+
+        Raises
+        ------
+        ValueError
+            If the cache is not of this form.
+        """
+        _check_form(cache, "[B, H, N, C]", 4)
+        blocks, heads, tokens, content = cache.shape
+        if content != 2 * head_size:
+            raise ValueError(
+                f"the cache's last dimension is {content}; expected 2 × head_size = "
+                f"{2 * head_size} elements (K, then V): pass the layer's true head size"
+            )
+        return cls._of(
+            cache,
+            block=(blocks, cache.stride(0)),
+            token=(tokens, cache.stride(2)),
+            kv=(2, head_size),
+            head=(heads, cache.stride(1)),
+            row=head_size,
+        )
+
+    @classmethod
+    def from_2bnhd(cls, cache: Tensor) -> PagedLayout:
+        """Layout of a cache indexed [2, B, N, H, D], K in front of V.
+
+        Parameters
+        ----------
+        cache : Tensor
+            [2, blocks, block_size, KV heads, head_size], any dtype, D contiguous.
+
+        Raises
+        ------
+        ValueError
+            If the cache is not of this form.
+        """
+        _check_form(cache, "[2, B, N, H, D]", 5)
+        kvs, blocks, tokens, heads, size = cache.shape
+        _check_kvs(kvs, 0)
+        return cls._of(
+            cache,
+            block=(blocks, cache.stride(1)),
+            token=(tokens, cache.stride(2)),
+            kv=(2, cache.stride(0)),
+            head=(heads, cache.stride(3)),
+            row=size,
+        )
+
+    @classmethod
+    def from_b2nhd(cls, cache: Tensor) -> PagedLayout:
+        """Layout of a cache indexed [B, 2, N, H, D], K and V in each block.
+
+        Parameters
+        ----------
+        cache : Tensor
+            [blocks, 2, block_size, KV heads, head_size], any dtype, D contiguous.
+
+        Raises
+        ------
+        ValueError
+            If the cache is not of this form.
+        """
+        _check_form(cache, "[B, 2, N, H, D]", 5)
+        blocks, kvs, tokens, heads, size = cache.shape
+        _check_kvs(kvs, 1)
+        return cls._of(
+            cache,
+            block=(blocks, cache.stride(0)),
+            token=(tokens, cache.stride(2)),
+            kv=(2, cache.stride(1)),
+            head=(heads, cache.stride(3)),
+            row=size,
+        )
+
+    @classmethod
+    def from_mla(cls, cache: Tensor) -> PagedLayout:
+        """Layout of a cache indexed [B, N, C]: one content for each token, no heads.
+
+        Parameters
+        ----------
+        cache : Tensor
+            [blocks, block_size, content], any dtype, C contiguous.
+
+        Raises
+        ------
+        ValueError
+            If the cache is not of this form.
+        """
+        _check_form(cache, "[B, N, C]", 3)
+        blocks, tokens, content = cache.shape
+        return cls._of(
+            cache,
+            block=(blocks, cache.stride(0)),
+            token=(tokens, cache.stride(1)),
+            kv=(1, 0),
+            head=(1, 0),
+            row=content,
+        )
+
+    @classmethod
+    def native_blocks(cls, cache: Tensor) -> PagedLayout:
+        """Layout in which a whole (block, head) is one row of opaque bytes.
+
+        A "slot" is then a block id (see :func:`native_slots_of`), and a chunk is
+        [blocks, heads, bytes]. For caches whose content is permuted inside each
+        (block, head), as on CPU.
+
+        Parameters
+        ----------
+        cache : Tensor
+            [blocks, KV heads, block_size, content], any dtype, each (block, head)
+            contiguous.
+
+        Raises
+        ------
+        ValueError
+            If the cache is not of this form.
+        """
+        _check_form(cache, "[B, H, N, C]", 4)
+        blocks, heads, tokens, content = cache.shape
+        if tokens > 1 and cache.stride(2) != content:
+            raise ValueError(
+                f"each (block, head) must be contiguous to be copied as bytes, but its tokens are "
+                f"{cache.stride(2)} elements apart and {content} elements long; describe this "
+                "cache with PagedLayout.from_bhnc"
+            )
+        return cls._of(
+            cache,
+            block=(blocks, cache.stride(0)),
+            token=(1, 0),
+            kv=(1, 0),
+            head=(heads, cache.stride(1)),
+            row=tokens * content,
+        )
+
+    @classmethod
+    def _of(
+        cls,
+        cache: Tensor,
+        *,
+        block: tuple[int, int],
+        token: tuple[int, int],
+        kv: tuple[int, int],
+        head: tuple[int, int],
+        row: int,
+    ) -> PagedLayout:
+        item = cache.element_size()
+
+        def in_bytes(dimension: tuple[int, int]) -> int:
+            count, stride = dimension
+            return stride * item if count > 1 else 0
+
+        return cls(
+            block_size=token[0],
+            block_stride=in_bytes(block),
+            token_stride=in_bytes(token),
+            kv_stride=in_bytes(kv),
+            head_stride=in_bytes(head),
+            kvs=kv[0],
+            heads=head[0],
+            row_bytes=row * item,
+            num_blocks=block[0],
+        )
+
+
+def slots_of(block_ids: Sequence[int], block_size: int, start: int, count: int) -> Tensor:
+    """Slot mapping of consecutive tokens of one request.
+
+    Parameters
+    ----------
+    block_ids : Sequence[int]
+        The request's block ids, in the order of its tokens.
+    block_size : int
+        Tokens in each of these (manager) blocks.
+    start : int
+        Position of the first token in the request.
+    count : int
+        Number of tokens.
+
+    Returns
+    -------
+    Tensor
+        int64 [count], CPU, contiguous.
+
+    Raises
+    ------
+    ValueError
+        If a position is negative or beyond the blocks, or a block id is negative.
+    """
+    if block_size < 1:
+        raise ValueError(f"the block size is {block_size}; it must be at least 1")
+    if start < 0 or count < 0:
+        raise ValueError(f"tokens {start} … {start + count} asked for; positions start at 0")
+    if start + count > len(block_ids) * block_size:
+        raise ValueError(
+            f"tokens {start} … {start + count} asked for, but {len(block_ids)} blocks of "
+            f"{block_size} hold only {len(block_ids) * block_size}; pass all blocks of the request"
+        )
+    if count == 0:
+        return torch.empty(0, dtype=torch.int64)
+    first = start // block_size
+    ids = list(block_ids[first : (start + count - 1) // block_size + 1])
+    if min(ids) < 0:
+        raise ValueError(f"block id {min(ids)} found; block ids are not negative")
+    blocks = torch.tensor(ids, dtype=torch.int64)
+    if block_size == 1:
+        return blocks
+    slots = (blocks * block_size).unsqueeze(1) + torch.arange(block_size)
+    skip = start - first * block_size
+    return slots.view(-1)[skip : skip + count]
+
+
+def native_slots_of(
+    block_ids: Sequence[int], block_size: int, kernel_block_size: int, start: int, count: int
+) -> Tensor:
+    """Slot mapping for a layout of :meth:`PagedLayout.native_blocks`: ids of whole blocks.
+
+    Parameters
+    ----------
+    block_ids : Sequence[int]
+        The request's (manager) block ids, in the order of its tokens.
+    block_size : int
+        Tokens in a manager block.
+    kernel_block_size : int
+        Tokens in a block of the cache tensor; a divisor of ``block_size``.
+    start, count : int
+        First token and number of tokens, multiples of ``kernel_block_size``.
+
+    Returns
+    -------
+    Tensor
+        int64 [count / kernel_block_size], CPU, contiguous.
+
+    Raises
+    ------
+    ValueError
+        If the tokens are not whole blocks, or as :func:`slots_of`.
+    """
+    if kernel_block_size < 1 or block_size % kernel_block_size:
+        raise ValueError(
+            f"kernel blocks of {kernel_block_size} tokens do not divide blocks of {block_size}; "
+            "pass the block sizes of the cache manager and of the cache tensor"
+        )
+    if start % kernel_block_size or count % kernel_block_size:
+        raise ValueError(
+            f"{count} tokens from {start} are not whole blocks of {kernel_block_size} tokens; "
+            "native layouts copy whole blocks only"
+        )
+    return slots_of(
+        block_ids,
+        block_size // kernel_block_size,
+        start // kernel_block_size,
+        count // kernel_block_size,
+    )
+
+
+def _check_form(cache: Tensor, form: str, dimensions: int) -> None:
+    if cache.dim() != dimensions:
+        raise ValueError(
+            f"the cache has shape {list(cache.shape)}; expected {dimensions} dimensions, {form}"
+        )
+    for dimension, size in enumerate(cache.shape):
+        if size == 0 and form[1 : form.index("]")].split(", ")[dimension] != "B":
+            raise ValueError(
+                f"the cache has shape {list(cache.shape)}, with nothing in dimension {dimension}; "
+                f"expected {form}"
+            )
+    if cache.shape[-1] > 1 and cache.stride(-1) != 1:
+        raise ValueError(
+            f"elements of the cache's last dimension are {cache.stride(-1)} elements apart; "
+            f"they must be contiguous: pass the cache indexed {form}"
+        )
+
+
+def _check_kvs(kvs: int, dimension: int) -> None:
+    if kvs != 2:
+        raise ValueError(
+            f"dimension {dimension} of the cache is {kvs}; expected 2 (K and V): "
+            "use from_2bnhd for [2, B, N, H, D] and from_b2nhd for [B, 2, N, H, D]"
+        )

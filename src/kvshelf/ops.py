@@ -1,0 +1,503 @@
+"""Gather and scatter between paged KV caches and chunk buffers.
+
+Owns the two torch.library operators ``kvshelf::gather_kv`` and
+``kvshelf::scatter_kv``, all their checks, and the choice of what carries them out:
+the compiled CPU twin where it is installed, else plain torch.
+
+A *chunk buffer* is uint8, one-dimensional and contiguous: for each layer
+[kvs, tokens, heads, row_bytes], layers one after another, which is the payload of a
+shard's safetensors file.
+
+Contracts
+---------
+* Everything is checked before anything is touched: after a ``ValueError`` neither
+  caches nor chunk buffer have changed, whatever implementation is in use.
+* Slot mappings are CPU tensors; slot −1 means "skip this token": its place in the
+  buffer of a gather becomes zero, a scatter writes nothing for it.
+* A slot that occurs twice in a scatter gets the row of one of its tokens, which one
+  (or which mixture of them) is not defined; nothing else is harmed.
+* The caches, the slot mapping and the buffer must not share memory.
+* Any thread may call; no state is shared but the choice of implementation. The
+  compiled implementation releases the GIL while it copies.
+* Importing this module loads no compiler, no CUDA and not the compiled library;
+  :func:`implementation` or the first call loads the latter.
+
+The environment variable ``KVSHELF_OPS`` (``auto``, ``cpp``, ``torch``) overrides the
+choice; it is read once.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import sysconfig
+import warnings
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from kvshelf.errors import ConfigError
+from kvshelf.layout import PagedLayout
+
+Implementation: TypeAlias = Literal["cpp", "torch"]
+
+#: Version of the functions that the compiled library exports. A library of another
+#: version (left behind by an older install) is not used.
+_LIBRARY_VERSION: Final = 1
+_LIBRARY_NAME: Final = "libkvshelf_ops.so"
+
+_LIBRARY: Any = torch.library.Library("kvshelf", "DEF")
+
+
+def gather_kv(
+    caches: Sequence[Tensor],
+    slot_mapping: Tensor,
+    out: Tensor,
+    layout: PagedLayout,
+    first_head: int = 0,
+    num_heads: int | None = None,
+) -> None:
+    """Copy the KV of tokens out of paged caches into a chunk buffer.
+
+    Parameters
+    ----------
+    caches : sequence of Tensor
+        One paged cache for each layer; all of the same shape, strides, dtype and device.
+    slot_mapping : Tensor
+        int64 [tokens], CPU, contiguous; each −1 or ``0 <= slot < layout.num_slots``.
+    out : Tensor
+        uint8 [layers × kvs × tokens × num_heads × row_bytes], contiguous, on the
+        caches' device. Every byte is written; those of −1 slots become zero.
+    layout : PagedLayout
+        How rows lie in each cache.
+    first_head, num_heads : int, optional
+        The KV heads to copy; all heads from ``first_head`` on when ``num_heads`` is absent.
+
+    Raises
+    ------
+    ValueError
+        If an argument does not fit; nothing has been written then.
+    """
+    heads = layout.heads - first_head if num_heads is None else num_heads
+    torch.ops.kvshelf.gather_kv(caches, slot_mapping, out, layout.as_ints(), first_head, heads)
+
+
+def scatter_kv(
+    caches: Sequence[Tensor],
+    slot_mapping: Tensor,
+    chunk: Tensor,
+    layout: PagedLayout,
+    first_head: int = 0,
+    num_heads: int | None = None,
+) -> None:
+    """Copy the KV of tokens from a chunk buffer into paged caches.
+
+    Parameters
+    ----------
+    caches : sequence of Tensor
+        One paged cache for each layer; all of the same shape, strides, dtype and device.
+    slot_mapping : Tensor
+        int64 [tokens], CPU, contiguous; each −1 (skip) or ``0 <= slot <
+        layout.num_slots``. What a slot that occurs twice receives is not defined.
+    chunk : Tensor
+        uint8 [layers × kvs × tokens × num_heads × row_bytes], contiguous, on the
+        caches' device.
+    layout : PagedLayout
+        How rows lie in each cache.
+    first_head, num_heads : int, optional
+        The KV heads to copy; all heads from ``first_head`` on when ``num_heads`` is absent.
+
+    Raises
+    ------
+    ValueError
+        If an argument does not fit; nothing has been written then.
+    """
+    heads = layout.heads - first_head if num_heads is None else num_heads
+    torch.ops.kvshelf.scatter_kv(caches, slot_mapping, chunk, layout.as_ints(), first_head, heads)
+
+
+def implementation() -> Implementation:
+    """What carries out calls on CPU tensors: the compiled library or plain torch.
+
+    Raises
+    ------
+    ConfigError
+        If ``KVSHELF_OPS`` has an unknown value, or asks for a library that is not there.
+    """
+    return "torch" if _library() is None else "cpp"
+
+
+# --- checks ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A checked call, except for the slots' values."""
+
+    caches: Sequence[Tensor]
+    slots: Tensor
+    chunk: Tensor
+    layout: PagedLayout
+    first_head: int
+    num_heads: int
+    on_cpu: bool
+
+    @property
+    def first_byte(self) -> int:
+        return self.first_head * self.layout.head_stride
+
+
+@functools.lru_cache(maxsize=64)
+def _layout(values: tuple[int, ...]) -> PagedLayout:
+    return PagedLayout.from_ints(values)
+
+
+def _checked(
+    caches: Sequence[Tensor],
+    slots: Tensor,
+    chunk: Tensor,
+    chunk_name: str,
+    layout_ints: Sequence[int],
+    first_head: int,
+    num_heads: int,
+) -> _Call:
+    layout = _layout(tuple(layout_ints))
+    if first_head < 0 or num_heads < 1 or first_head + num_heads > layout.heads:
+        raise ValueError(
+            f"heads {first_head} … {first_head + num_heads - 1} asked for, but the cache has heads "
+            f"0 … {layout.heads - 1}; first_head and num_heads must name at least one of them"
+        )
+    if slots.device.type != "cpu" or slots.dtype != torch.int64 or slots.dim() != 1:
+        raise ValueError(
+            f"slot_mapping is {_describe(slots)}; expected a one-dimensional int64 CPU tensor"
+        )
+    if not slots.is_contiguous():
+        raise ValueError(
+            f"slot_mapping has stride {slots.stride(0)}; expected a contiguous tensor: "
+            "pass slot_mapping.contiguous()"
+        )
+    if not caches:
+        raise ValueError("caches is empty; expected the paged cache of at least one layer")
+
+    first = caches[0]
+    shape, strides, dtype, device = first.shape, first.stride(), first.dtype, first.device
+    item = first.element_size()
+    extent = layout.extent
+    for index, cache in enumerate(caches):
+        if (
+            cache.shape != shape
+            or cache.dtype != dtype
+            or cache.device != device
+            or cache.stride() != strides
+        ):
+            raise ValueError(
+                f"caches[{index}] is {_describe(cache)} with strides {list(cache.stride())}, but "
+                f"caches[0] is {_describe(first)} with strides {list(strides)}; one call takes "
+                "layers of one kind: call once for each kind"
+            )
+        start = cache.storage_offset() * item
+        size = cache.untyped_storage().nbytes()
+        if start + extent > size:
+            raise ValueError(
+                f"caches[{index}] starts at byte {start} of a storage of {size} bytes, but the "
+                f"layout reaches {extent} bytes further; make the layout from this cache"
+            )
+
+    if chunk.device != device or chunk.dtype != torch.uint8 or chunk.dim() != 1:
+        raise ValueError(
+            f"{chunk_name} is {_describe(chunk)}; expected a one-dimensional uint8 tensor on "
+            f"{device}, where the caches are"
+        )
+    expected = len(caches) * layout.chunk_bytes(slots.numel(), num_heads)
+    if chunk.numel() != expected:
+        raise ValueError(
+            f"{chunk_name} has {chunk.numel()} bytes; expected {expected} = {len(caches)} layers × "
+            f"{layout.kvs} kvs × {slots.numel()} tokens × {num_heads} heads × "
+            f"{layout.row_bytes} bytes"
+        )
+    if not chunk.is_contiguous():
+        raise ValueError(
+            f"{chunk_name} has stride {chunk.stride(0)}; expected a contiguous tensor: allocate it "
+            "with torch.empty(size, dtype=torch.uint8)"
+        )
+    return _Call(caches, slots, chunk, layout, first_head, num_heads, device.type == "cpu")
+
+
+def _describe(tensor: Tensor) -> str:
+    return f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
+
+
+def _bad_slot(slot: int, position: int, layout: PagedLayout) -> ValueError:
+    return ValueError(
+        f"slot_mapping[{position}] is {slot}; expected −1 (skip) or 0 … {layout.num_slots - 1}: "
+        f"the cache has {layout.num_blocks} blocks of {layout.block_size} slots"
+    )
+
+
+# --- the operators -----------------------------------------------------------------
+
+
+def _gather(
+    caches: Sequence[Tensor],
+    slot_mapping: Tensor,
+    out: Tensor,
+    layout: Sequence[int],
+    first_head: int,
+    num_heads: int,
+) -> None:
+    call = _checked(caches, slot_mapping, out, "out", layout, first_head, num_heads)
+    library = _library() if call.on_cpu else None
+    if library is not None:
+        _call_library(library.gather, call)
+    else:
+        _gather_torch(call)
+
+
+def _scatter(
+    caches: Sequence[Tensor],
+    slot_mapping: Tensor,
+    chunk: Tensor,
+    layout: Sequence[int],
+    first_head: int,
+    num_heads: int,
+) -> None:
+    call = _checked(caches, slot_mapping, chunk, "chunk", layout, first_head, num_heads)
+    library = _library() if call.on_cpu else None
+    if library is not None:
+        _call_library(library.scatter, call)
+    else:
+        _scatter_torch(call)
+
+
+def _fake(
+    caches: Sequence[Tensor],
+    slot_mapping: Tensor,
+    chunk: Tensor,
+    layout: Sequence[int],
+    first_head: int,
+    num_heads: int,
+) -> None:
+    """Shape function of both operators: they return nothing and only write."""
+
+
+# The layout argument holds the caches' strides, so a compiler must hand the caches over
+# exactly as it got them.
+_TAGS: Final = (
+    torch.Tag.pt2_compliant_tag,
+    getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order),
+)
+_LIBRARY.define(
+    "gather_kv(Tensor[] caches, Tensor slot_mapping, Tensor(a!) out, int[] layout, "
+    "int first_head, int num_heads) -> ()",
+    tags=_TAGS,
+)
+_LIBRARY.define(
+    "scatter_kv(Tensor(a!)[] caches, Tensor slot_mapping, Tensor chunk, int[] layout, "
+    "int first_head, int num_heads) -> ()",
+    tags=_TAGS,
+)
+_LIBRARY.impl("gather_kv", _gather, "CompositeExplicitAutograd")
+_LIBRARY.impl("scatter_kv", _scatter, "CompositeExplicitAutograd")
+torch.library.register_fake("kvshelf::gather_kv", _fake, lib=_LIBRARY)
+torch.library.register_fake("kvshelf::scatter_kv", _fake, lib=_LIBRARY)
+
+
+# --- the compiled library ----------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Library:
+    """Functions of the compiled library; see cuda/src/binding.cc for their arguments."""
+
+    path: Path
+    gather: Callable[..., int]
+    scatter: Callable[..., int]
+
+
+@functools.lru_cache(maxsize=1)
+def _library() -> _Library | None:
+    choice = os.environ.get("KVSHELF_OPS", "auto") or "auto"
+    if choice == "torch":
+        return None
+    if choice not in ("auto", "cpp"):
+        raise ConfigError(f"KVSHELF_OPS is {choice!r}; expected auto, cpp or torch")
+    problem = "it is not installed (no C++ compiler was found when kvshelf was installed)"
+    for path in _library_paths():
+        try:
+            return _load_library(path)
+        except Exception as error:  # noqa: BLE001  whatever a broken library raises, torch can do it
+            problem = f"{path} cannot be used: {error}"
+            if choice == "auto":
+                warnings.warn(
+                    f"kvshelf's compiled copy functions {problem}; using plain torch, which is "
+                    "slower. Reinstall kvshelf to rebuild them, or set KVSHELF_OPS=torch to "
+                    "silence this",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+                return None
+    if choice == "cpp":
+        raise ConfigError(
+            f"KVSHELF_OPS=cpp asks for kvshelf's compiled library, but {problem}; reinstall kvshelf "
+            "where a C++ compiler is, or unset KVSHELF_OPS"
+        )
+    return None
+
+
+def _library_paths() -> list[Path]:
+    # In an editable install the Python files lie in the repository and the library in
+    # site-packages; the package's __path__ names both, but only while the editable
+    # install's import hook is the one that found the package.
+    import kvshelf
+
+    folders = [Path(entry) for entry in kvshelf.__path__]
+    folders += [Path(sysconfig.get_path(kind)) / "kvshelf" for kind in ("platlib", "purelib")]
+    paths = [folder / _LIBRARY_NAME for folder in dict.fromkeys(folders)]
+    return [path for path in paths if path.is_file()]
+
+
+def _load_library(path: Path) -> _Library:
+    import tvm_ffi
+
+    module = tvm_ffi.load_module(path)
+    version = module.get_function("version")()
+    if version != _LIBRARY_VERSION:
+        raise RuntimeError(f"it has version {version}, expected {_LIBRARY_VERSION}")
+    return _Library(path, module.get_function("gather"), module.get_function("scatter"))
+
+
+def _call_library(function: Callable[..., int], call: _Call) -> None:
+    layout = call.layout
+    tokens = call.slots.numel()
+    first_byte = call.first_byte
+    table = array("q", [cache.data_ptr() + first_byte for cache in call.caches])
+    position = function(
+        table.buffer_info()[0],
+        len(table),
+        call.slots.data_ptr(),
+        tokens,
+        call.chunk.data_ptr(),
+        layout.num_blocks,
+        layout.block_size,
+        layout.block_stride,
+        layout.token_stride,
+        layout.kv_stride,
+        layout.head_stride,
+        layout.kvs,
+        call.num_heads,
+        layout.row_bytes,
+    )
+    if position >= 0:
+        raise _bad_slot(int(call.slots[position]), position, layout)
+
+
+# --- plain torch -------------------------------------------------------------------
+
+_WORDS: Final = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))
+
+
+def _gather_torch(call: _Call) -> None:
+    with torch.inference_mode():
+        skipped, index = _check_slots(call)
+        if call.slots.numel() == 0:
+            return
+        if skipped is not None and skipped.numel() == call.slots.numel():
+            call.chunk.zero_()
+            return
+        pieces = _chunk_view(call)
+        for layer, cache in enumerate(call.caches):
+            view = _paged_view(call, cache, pieces.dtype)
+            for kv in range(call.layout.kvs):
+                torch.index_select(view[kv], 0, index, out=pieces[layer, kv])
+        if skipped is not None:
+            pieces.index_fill_(2, skipped.to(pieces.device), 0)
+
+
+def _scatter_torch(call: _Call) -> None:
+    with torch.inference_mode():
+        skipped, index = _check_slots(call)
+        if call.slots.numel() == 0:
+            return
+        pieces = _chunk_view(call)
+        if skipped is not None:
+            kept = (call.slots >= 0).nonzero().view(-1).to(pieces.device)
+            if kept.numel() == 0:
+                return
+            index = index.index_select(0, kept)
+            pieces = pieces.index_select(2, kept)
+        for layer, cache in enumerate(call.caches):
+            view = _paged_view(call, cache, pieces.dtype)
+            for kv in range(call.layout.kvs):
+                view[kv].index_copy_(0, index, pieces[layer, kv])
+
+
+def _check_slots(call: _Call) -> tuple[Tensor | None, Tensor]:
+    """Check the slots' values.
+
+    Returns
+    -------
+    skipped : Tensor or None
+        Positions of −1 slots, int64 CPU; None when there are none.
+    index : Tensor
+        For each token its index into :func:`_paged_view`, int64 on the caches' device;
+        0 for skipped tokens.
+    """
+    slots, layout = call.slots, call.layout
+    skipped = None
+    if slots.numel():
+        low, high = (int(bound) for bound in torch.aminmax(slots))
+        if low < -1 or high >= layout.num_slots:
+            position = int(((slots < -1) | (slots >= layout.num_slots)).nonzero()[0])
+            raise _bad_slot(int(slots[position]), position, layout)
+        if low == -1:
+            skipped = (slots < 0).nonzero().view(-1)
+            slots = slots.clamp(min=0)
+    unit = _unit(layout)
+    if layout.block_size * layout.token_stride != layout.block_stride or layout.block_size == 1:
+        blocks = torch.div(slots, layout.block_size, rounding_mode="floor")
+        slots = blocks * (layout.block_stride // unit) + (slots - blocks * layout.block_size) * (
+            layout.token_stride // unit
+        )
+    return skipped, slots.to(call.chunk.device)
+
+
+def _unit(layout: PagedLayout) -> int:
+    # The largest step in bytes that reaches every token of every block, so that one
+    # index dimension covers both, whatever lies between blocks.
+    if layout.block_size * layout.token_stride == layout.block_stride:
+        return layout.token_stride or 1
+    return math.gcd(layout.block_stride, layout.token_stride) or 1
+
+
+def _paged_view(call: _Call, cache: Tensor, word: torch.dtype) -> Tensor:
+    """[kvs, indexes, heads, words] view of the heads to copy; see :func:`_check_slots`."""
+    layout, width = call.layout, word.itemsize
+    unit = _unit(layout)
+    reach = (layout.num_blocks - 1) * layout.block_stride
+    reach += (layout.block_size - 1) * layout.token_stride
+    start = int(cache.storage_offset()) * cache.element_size() + call.first_byte
+    return torch.empty(0, dtype=word, device=cache.device).set_(
+        cache.untyped_storage(),
+        start // width,
+        (layout.kvs, reach // unit + 1, call.num_heads, layout.row_bytes // width),
+        (layout.kv_stride // width, unit // width, layout.head_stride // width, 1),
+    )
+
+
+def _chunk_view(call: _Call) -> Tensor:
+    """[layers, kvs, tokens, heads, words] view of the chunk buffer, words as wide as may be."""
+    layout = call.layout
+    steps = layout.block_stride | layout.token_stride | layout.kv_stride | layout.head_stride
+    steps |= layout.row_bytes | int(call.chunk.storage_offset()) | call.chunk.data_ptr()
+    for cache in call.caches:
+        steps |= int(cache.storage_offset()) * cache.element_size() | cache.data_ptr()
+    word = next(dtype for width, dtype in _WORDS if steps % width == 0)
+    return call.chunk.view(word).view(
+        len(call.caches), layout.kvs, call.slots.numel(), call.num_heads, -1
+    )
