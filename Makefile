@@ -1,0 +1,87 @@
+# kvshelf: everything a contributor or a curious user runs.
+#
+#   make demo       a model, two engines, one shelf: see the second engine skip the prefill
+#   make test       what must pass before a change goes in
+#
+# The first run makes the virtual environment .venv (see tools/venv.py) and needs a package index;
+# later runs need no network. Variables:
+#
+#   PYTHON          the Python (3.11 to 3.14) to build .venv with; default: the first that works
+#   TORCH_INDEX     where CPU builds of torch are, for when your own package index has none
+#   PYTEST_ARGS     further arguments for pytest, as in PYTEST_ARGS="-k shelf -x"
+
+SHELL := bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-print-directory
+
+VENV := .venv
+BIN := $(CURDIR)/$(VENV)/bin
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+PYTEST_ARGS ?=
+BENCH_ARGS ?=
+
+# A command of this name may exist and still not run (pyenv), so each is tried.
+find_python = for python in python3 python3.12 python3.13 python3.11 python3.14; do \
+	if "$$python" -c 'import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' \
+		>/dev/null 2>&1; then echo "$$python"; break; fi; done
+PYTHON ?= $(shell $(find_python))
+
+# backends/ is the package kvshelf.backends; tools that look at files see it in its place here.
+TREE := build/tree
+
+.PHONY: help
+help:  ## show this list
+	@echo "usage: make TARGET"; \
+	awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' Makefile
+
+.PHONY: demo
+demo: venv  ## run two engines on one shelf and compare them
+	@$(BIN)/python examples/demo.py
+
+.PHONY: test
+test: venv lint  ## lint, types, import rules, tests, wheel
+	@$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
+	@$(BIN)/python tools/wheel_check.py $(VENV)
+
+.PHONY: test-all
+test-all: venv lint  ## the same with the slow tests
+	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+	@$(BIN)/python tools/wheel_check.py $(VENV)
+
+.PHONY: bench
+bench: venv  ## measure; prints a table and writes JSON
+	@$(BIN)/python -m kvshelf.bench $(BENCH_ARGS)
+
+.PHONY: lint
+lint: venv tree  ## ruff, mypy, import-linter
+	@echo "ruff"; $(BIN)/ruff check .; $(BIN)/ruff format --check .
+	@echo "mypy"; $(BIN)/mypy
+	@echo "import-linter"; \
+	PYTHONPATH="$(CURDIR)/$(TREE):$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" \
+		$(BIN)/python -S -c 'from importlinter.cli import lint_imports_command as run; run()' --no-cache
+
+.PHONY: format
+format: venv  ## rewrite the code in the project's style
+	@$(BIN)/ruff check --fix .; $(BIN)/ruff format .
+
+.PHONY: docs
+docs: venv  ## build the documentation into site/
+	@$(BIN)/python -m kvshelf.config > docs/configuration.md
+	@$(BIN)/mkdocs build --strict --quiet && echo "site/index.html"
+
+.PHONY: clean
+clean:  ## remove what was built, keep .venv
+	@rm -rf build dist site .demo .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+
+.PHONY: venv
+venv:
+	@if [ -z "$(PYTHON)" ]; then \
+		echo "No usable Python 3.11 to 3.14 with venv found (on Debian: apt install python3-venv);" \
+			"name one with make ... PYTHON=/path/to/python" >&2; exit 1; fi; \
+	"$(PYTHON)" tools/venv.py $(VENV) --torch-index "$(TORCH_INDEX)" --extra test --extra docs
+
+.PHONY: tree
+tree:
+	@rm -rf $(TREE); mkdir -p $(TREE)/kvshelf; \
+	ln -s $(CURDIR)/src/kvshelf/* $(CURDIR)/backends $(TREE)/kvshelf/
