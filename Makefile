@@ -3,7 +3,7 @@
 #   make demo       a model, two engines, one shelf: see the second engine skip the prefill
 #   make test       what must pass before a change goes in
 #
-# The first run makes the virtual environment .venv (see tools/venv.py) and needs a package index;
+# The first run makes the virtual environment .venv (see tools/environment.py) and needs a package index;
 # later runs need no network. Variables:
 #
 #   PYTHON          the Python (3.11 to 3.14) to build .venv with; default: the first that works
@@ -79,7 +79,7 @@ venv:
 	@if [ -z "$(PYTHON)" ]; then \
 		echo "No usable Python 3.11 to 3.14 with venv found (on Debian: apt install python3-venv);" \
 			"name one with make ... PYTHON=/path/to/python" >&2; exit 1; fi; \
-	"$(PYTHON)" tools/venv.py $(VENV) --torch-index "$(TORCH_INDEX)" --extra test --extra docs
+	"$(PYTHON)" tools/environment.py $(VENV) --torch-index "$(TORCH_INDEX)" --extra test --extra docs
 
 .PHONY: tree
 tree:

