@@ -37,7 +37,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -52,7 +52,7 @@ Implementation: TypeAlias = Literal["cpp", "torch"]
 _LIBRARY_VERSION: Final = 1
 _LIBRARY_NAME: Final = "libkvshelf_ops.so"
 
-_LIBRARY: Any = torch.library.Library("kvshelf", "DEF")
+_LIBRARY: Final = cast(Any, torch.library).Library("kvshelf", "DEF")
 
 
 def gather_kv(
@@ -123,7 +123,7 @@ def scatter_kv(
 
 
 def implementation() -> Implementation:
-    """What carries out calls on CPU tensors: the compiled library or plain torch.
+    """Tell what carries out calls on CPU tensors: the compiled library or plain torch.
 
     Raises
     ------
@@ -147,10 +147,6 @@ class _Call:
     first_head: int
     num_heads: int
     on_cpu: bool
-
-    @property
-    def first_byte(self) -> int:
-        return self.first_head * self.layout.head_stride
 
 
 @functools.lru_cache(maxsize=64)
@@ -344,8 +340,8 @@ def _library() -> _Library | None:
                 return None
     if choice == "cpp":
         raise ConfigError(
-            f"KVSHELF_OPS=cpp asks for kvshelf's compiled library, but {problem}; reinstall kvshelf "
-            "where a C++ compiler is, or unset KVSHELF_OPS"
+            f"KVSHELF_OPS=cpp asks for kvshelf's compiled library, but {problem}; reinstall "
+            "kvshelf where a C++ compiler is, or unset KVSHELF_OPS"
         )
     return None
 
@@ -374,15 +370,13 @@ def _load_library(path: Path) -> _Library:
 
 def _call_library(function: Callable[..., int], call: _Call) -> None:
     layout = call.layout
-    tokens = call.slots.numel()
-    first_byte = call.first_byte
-    table = array("q", [cache.data_ptr() + first_byte for cache in call.caches])
+    table = array("q", [cache.data_ptr() for cache in call.caches])
     position = function(
         table.buffer_info()[0],
-        len(table),
         call.slots.data_ptr(),
-        tokens,
         call.chunk.data_ptr(),
+        len(table),
+        call.slots.numel(),
         layout.num_blocks,
         layout.block_size,
         layout.block_stride,
@@ -390,6 +384,7 @@ def _call_library(function: Callable[..., int], call: _Call) -> None:
         layout.kv_stride,
         layout.head_stride,
         layout.kvs,
+        call.first_head,
         call.num_heads,
         layout.row_bytes,
     )
@@ -481,7 +476,8 @@ def _paged_view(call: _Call, cache: Tensor, word: torch.dtype) -> Tensor:
     unit = _unit(layout)
     reach = (layout.num_blocks - 1) * layout.block_stride
     reach += (layout.block_size - 1) * layout.token_stride
-    start = int(cache.storage_offset()) * cache.element_size() + call.first_byte
+    start = int(cache.storage_offset()) * cache.element_size()
+    start += call.first_head * layout.head_stride
     return torch.empty(0, dtype=word, device=cache.device).set_(
         cache.untyped_storage(),
         start // width,
