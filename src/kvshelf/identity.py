@@ -130,9 +130,7 @@ def _canonical_int(field: str, value: object) -> int:
 
 def _canonical_str(field: str, value: object) -> str:
     if not isinstance(value, str):
-        raise ConfigError(
-            f"namespace field {field!r}: found {value!r}, expected a string"
-        )
+        raise ConfigError(f"namespace field {field!r}: found {value!r}, expected a string")
     normal = unicodedata.normalize("NFC", str(value))
     try:
         normal.encode("utf-8")
@@ -155,9 +153,7 @@ def _canonical_value(field: str, value: object) -> int | str | list[int] | list[
     if kind == "str":
         return _canonical_str(field, value)
     if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
-        raise ConfigError(
-            f"namespace field {field!r}: found {value!r}, expected a {kind}"
-        )
+        raise ConfigError(f"namespace field {field!r}: found {value!r}, expected a {kind}")
     if kind == "list[int]":
         return [_canonical_int(field, item) for item in value]
     return [_canonical_str(field, item) for item in value]
@@ -202,16 +198,12 @@ class Namespace:
     folder: str
 
     def __init__(self, record: Mapping[str, FieldValue], slug: str = "model") -> None:
-        canonical = {
-            field: _canonical_value(field, record[field]) for field in sorted(record)
-        }
+        canonical = {field: _canonical_value(field, record[field]) for field in sorted(record)}
         if canonical.get("format") != FORMAT:
             raise ConfigError(
                 f"namespace field 'format': found {canonical.get('format')!r}, expected {FORMAT!r}"
             )
-        encoded = json.dumps(
-            canonical, ensure_ascii=False, separators=(",", ":")
-        ).encode("utf-8")
+        encoded = json.dumps(canonical, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
         digest = hashlib.sha256(encoded).digest()
         name = slugify(slug)
         set_once = object.__setattr__
@@ -244,9 +236,7 @@ class Namespace:
         except ConfigError:
             raise
         except ValueError as error:
-            raise ConfigError(
-                f"namespace record: a number is out of range ({error})"
-            ) from error
+            raise ConfigError(f"namespace record: a number is out of range ({error})") from error
         if not isinstance(record, dict):
             raise ConfigError(
                 f"namespace record: found {type(record).__name__}, expected an object"
@@ -268,8 +258,8 @@ class Namespace:
         }
 
     def _fields(self) -> Mapping[str, int | str | list[int] | list[str]]:
-        fields: Mapping[str, int | str | list[int] | list[str]] = (
-            object.__getattribute__(self, "_record")
+        fields: Mapping[str, int | str | list[int] | list[str]] = object.__getattribute__(
+            self, "_record"
         )
         return fields
 
@@ -384,9 +374,7 @@ def _pack_tokens(tokens: Sequence[int], position: int) -> bytes:
                     f"token {position + offset} is {token!r}: token ids are integers from 0 to "
                     f"{_MAX_U32}"
                 ) from None
-        raise ValueError(
-            f"tokens {position} and following cannot be packed: {error}"
-        ) from error
+        raise ValueError(f"tokens {position} and following cannot be packed: {error}") from error
     if sys.byteorder != "little":
         packed.byteswap()
     return packed.tobytes()
@@ -454,20 +442,13 @@ class KeyChain:
         group: str = "_",
     ) -> None:
         if len(namespace_digest) != 32:
-            raise ValueError(
-                f"namespace digest: found {len(namespace_digest)} bytes, expected 32"
-            )
+            raise ValueError(f"namespace digest: found {len(namespace_digest)} bytes, expected 32")
         if len(lora_digest) not in (0, 32):
-            raise ValueError(
-                f"LoRA digest: found {len(lora_digest)} bytes, expected 32 or none"
-            )
+            raise ValueError(f"LoRA digest: found {len(lora_digest)} bytes, expected 32 or none")
         self.chunk_size = check_chunk_size(chunk_size)
         self.group = _check_group(group)
         self.root = hashlib.sha256(
-            FORMAT.encode()
-            + namespace_digest
-            + _counted(salt.encode())
-            + _counted(lora_digest)
+            FORMAT.encode() + namespace_digest + _counted(salt.encode()) + _counted(lora_digest)
         ).digest()
         self.chunks: list[Chunk] = []
         self._pending = b""
@@ -475,9 +456,7 @@ class KeyChain:
         encoded: list[tuple[int, int, bytes]] = []
         for item in items:
             if not 0 <= item.length <= _MAX_U32 or not 0 <= item.start < 2**62:
-                raise ValueError(
-                    f"{item} is not a place in a prompt: negative or too large"
-                )
+                raise ValueError(f"{item} is not a place in a prompt: negative or too large")
             if item.length:
                 encoded.append((item.start, item.length, item.hash.encode()))
         encoded.sort()
@@ -549,9 +528,7 @@ class KeyChain:
         parent = self.chunks[-1].key if self.chunks else self.root
         count = len(packed) // 4
         suffix, _ = self._overlaps(index * self.chunk_size, count, self._next_item)
-        key = hashlib.sha256(
-            parent + struct.pack("<I", count) + packed + suffix
-        ).digest()
+        key = hashlib.sha256(parent + struct.pack("<I", count) + packed + suffix).digest()
         return Chunk(key, parent, index, count, True, self.group)
 
     def _overlaps(self, start: int, count: int, first: int) -> tuple[bytes, int]:
@@ -588,16 +565,12 @@ _OBJECT: Final = re.compile(
     rf"-(?P<shard>{_DECIMAL})of(?P<shards>[1-9][0-9]{{0,9}})\.safetensors",
     re.ASCII,
 )
-_FOLDER: Final = re.compile(
-    r"(?P<slug>[a-z0-9._-]{1,40})-(?P<digest>[0-9a-f]{16})", re.ASCII
-)
+_FOLDER: Final = re.compile(r"(?P<slug>[a-z0-9._-]{1,40})-(?P<digest>[0-9a-f]{16})", re.ASCII)
 
 
 def _check_group(group: str) -> str:
     if not _GROUP.fullmatch(group):
-        raise ObjectNameError(
-            f"group {group!r}: expected '_' or 16 lowercase hex digits"
-        )
+        raise ObjectNameError(f"group {group!r}: expected '_' or 16 lowercase hex digits")
     return group
 
 
@@ -639,9 +612,7 @@ def object_name(chunk: Chunk, shard: int, shards: int) -> str:
         If a part is out of range.
     """
     if not 0 <= shard < shards <= _MAX_U32:
-        raise ObjectNameError(
-            f"shard {shard} of {shards}: expected 0 <= shard < shards"
-        )
+        raise ObjectNameError(f"shard {shard} of {shards}: expected 0 <= shard < shards")
     if len(chunk.key) != 32:
         raise ObjectNameError(f"key of {len(chunk.key)} bytes: expected 32")
     if not 0 <= chunk.index <= _MAX_U32:
@@ -764,17 +735,13 @@ def weight_files(model_dir: str | Path, load_format: str = "auto") -> list[Path]
     folder = Path(model_dir)
     if folder.is_file():
         return [folder]
-    remedy = (
-        "set `weights` to a string of your own that changes whenever the weights do"
-    )
+    remedy = "set `weights` to a string of your own that changes whenever the weights do"
     if not folder.is_dir():
         raise ConfigError(
             f"{folder} is not a local folder, so its weights cannot be read; {remedy}"
         )
     if load_format == "auto":
-        consolidated = any(
-            path.is_file() for path in folder.rglob("consolidated*.safetensors")
-        )
+        consolidated = any(path.is_file() for path in folder.rglob("consolidated*.safetensors"))
         load_format = "mistral" if consolidated else "hf"
     index_file = "model.safetensors.index.json"
     if load_format in ("hf", "bitsandbytes"):
@@ -805,9 +772,7 @@ def weight_files(model_dir: str | Path, load_format: str = "auto") -> list[Path]
     elif load_format != "gguf":
         files = [path for path in files if not path.name.endswith(_TRAINING_LEFTOVERS)]
     if not files:
-        raise ConfigError(
-            f"{folder} holds no weight files ({', '.join(patterns)}); {remedy}"
-        )
+        raise ConfigError(f"{folder} holds no weight files ({', '.join(patterns)}); {remedy}")
     return sorted(files)
 
 
@@ -818,9 +783,7 @@ def _files_of_index(index: Path, files: list[Path]) -> list[Path]:
         weight_map = json.loads(index.read_bytes())["weight_map"]
         named = {index.parent / str(name) for name in weight_map.values()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(
-            f"{index} is not an index of safetensors files ({error})"
-        ) from error
+        raise ConfigError(f"{index} is not an index of safetensors files ({error})") from error
     missing = named.difference(files)
     if missing:
         names = ", ".join(sorted(path.name for path in missing))
@@ -850,11 +813,7 @@ class FingerprintCache:
         """Return ``fingerprints.json`` in ``$XDG_CACHE_HOME/kvshelf`` or ``~/.cache/kvshelf``."""
         base = os.environ.get("XDG_CACHE_HOME")
         # The XDG rules say that a relative path is to be ignored.
-        folder = (
-            Path(base)
-            if base and os.path.isabs(base)
-            else Path("~/.cache").expanduser()
-        )
+        folder = Path(base) if base and os.path.isabs(base) else Path("~/.cache").expanduser()
         return folder / "kvshelf" / "fingerprints.json"
 
     @staticmethod
@@ -877,8 +836,7 @@ class FingerprintCache:
             return {
                 name: digest
                 for name, digest in files.items()
-                if isinstance(digest, str)
-                and re.fullmatch(r"[0-9a-f]{32}", digest, re.ASCII)
+                if isinstance(digest, str) and re.fullmatch(r"[0-9a-f]{32}", digest, re.ASCII)
             }
         except (
             OSError,
@@ -947,11 +905,7 @@ def _hub_digest(path: Path) -> str | None:
         target = Path(os.readlink(path))
     except OSError:
         return None
-    if (
-        target.parent.name == "blobs"
-        and _BLOB.fullmatch(target.name)
-        and path.is_file()
-    ):
+    if target.parent.name == "blobs" and _BLOB.fullmatch(target.name) and path.is_file():
         return target.name
     return None
 
@@ -1007,9 +961,7 @@ def _hash_content(
         if total == before.st_size and _same_file(before, after):
             # A write within the clock's granularity leaves the times as they are, so
             # a file that was written just now cannot be told from its next version.
-            settled = (
-                started - max(before.st_mtime_ns, before.st_ctime_ns) > _SETTLED_NS
-            )
+            settled = started - max(before.st_mtime_ns, before.st_ctime_ns) > _SETTLED_NS
             return before, state.hexdigest(), settled
     raise TransientStorageError(
         f"weight file {path} keeps changing while it is read; wait until it is written"
@@ -1023,9 +975,7 @@ def _hash_samples(path: Path) -> str:
         state = xxhash.xxh3_128(struct.pack("<Q", size))
         last = max(size - _SAMPLE_BYTES, 0)
         for number in range(_SAMPLES):
-            state.update(
-                os.pread(descriptor, _SAMPLE_BYTES, last * number // (_SAMPLES - 1))
-            )
+            state.update(os.pread(descriptor, _SAMPLE_BYTES, last * number // (_SAMPLES - 1)))
         return state.hexdigest()
     finally:
         os.close(descriptor)
@@ -1055,9 +1005,7 @@ def _hash_files(
     # Largest first, so that no thread is left alone with a large file at the end.
     todo.sort(key=lambda entry: entry[0])
     lock = threading.Lock()
-    results: queue.SimpleQueue[
-        tuple[Path, tuple[os.stat_result, str, bool] | BaseException]
-    ]
+    results: queue.SimpleQueue[tuple[Path, tuple[os.stat_result, str, bool] | BaseException]]
     results = queue.SimpleQueue()
     stop = threading.Event()
 
@@ -1078,9 +1026,7 @@ def _hash_files(
 
     expected = len(todo)
     for number in range(min(max(threads, 1), expected)):
-        threading.Thread(
-            target=work, name=f"kvshelf-fingerprint-{number}", daemon=True
-        ).start()
+        threading.Thread(target=work, name=f"kvshelf-fingerprint-{number}", daemon=True).start()
     remembered: list[tuple[os.stat_result, str]] = []
     try:
         for _ in range(expected):
@@ -1105,9 +1051,7 @@ def _lines_digest(lines: Mapping[int, tuple[str, str]]) -> bytes:
     encoded = []
     for name, digest in lines.values():
         if "\n" in name:
-            raise ConfigError(
-                f"weight file {name!r}: a line break in its name is not allowed"
-            )
+            raise ConfigError(f"weight file {name!r}: a line break in its name is not allowed")
         encoded.append(f"{name} {digest}\n".encode("utf-8", "surrogateescape"))
     return hashlib.sha256(b"".join(sorted(encoded))).digest()
 
@@ -1122,9 +1066,7 @@ def _content_digest(
 ) -> bytes:
     paths = [Path(path) for path in files]
     if not paths:
-        raise ConfigError(
-            "no weight files were given, so there is nothing to fingerprint"
-        )
+        raise ConfigError("no weight files were given, so there is nothing to fingerprint")
     lines: dict[int, tuple[str, str]] = {}
     rest: list[Path] = []
     for number, path in enumerate(paths):
@@ -1191,10 +1133,7 @@ def weights_fingerprint(
     OSError
         If a file cannot be read.
     """
-    return (
-        "sha256:"
-        + _content_digest(files, cache, background, cancel, threads, cpus).hex()
-    )
+    return "sha256:" + _content_digest(files, cache, background, cancel, threads, cpus).hex()
 
 
 def sampled_fingerprint(files: Sequence[str | Path]) -> str:
@@ -1210,9 +1149,7 @@ def sampled_fingerprint(files: Sequence[str | Path]) -> str:
     """
     paths = [Path(path) for path in files]
     if not paths:
-        raise ConfigError(
-            "no weight files were given, so there is nothing to fingerprint"
-        )
+        raise ConfigError("no weight files were given, so there is nothing to fingerprint")
     lines: dict[int, tuple[str, str]] = {}
     for number, path in enumerate(paths):
         hub = _hub_digest(path)
