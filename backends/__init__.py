@@ -1,0 +1,112 @@
+"""Kinds of storage a shelf can live on.
+
+Owns the choice of a backend for a URL. A path, ``file://`` or ``local://`` gives
+:class:`~kvshelf.backends.posix.PosixBackend`; every other URL an fsspec filesystem behind
+:class:`~kvshelf.backends.generic.GenericBackend`. Both are imported when first needed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from kvshelf.backends.base import (
+    NOT_REGULAR,
+    Backend,
+    Buffer,
+    NotRegular,
+    ObjectInfo,
+    Properties,
+    Reader,
+    StatResult,
+    WriteMode,
+    WriteResult,
+)
+
+from kvshelf.errors import ConfigError
+
+__all__ = [
+    "NOT_REGULAR",
+    "Backend",
+    "Buffer",
+    "NotRegular",
+    "ObjectInfo",
+    "Properties",
+    "Reader",
+    "StatResult",
+    "WriteMode",
+    "WriteResult",
+    "open_backend",
+]
+
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+
+
+def open_backend(
+    url: str | os.PathLike[str],
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+    read_only: bool = False,
+) -> Backend:
+    """Open the storage that `url` names.
+
+    Parameters
+    ----------
+    url : str or os.PathLike
+        A directory (``~`` is expanded, a relative path is taken from the working directory)
+        or a URL such as ``file:///mnt/kv``, ``s3://bucket/prefix``, ``memory://name``.
+    storage_options : Mapping, optional
+        Passed to the fsspec filesystem of a URL. Directories take ``create`` and ``fsync``,
+        see :class:`~kvshelf.backends.posix.PosixBackend`.
+    read_only : bool
+        Refuse every change.
+
+    Raises
+    ------
+    ConfigError
+        If the URL or the options cannot be used, or a package for its protocol is missing.
+    StorageError
+        If the storage could not be opened.
+    """
+    text = os.fspath(url)
+    if not text.strip():
+        raise ConfigError(f"{url!r} is not a shelf: expected a directory or a URL")
+    options = dict(storage_options or {})
+    scheme = _SCHEME.match(text)
+    if scheme is None:
+        return _open_folder(text, options, read_only)
+    protocol = scheme[1].lower()
+    if protocol in ("file", "local"):
+        parts = urlsplit(text)
+        if parts.netloc not in ("", "localhost"):
+            raise ConfigError(
+                f"{text!r} names the host {parts.netloc!r}: expected three slashes, as in "
+                f"{protocol}:///{parts.netloc}{parts.path}"
+            )
+        # urlsplit would cut a path at ? and #, which are plain characters of a path.
+        path = unquote(text[scheme.end() + len(parts.netloc) :])
+        if not path.startswith("/"):
+            raise ConfigError(f"{text!r} has no path: expected {protocol}:///absolute/path")
+        return _open_folder(path, options, read_only)
+
+    from kvshelf.backends.generic import GenericBackend
+    from kvshelf.backends.wrappers import ReadOnlyBackend
+
+    backend: Backend = GenericBackend(text, options)
+    return ReadOnlyBackend(backend) if read_only else backend
+
+
+def _open_folder(path: str, options: dict[str, Any], read_only: bool) -> Backend:
+    from kvshelf.backends.posix import PosixBackend
+
+    create = options.pop("create", True)
+    fsync = options.pop("fsync", False)
+    if options:
+        names = ", ".join(sorted(map(str, options)))
+        raise ConfigError(f"storage_options for a directory: found {names}; known: create, fsync")
+    if not isinstance(create, bool) or not isinstance(fsync, bool):
+        raise ConfigError("storage_options: create and fsync are true or false")
+    return PosixBackend(path, read_only=read_only, create=create, fsync=fsync)

@@ -40,6 +40,8 @@ NOT_REGULAR: Final = NotRegular.NOT_REGULAR
 #: ``NOT_REGULAR``, or the error that kept the backend from telling.
 StatResult: TypeAlias = "int | None | NotRegular | StorageError"
 
+StatResults: TypeAlias = "list[StatResult]"  # inside the classes `list` is a method
+
 
 class WriteResult(Enum):
     """What a write did. Losing a race is a result, not an error."""
@@ -71,6 +73,8 @@ class Properties:
         Typical seconds for one probe; below 1e-3 a probe counts as cheap.
     read_only : bool
         Writes are known to be refused.
+    sets_aside : bool
+        :meth:`Backend.set_aside` moves a thing as it is; False: it deletes.
     """
 
     filesystem: str
@@ -81,6 +85,7 @@ class Properties:
     concurrency: int = 8
     probe_cost: float = 10e-6
     read_only: bool = False
+    sets_aside: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,15 +135,35 @@ class Reader(ABC):
 class Backend(ABC):
     """One kind of storage, rooted at one place."""
 
-    #: What callers may rely on.
-    properties: Properties
-
     #: The root, for people: a path or URL without secrets.
     url: str
 
+    @property
     @abstractmethod
-    def stat(self, names: Sequence[str]) -> list[StatResult]:
-        """Probe many names at once; one answer for each, never raising for one of them."""
+    def properties(self) -> Properties:
+        """What callers may rely on now. Never blocks."""
+
+    @abstractmethod
+    def stat(self, names: Sequence[str]) -> StatResults:
+        """Probe many names at once; one answer for each, never raising for one of them.
+
+        Cheapest where names of one folder stand next to each other.
+
+        Raises
+        ------
+        ObjectNameError
+            If a name is not a safe one: the caller's mistake, not the storage's answer.
+        """
+
+    @abstractmethod
+    def info(self, name: str) -> ObjectInfo | None:
+        """Size and times of one object or of what stands in its place; None when missing.
+
+        Raises
+        ------
+        StorageError
+            If the storage failed.
+        """
 
     @abstractmethod
     def open(self, name: str) -> Reader:
@@ -160,34 +185,79 @@ class Backend(ABC):
     ) -> WriteResult:
         """Publish the concatenated `buffers` as one object.
 
-        ``create`` leaves an existing object alone and answers EXISTED; ``replace``
-        puts the new bytes in its place. Nobody ever sees a part of an object where
-        :attr:`Properties.atomic_publish` holds.
+        ``create`` leaves an existing object alone and answers EXISTED, also when what
+        exists is not a regular file. ``replace`` puts the new bytes in the place of a
+        file or link and answers REPLACED, or CREATED when nothing was there. Nobody ever
+        sees a part of an object where :attr:`Properties.atomic_publish` holds.
 
         Raises
         ------
-        ReadOnlyStorageError, NoSpaceStorageError, StorageError
+        NotRegularError
+            If mode is ``replace`` and a folder has this name.
+        ReadOnlyStorageError
+            If the storage does not take writes.
+        NoSpaceStorageError
+            If it has no room.
+        StorageError
+            If it failed in another way.
         """
 
     @abstractmethod
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """Stream all objects whose name starts with the folder `prefix`.
+        """Stream all objects below the folder `prefix`, in no particular order.
 
-        `prefix` is "" or a folder name without trailing slash. Links, special
-        files and temporaries are skipped. Order is unspecified.
+        `prefix` is "" or a folder name without trailing slash. Links, special files,
+        temporaries and everything else below `prefix` with a leading dot in a part of its
+        name (reserved folders) are skipped. Objects that come or go meanwhile may be
+        missed; a missing folder is empty.
+
+        Raises
+        ------
+        StorageError
+            If the storage failed.
+        """
+
+    @abstractmethod
+    def folders(self, prefix: str = "") -> Sequence[str]:
+        """Names of the folders directly below `prefix`, without it, sorted; no dot folders.
+
+        Raises
+        ------
+        StorageError
+            If the storage failed.
         """
 
     @abstractmethod
     def delete(self, name: str) -> bool:
-        """Remove one object; False when it was not there. Folders are never removed."""
+        """Remove one object (never what a link points to); False when it was not there.
+
+        Raises
+        ------
+        NotRegularError
+            If a folder has this name.
+        StorageError
+            If the storage failed.
+        """
 
     @abstractmethod
     def set_aside(self, name: str, target: str) -> bool:
         """Move whatever stands at `name` (file, link, FIFO, folder) to `target`.
 
         The thing is renamed as it is: never followed, opened or recursed into. Where
-        the storage knows no such things, the object is deleted. False when nothing
+        :attr:`Properties.sets_aside` is False the object is deleted. False when nothing
         was there.
+
+        Raises
+        ------
+        StorageError
+            If the storage failed.
+        """
+
+    def trim(self, folder: str, max_count: int, max_bytes: int) -> None:
+        """Remove the first entries of `folder`, by name, until it is within both bounds.
+
+        For folders that :meth:`set_aside` fills with names that begin with a time.
+        Nothing is followed or recursed into: a folder that is not empty stays. Best effort.
         """
 
     @abstractmethod

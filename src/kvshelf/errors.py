@@ -40,10 +40,6 @@ class ObjectMissingError(StorageError, FileNotFoundError):
     """No object has this name."""
 
 
-class NotRegularError(StorageError):
-    """Something that is not a regular file stands where an object belongs."""
-
-
 class TransientStorageError(StorageError):
     """The storage could not answer now (EIO, ESTALE, a time-out, a short read)."""
 
@@ -67,4 +63,11 @@ class BadObjectError(KVShelfError, ValueError):
 
     Subclasses, one for each way an object can be bad, are in
     :mod:`kvshelf.chunkfile`.
+    """
+
+
+class NotRegularError(StorageError, BadObjectError):
+    """Something that is not a regular file stands where an object belongs.
+
+    A storage error when a backend meets it, and one of the ways an object can be bad.
     """

@@ -1,0 +1,655 @@
+"""Objects of chunks on one backend: write, probe, load, repair, list, delete.
+
+Owns the rules about objects that are not what they should be: what counts as present, when a
+bad one is replaced, when it is moved aside and how much of that is kept; the namespace's
+description (``namespace.json``); and the search for a namespace's folder.
+
+Contracts
+---------
+* Nothing here is decided from what another process wrote except after verification; a bad
+  object costs a miss and is replaced only by a store of the same chunk.
+* I/O errors (:class:`~kvshelf.errors.StorageError`) never delete, move or replace anything.
+* A folder belongs to a namespace by the 16 hex at its end, whatever the slug before them.
+  Objects are read from all such folders and written to one.
+* All methods block on storage and may be called from any number of threads, never from an
+  engine's step thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from types import TracebackType
+from typing import Any, Final
+
+from kvshelf.backends import NOT_REGULAR, Backend, Buffer, WriteMode, WriteResult, open_backend
+from kvshelf.chunkfile import ObjectFormat
+from kvshelf.errors import (
+    BadObjectError,
+    ConfigError,
+    NotRegularError,
+    ObjectMissingError,
+    ObjectNameError,
+    PermanentStorageError,
+    StorageError,
+)
+from kvshelf.identity import (
+    Chunk,
+    Namespace,
+    ParsedName,
+    object_name,
+    parse_namespace_folder,
+    parse_path,
+)
+
+logger = logging.getLogger(__name__)
+
+#: An object of wrong size that changed within so many seconds may still be copied to its place.
+COPY_SECONDS: Final = 60.0
+#: Most entries kept in a namespace's ``.kvshelf/bad``.
+BAD_COUNT: Final = 32
+#: Most bytes kept there.
+BAD_BYTES: Final = 1 << 30
+#: Most bytes read of a ``namespace.json``.
+_DESCRIPTION_BYTES: Final = 16 << 20
+
+_DESCRIPTION: Final = "namespace.json"
+_BAD: Final = ".kvshelf/bad"
+_CHEAP_PROBE: Final = 1e-3
+_FOLDERS_SECONDS: Final = 60.0
+_NO_FOLDER_SECONDS: Final = 5.0
+_DESCRIPTION_SECONDS: Final = 60.0
+
+
+class Presence(Enum):
+    """What a probe found in an object's place; all but PRESENT are misses for a load."""
+
+    MISSING = "missing"
+    PRESENT = "present"
+    WRONG_SIZE = "wrong size"
+    NOT_REGULAR = "not a regular file"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class NamespaceInfo:
+    """One namespace folder of a shelf.
+
+    Attributes
+    ----------
+    folder : str
+        Its name.
+    namespace : Namespace or None
+        What its ``namespace.json`` says; None when that is missing or does not fit the folder.
+    problem : str or None
+        Why `namespace` is None.
+    """
+
+    folder: str
+    namespace: Namespace | None
+    problem: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ShelfObject:
+    """One object in a listing.
+
+    Attributes
+    ----------
+    name : str
+        Relative to the shelf's root.
+    parsed : ParsedName
+        What the name says, the namespace folder included.
+    size : int
+        Bytes.
+    mtime, atime : float
+        Seconds since the epoch; `atime` is None where the storage has none.
+    """
+
+    name: str
+    parsed: ParsedName
+    size: int
+    mtime: float
+    atime: float | None = None
+
+
+@dataclass(slots=True)
+class _Known:
+    """What a shelf remembers of one namespace; races only repeat a look at the storage."""
+
+    folders: tuple[str, ...]
+    sizes: tuple[int, ...]
+    #: Ends of the names of a chunk's objects, by shard.
+    ends: tuple[str, ...]
+    folders_until: float = 0.0
+    described_until: float = 0.0
+    tail_sizes: dict[tuple[int, int], int] = field(default_factory=dict)
+
+
+class Shelf:
+    """A store of chunks: one backend, any number of namespaces.
+
+    Parameters
+    ----------
+    backend : Backend
+        Closed together with the shelf.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self.backend = backend
+        self._known: dict[bytes, _Known] = {}
+        self._lock = threading.Lock()
+
+    def __repr__(self) -> str:
+        return f"Shelf({self.url!r})"
+
+    def __enter__(self) -> Shelf:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def url(self) -> str:
+        """Where the shelf is, without secrets."""
+        return self.backend.url
+
+    @property
+    def read_only(self) -> bool:
+        """Whether writes are known to be refused, by option or by the storage."""
+        return self.backend.properties.read_only
+
+    def close(self) -> None:
+        """Release what the backend holds. Idempotent."""
+        self.backend.close()
+
+    # ------------------------------------------------------------------------------------ naming
+
+    def _of(self, fmt: ObjectFormat) -> _Known:
+        digest = fmt.namespace.digest
+        known = self._known.get(digest)
+        if known is None:
+            known = _Known(
+                folders=(fmt.namespace.folder,),
+                sizes=tuple(fmt.object_size(shard) for shard in range(fmt.shards)),
+                ends=tuple(f"{shard}of{fmt.shards}.safetensors" for shard in range(fmt.shards)),
+            )
+            with self._lock:
+                known = self._known.setdefault(digest, known)
+        return known
+
+    def _find_folders(self, fmt: ObjectFormat, known: _Known) -> tuple[str, ...]:
+        """Folders of the namespace, the one to write to first."""
+        now = time.monotonic()
+        if now < known.folders_until:
+            return known.folders
+        own = fmt.namespace.folder
+        tag = fmt.namespace.digest.hex()[:16]
+        try:
+            found = [f for f in self.backend.folders() if parse_namespace_folder(f) == tag]
+        except PermanentStorageError:
+            # Listing may be forbidden where reading is not.
+            found = [own]
+        except StorageError:
+            if known.folders_until:
+                return known.folders
+            raise
+        if own in found:
+            found.remove(own)
+            found.insert(0, own)
+        known.folders = tuple(found) or (own,)
+        known.folders_until = now + (_FOLDERS_SECONDS if found else _NO_FOLDER_SECONDS)
+        return known.folders
+
+    def name(self, fmt: ObjectFormat, chunk: Chunk, shard: int) -> str:
+        """Name, relative to the shelf's root, under which a store writes this object."""
+        folder = self._find_folders(fmt, self._of(fmt))[0]
+        return f"{folder}/{object_name(chunk, shard, fmt.shards)}"
+
+    @staticmethod
+    def _size(fmt: ObjectFormat, known: _Known, chunk: Chunk, shard: int) -> int:
+        if not chunk.tail:
+            return known.sizes[shard]
+        key = (shard, chunk.tokens)
+        size = known.tail_sizes.get(key)
+        if size is None:
+            size = known.tail_sizes[key] = fmt.object_size(shard, chunk.tokens)
+        return size
+
+    # ------------------------------------------------------------------------------------ probes
+
+    def probe(self, fmt: ObjectFormat, items: Sequence[tuple[Chunk, int]]) -> list[Presence]:
+        """Tell for many (chunk, shard) pairs what stands in their objects' places.
+
+        Parameters
+        ----------
+        fmt : ObjectFormat
+            Format of the namespace's objects.
+        items : Sequence of (Chunk, int)
+            Cheapest when shards of one chunk follow one another.
+
+        Returns
+        -------
+        list of Presence
+            One for each item, in order. Storage trouble is ERROR, never an exception.
+        """
+        known = self._of(fmt)
+        names: list[str] = []
+        sizes: list[int] = []
+        last: Chunk | None = None
+        start = ""
+        cut = len(known.ends[0])
+        for chunk, shard in items:
+            if chunk is not last:
+                # Only the end of the name differs between the shards of a chunk.
+                start, last = object_name(chunk, 0, fmt.shards)[:-cut], chunk
+            names.append(start + known.ends[shard])
+            sizes.append(self._size(fmt, known, chunk, shard))
+        try:
+            folders = self._find_folders(fmt, known)
+        except StorageError as exc:
+            logger.debug("the folders of %s could not be listed: %s", self.url, exc)
+            return [Presence.ERROR] * len(names)
+        answers = self._probe(folders[0], names, sizes)
+        for folder in folders[1:]:
+            open_ = [i for i, answer in enumerate(answers) if answer is not Presence.PRESENT]
+            if not open_:
+                break
+            others = self._probe(folder, [names[i] for i in open_], [sizes[i] for i in open_])
+            for i, other in zip(open_, others, strict=True):
+                if other is Presence.PRESENT:
+                    answers[i] = other
+        return answers
+
+    def _probe(self, folder: str, names: list[str], sizes: list[int]) -> list[Presence]:
+        start = folder + "/"
+        answers: list[Presence] = []
+        for found, size in zip(
+            self.backend.stat([start + name for name in names]), sizes, strict=True
+        ):
+            if found == size:
+                answers.append(Presence.PRESENT)
+            elif found is None:
+                answers.append(Presence.MISSING)
+            elif found is NOT_REGULAR:
+                answers.append(Presence.NOT_REGULAR)
+            elif isinstance(found, int):
+                answers.append(Presence.WRONG_SIZE)
+            else:
+                logger.debug("a probe failed: %s", found)
+                answers.append(Presence.ERROR)
+        return answers
+
+    def present(
+        self, fmt: ObjectFormat, chunks: Sequence[Chunk], shards: Sequence[int] | None = None
+    ) -> list[bool]:
+        """Tell for each of `chunks` whether all its objects are there with the right size.
+
+        Parameters
+        ----------
+        fmt : ObjectFormat
+            Format of the namespace's objects.
+        chunks : Sequence of Chunk
+            The chunks.
+        shards : Sequence of int, optional
+            Look at these shards only; default all.
+        """
+        wanted = range(fmt.shards) if shards is None else shards
+        step = len(wanted)
+        answers = self.probe(fmt, [(chunk, shard) for chunk in chunks for shard in wanted])
+        there = Presence.PRESENT
+        return [
+            all(answer is there for answer in answers[i * step : i * step + step])
+            for i in range(len(chunks))
+        ]
+
+    # ------------------------------------------------------------------------------------ writes
+
+    def write(
+        self,
+        fmt: ObjectFormat,
+        chunk: Chunk,
+        shard: int,
+        buffers: Sequence[Buffer],
+        *,
+        mode: WriteMode = "create",
+    ) -> WriteResult:
+        """Publish one object.
+
+        Parameters
+        ----------
+        fmt : ObjectFormat
+            Format of the namespace's objects.
+        chunk, shard : Chunk, int
+            Which object.
+        buffers : Sequence of Buffer
+            The whole file, header included, in pieces.
+        mode : {"create", "replace"}
+            ``create`` leaves an object of the right size alone; one of wrong size is replaced,
+            and something that is not a regular file moved aside.
+
+        Returns
+        -------
+        WriteResult
+            CREATED, EXISTED, or REPLACED when something else had stood there.
+
+        Raises
+        ------
+        ValueError
+            If `buffers` do not have the object's size together.
+        StorageError
+            If the storage refused or failed; see its subclasses.
+        """
+        known = self._of(fmt)
+        size = self._size(fmt, known, chunk, shard)
+        given = sum(memoryview(buffer).nbytes for buffer in buffers)
+        if given != size:
+            raise ValueError(f"buffers hold {given} bytes: expected {size}, the object's size")
+        folder = self._find_folders(fmt, known)[0]
+        self._describe(fmt, known, folder)
+        name = f"{folder}/{object_name(chunk, shard, fmt.shards)}"
+        return self._write(folder, name, buffers, size, mode)
+
+    def _write(
+        self, folder: str, name: str, buffers: Sequence[Buffer], size: int, mode: WriteMode
+    ) -> WriteResult:
+        if mode == "replace":
+            try:
+                return self.backend.write(name, buffers, "replace")
+            except NotRegularError:
+                self._set_aside(folder, name)
+                self.backend.write(name, buffers, "replace")
+                return WriteResult.REPLACED
+        result = self.backend.write(name, buffers)
+        if result is not WriteResult.EXISTED:
+            return result
+        found = self.backend.stat([name])[0]
+        if found == size:
+            return result
+        if isinstance(found, StorageError):
+            raise found
+        if found is None:
+            return self.backend.write(name, buffers)
+        if found is NOT_REGULAR:
+            self._set_aside(folder, name)
+            self.backend.write(name, buffers)
+            return WriteResult.REPLACED
+        # While a copy may be running its file is no evidence of damage; replacing it is
+        # right at once, for the copier goes on with a file that has no name any more.
+        if self.backend.properties.sets_aside and not self._may_be_copied(name):
+            self._set_aside(folder, name)
+        self.backend.write(name, buffers, "replace")
+        return WriteResult.REPLACED
+
+    def repair(
+        self, fmt: ObjectFormat, chunk: Chunk, shard: int, buffers: Sequence[Buffer]
+    ) -> WriteResult:
+        """Publish an object whose earlier version was found bad.
+
+        What stands in its place is verified again first, and replaced only if it really is
+        bad: another engine may have been quicker.
+
+        Parameters
+        ----------
+        fmt, chunk, shard, buffers
+            As for :meth:`write`.
+
+        Returns
+        -------
+        WriteResult
+            EXISTED when the object there is good, REPLACED when it was bad, CREATED when
+            there was none.
+
+        Raises
+        ------
+        StorageError
+            If the storage failed, also while verifying: nothing is replaced then.
+        """
+        known = self._of(fmt)
+        scratch = memoryview(bytearray(self._size(fmt, known, chunk, shard)))
+        try:
+            self._read(fmt, chunk, shard, scratch)
+        except BadObjectError:
+            self.set_bad_aside(fmt, chunk, shard)
+            self.write(fmt, chunk, shard, buffers, mode="replace")
+            return WriteResult.REPLACED
+        except ObjectMissingError:
+            return self.write(fmt, chunk, shard, buffers)
+        return WriteResult.EXISTED
+
+    def _describe(self, fmt: ObjectFormat, known: _Known, folder: str) -> None:
+        """Publish the namespace's description if it is not there (any more)."""
+        if time.monotonic() < known.described_until:
+            return
+        name = f"{folder}/{_DESCRIPTION}"
+        encoded = fmt.namespace.encoded
+        if self.backend.stat([name])[0] != len(encoded):
+            self._write(folder, name, [encoded], len(encoded), "create")
+        if self.backend.properties.probe_cost >= _CHEAP_PROBE:
+            known.described_until = time.monotonic() + _DESCRIPTION_SECONDS
+
+    # ------------------------------------------------------------------------------------- loads
+
+    def load(self, fmt: ObjectFormat, chunk: Chunk, shard: int, image: memoryview) -> None:
+        """Read and verify one object.
+
+        Parameters
+        ----------
+        fmt : ObjectFormat
+            Format of the namespace's objects.
+        chunk, shard : Chunk, int
+            Which object.
+        image : memoryview
+            Writable, of the object's size; holds the whole file afterwards. After an
+            exception its content means nothing.
+
+        Raises
+        ------
+        ObjectMissingError
+            If there is no such object.
+        BadObjectError
+            If it is bad, also when read again through a fresh open. It was moved aside where
+            the storage can do that and the shelf is writable.
+        StorageError
+            If the storage failed; the object may be good.
+        """
+        try:
+            self._read(fmt, chunk, shard, image)
+        except BadObjectError:
+            try:
+                self.set_bad_aside(fmt, chunk, shard)
+            except StorageError as exc:
+                logger.debug("a bad object could not be moved aside: %s", exc)
+            raise
+
+    def _read(self, fmt: ObjectFormat, chunk: Chunk, shard: int, image: memoryview) -> None:
+        name = object_name(chunk, shard, fmt.shards)
+        folders = self._find_folders(fmt, self._of(fmt))
+        for folder in folders:
+            try:
+                try:
+                    self._read_once(fmt, chunk, shard, f"{folder}/{name}", image)
+                except BadObjectError:
+                    # Caches of network filesystems show old sizes and contents to an old open.
+                    self._read_once(fmt, chunk, shard, f"{folder}/{name}", image)
+            except ObjectMissingError:
+                if folder == folders[-1]:
+                    raise
+            else:
+                return
+
+    def _read_once(
+        self, fmt: ObjectFormat, chunk: Chunk, shard: int, name: str, image: memoryview
+    ) -> None:
+        with self.backend.open(name) as reader:
+            fmt.read(reader, chunk, shard, image)
+
+    # ------------------------------------------------------------------------------- bad objects
+
+    def set_bad_aside(self, fmt: ObjectFormat, chunk: Chunk, shard: int) -> bool:
+        """Move an object that was found bad to ``.kvshelf/bad`` of its namespace folder.
+
+        Does nothing where the storage cannot move things or takes no writes, and to a file of
+        wrong size that changed within the last minute: it may still be copied to its place.
+        Of what was moved there the newest 32 entries and 1 GiB are kept.
+
+        Returns
+        -------
+        bool
+            Whether something was moved.
+
+        Raises
+        ------
+        StorageError
+            If the storage failed.
+        """
+        properties = self.backend.properties
+        if properties.read_only or not properties.sets_aside:
+            return False
+        known = self._of(fmt)
+        for folder in self._find_folders(fmt, known):
+            name = f"{folder}/{object_name(chunk, shard, fmt.shards)}"
+            found = self.backend.stat([name])[0]
+            if found is None:
+                continue
+            if isinstance(found, StorageError):
+                raise found
+            wrong_size = isinstance(found, int) and found != self._size(fmt, known, chunk, shard)
+            if wrong_size and self._may_be_copied(name):
+                return False
+            return self._set_aside(folder, name)
+        return False
+
+    def _may_be_copied(self, name: str) -> bool:
+        info = self.backend.info(name)
+        return info is not None and abs(time.time() - info.mtime) < COPY_SECONDS
+
+    def _set_aside(self, folder: str, name: str) -> bool:
+        # The time makes names sort by age, which is how trim() finds the oldest.
+        bad = f"{folder}/{_BAD}"
+        target = f"{bad}/{time.time_ns():020d}-{os.urandom(4).hex()}-{name.rpartition('/')[2]}"
+        moved = self.backend.set_aside(name, target)
+        if moved:
+            self.backend.trim(bad, BAD_COUNT, BAD_BYTES)
+        return moved
+
+    # ---------------------------------------------------------------------------------- listings
+
+    def namespaces(self) -> Iterator[NamespaceInfo]:
+        """Yield the namespace folders of the shelf, by name.
+
+        Raises
+        ------
+        StorageError
+            If the storage failed; trouble with one description is that entry's `problem`.
+        """
+        for folder in self.backend.folders():
+            tag = parse_namespace_folder(folder)
+            if tag is None:
+                continue
+            try:
+                namespace = self._read_description(folder)
+            except ObjectMissingError:
+                yield NamespaceInfo(folder, None, f"it has no {_DESCRIPTION}")
+            except (StorageError, ConfigError, BadObjectError, ValueError) as exc:
+                yield NamespaceInfo(folder, None, f"its {_DESCRIPTION} cannot be used: {exc}")
+            else:
+                if namespace.digest.hex()[:16] == tag:
+                    yield NamespaceInfo(folder, namespace)
+                else:
+                    problem = f"its {_DESCRIPTION} describes {namespace.folder}"
+                    yield NamespaceInfo(folder, None, problem)
+
+    def _read_description(self, folder: str) -> Namespace:
+        with self.backend.open(f"{folder}/{_DESCRIPTION}") as reader:
+            if reader.size > _DESCRIPTION_BYTES:
+                raise ValueError(f"found {reader.size} bytes, expected a few thousand")
+            data = bytearray(reader.size)
+            count = reader.read_into(memoryview(data), 0)
+        return Namespace.from_bytes(bytes(data[:count]), folder[:-17])
+
+    def objects(self, namespace_folder: str | None = None) -> Iterator[ShelfObject]:
+        """Stream the objects of one namespace folder or of all; foreign files are skipped.
+
+        Parameters
+        ----------
+        namespace_folder : str, optional
+            Name of the folder, as in :class:`NamespaceInfo`.
+
+        Raises
+        ------
+        ObjectNameError
+            If `namespace_folder` is not the name of a namespace folder.
+        StorageError
+            If the storage failed.
+        """
+        if namespace_folder is None:
+            folders = [f for f in self.backend.folders() if parse_namespace_folder(f) is not None]
+        elif parse_namespace_folder(namespace_folder) is None:
+            raise ObjectNameError(
+                f"{namespace_folder!r} is not a namespace folder: expected <slug>-<16 hex>"
+            )
+        else:
+            folders = [namespace_folder]
+        for folder in folders:
+            for info in self.backend.list(folder):
+                parsed = parse_path(info.name)
+                if parsed is not None:
+                    yield ShelfObject(info.name, parsed, info.size, info.mtime, info.atime)
+
+    def delete(self, name: str) -> bool:
+        """Delete one object by its name in a listing; False when it was not there.
+
+        Raises
+        ------
+        ObjectNameError
+            If `name` is not that of an object: nothing else is ever deleted.
+        StorageError
+            If the storage failed.
+        """
+        if parse_path(name) is None:
+            raise ObjectNameError(f"{name!r} is not the name of an object of a shelf")
+        return self.backend.delete(name)
+
+
+def open_shelf(
+    url: str | os.PathLike[str],
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+    read_only: bool = False,
+) -> Shelf:
+    """Open the shelf at `url`.
+
+    Parameters
+    ----------
+    url : str or os.PathLike
+        A directory or a URL, see :func:`kvshelf.backends.open_backend`.
+    storage_options : Mapping, optional
+        Options of the storage.
+    read_only : bool
+        Refuse every change.
+
+    Raises
+    ------
+    ConfigError
+        If the URL or the options cannot be used.
+    StorageError
+        If the storage could not be opened.
+
+    Examples
+    --------
+    >>> with open_shelf("memory://example") as shelf:
+    ...     list(shelf.objects())
+    []
+    """
+    return Shelf(open_backend(url, storage_options=storage_options, read_only=read_only))
