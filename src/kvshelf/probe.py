@@ -1,0 +1,332 @@
+"""Look-ups: how many leading chunks of a prompt are on the shelf.
+
+Owns the search for the longest stored prefix, the threads that run it, and the memory
+of keys whose objects turned out bad. Existence of objects is the only index: every
+answer comes from probes made for that look-up.
+
+Contracts
+---------
+* A :class:`Lookup` is made and read on the caller's (step) thread and worked on by one
+  background thread. ``hit_chunks`` is valid once ``done``; ``chain`` grows until
+  ``keys_done`` and belongs to the caller afterwards.
+* Background threads sleep for some microseconds after each half millisecond of work.
+  Merely releasing the GIL would not do: a thread that gives it up for a short system
+  call takes it back before a waiting thread has woken.
+* Where probes are cheap every shard of every chunk of a hit has been seen. Elsewhere a
+  k-ary search looks at one shard of few chunks, and the first and last chunk are
+  confirmed in full; a hole in between is found by the load.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+
+from kvshelf.chunkfile import ObjectFormat
+from kvshelf.identity import Chunk, KeyChain
+from kvshelf.metrics import Counters
+from kvshelf.shelf import Presence, Shelf
+
+logger = logging.getLogger(__name__)
+
+_CHEAP_PROBE_SECONDS = 1e-3
+_FIRST_BATCH = 8
+_LARGEST_BATCH = 32
+_WORK_SECONDS = 0.5e-3
+_REST_SECONDS = 50e-6
+
+
+class FailedKeys:
+    """Keys that a load failed for; to be treated as missing for a while.
+
+    A *bad* key's object is damaged and stays failed until it is replaced or
+    `bad_seconds` are over; other failures (gone, storage trouble) pass sooner.
+
+    Parameters
+    ----------
+    bad_seconds, other_seconds : float
+        How long a key stays failed unless :meth:`forget` is called first.
+    limit : int
+        Most keys remembered; the oldest are forgotten first.
+    """
+
+    def __init__(
+        self, bad_seconds: float = 300.0, other_seconds: float = 10.0, limit: int = 65536
+    ) -> None:
+        self._seconds = {True: bad_seconds, False: other_seconds}
+        self._limit = limit
+        self._keys: OrderedDict[bytes, tuple[float, bool]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def __contains__(self, key: bytes) -> bool:
+        return self._get(key) is not None
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def is_bad(self, key: bytes) -> bool:
+        """Whether `key` failed because its object is damaged."""
+        return self._get(key) is True
+
+    def _get(self, key: bytes) -> bool | None:
+        with self._lock:
+            found = self._keys.get(key)
+            if found is None:
+                return None
+            until, bad = found
+            if until < time.monotonic():
+                del self._keys[key]
+                return None
+            return bad
+
+    def add(self, key: bytes, *, bad: bool) -> None:
+        """Remember `key`."""
+        with self._lock:
+            self._keys[key] = (time.monotonic() + self._seconds[bad], bad)
+            self._keys.move_to_end(key)
+            while len(self._keys) > self._limit:
+                self._keys.popitem(last=False)
+
+    def forget(self, key: bytes) -> None:
+        """Forget `key`: a good object has taken the place."""
+        with self._lock:
+            self._keys.pop(key, None)
+
+    def clear(self) -> None:
+        """Forget all keys."""
+        with self._lock:
+            self._keys.clear()
+
+
+class Lookup:
+    """One search for the stored prefix of one prompt.
+
+    Attributes
+    ----------
+    chain : KeyChain or None
+        Keys of the prompt's chunks; None until work began.
+    hit_chunks : int
+        Number of leading chunks on the shelf.
+    finished_at : float
+        ``time.monotonic()`` when the answer was there.
+    """
+
+    def __init__(self, tokens: Sequence[int], make_chain: Callable[[], KeyChain]) -> None:
+        self._tokens = tokens
+        self._count = len(tokens)
+        self._make_chain = make_chain
+        self._done = threading.Event()
+        self._keys_done = threading.Event()
+        self._cancelled = False
+        self.chain: KeyChain | None = None
+        self.hit_chunks = 0
+        self.finished_at = 0.0
+
+    @property
+    def done(self) -> bool:
+        """Whether ``hit_chunks`` is the answer."""
+        return self._done.is_set()
+
+    @property
+    def keys_done(self) -> bool:
+        """Whether ``chain`` holds every complete chunk, and nobody else extends it."""
+        return self._keys_done.is_set()
+
+    def wait(self, seconds: float) -> bool:
+        """Wait for the answer for at most `seconds`; return ``done``."""
+        return self._done.wait(seconds)
+
+    def cancel(self) -> None:
+        """Tell the background thread that nobody wants the answer any more."""
+        self._cancelled = True
+
+    def _finish(self, hit_chunks: int) -> None:
+        self.hit_chunks = hit_chunks
+        self.finished_at = time.monotonic()
+        self._done.set()
+
+
+class _Pace:
+    """Keeps the GIL free for others, see the module's contracts."""
+
+    def __init__(self) -> None:
+        self._rested = time.perf_counter()
+
+    def rest(self) -> None:
+        if time.perf_counter() - self._rested > _WORK_SECONDS:
+            time.sleep(_REST_SECONDS)
+            self._rested = time.perf_counter()
+
+
+class LookupService:
+    """Threads that answer look-ups on one namespace of one shelf.
+
+    Parameters
+    ----------
+    shelf : Shelf
+    fmt : ObjectFormat
+        Format of the namespace's objects.
+    failed : FailedKeys
+        Keys to be treated as missing.
+    counters : Counters
+    threads : int
+        Look-ups worked on at once.
+    on_thread_start : Callable, optional
+        Called first on each thread, to set its priority and processors.
+    """
+
+    def __init__(
+        self,
+        shelf: Shelf,
+        fmt: ObjectFormat,
+        *,
+        failed: FailedKeys,
+        counters: Counters,
+        threads: int = 1,
+        on_thread_start: Callable[[], None] | None = None,
+    ) -> None:
+        self._shelf = shelf
+        self._fmt = fmt
+        self._failed = failed
+        self._counters = counters
+        self._on_thread_start = on_thread_start
+        self._queue: queue.SimpleQueue[Lookup | None] = queue.SimpleQueue()
+        self._cheap = shelf.backend.properties.probe_cost < _CHEAP_PROBE_SECONDS
+        # Daemon threads: a probe that never returns must not keep the process alive.
+        self._threads = [
+            threading.Thread(target=self._run, name=f"kvshelf-lookup-{i}", daemon=True)
+            for i in range(threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, tokens: Sequence[int], make_chain: Callable[[], KeyChain]) -> Lookup:
+        """Start a look-up; returns at once.
+
+        Parameters
+        ----------
+        tokens : Sequence[int]
+            The prompt. Only its present length is looked at, so that the caller may
+            append to it meanwhile.
+        make_chain : Callable[[], KeyChain]
+            Called on the background thread, and so may hash files.
+        """
+        lookup = Lookup(tokens, make_chain)
+        self._queue.put(lookup)
+        return lookup
+
+    def close(self) -> None:
+        """Stop the threads once they have worked off what was submitted."""
+        for _ in self._threads:
+            self._queue.put(None)
+
+    def _run(self) -> None:
+        if self._on_thread_start is not None:
+            self._on_thread_start()
+        while (lookup := self._queue.get()) is not None:
+            try:
+                self._work(lookup)
+            except Exception:
+                # A look-up that fails is a miss: cache trouble never ends an engine.
+                logger.exception("a look-up failed and counts as a miss")
+                self._counters.add("probe_errors")
+            finally:
+                if not lookup.done:
+                    lookup._finish(0)
+
+    def _work(self, lookup: Lookup) -> None:
+        if lookup._cancelled:
+            return
+        self._counters.add("lookups")
+        chain = lookup._make_chain()
+        lookup.chain = chain
+        pace = _Pace()
+        hit = self._search_near(lookup, chain, pace) if self._cheap else None
+        self._extend_all(lookup, chain, pace)
+        lookup._keys_done.set()
+        if hit is None:
+            hit = self._search_far(chain.chunks)
+            lookup._finish(hit)
+
+    def _extend_all(self, lookup: Lookup, chain: KeyChain, pace: _Pace) -> None:
+        step = chain.chunk_size * _LARGEST_BATCH
+        for start in range(chain.tokens, lookup._count, step):
+            if lookup._cancelled:
+                return
+            chain.extend(lookup._tokens[start : min(start + step, lookup._count)])
+            pace.rest()
+
+    def _search_near(self, lookup: Lookup, chain: KeyChain, pace: _Pace) -> int:
+        """Probe every shard of every chunk in order, up to the first that is missing."""
+        batch = _FIRST_BATCH
+        hit = 0
+        total = lookup._count // chain.chunk_size
+        while hit < total and not lookup._cancelled:
+            start = chain.tokens
+            chunks = chain.extend(
+                lookup._tokens[start : min(start + batch * chain.chunk_size, lookup._count)]
+            )
+            batch = min(2 * batch, _LARGEST_BATCH)
+            found = 0
+            # Few chunks a call keep the time between two rests short.
+            for first in range(0, len(chunks), _FIRST_BATCH):
+                group = chunks[first : first + _FIRST_BATCH]
+                present = self._leading(group)
+                found += present
+                pace.rest()
+                if present < len(group):
+                    break
+            hit += found
+            if found < len(chunks):
+                break
+        lookup._finish(hit)
+        return hit
+
+    def _leading(self, chunks: Sequence[Chunk]) -> int:
+        """Return how many leading `chunks` are there in full."""
+        usable = len(chunks)
+        for i, chunk in enumerate(chunks):
+            if chunk.key in self._failed:
+                usable = i
+                break
+        self._counters.add("probes", usable * self._fmt.shards)
+        for i, present in enumerate(self._shelf.present(self._fmt, chunks[:usable])):
+            if not present:
+                return i
+        return usable
+
+    def _search_far(self, chunks: Sequence[Chunk]) -> int:
+        """Find a stored prefix with few rounds of probes at once."""
+        width = max(2, self._shelf.backend.properties.concurrency)
+        end = len(chunks)
+        for i, chunk in enumerate(chunks):
+            if chunk.key in self._failed:
+                end = i
+                break
+        while end > 0:
+            low, high = 0, end
+            while low < high:
+                count = min(width, high - low)
+                points = sorted({high - 1 - (high - 1 - low) * i // count for i in range(count)})
+                self._counters.add("probes", len(points))
+                answers = self._shelf.probe(self._fmt, [(chunks[p], 0) for p in points])
+                for point, answer in zip(points, answers, strict=True):
+                    if answer is not Presence.PRESENT:
+                        high = point
+                        break
+                    low = point + 1
+            if low == 0:
+                return 0
+            ends = [chunks[0], chunks[low - 1]] if low > 1 else [chunks[0]]
+            self._counters.add("probes", len(ends) * self._fmt.shards)
+            present = self._shelf.present(self._fmt, ends)
+            if not present[0]:
+                return 0
+            if present[-1]:
+                return low
+            end = low - 1
+        return 0

@@ -1,0 +1,598 @@
+"""Store and load pipelines between a paged KV cache and a shelf.
+
+Owns the background threads of a worker and everything in flight on them.
+
+Store: the step thread gathers a chunk's shards into staging buffers (``store``); a
+store thread looks whether the object exists, hashes it and publishes it.
+Load: a load thread reads an object into a staging buffer, verifies it and scatters it
+into the paged cache; when all objects of a load are in or given up, the load is
+``finished`` and says from which chunk on it failed.
+
+Contracts
+---------
+* ``store``, ``load``, ``poll`` and ``cancel`` are called on the step thread and never
+  touch storage. What does not fit into staging is dropped and counted.
+* Loads and stores have threads of their own, so that a storage which takes no writes
+  cannot keep loads waiting. All are daemon threads: a call that never returns does not
+  keep the process alive.
+* Of a paged cache only the slots given are touched: by a gather inside ``store``, by a
+  scatter between ``load`` and the moment the load is reported finished.
+* Nothing unverified is ever scattered.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Literal
+
+import torch
+
+from kvshelf import ops
+from kvshelf.chunkfile import ObjectFormat
+from kvshelf.errors import (
+    BadObjectError,
+    ConfigError,
+    NoSpaceStorageError,
+    NotRegularError,
+    ObjectMissingError,
+    ReadOnlyStorageError,
+    StorageError,
+)
+from kvshelf.identity import Chunk, object_name
+from kvshelf.layout import PagedLayout
+from kvshelf.metrics import Counters
+from kvshelf.shelf import Presence, Shelf
+from kvshelf.staging import StagingBuffer, StagingPool
+
+logger = logging.getLogger(__name__)
+
+_STORED_MEMORY = 65536
+_PAUSE_SECONDS = 30.0
+
+
+class Failure(Enum):
+    """Why an object could not be loaded."""
+
+    MISSING = "missing"
+    BAD = "bad"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRun:
+    """Consecutive layers of a stage whose paged caches have one layout.
+
+    Attributes
+    ----------
+    first_layer : int
+        Index of the first of them in the namespace's order of layers.
+    caches : Sequence[Tensor]
+        The paged cache of each layer.
+    layout : PagedLayout
+        How a block lies in each of them.
+    """
+
+    first_layer: int
+    caches: Sequence[torch.Tensor]
+    layout: PagedLayout
+
+
+class PagedKVCache:
+    """The paged KV cache of one worker, as the objects of a namespace see it.
+
+    Parameters
+    ----------
+    fmt : ObjectFormat
+    runs : Sequence[LayerRun]
+        All layers, in order.
+
+    Raises
+    ------
+    ConfigError
+        If layers and heads do not match those of the namespace.
+    """
+
+    def __init__(self, fmt: ObjectFormat, runs: Sequence[LayerRun]) -> None:
+        self._fmt = fmt
+        self._calls: list[list[tuple[LayerRun, int, int, int, int]]] = []
+        layers = sum(len(run.caches) for run in runs)
+        for shard in range(fmt.shards):
+            specs = fmt.tensors(shard)
+            if layers != len(specs):
+                raise ConfigError(
+                    f"{layers} layers are registered, but objects of this namespace hold"
+                    f" {len(specs)}: the engine's model does not match the namespace"
+                )
+            calls = []
+            for run in runs:
+                start = specs[run.first_layer].offset
+                last = specs[run.first_layer + len(run.caches) - 1]
+                heads = run.layout.heads // fmt.shards
+                if heads * fmt.shards != run.layout.heads:
+                    raise ConfigError(
+                        f"{run.layout.heads} KV heads cannot be split over {fmt.shards}"
+                        " shards: set `shards` to a divisor"
+                    )
+                calls.append((run, start, last.offset + last.nbytes, shard * heads, heads))
+            self._calls.append(calls)
+
+    def gather(self, shard: int, slots: torch.Tensor, payload: torch.Tensor) -> None:
+        """Copy the slots' KV of one shard into `payload` (uint8 ``[payload bytes]``)."""
+        for run, start, end, first_head, heads in self._calls[shard]:
+            ops.gather_kv(run.caches, slots, payload[start:end], run.layout, first_head, heads)
+
+    def scatter(self, shard: int, slots: torch.Tensor, payload: torch.Tensor) -> None:
+        """Copy `payload` into the slots of one shard, skipping slots that are −1."""
+        for run, start, end, first_head, heads in self._calls[shard]:
+            ops.scatter_kv(run.caches, slots, payload[start:end], run.layout, first_head, heads)
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkSlots:
+    """One chunk and where it lies in the paged cache.
+
+    Attributes
+    ----------
+    chunk : Chunk
+    slots : Tensor
+        int64 CPU tensor: a slot for each token, or for native layouts a block id for
+        each block of the chunk; −1 = skip (loads only).
+    """
+
+    chunk: Chunk
+    slots: torch.Tensor
+
+
+@dataclass(eq=False, slots=True)
+class Load:
+    """One running load, and its outcome once ``finished``.
+
+    Attributes
+    ----------
+    request_id : str
+    items : Sequence[ChunkSlots]
+        In the order of the prompt.
+    failed_at : int or None
+        Index in `items` of the first chunk that is not in the cache.
+    failures : list
+        The chunks that failed, with the reason. Those given up after a failure before
+        them are not listed.
+    """
+
+    request_id: str
+    items: Sequence[ChunkSlots]
+    failed_at: int | None = None
+    failures: list[tuple[Chunk, Failure]] = field(default_factory=list)
+    cancelled: bool = False
+    finished: bool = False
+    _next: int = 0
+    _running: int = 0
+
+
+@dataclass(slots=True)
+class _StoreJob:
+    chunk: Chunk
+    buffers: list[StagingBuffer]
+    repair: bool
+
+
+StoreOutcome = Literal["queued", "known", "full", "paused"]
+
+
+class _LineLimit:
+    """At most ten lines a minute, and one for each object."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._lines: deque[float] = deque()
+        self._seen: OrderedDict[object, None] = OrderedDict()
+
+    def allows(self, about: object) -> bool:
+        now = time.monotonic()
+        with self._lock:
+            if about in self._seen:
+                return False
+            while self._lines and self._lines[0] < now - 60:
+                self._lines.popleft()
+            if len(self._lines) >= 10:
+                return False
+            self._lines.append(now)
+            self._seen[about] = None
+            while len(self._seen) > 4096:
+                self._seen.popitem(last=False)
+            return True
+
+
+class Transfer:
+    """The store and load pipelines of one worker.
+
+    Parameters
+    ----------
+    shelf : Shelf
+    fmt : ObjectFormat
+    cache : PagedKVCache
+    staging : StagingPool
+        Its buffers must hold the largest object of `fmt`.
+    counters : Counters
+    load_threads, store_threads : int
+    on_thread_start : Callable, optional
+        Called first on each thread with ``"load"`` or ``"store"``, to set its priority
+        and processors.
+    """
+
+    def __init__(
+        self,
+        shelf: Shelf,
+        fmt: ObjectFormat,
+        cache: PagedKVCache,
+        staging: StagingPool,
+        *,
+        counters: Counters,
+        load_threads: int = 2,
+        store_threads: int = 1,
+        on_thread_start: Callable[[str], None] | None = None,
+    ) -> None:
+        self._shelf = shelf
+        self._fmt = fmt
+        self._cache = cache
+        self._staging = staging
+        self._counters = counters
+        self._on_thread_start = on_thread_start
+        self._log = _LineLimit()
+        self._closing = False
+
+        self._load_lock = threading.Lock()
+        self._load_work = threading.Condition(self._load_lock)
+        self._load_done = threading.Condition(self._load_lock)
+        self._loads: deque[Load] = deque()
+        self._active: dict[str, Load] = {}
+        self._finished: list[Load] = []
+
+        self._store_lock = threading.Lock()
+        self._store_work = threading.Condition(self._store_lock)
+        self._store_idle = threading.Condition(self._store_lock)
+        self._stores: deque[_StoreJob] = deque()
+        self._stores_running = 0
+        self._in_flight: set[bytes] = set()
+        self._stored_at: OrderedDict[bytes, float] = OrderedDict()
+        self._repaired: list[bytes] = []
+        self._paused_until = 0.0
+
+        for i in range(load_threads):
+            self._start(f"kvshelf-load-{i}", "load", self._run_loads)
+        for i in range(store_threads):
+            self._start(f"kvshelf-store-{i}", "store", self._run_stores)
+
+    def _start(self, name: str, kind: str, run: Callable[[], None]) -> None:
+        def body() -> None:
+            if self._on_thread_start is not None:
+                self._on_thread_start(kind)
+            run()
+
+        threading.Thread(target=body, name=name, daemon=True).start()
+
+    # ---------------------------------------------------------------- stores
+
+    def store(self, item: ChunkSlots, *, repair: bool = False, age: float = 0.0) -> StoreOutcome:
+        """Gather one chunk and queue it for publishing. Step thread; never waits.
+
+        Parameters
+        ----------
+        item : ChunkSlots
+            Slots of all tokens of the chunk.
+        repair : bool
+            What stands at the chunk's name was found bad: verify and replace it.
+        age : float
+            Seconds since the chunk was last seen missing. A chunk that was published
+            here later than that is not gathered again.
+
+        Returns
+        -------
+        str
+            ``queued``; ``known`` (in flight or published); ``full`` (staging is used
+            up: dropped); ``paused`` (the storage refuses writes for now: dropped).
+        """
+        key = item.chunk.key
+        now = time.monotonic()
+        if now < self._paused_until:
+            self._counters.add("store_dropped_paused")
+            return "paused"
+        with self._store_lock:
+            if key in self._in_flight:
+                return "known"
+            stored_at = self._stored_at.get(key)
+            if stored_at is not None and stored_at >= now - age and not repair:
+                return "known"
+        buffers: list[StagingBuffer] = []
+        for _ in range(self._fmt.shards):
+            buffer = self._staging.acquire_for_store()
+            if buffer is None:
+                for taken in buffers:
+                    self._staging.release(taken)
+                self._counters.add("store_dropped_full")
+                return "full"
+            buffers.append(buffer)
+        offset = self._fmt.data_offset
+        for shard, buffer in enumerate(buffers):
+            size = self._fmt.object_size(shard)
+            self._cache.gather(shard, item.slots, buffer.tensor[offset:size])
+        self._counters.add("gather_seconds", time.monotonic() - now)
+        with self._store_lock:
+            self._in_flight.add(key)
+            self._stores.append(_StoreJob(item.chunk, buffers, repair))
+            self._store_work.notify()
+        return "queued"
+
+    def take_repaired(self) -> list[bytes]:
+        """Return the keys whose bad objects were replaced since the last call."""
+        with self._store_lock:
+            keys, self._repaired = self._repaired, []
+            return keys
+
+    def forget_stored(self) -> None:
+        """Forget what was published here, so that it is stored again when missing."""
+        with self._store_lock:
+            self._stored_at.clear()
+
+    def _run_stores(self) -> None:
+        while True:
+            with self._store_lock:
+                while not self._stores:
+                    if self._closing:
+                        return
+                    self._store_work.wait()
+                job = self._stores.popleft()
+                self._stores_running += 1
+            stored = False
+            try:
+                stored = self._publish(job)
+            except Exception as error:
+                self._store_failed(job.chunk, error)
+            finally:
+                for buffer in job.buffers:
+                    self._staging.release(buffer)
+                with self._store_lock:
+                    self._in_flight.discard(job.chunk.key)
+                    if stored:
+                        self._stored_at[job.chunk.key] = time.monotonic()
+                        self._stored_at.move_to_end(job.chunk.key)
+                        while len(self._stored_at) > _STORED_MEMORY:
+                            self._stored_at.popitem(last=False)
+                        if job.repair:
+                            self._repaired.append(job.chunk.key)
+                    self._stores_running -= 1
+                    self._store_idle.notify_all()
+
+    def _publish(self, job: _StoreJob) -> bool:
+        fmt, shelf, chunk = self._fmt, self._shelf, job.chunk
+        begin = time.monotonic()
+        written = 0
+        repaired = 0
+        answers = shelf.probe(fmt, [(chunk, shard) for shard in range(fmt.shards)])
+        for shard, buffer in enumerate(job.buffers):
+            answer = answers[shard]
+            if answer is Presence.PRESENT and not job.repair:
+                continue
+            size = fmt.object_size(shard)
+            image = buffer.view[:size]
+            fmt.seal(image, chunk, shard)
+            if answer is Presence.MISSING:
+                shelf.write(fmt, chunk, shard, [image])
+                written += size
+            elif answer is not Presence.PRESENT or job.repair:
+                result = shelf.repair(fmt, chunk, shard, [image])
+                if result.value != "existed":
+                    repaired += 1
+                    written += size
+        self._counters.add("store_seconds", time.monotonic() - begin)
+        if written:
+            self._counters.add("stored_chunks")
+            self._counters.add("stored_bytes", written)
+        else:
+            self._counters.add("store_existed")
+        if repaired:
+            self._counters.add("store_repaired", repaired)
+        return True
+
+    def _store_failed(self, chunk: Chunk, error: Exception) -> None:
+        self._counters.add("store_errors")
+        if isinstance(error, (ReadOnlyStorageError, NoSpaceStorageError)):
+            # Gathering what cannot be written would only cost time in every step.
+            self._paused_until = time.monotonic() + _PAUSE_SECONDS
+            if self._log.allows(type(error)):
+                logger.warning(
+                    "%s takes no writes (%s); stores stop and are tried again every %d s,"
+                    " loads go on",
+                    self._shelf.url,
+                    error,
+                    _PAUSE_SECONDS,
+                )
+        elif isinstance(error, StorageError):
+            if self._log.allows(("store", chunk.key)):
+                logger.warning("a chunk was not stored: %s", error)
+        elif self._log.allows(("store", type(error))):
+            logger.error("a chunk was not stored", exc_info=error)
+
+    # ---------------------------------------------------------------- loads
+
+    def load(self, request_id: str, items: Sequence[ChunkSlots]) -> None:
+        """Start to load chunks into the paged cache. Step thread; returns at once."""
+        load = Load(request_id, items)
+        with self._load_lock:
+            self._active[request_id] = load
+            if not items:
+                self._complete(load)
+                return
+            self._loads.append(load)
+            self._load_work.notify(len(items) * self._fmt.shards)
+
+    def cancel(self, request_id: str) -> None:
+        """Give a load up. It is still reported finished, once no thread touches it."""
+        with self._load_lock:
+            load = self._active.get(request_id)
+            if load is None or load.finished:
+                return
+            load.cancelled = True
+            self._counters.add("load_cancelled")
+            if load in self._loads:
+                self._loads.remove(load)
+            if load._running == 0:
+                self._complete(load)
+
+    def poll(self, wait: float = 0.0) -> list[Load]:
+        """Return the loads that finished since the last call.
+
+        Parameters
+        ----------
+        wait : float
+            Seconds to wait for the first one while any load is running: for steps that
+            have nothing else to do.
+        """
+        with self._load_lock:
+            if wait > 0 and not self._finished and self._active:
+                self._load_done.wait(wait)
+            finished, self._finished = self._finished, []
+            for load in finished:
+                self._active.pop(load.request_id, None)
+            return finished
+
+    def _next_piece(self) -> tuple[Load, int, int] | None:
+        """Take the next (load, item, shard), waiting for one. Load threads."""
+        shards = self._fmt.shards
+        with self._load_lock:
+            while not self._loads:
+                if self._closing:
+                    return None
+                self._load_work.wait()
+            load = self._loads[0]
+            item, shard = divmod(load._next, shards)
+            load._next += 1
+            load._running += 1
+            if load._next == len(load.items) * shards:
+                self._loads.popleft()
+            return load, item, shard
+
+    def _run_loads(self) -> None:
+        while (piece := self._next_piece()) is not None:
+            load, item, shard = piece
+            failure: Failure | None = None
+            try:
+                failure = self._load_piece(load, item, shard)
+            except Exception as error:
+                failure = Failure.ERROR
+                self._load_failed(load.items[item].chunk, shard, failure, error)
+            finally:
+                self._piece_done(load, item, failure)
+
+    def _load_piece(self, load: Load, item: int, shard: int) -> Failure | None:
+        chunk, slots = load.items[item].chunk, load.items[item].slots
+        fmt = self._fmt
+        size = fmt.object_size(shard)
+        buffer = self._staging.acquire_for_load()
+        if buffer is None:
+            return Failure.ERROR
+        begin = time.monotonic()
+        try:
+            self._shelf.load(fmt, chunk, shard, buffer.view[:size])
+            if load.cancelled:
+                return None
+            self._cache.scatter(shard, slots, buffer.tensor[fmt.data_offset : size])
+        except ObjectMissingError as error:
+            self._load_failed(chunk, shard, Failure.MISSING, error)
+            return Failure.MISSING
+        except (BadObjectError, NotRegularError) as error:
+            self._load_failed(chunk, shard, Failure.BAD, error)
+            return Failure.BAD
+        except StorageError as error:
+            self._load_failed(chunk, shard, Failure.ERROR, error)
+            return Failure.ERROR
+        finally:
+            self._staging.release(buffer)
+        self._counters.add("loaded_bytes", size)
+        self._counters.add("load_seconds", time.monotonic() - begin)
+        return None
+
+    def _load_failed(self, chunk: Chunk, shard: int, failure: Failure, error: Exception) -> None:
+        if failure is Failure.MISSING:
+            self._counters.add("load_missing")
+        elif failure is Failure.BAD:
+            self._counters.add("load_bad")
+        else:
+            self._counters.add("load_errors")
+        name = object_name(chunk, shard, self._fmt.shards)
+        if self._log.allows(("load", name)):
+            logger.warning(
+                "object %s was not loaded, its tokens are computed instead: %s", name, error
+            )
+
+    def _piece_done(self, load: Load, item: int, failure: Failure | None) -> None:
+        with self._load_lock:
+            load._running -= 1
+            if failure is not None:
+                load.failures.append((load.items[item].chunk, failure))
+                if load.failed_at is None or item < load.failed_at:
+                    load.failed_at = item
+                # What comes after a failed chunk is of no use to this request.
+                if load in self._loads:
+                    self._loads.remove(load)
+            exhausted = load._next == len(load.items) * self._fmt.shards
+            given_up = load.cancelled or load.failed_at is not None
+            if load._running == 0 and (exhausted or given_up):
+                self._complete(load)
+
+    def _complete(self, load: Load) -> None:
+        load.finished = True
+        good = len(load.items) if load.failed_at is None else load.failed_at
+        if load.cancelled:
+            good = 0
+        if good:
+            self._counters.add("loaded_chunks", good)
+        self._finished.append(load)
+        self._load_done.notify_all()
+
+    # ---------------------------------------------------------------- end
+
+    @property
+    def loading(self) -> bool:
+        """Whether any load is running or not yet polled."""
+        return bool(self._active)
+
+    def drain(self, seconds: float) -> int:
+        """Wait until all stores are published; return how many were not in time."""
+        deadline = time.monotonic() + seconds
+        with self._store_lock:
+            while self._stores or self._stores_running:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    break
+                self._store_idle.wait(left)
+            return len(self._stores) + self._stores_running
+
+    def close(self, drain_seconds: float = 0.0) -> int:
+        """Drain, stop the threads, and return how many chunks were lost.
+
+        A load that runs is not waited for: its thread ends with the process.
+        """
+        lost = self.drain(drain_seconds)
+        if lost:
+            self._counters.add("store_lost", lost)
+        self._closing = True
+        with self._store_lock:
+            self._stores.clear()
+            self._store_work.notify_all()
+        with self._load_lock:
+            self._loads.clear()
+            self._load_work.notify_all()
+        self._staging.close()
+        return lost
+
+
+def failed_chunks(loads: Iterable[Load]) -> list[tuple[Chunk, Failure]]:
+    """Return all (chunk, reason) of `loads` that failed."""
+    return [failure for load in loads for failure in load.failures]

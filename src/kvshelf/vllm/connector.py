@@ -1,0 +1,366 @@
+"""``SharedStorageConnector``: vLLM's KV connector interface on top of a shelf.
+
+Owns the checks made when an engine starts and the translation of vLLM's calls; the work
+is done by :mod:`kvshelf.vllm.scheduler` and :mod:`kvshelf.vllm.worker`. vLLM makes one
+instance for each role; all calls come on the engine's step thread.
+
+The interface is ``vllm/distributed/kv_transfer/kv_connector/v1/base.py`` of vLLM 0.32;
+0.33 adds the sleep hooks.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import vllm
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+)
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from kvshelf.config import Config, default_shelf_path
+from kvshelf.errors import ConfigError, UnsupportedError
+from kvshelf.shelf import Shelf, open_shelf
+from kvshelf.vllm import check_vllm_version
+from kvshelf.vllm.metadata import StepMetadata, WorkerMetadata
+from kvshelf.vllm.scheduler import SchedulerSide
+from kvshelf.vllm.stats import ShelfStats, stats_of
+from kvshelf.vllm.worker import WorkerSide, free_cpus
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+logger = logging.getLogger(__name__)
+
+# Draft methods without KV of their own.
+_DRAFTS_WITHOUT_KV = {"ngram", "ngram_gpu", "suffix"}
+
+
+class SharedStorageConnector(KVConnectorBase_V1):
+    """Stores KV of prompts on a shelf and loads it from there.
+
+    Parameters
+    ----------
+    vllm_config : VllmConfig
+        ``kv_transfer_config.kv_connector_extra_config`` configures kvshelf, see
+        :class:`kvshelf.config.Config`.
+    role : KVConnectorRole
+    kv_cache_config : KVCacheConfig, optional
+
+    Raises
+    ------
+    ConfigError
+        For configurations that contradict themselves or the engine.
+    UnsupportedError
+        For engines that this version does not serve.
+    """
+
+    _cache_hit_source = CacheHitSource.DISK
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        role: KVConnectorRole,
+        kv_cache_config: KVCacheConfig | None = None,
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        _show_log_lines()
+        check_vllm_version(vllm.__version__)
+        transfer = vllm_config.kv_transfer_config
+        self._config = Config.load(transfer.kv_connector_extra_config)
+        _check_engine(vllm_config, kv_cache_config, self._config)
+        _recompute_failed_loads(transfer)
+        self._shelf = _open(self._config)
+        self._scheduler: SchedulerSide | None = None
+        self._worker: WorkerSide | None = None
+        if role is KVConnectorRole.SCHEDULER:
+            self._scheduler = SchedulerSide(
+                vllm_config,
+                self._config,
+                self._shelf,
+                block_size=int(vllm_config.cache_config.block_size),
+                ranks=int(vllm_config.parallel_config.world_size),
+                may_store=transfer.is_kv_producer,
+                may_load=True,
+                on_thread_start=_keep_off_bound_cpus,
+            )
+        else:
+            self._worker = WorkerSide(
+                vllm_config,
+                self._config,
+                self._shelf,
+                kv_cache_config=kv_cache_config,
+                rank=int(vllm_config.parallel_config.rank),
+            )
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A store that is dropped is only a later miss."""
+        return False
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
+        """Caches are copied into staging within the step, so an engine may sleep."""
+        return True
+
+    # ------------------------------------------------------------- worker
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Take the engine's caches."""
+        self._as_worker().register(kv_caches)
+
+    def unregister_kv_caches(self) -> None:
+        """Before sleep (vLLM 0.33): publish what is staged; caches are not touched then."""
+        self._as_worker().drain(self._config.shutdown_drain_s)
+
+    def restore_kv_caches(self, kv_caches: dict[str, torch.Tensor] | None = None) -> None:
+        """After sleep (vLLM 0.33): pointers are read from the tensors at each call."""
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """Begin a step."""
+        super().bind_connector_metadata(connector_metadata)
+        assert isinstance(connector_metadata, StepMetadata)
+        self._as_worker().bind(connector_metadata)
+
+    def clear_connector_metadata(self) -> None:
+        """End a step."""
+        super().clear_connector_metadata()
+        self._as_worker().clear()
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        """Nothing to do: gathers are over when the step that made them is."""
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Start loads that did not start with the step."""
+        self._as_worker().start_loads()
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing to wait for: loads are asynchronous, their requests not yet scheduled."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """Nothing to do: all layers are gathered at once in :meth:`wait_for_save`."""
+
+    def wait_for_save(self) -> None:
+        """Gather what this step completed into staging."""
+        self._as_worker().save()
+
+    def get_finished(
+        self, finished_req_ids: set[str]
+    ) -> tuple[set[str] | None, set[str] | None]:
+        """Return (None, requests whose loads are over)."""
+        return None, self._as_worker().finished_loads() or None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Return the blocks that failed loads left without KV."""
+        return self._as_worker().take_bad_blocks()
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        """Return what the scheduler side has to know."""
+        return self._as_worker().worker_metadata()
+
+    # ------------------------------------------------------------- scheduler
+
+    def on_new_request(self, request: Request) -> None:
+        """Start the request's look-up."""
+        self._as_scheduler().new_request(request)
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """Return how many further tokens the shelf has, None while that is not known."""
+        return self._as_scheduler().matched_tokens(request, num_computed_tokens)
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        """Plan the load of `num_external_tokens` into `blocks`."""
+        if num_external_tokens:
+            self._as_scheduler().allocated(
+                request, blocks.get_block_ids()[0], num_external_tokens
+            )
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        """Return the step's loads and stores; `scheduler_output` is only read."""
+        return self._as_scheduler().step_metadata(scheduler_output)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """Learn what workers report."""
+        scheduler = self._as_scheduler()
+        meta = connector_output.kv_connector_worker_meta
+        if isinstance(meta, WorkerMetadata):
+            scheduler.worker_output(meta)
+        scheduler.loads_done(connector_output.finished_recving or set())
+
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Forget the request. Its blocks are free: what is stored was copied already."""
+        self._as_scheduler().finished(request.request_id)
+        return False, None
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        """Return nothing: vLLM's events name its own block hashes, which chunks have none of."""
+        return ()
+
+    def get_finished_count(self) -> int | None:
+        """Every worker reports every load."""
+        return None
+
+    def reset_cache(self) -> bool | None:
+        """Drop memos and have the weight files checked; objects on the shelf stay."""
+        return self._as_scheduler().reset()
+
+    # ------------------------------------------------------------- both
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        """Return what was counted since the last call."""
+        side = self._worker or self._scheduler
+        assert side is not None
+        return stats_of(side.counters.take())
+
+    @classmethod
+    def build_kv_connector_stats(
+        cls, data: dict[str, Any] | None = None
+    ) -> KVConnectorStats | None:
+        """Return stats that hold `data`."""
+        return ShelfStats(data or {})
+
+    def shutdown(self) -> None:
+        """Publish what is staged for a bounded time; say what was lost."""
+        if self._worker is not None:
+            self._worker.close()
+        if self._scheduler is not None:
+            self._scheduler.close()
+
+    def _as_worker(self) -> WorkerSide:
+        assert self._worker is not None, "called on the scheduler's instance"
+        return self._worker
+
+    def _as_scheduler(self) -> SchedulerSide:
+        assert self._scheduler is not None, "called on a worker's instance"
+        return self._scheduler
+
+
+def _show_log_lines() -> None:
+    """Let kvshelf's log lines appear among vLLM's."""
+    ours = logging.getLogger("kvshelf")
+    if not ours.handlers and not logging.getLogger().handlers:
+        theirs = logging.getLogger("vllm")
+        ours.handlers = list(theirs.handlers)
+        ours.setLevel(theirs.level)
+        ours.propagate = False
+
+
+def _open(config: Config) -> Shelf:
+    url = config.shared_storage_path
+    if url is None:
+        url = str(default_shelf_path())
+        logger.warning(
+            "shared_storage_path is not set: KV is kept in %s, which only this user on this"
+            " machine can read. Set it to a directory or URL that your engines share.",
+            url,
+        )
+    return open_shelf(url, storage_options=config.storage_options, read_only=config.read_only)
+
+
+def _check_engine(vllm_config: Any, kv_cache_config: Any, config: Config) -> None:
+    """Refuse what this version does not serve, before anything is stored."""
+    parallel = vllm_config.parallel_config
+    for name, flag in (
+        ("tensor_parallel_size", "--tensor-parallel-size"),
+        ("pipeline_parallel_size", "--pipeline-parallel-size"),
+        ("decode_context_parallel_size", "--decode-context-parallel-size"),
+        ("prefill_context_parallel_size", "--prefill-context-parallel-size"),
+    ):
+        size = getattr(parallel, name, 1)
+        if size > 1:
+            raise UnsupportedError(
+                f"{name} is {size}; this version of kvshelf serves engines with {flag} 1."
+                " Run more replicas instead: they share one shelf"
+            )
+    model = vllm_config.model_config
+    if getattr(model, "is_encoder_decoder", False):
+        raise UnsupportedError(
+            "encoder-decoder models are not supported: their KV is not a function of a token"
+            " prefix. Remove --kv-transfer-config for this model"
+        )
+    if model.use_mla:
+        raise UnsupportedError(
+            "MLA models are not supported by this version of kvshelf; remove"
+            " --kv-transfer-config for this model"
+        )
+    groups = getattr(kv_cache_config, "kv_cache_groups", None)
+    if groups is not None and len(groups) != 1:
+        raise UnsupportedError(
+            f"the model has {len(groups)} KV cache groups; this version of kvshelf serves models"
+            " with one. Start vLLM with --disable-hybrid-kv-cache-manager where the model allows"
+        )
+    speculative = vllm_config.speculative_config
+    if speculative is not None and speculative.method not in _DRAFTS_WITHOUT_KV:
+        raise UnsupportedError(
+            f"speculative decoding by {speculative.method!r} keeps KV of its own, which this"
+            f" version of kvshelf does not store; use one of {sorted(_DRAFTS_WITHOUT_KV)}"
+        )
+    if config.layout == "canonical":
+        raise UnsupportedError(
+            "layout=canonical is not available in this version of kvshelf; leave it at auto"
+        )
+
+
+def _recompute_failed_loads(transfer: Any) -> None:
+    """Have tokens recomputed whose load failed; vLLM's default fails the request."""
+    parent = _enclosing_multi_connector()
+    if parent is not None:
+        if parent._kv_transfer_config.kv_load_failure_policy != "recompute":
+            raise ConfigError(
+                "inside MultiConnector kvshelf cannot choose what happens when a load fails:"
+                ' add "kv_load_failure_policy": "recompute" to --kv-transfer-config, beside'
+                ' "kv_connector": "MultiConnector"'
+            )
+    elif transfer.kv_load_failure_policy != "recompute":
+        transfer.kv_load_failure_policy = "recompute"
+        logger.info(
+            "kv_load_failure_policy is set to recompute: tokens whose load fails are computed"
+        )
+
+
+def _enclosing_multi_connector() -> Any:
+    """Return the MultiConnector that is making us, None when the engine does.
+
+    A child is given a copy of the configuration without its parent's policy, so the
+    only place to learn it is the constructor that is running.
+    """
+    frame = sys._getframe()
+    while (frame := frame.f_back) is not None:  # type: ignore[assignment]
+        maker = frame.f_locals.get("self")
+        if type(maker).__name__ == "MultiConnector" and frame.f_code.co_name == "__init__":
+            return maker
+    return None
+
+
+def _keep_off_bound_cpus() -> None:
+    """Move a look-up thread to processors that the engine has not bound itself to."""
+    cpus = free_cpus()
+    if cpus:
+        try:
+            os.sched_setaffinity(threading.get_native_id(), cpus)
+        except OSError:
+            pass

@@ -1,0 +1,146 @@
+"""What the scheduler side and the worker side of the connector tell each other.
+
+Owns the records that travel with vLLM's steps: :class:`StepMetadata` from scheduler to
+workers at the start of a step, :class:`WorkerMetadata` back at its end. Both are
+pickled by vLLM when workers are other processes, and hold plain data only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
+
+from kvshelf.identity import Chunk
+
+
+@dataclass(frozen=True, slots=True)
+class StoreOp:
+    """Store one chunk after this step's forward pass.
+
+    Attributes
+    ----------
+    chunk : Chunk
+    block_ids : list of int
+        The request's blocks from the one that holds the chunk's first token on.
+    repair : bool
+        The object in place was found bad.
+    age : float
+        Seconds since the chunk was seen missing.
+    """
+
+    chunk: Chunk
+    block_ids: list[int]
+    repair: bool
+    age: float
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOp:
+    """Load tokens ``[start, end)`` of a request.
+
+    Attributes
+    ----------
+    chunks : list of Chunk
+        All chunks that overlap the tokens, in order.
+    block_ids : list of int
+        The request's blocks from position 0 on.
+    """
+
+    request_id: str
+    start: int
+    end: int
+    chunks: list[Chunk]
+    block_ids: list[int]
+
+
+@dataclass
+class StepMetadata(KVConnectorMetadata):
+    """Scheduler to workers, once a step.
+
+    Attributes
+    ----------
+    idle : bool
+        The step computes nothing, so the worker may wait for loads.
+    namespace : tuple of (bytes, str), optional
+        Record and slug of the namespace; sent until every worker has it.
+    recheck_weights : bool
+        Look whether the weight files are still those that were fingerprinted.
+    """
+
+    idle: bool = False
+    namespace: tuple[bytes, str] | None = None
+    stores: list[StoreOp] = field(default_factory=list)
+    loads: list[LoadOp] = field(default_factory=list)
+    cancelled: list[str] = field(default_factory=list)
+    recheck_weights: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerPart:
+    """One worker's part of the namespace: what only a worker knows.
+
+    Attributes
+    ----------
+    layer_names, layer_shapes, layer_dtypes, layouts, attention : tuple of str
+        One entry for each layer, as in the namespace record.
+    head_sizes, sliding_windows : tuple of int
+        One entry for each layer.
+    kv_scales : str
+        Digest of the k and v scales, empty for caches without.
+    weights : str, optional
+        The weights fingerprint; None until it is known.
+    problem : str
+        Why nothing may be loaded or stored; empty when all is well.
+    """
+
+    layer_names: tuple[str, ...]
+    layer_shapes: tuple[str, ...]
+    layer_dtypes: tuple[str, ...]
+    layouts: tuple[str, ...]
+    attention: tuple[str, ...]
+    head_sizes: tuple[int, ...]
+    sliding_windows: tuple[int, ...]
+    kv_scales: str = ""
+    weights: str | None = None
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadFailure:
+    """One chunk that a worker could not load; `bad` when its object is damaged."""
+
+    request_id: str
+    chunk_index: int
+    key: bytes
+    bad: bool
+
+
+@dataclass
+class WorkerMetadata(KVConnectorWorkerMetadata):
+    """Workers to scheduler, once a step; united over ranks by vLLM.
+
+    Attributes
+    ----------
+    parts : dict
+        Rank to its part of the namespace; sent until acknowledged by a namespace.
+    failures : list of LoadFailure
+    repaired : list of bytes
+        Keys whose bad objects were replaced.
+    """
+
+    parts: dict[int, WorkerPart] = field(default_factory=dict)
+    failures: list[LoadFailure] = field(default_factory=list)
+    repaired: list[bytes] = field(default_factory=list)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerMetadata:
+        """Unite with what another rank sent in the same step."""
+        assert isinstance(other, WorkerMetadata)
+        return WorkerMetadata(
+            {**self.parts, **other.parts},
+            self.failures + other.failures,
+            self.repaired + other.repaired,
+        )
