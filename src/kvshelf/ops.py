@@ -33,6 +33,7 @@ import math
 import os
 import sysconfig
 import warnings
+import weakref
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -85,7 +86,9 @@ def gather_kv(
         If an argument does not fit; nothing has been written then.
     """
     heads = layout.heads - first_head if num_heads is None else num_heads
-    torch.ops.kvshelf.gather_kv(caches, slot_mapping, out, layout.as_ints(), first_head, heads)
+    torch.ops.kvshelf.gather_kv.default(
+        caches, slot_mapping, out, layout.as_ints(), first_head, heads
+    )
 
 
 def scatter_kv(
@@ -119,7 +122,9 @@ def scatter_kv(
         If an argument does not fit; nothing has been written then.
     """
     heads = layout.heads - first_head if num_heads is None else num_heads
-    torch.ops.kvshelf.scatter_kv(caches, slot_mapping, chunk, layout.as_ints(), first_head, heads)
+    torch.ops.kvshelf.scatter_kv.default(
+        caches, slot_mapping, chunk, layout.as_ints(), first_head, heads
+    )
 
 
 def implementation() -> Implementation:
@@ -137,21 +142,39 @@ def implementation() -> Implementation:
 
 
 @dataclass(frozen=True, slots=True)
+class _Caches:
+    """Paged caches that have passed :func:`_check_caches` together with a layout.
+
+    Holds no strong reference to them.
+    """
+
+    layout: PagedLayout
+    addresses: array[int]
+    device: torch.device
+    on_cpu: bool
+    references: tuple[weakref.ref[Tensor], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class _Call:
     """A checked call, except for the slots' values."""
 
     caches: Sequence[Tensor]
     slots: Tensor
     chunk: Tensor
+    tokens: int
     layout: PagedLayout
+    addresses: array[int]
     first_head: int
     num_heads: int
     on_cpu: bool
 
 
-@functools.lru_cache(maxsize=64)
-def _layout(values: tuple[int, ...]) -> PagedLayout:
-    return PagedLayout.from_ints(values)
+#: Caches that were checked before, by the ids of the tensors and the layout's integers. An entry
+#: goes when the first of its tensors does, so the ids are those of the same living objects; the
+#: addresses are compared as well, which leaves nothing that could have shrunk meanwhile.
+_known_caches: Final[dict[tuple[tuple[int, ...], tuple[int, ...]], _Caches]] = {}
+_MAX_KNOWN: Final = 64
 
 
 def _checked(
@@ -163,13 +186,19 @@ def _checked(
     first_head: int,
     num_heads: int,
 ) -> _Call:
-    layout = _layout(tuple(layout_ints))
+    key = (tuple(map(id, caches)), tuple(layout_ints))
+    addresses = array("q", [cache.data_ptr() for cache in caches])
+    known = _known_caches.get(key)
+    if known is None or known.addresses != addresses:
+        known = _check_caches(caches, addresses, key)
+    layout = known.layout
+
     if first_head < 0 or num_heads < 1 or first_head + num_heads > layout.heads:
         raise ValueError(
-            f"heads {first_head} … {first_head + num_heads - 1} asked for, but the cache has heads "
+            f"{num_heads} heads from head {first_head} on asked for, but the cache has heads "
             f"0 … {layout.heads - 1}; first_head and num_heads must name at least one of them"
         )
-    if slots.device.type != "cpu" or slots.dtype != torch.int64 or slots.dim() != 1:
+    if not slots.is_cpu or slots.dtype != torch.int64 or slots.dim() != 1:
         raise ValueError(
             f"slot_mapping is {_describe(slots)}; expected a one-dimensional int64 CPU tensor"
         )
@@ -178,13 +207,58 @@ def _checked(
             f"slot_mapping has stride {slots.stride(0)}; expected a contiguous tensor: "
             "pass slot_mapping.contiguous()"
         )
+    same_device = chunk.is_cpu if known.on_cpu else chunk.device == known.device
+    if not same_device or chunk.dtype != torch.uint8 or chunk.dim() != 1:
+        raise ValueError(
+            f"{chunk_name} is {_describe(chunk)}; expected a one-dimensional uint8 tensor on "
+            f"{known.device}, where the caches are"
+        )
+    tokens = slots.numel()
+    expected = len(caches) * layout.chunk_bytes(tokens, num_heads)
+    if chunk.numel() != expected:
+        raise ValueError(
+            f"{chunk_name} has {chunk.numel()} bytes; expected {expected} = {len(caches)} layers × "
+            f"{layout.kvs} kvs × {tokens} tokens × {num_heads} heads × {layout.row_bytes} bytes"
+        )
+    if not chunk.is_contiguous():
+        raise ValueError(
+            f"{chunk_name} has stride {chunk.stride(0)}; expected a contiguous tensor: allocate it "
+            "with torch.empty(size, dtype=torch.uint8)"
+        )
+    return _Call(
+        caches,
+        slots,
+        chunk,
+        tokens,
+        layout,
+        known.addresses,
+        first_head,
+        num_heads,
+        known.on_cpu,
+    )
+
+
+def _check_caches(
+    caches: Sequence[Tensor],
+    addresses: array[int],
+    key: tuple[tuple[int, ...], tuple[int, ...]],
+) -> _Caches:
+    """Check that all caches are of one kind and hold all that the layout reaches."""
+    layout = PagedLayout.from_ints(key[1])
     if not caches:
         raise ValueError("caches is empty; expected the paged cache of at least one layer")
-
     first = caches[0]
     shape, strides, dtype, device = first.shape, first.stride(), first.dtype, first.device
     item = first.element_size()
+    length = 0
+    if first.numel():
+        length = item * (1 + sum((n - 1) * step for n, step in zip(shape, strides, strict=True)))
     extent = layout.extent
+    if extent > length:
+        raise ValueError(
+            f"the layout reaches {extent} bytes into each cache, but they are {length} bytes long "
+            f"({_describe(first)} with strides {list(strides)}); make the layout from these caches"
+        )
     for index, cache in enumerate(caches):
         if (
             cache.shape != shape
@@ -201,28 +275,19 @@ def _checked(
         size = cache.untyped_storage().nbytes()
         if start + extent > size:
             raise ValueError(
-                f"caches[{index}] starts at byte {start} of a storage of {size} bytes, but the "
-                f"layout reaches {extent} bytes further; make the layout from this cache"
+                f"caches[{index}] reaches from byte {start} to {start + extent} of a storage of "
+                f"only {size} bytes; its memory has been given back, bind the caches anew"
             )
 
-    if chunk.device != device or chunk.dtype != torch.uint8 or chunk.dim() != 1:
-        raise ValueError(
-            f"{chunk_name} is {_describe(chunk)}; expected a one-dimensional uint8 tensor on "
-            f"{device}, where the caches are"
-        )
-    expected = len(caches) * layout.chunk_bytes(slots.numel(), num_heads)
-    if chunk.numel() != expected:
-        raise ValueError(
-            f"{chunk_name} has {chunk.numel()} bytes; expected {expected} = {len(caches)} layers × "
-            f"{layout.kvs} kvs × {slots.numel()} tokens × {num_heads} heads × "
-            f"{layout.row_bytes} bytes"
-        )
-    if not chunk.is_contiguous():
-        raise ValueError(
-            f"{chunk_name} has stride {chunk.stride(0)}; expected a contiguous tensor: allocate it "
-            "with torch.empty(size, dtype=torch.uint8)"
-        )
-    return _Call(caches, slots, chunk, layout, first_head, num_heads, device.type == "cpu")
+    def forget(_: object) -> None:
+        _known_caches.pop(key, None)
+
+    references = tuple(weakref.ref(cache, forget) for cache in caches)
+    known = _Caches(layout, addresses, device, first.is_cpu, references)
+    if len(_known_caches) >= _MAX_KNOWN:
+        _known_caches.clear()
+    _known_caches[key] = known
+    return known
 
 
 def _describe(tensor: Tensor) -> str:
@@ -370,13 +435,12 @@ def _load_library(path: Path) -> _Library:
 
 def _call_library(function: Callable[..., int], call: _Call) -> None:
     layout = call.layout
-    table = array("q", [cache.data_ptr() for cache in call.caches])
     position = function(
-        table.buffer_info()[0],
+        call.addresses.buffer_info()[0],
         call.slots.data_ptr(),
         call.chunk.data_ptr(),
-        len(table),
-        call.slots.numel(),
+        len(call.addresses),
+        call.tokens,
         layout.num_blocks,
         layout.block_size,
         layout.block_stride,
@@ -400,9 +464,9 @@ _WORDS: Final = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch
 def _gather_torch(call: _Call) -> None:
     with torch.inference_mode():
         skipped, index = _check_slots(call)
-        if call.slots.numel() == 0:
+        if call.tokens == 0:
             return
-        if skipped is not None and skipped.numel() == call.slots.numel():
+        if skipped is not None and skipped.numel() == call.tokens:
             call.chunk.zero_()
             return
         pieces = _chunk_view(call)
@@ -417,7 +481,7 @@ def _gather_torch(call: _Call) -> None:
 def _scatter_torch(call: _Call) -> None:
     with torch.inference_mode():
         skipped, index = _check_slots(call)
-        if call.slots.numel() == 0:
+        if call.tokens == 0:
             return
         pieces = _chunk_view(call)
         if skipped is not None:
@@ -494,6 +558,4 @@ def _chunk_view(call: _Call) -> Tensor:
     for cache in call.caches:
         steps |= int(cache.storage_offset()) * cache.element_size() | cache.data_ptr()
     word = next(dtype for width, dtype in _WORDS if steps % width == 0)
-    return call.chunk.view(word).view(
-        len(call.caches), layout.kvs, call.slots.numel(), call.num_heads, -1
-    )
+    return call.chunk.view(word).view(len(call.caches), layout.kvs, call.tokens, call.num_heads, -1)
