@@ -108,10 +108,13 @@ class Config(BaseSettings):
         default_factory=dict,
         repr=False,
         description=(
-            "Arguments for the fsspec filesystem of a URL: credentials, endpoint, region. "
-            "Sources are merged key by key, so that secrets can stay in the environment "
-            "(`KVSHELF_STORAGE_OPTIONS` is a JSON object) and the rest in a file. Not for "
-            "directories, which have no such options."
+            "Arguments for the storage. For a URL they go to its fsspec filesystem: "
+            "credentials, endpoint, region. A directory knows two: `create` (`false` refuses "
+            "to work when the directory is missing, for instance because it is not mounted; "
+            "default `true`) and `fsync` (flush each object to the disk before it is "
+            "announced; default `false`, because loads verify what they read). Sources are "
+            "merged key by key, so that secrets can stay in the environment "
+            "(`KVSHELF_STORAGE_OPTIONS` is a JSON object) and the rest in a file."
         ),
     )
     read_only: bool = Field(
@@ -258,22 +261,11 @@ class Config(BaseSettings):
 
     @model_validator(mode="after")
     def _consistent(self) -> Config:
-        contradictions = []
-        if self.storage_options and (
-            self.shared_storage_path is None or not _URL.match(self.shared_storage_path)
-        ):
-            place = self.shared_storage_path or "the private directory (no shared_storage_path)"
-            contradictions.append(
-                f"storage_options are given, but the shelf is {place}, and a directory has no "
-                "such options: remove them, or set shared_storage_path to a URL"
-            )
         if self.read_only and self.save_decode:
-            contradictions.append(
+            raise ValueError(
                 "read_only and save_decode are both true, but a read-only shelf stores "
                 "nothing: remove one of them"
             )
-        if contradictions:
-            raise ValueError("; ".join(contradictions))
         return self
 
     @classmethod

@@ -1,0 +1,44 @@
+"""The commands of ``kvshelf``, put together."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from kvshelf import __version__
+from kvshelf.cli.common import EXIT_CODES, guarded
+from kvshelf.cli.doctor import doctor
+from kvshelf.cli.ls import ls
+from kvshelf.cli.show import show
+
+_CODES = ", ".join(f"{code} {meaning}" for code, meaning in EXIT_CODES.items())
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Look at a kvshelf store and at an installation of kvshelf.",
+    epilog=f"Exit codes: {_CODES}.",
+)
+app.command()(guarded(ls))
+app.command()(guarded(show))
+app.command()(guarded(doctor))
+
+
+def _print_version(value: bool) -> None:
+    if value:
+        typer.echo(f"kvshelf {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Show the version and exit."
+        ),
+    ] = False,
+) -> None:
+    pass

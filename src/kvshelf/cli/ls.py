@@ -1,0 +1,160 @@
+"""``kvshelf ls``: the namespaces of a shelf, or the objects of one.
+
+Rows are written while the shelf is being listed; no listing is held in memory.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from kvshelf.cli.common import (
+    JsonOption,
+    ShelfArgument,
+    find_shelf,
+    open_existing,
+    size_text,
+    time_text,
+    write_json,
+)
+from kvshelf.errors import ConfigError
+from kvshelf.identity import parse_namespace_folder
+from kvshelf.shelf import NamespaceInfo, Shelf, ShelfObject
+
+
+def ls(
+    shelf: ShelfArgument = None,
+    namespace: Annotated[
+        str | None,
+        typer.Option(
+            "--namespace",
+            "-n",
+            help="List the objects of this namespace: its folder, or the 16 hex at the end of it.",
+        ),
+    ] = None,
+    long: Annotated[
+        bool, typer.Option("--long", "-l", help="Count each namespace's objects and bytes.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """List the namespaces of a shelf, or the objects of one; with --json one object a line."""
+    url, options = find_shelf(shelf)
+    with Shelf(open_existing(url, options)) as opened:
+        if namespace is None:
+            _namespaces(opened, long, as_json)
+        else:
+            _objects(opened, _folder(opened, namespace), as_json)
+
+
+def _folder(shelf: Shelf, wanted: str) -> str:
+    wanted = wanted.rstrip("/")
+    folders = [f for f in shelf.backend.folders() if parse_namespace_folder(f) is not None]
+    found = [f for f in folders if wanted in (f, parse_namespace_folder(f))]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise ConfigError(f"{wanted} names {len(found)} folders; give one: {', '.join(found)}")
+    known = ", ".join(folders[:10]) or "none"
+    more = f" and {len(folders) - 10} more" if len(folders) > 10 else ""
+    raise ConfigError(f"no namespace {wanted} on {shelf.url}; it has: {known}{more}")
+
+
+def _namespaces(shelf: Shelf, long: bool, as_json: bool) -> None:
+    count = 0
+    for info in shelf.namespaces():
+        usage = _usage(shelf, info.folder) if long else None
+        if as_json:
+            write_json(_namespace_json(info, usage))
+        else:
+            if not count:
+                sys.stdout.write(_HEAD + (_USAGE_HEAD if long else "") + "  NAMESPACE\n")
+            sys.stdout.write(_namespace_row(info, usage))
+        sys.stdout.flush()
+        count += 1
+    if not count and not as_json:
+        sys.stdout.write(f"{shelf.url} holds no namespaces yet\n")
+
+
+def _usage(shelf: Shelf, folder: str) -> tuple[int, int]:
+    count = size = 0
+    for found in shelf.objects(folder):
+        count += 1
+        size += found.size
+    return count, size
+
+
+def _namespace_json(info: NamespaceInfo, usage: tuple[int, int] | None) -> dict[str, Any]:
+    row: dict[str, Any] = {"namespace": info.folder, "problem": info.problem}
+    if info.namespace is not None:
+        row["digest"] = info.namespace.digest.hex()
+        row["record"] = dict(info.namespace.record)
+    if usage is not None:
+        row["objects"], row["bytes"] = usage
+    return row
+
+
+_HEAD = f"{'LAYERS':>6}  {'HEADS':>5}  {'KV DTYPE':<10}  {'CHUNK':>5}  {'SHARDS':>6}"
+_USAGE_HEAD = f"  {'OBJECTS':>8}  {'SIZE':>10}"
+
+
+def _namespace_row(info: NamespaceInfo, usage: tuple[int, int] | None) -> str:
+    record = info.namespace.record if info.namespace else {}
+
+    def shown(field: str) -> str:
+        return str(record.get(field, "?"))
+
+    row = (
+        f"{shown('layers'):>6}  {shown('kv_heads'):>5}  {shown('kv_dtype'):<10}  "
+        f"{shown('chunk_size'):>5}  {shown('shards'):>6}"
+    )
+    if usage is not None:
+        row += f"  {usage[0]:>8}  {size_text(usage[1]):>10}"
+    row += f"  {info.folder}"
+    if info.problem:
+        row += f"  ({info.problem})"
+    return row + "\n"
+
+
+def _objects(shelf: Shelf, folder: str, as_json: bool) -> None:
+    count = size = 0
+    for found in shelf.objects(folder):
+        if as_json:
+            write_json(_object_json(found))
+        else:
+            if not count:
+                sys.stdout.write(
+                    f"{'SIZE':>10}  {'WRITTEN':<16}  {'CHUNK':>6}  {'SHARD':>7}  NAME\n"
+                )
+            sys.stdout.write(_object_row(found))
+        count += 1
+        size += found.size
+    if not as_json:
+        sys.stdout.write(f"{count} objects, {size_text(size)}\n")
+
+
+def _object_json(found: ShelfObject) -> dict[str, Any]:
+    parsed = found.parsed
+    return {
+        "name": found.name,
+        "namespace": parsed.namespace,
+        "group": parsed.group,
+        "key": parsed.key.hex(),
+        "chunk": parsed.index,
+        "tail_tokens": parsed.tail_tokens,
+        "shard": parsed.shard,
+        "shards": parsed.shards,
+        "size": found.size,
+        "mtime": found.mtime,
+        "atime": found.atime,
+    }
+
+
+def _object_row(found: ShelfObject) -> str:
+    parsed = found.parsed
+    tail = "" if parsed.tail_tokens is None else f"t{parsed.tail_tokens}"
+    return (
+        f"{size_text(found.size):>10}  {time_text(found.mtime):<16}  "
+        f"{f'{parsed.index}{tail}':>6}  {f'{parsed.shard}of{parsed.shards}':>7}  {found.name}\n"
+    )

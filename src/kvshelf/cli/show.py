@@ -1,0 +1,226 @@
+"""``kvshelf show``: one object, and whether it is intact.
+
+What is checked depends on what is at hand. With the record of the object's namespace beside it,
+the whole file is compared with what it must be, exactly as a load does. Without it, the tensors
+are compared with the hashes that the header holds. A safetensors file from elsewhere has no
+hashes, and is only shown.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import asdict, dataclass, field
+from typing import Annotated, Any
+
+import typer
+import xxhash
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from kvshelf.backends import Backend, Reader
+from kvshelf.chunkfile import ObjectFormat, describe_header, header_length
+from kvshelf.cli.common import (
+    PROBLEM,
+    JsonOption,
+    find_shelf,
+    open_existing,
+    size_text,
+    write_json,
+)
+from kvshelf.errors import BadObjectError, ConfigError, ObjectMissingError
+from kvshelf.identity import Chunk, Namespace, ParsedName, parse_path
+
+_NAME_PARTS = 4  # namespace folder, group, fan-out, file
+_RECORD_BYTES = 1 << 24
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where an object is: the root of its storage, its name there, what the name says."""
+
+    url: str
+    storage_options: dict[str, Any]
+    name: str
+    parsed: ParsedName | None
+
+
+@dataclass(slots=True)
+class _Report:
+    """What is known of an object; `checked` is ``all``, ``hashes`` or ``nothing``."""
+
+    object: str
+    size: int
+    data_offset: int = 0
+    metadata: dict[str, str] = field(default_factory=dict)
+    tensors: list[dict[str, Any]] = field(default_factory=list)
+    checked: str = "nothing"
+    problem: str | None = None
+
+
+def show(
+    object_: Annotated[
+        str, typer.Argument(metavar="OBJECT", help="A path, a URL, or a name as `ls` prints it.")
+    ],
+    shelf: Annotated[
+        str | None,
+        typer.Option("--shelf", help="Shelf that a name belongs to; default: the configured one."),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show one object: header, metadata, tensors, and whether its bytes are intact."""
+    place = _locate(object_, shelf)
+    backend = open_existing(place.url, place.storage_options)
+    try:
+        with backend.open(place.name) as reader:
+            report = _examine(backend, place, reader)
+    finally:
+        backend.close()
+    if as_json:
+        write_json(asdict(report))
+    else:
+        _print(report)
+    if report.problem is not None:
+        raise typer.Exit(PROBLEM)
+
+
+def _locate(text: str, shelf: str | None) -> _Place:
+    root, name = _split(text)
+    parsed = parse_path(name)
+    if parsed is not None and not root and not os.path.exists(text):
+        url, options = find_shelf(shelf)
+        return _Place(url, options, name, parsed)
+    if shelf is not None:
+        raise ConfigError(
+            f"--shelf goes with a name as `kvshelf ls` prints it; {text!r} is a path or no object"
+        )
+    if parsed is not None:
+        # The root of a local path "/" + name is "/", that of a relative one the working folder.
+        url, options = find_shelf(root or ("/" if text.startswith("/") else "."))
+        return _Place(url, options, name, parsed)
+    if not os.path.lexists(text):
+        raise ConfigError(
+            f"{text!r} is neither a file nor the name of an object; "
+            "expected one as `kvshelf ls --namespace X` prints it"
+        )
+    folder, base = os.path.split(os.path.abspath(text))
+    return _Place(folder, {}, base, None)
+
+
+def _split(text: str) -> tuple[str, str]:
+    """Split a path or URL into what is before an object's name and the name."""
+    parts = text.split("/")
+    return "/".join(parts[:-_NAME_PARTS]), "/".join(parts[-_NAME_PARTS:])
+
+
+def _examine(backend: Backend, place: _Place, reader: Reader) -> _Report:
+    report = _Report(f"{backend.url.rstrip('/')}/{place.name}", reader.size)
+    try:
+        start = _read(reader, 0, min(8, reader.size))
+        header = _read(reader, 0, min(8 + header_length(start), reader.size))
+        found = describe_header(header)
+        report.data_offset = found["data_offset"]
+        report.metadata = found["metadata"]
+        report.tensors = found["tensors"]
+        namespace = None if place.parsed is None else _namespace(backend, place.parsed)
+        if place.parsed is None or namespace is None:
+            _check_hashes(report, reader)
+        else:
+            report.checked = "all"
+            _check_all(report, reader, ObjectFormat(namespace), place.parsed)
+    except BadObjectError as error:
+        report.problem = f"{type(error).__name__}: {error}"
+    return report
+
+
+def _read(reader: Reader, offset: int, length: int) -> bytes:
+    data = bytearray(length)
+    count = reader.read_into(memoryview(data), offset)
+    return bytes(data[:count])
+
+
+def _namespace(backend: Backend, parsed: ParsedName) -> Namespace | None:
+    """Return the record of an object's namespace, None when there is none to trust."""
+    folder = str(parsed.namespace)
+    try:
+        with backend.open(f"{folder}/namespace.json") as reader:
+            if reader.size > _RECORD_BYTES:
+                return None
+            namespace = Namespace.from_bytes(_read(reader, 0, reader.size))
+    except (ObjectMissingError, ConfigError):
+        return None
+    return namespace if folder.endswith(f"-{namespace.digest.hex()[:16]}") else None
+
+
+def _check_all(report: _Report, reader: Reader, fmt: ObjectFormat, parsed: ParsedName) -> None:
+    if parsed.shards != fmt.shards:
+        report.problem = f"the name says {parsed.shards} shards, its namespace has {fmt.shards}"
+        return
+    try:
+        # The parent is not in the name: what the header says of it enters the comparison of
+        # the header with itself, and so must at least be well-formed.
+        parent = bytes.fromhex(report.metadata.get("parent", ""))
+    except ValueError:
+        parent = b""
+    if len(parent) != len(parsed.key):
+        report.problem = "WrongMetadata: its parent is not 64 hexadecimal digits"
+        return
+    tail = parsed.tail_tokens is not None
+    tokens = parsed.tail_tokens if parsed.tail_tokens is not None else fmt.chunk_size
+    chunk = Chunk(parsed.key, parent, parsed.index, tokens, tail, parsed.group)
+    image = bytearray(fmt.object_size(parsed.shard, parsed.tail_tokens))
+    fmt.read(reader, chunk, parsed.shard, memoryview(image))
+
+
+def _check_hashes(report: _Report, reader: Reader) -> None:
+    expected = report.data_offset + max((t["data_offsets"][1] for t in report.tensors), default=0)
+    if reader.size != expected:
+        report.problem = f"found {reader.size} bytes, but its header describes {expected}"
+        return
+    hashes = report.metadata.get("xxh3", "").split(",")
+    if len(hashes) != len(report.tensors) or not all(hashes):
+        return
+    report.checked = "hashes"
+    for tensor, wanted in zip(report.tensors, hashes, strict=True):
+        first, last = tensor["data_offsets"]
+        content = _read(reader, report.data_offset + first, last - first)
+        if xxhash.xxh3_128_hexdigest(content) != wanted:
+            report.problem = f"PayloadDamaged: tensor {tensor['name']!r} does not match its hash"
+            return
+
+
+_VERDICTS = {
+    "all": "intact: header, size and every tensor are what they must be",
+    "hashes": "tensors match their hashes (no namespace.json to compare the header with)",
+    "nothing": "not checked: it holds no hashes of kvshelf",
+}
+
+
+def _print(report: _Report) -> None:
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(report.object, style="bold", markup=False)
+    rows = {
+        "size": f"{report.size} bytes ({size_text(report.size)})",
+        "data offset": str(report.data_offset),
+        **{name: value for name, value in report.metadata.items() if name != "xxh3"},
+    }
+    for name, value in rows.items():
+        sys.stdout.write(f"  {name:<12} {value}\n")
+    if report.tensors:
+        hashes = report.metadata.get("xxh3", "").split(",")
+        table = Table("tensor", "dtype", "shape", "bytes", "xxh3", box=None, pad_edge=False)
+        for number, tensor in enumerate(report.tensors):
+            first, last = tensor["data_offsets"]
+            table.add_row(
+                escape(tensor["name"]),
+                tensor["dtype"],
+                " x ".join(map(str, tensor["shape"])),
+                str(last - first),
+                hashes[number] if number < len(hashes) else "",
+            )
+        console.print(table)
+    if report.problem is None:
+        console.print(_VERDICTS[report.checked], style="green", markup=False)
+    else:
+        console.print(report.problem, style="red", markup=False)
