@@ -404,9 +404,7 @@ class _Plan:
                 )
         if len(set(names)) != len(names) or _METADATA in names or "" in names:
             raise ConfigError("namespace record: layer_names must be different and not empty")
-        if not isinstance(record.get("layers", 0), int) or record.get("layers", len(names)) != len(
-            names
-        ):
+        if record.get("layers", len(names)) != len(names):
             raise ConfigError(
                 f"namespace record: layers is {record['layers']}, but there are {len(names)} names"
             )
@@ -495,31 +493,26 @@ def _pieces(slices: Sequence[slice], data_offset: int) -> tuple[_Piece, ...]:
 
     The first piece takes the header region along.
     """
-    total: int = slices[-1].stop
-    small = total <= _SMALL_OBJECT
+    small = slices[-1].stop <= _SMALL_OBJECT
     size = _SMALL_OBJECT_READ if small else _READ
+    # A lone tensor that is hashed in one shot is best read at once, header region and all.
+    most = max(size, _ONE_SHOT) + data_offset
     pieces: list[_Piece] = []
     start = 0
     end = data_offset
     first = 0
     for number, tensor in enumerate(slices):
-        length = tensor.stop - tensor.start
-        streamed = length > _ONE_SHOT and not small
-        # A lone tensor of up to _ONE_SHOT bytes is best read at once.
-        limit = size if first < number else max(size, _ONE_SHOT) + data_offset
-        if end > start and (streamed or tensor.stop - start > limit):
-            pieces.append(
-                _Piece(_cut(start, end, limit), tuple(slices[first:number]), first, False)
-            )
+        streamed = not small and tensor.stop - tensor.start > _ONE_SHOT
+        full = first < number and tensor.stop - start > size
+        if full or (streamed and start < end):
+            pieces.append(_Piece(_cut(start, end, most), tuple(slices[first:number]), first, False))
             start, first = end, number
         if streamed:
-            reads = _cut(tensor.start, tensor.stop, _READ)
-            pieces.append(_Piece(reads, (tensor,), number, True))
+            pieces.append(_Piece(_cut(tensor.start, tensor.stop, _READ), (tensor,), number, True))
             start, first = tensor.stop, number + 1
         end = tensor.stop
-    if end > start:
-        reads = _cut(start, end, max(size, _ONE_SHOT) + data_offset)
-        pieces.append(_Piece(reads, tuple(slices[first:]), first, False))
+    if start < end:
+        pieces.append(_Piece(_cut(start, end, most), tuple(slices[first:]), first, False))
     return tuple(pieces)
 
 
@@ -571,7 +564,8 @@ class ObjectFormat:
     @staticmethod
     def required_data_offset(record: Mapping[str, FieldValue]) -> int:
         """Return the data offset, in bytes, that a record (still without it) must name."""
-        return _Plan(record).data_offset()
+        # As a namespace the record is checked and its strings are normalised.
+        return _Plan(Namespace({"format": FORMAT, **record}).record).data_offset()
 
     def tensors(
         self, shard: int, tokens: int | None = None, tail: bool = False
