@@ -43,6 +43,7 @@ __all__ = [
 ]
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+_HALF_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 
 
 def open_backend(
@@ -77,6 +78,12 @@ def open_backend(
     options = dict(storage_options or {})
     scheme = _SCHEME.match(text)
     if scheme is None:
+        if "://" in text or _HALF_URL.match(text):
+            raise ConfigError(
+                f"{text!r} is neither a path nor a URL that kvshelf can use: expected "
+                "/absolute/path or protocol://…; chained URLs (a::b) are not supported, and a "
+                "folder with such a name can be given as ./name"
+            )
         return _open_folder(text, options, read_only)
     protocol = scheme[1].lower()
     if protocol in ("file", "local"):

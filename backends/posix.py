@@ -1,7 +1,7 @@
 """Objects as files below a directory: local disks, tmpfs, NFS, FUSE mounts.
 
-Owns the publish recipe, the mapping of errno values to typed errors, and the rule that
-nothing inside a shelf is reached through a symbolic link.
+Owns the publish recipe, and the rule that nothing inside a shelf is reached through a
+symbolic link.
 
 Contracts
 ---------
@@ -47,12 +47,11 @@ from kvshelf.backends.base import (
     WriteResult,
     check_name,
 )
+from kvshelf.backends.oserrors import storage_error
 
 from kvshelf.errors import (
     ConfigError,
-    NoSpaceStorageError,
     NotRegularError,
-    ObjectMissingError,
     ObjectNameError,
     PermanentStorageError,
     ReadOnlyStorageError,
@@ -75,79 +74,10 @@ _DOTS: Final = frozenset(("", ".", ".."))
 _LINK, _NOREPLACE, _RENAME = range(3)
 _TEMPORARY: Final = re.compile(r"\..+\.[0-9a-f]{16}\.tmp")
 
-# --------------------------------------------------------------------- errno -> typed errors
-
-_NO_SPACE: Final = frozenset((errno.ENOSPC, errno.EDQUOT))
-_READ_ONLY: Final = frozenset((errno.EROFS, errno.EACCES, errno.EPERM))
-_TRANSIENT: Final = frozenset(
-    (
-        errno.EIO,
-        errno.ESTALE,
-        errno.ETIMEDOUT,
-        errno.EINTR,
-        errno.EAGAIN,
-        errno.EBUSY,
-        errno.ENOMEM,
-        errno.EMFILE,
-        errno.ENFILE,
-        errno.ENOBUFS,
-        errno.ENOLCK,
-        errno.EDEADLK,
-        errno.ENODEV,
-        errno.ENOTCONN,
-        errno.ENETDOWN,
-        errno.ENETUNREACH,
-        errno.ENETRESET,
-        errno.EHOSTDOWN,
-        errno.EHOSTUNREACH,
-        errno.ECONNREFUSED,
-        errno.ECONNRESET,
-        errno.ECONNABORTED,
-        errno.EPIPE,
-        getattr(errno, "EREMOTEIO", errno.EIO),
-    )
-)
 #: What `link` answers where the filesystem has no hard links.
 _NO_LINKS: Final = frozenset((errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS))
 #: What `renameat2` answers where the filesystem cannot refuse to replace.
 _NO_NOREPLACE: Final = frozenset((errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP))
-
-
-def storage_error(exc: OSError, what: str, path: str, *, writing: bool = False) -> StorageError:
-    """Translate `exc` to the class of :mod:`kvshelf.errors` that says what it means.
-
-    Parameters
-    ----------
-    exc : OSError
-        As the operating system raised it.
-    what : str
-        What was being done, for the message: ``"reading"``.
-    path : str
-        What it was done to.
-    writing : bool
-        A refused permission then means a read-only shelf.
-
-    Returns
-    -------
-    StorageError
-        To be raised ``from exc``, or returned as an answer.
-    """
-    if isinstance(exc, StorageError):
-        return exc
-    code = exc.errno or errno.EIO
-    reason = exc.strerror or str(exc) or os.strerror(code)
-    text = f"{what} failed: {reason} ({errno.errorcode.get(code, code)})"
-    if code == errno.ENOENT:
-        return ObjectMissingError(code, text, path)
-    if code in _NO_SPACE:
-        return NoSpaceStorageError(code, f"{text}; free some space or raise the quota", path)
-    if code in _TRANSIENT:
-        return TransientStorageError(code, text, path)
-    if writing and code in _READ_ONLY:
-        hint = "check mount options and permissions, or use the shelf read-only"
-        return ReadOnlyStorageError(code, f"{text}; {hint}", path)
-    return PermanentStorageError(code, text, path)
-
 
 # ------------------------------------------------------------- system calls Python does not have
 

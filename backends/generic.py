@@ -1,0 +1,449 @@
+"""Objects on any filesystem that fsspec knows: memory, Google Cloud, Azure, SFTP and others.
+
+Owns the translation between fsspec's many habits and the backend interface.
+
+Contracts
+---------
+* Object stores publish with one put, which is atomic. Elsewhere an object is written to a
+  temporary name and moved; whether that is atomic is up to the filesystem, see
+  :attr:`~kvshelf.backends.base.Properties.atomic_publish`. What arrives torn is found bad when
+  it is loaded.
+* ``create`` looks before it writes; of two racers both may be told CREATED. Equal names hold
+  equal bytes, so the later one does no harm.
+* The filesystem's own listing cache is switched off: existence is never answered from it.
+* Neither ``url``, ``repr`` nor messages show the secrets of the URL or of the options.
+
+fsspec is imported when the first backend is made. Methods may be called from several threads
+where the filesystem itself allows it; asynchronous filesystems run on fsspec's own thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
+from typing import Any, Final
+from urllib.parse import quote, unquote, urlsplit
+
+from kvshelf.backends.base import (
+    NOT_REGULAR,
+    Backend,
+    Buffer,
+    ObjectInfo,
+    Properties,
+    Reader,
+    StatResult,
+    StatResults,
+    WriteMode,
+    WriteResult,
+    check_name,
+)
+from kvshelf.backends.oserrors import storage_error
+
+from kvshelf.errors import (
+    ConfigError,
+    NotRegularError,
+    ObjectMissingError,
+    PermanentStorageError,
+    ReadOnlyStorageError,
+    StorageError,
+    TransientStorageError,
+)
+
+#: Protocols whose put of a whole object is atomic.
+_ATOMIC_PUT: Final = frozenset(
+    ("s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oss", "obs", "tos", "r2", "memory")
+)
+#: Protocols whose move replaces atomically.
+_ATOMIC_MOVE: Final = frozenset(("file", "local", "sftp", "ssh", "hdfs", "arrow_hdfs"))
+#: What to install for a protocol.
+_PACKAGES: Final = {"s3": "kvshelf[s3]", "s3a": "kvshelf[s3]"}
+#: Objects up to this size are fetched in one request, so that all reads see one version.
+_WHOLE_BYTES: Final = 256 << 20
+_PROBES_AT_ONCE: Final = 64
+_TEMPORARY_BYTES: Final = 8
+
+_SECRET_OPTION: Final = re.compile(
+    r"key|secret|token|passw|passphrase|credential|sas|connection_string|auth|sign", re.IGNORECASE
+)
+#: Errors of client libraries that do not derive from OSError but will pass.
+_PASSING: Final = re.compile(
+    r"timeout|timedout|connect|disconnect|endpoint|throttl|slowdown|unavailable|sshexception",
+    re.IGNORECASE,
+)
+
+
+class _WholeReader(Reader):
+    """Reads ranges, or fetches a moderate object whole at the first read."""
+
+    def __init__(self, backend: GenericBackend, name: str, size: int) -> None:
+        self._backend = backend
+        self._name = name
+        self._data: memoryview | None = None
+        self.size = size
+
+    def read_into(self, buffer: memoryview, offset: int) -> int:
+        view = buffer.cast("B")
+        if self.size > _WHOLE_BYTES:
+            part = memoryview(self._backend._fetch(self._name, offset, offset + len(view)))
+        else:
+            if self._data is None:
+                self._data = memoryview(self._backend._fetch(self._name, 0, self.size))
+            part = self._data[offset : offset + len(view)]
+        view[: len(part)] = part
+        return len(part)
+
+    def close(self) -> None:
+        self._data = None
+
+
+class GenericBackend(Backend):
+    """Objects below a URL of an fsspec filesystem.
+
+    Parameters
+    ----------
+    url : str
+        Such as ``memory://name`` or ``gs://bucket/prefix``.
+    storage_options : Mapping, optional
+        Passed to the filesystem.
+
+    Raises
+    ------
+    ConfigError
+        If the protocol is unknown, its package missing, or the options are refused.
+    """
+
+    def __init__(self, url: str, storage_options: Mapping[str, Any] | None = None) -> None:
+        options = dict(storage_options or {})
+        parts = urlsplit(url)
+        protocol = parts.scheme.lower()
+        self._secrets = _secrets(options)
+        for secret in (parts.password, parts.query):
+            if secret:
+                self._secrets |= {secret, unquote(secret), quote(secret)}
+        netloc = parts.netloc.rpartition("@")[2]
+        self.url = f"{protocol}://{netloc}{parts.path}"
+        self._fs, root = self._connect(url, protocol, options)
+        self._root = root.rstrip("/")
+        self._atomic_put = protocol in _ATOMIC_PUT
+        remote = protocol not in ("memory", "file", "local")
+        self._properties = Properties(
+            filesystem=protocol,
+            atomic_publish=self._atomic_put or protocol in _ATOMIC_MOVE,
+            conditional_create=False,
+            notifications=False,
+            cache_seconds=0.0,
+            concurrency=32 if remote else 8,
+            probe_cost=20e-3 if remote else 50e-6,
+        )
+
+    def __repr__(self) -> str:
+        return f"GenericBackend({self.url!r})"
+
+    def _connect(self, url: str, protocol: str, options: dict[str, Any]) -> tuple[Any, str]:
+        try:
+            import fsspec
+            from fsspec.dircache import DirCache
+        except ImportError as exc:
+            raise ConfigError(f"{self.url} needs fsspec: pip install fsspec") from exc
+        try:
+            # An instance of our own: switching its listing cache off concerns nobody else.
+            fs, root = fsspec.core.url_to_fs(url, skip_instance_cache=True, **options)
+        except ImportError as exc:
+            package = _PACKAGES.get(protocol)
+            hint = f"pip install '{package}'" if package else self._clean(str(exc))
+            raise ConfigError(
+                f"{self.url}: a package for {protocol}:// is missing: {hint}"
+            ) from exc
+        except (ValueError, TypeError, KeyError) as exc:
+            raise ConfigError(f"{self.url} cannot be opened: {self._clean(str(exc))}") from exc
+        except Exception as exc:
+            raise self._translate(exc, "opening the shelf", "") from exc
+        if hasattr(fs, "dircache"):
+            fs.dircache = DirCache(use_listings_cache=False)
+        return fs, str(root)
+
+    @property
+    def properties(self) -> Properties:
+        """What callers may rely on; the same at all times."""
+        return self._properties
+
+    def _path(self, name: str) -> str:
+        return f"{self._root}/{name}" if name else self._root
+
+    # ------------------------------------------------------------------------------------ errors
+
+    def _clean(self, text: str) -> str:
+        for secret in self._secrets:
+            text = text.replace(secret, "***")
+        return text
+
+    def _translate(
+        self, exc: Exception, what: str, name: str, *, writing: bool = False
+    ) -> StorageError:
+        """Typed error for whatever the filesystem raised."""
+        if isinstance(exc, StorageError):
+            return exc
+        path = f"{self.url}/{name}" if name else self.url
+        text = self._clean(str(exc)) or type(exc).__name__
+        message = f"{what} failed: {text}"
+        if isinstance(exc, FileNotFoundError):
+            return ObjectMissingError(errno.ENOENT, message, path)
+        if isinstance(exc, (IsADirectoryError, NotADirectoryError)):
+            return NotRegularError(exc.errno or errno.EISDIR, message, path)
+        if isinstance(exc, PermissionError):
+            kind = ReadOnlyStorageError if writing else PermanentStorageError
+            return kind(exc.errno or errno.EACCES, message, path)
+        if isinstance(exc, (TimeoutError, asyncio.TimeoutError, ConnectionError)):
+            return TransientStorageError(errno.ETIMEDOUT, message, path)
+        if isinstance(exc, OSError) and exc.errno:
+            return storage_error(OSError(exc.errno, text), what, path, writing=writing)
+        names = " ".join(kind.__name__ for kind in type(exc).__mro__)
+        if isinstance(exc, OSError) or _PASSING.search(names):
+            return TransientStorageError(errno.EIO, message, path)
+        return PermanentStorageError(errno.EIO, message, path)
+
+    # ------------------------------------------------------------------------------------ probes
+
+    def stat(self, names: Sequence[str]) -> StatResults:
+        """Probe many names; at once where the filesystem is asynchronous."""
+        for name in names:
+            check_name(name)
+        from fsspec.asyn import AsyncFileSystem, sync
+
+        if not isinstance(self._fs, AsyncFileSystem) or self._fs.asynchronous:
+            return [self._answer(name, self._look(name)) for name in names]
+        found = sync(self._fs.loop, self._look_all, [self._path(name) for name in names])
+        return [self._answer(name, result) for name, result in zip(names, found, strict=True)]
+
+    async def _look_all(self, paths: Sequence[str]) -> Sequence[Any]:
+        free = asyncio.Semaphore(_PROBES_AT_ONCE)
+
+        async def look(path: str) -> Any:
+            async with free:
+                return await self._fs._info(path)
+
+        return await asyncio.gather(*map(look, paths), return_exceptions=True)
+
+    def _look(self, name: str) -> Any:
+        try:
+            return self._fs.info(self._path(name))
+        except Exception as exc:  # noqa: BLE001
+            return exc
+
+    def _answer(self, name: str, found: Any) -> StatResult:
+        if isinstance(found, FileNotFoundError):
+            return None
+        if isinstance(found, Exception):
+            return self._translate(found, "probing", name)
+        if isinstance(found, BaseException):
+            raise found
+        if not _is_file(found):
+            return NOT_REGULAR
+        size = found.get("size")
+        if size is None:
+            return PermanentStorageError(
+                errno.EIO, "probing failed: the filesystem does not tell sizes", self.url
+            )
+        return int(size)
+
+    def info(self, name: str) -> ObjectInfo | None:
+        """Size and times of one object."""
+        found = self._look(check_name(name))
+        answer = self._answer(name, found)
+        if answer is None:
+            return None
+        if isinstance(answer, StorageError):
+            raise answer
+        return _object_info(name, found)
+
+    # ------------------------------------------------------------------------------------- reads
+
+    def open(self, name: str) -> Reader:
+        """Look at one object; the first read fetches it."""
+        answer = self.stat([name])[0]
+        if answer is None:
+            raise ObjectMissingError(
+                errno.ENOENT, "opening failed: no such object", f"{self.url}/{name}"
+            )
+        if isinstance(answer, StorageError):
+            raise answer
+        if not isinstance(answer, int):
+            raise self._not_regular(name)
+        return _WholeReader(self, name, answer)
+
+    def _not_regular(self, name: str) -> NotRegularError:
+        text = "found a folder or link where an object (a regular file) was expected"
+        return NotRegularError(errno.EISDIR, text, f"{self.url}/{name}")
+
+    def _fetch(self, name: str, start: int, end: int) -> bytes:
+        if start >= end:
+            return b""
+        try:
+            data = self._fs.cat_file(self._path(name), start=start, end=end)
+        except Exception as exc:
+            raise self._translate(exc, "reading", name) from exc
+        # A server that ignores ranges answers with the whole object from its start.
+        return bytes(data) if len(data) <= end - start else bytes(data[start:end])
+
+    # ------------------------------------------------------------------------------------ writes
+
+    def write(
+        self, name: str, buffers: Sequence[Buffer], mode: WriteMode = "create"
+    ) -> WriteResult:
+        """Publish with one put, or a temporary name and a move."""
+        answer = self.stat([name])[0]
+        if isinstance(answer, StorageError):
+            raise answer
+        if answer is not None and mode == "create":
+            return WriteResult.EXISTED
+        data = b"".join(memoryview(buffer).cast("B") for buffer in buffers)
+        path = self._path(name)
+        try:
+            if answer is NOT_REGULAR:
+                if self._fs.info(path).get("type") == "directory":
+                    raise self._not_regular(name)
+                # A move would go through the link.
+                self._fs.rm_file(path)
+            if self._atomic_put:
+                self._fs.pipe_file(path, data)
+            else:
+                self._move_into_place(path, data)
+        except Exception as exc:
+            error = self._translate(exc, "writing", name, writing=True)
+            if isinstance(error, ObjectMissingError):
+                error = TransientStorageError(errno.EIO, str(error.strerror), error.filename)
+            raise error from exc
+        return WriteResult.CREATED if answer is None else WriteResult.REPLACED
+
+    def _move_into_place(self, path: str, data: bytes) -> None:
+        folder, _, base = path.rpartition("/")
+        temporary = f"{folder}/.{base}.{os.urandom(_TEMPORARY_BYTES).hex()}.tmp"
+        try:
+            try:
+                self._fs.pipe_file(temporary, data)
+            except FileNotFoundError:
+                self._fs.makedirs(folder, exist_ok=True)
+                self._fs.pipe_file(temporary, data)
+            size = self._fs.info(temporary).get("size")
+            if size != len(data):
+                raise TransientStorageError(
+                    errno.EIO,
+                    f"the storage kept {size} of {len(data)} bytes written; nothing was published",
+                    self.url,
+                )
+            self._fs.mv(temporary, path)
+        except BaseException:
+            try:
+                self._fs.rm_file(temporary)
+            except Exception:  # noqa: BLE001, S110
+                pass  # it may not exist; the first error is the one to tell
+            raise
+
+    # ---------------------------------------------------------------------------------- listings
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        """Stream all objects below `prefix`, one listing for each folder."""
+        pending = [check_name(prefix) if prefix else ""]
+        while pending:
+            folder = pending.pop()
+            for name, found in self._entries(folder):
+                if found.get("type") == "directory" and not found.get("islink"):
+                    pending.append(name)
+                elif _is_file(found):
+                    yield _object_info(name, found)
+
+    def folders(self, prefix: str = "") -> Sequence[str]:
+        """Names of the folders directly below `prefix`."""
+        return sorted(
+            name.rpartition("/")[2]
+            for name, found in self._entries(check_name(prefix) if prefix else "")
+            if found.get("type") == "directory" and not found.get("islink")
+        )
+
+    def _entries(self, folder: str) -> Iterator[tuple[str, dict[str, Any]]]:
+        path = self._path(folder)
+        try:
+            entries = self._fs.ls(path, detail=True)
+        except FileNotFoundError:
+            return
+        except Exception as exc:
+            raise self._translate(exc, "listing", folder) from exc
+        start = path.strip("/")
+        for found in entries:
+            full = str(found.get("name", "")).strip("/")
+            base = full.rpartition("/")[2]
+            # Object stores list a folder's own marker too.
+            if full == start or not base or base[0] == "." or not base.isascii():
+                continue
+            yield (f"{folder}/{base}" if folder else base), found
+
+    # ------------------------------------------------------------------------------ other changes
+
+    def delete(self, name: str) -> bool:
+        """Remove one object."""
+        answer = self.stat([name])[0]
+        if answer is None:
+            return False
+        if isinstance(answer, StorageError):
+            raise answer
+        path = self._path(name)
+        try:
+            if answer is NOT_REGULAR and self._fs.info(path).get("type") == "directory":
+                raise self._not_regular(name)
+            self._fs.rm_file(path)
+        except FileNotFoundError:
+            return False
+        except Exception as exc:
+            raise self._translate(exc, "deleting", name, writing=True) from exc
+        return True
+
+    def set_aside(self, name: str, target: str) -> bool:
+        """Delete the object: most of these storages can move only by copying."""
+        check_name(target)
+        return self.delete(name)
+
+    def touch(self, name: str) -> None:
+        """Do nothing: fsspec has no access times."""
+        check_name(name)
+
+    def close(self) -> None:
+        """Nothing to release: fsspec's filesystems close their connections themselves."""
+
+
+# --------------------------------------------------------------------------------------- helpers
+
+
+def _secrets(options: Mapping[str, Any]) -> set[str]:
+    """Return the values of options that must not be shown."""
+    found: set[str] = set()
+    for key, value in options.items():
+        if isinstance(value, Mapping):
+            found |= _secrets(value)
+        elif isinstance(value, str) and len(value) >= 4 and _SECRET_OPTION.search(str(key)):
+            found.add(value)
+    return found
+
+
+def _is_file(found: Mapping[str, Any]) -> bool:
+    return found.get("type") == "file" and not found.get("islink")
+
+
+def _object_info(name: str, found: Mapping[str, Any]) -> ObjectInfo:
+    mtime = 0.0
+    for key in ("mtime", "LastModified", "last_modified", "modified", "updated", "created"):
+        value = found.get(key)
+        if isinstance(value, str):
+            try:
+                value = datetime.fromisoformat(value.replace("Z", "+00:00"))
+            except ValueError:
+                continue
+        if isinstance(value, datetime):
+            value = value.timestamp()
+        if isinstance(value, (int, float)):
+            mtime = float(value)
+            break
+    return ObjectInfo(name, int(found.get("size") or 0), mtime)

@@ -1,0 +1,750 @@
+"""The backend suite: tests that every backend of kvshelf passes.
+
+Owns the tests of the contracts in :mod:`kvshelf.backends.base`, for kvshelf's own backends
+and for those of others. Needs pytest and hypothesis (``pip install 'kvshelf[test]'``); nothing
+else in kvshelf imports this module.
+
+To test a backend, derive a class in a test module and say how to open the backend and how to
+look at its storage without it::
+
+    from kvshelf.testing import BackendSuite, FolderOracle
+
+
+    class TestMyBackend(BackendSuite):
+        @pytest.fixture
+        def backend(self, tmp_path):
+            with closing(MyBackend(tmp_path)) as backend:
+                yield backend
+
+        @pytest.fixture
+        def oracle(self, tmp_path):
+            return FolderOracle(tmp_path)
+
+Call ``pytest.register_assert_rewrite("kvshelf.testing")`` in ``conftest.py`` for readable
+failures. An oracle must not use the code under test: what both get wrong, nobody sees.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import multiprocessing
+import os
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    rule,
+    run_state_machine_as_test,
+)
+
+from kvshelf.backends.base import NOT_REGULAR, Backend, Buffer, WriteResult
+from kvshelf.backends.wrappers import ReadOnlyBackend
+from kvshelf.errors import (
+    NotRegularError,
+    ObjectMissingError,
+    ObjectNameError,
+    ReadOnlyStorageError,
+)
+
+__all__ = ["BAD_NAMES", "BackendSuite", "FolderOracle", "MemoryOracle", "Oracle"]
+
+#: Names that every method of every backend refuses.
+BAD_NAMES = (
+    "",
+    "/",
+    "/etc/passwd",
+    "..",
+    "../x",
+    "a/../x",
+    "a/..",
+    ".",
+    "./a",
+    "a/./b",
+    "a//b",
+    "a/",
+    "a\\b/c",
+    "a\0b",
+    "naïve",
+    "a/日本",
+)
+
+
+class Oracle(ABC):
+    """Raw access to the storage of a backend, past its code."""
+
+    #: Kinds of things that :meth:`put_special` can make: ``folder``, ``link``, ``fifo``.
+    specials: ClassVar[tuple[str, ...]] = ()
+
+    @abstractmethod
+    def get(self, name: str) -> bytes | None:
+        """Bytes of the object `name`; None when there is none."""
+
+    @abstractmethod
+    def put(self, name: str, data: bytes) -> None:
+        """Make the object `name`, and its folders, from `data`."""
+
+    @abstractmethod
+    def names(self) -> set[str]:
+        """Names of everything that is not a folder, temporaries and dot files included."""
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Remove everything below the root."""
+
+    def put_special(self, name: str, kind: str) -> None:
+        """Make something at `name` that is not a regular file, see :attr:`specials`."""
+        raise NotImplementedError(kind)
+
+
+class FolderOracle(Oracle):
+    """Looks at a directory.
+
+    Parameters
+    ----------
+    root : str or os.PathLike
+        The directory.
+    """
+
+    specials = ("folder", "link", "fifo")
+
+    def __init__(self, root: str | os.PathLike[str]) -> None:
+        self.root = Path(root)
+
+    def get(self, name: str) -> bytes | None:
+        """Read a file."""
+        path = self.root / name
+        return path.read_bytes() if path.is_file() else None
+
+    def put(self, name: str, data: bytes) -> None:
+        """Write a file in place."""
+        path = self.root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+
+    def names(self) -> set[str]:
+        """Walk the directory."""
+        return {
+            os.path.relpath(os.path.join(folder, file), self.root)
+            for folder, _, files in os.walk(self.root)
+            for file in files
+        }
+
+    def clear(self) -> None:
+        """Remove all files; folders stay, as they do on a shelf."""
+        for name in self.names():
+            (self.root / name).unlink()
+
+    def put_special(self, name: str, kind: str) -> None:
+        """Make a folder with a file in it, a link to a file outside the root, or a FIFO."""
+        path = self.root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if kind == "folder":
+            path.mkdir()
+            (path / "inside").write_bytes(b"inside")
+        elif kind == "link":
+            outside = self.root.parent / f"outside-{self.root.name}"
+            outside.write_bytes(b"outside")
+            path.symlink_to(outside)
+        else:
+            os.mkfifo(path)
+
+
+class MemoryOracle(Oracle):
+    """Looks into fsspec's ``memory://``.
+
+    Parameters
+    ----------
+    root : str
+        Path of the backend's root, such as ``/name``.
+    """
+
+    def __init__(self, root: str) -> None:
+        from fsspec.implementations.memory import MemoryFileSystem
+
+        self.root = "/" + root.strip("/") + "/"
+        self._files: dict[str, Any] = MemoryFileSystem.store
+        self._new: Callable[..., Any] = MemoryFileSystem().pipe_file
+
+    def get(self, name: str) -> bytes | None:
+        """Look a file up."""
+        found = self._files.get(self.root + name)
+        return None if found is None else bytes(found.getvalue())
+
+    def put(self, name: str, data: bytes) -> None:
+        """Put a file in."""
+        self._new(self.root + name, data)
+
+    def names(self) -> set[str]:
+        """All files below the root."""
+        skip = len(self.root)
+        return {name[skip:] for name in list(self._files) if name.startswith(self.root)}
+
+    def clear(self) -> None:
+        """Drop all files below the root."""
+        for name in self.names():
+            del self._files[self.root + name]
+
+
+def _pattern(size: int, seed: int = 0) -> bytes:
+    return hashlib.shake_128(seed.to_bytes(4, "little")).digest(size)
+
+
+def _read_all(backend: Backend, name: str) -> bytes:
+    with backend.open(name) as reader:
+        data = bytearray(reader.size)
+        assert reader.read_into(memoryview(data), 0) == reader.size
+    return bytes(data)
+
+
+def _race_in_process(
+    reopen: Callable[[], Backend], number: int, names: Sequence[str], start: Any, results: Any
+) -> None:
+    backend = reopen()
+    try:
+        start.wait(60)
+        results.put(
+            (number, [backend.write(name, [bytes([number]) * 70_000]).value for name in names])
+        )
+    finally:
+        backend.close()
+
+
+def _every_call(backend: Backend, name: str) -> dict[str, Callable[[], object]]:
+    calls: dict[str, Callable[[], object]] = {
+        "stat": lambda: backend.stat(["good", name]),
+        "info": lambda: backend.info(name),
+        "open": lambda: backend.open(name),
+        "read_into": lambda: backend.read_into(name, memoryview(bytearray(1))),
+        "write": lambda: backend.write(name, [b"x"]),
+        "replace": lambda: backend.write(name, [b"x"], "replace"),
+        "delete": lambda: backend.delete(name),
+        "set_aside": lambda: backend.set_aside(name, "aside"),
+        "set_aside to": lambda: backend.set_aside("good", name),
+        "touch": lambda: backend.touch(name),
+    }
+    if name:  # "" is the root in a listing
+        calls["list"] = lambda: list(backend.list(name))
+        calls["folders"] = lambda: backend.folders(name)
+    return calls
+
+
+class BackendSuite:
+    """Tests of one backend; see the module for how to use them.
+
+    Attributes
+    ----------
+    examples : int
+        Sequences of operations that hypothesis tries against a dictionary.
+    """
+
+    examples: ClassVar[int] = 25
+
+    @pytest.fixture
+    def backend(self) -> Backend:
+        """Return the backend under test, empty and writable."""
+        raise NotImplementedError("give the suite a fixture `backend`")
+
+    @pytest.fixture
+    def oracle(self) -> Oracle:
+        """Return raw access to the same storage."""
+        raise NotImplementedError("give the suite a fixture `oracle`")
+
+    @pytest.fixture
+    def reopen(self) -> Callable[[], Backend] | None:
+        """Return a picklable callable that opens the same storage in another process.
+
+        None: the storage cannot be shared by processes.
+        """
+        return None
+
+    # ------------------------------------------------------------------------- write and read
+
+    def test_published_bytes_are_the_buffers_in_order(
+        self, backend: Backend, oracle: Oracle
+    ) -> None:
+        """An object is the concatenation of bytes, bytearrays and memoryviews of any format."""
+        integers = memoryview(bytearray(range(32))).cast("I")
+        square = memoryview(bytearray(range(16))).cast("B", (4, 4))
+        pieces: list[Buffer] = [
+            b"head",
+            bytearray(b"-"),
+            memoryview(b"body"),
+            b"",
+            integers,
+            square,
+        ]
+        assert backend.write("a/b/x", pieces) is WriteResult.CREATED
+        expected = b"head-body" + bytes(range(32)) + bytes(range(16))
+        assert oracle.get("a/b/x") == expected
+        assert _read_all(backend, "a/b/x") == expected
+        assert backend.stat(["a/b/x"]) == [len(expected)]
+
+    def test_large_object_in_many_pieces(self, backend: Backend, oracle: Oracle) -> None:
+        """More pieces than one system call takes, several MiB in all."""
+        data = _pattern(9 << 20)
+        step = 3001
+        pieces = [memoryview(data)[i : i + step] for i in range(0, len(data), step)]
+        assert len(pieces) > 2048
+        assert backend.write("big", pieces) is WriteResult.CREATED
+        assert oracle.get("big") == data
+        assert _read_all(backend, "big") == data
+
+    @pytest.mark.parametrize("buffers", [[], [b""], [b"", bytearray()]])
+    def test_empty_object(self, backend: Backend, oracle: Oracle, buffers: list[bytes]) -> None:
+        """An object of no bytes exists."""
+        assert backend.write("a/empty", buffers) is WriteResult.CREATED
+        assert oracle.get("a/empty") == b""
+        assert backend.stat(["a/empty"]) == [0]
+        assert _read_all(backend, "a/empty") == b""
+        assert backend.write("a/empty", [b"more"]) is WriteResult.EXISTED
+
+    def test_create_leaves_what_exists(self, backend: Backend, oracle: Oracle) -> None:
+        """The second writer is told that the object existed, and changes nothing."""
+        oracle.put("a/x", b"first")
+        assert backend.write("a/x", [b"second"]) is WriteResult.EXISTED
+        assert oracle.get("a/x") == b"first"
+
+    def test_replace(self, backend: Backend, oracle: Oracle) -> None:
+        """Replacing works whether or not something was there."""
+        assert backend.write("a/x", [b"one"], "replace") is WriteResult.CREATED
+        assert backend.write("a/x", [b"longer two"], "replace") is WriteResult.REPLACED
+        assert oracle.get("a/x") == b"longer two"
+        assert backend.stat(["a/x"]) == [10]
+        assert backend.write("a/x", [b"3"], "replace") is WriteResult.REPLACED
+        assert _read_all(backend, "a/x") == b"3"
+
+    def test_nothing_but_objects_is_left_behind(self, backend: Backend, oracle: Oracle) -> None:
+        """No temporary survives a write, whatever its result."""
+        for mode in ("create", "create", "replace", "replace"):
+            backend.write("a/b/x", [b"bytes"], mode)
+        assert oracle.names() == {"a/b/x"}
+
+    def test_racing_threads(self, backend: Backend, oracle: Oracle) -> None:
+        """Of many creators one wins; the object is whole and one of theirs."""
+        racers, rounds = 8, 12
+        barrier = threading.Barrier(racers)
+
+        def race(number: int) -> list[WriteResult]:
+            results = []
+            for turn in range(rounds):
+                barrier.wait(60)
+                results.append(backend.write(f"r/{turn}", [bytes([number]) * 50_000]))
+            return results
+
+        with ThreadPoolExecutor(racers) as pool:
+            results = list(pool.map(race, range(racers)))
+        for turn in range(rounds):
+            answers = [result[turn] for result in results]
+            created = [n for n, answer in enumerate(answers) if answer is WriteResult.CREATED]
+            self._check_race(backend, oracle.get(f"r/{turn}"), created, racers)
+            assert set(answers) <= {WriteResult.CREATED, WriteResult.EXISTED}
+        assert oracle.names() == {f"r/{turn}" for turn in range(rounds)}
+
+    def test_racing_processes(
+        self, backend: Backend, oracle: Oracle, reopen: Callable[[], Backend] | None
+    ) -> None:
+        """The same between processes."""
+        if reopen is None:
+            pytest.skip("this storage belongs to one process")
+        names = [f"p/{turn}" for turn in range(40)]
+        context = multiprocessing.get_context("spawn")
+        start, results = context.Barrier(2), context.Queue()
+        racers = [
+            context.Process(target=_race_in_process, args=(reopen, n, names, start, results))
+            for n in (1, 2)
+        ]
+        for racer in racers:
+            racer.start()
+        answers = dict(results.get(timeout=60) for _ in racers)
+        for racer in racers:
+            racer.join(60)
+            assert racer.exitcode == 0
+            racer.close()
+        results.close()
+        results.join_thread()
+        for turn, name in enumerate(names):
+            created = [n for n, found in answers.items() if found[turn] == "created"]
+            self._check_race(backend, oracle.get(name), created, 3, size=70_000)
+        assert oracle.names() == set(names)
+
+    @staticmethod
+    def _check_race(
+        backend: Backend, data: bytes | None, created: list[int], racers: int, size: int = 50_000
+    ) -> None:
+        assert created, "nobody was told that the object was created"
+        if backend.properties.conditional_create:
+            assert len(created) == 1
+            assert data == bytes([created[0]]) * size
+        elif backend.properties.atomic_publish:
+            assert data in [bytes([number]) * size for number in range(racers)]
+
+    def test_readers_never_see_a_torn_object(self, backend: Backend) -> None:
+        """While an object is replaced again and again, each read sees one whole version."""
+        if not backend.properties.atomic_publish:
+            pytest.skip("this storage does not publish atomically")
+        versions = [bytes([number]) * 200_000 for number in range(4)]
+        backend.write("a/x", [versions[0]])
+        stop = threading.Event()
+        seen: list[bytes] = []
+
+        def read() -> None:
+            while not stop.is_set():
+                data = _read_all(backend, "a/x")
+                if data not in versions:
+                    seen.append(data)
+
+        readers = [threading.Thread(target=read) for _ in range(3)]
+        for reader in readers:
+            reader.start()
+        try:
+            for turn in range(60):
+                backend.write("a/x", [versions[turn % 4]], "replace")
+        finally:
+            stop.set()
+            for reader in readers:
+                reader.join(60)
+        assert not seen
+
+    def test_reads_at_offsets(self, backend: Backend, oracle: Oracle) -> None:
+        """Any range can be read; fewer bytes come back only at the end."""
+        data = _pattern(10_000)
+        oracle.put("a/x", data)
+        with backend.open("a/x") as reader:
+            assert reader.size == 10_000
+            for offset, length in ((0, 10), (5000, 3000), (9990, 10), (9990, 100), (1, 9999)):
+                buffer = bytearray(length)
+                count = reader.read_into(memoryview(buffer), offset)
+                assert bytes(buffer[:count]) == data[offset : offset + length]
+                assert count == min(length, 10_000 - offset)
+            assert reader.read_into(memoryview(bytearray(10)), 10_000) == 0
+            assert reader.read_into(memoryview(bytearray(10)), 1 << 40) == 0
+            assert reader.read_into(memoryview(bytearray(0)), 0) == 0
+            wide = memoryview(bytearray(8)).cast("I")
+            assert reader.read_into(wide, 8) == 8
+            assert wide.tobytes() == data[8:16]
+            reader.close()
+            reader.close()
+        part = bytearray(7)
+        assert backend.read_into("a/x", memoryview(part), 3) == 7
+        assert part == data[3:10]
+
+    def test_reads_leave_the_rest_of_the_buffer(self, backend: Backend, oracle: Oracle) -> None:
+        """Bytes of the buffer beyond the object's end are not touched."""
+        oracle.put("x", b"abc")
+        buffer = bytearray(b"........")
+        assert backend.read_into("x", memoryview(buffer), 1) == 2
+        assert buffer == b"bc......"
+
+    # --------------------------------------------------------------------------------- probes
+
+    def test_missing(self, backend: Backend) -> None:
+        """What is not there is missing for every method, before and after its folder exists."""
+        for name in ("x", "no/such/x"):
+            assert backend.stat([name]) == [None]
+            assert backend.info(name) is None
+            with pytest.raises(ObjectMissingError):
+                backend.open(name)
+            with pytest.raises(FileNotFoundError):
+                backend.read_into(name, memoryview(bytearray(1)))
+            assert backend.delete(name) is False
+            assert backend.set_aside(name, "aside/x") is False
+            backend.touch(name)
+        assert list(backend.list()) == []
+        assert list(backend.list("no/such")) == []
+        assert list(backend.folders("no")) == []
+        backend.write("no/such/other", [b""])
+        assert backend.stat(["no/such/x"]) == [None]
+
+    def test_stat_answers_each_name_in_order(self, backend: Backend, oracle: Oracle) -> None:
+        """A batch holds hits, misses and repeats, in folders that come and go."""
+        for number in range(0, 300, 3):
+            oracle.put(f"{number % 7}/x{number}", b"." * number)
+        names = [f"{number % 7}/x{number}" for number in range(300)]
+        names.sort(key=lambda name: hashlib.sha256(name.encode()).digest())
+        names += names[:20]
+        expected = [
+            number if number % 3 == 0 else None
+            for number in (int(name.partition("x")[2]) for name in names)
+        ]
+        assert backend.stat(names) == expected
+        assert backend.stat([]) == []
+
+    def test_info(self, backend: Backend) -> None:
+        """Size and time of an object."""
+        before = time.time()
+        backend.write("a/x", [b"12345"])
+        info = backend.info("a/x")
+        assert info is not None
+        assert (info.name, info.size) == ("a/x", 5)
+        assert info.mtime == 0 or before - 5 < info.mtime < time.time() + 5
+
+    def test_touch_keeps_content_and_mtime(self, backend: Backend) -> None:
+        """A use is noted in the access time at most."""
+        backend.write("a/x", [b"12345"])
+        before = backend.info("a/x")
+        backend.touch("a/x")
+        after = backend.info("a/x")
+        assert before is not None
+        assert after is not None
+        assert after.mtime == before.mtime
+        assert _read_all(backend, "a/x") == b"12345"
+
+    # --------------------------------------------------------------------------------- names
+
+    @pytest.mark.parametrize("name", BAD_NAMES)
+    def test_unsafe_names_are_refused(self, backend: Backend, oracle: Oracle, name: str) -> None:
+        """No method takes a name that is empty, absolute, climbing, or not plain ASCII."""
+        oracle.put("good", b"good")
+        for what, call in _every_call(backend, name).items():
+            with pytest.raises(ObjectNameError):
+                pytest.fail(f"{what} answered {call()!r}")
+        assert oracle.names() == {"good"}
+
+    # ------------------------------------------------------------------------------- listings
+
+    def test_list(self, backend: Backend, oracle: Oracle) -> None:
+        """All objects or those of one folder, with sizes."""
+        objects = {"top": 1, "a/x": 2, "a/b/y": 3, "a/b/z": 0, "ab/x": 4, "a-0123/_/x": 5}
+        for name, size in objects.items():
+            oracle.put(name, b"." * size)
+
+        def found(prefix: str) -> dict[str, int]:
+            rows = list(backend.list(prefix))
+            assert len({row.name for row in rows}) == len(rows)
+            return {row.name: row.size for row in rows}
+
+        assert found("") == objects
+        assert found("a") == {"a/x": 2, "a/b/y": 3, "a/b/z": 0}
+        assert found("a/b") == {"a/b/y": 3, "a/b/z": 0}
+        assert found("b") == {}
+        assert list(backend.folders()) == ["a", "a-0123", "ab"]
+        assert list(backend.folders("a")) == ["b"]
+        assert list(backend.folders("a/b")) == []
+
+    def test_list_can_be_left_early(self, backend: Backend, oracle: Oracle) -> None:
+        """A listing is a stream; leaving it holds nothing open."""
+        for number in range(50):
+            oracle.put(f"{number % 5}/x{number}", b"")
+        rows = backend.list()
+        assert next(iter(rows)).size == 0
+        del rows
+        assert len(list(backend.list())) == 50
+
+    def test_temporaries_and_reserved_folders_are_not_listed(
+        self, backend: Backend, oracle: Oracle
+    ) -> None:
+        """Names with a leading dot are the backend's and the shelf's own."""
+        oracle.put("a/x", b"1")
+        oracle.put("a/.x.0123456789abcdef.tmp", b"torn")
+        oracle.put("a/.kvshelf/bad/y", b"bad")
+        oracle.put(".hidden/z", b"")
+        assert [row.name for row in backend.list()] == ["a/x"]
+        assert [row.name for row in backend.list("a")] == ["a/x"]
+        assert [row.name for row in backend.list("a/.kvshelf/bad")] == ["a/.kvshelf/bad/y"]
+        assert list(backend.folders()) == ["a"]
+        assert list(backend.folders("a")) == []
+
+    # ---------------------------------------------------------------------------- other changes
+
+    def test_delete(self, backend: Backend, oracle: Oracle) -> None:
+        """Only the named object goes, once."""
+        oracle.put("a/x", b"1")
+        oracle.put("a/y", b"2")
+        assert backend.delete("a/x") is True
+        assert backend.delete("a/x") is False
+        assert oracle.names() == {"a/y"}
+        assert backend.stat(["a/x", "a/y"]) == [None, 1]
+        assert backend.write("a/x", [b"again"]) is WriteResult.CREATED
+
+    def test_set_aside(self, backend: Backend, oracle: Oracle) -> None:
+        """The object leaves its name; where things can be moved it is kept."""
+        oracle.put("a/x", b"bad")
+        assert backend.set_aside("a/x", "a/.kvshelf/bad/1-x") is True
+        assert backend.stat(["a/x"]) == [None]
+        kept = {"a/.kvshelf/bad/1-x"} if backend.properties.sets_aside else set()
+        assert oracle.names() == kept
+        assert backend.set_aside("a/x", "a/.kvshelf/bad/2-x") is False
+
+    @pytest.mark.parametrize("kind", ["folder", "link", "fifo"])
+    def test_things_that_are_no_regular_files(
+        self, backend: Backend, oracle: Oracle, kind: str
+    ) -> None:
+        """They are told apart, never opened, followed, listed or replaced by a create."""
+        if kind not in oracle.specials:
+            pytest.skip(f"this storage has nothing like a {kind}")
+        oracle.put("a/y", b"good")
+        oracle.put_special("a/x", kind)
+        outside = oracle.get("a/x") if kind == "link" else None
+        assert backend.stat(["a/x", "a/y"]) == [NOT_REGULAR, 4]
+        with pytest.raises(NotRegularError):
+            backend.open("a/x")
+        assert backend.write("a/x", [b"object"]) is WriteResult.EXISTED
+        assert backend.stat(["a/x"]) == [NOT_REGULAR]
+        assert [row.name for row in backend.list("a") if row.name != "a/x/inside"] == ["a/y"]
+        if kind == "folder":
+            with pytest.raises(NotRegularError):
+                backend.write("a/x", [b"object"], "replace")
+            with pytest.raises(NotRegularError):
+                backend.delete("a/x")
+            assert oracle.get("a/x/inside") == b"inside"
+        else:
+            assert backend.write("a/x", [b"object"], "replace") is WriteResult.REPLACED
+            assert _read_all(backend, "a/x") == b"object"
+            backend.delete("a/x")
+            if kind == "link":
+                oracle.put_special("a/x", kind)
+                assert oracle.get("a/x") == outside, "a write went through the link"
+                assert backend.delete("a/x") is True
+        assert not [name for name in oracle.names() if name.endswith(".tmp")]
+
+    @pytest.mark.parametrize("kind", ["folder", "link", "fifo"])
+    def test_set_aside_of_things_that_are_no_regular_files(
+        self, backend: Backend, oracle: Oracle, kind: str
+    ) -> None:
+        """They are moved as they are."""
+        if kind not in oracle.specials or not backend.properties.sets_aside:
+            pytest.skip(f"this storage does not move a {kind}")
+        oracle.put_special("a/x", kind)
+        assert backend.set_aside("a/x", "a/.kvshelf/bad/1") is True
+        assert backend.stat(["a/x", "a/.kvshelf/bad/1"]) == [None, NOT_REGULAR]
+        assert backend.write("a/x", [b"object"]) is WriteResult.CREATED
+
+    def test_read_only(self, backend: Backend, oracle: Oracle) -> None:
+        """Behind a read-only wrapper everything can be read and nothing changed."""
+        oracle.put("a/x", b"12345")
+        fixed = ReadOnlyBackend(backend)
+        assert fixed.properties.read_only
+        assert fixed.stat(["a/x", "a/y"]) == [5, None]
+        assert _read_all(fixed, "a/x") == b"12345"
+        assert [row.name for row in fixed.list()] == ["a/x"]
+        fixed.touch("a/x")
+        for change in (
+            lambda: fixed.write("a/y", [b""]),
+            lambda: fixed.write("a/x", [b""], "replace"),
+            lambda: fixed.delete("a/x"),
+            lambda: fixed.set_aside("a/x", "aside"),
+        ):
+            with pytest.raises(ReadOnlyStorageError):
+                change()
+        fixed.trim("a", 0, 0)
+        assert oracle.names() == {"a/x"}
+
+    def test_close_twice(self, backend: Backend) -> None:
+        """Closing is idempotent, and a url is there for people."""
+        assert backend.url
+        assert backend.url in repr(backend)
+        backend.close()
+        backend.close()
+
+    # ------------------------------------------------------------------------- against a model
+
+    def test_like_a_dictionary(self, backend: Backend, oracle: Oracle) -> None:
+        """Any sequence of operations has the outcome it would have on a dictionary."""
+
+        class Machine(_Model):
+            def __init__(self) -> None:
+                super().__init__(backend, oracle)
+
+        run_state_machine_as_test(
+            Machine,
+            settings=settings(
+                max_examples=self.examples,
+                stateful_step_count=30,
+                deadline=None,
+                database=None,
+                suppress_health_check=list(HealthCheck),
+            ),
+        )
+
+
+_NAMES = st.builds(
+    lambda folder, base: folder + base,
+    st.sampled_from(("", "a/", "ab/", "a/b/", "a/b/c/", "d-0123/_/00/")),
+    st.sampled_from(("x", "y.safetensors", "z" * 100, "n-1of2")),
+)
+_PREFIXES = st.sampled_from(("", "a", "ab", "a/b", "a/b/c", "d-0123", "d-0123/_", "none"))
+_DATA = st.binary(max_size=40) | st.integers(60_000, 70_000).map(_pattern)
+
+
+class _Model(RuleBasedStateMachine):
+    """A backend next to a dictionary."""
+
+    def __init__(self, backend: Backend, oracle: Oracle) -> None:
+        super().__init__()
+        self.backend = backend
+        self.oracle = oracle
+        self.objects: dict[str, bytes] = {}
+
+    def teardown(self) -> None:
+        self.oracle.clear()
+
+    @rule(name=_NAMES, data=_DATA, cut=st.integers(0, 70_000))
+    def create(self, name: str, data: bytes, cut: int) -> None:
+        result = self.backend.write(name, [data[:cut], data[cut:]])
+        assert (result is WriteResult.EXISTED) == (name in self.objects)
+        self.objects.setdefault(name, data)
+
+    @rule(name=_NAMES, data=_DATA)
+    def replace(self, name: str, data: bytes) -> None:
+        result = self.backend.write(name, [data], "replace")
+        assert (result is WriteResult.REPLACED) == (name in self.objects)
+        self.objects[name] = data
+
+    @rule(name=_NAMES, data=_DATA)
+    def appear(self, name: str, data: bytes) -> None:
+        self.oracle.put(name, data)
+        self.objects[name] = data
+
+    @rule(name=_NAMES)
+    def delete(self, name: str) -> None:
+        assert self.backend.delete(name) is (name in self.objects)
+        self.objects.pop(name, None)
+
+    @rule(name=_NAMES)
+    def set_aside(self, name: str) -> None:
+        assert self.backend.set_aside(name, "q/.kvshelf/1") is (name in self.objects)
+        self.objects.pop(name, None)
+
+    @rule(name=_NAMES, offset=st.integers(0, 100), length=st.integers(0, 100_000))
+    def read(self, name: str, offset: int, length: int) -> None:
+        buffer = bytearray(length)
+        if name in self.objects:
+            count = self.backend.read_into(name, memoryview(buffer), offset)
+            assert bytes(buffer[:count]) == self.objects[name][offset : offset + length]
+        else:
+            with pytest.raises(ObjectMissingError):
+                self.backend.open(name)
+
+    @rule(names=st.lists(_NAMES, max_size=12))
+    def stat(self, names: list[str]) -> None:
+        expected = [len(self.objects[name]) if name in self.objects else None for name in names]
+        assert self.backend.stat(names) == expected
+
+    @rule(prefix=_PREFIXES)
+    def list(self, prefix: str) -> None:
+        start = prefix + "/" if prefix else ""
+        assert {row.name: row.size for row in self.backend.list(prefix)} == {
+            name: len(data) for name, data in self.objects.items() if name.startswith(start)
+        }
+
+    @rule(name=_NAMES)
+    def touch(self, name: str) -> None:
+        self.backend.touch(name)
+
+    @invariant()
+    def storage_holds_the_objects(self) -> None:
+        names = self.oracle.names()
+        names.discard("q/.kvshelf/1")
+        assert names == set(self.objects)
+        for name in self.objects:
+            assert self.oracle.get(name) == self.objects[name]

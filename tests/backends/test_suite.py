@@ -1,0 +1,144 @@
+"""The shipped suite over every backend, with oracles that do not use their code."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+
+import pytest
+from kvshelf.backends import Backend, posix
+from kvshelf.backends.generic import GenericBackend
+from kvshelf.backends.posix import PosixBackend
+from kvshelf.backends.wrappers import CountingBackend, FaultyBackend
+
+from kvshelf.testing import BackendSuite, FolderOracle, MemoryOracle, Oracle
+
+SHM = Path("/dev/shm")
+
+
+class _OverFolder(BackendSuite):
+    @pytest.fixture
+    def root(self, tmp_path: Path) -> Path:
+        return tmp_path / "shelf"
+
+    @pytest.fixture
+    def oracle(self, root: Path) -> Oracle:
+        return FolderOracle(root)
+
+
+class TestPosix(_OverFolder):
+    examples = 60
+
+    @pytest.fixture
+    def backend(self, root: Path) -> Iterator[Backend]:
+        with closing(PosixBackend(root)) as backend:
+            yield backend
+
+    @pytest.fixture
+    def reopen(self, root: Path) -> Callable[[], Backend] | None:
+        return partial(PosixBackend, root)
+
+
+class TestPosixOnTmpfs(TestPosix):
+    examples = 25
+
+    @pytest.fixture
+    def root(self) -> Iterator[Path]:
+        if not os.access(SHM, os.W_OK):
+            pytest.skip(f"{SHM} is not writable here")
+        import shutil
+
+        root = SHM / f"kvshelf-test-{uuid.uuid4().hex}"
+        yield root / "shelf"
+        shutil.rmtree(root, ignore_errors=True)
+
+
+class TestPosixWithFsync(_OverFolder):
+    examples = 5
+
+    @pytest.fixture
+    def backend(self, root: Path) -> Iterator[Backend]:
+        with closing(PosixBackend(root, fsync=True)) as backend:
+            yield backend
+
+
+class TestPosixWithoutNewSystemCalls(_OverFolder):
+    """What a kernel or sandbox without openat2, hard links and renameat2 gets."""
+
+    @pytest.fixture
+    def backend(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Backend]:
+        def link(*args: object, **kwargs: object) -> None:
+            raise PermissionError(1, "no links here")
+
+        monkeypatch.setattr(posix, "_has_openat2", lambda: False)
+        monkeypatch.setattr(posix, "_renameat2", None)
+        monkeypatch.setattr(os, "link", link)
+        with closing(PosixBackend(root)) as backend:
+            # Known after the first write; the races of the suite need to know before.
+            backend.write("first", [b""])
+            backend.delete("first")
+            assert not backend.properties.conditional_create
+            yield backend
+
+
+class TestPosixWithoutLinks(_OverFolder):
+    """What a FUSE filesystem without hard links gets: renameat2, still exclusive."""
+
+    @pytest.fixture
+    def backend(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Backend]:
+        def link(*args: object, **kwargs: object) -> None:
+            raise PermissionError(1, "no links here")
+
+        monkeypatch.setattr(os, "link", link)
+        with closing(PosixBackend(root)) as backend:
+            yield backend
+            assert backend.properties.conditional_create
+
+
+class TestMemory(BackendSuite):
+    @pytest.fixture
+    def root(self) -> str:
+        return f"suite-{uuid.uuid4().hex}/shelf"
+
+    @pytest.fixture
+    def backend(self, root: str, oracle: Oracle) -> Iterator[Backend]:
+        with closing(GenericBackend(f"memory://{root}")) as backend:
+            yield backend
+            oracle.clear()
+
+    @pytest.fixture
+    def oracle(self, root: str) -> Oracle:
+        return MemoryOracle(root)
+
+
+class _LinksOnlyOracle(FolderOracle):
+    # fsspec's local filesystem opens a FIFO, and blocks.
+    specials = ("folder", "link")
+
+
+class TestGenericOnFolder(_OverFolder):
+    @pytest.fixture
+    def backend(self, root: Path) -> Iterator[Backend]:
+        with closing(GenericBackend(f"file://{root}")) as backend:
+            yield backend
+
+    @pytest.fixture
+    def oracle(self, root: Path) -> Oracle:
+        return _LinksOnlyOracle(root)
+
+
+class TestWrapped(TestPosix):
+    examples = 10
+
+    @pytest.fixture
+    def backend(self, root: Path) -> Iterator[Backend]:
+        with closing(CountingBackend(FaultyBackend(PosixBackend(root)))) as backend:
+            yield backend
+
+    @pytest.fixture
+    def reopen(self) -> Callable[[], Backend] | None:
+        return None
