@@ -28,6 +28,7 @@ from kvshelf.errors import (
     BadObjectError,
     ConfigError,
     KVShelfError,
+    NotRegularError,
     ObjectMissingError,
     ObjectNameError,
     StorageError,
@@ -48,7 +49,7 @@ EXIT_CODES: Final = {
 ShelfArgument: TypeAlias = Annotated[
     str | None,
     typer.Argument(
-        metavar="[SHELF]",
+        metavar="SHELF",
         help="Directory or URL; default: the shelf that an engine started here would use.",
         show_default=False,
     ),
@@ -80,7 +81,7 @@ def guarded(command: Callable[_P, None]) -> Callable[_P, None]:
 
 def exit_code(error: KVShelfError) -> int:
     """Return the exit code that an error means."""
-    if isinstance(error, BadObjectError | ObjectMissingError):
+    if isinstance(error, BadObjectError | ObjectMissingError | NotRegularError):
         return PROBLEM
     if isinstance(error, StorageError):
         return UNREACHABLE

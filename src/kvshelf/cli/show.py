@@ -16,8 +16,6 @@ from typing import Annotated, Any
 import typer
 import xxhash
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from kvshelf.backends import Backend, Reader
 from kvshelf.chunkfile import ObjectFormat, describe_header, header_length
@@ -209,17 +207,22 @@ def _print(report: _Report) -> None:
         sys.stdout.write(f"  {name:<12} {value}\n")
     if report.tensors:
         hashes = report.metadata.get("xxh3", "").split(",")
-        table = Table("tensor", "dtype", "shape", "bytes", "xxh3", box=None, pad_edge=False)
+        table = [["tensor", "dtype", "shape", "bytes", "xxh3"]]
         for number, tensor in enumerate(report.tensors):
             first, last = tensor["data_offsets"]
-            table.add_row(
-                escape(tensor["name"]),
-                tensor["dtype"],
-                " x ".join(map(str, tensor["shape"])),
-                str(last - first),
-                hashes[number] if number < len(hashes) else "",
+            table.append(
+                [
+                    tensor["name"],
+                    tensor["dtype"],
+                    " x ".join(map(str, tensor["shape"])),
+                    str(last - first),
+                    hashes[number] if number < len(hashes) else "",
+                ]
             )
-        console.print(table)
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        for row in table:
+            cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+            sys.stdout.write("  " + "  ".join(cells).rstrip() + "\n")
     if report.problem is None:
         console.print(_VERDICTS[report.checked], style="green", markup=False)
     else:

@@ -1,0 +1,317 @@
+"""Configuration: three sources, strict keys, and the messages a user sees."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from kvshelf.config import PROCESS_VARIABLES, Config, cache_dir, default_shelf_path
+from kvshelf.errors import ConfigError, KVShelfError
+
+
+def load(extra: dict[str, object] | None = None, environ: dict[str, str] | None = None) -> Config:
+    return Config.load(extra, environ or {})
+
+
+def problem(extra: dict[str, object] | None = None, environ: dict[str, str] | None = None) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(extra, environ)
+    return str(caught.value)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "kvshelf.yaml"
+
+
+def test_defaults_need_nothing() -> None:
+    config = load()
+    assert config.shared_storage_path is None
+    assert config.chunk_size == 256
+    assert config.staging_bytes == 1 << 30
+    assert config.lookup_budget_ms == 0.2
+    assert config.shutdown_drain_s == 4.0
+    assert not config.read_only
+    assert not config.save_decode
+
+
+def test_the_former_connectors_configuration_is_enough(tmp_path: Path) -> None:
+    assert load({"shared_storage_path": str(tmp_path)}).shared_storage_path == str(tmp_path)
+
+
+def test_the_first_source_wins(file: Path) -> None:
+    file.write_text("chunk_size: 1\nshards: 2\nio_threads: 3\n")
+    environ = {"KVSHELF_CONFIG": str(file), "KVSHELF_CHUNK_SIZE": "4", "KVSHELF_SHARDS": "5"}
+    config = load({"chunk_size": 6}, environ)
+    assert (config.chunk_size, config.shards, config.io_threads) == (6, 5, 3)
+
+
+def test_config_file_key_wins_over_the_variable(file: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.yaml"
+    other.write_text("shards: 1\n")
+    file.write_text("shards: 2\n")
+    environ = {"KVSHELF_CONFIG": str(other)}
+    assert load({}, environ).shards == 1
+    assert load({"config_file": str(file)}, environ).shards == 2
+
+
+def test_an_empty_file_and_an_empty_variable_count_as_absent(file: Path) -> None:
+    file.write_text("# nothing yet\n")
+    environ = {"KVSHELF_CONFIG": str(file), "KVSHELF_SHARDS": "", "KVSHELF_VERSION": ""}
+    assert load({}, environ) == load()
+
+
+def test_values_in_the_environment_are_read_by_type() -> None:
+    environ = {
+        "KVSHELF_READ_ONLY": "true",
+        "KVSHELF_STAGING_BYTES": "512MiB",
+        "KVSHELF_LOOKUP_WAIT_S": "0.5",
+        "KVSHELF_STORAGE_OPTIONS": '{"anon": true}',
+        "KVSHELF_LAYOUT": "canonical",
+    }
+    config = load({}, environ)
+    assert config.read_only
+    assert config.staging_bytes == 512 << 20
+    assert config.lookup_wait_s == 0.5
+    assert config.storage_options == {"anon": True}
+    assert config.layout == "canonical"
+
+
+def test_the_process_environment_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVSHELF_CHUNK_SIZE", "64")
+    assert Config.load().chunk_size == 64
+    assert Config().chunk_size == 256, "constructing a Config directly takes no environment"
+
+
+@pytest.mark.parametrize(
+    ("size", "count"),
+    [(1048576, 1 << 20), ("1MiB", 1 << 20), ("1.5 GiB", 3 << 29), ("2MB", 2 * 10**6)],
+)
+def test_sizes(size: object, count: int) -> None:
+    assert load({"staging_bytes": size}).staging_bytes == count
+
+
+def test_storage_options_are_merged_so_that_secrets_can_stay_in_the_environment(
+    file: Path,
+) -> None:
+    file.write_text("storage_options: {endpoint_url: 'http://here', key: file}\n")
+    environ = {"KVSHELF_STORAGE_OPTIONS": '{"key": "env", "secret": "s"}'}
+    config = load({"config_file": str(file), "shared_storage_path": "s3://b"}, environ)
+    assert config.storage_options == {"endpoint_url": "http://here", "key": "env", "secret": "s"}
+
+
+def test_paths_become_absolute_and_urls_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/someone")
+    assert load({"shared_storage_path": "~/kv"}).shared_storage_path == "/home/someone/kv"
+    assert load({"shared_storage_path": "kv"}).shared_storage_path == f"{Path.cwd()}/kv"
+    assert load({"shared_storage_path": Path("/mnt/kv")}).shared_storage_path == "/mnt/kv"
+    for url in ("s3://bucket/a//b", "memory://x", "simplecache::s3://bucket"):
+        assert load({"shared_storage_path": url}).shared_storage_path == url
+
+
+def test_a_config_cannot_be_changed() -> None:
+    with pytest.raises(ValidationError):
+        load().chunk_size = 1  # type: ignore[misc]
+
+
+def test_every_unknown_key_is_named_with_its_source_and_the_nearest_one(file: Path) -> None:
+    file.write_text("shard: 3\n")
+    text = problem(
+        {"config_file": str(file), "chunksize": 1, "zzz": 2},
+        {"KVSHELF_SHARDSS": "1", "HOME": "/", "OTHER_KVSHELF_X": "1"},
+    )
+    assert "'chunksize' in kv_connector_extra_config; did you mean chunk_size?" in text
+    assert "'zzz' in kv_connector_extra_config; known: chunk_size" in text
+    assert "variable KVSHELF_SHARDSS in the environment; did you mean KVSHELF_SHARDS?" in text
+    assert f"'shard' in the file {file}; did you mean shards?" in text
+    assert "OTHER_KVSHELF_X" not in text
+
+
+def test_process_variables_are_known() -> None:
+    environ = dict.fromkeys(PROCESS_VARIABLES, "") | {"KVSHELF_OPS": "torch"}
+    assert load({}, environ) == load()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "KVSHELF_PORT",
+        "KVSHELF_SERVICE_HOST",
+        "KVSHELF_PORT_80_TCP_ADDR",
+        "KVSHELF_A_SERVICE_PORT_HTTP",
+    ],
+)
+def test_variables_of_a_kubernetes_service_are_explained(name: str) -> None:
+    assert "enableServiceLinks" in problem({}, {name: "tcp://10.0.0.1:80"})
+
+
+def test_every_bad_value_is_named_with_its_source(file: Path) -> None:
+    file.write_text("chunk_size: 0\n")
+    text = problem(
+        {"config_file": str(file), "layout": "other", "staging_bytes": "1 elephant"},
+        {"KVSHELF_IO_THREADS": "many", "KVSHELF_LOOKUP_WAIT_S": "inf"},
+    )
+    assert f"chunk_size in the file {file}: the value 0" in text
+    assert "layout in kv_connector_extra_config: the value 'other'" in text
+    assert "staging_bytes in kv_connector_extra_config: the value '1 elephant'" in text
+    assert "variable KVSHELF_IO_THREADS in the environment: the value 'many'" in text
+    assert "variable KVSHELF_LOOKUP_WAIT_S in the environment: the value 'inf'" in text
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"chunk_size": 0},
+        {"chunk_size": True},
+        {"chunk_size": 1.5},
+        {"shards": -1},
+        {"staging_bytes": 0},
+        {"io_threads": 0},
+        {"lookup_wait_s": -1},
+        {"lookup_budget_ms": "nan"},
+        {"weights": ""},
+        {"version": ""},
+        {"shared_storage_path": ""},
+        {"shared_storage_path": 3},
+        {"storage_options": "anon"},
+        {"read_only": "perhaps"},
+        {"_env_file": "/etc/passwd"},
+        {"config_file": 3},
+    ],
+)
+def test_values_that_cannot_be_used(extra: dict[str, object]) -> None:
+    (key,) = extra
+    assert key in problem(extra)
+
+
+def test_options_that_contradict_each_other() -> None:
+    text = problem({"read_only": True}, {"KVSHELF_SAVE_DECODE": "1"})
+    assert "read_only" in text
+    assert "save_decode" in text
+
+
+@pytest.mark.parametrize("content", ["a: [", "- a\n- b\n", "\x00", "just text"])
+def test_a_file_that_is_no_mapping(file: Path, content: str) -> None:
+    file.write_text(content)
+    text = problem({}, {"KVSHELF_CONFIG": str(file)})
+    assert str(file) in text
+    assert "KVSHELF_CONFIG" in text
+
+
+def test_a_file_that_is_missing(file: Path) -> None:
+    assert str(file) in problem({"config_file": str(file)})
+
+
+def test_no_message_holds_a_secret(file: Path) -> None:
+    file.write_text("storage_options: hunter2\n")
+    texts = [
+        problem({"config_file": str(file)}),
+        problem({}, {"KVSHELF_STORAGE_OPTIONS": "{hunter2"}),
+        problem({}, {"KVSHELF_STORAGE_OPTIONS": '"hunter2"'}),
+        problem({"storage_options": {"secret": "hunter2"}, "chunk_size": 0}),
+        repr(load({"storage_options": {"secret": "hunter2"}})),
+        str(load({"storage_options": {"secret": "hunter2"}})),
+    ]
+    assert not [text for text in texts if "hunter2" in text]
+
+
+def test_errors_can_be_caught_as_builtins() -> None:
+    with pytest.raises(ValueError, match="shards"):
+        load({"shards": "x"})
+    with pytest.raises(KVShelfError):
+        load({"shards": "x"})
+
+
+# ------------------------------------------------------------------------ the private shelf
+
+
+def test_cache_dir_follows_the_environment(tmp_path: Path) -> None:
+    assert cache_dir({"KVSHELF_CACHE_DIR": "/a", "XDG_CACHE_HOME": "/b"}) == Path("/a")
+    assert cache_dir({"XDG_CACHE_HOME": "/b"}) == Path("/b/kvshelf")
+    home = Path.home() / ".cache" / "kvshelf"
+    assert cache_dir({"XDG_CACHE_HOME": "relative"}) == home
+    assert cache_dir({}) == home
+
+
+def test_the_private_shelf_is_private(tmp_path: Path) -> None:
+    environ = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    before = os.umask(0)
+    try:
+        path = default_shelf_path(environ)
+    finally:
+        os.umask(before)
+    assert path == tmp_path / "cache" / "kvshelf" / "shelf"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o700
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    assert default_shelf_path(environ) == path, "a second engine uses the same"
+
+
+@pytest.mark.parametrize("level", ["kvshelf", "kvshelf/shelf"])
+@pytest.mark.parametrize("trouble", ["group", "world", "link", "file"])
+def test_an_unsafe_private_shelf_is_refused(tmp_path: Path, level: str, trouble: str) -> None:
+    path = tmp_path / level
+    path.parent.mkdir(exist_ok=True, mode=0o700)
+    if trouble == "link":
+        (tmp_path / "elsewhere").mkdir()
+        path.symlink_to(tmp_path / "elsewhere")
+    elif trouble == "file":
+        path.write_text("")
+    else:
+        path.mkdir()
+        path.chmod(0o770 if trouble == "group" else 0o703)
+    with pytest.raises(ConfigError, match="shared_storage_path"):
+        default_shelf_path({"XDG_CACHE_HOME": str(tmp_path)})
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")
+def test_a_private_shelf_of_somebody_else_is_refused(tmp_path: Path) -> None:
+    path = default_shelf_path({"XDG_CACHE_HOME": str(tmp_path)})
+    os.chown(path, 12345, 12345)
+    with pytest.raises(ConfigError, match="belongs to user 12345"):
+        default_shelf_path({"XDG_CACHE_HOME": str(tmp_path)})
+
+
+# ----------------------------------------------------------------------------- light imports
+
+WITHOUT = """
+import sys
+for name in ("torch", "vllm", "s3fs", "fsspec", "numpy", "tvm_ffi"):
+    sys.modules[name] = None
+"""
+
+
+def without_heavy_packages(code: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", WITHOUT + code],
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_configuration_needs_no_engine_and_no_storage() -> None:
+    code = "import kvshelf; print(kvshelf.__version__, kvshelf.Config.load().chunk_size)"
+    assert without_heavy_packages(code).split() == ["0.1.0", "256"]
+
+
+def test_a_directory_can_be_read_without_torch(tmp_path: Path) -> None:
+    code = f"import kvshelf\nprint(list(kvshelf.open_shelf({str(tmp_path)!r}).objects()))"
+    assert without_heavy_packages(code).strip() == "[]"
+
+
+def test_public_names_exist() -> None:
+    import kvshelf
+
+    for name in kvshelf.__all__:
+        assert getattr(kvshelf, name) is not None
+        assert name in dir(kvshelf)
+    with pytest.raises(AttributeError, match="no_such_name"):
+        _ = kvshelf.no_such_name  # type: ignore[attr-defined]
