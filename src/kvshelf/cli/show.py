@@ -86,7 +86,8 @@ def show(
 def _locate(text: str, shelf: str | None) -> _Place:
     root, name = _split(text)
     parsed = parse_path(name)
-    if parsed is not None and not root and not os.path.exists(text):
+    relative = parsed is not None and not root and not text.startswith("/")
+    if relative and (shelf is not None or not os.path.exists(text)):
         url, options = find_shelf(shelf)
         return _Place(url, options, name, parsed)
     if shelf is not None:
