@@ -59,7 +59,7 @@ lint: venv tree  ## ruff, mypy, import-linter
 	@echo "mypy"; $(BIN)/mypy
 	@echo "import-linter"; \
 	PYTHONPATH="$(CURDIR)/$(TREE):$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" \
-		$(BIN)/python -S -c 'from importlinter.cli import lint_imports_command as run; run()' --no-cache
+		$(BIN)/python -S -c 'from importlinter.cli import lint_imports_command as run; run()' --no-cache --no-logo
 
 .PHONY: format
 format: venv  ## rewrite the code in the project's style
