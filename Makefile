@@ -68,7 +68,7 @@ format: venv  ## rewrite the code in the project's style
 .PHONY: docs
 docs: venv  ## build the documentation into site/
 	@$(BIN)/python -m kvshelf.config > docs/configuration.md
-	@$(BIN)/mkdocs build --strict --quiet && echo "site/index.html"
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 .PHONY: clean
 clean:  ## remove what was built, keep .venv

@@ -1,0 +1,63 @@
+"""Documentation: generated pages are up to date, links lead somewhere, the site builds."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+
+from kvshelf.cli.common import EXIT_CODES
+from kvshelf.config import Config, render_page
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+
+
+def test_the_configuration_page_is_up_to_date() -> None:
+    page = (ROOT / "docs" / "configuration.md").read_text()
+    assert page == render_page(), "run `make docs`"
+
+
+def test_every_option_is_explained() -> None:
+    page = render_page()
+    for name, field in Config.model_fields.items():
+        assert field.description
+        assert f"### `{name}`" in page
+
+
+def test_the_exit_codes_are_documented() -> None:
+    page = (ROOT / "docs" / "cli.md").read_text()
+    for code in EXIT_CODES:
+        assert re.search(rf"^\| {code} \| \w", page, re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_to_files_that_exist(page: Path) -> None:
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text):
+        if "://" not in target:
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+@pytest.mark.parametrize("image", sorted((ROOT / "docs" / "images").glob("*.svg")), ids=str)
+def test_images_are_well_formed(image: Path) -> None:
+    root = ET.parse(image).getroot()
+    assert root.tag.endswith("svg")
+    assert root.find("{*}title") is not None, "a picture needs a title for those who cannot see it"
+
+
+def test_the_site_builds_without_warnings(tmp_path: Path) -> None:
+    pytest.importorskip("material", reason="the documentation tools are not installed")
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "format" / "index.html").exists()
