@@ -31,7 +31,6 @@ from __future__ import annotations
 import functools
 import math
 import os
-import sysconfig
 import warnings
 import weakref
 from array import array
@@ -413,13 +412,10 @@ def _library() -> _Library | None:
 
 def _library_paths() -> list[Path]:
     # In an editable install the Python files lie in the repository and the library in
-    # site-packages; the package's __path__ names both, but only while the editable
-    # install's import hook is the one that found the package.
+    # site-packages; the package's __path__ names both.
     import kvshelf
 
-    folders = [Path(entry) for entry in kvshelf.__path__]
-    folders += [Path(sysconfig.get_path(kind)) / "kvshelf" for kind in ("platlib", "purelib")]
-    paths = [folder / _LIBRARY_NAME for folder in dict.fromkeys(folders)]
+    paths = [Path(entry) / _LIBRARY_NAME for entry in kvshelf.__path__]
     return [path for path in paths if path.is_file()]
 
 
