@@ -68,19 +68,6 @@ struct PagedIndex {
   // True when slots that follow each other are token_stride apart also from the last slot of a
   // block to the first of the next one.
   KVSHELF_HD bool blocks_are_linear() const { return block_stride == block_size * token_stride; }
-
-  // The widest power of two, at most 16, that divides every offset and row_bytes, given the bits
-  // of all base addresses or-ed together: how many bytes one load or store may move.
-  KVSHELF_HD int64_t access_width(uint64_t base_address_bits) const {
-    uint64_t bits = base_address_bits | static_cast<uint64_t>(row_bytes) | 16u;
-    if (num_blocks > 1) bits |= static_cast<uint64_t>(block_stride);
-    if (block_size > 1) bits |= static_cast<uint64_t>(token_stride);
-    if (kvs > 1) bits |= static_cast<uint64_t>(kv_stride | chunk_kv_stride);
-    if (first_head + heads > 1) bits |= static_cast<uint64_t>(head_stride | chunk_head_stride);
-    if (layers > 1) bits |= static_cast<uint64_t>(chunk_layer_stride);
-    if (tokens > 1) bits |= static_cast<uint64_t>(chunk_token_stride);
-    return static_cast<int64_t>(bits & (~bits + 1));
-  }
 };
 
 // Fills the chunk strides for the layout of chunk buffers: for each layer
