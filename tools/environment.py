@@ -103,7 +103,8 @@ class Environment:
         finally:
             done.set()
             ticker.join()
-        print(f"    {'done' if code == 0 else 'failed'} ({time.monotonic() - started:.0f} s)")
+        outcome = "done" if code == 0 else "failed" if required else "not there"
+        print(f"    {outcome} ({time.monotonic() - started:.0f} s)", flush=True)
         if code and required:
             lines = self._lines_since(start)
             errors = [line for line in lines[:-15] if line.startswith("ERROR")]
