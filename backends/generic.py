@@ -120,10 +120,11 @@ class GenericBackend(Backend):
         options = dict(storage_options or {})
         parts = urlsplit(url)
         protocol = parts.scheme.lower()
-        self._secrets = _secrets(options)
-        for secret in (parts.password, parts.query):
-            if secret:
-                self._secrets |= {secret, unquote(secret), quote(secret)}
+        hidden = _secrets(options) | {parts.password or "", parts.query}
+        hidden |= {field.partition("=")[2] for field in parts.query.split("&")}
+        hidden |= {unquote(secret) for secret in hidden}
+        hidden |= {quote(secret, safe="") for secret in hidden}
+        self._secrets = sorted(filter(None, hidden), key=len, reverse=True)
         netloc = parts.netloc.rpartition("@")[2]
         self.url = f"{protocol}://{netloc}{parts.path}"
         self._fs, root = self._connect(url, protocol, options)

@@ -17,6 +17,7 @@ Contracts
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -381,13 +382,15 @@ class Shelf:
         if found is None:
             return self.backend.write(name, buffers)
         if found is NOT_REGULAR:
-            self._set_aside(folder, name)
-            self.backend.write(name, buffers)
+            with self._best_effort():
+                self._set_aside(folder, name)
+            self.backend.write(name, buffers, "replace")
             return WriteResult.REPLACED
         # While a copy may be running its file is no evidence of damage; replacing it is
         # right at once, for the copier goes on with a file that has no name any more.
         if self.backend.properties.sets_aside and not self._may_be_copied(name):
-            self._set_aside(folder, name)
+            with self._best_effort():
+                self._set_aside(folder, name)
         self.backend.write(name, buffers, "replace")
         return WriteResult.REPLACED
 
@@ -420,7 +423,8 @@ class Shelf:
         try:
             self._read(fmt, chunk, shard, scratch)
         except BadObjectError:
-            self.set_bad_aside(fmt, chunk, shard)
+            with self._best_effort():
+                self.set_bad_aside(fmt, chunk, shard)
             self.write(fmt, chunk, shard, buffers, mode="replace")
             return WriteResult.REPLACED
         except ObjectMissingError:
@@ -466,10 +470,8 @@ class Shelf:
         try:
             self._read(fmt, chunk, shard, image)
         except BadObjectError:
-            try:
+            with self._best_effort():
                 self.set_bad_aside(fmt, chunk, shard)
-            except StorageError as exc:
-                logger.debug("a bad object could not be moved aside: %s", exc)
             raise
 
     def _read(self, fmt: ObjectFormat, chunk: Chunk, shard: int, image: memoryview) -> None:
@@ -530,6 +532,15 @@ class Shelf:
             return self._set_aside(folder, name)
         return False
 
+    @staticmethod
+    @contextlib.contextmanager
+    def _best_effort() -> Iterator[None]:
+        """Go on when a bad object cannot be moved aside: keeping it is a courtesy."""
+        try:
+            yield
+        except StorageError as exc:
+            logger.debug("a bad object could not be moved aside: %s", exc)
+
     def _may_be_copied(self, name: str) -> bool:
         info = self.backend.info(name)
         return info is not None and abs(time.time() - info.mtime) < COPY_SECONDS
@@ -567,7 +578,9 @@ class Shelf:
                 if namespace.digest.hex()[:16] == tag:
                     yield NamespaceInfo(folder, namespace)
                 else:
-                    problem = f"its {_DESCRIPTION} describes {namespace.folder}"
+                    problem = (
+                        f"its {_DESCRIPTION} belongs to the digest {namespace.digest.hex()[:16]}"
+                    )
                     yield NamespaceInfo(folder, None, problem)
 
     def _read_description(self, folder: str) -> Namespace:

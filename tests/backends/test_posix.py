@@ -1,0 +1,703 @@
+"""What only a directory can do to us: links, modes, errno, kills, vanishing roots."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kvshelf.backends import NOT_REGULAR, WriteResult, open_backend, posix
+from kvshelf.backends.oserrors import storage_error
+from kvshelf.backends.posix import PosixBackend, filesystem_type
+
+from kvshelf.errors import (
+    ConfigError,
+    NoSpaceStorageError,
+    NotRegularError,
+    ObjectMissingError,
+    PermanentStorageError,
+    ReadOnlyStorageError,
+    StorageError,
+    TransientStorageError,
+)
+
+IS_ROOT = os.geteuid() == 0
+
+
+@pytest.fixture(params=["openat2", "walk"])
+def backend(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: Any) -> PosixBackend:
+    """One backend for each way to open without following links."""
+    if request.param == "walk":
+        monkeypatch.setattr(posix, "_has_openat2", lambda: False)
+    elif not posix._has_openat2():
+        pytest.skip("this kernel or sandbox has no openat2")
+    return PosixBackend(tmp_path / "shelf")
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "shelf"
+
+
+def everything(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*")}
+
+
+def files(folder: Path) -> set[str]:
+    return {str(p.relative_to(folder)) for p in folder.rglob("*") if not p.is_dir()}
+
+
+def failing(code: int) -> Callable[..., Any]:
+    def fail(*args: object, **kwargs: object) -> Any:
+        raise OSError(code, os.strerror(code))
+
+    return fail
+
+
+@contextmanager
+def umask(value: int) -> Iterator[None]:
+    before = os.umask(value)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+# ------------------------------------------------------------------------------------------ links
+
+
+@pytest.mark.parametrize("level", ["ns", "ns/_", "ns/_/ab"])
+def test_no_folder_link_leads_outside(backend: PosixBackend, root: Path, level: str) -> None:
+    name = "ns/_/ab/x"
+    outside = root.parent / "outside"
+    deeper = outside / Path(name).relative_to(level)
+    deeper.parent.mkdir(parents=True)
+    deeper.write_bytes(b"secret")
+    (root / level).parent.mkdir(parents=True, exist_ok=True)
+    (root / level).symlink_to(outside)
+    before = everything(outside)
+
+    answer = backend.stat([name])[0]
+    assert isinstance(answer, PermanentStorageError)
+    assert "symbolic link" in str(answer)
+    assert str(root / level) in str(answer)
+    for call in (
+        lambda: backend.open(name),
+        lambda: backend.info(name),
+        lambda: backend.write(name, [b"x"]),
+        lambda: backend.write(name, [b"x"], "replace"),
+        lambda: backend.write("ns/_/ab/other", [b"x"]),
+        lambda: backend.delete(name),
+        lambda: backend.set_aside(name, "aside"),
+        lambda: list(backend.list("ns/_/ab")),
+    ):
+        with pytest.raises(PermanentStorageError):
+            call()
+    backend.touch(name)
+    assert list(backend.list()) == []
+    assert backend.sweep(0) == 0
+    assert everything(outside) == before
+    assert deeper.read_bytes() == b"secret"
+
+
+def test_set_aside_does_not_move_into_a_link(backend: PosixBackend, root: Path) -> None:
+    outside = root.parent / "outside"
+    outside.mkdir()
+    backend.write("a/x", [b"bad"])
+    (root / "a" / ".kvshelf").symlink_to(outside)
+    with pytest.raises(PermanentStorageError, match="symbolic link"):
+        backend.set_aside("a/x", "a/.kvshelf/bad/x")
+    assert everything(outside) == set()
+    assert backend.stat(["a/x"]) == [3]
+
+
+def test_dangling_link_is_not_written_through(backend: PosixBackend, root: Path) -> None:
+    target = root.parent / "appears"
+    (root / "a").mkdir()
+    (root / "a" / "x").symlink_to(target)
+    assert backend.write("a/x", [b"1"]) is WriteResult.EXISTED
+    assert backend.write("a/x", [b"22"], "replace") is WriteResult.REPLACED
+    assert not target.exists()
+    assert (root / "a" / "x").read_bytes() == b"22"
+
+
+def test_root_may_be_reached_through_links(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    backend = PosixBackend(tmp_path / "link" / "shelf")
+    backend.write("a/x", [b"1"])
+    assert (tmp_path / "real" / "shelf" / "a" / "x").read_bytes() == b"1"
+    assert backend.url == str(tmp_path / "real" / "shelf")
+
+
+def test_socket_in_place_of_an_object(backend: PosixBackend, root: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(root)  # socket paths are short
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind("x")
+        assert backend.stat(["x"]) == [NOT_REGULAR]
+        with pytest.raises(NotRegularError):
+            backend.open("x")
+
+
+def test_file_where_a_folder_belongs(backend: PosixBackend, root: Path) -> None:
+    (root / "ns").mkdir()
+    (root / "ns" / "_").write_bytes(b"a file")
+    answer = backend.stat(["ns/_/ab/x"])[0]
+    assert isinstance(answer, PermanentStorageError)
+    assert "a file stands where a folder" in str(answer)
+    for call in (lambda: backend.open("ns/_/ab/x"), lambda: backend.write("ns/_/ab/x", [b"1"])):
+        with pytest.raises(PermanentStorageError, match="a file stands where a folder"):
+            call()
+    assert (root / "ns" / "_").read_bytes() == b"a file"
+
+
+# -------------------------------------------------------------------------------- root and modes
+
+
+def test_paths(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert PosixBackend("sub/shelf").url == str(tmp_path / "sub" / "shelf")
+    assert PosixBackend("~/kv").url == str(tmp_path / "home" / "kv")
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(ConfigError, match="not a directory"):
+        PosixBackend(tmp_path / "file")
+    with pytest.raises(ConfigError):
+        PosixBackend("")
+
+
+def test_a_root_of_ours_is_private_and_one_of_others_left_alone(tmp_path: Path) -> None:
+    with umask(0):
+        PosixBackend(tmp_path / "new").write("a/b/x", [b"1"])
+        (tmp_path / "old").mkdir(mode=0o751)
+        PosixBackend(tmp_path / "old").write("a/b/x", [b"1"])
+    for name, folder, file in (("new", 0o700, 0o600), ("old", 0o751, 0o640)):
+        for path in (name, f"{name}/a", f"{name}/a/b"):
+            assert stat.S_IMODE((tmp_path / path).stat().st_mode) == folder
+        assert stat.S_IMODE((tmp_path / name / "a/b/x").stat().st_mode) == file
+
+
+def test_modes_and_group_come_from_the_root_whatever_the_umask(root: Path) -> None:
+    root.mkdir()
+    if IS_ROOT:
+        os.chown(root, -1, 54321)
+    root.chmod(0o2770)
+    with umask(0o077):
+        backend = PosixBackend(root)
+        backend.write("a/b/x", [b"1"])
+        backend.write("a/b/y", [b"1"], "replace")
+        backend.set_aside("a/b/y", "a/.kvshelf/bad/y")
+    for folder in ("a", "a/b", "a/.kvshelf", "a/.kvshelf/bad"):
+        info = (root / folder).stat()
+        assert stat.S_IMODE(info.st_mode) == 0o2770
+        assert info.st_gid == root.stat().st_gid
+    for file in ("a/b/x", "a/.kvshelf/bad/y"):
+        info = (root / file).stat()
+        assert stat.S_IMODE(info.st_mode) == 0o660
+        assert info.st_gid == root.stat().st_gid
+
+
+def test_group_without_setgid(root: Path) -> None:
+    if not IS_ROOT:
+        pytest.skip("only root may give files to any group")
+    root.mkdir(mode=0o750)
+    os.chown(root, -1, 54321)
+    PosixBackend(root).write("a/x", [b"1"])
+    assert (root / "a").stat().st_gid == 54321
+    assert (root / "a/x").stat().st_gid == 54321
+
+
+def test_shelf_deleted_while_running(backend: PosixBackend, root: Path) -> None:
+    root.chmod(0o750)
+    backend.write("a/b/x", [b"1"])
+    with backend.open("a/b/x") as reader:
+        shutil.rmtree(root)
+        buffer = bytearray(1)
+        assert reader.read_into(memoryview(buffer), 0) == 1
+    assert backend.stat(["a/b/x"]) == [None]
+    assert list(backend.list()) == []
+    with pytest.raises(ObjectMissingError):
+        backend.open("a/b/x")
+    assert backend.write("a/b/x", [b"22"]) is WriteResult.CREATED
+    assert (root / "a/b/x").read_bytes() == b"22"
+    assert stat.S_IMODE(root.stat().st_mode) == 0o750
+
+
+def test_another_shelf_takes_the_place(backend: PosixBackend, root: Path) -> None:
+    backend.write("a/x", [b"1"])
+    root.rename(root.parent / "old")
+    root.mkdir()
+    (root / "a").mkdir()
+    (root / "a" / "y").write_bytes(b"22")
+    assert backend.stat(["a/x", "a/y"]) == [None, 2]
+    backend.write("a/z", [b"333"])
+    assert files(root) == {"a/y", "a/z"}
+    assert files(root.parent / "old") == {"a/x"}
+
+
+def test_shelf_deleted_during_a_write(backend: PosixBackend, root: Path, monkeypatch: Any) -> None:
+    backend.write("a/b/x", [b"1"])
+    real = os.link
+    calls = []
+
+    def link(*args: Any, **kwargs: Any) -> None:
+        if not calls:
+            shutil.rmtree(root)
+        calls.append(args)
+        real(*args, **kwargs)
+
+    monkeypatch.setattr(os, "link", link)
+    assert backend.write("a/b/y", [b"22"]) is WriteResult.CREATED
+    assert len(calls) == 2
+    assert files(root) == {"a/b/y"}
+
+
+def test_without_create_a_missing_root_stays_missing(tmp_path: Path) -> None:
+    backend = PosixBackend(tmp_path / "unmounted", create=False)
+    assert backend.stat(["a/x"]) == [None]
+    assert list(backend.list()) == []
+    with pytest.raises(PermanentStorageError, match="root is gone"):
+        backend.write("a/x", [b"1"])
+    assert not (tmp_path / "unmounted").exists()
+    (tmp_path / "unmounted").mkdir()
+    assert backend.write("a/x", [b"1"]) is WriteResult.CREATED
+
+
+# ------------------------------------------------------------------------------------- read-only
+
+
+def test_read_only_by_option(root: Path) -> None:
+    PosixBackend(root).write("a/x", [b"1"])
+    before = everything(root.parent)
+    backend = open_backend(root, read_only=True)
+    assert backend.properties.read_only
+    assert backend.stat(["a/x"]) == [1]
+    for call in (
+        lambda: backend.write("a/y", [b"1"]),
+        lambda: backend.delete("a/x"),
+        lambda: backend.set_aside("a/x", "b"),
+    ):
+        with pytest.raises(ReadOnlyStorageError, match="read-only"):
+            call()
+    backend.touch("a/x")
+    backend.trim("a", 0, 0)
+    assert everything(root.parent) == before
+    missing = open_backend(root.parent / "none", read_only=True)
+    assert missing.stat(["a/x"]) == [None]
+    assert not (root.parent / "none").exists()
+
+
+@pytest.fixture
+def read_only_mount(tmp_path: Path) -> Iterator[Path]:
+    if not IS_ROOT or shutil.which("mount") is None:
+        pytest.skip("only root can mount")
+    place = tmp_path / "mounted"
+    place.mkdir()
+    command = ["mount", "-t", "tmpfs", "none", str(place)]
+    if subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("mounting is not allowed here")
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", str(place)], check=True)
+
+
+def remount(place: Path, how: str) -> None:
+    subprocess.run(["mount", "-o", f"remount,{how}", str(place)], check=True)
+
+
+def test_mount_that_becomes_read_only_and_writable_again(
+    read_only_mount: Path, monkeypatch: Any
+) -> None:
+    backend = PosixBackend(read_only_mount)
+    assert backend.properties.filesystem == "tmpfs"
+    backend.write("a/x", [b"1"])
+    remount(read_only_mount, "ro")
+    assert not backend.properties.read_only
+    with pytest.raises(ReadOnlyStorageError):
+        backend.write("a/y", [b"1"])
+    assert backend.properties.read_only
+    assert PosixBackend(read_only_mount).properties.read_only
+    remount(read_only_mount, "rw")
+    with pytest.raises(ReadOnlyStorageError, match="within the last minute"):
+        backend.write("a/y", [b"1"])
+    now = posix.time.monotonic()
+    monkeypatch.setattr(posix.time, "monotonic", lambda: now + posix.READ_ONLY_MEMORY + 1)
+    assert not backend.properties.read_only
+    assert backend.write("a/y", [b"1"]) is WriteResult.CREATED
+    assert files(read_only_mount) == {"a/x", "a/y"}
+
+
+def test_missing_permission(backend: PosixBackend, root: Path, monkeypatch: Any) -> None:
+    backend.write("a/x", [b"1"])
+    monkeypatch.setattr(os, "access", lambda *args: False)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", failing(errno.EACCES))
+        with pytest.raises(ReadOnlyStorageError) as caught:
+            backend.write("a/y", [b"1"])
+    assert isinstance(caught.value, PermissionError)
+    assert "permissions" in str(caught.value)
+    assert backend.properties.read_only
+    assert files(root) == {"a/x"}
+
+
+def test_one_folder_without_permission_does_not_make_the_shelf_read_only(
+    backend: PosixBackend, monkeypatch: Any
+) -> None:
+    backend.write("a/x", [b"1"])
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "link", failing(errno.EACCES))
+        with pytest.raises(ReadOnlyStorageError):
+            backend.write("a/y", [b"1"])
+    assert not backend.properties.read_only
+    assert backend.write("b/y", [b"1"]) is WriteResult.CREATED
+
+
+# ----------------------------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize(
+    ("code", "kind", "builtin"),
+    [
+        (errno.ENOSPC, NoSpaceStorageError, OSError),
+        (errno.EDQUOT, NoSpaceStorageError, OSError),
+        (errno.EROFS, ReadOnlyStorageError, PermissionError),
+        (errno.EACCES, ReadOnlyStorageError, PermissionError),
+        (errno.EIO, TransientStorageError, OSError),
+        (errno.ESTALE, TransientStorageError, OSError),
+        (errno.ETIMEDOUT, TransientStorageError, OSError),
+        (errno.ENOTCONN, TransientStorageError, OSError),
+        (errno.EMFILE, TransientStorageError, OSError),
+        (errno.EFBIG, PermanentStorageError, OSError),
+        (errno.ENAMETOOLONG, PermanentStorageError, OSError),
+    ],
+)
+@pytest.mark.parametrize("call", ["writev", "close", "fstat"])
+def test_failed_writes_publish_nothing_and_leave_nothing(
+    backend: PosixBackend,
+    root: Path,
+    monkeypatch: Any,
+    code: int,
+    kind: type[StorageError],
+    builtin: type[Exception],
+    call: str,
+) -> None:
+    backend.write("a/x", [b"1"])
+    real_close = os.close
+
+    def close_badly(fd: int) -> None:
+        writable = stat.S_ISREG(os.fstat(fd).st_mode)
+        real_close(fd)
+        if writable:
+            raise OSError(code, os.strerror(code))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, close_badly if call == "close" else failing(code))
+        with pytest.raises(kind) as caught:
+            backend.write("a/y", [b"bytes"])
+    assert isinstance(caught.value, builtin)
+    assert caught.value.errno == code
+    assert caught.value.retryable == (kind is TransientStorageError)
+    assert str(root / "a/y") in str(caught.value)
+    assert files(root) == {"a/x"}
+
+
+def test_failed_replace_keeps_the_old_object(
+    backend: PosixBackend, root: Path, monkeypatch: Any
+) -> None:
+    backend.write("a/x", [b"1"])
+    monkeypatch.setattr(os, "replace", failing(errno.EIO))
+    with pytest.raises(TransientStorageError):
+        backend.write("a/x", [b"22"], "replace")
+    assert files(root) == {"a/x"}
+    assert (root / "a/x").read_bytes() == b"1"
+
+
+def test_lost_bytes_are_noticed_before_publishing(
+    backend: PosixBackend, root: Path, monkeypatch: Any
+) -> None:
+    def writev(fd: int, views: list[memoryview]) -> int:
+        os.write(fd, b"?")
+        return sum(map(len, views))
+
+    backend.write("a/x", [b"1"])
+    monkeypatch.setattr(os, "writev", writev)
+    with pytest.raises(TransientStorageError, match="1 of 5 bytes"):
+        backend.write("a/y", [b"bytes"])
+    assert files(root) == {"a/x"}
+
+
+def test_storage_that_takes_few_bytes_at_a_time(
+    backend: PosixBackend, root: Path, monkeypatch: Any
+) -> None:
+    real = os.writev
+    sizes = iter([3, 1, 7, 2, 4, *[5] * 100])
+
+    def writev(fd: int, views: list[memoryview]) -> int:
+        data = b"".join(views)[: next(sizes)]
+        return real(fd, [data])
+
+    monkeypatch.setattr(os, "writev", writev)
+    pieces = [b"0123", b"", b"45", b"6", b"789abcdefgh", b"ijk"]
+    backend.write("a/x", pieces)
+    assert (root / "a/x").read_bytes() == b"".join(pieces)
+    monkeypatch.setattr(os, "writev", lambda fd, views: 0)
+    with pytest.raises(TransientStorageError):
+        backend.write("a/y", pieces)
+    assert files(root) == {"a/x"}
+
+
+def test_read_errors(backend: PosixBackend, root: Path, monkeypatch: Any) -> None:
+    backend.write("a/x", [b"12345"])
+    real = os.preadv
+    with backend.open("a/x") as reader:
+        monkeypatch.setattr(os, "preadv", failing(errno.EIO))
+        with pytest.raises(TransientStorageError, match="EIO"):
+            reader.read_into(memoryview(bytearray(5)), 0)
+        monkeypatch.setattr(os, "preadv", lambda fd, views, at: real(fd, [views[0][:2]], at))
+        buffer = bytearray(9)
+        assert reader.read_into(memoryview(buffer), 1) == 4
+        assert buffer[:4] == b"2345"
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fstat", failing(errno.ESTALE))
+        with pytest.raises(TransientStorageError):
+            backend.open("a/x")
+
+
+def test_probe_errors_are_answers(backend: PosixBackend, monkeypatch: Any) -> None:
+    backend.write("a/x", [b"12345"])
+    backend.write("a/y", [b"1"])
+    real = os.lstat
+
+    def lstat(path: str, **kwargs: Any) -> os.stat_result:
+        if path == "x":
+            raise OSError(errno.EIO, "broken")
+        return real(path, **kwargs)
+
+    monkeypatch.setattr(os, "lstat", lstat)
+    first, second, third = backend.stat(["a/x", "a/y", "b/z"])
+    assert isinstance(first, TransientStorageError)
+    assert (second, third) == (1, None)
+    with pytest.raises(TransientStorageError):
+        backend.info("a/x")
+
+
+def test_error_messages_name_what_to_do() -> None:
+    error = storage_error(OSError(errno.ENOSPC, "No space"), "writing", "/s/x", writing=True)
+    assert "ENOSPC" in str(error)
+    assert "free some space" in str(error)
+    assert "/s/x" in str(error)
+    again = storage_error(error, "other", "/y")
+    assert again is error
+
+
+def test_nothing_stays_open(backend: PosixBackend, root: Path, monkeypatch: Any) -> None:
+    def use() -> None:
+        backend.write("a/b/x", [b"1"], "replace")
+        backend.write("a/b/x", [b"1"])
+        backend.stat(["a/b/x", "a/b/y", "c/x", "x"])
+        backend.open("a/b/x").close()
+        (root / "a" / "fifo").exists() or os.mkfifo(root / "a" / "fifo")
+        for name in ("a/fifo", "a/b", "none"):
+            with pytest.raises(StorageError):
+                backend.open(name)
+        next(iter(backend.list()))
+        list(backend.folders("a"))
+        backend.set_aside("a/b/x", "q/x")
+        backend.delete("q/x")
+        backend.sweep(0)
+        backend.trim("a", 0, 0)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "writev", failing(errno.EIO))
+            with pytest.raises(StorageError):
+                backend.write("a/b/z", [b"1"])
+
+    use()
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(5):
+        use()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+# ---------------------------------------------------------------------------------------- publish
+
+
+def test_link_that_was_made_but_reported_as_existing(
+    backend: PosixBackend, root: Path, monkeypatch: Any
+) -> None:
+    """NFS repeats a request whose answer was lost."""
+    real = os.link
+
+    def link(*args: Any, **kwargs: Any) -> None:
+        real(*args, **kwargs)
+        real(*args, **kwargs)
+
+    monkeypatch.setattr(os, "link", link)
+    assert backend.write("a/x", [b"1"]) is WriteResult.CREATED
+    assert files(root) == {"a/x"}
+    assert (root / "a/x").stat().st_nlink == 1
+
+
+def test_loser_of_a_race_leaves_the_winner(
+    backend: PosixBackend, root: Path, monkeypatch: Any
+) -> None:
+    real = os.link
+
+    def link(source: str, target: str, **kwargs: Any) -> None:
+        if not (root / "a" / target).exists():
+            (root / "a" / target).write_bytes(b"winner")
+        real(source, target, **kwargs)
+
+    backend.write("b/x", [b""])
+    monkeypatch.setattr(os, "link", link)
+    (root / "a").mkdir()
+    assert backend.write("a/x", [b"loser"]) is WriteResult.EXISTED
+    assert files(root) == {"b/x", "a/x"}
+    assert (root / "a/x").read_bytes() == b"winner"
+
+
+@pytest.mark.parametrize("code", [errno.EPERM, errno.ENOTSUP, errno.ENOSYS])
+def test_way_to_publish_is_remembered(
+    backend: PosixBackend, root: Path, monkeypatch: Any, code: int
+) -> None:
+    calls = []
+
+    def link(*args: object, **kwargs: object) -> None:
+        calls.append(args)
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "link", link)
+    assert backend.write("a/x", [b"1"]) is WriteResult.CREATED
+    assert backend.write("a/y", [b"1"]) is WriteResult.CREATED
+    assert len(calls) == 1
+    assert backend.properties.conditional_create
+    assert not backend.properties.read_only
+    assert files(root) == {"a/x", "a/y"}
+    monkeypatch.setattr(posix, "_rename_noreplace", failing(errno.EINVAL))
+    assert backend.write("a/z", [b"1"]) is WriteResult.CREATED
+    assert not backend.properties.conditional_create
+    assert backend.write("a/z", [b"1"]) is WriteResult.EXISTED
+    assert files(root) == {"a/x", "a/y", "a/z"}
+
+
+KILLED = """
+import os, sys
+from kvshelf.backends.posix import PosixBackend
+
+def stop(*args, **kwargs):
+    print("ready", flush=True)
+    sys.stdin.read()
+
+setattr(os, sys.argv[2], stop)
+PosixBackend(sys.argv[1]).write("a/x", [b"bytes" * 1000], sys.argv[3])
+"""
+
+
+@pytest.mark.parametrize(("call", "mode"), [("link", "create"), ("replace", "replace")])
+def test_killed_before_publishing(root: Path, call: str, mode: str) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(KILLED), str(root), call, mode],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        process.send_signal(signal.SIGKILL)
+    backend = PosixBackend(root)
+    assert backend.stat(["a/x"]) == [None]
+    assert list(backend.list()) == []
+    (left,) = files(root)
+    assert left.startswith("a/.x.")
+    assert backend.sweep(3600) == 0
+    assert backend.write("a/x", [b"1"]) is WriteResult.CREATED
+    assert backend.sweep(-1) == 1
+    assert files(root) == {"a/x"}
+
+
+def test_sweep_takes_only_temporaries(backend: PosixBackend, root: Path) -> None:
+    kept = {"a/x", "a/.hidden", "a/x.tmp", "a/.x.tmp", "a/.kvshelf/y"}
+    gone = {"a/.x.0123456789abcdef.tmp", "a/.kvshelf/.y.0123456789abcdef.tmp"}
+    for name in kept | gone:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(b"")
+    assert backend.sweep(60) == 0
+    assert backend.sweep(-1, "none") == 0
+    assert backend.sweep(-1) == 2
+    assert files(root) == kept
+
+
+def test_reader_goes_on_after_a_replace_by_another_size(backend: PosixBackend) -> None:
+    backend.write("a/x", [b"first version"])
+    with backend.open("a/x") as reader:
+        backend.write("a/x", [b"2"], "replace")
+        buffer = bytearray(20)
+        assert reader.read_into(memoryview(buffer), 0) == 13
+        assert buffer[:13] == b"first version"
+    backend.delete("a/x")
+
+
+# ------------------------------------------------------------------------------------------ other
+
+
+def test_trim_keeps_the_newest_within_both_bounds(backend: PosixBackend, root: Path) -> None:
+    bad = root / "bad"
+    bad.mkdir()
+    outside = root.parent / "outside"
+    outside.mkdir()
+    (outside / "file").write_bytes(b"")
+    for number in range(6):
+        (bad / f"{number}-file").write_bytes(b"." * 10)
+    (bad / "00-full").mkdir()
+    (bad / "00-full" / "inside").write_bytes(b"")
+    (bad / "01-empty").mkdir()
+    (bad / "02-link").symlink_to(outside)
+    backend.trim("bad", 4, 1 << 20)
+    assert {p.name for p in bad.iterdir()} == {"00-full", "2-file", "3-file", "4-file", "5-file"}
+    assert (outside / "file").exists()
+    backend.trim("bad", 100, 25)
+    assert {p.name for p in bad.iterdir()} == {"00-full", "4-file", "5-file"}
+    backend.trim("none", 0, 0)
+
+
+def test_touch_changes_the_access_time_only(backend: PosixBackend, root: Path) -> None:
+    backend.write("a/x", [b"1"])
+    os.utime(root / "a/x", ns=(10**18, 10**18))
+    backend.touch("a/x")
+    info = (root / "a/x").stat()
+    assert info.st_mtime_ns == 10**18
+    assert info.st_atime_ns > 10**18
+
+
+def test_foreign_names_are_not_listed(backend: PosixBackend, root: Path) -> None:
+    backend.write("a/x", [b"1"])
+    os.mkfifo(root / "a" / "fifo")
+    (root / "a" / "link").symlink_to("x")
+    (root / "a" / "naïve").write_bytes(b"")
+    Path(os.fsdecode(bytes(root) + b"/a/\xff\xfe")).write_bytes(b"")
+    assert [info.name for info in backend.list()] == ["a/x"]
+
+
+def test_filesystem_type(tmp_path: Path) -> None:
+    assert filesystem_type("/proc/self") == "proc"
+    place = tmp_path / "with space"
+    place.mkdir()
+    assert filesystem_type(str(place)) == filesystem_type(str(tmp_path)) != "unknown"
+
+
+def test_properties_of_network_filesystems(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(posix, "filesystem_type", lambda path: "nfs4")
+    properties = PosixBackend(tmp_path).properties
+    assert not properties.notifications
+    assert properties.cache_seconds > 0
+    assert properties.probe_cost >= 1e-3
