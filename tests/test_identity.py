@@ -8,6 +8,7 @@ import importlib.util
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -97,6 +98,14 @@ def test_namespaces_as_the_second_implementation_writes_them(record: dict[str, A
     assert again == namespace
     assert hash(again) == hash(namespace)
     assert again.record == namespace.record
+
+
+def test_the_documented_fields_are_those_of_the_code() -> None:
+    text = (Path(__file__).parents[1] / "docs" / "format.md").read_text()
+    table = text.split("### Fields")[1].split("### Fingerprint")[0]
+    rows = re.findall(r"^\| `(\w+)` \| ([\w\[\]]+) \|", table, re.MULTILINE)
+    assert dict(rows) == dict(FIELDS)
+    assert len(rows) == len(FIELDS)
 
 
 @given(RECORDS, st.randoms())
