@@ -17,8 +17,9 @@ Contracts
 * A slot that occurs twice in a scatter gets the row of one of its tokens, which one
   (or which mixture of them) is not defined; nothing else is harmed.
 * The caches, the slot mapping and the buffer must not share memory.
-* Any thread may call; no state is shared but the choice of implementation. The
-  compiled implementation releases the GIL while it copies.
+* Any thread may call. Shared are only the choice of implementation and a bounded record
+  of which caches have passed the checks; neither keeps a cache alive. The compiled
+  implementation releases the GIL while it copies.
 * Importing this module loads no compiler, no CUDA and not the compiled library;
   :func:`implementation` or the first call loads the latter.
 
