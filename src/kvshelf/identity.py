@@ -56,6 +56,7 @@ from kvshelf.errors import (
 )
 
 __all__ = [
+    "FIELDS",
     "FORMAT",
     "Chunk",
     "FieldValue",
