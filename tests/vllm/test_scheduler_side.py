@@ -755,6 +755,24 @@ def test_other_versions_get_a_message_that_names_those_that_work(version: str) -
         check_vllm_version(version)
 
 
+def test_another_version_gets_the_message_though_its_modules_differ(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import importlib.util
+    import sys
+
+    import vllm
+
+    monkeypatch.setattr(vllm, "__version__", "0.31.0")
+    # As in a version in which this did not exist yet.
+    monkeypatch.setitem(sys.modules, "vllm.v1.metrics.cache_hit_source", None)
+    spec = importlib.util.spec_from_file_location("connector_again", connector.__file__)
+    assert spec is not None
+    assert spec.loader is not None
+    with pytest.raises(UnsupportedError, match=r"vLLM 0\.31\.0 found"):
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
 @pytest.mark.parametrize("version", ["unknown", "0.1.dev1+g123", "0.0.0"])
 def test_builds_without_a_release_are_let_through(version: str) -> None:
     check_vllm_version(version)

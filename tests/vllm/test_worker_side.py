@@ -481,11 +481,10 @@ def test_a_cancelled_load_is_finished_and_no_failure(make: Callable[..., Rig]) -
 def test_a_repair_is_reported(make: Callable[..., Rig]) -> None:
     rig = make()
     (chunk,) = rig.chunks(1)
-    rig.step(StepMetadata(stores=[StoreOp(chunk, [1, 2], repair=True, age=0.0)]))
+    metas = [rig.step(StepMetadata(stores=[StoreOp(chunk, [1, 2], repair=True, age=0.0)]))[2]]
     assert rig.side.drain(PATIENCE) == 0
-    meta = rig.step(StepMetadata())[2]
-    assert meta is not None
-    assert meta.repaired == [chunk.key]
+    metas += [rig.step(StepMetadata())[2], rig.step(StepMetadata())[2]]
+    assert [key for meta in metas if meta is not None for key in meta.repaired] == [chunk.key]
 
 
 def test_nothing_that_goes_wrong_ends_the_engine(

@@ -26,6 +26,13 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 import vllm
+
+from kvshelf.vllm import check_vllm_version
+
+# Before anything that other versions do not have, so that they get a message to act on.
+check_vllm_version(vllm.__version__)
+
+# ruff: noqa: E402
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -37,7 +44,6 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from kvshelf.config import Config, default_shelf_path
 from kvshelf.errors import ConfigError, UnsupportedError
 from kvshelf.shelf import open_shelf
-from kvshelf.vllm import check_vllm_version
 from kvshelf.vllm.metadata import StepMetadata, WorkerMetadata
 from kvshelf.vllm.opening import OpeningShelf
 from kvshelf.vllm.scheduler import SchedulerSide
@@ -121,7 +127,6 @@ class SharedStorageConnector(KVConnectorBase_V1):
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         _show_log_lines()
-        check_vllm_version(vllm.__version__)
         transfer = vllm_config.kv_transfer_config
         self._config = Config.load(transfer.kv_connector_extra_config)
         _check_engine(vllm_config, kv_cache_config, self._config)
