@@ -161,7 +161,8 @@ def ask(console: Console, name: str, job: dict[str, Any], log: Path) -> list[dic
             if len(answers) == total:
                 status.update(f"{name} stops …")
     if len(answers) < total:
-        raise EngineFailedError(f"{name} failed; its log is {log}")
+        end = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
+        raise EngineFailedError(f"{end}\n{name} failed; all of its log is in {log}")
     return answers
 
 
@@ -248,7 +249,7 @@ def main() -> int:
             console, "Engine 2", job | {"compute_everything": False}, folder / "engine-2.log"
         )
     except EngineFailedError as error:
-        console.print(f"[red]{error}[/]")
+        console.print(str(error), style="red", markup=False)
         return 2
     return 0 if show(console, prompts, cold, warm, shelf) else 1
 

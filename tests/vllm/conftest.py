@@ -75,7 +75,7 @@ def _engine_fixture(name: str, scope: Literal["session", "module"]) -> Any:
         engine = engines[name]
         yield engine
         if scope == "module":
-            engine.stop()
+            engine.stop(at_once=True)
 
     return pytest.fixture(scope=scope, name=name)(fixture)
 

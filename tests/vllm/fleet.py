@@ -109,7 +109,7 @@ class Engines:
     def stop_all(self) -> None:
         """Stop the engines; those that tests have stopped already are left alone."""
         for engine in self._started.values():
-            engine.stop()
+            engine.stop(at_once=True)
 
 
 def _free_memory() -> int:

@@ -243,27 +243,36 @@ class Engine:
         assert self._ready is not None
         return bool(self._ready["heeds_permissions"])
 
-    def stop(self, timeout: float = STOP_TIMEOUT, *, drain: float = 0.0) -> float:
-        """Shut down in order, at most `timeout` seconds; returns the seconds that it took.
+    def stop(self, timeout: float = STOP_TIMEOUT, *, at_once: bool = False) -> float:
+        """Shut down in order; returns the seconds that it took.
 
         Parameters
         ----------
         timeout : float
             Seconds after which the process group is killed.
-        drain : float
-            vLLM's own shutdown timeout, seconds.
+        at_once : bool
+            Have vLLM end its processes without giving them time to finish anything.
         """
         started = time.monotonic()
         try:
             if self.process.poll() is None and not self._gone:
                 with contextlib.suppress(EngineError, OSError):
                     self.wait_ready()
-                    self.call("stop", wait=timeout, timeout=drain)
+                    self.call("stop", wait=timeout, timeout=0.0 if at_once else None)
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     self.process.wait(max(0.1, started + timeout - time.monotonic()))
+                self._let_helpers_end()
         finally:
             self.kill()
         return time.monotonic() - started
+
+    def _let_helpers_end(self, timeout: float = 3.0) -> None:
+        """Wait for the rest of the group: Python's resource tracker removes shared memory."""
+        deadline = time.monotonic() + timeout
+        with contextlib.suppress(ProcessLookupError):
+            while time.monotonic() < deadline:
+                os.killpg(self.process.pid, 0)
+                time.sleep(0.01)
 
     def kill(self) -> None:
         """Kill the engine and all its processes, as ``kill -9`` does."""
@@ -437,6 +446,8 @@ def _environment(core: int | None, env: Mapping[str, str] | None) -> dict[str, s
         "VLLM_LOGGING_COLOR": "0",
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",
+        # vLLM compiles how it counts ranks of logprobs, even eagerly: seconds, and a compiler.
+        "TORCHDYNAMO_DISABLE": "1",
     }
     if core is not None:
         environment["VLLM_CPU_OMP_THREADS_BIND"] = str(core)
