@@ -1,0 +1,34 @@
+"""A real engine loads what earlier releases stored."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from harness import Answer, Engine, assert_same
+from shelf_files import ShelfFiles
+
+RELEASES = sorted(Path(__file__).parents[1].joinpath("golden").glob("v*"))
+
+
+@pytest.mark.parametrize("release", RELEASES, ids=lambda release: release.name)
+def test_a_release_s_shelf_copied_into_place_is_loaded(
+    engine: Engine, shelf: ShelfFiles, reference: Callable[..., Answer], release: Path
+) -> None:
+    prompt = json.loads((release / "prompt.json").read_text())
+    engine.generate([3] * 300, max_tokens=1)  # so that the engine's namespace is there
+    shelf.wait_stored([3] * 300)
+    (folder,) = (release / "shelf").iterdir()
+    if not (Path(shelf.root) / folder.name).exists():
+        pytest.skip(
+            f"{folder.name} was stored on {prompt['machine']}: this machine's attention kernel"
+            " packs KV differently"
+        )
+    shutil.copytree(folder, Path(shelf.root) / folder.name, dirs_exist_ok=True)
+    engine.reset_prefix_cache()
+    answer = engine.generate(prompt["tokens"])
+    assert answer.shelf_tokens == prompt["chunks"] * 256
+    assert_same(answer, reference(prompt["tokens"]))
