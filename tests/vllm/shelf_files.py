@@ -84,6 +84,10 @@ class ShelfFiles:
         )
         return chunks
 
+    def wait_objects(self, count: int) -> None:
+        """Wait until the shelf holds `count` objects."""
+        wait_until(lambda: len(self.objects()) == count, f"{count} objects on the shelf")
+
     def check_all(self) -> int:
         """Check every object against its own header; returns how many there are."""
         objects = self.objects()

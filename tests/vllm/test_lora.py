@@ -1,0 +1,90 @@
+"""LoRA adapters: KV computed with one is never used with another, or without."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fleet import ENGINES, Engines
+from harness import Engine, assert_same
+from make_model import RECIPES
+from safetensors.torch import save_file
+from shelf_files import ShelfFiles
+
+pytestmark = pytest.mark.slow
+MakePrompt = Callable[[int], list[int]]
+
+RANK = 8
+
+
+def make_adapter(folder: Path, seed: int) -> Path:
+    """Write an adapter with random weights for the queries and values of the tiny model."""
+    recipe = RECIPES["tiny"]
+    generator = torch.Generator().manual_seed(seed)
+    rows = {
+        "q_proj": recipe.heads * recipe.head_size,
+        "v_proj": recipe.kv_heads * recipe.head_size,
+    }
+    tensors = {}
+    for layer in range(recipe.layers):
+        for module, outputs in rows.items():
+            name = f"base_model.model.model.layers.{layer}.self_attn.{module}"
+            down = torch.randn(RANK, recipe.hidden, generator=generator) * 0.1
+            up = torch.randn(outputs, RANK, generator=generator) * 0.1
+            tensors[f"{name}.lora_A.weight"] = down.to(torch.bfloat16)
+            tensors[f"{name}.lora_B.weight"] = up.to(torch.bfloat16)
+    folder.mkdir(parents=True)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    config = {
+        "peft_type": "LORA",
+        "r": RANK,
+        "lora_alpha": 16,
+        "target_modules": sorted(rows),
+        "bias": "none",
+        "task_type": "CAUSAL_LM",
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def adapted(engines: Engines) -> Iterator[Engine]:
+    """An engine that takes adapters, on a shelf of its own."""
+    arguments = ENGINES["on_shelf"](engines.places)
+    arguments["extra_config"]["shared_storage_path"] = str(engines.places.root / "lora shelf")
+    engine = engines.start("adapted", **arguments, enable_lora=True, max_lora_rank=RANK)
+    yield engine.wait_ready()
+    engine.stop(at_once=True)
+
+
+def test_adapters_are_told_apart_by_content(
+    adapted: Engine, engines: Engines, prompt: MakePrompt
+) -> None:
+    folder = engines.places.root / "adapters"
+    one, two = make_adapter(folder / "one", 1), make_adapter(folder / "two", 2)
+    copy = shutil.copytree(one, folder / "copy of one")
+
+    def lora(number: int, path: Path) -> dict[str, Any]:
+        return {"lora_name": path.name, "lora_int_id": number, "lora_path": str(path)}
+
+    adapters = [None, lora(1, one), lora(2, two)]
+    shelf = ShelfFiles(engines.places.root / "lora shelf")
+    tokens = prompt(600)
+    cold = []
+    for number, adapter in enumerate(adapters, 1):
+        adapted.reset_prefix_cache()
+        cold.append(adapted.generate(tokens, lora=adapter))
+        assert cold[-1].shelf_tokens == 0
+        # Two chunks in two shards.
+        shelf.wait_objects(4 * number)
+    assert len({tuple(answer.tokens) for answer in cold}) == 3
+    for adapter, answer in zip([*adapters, lora(3, copy)], [*cold, cold[1]], strict=True):
+        adapted.reset_prefix_cache()
+        warm = adapted.generate(tokens, lora=adapter)
+        assert warm.shelf_tokens == 512
+        assert_same(warm, answer)
