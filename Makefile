@@ -3,7 +3,7 @@
 #   make demo       a model, two engines, one shelf: see the second engine skip the prefill
 #   make test       what must pass before a change goes in
 #
-# The first run makes the virtual environment .venv (see tools/environment.py) and needs a package index;
+# The first run makes the virtual environment .venv (see .ci/environment.py) and needs a package index;
 # later runs need no network. Variables:
 #
 #   PYTHON          the Python (3.11 to 3.14) to build .venv with; default: the first that works
@@ -42,12 +42,12 @@ demo: venv  ## run two engines on one shelf and compare them
 .PHONY: test
 test: venv lint  ## lint, types, import rules, tests, wheel
 	@$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
-	@$(BIN)/python tools/wheel_check.py $(VENV)
+	@$(BIN)/python .ci/wheel_check.py $(VENV)
 
 .PHONY: test-all
 test-all: venv lint  ## the same with the slow tests
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)
-	@$(BIN)/python tools/wheel_check.py $(VENV)
+	@$(BIN)/python .ci/wheel_check.py $(VENV)
 
 .PHONY: bench
 bench: venv  ## measure; prints a table and writes JSON
@@ -79,7 +79,7 @@ venv:
 	@if [ -z "$(PYTHON)" ]; then \
 		echo "No usable Python 3.11 to 3.14 with venv found (on Debian: apt install python3-venv);" \
 			"name one with make ... PYTHON=/path/to/python" >&2; exit 1; fi; \
-	"$(PYTHON)" tools/environment.py $(VENV) --torch-index "$(TORCH_INDEX)" --extra test --extra docs
+	"$(PYTHON)" .ci/environment.py $(VENV) --torch-index "$(TORCH_INDEX)" --extra test --extra docs
 
 .PHONY: tree
 tree:

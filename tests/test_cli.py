@@ -416,6 +416,17 @@ def test_doctor_says_when_plugins_leave_kvshelf_out() -> None:
     assert "kvshelf.vllm.connector" in checks(result)["vllm"]["hint"]
 
 
+def test_doctor_notices_that_vllm_would_not_find_the_connector(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda **_: ())
+    monkeypatch.setattr(doctor_module, "_ENGINES", ("kvshelf",))
+    monkeypatch.setattr("kvshelf.vllm.check_vllm_version", lambda _: None)
+    result = run("doctor", "--json")
+    assert result.exit_code == 1
+    assert "reinstall" in checks(result)["vllm"]["hint"]
+
+
 def test_doctor_reports_a_bad_configuration() -> None:
     result = run("doctor", "--json", env={"KVSHELF_CHUNK_SIZE": "none"})
     assert result.exit_code == 1

@@ -55,6 +55,7 @@ __all__ = [
     "MalformedTensor",
     "ObjectFormat",
     "PayloadDamaged",
+    "ReaderLike",
     "TensorGap",
     "TensorOverlap",
     "TensorSpec",
@@ -503,7 +504,7 @@ def _pieces(slices: Sequence[slice], data_offset: int) -> tuple[_Piece, ...]:
     first = 0
     for number, tensor in enumerate(slices):
         streamed = not small and tensor.stop - tensor.start > _ONE_SHOT
-        full = first < number and tensor.stop - start > size
+        full = first < number and tensor.stop - max(start, data_offset) > size
         if full or (streamed and start < end):
             pieces.append(_Piece(_cut(start, end, most), tuple(slices[first:number]), first, False))
             start, first = end, number

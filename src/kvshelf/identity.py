@@ -56,6 +56,7 @@ from kvshelf.errors import (
 )
 
 __all__ = [
+    "FIELDS",
     "FORMAT",
     "Chunk",
     "FieldValue",
@@ -692,6 +693,7 @@ _SAMPLE_BYTES: Final = 64 * 1024
 _SAMPLES: Final = 16
 _SETTLED_NS: Final = 2 * 10**9
 _CACHE_ENTRIES: Final = 4096
+_BACKGROUND_NICENESS: Final = 5
 _BLOB: Final = re.compile(r"[0-9a-f]{64}", re.ASCII)
 _SAFETENSORS_FORMATS: Final = {
     "safetensors",
@@ -911,13 +913,19 @@ def _hub_digest(path: Path) -> str | None:
 
 
 def _lower_priority(cpus: AbstractSet[int] | None) -> None:
-    """Make the calling thread run only when its CPUs have nothing else to do. Best effort."""
+    """Let the calling thread stand back a little behind the engine's. Best effort."""
     if cpus and hasattr(os, "sched_setaffinity"):
         with suppress(OSError, ValueError):
             os.sched_setaffinity(0, cpus)
-    if hasattr(os, "SCHED_IDLE"):
+    # Not SCHED_IDLE, and not much niceness: the thread needs the GIL for microseconds between
+    # reads, and on busy CPUs one that is preempted while it holds the GIL stops the engine until
+    # it runs again. Measured there, the engine's longest stall: SCHED_IDLE 2.6 s (and the hash
+    # was never done), nice 19 1 s, nice 10 0.2 s, nice 5 as without hashing.
+    if sys.platform == "linux":
         with suppress(OSError):
-            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+            thread = threading.get_native_id()
+            own = os.getpriority(os.PRIO_PROCESS, thread)
+            os.setpriority(os.PRIO_PROCESS, thread, own + _BACKGROUND_NICENESS)
 
 
 def _check_cancelled(cancel: threading.Event) -> None:
@@ -1109,7 +1117,8 @@ def weights_fingerprint(
     cache : FingerprintCache or None
         Where digests are remembered.
     background : bool
-        Hash only when the CPUs have nothing else to do (Linux: ``SCHED_IDLE``).
+        Hash at a lower priority (Linux: niceness + 5), so that an engine that starts is not
+        delayed.
     cancel : threading.Event or None
         When it is set the call returns within 0.1 s, even if a read hangs.
     threads : int

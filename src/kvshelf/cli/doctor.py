@@ -177,6 +177,13 @@ def _engine() -> Check:
             check_vllm_version(version)
         except UnsupportedError as error:
             return Check("vllm", State.PROBLEM, text, str(error))
+    if not importlib.metadata.entry_points(group="vllm.general_plugins", name="kvshelf"):
+        return Check(
+            "vllm",
+            State.PROBLEM,
+            f"{text}; kvshelf is not among its plugins",
+            'reinstall kvshelf, or set "kv_connector_module_path": "kvshelf.vllm.connector"',
+        )
     plugins = os.environ.get("VLLM_PLUGINS")
     if plugins is not None and "kvshelf" not in plugins.split(","):
         return Check(

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from kvshelf import ops
 from kvshelf.chunkfile import ObjectFormat
 from kvshelf.config import Config
 from kvshelf.errors import ConfigError, UnsupportedError
@@ -125,6 +126,8 @@ class WorkerSide:
         ConfigError
             If the chunk size does not fit the block size.
         """
+        # Loads the compiled code now, so that no step has to.
+        logger.info("gather and scatter: %s", ops.implementation())
         names = self._cached_layers(kv_caches)
         caches = [kv_caches[name] for name in names]
         self._runs, part = self._recognise(names, caches)
@@ -290,7 +293,9 @@ class WorkerSide:
         """Keep a thread of ours out of the engine's way. Runs on that thread."""
         try:
             if kind != "load":
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+                # A much lower priority would be worse: a thread that holds the GIL and is
+                # not scheduled stops the engine's step.
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 5)
             if self._free_cpus:
                 bound = os.sched_getaffinity(0)
                 # While a load is waited for, the engine's own core may be idle too.

@@ -1,0 +1,320 @@
+"""Make a small Llama-shaped model with random weights, on the spot, for demos and tests.
+
+No download and no training: the files are a pure function of the recipe and the seed, so making the
+same model twice gives the same bytes. vLLM loads the folder like any other checkpoint, with
+``skip_tokenizer_init=True`` (prompts are token ids), or with the byte-level tokenizer that
+``--tokenizer`` adds.
+
+Plain random weights would be a poor test of a KV cache: attention over thousands of random keys
+is so flat that no single token of the prefix matters, and the likeliest next tokens are nearly
+tied, so that rounding decides between them. The recipe therefore sharpens attention
+(``score_std``), lets the first two layers outweigh the token itself (``first_gain``), and spreads
+the logits of few tokens (``logit_std``, ``speakers``): answers differ from prompt to prompt, depend
+on the whole prefix, and are seldom near-ties.
+
+Run it: ``python examples/make_model.py build/models/demo --recipe demo``
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import shutil
+import uuid
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+_RECIPE_FILE = "made_by.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """The shape and the statistics of one model.
+
+    Attributes
+    ----------
+    layers, hidden, intermediate, heads, kv_heads, head_size, vocab, max_position
+        The usual dimensions of a Llama model; sizes are in elements, ``max_position`` in tokens.
+    score_std : float
+        Standard deviation of the attention scores before the softmax. The larger, the fewer tokens
+        of the prefix share a head's attention.
+    first_gain, later_gain : float
+        Size of what a branch of the first two layers, and of the layers behind them, adds to the
+        residual stream, relative to the stream itself. The first two spread every token over all
+        later ones; many such layers would spread rounding errors as well.
+    logit_std : float
+        Standard deviation of the logits of the speakers, in nats.
+    speakers : int
+        Number of tokens that are ever said. Among fewer the best is further ahead of the next.
+    """
+
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    vocab: int
+    max_position: int
+    score_std: float
+    first_gain: float
+    later_gain: float
+    logit_std: float
+    speakers: int
+
+    @property
+    def parameters(self) -> int:
+        """Number of weights."""
+        attention = self.hidden * self.head_size * (2 * self.heads + 2 * self.kv_heads)
+        mlp = 3 * self.hidden * self.intermediate
+        norms = 2 * self.hidden
+        return 2 * self.vocab * self.hidden + self.layers * (attention + mlp + norms) + self.hidden
+
+
+RECIPES: dict[str, Recipe] = {
+    "tiny": Recipe(
+        layers=2,
+        hidden=256,
+        intermediate=512,
+        heads=4,
+        kv_heads=2,
+        head_size=64,
+        vocab=4096,
+        max_position=8192,
+        score_std=4.0,
+        first_gain=2.0,
+        later_gain=0.08,
+        logit_std=4.0,
+        speakers=256,
+    ),
+    "demo": Recipe(
+        layers=12,
+        hidden=512,
+        intermediate=2560,
+        heads=4,
+        kv_heads=2,
+        head_size=128,
+        vocab=32000,
+        max_position=8192,
+        score_std=3.0,
+        first_gain=2.0,
+        later_gain=0.08,
+        logit_std=4.0,
+        speakers=256,
+    ),
+}
+
+
+def _weights(recipe: Recipe, seed: int) -> dict[str, torch.Tensor]:
+    """Draw all weights: bf16 tensors by their Hugging Face names."""
+    generator = torch.Generator().manual_seed(seed)
+    hidden, ones = recipe.hidden, torch.ones(recipe.hidden, dtype=torch.bfloat16)
+
+    def normal(rows: int, columns: int, std: float) -> torch.Tensor:
+        return (torch.randn(rows, columns, generator=generator) * std).to(torch.bfloat16)
+
+    # Element 0 of the residual stream is the same for all tokens: layers neither read it nor add
+    # to it. Through it the head lowers every logit by what the largest is expected to be, because
+    # bf16 is finest near zero.
+    def reading(rows: int, std: float) -> torch.Tensor:
+        weight = normal(rows, hidden, std)
+        weight[:, 0] = 0.0
+        return weight
+
+    def adding(columns: int, std: float) -> torch.Tensor:
+        weight = normal(hidden, columns, std)
+        weight[0, :] = 0.0
+        return weight
+
+    q_rows, kv_rows = recipe.heads * recipe.head_size, recipe.kv_heads * recipe.head_size
+    # What projections read is RMS-normalised, so weights of std 1/sqrt(inputs) keep size 1.
+    unit = 1.0 / math.sqrt(hidden)
+    qk_unit = unit * math.sqrt(recipe.score_std)
+    stream = 1.0
+    embedding = normal(recipe.vocab, hidden, 1.0)
+    tensors = {"model.embed_tokens.weight": embedding}
+    for layer in range(recipe.layers):
+        gain = stream * (recipe.first_gain if layer < 2 else recipe.later_gain)
+        name = f"model.layers.{layer}."
+        tensors |= {
+            name + "input_layernorm.weight": ones.clone(),
+            name + "self_attn.q_proj.weight": reading(q_rows, qk_unit),
+            name + "self_attn.k_proj.weight": reading(kv_rows, qk_unit),
+            name + "self_attn.v_proj.weight": reading(kv_rows, unit),
+            name + "self_attn.o_proj.weight": adding(q_rows, gain / math.sqrt(q_rows)),
+            name + "post_attention_layernorm.weight": ones.clone(),
+            name + "mlp.gate_proj.weight": reading(recipe.intermediate, unit),
+            name + "mlp.up_proj.weight": reading(recipe.intermediate, unit),
+            name + "mlp.down_proj.weight": adding(
+                recipe.intermediate, gain / math.sqrt(recipe.intermediate)
+            ),
+        }
+        # Averages over tokens and SwiGLU halve what two branches of that gain would add.
+        stream = math.sqrt(stream * stream + 0.5 * gain * gain)
+    embedding[:, 0] = stream
+    tensors["model.norm.weight"] = ones.clone()
+    head = torch.randn(recipe.vocab, hidden, generator=generator) * (recipe.logit_std * unit)
+    silent = torch.ones(recipe.vocab, dtype=torch.bool)
+    silent[2 :: recipe.vocab // recipe.speakers] = False
+    head[silent] *= 0.25
+    head[:, 0] = -recipe.logit_std * math.sqrt(2 * math.log(recipe.speakers))
+    tensors["lm_head.weight"] = head.to(torch.bfloat16)
+    return tensors
+
+
+def make_model(
+    folder: str | os.PathLike[str],
+    recipe: str = "tiny",
+    *,
+    seed: int = 0,
+    tokenizer: bool = False,
+    replace: bool = False,
+) -> Path:
+    """Make the model in ``folder``, unless it is already there.
+
+    The folder appears whole or not at all: files are written next to it, then renamed.
+
+    Parameters
+    ----------
+    folder : path
+        Where the checkpoint goes; parents are made.
+    recipe : str
+        A name in :data:`RECIPES`.
+    seed : int
+        Seed of the random weights.
+    tokenizer : bool
+        Also write a byte-level tokenizer, one token for each byte, so that a server can take text.
+    replace : bool
+        Overwrite the weights of another recipe or seed, in place, instead of refusing.
+
+    Returns
+    -------
+    Path
+        The folder.
+
+    Raises
+    ------
+    ValueError
+        If the recipe is unknown.
+    FileExistsError
+        If the folder holds something else and ``replace`` was not given.
+    """
+    if recipe not in RECIPES:
+        raise ValueError(f"unknown recipe {recipe!r}: choose one of {', '.join(sorted(RECIPES))}")
+    shape, folder = RECIPES[recipe], Path(folder)
+    made_by = {"recipe": asdict(shape), "seed": seed, "tokenizer": tokenizer}
+    if folder.exists():
+        note = folder / _RECIPE_FILE
+        if note.exists() and json.loads(note.read_text()) == made_by:
+            return folder
+        if not replace:
+            raise FileExistsError(
+                f"{folder} holds something other than recipe {recipe!r} with seed {seed}: "
+                "give another folder, delete it, or ask for replace"
+            )
+    temporary = folder.parent / f".{folder.name}.{uuid.uuid4().hex}.tmp"
+    temporary.mkdir(parents=True)
+    try:
+        save_file(_weights(shape, seed), temporary / "model.safetensors", metadata={"format": "pt"})
+        (temporary / "config.json").write_text(json.dumps(_config(shape), indent=2))
+        if tokenizer:
+            _write_tokenizer(temporary, shape)
+        (temporary / _RECIPE_FILE).write_text(json.dumps(made_by, indent=2))
+        if folder.exists():
+            for file in temporary.iterdir():
+                file.replace(folder / file.name)
+        else:
+            _rename(temporary, folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return folder
+
+
+def _rename(temporary: Path, folder: Path) -> None:
+    """Rename, unless another process has just made the same model."""
+    try:
+        temporary.rename(folder)
+    except OSError:
+        if not (folder / _RECIPE_FILE).exists():
+            raise
+
+
+def _config(recipe: Recipe) -> dict[str, object]:
+    """Return the Hugging Face configuration of the model."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "dtype": "bfloat16",
+        "vocab_size": recipe.vocab,
+        "hidden_size": recipe.hidden,
+        "intermediate_size": recipe.intermediate,
+        "num_hidden_layers": recipe.layers,
+        "num_attention_heads": recipe.heads,
+        "num_key_value_heads": recipe.kv_heads,
+        "head_dim": recipe.head_size,
+        "max_position_embeddings": recipe.max_position,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "rms_norm_eps": 1e-5,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+    }
+
+
+def _write_tokenizer(folder: Path, recipe: Recipe) -> None:
+    """Write a tokenizer with one token for each byte, after BOS and EOS."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {"<s>": 0, "</s>": 1} | {
+        character: number + 2 for number, character in enumerate(alphabet)
+    }
+    if len(vocabulary) > recipe.vocab:
+        raise ValueError(f"a vocabulary of {recipe.vocab} is too small for bytes")
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(
+            {
+                "tokenizer_class": "PreTrainedTokenizerFast",
+                "bos_token": "<s>",
+                "eos_token": "</s>",
+                "model_max_length": recipe.max_position,
+                "clean_up_tokenization_spaces": False,
+            }
+        )
+    )
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description="Make a small random Llama-shaped model.")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--recipe", choices=sorted(RECIPES), default="demo")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--tokenizer", action="store_true", help="add a byte-level tokenizer")
+    parser.add_argument("--replace", action="store_true", help="overwrite other weights in place")
+    options = parser.parse_args()
+    folder = make_model(
+        options.folder,
+        options.recipe,
+        seed=options.seed,
+        tokenizer=options.tokenizer,
+        replace=options.replace,
+    )
+    print(f"{folder}: {RECIPES[options.recipe].parameters / 1e6:.1f} M parameters")
+
+
+if __name__ == "__main__":
+    main()

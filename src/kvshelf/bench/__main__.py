@@ -1,0 +1,115 @@
+"""``python -m kvshelf.bench``: measure, print a table, write JSON.
+
+Owns the command line. The exit code is 0 whatever the figures are: goals are reported, never
+asserted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+
+from kvshelf.bench.copies import bench_copy
+from kvshelf.bench.engine import bench_engine, bench_startup
+from kvshelf.bench.lookups import bench_lookup
+from kvshelf.bench.measure import Row
+from kvshelf.bench.objects import bench_load, bench_publish
+from kvshelf.bench.report import describe_machine, make_report, markdown, print_report
+from kvshelf.bench.settings import Settings
+
+GROUPS: dict[str, Callable[[Settings], Iterator[Row]]] = {
+    "load": bench_load,
+    "publish": bench_publish,
+    "copy": bench_copy,
+    "lookup": bench_lookup,
+    "engine": bench_engine,
+    "startup": bench_startup,
+}
+_ONLY_WHEN_ASKED = frozenset({"startup"})
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m kvshelf.bench",
+        description="Measure kvshelf on this machine, in alternating pairs against floors.",
+    )
+    parser.add_argument(
+        "names",
+        nargs="*",
+        metavar="GROUP",
+        help=f"groups of rows: {', '.join(GROUPS)}; default: all but startup",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table to FILE")
+    parser.add_argument(
+        "--pairs", type=int, metavar="N", help="pairs for each row; by default 15 to 51"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="tiny sizes, no vLLM: shows that it all runs"
+    )
+    parser.add_argument(
+        "--with-startup", action="store_true", help="also time the start of engines (minutes)"
+    )
+    parser.add_argument(
+        "--dir",
+        type=Path,
+        metavar="DIR",
+        help="folder on the filesystem to measure; default: the system's for temporary files",
+    )
+    parser.add_argument(
+        "--model", type=Path, metavar="DIR", help="checkpoint for the rows with engines"
+    )
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; return the exit code."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    unknown = [name for name in options.names if name not in GROUPS]
+    if unknown:
+        parser.error(f"no such group: {', '.join(unknown)}; there are {', '.join(GROUPS)}")
+    if options.pairs is not None and options.pairs < 1:
+        parser.error("--pairs must be at least 1")
+    names = list(options.names) or [name for name in GROUPS if name not in _ONLY_WHEN_ASKED]
+    if options.with_startup and "startup" not in names:
+        names.append("startup")
+    errors = Console(stderr=True)
+    scratch = Path(tempfile.mkdtemp(prefix="kvshelf-bench-", dir=options.dir))
+    rows: list[Row] = []
+    try:
+        machine = describe_machine(scratch)
+        with errors.status("measuring") as status:
+            settings = Settings(scratch, options.pairs, options.quick, options.model, status.update)
+            for name in names:
+                status.update(name)
+                for row in GROUPS[name](settings):
+                    # Goals are about real sizes.
+                    rows.append(replace(row, goal=None) if options.quick else row)
+                    status.update(f"{name}: {row.work}")
+    except KeyboardInterrupt:
+        errors.print("stopped; what was measured so far:", style="yellow")
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    given = sys.argv[1:] if arguments is None else arguments
+    report = make_report(rows, machine, ["python", "-m", "kvshelf.bench", *given])
+    # A file or a pipe has no width of its own; a table that is cut is of no use.
+    width = None if sys.stdout.isatty() else 170
+    print_report(Console(width=width, highlight=False), rows, machine)
+    if options.json is not None:
+        options.json.write_text(json.dumps(report, indent=1) + "\n")
+    if options.markdown is not None:
+        options.markdown.write_text(markdown(rows))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,182 @@
+"""Small namespaces, paged caches and prompts for tests that start no engine."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from kvshelf.backends import Backend
+from kvshelf.backends.posix import PosixBackend
+
+from kvshelf.chunkfile import ObjectFormat
+from kvshelf.identity import FORMAT, Chunk, KeyChain, Namespace, object_name
+from kvshelf.layout import PagedLayout, native_slots_of, slots_of
+from kvshelf.metrics import Counters
+from kvshelf.shelf import Shelf
+from kvshelf.staging import StagingPool
+from kvshelf.transfer import ChunkSlots, LayerRun, Load, PagedKVCache, Transfer
+
+LAYERS, HEADS, HEAD_SIZE, BLOCK = 3, 2, 8, 4
+#: Longest that a test waits for what ought to happen at once.
+PATIENCE = 20.0
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Wait for what a thread that cannot be joined is about to do."""
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline, "it never came true"
+        threading.Event().wait(0.001)
+
+
+def make_format(
+    *, native: bool = True, chunk_size: int = 8, shards: int = 2, weights: str = "user:test"
+) -> ObjectFormat:
+    """A namespace of three small layers."""
+    record: dict[str, Any] = {
+        "format": FORMAT,
+        "weights": weights,
+        "layers": LAYERS,
+        "kv_heads": HEADS,
+        "head_sizes": [HEAD_SIZE] * LAYERS,
+        "compute_dtype": "bfloat16",
+        "kv_dtype": "bfloat16",
+        "chunk_size": chunk_size,
+        "shards": shards,
+        "stages": [LAYERS],
+        "layouts": [f"cpu-vec-bf16-b{BLOCK}" if native else "canonical"] * LAYERS,
+        "layer_names": [f"layers.{i}.attn" for i in range(LAYERS)],
+        "layer_shapes": [f"2,*,{HEADS},{HEAD_SIZE}"] * LAYERS,
+        "layer_dtypes": ["BF16"] * LAYERS,
+    }
+    record["data_offset"] = ObjectFormat.required_data_offset(record)
+    return ObjectFormat(Namespace(record, "test"))
+
+
+def make_chunks(fmt: ObjectFormat, count: int, seed: int = 0) -> list[Chunk]:
+    """The chunks of a random prompt."""
+    tokens = random.Random(seed).choices(range(1000), k=count * fmt.chunk_size)
+    return KeyChain(fmt.namespace.digest, fmt.chunk_size).extend(tokens)
+
+
+def content(chunk: Chunk, layer: int, block: int) -> torch.Tensor:
+    """The bytes that a block of a chunk holds in one layer: different for every one."""
+    seed = hashlib.sha256(chunk.key + bytes((layer, block))).digest()
+    size = HEADS * BLOCK * 2 * HEAD_SIZE * 2
+    data = bytearray(random.Random(seed).randbytes(size))
+    return torch.frombuffer(data, dtype=torch.uint8).view(torch.int16).view(HEADS, BLOCK, -1)
+
+
+@dataclass
+class Rig:
+    """A transfer between a paged cache and a shelf, with what a test has to look at."""
+
+    backend: Backend
+    fmt: ObjectFormat = field(default_factory=make_format)
+    native: bool = True
+    blocks: int = 64
+    staging_objects: int = 16
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.shelf = Shelf(self.backend)
+        self.counters = Counters()
+        shape = (self.blocks, HEADS, BLOCK, 2 * HEAD_SIZE)
+        # The bytes of bfloat16, in a dtype whose values compare as bytes do.
+        self.caches = [torch.zeros(shape, dtype=torch.int16) for _ in range(LAYERS)]
+        layout = (
+            PagedLayout.native_blocks(self.caches[0])
+            if self.native
+            else PagedLayout.from_bhnc(self.caches[0], HEAD_SIZE)
+        )
+        cache = PagedKVCache(self.fmt, [LayerRun(0, self.caches, layout)])
+        size = max(self.fmt.object_size(shard) for shard in range(self.fmt.shards))
+        self.staging = StagingPool(
+            self.staging_objects * -(-size // 4096) * 4096, size, together=self.fmt.shards
+        )
+        self.transfer = Transfer(
+            self.shelf, self.fmt, cache, self.staging, counters=self.counters, **self.options
+        )
+
+    @property
+    def per_chunk(self) -> int:
+        return self.fmt.chunk_size // BLOCK
+
+    def slots(self, blocks: Sequence[int]) -> torch.Tensor:
+        make = native_slots_of if self.native else None
+        if make is not None:
+            return make(list(blocks), BLOCK, BLOCK, 0, len(blocks) * BLOCK)
+        return slots_of(list(blocks), BLOCK, 0, len(blocks) * BLOCK)
+
+    def items(self, chunks: Sequence[Chunk], first_block: int) -> list[ChunkSlots]:
+        """The chunks, one behind the other from `first_block` on."""
+        n = self.per_chunk
+        return [
+            ChunkSlots(chunk, self.slots(range(first_block + i * n, first_block + (i + 1) * n)))
+            for i, chunk in enumerate(chunks)
+        ]
+
+    def fill(self, item: ChunkSlots) -> None:
+        """Write a chunk's content into its blocks, as a forward pass would."""
+        for i, block in enumerate(self.block_ids(item)):
+            for layer, cache in enumerate(self.caches):
+                cache[block] = content(item.chunk, layer, i)
+
+    def block_ids(self, item: ChunkSlots) -> list[int]:
+        slots = item.slots.tolist()
+        return slots if self.native else [slot // BLOCK for slot in slots[::BLOCK]]
+
+    def holds(self, item: ChunkSlots) -> bool:
+        """Whether the blocks hold exactly the chunk's content."""
+        return all(
+            torch.equal(cache[block], content(item.chunk, layer, i))
+            for i, block in enumerate(self.block_ids(item))
+            for layer, cache in enumerate(self.caches)
+        )
+
+    def untouched(self, item: ChunkSlots) -> bool:
+        """Whether the blocks are still as they were made."""
+        return not any(cache[self.block_ids(item)].any() for cache in self.caches)
+
+    def put(self, chunks: Sequence[Chunk], first_block: int = 0) -> None:
+        """Store chunks and wait until they are published."""
+        for item in self.items(chunks, first_block):
+            self.fill(item)
+            assert self.transfer.store(item) == "queued"
+        assert self.transfer.drain(PATIENCE) == 0
+
+    def finished(self) -> Load:
+        """Wait for one load to end."""
+        while not (loads := self.transfer.poll(PATIENCE)):
+            assert self.transfer.loading, "no load is running"
+        (load,) = loads
+        return load
+
+    def load(self, chunks: Sequence[Chunk], first_block: int) -> tuple[Load, list[ChunkSlots]]:
+        """Load chunks and wait for the end."""
+        items = self.items(chunks, first_block)
+        self.transfer.load("r", items)
+        return self.finished(), items
+
+    def path(self, chunk: Chunk, shard: int) -> Path:
+        """Where an object lies."""
+        folder = Path(self.backend.url) / self.fmt.namespace.folder
+        return folder / object_name(chunk, shard, self.fmt.shards)
+
+    def count(self, name: str) -> float:
+        return self.counters.snapshot().get(name, 0)
+
+    def close(self) -> None:
+        self.transfer.close(0.0)
+
+
+def posix(path: Path) -> PosixBackend:
+    path.mkdir(exist_ok=True)
+    return PosixBackend(path)

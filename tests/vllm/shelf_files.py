@@ -1,0 +1,216 @@
+"""The files of a shelf, looked at and damaged from outside, without kvshelf's storage code.
+
+Only names are computed by kvshelf (they are tested against golden vectors elsewhere); files are
+found, waited for, checked and spoilt with the operating system's own calls.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import struct
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import xxhash
+
+from kvshelf.identity import KeyChain, Namespace, object_name
+
+CHUNK = 256
+WAIT = 30.0
+
+
+def wait_until(condition: Callable[[], bool], what: str, timeout: float = WAIT) -> None:
+    """Wait for something that other processes do; raises AssertionError at the timeout."""
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, f"{what}: not within {timeout:g} s"
+        time.sleep(0.005)
+
+
+class ShelfFiles:
+    """A shelf that holds the objects of one namespace, in a local directory."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def namespaces(self) -> list[Path]:
+        """Return the namespace folders."""
+        if not self.root.exists():
+            return []
+        return [path for path in sorted(self.root.iterdir()) if (path / "namespace.json").exists()]
+
+    def objects(self) -> set[Path]:
+        """Return all objects of the shelf."""
+        return {
+            path
+            for path in self.root.rglob("*.safetensors")
+            if ".kvshelf" not in path.parts and not path.name.startswith(".")
+        }
+
+    def temporaries(self) -> set[Path]:
+        """Return files that were begun and not published."""
+        return set(self.root.rglob(".*.tmp"))
+
+    def of(
+        self, prompt: Sequence[int], *, salt: str = "", folder: Path | None = None
+    ) -> list[list[Path]]:
+        """Return the objects that a prompt's chunks have or would have: a list for each chunk."""
+        if folder is None:
+            [folder] = self.namespaces()
+        namespace = Namespace.from_bytes((folder / "namespace.json").read_bytes())
+        shards = namespace.record["shards"]
+        assert isinstance(shards, int)
+        chain = KeyChain(namespace.digest, CHUNK, salt=salt)
+        return [
+            [folder / object_name(chunk, shard, shards) for shard in range(shards)]
+            for chunk in chain.extend(prompt)
+        ]
+
+    def wait_stored(
+        self, prompt: Sequence[int], *, salt: str = "", timeout: float = WAIT
+    ) -> list[list[Path]]:
+        """Wait until all chunks of a prompt are on the shelf, and return their objects."""
+        if len(prompt) < CHUNK:
+            return []
+        wait_until(lambda: bool(self.namespaces()), "a namespace on the shelf", timeout)
+        chunks = self.of(prompt, salt=salt)
+        wait_until(
+            lambda: all(path.is_file() for chunk in chunks for path in chunk),
+            f"{len(chunks)} chunks on the shelf",
+            timeout,
+        )
+        return chunks
+
+    def check_all(self) -> int:
+        """Check every object against its own header; returns how many there are."""
+        objects = self.objects()
+        for path in objects:
+            check_object(path)
+        return len(objects)
+
+
+def check_object(path: Path) -> None:
+    """Assert that a file is a safetensors file whose tensors have the hashes in its header."""
+    data = path.read_bytes()
+    (length,) = struct.unpack("<Q", data[:8])
+    header = json.loads(data[8 : 8 + length])
+    hashes = header.pop("__metadata__")["xxh3"].split(",")
+    payload = memoryview(data)[8 + length :]
+    ends = []
+    for (name, tensor), expected in zip(header.items(), hashes, strict=True):
+        start, end = tensor["data_offsets"]
+        ends.append(end)
+        assert xxhash.xxh3_128_hexdigest(payload[start:end]) == expected, f"{path}: {name}"
+    assert ends[-1] == len(payload), path
+
+
+def _edit_header(path: Path, change: Callable[[bytes], bytes]) -> None:
+    data = path.read_bytes()
+    (length,) = struct.unpack("<Q", data[:8])
+    header = change(data[8 : 8 + length])
+    assert len(header) == length and header != data[8 : 8 + length]
+    path.write_bytes(data[:8] + header + data[8 + length :])
+
+
+def _flip(path: Path, offset: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(offset, os.SEEK_END if offset < 0 else os.SEEK_SET)
+        (byte,) = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 0x10]))
+
+
+def _replace(path: Path, make: Callable[[Path], object]) -> None:
+    path.unlink()
+    make(path)
+
+
+def _age(path: Path) -> None:
+    """Make a file look old: what changed a moment ago may still be copied to its place."""
+    old = time.time() - 3600
+    os.utime(path, (old, old), follow_symlinks=False)
+
+
+def _truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+    _age(path)
+
+
+def _empty(path: Path) -> None:
+    os.truncate(path, 0)
+    _age(path)
+
+
+def _append(path: Path) -> None:
+    with path.open("ab") as file:
+        file.write(b"\0")
+    _age(path)
+
+
+def _other_namespace(path: Path) -> None:
+    def change(header: bytes) -> bytes:
+        at = header.index(b'"namespace":"') + len(b'"namespace":"')
+        return header[:at] + bytes(reversed(header[at : at + 64])) + header[at + 64 :]
+
+    _edit_header(path, change)
+
+
+def _other_chunk(path: Path) -> None:
+    others = sorted(
+        other
+        for other in path.parents[1].rglob("*.safetensors")
+        if other != path and other.stat().st_size == path.stat().st_size
+    )
+    shutil.copyfile(others[0], path)
+
+
+def _huge_header(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.write(struct.pack("<Q", 100_000_000_000))
+
+
+def _overlap(path: Path) -> None:
+    def change(header: bytes) -> bytes:
+        tensors = [name for name in json.loads(header) if name != "__metadata__"]
+        first = json.dumps(json.loads(header)[tensors[0]]["data_offsets"], separators=(",", ":"))
+        second = json.dumps(json.loads(header)[tensors[1]]["data_offsets"], separators=(",", ":"))
+        at = header.rindex(second.encode())
+        return header[:at] + first.encode().ljust(len(second)) + header[at + len(second) :]
+
+    _edit_header(path, change)
+
+
+def _symlink(path: Path) -> None:
+    target = path.with_name("elsewhere")
+    path.rename(target)
+    path.symlink_to(target)
+
+
+#: Ways to spoil an object in place, by name.
+DAMAGE: dict[str, Callable[[Path], None]] = {
+    "flipped byte of the payload": lambda path: _flip(path, -1000),
+    "flipped byte of the header": lambda path: _flip(path, 60),
+    "truncated": _truncate,
+    "empty": _empty,
+    "one byte too long": _append,
+    "of another namespace": _other_namespace,
+    "of another chunk": _other_chunk,
+    "100 GB header": _huge_header,
+    "overlapping tensors": _overlap,
+    "directory": lambda path: _replace(path, Path.mkdir),
+    "FIFO": lambda path: _replace(path, os.mkfifo),
+    "symbolic link": _symlink,
+}
+
+#: Those that a look-up already notices, by size or kind.
+SEEN_BY_LOOKUP = {
+    "truncated",
+    "empty",
+    "one byte too long",
+    "directory",
+    "FIFO",
+    "symbolic link",
+}
