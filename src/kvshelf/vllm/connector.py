@@ -84,7 +84,7 @@ class SharedStorageConnector(KVConnectorBase_V1):
         check_vllm_version(vllm.__version__)
         transfer = vllm_config.kv_transfer_config
         self._config = Config.load(transfer.kv_connector_extra_config)
-        _check_engine(vllm_config, kv_cache_config, self._config)
+        _check_engine(vllm_config, kv_cache_config)
         _recompute_failed_loads(transfer)
         self._shelf = _open(self._config)
         self._scheduler: SchedulerSide | None = None
@@ -130,7 +130,9 @@ class SharedStorageConnector(KVConnectorBase_V1):
         self._as_worker().drain(self._config.shutdown_drain_s)
 
     def restore_kv_caches(self, kv_caches: dict[str, torch.Tensor] | None = None) -> None:
-        """After sleep (vLLM 0.33): pointers are read from the tensors at each call."""
+        """After sleep (vLLM 0.33): compare layouts; pointers are read at each call."""
+        if kv_caches is not None:
+            self._as_worker().restore(kv_caches)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Begin a step."""
@@ -162,9 +164,7 @@ class SharedStorageConnector(KVConnectorBase_V1):
         """Gather what this step completed into staging."""
         self._as_worker().save()
 
-    def get_finished(
-        self, finished_req_ids: set[str]
-    ) -> tuple[set[str] | None, set[str] | None]:
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Return (None, requests whose loads are over)."""
         return None, self._as_worker().finished_loads() or None
 
@@ -193,9 +193,7 @@ class SharedStorageConnector(KVConnectorBase_V1):
     ) -> None:
         """Plan the load of `num_external_tokens` into `blocks`."""
         if num_external_tokens:
-            self._as_scheduler().allocated(
-                request, blocks.get_block_ids()[0], num_external_tokens
-            )
+            self._as_scheduler().allocated(request, blocks.get_block_ids()[0], num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """Return the step's loads and stores; `scheduler_output` is only read."""
@@ -281,7 +279,7 @@ def _open(config: Config) -> Shelf:
     return open_shelf(url, storage_options=config.storage_options, read_only=config.read_only)
 
 
-def _check_engine(vllm_config: Any, kv_cache_config: Any, config: Config) -> None:
+def _check_engine(vllm_config: Any, kv_cache_config: Any) -> None:
     """Refuse what this version does not serve, before anything is stored."""
     parallel = vllm_config.parallel_config
     for name, flag in (
@@ -302,11 +300,6 @@ def _check_engine(vllm_config: Any, kv_cache_config: Any, config: Config) -> Non
             "encoder-decoder models are not supported: their KV is not a function of a token"
             " prefix. Remove --kv-transfer-config for this model"
         )
-    if model.use_mla:
-        raise UnsupportedError(
-            "MLA models are not supported by this version of kvshelf; remove"
-            " --kv-transfer-config for this model"
-        )
     groups = getattr(kv_cache_config, "kv_cache_groups", None)
     if groups is not None and len(groups) != 1:
         raise UnsupportedError(
@@ -318,10 +311,6 @@ def _check_engine(vllm_config: Any, kv_cache_config: Any, config: Config) -> Non
         raise UnsupportedError(
             f"speculative decoding by {speculative.method!r} keeps KV of its own, which this"
             f" version of kvshelf does not store; use one of {sorted(_DRAFTS_WITHOUT_KV)}"
-        )
-    if config.layout == "canonical":
-        raise UnsupportedError(
-            "layout=canonical is not available in this version of kvshelf; leave it at auto"
         )
 
 

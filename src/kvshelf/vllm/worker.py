@@ -3,11 +3,17 @@
 Owns the registered KV caches, this worker's part of the namespace, and the
 :class:`~kvshelf.transfer.Transfer` that runs its stores and loads.
 
+A slot mapping has one entry for each token where chunks are stored canonically, and one
+for each block where blocks are stored whole; vLLM's blocks and kvshelf's chunks need not
+end together. Tokens that a load must not touch, because vLLM has them already or the hit
+ends before them, are −1.
+
 Contracts
 ---------
 * All methods run on the worker's step thread and never touch storage.
-* The layout of a cache is recognised, never guessed: what is not recognised is refused
-  when caches are registered.
+* The layout of a cache is learned by :mod:`kvshelf.vllm.layout_probe` when caches are
+  registered, never guessed.
+* A block is reported as loaded only when all of its tokens that the hit covers are.
 * On CPUs the engine's threads are bound to cores of their own; kvshelf's threads keep
   off those where others are free. The scheduler has no such binding.
 """
@@ -16,6 +22,7 @@ from __future__ import annotations
 
 import logging
 import os
+import platform
 import re
 import threading
 from collections.abc import Mapping
@@ -23,23 +30,24 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import vllm
 
 from kvshelf import ops
 from kvshelf.chunkfile import ObjectFormat
 from kvshelf.config import Config
 from kvshelf.errors import ConfigError, UnsupportedError
 from kvshelf.identity import Namespace
-from kvshelf.layout import PagedLayout, native_slots_of
+from kvshelf.layout import native_slots_of
 from kvshelf.metrics import Counters
 from kvshelf.shelf import Shelf
 from kvshelf.staging import StagingPool
 from kvshelf.transfer import ChunkSlots, Failure, LayerRun, Load, PagedKVCache, Transfer
+from kvshelf.vllm.layout_probe import LayerCache, StoredLayout, choose_layout, probe_layers
 from kvshelf.vllm.metadata import LoadFailure, LoadOp, StepMetadata, WorkerMetadata, WorkerPart
 from kvshelf.vllm.namespace import (
     WeightsIdentity,
     build_namespace,
     kv_scales_digest,
-    stored_dtype,
 )
 
 logger = logging.getLogger(__name__)
@@ -66,6 +74,15 @@ def free_cpus() -> set[int] | None:
     except (AttributeError, OSError):
         return None
     return (allowed - bound) or None
+
+
+def _of_one_kind(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return (
+        a.shape == b.shape
+        and a.stride() == b.stride()
+        and a.dtype == b.dtype
+        and a.device.type == b.device.type
+    )
 
 
 class WorkerSide:
@@ -98,8 +115,9 @@ class WorkerSide:
         self.counters = Counters()
         self._free_cpus = free_cpus()
         self._block_size = int(vllm_config.cache_config.block_size)
-        self._kernel_block_size = 0
+        self._unit_tokens = 1
         self._runs: list[LayerRun] = []
+        self._names: list[str] = []
         self._part: WorkerPart | None = None
         self._part_lock = threading.Lock()
         self._part_sent = False
@@ -117,22 +135,30 @@ class WorkerSide:
     # ------------------------------------------------------------- caches
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
-        """Take the engine's caches, recognise their layout, begin to name the weights.
+        """Take the engine's caches, learn their layout, begin to name the weights.
 
         Raises
         ------
         UnsupportedError
-            If a cache is of a kind that this version does not know.
+            If a cache is of a kind that this version does not serve.
         ConfigError
-            If the chunk size does not fit the block size.
+            If the chunk size or the option ``layout`` do not fit the layout.
         """
         # Loads the compiled code now, so that no step has to.
         logger.info("gather and scatter: %s", ops.implementation())
-        names = self._cached_layers(kv_caches)
-        caches = [kv_caches[name] for name in names]
-        self._runs, part = self._recognise(names, caches)
+        self._names = self._cached_layers(kv_caches)
+        layers = self._learn(kv_caches)
+        stored = choose_layout(
+            layers,
+            self._config.layout,
+            chunk_size=self._config.chunk_size,
+            block_size=self._block_size,
+            engine=self._engine_facts(),
+        )
+        self._runs = list(stored.runs)
+        self._unit_tokens = stored.unit_tokens
         with self._part_lock:
-            self._part = part
+            self._part = self._make_part(layers, stored)
         self._weights = WeightsIdentity(
             self._vllm_config,
             self._config,
@@ -142,85 +168,109 @@ class WorkerSide:
         )
         self._weights.start()
 
+    def restore(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        """Take the caches as they are after the engine slept.
+
+        Nothing is written to them: only shapes, strides and dtypes are compared with
+        those that were learned.
+        """
+        caches = iter([kv_caches.get(name) for name in self._names])
+        for run in self._runs:
+            for number, old in enumerate(run.caches):
+                new = next(caches)
+                if new is None or not _of_one_kind(old, new):
+                    self._problem(
+                        "the engine's KV caches came back from sleep in another layout; nothing is"
+                        " stored or loaded until the engine is restarted"
+                    )
+                    return
+                run.caches[number] = new
+
     def _cached_layers(self, kv_caches: Mapping[str, torch.Tensor]) -> list[str]:
         """Return the names of layers with a cache of their own, in model order."""
         groups = getattr(self._kv_cache_config, "kv_cache_groups", None)
         names = groups[0].layer_names if groups else kv_caches
-        return sorted((name for name in names if name in kv_caches), key=natural_order)
-
-    def _recognise(
-        self, names: list[str], caches: list[torch.Tensor]
-    ) -> tuple[list[LayerRun], WorkerPart]:
         layers = self._vllm_config.compilation_config.static_forward_context
-        cache_dtype = str(self._vllm_config.cache_config.cache_dtype)
-        runs: list[LayerRun] = []
-        shapes, dtypes, layouts, kinds = [], [], [], []
-        head_sizes, windows = [], []
-        for i, (name, cache) in enumerate(zip(names, caches, strict=True)):
-            layer = layers[name]
-            layout_id, head_size = self._native_layout(name, layer, cache, cache_dtype)
-            layout = PagedLayout.native_blocks(cache)
-            if runs and runs[-1].layout == layout:
-                runs[-1] = LayerRun(runs[-1].first_layer, [*runs[-1].caches, cache], layout)
-            else:
-                runs.append(LayerRun(i, [cache], layout))
-            window = getattr(layer.impl, "sliding_window", None)
+        return sorted(
+            (
+                name
+                for name in names
+                if name in kv_caches
+                and getattr(layers[name], "kv_sharing_target_layer_name", None) is None
+            ),
+            key=natural_order,
+        )
+
+    def _learn(self, kv_caches: Mapping[str, torch.Tensor]) -> list[LayerCache]:
+        for name in self._names:
+            device = kv_caches[name].device
+            if device.type != "cpu":
+                raise UnsupportedError(
+                    f"layer {name} keeps its KV on {device}; this version of kvshelf serves vLLM's"
+                    " CPU backend"
+                )
+        layers = probe_layers(
+            self._vllm_config.compilation_config.static_forward_context,
+            kv_caches,
+            self._names,
+            num_blocks=self._num_blocks(),
+            block_size=self._block_size,
+            cache_dtype=str(self._vllm_config.cache_config.cache_dtype),
+            compute_dtype=self._vllm_config.model_config.dtype,
+        )
+        logger.info(
+            "layouts learned from %d writes to %d layers in %.0f ms: %s",
+            sum(layer.learned.writes for layer in layers),
+            len(layers),
+            sum(layer.seconds for layer in layers) * 1e3,
+            ", ".join(sorted({layer.learned.kind for layer in layers})),
+        )
+        return layers
+
+    def _num_blocks(self) -> int:
+        """Return the number of blocks of the cache manager."""
+        blocks = getattr(self._kv_cache_config, "num_blocks", None)
+        return int(blocks or self._vllm_config.cache_config.num_gpu_blocks or 0)
+
+    def _engine_facts(self) -> dict[str, object]:
+        """Return what could matter to a layout that is unknown."""
+        parallel = self._vllm_config.parallel_config
+        cache = self._vllm_config.cache_config
+        return {
+            "num_blocks": self._num_blocks(),
+            "block_size": self._block_size,
+            "vllm": vllm.__version__,
+            "cache_dtype": cache.cache_dtype,
+            "compute_dtype": self._vllm_config.model_config.dtype,
+            "tensor_parallel_size": parallel.tensor_parallel_size,
+            "pipeline_parallel_size": parallel.pipeline_parallel_size,
+            "instructions": torch.backends.cpu.get_cpu_capability(),
+            "machine": platform.machine(),
+        }
+
+    def _make_part(self, layers: list[LayerCache], stored: StoredLayout) -> WorkerPart:
+        context = self._vllm_config.compilation_config.static_forward_context
+        windows, kinds, head_sizes = [], [], []
+        for layer in layers:
+            window = getattr(context[layer.name].impl, "sliding_window", None)
             windows.append(-1 if window is None else int(window))
-            kinds.append("full" if windows[-1] < 0 else "sliding")
-            layouts.append(layout_id)
-            head_sizes.append(head_size)
-            dtypes.append(stored_dtype(cache_dtype, str(cache.dtype)))
-            shapes.append(f"2,*,{cache.shape[1]},{head_size}")
-        part = WorkerPart(
-            tuple(names),
-            tuple(shapes),
-            tuple(dtypes),
-            tuple(layouts),
+            if layer.kvs == 1:
+                kinds.append("mla")
+            else:
+                kinds.append("full" if windows[-1] < 0 else "sliding")
+            head_sizes.append(layer.head_size or int(context[layer.name].head_size))
+        names = tuple(layer.name for layer in layers)
+        scaled = "fp8" in str(self._vllm_config.cache_config.cache_dtype)
+        return WorkerPart(
+            names,
+            stored.shapes,
+            stored.dtypes,
+            stored.ids,
             tuple(kinds),
             tuple(head_sizes),
             tuple(windows),
-            kv_scales=kv_scales_digest(layers, tuple(names)) if "fp8" in cache_dtype else "",
+            kv_scales=kv_scales_digest(context, names) if scaled else "",
         )
-        return runs, part
-
-    def _native_layout(
-        self, name: str, layer: Any, cache: torch.Tensor, cache_dtype: str
-    ) -> tuple[str, int]:
-        """Return layout id and head size of one layer of vLLM's CPU attention backend."""
-        backend = type(layer.impl).__name__
-        if cache.device.type != "cpu" or backend != "CPUAttentionBackendImpl":
-            raise UnsupportedError(
-                f"layer {name} keeps its KV on {cache.device.type} in the layout of {backend};"
-                " this version of kvshelf serves vLLM's CPU attention backend"
-            )
-        if cache.dim() != 4:
-            raise UnsupportedError(
-                f"the cache of layer {name} has shape {list(cache.shape)}; expected"
-                " [blocks, KV heads, tokens, content]"
-            )
-        from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
-
-        head_size = int(layer.head_size)
-        tokens = int(cache.shape[2])
-        dtype = stored_dtype(cache_dtype, str(cache.dtype))
-        if int(cache.shape[3]) != 2 * head_size or self._block_size % tokens:
-            raise UnsupportedError(
-                f"the cache of layer {name} has shape {list(cache.shape)}; expected blocks of a"
-                f" divisor of {self._block_size} tokens with content of {2 * head_size} elements"
-            )
-        if self._kernel_block_size not in (0, tokens):
-            raise UnsupportedError("layers with blocks of different size are not supported")
-        self._kernel_block_size = tokens
-        if self._config.chunk_size % self._block_size:
-            raise ConfigError(
-                f"chunk_size={self._config.chunk_size} is not a multiple of the engine's block"
-                f" size {self._block_size}: set chunk_size to a multiple, or --block-size to a"
-                " divisor"
-            )
-        isa = _get_attn_isa(
-            self._vllm_config.model_config.dtype, self._block_size, head_size, cache_dtype
-        )
-        return f"cpu-{isa}-{dtype.lower()}-b{tokens}", head_size
 
     # ------------------------------------------------------------- namespace
 
@@ -348,13 +398,13 @@ class WorkerSide:
         ]
 
     def _slots(self, block_ids: list[int], chunk_start: int, start: int, end: int) -> torch.Tensor:
-        """Block ids of one chunk, −1 for blocks outside tokens ``[start, end)``."""
-        tokens = self._kernel_block_size
+        """Slot mapping of one chunk, −1 outside tokens ``[start, end)``."""
+        unit = self._unit_tokens
         size = self._config.chunk_size
-        slots = torch.full((size // tokens,), -1, dtype=torch.int64)
+        slots = torch.full((size // unit,), -1, dtype=torch.int64)
         first, last = max(start, chunk_start), min(end, chunk_start + size)
-        at = (first - chunk_start) // tokens
-        ids = native_slots_of(block_ids, self._block_size, tokens, first, last - first)
+        at = (first - chunk_start) // unit
+        ids = native_slots_of(block_ids, self._block_size, unit, first, last - first)
         slots[at : at + len(ids)] = ids
         return slots
 
@@ -366,9 +416,9 @@ class WorkerSide:
         size = self._config.chunk_size
         stores, meta.stores = meta.stores, []
         for op in stores:
-            slots = native_slots_of(
-                op.block_ids, self._block_size, self._kernel_block_size, 0, size
-            )
+            # The first of these blocks may begin with tokens of the chunk before.
+            start = op.chunk.index * size % self._block_size
+            slots = native_slots_of(op.block_ids, self._block_size, self._unit_tokens, start, size)
             self._transfer.store(ChunkSlots(op.chunk, slots), repair=op.repair, age=op.age)
 
     def finished_loads(self) -> set[str]:
@@ -392,7 +442,9 @@ class WorkerSide:
         if load.cancelled:
             good_until = op.start
         elif load.failed_at is not None:
-            good_until = max(op.start, load.items[load.failed_at].chunk.index * size)
+            # The block in which the failed chunk begins is not complete either.
+            failed = load.items[load.failed_at].chunk.index * size
+            good_until = max(op.start, failed - failed % self._block_size)
         self.counters.add("loaded_tokens", max(0, good_until - op.start))
         if not load.cancelled:
             self._bad_blocks.update(self._blocks_of(op, good_until))
@@ -444,7 +496,3 @@ class WorkerSide:
                     self._config.shutdown_drain_s,
                 )
             self._transfer = None
-
-
-
-
