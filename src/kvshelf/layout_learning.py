@@ -26,6 +26,7 @@ Contracts
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -300,15 +301,14 @@ class _Probe:
             for block in self.blocks:
                 tokens = (owner == block).nonzero().view(-1)
                 expected[block][positions[:, offset[tokens]]] = values[:, tokens]
-                if not torch.equal(self._read(block).view(shape.dtype).float(), expected[block]):
+                if not self._alike(self._read(block).view(shape.dtype).float(), expected[block]):
                     raise _UnknownError(
                         f"random values do not arrive in block {block} where and as what was "
                         f"written to block {self.blocks[0]} before predicts"
                     )
 
     def _random_values(self, tokens: int) -> Tensor:
-        # ±1, 1.25, 1.5 or 1.75 times a power of two: exact in every dtype of a KV cache, also
-        # after multiplication with a scale and division by it in a dtype with more digits.
+        # ±1, 1.25, 1.5 or 1.75 times a power of two: exact in every dtype of a KV cache.
         shape = self.shape
 
         def draw(low: int, high: int) -> Tensor:
@@ -316,6 +316,14 @@ class _Probe:
             return torch.randint(low, high, size, generator=self._random).float()
 
         return (draw(0, 2) * 2 - 1) * (1 + draw(0, 4) / 4) * torch.exp2(draw(-6, 7))
+
+    def _alike(self, found: Tensor, expected: Tensor) -> bool:
+        if all(math.frexp(scale)[0] == 0.5 for scale in self.shape.scales):
+            return torch.equal(found, expected)
+        # A value that is multiplied by its scale, rounded to what the model computes in and
+        # divided again may end one step beside itself: engines round as they like.
+        step = torch.finfo(self.shape.dtype).eps
+        return bool(((found - expected).abs() <= expected.abs() * step).all())
 
 
 def _block_dimension(cache: Tensor, num_blocks: int) -> int:

@@ -300,6 +300,13 @@ def _check_engine(vllm_config: Any, kv_cache_config: Any) -> None:
             "encoder-decoder models are not supported: their KV is not a function of a token"
             " prefix. Remove --kv-transfer-config for this model"
         )
+    if model.use_mla and not vllm_config.scheduler_config.enable_chunked_prefill:
+        raise UnsupportedError(
+            "vLLM cannot continue a stored prefix with MLA here: where its backend cannot, as on"
+            " CPUs without AMX, it turns chunked prefill and prefix caching off, and tokens behind"
+            " a loaded prefix would be computed wrongly. Remove --kv-transfer-config, or do not"
+            " turn chunked prefill off"
+        )
     groups = getattr(kv_cache_config, "kv_cache_groups", None)
     if groups is not None and len(groups) != 1:
         raise UnsupportedError(

@@ -95,7 +95,8 @@ def build_namespace(vllm_config: Any, config: Config, part: WorkerPart) -> Names
     """
     assert part.weights is not None
     model = vllm_config.model_config
-    kv_heads = int(model.get_total_num_kv_heads())
+    # MLA keeps one content for all heads.
+    kv_heads = 1 if "mla" in part.attention else int(model.get_total_num_kv_heads())
     shards = config.shards or default_shards(kv_heads)
     if part.layouts[0].startswith("opaque-"):
         # Whole blocks of a rank cannot be split, and are not shared between degrees.
