@@ -20,15 +20,16 @@ with warnings.catch_warnings():
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
     from vllm.v1.attention.backends.mla.cpu_mla import CPUMLAImpl
 
+    from kvshelf.vllm.layout_probe import (
+        LayerCache,
+        StoredLayout,
+        choose_layout,
+        probe_layers,
+    )
+
 from kvshelf import ops
 from kvshelf.errors import ConfigError, UnsupportedError
 from kvshelf.layout import PagedLayout, PermutedLayout
-from kvshelf.vllm.layout_probe import (
-    LayerCache,
-    StoredLayout,
-    choose_layout,
-    probe_layers,
-)
 
 BLOCKS, HEADS = 4, 2
 ENGINE = {"num_blocks": BLOCKS, "vllm": "0.32.0", "tensor_parallel_size": 1, "block_size": 128}
