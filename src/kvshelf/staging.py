@@ -150,14 +150,16 @@ class StagingPool:
             self._changed.notify()
 
     def warm(self, nbytes: int) -> None:
-        """Take up to `nbytes` of memory now and touch it, so that no step has to."""
+        """Take up to `nbytes` of memory now and touch it, so that no step has to.
+
+        At most half of the pool: what is being warmed cannot be handed out.
+        """
+        target = min(self.limit // 2, nbytes // self.buffer_bytes)
         while True:
             with self._changed:
-                if self._closed or self._made >= min(self.limit, nbytes // self.buffer_bytes):
-                    return
-                fresh = self._grow()
-                if not fresh:
-                    return
+                fresh = [] if self._closed else self._grow(target)
+            if not fresh:
+                return
             # Outside the lock: zeroing memory is slow and no one else holds these yet.
             for buffer in fresh:
                 buffer.tensor.zero_()
@@ -172,13 +174,13 @@ class StagingPool:
             self._changed.notify_all()
 
     def _grow_free(self) -> bool:
-        fresh = self._grow()
+        fresh = self._grow(self.limit)
         self._free += fresh
         return bool(fresh)
 
-    def _grow(self) -> list[StagingBuffer]:
-        """Return new buffers, none when the limit is reached or the system refuses memory."""
-        count = min(max(1, _SLAB_BYTES // self.buffer_bytes), self.limit - self._made)
+    def _grow(self, most: int) -> list[StagingBuffer]:
+        """Return new buffers, none when there are `most` or the system refuses memory."""
+        count = min(max(1, _SLAB_BYTES // self.buffer_bytes), most - self._made)
         if count <= 0:
             return []
         try:

@@ -171,8 +171,10 @@ class SimulatedEngine:
             ),
         )
         self.shelf = open_shelf(str(shelf))
-        self.scheduler = SchedulerSide(vllm_config, config, self.shelf, block_size=block_size)
-        self.worker = WorkerSide(vllm_config, config, self.shelf)
+        self.scheduler = SchedulerSide(
+            vllm_config, config, lambda: self.shelf, block_size=block_size
+        )
+        self.worker = WorkerSide(vllm_config, config, lambda: self.shelf)
         self.worker.register(self.caches)
         self.requests = 0
         #: Blocks that the last load left without KV.

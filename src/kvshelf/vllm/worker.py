@@ -12,8 +12,11 @@ Contracts
 ---------
 * All methods run on the worker's step thread and never touch storage.
 * The layout of a cache is learned by :mod:`kvshelf.vllm.layout_probe` when caches are
-  registered, never guessed.
-* A block is reported as loaded only when all of its tokens that the hit covers are.
+  registered, never guessed. A configuration that cannot work is refused then.
+* A block counts as loaded only when all of its tokens that the hit covers are.
+* Every load that the scheduler planned is reported finished, in one way or another, and
+  the blocks that it left without KV no later than that.
+* What a failed step left in the cache is never stored.
 * On CPUs the engine's threads are bound to cores of their own; kvshelf's threads keep
   off those where others are free. The scheduler has no such binding.
 """
@@ -24,9 +27,10 @@ import logging
 import os
 import platform
 import re
+import sys
 import threading
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -35,7 +39,7 @@ import vllm
 from kvshelf import ops
 from kvshelf.chunkfile import ObjectFormat
 from kvshelf.config import Config
-from kvshelf.errors import ConfigError, UnsupportedError
+from kvshelf.errors import UnsupportedError
 from kvshelf.identity import Namespace
 from kvshelf.layout import native_slots_of
 from kvshelf.metrics import Counters
@@ -43,7 +47,14 @@ from kvshelf.shelf import Shelf
 from kvshelf.staging import StagingPool
 from kvshelf.transfer import ChunkSlots, Failure, LayerRun, Load, PagedKVCache, Transfer
 from kvshelf.vllm.layout_probe import LayerCache, StoredLayout, choose_layout, probe_layers
-from kvshelf.vllm.metadata import LoadFailure, LoadOp, StepMetadata, WorkerMetadata, WorkerPart
+from kvshelf.vllm.metadata import (
+    NULL_BLOCK,
+    LoadFailure,
+    LoadOp,
+    StepMetadata,
+    WorkerMetadata,
+    WorkerPart,
+)
 from kvshelf.vllm.namespace import (
     WeightsIdentity,
     build_namespace,
@@ -76,6 +87,14 @@ def free_cpus() -> set[int] | None:
     return (allowed - bound) or None
 
 
+def manager_block_size(vllm_config: Any, kv_cache_config: Any) -> int:
+    """Return the number of tokens in a block of vLLM's cache manager."""
+    groups = getattr(kv_cache_config, "kv_cache_groups", None)
+    if groups:
+        return int(groups[0].kv_cache_spec.block_size)
+    return int(vllm_config.cache_config.block_size)
+
+
 def _of_one_kind(a: torch.Tensor, b: torch.Tensor) -> bool:
     return (
         a.shape == b.shape
@@ -92,7 +111,8 @@ class WorkerSide:
     ----------
     vllm_config : VllmConfig
     config : Config
-    shelf : Shelf
+    shelf : Callable[[], Shelf or None]
+        Returns the shelf, None while it is not open.
     kv_cache_config : KVCacheConfig, optional
         The cache groups; layer names come from the registered caches without it.
     rank : int
@@ -102,7 +122,7 @@ class WorkerSide:
         self,
         vllm_config: Any,
         config: Config,
-        shelf: Shelf,
+        shelf: Callable[[], Shelf | None],
         *,
         kv_cache_config: Any = None,
         rank: int = 0,
@@ -114,7 +134,7 @@ class WorkerSide:
         self._rank = rank
         self.counters = Counters()
         self._free_cpus = free_cpus()
-        self._block_size = int(vllm_config.cache_config.block_size)
+        self._block_size = manager_block_size(vllm_config, kv_cache_config)
         self._unit_tokens = 1
         self._runs: list[LayerRun] = []
         self._names: list[str] = []
@@ -124,10 +144,10 @@ class WorkerSide:
         self._weights: WeightsIdentity | None = None
         self._namespace: Namespace | None = None
         self._transfer: Transfer | None = None
-        self._prepared: tuple[Namespace, ObjectFormat, PagedKVCache, StagingPool] | None = None
+        self._prepared: _Prepared | None = None
         self._meta: StepMetadata | None = None
         self._loads_started = False
-        self._ops: dict[str, LoadOp] = {}
+        self._ops: dict[Load, LoadOp] = {}
         self._refused: set[str] = set()
         self._bad_blocks: set[int] = set()
         self._failures: list[LoadFailure] = []
@@ -146,6 +166,7 @@ class WorkerSide:
         """
         # Loads the compiled code now, so that no step has to.
         logger.info("gather and scatter: %s", ops.implementation())
+        self._forget_caches()
         self._names = self._cached_layers(kv_caches)
         layers = self._learn(kv_caches)
         stored = choose_layout(
@@ -157,8 +178,11 @@ class WorkerSide:
         )
         self._runs = list(stored.runs)
         self._unit_tokens = stored.unit_tokens
+        part = self._describe(layers, stored)
+        # A configuration that does not fit the model is told now, not when the weights are known.
+        self._make_parts(build_namespace(self._vllm_config, self._config, _named(part)))
         with self._part_lock:
-            self._part = self._make_part(layers, stored)
+            self._part = part
         self._weights = WeightsIdentity(
             self._vllm_config,
             self._config,
@@ -186,6 +210,19 @@ class WorkerSide:
                     return
                 run.caches[number] = new
 
+    def _forget_caches(self) -> None:
+        """Give up everything that concerns the caches registered before, if any."""
+        if self._weights is not None:
+            self._weights.cancel()
+        if self._transfer is not None:
+            self._transfer.close()
+            self._transfer = None
+        for op in self._ops.values():
+            self._refuse(op)
+        self._ops.clear()
+        self._namespace = self._prepared = None
+        self._part_sent = False
+
     def _cached_layers(self, kv_caches: Mapping[str, torch.Tensor]) -> list[str]:
         """Return the names of layers with a cache of their own, in model order."""
         groups = getattr(self._kv_cache_config, "kv_cache_groups", None)
@@ -196,21 +233,29 @@ class WorkerSide:
                 name
                 for name in names
                 if name in kv_caches
-                and getattr(layers[name], "kv_sharing_target_layer_name", None) is None
+                and not getattr(layers.get(name), "kv_sharing_target_layer_name", None)
             ),
             key=natural_order,
         )
 
     def _learn(self, kv_caches: Mapping[str, torch.Tensor]) -> list[LayerCache]:
+        context = self._vllm_config.compilation_config.static_forward_context
         for name in self._names:
             device = kv_caches[name].device
+            kind = getattr(getattr(context[name], "impl", None), "attn_type", "decoder")
+            kind = str(getattr(kind, "value", kind))
+            if kind != "decoder":
+                raise UnsupportedError(
+                    f"layer {name} has attention of kind {kind!r}, whose KV is not a function of"
+                    " the tokens before it; remove --kv-transfer-config for this model"
+                )
             if device.type != "cpu":
                 raise UnsupportedError(
                     f"layer {name} keeps its KV on {device}; this version of kvshelf serves vLLM's"
                     " CPU backend"
                 )
         layers = probe_layers(
-            self._vllm_config.compilation_config.static_forward_context,
+            context,
             kv_caches,
             self._names,
             num_blocks=self._num_blocks(),
@@ -248,11 +293,12 @@ class WorkerSide:
             "machine": platform.machine(),
         }
 
-    def _make_part(self, layers: list[LayerCache], stored: StoredLayout) -> WorkerPart:
+    def _describe(self, layers: list[LayerCache], stored: StoredLayout) -> WorkerPart:
         context = self._vllm_config.compilation_config.static_forward_context
         windows, kinds, head_sizes = [], [], []
         for layer in layers:
-            window = getattr(context[layer.name].impl, "sliding_window", None)
+            impl = getattr(context[layer.name], "impl", None)
+            window = getattr(impl, "sliding_window", None)
             windows.append(-1 if window is None else int(window))
             if layer.kvs == 1:
                 kinds.append("mla")
@@ -260,7 +306,9 @@ class WorkerSide:
                 kinds.append("full" if windows[-1] < 0 else "sliding")
             head_sizes.append(layer.head_size or int(context[layer.name].head_size))
         names = tuple(layer.name for layer in layers)
-        scaled = "fp8" in str(self._vllm_config.cache_config.cache_dtype)
+        scaled = "fp8" in str(self._vllm_config.cache_config.cache_dtype) or any(
+            layer.dtype.startswith("F8") for layer in layers
+        )
         return WorkerPart(
             names,
             stored.shapes,
@@ -278,20 +326,18 @@ class WorkerSide:
         """Background thread: complete the part, and make ready what it decides."""
         with self._part_lock:
             assert self._part is not None
-            self._part = replace(self._part, weights=weights)
-            part = self._part
+            part = replace(self._part, weights=weights)
         try:
             namespace = build_namespace(self._vllm_config, self._config, part)
-            fmt = ObjectFormat(namespace)
-            cache = PagedKVCache(fmt, self._runs)
-            staging = self._make_staging(fmt)
-        except ConfigError as error:
-            self._problem(str(error))
+            self._prepared = prepared = self._make_parts(namespace)
+        except Exception as error:  # noqa: BLE001 - there is nobody else to tell
+            self._problem(f"{type(error).__name__}: {error}")
             return
-        self._prepared = (namespace, fmt, cache, staging)
+        with self._part_lock:
+            self._part = part
         # Memory that is touched for the first time inside a step would slow it.
         threading.Thread(
-            target=self._warm, args=(staging,), name="kvshelf-warm", daemon=True
+            target=self._warm, args=(prepared.staging,), name="kvshelf-warm", daemon=True
         ).start()
 
     def _warm(self, staging: StagingPool) -> None:
@@ -304,40 +350,41 @@ class WorkerSide:
             self._part = replace(self._part, problem=problem)
             self._part_sent = False
 
-    def _make_staging(self, fmt: ObjectFormat) -> StagingPool:
+    def _make_parts(self, namespace: Namespace) -> _Prepared:
+        fmt = ObjectFormat(namespace)
         largest = max(fmt.object_size(shard) for shard in range(fmt.shards))
-        return StagingPool(int(self._config.staging_bytes), largest)
+        staging = StagingPool(int(self._config.staging_bytes), largest, together=fmt.shards)
+        return _Prepared(namespace, fmt, PagedKVCache(fmt, self._runs), staging)
 
     def _open_namespace(self, encoded: bytes, slug: str) -> None:
         if self._namespace is not None and self._namespace.encoded == encoded:
             return
-        if self._transfer is not None:
-            self._transfer.close()
+        shelf = self._shelf()
+        if shelf is None or not self._runs:
+            # The scheduler goes on announcing the namespace until it is acknowledged.
+            return
         prepared = self._prepared
-        if prepared is not None and prepared[0].encoded == encoded:
-            namespace, fmt, cache, staging = prepared
-            self._prepared = None
-        else:
+        if prepared is None or prepared.namespace.encoded != encoded:
             try:
-                namespace = Namespace.from_bytes(encoded, slug)
-                fmt = ObjectFormat(namespace)
-                cache = PagedKVCache(fmt, self._runs)
-                staging = self._make_staging(fmt)
+                prepared = self._make_parts(Namespace.from_bytes(encoded, slug))
             except ValueError as error:
                 self._problem(str(error))
                 return
+        self._prepared = None
+        if self._transfer is not None:
+            self._transfer.close()
         threads = self._config.io_threads or 2
         self._transfer = Transfer(
-            self._shelf,
-            fmt,
-            cache,
-            staging,
+            shelf,
+            prepared.fmt,
+            prepared.cache,
+            prepared.staging,
             counters=self.counters,
             load_threads=threads,
             store_threads=max(1, threads // 2),
             on_thread_start=self._place_thread,
         )
-        self._namespace = namespace
+        self._namespace = prepared.namespace
 
     def _place_thread(self, kind: str) -> None:
         """Keep a thread of ours out of the engine's way. Runs on that thread."""
@@ -384,27 +431,45 @@ class WorkerSide:
         self._loads_started = True
         for op in meta.loads:
             if self._transfer is None:
-                self._refused.add(op.request_id)
-                self._bad_blocks.update(self._blocks_of(op, op.start))
+                self._refuse(op)
                 continue
-            self._ops[op.request_id] = op
-            self._transfer.load(op.request_id, self._load_items(op))
+            try:
+                load = self._transfer.load(op.request_id, self._load_items(op))
+            except Exception as error:
+                logger.error("a load was not started", exc_info=error)
+                self._refuse(op)
+            else:
+                self._ops[load] = op
+
+    def _refuse(self, op: LoadOp) -> None:
+        """Report a load finished that brings nothing."""
+        self._refused.add(op.request_id)
+        self._bad_blocks.update(self._blocks_of(op, op.start))
+        self._failures.append(
+            LoadFailure(op.request_id, op.start // self._config.chunk_size, b"", False)
+        )
 
     def _load_items(self, op: LoadOp) -> list[ChunkSlots]:
         size = self._config.chunk_size
+        if len(op.chunks) != -(-op.end // size) - op.start // size:
+            raise ValueError(
+                f"{len(op.chunks)} chunks cannot fill tokens {op.start} to {op.end} of a request"
+            )
         return [
             ChunkSlots(chunk, self._slots(op.block_ids, chunk.index * size, op.start, op.end))
             for chunk in op.chunks
         ]
 
     def _slots(self, block_ids: list[int], chunk_start: int, start: int, end: int) -> torch.Tensor:
-        """Slot mapping of one chunk, −1 outside tokens ``[start, end)``."""
+        """Slot mapping of one chunk, −1 outside tokens ``[start, end)`` and in null blocks."""
         unit = self._unit_tokens
         size = self._config.chunk_size
         slots = torch.full((size // unit,), -1, dtype=torch.int64)
         first, last = max(start, chunk_start), min(end, chunk_start + size)
         at = (first - chunk_start) // unit
         ids = native_slots_of(block_ids, self._block_size, unit, first, last - first)
+        # The null block is in use by everybody.
+        ids[ids // (self._block_size // unit) == NULL_BLOCK] = -1
         slots[at : at + len(ids)] = ids
         return slots
 
@@ -413,13 +478,26 @@ class WorkerSide:
         meta = self._meta
         if meta is None or not meta.stores or self._transfer is None:
             return
-        size = self._config.chunk_size
         stores, meta.stores = meta.stores, []
+        if sys.exc_info()[0] is not None:
+            # vLLM calls this also while an exception leaves the forward pass: then nobody
+            # knows which layers have written their KV.
+            return
+        size = self._config.chunk_size
         for op in stores:
-            # The first of these blocks may begin with tokens of the chunk before.
-            start = op.chunk.index * size % self._block_size
-            slots = native_slots_of(op.block_ids, self._block_size, self._unit_tokens, start, size)
-            self._transfer.store(ChunkSlots(op.chunk, slots), repair=op.repair, age=op.age)
+            if NULL_BLOCK in op.block_ids:
+                continue
+            try:
+                # The first of these blocks may begin with tokens of the chunk before.
+                start = op.chunk.index * size % self._block_size
+                slots = native_slots_of(
+                    op.block_ids, self._block_size, self._unit_tokens, start, size
+                )
+                self._transfer.store(ChunkSlots(op.chunk, slots), repair=op.repair, age=op.age)
+            except Exception as error:
+                self.counters.add("store_errors")
+                logger.error("a chunk was not stored", exc_info=error)
+                return
 
     def finished_loads(self) -> set[str]:
         """Return the requests whose loads are over, and note what failed."""
@@ -428,30 +506,32 @@ class WorkerSide:
             return done
         idle = self._meta is not None and self._meta.idle and not done
         for load in self._transfer.poll(_IDLE_WAIT_SECONDS if idle else 0.0):
-            done.add(load.request_id)
-            self._note(load, self._ops.pop(load.request_id))
+            op = self._ops.pop(load, None)
+            if op is not None:
+                done.add(load.request_id)
+                self._note(load, op)
         return done
 
     def _note(self, load: Load, op: LoadOp) -> None:
+        if load.cancelled:
+            return
         size = self._config.chunk_size
         for chunk, failure in load.failures:
             self._failures.append(
                 LoadFailure(load.request_id, chunk.index, chunk.key, failure is Failure.BAD)
             )
         good_until = op.end
-        if load.cancelled:
-            good_until = op.start
-        elif load.failed_at is not None:
+        if load.failed_at is not None:
             # The block in which the failed chunk begins is not complete either.
             failed = load.items[load.failed_at].chunk.index * size
             good_until = max(op.start, failed - failed % self._block_size)
-        self.counters.add("loaded_tokens", max(0, good_until - op.start))
-        if not load.cancelled:
-            self._bad_blocks.update(self._blocks_of(op, good_until))
+        self.counters.add("loaded_tokens", good_until - op.start)
+        self._bad_blocks.update(self._blocks_of(op, good_until))
 
     def _blocks_of(self, op: LoadOp, start: int) -> list[int]:
         """Return the blocks of `op` from token `start` on."""
-        return op.block_ids[start // self._block_size : -(-op.end // self._block_size)]
+        blocks = op.block_ids[start // self._block_size : -(-op.end // self._block_size)]
+        return [block for block in blocks if block != NULL_BLOCK]
 
     def take_bad_blocks(self) -> set[int]:
         """Return the blocks that failed loads left without KV."""
@@ -496,3 +576,18 @@ class WorkerSide:
                     self._config.shutdown_drain_s,
                 )
             self._transfer = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """What a namespace decides, made before the first step needs it."""
+
+    namespace: Namespace
+    fmt: ObjectFormat
+    cache: PagedKVCache
+    staging: StagingPool
+
+
+def _named(part: WorkerPart) -> WorkerPart:
+    """Return `part` with some weights, to try what does not depend on which."""
+    return replace(part, weights="sha256:" + "0" * 64)
