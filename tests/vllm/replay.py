@@ -547,13 +547,22 @@ class MiniVllm:
     # Blocks
 
     def content(self, request: Request, layer: int, end: int) -> torch.Tensor:
-        """What the block that ends at token `end` holds: a function of the whole prefix."""
-        size = HEADS * self.block_size * 2 * HEAD_SIZE
-        data = bytearray(
-            random.Random(self._prefix(request, end) + bytes([layer])).randbytes(2 * size)
-        )
-        shape = (HEADS, self.block_size, 2 * HEAD_SIZE)
-        return torch.frombuffer(data, dtype=torch.int16).view(torch.bfloat16).view(shape)
+        """What the block that ends at token `end` holds: for each token a function of its prefix.
+
+        Packed as :class:`CPUAttentionBackendImpl` does it.
+        """
+        size = self.block_size
+        first = (end - 1) // size * size
+        digests = [
+            hashlib.shake_128(self._prefix(request, token + 1) + bytes([layer]))
+            for token in range(first, end)
+        ]
+        data = bytearray(b"".join(digest.digest(4 * HEADS * HEAD_SIZE) for digest in digests))
+        rows = torch.frombuffer(data, dtype=torch.int16).view(-1, 2, HEADS, HEAD_SIZE)
+        block = torch.zeros(HEADS, 2, HEAD_SIZE * size, dtype=torch.int16)
+        block[:, 0].view(HEADS, HEAD_SIZE, size)[:, :, : len(rows)] = rows[:, 0].permute(1, 2, 0)
+        block[:, 1].view(HEADS, size, HEAD_SIZE)[:, : len(rows)] = rows[:, 1].transpose(0, 1)
+        return block.view(torch.bfloat16).view(HEADS, size, 2 * HEAD_SIZE)
 
     def check(self, state: State, computed: int) -> None:
         """Fail unless the first `computed` tokens of a request have exactly their KV."""
