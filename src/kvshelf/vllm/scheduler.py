@@ -168,6 +168,7 @@ class SchedulerSide:
         self._recheck = False
         self._budget = config.lookup_budget_ms * 1e-3
         self._budget_left = max(self._budget, _IDLE_LOOKUP_SECONDS)
+        self._idle = True
         self._next_log = 0.0
         self._adapters = AdapterDigests(FingerprintCache(cache_dir() / "fingerprints.json"))
 
@@ -190,7 +191,7 @@ class SchedulerSide:
         if lookups is None:
             return (None, False) if self._may_wait_for_identity() else (0, False)
         lookup = state.lookup or self._start_lookup(lookups, state)
-        if not lookup.done and not self._wait(lookup):
+        if not lookup.done and not self._wait(lookups, lookup):
             if not self._too_long(lookups, state):
                 return None, False
             state.gave_up = True
@@ -218,9 +219,12 @@ class SchedulerSide:
             self._identity_deadline = now + self._config.identity_wait_s
         return now < self._identity_deadline
 
-    def _wait(self, lookup: Lookup) -> bool:
+    def _wait(self, lookups: LookupService, lookup: Lookup) -> bool:
         """Wait within the step's budget; return whether the look-up is done."""
         if self._budget_left <= 0:
+            return False
+        # Who waits in vain waits longer than asked for: until the look-up's thread next rests.
+        if not self._idle and not lookups.may_be_done_within(lookup, self._budget_left):
             return False
         begin = time.monotonic()
         done = lookup.wait(self._budget_left)
@@ -298,10 +302,10 @@ class SchedulerSide:
 
     def step_metadata(self, output: Any) -> StepMetadata:
         """Return what the workers are to do in this step; forgets it afterwards."""
-        idle = output.total_num_scheduled_tokens == 0
-        self._budget_left = max(self._budget, _IDLE_LOOKUP_SECONDS) if idle else self._budget
+        self._idle = output.total_num_scheduled_tokens == 0
+        self._budget_left = max(self._budget, _IDLE_LOOKUP_SECONDS) if self._idle else self._budget
         meta = StepMetadata(
-            idle=idle,
+            idle=self._idle,
             loads=self._loads,
             cancelled=self._cancelled,
             recheck_weights=self._recheck,
