@@ -73,6 +73,7 @@ def make_config(
     shelf: str,
     *,
     block_size: int = 4,
+    blocks: int = 64,
     role: str = "kv_both",
     window: int = -1,
     **extra: Any,
@@ -123,7 +124,10 @@ def make_config(
             hf_text_config=SimpleNamespace(rope_theta=10000.0),
             get_total_num_kv_heads=lambda: HEADS,
         ),
-        cache_config=SimpleNamespace(block_size=block_size, cache_dtype="auto"),
+        cache_config=SimpleNamespace(
+            block_size=block_size, cache_dtype="auto", num_gpu_blocks=blocks
+        ),
+        scheduler_config=SimpleNamespace(enable_chunked_prefill=True),
         speculative_config=None,
         compilation_config=SimpleNamespace(static_forward_context=layers),
         load_config=SimpleNamespace(load_format="auto", download_dir=None),
@@ -136,12 +140,17 @@ def bind(config: SimpleNamespace, caches: Mapping[str, torch.Tensor]) -> None:
         config.compilation_config.static_forward_context[name].kv_cache = cache
 
 
-def make_groups(config: SimpleNamespace, count: int = 1, blocks: int = 64) -> SimpleNamespace:
+def make_groups(
+    config: SimpleNamespace, count: int = 1, blocks: int | None = None
+) -> SimpleNamespace:
     """What the connector reads of a ``KVCacheConfig``."""
     spec = SimpleNamespace(block_size=config.cache_config.block_size)
     names = list(config.compilation_config.static_forward_context)
     group = SimpleNamespace(layer_names=names, kv_cache_spec=spec)
-    return SimpleNamespace(kv_cache_groups=[group] * count, num_blocks=blocks)
+    return SimpleNamespace(
+        kv_cache_groups=[group] * count,
+        num_blocks=blocks or config.cache_config.num_gpu_blocks,
+    )
 
 
 class Request:

@@ -244,8 +244,6 @@ class Updating(CPUAttentionBackend):
         ({"impl": Counting(), "kv_sharing_target_layer_name": "layers.0"}, "shares another"),
         ({"impl": Counting(), "attn_backend": Updating}, "inside attention"),
         ({"impl": Counting(), "head_size_v": 32}, "different sizes"),
-        ({"impl": Counting(), "kv_cache": torch.tensor([])}, "not the one that was registered"),
-        ({"impl": Counting(), "kv_cache": torch.zeros(4, 2, 128, 128)}, "not the one"),
         ({"impl": Counting(), "kv_cache_dtype": "nvfp4"}, "nvfp4"),
         ({"impl": Counting(), "kv_cache_dtype": "int8_per_token_head"}, "int8_per_token_head"),
         ({"impl": Counting(), "kv_cache_dtype": "fp8_ds_mla"}, "fp8_ds_mla"),
@@ -263,6 +261,18 @@ def test_what_is_not_known_is_not_written_to(changes: dict[str, Any], reason: st
     assert reason in found.learned.reason
     assert found.learned.writes == 0
     assert getattr(layer.impl, "calls", 0) == 0
+
+
+@pytest.mark.parametrize(
+    "bound",
+    [torch.tensor([]), torch.zeros(4, 2, 128, 128, dtype=torch.bfloat16), [torch.zeros(4)], None],
+)
+def test_a_layer_that_uses_other_memory_is_refused(bound: Any) -> None:
+    layer = cpu_layer("vec", impl=Counting())
+    layer.registered, layer.kv_cache = layer.kv_cache, bound
+    with pytest.raises(UnsupportedError, match="not the one that is bound"):
+        probe(layer, block_size=128)
+    assert layer.impl.calls == 0
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from conftest import StartEngine
-from harness import Answer, Engine, assert_same
+from fleet import Engines, Places
+from harness import SHELF_CONNECTOR, Answer, Engine, assert_same
 from shelf_files import DAMAGE, ShelfFiles, wait_until
 
 from kvshelf.identity import KeyChain, Namespace, object_name
@@ -57,29 +58,42 @@ def assert_bit_equal(answer: Answer, expected: Answer) -> None:
     assert answer.logprobs == expected.logprobs
 
 
+def start(engines: Engines, places: Places, name: str, shelf: Shelf, **options: Any) -> Engine:
+    arguments = {name: options.pop(name) for name in ("block_size", "core") if name in options}
+    return engines.start(
+        name,
+        model=places.model,
+        connector=SHELF_CONNECTOR,
+        extra_config={"shared_storage_path": str(shelf.root), **options},
+        **arguments,
+    )
+
+
 @pytest.fixture(scope="module")
-def canonical(workspace: Path) -> Shelf:
+def canonical(places: Places) -> Shelf:
     """A shelf of canonical chunks of 256 tokens."""
-    return Shelf(workspace / "canonical", 256)
+    return Shelf(places.root / "canonical shelf", 256)
 
 
 @pytest.fixture(scope="module")
 def by_block_size(
-    start_engine: StartEngine, model: Path, canonical: Shelf
+    engines: Engines, places: Places, on_shelf: Engine, canonical: Shelf
 ) -> Iterator[dict[int, Engine]]:
     """Engines with blocks of 64 and of 128 tokens on that shelf, started side by side."""
-    engines = {
-        size: start_engine(
+    found = {
+        size: start(
+            engines,
+            places,
             f"blocks of {size}",
-            model,
-            canonical.root,
+            canonical,
+            layout="canonical",
             block_size=size,
-            extra_config={"layout": "canonical"},
+            core=core,
         )
-        for size in (64, 128)
+        for core, size in enumerate((64, 128))
     }
-    yield {size: engine.wait_ready() for size, engine in engines.items()}
-    for engine in engines.values():
+    yield {size: engine.wait_ready() for size, engine in found.items()}
+    for engine in found.values():
         engine.stop()
 
 
@@ -131,18 +145,16 @@ def test_canonical_and_native_are_bit_equal(
 
 @pytest.fixture(scope="module")
 def by_chunk_size(
-    start_engine: StartEngine, model: Path, workspace: Path, session_engines: tuple[Engine, Engine]
+    engines: Engines, places: Places, inert: Engine
 ) -> Iterator[dict[int, tuple[Engine, Shelf]]]:
     """Engines with chunks of 96 and of 200 tokens, each on a shelf of its own."""
-    engines = {}
-    for size in (96, 200):
-        shelf = Shelf(workspace / f"chunks of {size}", size)
-        engine = start_engine(
-            f"chunks of {size}", model, shelf.root, extra_config={"chunk_size": size}
-        )
-        engines[size] = engine, shelf
-    yield {size: (engine.wait_ready(), shelf) for size, (engine, shelf) in engines.items()}
-    for engine, _ in engines.values():
+    found = {}
+    for core, size in enumerate((96, 200)):
+        shelf = Shelf(places.root / f"shelf of {size}", size)
+        name = f"chunks of {size}"
+        found[size] = start(engines, places, name, shelf, chunk_size=size, core=core), shelf
+    yield {size: (engine.wait_ready(), shelf) for size, (engine, shelf) in found.items()}
+    for engine, _ in found.values():
         engine.stop()
 
 

@@ -10,9 +10,9 @@ Contracts
 * Runs when caches are registered: bound to their layers, empty, before any graph is
   captured, on the worker's step thread. Afterwards the caches hold what they held.
 * A layer is written to only if its class and the signature of its cache update are among
-  the two that are known, its dtype is neither packed nor scaled inline, its cache is its
-  own and the tensor bound to it is memory of the one that was registered. Everything
-  else is *unknown* without a write.
+  the two that are known, its dtype is neither packed nor scaled inline, and its cache
+  is its own. Everything else is *unknown* without a write; a layer that uses other
+  memory than what is registered for it is refused.
 * Nothing is taken from a name or a private function of vLLM: a layout that is stored as
   `canonical` or under a packing's name has been read back from this very cache.
 """
@@ -132,20 +132,30 @@ def probe_layers(
     -------
     list of LayerCache
         In the order of `names`.
+
+    Raises
+    ------
+    UnsupportedError
+        If what is registered for a layer is not the memory that it uses.
     """
     known: dict[object, PagedLayout | PermutedLayout] = {}
     found = []
     for name in names:
         begin = time.perf_counter()
         layer, cache = layers[name], kv_caches[name]
+        bound = getattr(layer, "kv_cache", None)
+        if not isinstance(bound, Tensor) or not _same_memory(bound, cache):
+            raise UnsupportedError(
+                f"the KV cache that is registered for layer {name} is not the one that is bound to"
+                " it, so that nothing could be stored or loaded; remove --kv-transfer-config for"
+                " this model"
+            )
         dtype_name = str(getattr(layer, "kv_cache_dtype", None) or cache_dtype)
         backend = type(getattr(layer, "impl", layer))
         dtype, kvs, heads, head_size = "U8", 0, 0, 0
         try:
             dtype = _stored_dtype(dtype_name, cache)
-            kvs, heads, head_size, write, scales = _writer(
-                name, layer, cache, dtype_name, compute_dtype
-            )
+            kvs, heads, head_size, write, scales = _writer(layer, dtype_name, compute_dtype)
             shape = CacheShape(
                 num_blocks, block_size, heads, head_size, kvs, _TORCH_DTYPES[dtype], scales
             )
@@ -162,6 +172,10 @@ def probe_layers(
                 known[kind] = learned.layout
         except _UnknownError as unknown:
             learned = LearnedLayout(None, str(unknown))
+        except Exception as error:  # noqa: BLE001  a layer may lack what others have
+            learned = LearnedLayout(None, f"{type(error).__name__}: {error}")
+        if learned.layout is None:
+            dtype = "U8"
         found.append(
             LayerCache(
                 name,
@@ -191,7 +205,7 @@ def _learn(
                 return confirmed
         return learn_layout(cache, shape, write)
     except Exception as error:  # noqa: BLE001  whatever an engine's operator raises
-        return LearnedLayout(None, f"its cache update failed: {error}")
+        raise _UnknownError(f"its cache update failed: {error}") from None
 
 
 def _stored_dtype(dtype_name: str, cache: Tensor) -> str:
@@ -202,7 +216,7 @@ def _stored_dtype(dtype_name: str, cache: Tensor) -> str:
 
 
 def _writer(
-    name: str, layer: Any, cache: Tensor, dtype_name: str, compute_dtype: torch.dtype
+    layer: Any, dtype_name: str, compute_dtype: torch.dtype
 ) -> tuple[int, int, int, WritePattern, tuple[float, float]]:
     """Return kvs, heads, head size, the way to write and the scales of one layer.
 
@@ -216,9 +230,7 @@ def _writer(
     impl = getattr(layer, "impl", None)
     if getattr(layer, "kv_sharing_target_layer_name", None) is not None:
         raise _UnknownError("it shares another layer's cache")
-    bound = getattr(layer, "kv_cache", None)
-    if not isinstance(bound, Tensor) or bound.numel() == 0 or not _same_memory(bound, cache):
-        raise _UnknownError("the cache that is bound to it is not the one that was registered")
+    bound: Tensor = layer.kv_cache
     if isinstance(impl, AttentionImpl):
         expected = _ATTENTION_UPDATE
         if getattr(layer.attn_backend, "forward_includes_kv_cache_update", True):
@@ -447,12 +459,17 @@ def _opaque(
                 " --kv-transfer-config for this model"
             ) from None
         slots = int(engine["num_blocks"]) * block_size  # type: ignore[call-overload]
-        units.add(slots // cache.shape[block_dim])
+        unit, rest = divmod(slots, cache.shape[block_dim])
+        if rest or not unit or block_size % unit:
+            raise UnsupportedError(
+                f"the KV cache of layer {layer.name} has shape {list(cache.shape)}, which are no"
+                f" blocks of a divisor of {block_size} tokens; remove --kv-transfer-config for"
+                " this model"
+            )
+        units.add(unit)
         layouts.append(layout)
         ids.append(opaque_id(layer, block_dim, engine))
-        shapes.append(
-            f"{chunk_size // (slots // cache.shape[block_dim])},{layout.heads * layout.row_bytes}"
-        )
+        shapes.append(f"{chunk_size // unit},{layout.heads * layout.row_bytes}")
     if len(units) > 1:
         raise UnsupportedError(
             f"layers have blocks of different size, {sorted(units)} tokens, and an unknown layout;"

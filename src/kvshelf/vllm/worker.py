@@ -241,6 +241,11 @@ class WorkerSide:
     def _learn(self, kv_caches: Mapping[str, torch.Tensor]) -> list[LayerCache]:
         context = self._vllm_config.compilation_config.static_forward_context
         for name in self._names:
+            if name not in context:
+                raise UnsupportedError(
+                    f"a KV cache is registered for layer {name}, which the model does not have;"
+                    " remove --kv-transfer-config for this model"
+                )
             device = kv_caches[name].device
             kind = getattr(getattr(context[name], "impl", None), "attn_type", "decoder")
             kind = str(getattr(kind, "value", kind))
@@ -275,7 +280,7 @@ class WorkerSide:
     def _num_blocks(self) -> int:
         """Return the number of blocks of the cache manager."""
         blocks = getattr(self._kv_cache_config, "num_blocks", None)
-        return int(blocks or self._vllm_config.cache_config.num_gpu_blocks or 0)
+        return int(blocks or getattr(self._vllm_config.cache_config, "num_gpu_blocks", 0) or 0)
 
     def _engine_facts(self) -> dict[str, object]:
         """Return what could matter to a layout that is unknown."""
