@@ -9,12 +9,13 @@
 #include <cstdint>
 
 #include "kvshelf/copy_cpu.h"
+#include "kvshelf/permuted_cpu.h"
 
 namespace {
 
 // Raised whenever the arguments below change, so that kvshelf.ops never calls a library of
 // another version; kvshelf.ops holds the same number.
-constexpr int64_t kLibraryVersion = 1;
+constexpr int64_t kLibraryVersion = 2;
 
 int64_t version() { return kLibraryVersion; }
 
@@ -67,8 +68,59 @@ int64_t scatter(int64_t caches, int64_t slots, int64_t chunk, int64_t layers, in
       at<const int64_t>(caches), at<const int64_t>(slots), at<const unsigned char>(chunk));
 }
 
+// As above, for caches that are permuted inside each (block, head). tables: address of the int32
+// tables of all kvs, one behind the other; unit_k, unit_v: bytes of the units of each kv.
+kvshelf::PermutedIndex make_permuted_index(int64_t tables, int64_t layers, int64_t tokens,
+                                           int64_t num_blocks, int64_t block_size,
+                                           int64_t block_stride, int64_t head_stride, int64_t kvs,
+                                           int64_t first_head, int64_t heads, int64_t row_bytes,
+                                           int64_t unit_k, int64_t unit_v) {
+  kvshelf::PermutedIndex index{};
+  index.num_blocks = num_blocks;
+  index.block_size = block_size;
+  index.block_stride = block_stride;
+  index.head_stride = head_stride;
+  index.first_head = first_head;
+  index.layers = layers;
+  index.kvs = kvs;
+  index.tokens = tokens;
+  index.heads = heads;
+  index.row_bytes = row_bytes;
+  const int32_t* table = at<const int32_t>(tables);
+  const int64_t units[kvshelf::kMostKvs] = {unit_k, unit_v};
+  for (int64_t kv = 0; kv < kvs; ++kv) {
+    index.unit[kv] = units[kv];
+    index.table[kv] = table;
+    table += block_size * (row_bytes / units[kv]);
+  }
+  return index;
+}
+
+int64_t gather_permuted(int64_t caches, int64_t slots, int64_t chunk, int64_t tables,
+                        int64_t layers, int64_t tokens, int64_t num_blocks, int64_t block_size,
+                        int64_t block_stride, int64_t head_stride, int64_t kvs, int64_t first_head,
+                        int64_t heads, int64_t row_bytes, int64_t unit_k, int64_t unit_v) {
+  return kvshelf::gather_permuted_cpu(
+      make_permuted_index(tables, layers, tokens, num_blocks, block_size, block_stride,
+                          head_stride, kvs, first_head, heads, row_bytes, unit_k, unit_v),
+      at<const int64_t>(caches), at<const int64_t>(slots), at<unsigned char>(chunk));
+}
+
+int64_t scatter_permuted(int64_t caches, int64_t slots, int64_t chunk, int64_t tables,
+                         int64_t layers, int64_t tokens, int64_t num_blocks, int64_t block_size,
+                         int64_t block_stride, int64_t head_stride, int64_t kvs,
+                         int64_t first_head, int64_t heads, int64_t row_bytes, int64_t unit_k,
+                         int64_t unit_v) {
+  return kvshelf::scatter_permuted_cpu(
+      make_permuted_index(tables, layers, tokens, num_blocks, block_size, block_stride,
+                          head_stride, kvs, first_head, heads, row_bytes, unit_k, unit_v),
+      at<const int64_t>(caches), at<const int64_t>(slots), at<const unsigned char>(chunk));
+}
+
 }  // namespace
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(version, version);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(gather, gather);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(scatter, scatter);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(gather_permuted, gather_permuted);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(scatter_permuted, scatter_permuted);

@@ -132,7 +132,7 @@ class Config(BaseSettings):
             "Tokens in a chunk. A hit is a whole number of chunks: smaller chunks find a "
             "little more, larger ones cost fewer objects and read faster. Engines share "
             "chunks only when it is the same on all of them. The native layout needs a "
-            "multiple of the engine's block size."
+            "multiple of the engine's block size; others are stored in the canonical layout."
         ),
     )
     shards: int | None = Field(
@@ -150,8 +150,9 @@ class Config(BaseSettings):
             "How K and V lie in the stored tensors where the engine permutes them inside a "
             "block, as vLLM's CPU backend does. `native` stores blocks as they are: fastest, "
             "and shared only by engines with the same permutation and block size. `canonical` "
-            "stores `[2, tokens, heads, head_size]`, which every engine can load; the connector "
-            "of this version refuses it. `auto` is native."
+            "stores `[2, tokens, heads, head_size]`, which every engine can load. `auto` is "
+            "native where the chunk size is a multiple of the block size, else canonical. "
+            "Elsewhere chunks are canonical, and `native` is refused."
         ),
     )
     weights: str = Field(

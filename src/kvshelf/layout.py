@@ -1,7 +1,10 @@
 """How the KV of a token lies in a paged cache.
 
 Owns :class:`PagedLayout`, the byte strides of one layer's paged KV cache, its
-constructors from real tensors, and the arithmetic from block ids to slot mappings.
+constructors from real tensors, :class:`PermutedLayout` for caches whose elements have an
+order of their own inside each (block, head), the names of such orders, and the
+arithmetic from block ids to slot mappings. Which layout a cache has is learned by
+:mod:`kvshelf.layout_learning`.
 
 Contracts
 ---------
@@ -16,10 +19,13 @@ Contracts
 
 from __future__ import annotations
 
+import functools
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -319,6 +325,54 @@ class PagedLayout:
         )
 
     @classmethod
+    def whole_blocks(cls, cache: Tensor, block_dim: int = 0) -> PagedLayout:
+        """Layout in which a whole block is opaque bytes, whatever its dimensions mean.
+
+        A "slot" is then a block id, and a chunk is [blocks, bytes]: of each block the
+        bytes that the tensor covers, in the order of memory. Blocks that lie in
+        several equal pieces (as where heads are outside blocks) are described with a
+        piece as a head.
+
+        Parameters
+        ----------
+        cache : Tensor
+            Any shape, strides and dtype without overlaps.
+        block_dim : int
+            The dimension that counts blocks.
+
+        Raises
+        ------
+        ValueError
+            If a block is scattered over more than one level of pieces.
+        """
+        blocks = cache.shape[block_dim]
+        inside = sorted(
+            (stride, count)
+            for dimension, (count, stride) in enumerate(
+                zip(cache.shape, cache.stride(), strict=True)
+            )
+            if dimension != block_dim and count > 1
+        )
+        row = 1
+        while inside and inside[0][0] == row:
+            row *= inside.pop(0)[1]
+        if len(inside) > 1:
+            raise ValueError(
+                f"a block of the cache (shape {list(cache.shape)}, strides "
+                f"{list(cache.stride())}) is scattered over memory; only blocks in one piece or "
+                "in equal pieces at one distance can be copied whole"
+            )
+        pieces, distance = (inside[0][1], inside[0][0]) if inside else (1, 0)
+        return cls._of(
+            cache,
+            block=(blocks, cache.stride(block_dim)),
+            token=(1, 0),
+            kv=(1, 0),
+            head=(pieces, distance),
+            row=row,
+        )
+
+    @classmethod
     def _of(
         cls,
         cache: Tensor,
@@ -346,6 +400,178 @@ class PagedLayout:
             row_bytes=row * item,
             num_blocks=block[0],
         )
+
+
+@dataclass(frozen=True, slots=True)
+class PermutedLayout:
+    """One layer's paged KV cache with the elements of each (block, head) in an order of its own.
+
+    The element (slot, kv, head, e) starts ``slot // block_size * block_stride + head *
+    head_stride + permutation[kv, slot % block_size, e] * item_bytes`` bytes after the
+    first byte of the cache tensor.
+
+    Attributes
+    ----------
+    block_size : int
+        Token slots in a block of the cache tensor.
+    block_stride, head_stride : int
+        Bytes from one block, head to the next.
+    kvs : int
+        2 where K and V are stored, 1 for a single content.
+    heads : int
+        KV heads in the cache.
+    head_size : int
+        Elements of one (token, kv, head) row.
+    item_bytes : int
+        Bytes of one element.
+    num_blocks : int
+        Blocks in the cache.
+    permutation : bytes
+        Little-endian int32 [kvs, block_size, head_size]: each element's position inside
+        its (block, head), counted in elements. A permutation of all these positions: a
+        (block, head) is contiguous.
+
+    Raises
+    ------
+    ValueError
+        If a count is too small, (block, head)s would overlap, or `permutation` is none.
+    """
+
+    block_size: int
+    block_stride: int
+    head_stride: int
+    kvs: int
+    heads: int
+    head_size: int
+    item_bytes: int
+    num_blocks: int
+    permutation: bytes
+
+    def __post_init__(self) -> None:
+        if self.block_size < 1 or self.kvs not in (1, 2) or self.head_size < 1:
+            raise ValueError(
+                f"{self.block_size} slots × {self.kvs} kvs × {self.head_size} elements is no "
+                "(block, head): expected at least 1 × 1 × 1 and at most 2 kvs"
+            )
+        count = self.kvs * self.block_size * self.head_size
+        if len(self.permutation) != 4 * count:
+            raise ValueError(
+                f"the permutation has {len(self.permutation)} bytes; expected {4 * count} = 4 × "
+                f"{self.kvs} kvs × {self.block_size} slots × {self.head_size} elements"
+            )
+        # As rows of bytes the same strides must make sense.
+        self.as_blocks()
+        ordered = torch.sort(self.positions().view(-1)).values
+        if not torch.equal(ordered, torch.arange(count, dtype=torch.int32)):
+            raise ValueError(
+                f"the positions of {count} elements are no permutation of 0 … {count - 1}: two "
+                "elements share a place, or one lies outside its (block, head)"
+            )
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one (token, kv, head) row in a chunk buffer."""
+        return self.head_size * self.item_bytes
+
+    @property
+    def region_bytes(self) -> int:
+        """Bytes of one (block, head)."""
+        return self.kvs * self.block_size * self.row_bytes
+
+    @property
+    def num_slots(self) -> int:
+        """Token slots in the cache; valid slots are ``0 <= slot < num_slots``."""
+        return self.num_blocks * self.block_size
+
+    def chunk_bytes(self, tokens: int, num_heads: int | None = None) -> int:
+        """Bytes that ``tokens`` tokens of one layer take in a chunk buffer."""
+        heads = self.heads if num_heads is None else num_heads
+        return self.kvs * tokens * heads * self.row_bytes
+
+    def positions(self) -> Tensor:
+        """Return `permutation` as int32 [kvs, block_size, head_size]."""
+        flat = np.frombuffer(self.permutation, dtype="<i4").astype(np.int32)
+        return torch.from_numpy(flat).view(self.kvs, self.block_size, self.head_size)
+
+    def as_blocks(self) -> PagedLayout:
+        """Return the layout in which each (block, head) is one row of opaque bytes."""
+        return PagedLayout(
+            block_size=1,
+            block_stride=self.block_stride,
+            token_stride=0,
+            kv_stride=0,
+            head_stride=self.head_stride,
+            kvs=1,
+            heads=self.heads,
+            row_bytes=self.region_bytes,
+            num_blocks=self.num_blocks,
+        )
+
+    @property
+    def packing(self) -> str:
+        """The order's name: that of a known one, else ``p`` and 8 hex of its digest."""
+        return _packing_name(
+            self.kvs, self.block_size, self.head_size, self.item_bytes, self.permutation
+        )
+
+
+def packed_positions(
+    packing: str, block_size: int, head_size: int, item_bytes: int
+) -> Tensor | None:
+    """Return where a known packing puts the elements of a (block, head).
+
+    Parameters
+    ----------
+    packing : str
+        ``vec``: K transposed, so that neighbouring tokens are neighbours, then V plain.
+        ``amx``: tiles for matrix instructions: K in groups of 16 tokens, in which pairs of
+        elements of one token are neighbours; V in groups of 16 elements, in which pairs
+        of tokens are neighbours. No pairs where an element has four bytes.
+    block_size, head_size, item_bytes : int
+        Slots of a block, elements of a row, bytes of an element.
+
+    Returns
+    -------
+    Tensor or None
+        int32 [2, block_size, head_size]; None where the packing needs other sizes.
+    """
+    token = torch.arange(block_size, dtype=torch.int32).unsqueeze(1)
+    element = torch.arange(head_size, dtype=torch.int32).unsqueeze(0)
+    if packing == "vec":
+        key = element * block_size + token
+        value = token * head_size + element
+    elif packing == "amx":
+        pair = 2 if item_bytes <= 2 else 1
+        if block_size % 16 or head_size % 16:
+            return None
+        group = (token // 16) * (head_size // pair) + element // pair
+        key = (group * 16 + token % 16) * pair + element % pair
+        group = (element // 16) * (block_size // pair) + token // pair
+        value = (group * 16 + element % 16) * pair + token % pair
+    else:
+        raise ValueError(f"packing {packing!r}; expected one of {', '.join(_PACKINGS)}")
+    return torch.stack((key, value + block_size * head_size))
+
+
+def permutation_bytes(positions: Tensor) -> bytes:
+    """Return positions of elements in the form of :attr:`PermutedLayout.permutation`."""
+    return positions.cpu().contiguous().numpy().astype("<i4").tobytes()
+
+
+# In this order: where two are the same permutation, the first names it.
+_PACKINGS: Final = ("vec", "amx")
+
+
+@functools.lru_cache(maxsize=64)
+def _packing_name(
+    kvs: int, block_size: int, head_size: int, item_bytes: int, permutation: bytes
+) -> str:
+    if kvs == 2:
+        for name in _PACKINGS:
+            known = packed_positions(name, block_size, head_size, item_bytes)
+            if known is not None and permutation_bytes(known) == permutation:
+                return name
+    return "p" + hashlib.sha256(permutation).hexdigest()[:8]
 
 
 def slots_of(block_ids: Sequence[int], block_size: int, start: int, count: int) -> Tensor:

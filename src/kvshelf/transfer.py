@@ -47,7 +47,7 @@ from kvshelf.errors import (
     StorageError,
 )
 from kvshelf.identity import Chunk, object_name
-from kvshelf.layout import PagedLayout
+from kvshelf.layout import PagedLayout, PermutedLayout
 from kvshelf.metrics import Counters
 from kvshelf.shelf import Presence, Shelf
 from kvshelf.staging import StagingBuffer, StagingPool
@@ -77,15 +77,15 @@ class LayerRun:
     ----------
     first_layer : int
         Index of the first of them in the namespace's order of layers.
-    caches : Sequence[Tensor]
+    caches : list of Tensor
         The paged cache of each layer.
-    layout : PagedLayout
+    layout : PagedLayout or PermutedLayout
         How a block lies in each of them.
     """
 
     first_layer: int
-    caches: Sequence[torch.Tensor]
-    layout: PagedLayout
+    caches: list[torch.Tensor]
+    layout: PagedLayout | PermutedLayout
 
 
 class PagedKVCache:
@@ -118,13 +118,26 @@ class PagedKVCache:
             for run in runs:
                 start = specs[run.first_layer].offset
                 last = specs[run.first_layer + len(run.caches) - 1]
-                heads = run.layout.heads // fmt.shards
-                if heads * fmt.shards != run.layout.heads:
+                end = last.offset + last.nbytes
+                # Blocks of an unknown layout are not split: they are one shard of each rank.
+                split = fmt.shards if fmt.tails else 1
+                heads = run.layout.heads // split
+                if heads * split != run.layout.heads:
                     raise ConfigError(
-                        f"{run.layout.heads} KV heads cannot be split over {fmt.shards}"
+                        f"{run.layout.heads} KV heads cannot be split over {split}"
                         " shards: set `shards` to a divisor"
                     )
-                calls.append((run, start, last.offset + last.nbytes, shard * heads, heads))
+                slots, rest = divmod(
+                    end - start, len(run.caches) * run.layout.chunk_bytes(1, heads)
+                )
+                if rest or fmt.chunk_size % max(1, slots):
+                    raise ConfigError(
+                        f"objects of this namespace hold {end - start} bytes of"
+                        f" {len(run.caches)} layers, which are no whole rows of"
+                        f" {run.layout.chunk_bytes(1, heads)} bytes of the registered caches:"
+                        " the engine's model does not match the namespace"
+                    )
+                calls.append((run, start, end, shard * heads if fmt.tails else 0, heads))
             self._calls.append(calls)
 
     def gather(self, shard: int, slots: torch.Tensor, payload: torch.Tensor) -> None:

@@ -26,6 +26,7 @@ with warnings.catch_warnings():
     # Importing vLLM warns of what torch and others deprecate.
     warnings.simplefilter("ignore")
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+    from vllm.v1.attention.backend import AttentionImpl
     from vllm.v1.core.sched.output import KVConnectorBlockState
     from vllm.v1.outputs import KVConnectorOutput
 
@@ -35,12 +36,29 @@ LAYERS, HEADS, HEAD_SIZE = 2, 2, 16
 NULL = 0
 
 
-class CPUAttentionBackendImpl:
-    """Stands for vLLM's class of this name, by which layouts are recognised."""
+class CPUAttentionBackendImpl(AttentionImpl):  # type: ignore[type-arg]
+    """Stands for vLLM's class of this name: it writes K transposed, then V, in each block."""
 
     def __init__(self, window: int = -1, attn_type: str = "decoder") -> None:
         self.sliding_window = window
         self.attn_type = attn_type
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+    def do_kv_cache_update(
+        self,
+        layer: Any,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        blocks, heads, size, _ = kv_cache.shape
+        halves = kv_cache.view(blocks, heads, 2, -1)
+        block, token = slot_mapping // size, slot_mapping % size
+        halves[:, :, 0].view(blocks, heads, HEAD_SIZE, size)[block, :, :, token] = key
+        halves[:, :, 1].view(blocks, heads, size, HEAD_SIZE)[block, :, token] = value
 
 
 def make_caches(blocks: int, block_size: int) -> dict[str, torch.Tensor]:
@@ -55,6 +73,7 @@ def make_config(
     shelf: str,
     *,
     block_size: int = 4,
+    blocks: int = 64,
     role: str = "kv_both",
     window: int = -1,
     **extra: Any,
@@ -69,7 +88,11 @@ def make_config(
     }
     layers = {
         f"model.layers.{i}.self_attn.attn": SimpleNamespace(
-            impl=CPUAttentionBackendImpl(window), head_size=HEAD_SIZE, isa="vec"
+            impl=CPUAttentionBackendImpl(window),
+            num_kv_heads=HEADS,
+            head_size=HEAD_SIZE,
+            attn_backend=SimpleNamespace(forward_includes_kv_cache_update=False),
+            kv_cache=torch.tensor([]),
         )
         for i in range(LAYERS)
     }
@@ -101,19 +124,33 @@ def make_config(
             hf_text_config=SimpleNamespace(rope_theta=10000.0),
             get_total_num_kv_heads=lambda: HEADS,
         ),
-        cache_config=SimpleNamespace(block_size=block_size, cache_dtype="auto"),
+        cache_config=SimpleNamespace(
+            block_size=block_size, cache_dtype="auto", num_gpu_blocks=blocks
+        ),
+        scheduler_config=SimpleNamespace(enable_chunked_prefill=True),
         speculative_config=None,
         compilation_config=SimpleNamespace(static_forward_context=layers),
         load_config=SimpleNamespace(load_format="auto", download_dir=None),
     )
 
 
-def make_groups(config: SimpleNamespace, count: int = 1) -> SimpleNamespace:
+def bind(config: SimpleNamespace, caches: Mapping[str, torch.Tensor]) -> None:
+    """Give each layer its cache, as vLLM does before it registers them."""
+    for name, cache in caches.items():
+        config.compilation_config.static_forward_context[name].kv_cache = cache
+
+
+def make_groups(
+    config: SimpleNamespace, count: int = 1, blocks: int | None = None
+) -> SimpleNamespace:
     """What the connector reads of a ``KVCacheConfig``."""
     spec = SimpleNamespace(block_size=config.cache_config.block_size)
     names = list(config.compilation_config.static_forward_context)
     group = SimpleNamespace(layer_names=names, kv_cache_spec=spec)
-    return SimpleNamespace(kv_cache_groups=[group] * count)
+    return SimpleNamespace(
+        kv_cache_groups=[group] * count,
+        num_blocks=blocks or config.cache_config.num_gpu_blocks,
+    )
 
 
 class Request:
@@ -194,9 +231,10 @@ class MiniVllm:
         self.window = window
         self.prefix_caching = prefix_caching and not window
         self.block_size: int = config.cache_config.block_size
-        groups = make_groups(config)
+        groups = make_groups(config, blocks=blocks)
         self.worker = SharedStorageConnector(config, KVConnectorRole.WORKER, groups)
         self.caches = make_caches(blocks, self.block_size)
+        bind(config, self.caches)
         self.worker.register_kv_caches(self.caches)
         self.scheduler = SharedStorageConnector(config, KVConnectorRole.SCHEDULER, groups)
         self.states: dict[str, State] = {}
@@ -518,13 +556,22 @@ class MiniVllm:
     # Blocks
 
     def content(self, request: Request, layer: int, end: int) -> torch.Tensor:
-        """What the block that ends at token `end` holds: a function of the whole prefix."""
-        size = HEADS * self.block_size * 2 * HEAD_SIZE
-        data = bytearray(
-            random.Random(self._prefix(request, end) + bytes([layer])).randbytes(2 * size)
-        )
-        shape = (HEADS, self.block_size, 2 * HEAD_SIZE)
-        return torch.frombuffer(data, dtype=torch.int16).view(torch.bfloat16).view(shape)
+        """What the block that ends at token `end` holds: for each token a function of its prefix.
+
+        Packed as :class:`CPUAttentionBackendImpl` does it.
+        """
+        size = self.block_size
+        first = (end - 1) // size * size
+        digests = [
+            hashlib.shake_128(self._prefix(request, token + 1) + bytes([layer]))
+            for token in range(first, end)
+        ]
+        data = bytearray(b"".join(digest.digest(4 * HEADS * HEAD_SIZE) for digest in digests))
+        rows = torch.frombuffer(data, dtype=torch.int16).view(-1, 2, HEADS, HEAD_SIZE)
+        block = torch.zeros(HEADS, 2, HEAD_SIZE * size, dtype=torch.int16)
+        block[:, 0].view(HEADS, HEAD_SIZE, size)[:, :, : len(rows)] = rows[:, 0].permute(1, 2, 0)
+        block[:, 1].view(HEADS, size, HEAD_SIZE)[:, : len(rows)] = rows[:, 1].transpose(0, 1)
+        return block.view(torch.bfloat16).view(HEADS, size, 2 * HEAD_SIZE)
 
     def check(self, state: State, computed: int) -> None:
         """Fail unless the first `computed` tokens of a request have exactly their KV."""

@@ -589,10 +589,18 @@ def test_whatever_happens_no_block_is_wrong_and_every_request_ends(
 
 
 def _live(backend: FaultyBackend, data: st.DataObject, runner: str) -> None:
-    options = {"lookup_wait_s": PATIENCE, "save_decode": data.draw(st.booleans(), "save_decode")}
+    options = {
+        "lookup_wait_s": PATIENCE,
+        "save_decode": data.draw(st.booleans(), "save_decode"),
+        # Native, and canonical with blocks that straddle chunks.
+        "chunk_size": data.draw(st.sampled_from([8, 6, 10, 3]), "chunk size"),
+        "layout": data.draw(st.sampled_from(["auto", "canonical"]), "layout"),
+    }
     engines = [
         MiniVllm(
-            make_config(backend.url, **options),
+            make_config(
+                backend.url, block_size=data.draw(st.sampled_from([4, 5]), "block size"), **options
+            ),
             runner=runner,
             blocks=data.draw(st.integers(20, 40), "blocks"),
             budget=data.draw(st.integers(4, 40), "budget"),

@@ -632,6 +632,11 @@ def test_foreign_worker_metadata_is_ignored(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------- refusals
 
 
+def _mla_without_chunked_prefill(config: SimpleNamespace) -> None:
+    config.model_config.use_mla = True
+    config.scheduler_config.enable_chunked_prefill = False
+
+
 def _set(path: str, value: object) -> Callable[[SimpleNamespace], None]:
     def change(config: SimpleNamespace) -> None:
         *parents, name = path.split(".")
@@ -649,7 +654,7 @@ def _set(path: str, value: object) -> Callable[[SimpleNamespace], None]:
         (_set("parallel_config.pipeline_parallel_size", 2), "--pipeline-parallel-size 1"),
         (_set("parallel_config.decode_context_parallel_size", 2), "--decode-context-parallel"),
         (_set("parallel_config.prefill_context_parallel_size", 2), "--prefill-context-parallel"),
-        (_set("model_config.use_mla", True), "MLA"),
+        (_mla_without_chunked_prefill, "cannot continue a stored prefix with MLA"),
         (_set("model_config.is_encoder_decoder", True), "encoder-decoder"),
         (_set("model_config.is_diffusion", True), "cannot reuse KV"),
         (_set("model_config.is_prefix_caching_supported", False), "cannot reuse KV"),
@@ -697,11 +702,6 @@ def test_configurations_that_cannot_be_meant_do_not_start(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         make_connector(tmp_path, **options)
-
-
-def test_the_canonical_layout_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match="layout=canonical"):
-        make_connector(tmp_path, layout="canonical")
 
 
 def test_a_shelf_that_is_a_file_is_refused(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ pytest.importorskip("vllm")
 import torch
 from kvshelf.backends.wrappers import Fault, FaultyBackend
 from parts import PATIENCE, posix, until
-from replay import HEAD_SIZE, HEADS, make_caches, make_config, make_groups, prompt
+from replay import HEAD_SIZE, HEADS, bind, make_caches, make_config, make_groups, prompt
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorRole
 
 from kvshelf.chunkfile import ObjectFormat
@@ -48,6 +48,7 @@ class Rig:
         self.config = config or make_config(backend.url, **options)
         ratio = self.config.cache_config.block_size // kernel_block
         self.caches = make_caches(BLOCKS * ratio, kernel_block)
+        bind(self.config, self.caches)
         self.connector = SharedStorageConnector(
             self.config, KVConnectorRole.WORKER, make_groups(self.config)
         )
@@ -103,7 +104,7 @@ class Rig:
 
     def rows(self, block: int) -> list[torch.Tensor]:
         """What a (manager) block holds in each layer."""
-        ratio = self.config.cache_config.block_size // self.side._kernel_block_size
+        ratio = self.config.cache_config.block_size // self.side._unit_tokens
         return [c[block * ratio : (block + 1) * ratio].clone() for c in self.caches.values()]
 
     def same(self, one: int, other: int) -> bool:
@@ -159,13 +160,14 @@ def test_what_a_worker_knows_of_the_namespace(make: Callable[..., Rig]) -> None:
 
 
 def test_layers_that_share_another_s_cache_are_left_out(backend: FaultyBackend) -> None:
-    config = make_config(backend.url)
+    config = make_config(backend.url, blocks=8)
     layers = config.compilation_config.static_forward_context
     layers["model.layers.2.self_attn.attn"] = SimpleNamespace(
         kv_sharing_target_layer_name="model.layers.1.self_attn.attn"
     )
     made = SharedStorageConnector(config, KVConnectorRole.WORKER)
     caches = make_caches(8, BLOCK)
+    bind(config, caches)
     caches["model.layers.2.self_attn.attn"] = caches["model.layers.1.self_attn.attn"]
     made.register_kv_caches(caches)
     assert made._worker is not None
@@ -194,25 +196,46 @@ def _cache(make: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., None]:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (_layer(impl=object()), "CPU attention backend"),
         (_layer(attn_type="encoder_only"), "'encoder_only'"),
         (_layer(attn_type="encoder"), "not a function of the tokens before it"),
-        (_layer(head_size=64), "expected blocks of a divisor"),
-        (_layer(kv_cache_dtype="fp8_e4m3"), "does not hold 'fp8_e4m3'"),
-        (_cache(lambda c: c[:, 0]), "expected .blocks, KV heads, tokens, content"),
-        (_cache(lambda c: c.view(torch.int16)), "is not supported"),
-        (_cache(lambda c: c.repeat(1, 1, 3, 1)), "expected blocks of a divisor"),
+        (_cache(lambda c: c[:, 0]), "not the one that is bound"),
+        (_cache(lambda c: c.clone()), "not the one that is bound"),
     ],
 )
-def test_caches_that_are_not_recognised_stop_the_start(
+def test_caches_that_cannot_be_served_stop_the_start(
     backend: FaultyBackend, change: Callable[..., None], message: str
 ) -> None:
-    config = make_config(backend.url)
+    config = make_config(backend.url, blocks=8)
     caches = make_caches(8, BLOCK)
+    bind(config, caches)
     change(config, caches)
     made = SharedStorageConnector(config, KVConnectorRole.WORKER, make_groups(config))
     with pytest.raises(UnsupportedError, match=message):
         made.register_kv_caches(caches)
+    made.shutdown()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        _layer(impl=object()),
+        _layer(head_size=64),
+        _layer(kv_cache_dtype="fp8_e4m3"),
+        _cache(lambda c: c.view(torch.int16)),
+    ],
+)
+def test_caches_of_which_nothing_can_be_learned_are_opaque(
+    backend: FaultyBackend, change: Callable[..., None]
+) -> None:
+    config = make_config(backend.url, blocks=8)
+    caches = make_caches(8, BLOCK)
+    bind(config, caches)
+    change(config, caches)
+    made = SharedStorageConnector(config, KVConnectorRole.WORKER, make_groups(config))
+    made.register_kv_caches(caches)
+    assert made._worker is not None
+    assert made._worker._part is not None
+    assert all(layout.startswith("opaque-") for layout in made._worker._part.layouts)
     made.shutdown()
 
 
@@ -227,7 +250,7 @@ def test_a_layer_that_vllm_does_not_know_stops_the_start(backend: FaultyBackend)
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"chunk_size": 6}, "chunk_size=6 is not a multiple of the engine's block size 4"),
+        ({"chunk_size": 6, "layout": "native"}, "6 is not a multiple of the block size 4"),
         ({"staging_bytes": 8192}, "set staging_bytes to"),
         ({"shards": 3}, "shards=3 does not divide the model's 2 KV heads"),
     ],
@@ -236,10 +259,12 @@ def test_a_layer_that_vllm_does_not_know_stops_the_start(backend: FaultyBackend)
 def test_configurations_that_do_not_fit_the_model_stop_the_start(
     backend: FaultyBackend, options: dict[str, Any], message: str, weights: str
 ) -> None:
-    config = make_config(backend.url, weights=weights, **{"chunk_size": 8, **options})
+    config = make_config(backend.url, blocks=8, weights=weights, **{"chunk_size": 8, **options})
+    caches = make_caches(8, BLOCK)
+    bind(config, caches)
     made = SharedStorageConnector(config, KVConnectorRole.WORKER, make_groups(config))
     with pytest.raises(ConfigError, match=message):
-        made.register_kv_caches(make_caches(8, BLOCK))
+        made.register_kv_caches(caches)
     made.shutdown()
 
 
@@ -525,6 +550,7 @@ def test_caches_may_be_registered_again(make: Callable[..., Rig]) -> None:
     rig.step(StepMetadata(loads=[LoadOp("r", 0, 16, chunks, [*range(20, 24)])]))
     old = rig.caches
     rig.caches = make_caches(BLOCKS, BLOCK)
+    bind(rig.config, rig.caches)
     rig.connector.register_kv_caches(rig.caches)
     finished, bad, meta = rig.step(StepMetadata())
     assert finished == {"r"}

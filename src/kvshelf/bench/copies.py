@@ -3,6 +3,9 @@
 Owns the paged caches that are measured on: vLLM's CPU backend (each (block, head) as it is), and
 [2, blocks, tokens, heads, size] as strided backends have it. Blocks are consecutive in the cache,
 somewhere in its middle; the cache is larger than what is copied.
+
+Rows ``copy/*/canonical-<packing>/*`` compare what the layout ``canonical`` costs on CPU, where
+elements are permuted inside each (block, head), with ``native``, which copies blocks as they are.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from kvshelf import ops
 from kvshelf.bench.measure import Goal, Row, Work, measure_pairs
 from kvshelf.bench.samples import BLOCK_TOKENS, CHUNK_TOKENS, LARGE, SMALL, TINY, Shape
 from kvshelf.bench.settings import Settings
-from kvshelf.layout import PagedLayout
+from kvshelf.layout import PagedLayout, PermutedLayout, packed_positions, permutation_bytes
 from kvshelf.staging import StagingPool
 
 _CHUNKS_IN_CACHE = 4
@@ -42,6 +45,23 @@ def _native(shape: Shape) -> _Paged:
     ]
     slots = torch.arange(blocks, 2 * blocks, dtype=torch.int64)
     return _Paged("native", caches, PagedLayout.native_blocks(caches[0]), slots)
+
+
+def _permuted(shape: Shape, native: _Paged, packing: str) -> PermutedLayout:
+    """Return the layout of the native caches when their blocks are packed in this way."""
+    positions = packed_positions(packing, BLOCK_TOKENS, shape.head_size, 2)
+    assert positions is not None
+    return PermutedLayout(
+        block_size=BLOCK_TOKENS,
+        block_stride=native.layout.block_stride,
+        head_stride=native.layout.head_stride,
+        kvs=2,
+        heads=shape.kv_heads,
+        head_size=shape.head_size,
+        item_bytes=2,
+        num_blocks=native.layout.num_blocks,
+        permutation=permutation_bytes(positions),
+    )
 
 
 def _canonical(shape: Shape) -> _Paged:
@@ -101,7 +121,14 @@ def _copy_rows(settings: Settings, shape: Shape, label: str) -> Iterator[Row]:
         # One head of a canonical cache is rows of some hundred bytes, no contiguous blocks.
         for heads in (paged.layout.heads, 1) if paged.label == "native" else (paged.layout.heads,):
             yield from _both_ways(settings, paged, heads, label, chunk, staged, flat)
-        if paged.label == "canonical":
+        if paged.label == "native":
+            for packing in ("vec", "amx"):
+                layout = _permuted(shape, paged, packing)
+                for heads in (shape.kv_heads, 1):
+                    yield from _against_native(
+                        settings, paged, layout, packing, heads, label, chunk
+                    )
+        else:
             times = measure_pairs(
                 Work(partial(ops.scatter_kv, paged.caches, paged.slots, chunk, paged.layout)),
                 Work(_index_copy(paged, chunk)),
@@ -117,6 +144,37 @@ def _copy_rows(settings: Settings, shape: Shape, label: str) -> Iterator[Row]:
             )
 
 
+def _against_native(
+    settings: Settings,
+    paged: _Paged,
+    layout: PermutedLayout,
+    packing: str,
+    heads: int,
+    label: str,
+    chunk: torch.Tensor,
+) -> Iterator[Row]:
+    size = len(chunk) * heads // layout.heads
+    piece = chunk[:size]
+    slots = torch.arange(CHUNK_TOKENS, 2 * CHUNK_TOKENS, dtype=torch.int64)
+    for verb, copy in (("gather", ops.gather_kv), ("scatter", ops.scatter_kv)):
+        times = measure_pairs(
+            Work(partial(copy, paged.caches, slots, piece, layout, 0, heads)),
+            Work(partial(copy, paged.caches, paged.slots, piece, paged.layout, 0, heads)),
+            settings.pairs(51),
+        )
+        yield Row(
+            f"copy/{label.replace(' ', '')}/{verb}/canonical-{packing}/{heads}",
+            f"{verb}, canonical from {packing}, {_heads(heads, layout.heads)}, {label}",
+            "native",
+            *times,
+            extra={"bytes": size, "implementation": ops.implementation()},
+        )
+
+
+def _heads(heads: int, of: int) -> str:
+    return "all heads" if heads == of else f"{heads} of {of} heads"
+
+
 def _both_ways(
     settings: Settings,
     paged: _Paged,
@@ -127,7 +185,7 @@ def _both_ways(
     flat: torch.Tensor,
 ) -> Iterator[Row]:
     size = len(chunk) * heads // paged.layout.heads
-    what = "all heads" if heads == paged.layout.heads else f"{heads} of {paged.layout.heads} heads"
+    what = _heads(heads, paged.layout.heads)
     arguments = (paged.caches, paged.slots, chunk[:size], paged.layout, 0, heads)
     for verb, run, floor in (
         ("gather", partial(ops.gather_kv, *arguments), partial(staged[:size].copy_, flat[:size])),

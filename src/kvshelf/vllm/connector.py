@@ -129,7 +129,7 @@ class SharedStorageConnector(KVConnectorBase_V1):
         _show_log_lines()
         transfer = vllm_config.kv_transfer_config
         self._config = Config.load(transfer.kv_connector_extra_config)
-        _check_engine(vllm_config, kv_cache_config, self._config)
+        _check_engine(vllm_config, kv_cache_config)
         _recompute_failed_loads(transfer)
         self._shelf = _open(self._config)
         self._scheduler: SchedulerSide | None = None
@@ -176,7 +176,9 @@ class SharedStorageConnector(KVConnectorBase_V1):
         self._as_worker().drain(self._config.shutdown_drain_s)
 
     def restore_kv_caches(self, kv_caches: dict[str, torch.Tensor] | None = None) -> None:
-        """After sleep (vLLM 0.33): pointers are read from the tensors at each call."""
+        """After sleep (vLLM 0.33): compare layouts; pointers are read at each call."""
+        if kv_caches is not None:
+            self._as_worker().restore(kv_caches)
 
     @_contained(_nothing)
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
@@ -348,7 +350,7 @@ def _open(config: Config) -> OpeningShelf:
     )
 
 
-def _check_engine(vllm_config: Any, kv_cache_config: Any, config: Config) -> None:
+def _check_engine(vllm_config: Any, kv_cache_config: Any) -> None:
     """Refuse what this version does not serve, before anything is stored."""
     parallel = vllm_config.parallel_config
     for name, flag in (
@@ -369,10 +371,12 @@ def _check_engine(vllm_config: Any, kv_cache_config: Any, config: Config) -> Non
             "encoder-decoder models are not supported: their KV is not a function of a token"
             " prefix. Remove --kv-transfer-config for this model"
         )
-    if model.use_mla:
+    if model.use_mla and not vllm_config.scheduler_config.enable_chunked_prefill:
         raise UnsupportedError(
-            "MLA models are not supported by this version of kvshelf; remove"
-            " --kv-transfer-config for this model"
+            "vLLM cannot continue a stored prefix with MLA here: where its backend cannot, as on"
+            " CPUs without AMX, it turns chunked prefill and prefix caching off, and tokens behind"
+            " a loaded prefix would be computed wrongly. Remove --kv-transfer-config, or do not"
+            " turn chunked prefill off"
         )
     if getattr(model, "is_diffusion", False) or not model.is_prefix_caching_supported:
         raise UnsupportedError(
@@ -390,10 +394,6 @@ def _check_engine(vllm_config: Any, kv_cache_config: Any, config: Config) -> Non
         raise UnsupportedError(
             f"speculative decoding by {speculative.method!r} keeps KV of its own, which this"
             f" version of kvshelf does not store; use one of {sorted(_DRAFTS_WITHOUT_KV)}"
-        )
-    if config.layout == "canonical":
-        raise UnsupportedError(
-            "layout=canonical is not available in this version of kvshelf; leave it at auto"
         )
 
 

@@ -95,9 +95,19 @@ def build_namespace(vllm_config: Any, config: Config, part: WorkerPart) -> Names
     """
     assert part.weights is not None
     model = vllm_config.model_config
-    kv_heads = int(model.get_total_num_kv_heads())
+    # MLA keeps one content for all heads.
+    kv_heads = 1 if "mla" in part.attention else int(model.get_total_num_kv_heads())
     shards = config.shards or default_shards(kv_heads)
-    if kv_heads % shards:
+    if part.layouts[0].startswith("opaque-"):
+        # Whole blocks of a rank cannot be split, and are not shared between degrees.
+        ranks = int(vllm_config.parallel_config.tensor_parallel_size)
+        if config.shards not in (None, ranks):
+            raise ConfigError(
+                f"shards={config.shards} cannot be: the layout of the KV cache is unknown, so that"
+                f" each of the {ranks} ranks stores its blocks whole. Leave shards out"
+            )
+        shards = ranks
+    elif kv_heads % shards:
         raise ConfigError(
             f"shards={shards} does not divide the model's {kv_heads} KV heads:"
             f" leave it out or set one of"
@@ -122,6 +132,9 @@ def build_namespace(vllm_config: Any, config: Config, part: WorkerPart) -> Names
         "layer_shapes": list(part.layer_shapes),
         "layer_dtypes": list(part.layer_dtypes),
     }
+    rank = getattr(model.hf_text_config, "kv_lora_rank", None)
+    if "mla" in part.attention and rank:
+        record["mla_rank"] = int(rank)
     if model.quantization:
         record["quantization"] = str(model.quantization)
     if part.kv_scales:

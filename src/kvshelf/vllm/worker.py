@@ -3,11 +3,17 @@
 Owns the registered KV caches, this worker's part of the namespace, and the
 :class:`~kvshelf.transfer.Transfer` that runs its stores and loads.
 
+A slot mapping has one entry for each token where chunks are stored canonically, and one
+for each block where blocks are stored whole; vLLM's blocks and kvshelf's chunks need not
+end together. Tokens that a load must not touch, because vLLM has them already or the hit
+ends before them, are −1.
+
 Contracts
 ---------
 * All methods run on the worker's step thread and never touch storage.
-* The layout of a cache is recognised, never guessed: what is not recognised is refused
-  when caches are registered, and so is a configuration that cannot work.
+* The layout of a cache is learned by :mod:`kvshelf.vllm.layout_probe` when caches are
+  registered, never guessed. A configuration that cannot work is refused then.
+* A block counts as loaded only when all of its tokens that the hit covers are.
 * Every load that the scheduler planned is reported finished, in one way or another, and
   the blocks that it left without KV no later than that.
 * What a failed step left in the cache is never stored.
@@ -19,6 +25,7 @@ from __future__ import annotations
 
 import logging
 import os
+import platform
 import re
 import sys
 import threading
@@ -27,17 +34,19 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import vllm
 
 from kvshelf import ops
 from kvshelf.chunkfile import ObjectFormat
 from kvshelf.config import Config
-from kvshelf.errors import ConfigError, UnsupportedError
+from kvshelf.errors import UnsupportedError
 from kvshelf.identity import Namespace
-from kvshelf.layout import PagedLayout, native_slots_of
+from kvshelf.layout import native_slots_of
 from kvshelf.metrics import Counters
 from kvshelf.shelf import Shelf
 from kvshelf.staging import StagingPool
 from kvshelf.transfer import ChunkSlots, Failure, LayerRun, Load, PagedKVCache, Transfer
+from kvshelf.vllm.layout_probe import LayerCache, StoredLayout, choose_layout, probe_layers
 from kvshelf.vllm.metadata import (
     NULL_BLOCK,
     LoadFailure,
@@ -50,7 +59,6 @@ from kvshelf.vllm.namespace import (
     WeightsIdentity,
     build_namespace,
     kv_scales_digest,
-    stored_dtype,
 )
 
 logger = logging.getLogger(__name__)
@@ -59,7 +67,6 @@ logger = logging.getLogger(__name__)
 # meanwhile waits as long.
 _IDLE_WAIT_SECONDS = 5e-3
 _WARM_BYTES = 256 << 20
-_ELEMENT_BYTES = {"BF16": 2, "F16": 2, "F32": 4, "F8_E4M3": 1, "F8_E5M2": 1}
 
 
 def natural_order(name: str) -> list[str | int]:
@@ -86,6 +93,15 @@ def manager_block_size(vllm_config: Any, kv_cache_config: Any) -> int:
     if groups:
         return int(groups[0].kv_cache_spec.block_size)
     return int(vllm_config.cache_config.block_size)
+
+
+def _of_one_kind(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return (
+        a.shape == b.shape
+        and a.stride() == b.stride()
+        and a.dtype == b.dtype
+        and a.device.type == b.device.type
+    )
 
 
 class WorkerSide:
@@ -119,8 +135,9 @@ class WorkerSide:
         self.counters = Counters()
         self._free_cpus = free_cpus()
         self._block_size = manager_block_size(vllm_config, kv_cache_config)
-        self._kernel_block_size = 0
+        self._unit_tokens = 1
         self._runs: list[LayerRun] = []
+        self._names: list[str] = []
         self._part: WorkerPart | None = None
         self._part_lock = threading.Lock()
         self._part_sent = False
@@ -138,21 +155,30 @@ class WorkerSide:
     # ------------------------------------------------------------- caches
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
-        """Take the engine's caches, recognise their layout, begin to name the weights.
+        """Take the engine's caches, learn their layout, begin to name the weights.
 
         Raises
         ------
         UnsupportedError
-            If a cache is of a kind that this version does not know.
+            If a cache is of a kind that this version does not serve.
         ConfigError
-            If the chunk size does not fit the block size.
+            If the chunk size or the option ``layout`` do not fit the layout.
         """
         # Loads the compiled code now, so that no step has to.
         logger.info("gather and scatter: %s", ops.implementation())
         self._forget_caches()
-        names = self._cached_layers(kv_caches)
-        caches = [kv_caches[name] for name in names]
-        self._runs, part = self._recognise(names, caches)
+        self._names = self._cached_layers(kv_caches)
+        layers = self._learn(kv_caches)
+        stored = choose_layout(
+            layers,
+            self._config.layout,
+            chunk_size=self._config.chunk_size,
+            block_size=self._block_size,
+            engine=self._engine_facts(),
+        )
+        self._runs = list(stored.runs)
+        self._unit_tokens = stored.unit_tokens
+        part = self._describe(layers, stored)
         # A configuration that does not fit the model is told now, not when the weights are known.
         self._make_parts(build_namespace(self._vllm_config, self._config, _named(part)))
         with self._part_lock:
@@ -166,6 +192,24 @@ class WorkerSide:
         )
         self._weights.start()
 
+    def restore(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        """Take the caches as they are after the engine slept.
+
+        Nothing is written to them: only shapes, strides and dtypes are compared with
+        those that were learned.
+        """
+        caches = iter([kv_caches.get(name) for name in self._names])
+        for run in self._runs:
+            for number, old in enumerate(run.caches):
+                new = next(caches)
+                if new is None or not _of_one_kind(old, new):
+                    self._problem(
+                        "the engine's KV caches came back from sleep in another layout; nothing is"
+                        " stored or loaded until the engine is restarted"
+                    )
+                    return
+                run.caches[number] = new
+
     def _forget_caches(self) -> None:
         """Give up everything that concerns the caches registered before, if any."""
         if self._weights is not None:
@@ -178,7 +222,6 @@ class WorkerSide:
         self._ops.clear()
         self._namespace = self._prepared = None
         self._part_sent = False
-        self._kernel_block_size = 0
 
     def _cached_layers(self, kv_caches: Mapping[str, torch.Tensor]) -> list[str]:
         """Return the names of layers with a cache of their own, in model order."""
@@ -195,101 +238,92 @@ class WorkerSide:
             key=natural_order,
         )
 
-    def _recognise(
-        self, names: list[str], caches: list[torch.Tensor]
-    ) -> tuple[list[LayerRun], WorkerPart]:
-        layers = self._vllm_config.compilation_config.static_forward_context
-        cache_dtype = str(self._vllm_config.cache_config.cache_dtype)
-        runs: list[LayerRun] = []
-        shapes, dtypes, layouts, kinds = [], [], [], []
-        head_sizes, windows = [], []
-        for i, (name, cache) in enumerate(zip(names, caches, strict=True)):
-            layer = layers.get(name)
-            layout_id, head_size, dtype = self._native_layout(name, layer, cache, cache_dtype)
-            layout = PagedLayout.native_blocks(cache)
-            if runs and runs[-1].layout == layout:
-                runs[-1] = LayerRun(runs[-1].first_layer, [*runs[-1].caches, cache], layout)
-            else:
-                runs.append(LayerRun(i, [cache], layout))
-            window = getattr(layer.impl, "sliding_window", None)
+    def _learn(self, kv_caches: Mapping[str, torch.Tensor]) -> list[LayerCache]:
+        context = self._vllm_config.compilation_config.static_forward_context
+        for name in self._names:
+            if name not in context:
+                raise UnsupportedError(
+                    f"a KV cache is registered for layer {name}, which the model does not have;"
+                    " remove --kv-transfer-config for this model"
+                )
+            device = kv_caches[name].device
+            kind = getattr(getattr(context[name], "impl", None), "attn_type", "decoder")
+            kind = str(getattr(kind, "value", kind))
+            if kind != "decoder":
+                raise UnsupportedError(
+                    f"layer {name} has attention of kind {kind!r}, whose KV is not a function of"
+                    " the tokens before it; remove --kv-transfer-config for this model"
+                )
+            if device.type != "cpu":
+                raise UnsupportedError(
+                    f"layer {name} keeps its KV on {device}; this version of kvshelf serves vLLM's"
+                    " CPU backend"
+                )
+        layers = probe_layers(
+            context,
+            kv_caches,
+            self._names,
+            num_blocks=self._num_blocks(),
+            block_size=self._block_size,
+            cache_dtype=str(self._vllm_config.cache_config.cache_dtype),
+            compute_dtype=self._vllm_config.model_config.dtype,
+        )
+        logger.info(
+            "layouts learned from %d writes to %d layers in %.0f ms: %s",
+            sum(layer.learned.writes for layer in layers),
+            len(layers),
+            sum(layer.seconds for layer in layers) * 1e3,
+            ", ".join(sorted({layer.learned.kind for layer in layers})),
+        )
+        return layers
+
+    def _num_blocks(self) -> int:
+        """Return the number of blocks of the cache manager."""
+        blocks = getattr(self._kv_cache_config, "num_blocks", None)
+        return int(blocks or getattr(self._vllm_config.cache_config, "num_gpu_blocks", 0) or 0)
+
+    def _engine_facts(self) -> dict[str, object]:
+        """Return what could matter to a layout that is unknown."""
+        parallel = self._vllm_config.parallel_config
+        cache = self._vllm_config.cache_config
+        return {
+            "num_blocks": self._num_blocks(),
+            "block_size": self._block_size,
+            "vllm": vllm.__version__,
+            "cache_dtype": cache.cache_dtype,
+            "compute_dtype": self._vllm_config.model_config.dtype,
+            "tensor_parallel_size": parallel.tensor_parallel_size,
+            "pipeline_parallel_size": parallel.pipeline_parallel_size,
+            "instructions": torch.backends.cpu.get_cpu_capability(),
+            "machine": platform.machine(),
+        }
+
+    def _describe(self, layers: list[LayerCache], stored: StoredLayout) -> WorkerPart:
+        context = self._vllm_config.compilation_config.static_forward_context
+        windows, kinds, head_sizes = [], [], []
+        for layer in layers:
+            impl = getattr(context[layer.name], "impl", None)
+            window = getattr(impl, "sliding_window", None)
             windows.append(-1 if window is None else int(window))
-            kinds.append("full" if windows[-1] < 0 else "sliding")
-            layouts.append(layout_id)
-            head_sizes.append(head_size)
-            dtypes.append(dtype)
-            shapes.append(f"2,*,{cache.shape[1]},{head_size}")
-        part = WorkerPart(
-            tuple(names),
-            tuple(shapes),
-            tuple(dtypes),
-            tuple(layouts),
+            if layer.kvs == 1:
+                kinds.append("mla")
+            else:
+                kinds.append("full" if windows[-1] < 0 else "sliding")
+            head_sizes.append(layer.head_size or int(context[layer.name].head_size))
+        names = tuple(layer.name for layer in layers)
+        scaled = "fp8" in str(self._vllm_config.cache_config.cache_dtype) or any(
+            layer.dtype.startswith("F8") for layer in layers
+        )
+        return WorkerPart(
+            names,
+            stored.shapes,
+            stored.dtypes,
+            stored.ids,
             tuple(kinds),
             tuple(head_sizes),
             tuple(windows),
-            kv_scales=kv_scales_digest(layers, tuple(names)) if "fp8" in cache_dtype else "",
+            kv_scales=kv_scales_digest(context, names) if scaled else "",
         )
-        return runs, part
-
-    def _native_layout(
-        self, name: str, layer: Any, cache: torch.Tensor, cache_dtype: str
-    ) -> tuple[str, int, str]:
-        """Return layout id, head size and dtype of a layer of vLLM's CPU attention backend."""
-        backend = type(getattr(layer, "impl", layer)).__name__
-        if cache.device.type != "cpu" or backend != "CPUAttentionBackendImpl":
-            raise UnsupportedError(
-                f"layer {name} keeps its KV on {cache.device.type} in the layout of {backend};"
-                " this version of kvshelf serves vLLM's CPU attention backend"
-            )
-        kind = getattr(layer.impl, "attn_type", "decoder")
-        kind = str(getattr(kind, "value", kind))
-        if kind != "decoder":
-            raise UnsupportedError(
-                f"layer {name} has attention of kind {kind!r}, whose KV is not a function of the"
-                " tokens before it; remove --kv-transfer-config for this model"
-            )
-        if cache.dim() != 4:
-            raise UnsupportedError(
-                f"the cache of layer {name} has shape {list(cache.shape)}; expected"
-                " [blocks, KV heads, tokens, content]"
-            )
-        head_size = int(layer.head_size)
-        tokens = int(cache.shape[2])
-        cache_dtype = str(getattr(layer, "kv_cache_dtype", cache_dtype))
-        dtype = stored_dtype(cache_dtype, str(cache.dtype))
-        if _ELEMENT_BYTES[dtype] != cache.element_size():
-            raise UnsupportedError(
-                f"the cache of layer {name} is {cache.dtype}, which does not hold {cache_dtype!r}"
-            )
-        if int(cache.shape[3]) != 2 * head_size or self._block_size % tokens:
-            raise UnsupportedError(
-                f"the cache of layer {name} has shape {list(cache.shape)}; expected blocks of a"
-                f" divisor of {self._block_size} tokens with content of {2 * head_size} elements"
-            )
-        if self._kernel_block_size not in (0, tokens):
-            raise UnsupportedError("layers with blocks of different size are not supported")
-        self._kernel_block_size = tokens
-        if self._config.chunk_size % self._block_size:
-            raise ConfigError(
-                f"chunk_size={self._config.chunk_size} is not a multiple of the engine's block"
-                f" size {self._block_size}: set chunk_size to a multiple, or --block-size to a"
-                " divisor"
-            )
-        return (
-            f"cpu-{self._packing(layer, head_size, cache_dtype)}-{dtype.lower()}-b{tokens}",
-            head_size,
-            dtype,
-        )
-
-    def _packing(self, layer: Any, head_size: int, cache_dtype: str) -> str:
-        """Return the instruction set for which a layer permutes its blocks."""
-        # vLLM notes it on the layer when it makes the backend's metadata builder.
-        chosen = getattr(layer, "isa", None)
-        if chosen is None:
-            from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
-
-            dtype = self._vllm_config.model_config.dtype
-            chosen = _get_attn_isa(dtype, self._block_size, head_size, cache_dtype)
-        return str(chosen)
 
     # ------------------------------------------------------------- namespace
 
@@ -432,15 +466,15 @@ class WorkerSide:
         ]
 
     def _slots(self, block_ids: list[int], chunk_start: int, start: int, end: int) -> torch.Tensor:
-        """Block ids of one chunk, −1 for blocks outside tokens ``[start, end)`` and null blocks."""
-        tokens = self._kernel_block_size
+        """Slot mapping of one chunk, −1 outside tokens ``[start, end)`` and in null blocks."""
+        unit = self._unit_tokens
         size = self._config.chunk_size
-        slots = torch.full((size // tokens,), -1, dtype=torch.int64)
+        slots = torch.full((size // unit,), -1, dtype=torch.int64)
         first, last = max(start, chunk_start), min(end, chunk_start + size)
-        at = (first - chunk_start) // tokens
-        ids = native_slots_of(block_ids, self._block_size, tokens, first, last - first)
+        at = (first - chunk_start) // unit
+        ids = native_slots_of(block_ids, self._block_size, unit, first, last - first)
         # The null block is in use by everybody.
-        ids[ids // (self._block_size // tokens) == NULL_BLOCK] = -1
+        ids[ids // (self._block_size // unit) == NULL_BLOCK] = -1
         slots[at : at + len(ids)] = ids
         return slots
 
@@ -459,8 +493,10 @@ class WorkerSide:
             if NULL_BLOCK in op.block_ids:
                 continue
             try:
+                # The first of these blocks may begin with tokens of the chunk before.
+                start = op.chunk.index * size % self._block_size
                 slots = native_slots_of(
-                    op.block_ids, self._block_size, self._kernel_block_size, 0, size
+                    op.block_ids, self._block_size, self._unit_tokens, start, size
                 )
                 self._transfer.store(ChunkSlots(op.chunk, slots), repair=op.repair, age=op.age)
             except Exception as error:
@@ -491,7 +527,9 @@ class WorkerSide:
             )
         good_until = op.end
         if load.failed_at is not None:
-            good_until = max(op.start, load.items[load.failed_at].chunk.index * size)
+            # The block in which the failed chunk begins is not complete either.
+            failed = load.items[load.failed_at].chunk.index * size
+            good_until = max(op.start, failed - failed % self._block_size)
         self.counters.add("loaded_tokens", good_until - op.start)
         self._bad_blocks.update(self._blocks_of(op, good_until))
 

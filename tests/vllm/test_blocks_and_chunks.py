@@ -1,0 +1,243 @@
+"""Chunks and blocks that do not end together, in caches of any layout. Simulated engines."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from shelf_files import DAMAGE
+from simulated import FORMS, HEADS, SIZE, SimulatedEngine, kv_of
+
+from kvshelf.errors import ConfigError
+from kvshelf.identity import KeyChain, Namespace, object_name
+
+Start = Callable[..., SimulatedEngine]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """So small operations only wait for each other on several threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Start engines on one shelf, which are closed at the end."""
+    with ExitStack() as stack:
+
+        def make(form: str, block_size: int, **options: Any) -> SimulatedEngine:
+            engine = SimulatedEngine(tmp_path / "shelf", form, block_size, **options)
+            return stack.enter_context(closing(engine))
+
+        yield make
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 1000, (length,), generator=generator).tolist()
+
+
+def snapshot(engine: SimulatedEngine) -> list[torch.Tensor]:
+    return [cache.clone() for cache in engine.caches.values()]
+
+
+def check_load(engine: SimulatedEngine, tokens: list[int], computed: int = 0) -> int:
+    """Load, and check that exactly the hit's tokens arrived and nothing else was touched."""
+    before = snapshot(engine)
+    found, block_ids = engine.load(tokens, computed)
+    assert not engine.bad_blocks
+    expected = kv_of(tokens)
+    end = computed + found
+    assert torch.equal(engine.get(block_ids, computed, end), expected[:, :, computed:end])
+    slots = engine.slots(block_ids, computed, end)
+    for cache, old in zip(engine.caches.values(), before, strict=True):
+        engine.impl.put(cache, slots, engine.impl.get(old, slots))
+        assert torch.equal(cache, old)
+    return found
+
+
+@given(
+    source=st.sampled_from(FORMS),
+    target=st.sampled_from(FORMS),
+    source_block=st.sampled_from([16, 32, 48]),
+    target_block=st.sampled_from([16, 32, 48]),
+    chunk_size=st.integers(5, 70),
+    length=st.integers(1, 230),
+    pieces=st.lists(st.integers(1, 229), max_size=4),
+    computed=st.integers(0, 5),
+    longer=st.integers(0, 40),
+)
+@settings(max_examples=60, deadline=None)
+def test_what_one_engine_stores_any_other_loads(
+    source: str,
+    target: str,
+    source_block: int,
+    target_block: int,
+    chunk_size: int,
+    length: int,
+    pieces: list[int],
+    computed: int,
+    longer: int,
+) -> None:
+    tokens = prompt(length)
+    options = {"chunk_size": chunk_size, "layout": "canonical"}
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        shelf = Path(folder)
+        writer = SimulatedEngine(shelf, source, source_block, **options)
+        stack.enter_context(closing(writer))
+        writer.prefill(tokens, pieces)
+        reader = SimulatedEngine(shelf, target, target_block, seed=1, **options)
+        stack.enter_context(closing(reader))
+        assert reader.namespace == writer.namespace
+        asked = tokens + prompt(longer, seed=9)
+        start = min(computed * target_block, length // target_block * target_block)
+        found = check_load(reader, asked, start)
+        hit = min(length // chunk_size * chunk_size, len(asked) - 1)
+        assert found == max(0, hit - hit % target_block - start)
+
+
+@pytest.mark.parametrize(("chunk_size", "hits"), [(96, 384), (200, 384), (256, 256)])
+def test_chunk_sizes_of_real_engines(start: Start, chunk_size: int, hits: int) -> None:
+    """Auto is canonical where chunks are no whole blocks, native where they are."""
+    tokens = prompt(450)
+    engine = start("vec", 128, chunk_size=chunk_size)
+    layouts = Namespace.from_bytes(engine.namespace).record["layouts"]
+    native = chunk_size == 256
+    assert layouts == (["cpu-vec-bf16-b128"] if native else ["canonical"]) * 2
+    engine.prefill(tokens, [100, 333])
+    assert check_load(engine, tokens) == hits
+    assert check_load(engine, tokens, 128) == hits - 128
+
+
+def test_native_and_canonical_give_the_same_kv(start: Start) -> None:
+    tokens = prompt(200)
+    for layout in ("native", "canonical"):
+        engine = start("amx", 32, chunk_size=64, layout=layout)
+        engine.prefill(tokens)
+        assert check_load(engine, tokens) == 192
+
+
+def objects(engine: SimulatedEngine, tokens: list[int], chunk_size: int) -> list[list[Path]]:
+    namespace = Namespace.from_bytes(engine.namespace)
+    [folder] = Path(engine.shelf.url).glob(f"*-{namespace.digest.hex()[:16]}")
+    shards = namespace.record["shards"]
+    assert isinstance(shards, int)
+    chain = KeyChain(namespace.digest, chunk_size)
+    return [
+        [folder / object_name(chunk, shard, shards) for shard in range(shards)]
+        for chunk in chain.extend(tokens)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("form", "layout", "chunk_size", "failing", "first_bad"),
+    [
+        # Chunk 1 begins in the middle of block 1, chunk 3 at the start of block 4.
+        ("NHD", "auto", 24, 1, 1),
+        ("vec", "auto", 24, 1, 1),
+        ("vec", "canonical", 24, 3, 4),
+        ("vec", "auto", 24, 0, 0),
+        ("vec", "native", 32, 2, 4),
+    ],
+)
+def test_blocks_from_a_failed_chunk_on_are_bad(
+    start: Start, form: str, layout: str, chunk_size: int, failing: int, first_bad: int
+) -> None:
+    tokens = prompt(150)
+    engine = start(form, 16, chunk_size=chunk_size, layout=layout)
+    engine.prefill(tokens)
+    [*_, damaged] = objects(engine, tokens, chunk_size)[failing]
+    DAMAGE["flipped byte of the payload"](damaged)
+    found, block_ids = engine.load(tokens)
+    assert found == 144 - (144 % 32 if chunk_size == 32 else 0)
+    assert engine.bad_blocks == set(block_ids[first_bad : found // 16])
+    good = first_bad * 16
+    assert torch.equal(engine.get(block_ids, 0, good), kv_of(tokens)[:, :, :good])
+
+
+def test_a_failed_chunk_does_not_touch_blocks_that_the_engine_had(start: Start) -> None:
+    """The failed chunk begins before what was to be loaded."""
+    tokens = prompt(150)
+    engine = start("NHD", 16, chunk_size=40)
+    engine.prefill(tokens)
+    [first, *_] = objects(engine, tokens, 40)[1]
+    first.unlink()
+    chunk_one = first.parent
+    assert not list(chunk_one.glob(first.name))
+    # The look-up confirms what it announces, so the hole is found before anything is loaded.
+    found, _ = engine.load(tokens, 48)
+    assert found == 0
+
+
+def test_blocks_of_an_unknown_layout_are_stored_whole(start: Start) -> None:
+    tokens = prompt(150)
+    engine = start("odd", 16, chunk_size=32)
+    [layout] = set(Namespace.from_bytes(engine.namespace).record["layouts"])
+    assert layout.startswith("opaque-")
+    assert Namespace.from_bytes(engine.namespace).record["shards"] == 1
+    blocks = engine.prefill(tokens)
+    same = start("odd", 16, chunk_size=32, seed=5)
+    assert same.namespace == engine.namespace
+    found, loaded = same.load(tokens)
+    assert found == 128
+    for mine, theirs in zip(engine.caches.values(), same.caches.values(), strict=True):
+        assert torch.equal(mine[blocks[:8]], theirs[loaded[:8]])
+    other = start("odd", 32, chunk_size=32)
+    assert other.namespace != engine.namespace
+    assert other.load(tokens)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("form", "options", "words"),
+    [
+        ("vec", {"layout": "native", "chunk_size": 24}, "layout=native cannot be"),
+        ("NHD", {"layout": "native"}, "not permuted"),
+        ("odd", {"layout": "canonical"}, "layout=canonical cannot be"),
+        ("odd", {"chunk_size": 24}, "set chunk_size to a multiple"),
+    ],
+)
+def test_what_cannot_be_is_refused_at_start(
+    start: Start, form: str, options: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        start(form, 16, **options)
+
+
+def test_one_cache_shared_by_two_layers_is_stored_once(tmp_path: Path) -> None:
+    engine = SimulatedEngine(tmp_path, "NHD", 16, chunk_size=32)
+    with closing(engine):
+        layers = engine.layers
+        first, second = layers
+        layers[second].kv_sharing_target_layer_name = first
+        assert engine.worker._cached_layers(engine.caches) == [first]
+
+
+def test_caches_that_come_back_from_sleep_are_compared(start: Start) -> None:
+    tokens = prompt(100)
+    engine = start("NHD", 16, chunk_size=32)
+    engine.prefill(tokens)
+    fresh = {
+        name: cache.clone(memory_format=torch.preserve_format)
+        for name, cache in engine.caches.items()
+    }
+    engine.caches = fresh
+    engine.worker.restore(fresh)
+    assert check_load(engine, tokens) == 96
+    engine.worker.restore({name: cache.contiguous() for name, cache in fresh.items()})
+    engine.step([])
+    assert engine.load(tokens)[0] == 0
+
+
+def test_head_sizes_and_heads_are_those_of_the_model(start: Start) -> None:
+    record = Namespace.from_bytes(start("vec", 16, chunk_size=32).namespace).record
+    assert record["layer_shapes"] == [f"2,*,{HEADS},{SIZE}"] * 2

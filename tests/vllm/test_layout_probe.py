@@ -1,0 +1,383 @@
+"""Layouts learned through vLLM's own cache updates, and what is stored of them. No engine."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+with warnings.catch_warnings():
+    # vLLM's own imports are not ours to judge.
+    warnings.simplefilter("ignore")
+    pytest.importorskip("vllm")
+    from vllm.v1.attention.backend import AttentionImpl
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
+    from vllm.v1.attention.backends.mla.cpu_mla import CPUMLAImpl
+
+    from kvshelf.vllm.layout_probe import (
+        LayerCache,
+        StoredLayout,
+        choose_layout,
+        probe_layers,
+    )
+
+from kvshelf import ops
+from kvshelf.errors import ConfigError, UnsupportedError
+from kvshelf.layout import PagedLayout, PermutedLayout
+
+BLOCKS, HEADS = 4, 2
+ENGINE = {"num_blocks": BLOCKS, "vllm": "0.32.0", "tensor_parallel_size": 1, "block_size": 128}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """So small operations only wait for each other on several threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def cpu_layer(
+    isa: str,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    kv_cache_dtype: str = "auto",
+    block_size: int = 128,
+    head_size: int = 64,
+    scale: float = 1.0,
+    **changes: Any,
+) -> Any:
+    """A layer with vLLM's CPU attention, as far as its cache update sees it."""
+    impl = CPUAttentionBackendImpl.__new__(CPUAttentionBackendImpl)
+    impl.attn_type = "decoder"
+    impl.kv_cache_dtype = kv_cache_dtype
+    impl.sliding_window = -1
+    cache_dtype = torch.uint8 if kv_cache_dtype.startswith("fp8") else dtype
+    cache = torch.zeros(BLOCKS, HEADS, block_size, 2 * head_size, dtype=cache_dtype)
+    cache.view(torch.uint8).random_(0, 100)
+    layer = SimpleNamespace(
+        impl=impl,
+        kv_cache=cache,
+        isa=isa,
+        _k_scale_float=scale,
+        _v_scale_float=scale / 2,
+        num_kv_heads=HEADS,
+        head_size=head_size,
+        head_size_v=head_size,
+        kv_sharing_target_layer_name=None,
+        kv_cache_dtype=kv_cache_dtype,
+        attn_backend=CPUAttentionBackend,
+    )
+    for name, value in changes.items():
+        setattr(layer, name, value)
+    return layer
+
+
+def probe(
+    *layers: Any, dtype: torch.dtype = torch.bfloat16, block_size: int = 0
+) -> list[LayerCache]:
+    named = {f"layers.{i}": layer for i, layer in enumerate(layers)}
+    caches = {name: getattr(layer, "registered", layer.kv_cache) for name, layer in named.items()}
+    return probe_layers(
+        named,
+        caches,
+        list(named),
+        num_blocks=BLOCKS,
+        block_size=block_size or layers[0].kv_cache.shape[2],
+        cache_dtype="auto",
+        compute_dtype=dtype,
+    )
+
+
+def choose(
+    layers: list[LayerCache], option: str = "auto", chunk_size: int = 256, **engine: object
+) -> StoredLayout:
+    return choose_layout(
+        layers, option, chunk_size=chunk_size, block_size=128, engine={**ENGINE, **engine}
+    )
+
+
+def written(layer: Any, dtype: torch.dtype, count: int) -> tuple[Tensor, Tensor]:
+    """Write random K and V through the layer, return (slots, values [2, tokens, heads, size])."""
+    slots = torch.randperm(2 * layer.kv_cache.shape[2])[:count] + layer.kv_cache.shape[2]
+    values = torch.randint(-8, 8, (2, count, HEADS, layer.head_size)).to(dtype)
+    layer.impl.do_kv_cache_update(layer, values[0], values[1], layer.kv_cache, slots)
+    return slots, values
+
+
+# --------------------------------------------------------------------------- real packings
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("isa", "block_size", "head_size", "packing"),
+    [
+        ("vec", 128, 64, "vec"),
+        ("vec", 64, 128, "vec"),
+        ("vec", 32, 32, "vec"),
+        ("vec16", 128, 80, "vec"),
+        ("vec16", 48, 112, "vec"),
+        ("amx", 128, 64, "amx"),
+        ("amx", 32, 96, "amx"),
+    ],
+)
+def test_packings_of_vllm_are_learned(
+    isa: str, block_size: int, head_size: int, packing: str, dtype: torch.dtype
+) -> None:
+    layer = cpu_layer(isa, dtype=dtype, block_size=block_size, head_size=head_size)
+    before = layer.kv_cache.clone()
+    [found] = probe(layer, dtype=dtype)
+    layout = found.learned.layout
+    assert isinstance(layout, PermutedLayout), found.learned.reason
+    assert (layout.packing, layout.block_size) == (packing, block_size)
+    assert torch.equal(layer.kv_cache.view(torch.uint8), before.view(torch.uint8))
+
+    slots, values = written(layer, dtype, 50)
+    out = torch.empty(layout.chunk_bytes(50), dtype=torch.uint8)
+    ops.gather_kv([layer.kv_cache], slots, out, layout)
+    assert torch.equal(out.view(dtype).view(values.shape), values)
+    # What is scattered is what vLLM would have written.
+    other = cpu_layer(isa, dtype=dtype, block_size=block_size, head_size=head_size)
+    other.kv_cache.copy_(before)
+    ops.scatter_kv([other.kv_cache], slots, out, layout)
+    assert torch.equal(other.kv_cache.view(torch.uint8), layer.kv_cache.view(torch.uint8))
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.0123, 7.0])
+@pytest.mark.parametrize("kv_cache_dtype", ["fp8_e4m3", "fp8_e5m2"])
+@pytest.mark.parametrize("isa", ["vec", "amx"])
+def test_packings_of_fp8_caches_are_learned(isa: str, kv_cache_dtype: str, scale: float) -> None:
+    [found] = probe(cpu_layer(isa, kv_cache_dtype=kv_cache_dtype, scale=scale))
+    assert isinstance(found.learned.layout, PermutedLayout), found.learned.reason
+    assert found.learned.layout.packing == isa
+    expected = {"fp8_e4m3": "F8_E4M3", "fp8_e5m2": "F8_E5M2"}[kv_cache_dtype]
+    assert choose([found]).ids == (f"cpu-{isa}-{expected.lower()}-b128",)
+    assert choose([found], chunk_size=96).dtypes == (expected,)
+
+
+def test_layers_of_one_kind_are_learned_once() -> None:
+    found = probe(*(cpu_layer("vec") for _ in range(4)), cpu_layer("amx"))
+    assert [layer.learned.writes > 5 for layer in found] == [True, False, False, False, True]
+    assert [layer.learned.writes for layer in found[1:4]] == [1, 1, 1]
+    assert found[3].learned.layout == found[0].learned.layout
+
+
+def mla_layer(rank: int = 32, rope: int = 16, block_size: int = 16) -> Any:
+    impl = CPUMLAImpl.__new__(CPUMLAImpl)
+    impl.kv_cache_dtype = "auto"
+    registered = torch.zeros(BLOCKS, 1, block_size, rank + rope, dtype=torch.bfloat16)
+    return SimpleNamespace(
+        impl=impl,
+        registered=registered,
+        kv_cache=registered.squeeze(1),
+        kv_lora_rank=rank,
+        qk_rope_head_dim=rope,
+        head_size=rank + rope,
+        kv_cache_dtype="auto",
+        _k_scale=torch.tensor(1.0),
+        hisparse_cache=None,
+    )
+
+
+def test_mla_is_learned_through_its_own_call() -> None:
+    layer = mla_layer()
+    [found] = probe(layer, block_size=16)
+    assert found.learned.layout == PagedLayout.from_mla(layer.kv_cache), found.learned.reason
+    stored = choose([found])
+    assert (stored.kind, stored.shapes, stored.dtypes) == ("canonical", ("*,48",), ("BF16",))
+
+
+# --------------------------------------------------------------------------- not written to
+
+
+class Counting(AttentionImpl):  # type: ignore[type-arg]
+    """An implementation that counts how often it is asked to write."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+    def do_kv_cache_update(
+        self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+    ) -> None:
+        self.calls += 1
+
+
+class OtherSignature(Counting):
+    def do_kv_cache_update(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
+        self.calls += 1
+
+
+class OneMore(Counting):
+    def do_kv_cache_update(  # type: ignore[override]
+        self, layer: Any, key: Any, value: Any, kv_cache: Any, slot_mapping: Any, scale: Any
+    ) -> None:
+        self.calls += 1
+
+
+class Failing(Counting):
+    def do_kv_cache_update(
+        self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+    ) -> None:
+        raise RuntimeError("needs a graph")
+
+
+class Updating(CPUAttentionBackend):
+    forward_includes_kv_cache_update = True
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"impl": OtherSignature()}, "its cache update takes (args, kwargs)"),
+        ({"impl": OneMore()}, "slot_mapping, scale)"),
+        ({"impl": SimpleNamespace()}, "no kind of attention"),
+        ({"impl": Counting(), "kv_sharing_target_layer_name": "layers.0"}, "shares another"),
+        ({"impl": Counting(), "attn_backend": Updating}, "inside attention"),
+        ({"impl": Counting(), "head_size_v": 32}, "different sizes"),
+        ({"impl": Counting(), "kv_cache_dtype": "nvfp4"}, "nvfp4"),
+        ({"impl": Counting(), "kv_cache_dtype": "int8_per_token_head"}, "int8_per_token_head"),
+        ({"impl": Counting(), "kv_cache_dtype": "fp8_ds_mla"}, "fp8_ds_mla"),
+        ({"impl": Counting(), "_k_scale_float": 0.0, "kv_cache_dtype": "fp8"}, "scales"),
+    ],
+)
+def test_what_is_not_known_is_not_written_to(changes: dict[str, Any], reason: str) -> None:
+    packed = str(changes.get("kv_cache_dtype", "auto"))
+    cache = torch.zeros(
+        BLOCKS, HEADS, 128, 128, dtype=torch.bfloat16 if packed == "auto" else torch.uint8
+    )
+    layer = cpu_layer("vec", registered=cache, **{"kv_cache": cache, **changes})
+    [found] = probe(layer, block_size=128)
+    assert found.learned.kind == "unknown"
+    assert reason in found.learned.reason
+    assert found.learned.writes == 0
+    assert getattr(layer.impl, "calls", 0) == 0
+
+
+@pytest.mark.parametrize(
+    "bound",
+    [torch.tensor([]), torch.zeros(4, 2, 128, 128, dtype=torch.bfloat16), [torch.zeros(4)], None],
+)
+def test_a_layer_that_uses_other_memory_is_refused(bound: Any) -> None:
+    layer = cpu_layer("vec", impl=Counting())
+    layer.registered, layer.kv_cache = layer.kv_cache, bound
+    with pytest.raises(UnsupportedError, match="not the one that is bound"):
+        probe(layer, block_size=128)
+    assert layer.impl.calls == 0
+
+
+@pytest.mark.parametrize(
+    ("impl", "reason"), [(Counting(), "nothing of what was written"), (Failing(), "needs a graph")]
+)
+def test_an_update_that_does_nothing_or_fails_is_unknown(impl: Any, reason: str) -> None:
+    [found] = probe(cpu_layer("vec", impl=impl))
+    assert found.learned.kind == "unknown"
+    assert reason in found.learned.reason
+
+
+# --------------------------------------------------------------------------- what is stored
+
+
+def test_auto_is_native_where_chunks_are_whole_blocks() -> None:
+    layers = probe(cpu_layer("vec"), cpu_layer("vec"))
+    stored = choose(layers)
+    assert stored.kind == "native"
+    assert stored.unit_tokens == 128
+    assert stored.ids == ("cpu-vec-bf16-b128",) * 2
+    assert stored.shapes == ("2,*,2,64",) * 2
+    assert stored.dtypes == ("BF16",) * 2
+    [run] = stored.runs
+    assert run.layout == PagedLayout.native_blocks(layers[0].cache)
+
+
+@pytest.mark.parametrize(
+    ("option", "chunk_size"), [("auto", 96), ("auto", 200), ("canonical", 256)]
+)
+def test_canonical_where_it_is_asked_for_or_chunks_are_no_whole_blocks(
+    option: str, chunk_size: int
+) -> None:
+    stored = choose(probe(cpu_layer("vec"), cpu_layer("vec")), option, chunk_size)
+    assert (stored.kind, stored.unit_tokens) == ("canonical", 1)
+    assert stored.ids == ("canonical",) * 2
+    [run] = stored.runs
+    assert isinstance(run.layout, PermutedLayout)
+
+
+def test_native_that_cannot_be_is_refused() -> None:
+    with pytest.raises(ConfigError, match="200 is not a multiple of the block size 128"):
+        choose(probe(cpu_layer("vec")), "native", 200)
+    with pytest.raises(ConfigError, match="not permuted"):
+        choose(probe(mla_layer(), block_size=16), "native")
+    mixed = probe(cpu_layer("vec", block_size=64), block_size=64)
+    mixed += probe(cpu_layer("vec", block_size=128))
+    with pytest.raises(ConfigError, match="blocks of different size"):
+        choose(mixed, "native")
+    assert choose(mixed).kind == "canonical"
+    assert len(choose(mixed).runs) == 2
+
+
+def test_one_unknown_layer_makes_all_of_them_opaque(caplog: pytest.LogCaptureFixture) -> None:
+    layers = probe(cpu_layer("vec"), cpu_layer("vec", impl=Counting()), cpu_layer("vec"))
+    stored = choose(layers)
+    assert (stored.kind, stored.unit_tokens) == ("opaque", 128)
+    assert stored.shapes == (f"2,{HEADS * 128 * 128 * 2}",) * 3
+    assert stored.dtypes == ("U8",) * 3
+    assert "layers.1" in caplog.text and "only engines exactly like this one" in caplog.text
+    with pytest.raises(ConfigError, match="chunk_size=200 is not a multiple"):
+        choose(layers, chunk_size=200)
+    for option in ("canonical", "native"):
+        with pytest.raises(ConfigError, match=f"layout={option} cannot be"):
+            choose(layers, option)
+
+
+def test_the_id_of_an_opaque_layout_covers_what_could_matter() -> None:
+    def opaque_id(layer: Any, **engine: object) -> str:
+        [name] = choose(probe(layer, block_size=128), **engine).ids
+        assert name.startswith("opaque-") and len(name) == 7 + 16
+        return name
+
+    def unknown(**changes: Any) -> Any:
+        return cpu_layer("vec", impl=Counting(), **changes)
+
+    plain = opaque_id(unknown())
+    assert opaque_id(unknown()) == plain
+    different = {
+        plain,
+        opaque_id(cpu_layer("vec", impl=Failing())),
+        opaque_id(unknown(head_size=32)),
+        opaque_id(unknown(dtype=torch.float16)),
+        opaque_id(unknown(), tensor_parallel_size=2),
+        opaque_id(unknown(), vllm="0.33.0"),
+        opaque_id(unknown(), block_size=64),
+        opaque_id(unknown(), instructions="AVX2"),
+    }
+    assert len(different) == 8
+
+
+def test_opaque_blocks_do_not_depend_on_how_many_there_are() -> None:
+    ids = set()
+    for blocks in (4, 9):
+        cache = torch.zeros(2, blocks, 128, HEADS, 64, dtype=torch.bfloat16)
+        [found] = probe(cpu_layer("vec", impl=Counting(), kv_cache=cache), block_size=128)
+        layer = replace(found, cache=cache)
+        stored = choose([layer], num_blocks=blocks)
+        assert stored.shapes == (f"2,{2 * HEADS * 128 * 64 * 2}",)
+        ids |= set(stored.ids)
+    assert len(ids) == 1
+
+
+def test_blocks_that_are_scattered_over_memory_cannot_be_stored_whole() -> None:
+    whole = torch.zeros(HEADS, 2, BLOCKS, 128, 64, dtype=torch.bfloat16)
+    cache = whole.permute(2, 0, 1, 3, 4)
+    [found] = probe(cpu_layer("vec", impl=Counting(), kv_cache=cache), block_size=128)
+    with pytest.raises(UnsupportedError, match="scattered over memory"):
+        choose([found])
