@@ -183,7 +183,7 @@ def test_a_released_view_cannot_be_used(make_pool: MakePool) -> None:
     for use in (
         lambda: buffer.tensor,
         lambda: buffer.view,
-        lambda: buffer.share(),
+        buffer.share,
         buffer.release,
     ):
         with pytest.raises(ValueError, match="released"):
