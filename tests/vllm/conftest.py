@@ -1,7 +1,7 @@
 """Fixtures for tests with real vLLM engines: models, engines, a shelf, reference answers.
 
-Engines are started once for a session or a module and serve many tests. All of them are bound to one
-core each, so that two can work side by side and all compute with the same number of threads.
+Engines are started once for a session or a module and serve many tests. Each is bound to one core,
+so that two can work side by side and all compute with the same number of threads.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if Path(__file__).parent in item.path.parents:
+        if "start_engine" in getattr(item, "fixturenames", ()):
             item.add_marker("vllm")
             if _SKIP:
                 item.add_marker(pytest.mark.skip(reason=_SKIP))
