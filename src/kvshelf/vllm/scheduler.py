@@ -288,7 +288,7 @@ class SchedulerSide:
         chain = lookup.chain
         if chain is None:
             return
-        if len(chain.chunks) < complete and lookup.keys_done:
+        if len(chain.chunks) < complete:
             chain.extend(request._all_token_ids[chain.tokens : complete * size])
         chunks = chain.chunks[state.next_store : complete]
         block_ids: list[int] | None = None
