@@ -469,7 +469,7 @@ def _pin(tensor: Tensor) -> Callable[[], None]:
     torch's own pinned allocator rounds sizes up to powers of two, which for buffers of
     some gigabytes is much.
     """
-    address, runtime = tensor.data_ptr(), torch.cuda.cudart()
+    address, runtime = tensor.data_ptr(), torch.cuda.cudart()  # type: ignore[no-untyped-call]
     # 1: pinned for every GPU, not only the current one.
     error = int(runtime.cudaHostRegister(address, tensor.numel(), 1))
     if error:

@@ -12,7 +12,7 @@ Contracts
 * A part of the pool is kept for loads, so that stores which the storage does not
   accept can never keep a load waiting.
 * All methods may be called from any thread. :meth:`StagingPool.acquire_for_store` is
-  the only one called on an engine's step thread and never waits.
+  the only one called on an engine's step thread, and waits only when told to.
 """
 
 from __future__ import annotations
@@ -110,27 +110,38 @@ class StagingPool:
         """Bytes of memory that the pool has taken so far."""
         return self._made * self.buffer_bytes
 
-    def acquire_for_store(self, count: int = 1) -> list[StagingBuffer] | None:
-        """Return `count` buffers, or None when stores have used up their part. Never waits."""
+    def acquire_for_store(self, count: int = 1, timeout: float = 0.0) -> list[StagingBuffer] | None:
+        """Return `count` buffers, or None when stores have used up their part.
+
+        Parameters
+        ----------
+        count : int
+            At most as many as one store takes at once.
+        timeout : float
+            Seconds to wait for buffers to come back.
+        """
+        deadline = time.monotonic() + timeout if timeout > 0 else 0.0
         with self._changed:
-            if self._closed or self._stores + count > self._store_limit:
-                return None
-            while len(self._free) < count:
-                if not self._grow_free():
+            while not self._closed:
+                if self._stores + count <= self._store_limit and self._have_free(count):
+                    buffers = [self._free.pop() for _ in range(count)]
+                    for buffer in buffers:
+                        buffer.for_store = True
+                    self._stores += count
+                    self._out += count
+                    return buffers
+                left = deadline - time.monotonic() if deadline else 0.0
+                if left <= 0:
                     return None
-            buffers = [self._free.pop() for _ in range(count)]
-            for buffer in buffers:
-                buffer.for_store = True
-            self._stores += count
-            self._out += count
-            return buffers
+                self._changed.wait(left)
+            return None
 
     def acquire_for_load(self, timeout: float | None = None) -> StagingBuffer | None:
         """Return a buffer, waiting for one to come back; None at time-out or when closed."""
         deadline = None if timeout is None else time.monotonic() + timeout
         with self._changed:
             while not self._closed:
-                if self._free or self._grow_free():
+                if self._have_free(1):
                     self._out += 1
                     return self._free.pop()
                 left = None if deadline is None else deadline - time.monotonic()
@@ -147,7 +158,8 @@ class StagingPool:
                 self._stores -= 1
             self._out -= 1
             self._free.append(buffer)
-            self._changed.notify()
+            # Of those that wait a store may not be allowed what a load is.
+            self._changed.notify_all()
 
     def warm(self, nbytes: int) -> None:
         """Take up to `nbytes` of memory now and touch it, so that no step has to."""
@@ -171,10 +183,13 @@ class StagingPool:
             self._closed = True
             self._changed.notify_all()
 
-    def _grow_free(self) -> bool:
-        fresh = self._grow()
-        self._free += fresh
-        return bool(fresh)
+    def _have_free(self, count: int) -> bool:
+        while len(self._free) < count:
+            fresh = self._grow()
+            if not fresh:
+                return False
+            self._free += fresh
+        return True
 
     def _grow(self) -> list[StagingBuffer]:
         """Return new buffers, none when the limit is reached or the system refuses memory."""
