@@ -27,17 +27,14 @@ import logging
 import threading
 import time
 from array import array
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, fields
 from types import TracebackType
-from typing import Any, ClassVar, Final, Generic, NamedTuple, TypeAlias, TypeVar
+from typing import ClassVar, Final, Generic, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
-from kvshelf.backends import WriteResult
-from kvshelf.buffers import ALIGNMENT, Buffer, BufferPool
 from kvshelf.chunkfile import ObjectFormat
 from kvshelf.config import Config, default_shelf_path
 from kvshelf.errors import ConfigError
@@ -46,8 +43,9 @@ from kvshelf.identity import Chunk, KeyChain, MultimodalItem, Namespace, group_o
 from kvshelf.layout import PagedLayout
 from kvshelf.metrics import Counters
 from kvshelf.model import ModelFacts
+from kvshelf.prefetch import FindsInMemory, IntoMemory, LoadsFromMemory, PrefetchMemory
 from kvshelf.probe import FailedKeys, Lookup, LookupService
-from kvshelf.shelf import Presence, Shelf, open_shelf
+from kvshelf.shelf import Shelf, open_shelf
 from kvshelf.staging import StagingPool
 from kvshelf.transfer import ChunkSlots, Failure, KVMemory, LayerRun, Load, StoreResult, Transfer
 
@@ -304,7 +302,9 @@ class _RetrieveHandle(_LoadHandle[Tensor]):
 
 
 class _PrefetchHandle(_LoadHandle[int]):
-    def __init__(self, cache: ChunkCache, prompt: _Prompt, timeout: float, memory: _Memory) -> None:
+    def __init__(
+        self, cache: ChunkCache, prompt: _Prompt, timeout: float, memory: PrefetchMemory
+    ) -> None:
         super().__init__(cache, prompt, timeout)
         self._memory = memory
         self._chunks: Sequence[Chunk] = ()
@@ -313,7 +313,7 @@ class _PrefetchHandle(_LoadHandle[int]):
         none = torch.empty(0, dtype=torch.int64)
         self._chunks = chunks[: self._memory.most_chunks]
         return [
-            ChunkSlots(chunk, none, _IntoMemory(self._memory, chunk.key)) for chunk in self._chunks
+            ChunkSlots(chunk, none, IntoMemory(self._memory, chunk.key)) for chunk in self._chunks
         ]
 
     def _outcome(self) -> int:
@@ -458,7 +458,7 @@ class ChunkCache:
         self._ids = itertools.count()
         self._transfer: Transfer | None = None
         self._lookups: dict[tuple[str, ...], LookupService] = {}
-        self._memory = _Memory(self.fmt, prefetch_bytes, self.counters)
+        self._memory = PrefetchMemory(self.fmt, prefetch_bytes, self.counters)
 
     def __repr__(self) -> str:
         return f"ChunkCache({self.shelf.url!r}, {self.fmt.namespace.folder!r})"
@@ -770,8 +770,8 @@ class ChunkCache:
         mask : Tensor or Sequence[bool], optional
             False for leading tokens whose KV the caller has already.
         kv, slot_mapping
-            Where to: as for :meth:`store`. Nothing is written to places of tokens that are
-            not retrieved.
+            Where to: as for :meth:`store`. Places of chunks behind those that are retrieved
+            may have been written to as well; what is there means nothing.
         timeout : float, optional
             Seconds. What has not arrived by then is not retrieved.
 
@@ -861,7 +861,7 @@ class ChunkCache:
             self._check_open()
             if self._transfer is None:
                 self._transfer = Transfer(
-                    _LoadsFromMemory(self.shelf, self._memory),
+                    LoadsFromMemory(self.shelf, self._memory),
                     self.fmt,
                     self._bound,
                     self._staging(),
@@ -912,7 +912,7 @@ class ChunkCache:
                 started = self._on_thread_start
                 shelf = self.shelf
                 service = self._lookups[tiers] = LookupService(
-                    _FindsInMemory(shelf, self._memory) if "memory" in tiers else shelf,
+                    FindsInMemory(shelf, self._memory) if "memory" in tiers else shelf,
                     self.fmt,
                     failed=self.failed,
                     counters=self.counters,
@@ -1032,130 +1032,6 @@ class ChunkCache:
                     handle.count("dropped", len(items) - number - 1)
                     break
         handle.submitted()
-
-
-# ------------------------------------------------------------------------------ memory
-
-
-class _Memory:
-    """Payloads of objects that were prefetched, the least recently used pushed out first."""
-
-    def __init__(self, fmt: ObjectFormat, capacity: int, counters: Counters) -> None:
-        self._counters = counters
-        self._shards = range(fmt.shards)
-        sizes = [fmt.payload_size(shard) for shard in self._shards]
-        self.most_chunks = capacity // sum(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)
-        self._pool = BufferPool(max(capacity, ALIGNMENT))
-        self._lock = threading.Lock()
-        self._held: OrderedDict[tuple[bytes, int], Buffer] = OrderedDict()
-
-    def holds(self, chunk: Chunk, shard: int) -> bool:
-        return (chunk.key, shard) in self._held
-
-    def leading(self, chunks: Sequence[Chunk]) -> int:
-        """Return how many leading `chunks` are held in full."""
-        for number, chunk in enumerate(chunks):
-            if not all(self.holds(chunk, shard) for shard in self._shards):
-                return number
-        return len(chunks)
-
-    def put(self, key: bytes, shard: int, payload: Tensor) -> None:
-        """Keep a copy of a payload, if there can be room for it."""
-        name = (key, shard)
-        with self._lock:
-            if name in self._held:
-                self._held.move_to_end(name)
-                return
-            buffer = self._pool.allocate(payload.numel())
-            while buffer is None and self._held:
-                self._held.popitem(last=False)[1].release()
-                buffer = self._pool.allocate(payload.numel())
-        if buffer is None:
-            return
-        buffer.tensor.copy_(payload)
-        with self._lock:
-            if name in self._held:
-                buffer.release()
-            else:
-                self._held[name] = buffer
-                self._counters.add("prefetched_objects")
-
-    def copy_to(self, key: bytes, shard: int, out: Tensor) -> bool:
-        """Copy a payload that is held into `out`; False when it is not."""
-        with self._lock:
-            found = self._held.get((key, shard))
-            if found is None:
-                return False
-            self._held.move_to_end((key, shard))
-            view = found.share()
-        with view:
-            out.copy_(view.tensor)
-        self._counters.add("memory_objects")
-        return True
-
-    def close(self) -> None:
-        with self._lock:
-            for buffer in self._held.values():
-                buffer.release()
-            self._held.clear()
-        self._pool.close()
-
-
-class _IntoMemory:
-    """Takes the payloads of one chunk where a load would scatter them."""
-
-    def __init__(self, memory: _Memory, key: bytes) -> None:
-        self._memory = memory
-        self._key = key
-
-    def gather(self, shard: int, slots: Tensor, payload: Tensor) -> None:
-        raise NotImplementedError("what was prefetched is on the shelf already")
-
-    def scatter(self, shard: int, slots: Tensor, payload: Tensor) -> None:
-        self._memory.put(self._key, shard, payload)
-
-
-class _LoadsFromMemory(Shelf):
-    """A shelf whose loads look into memory first."""
-
-    def __init__(self, shelf: Shelf, memory: _Memory) -> None:
-        super().__init__(shelf.backend)
-        self._shelf = shelf
-        self._memory = memory
-
-    def load(self, fmt: ObjectFormat, chunk: Chunk, shard: int, image: memoryview) -> None:
-        """Fill the payload of `image`, and its header only where the object was read."""
-        payload = torch.frombuffer(image, dtype=torch.uint8)[fmt.data_offset :]
-        if not self._memory.copy_to(chunk.key, shard, payload):
-            self._shelf.load(fmt, chunk, shard, image)
-
-    def probe(self, fmt: ObjectFormat, items: Sequence[tuple[Chunk, int]]) -> list[Presence]:
-        return self._shelf.probe(fmt, items)
-
-    def write(self, *args: Any, **options: Any) -> WriteResult:
-        return self._shelf.write(*args, **options)
-
-    def repair(self, *args: Any, **options: Any) -> WriteResult:
-        return self._shelf.repair(*args, **options)
-
-
-class _FindsInMemory(Shelf):
-    """A shelf on which everything is that is in memory."""
-
-    def __init__(self, shelf: Shelf, memory: _Memory) -> None:
-        super().__init__(shelf.backend)
-        self._shelf = shelf
-        self._memory = memory
-
-    def probe(self, fmt: ObjectFormat, items: Sequence[tuple[Chunk, int]]) -> list[Presence]:
-        answers = [Presence.PRESENT] * len(items)
-        asked = [
-            i for i, (chunk, shard) in enumerate(items) if not self._memory.holds(chunk, shard)
-        ]
-        found = self._shelf.probe(fmt, [items[i] for i in asked]) if asked else []
-        for i, answer in zip(asked, found, strict=True):
-            answers[i] = answer
-        return answers
 
 
 # ----------------------------------------------------------------------------- arguments
