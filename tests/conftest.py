@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -44,6 +46,10 @@ def no_leaks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     monkeypatch.setattr(BufferPool, "__init__", traced)
     yield
+    # A thread that a test has just let go may still hold a buffer for a moment.
+    deadline = time.monotonic() + 5
+    while any(pool.live() for pool in pools) and time.monotonic() < deadline:
+        threading.Event().wait(0.001)
     leaks = [leak for pool in pools for leak in pool.live()]
     assert not leaks, "not released:\n" + "\n".join(
         f"{leak.nbytes} bytes, {leak.views} views, allocated at\n{leak.where}" for leak in leaks

@@ -1,14 +1,16 @@
 """Bounded pool of reused host buffers between paged KV caches and storage.
 
-Owns all payload-sized memory of kvshelf: every object that is read or written passes
-through one buffer of this pool. All buffers have one size, are aligned to 4096 bytes
+Every object that is read or written passes through one buffer of this pool, which stands
+on a :class:`~kvshelf.buffers.BufferPool` and owns what is special about staging: who may
+have a buffer, and which one. All buffers have one size, are aligned to 4096 bytes
 and are handed out most recently used first, since fresh memory costs ten times as
 much as the copy into it.
 
 Contracts
 ---------
-* The pool never holds more than its capacity; when it is used up, or the system gives
-  no more memory, stores are refused at once, loads wait.
+* The pool never holds more than its capacity, and keeps what it took until it is closed;
+  when it is used up, or the system gives no more memory, stores are refused at once,
+  loads wait.
 * A part of the pool is kept for loads, so that stores which the storage does not
   accept can never keep a load waiting.
 * All methods may be called from any thread. :meth:`StagingPool.acquire_for_store` is
@@ -17,16 +19,11 @@ Contracts
 
 from __future__ import annotations
 
-import logging
-import mmap
 import threading
 import time
 
-import torch
-
+from kvshelf.buffers import Buffer, BufferPool
 from kvshelf.errors import ConfigError
-
-logger = logging.getLogger(__name__)
 
 ALIGNMENT = 4096
 _SLAB_BYTES = 32 << 20
@@ -43,12 +40,16 @@ class StagingBuffer:
         The same bytes as a uint8 tensor of shape ``[nbytes]``.
     """
 
-    __slots__ = ("for_store", "tensor", "view")
+    __slots__ = ("_buffer", "for_store", "tensor", "view")
 
-    def __init__(self, view: memoryview) -> None:
-        self.view = view
-        self.tensor = torch.frombuffer(view, dtype=torch.uint8)
+    def __init__(self, buffer: Buffer) -> None:
+        self._buffer = buffer
+        self.view = buffer.view
+        self.tensor = buffer.tensor
         self.for_store = False
+
+    def _give_back(self) -> None:
+        self._buffer.release()
 
 
 class StagingPool:
@@ -92,12 +93,17 @@ class StagingPool:
                 f" them: set staging_bytes to {needed * self.buffer_bytes} or more, or make"
                 " chunk_size smaller"
             )
+        self._slab = max(1, _SLAB_BYTES // self.buffer_bytes)
+        self._pool = BufferPool(
+            self.limit * self.buffer_bytes,
+            segment_bytes=self._slab * self.buffer_bytes,
+            alignment=ALIGNMENT,
+        )
         self._free: list[StagingBuffer] = []
         self._made = 0
         self._out = 0
         self._stores = 0
         self._closed = False
-        self._short = False
         self._changed = threading.Condition()
 
     @property
@@ -157,6 +163,9 @@ class StagingPool:
                 buffer.for_store = False
                 self._stores -= 1
             self._out -= 1
+            if self._closed:
+                buffer._give_back()
+                return
             self._free.append(buffer)
             # Of those that wait a store may not be allowed what a load is.
             self._changed.notify_all()
@@ -173,15 +182,27 @@ class StagingPool:
             # Outside the lock: zeroing memory is slow and no one else holds these yet.
             for buffer in fresh:
                 buffer.tensor.zero_()
-            with self._changed:
-                self._free[:0] = fresh
-                self._changed.notify_all()
+            self._keep(fresh)
 
     def close(self) -> None:
-        """Refuse all further requests and wake those that wait."""
+        """Refuse all further requests, wake those that wait, give memory back. Idempotent."""
         with self._changed:
             self._closed = True
+            self._give_back()
+            self._pool.close()
             self._changed.notify_all()
+
+    def _keep(self, fresh: list[StagingBuffer]) -> None:
+        with self._changed:
+            self._free[:0] = fresh
+            if self._closed:
+                self._give_back()
+            self._changed.notify_all()
+
+    def _give_back(self) -> None:
+        for buffer in self._free:
+            buffer._give_back()
+        self._free.clear()
 
     def _have_free(self, count: int) -> bool:
         while len(self._free) < count:
@@ -193,26 +214,11 @@ class StagingPool:
 
     def _grow(self) -> list[StagingBuffer]:
         """Return new buffers, none when the limit is reached or the system refuses memory."""
-        count = min(max(1, _SLAB_BYTES // self.buffer_bytes), self.limit - self._made)
-        if count <= 0:
-            return []
-        try:
-            slab = mmap.mmap(-1, count * self.buffer_bytes)
-        except (OSError, MemoryError) as error:
-            if not self._short:
-                self._short = True
-                logger.warning(
-                    "staging stays at %d bytes, the system gives no more: %s",
-                    self.bytes_held,
-                    error,
-                )
-            return []
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            try:
-                slab.madvise(mmap.MADV_HUGEPAGE)
-            except OSError:  # kernels without transparent huge pages
-                pass
-        self._made += count
-        view = memoryview(slab)
-        size = self.buffer_bytes
-        return [StagingBuffer(view[i * size : (i + 1) * size]) for i in range(count)]
+        fresh = []
+        for _ in range(min(self._slab, self.limit - self._made)):
+            buffer = self._pool.allocate(self.buffer_bytes)
+            if buffer is None:
+                break
+            fresh.append(StagingBuffer(buffer))
+        self._made += len(fresh)
+        return fresh
