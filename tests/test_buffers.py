@@ -111,9 +111,9 @@ class SegmentedPoolMachine(PoolMachine):
 
 
 TestOneSegment = PoolMachine.TestCase
-TestOneSegment.settings = settings(max_examples=100, stateful_step_count=40)
+TestOneSegment.settings = settings(max_examples=50, stateful_step_count=40)
 TestManySegments = SegmentedPoolMachine.TestCase
-TestManySegments.settings = settings(max_examples=100, stateful_step_count=40)
+TestManySegments.settings = settings(max_examples=50, stateful_step_count=40)
 
 
 def test_a_full_pool_says_so(make_pool: MakePool) -> None:

@@ -99,12 +99,35 @@ def test_warming_takes_no_more_than_asked_for() -> None:
     pool = StagingPool(64 * ROUNDED, SIZE)
     pool.warm(0)
     assert pool.bytes_held == 0
+    pool.warm(8 * ROUNDED)
+    assert pool.bytes_held == 8 * ROUNDED
     pool.warm(1 << 40)
-    assert pool.bytes_held == 64 * ROUNDED
+    assert pool.bytes_held == 32 * ROUNDED
     assert pool.in_use == 0
     buffer = pool.acquire_for_load(0)
     assert buffer is not None
     assert not buffer.tensor.any()
+
+
+def test_a_store_finds_buffers_while_the_pool_is_warmed(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = StagingPool(16 * ROUNDED, SIZE)
+    grow = pool._grow
+    found: list[object] = []
+
+    def spy(most: int) -> object:
+        fresh = grow(most)
+        monkeypatch.undo()
+        if fresh:
+            # What was made just now is not in the pool yet.
+            pool._changed.release()
+            found.append(pool.acquire_for_store())
+            pool._changed.acquire()
+        return fresh
+
+    monkeypatch.setattr(pool, "_grow", spy)
+    pool.warm(1 << 40)
+    assert found
+    assert found[0] is not None
 
 
 @pytest.mark.parametrize("together", [1, 2, 8])

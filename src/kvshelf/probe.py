@@ -208,6 +208,7 @@ class LookupService:
         # When each thread took the look-up it works on; absent while it waits for one.
         self._busy_since: dict[int, float] = {}
         self._next_log = 0.0
+        self._chunk_seconds = 0.0
         self._cheap = shelf.backend.properties.probe_cost < _CHEAP_PROBE_SECONDS
         # Daemon threads: a probe that never returns must not keep the process alive.
         self._threads = [
@@ -250,6 +251,10 @@ class LookupService:
         since = list(self._busy_since.values())
         return len(since) == len(self._threads) and max(since) < time.monotonic() - seconds
 
+    def may_be_done_within(self, lookup: Lookup, seconds: float) -> bool:
+        """Whether waiting for `lookup` for `seconds` makes sense, going by those before it."""
+        return lookup._count // self._fmt.chunk_size * self._chunk_seconds <= seconds
+
     def close(self) -> None:
         """Stop the threads once they have worked off what was submitted."""
         for _ in self._threads:
@@ -260,9 +265,10 @@ class LookupService:
             self._on_thread_start()
         me = threading.get_ident()
         while (lookup := self._queue.get()) is not None:
-            self._busy_since[me] = time.monotonic()
+            self._busy_since[me] = begin = time.monotonic()
             try:
                 self._work(lookup)
+                self._note_speed(lookup, begin)
             except Exception as error:  # noqa: BLE001 - cache trouble never ends an engine
                 self._counters.add("probe_errors")
                 self._log_failure(error)
@@ -270,6 +276,13 @@ class LookupService:
                 if not lookup.done:
                     lookup._finish(0, None)
                 self._busy_since.pop(me, None)
+
+    def _note_speed(self, lookup: Lookup, begin: float) -> None:
+        chunks = lookup._count // self._fmt.chunk_size
+        if lookup.done and chunks:
+            found = (lookup.finished_at - begin) / chunks
+            known = self._chunk_seconds or found
+            self._chunk_seconds = known + (found - known) / 4
 
     def _log_failure(self, error: Exception) -> None:
         now = time.monotonic()

@@ -171,14 +171,16 @@ class StagingPool:
             self._changed.notify_all()
 
     def warm(self, nbytes: int) -> None:
-        """Take up to `nbytes` of memory now and touch it, so that no step has to."""
+        """Take up to `nbytes` of memory now and touch it, so that no step has to.
+
+        At most half of the pool: what is being warmed cannot be handed out.
+        """
+        target = min(self.limit // 2, nbytes // self.buffer_bytes)
         while True:
             with self._changed:
-                if self._closed or self._made >= min(self.limit, nbytes // self.buffer_bytes):
-                    return
-                fresh = self._grow()
-                if not fresh:
-                    return
+                fresh = [] if self._closed else self._grow(target)
+            if not fresh:
+                return
             # Outside the lock: zeroing memory is slow and no one else holds these yet.
             for buffer in fresh:
                 buffer.tensor.zero_()
@@ -206,16 +208,16 @@ class StagingPool:
 
     def _have_free(self, count: int) -> bool:
         while len(self._free) < count:
-            fresh = self._grow()
+            fresh = self._grow(self.limit)
             if not fresh:
                 return False
             self._free += fresh
         return True
 
-    def _grow(self) -> list[StagingBuffer]:
-        """Return new buffers, none when the limit is reached or the system refuses memory."""
+    def _grow(self, most: int) -> list[StagingBuffer]:
+        """Return new buffers, none when there are `most` or the system refuses memory."""
         fresh = []
-        for _ in range(min(self._slab, self.limit - self._made)):
+        for _ in range(min(self._slab, most - self._made)):
             buffer = self._pool.allocate(self.buffer_bytes)
             if buffer is None:
                 break

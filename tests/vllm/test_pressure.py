@@ -3,31 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
-from conftest import StartEngine
 from harness import NEAR_TIE, Answer, Engine, assert_mostly_same, assert_same
 from shelf_files import ShelfFiles
 
 MakePrompt = Callable[[int], list[int]]
 Reference = Callable[..., Answer]
-
-
-@pytest.fixture(scope="module")
-def small(start_engine: StartEngine, model: Path, shelf: ShelfFiles) -> Iterator[Engine]:
-    """An engine with 23 blocks of 128 tokens that prefills 384 tokens a step."""
-    engine = start_engine(
-        "small",
-        model,
-        shelf.root,
-        num_gpu_blocks_override=24,
-        max_num_batched_tokens=384,
-        max_model_len=2048,
-    )
-    yield engine.wait_ready()
-    engine.stop()
 
 
 @pytest.mark.parametrize("length", [300, 1000, 1800])

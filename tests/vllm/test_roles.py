@@ -2,58 +2,16 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
-from conftest import StartEngine
+from fleet import ENGINES, Engines
 from harness import Answer, Engine, EngineError, assert_same
 from make_model import make_model
-from shelf_files import ShelfFiles
+from shelf_files import ShelfFiles, wait_until
 
 MakePrompt = Callable[[int], list[int]]
 Reference = Callable[..., Answer]
-
-
-@pytest.fixture(scope="module")
-def copied_model(workspace: Path, model: Path) -> Path:
-    """The same weights in another folder."""
-    copy = workspace / "models" / "a copy"
-    shutil.copytree(model, copy)
-    return copy
-
-
-@pytest.fixture(scope="module")
-def consumer(
-    start_engine: StartEngine,
-    session_engines: tuple[Engine, Engine],
-    copied_model: Path,
-    shelf: ShelfFiles,
-) -> Iterator[Engine]:
-    """An engine that only loads, on a copy of the model."""
-    engine = start_engine("consumer", copied_model, shelf.root, kv_role="kv_consumer")
-    yield engine.wait_ready()
-    engine.stop()
-
-
-@pytest.fixture(scope="module")
-def chatting(
-    start_engine: StartEngine,
-    session_engines: tuple[Engine, Engine],
-    model: Path,
-    shelf: ShelfFiles,
-) -> Iterator[Engine]:
-    """An engine without a prefix cache of its own that stores what it decodes, too."""
-    engine = start_engine(
-        "chatting",
-        model,
-        shelf.root,
-        extra_config={"save_decode": True},
-        enable_prefix_caching=False,
-    )
-    yield engine.wait_ready()
-    engine.stop()
 
 
 def test_without_vllms_prefix_cache(
@@ -123,8 +81,7 @@ def test_consumer_loads_and_stores_nothing(
 def test_changed_weights_at_the_same_path(
     engine: Engine,
     consumer: Engine,
-    start_engine: StartEngine,
-    copied_model: Path,
+    engines: Engines,
     shelf: ShelfFiles,
     reference: Reference,
     prompt: MakePrompt,
@@ -132,29 +89,26 @@ def test_changed_weights_at_the_same_path(
     tokens = prompt(1100)
     engine.generate(tokens)
     shelf.wait_stored(tokens)
+    [before] = shelf.namespaces()
     consumer.stop()
-    make_model(copied_model, "tiny", seed=1, replace=True)
-    with start_engine("changed", copied_model, shelf.root) as changed:
+    make_model(engines.places.copied_model, "tiny", seed=1, replace=True)
+    arguments = ENGINES["consumer"](engines.places) | {"kv_role": "kv_both"}
+    with engines.start("changed", **arguments) as changed:
         answer = changed.generate(tokens)
         assert answer.shelf_tokens == 0
         # With another salt it is computed again: what these weights say, without any shelf.
         assert_same(answer, changed.generate(tokens, cache_salt="other"))
         assert answer.tokens != reference(tokens).tokens
-        assert len(shelf.namespaces()) == 2
-        [folder] = [
-            folder
-            for folder in shelf.namespaces()
-            if not all(path.exists() for chunk in shelf.of(tokens, folder=folder) for path in chunk)
-            or folder.stat().st_ctime_ns
-            == max(each.stat().st_ctime_ns for each in shelf.namespaces())
-        ]
-        assert folder.name.startswith("a-copy-")
+        wait_until(lambda: len(shelf.namespaces()) == 2, "a namespace of the new weights")
+        [after] = set(shelf.namespaces()) - {before}
+        assert after.name.startswith("a-copy-")
 
 
-def test_mistakes_stop_the_engine_with_a_message(
-    start_engine: StartEngine, model: Path, shelf: ShelfFiles
-) -> None:
-    engine = start_engine("mistaken", model, shelf.root, extra_config={"chunk_sise": 256})
+@pytest.mark.slow
+def test_mistakes_stop_the_engine_with_a_message(engines: Engines) -> None:
+    arguments = ENGINES["on_shelf"](engines.places)
+    arguments["extra_config"]["chunk_sise"] = 256
+    engine = engines.start("mistaken", **arguments)
     with pytest.raises(EngineError):
         engine.wait_ready()
     assert "did you mean chunk_size?" in engine.log()

@@ -1,13 +1,12 @@
-"""A second engine on the same shelf: restarts, races, and shelves that cannot be written or vanish."""
+"""A second engine on the same shelf: restarts, races, shelves that vanish or take no writes."""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
-from conftest import StartEngine
+from fleet import Places
 from harness import Answer, Engine, assert_mostly_same, assert_same
 from shelf_files import ShelfFiles, wait_until
 
@@ -15,49 +14,34 @@ MakePrompt = Callable[[int], list[int]]
 Reference = Callable[..., Answer]
 
 
-@pytest.fixture(scope="module")
-def second(
-    start_engine: StartEngine,
-    session_engines: tuple[Engine, Engine],
-    model: Path,
-    shelf: ShelfFiles,
-) -> Iterator[Engine]:
-    """A second engine on the shelf of the first."""
-    engine = start_engine("second", model, shelf.root)
-    yield engine.wait_ready()
-    engine.stop()
-
-
 def test_first_request_of_a_fresh_engine_hits(
     engine: Engine,
-    start_engine: StartEngine,
-    request: pytest.FixtureRequest,
+    second: Engine,
     shelf: ShelfFiles,
     reference: Reference,
     prompt: MakePrompt,
 ) -> None:
+    """Must be the first test with the second engine."""
     tokens = prompt(1500)
     engine.generate(tokens)
     shelf.wait_stored(tokens)
-    second: Engine = request.getfixturevalue("second")
     answer = second.generate(tokens)
     assert answer.shelf_tokens == 1280
     assert_same(answer, reference(tokens))
-    assert len(shelf.namespaces()) == 1
 
 
 def test_two_engines_store_the_same_chunks_at_once(
     engine: Engine, second: Engine, shelf: ShelfFiles, reference: Reference, prompt: MakePrompt
 ) -> None:
+    answers, expected = [], []
     for _ in range(4):
-        second.reset_prefix_cache()
         prompts = [prompt(800) for _ in range(4)]
         both = [[each.submit(tokens) for each in (engine, second)] for tokens in prompts]
-        answers = [request.result() for pair in both for request in pair]
-        expected = [reference(tokens) for tokens in prompts for _ in range(2)]
-        assert_mostly_same(answers, expected, share=0.5)
+        answers += [request.result() for pair in both for request in pair]
+        expected += [reference(tokens) for tokens in prompts for _ in range(2)]
         for tokens in prompts:
             shelf.wait_stored(tokens)
+    assert_mostly_same(answers, expected)
     shelf.check_all()
     wait_until(lambda: not shelf.temporaries(), "temporaries gone")
     for each in (engine, second):
@@ -82,24 +66,9 @@ def test_stop_publishes_what_is_staged(
 
 
 @pytest.fixture(scope="module")
-def own(workspace: Path) -> ShelfFiles:
+def own(places: Places) -> ShelfFiles:
     """A shelf that is deleted and write-protected."""
-    return ShelfFiles(workspace / "own shelf")
-
-
-@pytest.fixture(scope="module")
-def third(
-    start_engine: StartEngine,
-    session_engines: tuple[Engine, Engine],
-    second: Engine,
-    model: Path,
-    own: ShelfFiles,
-) -> Iterator[Engine]:
-    """An engine on that shelf."""
-    second.stop()
-    engine = start_engine("third", model, own.root, heed_permissions=True)
-    yield engine.wait_ready()
-    engine.stop()
+    return ShelfFiles(places.own)
 
 
 def test_shelf_deleted_while_running(
@@ -109,11 +78,11 @@ def test_shelf_deleted_while_running(
     third.generate(tokens)
     own.wait_stored(tokens)
     third.reset_prefix_cache()
-    prompts = [tokens + prompt(5) for _ in range(4)]
+    prompts = [tokens + prompt(5) for _ in range(12)]
     requests = [third.submit(each) for each in prompts]
     shutil.rmtree(own.root)
     answers = [request.result() for request in requests]
-    assert_mostly_same(answers, [reference(each) for each in prompts], share=0.5)
+    assert_mostly_same(answers, [reference(each) for each in prompts])
     third.reset_prefix_cache()
     assert_same(third.generate(tokens), reference(tokens))
     # It comes back by itself.
