@@ -707,6 +707,20 @@ def test_a_slot_mapping_is_asked_for_when_caches_are_bound(cache: ChunkCache) ->
         cache.retrieve(prompt(CHUNK), slot_mapping=torch.zeros(CHUNK))
 
 
+@pytest.mark.parametrize("slot", [-2, 9 * BLOCK])
+def test_a_slot_that_the_caches_do_not_have_is_refused(cache: ChunkCache, slot: int) -> None:
+    tokens = prompt(TOKENS)
+    put(cache, tokens)
+    paged = _paged()
+    paged.slot_mapping[3] = slot
+    cache.bind(paged.caches, paged.layout)
+    for arguments in ({"kv": paged}, {"slot_mapping": paged.slot_mapping}):
+        for method in (cache.store, cache.retrieve):
+            with pytest.raises(ValueError, match=f"holds {slot}"):
+                method(tokens, **arguments)
+    assert not any(layer.any() for layer in paged.caches)
+
+
 @pytest.mark.parametrize(
     ("mask", "problem"),
     [

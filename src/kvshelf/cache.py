@@ -38,7 +38,16 @@ from torch import Tensor
 from kvshelf.chunkfile import ObjectFormat
 from kvshelf.config import Config, default_shelf_path
 from kvshelf.errors import ConfigError
-from kvshelf.forms import BlobKV, KVForm, OpenKV, TupleKV, check_slots, open_paged, with_slots
+from kvshelf.forms import (
+    BlobKV,
+    KVForm,
+    OpenKV,
+    TupleKV,
+    check_slots,
+    count_slots,
+    open_paged,
+    with_slots,
+)
 from kvshelf.identity import Chunk, KeyChain, MultimodalItem, Namespace, group_of_salt
 from kvshelf.layout import PagedLayout
 from kvshelf.metrics import Counters
@@ -421,6 +430,13 @@ class ChunkCache:
     counters : Counters
     failed : FailedKeys
         Keys whose objects failed to load; they count as missing for a while.
+    staging : StagingPool
+        Takes no memory before it is used, or warmed.
+
+    Raises
+    ------
+    ConfigError
+        If the namespace lays out no objects, or `staging_bytes` is too small for them.
     """
 
     _instances: ClassVar[dict[str, tuple[Config, ModelFacts, ChunkCache]]] = {}
@@ -445,8 +461,10 @@ class ChunkCache:
         self.fmt = ObjectFormat(namespace) if isinstance(namespace, Namespace) else namespace
         self.counters = Counters() if counters is None else counters
         self.failed = FailedKeys()
+        largest = max(self.fmt.object_size(shard) for shard in range(self.fmt.shards))
+        self.staging = StagingPool(staging_bytes, largest, together=self.fmt.shards)
         self._bound = memory
-        self._staging_bytes = staging_bytes
+        self._bound_slots: int | None = None
         self._io_threads = io_threads
         self._group_by_salt = group_by_salt
         self._timeout = timeout_s
@@ -526,7 +544,6 @@ class ChunkCache:
                 timeout_s=timeout_s,
                 drain_s=config.shutdown_drain_s,
             )
-            cache._staging()
         except BaseException:
             shelf.close()
             raise
@@ -605,6 +622,7 @@ class ChunkCache:
             If they do not fit the namespace.
         """
         self._bound = open_paged(self.fmt, [LayerRun(0, caches, layout)])
+        self._bound_slots = count_slots(self.fmt, layout)
 
     def chunk_keys(
         self,
@@ -864,7 +882,7 @@ class ChunkCache:
                     LoadsFromMemory(self.shelf, self._memory),
                     self.fmt,
                     self._bound,
-                    self._staging(),
+                    self.staging,
                     counters=self.counters,
                     load_threads=self._io_threads,
                     store_threads=max(1, self._io_threads // 2),
@@ -890,6 +908,7 @@ class ChunkCache:
             lost = transfer.close(self._drain)
             if lost:
                 logger.warning("%d chunks were not stored in time and are lost", lost)
+        self.staging.close()
         self._memory.close()
         if self._owns_shelf:
             self.shelf.close()
@@ -899,10 +918,6 @@ class ChunkCache:
     def _check_open(self) -> None:
         if self._closed:
             raise ValueError("this cache is closed")
-
-    def _staging(self) -> StagingPool:
-        largest = max(self.fmt.object_size(shard) for shard in range(self.fmt.shards))
-        return StagingPool(self._staging_bytes, largest, together=self.fmt.shards)
 
     def _service(self, tiers: tuple[str, ...]) -> LookupService:
         with self._lock:
@@ -982,7 +997,7 @@ class ChunkCache:
             )
         if slot_mapping is None:
             raise ValueError(f"{method}() needs kv or slot_mapping, which are both missing")
-        return with_slots(self.fmt, self._bound, check_slots(slot_mapping))
+        return with_slots(self.fmt, self._bound, check_slots(slot_mapping), self._bound_slots)
 
     def _slots(self, prompt: _Prompt, opened: OpenKV) -> list[Tensor]:
         """Return the slots of each whole chunk that the prompt's mask does not leave out."""

@@ -131,7 +131,7 @@ class PagedKV:
     def open(self, fmt: ObjectFormat) -> OpenKV:
         """See :class:`KVForm`."""
         memory = open_paged(fmt, [LayerRun(0, self.caches, self.layout)])
-        return with_slots(fmt, memory, self.slot_mapping)
+        return with_slots(fmt, memory, self.slot_mapping, count_slots(fmt, self.layout))
 
 
 class TupleKV:
@@ -317,7 +317,7 @@ def blob_of_tuples(layers: Sequence[tuple[Tensor, Tensor]], *, order: Order = "H
 
 
 def check_slots(slot_mapping: Tensor) -> Tensor:
-    """Return a slot mapping as contiguous int64 [tokens] on the CPU.
+    """Return a copy of a slot mapping as contiguous int64 [tokens] on the CPU.
 
     Raises
     ------
@@ -333,7 +333,7 @@ def check_slots(slot_mapping: Tensor) -> Tensor:
             f"slot_mapping is {slot_mapping.dtype} {list(slot_mapping.shape)}; expected one "
             "integer for each token, int64 [tokens]"
         )
-    return slot_mapping.to("cpu", torch.int64).contiguous()
+    return slot_mapping.to("cpu", torch.int64, copy=True).contiguous()
 
 
 def open_paged(fmt: ObjectFormat, runs: Sequence[LayerRun]) -> PagedKVCache:
@@ -361,8 +361,37 @@ def open_paged(fmt: ObjectFormat, runs: Sequence[LayerRun]) -> PagedKVCache:
     return memory
 
 
-def with_slots(fmt: ObjectFormat, memory: KVMemory, slot_mapping: Tensor) -> OpenKV:
-    """Join paged caches with the slots of one prompt's tokens."""
+def count_slots(fmt: ObjectFormat, layout: PagedLayout) -> int:
+    """Return the number of token slots in caches of a layout."""
+    return layout.num_slots * _block_size(fmt)
+
+
+def with_slots(
+    fmt: ObjectFormat, memory: KVMemory, slot_mapping: Tensor, num_slots: int | None = None
+) -> OpenKV:
+    """Join paged caches with the slots of one prompt's tokens.
+
+    Parameters
+    ----------
+    fmt : ObjectFormat
+    memory : KVMemory
+    slot_mapping : Tensor
+        As :func:`check_slots` returns it.
+    num_slots : int, optional
+        Slots in the caches, where that is known.
+
+    Raises
+    ------
+    ValueError
+        If there is no such slot.
+    """
+    if num_slots is not None and slot_mapping.numel():
+        low, high = (int(bound) for bound in torch.aminmax(slot_mapping))
+        if low < -1 or high >= num_slots:
+            raise ValueError(
+                f"slot_mapping holds {low if low < -1 else high}; expected −1 (skip) or 0 …"
+                f" {num_slots - 1}"
+            )
     size = _block_size(fmt)
 
     def slots(start: int, end: int) -> Tensor:
