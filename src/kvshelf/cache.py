@@ -150,11 +150,12 @@ class Handle(Generic[T]):
         return self._over.is_set()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait for the end for at most `timeout` seconds (None: for ever); return whether it came.
+        """Wait for the end; return whether it came.
 
         Parameters
         ----------
         timeout : float, optional
+            Seconds to wait at most; for ever when absent.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         while not self.poll():
