@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from kvshelf.buffers import BufferPool
 
 # Timing belongs to `make bench`: on a busy machine a deadline would fail at random.
 settings.register_profile(
@@ -27,3 +32,39 @@ def clean_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
                 patch.delenv(name)
         patch.setenv("KVSHELF_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
         yield
+
+
+@pytest.fixture
+def no_leaks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Fail the test if a buffer of any pool made during it is not released at its end."""
+    pools: list[BufferPool] = []
+    make = BufferPool.__init__
+
+    def traced(self: BufferPool, *args: Any, **options: Any) -> None:
+        make(self, *args, **{"trace": True, **options})
+        pools.append(self)
+
+    monkeypatch.setattr(BufferPool, "__init__", traced)
+    yield
+    # A thread that a test has just let go may still hold a buffer for a moment.
+    deadline = time.monotonic() + 5
+    while any(pool.live() for pool in pools) and time.monotonic() < deadline:
+        threading.Event().wait(0.001)
+    leaks = [leak for pool in pools for leak in pool.live()]
+    assert not leaks, "not released:\n" + "\n".join(
+        f"{leak.nbytes} bytes, {leak.views} views, allocated at\n{leak.where}" for leak in leaks
+    )
+
+
+@pytest.fixture
+def make_pool(no_leaks: None) -> Iterator[Callable[..., BufferPool]]:
+    """Make pools that are closed after the test, which fails if a buffer was not released."""
+    pools: list[BufferPool] = []
+
+    def make(*args: Any, **options: Any) -> BufferPool:
+        pools.append(BufferPool(*args, **options))
+        return pools[-1]
+
+    yield make
+    for pool in pools:
+        pool.close()

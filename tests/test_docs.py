@@ -50,6 +50,24 @@ def test_images_are_well_formed(image: Path) -> None:
     assert root.find("{*}title") is not None, "a picture needs a title for those who cannot see it"
 
 
+def test_the_examples_of_the_python_api_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = (ROOT / "docs" / "api.md").read_text()
+    code = "\n".join(re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE))
+    assert "cache.close()" in code
+    code = code.replace("/tmp/kv-example", str(tmp_path / "shelf"))
+    exec(compile(code, "docs/api.md", "exec"), {})
+
+
+def test_every_row_about_lmcache_has_a_verdict() -> None:
+    page = (ROOT / "docs" / "migrating.md").read_text()
+    rows = [line.strip("|").split("|") for line in page.splitlines() if line.startswith("| ")]
+    verdicts = {row[1].strip() for row in rows}
+    assert verdicts == {"verdict", "equal", "different", "refused"}
+    assert all(len(row) == 3 for row in rows)
+
+
 def test_the_site_builds_without_warnings(tmp_path: Path) -> None:
     pytest.importorskip("material", reason="the documentation tools are not installed")
     done = subprocess.run(

@@ -274,3 +274,25 @@ class TestFailedKeys:
             keys.add(bytes([i]), bad=True)
         assert len(keys) == 3
         assert [bytes([i]) in keys for i in range(10)] == [False] * 7 + [True] * 3
+
+
+@pytest.mark.parametrize(
+    ("first", "hits"), [(0, 0), (1, 0), (2, 5), (4, 3), (7, 0), (9, 0), (50, 0)]
+)
+def test_a_search_may_begin_behind_what_the_caller_has(rig: Rig, first: int, hits: int) -> None:
+    tokens = prompt(9, 2)
+    for index in range(2, 7):
+        for shard in range(FMT.shards):
+            rig.put(tokens, index, shard)
+    done: list[Lookup] = []
+    lookup = rig.service.submit(
+        tokens,
+        lambda: KeyChain(FMT.namespace.digest, SIZE),
+        first_chunk=first,
+        on_done=done.append,
+    )
+    assert lookup.wait(PATIENCE)
+    assert lookup.hit_chunks == hits
+    assert lookup.chain is not None
+    assert lookup.chain.chunks == rig.chain(tokens).chunks
+    until(lambda: done == [lookup])

@@ -154,3 +154,30 @@ def test_a_system_without_memory_is_a_full_pool(
     assert len(caplog.records) == 1
     monkeypatch.undo()
     assert pool.acquire_for_store() is not None
+
+
+def test_a_store_that_may_wait_gets_what_comes_back() -> None:
+    pool = StagingPool(4 * ROUNDED, SIZE)
+    stores = pool.acquire_for_store(3)
+    assert stores is not None
+    assert pool.acquire_for_store(1, 0.01) is None
+    got: list[object] = []
+    thread = threading.Thread(target=lambda: got.append(pool.acquire_for_store(2, 20)))
+    thread.start()
+    for buffer in stores:
+        pool.release(buffer)
+    thread.join(20)
+    assert len(got) == 1
+    assert got[0] is not None
+
+
+@pytest.mark.usefixtures("no_leaks")
+def test_a_closed_pool_has_given_all_its_memory_back() -> None:
+    pool = StagingPool(16 * ROUNDED, SIZE)
+    pool.warm(1 << 30)
+    late = pool.acquire_for_load()
+    assert late is not None
+    pool.close()
+    late.view[0] = 1
+    pool.release(late)
+    pool.close()

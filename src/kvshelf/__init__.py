@@ -11,18 +11,44 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from kvshelf.cache import ChunkCache, PromptIdentity, StoreReport
     from kvshelf.config import Config
     from kvshelf.errors import KVShelfError
+    from kvshelf.forms import BlobKV, PagedKV, TupleKV
+    from kvshelf.layout import PagedLayout
+    from kvshelf.model import ModelFacts
     from kvshelf.shelf import Shelf, open_shelf
 
 __version__ = "0.1.0"
 
-__all__ = ["Config", "KVShelfError", "Shelf", "__version__", "open_shelf"]
+__all__ = [
+    "BlobKV",
+    "ChunkCache",
+    "Config",
+    "KVShelfError",
+    "ModelFacts",
+    "PagedKV",
+    "PagedLayout",
+    "PromptIdentity",
+    "Shelf",
+    "StoreReport",
+    "TupleKV",
+    "__version__",
+    "open_shelf",
+]
 
 _HOME = {
+    "BlobKV": "kvshelf.forms",
+    "ChunkCache": "kvshelf.cache",
     "Config": "kvshelf.config",
     "KVShelfError": "kvshelf.errors",
+    "ModelFacts": "kvshelf.model",
+    "PagedKV": "kvshelf.forms",
+    "PagedLayout": "kvshelf.layout",
+    "PromptIdentity": "kvshelf.cache",
     "Shelf": "kvshelf.shelf",
+    "StoreReport": "kvshelf.cache",
+    "TupleKV": "kvshelf.forms",
     "open_shelf": "kvshelf.shelf",
 }
 

@@ -27,6 +27,8 @@ COUNTERS: Mapping[str, str] = {
     "load_bad": "objects that a load found to be bad",
     "load_errors": "objects that the storage failed to deliver",
     "load_stalled": "loads given up because the storage took too long",
+    "prefetched_objects": "objects brought into memory ahead of their use",
+    "memory_objects": "objects that loads found in memory",
     "stored_chunks": "chunks published",
     "stored_bytes": "bytes of objects published",
     "store_existed": "chunks that were on the shelf already when their store came",

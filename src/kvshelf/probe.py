@@ -112,13 +112,23 @@ class Lookup:
     ----------
     chain : KeyChain or None
         Keys of the prompt's chunks; None when it has none, or the look-up failed.
+    first_chunk : int
+        Index of the chunk that the search begins at.
     hit_chunks : int
-        Number of leading chunks on the shelf.
+        Number of chunks from there on that are on the shelf, up to the first that is not.
     finished_at : float
         ``time.monotonic()`` when the answer was there.
     """
 
-    def __init__(self, tokens: Sequence[int], make_chain: Callable[[], KeyChain | None]) -> None:
+    def __init__(
+        self,
+        tokens: Sequence[int],
+        make_chain: Callable[[], KeyChain | None],
+        first_chunk: int = 0,
+        on_done: Callable[[Lookup], None] | None = None,
+    ) -> None:
+        self.first_chunk = first_chunk
+        self._on_done = on_done
         self._tokens = tokens
         self._count = len(tokens)
         self._make_chain = make_chain
@@ -146,6 +156,8 @@ class Lookup:
         self.chain = chain
         self.finished_at = time.monotonic()
         self._done.set()
+        if self._on_done is not None:
+            self._on_done(self)
 
 
 class _Pace:
@@ -206,7 +218,14 @@ class LookupService:
         for thread in self._threads:
             thread.start()
 
-    def submit(self, tokens: Sequence[int], make_chain: Callable[[], KeyChain | None]) -> Lookup:
+    def submit(
+        self,
+        tokens: Sequence[int],
+        make_chain: Callable[[], KeyChain | None],
+        *,
+        first_chunk: int = 0,
+        on_done: Callable[[Lookup], None] | None = None,
+    ) -> Lookup:
         """Start a look-up; returns at once.
 
         Parameters
@@ -217,8 +236,13 @@ class LookupService:
         make_chain : Callable[[], KeyChain or None]
             Called on the background thread, and so may hash files. None: the prompt has
             no content address, which is a miss.
+        first_chunk : int
+            Index of the chunk to begin at: the caller has what comes before.
+        on_done : Callable, optional
+            Called once on the background thread when the answer is there, also when the
+            look-up was cancelled. Must not block.
         """
-        lookup = Lookup(tokens, make_chain)
+        lookup = Lookup(tokens, make_chain, first_chunk, on_done)
         self._queue.put(lookup)
         return lookup
 
@@ -276,26 +300,28 @@ class LookupService:
         pace = _Pace()
         if self._cheap:
             hit = self._search_near(lookup, chain, pace)
-            self._extend_all(lookup, chain, pace)
+            self._extend(lookup, chain, pace, lookup._count)
         else:
-            self._extend_all(lookup, chain, pace)
-            hit = self._search_far(lookup, chain.chunks)
+            self._extend(lookup, chain, pace, lookup._count)
+            hit = self._search_far(lookup, chain.chunks[lookup.first_chunk :])
         if not lookup._cancelled:
             lookup._finish(hit, chain)
 
-    def _extend_all(self, lookup: Lookup, chain: KeyChain, pace: _Pace) -> None:
+    def _extend(self, lookup: Lookup, chain: KeyChain, pace: _Pace, end: int) -> None:
         step = chain.chunk_size * _LARGEST_BATCH
-        for start in range(chain.tokens, lookup._count, step):
+        for start in range(chain.tokens, end, step):
             if lookup._cancelled:
                 return
-            chain.extend(lookup._tokens[start : min(start + step, lookup._count)])
+            chain.extend(lookup._tokens[start : min(start + step, end)])
             pace.rest()
 
     def _search_near(self, lookup: Lookup, chain: KeyChain, pace: _Pace) -> int:
         """Probe every shard of every chunk in order, up to the first that is missing."""
         batch = _FIRST_BATCH
         hit = 0
-        total = lookup._count // chain.chunk_size
+        skipped = min(lookup.first_chunk, lookup._count // chain.chunk_size)
+        self._extend(lookup, chain, pace, skipped * chain.chunk_size)
+        total = lookup._count // chain.chunk_size - skipped
         while hit < total and not lookup._cancelled:
             start = chain.tokens
             chunks = chain.extend(

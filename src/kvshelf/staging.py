@@ -1,37 +1,32 @@
 """Bounded pool of reused host buffers between paged KV caches and storage.
 
-Owns all payload-sized memory of kvshelf: every object that is read or written passes
-through one buffer of this pool. All buffers have one size, are aligned to 4096 bytes
+Every object that is read or written passes through one buffer of this pool, which stands
+on a :class:`~kvshelf.buffers.BufferPool` and owns what is special about staging: who may
+have a buffer, and which one. All buffers have one size, are aligned to 4096 bytes
 and are handed out most recently used first, since fresh memory costs ten times as
 much as the copy into it.
 
 Contracts
 ---------
-* The pool never holds more than its capacity; when it is used up, or the system gives
-  no more memory, stores are refused at once, loads wait.
+* The pool never holds more than its capacity, and keeps what it took until it is closed;
+  when it is used up, or the system gives no more memory, stores are refused at once,
+  loads wait.
 * A part of the pool is kept for loads, so that stores which the storage does not
   accept can never keep a load waiting.
 * All methods may be called from any thread. :meth:`StagingPool.acquire_for_store` is
-  the only one called on an engine's step thread and never waits.
+  the only one called on an engine's step thread, and waits only when told to.
 """
 
 from __future__ import annotations
 
-import ctypes
-import logging
-import mmap
 import threading
 import time
 
-import torch
-
+from kvshelf.buffers import Buffer, BufferPool
 from kvshelf.errors import ConfigError
-
-logger = logging.getLogger(__name__)
 
 ALIGNMENT = 4096
 _SLAB_BYTES = 32 << 20
-_HUGE_PAGE = 2 << 20
 
 
 class StagingBuffer:
@@ -45,12 +40,16 @@ class StagingBuffer:
         The same bytes as a uint8 tensor of shape ``[nbytes]``.
     """
 
-    __slots__ = ("for_store", "tensor", "view")
+    __slots__ = ("_buffer", "for_store", "tensor", "view")
 
-    def __init__(self, view: memoryview) -> None:
-        self.view = view
-        self.tensor = torch.frombuffer(view, dtype=torch.uint8)
+    def __init__(self, buffer: Buffer) -> None:
+        self._buffer = buffer
+        self.view = buffer.view
+        self.tensor = buffer.tensor
         self.for_store = False
+
+    def _give_back(self) -> None:
+        self._buffer.release()
 
 
 class StagingPool:
@@ -94,12 +93,17 @@ class StagingPool:
                 f" them: set staging_bytes to {needed * self.buffer_bytes} or more, or make"
                 " chunk_size smaller"
             )
+        self._slab = max(1, _SLAB_BYTES // self.buffer_bytes)
+        self._pool = BufferPool(
+            self.limit * self.buffer_bytes,
+            segment_bytes=self._slab * self.buffer_bytes,
+            alignment=ALIGNMENT,
+        )
         self._free: list[StagingBuffer] = []
         self._made = 0
         self._out = 0
         self._stores = 0
         self._closed = False
-        self._short = False
         self._changed = threading.Condition()
 
     @property
@@ -112,27 +116,38 @@ class StagingPool:
         """Bytes of memory that the pool has taken so far."""
         return self._made * self.buffer_bytes
 
-    def acquire_for_store(self, count: int = 1) -> list[StagingBuffer] | None:
-        """Return `count` buffers, or None when stores have used up their part. Never waits."""
+    def acquire_for_store(self, count: int = 1, timeout: float = 0.0) -> list[StagingBuffer] | None:
+        """Return `count` buffers, or None when stores have used up their part.
+
+        Parameters
+        ----------
+        count : int
+            At most as many as one store takes at once.
+        timeout : float
+            Seconds to wait for buffers to come back.
+        """
+        deadline = time.monotonic() + timeout if timeout > 0 else 0.0
         with self._changed:
-            if self._closed or self._stores + count > self._store_limit:
-                return None
-            while len(self._free) < count:
-                if not self._grow_free():
+            while not self._closed:
+                if self._stores + count <= self._store_limit and self._have_free(count):
+                    buffers = [self._free.pop() for _ in range(count)]
+                    for buffer in buffers:
+                        buffer.for_store = True
+                    self._stores += count
+                    self._out += count
+                    return buffers
+                left = deadline - time.monotonic() if deadline else 0.0
+                if left <= 0:
                     return None
-            buffers = [self._free.pop() for _ in range(count)]
-            for buffer in buffers:
-                buffer.for_store = True
-            self._stores += count
-            self._out += count
-            return buffers
+                self._changed.wait(left)
+            return None
 
     def acquire_for_load(self, timeout: float | None = None) -> StagingBuffer | None:
         """Return a buffer, waiting for one to come back; None at time-out or when closed."""
         deadline = None if timeout is None else time.monotonic() + timeout
         with self._changed:
             while not self._closed:
-                if self._free or self._grow_free():
+                if self._have_free(1):
                     self._out += 1
                     return self._free.pop()
                 left = None if deadline is None else deadline - time.monotonic()
@@ -148,8 +163,12 @@ class StagingPool:
                 buffer.for_store = False
                 self._stores -= 1
             self._out -= 1
+            if self._closed:
+                buffer._give_back()
+                return
             self._free.append(buffer)
-            self._changed.notify()
+            # Of those that wait a store may not be allowed what a load is.
+            self._changed.notify_all()
 
     def warm(self, nbytes: int) -> None:
         """Take up to `nbytes` of memory now and touch it, so that no step has to.
@@ -165,58 +184,43 @@ class StagingPool:
             # Outside the lock: zeroing memory is slow and no one else holds these yet.
             for buffer in fresh:
                 buffer.tensor.zero_()
-            with self._changed:
-                self._free[:0] = fresh
-                self._changed.notify_all()
+            self._keep(fresh)
 
     def close(self) -> None:
-        """Refuse all further requests and wake those that wait."""
+        """Refuse all further requests, wake those that wait, give memory back. Idempotent."""
         with self._changed:
             self._closed = True
+            self._give_back()
+            self._pool.close()
             self._changed.notify_all()
 
-    def _grow_free(self) -> bool:
-        fresh = self._grow(self.limit)
-        self._free += fresh
-        return bool(fresh)
+    def _keep(self, fresh: list[StagingBuffer]) -> None:
+        with self._changed:
+            self._free[:0] = fresh
+            if self._closed:
+                self._give_back()
+            self._changed.notify_all()
+
+    def _give_back(self) -> None:
+        for buffer in self._free:
+            buffer._give_back()
+        self._free.clear()
+
+    def _have_free(self, count: int) -> bool:
+        while len(self._free) < count:
+            fresh = self._grow(self.limit)
+            if not fresh:
+                return False
+            self._free += fresh
+        return True
 
     def _grow(self, most: int) -> list[StagingBuffer]:
         """Return new buffers, none when there are `most` or the system refuses memory."""
-        count = min(max(1, _SLAB_BYTES // self.buffer_bytes), most - self._made)
-        if count <= 0:
-            return []
-        size = self.buffer_bytes
-        try:
-            view = _map_huge(count * size)
-        except (OSError, MemoryError) as error:
-            if not self._short:
-                self._short = True
-                logger.warning(
-                    "staging stays at %d bytes, the system gives no more: %s",
-                    self.bytes_held,
-                    error,
-                )
-            return []
-        self._made += count
-        return [StagingBuffer(view[i * size : (i + 1) * size]) for i in range(count)]
-
-
-def _map_huge(nbytes: int) -> memoryview:
-    """Return fresh memory that the kernel backs with huge pages where it has them.
-
-    Raises
-    ------
-    OSError
-        If the system gives no more memory.
-    """
-    # Private, where Python's default is shared: kernels give shared memory no huge pages unless
-    # mounted so, and then a first copy into it takes seven times as long. The part that only
-    # serves alignment is never touched, so it takes no memory.
-    slab = mmap.mmap(-1, nbytes + _HUGE_PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        try:
-            slab.madvise(mmap.MADV_HUGEPAGE)
-        except OSError:  # kernels without transparent huge pages
-            pass
-    start = -ctypes.addressof(ctypes.c_char.from_buffer(slab)) % _HUGE_PAGE
-    return memoryview(slab)[start : start + nbytes]
+        fresh = []
+        for _ in range(min(self._slab, most - self._made)):
+            buffer = self._pool.allocate(self.buffer_bytes)
+            if buffer is None:
+                break
+            fresh.append(StagingBuffer(buffer))
+        self._made += len(fresh)
+        return fresh

@@ -12,7 +12,8 @@ time is given up: its thread may hang for ever, the load does not.
 Contracts
 ---------
 * ``store``, ``load``, ``poll`` and ``cancel`` are called on the step thread and never
-  touch storage. What does not fit into staging is dropped and counted.
+  touch storage. What does not fit into staging is dropped and counted. Any number of
+  other threads may call them too.
 * Loads and stores have threads of their own, so that a storage which takes no writes
   cannot keep loads waiting. All are daemon threads: a call that never returns does not
   keep the process alive.
@@ -31,7 +32,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 
@@ -86,6 +87,16 @@ class LayerRun:
     first_layer: int
     caches: list[torch.Tensor]
     layout: PagedLayout | PermutedLayout
+
+
+class KVMemory(Protocol):
+    """Where KV is gathered from and scattered to, cut into shards."""
+
+    def gather(self, shard: int, slots: torch.Tensor, payload: torch.Tensor) -> None:
+        """Copy the slots' KV of one shard into `payload` (uint8 ``[payload bytes]``)."""
+
+    def scatter(self, shard: int, slots: torch.Tensor, payload: torch.Tensor) -> None:
+        """Copy `payload` into the slots of one shard, skipping slots that are −1."""
 
 
 class PagedKVCache:
@@ -161,10 +172,13 @@ class ChunkSlots:
     slots : Tensor
         int64 CPU tensor: a slot for each token, or for native layouts a block id for
         each block of the chunk; −1 = skip (loads only).
+    memory : KVMemory, optional
+        Where the slots are; the transfer's own paged cache when absent.
     """
 
     chunk: Chunk
     slots: torch.Tensor
+    memory: KVMemory | None = None
 
 
 @dataclass(eq=False, slots=True)
@@ -198,6 +212,12 @@ class Load:
     #: Threads that are copying into the cache at this moment.
     _scattering: int = 0
     _since: float = field(default_factory=time.monotonic)
+    _on_done: Callable[[Load], None] | None = None
+
+    @property
+    def leading(self) -> int:
+        """Number of leading items that are in the cache, however the load ended."""
+        return self._leading
 
     @property
     def _wanted(self) -> int:
@@ -223,9 +243,11 @@ class _StoreJob:
     chunk: Chunk
     buffers: list[StagingBuffer]
     repair: bool
+    on_done: Callable[[Chunk, StoreResult], None] | None = None
 
 
 StoreOutcome = Literal["queued", "known", "full", "paused"]
+StoreResult = Literal["published", "existed", "repaired", "failed", "lost"]
 
 
 class _LineLimit:
@@ -259,7 +281,8 @@ class Transfer:
     ----------
     shelf : Shelf
     fmt : ObjectFormat
-    cache : PagedKVCache
+    cache : KVMemory or None
+        None where every :class:`ChunkSlots` names its own memory.
     staging : StagingPool
         Its buffers must hold the largest object of `fmt`.
     counters : Counters
@@ -275,7 +298,7 @@ class Transfer:
         self,
         shelf: Shelf,
         fmt: ObjectFormat,
-        cache: PagedKVCache,
+        cache: KVMemory | None,
         staging: StagingPool,
         *,
         counters: Counters,
@@ -330,8 +353,22 @@ class Transfer:
 
     # ---------------------------------------------------------------- stores
 
-    def store(self, item: ChunkSlots, *, repair: bool = False, age: float = 0.0) -> StoreOutcome:
-        """Gather one chunk and queue it for publishing. Step thread; never waits.
+    def _memory(self, item: ChunkSlots) -> KVMemory:
+        memory = self._cache if item.memory is None else item.memory
+        if memory is None:
+            raise ValueError("this transfer has no paged cache: the chunk must name its memory")
+        return memory
+
+    def store(
+        self,
+        item: ChunkSlots,
+        *,
+        repair: bool = False,
+        age: float = 0.0,
+        wait: float = 0.0,
+        on_done: Callable[[Chunk, StoreResult], None] | None = None,
+    ) -> StoreOutcome:
+        """Gather one chunk and queue it for publishing. Step thread, unless it may wait.
 
         Parameters
         ----------
@@ -342,6 +379,12 @@ class Transfer:
         age : float
             Seconds since the chunk was last seen missing. A chunk that was published
             here later than that is not gathered again.
+        wait : float
+            Seconds to wait for staging when it is used up.
+        on_done : Callable, optional
+            Called once for a chunk that was queued, on the thread that ended its store,
+            with ``published``, ``existed``, ``repaired``, ``failed`` or ``lost`` (at
+            shutdown). Must not block.
 
         Returns
         -------
@@ -362,23 +405,25 @@ class Transfer:
             stored_at = self._stored_at.get(key)
             if stored_at is not None and stored_at >= now - age and not repair:
                 return "known"
-        buffers = self._staging.acquire_for_store(self._fmt.shards)
+        memory = self._memory(item)
+        buffers = self._staging.acquire_for_store(self._fmt.shards, wait)
         if buffers is None:
             self._counters.add("store_dropped_full")
             return "full"
         offset = self._fmt.data_offset
+        begin = time.monotonic()
         try:
             for shard, buffer in enumerate(buffers):
                 size = self._fmt.object_size(shard)
-                self._cache.gather(shard, item.slots, buffer.tensor[offset:size])
+                memory.gather(shard, item.slots, buffer.tensor[offset:size])
         except BaseException:
             for buffer in buffers:
                 self._staging.release(buffer)
             raise
-        self._counters.add("gather_seconds", time.monotonic() - now)
+        self._counters.add("gather_seconds", time.monotonic() - begin)
         with self._store_lock:
             self._in_flight.add(key)
-            self._stores.append(_StoreJob(item.chunk, buffers, repair))
+            self._stores.append(_StoreJob(item.chunk, buffers, repair, on_done))
             self._store_work.notify()
         return "queued"
 
@@ -402,9 +447,9 @@ class Transfer:
                     self._store_work.wait()
                 job = self._stores.popleft()
                 self._stores_running += 1
-            stored = False
+            result: StoreResult = "failed"
             try:
-                stored = self._publish(job)
+                result = self._publish(job)
             except Exception as error:  # noqa: BLE001 - the thread must go on
                 self._store_failed(job.chunk, error)
             finally:
@@ -412,7 +457,7 @@ class Transfer:
                     self._staging.release(buffer)
                 with self._store_lock:
                     self._in_flight.discard(job.chunk.key)
-                    if stored:
+                    if result != "failed":
                         self._stored_at[job.chunk.key] = time.monotonic()
                         self._stored_at.move_to_end(job.chunk.key)
                         while len(self._stored_at) > _STORED_MEMORY:
@@ -421,8 +466,10 @@ class Transfer:
                             self._repaired.append(job.chunk.key)
                     self._stores_running -= 1
                     self._store_idle.notify_all()
+                if job.on_done is not None:
+                    job.on_done(job.chunk, result)
 
-    def _publish(self, job: _StoreJob) -> bool:
+    def _publish(self, job: _StoreJob) -> StoreResult:
         fmt, shelf, chunk = self._fmt, self._shelf, job.chunk
         begin = time.monotonic()
         written = 0
@@ -451,7 +498,7 @@ class Transfer:
             self._counters.add("store_existed")
         if repaired:
             self._counters.add("store_repaired", repaired)
-        return True
+        return "repaired" if repaired else "published" if written else "existed"
 
     def _store_failed(self, chunk: Chunk, error: Exception) -> None:
         self._counters.add("store_errors")
@@ -474,9 +521,27 @@ class Transfer:
 
     # ---------------------------------------------------------------- loads
 
-    def load(self, request_id: str, items: Sequence[ChunkSlots]) -> Load:
-        """Start to load chunks into the paged cache. Step thread; returns at once."""
-        load = Load(request_id, items, _arrived=[0] * len(items))
+    def load(
+        self,
+        request_id: str,
+        items: Sequence[ChunkSlots],
+        *,
+        on_done: Callable[[Load], None] | None = None,
+    ) -> Load:
+        """Start to load chunks into the paged cache. Step thread; returns at once.
+
+        Parameters
+        ----------
+        request_id : str
+            Different from those of all loads that are not yet finished.
+        items : Sequence of ChunkSlots
+        on_done : Callable, optional
+            Called once when the load is finished, perhaps before this method returns, on
+            the thread that ended it and with a lock held: it must not block, and must not
+            call the transfer. Such a load is not returned by :meth:`poll`; whoever waits
+            for it calls :meth:`check` now and then.
+        """
+        load = Load(request_id, items, _arrived=[0] * len(items), _on_done=on_done)
         with self._load_lock:
             self._active[request_id] = load
             if not items:
@@ -520,6 +585,12 @@ class Transfer:
                 if self._active.get(load.request_id) is load:
                     del self._active[load.request_id]
             return finished
+
+    def check(self) -> None:
+        """Give up the loads for which storage took too long, as :meth:`poll` does too."""
+        with self._load_lock:
+            if self._active:
+                self._give_up_late()
 
     def _give_up_late(self) -> None:
         """Fail the loads for which storage took too long. Holds the lock."""
@@ -585,7 +656,9 @@ class Transfer:
             if not self._begin_scatter(piece):
                 return None
             try:
-                self._cache.scatter(piece.shard, item.slots, buffer.tensor[fmt.data_offset : size])
+                self._memory(item).scatter(
+                    piece.shard, item.slots, buffer.tensor[fmt.data_offset : size]
+                )
                 piece.arrived = True
             finally:
                 with self._load_lock:
@@ -660,8 +733,13 @@ class Transfer:
         load.finished = True
         if load._wanted:
             self._counters.add("loaded_chunks", load._wanted)
-        self._finished.append(load)
-        self._load_done.notify_all()
+        if load._on_done is None:
+            self._finished.append(load)
+            self._load_done.notify_all()
+        else:
+            if self._active.get(load.request_id) is load:
+                del self._active[load.request_id]
+            load._on_done(load)
 
     # ---------------------------------------------------------------- end
 
@@ -697,6 +775,8 @@ class Transfer:
         for job in dropped:
             for buffer in job.buffers:
                 self._staging.release(buffer)
+            if job.on_done is not None:
+                job.on_done(job.chunk, "lost")
         with self._load_lock:
             for load in list(self._active.values()):
                 if not load.finished and load._leading < load._wanted:

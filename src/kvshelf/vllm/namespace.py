@@ -9,7 +9,6 @@ machines that run the same model may enter.
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import os
 import struct
@@ -32,19 +31,17 @@ from kvshelf.identity import (
     weight_files,
     weights_fingerprint,
 )
+from kvshelf.model import default_shards, rope_text
 from kvshelf.vllm.metadata import WorkerPart
 
 logger = logging.getLogger(__name__)
 
-_MAX_SHARDS = 8
 _DTYPES = {
     "torch.bfloat16": "BF16",
     "torch.float16": "F16",
     "torch.float32": "F32",
 }
 _FP8 = {"fp8": "F8_E4M3", "fp8_e4m3": "F8_E4M3", "fp8_e5m2": "F8_E5M2"}
-# RoPE kinds whose factors depend on the engine's maximal length, so that KV does too.
-_LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope", "su"}
 
 
 def stored_dtype(cache_dtype: str, tensor_dtype: str) -> str:
@@ -70,12 +67,6 @@ def stored_dtype(cache_dtype: str, tensor_dtype: str) -> str:
         f"KV cache dtype {cache_dtype!r} ({tensor_dtype}) is not supported;"
         " use auto, bfloat16, float16, float32, fp8_e4m3 or fp8_e5m2"
     )
-
-
-def default_shards(kv_heads: int, stages: int = 1) -> int:
-    """Return the number of shards of a model: DESIGN's rule, a function of the model only."""
-    per_stage = max(d for d in range(1, _MAX_SHARDS + 1) if kv_heads % d == 0)
-    return per_stage * stages
 
 
 def build_namespace(vllm_config: Any, config: Config, part: WorkerPart) -> Namespace:
@@ -119,7 +110,7 @@ def build_namespace(vllm_config: Any, config: Config, part: WorkerPart) -> Names
         "layers": len(part.layer_names),
         "kv_heads": kv_heads,
         "head_sizes": list(part.head_sizes),
-        "rope": rope_record(model),
+        "rope": rope_text(model.hf_text_config, int(model.max_model_len)),
         "sliding_windows": list(part.sliding_windows),
         "attention": list(part.attention),
         "compute_dtype": str(model.dtype).removeprefix("torch."),
@@ -150,34 +141,6 @@ def _kv_dtype(vllm_config: Any) -> str:
     if dtype == "auto":
         return str(vllm_config.model_config.dtype).removeprefix("torch.")
     return "fp8_e4m3" if dtype == "fp8" else dtype
-
-
-def rope_record(model: Any) -> str:
-    """Return everything about RoPE that KV depends on, as compact JSON with sorted keys."""
-    hf = model.hf_text_config
-    found: dict[str, Any] = {}
-    for name in (
-        "rope_parameters",
-        "rope_scaling",
-        "rope_theta",
-        "rope_local_base_freq",
-        "rotary_pct",
-        "rotary_dim",
-        "partial_rotary_factor",
-        "rotary_emb_base",
-        "rotary_base",
-        "mrope_section",
-    ):
-        value = getattr(hf, name, None)
-        if value is not None:
-            found[name] = value
-    text = json.dumps(found, sort_keys=True, default=str)
-    if any(f'"{kind}"' in text for kind in _LENGTH_DEPENDENT_ROPE):
-        found["max_model_len"] = int(model.max_model_len)
-        found["original_max_position_embeddings"] = getattr(
-            hf, "original_max_position_embeddings", None
-        )
-    return json.dumps(found, sort_keys=True, separators=(",", ":"), default=str)
 
 
 def kv_scales_digest(layers: Mapping[str, Any], names: tuple[str, ...]) -> str:

@@ -1,0 +1,1129 @@
+"""``ChunkCache``: the KV of prompts on a shelf, for programs of any kind.
+
+Owns what an engine and a program without one both need to put together: a shelf, the
+format of one namespace, staging, the threads that look up, load and store, the memory of
+keys that failed, and a memory for what was prefetched. Above it the interface by tokens
+(:meth:`ChunkCache.store`, :meth:`~ChunkCache.retrieve`, :meth:`~ChunkCache.lookup`,
+:meth:`~ChunkCache.prefetch`), in a blocking form and as handles to poll.
+
+Contracts
+---------
+* Only whole chunks are stored and retrieved; the rest of a prompt, shorter than a chunk,
+  never is.
+* What is not there, not good or not there in time is a miss. Storage trouble raises
+  nothing: it is counted, and the answer is smaller.
+* ``submit_store`` has copied the KV when it returns. ``submit_retrieve`` may write to the
+  given memory until its handle is done; once it is done, or cancelled, or ``result`` has
+  returned, nothing touches that memory any more.
+* Blocking forms and ``result`` end after their time-out, the cache's own if none is given.
+* All methods may be called from any thread. The threads of the cache are daemons and start
+  when they are first needed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+from array import array
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, fields
+from types import TracebackType
+from typing import ClassVar, Final, Generic, NamedTuple, TypeAlias, TypeVar
+
+import torch
+from torch import Tensor
+
+from kvshelf.chunkfile import ObjectFormat
+from kvshelf.config import Config, default_shelf_path
+from kvshelf.errors import ConfigError
+from kvshelf.forms import (
+    BlobKV,
+    KVForm,
+    OpenKV,
+    TupleKV,
+    check_slots,
+    count_slots,
+    open_paged,
+    with_slots,
+)
+from kvshelf.identity import Chunk, KeyChain, MultimodalItem, Namespace, group_of_salt
+from kvshelf.layout import PagedLayout
+from kvshelf.metrics import Counters
+from kvshelf.model import ModelFacts
+from kvshelf.prefetch import FindsInMemory, IntoMemory, LoadsFromMemory, PrefetchMemory
+from kvshelf.probe import FailedKeys, Lookup, LookupService
+from kvshelf.shelf import Shelf, open_shelf
+from kvshelf.staging import StagingPool
+from kvshelf.transfer import ChunkSlots, Failure, KVMemory, LayerRun, Load, StoreResult, Transfer
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+#: KV of a prompt: a form of :mod:`kvshelf.forms`, K and V of each layer as transformers
+#: has them, or a blob ``[2, layers, tokens, hidden]``.
+KVLike: TypeAlias = "KVForm | Tensor | Sequence[tuple[Tensor, Tensor]]"
+Tokens: TypeAlias = "Sequence[int] | Tensor"
+
+#: Where chunks may be, the nearest first.
+TIERS: Final = ("memory", "shelf")
+
+_CHECK_SECONDS: Final = 0.5
+_PREFETCH_BYTES: Final = 256 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class PromptIdentity:
+    """What decides the KV of a prompt besides the model and the tokens.
+
+    Attributes
+    ----------
+    salt : str
+        Keeps the chunks of one user or tenant from all others.
+    lora_digest : bytes
+        Digest of the LoRA adapter (:func:`kvshelf.identity.lora_digest`); empty without.
+    items : Sequence of MultimodalItem
+        Images, sounds and the like among the tokens.
+    """
+
+    salt: str = ""
+    lora_digest: bytes = b""
+    items: Sequence[MultimodalItem] = ()
+
+
+_PLAIN: Final = PromptIdentity()
+
+
+class ChunkKey(NamedTuple):
+    """A chunk of a prompt: tokens [start, end) and the chunk's key."""
+
+    start: int
+    end: int
+    key: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class StoreReport:
+    """What became of the chunks of one store.
+
+    Attributes
+    ----------
+    chunks : int
+        Whole chunks that the store was about.
+    published, existed : int
+        On the shelf now: by this store, or before it.
+    dropped : int
+        Not copied: staging was full, or the storage takes no writes.
+    failed : int
+        The storage refused or failed.
+    pending : int
+        Copied, and still on their way when the report was made.
+    """
+
+    chunks: int
+    published: int
+    existed: int
+    dropped: int
+    failed: int
+    pending: int
+
+    @property
+    def complete(self) -> bool:
+        """Whether all chunks are on the shelf."""
+        return self.published + self.existed == self.chunks
+
+
+class Handle(Generic[T]):
+    """An operation under way."""
+
+    def __init__(self, check: Callable[[], None], timeout: float) -> None:
+        self._check = check
+        self._timeout = timeout
+        self._over = threading.Event()
+
+    def poll(self) -> bool:
+        """Whether the operation is done. Never waits."""
+        if not self._over.is_set():
+            self._check()
+        return self._over.is_set()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait for the end; return whether it came.
+
+        Parameters
+        ----------
+        timeout : float, optional
+            Seconds to wait at most; for ever when absent.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while not self.poll():
+            left = _CHECK_SECONDS if deadline is None else deadline - time.monotonic()
+            if left <= 0:
+                return False
+            self._over.wait(min(left, _CHECK_SECONDS))
+        return True
+
+    def cancel(self) -> None:
+        """End the operation with what it has achieved, and wait until it touches nothing."""
+        raise NotImplementedError
+
+    def result(self, timeout: float | None = None) -> T:
+        """Return the outcome; an operation that is not done in time is cancelled first.
+
+        Parameters
+        ----------
+        timeout : float, optional
+            Seconds; the cache's own time-out when absent.
+        """
+        if not self.wait(self._timeout if timeout is None else timeout):
+            self.cancel()
+        return self._outcome()
+
+    def _outcome(self) -> T:
+        raise NotImplementedError
+
+
+class _LookupHandle(Handle[int]):
+    """A search, or an answer that needed none."""
+
+    def __init__(self, cache: ChunkCache, timeout: float) -> None:
+        super().__init__(cache._check, timeout)
+        self._counters = cache.counters
+        self._lookup: Lookup | None = None
+        self._chunk_size = cache.chunk_size
+        self._hit = 0
+
+    def answer(self, chunks: int) -> None:
+        self._hit = chunks
+        self._over.set()
+
+    def found(self, lookup: Lookup) -> None:
+        if not self._over.is_set():
+            self.answer(lookup.hit_chunks)
+
+    def cancel(self) -> None:
+        if not self._over.is_set():
+            if self._lookup is not None:
+                self._lookup.cancel()
+            self._counters.add("lookup_timeouts")
+            self._over.set()
+
+    def _outcome(self) -> int:
+        return self._hit * self._chunk_size
+
+
+class _LoadHandle(Handle[T]):
+    """A search and the load of what it finds.
+
+    The look-up thread calls :meth:`found`, which starts the load; whatever thread ends the
+    load calls :meth:`_ended`. The lock is held for no call out of here.
+    """
+
+    def __init__(self, cache: ChunkCache, prompt: _Prompt, timeout: float) -> None:
+        super().__init__(cache._check, timeout)
+        self._cache = cache
+        self._prompt = prompt
+        self._lock = threading.Lock()
+        self._lookup: Lookup | None = None
+        self._load: Load | None = None
+        self._starting = False
+        self._cancelled = threading.Event()
+        self._leading = 0
+
+    def found(self, lookup: Lookup) -> None:
+        with self._lock:
+            if self._cancelled.is_set() or lookup.chain is None or not lookup.hit_chunks:
+                self._over.set()
+                return
+            self._starting = True
+        first = self._prompt.first_chunk
+        chunks = lookup.chain.chunks[first : first + lookup.hit_chunks]
+        try:
+            load = self._cache.transfer.load(
+                self._cache._next_id(), self._items(chunks), on_done=self._ended
+            )
+        except BaseException:  # the cache was closed
+            self._over.set()
+            raise
+        with self._lock:
+            self._starting = False
+            self._load = load
+            cancelled = self._cancelled.is_set()
+        if cancelled:
+            self._cache.transfer.cancel(load.request_id)
+
+    def _items(self, chunks: Sequence[Chunk]) -> list[ChunkSlots]:
+        raise NotImplementedError
+
+    def _ended(self, load: Load) -> None:
+        self._leading = load.leading
+        for chunk, failure in load.failures:
+            self._cache.failed.add(chunk.key, bad=failure is Failure.BAD)
+        self._over.set()
+
+    def cancel(self) -> None:
+        with self._lock:
+            self._cancelled.set()
+            lookup, load = self._lookup, self._load
+            idle = load is None and not self._starting
+        if lookup is not None:
+            lookup.cancel()
+        if load is not None:
+            self._cache.transfer.cancel(load.request_id)
+        elif idle:
+            self._over.set()
+        # A load that was just being started is cancelled by the thread that starts it.
+        self._over.wait()
+
+
+class _RetrieveHandle(_LoadHandle[Tensor]):
+    def __init__(
+        self,
+        cache: ChunkCache,
+        prompt: _Prompt,
+        timeout: float,
+        opened: OpenKV,
+        slots: list[Tensor],
+    ) -> None:
+        super().__init__(cache, prompt, timeout)
+        self._opened = opened
+        self._slots = slots
+
+    def _items(self, chunks: Sequence[Chunk]) -> list[ChunkSlots]:
+        memory = self._opened.memory
+        return [
+            ChunkSlots(chunk, slots, memory)
+            for chunk, slots in zip(chunks, self._slots, strict=False)
+        ]
+
+    def _ended(self, load: Load) -> None:
+        tokens = load.leading * self._cache.chunk_size
+        self._cache.counters.add("hit_tokens", len(load.items) * self._cache.chunk_size)
+        self._cache.counters.add("loaded_tokens", tokens)
+        super()._ended(load)
+
+    def _outcome(self) -> Tensor:
+        start = self._prompt.first_chunk * self._cache.chunk_size
+        mask = torch.zeros(len(self._prompt.tokens), dtype=torch.bool)
+        mask[start : start + self._leading * self._cache.chunk_size] = True
+        return mask
+
+
+class _PrefetchHandle(_LoadHandle[int]):
+    def __init__(
+        self, cache: ChunkCache, prompt: _Prompt, timeout: float, memory: PrefetchMemory
+    ) -> None:
+        super().__init__(cache, prompt, timeout)
+        self._memory = memory
+        self._chunks: Sequence[Chunk] = ()
+
+    def _items(self, chunks: Sequence[Chunk]) -> list[ChunkSlots]:
+        none = torch.empty(0, dtype=torch.int64)
+        self._chunks = chunks[: self._memory.most_chunks]
+        return [
+            ChunkSlots(chunk, none, IntoMemory(self._memory, chunk.key)) for chunk in self._chunks
+        ]
+
+    def _outcome(self) -> int:
+        # What was brought may have been pushed out again by other prompts.
+        return self._memory.leading(self._chunks) * self._cache.chunk_size
+
+
+class _StoreHandle(Handle[StoreReport]):
+    def __init__(self, cache: ChunkCache, chunks: int, timeout: float) -> None:
+        super().__init__(cache._check, timeout)
+        self._failed_keys = cache.failed
+        self._lock = threading.Lock()
+        self._chunks = chunks
+        self._counts: dict[str, int] = {}
+        self._pending = 0
+        self._submitted = False
+
+    def count(self, what: str, chunks: int = 1) -> None:
+        with self._lock:
+            self._counts[what] = self._counts.get(what, 0) + chunks
+
+    def queued(self) -> None:
+        with self._lock:
+            self._pending += 1
+
+    def withdrawn(self, what: str) -> None:
+        """Count a chunk that was not queued after all."""
+        self.count(what)
+        with self._lock:
+            self._pending -= 1
+
+    def ended(self, chunk: Chunk, result: StoreResult) -> None:
+        if result in ("published", "repaired"):
+            self._failed_keys.forget(chunk.key)
+        names = {"repaired": "published", "lost": "failed"}
+        self.count(names.get(result, result))
+        with self._lock:
+            self._pending -= 1
+            self._finish()
+
+    def submitted(self) -> None:
+        with self._lock:
+            self._submitted = True
+            self._finish()
+
+    def _finish(self) -> None:
+        if self._submitted and not self._pending:
+            self._over.set()
+
+    def cancel(self) -> None:
+        """Stop waiting: what was copied is published all the same."""
+        self._over.set()
+
+    def _outcome(self) -> StoreReport:
+        with self._lock:
+            return StoreReport(
+                self._chunks,
+                self._counts.get("published", 0),
+                self._counts.get("existed", 0),
+                self._counts.get("dropped", 0),
+                self._counts.get("failed", 0),
+                self._pending,
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class _Prompt:
+    """A call's tokens, checked, and the chunk that its mask begins at."""
+
+    tokens: array[int]
+    first_chunk: int
+    identity: PromptIdentity
+
+
+class ChunkCache:
+    """The KV of prompts on a shelf, in one namespace.
+
+    Parameters
+    ----------
+    shelf : Shelf
+        Stays open when the cache is closed.
+    namespace : Namespace or ObjectFormat
+        Names the model's KV; :class:`kvshelf.model.ModelFacts` makes one.
+    memory : KVMemory, optional
+        An engine's own caches, for calls that give no `kv`; see :meth:`bind`.
+    staging_bytes, group_by_salt
+        The options of these names.
+    io_threads : int
+        Threads that load; half as many store.
+    prefetch_bytes : int
+        Most memory for what :meth:`prefetch` brings.
+    timeout_s : float
+        Seconds after which blocking calls end that give no time-out of their own.
+    drain_s : float
+        Seconds that :meth:`close` waits for stores under way.
+    counters : Counters, optional
+        Where to count; the cache's own when absent.
+    on_thread_start : Callable, optional
+        Called first on each thread with ``"load"``, ``"store"`` or ``"lookup"``.
+
+    Attributes
+    ----------
+    shelf : Shelf
+    fmt : ObjectFormat
+    counters : Counters
+    failed : FailedKeys
+        Keys whose objects failed to load; they count as missing for a while.
+    staging : StagingPool
+        Takes no memory before it is used, or warmed.
+
+    Raises
+    ------
+    ConfigError
+        If the namespace lays out no objects, or `staging_bytes` is too small for them.
+    """
+
+    _instances: ClassVar[dict[str, tuple[Config, ModelFacts, ChunkCache]]] = {}
+    _instances_lock: ClassVar[threading.Lock] = threading.Lock()
+
+    def __init__(
+        self,
+        shelf: Shelf,
+        namespace: Namespace | ObjectFormat,
+        *,
+        memory: KVMemory | None = None,
+        staging_bytes: int = 1 << 30,
+        io_threads: int = 2,
+        group_by_salt: bool = False,
+        prefetch_bytes: int = _PREFETCH_BYTES,
+        timeout_s: float = 30.0,
+        drain_s: float = 4.0,
+        counters: Counters | None = None,
+        on_thread_start: Callable[[str], None] | None = None,
+    ) -> None:
+        self.shelf = shelf
+        self.fmt = ObjectFormat(namespace) if isinstance(namespace, Namespace) else namespace
+        self.counters = Counters() if counters is None else counters
+        self.failed = FailedKeys()
+        largest = max(self.fmt.object_size(shard) for shard in range(self.fmt.shards))
+        self.staging = StagingPool(staging_bytes, largest, together=self.fmt.shards)
+        self._bound = memory
+        self._bound_slots: int | None = None
+        self._io_threads = io_threads
+        self._group_by_salt = group_by_salt
+        self._timeout = timeout_s
+        self._drain = drain_s
+        self._on_thread_start = on_thread_start
+        self._owns_shelf = False
+        self._lock = threading.Lock()
+        self._closed = False
+        self._ids = itertools.count()
+        self._transfer: Transfer | None = None
+        self._lookups: dict[tuple[str, ...], LookupService] = {}
+        self._memory = PrefetchMemory(self.fmt, prefetch_bytes, self.counters)
+
+    def __repr__(self) -> str:
+        return f"ChunkCache({self.shelf.url!r}, {self.fmt.namespace.folder!r})"
+
+    def __enter__(self) -> ChunkCache:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # -------------------------------------------------------------- instances
+
+    @classmethod
+    def open(cls, config: Config, model: ModelFacts, *, timeout_s: float = 30.0) -> ChunkCache:
+        """Open the shelf that `config` names, for the KV of `model`.
+
+        May block: on storage, and while weight files are fingerprinted.
+
+        Parameters
+        ----------
+        config : Config
+            Of its options those about an engine's steps have no meaning here.
+        model : ModelFacts
+        timeout_s : float
+
+        Raises
+        ------
+        ConfigError
+            If the configuration or the facts cannot be used.
+        StorageError
+            If the storage could not be opened.
+        """
+        if config.layout == "native" and model.layouts is None:
+            raise ConfigError(
+                "layout is native, but the model's facts name no native layout: leave layout at"
+                " auto, or state layouts"
+            )
+        namespace = model.namespace(
+            chunk_size=config.chunk_size,
+            shards=config.shards,
+            version=config.version,
+            weights=config.weights,
+        )
+        url = config.shared_storage_path
+        if url is None:
+            url = str(default_shelf_path())
+            logger.warning(
+                "shared_storage_path is not set: KV is kept in %s, which only this user on this"
+                " machine can read",
+                url,
+            )
+        shelf = open_shelf(url, storage_options=config.storage_options, read_only=config.read_only)
+        try:
+            cache = cls(
+                shelf,
+                namespace,
+                staging_bytes=int(config.staging_bytes),
+                io_threads=config.io_threads or 2,
+                group_by_salt=config.group_by_salt,
+                timeout_s=timeout_s,
+                drain_s=config.shutdown_drain_s,
+            )
+        except BaseException:
+            shelf.close()
+            raise
+        cache._owns_shelf = True
+        return cache
+
+    @classmethod
+    def get_or_create(cls, instance_id: str, config: Config, model: ModelFacts) -> ChunkCache:
+        """Return the cache of this process with this name; open it when there is none.
+
+        Parameters
+        ----------
+        instance_id : str
+        config, model
+            As for :meth:`open`.
+
+        Raises
+        ------
+        ConfigError
+            A ValueError, if the cache exists with another configuration or other facts.
+        """
+        with cls._instances_lock:
+            found = cls._instances.get(instance_id)
+            if found is None:
+                cache = cls.open(config, model)
+                cls._instances[instance_id] = (config, model, cache)
+                return cache
+        different = _differences(found[0], config, found[1], model)
+        if different:
+            raise ConfigError(
+                f"the cache {instance_id!r} exists already, with another {', '.join(different)}:"
+                " use another instance_id, or destroy it first"
+            )
+        return found[2]
+
+    @classmethod
+    def get(cls, instance_id: str) -> ChunkCache | None:
+        """Return the cache of this process with this name, None when there is none."""
+        with cls._instances_lock:
+            found = cls._instances.get(instance_id)
+        return None if found is None else found[2]
+
+    @classmethod
+    def destroy(cls, instance_id: str) -> None:
+        """Close the cache with this name and forget it. Does nothing when there is none."""
+        with cls._instances_lock:
+            found = cls._instances.pop(instance_id, None)
+        if found is not None:
+            found[2].close()
+
+    # -------------------------------------------------------------- by tokens
+
+    @property
+    def chunk_size(self) -> int:
+        """Tokens in a chunk."""
+        return self.fmt.chunk_size
+
+    @property
+    def namespace(self) -> Namespace:
+        """The namespace."""
+        return self.fmt.namespace
+
+    def bind(self, caches: Sequence[Tensor], layout: PagedLayout) -> None:
+        """Take paged caches for all calls that give a `slot_mapping` and no `kv`.
+
+        Parameters
+        ----------
+        caches : Sequence[Tensor]
+            The paged cache of each layer, in the order of the namespace's layers.
+        layout : PagedLayout
+            How a block lies in each of them.
+
+        Raises
+        ------
+        ValueError
+            If they do not fit the namespace.
+        """
+        self._bound = open_paged(self.fmt, [LayerRun(0, caches, layout)])
+        self._bound_slots = count_slots(self.fmt, layout)
+
+    def chunk_keys(
+        self,
+        tokens: Tokens | None = None,
+        mask: Tensor | Sequence[bool] | None = None,
+        *,
+        identity: PromptIdentity = _PLAIN,
+    ) -> list[ChunkKey]:
+        """Return the whole chunks of a prompt that `mask` does not leave out, with their keys.
+
+        Parameters
+        ----------
+        tokens : Sequence[int] or Tensor
+            Token ids of the prompt from its beginning; a tensor is one-dimensional.
+        mask : Tensor or Sequence[bool], optional
+            bool [tokens]: a run of False, a multiple of the chunk size, then True.
+        identity : PromptIdentity
+
+        Raises
+        ------
+        ValueError
+            If tokens are missing or no token ids, or the mask is not of this form.
+        """
+        prompt = self._prompt("chunk_keys", tokens, mask, identity)
+        size = self.chunk_size
+        return [
+            ChunkKey(chunk.index * size, (chunk.index + 1) * size, chunk.key)
+            for chunk in self._chunks(prompt)
+        ]
+
+    def lookup(
+        self,
+        tokens: Tokens | None = None,
+        *,
+        tiers: Collection[str] | None = None,
+        identity: PromptIdentity = _PLAIN,
+        timeout: float | None = None,
+    ) -> int:
+        """Return how many leading tokens of a prompt can be retrieved.
+
+        Parameters
+        ----------
+        tokens, identity
+            As for :meth:`chunk_keys`.
+        tiers : Collection[str], optional
+            Where to look: ``memory`` (prefetched), ``shelf``, or both, the default.
+        timeout : float, optional
+            Seconds, after which the answer is 0.
+
+        Raises
+        ------
+        ValueError
+            If tokens are missing, or a tier is unknown.
+        """
+        return self.submit_lookup(tokens, tiers=tiers, identity=identity).result(timeout)
+
+    def submit_lookup(
+        self,
+        tokens: Tokens | None = None,
+        *,
+        tiers: Collection[str] | None = None,
+        identity: PromptIdentity = _PLAIN,
+    ) -> Handle[int]:
+        """Start what :meth:`lookup` does."""
+        prompt = self._prompt("lookup", tokens, None, identity)
+        wanted = TIERS if tiers is None else tuple(tier for tier in TIERS if tier in tiers)
+        unknown = sorted(set(tiers or ()) - set(TIERS))
+        if unknown or not wanted:
+            raise ValueError(
+                f"tiers is {unknown or list(tiers or ())}; expected one or both of"
+                f" {' and '.join(TIERS)}"
+            )
+        handle = _LookupHandle(self, self._timeout)
+        if wanted == ("memory",):
+            handle.answer(self._memory.leading(self._chunks(prompt)))
+        else:
+            handle._lookup = self._search(prompt, handle.found, wanted)
+        return handle
+
+    def store(
+        self,
+        tokens: Tokens | None = None,
+        mask: Tensor | Sequence[bool] | None = None,
+        *,
+        kv: KVLike | None = None,
+        slot_mapping: Tensor | None = None,
+        identity: PromptIdentity = _PLAIN,
+        timeout: float | None = None,
+    ) -> StoreReport:
+        """Store the whole chunks of a prompt that are not on the shelf; wait for the end.
+
+        Unlike :meth:`submit_store` it looks first which leading chunks are there, and waits
+        for staging instead of dropping chunks.
+
+        Parameters
+        ----------
+        tokens, mask, identity
+            As for :meth:`chunk_keys`.
+        kv : PagedKV, TupleKV, BlobKV, Tensor or Sequence of (Tensor, Tensor)
+            The prompt's KV from position 0 on; more tokens than the prompt's do no harm.
+        slot_mapping : Tensor
+            In place of `kv`, where paged caches are bound: the slot of each token.
+        timeout : float, optional
+            Seconds. Chunks that were copied by then are published all the same.
+
+        Raises
+        ------
+        ValueError
+            If something is missing, does not fit the namespace or holds too few tokens.
+        """
+        deadline = time.monotonic() + (self._timeout if timeout is None else timeout)
+        prompt = self._prompt("store", tokens, mask, identity)
+        opened = self._open("store", kv, slot_mapping)
+        items = self._store_items(prompt, opened)
+        handle = _StoreHandle(self, len(items), self._timeout)
+        search = _LookupHandle(self, self._timeout)
+        search._lookup = self._search(prompt, search.found, ("shelf",))
+        known = search.result(max(0.0, deadline - time.monotonic())) // self.chunk_size
+        handle.count("existed", known)
+        self._store_all(handle, items[known:], deadline)
+        return handle.result(max(0.0, deadline - time.monotonic()))
+
+    def submit_store(
+        self,
+        tokens: Tokens | None = None,
+        mask: Tensor | Sequence[bool] | None = None,
+        *,
+        kv: KVLike | None = None,
+        slot_mapping: Tensor | None = None,
+        identity: PromptIdentity = _PLAIN,
+    ) -> Handle[StoreReport]:
+        """Copy the whole chunks of a prompt and have them stored in the background.
+
+        Touches no storage. What does not fit into staging is dropped.
+
+        Parameters
+        ----------
+        tokens, mask, kv, slot_mapping, identity
+            As for :meth:`store`.
+        """
+        prompt = self._prompt("store", tokens, mask, identity)
+        items = self._store_items(prompt, self._open("store", kv, slot_mapping))
+        handle = _StoreHandle(self, len(items), self._timeout)
+        self._store_all(handle, items, 0.0)
+        return handle
+
+    def retrieve(
+        self,
+        tokens: Tokens | None = None,
+        mask: Tensor | Sequence[bool] | None = None,
+        *,
+        kv: KVLike | None = None,
+        slot_mapping: Tensor | None = None,
+        identity: PromptIdentity = _PLAIN,
+        timeout: float | None = None,
+    ) -> Tensor:
+        """Load the leading whole chunks of a prompt into the caller's memory.
+
+        Parameters
+        ----------
+        tokens, identity
+            As for :meth:`chunk_keys`.
+        mask : Tensor or Sequence[bool], optional
+            False for leading tokens whose KV the caller has already.
+        kv, slot_mapping
+            Where to: as for :meth:`store`. Places of chunks behind those that are retrieved
+            may have been written to as well; what is there means nothing.
+        timeout : float, optional
+            Seconds. What has not arrived by then is not retrieved.
+
+        Returns
+        -------
+        Tensor
+            bool [tokens] on the CPU: the tokens whose KV was written, a run from the first
+            token that `mask` does not leave out.
+
+        Raises
+        ------
+        ValueError
+            As for :meth:`store`.
+        """
+        return self.submit_retrieve(
+            tokens, mask, kv=kv, slot_mapping=slot_mapping, identity=identity
+        ).result(timeout)
+
+    def submit_retrieve(
+        self,
+        tokens: Tokens | None = None,
+        mask: Tensor | Sequence[bool] | None = None,
+        *,
+        kv: KVLike | None = None,
+        slot_mapping: Tensor | None = None,
+        identity: PromptIdentity = _PLAIN,
+    ) -> Handle[Tensor]:
+        """Start what :meth:`retrieve` does. The memory is written to until the handle is done."""
+        prompt = self._prompt("retrieve", tokens, mask, identity)
+        opened = self._open("retrieve", kv, slot_mapping)
+        slots = self._slots(prompt, opened)
+        handle = _RetrieveHandle(self, prompt, self._timeout, opened, slots)
+        size = self.chunk_size
+        self.counters.add("query_tokens", len(prompt.tokens) - prompt.first_chunk * size)
+        handle._lookup = self._search(prompt, handle.found, TIERS)
+        return handle
+
+    def prefetch(
+        self,
+        tokens: Tokens | None = None,
+        mask: Tensor | Sequence[bool] | None = None,
+        *,
+        identity: PromptIdentity = _PLAIN,
+        timeout: float | None = None,
+    ) -> int:
+        """Bring the leading whole chunks of a prompt into memory, for a later retrieve.
+
+        Parameters
+        ----------
+        tokens, mask, identity
+            As for :meth:`retrieve`.
+        timeout : float, optional
+            Seconds. What has not arrived by then is given up.
+
+        Returns
+        -------
+        int
+            Number of tokens brought, counted from the first that `mask` does not leave out;
+            at most what ``prefetch_bytes`` holds.
+
+        Raises
+        ------
+        ValueError
+            As for :meth:`chunk_keys`.
+        """
+        return self.submit_prefetch(tokens, mask, identity=identity).result(timeout)
+
+    def submit_prefetch(
+        self,
+        tokens: Tokens | None = None,
+        mask: Tensor | Sequence[bool] | None = None,
+        *,
+        identity: PromptIdentity = _PLAIN,
+    ) -> Handle[int]:
+        """Start what :meth:`prefetch` does."""
+        prompt = self._prompt("prefetch", tokens, mask, identity)
+        handle = _PrefetchHandle(self, prompt, self._timeout, self._memory)
+        handle._lookup = self._search(prompt, handle.found, TIERS)
+        return handle
+
+    # -------------------------------------------------------------- by chunks
+
+    @property
+    def transfer(self) -> Transfer:
+        """The store and load pipelines, for engines that follow requests chunk by chunk."""
+        with self._lock:
+            self._check_open()
+            if self._transfer is None:
+                self._transfer = Transfer(
+                    LoadsFromMemory(self.shelf, self._memory),
+                    self.fmt,
+                    self._bound,
+                    self.staging,
+                    counters=self.counters,
+                    load_threads=self._io_threads,
+                    store_threads=max(1, self._io_threads // 2),
+                    on_thread_start=self._on_thread_start,
+                )
+            return self._transfer
+
+    @property
+    def lookups(self) -> LookupService:
+        """The look-ups over all tiers, for engines that follow requests themselves."""
+        return self._service(TIERS)
+
+    def close(self) -> None:
+        """Wait for stores under way for a bounded time, stop the threads. Idempotent."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            transfer, services = self._transfer, list(self._lookups.values())
+        for service in services:
+            service.close()
+        if transfer is not None:
+            lost = transfer.close(self._drain)
+            if lost:
+                logger.warning("%d chunks were not stored in time and are lost", lost)
+        self.staging.close()
+        self._memory.close()
+        if self._owns_shelf:
+            self.shelf.close()
+
+    # ----------------------------------------------------------------- inside
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ValueError("this cache is closed")
+
+    def _service(self, tiers: tuple[str, ...]) -> LookupService:
+        with self._lock:
+            self._check_open()
+            service = self._lookups.get(tiers)
+            if service is None:
+                started = self._on_thread_start
+                shelf = self.shelf
+                service = self._lookups[tiers] = LookupService(
+                    FindsInMemory(shelf, self._memory) if "memory" in tiers else shelf,
+                    self.fmt,
+                    failed=self.failed,
+                    counters=self.counters,
+                    on_thread_start=None if started is None else lambda: started("lookup"),
+                )
+            return service
+
+    def _next_id(self) -> str:
+        return f"cache-{next(self._ids)}"
+
+    def _check(self) -> None:
+        transfer = self._transfer
+        if transfer is not None:
+            transfer.check()
+
+    def _prompt(
+        self,
+        method: str,
+        tokens: Tokens | None,
+        mask: Tensor | Sequence[bool] | None,
+        identity: PromptIdentity,
+    ) -> _Prompt:
+        self._check_open()
+        if tokens is None:
+            raise ValueError(f"{method}() needs tokens, which is missing")
+        ids = _token_ids(tokens)
+        first = 0 if mask is None else _false_run(mask, len(ids), self.chunk_size)
+        return _Prompt(ids, first // self.chunk_size, identity)
+
+    def _chain(self, identity: PromptIdentity) -> KeyChain:
+        return KeyChain(
+            self.fmt.namespace.digest,
+            self.chunk_size,
+            salt=identity.salt,
+            lora_digest=identity.lora_digest,
+            items=identity.items,
+            group=group_of_salt(identity.salt) if self._group_by_salt else "_",
+        )
+
+    def _chunks(self, prompt: _Prompt) -> list[Chunk]:
+        chain = self._chain(prompt.identity)
+        chain.extend(prompt.tokens)
+        return chain.chunks[prompt.first_chunk :]
+
+    def _search(
+        self, prompt: _Prompt, found: Callable[[Lookup], None], tiers: tuple[str, ...]
+    ) -> Lookup:
+        return self._service(tiers).submit(
+            prompt.tokens,
+            lambda: self._chain(prompt.identity),
+            first_chunk=prompt.first_chunk,
+            on_done=found,
+        )
+
+    def _open(self, method: str, kv: KVLike | None, slot_mapping: Tensor | None) -> OpenKV:
+        if kv is not None:
+            if slot_mapping is not None:
+                raise ValueError(
+                    f"{method}() got both kv and slot_mapping; a slot mapping goes with bound"
+                    " caches, or into PagedKV(caches, layout, slot_mapping)"
+                )
+            return _form(kv).open(self.fmt)
+        if self._bound is None:
+            raise ValueError(
+                f"{method}() needs kv, which is missing (or bind paged caches, and give"
+                " slot_mapping)"
+            )
+        if slot_mapping is None:
+            raise ValueError(f"{method}() needs kv or slot_mapping, which are both missing")
+        return with_slots(self.fmt, self._bound, check_slots(slot_mapping), self._bound_slots)
+
+    def _slots(self, prompt: _Prompt, opened: OpenKV) -> list[Tensor]:
+        """Return the slots of each whole chunk that the prompt's mask does not leave out."""
+        size = self.chunk_size
+        end = len(prompt.tokens) // size * size
+        if opened.tokens < end:
+            raise ValueError(
+                f"KV of {opened.tokens} tokens was given for {len(prompt.tokens)} tokens; expected"
+                f" at least {end}"
+            )
+        starts = range(prompt.first_chunk * size, end, size)
+        return [opened.slots(start, start + size) for start in starts]
+
+    def _store_items(self, prompt: _Prompt, opened: OpenKV) -> list[ChunkSlots]:
+        items = [
+            ChunkSlots(chunk, slots, opened.memory)
+            for chunk, slots in zip(self._chunks(prompt), self._slots(prompt, opened), strict=True)
+        ]
+        for item in items:
+            if bool((item.slots < 0).any()):
+                raise ValueError(
+                    f"slot_mapping is −1 for tokens of chunk {item.chunk.index}; what is not in"
+                    " the cache cannot be stored: give shorter tokens, or a mask"
+                )
+        return items
+
+    def _store_all(
+        self, handle: _StoreHandle, items: Sequence[ChunkSlots], deadline: float
+    ) -> None:
+        for number, item in enumerate(items):
+            handle.queued()
+            try:
+                outcome = self.transfer.store(
+                    item,
+                    repair=self.failed.is_bad(item.chunk.key),
+                    wait=max(0.0, deadline - time.monotonic()) if deadline else 0.0,
+                    on_done=handle.ended,
+                )
+            except BaseException:
+                handle.withdrawn("failed")
+                raise
+            if outcome == "known":
+                handle.withdrawn("existed")
+            elif outcome != "queued":
+                handle.withdrawn("dropped")
+                if outcome == "paused":
+                    handle.count("dropped", len(items) - number - 1)
+                    break
+        handle.submitted()
+
+
+# ----------------------------------------------------------------------------- arguments
+
+
+def _token_ids(tokens: Tokens) -> array[int]:
+    """Return a copy of token ids.
+
+    Raises
+    ------
+    ValueError
+        If they are not one sequence of integers from 0 to 2^32−1.
+    """
+    shape = getattr(tokens, "shape", None)
+    if shape is not None and len(shape) != 1:
+        raise ValueError(
+            f"tokens has shape {list(shape)}; expected one dimension: one prompt at a time"
+        )
+    ids = tokens.tolist() if shape is not None else tokens  # type: ignore[union-attr]
+    try:
+        return array("I", ids)
+    except (TypeError, OverflowError, ValueError) as error:
+        raise ValueError(
+            f"tokens holds something that is no token id ({error}); expected integers from 0 to"
+            f" {2**32 - 1}"
+        ) from error
+
+
+def _false_run(mask: Tensor | Sequence[bool], tokens: int, chunk_size: int) -> int:
+    """Return the number of False in front of a mask.
+
+    Raises
+    ------
+    ValueError
+        If it is not a run of False, then True, or the number does not fit the chunk size.
+    """
+    values = mask if isinstance(mask, Tensor) else torch.tensor(list(mask))
+    if values.dtype != torch.bool and values.numel():
+        raise ValueError(f"mask is {values.dtype}; expected bool")
+    if tuple(values.shape) != (tokens,):
+        raise ValueError(
+            f"mask has shape {list(values.shape)}; expected one value for each of {tokens} tokens"
+        )
+    false = tokens - int(values.sum())
+    if bool(values[:false].any()):
+        raise ValueError("mask has True before False; expected a run of False, then True")
+    if false % chunk_size:
+        raise ValueError(
+            f"mask begins with {false} False; expected a multiple of the chunk size {chunk_size}:"
+            " a chunk is stored and retrieved whole"
+        )
+    return false
+
+
+def _form(kv: KVLike) -> KVForm:
+    if isinstance(kv, Tensor):
+        return BlobKV(kv)
+    if isinstance(kv, Sequence):
+        return TupleKV(kv)
+    if hasattr(kv, "open"):
+        return kv
+    raise ValueError(
+        f"kv is a {type(kv).__name__}; expected PagedKV, (K, V) of each layer, or a tensor"
+        " [2, layers, tokens, hidden]"
+    )
+
+
+def _differences(
+    config: Config, other_config: Config, model: ModelFacts, other_model: ModelFacts
+) -> list[str]:
+    """Return the names of options and facts that differ. Values may be secret."""
+    names = [
+        name for name in Config.model_fields if getattr(config, name) != getattr(other_config, name)
+    ]
+    return names + [
+        field.name
+        for field in fields(model)
+        if getattr(model, field.name) != getattr(other_model, field.name)
+    ]

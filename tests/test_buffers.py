@@ -1,0 +1,322 @@
+"""The allocator of buffers: what it hands out never overlaps, and comes back whole."""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
+
+from kvshelf.buffers import ALIGNMENT, Buffer, BufferPool
+from kvshelf.errors import ConfigError, UnsupportedError
+
+MakePool = Callable[..., BufferPool]
+CAPACITY = 64 * ALIGNMENT
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """Allocations, views and releases in any order, against a list of what is out."""
+
+    buffers: Bundle[Buffer] = Bundle("buffers")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = BufferPool(CAPACITY, segment_bytes=self.segment_bytes)
+        # The views of each allocation, with its rounded size and the byte written all over it.
+        self.blocks: list[tuple[set[Buffer], int, int, Buffer]] = []
+        self.stamps = 0
+
+    segment_bytes: int | None = None
+
+    def block_of(self, buffer: Buffer) -> tuple[set[Buffer], int, int, Buffer]:
+        return next(block for block in self.blocks if buffer in block[0])
+
+    @rule(target=buffers, nbytes=st.integers(1, 20 * ALIGNMENT))
+    def allocate(self, nbytes: int) -> Buffer | object:
+        free_before = self.pool.free_ranges()
+        buffer = self.pool.allocate(nbytes)
+        size = -(-nbytes // ALIGNMENT) * ALIGNMENT
+        if buffer is None:
+            assert all(size > free for free in free_before)
+            assert size > CAPACITY - self.pool.held_bytes
+            return _Nothing()
+        assert buffer.nbytes == nbytes == buffer.tensor.numel() == len(buffer.view)
+        assert buffer.tensor.data_ptr() % ALIGNMENT == 0
+        self.stamps = self.stamps % 255 + 1
+        buffer.tensor.fill_(self.stamps)
+        self.blocks.append(({buffer}, size, self.stamps, buffer))
+        return buffer
+
+    @rule(target=buffers, buffer=buffers, data=st.data())
+    def share(self, buffer: Buffer | object, data: st.DataObject) -> Buffer | object:
+        if not isinstance(buffer, Buffer) or buffer.released:
+            return _Nothing()
+        offset = data.draw(st.integers(0, buffer.nbytes - 1))
+        nbytes = data.draw(st.integers(1, buffer.nbytes - offset))
+        view = buffer.share(offset, nbytes)
+        assert view.tensor.data_ptr() == buffer.tensor.data_ptr() + offset
+        self.block_of(buffer)[0].add(view)
+        return view
+
+    @rule(buffer=consumes(buffers))
+    def release(self, buffer: Buffer | object) -> None:
+        if not isinstance(buffer, Buffer) or buffer.released:
+            return
+        block = self.block_of(buffer)
+        buffer.release()
+        block[0].remove(buffer)
+        if not block[0]:
+            self.blocks.remove(block)
+        with pytest.raises(ValueError, match="released"):
+            buffer.release()
+
+    @invariant()
+    def nobody_wrote_over_anybody(self) -> None:
+        for views, _, stamp, _ in self.blocks:
+            for view in views:
+                assert bool((view.tensor == stamp).all())
+
+    @invariant()
+    def bytes_are_accounted_for(self) -> None:
+        out = sum(size for _, size, _, _ in self.blocks)
+        assert self.pool.allocated_bytes == out
+        assert self.pool.held_bytes <= CAPACITY
+        assert sum(self.pool.free_ranges()) == self.pool.held_bytes - out
+        assert len(self.pool.live()) == len(self.blocks)
+        assert [entry.views for entry in self.pool.live()] == [len(b[0]) for b in self.blocks]
+
+    def teardown(self) -> None:
+        for views, _, _, _ in self.blocks:
+            for view in views:
+                view.release()
+        assert self.pool.live() == []
+        # Free neighbours were joined: each segment is one range again.
+        ranges = self.pool.free_ranges()
+        assert sum(ranges) == self.pool.held_bytes
+        if self.segment_bytes is None and ranges:
+            assert ranges == [CAPACITY]
+
+
+class _Nothing:
+    """Stands for a buffer that there was no room for."""
+
+
+class SegmentedPoolMachine(PoolMachine):
+    segment_bytes = 24 * ALIGNMENT
+
+
+TestOneSegment = PoolMachine.TestCase
+TestOneSegment.settings = settings(max_examples=50, stateful_step_count=40)
+TestManySegments = SegmentedPoolMachine.TestCase
+TestManySegments.settings = settings(max_examples=50, stateful_step_count=40)
+
+
+def test_a_full_pool_says_so(make_pool: MakePool) -> None:
+    pool = make_pool(8 * ALIGNMENT)
+    taken = [pool.allocate(ALIGNMENT) for _ in range(8)]
+    assert all(taken)
+    assert pool.allocate(1) is None
+    for buffer in taken:
+        assert buffer is not None
+        buffer.release()
+    whole = pool.allocate(8 * ALIGNMENT)
+    assert whole is not None
+    whole.release()
+
+
+def test_free_neighbours_are_joined(make_pool: MakePool) -> None:
+    pool = make_pool(4 * ALIGNMENT)
+    a, b, c, d = (pool.allocate(ALIGNMENT) for _ in range(4))
+    assert a and b and c and d
+    b.release()
+    d.release()
+    assert pool.allocate(2 * ALIGNMENT) is None
+    c.release()
+    assert pool.free_ranges() == [3 * ALIGNMENT]
+    joined = pool.allocate(3 * ALIGNMENT)
+    assert joined is not None
+    joined.release()
+    a.release()
+
+
+def test_memory_that_was_used_is_used_again(make_pool: MakePool) -> None:
+    pool = make_pool(1 << 30)
+    first = pool.allocate(100_000)
+    assert first is not None
+    address = first.tensor.data_ptr()
+    for _ in range(100):
+        first.release()
+        first = pool.allocate(100_000)
+        assert first is not None
+        assert first.tensor.data_ptr() == address
+    first.release()
+
+
+def test_bytes_stay_until_the_last_view_is_released(make_pool: MakePool) -> None:
+    pool = make_pool(4 * ALIGNMENT)
+    buffer = pool.allocate(4 * ALIGNMENT)
+    assert buffer is not None
+    part = buffer.share(700, 10)
+    again = part.share(5)
+    buffer.view[705] = 9
+    buffer.release()
+    part.release()
+    assert pool.allocate(1) is None
+    assert again.nbytes == 5
+    assert int(again.tensor[0]) == again.view[0] == 9
+    again.release()
+    assert pool.allocated_bytes == 0
+
+
+def test_a_released_view_cannot_be_used(make_pool: MakePool) -> None:
+    pool = make_pool(4 * ALIGNMENT)
+    buffer = pool.allocate(10)
+    assert buffer is not None
+    with buffer:
+        assert not buffer.released
+    assert buffer.released
+    for use in (
+        lambda: buffer.tensor,
+        lambda: buffer.view,
+        buffer.share,
+        buffer.release,
+    ):
+        with pytest.raises(ValueError, match="released"):
+            use()
+
+
+@pytest.mark.parametrize(("offset", "nbytes"), [(-1, 2), (0, 0), (0, 11), (10, None), (5, 6)])
+def test_a_view_stays_inside_its_buffer(
+    make_pool: MakePool, offset: int, nbytes: int | None
+) -> None:
+    with make_pool(4 * ALIGNMENT).allocate(10) as buffer, pytest.raises(ValueError, match="of the"):
+        buffer.share(offset, nbytes)
+
+
+def test_memory_is_taken_in_segments_and_given_back_at_the_end(make_pool: MakePool) -> None:
+    pool = make_pool(10 * ALIGNMENT, segment_bytes=4 * ALIGNMENT)
+    assert pool.held_bytes == 0
+    small = pool.allocate(1)
+    assert pool.held_bytes == 4 * ALIGNMENT
+    large = pool.allocate(5 * ALIGNMENT)
+    assert pool.held_bytes == 9 * ALIGNMENT
+    assert pool.allocate(4 * ALIGNMENT) is None
+    assert small is not None
+    assert large is not None
+    pool.close()
+    assert pool.allocate(1) is None
+    assert pool.held_bytes == 9 * ALIGNMENT
+    small.release()
+    large.view[0] = 1
+    large.release()
+    assert pool.held_bytes == 0
+
+
+def test_leaks_are_listed_with_the_place_they_come_from(make_pool: MakePool) -> None:
+    pool = make_pool(4 * ALIGNMENT, trace=True)
+    buffer = pool.allocate(1000)
+    assert buffer is not None
+    view = buffer.share()
+    buffer.release()
+    [leak] = pool.live()
+    assert (leak.nbytes, leak.views) == (1024, 1)
+    assert "test_buffers.py" in leak.where
+    assert "pool.allocate(1000)" in leak.where
+    view.release()
+    assert pool.live() == []
+
+
+def test_a_system_without_memory_is_a_full_pool(
+    make_pool: MakePool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*args: object) -> mmap.mmap:
+        raise OSError(12, "Cannot allocate memory")
+
+    pool = make_pool(16 * ALIGNMENT)
+    monkeypatch.setattr(mmap, "mmap", refuse)
+    assert pool.allocate(1) is None
+    assert pool.allocate(1) is None
+    assert len(caplog.records) == 1
+    monkeypatch.undo()
+    with pool.allocate(1):
+        pass
+
+
+def test_threads_never_get_the_same_bytes(make_pool: MakePool) -> None:
+    pool = make_pool(64 * ALIGNMENT)
+    wrong: list[int] = []
+
+    def work(number: int) -> None:
+        for _ in range(200):
+            with pool.allocate(3 * ALIGNMENT) as buffer:
+                buffer.tensor.fill_(number)
+                if not bool((buffer.tensor == number).all()):
+                    wrong.append(number)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+    assert pool.free_ranges() == [64 * ALIGNMENT]
+
+
+def test_a_device_pool_has_tensors_and_no_memoryviews(make_pool: MakePool) -> None:
+    pool = make_pool(4 * ALIGNMENT, kind="device", device="cpu")
+    with pool.allocate(10) as buffer:
+        assert buffer.tensor.device == torch.device("cpu")
+        assert buffer.tensor.data_ptr() % ALIGNMENT == 0
+        with pytest.raises(ValueError, match="use its tensor"):
+            _ = buffer.view
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_pinned_memory_without_a_gpu_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="kind='host'"):
+        BufferPool(1 << 20, kind="pinned")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("kind", ["pinned", "device"])
+def test_gpu_memory(make_pool: MakePool, kind: str) -> None:
+    device = "cuda" if kind == "device" else None
+    pool = make_pool(1 << 24, kind=kind, device=device)
+    with pool.allocate(1 << 20) as buffer:
+        assert buffer.tensor.data_ptr() % ALIGNMENT == 0
+        assert buffer.tensor.is_pinned() == (kind == "pinned")
+        buffer.tensor.fill_(3)
+        assert int(buffer.tensor.sum()) == 3 << 20
+    pool.close()
+    assert pool.held_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("capacity", "options", "problem"),
+    [
+        (0, {}, "capacity is 0"),
+        (511, {}, "capacity is 511"),
+        (1 << 20, {"segment_bytes": 0}, "segment_bytes 0"),
+        (1 << 20, {"alignment": 256}, "alignment is 256"),
+        (1 << 20, {"alignment": 1000}, "alignment is 1000"),
+        (1 << 20, {"kind": "gpu"}, "'gpu'"),
+        (1 << 20, {"kind": "device"}, "give a device"),
+        (1 << 20, {"device": "cpu"}, "give a device"),
+    ],
+)
+def test_contradictions_are_refused(
+    capacity: int, options: dict[str, object], problem: str
+) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        BufferPool(capacity, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("nbytes", [0, -1])
+def test_nothing_is_not_a_buffer(make_pool: MakePool, nbytes: int) -> None:
+    with pytest.raises(ValueError, match="at least 1"):
+        make_pool(1 << 20).allocate(nbytes)

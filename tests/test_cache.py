@@ -1,0 +1,973 @@
+"""ChunkCache: what was stored comes back in any form, or is said not to; never stuck."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import subprocess
+import sys
+import threading
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kvshelf.backends import Backend, open_backend
+from kvshelf.backends.wrappers import CountingBackend, Fault, FaultyBackend, ReadOnlyBackend
+from parts import PATIENCE, posix, until
+
+from kvshelf import ChunkCache, Config, ModelFacts, PromptIdentity, Shelf
+from kvshelf.errors import ConfigError, TransientStorageError, UnsupportedError
+from kvshelf.forms import (
+    BlobKV,
+    PagedKV,
+    TupleKV,
+    blob_of_tuples,
+    empty_blob,
+    empty_tuples,
+    tuples_of_blob,
+)
+from kvshelf.identity import KeyChain, MultimodalItem, object_name
+from kvshelf.layout import PagedLayout
+
+LAYERS, HEADS, SIZE, CHUNK = 3, 4, 8, 16
+HIDDEN = HEADS * SIZE
+BLOCK = 4
+
+_numbers = itertools.count()
+
+
+def facts(**changes: Any) -> ModelFacts:
+    given = {
+        "layers": LAYERS,
+        "kv_heads": HEADS,
+        "head_size": SIZE,
+        "dtype": "bfloat16",
+        "weights": "test",
+        "name": "test",
+    }
+    return ModelFacts(**{**given, **changes})
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return random.Random(seed).choices(range(1000), k=length)
+
+
+def truth(tokens: Sequence[int]) -> torch.Tensor:
+    """The KV of a prompt, a blob: of each token it depends on all tokens before, as KV does."""
+    state, states = 7, []
+    for token in tokens:
+        state = (state * 1103515245 + token + 12345) % 2**31
+        states.append(state)
+    place = torch.arange(2 * LAYERS * HIDDEN).view(2, LAYERS, 1, HIDDEN)
+    base = torch.tensor(states, dtype=torch.int64).view(1, 1, -1, 1)
+    bits = (base * 31 + place * 7919) % 32000 + 1
+    return bits.to(torch.int16).view(torch.bfloat16)
+
+
+def same(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Whether two blobs have the same bits."""
+    return torch.equal(found.view(torch.int16), expected.view(torch.int16))
+
+
+def check(held: Held, tokens: Sequence[int], mask: torch.Tensor) -> None:
+    """The tokens of `mask` are right; others are right too, or as they were (zero)."""
+    found, expected = held.read().view(torch.int16), truth(tokens).view(torch.int16)
+    assert torch.equal(found[:, :, mask], expected[:, :, mask])
+    assert bool(((found == expected) | (found == 0)).all())
+
+
+@dataclass
+class Held:
+    """KV of a prompt in one form."""
+
+    arguments: dict[str, Any]
+    read: Callable[[], torch.Tensor]
+
+
+def as_blob(blob: torch.Tensor) -> Held:
+    mine = blob.clone()
+    return Held({"kv": BlobKV(mine)}, lambda: mine)
+
+
+def as_transformers(blob: torch.Tensor) -> Held:
+    pairs = [(k.contiguous(), v.contiguous()) for k, v in tuples_of_blob(blob.clone(), HEADS)]
+    return Held({"kv": pairs}, lambda: blob_of_tuples(pairs))
+
+
+def as_tokens_first(blob: torch.Tensor) -> Held:
+    # K and V of a layer in one tensor, rows of another layer between: strides of every kind.
+    wide = blob.view(2, LAYERS, -1, HEADS, SIZE).permute(2, 1, 3, 0, 4).contiguous()
+    pairs = [(wide[:, layer, :, 0], wide[:, layer, :, 1]) for layer in range(LAYERS)]
+    kv = TupleKV(pairs, order="THD")
+    return Held({"kv": kv}, lambda: blob_of_tuples(pairs, order="THD"))
+
+
+def as_paged(blob: torch.Tensor, nhd: bool = False) -> Held:
+    tokens = blob.shape[2]
+    blocks = tokens // BLOCK + 3
+    shape = (blocks, HEADS, BLOCK, 2 * SIZE)
+    if nhd:
+        shape = (blocks, BLOCK, HEADS, 2 * SIZE)
+    caches = [torch.zeros(shape, dtype=torch.bfloat16) for _ in range(LAYERS)]
+    if nhd:
+        caches = [cache.transpose(1, 2) for cache in caches]
+    slots = torch.randperm(blocks * BLOCK)[:tokens]
+    at = (slots // BLOCK, slots % BLOCK)
+    for layer, cache in enumerate(caches):
+        for kv in range(2):
+            rows = blob[kv, layer].view(tokens, HEADS, SIZE)
+            cache[at[0], :, at[1], kv * SIZE : (kv + 1) * SIZE] = rows
+
+    def read() -> torch.Tensor:
+        found = torch.zeros_like(blob)
+        for layer, cache in enumerate(caches):
+            for kv in range(2):
+                rows = cache[at[0], :, at[1], kv * SIZE : (kv + 1) * SIZE]
+                found[kv, layer] = rows.reshape(tokens, HIDDEN)
+        return found
+
+    layout = PagedLayout.from_bhnc(caches[0], SIZE)
+    return Held({"kv": PagedKV(caches, layout, slots)}, read)
+
+
+FORMS: dict[str, Callable[[torch.Tensor], Held]] = {
+    "blob": as_blob,
+    "transformers": as_transformers,
+    "tokens first": as_tokens_first,
+    "paged HND": as_paged,
+    "paged NHD": lambda blob: as_paged(blob, nhd=True),
+}
+
+
+def nothing(tokens: int) -> torch.Tensor:
+    return torch.zeros((2, LAYERS, tokens, HIDDEN), dtype=torch.bfloat16)
+
+
+@pytest.fixture
+def backend(tmp_path: Path) -> FaultyBackend:
+    return FaultyBackend(posix(tmp_path / "shelf"))
+
+
+Make = Callable[..., ChunkCache]
+
+
+@pytest.fixture
+def make(backend: Backend, no_leaks: None) -> Iterator[Make]:
+    """Make caches on one shelf; they are closed at the end, and must have leaked nothing."""
+    with ExitStack() as stack:
+
+        def made(on: Backend | None = None, **options: Any) -> ChunkCache:
+            model = options.pop("model", None) or facts()
+            names = ("chunk_size", "shards", "version")
+            of_namespace = {name: options.pop(name) for name in names if name in options}
+            namespace = model.namespace(**{"chunk_size": CHUNK, **of_namespace})
+            options = {"timeout_s": PATIENCE, "staging_bytes": 64 << 20, "drain_s": 0, **options}
+            return stack.enter_context(ChunkCache(Shelf(on or backend), namespace, **options))
+
+        yield made
+
+
+@pytest.fixture
+def cache(make: Make) -> ChunkCache:
+    return make()
+
+
+def objects(cache: ChunkCache) -> list[str]:
+    return sorted(entry.name for entry in cache.shelf.objects())
+
+
+def put(cache: ChunkCache, tokens: Sequence[int], **arguments: Any) -> None:
+    report = cache.store(tokens, kv=truth(tokens), **arguments)
+    assert report.complete, report
+
+
+def fetch(cache: ChunkCache, tokens: Sequence[int], **arguments: Any) -> int:
+    """Retrieve a prompt; return how many tokens came, having checked that they are right."""
+    held = as_blob(nothing(len(tokens)))
+    mask = cache.retrieve(tokens, **held.arguments, **arguments)
+    assert mask.dtype == torch.bool
+    assert mask.device == torch.device("cpu")
+    check(held, tokens, mask)
+    return int(mask.sum())
+
+
+# ----------------------------------------------------------------------- what works
+
+
+@pytest.mark.parametrize("into", FORMS)
+@pytest.mark.parametrize("out_of", FORMS)
+def test_what_is_stored_in_one_form_is_retrieved_in_any_other(
+    cache: ChunkCache, out_of: str, into: str
+) -> None:
+    tokens = prompt(5 * CHUNK + 3)
+    kv = truth(tokens)
+    report = cache.store(tokens, **FORMS[out_of](kv).arguments)
+    assert (report.chunks, report.published) == (5, 5)
+    assert report.complete
+    held = FORMS[into](nothing(len(tokens)))
+    mask = cache.retrieve(tokens, **held.arguments)
+    assert mask.tolist() == [True] * 5 * CHUNK + [False] * 3
+    kv[:, :, 5 * CHUNK :] = 0
+    assert same(held.read(), kv)
+
+
+@settings(max_examples=40)
+@given(data=st.data())
+def test_retrieved_is_exactly_what_is_there_and_good(data: st.DataObject) -> None:
+    """Prompts with common beginnings, objects deleted and damaged, any form, any mask."""
+    size = data.draw(st.sampled_from([1, 4, 16, 24]), "chunk size")
+    shards = data.draw(st.sampled_from([1, 2, 4]), "shards")
+    lengths = st.integers(0, 6 * size)
+    base = prompt(6 * size)
+    prompts = []
+    for seed in range(1, 4):
+        common = data.draw(lengths)
+        prompts.append(base[:common] + prompt(data.draw(lengths), seed))
+    url = f"memory://cache-{next(_numbers)}"
+    backend = open_backend(url)
+    namespace = facts().namespace(chunk_size=size, shards=shards)
+    with ChunkCache(Shelf(backend), namespace, timeout_s=PATIENCE) as cache:
+        good: set[bytes] = set()
+        for tokens in prompts[: data.draw(st.integers(1, 3), "stored")]:
+            first = data.draw(st.integers(0, len(tokens) // size))
+            mask = [False] * first * size + [True] * (len(tokens) - first * size)
+            form = data.draw(st.sampled_from(sorted(FORMS)))
+            report = cache.store(tokens, mask, **FORMS[form](truth(tokens)).arguments)
+            keys = cache.chunk_keys(tokens, mask)
+            assert report.complete
+            assert report.chunks == len(keys) == len(tokens) // size - first
+            good.update(key.key for key in keys)
+        for name in data.draw(st.lists(st.sampled_from(objects(cache) or [""]), max_size=3)):
+            key = bytes.fromhex(name.rpartition("/")[2][:64])
+            good.discard(key)
+            if not name or backend.stat([name]) == [None]:
+                continue
+            if data.draw(st.booleans(), "deleted"):
+                cache.shelf.delete(name)
+            else:
+                _damage(backend, name, data.draw(st.integers(0, 2**30)))
+        for tokens in prompts:
+            keys = cache.chunk_keys(tokens)
+            run = list(itertools.takewhile(lambda key: key.key in good, keys))
+            first = data.draw(st.integers(0, len(keys)))
+            mask = torch.arange(len(tokens)) >= first * size
+            held = FORMS[data.draw(st.sampled_from(sorted(FORMS)))](nothing(len(tokens)))
+            got = cache.retrieve(tokens, mask, **held.arguments)
+            wanted = list(itertools.takewhile(lambda key: key.key in good, keys[first:]))
+            expected = torch.zeros(len(tokens), dtype=torch.bool)
+            expected[first * size : (first + len(wanted)) * size] = True
+            assert torch.equal(got, expected)
+            check(held, tokens, got)
+            assert not held.read()[:, :, : first * size].any()
+            if not first:
+                # What was found to be bad is remembered.
+                assert cache.lookup(tokens) == len(run) * size
+
+
+def _damage(backend: Backend, name: str, where: int) -> None:
+    with backend.open(name) as reader:
+        content = bytearray(reader.size)
+        reader.read_into(memoryview(content), 0)
+    content[where % len(content)] ^= 1
+    backend.write(name, [content], "replace")
+
+
+def test_a_lookup_counts_whole_leading_chunks(cache: ChunkCache) -> None:
+    tokens = prompt(4 * CHUNK)
+    assert cache.lookup(tokens) == 0
+    put(cache, tokens[: 3 * CHUNK])
+    assert cache.lookup(tokens) == 3 * CHUNK
+    assert cache.lookup(tokens[: 2 * CHUNK + 1]) == 2 * CHUNK
+    assert cache.lookup([*tokens[:CHUNK], 7, *tokens[CHUNK:]]) == CHUNK
+    assert cache.lookup([]) == 0
+
+
+def test_keys_are_those_of_the_chain(cache: ChunkCache) -> None:
+    tokens = prompt(3 * CHUNK + 5)
+    chain = KeyChain(cache.namespace.digest, CHUNK)
+    chain.extend(tokens)
+    expected = [(i * CHUNK, (i + 1) * CHUNK, chunk.key) for i, chunk in enumerate(chain.chunks)]
+    assert cache.chunk_keys(tokens) == expected
+    mask = [False] * CHUNK + [True] * (2 * CHUNK + 5)
+    assert cache.chunk_keys(tokens, mask) == expected[1:]
+    [(start, end, key)] = cache.chunk_keys(tokens[:CHUNK])
+    assert (start, end, key) == expected[0]
+
+
+@pytest.mark.parametrize(
+    "form",
+    [tuple, np.array, torch.tensor, lambda ids: array("I", ids), lambda ids: array("q", ids)],
+)
+def test_tokens_come_in_any_sequence(cache: ChunkCache, form: Callable[[list[int]], Any]) -> None:
+    tokens = prompt(2 * CHUNK)
+    assert cache.chunk_keys(form(tokens)) == cache.chunk_keys(tokens)
+
+
+def test_a_prompt_that_grew_stores_only_what_is_new(make: Make, backend: FaultyBackend) -> None:
+    counting = CountingBackend(backend)
+    cache = make(counting)
+    tokens = prompt(6 * CHUNK)
+    put(cache, tokens[: 4 * CHUNK])
+    before = counting.counts["write"]
+    report = cache.store(tokens, kv=truth(tokens))
+    assert (report.chunks, report.existed, report.published) == (6, 4, 2)
+    assert counting.counts["write"] - before == 2 * cache.fmt.shards
+
+
+def test_a_mask_leaves_out_what_the_caller_has(cache: ChunkCache) -> None:
+    tokens = prompt(5 * CHUNK)
+    put(cache, tokens)
+    mask = torch.arange(5 * CHUNK) >= 2 * CHUNK
+    assert fetch(cache, tokens, mask=mask) == 3 * CHUNK
+    assert fetch(cache, tokens, mask=[False] * 5 * CHUNK) == 0
+
+
+def test_bound_caches_take_slot_mappings(cache: ChunkCache) -> None:
+    tokens = prompt(3 * CHUNK)
+    source = as_paged(truth(tokens)).arguments["kv"]
+    cache.bind(source.caches, source.layout)
+    assert cache.store(tokens, slot_mapping=source.slot_mapping).complete
+    for paged in source.caches:
+        paged.zero_()
+    slots = source.slot_mapping.flip(0).to(torch.int32)
+    assert int(cache.retrieve(tokens, slot_mapping=slots).sum()) == len(tokens)
+    layer = source.caches[0][slots // BLOCK, :, slots % BLOCK, :SIZE]
+    assert same(layer.reshape(-1, HIDDEN), truth(tokens)[0, 0])
+
+
+def test_slots_of_minus_one_are_skipped_by_loads_and_refused_by_stores(cache: ChunkCache) -> None:
+    tokens = prompt(2 * CHUNK)
+    held = as_paged(truth(tokens))
+    put(cache, tokens)
+    paged = held.arguments["kv"]
+    slots = paged.slot_mapping.clone()
+    slots[3] = -1
+    with pytest.raises(ValueError, match="chunk 0"):
+        cache.store(tokens, kv=PagedKV(paged.caches, paged.layout, slots))
+    empty = as_paged(nothing(len(tokens)))
+    paged = empty.arguments["kv"]
+    skipped = int(paged.slot_mapping[3])
+    paged.slot_mapping[3] = -1
+    assert bool(cache.retrieve(tokens, kv=paged).all())
+    assert not paged.caches[0][skipped // BLOCK, :, skipped % BLOCK].any()
+
+
+def test_what_a_store_copied_may_change_afterwards(
+    cache: ChunkCache, backend: FaultyBackend
+) -> None:
+    tokens = prompt(3 * CHUNK)
+    gate = threading.Event()
+    backend.add(Fault("write", wait=gate))
+    held = as_blob(truth(tokens))
+    handle = cache.submit_store(tokens, **held.arguments)
+    held.read().zero_()
+    assert not handle.poll()
+    gate.set()
+    assert handle.result().published == 3
+    assert fetch(cache, tokens) == 3 * CHUNK
+
+
+def test_handles_end_by_themselves(cache: ChunkCache) -> None:
+    tokens = prompt(3 * CHUNK)
+    stored = cache.submit_store(tokens, kv=truth(tokens))
+    until(stored.poll)
+    assert stored.result(0).published == 3
+    looked = cache.submit_lookup(tokens)
+    until(looked.poll)
+    assert looked.result(0) == 3 * CHUNK
+    held = as_blob(nothing(len(tokens)))
+    retrieved = cache.submit_retrieve(tokens, **held.arguments)
+    assert retrieved.wait(PATIENCE)
+    assert bool(retrieved.result(0).all())
+    assert same(held.read(), truth(tokens))
+    prefetched = cache.submit_prefetch(tokens)
+    assert prefetched.wait()
+    assert prefetched.result() == 3 * CHUNK
+
+
+def test_many_threads_share_two_caches_on_one_shelf(make: Make) -> None:
+    caches = [make(), make()]
+    base = prompt(4 * CHUNK)
+    prompts = [base[: n * CHUNK] + prompt(2 * CHUNK, seed=n) for n in range(5)]
+    problems: list[BaseException] = []
+
+    def work(number: int) -> None:
+        try:
+            cache = caches[number % 2]
+            order = random.Random(number).sample(prompts, len(prompts))
+            for tokens in order:
+                fetch(cache, tokens)
+                put(cache, tokens)
+                assert fetch(cache, tokens) == len(tokens)
+        except BaseException as problem:
+            problems.append(problem)
+            raise
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE)
+    assert problems == []
+    assert caches[0].lookup(prompts[4]) == len(prompts[4])
+
+
+def test_other_identities_share_nothing(cache: ChunkCache) -> None:
+    tokens = prompt(2 * CHUNK)
+    identities = [
+        PromptIdentity(),
+        PromptIdentity(salt="a"),
+        PromptIdentity(salt="b"),
+        PromptIdentity(lora_digest=b"x" * 32),
+        PromptIdentity(items=[MultimodalItem("image", 3, 4)]),
+        PromptIdentity(items=[MultimodalItem("image", 4, 4)]),
+    ]
+    for identity in identities:
+        assert cache.lookup(tokens, identity=identity) == 0
+        put(cache, tokens, identity=identity)
+        assert fetch(cache, tokens, identity=identity) == len(tokens)
+    keys = {cache.chunk_keys(tokens, identity=identity)[0].key for identity in identities}
+    assert len(keys) == len(identities)
+
+
+def test_salts_have_folders_of_their_own_on_request(make: Make) -> None:
+    tokens = prompt(CHUNK)
+    cache = make(group_by_salt=True)
+    put(cache, tokens, identity=PromptIdentity(salt="tenant"))
+    put(cache, tokens)
+    assert len({name.split("/")[1] for name in objects(cache)}) == 2
+
+
+# ------------------------------------------------------------------- what goes wrong
+
+
+def test_a_damaged_object_ends_the_hit_and_is_replaced_by_the_next_store(
+    cache: ChunkCache, backend: FaultyBackend
+) -> None:
+    tokens = prompt(5 * CHUNK)
+    put(cache, tokens)
+    chain = KeyChain(cache.namespace.digest, CHUNK)
+    chain.extend(tokens)
+    name = f"{cache.namespace.folder}/{object_name(chain.chunks[2], 1, cache.fmt.shards)}"
+    _damage(backend, name, 12345)
+    assert cache.lookup(tokens) == 5 * CHUNK
+    assert fetch(cache, tokens) == 2 * CHUNK
+    assert cache.lookup(tokens) == 2 * CHUNK
+    put(cache, tokens)
+    assert cache.lookup(tokens) == 5 * CHUNK
+    assert fetch(cache, tokens) == 5 * CHUNK
+
+
+def test_a_damaged_object_is_replaced_where_nothing_can_be_set_aside(make: Make) -> None:
+    backend = open_backend(f"memory://cache-{next(_numbers)}")
+    cache = make(backend)
+    tokens = prompt(3 * CHUNK)
+    put(cache, tokens)
+    for name in objects(cache):
+        _damage(backend, name, 99)
+    # Each load finds one bad chunk at least, which the next store replaces.
+    assert fetch(cache, tokens) == 0
+    for _ in range(3):
+        put(cache, tokens)
+        fetch(cache, tokens)
+    assert cache.counters.snapshot()["store_repaired"] == len(objects(cache))
+    assert fetch(cache, tokens) == 3 * CHUNK
+
+
+def test_storage_trouble_is_a_miss_and_no_exception(
+    cache: ChunkCache, backend: FaultyBackend
+) -> None:
+    tokens = prompt(3 * CHUNK)
+    backend.add(Fault("*", error=lambda: TransientStorageError("broken")))
+    assert cache.lookup(tokens) == 0
+    assert fetch(cache, tokens) == 0
+    report = cache.store(tokens, kv=truth(tokens))
+    assert (report.chunks, report.failed) == (3, 3)
+    assert not report.complete
+    backend.heal()
+    put(cache, tokens)
+    assert fetch(cache, tokens) == len(tokens)
+
+
+def test_a_read_only_shelf_serves_loads(make: Make, backend: FaultyBackend) -> None:
+    tokens = prompt(2 * CHUNK)
+    put(make(), tokens)
+    cache = make(ReadOnlyBackend(backend))
+    assert fetch(cache, tokens) == len(tokens)
+    other = prompt(3 * CHUNK, seed=1)
+    report = cache.store(other, kv=truth(other))
+    assert (report.chunks, report.dropped) == (3, 3)
+
+
+def test_a_storage_that_hangs_ends_nothing_but_the_hit(make: Make, backend: FaultyBackend) -> None:
+    cache = make(timeout_s=0.2)
+    tokens = prompt(3 * CHUNK)
+    put(cache, tokens, timeout=PATIENCE)
+    gate = threading.Event()
+    backend.add(Fault("*", wait=gate))
+    try:
+        held = as_blob(nothing(len(tokens)))
+        assert not cache.retrieve(tokens, **held.arguments).any()
+        assert cache.lookup(tokens, timeout=0.05) == 0
+        assert cache.prefetch(tokens, timeout=0.05) == 0
+        other = prompt(3 * CHUNK, seed=1)
+        report = cache.store(other, kv=truth(other), timeout=0.1)
+        assert (report.chunks, report.pending) == (3, 3)
+    finally:
+        gate.set()
+    until(lambda: cache.lookup(other, timeout=PATIENCE) == len(other))
+    assert not held.read().any()
+
+
+def test_a_retrieve_that_is_out_of_time_keeps_what_came_and_touches_nothing_later(
+    make: Make, backend: FaultyBackend
+) -> None:
+    cache = make(io_threads=1)
+    tokens = prompt(4 * CHUNK)
+    put(cache, tokens)
+    third = cache.chunk_keys(tokens)[2].key.hex()
+    gate = threading.Event()
+    backend.add(Fault("read", pattern=f"*{third}*", wait=gate))
+    held = as_blob(nothing(len(tokens)))
+    handle = cache.submit_retrieve(tokens, **held.arguments)
+    until(lambda: cache.counters.snapshot().get("loaded_bytes", 0) >= 2 * _chunk_bytes(cache))
+    mask = handle.result(0)
+    assert int(mask.sum()) == 2 * CHUNK
+    gate.set()
+    assert fetch(cache, tokens) == 4 * CHUNK
+    kv = truth(tokens)
+    kv[:, :, 2 * CHUNK :] = 0
+    assert same(held.read(), kv)
+
+
+def _chunk_bytes(cache: ChunkCache) -> int:
+    return sum(cache.fmt.object_size(shard) for shard in range(cache.fmt.shards))
+
+
+@pytest.mark.parametrize("operation", ["stat", "read"])
+def test_a_cancelled_retrieve_is_over_at_once(
+    cache: ChunkCache, backend: FaultyBackend, operation: str
+) -> None:
+    tokens = prompt(3 * CHUNK)
+    put(cache, tokens)
+    gate, met = threading.Event(), threading.Event()
+    backend.add(Fault(operation, error=lambda: met.set() or gate.wait() or OSError()))  # type: ignore[func-returns-value]
+    held = as_blob(nothing(len(tokens)))
+    handle = cache.submit_retrieve(tokens, **held.arguments)
+    assert met.wait(PATIENCE)
+    handle.cancel()
+    assert handle.poll()
+    assert not handle.result(0).any()
+    gate.set()
+    assert not held.read().any()
+
+
+def test_full_staging_makes_submitted_stores_drop_and_blocking_ones_wait(
+    make: Make, backend: FaultyBackend
+) -> None:
+    probe = make()
+    chunk = probe.fmt.shards * -(-probe.fmt.object_size(0) // 4096) * 4096
+    cache = make(staging_bytes=2 * chunk)
+    tokens = prompt(12 * CHUNK)
+    gate = threading.Event()
+    backend.add(Fault("write", wait=gate))
+    handle = cache.submit_store(tokens, kv=truth(tokens))
+    gate.set()
+    report = handle.result()
+    assert report.dropped > 0
+    assert report.published + report.dropped == 12
+    assert cache.store(tokens, kv=truth(tokens)).complete
+    assert fetch(cache, tokens) == len(tokens)
+
+
+def test_a_closed_cache_refuses_and_its_stores_are_on_the_shelf(make: Make) -> None:
+    cache = make(drain_s=PATIENCE)
+    tokens = prompt(3 * CHUNK)
+    handle = cache.submit_store(tokens, kv=truth(tokens))
+    cache.close()
+    assert handle.result(0).complete
+    for call in (cache.lookup, cache.chunk_keys, cache.prefetch):
+        with pytest.raises(ValueError, match="closed"):
+            call(tokens)
+    cache.close()
+    assert fetch(make(), tokens) == len(tokens)
+
+
+def test_stores_that_close_gives_up_are_reported_lost(make: Make, backend: FaultyBackend) -> None:
+    cache = make()
+    tokens = prompt(6 * CHUNK)
+    gate = threading.Event()
+    backend.add(Fault("write", wait=gate))
+    handle = cache.submit_store(tokens, kv=truth(tokens))
+    cache.close()
+    gate.set()
+    assert handle.wait(PATIENCE)
+    report = handle.result()
+    assert report.published + report.failed == 6
+    assert report.failed >= 5
+
+
+# ------------------------------------------------------------------------- prefetch
+
+
+def test_what_was_prefetched_needs_no_storage(make: Make, backend: FaultyBackend) -> None:
+    counting = CountingBackend(backend)
+    cache = make(counting)
+    tokens = prompt(4 * CHUNK + 3)
+    put(cache, tokens)
+    assert cache.lookup(tokens, tiers=["memory"]) == 0
+    assert cache.prefetch(tokens) == 4 * CHUNK
+    assert cache.lookup(tokens, tiers=["memory"]) == 4 * CHUNK
+    for name in objects(cache):
+        cache.shelf.delete(name)
+    counting.counts.clear()
+    assert cache.lookup(tokens) == 4 * CHUNK
+    assert fetch(cache, tokens) == 4 * CHUNK
+    assert counting.counts["open"] == counting.counts["stat_names"] == 0
+    assert cache.lookup(tokens, tiers=["shelf"]) == 0
+    put(cache, tokens)
+    assert cache.lookup(tokens, tiers=["shelf"]) == 4 * CHUNK
+
+
+def test_prefetched_memory_is_bounded_and_the_oldest_goes_first(make: Make) -> None:
+    probe = make()
+    chunk = sum(-(-probe.fmt.payload_size(s) // 512) * 512 for s in range(probe.fmt.shards))
+    cache = make(prefetch_bytes=4 * chunk + 100)
+    prompts = [prompt(2 * CHUNK, seed) for seed in range(3)]
+    for tokens in prompts:
+        put(cache, tokens)
+        assert cache.prefetch(tokens) == 2 * CHUNK
+    held = [cache.lookup(tokens, tiers=["memory"]) for tokens in prompts]
+    assert held == [0, 2 * CHUNK, 2 * CHUNK]
+    long = prompt(9 * CHUNK)
+    put(cache, long)
+    assert cache.prefetch(long) == 4 * CHUNK
+    assert fetch(cache, long) == 9 * CHUNK
+
+
+def test_prefetching_may_begin_behind_what_the_caller_has(cache: ChunkCache) -> None:
+    tokens = prompt(4 * CHUNK)
+    put(cache, tokens)
+    mask = torch.arange(len(tokens)) >= 3 * CHUNK
+    assert cache.prefetch(tokens, mask) == CHUNK
+    assert cache.lookup(tokens, tiers=["memory"]) == 0
+    assert fetch(cache, tokens, mask=mask) == CHUNK
+    assert cache.counters.snapshot()["memory_objects"] == cache.fmt.shards
+
+
+def test_no_memory_for_prefetching_is_no_prefetching(make: Make) -> None:
+    cache = make(prefetch_bytes=0)
+    tokens = prompt(2 * CHUNK)
+    put(cache, tokens)
+    assert cache.prefetch(tokens) == 0
+    assert fetch(cache, tokens) == len(tokens)
+
+
+# ------------------------------------------------------------------------- arguments
+
+
+@pytest.mark.parametrize(
+    ("call", "missing"),
+    [
+        (lambda c: c.store(kv=nothing(3)), "tokens"),
+        (lambda c: c.retrieve(kv=nothing(3)), "tokens"),
+        (lambda c: c.lookup(), "tokens"),
+        (lambda c: c.prefetch(), "tokens"),
+        (lambda c: c.chunk_keys(), "tokens"),
+        (lambda c: c.store([1]), "kv"),
+        (lambda c: c.retrieve([1]), "kv"),
+        (lambda c: c.store([1], slot_mapping=torch.arange(1)), "kv"),
+        (lambda c: PagedKV(), "caches and layout and slot_mapping"),
+        (lambda c: PagedKV([], slot_mapping=torch.arange(1)), "layout"),
+    ],
+)
+def test_what_is_missing_is_named(
+    cache: ChunkCache, call: Callable[[ChunkCache], object], missing: str
+) -> None:
+    with pytest.raises(ValueError, match=missing):
+        call(cache)
+
+
+def test_a_slot_mapping_is_asked_for_when_caches_are_bound(cache: ChunkCache) -> None:
+    paged = as_paged(nothing(CHUNK)).arguments["kv"]
+    cache.bind(paged.caches, paged.layout)
+    with pytest.raises(ValueError, match="slot_mapping"):
+        cache.retrieve(prompt(CHUNK))
+    with pytest.raises(ValueError, match="both kv and slot_mapping"):
+        cache.retrieve(prompt(CHUNK), kv=paged, slot_mapping=paged.slot_mapping)
+    with pytest.raises(ValueError, match="expected one integer for each token"):
+        cache.retrieve(prompt(CHUNK), slot_mapping=torch.zeros(CHUNK))
+
+
+@pytest.mark.parametrize("slot", [-2, 9 * BLOCK])
+def test_a_slot_that_the_caches_do_not_have_is_refused(cache: ChunkCache, slot: int) -> None:
+    tokens = prompt(TOKENS)
+    put(cache, tokens)
+    paged = _paged()
+    paged.slot_mapping[3] = slot
+    cache.bind(paged.caches, paged.layout)
+    for arguments in ({"kv": paged}, {"slot_mapping": paged.slot_mapping}):
+        for method in (cache.store, cache.retrieve):
+            with pytest.raises(ValueError, match=f"holds {slot}"):
+                method(tokens, **arguments)
+    assert not any(layer.any() for layer in paged.caches)
+
+
+@pytest.mark.parametrize(
+    ("mask", "problem"),
+    [
+        ([False] * (CHUNK + 1) + [True] * (2 * CHUNK - 1), "multiple of the chunk size"),
+        ([False] * (CHUNK - 1) + [True] * (2 * CHUNK + 1), "multiple of the chunk size"),
+        ([True] * CHUNK + [False] * 2 * CHUNK, "True before False"),
+        ([False, True] * (3 * CHUNK // 2), "True before False"),
+        ([True] * CHUNK, "one value for each of 48 tokens"),
+        (torch.ones(3 * CHUNK), "expected bool"),
+        (torch.ones(1, 3 * CHUNK, dtype=torch.bool), "one value for each"),
+    ],
+)
+@pytest.mark.parametrize("method", ["store", "retrieve", "prefetch", "chunk_keys"])
+def test_masks_of_another_form_are_refused(
+    cache: ChunkCache, method: str, mask: Any, problem: str
+) -> None:
+    arguments = {"kv": nothing(3 * CHUNK)} if method in ("store", "retrieve") else {}
+    with pytest.raises(ValueError, match=problem):
+        getattr(cache, method)(prompt(3 * CHUNK), mask, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "problem"),
+    [
+        ([1, -1], "no token id"),
+        ([1, 2**32], "no token id"),
+        ([1.5], "no token id"),
+        (["a"], "no token id"),
+        (torch.zeros(2), "no token id"),
+        (torch.zeros(1, 5, dtype=torch.int64), "one prompt at a time"),
+    ],
+)
+def test_tokens_of_another_form_are_refused(cache: ChunkCache, tokens: Any, problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        cache.lookup(tokens)
+
+
+@pytest.mark.parametrize("tiers", [[], ["disk"], ["memory", "gpu"]])
+def test_unknown_tiers_are_refused(cache: ChunkCache, tiers: list[str]) -> None:
+    with pytest.raises(ValueError, match="memory and shelf"):
+        cache.lookup([1], tiers=tiers)
+
+
+TOKENS = 2 * CHUNK
+BF16 = torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("kv", "problem"),
+    [
+        (lambda: nothing(TOKENS - 1), "KV of 31 tokens was given for 32 tokens"),
+        (lambda: nothing(TOKENS)[:, :2], "2 layers was given; this namespace has 3"),
+        (lambda: nothing(TOKENS)[..., :24], "expected \\[2, layers, tokens, 32\\]"),
+        (lambda: nothing(TOKENS)[0], "expected \\[2, layers, tokens, hidden\\]"),
+        (lambda: nothing(TOKENS).to(torch.float16), "float16; expected torch.bfloat16"),
+        (lambda: nothing(TOKENS).to("meta"), "lies on meta"),
+        (lambda: tuples_of_blob(nothing(TOKENS), HEADS)[:2], "2 layers was given"),
+        (lambda: tuples_of_blob(nothing(TOKENS), 2 * HEADS), "expected \\[32, 4, 8\\]"),
+        (lambda: [(torch.zeros(2, HEADS, 3, SIZE),) * 2] * LAYERS, "one sequence at a time"),
+        (lambda: [(torch.zeros(HEADS, TOKENS, SIZE, dtype=BF16),) * 3] * LAYERS, "3 tensors"),
+        (lambda: [torch.zeros(TOKENS, HIDDEN, dtype=BF16)] * LAYERS, "keeps K and V"),
+        (
+            lambda: [(torch.zeros(HEADS, n, SIZE), torch.zeros(HEADS, n, SIZE)) for n in (3, 4)],
+            "same number",
+        ),
+        (lambda: TupleKV(tuples_of_blob(nothing(3), HEADS), order="DHT"), "expected HTD or THD"),
+        (object, "kv is a object"),
+        (lambda: _paged(heads=2 * HEADS), "layout, heads or head size"),
+        (lambda: _paged(dtype=torch.float16), "float16"),
+        (lambda: _paged(layers=2), "2 layers"),
+        (lambda: _strided(HEADS), "contiguous"),
+    ],
+)
+def test_kv_that_does_not_fit_is_refused(
+    cache: ChunkCache, kv: Callable[[], Any], problem: str
+) -> None:
+    tokens = prompt(TOKENS)
+    for method in (cache.store, cache.retrieve):
+        with pytest.raises((ValueError, UnsupportedError), match=problem):
+            method(tokens, kv=kv())
+    assert objects(cache) == []
+
+
+def _paged(heads: int = HEADS, layers: int = LAYERS, dtype: torch.dtype = BF16) -> PagedKV:
+    caches = [torch.zeros(9, heads, BLOCK, 2 * SIZE, dtype=dtype) for _ in range(layers)]
+    return PagedKV(caches, PagedLayout.from_bhnc(caches[0], SIZE), torch.arange(TOKENS))
+
+
+def _strided(heads: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    tensor = torch.zeros(heads, TOKENS, 2 * SIZE, dtype=BF16)[..., ::2]
+    return [(tensor, tensor)] * LAYERS
+
+
+# ------------------------------------------------------------------- other namespaces
+
+
+def test_native_namespaces_take_whole_blocks(make: Make) -> None:
+    model = facts(layouts=(f"cpu-vec-bf16-b{BLOCK}",) * LAYERS)
+    cache = make(model=model)
+    tokens = prompt(2 * CHUNK)
+    shape = (20, HEADS, BLOCK, 2 * SIZE)
+    caches = [torch.randint(1, 9999, shape).to(torch.int16).view(BF16) for _ in range(LAYERS)]
+    layout = PagedLayout.native_blocks(caches[0])
+    blocks = torch.randperm(20)[: 2 * CHUNK // BLOCK]
+    slots = (blocks.unsqueeze(1) * BLOCK + torch.arange(BLOCK)).view(-1)
+    before = [paged.clone() for paged in caches]
+    assert cache.store(tokens, kv=PagedKV(caches, layout, slots)).complete
+    for paged in caches:
+        paged.zero_()
+    skipping = slots.clone()
+    skipping[BLOCK : 2 * BLOCK] = -1
+    assert bool(cache.retrieve(tokens, kv=PagedKV(caches, layout, skipping)).all())
+    for paged, old in zip(caches, before, strict=True):
+        assert same(paged[blocks[:1]], old[blocks[:1]])
+        assert same(paged[blocks[2:]], old[blocks[2:]])
+        assert not paged[blocks[1]].any()
+    with pytest.raises(ValueError, match="not one whole block of 4"):
+        cache.store(tokens, kv=PagedKV(caches, layout, slots.roll(1)))
+    with pytest.raises(ValueError, match="canonical"):
+        cache.retrieve(tokens, kv=nothing(len(tokens)))
+
+
+def test_layers_without_heads(make: Make) -> None:
+    width = 24
+    model = facts(layer_shapes=(f"*,{width}",) * LAYERS, mla_rank=20, attention=("mla",) * LAYERS)
+    cache = make(model=model)
+    tokens = prompt(3 * CHUNK)
+    layers = [torch.randn(len(tokens), width).to(BF16) for _ in range(LAYERS)]
+    assert cache.store(tokens, kv=TupleKV(layers)).complete
+    blob = empty_blob(cache.fmt, len(tokens))
+    assert tuple(blob.shape) == (1, LAYERS, len(tokens), width)
+    assert bool(cache.retrieve(tokens, kv=blob).all())
+    assert all(same(blob[0, i], layer) for i, layer in enumerate(layers))
+    with pytest.raises(ValueError, match="single content"):
+        empty_tuples(cache.fmt, 3)
+    with pytest.raises(ValueError, match="single content"):
+        cache.retrieve(tokens, kv=tuples_of_blob(nothing(len(tokens)), HEADS))
+
+
+def test_stages_and_layers_of_several_kinds(make: Make) -> None:
+    model = facts(layers=4, kv_heads=2, head_size=(8, 8, 16, 8), stages=(3, 1))
+    cache = make(model=model)
+    assert cache.fmt.shards == 4
+    tokens = prompt(3 * CHUNK)
+    source = empty_tuples(cache.fmt, len(tokens))
+    assert [k.shape[-1] for k, _ in source] == [8, 8, 16, 8]
+    for k, v in source:
+        k.normal_()
+        v.normal_()
+    assert cache.store(tokens, kv=source).complete
+    found = empty_tuples(cache.fmt, len(tokens), order="THD", batch=False)
+    assert bool(cache.retrieve(tokens, kv=TupleKV(found, order="THD")).all())
+    for old, new in zip(source, found, strict=True):
+        for a, b in zip(old, new, strict=True):
+            assert same(a[0].transpose(0, 1).contiguous(), b)
+    for refused in (lambda: empty_blob(cache.fmt, 3), lambda: blob_of_tuples(source)):
+        with pytest.raises(ValueError, match="blob"):
+            refused()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "fp8_e4m3", "fp8_e5m2"])
+def test_other_dtypes(make: Make, dtype: str) -> None:
+    cache = make(model=facts(dtype=dtype))
+    tokens = prompt(2 * CHUNK)
+    source = empty_blob(cache.fmt, len(tokens))
+    source.view(torch.uint8).random_(1, 100)
+    assert cache.store(tokens, kv=source).complete
+    found = torch.zeros_like(source)
+    if source.element_size() == 1:
+        found = found.view(torch.uint8)
+    assert bool(cache.retrieve(tokens, kv=found).all())
+    assert torch.equal(found.view(torch.uint8), source.view(torch.uint8))
+
+
+def test_forms_convert_into_each_other() -> None:
+    blob = truth(prompt(9))
+    for order in ("HTD", "THD"):
+        pairs = tuples_of_blob(blob, HEADS, order=order)
+        assert all(k.data_ptr() >= blob.data_ptr() for k, _ in pairs)
+        assert same(blob_of_tuples(pairs, order=order), blob)
+    assert tuple(tuples_of_blob(blob, HEADS)[0][0].shape) == (1, HEADS, 9, SIZE)
+    with pytest.raises(ValueError, match="multiple of 5 heads"):
+        tuples_of_blob(blob, 5)
+
+
+# ------------------------------------------------------------------------- instances
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    return Config(shared_storage_path=str(tmp_path / "named"), chunk_size=CHUNK)
+
+
+def test_instances_have_names(config: Config) -> None:
+    assert ChunkCache.get("mine") is None
+    cache = ChunkCache.get_or_create("mine", config, facts())
+    try:
+        assert ChunkCache.get("mine") is cache
+        assert ChunkCache.get_or_create("mine", config, facts()) is cache
+        tokens = prompt(2 * CHUNK)
+        put(cache, tokens)
+        with pytest.raises(ValueError, match="another chunk_size, head_size:"):
+            ChunkCache.get_or_create(
+                "mine", config.model_copy(update={"chunk_size": 32}), facts(head_size=16)
+            )
+        other = ChunkCache.get_or_create("other", config, facts())
+        assert other is not cache
+        assert fetch(other, tokens) == len(tokens)
+    finally:
+        for name in ("mine", "other", "mine"):
+            ChunkCache.destroy(name)
+    assert ChunkCache.get("mine") is None
+    with pytest.raises(ValueError, match="closed"):
+        cache.lookup([1])
+
+
+def test_a_configuration_decides_the_namespace(config: Config) -> None:
+    def namespace(**changes: Any) -> bytes:
+        with ChunkCache.open(config.model_copy(update=changes), facts()) as cache:
+            return cache.namespace.encoded
+
+    assert namespace() == facts().namespace(chunk_size=CHUNK).encoded
+    different = {
+        namespace(),
+        namespace(version="2"),
+        namespace(weights="other"),
+        namespace(chunk_size=32),
+        namespace(shards=2),
+    }
+    assert len(different) == 5
+
+
+def test_a_configuration_that_cannot_be_used_is_refused(config: Config) -> None:
+    with pytest.raises(ConfigError, match="native"):
+        ChunkCache.open(config.model_copy(update={"layout": "native"}), facts())
+    with pytest.raises(ConfigError, match="staging_bytes"):
+        ChunkCache.open(config.model_copy(update={"staging_bytes": 10}), facts())
+    with pytest.raises(ConfigError, match="weights is missing"):
+        ChunkCache.open(config, facts(weights=None))
+
+
+def test_without_a_place_the_shelf_is_private(caplog: pytest.LogCaptureFixture) -> None:
+    with ChunkCache.open(Config(), facts()) as cache:
+        assert Path(cache.shelf.url).stat().st_mode & 0o077 == 0
+    assert "shared_storage_path is not set" in caplog.text
+
+
+def test_importing_the_package_loads_no_torch() -> None:
+    code = "import sys, kvshelf; assert 'torch' not in sys.modules; kvshelf.ChunkCache"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,234 @@
+"""Facts about models: the namespaces that they make, and what engines would make of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvshelf.config import Config
+from kvshelf.errors import ConfigError, UnsupportedError
+from kvshelf.identity import sampled_fingerprint, weight_files, weights_fingerprint
+from kvshelf.model import ModelFacts, default_shards, rope_text
+
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+
+
+def facts(**changes: Any) -> ModelFacts:
+    given = {
+        "layers": 2,
+        "kv_heads": 8,
+        "head_size": 64,
+        "dtype": "bfloat16",
+        "weights": "w",
+    }
+    return ModelFacts(**{**given, **changes})
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(b"weights" * 1000)
+    return folder
+
+
+def test_equal_facts_are_one_namespace_and_any_other_is_another() -> None:
+    changes: list[dict[str, Any]] = [
+        {},
+        {"weights": "other"},
+        {"fingerprint": "sha256:" + "0" * 64, "weights": None},
+        {"kv_heads": 4},
+        {"head_size": (64, 32)},
+        {"dtype": "float16"},
+        {"dtype": "fp8_e4m3"},
+        {"compute_dtype": "float16"},
+        {"rope": "{}"},
+        {"sliding_windows": (-1, 100)},
+        {"attention": ("full", "chunked")},
+        {"layer_names": ("a", "b")},
+        {"layer_shapes": ("*,64", "*,64")},
+        {"layouts": ("cpu-vec-bf16-b32",) * 2},
+        {"stages": (1, 1)},
+        {"mla_rank": 64},
+        {"quantization": "fp8"},
+        {"kv_scales": "0" * 64},
+    ]
+    encoded = [facts(**change).namespace().encoded for change in changes]
+    assert len(set(encoded)) == len(changes)
+    assert [facts(**change).namespace().encoded for change in changes] == encoded
+    assert facts(name="another").namespace() == facts().namespace()
+    assert facts(name="org/Another Model").namespace().slug == "another-model"
+    assert facts(compute_dtype="bfloat16", head_size=(64, 64)).namespace() == facts().namespace()
+
+
+def test_the_options_of_a_configuration_decide_too() -> None:
+    record = facts().namespace().record
+    assert (record["chunk_size"], record["shards"]) == (256, 8)
+    record = facts().namespace(chunk_size=100, shards=2, version="v").record
+    assert (record["chunk_size"], record["shards"], record["version"]) == (100, 2, "v")
+    assert facts().namespace(weights="named").record["weights"] == "user:named"
+    assert facts().namespace().record["weights"] == "user:w"
+
+
+def test_weights_are_known_by_their_content(checkpoint: Path) -> None:
+    files = weight_files(checkpoint)
+    content = weights_fingerprint(files)
+    assert facts(weights=checkpoint).namespace().record["weights"] == content
+    assert facts(weights=tuple(files)).namespace().record["weights"] == content
+    assert facts(weights=None, fingerprint=content).namespace().record["weights"] == content
+    sampled = facts(weights=checkpoint).namespace(weights="sampled").record["weights"]
+    assert sampled == sampled_fingerprint(files)
+    # A string is a name, also one that looks like a path.
+    assert facts(weights=str(checkpoint)).namespace().record["weights"] == f"user:{checkpoint}"
+
+
+@pytest.mark.parametrize(
+    ("heads", "stages", "shards"), [(1, 1, 1), (8, 1, 8), (12, 1, 6), (16, 2, 16), (7, 3, 21)]
+)
+def test_shards_follow_from_the_model(heads: int, stages: int, shards: int) -> None:
+    assert default_shards(heads, stages) == shards
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"dtype": "int8"}, "'int8'"),
+        ({"layers": 0}, "layers is 0"),
+        ({"kv_heads": 0}, "kv_heads is 0"),
+        ({"head_size": (64,)}, "head_size has 1 entries for 2 layers"),
+        ({"layer_names": ("a",)}, "layer_names has 1 entries"),
+        ({"fingerprint": "user:x"}, "leave one of them out"),
+    ],
+)
+def test_facts_that_contradict_themselves_are_refused(
+    changes: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        facts(**changes)
+
+
+def test_missing_weights_are_named() -> None:
+    with pytest.raises(ConfigError, match="weights is missing"):
+        facts(weights=None).namespace()
+
+
+# --------------------------------------------------------------------- transformers
+
+
+def llama(**changes: Any) -> SimpleNamespace:
+    given = {
+        "num_hidden_layers": 2,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "hidden_size": 1024,
+        "head_dim": 64,
+        "dtype": "torch.bfloat16",
+        "rope_parameters": ROPE,
+        "name_or_path": "org/Model",
+    }
+    return SimpleNamespace(**{**given, **changes})
+
+
+def test_facts_come_from_a_configuration() -> None:
+    found = ModelFacts.from_transformers(llama(), weights="w")
+    assert found == facts(
+        rope='{"rope_parameters":{"rope_theta":10000.0,"rope_type":"default"}}',
+        sliding_windows=(-1, -1),
+        name="model",
+    )
+    without = llama(head_dim=None, num_key_value_heads=None)
+    found = ModelFacts.from_transformers(without, weights="w")
+    assert (found.kv_heads, found.head_size) == (16, 64)
+
+
+def test_a_real_configuration_is_understood() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        hidden_size=64,
+        dtype="bfloat16",
+    )
+    found = ModelFacts.from_transformers(config, weights="w")
+    assert (found.layers, found.kv_heads, found.head_size) == (3, 2, 16)
+    assert found.dtype == "bfloat16"
+    assert json.loads(found.rope or "")["rope_parameters"]["rope_theta"] == 10000.0
+    assert found.sliding_windows == (-1, -1, -1)
+
+
+def test_windows_are_those_of_each_layer() -> None:
+    mixed = llama(layer_types=["full_attention", "sliding_attention"], sliding_window=100)
+    assert ModelFacts.from_transformers(mixed, weights="w").sliding_windows == (-1, 100)
+    everywhere = llama(sliding_window=100)
+    assert ModelFacts.from_transformers(everywhere, weights="w").sliding_windows == (100, 100)
+    unused = llama(sliding_window=100, use_sliding_window=False)
+    assert ModelFacts.from_transformers(unused, weights="w").sliding_windows == (-1, -1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "problem"),
+    [
+        ({"layer_types": ["full_attention", "linear_attention"]}, UnsupportedError, "linear"),
+        ({"kv_lora_rank": 512}, UnsupportedError, "MLA"),
+        ({"dtype": None}, ConfigError, "dtype"),
+        ({"rope_parameters": {"rope_type": "dynamic"}}, ConfigError, "max_model_len"),
+    ],
+)
+def test_what_a_configuration_cannot_say_is_refused(
+    changes: dict[str, Any], error: type[Exception], problem: str
+) -> None:
+    with pytest.raises(error, match=problem):
+        ModelFacts.from_transformers(llama(**changes), weights="w")
+
+
+def test_rope_that_depends_on_the_longest_prompt_holds_its_length() -> None:
+    config = llama(rope_parameters={"rope_type": "dynamic"})
+    assert rope_text(config, 4096) != rope_text(config, 8192)
+    assert rope_text(llama(), 4096) == rope_text(llama(), 8192) == rope_text(llama())
+
+
+# ---------------------------------------------------------------------------- vLLM
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # importing vLLM warns
+@pytest.mark.parametrize("version", [None, "7"])
+@pytest.mark.parametrize("rope", [ROPE, {"rope_type": "dynamic", "rope_theta": 1e6}])
+def test_what_an_engine_states_is_what_the_facts_state(
+    version: str | None, rope: dict[str, object]
+) -> None:
+    """The record of the connector, from stand-ins for vLLM's configuration."""
+    pytest.importorskip("vllm")
+    from kvshelf.vllm.metadata import WorkerPart
+    from kvshelf.vllm.namespace import build_namespace
+
+    hf = llama(rope_parameters=rope, original_max_position_embeddings=2048)
+    model = SimpleNamespace(
+        get_total_num_kv_heads=lambda: 8,
+        dtype="torch.bfloat16",
+        quantization=None,
+        served_model_name="model",
+        model="model",
+        hf_text_config=hf,
+        max_model_len=4096,
+    )
+    engine = SimpleNamespace(model_config=model, cache_config=SimpleNamespace(cache_dtype="auto"))
+    names = ("model.layers.0.self_attn.attn", "model.layers.1.self_attn.attn")
+    part = WorkerPart(
+        names,
+        ("2,*,8,64",) * 2,
+        ("BF16",) * 2,
+        ("canonical",) * 2,
+        ("full",) * 2,
+        (64,) * 2,
+        (-1,) * 2,
+        weights="user:w",
+    )
+    found = build_namespace(engine, Config(version=version), part)
+    stated = ModelFacts.from_transformers(hf, weights="w", max_model_len=4096)
+    assert stated.namespace(version=version).record == found.record
+    assert stated.namespace(version=version) == found
