@@ -622,7 +622,7 @@ class ChunkCache:
         ValueError
             If they do not fit the namespace.
         """
-        self._bound = open_paged(self.fmt, [LayerRun(0, caches, layout)])
+        self._bound = open_paged(self.fmt, [LayerRun(0, list(caches), layout)])
         self._bound_slots = count_slots(self.fmt, layout)
 
     def chunk_keys(

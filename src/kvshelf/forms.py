@@ -130,7 +130,7 @@ class PagedKV:
 
     def open(self, fmt: ObjectFormat) -> OpenKV:
         """See :class:`KVForm`."""
-        memory = open_paged(fmt, [LayerRun(0, self.caches, self.layout)])
+        memory = open_paged(fmt, [LayerRun(0, list(self.caches), self.layout)])
         return with_slots(fmt, memory, self.slot_mapping, count_slots(fmt, self.layout))
 
 
