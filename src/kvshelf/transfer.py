@@ -490,6 +490,7 @@ class Transfer:
                 if result.value != "existed":
                     repaired += 1
                     written += size
+                    self._say_replaced(chunk, shard, answer)
         self._counters.add("store_seconds", time.monotonic() - begin)
         if written:
             self._counters.add("stored_chunks")
@@ -499,6 +500,12 @@ class Transfer:
         if repaired:
             self._counters.add("store_repaired", repaired)
         return "repaired" if repaired else "published" if written else "existed"
+
+    def _say_replaced(self, chunk: Chunk, shard: int, found: Presence) -> None:
+        name = object_name(chunk, shard, self._fmt.shards)
+        # A load that met the object has said so already.
+        if self._log.allows(("load", name)):
+            logger.warning("object %s was bad (%s) and has been replaced", name, found.value)
 
     def _store_failed(self, chunk: Chunk, error: Exception) -> None:
         self._counters.add("store_errors")

@@ -179,10 +179,6 @@ class EngineProcess:
     async def do_counters(self, number: int) -> None:
         await self.reply(number, sums=self.counts.connector)
 
-    async def do_ping(self, number: int) -> None:
-        await self.engine.check_health()
-        await self.reply(number)
-
 
 def top_two(entry: Any, token: int) -> list[float]:
     """Log probability of the chosen token and of its best rival, in nats."""

@@ -22,7 +22,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -508,13 +508,3 @@ def _first_difference(answer: Answer, expected: Answer) -> int | None:
     pairs = zip(answer.tokens, expected.tokens, strict=False)
     shorter = min(len(answer.tokens), len(expected.tokens))
     return next((index for index, (one, other) in enumerate(pairs) if one != other), shorter)
-
-
-@contextlib.contextmanager
-def stopping(*engines: Engine) -> Iterator[None]:
-    """Stop the engines at the end of the block, whatever happens."""
-    try:
-        yield
-    finally:
-        for engine in engines:
-            engine.stop()

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 import torch
 import vllm
 
-from kvshelf.vllm import check_vllm_version
+from kvshelf.vllm import check_vllm_version, register
 
 # Before anything that other versions do not have, so that they get a message to act on.
 check_vllm_version(vllm.__version__)
@@ -47,13 +47,16 @@ from kvshelf.shelf import open_shelf
 from kvshelf.vllm.metadata import StepMetadata, WorkerMetadata
 from kvshelf.vllm.opening import OpeningShelf
 from kvshelf.vllm.scheduler import SchedulerSide
-from kvshelf.vllm.stats import ShelfStats, stats_of
+from kvshelf.vllm.stats import ShelfPromMetrics, ShelfStats, stats_of
 from kvshelf.vllm.worker import WorkerSide, free_cpus, manager_block_size
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent
-    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+        KVConnectorPromMetrics,
+        KVConnectorStats,
+    )
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -305,6 +308,17 @@ class SharedStorageConnector(KVConnectorBase_V1):
         """Return stats that hold `data`."""
         return ShelfStats(data or {})
 
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: Any,
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVConnectorPromMetrics | None:
+        """Return Prometheus counters."""
+        return ShelfPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
     @_contained(_nothing)
     def shutdown(self) -> None:
         """Publish what is staged for a bounded time; say what was lost. Idempotent."""
@@ -321,6 +335,11 @@ class SharedStorageConnector(KVConnectorBase_V1):
     def _as_scheduler(self) -> SchedulerSide:
         assert self._scheduler is not None, "called on a worker's instance"
         return self._scheduler
+
+
+# MultiConnector finds the classes of its children's stats by name, also where this one was
+# found by kv_connector_module_path and plugins are off.
+register()
 
 
 def _show_log_lines() -> None:
