@@ -26,6 +26,7 @@ Contracts
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -163,7 +164,7 @@ def confirm_layout(
     try:
         probe = _Probe(cache, shape, write_pattern)
         with torch.inference_mode(), probe.borrowed_blocks():
-            probe.verify_edges(_places_of(layout, probe))
+            probe.verify_edges(layout)
     except _UnknownError as unknown:
         return LearnedLayout(None, str(unknown), 0 if probe is None else probe.writes)
     return LearnedLayout(layout, writes=probe.writes)
@@ -202,7 +203,8 @@ class _Probe:
         self.cache = cache.view(_INTEGERS[size])
         #: Elements from one manager block to the next.
         self.block_stride = cache.stride(self.block_dim) * self.ratio
-        self._places = _places_of_view(self._block(0))
+        block = self._block(0)
+        self._places = _places_of_view(block.shape, block.stride())
         #: Elements of a manager block, in the order of :meth:`places_of_pattern`.
         self.count = shape.kvs * shape.block_size * shape.heads * shape.head_size
         #: The first block that can be used, the one behind it, and the last one.
@@ -280,19 +282,25 @@ class _Probe:
         shuffled = every[torch.randperm(every.numel(), generator=self._random)]
         alone = torch.tensor([(self.blocks[-1] + 1) * size - 1])
         self._clear()
-        self._verify_writes([every, shuffled[: -(-every.numel() // 2)], alone], places)
+        positions = _positions(self._places, places)
+        self._verify_writes([every, shuffled[: -(-every.numel() // 2)], alone], positions)
 
-    def verify_edges(self, places: Tensor) -> None:
+    def verify_edges(self, layout: PagedLayout | PermutedLayout) -> None:
         """Write the first and last slots of all kernel blocks once, the same way."""
         inside = self.shape.block_size // self.ratio
         firsts = torch.cat([self._slots(block)[::inside] for block in self.blocks])
         lasts = firsts + inside - 1 if inside > 1 else firsts[:0]
-        self._verify_writes([torch.cat((firsts, lasts))], places)
+        block = self._block(0)
+        positions = _positions_of(layout, self.shape, block.shape, block.stride())
+        self._verify_writes([torch.cat((firsts, lasts))], positions)
 
-    def _verify_writes(self, writes: Sequence[Tensor], places: Tensor) -> None:
-        """Write to the slots of each of `writes` over what is there, from zero on."""
+    def _verify_writes(self, writes: Sequence[Tensor], positions: Tensor) -> None:
+        """Write to the slots of each of `writes` over what is there, from zero on.
+
+        `positions` is where :meth:`_read` finds the elements of a block, int64 [kvs, block
+        size, heads, head size].
+        """
         shape = self.shape
-        positions = _positions(self._places, places)
         expected = {block: torch.zeros(self._places.numel()) for block in self.blocks}
         for slots in writes:
             values = self._random_values(slots.numel())
@@ -336,10 +344,11 @@ def _block_dimension(cache: Tensor, num_blocks: int) -> int:
     )
 
 
-def _places_of_view(block: Tensor) -> Tensor:
+@functools.lru_cache(maxsize=4)
+def _places_of_view(shape: torch.Size, strides: tuple[int, ...]) -> Tensor:
     """Return the distance of each element of a view from its first: int64 [elements]."""
     places = torch.zeros((), dtype=torch.int64)
-    for count, stride in zip(block.shape, block.stride(), strict=True):
+    for count, stride in zip(shape, strides, strict=True):
         places = places.unsqueeze(-1) + torch.arange(count) * stride
     return places.reshape(-1)
 
@@ -438,9 +447,19 @@ def _parts(probe: _Probe) -> Iterator[int]:
             yield parts
 
 
-def _places_of(layout: PagedLayout | PermutedLayout, probe: _Probe) -> Tensor:
+@functools.lru_cache(maxsize=4)
+def _positions_of(
+    layout: PagedLayout | PermutedLayout,
+    shape: CacheShape,
+    view_shape: torch.Size,
+    view_strides: tuple[int, ...],
+) -> Tensor:
+    """Return at which index of a view of a block a layout has each element."""
+    return _positions(_places_of_view(view_shape, view_strides), _places_of(layout, shape))
+
+
+def _places_of(layout: PagedLayout | PermutedLayout, shape: CacheShape) -> Tensor:
     """Return the places that a layout gives to the elements of a manager block."""
-    shape = probe.shape
     item = shape.dtype.itemsize
     token = torch.arange(shape.block_size)
     block = token // layout.block_size * (layout.block_stride // item)
