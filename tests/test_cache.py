@@ -245,7 +245,8 @@ def test_retrieved_is_exactly_what_is_there_and_good(data: st.DataObject) -> Non
             assert report.complete
             assert report.chunks == len(keys) == len(tokens) // size - first
             good.update(key.key for key in keys)
-        for name in data.draw(st.lists(st.sampled_from(objects(cache) or [""]), max_size=3)):
+        names = st.sampled_from(objects(cache) or [""])
+        for name in data.draw(st.lists(names, max_size=3, unique=True)):
             key = bytes.fromhex(name.rpartition("/")[2][:64])
             good.discard(key)
             if not name or backend.stat([name]) == [None]:
