@@ -333,7 +333,8 @@ class Transfer:
         self._store_idle = threading.Condition(self._store_lock)
         self._stores: deque[_StoreJob] = deque()
         self._stores_running = 0
-        self._in_flight: set[bytes] = set()
+        # Keys on their way, with those who asked for the same meanwhile and wait for its end.
+        self._in_flight: dict[bytes, list[Callable[[Chunk, StoreResult], None]]] = {}
         self._stored_at: OrderedDict[bytes, float] = OrderedDict()
         self._repaired: list[bytes] = []
         self._paused_until = 0.0
@@ -401,7 +402,10 @@ class Transfer:
             return "paused"
         with self._store_lock:
             if key in self._in_flight:
-                return "known"
+                if on_done is None:
+                    return "known"
+                self._in_flight[key].append(on_done)
+                return "queued"
             stored_at = self._stored_at.get(key)
             if stored_at is not None and stored_at >= now - age and not repair:
                 return "known"
@@ -422,7 +426,7 @@ class Transfer:
             raise
         self._counters.add("gather_seconds", time.monotonic() - begin)
         with self._store_lock:
-            self._in_flight.add(key)
+            self._in_flight.setdefault(key, [])
             self._stores.append(_StoreJob(item.chunk, buffers, repair, on_done))
             self._store_work.notify()
         return "queued"
@@ -456,7 +460,7 @@ class Transfer:
                 for buffer in job.buffers:
                     self._staging.release(buffer)
                 with self._store_lock:
-                    self._in_flight.discard(job.chunk.key)
+                    waiting = self._in_flight.pop(job.chunk.key, [])
                     if result != "failed":
                         self._stored_at[job.chunk.key] = time.monotonic()
                         self._stored_at.move_to_end(job.chunk.key)
@@ -468,6 +472,8 @@ class Transfer:
                     self._store_idle.notify_all()
                 if job.on_done is not None:
                     job.on_done(job.chunk, result)
+                for on_done in waiting:
+                    on_done(job.chunk, "existed" if result in ("published", "repaired") else result)
 
     def _publish(self, job: _StoreJob) -> StoreResult:
         fmt, shelf, chunk = self._fmt, self._shelf, job.chunk
@@ -777,13 +783,15 @@ class Transfer:
         self._closing = True
         with self._store_lock:
             dropped = list(self._stores)
+            waiting = [self._in_flight.pop(job.chunk.key, []) for job in dropped]
             self._stores.clear()
             self._store_work.notify_all()
-        for job in dropped:
+        for job, others in zip(dropped, waiting, strict=True):
             for buffer in job.buffers:
                 self._staging.release(buffer)
-            if job.on_done is not None:
-                job.on_done(job.chunk, "lost")
+            for on_done in (job.on_done, *others):
+                if on_done is not None:
+                    on_done(job.chunk, "lost")
         with self._load_lock:
             for load in list(self._active.values()):
                 if not load.finished and load._leading < load._wanted:
