@@ -158,7 +158,7 @@ def by_chunk_size(
         engine.stop()
 
 
-@pytest.mark.parametrize(("chunk_size", "hit"), [(96, 1408), (200, 1280)])
+@pytest.mark.parametrize(("chunk_size", "hit"), [(96, 1408), (200, 1152)])
 def test_chunks_that_are_no_whole_blocks(
     by_chunk_size: dict[int, tuple[Engine, Shelf]],
     reference: Reference,
