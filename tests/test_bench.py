@@ -10,6 +10,7 @@ import json
 import math
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -97,6 +98,24 @@ def test_runs_as_a_module() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "verified load" in done.stdout
+
+
+def test_a_run_that_is_stopped_shows_what_it_has_and_cleans_up(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "kvshelf.bench", "load", "publish", "--quick"]
+    with subprocess.Popen(
+        [*command, "--pairs", "10000", "--dir", str(tmp_path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        while process.poll() is None and not list(tmp_path.glob("*/load-*/*/*/*/*.safetensors")):
+            time.sleep(0.01)
+        process.terminate()
+        printed, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+    assert "stopped" in errors
+    assert "processors" in printed
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("command", [["nonsense"], ["--pairs", "0"]])

@@ -60,6 +60,7 @@ _PAUSE_SECONDS = 30.0
 #: An object that has not arrived after so long, plus its size at so slow a speed, is given up.
 _STALL_SECONDS = 5.0
 _SLOWEST_BYTES_A_SECOND = 16 << 20
+_JOIN_SECONDS = 0.5
 
 
 class Failure(Enum):
@@ -339,6 +340,7 @@ class Transfer:
         self._repaired: list[bytes] = []
         self._paused_until = 0.0
 
+        self._threads: list[threading.Thread] = []
         for i in range(load_threads):
             self._start(f"kvshelf-load-{i}", "load", self._run_loads)
         for i in range(store_threads):
@@ -350,7 +352,9 @@ class Transfer:
                 self._on_thread_start(kind)
             run()
 
-        threading.Thread(target=body, name=name, daemon=True).start()
+        thread = threading.Thread(target=body, name=name, daemon=True)
+        self._threads.append(thread)
+        thread.start()
 
     # ---------------------------------------------------------------- stores
 
@@ -775,7 +779,8 @@ class Transfer:
     def close(self, drain_seconds: float = 0.0) -> int:
         """Drain, stop the threads, and return how many chunks were lost.
 
-        A load that runs is not waited for: its thread ends with the process.
+        A thread that storage keeps is not waited for: it ends with the process. Others are,
+        since Python cannot end a thread that is inside compiled code without a crash.
         """
         lost = self.drain(drain_seconds)
         if lost:
@@ -799,4 +804,7 @@ class Transfer:
                     self._settle(load)
             self._load_work.notify_all()
         self._staging.close()
+        deadline = time.monotonic() + _JOIN_SECONDS
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
         return lost

@@ -1,7 +1,7 @@
 """``python -m kvshelf.bench``: measure, print a table, write JSON.
 
 Owns the command line. The exit code is 0 whatever the figures are: goals are reported, never
-asserted.
+asserted. Whoever stops it (Ctrl-C, SIGTERM) still gets what was measured, and exit code 130.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -34,6 +35,7 @@ GROUPS: dict[str, Callable[[Settings], Iterator[Row]]] = {
     "startup": bench_startup,
 }
 _ONLY_WHEN_ASKED = frozenset({"startup"})
+_INTERRUPTED = 130
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -70,6 +72,10 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _interrupt(number: int, frame: object) -> None:
+    raise KeyboardInterrupt
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code."""
     parser = _parser()
@@ -83,10 +89,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.with_startup and "startup" not in names:
         names.append("startup")
     errors = Console(stderr=True)
+    machine = describe_machine(options.dir or Path(tempfile.gettempdir()))
     scratch = Path(tempfile.mkdtemp(prefix="kvshelf-bench-", dir=options.dir))
     rows: list[Row] = []
+    code = 0
     try:
-        machine = describe_machine(scratch)
         with errors.status("measuring") as status:
             settings = Settings(scratch, options.pairs, options.quick, options.model, status.update)
             for name in names:
@@ -97,6 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     status.update(f"{name}: {row.work}")
     except KeyboardInterrupt:
         errors.print("stopped; what was measured so far:", style="yellow")
+        code = _INTERRUPTED
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     given = sys.argv[1:] if arguments is None else arguments
@@ -108,8 +116,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.json.write_text(json.dumps(report, indent=1) + "\n")
     if options.markdown is not None:
         options.markdown.write_text(markdown(rows))
-    return 0
+    return code
 
 
 if __name__ == "__main__":
+    # Engines and shelves are cleaned up by `finally`, which the default action would skip.
+    signal.signal(signal.SIGTERM, _interrupt)
     sys.exit(main())

@@ -67,6 +67,7 @@ logger = logging.getLogger(__name__)
 # meanwhile waits as long.
 _IDLE_WAIT_SECONDS = 5e-3
 _WARM_BYTES = 256 << 20
+_WARM_JOIN_SECONDS = 1.0
 
 
 def natural_order(name: str) -> list[str | int]:
@@ -145,6 +146,7 @@ class WorkerSide:
         self._namespace: Namespace | None = None
         self._transfer: Transfer | None = None
         self._prepared: _Prepared | None = None
+        self._warming: tuple[threading.Thread, StagingPool] | None = None
         self._meta: StepMetadata | None = None
         self._loads_started = False
         self._ops: dict[Load, LoadOp] = {}
@@ -341,9 +343,11 @@ class WorkerSide:
         with self._part_lock:
             self._part = part
         # Memory that is touched for the first time inside a step would slow it.
-        threading.Thread(
+        warming = threading.Thread(
             target=self._warm, args=(prepared.staging,), name="kvshelf-warm", daemon=True
-        ).start()
+        )
+        self._warming = warming, prepared.staging
+        warming.start()
 
     def _warm(self, staging: StagingPool) -> None:
         self._place_thread("warm")
@@ -581,6 +585,11 @@ class WorkerSide:
                     self._config.shutdown_drain_s,
                 )
             self._transfer = None
+        if self._warming is not None:
+            # Python cannot end a thread that is inside compiled code without a crash.
+            thread, staging = self._warming
+            staging.close()
+            thread.join(_WARM_JOIN_SECONDS)
 
 
 @dataclass(frozen=True, slots=True)
