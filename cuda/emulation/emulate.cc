@@ -1,7 +1,7 @@
 // A device made of loops: every block and every thread of a launch, one after another, on the
 // host. Built by the tests only, from the same launch plan, kernel body and binding as the CUDA
 // library. Its memory can be watched: each load and each store is checked to be aligned and inside
-// what was declared, and counted for each byte.
+// what was declared, and counted for each byte; others are counted as violations and not made.
 //
 // Not thread-safe: the tests use it on one thread at a time.
 
@@ -36,8 +36,8 @@ int64_t blocks = 0;
 int64_t copies = 0;
 int64_t last_width = 0;
 
-void note(const void* address, size_t bytes, bool store) {
-  if (!watching) return;
+bool note(const void* address, size_t bytes, bool store) {
+  if (!watching) return true;
   const unsigned char* const start = static_cast<const unsigned char*>(address);
   for (const Region& region : regions) {
     if (start < region.start || start + bytes > region.start + region.bytes) continue;
@@ -45,31 +45,32 @@ void note(const void* address, size_t bytes, bool store) {
     for (size_t i = 0; i < bytes; ++i) {
       if (counts[i] < 255) ++counts[i];
     }
-    return;
+    return true;
   }
   ++violations;
+  return false;
 }
 
 struct WatchedMemory {
   template <typename Vector>
   Vector load(const unsigned char* address) const {
-    note_vector(address, sizeof(Vector), false);
     Vector value{};
-    std::memcpy(&value, address, sizeof(Vector));
+    if (note_vector(address, sizeof(Vector), false)) std::memcpy(&value, address, sizeof(Vector));
     return value;
   }
   template <typename Vector>
   void store(unsigned char* address, Vector value) const {
-    note_vector(address, sizeof(Vector), true);
-    std::memcpy(address, &value, sizeof(Vector));
+    if (note_vector(address, sizeof(Vector), true)) std::memcpy(address, &value, sizeof(Vector));
   }
-  int64_t slot(const int64_t* address) const { return *address; }
+  int64_t slot(const int64_t* address) const {
+    return note(address, sizeof(int64_t), false) ? *address : kSkippedSlot;
+  }
   void report(int64_t* address, int64_t value) const { *address = value; }
 
  private:
-  static void note_vector(const unsigned char* address, size_t bytes, bool store) {
+  static bool note_vector(const unsigned char* address, size_t bytes, bool store) {
     if (reinterpret_cast<uintptr_t>(address) % bytes != 0) ++violations;
-    note(address, bytes, store);
+    return note(address, bytes, store);
   }
 };
 
@@ -169,9 +170,8 @@ const char* device_launch(bool gather, LaunchPlan& plan, const int64_t* caches, 
 const char* device_copies(void* const* to, const void* const* from, const size_t* bytes,
                           size_t count, int, void*) {
   for (size_t i = 0; i < count; ++i) {
-    note(from[i], bytes[i], false);
-    note(to[i], bytes[i], true);
-    std::memcpy(to[i], from[i], bytes[i]);
+    const bool good = note(from[i], bytes[i], false) && note(to[i], bytes[i], true);
+    if (good) std::memcpy(to[i], from[i], bytes[i]);
     ++copies;
   }
   return nullptr;

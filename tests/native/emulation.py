@@ -85,9 +85,11 @@ class Emulation:
         self._unwatch = module.get_function("emulation_unwatch")
         self._seen = module.get_function("emulation_seen")
         self.divide = module.get_function("emulation_divide")
+        self._counts: list[Counts] = []  # the library writes into them
 
     def unwatch(self) -> None:
         self._unwatch()
+        self._counts.clear()
 
     def watch(self, memory: Tensor | NDArray[np.uint8]) -> Counts:
         """Count what happens to memory, until :meth:`unwatch`."""
@@ -96,6 +98,7 @@ class Emulation:
         else:
             start, size = memory.ctypes.data, memory.nbytes
         counts = Counts(np.zeros(size, dtype=np.uint8), np.zeros(size, dtype=np.uint8))
+        self._counts.append(counts)
         self._watch(start, size, counts.loads.ctypes.data, counts.stores.ctypes.data)
         return counts
 
