@@ -310,12 +310,14 @@ class PosixBackend(Backend):
 
     def _learn_root(self, *, make: bool) -> None:
         """Read mode and group of the root, making it if asked to; note a read-only mount."""
+        writing = False
         try:
             try:
                 info = os.stat(self._root)
             except FileNotFoundError:
                 if not make:
                     return
+                writing = True
                 os.makedirs(os.path.dirname(self._root), exist_ok=True)
                 with contextlib.suppress(FileExistsError):
                     os.mkdir(self._root, self._folder_mode)
@@ -331,7 +333,7 @@ class PosixBackend(Backend):
             if os.statvfs(self._root).f_flag & os.ST_RDONLY:
                 self._refused_until = time.monotonic() + READ_ONLY_MEMORY
         except OSError as exc:
-            raise storage_error(exc, "opening the shelf", self._root, writing=True) from exc
+            raise storage_error(exc, "opening the shelf", self._root, writing=writing) from exc
 
     def _give(self, target: str | int, dir_fd: int | None, *, folder: bool) -> None:
         """Give a thing that was just made the group and mode of the root, as far as we may."""

@@ -5,11 +5,12 @@ same model twice gives the same bytes. vLLM loads the folder like any other chec
 ``skip_tokenizer_init=True`` (prompts are token ids), or with the byte-level tokenizer that
 ``--tokenizer`` adds.
 
-Plain random weights would be a poor test of a KV cache: attention over thousands of random keys is
-so flat that no single token of the prefix matters, and the likeliest next tokens are nearly tied, so
-that rounding decides between them. The recipe therefore sharpens attention (``score_std``), lets it
-outweigh the residual stream (``branch_gain``) and spreads the logits (``logit_std``): answers differ
-from prompt to prompt, depend on the whole prefix, and are seldom near-ties.
+Plain random weights would be a poor test of a KV cache: attention over thousands of random keys
+is so flat that no single token of the prefix matters, and the likeliest next tokens are nearly
+tied, so that rounding decides between them. The recipe therefore sharpens attention
+(``score_std``), lets the first two layers outweigh the token itself (``first_gain``), and spreads
+the logits of few tokens (``logit_std``, ``speakers``): answers differ from prompt to prompt, depend
+on the whole prefix, and are seldom near-ties.
 
 Run it: ``python examples/make_model.py build/models/demo --recipe demo``
 """
@@ -42,10 +43,14 @@ class Recipe:
     score_std : float
         Standard deviation of the attention scores before the softmax. The larger, the fewer tokens
         of the prefix share a head's attention.
-    branch_gain : float
-        Size of what a layer adds to the residual stream, relative to the stream itself.
+    first_gain, later_gain : float
+        Size of what a branch of the first two layers, and of the layers behind them, adds to the
+        residual stream, relative to the stream itself. The first two spread every token over all
+        later ones; many such layers would spread rounding errors as well.
     logit_std : float
-        Standard deviation of the logits, in nats.
+        Standard deviation of the logits of the speakers, in nats.
+    speakers : int
+        Number of tokens that are ever said. Among fewer the best is further ahead of the next.
     """
 
     layers: int
@@ -57,7 +62,7 @@ class Recipe:
     vocab: int
     max_position: int
     score_std: float
-    branch_gain: float
+    first_gain: float
     later_gain: float
     logit_std: float
     speakers: int
@@ -82,7 +87,7 @@ RECIPES: dict[str, Recipe] = {
         vocab=4096,
         max_position=8192,
         score_std=4.0,
-        branch_gain=2.0,
+        first_gain=2.0,
         later_gain=0.08,
         logit_std=4.0,
         speakers=256,
@@ -97,7 +102,7 @@ RECIPES: dict[str, Recipe] = {
         vocab=32000,
         max_position=8192,
         score_std=3.0,
-        branch_gain=2.0,
+        first_gain=2.0,
         later_gain=0.08,
         logit_std=4.0,
         speakers=256,
@@ -108,56 +113,55 @@ RECIPES: dict[str, Recipe] = {
 def _weights(recipe: Recipe, seed: int) -> dict[str, torch.Tensor]:
     """Draw all weights: bf16 tensors by their Hugging Face names."""
     generator = torch.Generator().manual_seed(seed)
+    hidden, ones = recipe.hidden, torch.ones(recipe.hidden, dtype=torch.bfloat16)
 
     def normal(rows: int, columns: int, std: float) -> torch.Tensor:
         return (torch.randn(rows, columns, generator=generator) * std).to(torch.bfloat16)
 
-    hidden, ones = recipe.hidden, torch.ones(recipe.hidden, dtype=torch.bfloat16)
+    # Element 0 of the residual stream is the same for all tokens: layers neither read it nor add
+    # to it. Through it the head lowers every logit by what the largest is expected to be, because
+    # bf16 is finest near zero.
+    def reading(rows: int, std: float) -> torch.Tensor:
+        weight = normal(rows, hidden, std)
+        weight[:, 0] = 0.0
+        return weight
+
+    def adding(columns: int, std: float) -> torch.Tensor:
+        weight = normal(hidden, columns, std)
+        weight[0, :] = 0.0
+        return weight
+
     q_rows, kv_rows = recipe.heads * recipe.head_size, recipe.kv_heads * recipe.head_size
-    # Inputs of every projection are RMS-normalised, so a weight of std 1/sqrt(inputs) keeps size 1.
+    # What projections read is RMS-normalised, so weights of std 1/sqrt(inputs) keep size 1.
     unit = 1.0 / math.sqrt(hidden)
     qk_unit = unit * math.sqrt(recipe.score_std)
     stream = 1.0
-    tensors = {"model.embed_tokens.weight": normal(recipe.vocab, hidden, 1.0)}
+    embedding = normal(recipe.vocab, hidden, 1.0)
+    tensors = {"model.embed_tokens.weight": embedding}
     for layer in range(recipe.layers):
-        gain = recipe.branch_gain * stream if layer < 2 else recipe.later_gain * stream
+        gain = stream * (recipe.first_gain if layer < 2 else recipe.later_gain)
         name = f"model.layers.{layer}."
         tensors |= {
             name + "input_layernorm.weight": ones.clone(),
-            name + "self_attn.q_proj.weight": normal(q_rows, hidden, qk_unit),
-            name + "self_attn.k_proj.weight": normal(kv_rows, hidden, qk_unit),
-            name + "self_attn.v_proj.weight": normal(kv_rows, hidden, unit),
-            name + "self_attn.o_proj.weight": normal(hidden, q_rows, gain / math.sqrt(q_rows)),
+            name + "self_attn.q_proj.weight": reading(q_rows, qk_unit),
+            name + "self_attn.k_proj.weight": reading(kv_rows, qk_unit),
+            name + "self_attn.v_proj.weight": reading(kv_rows, unit),
+            name + "self_attn.o_proj.weight": adding(q_rows, gain / math.sqrt(q_rows)),
             name + "post_attention_layernorm.weight": ones.clone(),
-            name + "mlp.gate_proj.weight": normal(recipe.intermediate, hidden, unit),
-            name + "mlp.up_proj.weight": normal(recipe.intermediate, hidden, unit),
-            name + "mlp.down_proj.weight": normal(
-                hidden, recipe.intermediate, gain / math.sqrt(recipe.intermediate)
+            name + "mlp.gate_proj.weight": reading(recipe.intermediate, unit),
+            name + "mlp.up_proj.weight": reading(recipe.intermediate, unit),
+            name + "mlp.down_proj.weight": adding(
+                recipe.intermediate, gain / math.sqrt(recipe.intermediate)
             ),
         }
+        # Averages over tokens and SwiGLU halve what two branches of that gain would add.
         stream = math.sqrt(stream * stream + 0.5 * gain * gain)
+    embedding[:, 0] = stream
     tensors["model.norm.weight"] = ones.clone()
     head = torch.randn(recipe.vocab, hidden, generator=generator) * (recipe.logit_std * unit)
-    speakers = torch.zeros(recipe.vocab, dtype=torch.bool)
-    speakers[2 :: recipe.vocab // recipe.speakers] = True
-    head[~speakers] *= 0.25
-    # One element of the stream is the same for all tokens; through it every logit is lowered by what
-    # the largest is expected to be: bf16 is finest near zero.
-    level = stream
-    tensors["model.embed_tokens.weight"][:, 0] = level
-    for name, tensor in tensors.items():
-        if name.endswith(("o_proj.weight", "down_proj.weight")):
-            tensor[0, :] = 0.0
-        elif name.endswith(
-            (
-                "q_proj.weight",
-                "k_proj.weight",
-                "v_proj.weight",
-                "gate_proj.weight",
-                "up_proj.weight",
-            )
-        ):
-            tensor[:, 0] = 0.0
+    silent = torch.ones(recipe.vocab, dtype=torch.bool)
+    silent[2 :: recipe.vocab // recipe.speakers] = False
+    head[silent] *= 0.25
     head[:, 0] = -recipe.logit_std * math.sqrt(2 * math.log(recipe.speakers))
     tensors["lm_head.weight"] = head.to(torch.bfloat16)
     return tensors
@@ -266,7 +270,7 @@ def _config(recipe: Recipe) -> dict[str, object]:
 
 
 def _write_tokenizer(folder: Path, recipe: Recipe) -> None:
-    """Write a tokenizer with one token for each byte: token = byte + 2, after BOS and EOS."""
+    """Write a tokenizer with one token for each byte, after BOS and EOS."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())

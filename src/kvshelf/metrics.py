@@ -26,6 +26,7 @@ COUNTERS: Mapping[str, str] = {
     "load_missing": "objects that were gone when a load came for them",
     "load_bad": "objects that a load found to be bad",
     "load_errors": "objects that the storage failed to deliver",
+    "load_stalled": "loads given up because the storage took too long",
     "stored_chunks": "chunks published",
     "stored_bytes": "bytes of objects published",
     "store_existed": "chunks that were on the shelf already when their store came",

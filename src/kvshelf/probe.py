@@ -7,8 +7,10 @@ answer comes from probes made for that look-up.
 Contracts
 ---------
 * A :class:`Lookup` is made and read on the caller's (step) thread and worked on by one
-  background thread. ``hit_chunks`` is valid once ``done``; ``chain`` grows until
-  ``keys_done`` and belongs to the caller afterwards.
+  background thread. Once it is ``done``, ``hit_chunks`` is valid, ``chain`` holds the
+  keys of all complete chunks, and both belong to the caller.
+* A storage that does not answer holds up the look-ups behind it, never their callers:
+  :meth:`LookupService.stalled` tells that waiting is of no use.
 * Background threads sleep for some microseconds after each half millisecond of work.
   Merely releasing the GIL would not do: a thread that gives it up for a short system
   call takes it back before a waiting thread has woken.
@@ -38,6 +40,7 @@ _FIRST_BATCH = 8
 _LARGEST_BATCH = 32
 _WORK_SECONDS = 0.5e-3
 _REST_SECONDS = 50e-6
+_LOG_SECONDS = 60.0
 
 
 class FailedKeys:
@@ -108,19 +111,18 @@ class Lookup:
     Attributes
     ----------
     chain : KeyChain or None
-        Keys of the prompt's chunks; None until work began.
+        Keys of the prompt's chunks; None when it has none, or the look-up failed.
     hit_chunks : int
         Number of leading chunks on the shelf.
     finished_at : float
         ``time.monotonic()`` when the answer was there.
     """
 
-    def __init__(self, tokens: Sequence[int], make_chain: Callable[[], KeyChain]) -> None:
+    def __init__(self, tokens: Sequence[int], make_chain: Callable[[], KeyChain | None]) -> None:
         self._tokens = tokens
         self._count = len(tokens)
         self._make_chain = make_chain
         self._done = threading.Event()
-        self._keys_done = threading.Event()
         self._cancelled = False
         self.chain: KeyChain | None = None
         self.hit_chunks = 0
@@ -128,13 +130,8 @@ class Lookup:
 
     @property
     def done(self) -> bool:
-        """Whether ``hit_chunks`` is the answer."""
+        """Whether the answer is there."""
         return self._done.is_set()
-
-    @property
-    def keys_done(self) -> bool:
-        """Whether ``chain`` holds every complete chunk, and nobody else extends it."""
-        return self._keys_done.is_set()
 
     def wait(self, seconds: float) -> bool:
         """Wait for the answer for at most `seconds`; return ``done``."""
@@ -144,8 +141,9 @@ class Lookup:
         """Tell the background thread that nobody wants the answer any more."""
         self._cancelled = True
 
-    def _finish(self, hit_chunks: int) -> None:
+    def _finish(self, hit_chunks: int, chain: KeyChain | None) -> None:
         self.hit_chunks = hit_chunks
+        self.chain = chain
         self.finished_at = time.monotonic()
         self._done.set()
 
@@ -195,6 +193,10 @@ class LookupService:
         self._counters = counters
         self._on_thread_start = on_thread_start
         self._queue: queue.SimpleQueue[Lookup | None] = queue.SimpleQueue()
+        # When each thread took the look-up it works on; absent while it waits for one.
+        self._busy_since: dict[int, float] = {}
+        self._next_log = 0.0
+        self._chunk_seconds = 0.0
         self._cheap = shelf.backend.properties.probe_cost < _CHEAP_PROBE_SECONDS
         # Daemon threads: a probe that never returns must not keep the process alive.
         self._threads = [
@@ -204,7 +206,7 @@ class LookupService:
         for thread in self._threads:
             thread.start()
 
-    def submit(self, tokens: Sequence[int], make_chain: Callable[[], KeyChain]) -> Lookup:
+    def submit(self, tokens: Sequence[int], make_chain: Callable[[], KeyChain | None]) -> Lookup:
         """Start a look-up; returns at once.
 
         Parameters
@@ -212,12 +214,22 @@ class LookupService:
         tokens : Sequence[int]
             The prompt. Only its present length is looked at, so that the caller may
             append to it meanwhile.
-        make_chain : Callable[[], KeyChain]
-            Called on the background thread, and so may hash files.
+        make_chain : Callable[[], KeyChain or None]
+            Called on the background thread, and so may hash files. None: the prompt has
+            no content address, which is a miss.
         """
         lookup = Lookup(tokens, make_chain)
         self._queue.put(lookup)
         return lookup
+
+    def stalled(self, seconds: float) -> bool:
+        """Whether every thread has been at one look-up for longer than `seconds`."""
+        since = list(self._busy_since.values())
+        return len(since) == len(self._threads) and max(since) < time.monotonic() - seconds
+
+    def may_be_done_within(self, lookup: Lookup, seconds: float) -> bool:
+        """Whether waiting for `lookup` for `seconds` makes sense, going by those before it."""
+        return lookup._count // self._fmt.chunk_size * self._chunk_seconds <= seconds
 
     def close(self) -> None:
         """Stop the threads once they have worked off what was submitted."""
@@ -227,30 +239,49 @@ class LookupService:
     def _run(self) -> None:
         if self._on_thread_start is not None:
             self._on_thread_start()
+        me = threading.get_ident()
         while (lookup := self._queue.get()) is not None:
+            self._busy_since[me] = begin = time.monotonic()
             try:
                 self._work(lookup)
-            except Exception:
-                # A look-up that fails is a miss: cache trouble never ends an engine.
-                logger.exception("a look-up failed and counts as a miss")
+                self._note_speed(lookup, begin)
+            except Exception as error:  # noqa: BLE001 - cache trouble never ends an engine
                 self._counters.add("probe_errors")
+                self._log_failure(error)
             finally:
                 if not lookup.done:
-                    lookup._finish(0)
+                    lookup._finish(0, None)
+                self._busy_since.pop(me, None)
+
+    def _note_speed(self, lookup: Lookup, begin: float) -> None:
+        chunks = lookup._count // self._fmt.chunk_size
+        if lookup.done and chunks:
+            found = (lookup.finished_at - begin) / chunks
+            known = self._chunk_seconds or found
+            self._chunk_seconds = known + (found - known) / 4
+
+    def _log_failure(self, error: Exception) -> None:
+        now = time.monotonic()
+        if now >= self._next_log:
+            self._next_log = now + _LOG_SECONDS
+            logger.error("a look-up failed and counts as a miss", exc_info=error)
 
     def _work(self, lookup: Lookup) -> None:
         if lookup._cancelled:
             return
         self._counters.add("lookups")
         chain = lookup._make_chain()
-        lookup.chain = chain
+        if chain is None:
+            return
         pace = _Pace()
-        hit = self._search_near(lookup, chain, pace) if self._cheap else None
-        self._extend_all(lookup, chain, pace)
-        lookup._keys_done.set()
-        if hit is None:
-            hit = self._search_far(chain.chunks)
-            lookup._finish(hit)
+        if self._cheap:
+            hit = self._search_near(lookup, chain, pace)
+            self._extend_all(lookup, chain, pace)
+        else:
+            self._extend_all(lookup, chain, pace)
+            hit = self._search_far(lookup, chain.chunks)
+        if not lookup._cancelled:
+            lookup._finish(hit, chain)
 
     def _extend_all(self, lookup: Lookup, chain: KeyChain, pace: _Pace) -> None:
         step = chain.chunk_size * _LARGEST_BATCH
@@ -283,7 +314,6 @@ class LookupService:
             hit += found
             if found < len(chunks):
                 break
-        lookup._finish(hit)
         return hit
 
     def _leading(self, chunks: Sequence[Chunk]) -> int:
@@ -293,13 +323,12 @@ class LookupService:
             if chunk.key in self._failed:
                 usable = i
                 break
-        self._counters.add("probes", usable * self._fmt.shards)
-        for i, present in enumerate(self._shelf.present(self._fmt, chunks[:usable])):
+        for i, present in enumerate(self._present(chunks[:usable])):
             if not present:
                 return i
         return usable
 
-    def _search_far(self, chunks: Sequence[Chunk]) -> int:
+    def _search_far(self, lookup: Lookup, chunks: Sequence[Chunk]) -> int:
         """Find a stored prefix with few rounds of probes at once."""
         width = max(2, self._shelf.backend.properties.concurrency)
         end = len(chunks)
@@ -307,26 +336,34 @@ class LookupService:
             if chunk.key in self._failed:
                 end = i
                 break
-        while end > 0:
-            low, high = 0, end
-            while low < high:
-                count = min(width, high - low)
-                points = sorted({high - 1 - (high - 1 - low) * i // count for i in range(count)})
-                self._counters.add("probes", len(points))
-                answers = self._shelf.probe(self._fmt, [(chunks[p], 0) for p in points])
-                for point, answer in zip(points, answers, strict=True):
-                    if answer is not Presence.PRESENT:
-                        high = point
-                        break
-                    low = point + 1
-            if low == 0:
+        low, high = 0, end
+        while low < high:
+            if lookup._cancelled:
                 return 0
-            ends = [chunks[0], chunks[low - 1]] if low > 1 else [chunks[0]]
-            self._counters.add("probes", len(ends) * self._fmt.shards)
-            present = self._shelf.present(self._fmt, ends)
-            if not present[0]:
-                return 0
-            if present[-1]:
-                return low
-            end = low - 1
-        return 0
+            count = min(width, high - low)
+            points = sorted({high - 1 - (high - 1 - low) * i // count for i in range(count)})
+            self._counters.add("probes", len(points))
+            answers = self._shelf.probe(self._fmt, [(chunks[p], 0) for p in points])
+            for point, answer in zip(points, answers, strict=True):
+                if answer is not Presence.PRESENT:
+                    high = point
+                    break
+                low = point + 1
+        if low == 0:
+            return 0
+        # What has a first shard may miss others: a copy that runs, or one of some files only.
+        first, last = self._present([chunks[0], chunks[low - 1]])
+        if not first or last:
+            return low if first else 0
+        low, high = 1, low - 1
+        while low < high and not lookup._cancelled:
+            middle = (low + high + 1) // 2
+            if self._present([chunks[middle - 1]])[0]:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def _present(self, chunks: Sequence[Chunk]) -> list[bool]:
+        self._counters.add("probes", len(chunks) * self._fmt.shards)
+        return self._shelf.present(self._fmt, chunks)

@@ -7,8 +7,8 @@ much as the copy into it.
 
 Contracts
 ---------
-* The pool never holds more than its capacity; when it is used up, stores are refused
-  at once, loads wait.
+* The pool never holds more than its capacity; when it is used up, or the system gives
+  no more memory, stores are refused at once, loads wait.
 * A part of the pool is kept for loads, so that stores which the storage does not
   accept can never keep a load waiting.
 * All methods may be called from any thread. :meth:`StagingPool.acquire_for_store` is
@@ -17,15 +17,21 @@ Contracts
 
 from __future__ import annotations
 
+import ctypes
+import logging
 import mmap
 import threading
+import time
 
 import torch
 
 from kvshelf.errors import ConfigError
 
+logger = logging.getLogger(__name__)
+
 ALIGNMENT = 4096
 _SLAB_BYTES = 32 << 20
+_HUGE_PAGE = 2 << 20
 
 
 class StagingBuffer:
@@ -58,59 +64,82 @@ class StagingPool:
         Size of one buffer: the largest object of the namespace.
     load_share : float
         Part of the buffers that stores may not take.
+    together : int
+        Buffers that one store takes at once: the shards of a chunk.
 
     Raises
     ------
     ConfigError
-        If `capacity` is less than four buffers.
+        If `capacity` does not hold one store and, beside it, the share of loads.
     """
 
-    def __init__(self, capacity: int, buffer_bytes: int, *, load_share: float = 0.25) -> None:
+    def __init__(
+        self,
+        capacity: int,
+        buffer_bytes: int,
+        *,
+        load_share: float = 0.25,
+        together: int = 1,
+    ) -> None:
         self.buffer_bytes = -(-buffer_bytes // ALIGNMENT) * ALIGNMENT
         self.limit = capacity // self.buffer_bytes
-        if self.limit < 4:
-            raise ConfigError(
-                f"staging_bytes is {capacity}, but one object of this model takes"
-                f" {self.buffer_bytes} bytes and staging holds at least 4 of them: set"
-                f" staging_bytes to {4 * self.buffer_bytes} or more, or raise `shards`"
-            )
         self._store_limit = self.limit - max(1, int(self.limit * load_share))
+        needed = max(4, together + 1)
+        while needed - max(1, int(needed * load_share)) < together:
+            needed += 1
+        if self.limit < needed:
+            raise ConfigError(
+                f"staging_bytes is {capacity}, but a chunk of this model is stored as {together}"
+                f" objects of {self.buffer_bytes} bytes, and staging holds at least {needed} of"
+                f" them: set staging_bytes to {needed * self.buffer_bytes} or more, or make"
+                " chunk_size smaller"
+            )
         self._free: list[StagingBuffer] = []
         self._made = 0
+        self._out = 0
         self._stores = 0
         self._closed = False
+        self._short = False
         self._changed = threading.Condition()
 
     @property
     def in_use(self) -> int:
         """Number of buffers handed out."""
-        return self._made - len(self._free)
+        return self._out
 
     @property
     def bytes_held(self) -> int:
         """Bytes of memory that the pool has taken so far."""
         return self._made * self.buffer_bytes
 
-    def acquire_for_store(self) -> StagingBuffer | None:
-        """Return a buffer, or None when stores have used up their part. Never waits."""
+    def acquire_for_store(self, count: int = 1) -> list[StagingBuffer] | None:
+        """Return `count` buffers, or None when stores have used up their part. Never waits."""
         with self._changed:
-            if self._closed or self._stores >= self._store_limit:
+            if self._closed or self._stores + count > self._store_limit:
                 return None
-            buffer = self._take()
-            if buffer is not None:
+            while len(self._free) < count:
+                if not self._grow_free():
+                    return None
+            buffers = [self._free.pop() for _ in range(count)]
+            for buffer in buffers:
                 buffer.for_store = True
-                self._stores += 1
-            return buffer
+            self._stores += count
+            self._out += count
+            return buffers
 
     def acquire_for_load(self, timeout: float | None = None) -> StagingBuffer | None:
         """Return a buffer, waiting for one to come back; None at time-out or when closed."""
+        deadline = None if timeout is None else time.monotonic() + timeout
         with self._changed:
-            buffer = None if self._closed else self._take()
-            while buffer is None and not self._closed:
-                if not self._changed.wait(timeout):
+            while not self._closed:
+                if self._free or self._grow_free():
+                    self._out += 1
+                    return self._free.pop()
+                left = None if deadline is None else deadline - time.monotonic()
+                if left is not None and left <= 0:
                     return None
-                buffer = None if self._closed else self._take()
-            return buffer
+                self._changed.wait(left)
+            return None
 
     def release(self, buffer: StagingBuffer) -> None:
         """Give a buffer back."""
@@ -118,16 +147,21 @@ class StagingPool:
             if buffer.for_store:
                 buffer.for_store = False
                 self._stores -= 1
+            self._out -= 1
             self._free.append(buffer)
             self._changed.notify()
 
     def warm(self, nbytes: int) -> None:
-        """Take up to `nbytes` of memory now and touch it, so that no step has to."""
+        """Take up to `nbytes` of memory now and touch it, so that no step has to.
+
+        At most half of the pool: what is being warmed cannot be handed out.
+        """
+        target = min(self.limit // 2, nbytes // self.buffer_bytes)
         while True:
             with self._changed:
-                if self._closed or self._made >= min(self.limit, nbytes // self.buffer_bytes):
-                    return
-                fresh = self._grow()
+                fresh = [] if self._closed else self._grow(target)
+            if not fresh:
+                return
             # Outside the lock: zeroing memory is slow and no one else holds these yet.
             for buffer in fresh:
                 buffer.tensor.zero_()
@@ -141,20 +175,48 @@ class StagingPool:
             self._closed = True
             self._changed.notify_all()
 
-    def _take(self) -> StagingBuffer | None:
-        if not self._free and self._made < self.limit:
-            self._free.extend(self._grow())
-        return self._free.pop() if self._free else None
+    def _grow_free(self) -> bool:
+        fresh = self._grow(self.limit)
+        self._free += fresh
+        return bool(fresh)
 
-    def _grow(self) -> list[StagingBuffer]:
-        count = min(max(1, _SLAB_BYTES // self.buffer_bytes), self.limit - self._made)
-        slab = mmap.mmap(-1, count * self.buffer_bytes)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            try:
-                slab.madvise(mmap.MADV_HUGEPAGE)
-            except OSError:  # kernels without transparent huge pages
-                pass
-        self._made += count
-        view = memoryview(slab)
+    def _grow(self, most: int) -> list[StagingBuffer]:
+        """Return new buffers, none when there are `most` or the system refuses memory."""
+        count = min(max(1, _SLAB_BYTES // self.buffer_bytes), most - self._made)
+        if count <= 0:
+            return []
         size = self.buffer_bytes
+        try:
+            view = _map_huge(count * size)
+        except (OSError, MemoryError) as error:
+            if not self._short:
+                self._short = True
+                logger.warning(
+                    "staging stays at %d bytes, the system gives no more: %s",
+                    self.bytes_held,
+                    error,
+                )
+            return []
+        self._made += count
         return [StagingBuffer(view[i * size : (i + 1) * size]) for i in range(count)]
+
+
+def _map_huge(nbytes: int) -> memoryview:
+    """Return fresh memory that the kernel backs with huge pages where it has them.
+
+    Raises
+    ------
+    OSError
+        If the system gives no more memory.
+    """
+    # Private, where Python's default is shared: kernels give shared memory no huge pages unless
+    # mounted so, and then a first copy into it takes seven times as long. The part that only
+    # serves alignment is never touched, so it takes no memory.
+    slab = mmap.mmap(-1, nbytes + _HUGE_PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        try:
+            slab.madvise(mmap.MADV_HUGEPAGE)
+        except OSError:  # kernels without transparent huge pages
+            pass
+    start = -ctypes.addressof(ctypes.c_char.from_buffer(slab)) % _HUGE_PAGE
+    return memoryview(slab)[start : start + nbytes]

@@ -62,7 +62,7 @@ __all__ = ["BAD_NAMES", "BackendSuite", "FolderOracle", "MemoryOracle", "Oracle"
 BAD_NAMES = (
     "",
     "/",
-    "/etc/passwd",
+    "/no-such-folder-of-kvshelf/x",
     "..",
     "../x",
     "a/../x",

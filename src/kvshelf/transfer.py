@@ -6,7 +6,8 @@ Store: the step thread gathers a chunk's shards into staging buffers (``store``)
 store thread looks whether the object exists, hashes it and publishes it.
 Load: a load thread reads an object into a staging buffer, verifies it and scatters it
 into the paged cache; when all objects of a load are in or given up, the load is
-``finished`` and says from which chunk on it failed.
+``finished`` and says from which chunk on it failed. An object that does not come in
+time is given up: its thread may hang for ever, the load does not.
 
 Contracts
 ---------
@@ -16,7 +17,8 @@ Contracts
   cannot keep loads waiting. All are daemon threads: a call that never returns does not
   keep the process alive.
 * Of a paged cache only the slots given are touched: by a gather inside ``store``, by a
-  scatter between ``load`` and the moment the load is reported finished.
+  scatter between ``load`` and the moment the load is reported finished, whatever its
+  end: loaded, failed, cancelled, out of time.
 * Nothing unverified is ever scattered.
 """
 
@@ -26,7 +28,7 @@ import logging
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal
@@ -54,6 +56,9 @@ logger = logging.getLogger(__name__)
 
 _STORED_MEMORY = 65536
 _PAUSE_SECONDS = 30.0
+#: An object that has not arrived after so long, plus its size at so slow a speed, is given up.
+_STALL_SECONDS = 5.0
+_SLOWEST_BYTES_A_SECOND = 16 << 20
 
 
 class Failure(Enum):
@@ -151,7 +156,7 @@ class ChunkSlots:
 
 @dataclass(eq=False, slots=True)
 class Load:
-    """One running load, and its outcome once ``finished``.
+    """One load, and its outcome once ``finished``.
 
     Attributes
     ----------
@@ -163,6 +168,7 @@ class Load:
     failures : list
         The chunks that failed, with the reason. Those given up after a failure before
         them are not listed.
+    cancelled, finished : bool
     """
 
     request_id: str
@@ -171,8 +177,32 @@ class Load:
     failures: list[tuple[Chunk, Failure]] = field(default_factory=list)
     cancelled: bool = False
     finished: bool = False
+    #: Objects of each item that are in the cache, and number of leading items with all.
+    _arrived: list[int] = field(default_factory=list)
+    _leading: int = 0
+    #: Next object to read, counted over items and shards.
     _next: int = 0
-    _running: int = 0
+    #: Threads that are copying into the cache at this moment.
+    _scattering: int = 0
+    _since: float = field(default_factory=time.monotonic)
+
+    @property
+    def _wanted(self) -> int:
+        """Number of leading items that are still of use."""
+        if self.cancelled:
+            return 0
+        return len(self.items) if self.failed_at is None else self.failed_at
+
+
+@dataclass(eq=False, slots=True)
+class _Piece:
+    """One object on its way."""
+
+    load: Load
+    item: int
+    shard: int
+    since: float
+    arrived: bool = False
 
 
 @dataclass(slots=True)
@@ -221,6 +251,8 @@ class Transfer:
         Its buffers must hold the largest object of `fmt`.
     counters : Counters
     load_threads, store_threads : int
+    stall_seconds : float
+        How long, beyond what its size takes at 16 MiB/s, an object may take to arrive.
     on_thread_start : Callable, optional
         Called first on each thread with ``"load"`` or ``"store"``, to set its priority
         and processors.
@@ -236,6 +268,7 @@ class Transfer:
         counters: Counters,
         load_threads: int = 2,
         store_threads: int = 1,
+        stall_seconds: float = _STALL_SECONDS,
         on_thread_start: Callable[[str], None] | None = None,
     ) -> None:
         self._shelf = shelf
@@ -253,6 +286,11 @@ class Transfer:
         self._loads: deque[Load] = deque()
         self._active: dict[str, Load] = {}
         self._finished: list[Load] = []
+        self._pieces: set[_Piece] = set()
+        self._load_threads = load_threads
+        largest = max(fmt.object_size(shard) for shard in range(fmt.shards))
+        self._patience = stall_seconds + largest / _SLOWEST_BYTES_A_SECOND
+        self._progress = time.monotonic()
 
         self._store_lock = threading.Lock()
         self._store_work = threading.Condition(self._store_lock)
@@ -300,8 +338,10 @@ class Transfer:
         """
         key = item.chunk.key
         now = time.monotonic()
-        if now < self._paused_until:
+        if now < self._paused_until or self._shelf.read_only:
             self._counters.add("store_dropped_paused")
+            if now >= self._paused_until and self._log.allows("read-only"):
+                logger.warning("%s takes no writes: nothing is stored", self._shelf.url)
             return "paused"
         with self._store_lock:
             if key in self._in_flight:
@@ -309,19 +349,19 @@ class Transfer:
             stored_at = self._stored_at.get(key)
             if stored_at is not None and stored_at >= now - age and not repair:
                 return "known"
-        buffers: list[StagingBuffer] = []
-        for _ in range(self._fmt.shards):
-            buffer = self._staging.acquire_for_store()
-            if buffer is None:
-                for taken in buffers:
-                    self._staging.release(taken)
-                self._counters.add("store_dropped_full")
-                return "full"
-            buffers.append(buffer)
+        buffers = self._staging.acquire_for_store(self._fmt.shards)
+        if buffers is None:
+            self._counters.add("store_dropped_full")
+            return "full"
         offset = self._fmt.data_offset
-        for shard, buffer in enumerate(buffers):
-            size = self._fmt.object_size(shard)
-            self._cache.gather(shard, item.slots, buffer.tensor[offset:size])
+        try:
+            for shard, buffer in enumerate(buffers):
+                size = self._fmt.object_size(shard)
+                self._cache.gather(shard, item.slots, buffer.tensor[offset:size])
+        except BaseException:
+            for buffer in buffers:
+                self._staging.release(buffer)
+            raise
         self._counters.add("gather_seconds", time.monotonic() - now)
         with self._store_lock:
             self._in_flight.add(key)
@@ -352,7 +392,7 @@ class Transfer:
             stored = False
             try:
                 stored = self._publish(job)
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 - the thread must go on
                 self._store_failed(job.chunk, error)
             finally:
                 for buffer in job.buffers:
@@ -421,29 +461,32 @@ class Transfer:
 
     # ---------------------------------------------------------------- loads
 
-    def load(self, request_id: str, items: Sequence[ChunkSlots]) -> None:
+    def load(self, request_id: str, items: Sequence[ChunkSlots]) -> Load:
         """Start to load chunks into the paged cache. Step thread; returns at once."""
-        load = Load(request_id, items)
+        load = Load(request_id, items, _arrived=[0] * len(items))
         with self._load_lock:
             self._active[request_id] = load
             if not items:
                 self._complete(load)
-                return
-            self._loads.append(load)
-            self._load_work.notify(len(items) * self._fmt.shards)
+            elif self._closing or self._all_stalled():
+                # No thread would come for it before its time is up.
+                self._fail(load, 0, Failure.ERROR)
+                self._counters.add("load_stalled")
+                self._settle(load)
+            else:
+                self._loads.append(load)
+                self._load_work.notify(len(items) * self._fmt.shards)
+        return load
 
     def cancel(self, request_id: str) -> None:
-        """Give a load up. It is still reported finished, once no thread touches it."""
+        """Give a load up. It is still reported finished, once no thread touches the cache."""
         with self._load_lock:
             load = self._active.get(request_id)
             if load is None or load.finished:
                 return
             load.cancelled = True
             self._counters.add("load_cancelled")
-            if load in self._loads:
-                self._loads.remove(load)
-            if load._running == 0:
-                self._complete(load)
+            self._settle(load)
 
     def poll(self, wait: float = 0.0) -> list[Load]:
         """Return the loads that finished since the last call.
@@ -457,13 +500,40 @@ class Transfer:
         with self._load_lock:
             if wait > 0 and not self._finished and self._active:
                 self._load_done.wait(wait)
+            if self._active and not self._finished:
+                self._give_up_late()
             finished, self._finished = self._finished, []
             for load in finished:
-                self._active.pop(load.request_id, None)
+                if self._active.get(load.request_id) is load:
+                    del self._active[load.request_id]
             return finished
 
-    def _next_piece(self) -> tuple[Load, int, int] | None:
-        """Take the next (load, item, shard), waiting for one. Load threads."""
+    def _give_up_late(self) -> None:
+        """Fail the loads for which storage took too long. Holds the lock."""
+        oldest = time.monotonic() - self._patience
+        late = {piece.load for piece in self._pieces if piece.since < oldest}
+        late.update(load for load in self._loads if max(load._since, self._progress) < oldest)
+        for load in late:
+            if not load.finished and load._leading < load._wanted:
+                self._counters.add("load_stalled")
+                chunk = load.items[load._leading].chunk
+                self._fail(load, load._leading, Failure.ERROR)
+                self._settle(load)
+                if self._log.allows("stalled"):
+                    logger.warning(
+                        "%s did not deliver chunk %d of a request within %.0f s, its tokens are"
+                        " computed instead",
+                        self._shelf.url,
+                        chunk.index,
+                        self._patience,
+                    )
+
+    def _all_stalled(self) -> bool:
+        oldest = time.monotonic() - self._patience
+        return sum(piece.since < oldest for piece in self._pieces) >= self._load_threads
+
+    def _next_piece(self) -> _Piece | None:
+        """Take the next object to load, waiting for one. Load threads."""
         shards = self._fmt.shards
         with self._load_lock:
             while not self._loads:
@@ -473,86 +543,110 @@ class Transfer:
             load = self._loads[0]
             item, shard = divmod(load._next, shards)
             load._next += 1
-            load._running += 1
             if load._next == len(load.items) * shards:
                 self._loads.popleft()
-            return load, item, shard
+            piece = _Piece(load, item, shard, time.monotonic())
+            self._pieces.add(piece)
+            return piece
 
     def _run_loads(self) -> None:
         while (piece := self._next_piece()) is not None:
-            load, item, shard = piece
-            failure: Failure | None = None
+            failure: Failure | None = Failure.ERROR
             try:
-                failure = self._load_piece(load, item, shard)
-            except Exception as error:
-                failure = Failure.ERROR
-                self._load_failed(load.items[item].chunk, shard, failure, error)
+                failure = self._load_piece(piece)
+            except Exception as error:  # noqa: BLE001 - the thread must go on
+                self._load_failed(piece, Failure.ERROR, error)
             finally:
-                self._piece_done(load, item, failure)
+                self._piece_done(piece, failure)
 
-    def _load_piece(self, load: Load, item: int, shard: int) -> Failure | None:
-        chunk, slots = load.items[item].chunk, load.items[item].slots
-        fmt = self._fmt
-        size = fmt.object_size(shard)
-        buffer = self._staging.acquire_for_load()
+    def _load_piece(self, piece: _Piece) -> Failure | None:
+        item, fmt = piece.load.items[piece.item], self._fmt
+        size = fmt.object_size(piece.shard)
+        buffer = self._staging.acquire_for_load(self._patience)
         if buffer is None:
-            return Failure.ERROR
+            error = TimeoutError("no staging buffer became free")
+            return self._load_failed(piece, Failure.ERROR, error)
         begin = time.monotonic()
         try:
-            self._shelf.load(fmt, chunk, shard, buffer.view[:size])
-            if load.cancelled:
+            self._shelf.load(fmt, item.chunk, piece.shard, buffer.view[:size])
+            if not self._begin_scatter(piece):
                 return None
-            self._cache.scatter(shard, slots, buffer.tensor[fmt.data_offset : size])
+            try:
+                self._cache.scatter(piece.shard, item.slots, buffer.tensor[fmt.data_offset : size])
+                piece.arrived = True
+            finally:
+                with self._load_lock:
+                    piece.load._scattering -= 1
         except ObjectMissingError as error:
-            self._load_failed(chunk, shard, Failure.MISSING, error)
-            return Failure.MISSING
+            return self._load_failed(piece, Failure.MISSING, error)
         except (BadObjectError, NotRegularError) as error:
-            self._load_failed(chunk, shard, Failure.BAD, error)
-            return Failure.BAD
+            return self._load_failed(piece, Failure.BAD, error)
         except StorageError as error:
-            self._load_failed(chunk, shard, Failure.ERROR, error)
-            return Failure.ERROR
+            return self._load_failed(piece, Failure.ERROR, error)
         finally:
             self._staging.release(buffer)
         self._counters.add("loaded_bytes", size)
         self._counters.add("load_seconds", time.monotonic() - begin)
         return None
 
-    def _load_failed(self, chunk: Chunk, shard: int, failure: Failure, error: Exception) -> None:
+    def _begin_scatter(self, piece: _Piece) -> bool:
+        """Whether the object is still wanted; if so its load waits for the scatter to end."""
+        with self._load_lock:
+            load = piece.load
+            if load.finished or piece.item >= load._wanted:
+                return False
+            load._scattering += 1
+            return True
+
+    def _load_failed(self, piece: _Piece, failure: Failure, error: Exception) -> Failure:
         if failure is Failure.MISSING:
             self._counters.add("load_missing")
         elif failure is Failure.BAD:
             self._counters.add("load_bad")
         else:
             self._counters.add("load_errors")
-        name = object_name(chunk, shard, self._fmt.shards)
+        name = object_name(piece.load.items[piece.item].chunk, piece.shard, self._fmt.shards)
         if self._log.allows(("load", name)):
             logger.warning(
                 "object %s was not loaded, its tokens are computed instead: %s", name, error
             )
+        return failure
 
-    def _piece_done(self, load: Load, item: int, failure: Failure | None) -> None:
+    def _piece_done(self, piece: _Piece, failure: Failure | None) -> None:
         with self._load_lock:
-            load._running -= 1
+            self._pieces.discard(piece)
+            self._progress = time.monotonic()
+            load = piece.load
+            if load.finished:
+                return
             if failure is not None:
-                load.failures.append((load.items[item].chunk, failure))
-                if load.failed_at is None or item < load.failed_at:
-                    load.failed_at = item
-                # What comes after a failed chunk is of no use to this request.
-                if load in self._loads:
-                    self._loads.remove(load)
-            exhausted = load._next == len(load.items) * self._fmt.shards
-            given_up = load.cancelled or load.failed_at is not None
-            if load._running == 0 and (exhausted or given_up):
-                self._complete(load)
+                self._fail(load, piece.item, failure)
+            elif piece.arrived:
+                load._arrived[piece.item] += 1
+                items, shards = len(load.items), self._fmt.shards
+                while load._leading < items and load._arrived[load._leading] == shards:
+                    load._leading += 1
+            self._settle(load)
+
+    def _fail(self, load: Load, item: int, failure: Failure) -> None:
+        """Note that an item will not arrive. Holds the lock."""
+        load.failures.append((load.items[item].chunk, failure))
+        if load.failed_at is None or item < load.failed_at:
+            load.failed_at = item
+
+    def _settle(self, load: Load) -> None:
+        """Complete a load of which nothing more is wanted. Holds the lock."""
+        wanted = load._wanted
+        if load in self._loads and load._next >= wanted * self._fmt.shards:
+            # What comes after a failed chunk is of no use to this request.
+            self._loads.remove(load)
+        if load._leading >= wanted and not load._scattering:
+            self._complete(load)
 
     def _complete(self, load: Load) -> None:
         load.finished = True
-        good = len(load.items) if load.failed_at is None else load.failed_at
-        if load.cancelled:
-            good = 0
-        if good:
-            self._counters.add("loaded_chunks", good)
+        if load._wanted:
+            self._counters.add("loaded_chunks", load._wanted)
         self._finished.append(load)
         self._load_done.notify_all()
 
@@ -584,15 +678,17 @@ class Transfer:
             self._counters.add("store_lost", lost)
         self._closing = True
         with self._store_lock:
+            dropped = list(self._stores)
             self._stores.clear()
             self._store_work.notify_all()
+        for job in dropped:
+            for buffer in job.buffers:
+                self._staging.release(buffer)
         with self._load_lock:
-            self._loads.clear()
+            for load in list(self._active.values()):
+                if not load.finished and load._leading < load._wanted:
+                    self._fail(load, load._leading, Failure.ERROR)
+                    self._settle(load)
             self._load_work.notify_all()
         self._staging.close()
         return lost
-
-
-def failed_chunks(loads: Iterable[Load]) -> list[tuple[Chunk, Failure]]:
-    """Return all (chunk, reason) of `loads` that failed."""
-    return [failure for load in loads for failure in load.failures]

@@ -1,28 +1,26 @@
 """Fixtures for tests with real vLLM engines: models, engines, a shelf, reference answers.
 
-Engines are started once for a session or a module and serve many tests. All of them are bound to one
-core each, so that two can work side by side and all compute with the same number of threads.
+Engines are started once for a session or a module and serve many tests. Each is bound to one core,
+so that two can work side by side and all compute with the same number of threads.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import itertools
-import os
 import random
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
-from harness import INERT_CONNECTOR, SHELF_CONNECTOR, Answer, Engine
+from fleet import ENGINES, Engines, Places
+from harness import Answer, Engine
 from shelf_files import ShelfFiles
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 from make_model import RECIPES, make_model
-
-StartEngine = Callable[..., Engine]
 
 _SKIP = (
     None
@@ -37,70 +35,63 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if Path(__file__).parent in item.path.parents:
+        if "engines" in getattr(item, "fixturenames", ()) or item.path.name == "test_examples.py":
             item.add_marker("vllm")
             if _SKIP:
                 item.add_marker(pytest.mark.skip(reason=_SKIP))
 
 
 @pytest.fixture(scope="session")
-def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder for models, logs and shelves of this session."""
-    return tmp_path_factory.mktemp("vllm")
+def places(tmp_path_factory: pytest.TempPathFactory) -> Places:
+    root = tmp_path_factory.mktemp("vllm")
+    model = make_model(root / "models" / "tiny", "tiny")
+    copied = root / "models" / "a copy"
+    shutil.copytree(model, copied)
+    return Places(root, model, copied, root / "shelf", root / "own shelf")
 
 
 @pytest.fixture(scope="session")
-def model(workspace: Path) -> Path:
-    """The tiny model."""
-    return make_model(workspace / "models" / "tiny", "tiny")
+def engines(places: Places, request: pytest.FixtureRequest) -> Iterator[Engines]:
+    """All engines; they are stopped, at the latest, when the session ends."""
+    asked = [
+        name
+        for item in request.session.items
+        for name in (*getattr(item, "fixturenames", ()),)
+        if name in ENGINES
+    ]
+    engines = Engines(places, list(dict.fromkeys(asked)))
+    yield engines
+    engines.stop_all()
 
 
 @pytest.fixture(scope="session")
-def start_engine(workspace: Path) -> Iterator[StartEngine]:
-    """Start engines that are stopped, at the latest, when the session ends."""
-    cores = itertools.cycle(sorted(os.sched_getaffinity(0)))
-    engines: list[Engine] = []
-
-    def start(name: str, model: Path, shelf: Path | None = None, **options: Any) -> Engine:
-        extra = {**({"shared_storage_path": str(shelf)} if shelf else {})}
-        extra |= options.pop("extra_config", {})
-        connector = SHELF_CONNECTOR if shelf else INERT_CONNECTOR
-        engine = Engine(
-            model,
-            workspace / "logs" / f"{len(engines)}-{name}.log",
-            connector=connector,
-            extra_config=extra,
-            core=next(cores),
-            **options,
-        )
-        engines.append(engine)
-        return engine
-
-    yield start
-    for engine in engines:
-        engine.stop()
+def shelf(places: Places) -> ShelfFiles:
+    """The shelf that most engines share."""
+    return ShelfFiles(places.shelf)
 
 
-@pytest.fixture(scope="session")
-def shelf(workspace: Path) -> ShelfFiles:
-    """The shelf that the session's engines share."""
-    return ShelfFiles(workspace / "shelf")
+def _engine_fixture(name: str, scope: Literal["session", "module"]) -> Any:
+    def fixture(engines: Engines) -> Iterator[Engine]:
+        engine = engines[name]
+        yield engine
+        if scope == "module":
+            engine.stop()
+
+    return pytest.fixture(scope=scope, name=name)(fixture)
+
+
+inert = _engine_fixture("inert", "session")
+on_shelf = _engine_fixture("on_shelf", "session")
+small = _engine_fixture("small", "module")
+second = _engine_fixture("second", "module")
+third = _engine_fixture("third", "module")
+chatting = _engine_fixture("chatting", "module")
+consumer = _engine_fixture("consumer", "module")
 
 
 @pytest.fixture(scope="session")
-def session_engines(
-    start_engine: StartEngine, model: Path, shelf: ShelfFiles
-) -> tuple[Engine, Engine]:
-    """The two engines that most tests use, started side by side: inert, and with the shelf."""
-    inert = start_engine("inert", model)
-    engine = start_engine("shelf", model, shelf.root)
-    return inert.wait_ready(), engine.wait_ready()
-
-
-@pytest.fixture(scope="session")
-def reference(session_engines: tuple[Engine, Engine]) -> Callable[..., Answer]:
+def reference(inert: Engine) -> Callable[..., Answer]:
     """What vLLM answers without a shelf and without its prefix cache; computed once a prompt."""
-    inert, _ = session_engines
     known: dict[tuple[Any, ...], Answer] = {}
 
     def answer(prompt: list[int], **options: Any) -> Answer:
@@ -114,11 +105,10 @@ def reference(session_engines: tuple[Engine, Engine]) -> Callable[..., Answer]:
 
 
 @pytest.fixture
-def engine(session_engines: tuple[Engine, Engine]) -> Engine:
+def engine(on_shelf: Engine) -> Engine:
     """The session's engine on the shelf, its own prefix cache empty."""
-    _, engine = session_engines
-    engine.reset_prefix_cache()
-    return engine
+    on_shelf.reset_prefix_cache()
+    return on_shelf
 
 
 @pytest.fixture

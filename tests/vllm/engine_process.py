@@ -1,23 +1,26 @@
 """The engine side of :mod:`harness`: one vLLM ``AsyncLLM``, driven over a socket by JSON lines.
 
-Run as a script: ``engine_process.py <fd of the socket>``. The first line holds the engine arguments;
-every later line is a command with an id, answered by one or more lines with that id. Commands run
-concurrently on the event loop of the main thread. When the socket closes, the engine is shut down and
-the process ends, so a test run that dies leaves no engine behind.
+Run as a script: ``engine_process.py <fd of the socket>``. The first line holds the engine
+arguments; every later line is a command with an id, answered by one or more lines with that id.
+Commands run concurrently on the event loop of the main thread. When the socket closes, the engine
+is shut down and the process ends, so a test run that dies leaves no engine behind.
 """
 
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import json
+import os
 import socket
 import sys
 import time
 import traceback
-from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
-Reply = Callable[..., Awaitable[None]]
+_CAP_DAC_OVERRIDE = 1
+_PR_CAPBSET_DROP = 24
 
 
 class EngineCounts:
@@ -94,7 +97,7 @@ class EngineProcess:
         number, op = command.pop("id"), command.pop("op")
         try:
             await getattr(self, "do_" + op)(number, **command)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 -- the test is told
             await self.reply(
                 number, error=f"{type(error).__name__}: {error}", trace=traceback.format_exc()
             )
@@ -107,7 +110,7 @@ class EngineProcess:
         cache_salt: str | None,
         lora: dict[str, Any] | None,
     ) -> None:
-        """Run one request: a line ``first`` with its first token, then a line with the whole answer."""
+        """Run one request: a line with ``first`` at its first token, then the whole answer."""
         from vllm import SamplingParams
         from vllm.lora.request import LoRARequest
 
@@ -215,12 +218,33 @@ async def main() -> None:
         await writer.drain()
         raise
     process = EngineProcess(engine, counts, reader, writer)
-    await process.reply(0, imported=imported, seconds=time.monotonic() - started)
+    await process.reply(
+        0,
+        imported=imported,
+        seconds=time.monotonic() - started,
+        heeds_permissions=not ignores_permissions(),
+    )
     try:
         await process.serve()
     finally:
         writer.close()
 
 
+def ignores_permissions() -> bool:
+    """Whether this process may write where permissions forbid it, as root usually may."""
+    status = Path("/proc/self/status").read_text()
+    effective = int(status.split("CapEff:")[1].split()[0], 16)
+    return bool(effective >> _CAP_DAC_OVERRIDE & 1)
+
+
+def heed_permissions() -> None:
+    """Give that privilege up, for this program started anew and all it starts."""
+    dropped = ctypes.CDLL(None).prctl(_PR_CAPBSET_DROP, _CAP_DAC_OVERRIDE, 0, 0, 0) == 0
+    if dropped:
+        os.execv(sys.executable, [sys.executable, *sys.argv])
+
+
 if __name__ == "__main__":
+    if "--heed-permissions" in sys.argv and ignores_permissions():
+        heed_permissions()
     asyncio.run(main())

@@ -1,12 +1,12 @@
 """Real vLLM engines for tests: each in its own process, driven from the test.
 
 :class:`Engine` starts ``engine_process.py`` (an ``AsyncLLM`` with a given connector) in a process
-group of its own and speaks JSON lines with it over a socket pair. One reader thread per engine hands
-replies to the waiting test threads, so requests can run concurrently, be aborted half way and be
-looked at while they run. Everything an engine prints goes to a file that tests can read.
+group of its own and speaks JSON lines with it over a socket pair. One reader thread per engine
+hands replies to the waiting test threads, so requests can run concurrently, be aborted half way and
+be looked at while they run. Everything an engine prints goes to a file that tests can read.
 
-An engine never outlives its test run: ``stop`` is bounded and ends by killing the process group, and
-the engine process shuts down by itself when its socket closes.
+An engine never outlives its test run: ``stop`` is bounded and ends by killing the process group,
+and the engine process shuts down by itself when its socket closes.
 """
 
 from __future__ import annotations
@@ -146,13 +146,16 @@ class Engine:
         The processor core that the engine is pinned to; all of them by default.
     env : mapping, optional
         Environment variables on top of the harness's.
+    heed_permissions : bool
+        Give up root's privilege to write where permissions forbid it; see
+        :attr:`heeds_permissions`.
     **arguments
         Fields of vLLM's ``AsyncEngineArgs`` on top of the harness's.
 
     Notes
     -----
-    The constructor returns at once; :meth:`wait_ready` (or any command) waits for the start, so that
-    two engines can start side by side.
+    The constructor returns at once; :meth:`wait_ready` (or any command) waits for the start, so
+    that two engines can start side by side.
     """
 
     def __init__(
@@ -166,6 +169,7 @@ class Engine:
         transfer: Mapping[str, Any] | None = None,
         core: int | None = None,
         env: Mapping[str, str] | None = None,
+        heed_permissions: bool = False,
         **arguments: Any,
     ) -> None:
         self.log_path = Path(log)
@@ -196,7 +200,7 @@ class Engine:
         self.started = time.monotonic()
         with self.log_path.open("ab") as output, theirs:
             self.process = subprocess.Popen(
-                [*command, str(theirs.fileno())],
+                [*command, str(theirs.fileno()), *["--heed-permissions"] * heed_permissions],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -216,7 +220,7 @@ class Engine:
     # Life
 
     def wait_ready(self, timeout: float = START_TIMEOUT) -> Engine:
-        """Wait until the engine takes requests; raises :class:`EngineError` if it failed to start."""
+        """Wait until the engine takes requests; raises :class:`EngineError` if it fails to."""
         if self._ready is None:
             try:
                 self._ready = self.next_reply(self._replies[0], self.started + timeout)
@@ -231,6 +235,13 @@ class Engine:
         self.wait_ready()
         assert self._ready is not None
         return float(self._ready["seconds"])
+
+    @property
+    def heeds_permissions(self) -> bool:
+        """Whether the engine cannot write where permissions forbid it."""
+        self.wait_ready()
+        assert self._ready is not None
+        return bool(self._ready["heeds_permissions"])
 
     def stop(self, timeout: float = STOP_TIMEOUT, *, drain: float = 0.0) -> float:
         """Shut down in order, at most `timeout` seconds; returns the seconds that it took.
@@ -337,7 +348,7 @@ class Engine:
     def reset_prefix_cache(self, *, connector: bool = False, timeout: float = 10.0) -> None:
         """Empty vLLM's own prefix cache, and the connector's memos where asked.
 
-        vLLM refuses while blocks are in use, so a refused reset is repeated until `timeout` seconds.
+        vLLM refuses while blocks are in use, so a refused reset is repeated for `timeout` seconds.
         """
         deadline = time.monotonic() + timeout
         while not self.call("reset_prefix_cache", connector=connector)["done"]:
@@ -470,7 +481,7 @@ def assert_mostly_same(
     tolerance: float = NEAR_TIE,
     share: float = 0.9,
 ) -> None:
-    """Assert that at least `share` of the answers are token-equal, and the others differ by near-ties."""
+    """Assert that a `share` of the answers is token-equal and the others differ by near-ties."""
     for answer, other in zip(answers, expected, strict=True):
         assert_same(answer, other, tolerance)
     equal = sum(

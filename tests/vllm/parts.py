@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-
 from kvshelf.backends import Backend
 from kvshelf.backends.posix import PosixBackend
+
 from kvshelf.chunkfile import ObjectFormat
 from kvshelf.identity import FORMAT, Chunk, KeyChain, Namespace, object_name
 from kvshelf.layout import PagedLayout, native_slots_of, slots_of
@@ -24,6 +26,14 @@ from kvshelf.transfer import ChunkSlots, LayerRun, Load, PagedKVCache, Transfer
 LAYERS, HEADS, HEAD_SIZE, BLOCK = 3, 2, 8, 4
 #: Longest that a test waits for what ought to happen at once.
 PATIENCE = 20.0
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Wait for what a thread that cannot be joined is about to do."""
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline, "it never came true"
+        threading.Event().wait(0.001)
 
 
 def make_format(

@@ -31,10 +31,11 @@ def wait_until(condition: Callable[[], bool], what: str, timeout: float = WAIT) 
 
 
 class ShelfFiles:
-    """A shelf that holds the objects of one namespace, in a local directory."""
+    """A shelf in a local directory, and the one namespace on it that prompts are looked for in."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
+        self._folder: Path | None = None
 
     def namespaces(self) -> list[Path]:
         """Return the namespace folders."""
@@ -54,12 +55,11 @@ class ShelfFiles:
         """Return files that were begun and not published."""
         return set(self.root.rglob(".*.tmp"))
 
-    def of(
-        self, prompt: Sequence[int], *, salt: str = "", folder: Path | None = None
-    ) -> list[list[Path]]:
+    def of(self, prompt: Sequence[int], *, salt: str = "") -> list[list[Path]]:
         """Return the objects that a prompt's chunks have or would have: a list for each chunk."""
-        if folder is None:
-            [folder] = self.namespaces()
+        if self._folder is None:
+            [self._folder] = self.namespaces()
+        folder = self._folder
         namespace = Namespace.from_bytes((folder / "namespace.json").read_bytes())
         shards = namespace.record["shards"]
         assert isinstance(shards, int)

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 from harness import Answer, Engine, assert_same
-from shelf_files import CHUNK, DAMAGE, SEEN_BY_LOOKUP, ShelfFiles, check_object, wait_until
-
 from make_model import RECIPES
+from shelf_files import CHUNK, DAMAGE, SEEN_BY_LOOKUP, ShelfFiles, check_object, wait_until
 
 BLOCK = 128
 MakePrompt = Callable[[int], list[int]]

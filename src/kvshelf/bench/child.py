@@ -33,6 +33,12 @@ class MissingEngineError(ChildError):
     """vLLM is not installed."""
 
 
+def require_engine() -> None:
+    """Raise MissingEngineError unless vLLM is installed."""
+    if importlib.util.find_spec("vllm") is None:
+        raise MissingEngineError("vLLM is not installed: pip install 'kvshelf[cpu]'")
+
+
 class Child:
     """One child process.
 
@@ -56,8 +62,7 @@ class Child:
     def __init__(
         self, mode: str, log: Path, *, env: Mapping[str, str] | None = None, **arguments: Any
     ) -> None:
-        if importlib.util.find_spec("vllm") is None:
-            raise MissingEngineError("vLLM is not installed: pip install 'kvshelf[cpu]'")
+        require_engine()
         self._log = log
         ours, theirs = socket.socketpair()
         environment = {k: v for k, v in os.environ.items() if not k.startswith("KVSHELF_")}

@@ -37,9 +37,7 @@ def _native(shape: Shape) -> _Paged:
     blocks = CHUNK_TOKENS // BLOCK_TOKENS
     total = _CHUNKS_IN_CACHE * blocks
     caches = [
-        torch.zeros(
-            total, shape.kv_heads, BLOCK_TOKENS, 2 * shape.head_size, dtype=torch.bfloat16
-        )
+        torch.zeros(total, shape.kv_heads, BLOCK_TOKENS, 2 * shape.head_size, dtype=torch.bfloat16)
         for _ in range(shape.layers)
     ]
     slots = torch.arange(blocks, 2 * blocks, dtype=torch.int64)
@@ -50,9 +48,7 @@ def _canonical(shape: Shape) -> _Paged:
     tokens = 16
     blocks = _CHUNKS_IN_CACHE * CHUNK_TOKENS // tokens
     caches = [
-        torch.zeros(
-            2, blocks, tokens, shape.kv_heads, shape.head_size, dtype=torch.bfloat16
-        )
+        torch.zeros(2, blocks, tokens, shape.kv_heads, shape.head_size, dtype=torch.bfloat16)
         for _ in range(shape.layers)
     ]
     slots = torch.arange(CHUNK_TOKENS, 2 * CHUNK_TOKENS, dtype=torch.int64)

@@ -12,12 +12,13 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import kvshelf
-from kvshelf.bench.child import Child, ChildError, MissingEngineError
+from kvshelf.bench.child import Child, ChildError, MissingEngineError, require_engine
 from kvshelf.bench.measure import Goal, Row
 from kvshelf.bench.samples import BLOCK_TOKENS, CHUNK_TOKENS, make_prompt
 from kvshelf.bench.settings import Settings
@@ -42,9 +43,7 @@ class _EngineRun:
         self._model = model
         self._seed = 0
 
-    def engine(
-        self, name: str, *, inert: bool = False, cache: str = "", **arguments: Any
-    ) -> Child:
+    def engine(self, name: str, *, inert: bool = False, cache: str = "", **arguments: Any) -> Child:
         """Start an engine; it is ready when its first command is answered."""
         if inert:
             connector, module, extra = "InertConnector", "kvshelf.vllm.inert", {}
@@ -146,11 +145,6 @@ def _find_model(settings: Settings) -> Path:
     return folder
 
 
-def _skipped(rows: list[Row], reason: str) -> Iterator[Row]:
-    for row in rows:
-        yield Row(row.name, row.work, row.floor, goal=row.goal, skipped=reason)
-
-
 _SINGLE = Row(
     "engine/cold",
     f"cold TTFT, {_PROMPT_TOKENS} tokens, request by request",
@@ -186,19 +180,33 @@ def bench_engine(settings: Settings) -> Iterator[Row]:
     comes from the shelf, the second time from vLLM's own prefix cache, both times of the same
     engine, with one prompt's first turn next to the other's second.
     """
-    rows = [_SINGLE, _BURSTS, _WARM]
-    if settings.quick:
-        yield from _skipped(rows, "not with --quick")
-        return
-    try:
-        run = _EngineRun(settings, _find_model(settings), "engine")
-        yield from _cold_rows(settings, run)
-        rows = [_WARM]
-        yield _warm_row(settings, run)
-    except MissingEngineError as error:
-        yield from _skipped(rows, str(error))
-    except (ChildError, OSError, subprocess.CalledProcessError) as error:
-        yield from _skipped(rows, f"failed: {error}")
+    yield from _guarded(settings, [_SINGLE, _BURSTS, _WARM], _engine_rows)
+
+
+def _guarded(
+    settings: Settings, rows: Sequence[Row], measure: Callable[[Settings], Iterator[Row]]
+) -> Iterator[Row]:
+    """Yield what is measured, and a skipped row for each that is not, with the reason."""
+    left = {row.name: row for row in rows}
+    reason = "not with --quick"
+    if not settings.quick:
+        try:
+            require_engine()
+            for row in measure(settings):
+                left.pop(row.name)
+                yield row
+        except MissingEngineError as error:
+            reason = str(error)
+        except (ChildError, OSError, subprocess.CalledProcessError) as error:
+            reason = f"failed: {error}"
+    for row in left.values():
+        yield replace(row, skipped=reason)
+
+
+def _engine_rows(settings: Settings) -> Iterator[Row]:
+    run = _EngineRun(settings, _find_model(settings), "engine")
+    yield from _cold_rows(settings, run)
+    yield _warm_row(settings, run)
 
 
 def _warm_up(engine: Child, run: _EngineRun) -> None:
@@ -243,13 +251,10 @@ def _cold_rows(settings: Settings, run: _EngineRun) -> Iterator[Row]:
                         stores.append(run.wait_stored(prompts * objects))
                         run.empty()
                     time.sleep(_QUIET_SECONDS)
-            yield Row(
-                row.name,
-                row.work,
-                row.floor,
-                *times,
-                goal=row.goal,
-                note=row.note,
+            yield replace(
+                row,
+                ours=times[0],
+                floors=times[1],
                 extra={**extra, "store_seconds_after_answer": stores},
             )
         settings.progress("storing prompts for the warm engine")
@@ -307,14 +312,7 @@ def _warm_row(settings: Settings, run: _EngineRun) -> Row:
                 if pair >= 0:
                     times[side].append(seconds)
             before = prompt
-    return Row(
-        _WARM.name,
-        _WARM.work,
-        _WARM.floor,
-        *times,
-        goal=_WARM.goal,
-        extra={"first_hit_seconds": first},
-    )
+    return replace(_WARM, ours=times[0], floors=times[1], extra={"first_hit_seconds": first})
 
 
 def _warm(engine: Child, prompt: list[int], shelf: int) -> float:
@@ -342,36 +340,25 @@ _STARTUP = Row(
 
 def bench_startup(settings: Settings) -> Iterator[Row]:
     """Measure whether naming the weights by their content delays the start of an engine."""
-    if settings.quick:
-        yield from _skipped([_STARTUP], "not with --quick")
-        return
-    try:
-        model = settings.model or _make_checkpoint(settings)
-        run = _EngineRun(settings, model, "startup")
-        pairs = settings.pairs(7)
-        times: tuple[list[float], list[float]] = ([], [])
-        for pair in range(-1, pairs):
-            for side in (0, 1) if pair % 2 else (1, 0):
-                settings.progress(f"{_STARTUP.work}: pair {pair + 1} of {pairs}")
-                # What one start remembered of the files would help the next.
-                name = f"{pair}-{side}"
-                with run.engine(name, inert=side == 1, cache=name) as engine:
-                    seconds = engine.wait_ready()["wall_seconds"]
-                if pair >= 0:
-                    times[side].append(seconds)
-        yield Row(
-            _STARTUP.name,
-            _STARTUP.work,
-            _STARTUP.floor,
-            *times,
-            goal=_STARTUP.goal,
-            note=_STARTUP.note,
-            extra={"checkpoint_bytes": sum(f.stat().st_size for f in model.iterdir())},
-        )
-    except MissingEngineError as error:
-        yield from _skipped([_STARTUP], str(error))
-    except (ChildError, OSError) as error:
-        yield from _skipped([_STARTUP], f"failed: {error}")
+    yield from _guarded(settings, [_STARTUP], _startup_rows)
+
+
+def _startup_rows(settings: Settings) -> Iterator[Row]:
+    model = settings.model or _make_checkpoint(settings)
+    run = _EngineRun(settings, model, "startup")
+    pairs = settings.pairs(7)
+    times: tuple[list[float], list[float]] = ([], [])
+    for pair in range(-1, pairs):
+        for side in (0, 1) if pair % 2 else (1, 0):
+            settings.progress(f"{_STARTUP.work}: pair {pair + 1} of {pairs}")
+            # What one start remembered of the files would help the next.
+            name = f"{pair}-{side}"
+            with run.engine(name, inert=side == 1, cache=name) as engine:
+                seconds = engine.wait_ready()["wall_seconds"]
+            if pair >= 0:
+                times[side].append(seconds)
+    size = sum(file.stat().st_size for file in model.iterdir())
+    yield replace(_STARTUP, ours=times[0], floors=times[1], extra={"checkpoint_bytes": size})
 
 
 def _make_checkpoint(settings: Settings) -> Path:

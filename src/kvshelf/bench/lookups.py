@@ -43,9 +43,7 @@ class _Searches:
         self._prompt = make_prompt(chunks * fmt.chunk_size)
         self.paths = make_hollow_objects(root, fmt, make_chunks(fmt, chunks))
         self._shelf = Shelf(open_backend(str(root)))
-        self._service = LookupService(
-            self._shelf, fmt, failed=FailedKeys(), counters=Counters()
-        )
+        self._service = LookupService(self._shelf, fmt, failed=FailedKeys(), counters=Counters())
 
     def search(self) -> None:
         """Run one look-up and wait for it."""

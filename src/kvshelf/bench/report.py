@@ -6,7 +6,7 @@ a figure says nothing.
 
 from __future__ import annotations
 
-import datetime
+import datetime as dt
 import importlib.metadata
 import os
 import platform
@@ -60,7 +60,7 @@ def make_report(
     """Return everything as one JSON value."""
     return {
         "kvshelf_bench": 1,
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "date": dt.datetime.now(dt.timezone.utc).isoformat(timespec="seconds"),
         "command": list(command),
         "machine": {**machine, "load_average_end": [round(v, 2) for v in os.getloadavg()]},
         "versions": describe_versions(),

@@ -33,13 +33,13 @@ def check_vllm_version(version: str) -> None:
     UnsupportedError
         If `version` is outside ``>=0.32,<0.34``.
     """
-    parts = version.split("+")[0].split(".")
+    parts = version.split("+", maxsplit=1)[0].split(".")
     try:
         found = (int(parts[0]), int(parts[1]))
     except (IndexError, ValueError):
         # Builds from source name no release; the interface is checked by use.
         return
-    if found[0] == 0 and found[1] == 0 or "dev" in version:
+    if found == (0, 0) or "dev" in version:
         return
     low, high = SUPPORTED_VLLM
     if not low <= found < high:

@@ -168,7 +168,7 @@ def _time_step_thread(root: Path, chunks: int, requests: int) -> dict[str, Any]:
     )
     times = []
     with Shelf(open_backend(str(root))) as shelf:
-        side = SchedulerSide(vllm_config, config, shelf, block_size=BLOCK_TOKENS)
+        side = SchedulerSide(vllm_config, config, lambda: shelf, block_size=BLOCK_TOKENS)
         try:
             side.worker_output(WorkerMetadata(parts={0: part}))
             side.step_metadata(busy_step)

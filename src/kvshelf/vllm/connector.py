@@ -6,16 +6,23 @@ instance for each role; all calls come on the engine's step thread.
 
 The interface is ``vllm/distributed/kv_transfer/kv_connector/v1/base.py`` of vLLM 0.32;
 0.33 adds the sleep hooks.
+
+An exception in a method that vLLM calls in a step would end the engine. So each of these
+methods is contained: what goes wrong is logged, and vLLM gets the answer of a connector
+that has nothing. The constructor and ``register_kv_caches`` do raise: what is wrong with
+the configuration stops the start.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import sys
 import threading
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+import time
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 import vllm
@@ -29,12 +36,13 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvshelf.config import Config, default_shelf_path
 from kvshelf.errors import ConfigError, UnsupportedError
-from kvshelf.shelf import Shelf, open_shelf
+from kvshelf.shelf import open_shelf
 from kvshelf.vllm import check_vllm_version
 from kvshelf.vllm.metadata import StepMetadata, WorkerMetadata
+from kvshelf.vllm.opening import OpeningShelf
 from kvshelf.vllm.scheduler import SchedulerSide
 from kvshelf.vllm.stats import ShelfStats, stats_of
-from kvshelf.vllm.worker import WorkerSide, free_cpus
+from kvshelf.vllm.worker import WorkerSide, free_cpus, manager_block_size
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -50,6 +58,38 @@ logger = logging.getLogger(__name__)
 
 # Draft methods without KV of their own.
 _DRAFTS_WITHOUT_KV = {"ngram", "ngram_gpu", "suffix"}
+_LOG_SECONDS = 60.0
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_next_logs: dict[str, float] = {}
+
+
+def _contained(
+    fallback: Callable[..., Any],
+) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+    """Answer with `fallback`, called with the same arguments, where a method raises."""
+
+    def contain(method: Callable[_P, _R]) -> Callable[_P, _R]:
+        @functools.wraps(method)
+        def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+            try:
+                return method(*args, **kwargs)
+            except Exception as error:
+                now = time.monotonic()
+                if now >= _next_logs.get(method.__name__, 0.0):
+                    _next_logs[method.__name__] = now + _LOG_SECONDS
+                    logger.error("%s failed; the engine goes on", method.__name__, exc_info=error)
+                answer: _R = fallback(*args, **kwargs)
+                return answer
+
+        return call
+
+    return contain
+
+
+def _nothing(*_: object, **__: object) -> None:
+    """Answer of a method from which nothing is expected."""
 
 
 class SharedStorageConnector(KVConnectorBase_V1):
@@ -93,8 +133,8 @@ class SharedStorageConnector(KVConnectorBase_V1):
             self._scheduler = SchedulerSide(
                 vllm_config,
                 self._config,
-                self._shelf,
-                block_size=int(vllm_config.cache_config.block_size),
+                self._shelf.get,
+                block_size=manager_block_size(vllm_config, kv_cache_config),
                 ranks=int(vllm_config.parallel_config.world_size),
                 may_store=transfer.is_kv_producer,
                 may_load=True,
@@ -104,7 +144,7 @@ class SharedStorageConnector(KVConnectorBase_V1):
             self._worker = WorkerSide(
                 vllm_config,
                 self._config,
-                self._shelf,
+                self._shelf.get,
                 kv_cache_config=kv_cache_config,
                 rank=int(vllm_config.parallel_config.rank),
             )
@@ -116,7 +156,7 @@ class SharedStorageConnector(KVConnectorBase_V1):
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
-        """Caches are copied into staging within the step, so an engine may sleep."""
+        """Say that an engine may sleep: caches are copied into staging within the step."""
         return True
 
     # ------------------------------------------------------------- worker
@@ -125,6 +165,7 @@ class SharedStorageConnector(KVConnectorBase_V1):
         """Take the engine's caches."""
         self._as_worker().register(kv_caches)
 
+    @_contained(_nothing)
     def unregister_kv_caches(self) -> None:
         """Before sleep (vLLM 0.33): publish what is staged; caches are not touched then."""
         self._as_worker().drain(self._config.shutdown_drain_s)
@@ -132,12 +173,14 @@ class SharedStorageConnector(KVConnectorBase_V1):
     def restore_kv_caches(self, kv_caches: dict[str, torch.Tensor] | None = None) -> None:
         """After sleep (vLLM 0.33): pointers are read from the tensors at each call."""
 
+    @_contained(_nothing)
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Begin a step."""
         super().bind_connector_metadata(connector_metadata)
-        assert isinstance(connector_metadata, StepMetadata)
-        self._as_worker().bind(connector_metadata)
+        if isinstance(connector_metadata, StepMetadata):
+            self._as_worker().bind(connector_metadata)
 
+    @_contained(_nothing)
     def clear_connector_metadata(self) -> None:
         """End a step."""
         super().clear_connector_metadata()
@@ -146,6 +189,7 @@ class SharedStorageConnector(KVConnectorBase_V1):
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """Nothing to do: gathers are over when the step that made them is."""
 
+    @_contained(_nothing)
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Start loads that did not start with the step."""
         self._as_worker().start_loads()
@@ -158,49 +202,57 @@ class SharedStorageConnector(KVConnectorBase_V1):
     ) -> None:
         """Nothing to do: all layers are gathered at once in :meth:`wait_for_save`."""
 
+    @_contained(_nothing)
     def wait_for_save(self) -> None:
         """Gather what this step completed into staging."""
         self._as_worker().save()
 
-    def get_finished(
-        self, finished_req_ids: set[str]
-    ) -> tuple[set[str] | None, set[str] | None]:
+    @_contained(lambda *_: (None, None))
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Return (None, requests whose loads are over)."""
         return None, self._as_worker().finished_loads() or None
 
+    @_contained(lambda *_: set())
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Return the blocks that failed loads left without KV."""
         return self._as_worker().take_bad_blocks()
 
+    @_contained(_nothing)
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """Return what the scheduler side has to know."""
         return self._as_worker().worker_metadata()
 
     # ------------------------------------------------------------- scheduler
 
+    def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
+        """Return the cache groups that a load fills: the only one there is."""
+        return (0,)
+
+    @_contained(_nothing)
     def on_new_request(self, request: Request) -> None:
         """Start the request's look-up."""
         self._as_scheduler().new_request(request)
 
+    @_contained(lambda *_: (0, False))
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """Return how many further tokens the shelf has, None while that is not known."""
         return self._as_scheduler().matched_tokens(request, num_computed_tokens)
 
+    @_contained(_nothing)
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
         """Plan the load of `num_external_tokens` into `blocks`."""
         if num_external_tokens:
-            self._as_scheduler().allocated(
-                request, blocks.get_block_ids()[0], num_external_tokens
-            )
+            self._as_scheduler().allocated(request, blocks.get_block_ids()[0], num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """Return the step's loads and stores; `scheduler_output` is only read."""
         return self._as_scheduler().step_metadata(scheduler_output)
 
+    @_contained(_nothing)
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Learn what workers report."""
         scheduler = self._as_scheduler()
@@ -209,6 +261,7 @@ class SharedStorageConnector(KVConnectorBase_V1):
             scheduler.worker_output(meta)
         scheduler.loads_done(connector_output.finished_recving or set())
 
+    @_contained(lambda *_: (False, None))
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
@@ -224,12 +277,14 @@ class SharedStorageConnector(KVConnectorBase_V1):
         """Every worker reports every load."""
         return None
 
+    @_contained(lambda *_: False)
     def reset_cache(self) -> bool | None:
         """Drop memos and have the weight files checked; objects on the shelf stay."""
         return self._as_scheduler().reset()
 
     # ------------------------------------------------------------- both
 
+    @_contained(_nothing)
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """Return what was counted since the last call."""
         side = self._worker or self._scheduler
@@ -243,12 +298,14 @@ class SharedStorageConnector(KVConnectorBase_V1):
         """Return stats that hold `data`."""
         return ShelfStats(data or {})
 
+    @_contained(_nothing)
     def shutdown(self) -> None:
-        """Publish what is staged for a bounded time; say what was lost."""
+        """Publish what is staged for a bounded time; say what was lost. Idempotent."""
         if self._worker is not None:
             self._worker.close()
         if self._scheduler is not None:
             self._scheduler.close()
+        self._shelf.close()
 
     def _as_worker(self) -> WorkerSide:
         assert self._worker is not None, "called on the scheduler's instance"
@@ -269,7 +326,7 @@ def _show_log_lines() -> None:
         ours.propagate = False
 
 
-def _open(config: Config) -> Shelf:
+def _open(config: Config) -> OpeningShelf:
     url = config.shared_storage_path
     if url is None:
         url = str(default_shelf_path())
@@ -278,7 +335,12 @@ def _open(config: Config) -> Shelf:
             " machine can read. Set it to a directory or URL that your engines share.",
             url,
         )
-    return open_shelf(url, storage_options=config.storage_options, read_only=config.read_only)
+    return OpeningShelf(
+        url,
+        functools.partial(
+            open_shelf, url, storage_options=config.storage_options, read_only=config.read_only
+        ),
+    )
 
 
 def _check_engine(vllm_config: Any, kv_cache_config: Any, config: Config) -> None:
@@ -306,6 +368,11 @@ def _check_engine(vllm_config: Any, kv_cache_config: Any, config: Config) -> Non
         raise UnsupportedError(
             "MLA models are not supported by this version of kvshelf; remove"
             " --kv-transfer-config for this model"
+        )
+    if getattr(model, "is_diffusion", False) or not model.is_prefix_caching_supported:
+        raise UnsupportedError(
+            "this model cannot reuse KV of a prefix (vLLM's own prefix caching does not support"
+            " it either); remove --kv-transfer-config for this model"
         )
     groups = getattr(kv_cache_config, "kv_cache_groups", None)
     if groups is not None and len(groups) != 1:

@@ -1,9 +1,10 @@
 """A connector that does nothing, to compare with.
 
-vLLM takes other paths with a connector than without one (on its CPU backend a prompt without any
-connector takes nearly twice as long), so the cost of kvshelf is measured against this connector, and
-outputs are compared with its outputs. It owns no state and starts no threads; the scheduler's methods
-run on the engine's step thread, the others in the workers.
+vLLM takes other paths with a connector than without one (on its CPU backend a prompt
+without any connector takes nearly twice as long), so the cost of kvshelf is measured
+against this connector, and outputs are compared with its outputs. It owns no state and
+starts no threads; the scheduler's methods run on the engine's step thread, the others in
+the workers.
 
 Use it with ``kv_connector="InertConnector"`` and ``kv_connector_module_path="kvshelf.vllm.inert"``.
 """

@@ -16,6 +16,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kvshelf.identity import Chunk
 
+#: The block that stands for blocks which a request does not have (any more), such as those
+#: that a sliding window has left behind. Its content means nothing and is never touched.
+NULL_BLOCK = 0
+
 
 @dataclass(frozen=True, slots=True)
 class StoreOp:
@@ -25,7 +29,7 @@ class StoreOp:
     ----------
     chunk : Chunk
     block_ids : list of int
-        The request's blocks from the one that holds the chunk's first token on.
+        The blocks that hold the chunk's tokens, in order.
     repair : bool
         The object in place was found bad.
     age : float
@@ -45,7 +49,8 @@ class LoadOp:
     Attributes
     ----------
     chunks : list of Chunk
-        All chunks that overlap the tokens, in order.
+        All chunks that overlap the tokens, in order; empty when they are not known,
+        which makes the load fail.
     block_ids : list of int
         The request's blocks from position 0 on.
     """
@@ -111,7 +116,17 @@ class WorkerPart:
 
 @dataclass(frozen=True, slots=True)
 class LoadFailure:
-    """One chunk that a worker could not load; `bad` when its object is damaged."""
+    """One chunk that a worker could not load.
+
+    Attributes
+    ----------
+    request_id : str
+    chunk_index : int
+    key : bytes
+        Empty when no object is to blame.
+    bad : bool
+        The object is damaged.
+    """
 
     request_id: str
     chunk_index: int

@@ -214,6 +214,10 @@ def process_start_time() -> float:
 _IMPORTED_AT = time.time()
 
 
+def _is_hub_link(file: Path) -> bool:
+    return file.is_symlink() and Path(os.readlink(file)).parent.name == "blobs"
+
+
 class WeightsIdentity:
     """Finds the weights fingerprint in the background of a worker.
 
@@ -273,7 +277,7 @@ class WeightsIdentity:
         def run() -> None:
             try:
                 work()
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 - there is nobody else to tell
                 if not self._cancel.is_set():
                     self._on_problem(
                         f"the weights could not be fingerprinted ({error}); nothing is stored"
@@ -302,8 +306,10 @@ class WeightsIdentity:
         files = weight_files(model_dir, load_format)
         if changed_since is not None:
             for file in files:
-                # A hub snapshot's links are made by the engine itself and name content.
-                if not file.is_symlink() and file.stat().st_mtime > changed_since:
+                # A hub snapshot's links may be made by the engine itself; they name content.
+                status = file.stat()
+                changed = max(status.st_mtime, status.st_ctime)
+                if not _is_hub_link(file) and changed > changed_since:
                     raise ConfigError(
                         f"{file.name} was written after the engine began to start, so what"
                         " the engine loaded is not known"

@@ -12,15 +12,20 @@ A request's life
 3. ``allocated`` turns the answer into a load, unless vLLM did not take it.
 4. ``step_metadata`` hands loads to the worker, and each chunk that the step completes
    and that the look-up did not find as a store.
-5. ``worker_output`` learns failed loads: what failed is not offered to that request
-   again, so that no request can loop.
+5. ``worker_output`` learns what failed, so that it is computed and stored again.
 6. ``finished`` forgets the request; a load that still runs is cancelled.
 
 Contracts
 ---------
 * A hit ends at a block boundary and leaves at least one token to compute.
-* Until the namespace is known there are no hits and no stores.
+* One load for each time a request is admitted: what a load did not deliver is computed,
+  so no request can loop.
+* Until the namespace is known there are no hits and no stores. Requests wait for it at
+  most until one deadline, which the first of them sets.
+* All waiting for look-ups together takes no more of a step than the look-up budget.
 * The answer to a preempted and resumed request comes from a new look-up.
+* Only tokens that cannot change any more are stored: those of the prompt and those that
+  vLLM has accepted, never drafts or samples in flight.
 """
 
 from __future__ import annotations
@@ -32,52 +37,82 @@ from typing import Any
 
 from kvshelf.chunkfile import ObjectFormat
 from kvshelf.config import Config, cache_dir
-from kvshelf.errors import ConfigError
+from kvshelf.errors import KVShelfError
 from kvshelf.identity import (
     FingerprintCache,
     KeyChain,
     MultimodalItem,
     Namespace,
     group_of_salt,
-    lora_digest,
 )
 from kvshelf.metrics import Counters
 from kvshelf.probe import FailedKeys, Lookup, LookupService
 from kvshelf.shelf import Shelf
-from kvshelf.vllm.metadata import LoadOp, StepMetadata, StoreOp, WorkerMetadata, WorkerPart
+from kvshelf.vllm.adapters import AdapterDigests
+from kvshelf.vllm.metadata import (
+    NULL_BLOCK,
+    LoadOp,
+    StepMetadata,
+    StoreOp,
+    WorkerMetadata,
+    WorkerPart,
+)
 from kvshelf.vllm.namespace import build_namespace
 
 logger = logging.getLogger(__name__)
 
 # An engine that computes nothing loses nothing by waiting as long as an empty step takes.
 _IDLE_LOOKUP_SECONDS = 2e-3
+_LOG_SECONDS = 60.0
 
 
 class _Request:
     """What is known of one request of the engine."""
 
     __slots__ = (
-        "asked_at",
+        "addressable",
+        "admission",
+        "counted",
+        "failures",
         "gave_up",
         "limit",
+        "loaded",
         "loading",
         "lookup",
         "next_store",
         "offered_from",
-        "preemptions",
         "request",
+        "waiting_since",
     )
 
     def __init__(self, request: Any) -> None:
         self.request = request
+        self.addressable = _has_address(request)
+        # Counts preemptions: after each one the request is admitted anew.
+        self.admission: int = request.num_preemptions
         self.lookup: Lookup | None = None
-        self.asked_at: float | None = None
+        self.waiting_since: float | None = None
         self.gave_up = False
-        self.limit: int | None = None
+        self.loaded = False
         self.loading = False
+        self.counted = False
+        #: No hit may go beyond this chunk, which could not be loaded.
+        self.limit: int | None = None
+        #: Keys of chunks that could not be loaded; True when their objects are damaged.
+        self.failures: dict[bytes, bool] = {}
         self.next_store = 0
         self.offered_from = 0
-        self.preemptions = request.num_preemptions
+
+    def admit_again(self) -> None:
+        self.admission = self.request.num_preemptions
+        self.loaded = self.gave_up = False
+        self.drop_lookup()
+
+    def drop_lookup(self) -> None:
+        if self.lookup is not None:
+            self.lookup.cancel()
+        self.lookup = None
+        self.waiting_since = None
 
 
 class SchedulerSide:
@@ -87,7 +122,8 @@ class SchedulerSide:
     ----------
     vllm_config : VllmConfig
     config : Config
-    shelf : Shelf
+    shelf : Callable[[], Shelf or None]
+        Returns the shelf, None while it is not open.
     block_size : int
         Tokens in a block of the cache manager.
     ranks : int
@@ -102,7 +138,7 @@ class SchedulerSide:
         self,
         vllm_config: Any,
         config: Config,
-        shelf: Shelf,
+        shelf: Callable[[], Shelf | None],
         *,
         block_size: int,
         ranks: int = 1,
@@ -125,76 +161,108 @@ class SchedulerSide:
         self._announce = False
         self._disabled = False
         self._lookups: LookupService | None = None
+        self._identity_deadline: float | None = None
         self._requests: dict[str, _Request] = {}
         self._loads: list[LoadOp] = []
         self._cancelled: list[str] = []
         self._recheck = False
+        self._budget = config.lookup_budget_ms * 1e-3
+        self._budget_left = max(self._budget, _IDLE_LOOKUP_SECONDS)
         self._idle = True
-        self._lora_digests: dict[tuple[int, str, str], bytes] = {}
-        self._fingerprints = FingerprintCache(cache_dir() / "fingerprints.json")
+        self._next_log = 0.0
+        self._adapters = AdapterDigests(FingerprintCache(cache_dir() / "fingerprints.json"))
 
     # ------------------------------------------------------------- look-up
 
     def new_request(self, request: Any) -> None:
         """Start the look-up of a request that was just added."""
         state = self._requests[request.request_id] = _Request(request)
-        if self._lookups is not None:
-            self._start_lookup(state)
+        if self._lookups is not None and state.addressable and not self._disabled:
+            self._start_lookup(self._lookups, state)
 
     def matched_tokens(self, request: Any, computed: int) -> tuple[int | None, bool]:
         """Answer how many tokens beyond `computed` the shelf has, see the module."""
-        state = self._requests.get(request.request_id)
-        if state is None:
-            state = self._requests[request.request_id] = _Request(request)
-        if state.gave_up or self._disabled or not _has_token_ids(request):
+        state = self._state_of(request)
+        if state.admission != request.num_preemptions:
+            state.admit_again()
+        if not state.addressable or state.loaded or state.gave_up or self._disabled:
             return 0, False
-        if state.preemptions != request.num_preemptions:
-            state.preemptions = request.num_preemptions
-            self._drop_lookup(state)
-        now = time.monotonic()
-        if state.asked_at is None:
-            state.asked_at = now
-        if self._lookups is None:
-            if now - state.asked_at < self._config.identity_wait_s:
+        lookups = self._lookups
+        if lookups is None:
+            return (None, False) if self._may_wait_for_identity() else (0, False)
+        lookup = state.lookup or self._start_lookup(lookups, state)
+        if not lookup.done and not self._wait(lookups, lookup):
+            if not self._too_long(lookups, state):
                 return None, False
             state.gave_up = True
-            return 0, False
-        lookup = state.lookup or self._start_lookup(state)
-        if not lookup.done:
-            budget = self._config.lookup_budget_ms * 1e-3
-            lookup.wait(max(budget, _IDLE_LOOKUP_SECONDS) if self._idle else budget)
-        if not lookup.done:
-            if now - state.asked_at < self._config.identity_wait_s + self._config.lookup_wait_s:
-                return None, False
             self.counters.add("lookup_timeouts")
-            state.gave_up = True
             return 0, False
         if not self._may_load:
             return 0, False
         hit = self._hit_tokens(state, lookup)
         state.offered_from = computed
+        if not state.counted:
+            state.counted = True
+            self.counters.add("query_tokens", request.num_tokens - computed)
+            self.counters.add("hit_tokens", max(0, hit - computed))
         return (hit - computed, True) if hit > computed else (0, False)
+
+    def _state_of(self, request: Any) -> _Request:
+        state = self._requests.get(request.request_id)
+        if state is None:
+            state = self._requests[request.request_id] = _Request(request)
+        return state
+
+    def _may_wait_for_identity(self) -> bool:
+        now = time.monotonic()
+        if self._identity_deadline is None:
+            self._identity_deadline = now + self._config.identity_wait_s
+        return now < self._identity_deadline
+
+    def _wait(self, lookups: LookupService, lookup: Lookup) -> bool:
+        """Wait within the step's budget; return whether the look-up is done."""
+        if self._budget_left <= 0:
+            return False
+        # Who waits in vain waits longer than asked for: until the look-up's thread next rests.
+        if not self._idle and not lookups.may_be_done_within(lookup, self._budget_left):
+            return False
+        begin = time.monotonic()
+        done = lookup.wait(self._budget_left)
+        self._budget_left -= time.monotonic() - begin
+        return done
+
+    def _too_long(self, lookups: LookupService, state: _Request) -> bool:
+        """Whether waiting any longer is of no use."""
+        now = time.monotonic()
+        if state.waiting_since is None:
+            state.waiting_since = now
+        longest = self._config.lookup_wait_s
+        # A storage that held up one request for so long is not waited for by the next.
+        return now - state.waiting_since >= longest or lookups.stalled(longest)
 
     def _hit_tokens(self, state: _Request, lookup: Lookup) -> int:
         chunks = lookup.hit_chunks
         if state.limit is not None:
             chunks = min(chunks, state.limit)
         # One token must be left: the model has to compute something to sample from.
-        hit = min(chunks * self._config.chunk_size, state.request.num_tokens - 1)
+        hit: int = min(chunks * self._config.chunk_size, state.request.num_tokens - 1)
         return hit - hit % self._block_size
 
-    def _start_lookup(self, state: _Request) -> Lookup:
-        assert self._lookups is not None and self._namespace is not None
+    def _start_lookup(self, lookups: LookupService, state: _Request) -> Lookup:
+        assert self._namespace is not None
         request = state.request
         digest = self._namespace.digest
 
-        def make_chain() -> KeyChain:
+        def make_chain() -> KeyChain | None:
+            adapter = self._adapters.digest(request.lora_request)
+            if adapter is None:
+                return None
             salt = request.cache_salt or ""
             return KeyChain(
                 digest,
                 self._config.chunk_size,
                 salt=salt,
-                lora_digest=self._lora_digest(request.lora_request),
+                lora_digest=adapter,
                 items=[
                     MultimodalItem(
                         feature.identifier,
@@ -206,50 +274,36 @@ class SchedulerSide:
                 group=group_of_salt(salt) if self._config.group_by_salt else "_",
             )
 
-        # The list itself: vLLM only ever appends to it, and slices of it are taken on
-        # the look-up thread.
-        state.lookup = self._lookups.submit(request._all_token_ids, make_chain)
+        # The list itself: vLLM only ever appends to it (see _has_address), and slices of
+        # it are taken on the look-up thread.
+        state.lookup = lookups.submit(request._all_token_ids, make_chain)
         return state.lookup
-
-    def _lora_digest(self, lora: Any) -> bytes:
-        """Return the adapter's digest, as of when this engine first used it."""
-        if lora is None:
-            return b""
-        key = (lora.lora_int_id, lora.lora_name, lora.lora_path)
-        digest = self._lora_digests.get(key)
-        if digest is None or lora.load_inplace:
-            digest = lora_digest(lora.lora_path, cache=self._fingerprints)
-            self._lora_digests[key] = digest
-        return digest
-
-    def _drop_lookup(self, state: _Request) -> None:
-        if state.lookup is not None:
-            state.lookup.cancel()
-        state.lookup = None
-        state.asked_at = None
 
     # ------------------------------------------------------------- loads
 
     def allocated(self, request: Any, block_ids: list[int], external: int) -> None:
-        """Plan the load of `external` tokens into the request's blocks."""
-        if external == 0:
+        """Plan the load of `external` tokens into the request's blocks.
+
+        vLLM now waits for this load, so it is planned whatever is known of it: one whose
+        chunks are not known is reported failed by the worker.
+        """
+        if external <= 0:
             return
-        state = self._requests[request.request_id]
-        lookup = state.lookup
-        assert lookup is not None and lookup.chain is not None
+        state = self._state_of(request)
+        state.loaded = state.loading = True
         size = self._config.chunk_size
         start, end = state.offered_from, state.offered_from + external
-        chunks = lookup.chain.chunks[start // size : -(-end // size)]
+        lookup = state.lookup
+        chain = lookup.chain if lookup is not None and lookup.done else None
+        chunks = [] if chain is None else chain.chunks[start // size : -(-end // size)]
         self._loads.append(LoadOp(request.request_id, start, end, chunks, list(block_ids)))
-        state.loading = True
-        self.counters.add("hit_tokens", external)
-        self.counters.add("query_tokens", request.num_tokens - start)
 
     # ------------------------------------------------------------- steps
 
     def step_metadata(self, output: Any) -> StepMetadata:
         """Return what the workers are to do in this step; forgets it afterwards."""
         self._idle = output.total_num_scheduled_tokens == 0
+        self._budget_left = max(self._budget, _IDLE_LOOKUP_SECONDS) if self._idle else self._budget
         meta = StepMetadata(
             idle=self._idle,
             loads=self._loads,
@@ -257,15 +311,26 @@ class SchedulerSide:
             recheck_weights=self._recheck,
         )
         self._loads, self._cancelled, self._recheck = [], [], False
-        if self._announce:
-            assert self._namespace is not None
+        if self._announce and self._namespace is not None:
             meta.namespace = (self._namespace.encoded, self._namespace.slug)
         if self._may_store and self._namespace is not None and not self._disabled:
-            self._plan_stores(output, meta)
+            try:
+                self._plan_stores(output, meta)
+            except Exception as error:  # noqa: BLE001 - the loads must reach the worker
+                meta.stores = []
+                self._log_error("stores of a step could not be planned", error)
         return meta
+
+    def _log_error(self, what: str, error: Exception) -> None:
+        now = time.monotonic()
+        if now >= self._next_log:
+            self._next_log = now + _LOG_SECONDS
+            logger.error("%s", what, exc_info=error)
 
     def _plan_stores(self, output: Any, meta: StepMetadata) -> None:
         scheduled = output.num_scheduled_tokens
+        # Resumed requests are among the new ones for vLLM's second model runner, among
+        # the cached ones for its first; what was computed before the step is in both.
         for new in output.scheduled_new_reqs:
             self._plan_request(
                 new.req_id, new.num_computed_tokens + scheduled[new.req_id], output, meta
@@ -276,7 +341,7 @@ class SchedulerSide:
 
     def _plan_request(self, req_id: str, computed: int, output: Any, meta: StepMetadata) -> None:
         state = self._requests.get(req_id)
-        if state is None or state.lookup is None or not state.lookup.done:
+        if state is None or not state.addressable:
             return
         request, lookup = state.request, state.lookup
         size = self._config.chunk_size
@@ -285,18 +350,21 @@ class SchedulerSide:
         complete = min(computed, known) // size
         if complete <= state.next_store:
             return
-        chain = lookup.chain
-        if chain is None:
+        if lookup is None:
+            # It was admitted before the namespace was known.
+            if self._lookups is not None:
+                self._start_lookup(self._lookups, state)
             return
-        if len(chain.chunks) < complete and lookup.keys_done:
+        chain = lookup.chain
+        if not lookup.done or chain is None:
+            return
+        if len(chain.chunks) < complete:
             chain.extend(request._all_token_ids[chain.tokens : complete * size])
-        chunks = chain.chunks[state.next_store : complete]
         block_ids: list[int] | None = None
         age = time.monotonic() - lookup.finished_at
-        for chunk in chunks:
-            state.next_store = chunk.index + 1
-            repair = self._failed.is_bad(chunk.key)
-            if chunk.index < lookup.hit_chunks and chunk.key not in self._failed:
+        for chunk in chain.chunks[state.next_store : complete]:
+            failed = chunk.key in state.failures or chunk.key in self._failed
+            if chunk.index < lookup.hit_chunks and not failed:
                 continue
             if block_ids is None:
                 groups = output.kv_connector_block_state.get_block_ids(req_id)
@@ -305,24 +373,33 @@ class SchedulerSide:
                 block_ids = groups[0]
             first = chunk.index * size // self._block_size
             last = -(-(chunk.index + 1) * size // self._block_size)
-            meta.stores.append(StoreOp(chunk, block_ids[first:last], repair, age))
+            blocks = list(block_ids[first:last])
+            if len(blocks) < last - first or NULL_BLOCK in blocks:
+                # Blocks that a sliding window has left behind are gone.
+                continue
+            repair = state.failures.get(chunk.key, False) or self._failed.is_bad(chunk.key)
+            meta.stores.append(StoreOp(chunk, blocks, repair, age))
+        state.next_store = complete
 
     def worker_output(self, meta: WorkerMetadata) -> None:
         """Learn what the workers report."""
+        for failure in meta.failures:
+            if failure.key:
+                self._failed.add(failure.key, bad=failure.bad)
+            state = self._requests.get(failure.request_id)
+            if state is not None:
+                limit = failure.chunk_index
+                state.limit = limit if state.limit is None else min(state.limit, limit)
+                if failure.key:
+                    state.failures[failure.key] = failure.bad
+        for key in meta.repaired:
+            self._failed.forget(key)
         if meta.parts:
             self._parts.update(meta.parts)
             self._unite_parts()
         else:
             # Workers send their parts until they have the namespace.
             self._announce = False
-        for failure in meta.failures:
-            self._failed.add(failure.key, bad=failure.bad)
-            state = self._requests.get(failure.request_id)
-            if state is not None:
-                limit = failure.chunk_index
-                state.limit = limit if state.limit is None else min(state.limit, limit)
-        for key in meta.repaired:
-            self._failed.forget(key)
 
     def loads_done(self, request_ids: set[str]) -> None:
         """Note that these requests' loads are over."""
@@ -339,8 +416,8 @@ class SchedulerSide:
         if problem:
             self._disable(problem)
             return
-        part = parts[0]
-        if part.weights is None:
+        part, shelf = parts[0], self._shelf()
+        if part.weights is None or shelf is None:
             return
         self._announce = True
         if self._namespace is not None:
@@ -348,18 +425,18 @@ class SchedulerSide:
         try:
             namespace = build_namespace(self._vllm_config, self._config, part)
             fmt = ObjectFormat(namespace)
-        except ConfigError as error:
+        except KVShelfError as error:
             self._disable(str(error))
             return
         self._namespace = namespace
         self._lookups = LookupService(
-            self._shelf,
+            shelf,
             fmt,
             failed=self._failed,
             counters=self.counters,
             on_thread_start=self._on_thread_start,
         )
-        logger.info("shelf %s, namespace %s", self._shelf.url, namespace.folder)
+        logger.info("shelf %s, namespace %s", shelf.url, namespace.folder)
 
     def _disable(self, problem: str) -> None:
         if not self._disabled:
@@ -379,11 +456,14 @@ class SchedulerSide:
             self._cancelled.append(request_id)
 
     def reset(self) -> bool:
-        """Drop all that is remembered of the shelf, and have the weights checked again."""
+        """Drop all that is remembered of the shelf, and have the weights checked again.
+
+        Requests that are being computed keep their keys, with which they store.
+        """
         self._failed.clear()
         for state in self._requests.values():
-            if not state.loading:
-                self._drop_lookup(state)
+            if state.request.num_computed_tokens == 0 and not state.loading:
+                state.drop_lookup()
         self._recheck = True
         return True
 
@@ -393,8 +473,11 @@ class SchedulerSide:
             self._lookups.close()
 
 
-def _has_token_ids(request: Any) -> bool:
-    """Whether the prompt is made of tokens; embeddings have no content address."""
+def _has_address(request: Any) -> bool:
+    """Whether a request's KV is a function of tokens that never change.
+
+    Embeddings have no content address, and a streaming session replaces tokens.
+    """
     return (
         request.prompt_token_ids is not None
         and request.prompt_embeds is None

@@ -5,7 +5,7 @@ Owns the conversion of :class:`kvshelf.metrics.Counters` to vLLM's ``KVConnector
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
@@ -14,6 +14,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStat
 @dataclass
 class ShelfStats(KVConnectorStats):
     """Sums of one interval, by counter name (see :data:`kvshelf.metrics.COUNTERS`)."""
+
+    data: dict[str, Any] = field(default_factory=dict)
 
     def reset(self) -> None:
         """Start a new interval."""

@@ -7,7 +7,10 @@ Contracts
 ---------
 * All methods run on the worker's step thread and never touch storage.
 * The layout of a cache is recognised, never guessed: what is not recognised is refused
-  when caches are registered.
+  when caches are registered, and so is a configuration that cannot work.
+* Every load that the scheduler planned is reported finished, in one way or another, and
+  the blocks that it left without KV no later than that.
+* What a failed step left in the cache is never stored.
 * On CPUs the engine's threads are bound to cores of their own; kvshelf's threads keep
   off those where others are free. The scheduler has no such binding.
 """
@@ -17,9 +20,10 @@ from __future__ import annotations
 import logging
 import os
 import re
+import sys
 import threading
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -34,7 +38,14 @@ from kvshelf.metrics import Counters
 from kvshelf.shelf import Shelf
 from kvshelf.staging import StagingPool
 from kvshelf.transfer import ChunkSlots, Failure, LayerRun, Load, PagedKVCache, Transfer
-from kvshelf.vllm.metadata import LoadFailure, LoadOp, StepMetadata, WorkerMetadata, WorkerPart
+from kvshelf.vllm.metadata import (
+    NULL_BLOCK,
+    LoadFailure,
+    LoadOp,
+    StepMetadata,
+    WorkerMetadata,
+    WorkerPart,
+)
 from kvshelf.vllm.namespace import (
     WeightsIdentity,
     build_namespace,
@@ -48,6 +59,7 @@ logger = logging.getLogger(__name__)
 # meanwhile waits as long.
 _IDLE_WAIT_SECONDS = 5e-3
 _WARM_BYTES = 256 << 20
+_ELEMENT_BYTES = {"BF16": 2, "F16": 2, "F32": 4, "F8_E4M3": 1, "F8_E5M2": 1}
 
 
 def natural_order(name: str) -> list[str | int]:
@@ -68,6 +80,14 @@ def free_cpus() -> set[int] | None:
     return (allowed - bound) or None
 
 
+def manager_block_size(vllm_config: Any, kv_cache_config: Any) -> int:
+    """Return the number of tokens in a block of vLLM's cache manager."""
+    groups = getattr(kv_cache_config, "kv_cache_groups", None)
+    if groups:
+        return int(groups[0].kv_cache_spec.block_size)
+    return int(vllm_config.cache_config.block_size)
+
+
 class WorkerSide:
     """Worker half of :class:`kvshelf.vllm.connector.SharedStorageConnector`.
 
@@ -75,7 +95,8 @@ class WorkerSide:
     ----------
     vllm_config : VllmConfig
     config : Config
-    shelf : Shelf
+    shelf : Callable[[], Shelf or None]
+        Returns the shelf, None while it is not open.
     kv_cache_config : KVCacheConfig, optional
         The cache groups; layer names come from the registered caches without it.
     rank : int
@@ -85,7 +106,7 @@ class WorkerSide:
         self,
         vllm_config: Any,
         config: Config,
-        shelf: Shelf,
+        shelf: Callable[[], Shelf | None],
         *,
         kv_cache_config: Any = None,
         rank: int = 0,
@@ -97,7 +118,7 @@ class WorkerSide:
         self._rank = rank
         self.counters = Counters()
         self._free_cpus = free_cpus()
-        self._block_size = int(vllm_config.cache_config.block_size)
+        self._block_size = manager_block_size(vllm_config, kv_cache_config)
         self._kernel_block_size = 0
         self._runs: list[LayerRun] = []
         self._part: WorkerPart | None = None
@@ -106,10 +127,10 @@ class WorkerSide:
         self._weights: WeightsIdentity | None = None
         self._namespace: Namespace | None = None
         self._transfer: Transfer | None = None
-        self._prepared: tuple[Namespace, ObjectFormat, PagedKVCache, StagingPool] | None = None
+        self._prepared: _Prepared | None = None
         self._meta: StepMetadata | None = None
         self._loads_started = False
-        self._ops: dict[str, LoadOp] = {}
+        self._ops: dict[Load, LoadOp] = {}
         self._refused: set[str] = set()
         self._bad_blocks: set[int] = set()
         self._failures: list[LoadFailure] = []
@@ -128,9 +149,12 @@ class WorkerSide:
         """
         # Loads the compiled code now, so that no step has to.
         logger.info("gather and scatter: %s", ops.implementation())
+        self._forget_caches()
         names = self._cached_layers(kv_caches)
         caches = [kv_caches[name] for name in names]
         self._runs, part = self._recognise(names, caches)
+        # A configuration that does not fit the model is told now, not when the weights are known.
+        self._make_parts(build_namespace(self._vllm_config, self._config, _named(part)))
         with self._part_lock:
             self._part = part
         self._weights = WeightsIdentity(
@@ -142,11 +166,34 @@ class WorkerSide:
         )
         self._weights.start()
 
+    def _forget_caches(self) -> None:
+        """Give up everything that concerns the caches registered before, if any."""
+        if self._weights is not None:
+            self._weights.cancel()
+        if self._transfer is not None:
+            self._transfer.close()
+            self._transfer = None
+        for op in self._ops.values():
+            self._refuse(op)
+        self._ops.clear()
+        self._namespace = self._prepared = None
+        self._part_sent = False
+        self._kernel_block_size = 0
+
     def _cached_layers(self, kv_caches: Mapping[str, torch.Tensor]) -> list[str]:
         """Return the names of layers with a cache of their own, in model order."""
         groups = getattr(self._kv_cache_config, "kv_cache_groups", None)
         names = groups[0].layer_names if groups else kv_caches
-        return sorted((name for name in names if name in kv_caches), key=natural_order)
+        layers = self._vllm_config.compilation_config.static_forward_context
+        return sorted(
+            (
+                name
+                for name in names
+                if name in kv_caches
+                and not getattr(layers.get(name), "kv_sharing_target_layer_name", None)
+            ),
+            key=natural_order,
+        )
 
     def _recognise(
         self, names: list[str], caches: list[torch.Tensor]
@@ -157,8 +204,8 @@ class WorkerSide:
         shapes, dtypes, layouts, kinds = [], [], [], []
         head_sizes, windows = [], []
         for i, (name, cache) in enumerate(zip(names, caches, strict=True)):
-            layer = layers[name]
-            layout_id, head_size = self._native_layout(name, layer, cache, cache_dtype)
+            layer = layers.get(name)
+            layout_id, head_size, dtype = self._native_layout(name, layer, cache, cache_dtype)
             layout = PagedLayout.native_blocks(cache)
             if runs and runs[-1].layout == layout:
                 runs[-1] = LayerRun(runs[-1].first_layer, [*runs[-1].caches, cache], layout)
@@ -169,7 +216,7 @@ class WorkerSide:
             kinds.append("full" if windows[-1] < 0 else "sliding")
             layouts.append(layout_id)
             head_sizes.append(head_size)
-            dtypes.append(stored_dtype(cache_dtype, str(cache.dtype)))
+            dtypes.append(dtype)
             shapes.append(f"2,*,{cache.shape[1]},{head_size}")
         part = WorkerPart(
             tuple(names),
@@ -185,24 +232,34 @@ class WorkerSide:
 
     def _native_layout(
         self, name: str, layer: Any, cache: torch.Tensor, cache_dtype: str
-    ) -> tuple[str, int]:
-        """Return layout id and head size of one layer of vLLM's CPU attention backend."""
-        backend = type(layer.impl).__name__
+    ) -> tuple[str, int, str]:
+        """Return layout id, head size and dtype of a layer of vLLM's CPU attention backend."""
+        backend = type(getattr(layer, "impl", layer)).__name__
         if cache.device.type != "cpu" or backend != "CPUAttentionBackendImpl":
             raise UnsupportedError(
                 f"layer {name} keeps its KV on {cache.device.type} in the layout of {backend};"
                 " this version of kvshelf serves vLLM's CPU attention backend"
+            )
+        kind = getattr(layer.impl, "attn_type", "decoder")
+        kind = str(getattr(kind, "value", kind))
+        if kind != "decoder":
+            raise UnsupportedError(
+                f"layer {name} has attention of kind {kind!r}, whose KV is not a function of the"
+                " tokens before it; remove --kv-transfer-config for this model"
             )
         if cache.dim() != 4:
             raise UnsupportedError(
                 f"the cache of layer {name} has shape {list(cache.shape)}; expected"
                 " [blocks, KV heads, tokens, content]"
             )
-        from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
-
         head_size = int(layer.head_size)
         tokens = int(cache.shape[2])
+        cache_dtype = str(getattr(layer, "kv_cache_dtype", cache_dtype))
         dtype = stored_dtype(cache_dtype, str(cache.dtype))
+        if _ELEMENT_BYTES[dtype] != cache.element_size():
+            raise UnsupportedError(
+                f"the cache of layer {name} is {cache.dtype}, which does not hold {cache_dtype!r}"
+            )
         if int(cache.shape[3]) != 2 * head_size or self._block_size % tokens:
             raise UnsupportedError(
                 f"the cache of layer {name} has shape {list(cache.shape)}; expected blocks of a"
@@ -217,10 +274,22 @@ class WorkerSide:
                 f" size {self._block_size}: set chunk_size to a multiple, or --block-size to a"
                 " divisor"
             )
-        isa = _get_attn_isa(
-            self._vllm_config.model_config.dtype, self._block_size, head_size, cache_dtype
+        return (
+            f"cpu-{self._packing(layer, head_size, cache_dtype)}-{dtype.lower()}-b{tokens}",
+            head_size,
+            dtype,
         )
-        return f"cpu-{isa}-{dtype.lower()}-b{tokens}", head_size
+
+    def _packing(self, layer: Any, head_size: int, cache_dtype: str) -> str:
+        """Return the instruction set for which a layer permutes its blocks."""
+        # vLLM notes it on the layer when it makes the backend's metadata builder.
+        chosen = getattr(layer, "isa", None)
+        if chosen is None:
+            from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+            dtype = self._vllm_config.model_config.dtype
+            chosen = _get_attn_isa(dtype, self._block_size, head_size, cache_dtype)
+        return str(chosen)
 
     # ------------------------------------------------------------- namespace
 
@@ -228,20 +297,18 @@ class WorkerSide:
         """Background thread: complete the part, and make ready what it decides."""
         with self._part_lock:
             assert self._part is not None
-            self._part = replace(self._part, weights=weights)
-            part = self._part
+            part = replace(self._part, weights=weights)
         try:
             namespace = build_namespace(self._vllm_config, self._config, part)
-            fmt = ObjectFormat(namespace)
-            cache = PagedKVCache(fmt, self._runs)
-            staging = self._make_staging(fmt)
-        except ConfigError as error:
-            self._problem(str(error))
+            self._prepared = prepared = self._make_parts(namespace)
+        except Exception as error:  # noqa: BLE001 - there is nobody else to tell
+            self._problem(f"{type(error).__name__}: {error}")
             return
-        self._prepared = (namespace, fmt, cache, staging)
+        with self._part_lock:
+            self._part = part
         # Memory that is touched for the first time inside a step would slow it.
         threading.Thread(
-            target=self._warm, args=(staging,), name="kvshelf-warm", daemon=True
+            target=self._warm, args=(prepared.staging,), name="kvshelf-warm", daemon=True
         ).start()
 
     def _warm(self, staging: StagingPool) -> None:
@@ -254,40 +321,41 @@ class WorkerSide:
             self._part = replace(self._part, problem=problem)
             self._part_sent = False
 
-    def _make_staging(self, fmt: ObjectFormat) -> StagingPool:
+    def _make_parts(self, namespace: Namespace) -> _Prepared:
+        fmt = ObjectFormat(namespace)
         largest = max(fmt.object_size(shard) for shard in range(fmt.shards))
-        return StagingPool(int(self._config.staging_bytes), largest)
+        staging = StagingPool(int(self._config.staging_bytes), largest, together=fmt.shards)
+        return _Prepared(namespace, fmt, PagedKVCache(fmt, self._runs), staging)
 
     def _open_namespace(self, encoded: bytes, slug: str) -> None:
         if self._namespace is not None and self._namespace.encoded == encoded:
             return
-        if self._transfer is not None:
-            self._transfer.close()
+        shelf = self._shelf()
+        if shelf is None or not self._runs:
+            # The scheduler goes on announcing the namespace until it is acknowledged.
+            return
         prepared = self._prepared
-        if prepared is not None and prepared[0].encoded == encoded:
-            namespace, fmt, cache, staging = prepared
-            self._prepared = None
-        else:
+        if prepared is None or prepared.namespace.encoded != encoded:
             try:
-                namespace = Namespace.from_bytes(encoded, slug)
-                fmt = ObjectFormat(namespace)
-                cache = PagedKVCache(fmt, self._runs)
-                staging = self._make_staging(fmt)
+                prepared = self._make_parts(Namespace.from_bytes(encoded, slug))
             except ValueError as error:
                 self._problem(str(error))
                 return
+        self._prepared = None
+        if self._transfer is not None:
+            self._transfer.close()
         threads = self._config.io_threads or 2
         self._transfer = Transfer(
-            self._shelf,
-            fmt,
-            cache,
-            staging,
+            shelf,
+            prepared.fmt,
+            prepared.cache,
+            prepared.staging,
             counters=self.counters,
             load_threads=threads,
             store_threads=max(1, threads // 2),
             on_thread_start=self._place_thread,
         )
-        self._namespace = namespace
+        self._namespace = prepared.namespace
 
     def _place_thread(self, kind: str) -> None:
         """Keep a thread of ours out of the engine's way. Runs on that thread."""
@@ -334,27 +402,45 @@ class WorkerSide:
         self._loads_started = True
         for op in meta.loads:
             if self._transfer is None:
-                self._refused.add(op.request_id)
-                self._bad_blocks.update(self._blocks_of(op, op.start))
+                self._refuse(op)
                 continue
-            self._ops[op.request_id] = op
-            self._transfer.load(op.request_id, self._load_items(op))
+            try:
+                load = self._transfer.load(op.request_id, self._load_items(op))
+            except Exception as error:
+                logger.error("a load was not started", exc_info=error)
+                self._refuse(op)
+            else:
+                self._ops[load] = op
+
+    def _refuse(self, op: LoadOp) -> None:
+        """Report a load finished that brings nothing."""
+        self._refused.add(op.request_id)
+        self._bad_blocks.update(self._blocks_of(op, op.start))
+        self._failures.append(
+            LoadFailure(op.request_id, op.start // self._config.chunk_size, b"", False)
+        )
 
     def _load_items(self, op: LoadOp) -> list[ChunkSlots]:
         size = self._config.chunk_size
+        if len(op.chunks) != -(-op.end // size) - op.start // size:
+            raise ValueError(
+                f"{len(op.chunks)} chunks cannot fill tokens {op.start} to {op.end} of a request"
+            )
         return [
             ChunkSlots(chunk, self._slots(op.block_ids, chunk.index * size, op.start, op.end))
             for chunk in op.chunks
         ]
 
     def _slots(self, block_ids: list[int], chunk_start: int, start: int, end: int) -> torch.Tensor:
-        """Block ids of one chunk, −1 for blocks outside tokens ``[start, end)``."""
+        """Block ids of one chunk, −1 for blocks outside tokens ``[start, end)`` and null blocks."""
         tokens = self._kernel_block_size
         size = self._config.chunk_size
         slots = torch.full((size // tokens,), -1, dtype=torch.int64)
         first, last = max(start, chunk_start), min(end, chunk_start + size)
         at = (first - chunk_start) // tokens
         ids = native_slots_of(block_ids, self._block_size, tokens, first, last - first)
+        # The null block is in use by everybody.
+        ids[ids // (self._block_size // tokens) == NULL_BLOCK] = -1
         slots[at : at + len(ids)] = ids
         return slots
 
@@ -363,13 +449,24 @@ class WorkerSide:
         meta = self._meta
         if meta is None or not meta.stores or self._transfer is None:
             return
-        size = self._config.chunk_size
         stores, meta.stores = meta.stores, []
+        if sys.exc_info()[0] is not None:
+            # vLLM calls this also while an exception leaves the forward pass: then nobody
+            # knows which layers have written their KV.
+            return
+        size = self._config.chunk_size
         for op in stores:
-            slots = native_slots_of(
-                op.block_ids, self._block_size, self._kernel_block_size, 0, size
-            )
-            self._transfer.store(ChunkSlots(op.chunk, slots), repair=op.repair, age=op.age)
+            if NULL_BLOCK in op.block_ids:
+                continue
+            try:
+                slots = native_slots_of(
+                    op.block_ids, self._block_size, self._kernel_block_size, 0, size
+                )
+                self._transfer.store(ChunkSlots(op.chunk, slots), repair=op.repair, age=op.age)
+            except Exception as error:
+                self.counters.add("store_errors")
+                logger.error("a chunk was not stored", exc_info=error)
+                return
 
     def finished_loads(self) -> set[str]:
         """Return the requests whose loads are over, and note what failed."""
@@ -378,28 +475,30 @@ class WorkerSide:
             return done
         idle = self._meta is not None and self._meta.idle and not done
         for load in self._transfer.poll(_IDLE_WAIT_SECONDS if idle else 0.0):
-            done.add(load.request_id)
-            self._note(load, self._ops.pop(load.request_id))
+            op = self._ops.pop(load, None)
+            if op is not None:
+                done.add(load.request_id)
+                self._note(load, op)
         return done
 
     def _note(self, load: Load, op: LoadOp) -> None:
+        if load.cancelled:
+            return
         size = self._config.chunk_size
         for chunk, failure in load.failures:
             self._failures.append(
                 LoadFailure(load.request_id, chunk.index, chunk.key, failure is Failure.BAD)
             )
         good_until = op.end
-        if load.cancelled:
-            good_until = op.start
-        elif load.failed_at is not None:
+        if load.failed_at is not None:
             good_until = max(op.start, load.items[load.failed_at].chunk.index * size)
-        self.counters.add("loaded_tokens", max(0, good_until - op.start))
-        if not load.cancelled:
-            self._bad_blocks.update(self._blocks_of(op, good_until))
+        self.counters.add("loaded_tokens", good_until - op.start)
+        self._bad_blocks.update(self._blocks_of(op, good_until))
 
     def _blocks_of(self, op: LoadOp, start: int) -> list[int]:
         """Return the blocks of `op` from token `start` on."""
-        return op.block_ids[start // self._block_size : -(-op.end // self._block_size)]
+        blocks = op.block_ids[start // self._block_size : -(-op.end // self._block_size)]
+        return [block for block in blocks if block != NULL_BLOCK]
 
     def take_bad_blocks(self) -> set[int]:
         """Return the blocks that failed loads left without KV."""
@@ -446,5 +545,16 @@ class WorkerSide:
             self._transfer = None
 
 
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """What a namespace decides, made before the first step needs it."""
+
+    namespace: Namespace
+    fmt: ObjectFormat
+    cache: PagedKVCache
+    staging: StagingPool
 
 
+def _named(part: WorkerPart) -> WorkerPart:
+    """Return `part` with some weights, to try what does not depend on which."""
+    return replace(part, weights="sha256:" + "0" * 64)

@@ -1,0 +1,276 @@
+"""Look-ups: the longest stored prefix, found with few probes, never waited for in vain."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from kvshelf.backends import Properties, open_backend
+from kvshelf.backends.base import Backend
+from kvshelf.backends.wrappers import CountingBackend, Fault, FaultyBackend, WrappedBackend
+from parts import PATIENCE, make_format, posix, until
+
+from kvshelf.errors import TransientStorageError
+from kvshelf.identity import KeyChain, object_name
+from kvshelf.metrics import Counters
+from kvshelf.probe import FailedKeys, Lookup, LookupService
+from kvshelf.shelf import Shelf
+
+FMT = make_format(shards=2)
+SIZE = FMT.chunk_size
+
+
+class Remote(WrappedBackend):
+    """A storage whose probes are dear."""
+
+    @property
+    def properties(self) -> Properties:
+        return replace(self.inner.properties, probe_cost=0.02, concurrency=8)
+
+
+class Rig:
+    """A shelf, look-ups on it, and objects that appear and vanish without being written."""
+
+    def __init__(self, backend: Backend) -> None:
+        self.counting = CountingBackend(backend)
+        self.shelf = Shelf(self.counting)
+        self.failed = FailedKeys()
+        self.counters = Counters()
+        self.service = LookupService(self.shelf, FMT, failed=self.failed, counters=self.counters)
+
+    def chain(self, tokens: list[int]) -> KeyChain:
+        chain = KeyChain(FMT.namespace.digest, SIZE)
+        chain.extend(tokens)
+        return chain
+
+    def put(self, tokens: list[int], index: int, shard: int, missing: int = 0) -> None:
+        chunk = self.chain(tokens).chunks[index]
+        name = f"{FMT.namespace.folder}/{object_name(chunk, shard, FMT.shards)}"
+        self.counting.inner.write(name, [bytes(FMT.object_size(shard) - missing)], "replace")
+
+    def submit(self, tokens: list[int]) -> Lookup:
+        return self.service.submit(tokens, lambda: KeyChain(FMT.namespace.digest, SIZE))
+
+    def look(self, tokens: list[int]) -> Lookup:
+        lookup = self.submit(tokens)
+        assert lookup.wait(PATIENCE)
+        return lookup
+
+
+def prompt(chunks: int, rest: int = 0, seed: int = 0) -> list[int]:
+    return random.Random(seed).choices(range(1000), k=chunks * SIZE + rest)
+
+
+@pytest.fixture(params=["near", "far"])
+def rig(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Rig]:
+    backend = posix(tmp_path / "shelf")
+    rig = Rig(backend if request.param == "near" else Remote(backend))
+    yield rig
+    rig.service.close()
+
+
+@pytest.mark.parametrize("stored", [0, 1, 2, 9, 20])
+@pytest.mark.parametrize("rest", [0, 3])
+def test_the_longest_stored_prefix_is_found(rig: Rig, stored: int, rest: int) -> None:
+    tokens = prompt(20, rest)
+    for index in range(stored):
+        for shard in range(FMT.shards):
+            rig.put(tokens, index, shard)
+    lookup = rig.look(tokens)
+    assert lookup.hit_chunks == stored
+    assert lookup.chain is not None
+    assert lookup.chain.chunks == rig.chain(tokens).chunks
+    assert lookup.chain.tokens == len(tokens)
+
+
+def test_an_empty_prompt_and_a_short_one_hit_nothing(rig: Rig) -> None:
+    assert rig.look([]).hit_chunks == 0
+    assert rig.look(prompt(0, SIZE - 1)).hit_chunks == 0
+
+
+def test_a_chunk_of_which_a_shard_is_missing_or_of_wrong_size_ends_the_hit(rig: Rig) -> None:
+    tokens = prompt(6)
+    for index in range(6):
+        rig.put(tokens, index, 0)
+        if index < 3:
+            rig.put(tokens, index, 1)
+        else:
+            rig.put(tokens, index, 1, missing=1)
+    assert rig.look(tokens).hit_chunks == 3
+
+
+def test_a_shelf_with_only_some_shards_costs_a_bounded_number_of_probes(
+    tmp_path: Path,
+) -> None:
+    rig = Rig(Remote(posix(tmp_path / "shelf")))
+    tokens = prompt(200)
+    for index in range(200):
+        rig.put(tokens, index, 0)
+    rig.counting.counts.clear()
+    assert rig.look(tokens).hit_chunks == 0
+    assert rig.counting.counts["stat_names"] < 200
+    rig.service.close()
+
+
+def test_a_first_chunk_that_misses_a_shard_is_no_hit(rig: Rig) -> None:
+    tokens = prompt(5)
+    for index in range(5):
+        for shard in range(FMT.shards):
+            if (index, shard) != (0, 1):
+                rig.put(tokens, index, shard)
+    assert rig.look(tokens).hit_chunks == 0
+
+
+def test_few_rounds_find_a_long_prefix_on_a_far_storage(tmp_path: Path) -> None:
+    rig = Rig(Remote(posix(tmp_path / "shelf")))
+    tokens = prompt(200)
+    for index in range(137):
+        for shard in range(FMT.shards):
+            rig.put(tokens, index, shard)
+    rig.counting.counts.clear()
+    assert rig.look(tokens).hit_chunks == 137
+    assert rig.counting.counts["stat"] <= 6
+    rig.service.close()
+
+
+@given(st.sets(st.integers(0, 11)), st.sets(st.integers(0, 11), max_size=3))
+def test_a_near_storage_is_never_believed_beyond_a_hole(holes: set[int], failed: set[int]) -> None:
+    rig = Rig(open_backend("memory://probe"))
+    tokens = prompt(12, seed=len(holes) * 100 + sum(holes))
+    for index in set(range(12)) - holes:
+        for shard in range(FMT.shards):
+            rig.put(tokens, index, shard)
+    chunks = rig.chain(tokens).chunks
+    for index in failed:
+        rig.failed.add(chunks[index].key, bad=True)
+    rig.service._cheap = True
+    assert rig.look(tokens).hit_chunks == min({12} | holes | failed)
+    for chunk in chunks:
+        rig.failed.forget(chunk.key)
+        for shard in range(FMT.shards):
+            name = f"{FMT.namespace.folder}/{object_name(chunk, shard, FMT.shards)}"
+            rig.counting.inner.delete(name)
+    rig.service.close()
+
+
+def test_only_the_present_length_of_a_growing_prompt_is_looked_at(tmp_path: Path) -> None:
+    gate = threading.Event()
+    rig = Rig(FaultyBackend(posix(tmp_path / "shelf"), Fault("stat", wait=gate)))
+    tokens = prompt(2, 3)
+    before = rig.chain(tokens).chunks
+    lookup = rig.submit(tokens)
+    tokens += prompt(2, seed=1)
+    gate.set()
+    assert lookup.wait(PATIENCE)
+    assert lookup.chain is not None
+    assert lookup.chain.chunks == before
+    rig.service.close()
+
+
+def test_storage_trouble_is_a_miss_and_passes(tmp_path: Path) -> None:
+    backend = FaultyBackend(posix(tmp_path / "shelf"))
+    rig = Rig(backend)
+    tokens = prompt(3)
+    for index in range(3):
+        for shard in range(FMT.shards):
+            rig.put(tokens, index, shard)
+    backend.add(Fault("*", error=TransientStorageError(116, "ESTALE")))
+    assert rig.look(tokens).hit_chunks == 0
+    backend.heal()
+    assert rig.look(tokens).hit_chunks == 3
+    rig.service.close()
+
+
+def test_a_prompt_without_address_is_a_miss(rig: Rig) -> None:
+    lookup = rig.service.submit(prompt(3), lambda: None)
+    assert lookup.wait(PATIENCE)
+    assert lookup.hit_chunks == 0
+    assert lookup.chain is None
+
+
+def test_a_look_up_that_raises_is_a_miss_and_logged_once(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken() -> KeyChain:
+        raise RuntimeError("broken")
+
+    for _ in range(3):
+        lookup = rig.service.submit(prompt(3), broken)
+        assert lookup.wait(PATIENCE)
+        assert (lookup.hit_chunks, lookup.chain) == (0, None)
+    bad_tokens = rig.look([-1] * SIZE)
+    assert (bad_tokens.hit_chunks, bad_tokens.chain) == (0, None)
+    assert rig.counters.snapshot()["probe_errors"] == 4
+    assert len(caplog.records) == 1
+    assert rig.look(prompt(1)).chain is not None
+
+
+def test_cancelled_look_ups_cost_nothing(tmp_path: Path) -> None:
+    gate = threading.Event()
+    rig = Rig(FaultyBackend(posix(tmp_path / "shelf"), Fault("stat", wait=gate)))
+    first = rig.submit(prompt(2))
+    others = [rig.submit(prompt(2, seed=i)) for i in range(10)]
+    for lookup in [first, *others]:
+        lookup.cancel()
+    gate.set()
+    assert all(lookup.wait(PATIENCE) for lookup in [first, *others])
+    assert rig.counters.snapshot().get("lookups", 0) <= 1
+    rig.service.close()
+
+
+def test_a_storage_that_hangs_is_noticed_and_its_return_too(tmp_path: Path) -> None:
+    gate = threading.Event()
+    rig = Rig(FaultyBackend(posix(tmp_path / "shelf"), Fault("stat", wait=gate)))
+    assert not rig.service.stalled(0.0)
+    first = rig.submit(prompt(2))
+    assert not first.wait(0.02)
+    assert rig.service.stalled(0.01)
+    assert not rig.service.stalled(60.0)
+    second = rig.submit(prompt(2, seed=1))
+    gate.set()
+    assert first.wait(PATIENCE)
+    assert second.wait(PATIENCE)
+    assert rig.look(prompt(1)).done
+    until(lambda: not rig.service.stalled(0.0))
+    rig.service.close()
+
+
+class TestFailedKeys:
+    def test_bad_keys_stay_longer_than_others(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        now = [1000.0]
+        monkeypatch.setattr("kvshelf.probe.time.monotonic", lambda: now[0])
+        keys = FailedKeys(bad_seconds=300, other_seconds=10)
+        keys.add(b"bad", bad=True)
+        keys.add(b"gone", bad=False)
+        assert keys.is_bad(b"bad")
+        assert b"gone" in keys
+        assert not keys.is_bad(b"gone")
+        now[0] += 11
+        assert b"gone" not in keys
+        assert b"bad" in keys
+        now[0] += 300
+        assert b"bad" not in keys
+        assert len(keys) == 0
+
+    def test_forgetting(self) -> None:
+        keys = FailedKeys()
+        keys.add(b"a", bad=True)
+        keys.add(b"b", bad=True)
+        keys.forget(b"a")
+        keys.forget(b"never there")
+        assert b"a" not in keys
+        keys.clear()
+        assert b"b" not in keys
+
+    def test_memory_is_bounded_and_the_newest_stay(self) -> None:
+        keys = FailedKeys(limit=3)
+        for i in range(10):
+            keys.add(bytes([i]), bad=True)
+        assert len(keys) == 3
+        assert [bytes([i]) in keys for i in range(10)] == [False] * 7 + [True] * 3

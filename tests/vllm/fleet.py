@@ -1,0 +1,116 @@
+"""The engines that tests know by name, and when they are started and stopped."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from harness import INERT_CONNECTOR, SHELF_CONNECTOR, Engine
+
+#: Memory that must be free, in bytes, before an engine is started ahead of its tests.
+_ROOM = 6 << 30
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where things are in this session: models, and the directories of shelves."""
+
+    root: Path
+    model: Path
+    copied_model: Path
+    shelf: Path
+    own: Path
+
+
+def _on_shelf(path: Path, **extra: Any) -> dict[str, Any]:
+    return {
+        "connector": SHELF_CONNECTOR,
+        "extra_config": {"shared_storage_path": str(path), **extra},
+    }
+
+
+#: Arguments of every engine that tests know by name, see :class:`harness.Engine`.
+ENGINES: dict[str, Callable[[Places], dict[str, Any]]] = {
+    "inert": lambda at: {"model": at.model, "connector": INERT_CONNECTOR, "core": 0},
+    "on_shelf": lambda at: {"model": at.model, **_on_shelf(at.shelf), "core": 1},
+    # 23 blocks of 128 tokens, 384 tokens a step: requests wait for each other and are preempted.
+    "small": lambda at: {
+        "model": at.model,
+        **_on_shelf(at.shelf),
+        "core": 1,
+        "num_gpu_blocks_override": 24,
+        "max_num_batched_tokens": 384,
+        "max_model_len": 2048,
+    },
+    "second": lambda at: {"model": at.model, **_on_shelf(at.shelf), "core": 0},
+    "third": lambda at: {
+        "model": at.model,
+        **_on_shelf(at.own),
+        "core": 1,
+        "heed_permissions": True,
+    },
+    "chatting": lambda at: {
+        "model": at.model,
+        **_on_shelf(at.shelf, save_decode=True),
+        "core": 0,
+        "enable_prefix_caching": False,
+    },
+    "consumer": lambda at: {
+        "model": at.copied_model,
+        **_on_shelf(at.shelf),
+        "core": 1,
+        "kv_role": "kv_consumer",
+    },
+}
+
+
+class Engines:
+    """All engines of the session: started when first asked for, or a little before.
+
+    Parameters
+    ----------
+    places : Places
+    order : list of str
+        The engines that this session's tests ask for, in order. While tests run with one, the next
+        is being started.
+    """
+
+    def __init__(self, places: Places, order: list[str]) -> None:
+        self.places = places
+        self._order = order
+        self._started: dict[str, Engine] = {}
+
+    def __getitem__(self, name: str) -> Engine:
+        """Return the engine, ready."""
+        engine = self._start(name)
+        if len(self._started) > 1:
+            engine.wait_ready()
+        following = [other for other in self._order if other not in self._started]
+        if following and _free_memory() > _ROOM:
+            self._start(following[0])
+        return engine.wait_ready()
+
+    def _start(self, name: str) -> Engine:
+        if name not in self._started:
+            self._started[name] = self.start(name, **ENGINES[name](self.places))
+        return self._started[name]
+
+    def start(self, name: str, **arguments: Any) -> Engine:
+        """Start an engine that no other test knows; see :class:`harness.Engine`."""
+        cores = sorted(os.sched_getaffinity(0))
+        arguments["core"] = cores[arguments.get("core", 0) % len(cores)]
+        engine = Engine(log=self.places.root / "logs" / f"{name}.log", **arguments)
+        self._started.setdefault(name, engine)
+        return engine
+
+    def stop_all(self) -> None:
+        """Stop the engines; those that tests have stopped already are left alone."""
+        for engine in self._started.values():
+            engine.stop()
+
+
+def _free_memory() -> int:
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

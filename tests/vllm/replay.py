@@ -1,0 +1,646 @@
+"""A vLLM in miniature: the calls that a connector gets, in the order in which they come.
+
+:class:`MiniVllm` drives the two halves of a real ``SharedStorageConnector`` as vLLM 0.32's
+scheduler and its two model runners do (order of calls, formats of new, cached and resumed
+requests, deferred saves of speculative decoding), with chunked prefill, a local prefix
+cache, preemption, aborts and recomputation of failed loads, and with a forward pass that
+writes bytes which depend on the whole prefix. Before every step it checks that each block
+that a request counts as computed holds exactly these bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import pickle  # noqa: TID251 - as vLLM does between its processes
+import random
+import warnings
+from collections.abc import Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+with warnings.catch_warnings():
+    # Importing vLLM warns of what torch and others deprecate.
+    warnings.simplefilter("ignore")
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+    from vllm.v1.core.sched.output import KVConnectorBlockState
+    from vllm.v1.outputs import KVConnectorOutput
+
+    from kvshelf.vllm.connector import SharedStorageConnector
+
+LAYERS, HEADS, HEAD_SIZE = 2, 2, 16
+NULL = 0
+
+
+class CPUAttentionBackendImpl:
+    """Stands for vLLM's class of this name, by which layouts are recognised."""
+
+    def __init__(self, window: int = -1, attn_type: str = "decoder") -> None:
+        self.sliding_window = window
+        self.attn_type = attn_type
+
+
+def make_caches(blocks: int, block_size: int) -> dict[str, torch.Tensor]:
+    shape = (blocks, HEADS, block_size, 2 * HEAD_SIZE)
+    return {
+        f"model.layers.{i}.self_attn.attn": torch.zeros(shape, dtype=torch.bfloat16)
+        for i in range(LAYERS)
+    }
+
+
+def make_config(
+    shelf: str,
+    *,
+    block_size: int = 4,
+    role: str = "kv_both",
+    window: int = -1,
+    **extra: Any,
+) -> SimpleNamespace:
+    """What the connector reads of a ``VllmConfig``."""
+    options = {
+        "shared_storage_path": shelf,
+        "chunk_size": 8,
+        "weights": "test",
+        "staging_bytes": 1 << 20,
+        **extra,
+    }
+    layers = {
+        f"model.layers.{i}.self_attn.attn": SimpleNamespace(
+            impl=CPUAttentionBackendImpl(window), head_size=HEAD_SIZE, isa="vec"
+        )
+        for i in range(LAYERS)
+    }
+    return SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(
+            kv_connector_extra_config=options,
+            kv_load_failure_policy="recompute",
+            is_kv_producer=role in ("kv_both", "kv_producer"),
+            is_kv_consumer=role in ("kv_both", "kv_consumer"),
+        ),
+        parallel_config=SimpleNamespace(
+            rank=0,
+            world_size=1,
+            tensor_parallel_size=1,
+            pipeline_parallel_size=1,
+            decode_context_parallel_size=1,
+            prefill_context_parallel_size=1,
+        ),
+        model_config=SimpleNamespace(
+            is_encoder_decoder=False,
+            is_diffusion=False,
+            is_prefix_caching_supported=True,
+            use_mla=False,
+            dtype=torch.bfloat16,
+            quantization=None,
+            model="mini",
+            served_model_name=None,
+            max_model_len=4096,
+            hf_text_config=SimpleNamespace(rope_theta=10000.0),
+            get_total_num_kv_heads=lambda: HEADS,
+        ),
+        cache_config=SimpleNamespace(block_size=block_size, cache_dtype="auto"),
+        speculative_config=None,
+        compilation_config=SimpleNamespace(static_forward_context=layers),
+        load_config=SimpleNamespace(load_format="auto", download_dir=None),
+    )
+
+
+def make_groups(config: SimpleNamespace, count: int = 1) -> SimpleNamespace:
+    """What the connector reads of a ``KVCacheConfig``."""
+    spec = SimpleNamespace(block_size=config.cache_config.block_size)
+    names = list(config.compilation_config.static_forward_context)
+    group = SimpleNamespace(layer_names=names, kv_cache_spec=spec)
+    return SimpleNamespace(kv_cache_groups=[group] * count)
+
+
+class Request:
+    """What the connector reads of vLLM's ``Request``."""
+
+    def __init__(self, request_id: str, prompt: Sequence[int], **options: Any) -> None:
+        self.request_id = request_id
+        self.prompt_token_ids: list[int] | None = list(prompt)
+        self._all_token_ids = list(prompt)
+        self.num_prompt_tokens = len(prompt)
+        self.prompt_embeds = None
+        self.prompt_is_token_ids = None
+        self.resumable = False
+        self.cache_salt: str | None = None
+        self.lora_request: Any = None
+        self.mm_features: list[Any] = []
+        self.num_preemptions = 0
+        self.num_computed_tokens = 0
+        self.__dict__.update(options)
+        self.max_tokens = options.get("max_tokens", 2)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self._all_token_ids)
+
+
+@dataclass
+class State:
+    """What the miniature scheduler and runner know of a request."""
+
+    request: Request
+    blocks: list[int] = field(default_factory=list)
+    status: str = "waiting"
+    load_failed: bool = False
+    in_worker: bool = False
+    loaded: int = 0
+    loads: int = 0
+
+
+@dataclass
+class Blocks:
+    ids: list[int]
+
+    def get_block_ids(self) -> tuple[list[int], ...]:
+        return (list(self.ids),)
+
+
+class MiniVllm:
+    """An engine of one worker.
+
+    Parameters
+    ----------
+    config
+        From :func:`make_config`.
+    runner : str
+        ``"V1"``, ``"V1 speculative"`` or ``"V2"``.
+    blocks : int
+        Blocks of the cache, the null block included.
+    budget : int
+        Most tokens of a step.
+    prefix_caching : bool
+        Keep blocks of finished requests for others.
+    """
+
+    def __init__(
+        self,
+        config: SimpleNamespace,
+        *,
+        runner: str = "V1",
+        blocks: int = 64,
+        budget: int = 1000,
+        prefix_caching: bool = True,
+        window: int = 0,
+    ) -> None:
+        self.config = config
+        self.runner = runner
+        self.budget = budget
+        self.window = window
+        self.prefix_caching = prefix_caching and not window
+        self.block_size: int = config.cache_config.block_size
+        groups = make_groups(config)
+        self.worker = SharedStorageConnector(config, KVConnectorRole.WORKER, groups)
+        self.caches = make_caches(blocks, self.block_size)
+        self.worker.register_kv_caches(self.caches)
+        self.scheduler = SharedStorageConnector(config, KVConnectorRole.SCHEDULER, groups)
+        self.states: dict[str, State] = {}
+        self.waiting: list[str] = []
+        self.running: list[str] = []
+        self.free = list(range(1, blocks))
+        self.users: dict[int, int] = {}
+        self.cached: dict[bytes, int] = {}
+        self.finished_ids: set[str] = set()
+        self.preempted_ids: set[str] = set()
+        self.steps = 0
+        self.forward_error: Exception | None = None
+        self.written: list[tuple[str, int, int]] = []
+
+    # What users do
+
+    def add(self, request: Request) -> Request:
+        self.states[request.request_id] = State(request)
+        self.waiting.append(request.request_id)
+        self.scheduler.on_new_request(request)
+        return request
+
+    def abort(self, request_id: str) -> None:
+        state = self.states.get(request_id)
+        if state is not None and state.status != "finished":
+            self._finish(state, blocks_stay=state.status == "loading")
+
+    def preempt(self, request_id: str) -> None:
+        if request_id in self.running:
+            self.running.remove(request_id)
+            state = self.states[request_id]
+            self._give_back(state)
+            state.status = "preempted"
+            state.request.num_computed_tokens = 0
+            state.request.num_preemptions += 1
+            self.waiting.insert(0, request_id)
+            self.preempted_ids.add(request_id)
+
+    def drop_prefix_cache(self) -> None:
+        assert not self.running
+        self.cached.clear()
+
+    def run(self, limit: int = 2000) -> None:
+        """Step until no request is left."""
+        for _ in range(limit):
+            if not self.states:
+                return
+            self.step()
+        raise AssertionError(f"not done after {limit} steps: {self.states}")
+
+    def close(self) -> None:
+        self.worker.shutdown()
+        self.scheduler.shutdown()
+
+    def __enter__(self) -> MiniVllm:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # One step
+
+    def step(self) -> Any:
+        self.steps += 1
+        output = self._schedule()
+        meta = self.scheduler.build_connector_meta(output)
+        output.kv_connector_block_state = None
+        again = self.scheduler.build_connector_meta(_empty_output())
+        assert not again.loads, "building metadata must forget what it has handed out"
+        assert not again.stores
+        assert not again.cancelled
+        result = self._execute(output, pickle.loads(pickle.dumps(meta)))
+        self._update(output, pickle.loads(pickle.dumps(result)))
+        return meta
+
+    def _schedule(self) -> SimpleNamespace:
+        scheduled: dict[str, int] = {}
+        new: list[State] = []
+        resumed: list[State] = []
+        continued: list[State] = []
+        budget = self.budget
+        for request_id in list(self.running):
+            if request_id not in self.running or budget <= 0:
+                continue
+            state = self.states[request_id]
+            count = min(budget, state.request.num_tokens - state.request.num_computed_tokens)
+            self._leave_window(state)
+            while not self._extend(state, state.request.num_computed_tokens + count):
+                victim = self.running[-1]
+                if victim in scheduled:
+                    budget += scheduled.pop(victim)
+                    continued = [s for s in continued if s.request.request_id != victim]
+                self.preempt(victim)
+                if victim == request_id:
+                    break
+            if request_id not in self.running:
+                break
+            scheduled[request_id] = count
+            continued.append(state)
+            budget -= count
+        if not self.preempted_ids or not scheduled:
+            # Those that hold blocks come first, so that they cannot starve each other.
+            for request_id in sorted(self.waiting, key=lambda r: not self.states[r].blocks):
+                if budget <= 0 or not self._admit(request_id, budget, scheduled, new, resumed):
+                    break
+                budget = self.budget - sum(scheduled.values())
+        return self._output(scheduled, new, resumed, continued)
+
+    def _admit(
+        self,
+        request_id: str,
+        budget: int,
+        scheduled: dict[str, int],
+        new: list[State],
+        resumed: list[State],
+    ) -> bool:
+        """Try to schedule one waiting request; False when none behind it may be."""
+        state = self.states[request_id]
+        request = state.request
+        if state.status == "loading":
+            return True
+        external = 0
+        if request.num_computed_tokens == 0:
+            local = self._local_hit(request)
+            answer = self.scheduler.get_num_new_matched_tokens(
+                request, len(local) * self.block_size
+            )
+            assert isinstance(answer, tuple)
+            found, asynchronous = answer
+            if found is None:
+                return True
+            assert asynchronous == (found > 0)
+            external = found
+            computed = len(local) * self.block_size + external
+            assert computed < request.num_tokens, "one token must be left to compute"
+            assert computed % self.block_size == 0
+        else:
+            local, computed = [], request.num_computed_tokens
+        count = 0 if external else min(budget, request.num_tokens - computed)
+        if not state.blocks:
+            for block in local:
+                self.users[block] = self.users.get(block, 0) + 1
+                if block in self.free:
+                    self.free.remove(block)
+            state.blocks = list(local)
+        if external and len(self.free) < self._still_needed() + self._needs(state):
+            self._give_back(state)
+            return False
+        if not self._extend(state, computed + count, loaded=computed if external else 0):
+            if request.num_computed_tokens == 0:
+                self._give_back(state)
+            return False
+        self.scheduler.update_state_after_alloc(request, Blocks(state.blocks), external)
+        request.num_computed_tokens = computed
+        if external:
+            state.loads += 1
+            state.loaded = external
+            state.status = "loading"
+            return True
+        self.waiting.remove(request_id)
+        self.running.append(request_id)
+        (resumed if state.in_worker else new).append(state)
+        state.status = "running"
+        state.in_worker = True
+        scheduled[request_id] = count
+        return True
+
+    def _output(
+        self,
+        scheduled: dict[str, int],
+        new: list[State],
+        resumed: list[State],
+        continued: list[State],
+    ) -> SimpleNamespace:
+        if self.runner == "V2":
+            # The second model runner is given resumed requests as if they were new.
+            new, resumed = new + resumed, []
+        cached = [*continued, *resumed]
+        output = SimpleNamespace(
+            scheduled_new_reqs=[
+                SimpleNamespace(
+                    req_id=s.request.request_id,
+                    num_computed_tokens=s.request.num_computed_tokens,
+                    block_ids=(list(s.blocks),),
+                )
+                for s in new
+            ],
+            scheduled_cached_reqs=SimpleNamespace(
+                req_ids=[s.request.request_id for s in cached],
+                resumed_req_ids={s.request.request_id for s in resumed},
+                new_block_ids=[None for _ in cached],
+                num_computed_tokens=[s.request.num_computed_tokens for s in cached],
+            ),
+            num_scheduled_tokens=scheduled,
+            total_num_scheduled_tokens=sum(scheduled.values()),
+            preempted_req_ids=self.preempted_ids,
+            finished_req_ids=self.finished_ids,
+            has_sync_kv_loads=False,
+            kv_connector_block_state=KVConnectorBlockState(
+                req_ids=set(scheduled),
+                resolve_block_ids=lambda request_id: (self.states[request_id].blocks,),
+                boundary_state_offloads={},
+            ),
+        )
+        self.preempted_ids, self.finished_ids = set(), set()
+        return output
+
+    def _execute(self, output: SimpleNamespace, meta: Any) -> KVConnectorOutput:
+        worker = self.worker
+        result = KVConnectorOutput()
+        worker.handle_preemptions(meta)
+        worker.bind_connector_metadata(meta)
+
+        def results() -> None:
+            moved = worker.get_transfer_results(output.finished_req_ids)
+            result.finished_recving = moved.finished_recving
+            assert not moved.finished_sending
+            result.invalid_block_ids = worker.get_block_ids_with_load_errors()
+            result.kv_connector_stats = worker.get_kv_connector_stats()
+            result.kv_connector_worker_meta = worker.build_connector_worker_meta()
+
+        @contextmanager
+        def lifecycle() -> Any:
+            try:
+                yield
+            finally:
+                worker.start_load_kv(None)
+                if self.runner != "V1 speculative":
+                    worker.wait_for_save()
+                if self.runner != "V2":
+                    results()
+
+        with lifecycle():
+            self._forward(output)
+            for name, cache in self.caches.items():
+                worker.wait_for_layer_load(name)
+                worker.save_kv_layer(name, cache, None)
+        if self.runner == "V1 speculative":
+            worker.wait_for_save()
+        elif self.runner == "V2":
+            results()
+        worker.clear_connector_metadata()
+        return result
+
+    def _forward(self, output: SimpleNamespace) -> None:
+        for request_id, count in output.num_scheduled_tokens.items():
+            state = self.states[request_id]
+            computed = state.request.num_computed_tokens
+            self.check(state, computed)
+            if self.forward_error is not None:
+                raise self.forward_error
+            self.written.append((request_id, computed, computed + count))
+            first, last = computed // self.block_size, -(-(computed + count) // self.block_size)
+            for i in range(first, last):
+                end = min(computed + count, (i + 1) * self.block_size)
+                assert self.users[state.blocks[i]] == 1, "a shared block is written"
+                for layer, cache in enumerate(self.caches.values()):
+                    cache[state.blocks[i]].copy_(self.content(state.request, layer, end))
+
+    def _update(self, output: SimpleNamespace, result: KVConnectorOutput) -> None:
+        bad = result.invalid_block_ids
+        assert NULL not in bad
+        for state in self.states.values():
+            # Only blocks of running loads can be bad: nothing else may be touched.
+            if state.status == "loading":
+                for i, block in enumerate(state.blocks):
+                    if block in bad and i * self.block_size < state.request.num_computed_tokens:
+                        state.request.num_computed_tokens = i * self.block_size
+                        state.load_failed = True
+                        break
+            elif state.status != "finished":
+                assert not bad.intersection(state.blocks)
+        for request_id, count in output.num_scheduled_tokens.items():
+            state = self.states.get(request_id)
+            if state is None or state.status != "running":
+                continue
+            request = state.request
+            request.num_computed_tokens += count
+            if self.prefix_caching:
+                self._cache(state)
+            if request.num_computed_tokens == request.num_tokens:
+                request._all_token_ids.append(sum(request._all_token_ids) % 997)
+                if request.num_tokens - request.num_prompt_tokens >= request.max_tokens:
+                    self._finish(state)
+        self.scheduler.update_connector_output(result)
+        for request_id in result.finished_recving or ():
+            state = self.states[request_id]
+            if state.status == "loading":
+                self._loaded(state)
+            else:
+                assert state.status == "finished"
+                self._give_back(state)
+                del self.states[request_id]
+
+    def _loaded(self, state: State) -> None:
+        request = state.request
+        state.status = "preempted" if request.num_preemptions else "waiting"
+        if request.num_computed_tokens:
+            self.check(state, request.num_computed_tokens)
+            if self.prefix_caching:
+                self._cache(state)
+        else:
+            self._give_back(state)
+
+    def _finish(self, state: State, blocks_stay: bool = False) -> None:
+        request_id = state.request.request_id
+        delay, parameters = self.scheduler.request_finished(state.request, list(state.blocks))
+        assert delay is False
+        assert parameters is None
+        self.finished_ids.add(request_id)
+        for queue in (self.waiting, self.running):
+            if request_id in queue:
+                queue.remove(request_id)
+        state.status = "finished"
+        if not blocks_stay:
+            self._give_back(state)
+            del self.states[request_id]
+
+    # Blocks
+
+    def content(self, request: Request, layer: int, end: int) -> torch.Tensor:
+        """What the block that ends at token `end` holds: a function of the whole prefix."""
+        size = HEADS * self.block_size * 2 * HEAD_SIZE
+        data = bytearray(
+            random.Random(self._prefix(request, end) + bytes([layer])).randbytes(2 * size)
+        )
+        shape = (HEADS, self.block_size, 2 * HEAD_SIZE)
+        return torch.frombuffer(data, dtype=torch.int16).view(torch.bfloat16).view(shape)
+
+    def check(self, state: State, computed: int) -> None:
+        """Fail unless the first `computed` tokens of a request have exactly their KV."""
+        for i in range(-(-computed // self.block_size)):
+            if state.blocks[i] == NULL:
+                continue
+            end = min(computed, (i + 1) * self.block_size)
+            for layer, cache in enumerate(self.caches.values()):
+                found = cache[state.blocks[i]].view(torch.int16)
+                right = self.content(state.request, layer, end).view(torch.int16)
+                assert torch.equal(found, right), f"block {i} of {state.request.request_id}"
+        assert not any(cache[NULL].any() for cache in self.caches.values()), "the null block"
+
+    @staticmethod
+    def _prefix(request: Request, end: int) -> bytes:
+        identity = repr((request.cache_salt, _path(request.lora_request), _items(request)))
+        tokens = request._all_token_ids[:end]
+        return hashlib.sha256((identity + repr(tokens)).encode()).digest()
+
+    def _local_hit(self, request: Request) -> list[int]:
+        blocks: list[int] = []
+        while (len(blocks) + 1) * self.block_size < request.num_tokens:
+            key = self._prefix(request, (len(blocks) + 1) * self.block_size)
+            if key not in self.cached:
+                break
+            blocks.append(self.cached[key])
+        return blocks
+
+    def _cache(self, state: State) -> None:
+        for i in range(state.request.num_computed_tokens // self.block_size):
+            key = self._prefix(state.request, (i + 1) * self.block_size)
+            self.cached.setdefault(key, state.blocks[i])
+
+    def _extend(self, state: State, tokens: int, loaded: int = 0) -> bool:
+        """Give a request the blocks for so many tokens, of which `loaded` come from outside."""
+        needed = -(-tokens // self.block_size) - len(state.blocks)
+        skipped = 0
+        if loaded and self.window:
+            skipped = max(0, loaded - self.window + 1) // self.block_size
+        if needed - skipped > len(self.free):
+            return False
+        for _ in range(needed):
+            if len(state.blocks) < skipped:
+                state.blocks.append(NULL)
+                continue
+            block = self.free.pop(0)
+            for key in [key for key, value in self.cached.items() if value == block]:
+                del self.cached[key]
+            self.users[block] = 1
+            state.blocks.append(block)
+        return True
+
+    def _needs(self, state: State) -> int:
+        return -(-(state.request.num_tokens + 1) // self.block_size) - len(state.blocks)
+
+    def _still_needed(self) -> int:
+        """Blocks that requests with a load will need to go on."""
+        return sum(
+            self._needs(state)
+            for state in self.states.values()
+            if state.blocks and state.status in ("loading", "waiting", "preempted")
+        )
+
+    def _leave_window(self, state: State) -> None:
+        if self.window:
+            skipped = max(0, state.request.num_computed_tokens - self.window + 1)
+            for i in range(skipped // self.block_size):
+                if state.blocks[i] != NULL:
+                    self._give_back_block(state.blocks[i])
+                    state.blocks[i] = NULL
+
+    def _give_back(self, state: State) -> None:
+        for block in reversed(state.blocks):
+            if block != NULL:
+                self._give_back_block(block)
+        state.blocks = []
+
+    def _give_back_block(self, block: int) -> None:
+        self.users[block] -= 1
+        if self.users[block] == 0:
+            self.free.append(block)
+
+
+def _path(adapter: Any) -> str:
+    return "" if adapter is None else str(adapter.lora_path)
+
+
+def _items(request: Request) -> list[object]:
+    return [(f.identifier, f.mm_position.offset, f.mm_position.length) for f in request.mm_features]
+
+
+def _empty_output() -> SimpleNamespace:
+    return SimpleNamespace(
+        scheduled_new_reqs=[],
+        scheduled_cached_reqs=SimpleNamespace(req_ids=[], num_computed_tokens=[]),
+        num_scheduled_tokens={},
+        total_num_scheduled_tokens=0,
+        kv_connector_block_state=None,
+    )
+
+
+def image(identifier: str, offset: int, length: int) -> SimpleNamespace:
+    """A multimodal item as vLLM describes it."""
+    position = SimpleNamespace(offset=offset, length=length)
+    return SimpleNamespace(identifier=identifier, mm_position=position)
+
+
+def adapter(path: object, number: int = 1, **options: Any) -> SimpleNamespace:
+    """A LoRA request."""
+    values: Mapping[str, Any] = {"load_inplace": False, **options}
+    return SimpleNamespace(
+        lora_name=f"adapter {number}", lora_int_id=number, lora_path=str(path), **values
+    )
+
+
+def prompt(length: int, seed: int = 0, shared: int = 0) -> list[int]:
+    """Random tokens, of which the first `shared` are the same for every seed."""
+    common = random.Random("shared").choices(range(900), k=shared)
+    return common + random.Random(seed).choices(range(900), k=length - shared)

@@ -1,0 +1,98 @@
+"""Chunked prefill, many requests at once, and preemption forced by a tiny cache."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+from harness import NEAR_TIE, Answer, Engine, assert_mostly_same, assert_same
+from shelf_files import ShelfFiles
+
+MakePrompt = Callable[[int], list[int]]
+Reference = Callable[..., Answer]
+
+
+@pytest.mark.parametrize("length", [300, 1000, 1800])
+def test_chunked_prefill(
+    small: Engine, shelf: ShelfFiles, reference: Reference, prompt: MakePrompt, length: int
+) -> None:
+    small.reset_prefix_cache()
+    tokens = prompt(length)
+    cold = small.generate(tokens)
+    assert cold.shelf_tokens == 0
+    assert_same(cold, reference(tokens), NEAR_TIE)
+    shelf.wait_stored(tokens)
+    small.reset_prefix_cache()
+    warm = small.generate(tokens)
+    assert warm.shelf_tokens == length // 256 * 256
+    assert_same(warm, reference(tokens), NEAR_TIE)
+
+
+def test_prefill_chunks_do_not_show_in_objects(
+    small: Engine, engine: Engine, shelf: ShelfFiles, reference: Reference, prompt: MakePrompt
+) -> None:
+    """What one engine stored in steps of 384 tokens, another with larger steps loads."""
+    tokens = prompt(1500)
+    small.reset_prefix_cache()
+    small.generate(tokens)
+    shelf.wait_stored(tokens)
+    answer = engine.generate(tokens)
+    assert answer.shelf_tokens == 1280
+    assert_same(answer, reference(tokens), NEAR_TIE)
+
+
+def test_many_requests_with_preemption(
+    small: Engine, shelf: ShelfFiles, reference: Reference, prompt: MakePrompt
+) -> None:
+    small.reset_prefix_cache()
+    stems = [prompt(length) for length in (300, 520, 700, 900)]
+    for stem in stems[:2]:
+        small.generate(stem, max_tokens=1)
+        shelf.wait_stored(stem)
+    prompts = [stems[index % 4] + prompt(10 + 7 * index) for index in range(32)]
+    before = small.metrics()["vllm:num_preemptions_total"]
+    answers = small.generate_all(prompts, max_tokens=100, timeout=300)
+    assert small.metrics()["vllm:num_preemptions_total"] > before
+    assert all(answer.finish_reason == "length" for answer in answers)
+    assert_mostly_same(answers, [reference(tokens, max_tokens=100) for tokens in prompts])
+    # All blocks are free again.
+    small.reset_prefix_cache()
+    for tokens in prompts:
+        shelf.wait_stored(tokens)
+    shelf.check_all()
+
+
+def test_aborts_among_many_requests(
+    small: Engine, shelf: ShelfFiles, reference: Reference, prompt: MakePrompt
+) -> None:
+    stems = [prompt(600), prompt(900)]
+    for stem in stems:
+        small.reset_prefix_cache()
+        small.generate(stem, max_tokens=1)
+        shelf.wait_stored(stem)
+    small.reset_prefix_cache()
+    prompts = [stems[index % 2] + prompt(20 + index) for index in range(24)]
+    requests = [small.submit(tokens, max_tokens=40) for tokens in prompts]
+    generator = random.Random(3)
+    aborted = set(generator.sample(range(24), 12))
+    for index in sorted(aborted):
+        if generator.random() < 0.5:
+            requests[generator.randrange(24)].wait_first_token()
+        requests[index].abort()
+    kept = [index for index in range(24) if index not in aborted]
+    assert_mostly_same(
+        [requests[index].result(300) for index in kept],
+        [reference(prompts[index], max_tokens=40) for index in kept],
+    )
+    for index in aborted:
+        requests[index].result()
+    small.reset_prefix_cache()
+
+
+def test_killed_while_storing(small: Engine, shelf: ShelfFiles, prompt: MakePrompt) -> None:
+    """The last test of this module: an engine that is killed leaves whole objects or none."""
+    requests = [small.submit(prompt(1500), max_tokens=1) for _ in range(8)]
+    requests[3].wait_first_token()
+    small.kill()
+    assert shelf.check_all() > 0

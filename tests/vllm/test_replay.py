@@ -1,0 +1,648 @@
+"""Whole lives of requests in a miniature vLLM, by its recorded order of calls.
+
+After every step the miniature checks that each block which counts as computed holds what
+its prefix demands, so "it ran" means "no wrong KV was loaded, and none was stored".
+"""
+
+from __future__ import annotations
+
+import random
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kvshelf.backends.wrappers import Fault, FaultyBackend
+from parts import PATIENCE, posix, until
+from replay import MiniVllm, Request, adapter, image, make_config, prompt
+
+from kvshelf.errors import TransientStorageError
+from kvshelf.shelf import Shelf
+from kvshelf.vllm import connector
+
+RUNNERS = ["V1", "V1 speculative", "V2"]
+BLOCK, CHUNK = 4, 8
+
+
+@pytest.fixture
+def backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FaultyBackend:
+    """The storage of all engines of a test."""
+    backend = FaultyBackend(posix(tmp_path / "shelf"))
+
+    def open_shelf(url: str, **options: Any) -> Shelf:
+        return Shelf(backend)
+
+    monkeypatch.setattr(connector, "open_shelf", open_shelf)
+    return backend
+
+
+@pytest.fixture(autouse=True)
+def nothing_contained(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """No exception of ours was caught at vLLM's door."""
+    connector._next_logs.clear()
+    yield
+    for record in caplog.get_records("call"):
+        assert "the engine goes on" not in record.getMessage()
+        assert "could not be planned" not in record.getMessage()
+
+
+@pytest.fixture
+def start(backend: FaultyBackend) -> Iterator[Callable[..., MiniVllm]]:
+    """Start engines on one shelf; they end with the test."""
+    engines: list[MiniVllm] = []
+
+    def start(config: dict[str, Any] | None = None, **options: Any) -> MiniVllm:
+        patient = {"lookup_wait_s": PATIENCE, "identity_wait_s": PATIENCE, **(config or {})}
+        engine = MiniVllm(make_config(backend.url, **patient), **options)
+        engines.append(engine)
+        return engine
+
+    yield start
+    backend.heal()
+    for engine in engines:
+        engine.close()
+
+
+def drain(engine: MiniVllm) -> None:
+    side = engine.worker._worker
+    assert side is not None
+    assert side.drain(PATIENCE) == 0
+
+
+def run(engine: MiniVllm, *prompts: list[int], **options: Any) -> list[int]:
+    """Run requests to their ends; return the tokens that each got from the shelf."""
+    number = len(engine.written) + engine.steps
+    requests = [
+        engine.add(Request(f"{number}-{i}", tokens, **options)) for i, tokens in enumerate(prompts)
+    ]
+    states = [engine.states[request.request_id] for request in requests]
+    engine.run()
+    drain(engine)
+    return [state.loaded for state in states]
+
+
+def objects(backend: FaultyBackend) -> set[str]:
+    return {info.name for info in backend.list() if info.name.endswith(".safetensors")}
+
+
+def hit(length: int) -> int:
+    """Tokens that a stored prompt of so many tokens can bring."""
+    tokens = min(length // CHUNK * CHUNK, length - 1)
+    return tokens - tokens % BLOCK
+
+
+# ------------------------------------------------------------------------- prompts
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.parametrize("length", [1, 7, 8, 9, 12, 16, 17, 40, 41])
+def test_a_second_engine_loads_what_the_first_stored(
+    start: Callable[..., MiniVllm], backend: FaultyBackend, runner: str, length: int
+) -> None:
+    tokens = prompt(length)
+    assert run(start(runner=runner), tokens) == [0]
+    assert len(objects(backend)) == 2 * (length // CHUNK)
+    assert run(start(runner=runner), tokens) == [hit(length)]
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.parametrize("budget", [3, 8, 13])
+def test_chunked_prefill_stores_and_loads_the_same(
+    start: Callable[..., MiniVllm], runner: str, budget: int
+) -> None:
+    tokens = prompt(45)
+    assert run(start(runner=runner, budget=budget), tokens) == [0]
+    assert run(start(runner=runner, budget=budget), tokens) == [40]
+
+
+@pytest.mark.parametrize("shared", range(0, 34, 3))
+def test_prompts_that_share_a_prefix_share_its_whole_chunks(
+    start: Callable[..., MiniVllm], shared: int
+) -> None:
+    run(start(), prompt(33, 1, shared))
+    assert run(start(), prompt(33, 2, shared)) == [shared // CHUNK * CHUNK]
+
+
+def test_what_the_local_cache_has_is_not_loaded(start: Callable[..., MiniVllm]) -> None:
+    run(start(), prompt(41))
+    engine = start()
+    run(engine, prompt(41)[:21])
+    # The local cache gives 20 tokens, in blocks that others may use; the shelf the rest.
+    assert run(engine, prompt(41)) == [40 - 20]
+    assert run(engine, prompt(41)) == [0]
+
+
+def test_without_prefix_caching_every_request_loads(start: Callable[..., MiniVllm]) -> None:
+    engine = start(prefix_caching=False)
+    run(engine, prompt(20))
+    assert run(engine, prompt(20)) == [16]
+    assert run(engine, prompt(20), prompt(20)) == [16, 16]
+
+
+@pytest.mark.parametrize("save_decode", [False, True])
+def test_answers_are_stored_only_on_demand(
+    start: Callable[..., MiniVllm], save_decode: bool
+) -> None:
+    engine = start({"save_decode": save_decode})
+    request = engine.add(Request("r", prompt(10), max_tokens=20))
+    engine.run()
+    drain(engine)
+    conversation = [*request._all_token_ids, *prompt(5, 3)]
+    # The last token of an answer is never computed.
+    known = 10 if not save_decode else 29
+    assert run(start(), conversation) == [known // CHUNK * CHUNK]
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ({}, {"cache_salt": "a"}),
+        ({"cache_salt": "a"}, {"cache_salt": "b"}),
+        ({"mm_features": [image("cat", 3, 4)]}, {"mm_features": [image("dog", 3, 4)]}),
+        ({"mm_features": [image("cat", 3, 4)]}, {"mm_features": [image("cat", 4, 4)]}),
+        ({"mm_features": [image("cat", 3, 4)]}, {}),
+    ],
+)
+def test_what_else_decides_kv_is_in_the_key(
+    start: Callable[..., MiniVllm], first: dict[str, Any], second: dict[str, Any]
+) -> None:
+    run(start(), prompt(20), **first)
+    engine = start()
+    assert run(engine, prompt(20), **second) == [0]
+    assert run(engine, prompt(20), **first) == [16]
+
+
+def test_salts_may_have_folders_of_their_own(
+    start: Callable[..., MiniVllm], backend: FaultyBackend
+) -> None:
+    engine = start({"group_by_salt": True})
+    run(engine, prompt(8), cache_salt="tenant")
+    run(engine, prompt(8))
+    groups = {name.split("/")[1] for name in objects(backend)}
+    assert len(groups) == 2
+    assert "_" in groups
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"prompt_token_ids": None},
+        {"prompt_embeds": object()},
+        {"prompt_is_token_ids": [True, False]},
+        {"resumable": True},
+    ],
+)
+def test_prompts_without_an_address_are_neither_stored_nor_loaded(
+    start: Callable[..., MiniVllm], backend: FaultyBackend, odd: dict[str, Any]
+) -> None:
+    engine = start(prefix_caching=False)
+    run(engine, prompt(20, 9))
+    before = objects(backend)
+    # vLLM has zeros where a prompt has no tokens: all such prompts look the same.
+    assert run(engine, [0] * 20, **odd) == [0]
+    assert objects(backend) == before
+    assert run(engine, [0] * 20) == [0]
+    assert run(engine, [0] * 20, **odd) == [0]
+
+
+def test_blocks_that_a_window_has_left_behind_are_neither_stored_nor_filled(
+    start: Callable[..., MiniVllm],
+) -> None:
+    config = {"window": 8}
+    run(start(config, window=8, budget=6), prompt(41))
+    run(start(config, window=8), prompt(41))
+    assert run(start(config, window=8, budget=6), prompt(41)) == [40]
+
+
+# ------------------------------------------------------------------------- adapters
+
+
+def make_adapter(folder: Path, text: str) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "adapter_config.json").write_text("{}")
+    (folder / "adapter_model.safetensors").write_text(text)
+    return folder
+
+
+def test_adapters_are_told_apart_by_content(start: Callable[..., MiniVllm], tmp_path: Path) -> None:
+    one, two = (make_adapter(tmp_path / name, name) for name in ("one", "two"))
+    copy = make_adapter(tmp_path / "copy", "one")
+    run(start(), prompt(20), lora_request=adapter(one))
+    assert run(start(), prompt(20)) == [0]
+    assert run(start(), prompt(20), lora_request=adapter(two)) == [0]
+    engine = start()
+    engine._prefix = lambda request, end: MiniVllm._prefix(  # type: ignore[method-assign]
+        Request("", request._all_token_ids, lora_request=adapter(one)), end
+    )
+    assert run(engine, prompt(20), lora_request=adapter(copy, number=7)) == [16]
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_an_adapter_that_changes_is_not_trusted_any_more(
+    start: Callable[..., MiniVllm],
+    backend: FaultyBackend,
+    tmp_path: Path,
+    inplace: bool,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    folder = make_adapter(tmp_path / "a", "before")
+    engine = start(prefix_caching=False)
+    run(engine, prompt(20), lora_request=adapter(folder))
+    assert run(engine, prompt(20), lora_request=adapter(folder)) == [16]
+    make_adapter(folder, "after, and longer")
+    before = objects(backend)
+    for seed in (0, 1):
+        late = adapter(folder, load_inplace=inplace)
+        assert run(engine, prompt(20, seed), lora_request=late) == [0]
+    assert objects(backend) == before
+    assert len([r for r in caplog.records if "neither stored nor loaded" in r.message]) == 1
+    # Another id is another adapter; what is without one goes on.
+    run(engine, prompt(20), lora_request=adapter(folder, number=2))
+    assert run(engine, prompt(20), lora_request=adapter(folder, number=2)) == [16]
+
+
+def test_an_id_that_stands_for_two_adapters_is_not_trusted(
+    start: Callable[..., MiniVllm], backend: FaultyBackend, tmp_path: Path
+) -> None:
+    one, two = (make_adapter(tmp_path / name, name) for name in ("one", "two"))
+    engine = start(prefix_caching=False)
+    run(engine, prompt(20), lora_request=adapter(one))
+    before = objects(backend)
+    # vLLM would go on using the first one's weights.
+    assert run(engine, prompt(20), lora_request=adapter(two)) == [0]
+    assert objects(backend) == before
+
+
+def test_an_adapter_without_files_is_served_without_the_shelf(
+    start: Callable[..., MiniVllm],
+    backend: FaultyBackend,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    engine = start(prefix_caching=False)
+    for seed in range(3):
+        assert run(engine, prompt(20, seed), lora_request=adapter(tmp_path / "no")) == [0]
+    assert not objects(backend)
+    assert len([r for r in caplog.records if "cannot be read" in r.getMessage()]) == 1
+    assert run(engine, prompt(20), prompt(20)) == [0, 0]
+
+
+# ------------------------------------------------------------------------- roles
+
+
+def test_a_consumer_loads_and_stores_nothing(
+    start: Callable[..., MiniVllm], backend: FaultyBackend
+) -> None:
+    run(start({"role": "kv_producer"}), prompt(20))
+    before = objects(backend)
+    engine = start({"role": "kv_consumer"})
+    assert run(engine, prompt(20), prompt(20, 1)) == [16, 0]
+    assert objects(backend) == before
+
+
+def test_a_read_only_engine_loads_and_stores_nothing(
+    start: Callable[..., MiniVllm], backend: FaultyBackend
+) -> None:
+    run(start(), prompt(20))
+    before = objects(backend)
+    engine = start({"read_only": True})
+    assert run(engine, prompt(20), prompt(20, 1)) == [16, 0]
+    assert objects(backend) == before
+
+
+# ------------------------------------------------------------------------- preemption and aborts
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_a_preempted_request_comes_back_with_the_shelf_s_help(
+    start: Callable[..., MiniVllm], runner: str
+) -> None:
+    engine = start(runner=runner, prefix_caching=False, budget=16)
+    engine.add(Request("r", prompt(40), max_tokens=12))
+    while engine.states["r"].request.num_tokens < 45:
+        engine.step()
+    drain(engine)
+    engine.preempt("r")
+    state = engine.states["r"]
+    engine.run()
+    assert state.loads == 1
+    assert state.loaded == 40
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_chunks_are_stored_once_though_their_request_was_preempted(
+    start: Callable[..., MiniVllm], runner: str, backend: FaultyBackend
+) -> None:
+    engine = start({"save_decode": True}, runner=runner, budget=10, prefix_caching=False)
+    request = engine.add(Request("r", prompt(30), max_tokens=10))
+    for _ in range(3):
+        while request.num_computed_tokens < 12:
+            engine.step()
+        engine.preempt("r")
+    engine.run()
+    drain(engine)
+    assert len(objects(backend)) == 2 * ((request.num_tokens - 1) // CHUNK)
+    assert run(start(), [*request._all_token_ids, 1, 2]) == [
+        (request.num_tokens - 1) // CHUNK * CHUNK
+    ]
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_many_requests_in_a_tiny_cache(start: Callable[..., MiniVllm], runner: str) -> None:
+    prompts = [prompt(30, i % 5, 12) for i in range(12)]
+    run(start(runner=runner, blocks=24, budget=20), *prompts, max_tokens=16)
+    engine = start(runner=runner, blocks=24, budget=20)
+    loaded = run(engine, *prompts, max_tokens=16)
+    assert sum(loaded) > 0
+
+
+def test_an_abort_while_loading_frees_the_blocks_before_the_storage_answers(
+    start: Callable[..., MiniVllm], backend: FaultyBackend
+) -> None:
+    run(start(), prompt(41))
+    gate = threading.Event()
+    backend.add(Fault("read", wait=gate))
+    engine = start()
+    engine.add(Request("r", prompt(41)))
+    while engine.states["r"].status != "loading":
+        engine.step()
+    free = len(engine.free)
+    engine.abort("r")
+    for _ in range(5):
+        engine.step()
+    assert "r" not in engine.states
+    assert len(engine.free) > free
+    backend.heal()
+    # Other requests compute in these blocks while the reads come to their ends.
+    engine.add(Request("s", prompt(41, 5)))
+    engine.step()
+    gate.set()
+    engine.run()
+
+
+def test_aborts_at_any_time_leave_nothing_behind(
+    start: Callable[..., MiniVllm], backend: FaultyBackend
+) -> None:
+    run(start(), prompt(41))
+    engine = start(budget=8)
+    for steps in range(12):
+        engine.add(Request(f"r{steps}", prompt(41), max_tokens=3))
+        for _ in range(steps):
+            engine.step()
+        engine.abort(f"r{steps}")
+    engine.run()
+    engine.step()
+    scheduler, worker = engine.scheduler._scheduler, engine.worker._worker
+    assert scheduler is not None
+    assert worker is not None
+    assert not scheduler._requests
+    assert not scheduler._loads
+    assert not scheduler._cancelled
+    assert not worker._ops
+    assert worker._transfer is not None
+    assert not worker._transfer.loading
+
+
+# ------------------------------------------------------------------------- trouble
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.parametrize("index", [0, 2, 4])
+def test_a_bad_chunk_is_computed_and_repaired(
+    start: Callable[..., MiniVllm], backend: FaultyBackend, runner: str, index: int
+) -> None:
+    run(start(), prompt(41))
+    name = next(name for name in objects(backend) if f"-{index}-1of2" in name)
+    path = Path(backend.url) / name
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+    engine = start(runner=runner, prefix_caching=False)
+    engine.add(Request("r", prompt(41)))
+    state = engine.states["r"]
+    engine.run()
+    assert state.loads == 1
+    computed = [end - begin for request, begin, end in engine.written if request == "r"]
+    assert sum(computed) >= 41 - index * CHUNK
+    drain(engine)
+    assert data != path.read_bytes()
+    engine.step()
+    assert run(engine, prompt(41)) == [40]
+    assert run(start(), prompt(41)) == [40]
+
+
+def test_a_hole_behind_a_look_up_is_computed_and_stored_again(
+    start: Callable[..., MiniVllm], backend: FaultyBackend
+) -> None:
+    run(start(), prompt(41))
+    engine = start(prefix_caching=False, budget=9)
+    engine.add(Request("r", prompt(41)))
+    scheduler = engine.scheduler._scheduler
+    assert scheduler is not None
+    until(lambda: engine.step() is not None and scheduler._lookups is not None)
+    engine.abort("r")
+    engine.step()
+    request = engine.add(Request("s", prompt(41)))
+    lookup = scheduler._requests["s"].lookup
+    assert lookup is not None
+    assert lookup.wait(PATIENCE)
+    for name in objects(backend):
+        if "-2-" in name:
+            (Path(backend.url) / name).unlink()
+    state = engine.states["s"]
+    engine.run()
+    assert state.loads == 1
+    assert request.num_tokens == 43
+    drain(engine)
+    assert len(objects(backend)) == 10
+    engine.step()
+
+
+@pytest.mark.parametrize("operation", ["open", "read"])
+def test_storage_errors_are_no_end_and_no_loop(
+    start: Callable[..., MiniVllm], backend: FaultyBackend, operation: str
+) -> None:
+    run(start(), prompt(41))
+    engine = start(prefix_caching=False)
+    backend.add(Fault(operation, "*.safetensors", error=TransientStorageError(5, "EIO")))
+    engine.add(Request("r", prompt(41)))
+    state = engine.states["r"]
+    engine.run()
+    assert state.loads == 1
+    assert len(objects(backend)) == 10
+
+
+def test_a_look_up_that_hangs_is_waited_for_once(
+    start: Callable[..., MiniVllm], backend: FaultyBackend
+) -> None:
+    engine = start({"lookup_wait_s": 0.05})
+    run(engine, prompt(20))
+    gate = threading.Event()
+    backend.add(Fault("stat", wait=gate))
+    assert run(engine, prompt(20, 1)) == [0]
+    before = engine.steps
+    assert run(engine, prompt(20, 2)) == [0]
+    assert engine.steps - before < 20
+    assert engine.scheduler._scheduler is not None
+    counts = engine.scheduler._scheduler.counters.snapshot()
+    assert counts["lookup_timeouts"] == 2
+    gate.set()
+    backend.heal()
+    drain(engine)
+    lookups = engine.scheduler._scheduler._lookups
+    assert lookups is not None
+    until(lambda: not lookups.stalled(0.05))
+    engine.drop_prefix_cache()
+    assert run(engine, prompt(20)) == [16]
+
+
+def test_loads_that_hang_are_computed(
+    start: Callable[..., MiniVllm], backend: FaultyBackend
+) -> None:
+    run(start(), prompt(41))
+    engine = start(prefix_caching=False)
+    run(engine, prompt(9, 3))
+    worker = engine.worker._worker
+    assert worker is not None
+    assert worker._transfer is not None
+    worker._transfer._patience = 0.05
+    gate = threading.Event()
+    backend.add(Fault("read", wait=gate))
+    engine.add(Request("r", prompt(41)))
+    engine.run(100_000)
+    gate.set()
+
+
+def test_what_a_failed_forward_pass_left_is_not_stored(
+    start: Callable[..., MiniVllm], backend: FaultyBackend
+) -> None:
+    engine = start()
+    run(engine, prompt(9, 3))
+    before = objects(backend)
+    engine.forward_error = RuntimeError("out of memory")
+    engine.add(Request("r", prompt(20)))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        engine.run()
+    drain(engine)
+    assert objects(backend) == before
+
+
+def test_the_first_request_of_a_fresh_engine_hits(start: Callable[..., MiniVllm]) -> None:
+    run(start(), prompt(20))
+    engine = start()
+    engine.add(Request("r", prompt(20)))
+    state = engine.states["r"]
+    engine.run()
+    assert state.loaded == 16
+
+
+def test_a_request_admitted_before_the_namespace_is_known_is_stored(
+    start: Callable[..., MiniVllm], backend: FaultyBackend
+) -> None:
+    engine = start({"identity_wait_s": 0.0}, budget=8)
+    run(engine, prompt(41))
+    assert len(objects(backend)) == 10
+
+
+def test_deleting_the_shelf_is_no_trouble(
+    start: Callable[..., MiniVllm], backend: FaultyBackend
+) -> None:
+    engine = start(prefix_caching=False)
+    run(engine, prompt(20))
+    root = Path(backend.url)
+    root.rename(root.with_name("gone"))
+    assert run(engine, prompt(20)) == [0]
+    assert run(engine, prompt(20)) == [16]
+
+
+def test_resetting_forgets_what_was_known_of_the_shelf(start: Callable[..., MiniVllm]) -> None:
+    engine = start(prefix_caching=False)
+    run(engine, prompt(20))
+    engine.add(Request("r", prompt(20)))
+    assert engine.scheduler.reset_cache() is True
+    meta = engine.step()
+    assert meta.recheck_weights
+    assert not engine.step().recheck_weights
+    engine.run()
+
+
+# ------------------------------------------------------------------------- anything
+
+
+@settings(max_examples=60)
+@given(data=st.data(), runner=st.sampled_from(RUNNERS))
+def test_whatever_happens_no_block_is_wrong_and_every_request_ends(
+    data: st.DataObject, runner: str
+) -> None:
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        backend = FaultyBackend(posix(Path(folder) / "shelf"))
+        patch.setattr(connector, "open_shelf", lambda url, **_: Shelf(backend))
+        _live(backend, data, runner)
+
+
+def _live(backend: FaultyBackend, data: st.DataObject, runner: str) -> None:
+    options = {"lookup_wait_s": PATIENCE, "save_decode": data.draw(st.booleans(), "save_decode")}
+    engines = [
+        MiniVllm(
+            make_config(backend.url, **options),
+            runner=runner,
+            blocks=data.draw(st.integers(20, 40), "blocks"),
+            budget=data.draw(st.integers(4, 40), "budget"),
+            prefix_caching=data.draw(st.booleans(), "prefix caching"),
+        )
+        for _ in range(2)
+    ]
+    actions = ["add", "add", "step", "step", "step", "abort", "preempt", "damage", "fault", "heal"]
+    try:
+        for number in range(data.draw(st.integers(0, 40), "actions")):
+            engine = engines[data.draw(st.integers(0, 1), "engine")]
+            action = data.draw(st.sampled_from(actions), "action")
+            seed = data.draw(st.integers(0, 5), "seed")
+            if action == "add":
+                length = data.draw(st.integers(1, 40), "length")
+                tokens = prompt(40, seed, 16)[:length]
+                salt = "s" if seed == 5 else None
+                engine.add(Request(f"r{number}", tokens, cache_salt=salt, max_tokens=1 + seed * 3))
+            elif action == "step":
+                engine.step()
+            elif action in ("abort", "preempt") and engine.states:
+                getattr(engine, action)(sorted(engine.states)[seed % len(engine.states)])
+            elif action == "damage":
+                names = sorted(objects(backend))
+                if names:
+                    _damage(Path(backend.url) / names[seed * 7 % len(names)], number)
+            elif action == "fault":
+                operation = ["stat", "open", "read", "write", "folders", "info"][seed]
+                error = TransientStorageError(5, "EIO")
+                backend.add(Fault(operation, error=error, times=5))
+            elif action == "heal":
+                backend.heal()
+        for engine in engines:
+            engine.run()
+    finally:
+        backend.heal()
+        for engine in engines:
+            engine.close()
+
+
+def _damage(path: Path, seed: int) -> None:
+    chance = random.Random(seed)
+    try:
+        data = bytearray(path.read_bytes())
+        if chance.random() < 0.3:
+            path.unlink()
+        elif chance.random() < 0.5:
+            path.write_bytes(data[: chance.randrange(len(data) + 1)])
+        else:
+            data[chance.randrange(len(data))] ^= 1
+            path.write_bytes(data)
+    except (OSError, ValueError):
+        pass  # a store or a repair was quicker

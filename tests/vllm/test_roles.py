@@ -1,0 +1,114 @@
+"""Producers and consumers, options that change what is stored, and changed weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from fleet import ENGINES, Engines
+from harness import Answer, Engine, EngineError, assert_same
+from make_model import make_model
+from shelf_files import ShelfFiles, wait_until
+
+MakePrompt = Callable[[int], list[int]]
+Reference = Callable[..., Answer]
+
+
+def test_without_vllms_prefix_cache(
+    chatting: Engine, shelf: ShelfFiles, reference: Reference, prompt: MakePrompt
+) -> None:
+    tokens = prompt(1100)
+    assert_same(chatting.generate(tokens), reference(tokens))
+    shelf.wait_stored(tokens)
+    for _ in range(2):
+        answer = chatting.generate(tokens)
+        assert answer.shelf_tokens == 1024
+        assert_same(answer, reference(tokens))
+
+
+def test_save_decode(
+    chatting: Engine, shelf: ShelfFiles, reference: Reference, prompt: MakePrompt
+) -> None:
+    question = prompt(200)
+    answer = chatting.generate(question, max_tokens=400)
+    conversation = question + answer.tokens
+    # The last token of an answer has no KV: nothing was computed after it.
+    shelf.wait_stored(conversation[:-1])
+    follow_up = conversation + prompt(30)
+    answer = chatting.generate(follow_up)
+    assert answer.shelf_tokens == 512
+    assert_same(answer, reference(follow_up))
+
+
+def test_answers_are_not_stored_by_default(
+    engine: Engine, shelf: ShelfFiles, prompt: MakePrompt
+) -> None:
+    question = prompt(300)
+    answer = engine.generate(question, max_tokens=300)
+    shelf.wait_stored(question)
+    conversation = question + answer.tokens
+    marker = prompt(300)
+    engine.generate(marker)
+    shelf.wait_stored(marker)
+    assert [all(path.exists() for path in chunk) for chunk in shelf.of(conversation)] == [
+        True,
+        False,
+    ]
+
+
+def test_consumer_loads_and_stores_nothing(
+    engine: Engine,
+    consumer: Engine,
+    shelf: ShelfFiles,
+    reference: Reference,
+    prompt: MakePrompt,
+) -> None:
+    tokens = prompt(1100)
+    engine.generate(tokens)
+    shelf.wait_stored(tokens)
+    objects = shelf.objects()
+    answer = consumer.generate(tokens)
+    assert answer.shelf_tokens == 1024
+    assert_same(answer, reference(tokens))
+    for _ in range(3):
+        new = prompt(600)
+        assert_same(consumer.generate(new), reference(new))
+    consumer.stop()
+    assert shelf.objects() == objects
+    assert len(shelf.namespaces()) == 1
+
+
+def test_changed_weights_at_the_same_path(
+    engine: Engine,
+    consumer: Engine,
+    engines: Engines,
+    shelf: ShelfFiles,
+    reference: Reference,
+    prompt: MakePrompt,
+) -> None:
+    tokens = prompt(1100)
+    engine.generate(tokens)
+    shelf.wait_stored(tokens)
+    [before] = shelf.namespaces()
+    consumer.stop()
+    make_model(engines.places.copied_model, "tiny", seed=1, replace=True)
+    arguments = ENGINES["consumer"](engines.places) | {"kv_role": "kv_both"}
+    with engines.start("changed", **arguments) as changed:
+        answer = changed.generate(tokens)
+        assert answer.shelf_tokens == 0
+        # With another salt it is computed again: what these weights say, without any shelf.
+        assert_same(answer, changed.generate(tokens, cache_salt="other"))
+        assert answer.tokens != reference(tokens).tokens
+        wait_until(lambda: len(shelf.namespaces()) == 2, "a namespace of the new weights")
+        [after] = set(shelf.namespaces()) - {before}
+        assert after.name.startswith("a-copy-")
+
+
+@pytest.mark.slow
+def test_mistakes_stop_the_engine_with_a_message(engines: Engines) -> None:
+    arguments = ENGINES["on_shelf"](engines.places)
+    arguments["extra_config"]["chunk_sise"] = 256
+    engine = engines.start("mistaken", **arguments)
+    with pytest.raises(EngineError):
+        engine.wait_ready()
+    assert "did you mean chunk_size?" in engine.log()

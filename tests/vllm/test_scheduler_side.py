@@ -1,0 +1,814 @@
+"""The scheduler half: what it answers, when it stops waiting, and what it refuses."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from kvshelf.backends.wrappers import CountingBackend, Fault, FaultyBackend
+from parts import PATIENCE, posix, until
+from replay import (
+    HEAD_SIZE,
+    HEADS,
+    LAYERS,
+    Blocks,
+    Request,
+    make_config,
+    make_groups,
+    prompt,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.v1.core.sched.output import KVConnectorBlockState
+
+from kvshelf.chunkfile import ObjectFormat
+from kvshelf.config import Config
+from kvshelf.errors import ConfigError, TransientStorageError, UnsupportedError
+from kvshelf.identity import KeyChain, object_name
+from kvshelf.shelf import Shelf
+from kvshelf.vllm import check_vllm_version, connector
+from kvshelf.vllm.connector import SharedStorageConnector
+from kvshelf.vllm.metadata import (
+    LoadFailure,
+    StepMetadata,
+    WorkerMetadata,
+    WorkerPart,
+)
+from kvshelf.vllm.namespace import build_namespace, default_shards
+from kvshelf.vllm.scheduler import SchedulerSide
+
+BLOCK, CHUNK = 4, 8
+
+PART = WorkerPart(
+    layer_names=tuple(f"model.layers.{i}.self_attn.attn" for i in range(LAYERS)),
+    layer_shapes=(f"2,*,{HEADS},{HEAD_SIZE}",) * LAYERS,
+    layer_dtypes=("BF16",) * LAYERS,
+    layouts=(f"cpu-vec-bf16-b{BLOCK}",) * LAYERS,
+    attention=("full",) * LAYERS,
+    head_sizes=(HEAD_SIZE,) * LAYERS,
+    sliding_windows=(-1,) * LAYERS,
+    weights="user:test",
+)
+
+
+class Side:
+    """A scheduler side whose worker has reported, on a shelf with hollow objects."""
+
+    def __init__(self, root: Path, *, known: bool = True, **options: Any) -> None:
+        self.faults = FaultyBackend(posix(root))
+        self.backend = CountingBackend(self.faults)
+        extra = {"lookup_wait_s": PATIENCE, "identity_wait_s": PATIENCE, **options}
+        self.config = make_config(str(root), **extra)
+        self.side = SchedulerSide(
+            self.config,
+            Config.load(self.config.kv_transfer_config.kv_connector_extra_config),
+            lambda: Shelf(self.backend),
+            block_size=BLOCK,
+        )
+        namespace = build_namespace(self.config, self.side._config, PART)
+        self.fmt = ObjectFormat(namespace)
+        if known:
+            self.side.worker_output(WorkerMetadata(parts={0: PART}))
+            self.side.worker_output(WorkerMetadata())
+
+    def put(self, tokens: list[int], count: int | None = None, **options: Any) -> None:
+        chain = KeyChain(self.fmt.namespace.digest, CHUNK, **options)
+        for chunk in chain.extend(tokens)[:count]:
+            for shard in range(self.fmt.shards):
+                name = f"{self.fmt.namespace.folder}/{object_name(chunk, shard, self.fmt.shards)}"
+                self.backend.write(name, [bytes(self.fmt.object_size(shard))])
+
+    def ask(self, request: Request, computed: int = 0) -> tuple[int, bool]:
+        """Ask as vLLM does, step by step, until there is an answer."""
+        for _ in range(10_000):
+            found, asynchronous = self.side.matched_tokens(request, computed)
+            if found is not None:
+                return found, asynchronous
+            self.step()
+        raise AssertionError("no answer")
+
+    def step(
+        self,
+        scheduled: dict[str, tuple[int, int]] | None = None,
+        *,
+        new: tuple[str, ...] = (),
+        blocks: Callable[[str], tuple[list[int], ...]] = lambda _: (list(range(1, 100)),),
+    ) -> StepMetadata:
+        """Build a step in which requests compute ``(computed before, scheduled)`` tokens."""
+        scheduled = scheduled or {}
+        cached = [r for r in scheduled if r not in new]
+        return self.side.step_metadata(
+            SimpleNamespace(
+                scheduled_new_reqs=[
+                    SimpleNamespace(req_id=r, num_computed_tokens=scheduled[r][0]) for r in new
+                ],
+                scheduled_cached_reqs=SimpleNamespace(
+                    req_ids=cached, num_computed_tokens=[scheduled[r][0] for r in cached]
+                ),
+                num_scheduled_tokens={r: n for r, (_, n) in scheduled.items()},
+                total_num_scheduled_tokens=sum(n for _, n in scheduled.values()),
+                kv_connector_block_state=KVConnectorBlockState(set(scheduled), blocks, {}),
+            )
+        )
+
+    def close(self) -> None:
+        self.faults.heal()
+        self.side.close()
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Callable[..., Side]]:
+    sides: list[Side] = []
+
+    def make(**options: Any) -> Side:
+        sides.append(Side(tmp_path / "shelf", **options))
+        return sides[-1]
+
+    yield make
+    for side in sides:
+        side.close()
+
+
+# ------------------------------------------------------------------------- answers
+
+
+def test_the_answer_is_remembered_and_always_the_same(make: Callable[..., Side]) -> None:
+    side = make()
+    tokens = prompt(33)
+    side.put(tokens, 3)
+    request = Request("r", tokens)
+    side.side.new_request(request)
+    assert side.ask(request) == (24, True)
+    side.backend.counts.clear()
+    for _ in range(5):
+        # Allocation failed: vLLM asks again in every step.
+        assert side.side.matched_tokens(request, 0) == (24, True)
+        side.step()
+    # The local cache may have grown meanwhile.
+    assert side.side.matched_tokens(request, 8) == (16, True)
+    assert side.side.matched_tokens(request, 24) == (0, False)
+    assert side.side.matched_tokens(request, 28) == (0, False)
+    assert not side.backend.counts
+    assert side.side.counters.snapshot()["lookups"] == 1
+
+
+def test_a_request_that_was_not_announced_is_answered(make: Callable[..., Side]) -> None:
+    side = make()
+    side.put(prompt(16))
+    assert side.ask(Request("r", prompt(16))) == (12, True)
+
+
+@pytest.mark.parametrize("length", range(8, 40))
+def test_hits_end_at_blocks_and_leave_a_token(make: Callable[..., Side], length: int) -> None:
+    side = make()
+    side.put(prompt(length))
+    found, asynchronous = side.ask(Request("r", prompt(length)))
+    assert found < length
+    assert found % BLOCK == 0
+    assert found >= min(length // CHUNK * CHUNK, length - BLOCK)
+    assert asynchronous == (found > 0)
+
+
+def test_what_vllm_does_not_take_is_no_load(make: Callable[..., Side]) -> None:
+    side = make()
+    side.put(prompt(20))
+    request = Request("r", prompt(20))
+    assert side.ask(request) == (16, True)
+    # Another connector loads, prompt log probabilities were asked for, …
+    side.side.allocated(request, [1, 2, 3, 4, 5], 0)
+    assert side.step().loads == []
+    assert side.side.matched_tokens(request, 0) == (16, True)
+
+
+def test_a_load_names_tokens_chunks_and_blocks(make: Callable[..., Side]) -> None:
+    side = make()
+    side.put(prompt(40))
+    request = Request("r", prompt(40))
+    assert side.ask(request, 12) == (24, True)
+    side.side.allocated(request, [*range(1, 11)], 24)
+    (load,) = side.step().loads
+    assert (load.request_id, load.start, load.end) == ("r", 12, 36)
+    assert [chunk.index for chunk in load.chunks] == [1, 2, 3, 4]
+    assert load.block_ids == [*range(1, 11)]
+    assert side.step().loads == []
+
+
+def test_a_load_that_vllm_cut_is_planned_as_cut(make: Callable[..., Side]) -> None:
+    side = make()
+    side.put(prompt(40))
+    request = Request("r", prompt(40))
+    assert side.ask(request) == (36, True)
+    side.side.allocated(request, [*range(1, 11)], 16)
+    (load,) = side.step().loads
+    assert (load.start, load.end, len(load.chunks)) == (0, 16, 2)
+
+
+# ------------------------------------------------------------------------- failed loads
+
+
+def test_a_failed_load_is_not_offered_again(make: Callable[..., Side]) -> None:
+    side = make()
+    tokens = prompt(40)
+    side.put(tokens)
+    request = Request("r", tokens)
+    assert side.ask(request) == (36, True)
+    side.side.allocated(request, [*range(1, 11)], 36)
+    side.step()
+    chunk = side.side._requests["r"].lookup.chain.chunks[0]  # type: ignore[union-attr]
+    side.side.worker_output(WorkerMetadata(failures=[LoadFailure("r", 0, chunk.key, False)]))
+    side.side.loads_done({"r"})
+    assert side.side.matched_tokens(request, 0) == (0, False)
+    # Another request does not run into the same hole either.
+    assert side.ask(Request("s", tokens)) == (0, False)
+    side.side.finished("r")
+    # When it is admitted anew the hole is still known, and what comes before it is used.
+    request.num_preemptions = 1
+    assert side.ask(request) == (0, False)
+
+
+def test_a_load_of_which_nothing_is_known_is_not_offered_again(make: Callable[..., Side]) -> None:
+    side = make()
+    side.put(prompt(40))
+    request = Request("r", prompt(40))
+    assert side.ask(request) == (36, True)
+    side.side.allocated(request, [*range(1, 11)], 36)
+    side.side.loads_done({"r"})
+    assert side.side.matched_tokens(request, 0) == (0, False)
+    request.num_preemptions += 1
+    assert side.ask(request) == (36, True)
+
+
+def test_the_rest_of_a_truncated_hit_is_used_after_preemption(make: Callable[..., Side]) -> None:
+    side = make()
+    side.put(prompt(40))
+    request = Request("r", prompt(40))
+    assert side.ask(request) == (36, True)
+    side.side.allocated(request, [*range(1, 11)], 36)
+    side.side.worker_output(WorkerMetadata(failures=[LoadFailure("r", 2, b"k" * 32, True)]))
+    side.side.loads_done({"r"})
+    request.num_preemptions += 1
+    assert side.ask(request) == (16, True)
+
+
+def test_bad_objects_are_repaired_by_the_next_store(make: Callable[..., Side]) -> None:
+    side = make()
+    side.put(prompt(40))
+    request = Request("r", prompt(40))
+    side.side.new_request(request)
+    side.ask(request)
+    keys = [chunk.key for chunk in side.side._requests["r"].lookup.chain.chunks]  # type: ignore[union-attr]
+    side.side.worker_output(
+        WorkerMetadata(
+            failures=[LoadFailure("r", 1, keys[1], True), LoadFailure("r", 3, keys[3], False)]
+        )
+    )
+    meta = side.step({"r": (0, 40)}, new=("r",))
+    assert [(op.chunk.index, op.repair) for op in meta.stores] == [(1, True), (3, False)]
+    assert side.ask(Request("s", prompt(40))) == (8, True)
+    side.side.worker_output(WorkerMetadata(repaired=[keys[1], keys[3]]))
+    assert side.ask(Request("t", prompt(40))) == (36, True)
+
+
+def test_a_hole_is_stored_though_it_is_long_until_it_is_computed(
+    make: Callable[..., Side], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    side = make()
+    side.put(prompt(40))
+    request = Request("r", prompt(40))
+    side.ask(request)
+    key = side.side._requests["r"].lookup.chain.chunks[2].key  # type: ignore[union-attr]
+    side.side.worker_output(WorkerMetadata(failures=[LoadFailure("r", 2, key, False)]))
+    side.side._failed.clear()
+    meta = side.step({"r": (16, 24)})
+    assert [op.chunk.index for op in meta.stores] == [2]
+
+
+# ------------------------------------------------------------------------- stores
+
+
+def test_only_chunks_that_the_step_completes_are_stored_and_only_once(
+    make: Callable[..., Side],
+) -> None:
+    side = make()
+    request = Request("r", prompt(30))
+    side.side.new_request(request)
+    assert side.ask(request) == (0, False)
+    assert [op.chunk.index for op in side.step({"r": (0, 7)}, new=("r",)).stores] == []
+    assert [op.chunk.index for op in side.step({"r": (7, 12)}).stores] == [0, 1]
+    meta = side.step({"r": (19, 11)})
+    assert [op.chunk.index for op in meta.stores] == [2]
+    assert meta.stores[0].block_ids == [5, 6]
+    assert side.step({"r": (30, 1)}).stores == []
+
+
+@pytest.mark.parametrize("second_runner", [False, True])
+def test_a_resumed_request_stores_what_it_had_not_stored(
+    make: Callable[..., Side], second_runner: bool
+) -> None:
+    side = make()
+    request = Request("r", prompt(30))
+    side.side.new_request(request)
+    side.ask(request)
+    assert len(side.step({"r": (0, 17)}, new=("r",)).stores) == 2
+    request.num_preemptions = 1
+    side.step()
+    assert side.ask(request) == (0, False)
+    new = ("r",) if second_runner else ()
+    meta = side.step({"r": (0, 30)}, new=new, blocks=lambda _: ([*range(50, 60)],))
+    assert [op.chunk.index for op in meta.stores] == [2]
+    assert meta.stores[0].block_ids == [54, 55]
+
+
+def test_drafts_and_samples_in_flight_are_not_stored(make: Callable[..., Side]) -> None:
+    side = make(save_decode=True)
+    request = Request("r", prompt(14))
+    side.side.new_request(request)
+    side.ask(request)
+    assert [op.chunk.index for op in side.step({"r": (0, 14)}, new=("r",)).stores] == [0]
+    # 1 sampled token and 5 drafts: 20 slots are written, 15 tokens are known.
+    request._all_token_ids.append(1)
+    assert side.step({"r": (14, 6)}).stores == []
+    request._all_token_ids += [2, 3]
+    (op,) = side.step({"r": (16, 6)}).stores
+    chain = KeyChain(side.fmt.namespace.digest, CHUNK)
+    assert op.chunk == chain.extend([*prompt(14), 1, 2])[1]
+
+
+@pytest.mark.parametrize("save_decode", [False, True])
+def test_decoded_chunks_are_stored_on_demand(make: Callable[..., Side], save_decode: bool) -> None:
+    side = make(save_decode=save_decode)
+    request = Request("r", prompt(14))
+    side.side.new_request(request)
+    side.ask(request)
+    side.step({"r": (0, 14)}, new=("r",))
+    request._all_token_ids += [1, 2]
+    assert len(side.step({"r": (15, 1)}).stores) == save_decode
+
+
+def test_blocks_that_are_gone_are_not_stored(make: Callable[..., Side]) -> None:
+    side = make()
+    request = Request("r", prompt(30))
+    side.side.new_request(request)
+    side.ask(request)
+    blocks = [0, 0, 0, 4, 5, 6, 7, 8]
+    meta = side.step({"r": (0, 30)}, new=("r",), blocks=lambda _: (blocks,))
+    assert [op.chunk.index for op in meta.stores] == [2]
+
+
+def test_a_step_whose_blocks_are_not_told_stores_later(make: Callable[..., Side]) -> None:
+    side = make()
+    request = Request("r", prompt(20))
+    side.side.new_request(request)
+    side.ask(request)
+    output = SimpleNamespace(
+        scheduled_new_reqs=[SimpleNamespace(req_id="r", num_computed_tokens=0)],
+        scheduled_cached_reqs=SimpleNamespace(req_ids=[], num_computed_tokens=[]),
+        num_scheduled_tokens={"r": 20},
+        total_num_scheduled_tokens=20,
+        kv_connector_block_state=KVConnectorBlockState(set(), lambda _: ([],), {}),
+    )
+    assert side.side.step_metadata(output).stores == []
+    assert len(side.step({"r": (20, 1)}).stores) == 2
+
+
+def test_stores_that_cannot_be_planned_do_not_hold_up_loads(
+    make: Callable[..., Side], caplog: pytest.LogCaptureFixture
+) -> None:
+    side = make()
+    side.put(prompt(20))
+    request = Request("r", prompt(20))
+    assert side.ask(request) == (16, True)
+    side.side.allocated(request, [1, 2, 3, 4, 5], 16)
+    other = Request("s", prompt(20, 1))
+    side.ask(other)
+
+    def broken(request_id: str) -> tuple[list[int], ...]:
+        raise KeyError(request_id)
+
+    meta = side.step({"s": (0, 20)}, new=("s",), blocks=broken)
+    assert len(meta.loads) == 1
+    assert meta.stores == []
+    assert "could not be planned" in caplog.text
+
+
+# ------------------------------------------------------------------------- waiting
+
+
+def test_all_waiting_in_one_step_is_within_the_budget(make: Callable[..., Side]) -> None:
+    side = make(lookup_budget_ms=1.0)
+    gate = threading.Event()
+    side.faults.add(Fault("stat", wait=gate))
+    requests = [Request(f"r{i}", prompt(20, i)) for i in range(20)]
+    waits: list[float] = []
+    for request in requests:
+        side.side.new_request(request)
+        lookup = side.side._requests[request.request_id].lookup
+        assert lookup is not None
+        lookup.wait = lambda seconds: _sleep(seconds, waits)  # type: ignore[method-assign]
+    busy = {"busy": (0, 1)}
+    for _ in range(3):
+        side.step(busy)
+        waits.clear()
+        for request in requests:
+            assert side.side.matched_tokens(request, 0) == (None, False)
+        assert waits
+        assert waits[0] <= 1e-3
+        assert len(waits) <= 2
+    gate.set()
+
+
+def _sleep(seconds: float, waits: list[float]) -> bool:
+    waits.append(seconds)
+    threading.Event().wait(seconds)
+    return False
+
+
+def test_a_look_up_that_takes_too_long_is_a_miss_but_its_keys_are_used(
+    make: Callable[..., Side],
+) -> None:
+    side = make(lookup_wait_s=0.02)
+    side.put(prompt(20))
+    gate = threading.Event()
+    side.faults.add(Fault("stat", wait=gate))
+    request = Request("r", prompt(20))
+    assert side.ask(request) == (0, False)
+    assert side.side.matched_tokens(request, 0) == (0, False)
+    assert side.side.counters.snapshot()["lookup_timeouts"] == 1
+    gate.set()
+    lookup = side.side._requests["r"].lookup
+    assert lookup is not None
+    assert lookup.wait(PATIENCE)
+    # Both chunks are there, as is known now.
+    assert side.step({"r": (0, 20)}, new=("r",)).stores == []
+
+
+def test_requests_wait_for_the_namespace_until_one_deadline(make: Callable[..., Side]) -> None:
+    side = make(known=False, identity_wait_s=0.05)
+    first = Request("r", prompt(20))
+    side.side.new_request(first)
+    assert side.side.matched_tokens(first, 0) == (None, False)
+    until(lambda: side.side.matched_tokens(first, 0) == (0, False))
+    second = Request("s", prompt(20))
+    side.side.new_request(second)
+    assert side.side.matched_tokens(second, 0) == (0, False)
+    # It is never too late for the namespace.
+    side.side.worker_output(WorkerMetadata(parts={0: PART}))
+    side.put(prompt(20))
+    assert side.ask(Request("t", prompt(20))) == (16, True)
+
+
+def test_the_namespace_is_announced_until_the_worker_has_it(make: Callable[..., Side]) -> None:
+    side = make(known=False)
+    assert side.step().namespace is None
+    side.side.worker_output(WorkerMetadata(parts={0: PART}))
+    encoded = (side.fmt.namespace.encoded, side.fmt.namespace.slug)
+    assert side.step().namespace == encoded
+    assert side.step().namespace == encoded
+    side.side.worker_output(WorkerMetadata())
+    assert side.step().namespace is None
+
+
+def test_weights_that_are_not_known_yet_are_waited_for(make: Callable[..., Side]) -> None:
+    from dataclasses import replace
+
+    side = make(known=False)
+    side.side.worker_output(WorkerMetadata(parts={0: replace(PART, weights=None)}))
+    assert side.side.matched_tokens(Request("r", prompt(20)), 0) == (None, False)
+    side.side.worker_output(WorkerMetadata(parts={0: PART}))
+    assert side.ask(Request("s", prompt(20))) == (0, False)
+
+
+def test_a_worker_s_problem_ends_hits_and_stores_and_is_said_once(
+    make: Callable[..., Side], caplog: pytest.LogCaptureFixture
+) -> None:
+    from dataclasses import replace
+
+    side = make()
+    side.put(prompt(20))
+    request = Request("r", prompt(30))
+    assert side.ask(request) == (16, True)
+    for _ in range(3):
+        problem = replace(PART, problem="the weights changed")
+        side.side.worker_output(WorkerMetadata(parts={0: problem}))
+    assert side.side.matched_tokens(request, 0) == (0, False)
+    assert side.side.matched_tokens(Request("s", prompt(20)), 0) == (0, False)
+    assert side.step({"r": (0, 30)}, new=("r",)).stores == []
+    assert caplog.text.count("the weights changed") == 1
+
+
+def test_a_shelf_that_opens_late_is_used_from_then_on(make: Callable[..., Side]) -> None:
+    side = make(known=False)
+    opened = side.side._shelf
+    side.side._shelf = lambda: None
+    side.put(prompt(20))
+    side.side.worker_output(WorkerMetadata(parts={0: PART}))
+    assert side.side.matched_tokens(Request("r", prompt(20)), 0) == (None, False)
+    side.side._shelf = opened
+    side.side.worker_output(WorkerMetadata(parts={0: PART}))
+    assert side.ask(Request("s", prompt(20))) == (16, True)
+
+
+# ------------------------------------------------------------------------- the end of requests
+
+
+def test_a_finished_request_leaves_nothing_behind(make: Callable[..., Side]) -> None:
+    side = make()
+    side.put(prompt(20))
+    request = Request("r", prompt(20))
+    side.ask(request)
+    side.side.allocated(request, [1, 2, 3, 4, 5], 16)
+    assert len(side.step().loads) == 1
+    side.side.finished("r")
+    side.side.finished("r")
+    side.side.loads_done({"r"})
+    assert side.step().cancelled == ["r"]
+    assert side.step().cancelled == []
+    assert not side.side._requests
+
+
+def test_resetting_asks_again_for_requests_that_wait(make: Callable[..., Side]) -> None:
+    side = make()
+    waiting, running = Request("w", prompt(20)), Request("x", prompt(20, 1))
+    side.ask(waiting)
+    side.ask(running)
+    running.num_computed_tokens = 12
+    side.put(prompt(20))
+    side.side._failed.add(b"k", bad=True)
+    assert side.side.matched_tokens(waiting, 0) == (0, False)
+    assert side.side.reset() is True
+    assert b"k" not in side.side._failed
+    assert side.ask(waiting) == (16, True)
+    meta = side.step({"x": (12, 8)})
+    assert meta.recheck_weights
+    assert [op.chunk.index for op in meta.stores] == [0, 1]
+
+
+# ------------------------------------------------------------------------- the connector
+
+
+@pytest.fixture
+def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    connector._next_logs.clear()
+
+
+def make_connector(root: Path, **options: Any) -> SharedStorageConnector:
+    config = make_config(str(root), **options)
+    return SharedStorageConnector(config, KVConnectorRole.SCHEDULER, make_groups(config))
+
+
+def test_the_cache_config_is_optional(tmp_path: Path) -> None:
+    config = make_config(str(tmp_path))
+    made = SharedStorageConnector(config, KVConnectorRole.SCHEDULER)
+    request = Request("r", prompt(20))
+    made.on_new_request(request)
+    assert made.get_num_new_matched_tokens(request, 0) == (None, False)
+    assert made.get_loaded_kv_cache_group_ids(request) == (0,)
+    assert made.request_finished(request, []) == (False, None)
+    made.shutdown()
+
+
+def test_what_vllm_relies_on(tmp_path: Path) -> None:
+    made = make_connector(tmp_path)
+    assert made.requires_kv_delivery is False
+    assert made.get_finished_count() is None
+    assert not list(made.take_events())
+    assert made.get_kv_connector_stats() is None
+    stats = made.build_kv_connector_stats({"lookups": 1.0})
+    assert stats is not None
+    assert stats.aggregate(made.build_kv_connector_stats({"lookups": 2, "probes": 1})).reduce() == {
+        "lookups": 3.0,
+        "probes": 1,
+    }
+    made.shutdown()
+    made.shutdown()
+
+
+@pytest.mark.usefixtures("quiet")
+def test_nothing_that_goes_wrong_ends_the_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = make_connector(tmp_path)
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("a bug")
+
+    for name in (
+        "new_request",
+        "matched_tokens",
+        "worker_output",
+        "finished",
+        "reset",
+    ):
+        monkeypatch.setattr(made._scheduler, name, broken)
+    request = Request("r", prompt(20))
+    for _ in range(3):
+        made.on_new_request(request)
+        assert made.get_num_new_matched_tokens(request, 0) == (0, False)
+        made.update_state_after_alloc(request, Blocks([1, 2]), 0)
+        made.update_connector_output(
+            SimpleNamespace(kv_connector_worker_meta=WorkerMetadata(), finished_recving=None)
+        )
+        assert made.request_finished(request, []) == (False, None)
+        assert made.reset_cache() is False
+    assert caplog.text.count("get_num_new_matched_tokens failed; the engine goes on") == 1
+    made.shutdown()
+
+
+def test_foreign_worker_metadata_is_ignored(tmp_path: Path) -> None:
+    made = make_connector(tmp_path)
+    for meta in (None, object()):
+        made.update_connector_output(
+            SimpleNamespace(kv_connector_worker_meta=meta, finished_recving={"who?"})
+        )
+    made.shutdown()
+
+
+# ------------------------------------------------------------------------- refusals
+
+
+def _set(path: str, value: object) -> Callable[[SimpleNamespace], None]:
+    def change(config: SimpleNamespace) -> None:
+        *parents, name = path.split(".")
+        for parent in parents:
+            config = getattr(config, parent)
+        setattr(config, name, value)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_set("parallel_config.tensor_parallel_size", 2), "--tensor-parallel-size 1"),
+        (_set("parallel_config.pipeline_parallel_size", 2), "--pipeline-parallel-size 1"),
+        (_set("parallel_config.decode_context_parallel_size", 2), "--decode-context-parallel"),
+        (_set("parallel_config.prefill_context_parallel_size", 2), "--prefill-context-parallel"),
+        (_set("model_config.use_mla", True), "MLA"),
+        (_set("model_config.is_encoder_decoder", True), "encoder-decoder"),
+        (_set("model_config.is_diffusion", True), "cannot reuse KV"),
+        (_set("model_config.is_prefix_caching_supported", False), "cannot reuse KV"),
+        (_set("speculative_config", SimpleNamespace(method="eagle3")), "'eagle3' keeps KV"),
+        (_set("speculative_config", SimpleNamespace(method="draft_model")), "keeps KV"),
+    ],
+)
+@pytest.mark.parametrize("role", list(KVConnectorRole))
+def test_engines_that_are_not_served_do_not_start(
+    tmp_path: Path,
+    change: Callable[[SimpleNamespace], None],
+    message: str,
+    role: KVConnectorRole,
+) -> None:
+    config = make_config(str(tmp_path / "shelf"))
+    change(config)
+    with pytest.raises(UnsupportedError, match=message):
+        SharedStorageConnector(config, role, make_groups(config))
+    assert not (tmp_path / "shelf").exists()
+
+
+@pytest.mark.parametrize("method", ["ngram", "ngram_gpu", "suffix"])
+def test_drafts_without_kv_are_served(tmp_path: Path, method: str) -> None:
+    config = make_config(str(tmp_path))
+    config.speculative_config = SimpleNamespace(method=method)
+    SharedStorageConnector(config, KVConnectorRole.SCHEDULER, make_groups(config)).shutdown()
+
+
+@pytest.mark.parametrize("groups", [0, 2])
+def test_other_than_one_cache_group_is_refused(tmp_path: Path, groups: int) -> None:
+    config = make_config(str(tmp_path))
+    with pytest.raises(UnsupportedError, match=f"{groups} KV cache groups"):
+        SharedStorageConnector(config, KVConnectorRole.SCHEDULER, make_groups(config, groups))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"chunk_sise": 8}, "chunk_sise"),
+        ({"read_only": True, "save_decode": True}, "read_only and save_decode"),
+    ],
+)
+def test_configurations_that_cannot_be_meant_do_not_start(
+    tmp_path: Path, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_connector(tmp_path, **options)
+
+
+def test_the_canonical_layout_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="layout=canonical"):
+        make_connector(tmp_path, layout="canonical")
+
+
+def test_a_shelf_that_is_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="not a directory"):
+        make_connector(tmp_path / "file")
+
+
+def test_failed_loads_are_recomputed_whatever_vllm_s_default(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = make_config(str(tmp_path))
+    config.kv_transfer_config.kv_load_failure_policy = "fail"
+    with caplog.at_level("INFO", "kvshelf"):
+        SharedStorageConnector(config, KVConnectorRole.SCHEDULER, make_groups(config)).shutdown()
+    assert config.kv_transfer_config.kv_load_failure_policy == "recompute"
+
+
+class MultiConnector:
+    """Makes a child as vLLM's class of this name does."""
+
+    def __init__(self, policy: str, child: SimpleNamespace) -> None:
+        self._kv_transfer_config = SimpleNamespace(kv_load_failure_policy=policy)
+        self.child = SharedStorageConnector(child, KVConnectorRole.SCHEDULER, make_groups(child))
+
+
+def test_inside_multi_connector_the_policy_must_be_set_by_the_user(tmp_path: Path) -> None:
+    config = make_config(str(tmp_path))
+    with pytest.raises(ConfigError, match='"kv_load_failure_policy": "recompute"'):
+        MultiConnector("fail", config)
+    MultiConnector("recompute", config).child.shutdown()
+
+
+def test_the_real_multi_connector_sets_what_is_looked_at() -> None:
+    import inspect
+
+    from vllm.distributed.kv_transfer.kv_connector.v1 import multi_connector
+
+    source = inspect.getsource(multi_connector.MultiConnector.__init__)
+    assert source.index("super().__init__(") < source.index("connector_cls(temp_config")
+
+
+@pytest.mark.parametrize("version", ["0.32.0", "0.32.1", "0.33.0", "0.33.5.post1", "0.32.0+cpu"])
+def test_supported_versions(version: str) -> None:
+    check_vllm_version(version)
+
+
+@pytest.mark.parametrize("version", ["0.31.9", "0.34.0", "1.0.0", "0.9.2"])
+def test_other_versions_get_a_message_that_names_those_that_work(version: str) -> None:
+    with pytest.raises(UnsupportedError, match=rf"vLLM {version} found.*>=0.32,<0.34"):
+        check_vllm_version(version)
+
+
+@pytest.mark.parametrize("version", ["unknown", "0.1.dev1+g123", "0.0.0"])
+def test_builds_without_a_release_are_let_through(version: str) -> None:
+    check_vllm_version(version)
+
+
+@pytest.mark.parametrize(
+    ("heads", "shards"),
+    [(1, 1), (2, 2), (6, 6), (8, 8), (9, 3), (10, 5), (12, 6), (13, 1), (32, 8)],
+)
+def test_the_number_of_shards_is_a_function_of_the_model(heads: int, shards: int) -> None:
+    assert default_shards(heads) == shards
+    assert default_shards(heads, 4) == 4 * shards
+
+
+# ------------------------------------------------------------------------- opening
+
+
+def test_a_storage_that_does_not_answer_does_not_hold_up_the_start(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    from kvshelf.vllm.opening import OpeningShelf
+
+    gate = threading.Event()
+    shelf: Any = object()
+
+    def hang() -> Shelf:
+        gate.wait()
+        return shelf  # type: ignore[no-any-return]
+
+    opening = OpeningShelf("nfs", hang, start_seconds=0.01)
+    assert opening.get() is None
+    assert "has not answered" in caplog.text
+    gate.set()
+    assert opening.wait(PATIENCE)
+    assert opening.get() is shelf
+
+
+def test_trouble_that_may_pass_is_tried_again_and_other_trouble_stops_the_start() -> None:
+    from kvshelf.vllm.opening import OpeningShelf
+
+    answers: list[Any] = [TransientStorageError(116, "ESTALE"), object()]
+
+    def open_() -> Shelf:
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer  # type: ignore[no-any-return]
+
+    opening = OpeningShelf("nfs", open_, retry_seconds=0.01)
+    assert opening.wait(PATIENCE)
+    assert opening.get() is not None
+
+    def refuse() -> Shelf:
+        raise PermissionError("no")
+
+    with pytest.raises(PermissionError):
+        OpeningShelf("nfs", refuse)

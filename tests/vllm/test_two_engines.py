@@ -1,0 +1,127 @@
+"""A second engine on the same shelf: restarts, races, shelves that vanish or take no writes."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+
+import pytest
+from fleet import Places
+from harness import Answer, Engine, assert_mostly_same, assert_same
+from shelf_files import ShelfFiles, wait_until
+
+MakePrompt = Callable[[int], list[int]]
+Reference = Callable[..., Answer]
+
+
+def test_first_request_of_a_fresh_engine_hits(
+    engine: Engine,
+    second: Engine,
+    shelf: ShelfFiles,
+    reference: Reference,
+    prompt: MakePrompt,
+) -> None:
+    """Must be the first test with the second engine."""
+    tokens = prompt(1500)
+    engine.generate(tokens)
+    shelf.wait_stored(tokens)
+    answer = second.generate(tokens)
+    assert answer.shelf_tokens == 1280
+    assert_same(answer, reference(tokens))
+
+
+def test_two_engines_store_the_same_chunks_at_once(
+    engine: Engine, second: Engine, shelf: ShelfFiles, reference: Reference, prompt: MakePrompt
+) -> None:
+    answers, expected = [], []
+    for _ in range(4):
+        prompts = [prompt(800) for _ in range(4)]
+        both = [[each.submit(tokens) for each in (engine, second)] for tokens in prompts]
+        answers += [request.result() for pair in both for request in pair]
+        expected += [reference(tokens) for tokens in prompts for _ in range(2)]
+        for tokens in prompts:
+            shelf.wait_stored(tokens)
+    assert_mostly_same(answers, expected)
+    shelf.check_all()
+    wait_until(lambda: not shelf.temporaries(), "temporaries gone")
+    for each in (engine, second):
+        each.reset_prefix_cache()
+        for tokens in prompts:
+            answer = each.generate(tokens)
+            assert answer.shelf_tokens == 768
+            assert_same(answer, reference(tokens))
+
+
+def test_stop_publishes_what_is_staged(
+    second: Engine, shelf: ShelfFiles, prompt: MakePrompt
+) -> None:
+    """The last test with the second engine: it stops it."""
+    prompts = [prompt(1500) for _ in range(4)]
+    for tokens in prompts:
+        second.generate(tokens, max_tokens=1)
+    assert second.stop() < 20
+    for tokens in prompts:
+        shelf.wait_stored(tokens, timeout=0.1)
+    shelf.check_all()
+
+
+@pytest.fixture(scope="module")
+def own(places: Places) -> ShelfFiles:
+    """A shelf that is deleted and write-protected."""
+    return ShelfFiles(places.own)
+
+
+def test_shelf_deleted_while_running(
+    third: Engine, own: ShelfFiles, reference: Reference, prompt: MakePrompt
+) -> None:
+    tokens = prompt(1100)
+    third.generate(tokens)
+    own.wait_stored(tokens)
+    third.reset_prefix_cache()
+    prompts = [tokens + prompt(5) for _ in range(12)]
+    requests = [third.submit(each) for each in prompts]
+    shutil.rmtree(own.root)
+    answers = [request.result() for request in requests]
+    assert_mostly_same(answers, [reference(each) for each in prompts])
+    third.reset_prefix_cache()
+    assert_same(third.generate(tokens), reference(tokens))
+    # It comes back by itself.
+    new = prompt(600)
+    third.generate(new)
+    own.wait_stored(new)
+    third.reset_prefix_cache()
+    answer = third.generate(new)
+    assert answer.shelf_tokens == 512
+    assert_same(answer, reference(new))
+
+
+def test_read_only_shelf(
+    third: Engine, own: ShelfFiles, reference: Reference, prompt: MakePrompt
+) -> None:
+    """The last test with the third engine: after a refusal it stores nothing for a while."""
+    if not third.heeds_permissions:
+        pytest.skip("these tests run as a root that cannot give up its privileges")
+    stored, new = prompt(600), [prompt(600) for _ in range(3)]
+    third.generate(stored)
+    own.wait_stored(stored)
+    third.reset_prefix_cache()
+    wait_until(lambda: not own.temporaries(), "temporaries gone")
+    objects = own.objects()
+    folders = [own.root, *(path for path in own.root.rglob("*") if path.is_dir())]
+    for folder in folders:
+        folder.chmod(0o555)
+    try:
+        answer = third.generate(stored)
+        assert answer.shelf_tokens == 512
+        assert_same(answer, reference(stored))
+        for tokens in new:
+            answer = third.generate(tokens)
+            assert answer.shelf_tokens == 0
+            assert_same(answer, reference(tokens))
+        wait_until(lambda: bool(third.log_lines("takes no writes")), "a line in the log")
+        third.generate(prompt(600))
+        assert own.objects() == objects
+        assert len(third.log_lines("takes no writes")) == 1
+    finally:
+        for folder in folders:
+            folder.chmod(0o755)

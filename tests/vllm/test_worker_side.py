@@ -1,0 +1,691 @@
+"""The worker half: caches it takes, steps it lives through, loads it accounts for."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+import torch
+from kvshelf.backends.wrappers import Fault, FaultyBackend
+from parts import PATIENCE, posix, until
+from replay import HEAD_SIZE, HEADS, make_caches, make_config, make_groups, prompt
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorRole
+
+from kvshelf.chunkfile import ObjectFormat
+from kvshelf.errors import ConfigError, TransientStorageError, UnsupportedError
+from kvshelf.identity import Chunk, KeyChain, Namespace, object_name
+from kvshelf.shelf import Shelf
+from kvshelf.vllm import connector
+from kvshelf.vllm.connector import SharedStorageConnector
+from kvshelf.vllm.metadata import LoadOp, StepMetadata, StoreOp, WorkerMetadata
+from kvshelf.vllm.namespace import build_namespace
+from kvshelf.vllm.worker import WorkerSide, natural_order
+
+BLOCK, CHUNK, BLOCKS = 4, 8, 64
+
+
+class Rig:
+    """A worker's connector with registered caches."""
+
+    def __init__(
+        self,
+        backend: FaultyBackend,
+        *,
+        kernel_block: int = BLOCK,
+        config: SimpleNamespace | None = None,
+        opened: bool = True,
+        **options: Any,
+    ) -> None:
+        self.backend = backend
+        self.config = config or make_config(backend.url, **options)
+        ratio = self.config.cache_config.block_size // kernel_block
+        self.caches = make_caches(BLOCKS * ratio, kernel_block)
+        self.connector = SharedStorageConnector(
+            self.config, KVConnectorRole.WORKER, make_groups(self.config)
+        )
+        self.connector.register_kv_caches(self.caches)
+        assert self.connector._worker is not None
+        self.side: WorkerSide = self.connector._worker
+        if opened:
+            self.step(StepMetadata(namespace=self.namespace()))
+
+    def namespace(self) -> tuple[bytes, str]:
+        part = self.side._part
+        assert part is not None
+        made: Namespace = build_namespace(self.config, self.side._config, part)
+        self.fmt = ObjectFormat(made)
+        return made.encoded, made.slug
+
+    def step(self, meta: StepMetadata) -> tuple[set[str], set[int], WorkerMetadata | None]:
+        """One step, in the order of vLLM's first model runner."""
+        worker = self.connector
+        worker.handle_preemptions(meta)
+        worker.bind_connector_metadata(meta)
+        worker.start_load_kv(None)
+        worker.wait_for_save()
+        _, finished = worker.get_finished(set())
+        bad = worker.get_block_ids_with_load_errors()
+        reported = worker.build_connector_worker_meta()
+        worker.clear_connector_metadata()
+        assert reported is None or isinstance(reported, WorkerMetadata)
+        return finished or set(), bad, reported
+
+    def until_finished(self) -> tuple[set[str], set[int], WorkerMetadata | None]:
+        """Empty steps, as vLLM makes them while a load runs."""
+        for _ in range(100_000):
+            answer = self.step(StepMetadata(idle=True))
+            if answer[0]:
+                return answer
+        raise AssertionError("the load never ended")
+
+    def chunks(self, count: int, seed: int = 0) -> list[Chunk]:
+        return KeyChain(self.fmt.namespace.digest, CHUNK).extend(prompt(count * CHUNK, seed))
+
+    def store(self, chunks: list[Chunk], first_block: int = 1) -> None:
+        """Fill blocks with noise and store them."""
+        n = CHUNK // self.config.cache_config.block_size
+        ops = []
+        for i, chunk in enumerate(chunks):
+            blocks = [*range(first_block + i * n, first_block + (i + 1) * n)]
+            ops.append(StoreOp(chunk, blocks, repair=False, age=0.0))
+        for cache in self.caches.values():
+            cache.view(torch.int16).random_(1, 1000)
+        self.step(StepMetadata(stores=ops))
+        assert self.side.drain(PATIENCE) == 0
+
+    def rows(self, block: int) -> list[torch.Tensor]:
+        """What a (manager) block holds in each layer."""
+        ratio = self.config.cache_config.block_size // self.side._kernel_block_size
+        return [c[block * ratio : (block + 1) * ratio].clone() for c in self.caches.values()]
+
+    def same(self, one: int, other: int) -> bool:
+        return all(torch.equal(a, b) for a, b in zip(self.rows(one), self.rows(other), strict=True))
+
+    def close(self) -> None:
+        self.backend.heal()
+        self.connector.shutdown()
+
+
+@pytest.fixture
+def backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FaultyBackend:
+    backend = FaultyBackend(posix(tmp_path / "shelf"))
+    monkeypatch.setattr(connector, "open_shelf", lambda url, **_: Shelf(backend))
+    connector._next_logs.clear()
+    return backend
+
+
+@pytest.fixture
+def make(backend: FaultyBackend) -> Iterator[Callable[..., Rig]]:
+    rigs: list[Rig] = []
+
+    def make(**options: Any) -> Rig:
+        rigs.append(Rig(backend, **options))
+        return rigs[-1]
+
+    yield make
+    for rig in rigs:
+        rig.close()
+
+
+# ------------------------------------------------------------------------- caches
+
+
+def test_layers_come_in_the_order_of_the_model() -> None:
+    names = ["model.layers.10.attn", "model.layers.9.attn", "model.layers.1.attn"]
+    assert sorted(names, key=natural_order) == names[::-1]
+
+
+def test_what_a_worker_knows_of_the_namespace(make: Callable[..., Rig]) -> None:
+    rig = make(opened=False, window=32)
+    _, _, meta = rig.step(StepMetadata())
+    assert meta is not None
+    (part,) = meta.parts.values()
+    assert part.layer_names == tuple(rig.caches)
+    assert part.layer_shapes == (f"2,*,{HEADS},{HEAD_SIZE}",) * 2
+    assert part.layer_dtypes == ("BF16",) * 2
+    assert part.layouts == ("cpu-vec-bf16-b4",) * 2
+    assert part.attention == ("sliding",) * 2
+    assert part.sliding_windows == (32,) * 2
+    assert part.weights == "user:test"
+    assert part.problem == ""
+
+
+def test_layers_that_share_another_s_cache_are_left_out(backend: FaultyBackend) -> None:
+    config = make_config(backend.url)
+    layers = config.compilation_config.static_forward_context
+    layers["model.layers.2.self_attn.attn"] = SimpleNamespace(
+        kv_sharing_target_layer_name="model.layers.1.self_attn.attn"
+    )
+    made = SharedStorageConnector(config, KVConnectorRole.WORKER)
+    caches = make_caches(8, BLOCK)
+    caches["model.layers.2.self_attn.attn"] = caches["model.layers.1.self_attn.attn"]
+    made.register_kv_caches(caches)
+    assert made._worker is not None
+    assert made._worker._part is not None
+    assert len(made._worker._part.layer_names) == 2
+    made.shutdown()
+
+
+def _layer(**changes: Any) -> Callable[[SimpleNamespace, dict[str, torch.Tensor]], None]:
+    def change(config: SimpleNamespace, caches: dict[str, torch.Tensor]) -> None:
+        layer = next(iter(config.compilation_config.static_forward_context.values()))
+        for name, value in changes.items():
+            target = layer.impl if name == "attn_type" else layer
+            setattr(target, name, value)
+
+    return change
+
+
+def _cache(make: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., None]:
+    def change(config: SimpleNamespace, caches: dict[str, torch.Tensor]) -> None:
+        caches.update({name: make(cache) for name, cache in caches.items()})
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_layer(impl=object()), "CPU attention backend"),
+        (_layer(attn_type="encoder_only"), "'encoder_only'"),
+        (_layer(attn_type="encoder"), "not a function of the tokens before it"),
+        (_layer(head_size=64), "expected blocks of a divisor"),
+        (_layer(kv_cache_dtype="fp8_e4m3"), "does not hold 'fp8_e4m3'"),
+        (_cache(lambda c: c[:, 0]), "expected .blocks, KV heads, tokens, content"),
+        (_cache(lambda c: c.view(torch.int16)), "is not supported"),
+        (_cache(lambda c: c.repeat(1, 1, 3, 1)), "expected blocks of a divisor"),
+    ],
+)
+def test_caches_that_are_not_recognised_stop_the_start(
+    backend: FaultyBackend, change: Callable[..., None], message: str
+) -> None:
+    config = make_config(backend.url)
+    caches = make_caches(8, BLOCK)
+    change(config, caches)
+    made = SharedStorageConnector(config, KVConnectorRole.WORKER, make_groups(config))
+    with pytest.raises(UnsupportedError, match=message):
+        made.register_kv_caches(caches)
+    made.shutdown()
+
+
+def test_a_layer_that_vllm_does_not_know_stops_the_start(backend: FaultyBackend) -> None:
+    config = make_config(backend.url)
+    made = SharedStorageConnector(config, KVConnectorRole.WORKER)
+    with pytest.raises(UnsupportedError, match=r"layer who\.0"):
+        made.register_kv_caches({"who.0": torch.zeros(2, 2, 4, 32)})
+    made.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"chunk_size": 6}, "chunk_size=6 is not a multiple of the engine's block size 4"),
+        ({"staging_bytes": 8192}, "set staging_bytes to"),
+        ({"shards": 3}, "shards=3 does not divide the model's 2 KV heads"),
+    ],
+)
+@pytest.mark.parametrize("weights", ["test", "content"])
+def test_configurations_that_do_not_fit_the_model_stop_the_start(
+    backend: FaultyBackend, options: dict[str, Any], message: str, weights: str
+) -> None:
+    config = make_config(backend.url, weights=weights, **{"chunk_size": 8, **options})
+    made = SharedStorageConnector(config, KVConnectorRole.WORKER, make_groups(config))
+    with pytest.raises(ConfigError, match=message):
+        made.register_kv_caches(make_caches(8, BLOCK))
+    made.shutdown()
+
+
+def test_caches_in_kernel_blocks(make: Callable[..., Rig]) -> None:
+    rig = make(block_size=8, kernel_block=4)
+    chunks = rig.chunks(3)
+    rig.store(chunks)
+    assert rig.step(StepMetadata(loads=[LoadOp("r", 0, 24, chunks, [20, 0, 22])]))[0] == set()
+    finished, bad, _ = rig.until_finished()
+    assert finished == {"r"}
+    assert bad == set()
+    assert rig.same(1, 20)
+    assert rig.same(3, 22)
+    assert not rig.same(2, 0)
+
+
+# ------------------------------------------------------------------------- steps
+
+
+def test_steps_without_metadata_or_work_are_no_trouble(make: Callable[..., Rig]) -> None:
+    made = make().connector
+    made.wait_for_save()
+    made.start_load_kv(None, attn_metadata=None, request_ids=[])
+    made.save_kv_layer("any", torch.zeros(1), None)
+    made.wait_for_layer_load("any")
+    assert made.get_finished(set()) == (None, None)
+    assert made.get_block_ids_with_load_errors() == set()
+    made.build_connector_worker_meta()
+    made.clear_connector_metadata()
+    made.clear_connector_metadata()
+
+    class Foreign(KVConnectorMetadata):
+        pass
+
+    made.handle_preemptions(Foreign())
+    made.bind_connector_metadata(Foreign())
+    made.wait_for_save()
+    made.clear_connector_metadata()
+
+
+def test_the_part_is_sent_until_the_namespace_comes(make: Callable[..., Rig]) -> None:
+    rig = make(opened=False)
+    for _ in range(3):
+        _, _, meta = rig.step(StepMetadata())
+        assert meta is not None
+        assert meta.parts
+    named = StepMetadata(namespace=rig.namespace())
+    _, _, meta = rig.step(named)
+    assert meta is not None
+    # The scheduler goes on announcing until it hears nothing of parts.
+    _, _, meta = rig.step(StepMetadata(namespace=rig.namespace()))
+    assert meta == WorkerMetadata()
+    assert rig.step(StepMetadata())[2] is None
+
+
+def test_metadata_of_ranks_is_united() -> None:
+    one = WorkerMetadata(parts={0: "a"}, repaired=[b"x"])  # type: ignore[dict-item]
+    two = WorkerMetadata(parts={1: "b"}, repaired=[b"y"])  # type: ignore[dict-item]
+    both = one.aggregate(two)
+    assert both.parts == {0: "a", 1: "b"}
+    assert both.repaired == [b"x", b"y"]
+
+
+def test_a_store_and_a_load(make: Callable[..., Rig]) -> None:
+    rig = make()
+    chunks = rig.chunks(3)
+    rig.store(chunks)
+    blocks = [*range(20, 26)]
+    rig.step(StepMetadata(loads=[LoadOp("r", 0, 24, chunks, blocks)]))
+    finished, bad, meta = rig.until_finished()
+    assert (finished, bad, meta) == ({"r"}, set(), None)
+    assert all(rig.same(1 + i, block) for i, block in enumerate(blocks))
+    assert rig.side.counters.snapshot()["loaded_tokens"] == 24
+
+
+def test_a_load_that_begins_and_ends_inside_chunks_touches_its_blocks_only(
+    make: Callable[..., Rig],
+) -> None:
+    rig = make()
+    chunks = rig.chunks(3)
+    rig.store(chunks)
+    before = [rig.rows(block) for block in (20, 25)]
+    rig.step(StepMetadata(loads=[LoadOp("r", 4, 20, chunks, [*range(20, 26)])]))
+    rig.until_finished()
+    assert all(rig.same(1 + i, 20 + i) for i in range(1, 5))
+    for block, rows in zip((20, 25), before, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(rig.rows(block), rows, strict=True))
+
+
+def test_null_blocks_are_never_filled_stored_or_reported(make: Callable[..., Rig]) -> None:
+    rig = make()
+    chunks = rig.chunks(3)
+    rig.store(chunks)
+    null = rig.rows(0)
+    rig.step(StepMetadata(loads=[LoadOp("r", 0, 24, chunks, [0, 0, 0, 23, 24, 25])]))
+    assert rig.until_finished()[1] == set()
+    assert rig.same(4, 23)
+    missing = rig.chunks(3, seed=5)
+    rig.step(StepMetadata(loads=[LoadOp("s", 0, 24, missing, [0, 0, 0, 23, 24, 25])]))
+    assert rig.until_finished()[1] == {23, 24, 25}
+    rig.step(StepMetadata(stores=[StoreOp(missing[0], [0, 5], repair=False, age=0.0)]))
+    assert rig.side.drain(PATIENCE) == 0
+    path = Path(rig.backend.url) / rig.fmt.namespace.folder
+    assert not (path / object_name(missing[0], 0, rig.fmt.shards)).exists()
+    assert all(torch.equal(a, b) for a, b in zip(rig.rows(0), null, strict=True))
+
+
+def test_an_idle_step_waits_for_the_load_a_busy_one_does_not(make: Callable[..., Rig]) -> None:
+    rig = make()
+    chunks = rig.chunks(1)
+    rig.store(chunks)
+    gate = threading.Event()
+    rig.backend.add(Fault("read", wait=gate))
+    waits: list[float] = []
+    assert rig.side._transfer is not None
+    poll = rig.side._transfer.poll
+
+    def spy(wait: float = 0.0) -> Any:
+        waits.append(wait)
+        return poll(wait)
+
+    rig.side._transfer.poll = spy  # type: ignore[method-assign]
+    rig.step(StepMetadata(idle=True, loads=[LoadOp("r", 0, 8, chunks, [20, 21])]))
+    rig.step(StepMetadata(idle=False))
+    gate.set()
+    assert waits[0] > 0
+    assert waits[1] == 0
+
+
+def test_with_speculative_decoding_saves_come_last(make: Callable[..., Rig]) -> None:
+    rig = make()
+    (chunk,) = rig.chunks(1)
+    worker = rig.connector
+    worker.bind_connector_metadata(
+        StepMetadata(stores=[StoreOp(chunk, [1, 2], repair=False, age=0.0)])
+    )
+    worker.get_finished(set())
+    worker.build_connector_worker_meta()
+    worker.wait_for_save()
+    worker.clear_connector_metadata()
+    assert rig.side.drain(PATIENCE) == 0
+    assert rig.side.counters.snapshot()["stored_chunks"] == 1
+
+
+def test_a_step_that_raised_stores_nothing(make: Callable[..., Rig]) -> None:
+    rig = make()
+    (chunk,) = rig.chunks(1)
+    worker = rig.connector
+    worker.bind_connector_metadata(
+        StepMetadata(stores=[StoreOp(chunk, [1, 2], repair=False, age=0.0)])
+    )
+
+    def step() -> None:
+        try:
+            raise RuntimeError("forward pass")
+        finally:
+            worker.wait_for_save()
+
+    with pytest.raises(RuntimeError, match="forward pass"):
+        step()
+    worker.wait_for_save()
+    assert rig.side.drain(PATIENCE) == 0
+    assert "stored_chunks" not in rig.side.counters.snapshot()
+
+
+# ------------------------------------------------------------------------- loads that fail
+
+
+def test_a_failed_load_tells_which_blocks_have_no_kv(make: Callable[..., Rig]) -> None:
+    rig = make()
+    chunks = rig.chunks(4)
+    rig.store(chunks)
+    rig.backend.add(
+        Fault("open", f"*{chunks[2].key.hex()}*", error=TransientStorageError(5, "EIO"))
+    )
+    rig.step(StepMetadata(loads=[LoadOp("r", 0, 28, chunks, [*range(20, 28)])]))
+    finished, bad, meta = rig.until_finished()
+    assert finished == {"r"}
+    assert bad == {24, 25, 26}
+    assert meta is not None
+    assert {(f.request_id, f.chunk_index, f.key, f.bad) for f in meta.failures} == {
+        ("r", 2, chunks[2].key, False)
+    }
+    assert all(rig.same(1 + i, 20 + i) for i in range(4))
+    assert rig.step(StepMetadata())[1:] == (set(), None)
+    assert rig.side.counters.snapshot()["loaded_tokens"] == 16
+
+
+def test_a_first_chunk_that_fails_spares_the_blocks_before_the_load(
+    make: Callable[..., Rig],
+) -> None:
+    rig = make()
+    chunks = rig.chunks(3, seed=5)
+    rig.step(StepMetadata(loads=[LoadOp("r", 12, 24, chunks[1:], [*range(20, 26)])]))
+    _, bad, meta = rig.until_finished()
+    assert bad == {23, 24, 25}
+    assert meta is not None
+    assert min(failure.chunk_index for failure in meta.failures) == 1
+
+
+@pytest.mark.parametrize("chunks", [0, 1, 4])
+def test_a_load_that_cannot_be_started_is_reported_failed(
+    make: Callable[..., Rig], chunks: int
+) -> None:
+    rig = make()
+    op = LoadOp("r", 0, 24, rig.chunks(chunks), [*range(20, 26)])
+    finished, bad, meta = rig.step(StepMetadata(loads=[op]))
+    assert finished == {"r"}
+    assert bad == {*range(20, 26)}
+    assert meta is not None
+    assert [(f.chunk_index, f.key) for f in meta.failures] == [(0, b"")]
+    assert rig.step(StepMetadata())[0] == set()
+
+
+def test_a_load_before_the_namespace_is_reported_failed(make: Callable[..., Rig]) -> None:
+    rig = make(opened=False)
+    rig.namespace()
+    op = LoadOp("r", 8, 24, rig.chunks(3)[1:], [*range(20, 26)])
+    finished, bad, meta = rig.step(StepMetadata(loads=[op]))
+    assert finished == {"r"}
+    assert bad == {22, 23, 24, 25}
+    assert meta is not None
+    assert [f.chunk_index for f in meta.failures] == [1]
+
+
+def test_a_cancelled_load_is_finished_and_no_failure(make: Callable[..., Rig]) -> None:
+    rig = make()
+    chunks = rig.chunks(2)
+    rig.store(chunks)
+    gate = threading.Event()
+    rig.backend.add(Fault("read", wait=gate))
+    rig.step(StepMetadata(loads=[LoadOp("r", 0, 16, chunks, [*range(20, 24)])]))
+    finished, bad, meta = rig.step(StepMetadata(cancelled=["r", "never heard of"]))
+    assert (finished, bad, meta) == ({"r"}, set(), None)
+    gate.set()
+    assert rig.step(StepMetadata(cancelled=["r"]))[0] == set()
+
+
+def test_a_repair_is_reported(make: Callable[..., Rig]) -> None:
+    rig = make()
+    (chunk,) = rig.chunks(1)
+    rig.step(StepMetadata(stores=[StoreOp(chunk, [1, 2], repair=True, age=0.0)]))
+    assert rig.side.drain(PATIENCE) == 0
+    meta = rig.step(StepMetadata())[2]
+    assert meta is not None
+    assert meta.repaired == [chunk.key]
+
+
+def test_nothing_that_goes_wrong_ends_the_engine(
+    make: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = make()
+
+    def broken(*_: object, **__: object) -> None:
+        raise RuntimeError("a bug")
+
+    chunks = rig.chunks(1)
+    assert rig.side._transfer is not None
+    monkeypatch.setattr(rig.side._transfer, "store", broken)
+    monkeypatch.setattr(rig.side._transfer, "load", broken)
+    meta = StepMetadata(
+        loads=[LoadOp("r", 0, 8, chunks, [20, 21])],
+        stores=[StoreOp(chunks[0], [1, 2], repair=False, age=0.0)],
+    )
+    finished, bad, _ = rig.step(meta)
+    assert (finished, bad) == ({"r"}, {20, 21})
+    for name in ("bind", "start_loads", "save", "finished_loads", "worker_metadata", "clear"):
+        monkeypatch.setattr(rig.side, name, broken)
+    monkeypatch.setattr(rig.side, "take_bad_blocks", broken)
+    for _ in range(2):
+        assert rig.step(StepMetadata()) == (set(), set(), None)
+    assert caplog.text.count("wait_for_save failed; the engine goes on") == 1
+
+
+# ------------------------------------------------------------------------- caches that change
+
+
+def test_caches_may_be_registered_again(make: Callable[..., Rig]) -> None:
+    rig = make()
+    chunks = rig.chunks(2)
+    rig.store(chunks)
+    gate = threading.Event()
+    rig.backend.add(Fault("read", wait=gate))
+    rig.step(StepMetadata(loads=[LoadOp("r", 0, 16, chunks, [*range(20, 24)])]))
+    old = rig.caches
+    rig.caches = make_caches(BLOCKS, BLOCK)
+    rig.connector.register_kv_caches(rig.caches)
+    finished, bad, meta = rig.step(StepMetadata())
+    assert finished == {"r"}
+    assert bad == {20, 21, 22, 23}
+    assert meta is not None
+    assert meta.parts
+    gate.set()
+    rig.backend.heal()
+    rig.step(StepMetadata(namespace=rig.namespace()))
+    rig.step(StepMetadata(loads=[LoadOp("s", 0, 16, chunks, [*range(20, 24)])]))
+    assert rig.until_finished()[1] == set()
+    for name, cache in rig.caches.items():
+        assert torch.equal(cache[20:24], old[name][1:5])
+
+
+def test_sleep_hooks_publish_and_go_on(make: Callable[..., Rig]) -> None:
+    rig = make()
+    assert rig.connector.supports_sleep_mode(None) is True
+    chunks = rig.chunks(1)
+    rig.step(StepMetadata(stores=[StoreOp(chunks[0], [1, 2], repair=False, age=0.0)]))
+    rig.connector.unregister_kv_caches()
+    rig.connector.unregister_kv_caches()
+    assert rig.side.counters.snapshot()["stored_chunks"] == 1
+    rig.connector.restore_kv_caches()
+    rig.connector.restore_kv_caches(rig.caches)
+
+
+# ------------------------------------------------------------------------- weights
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(b"weights")
+    return folder
+
+
+@pytest.fixture
+def old_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pretend that this process started after all files were written."""
+    monkeypatch.setattr("kvshelf.vllm.namespace.process_start_time", lambda: 2e12)
+
+
+def with_model(backend: FaultyBackend, model: Path, **options: Any) -> SimpleNamespace:
+    config = make_config(backend.url, weights="content", **options)
+    config.model_config.model = str(model)
+    return config
+
+
+def wait_for(rig: Rig, field: str) -> str:
+    """Step until the worker's part has this field; return it."""
+    found: list[str] = []
+
+    def told() -> bool:
+        meta = rig.step(StepMetadata())[2]
+        value = getattr(meta.parts.get(0), field, None) if meta is not None else None
+        if value:
+            found.append(value)
+        return bool(found)
+
+    until(told)
+    return found[0]
+
+
+@pytest.mark.usefixtures("old_files")
+def test_weights_are_named_by_their_content(
+    make: Callable[..., Rig], backend: FaultyBackend, model: Path, tmp_path: Path
+) -> None:
+    names = []
+    for content in (b"weights", b"weights", b"other weights"):
+        (model / "model.safetensors").write_bytes(content)
+        rig = make(config=with_model(backend, model), opened=False)
+        names.append(wait_for(rig, "weights"))
+    assert names[0] == names[1] != names[2]
+    assert names[0].startswith("sha256:")
+
+
+def test_weights_written_while_the_engine_started_are_not_trusted(
+    make: Callable[..., Rig],
+    backend: FaultyBackend,
+    model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    started = (model / "model.safetensors").stat().st_mtime + 5
+    monkeypatch.setattr("kvshelf.vllm.namespace.process_start_time", lambda: started)
+    rig = make(config=with_model(backend, model), opened=False)
+    assert wait_for(rig, "weights")
+    # A file that was moved into place keeps its times, but not that of its last change.
+    monkeypatch.setattr("kvshelf.vllm.namespace.process_start_time", lambda: started - 10)
+    os.utime(model / "model.safetensors", (0, 0))
+    rig = make(config=with_model(backend, model), opened=False)
+    assert "was written after the engine began to start" in wait_for(rig, "problem")
+
+
+@pytest.mark.usefixtures("old_files")
+def test_weights_that_change_later_end_hits_and_stores_when_they_are_checked(
+    make: Callable[..., Rig], backend: FaultyBackend, model: Path
+) -> None:
+    rig = make(config=with_model(backend, model), opened=False)
+    assert wait_for(rig, "weights")
+    rig.step(StepMetadata(namespace=rig.namespace()))
+    rig.step(StepMetadata(namespace=rig.namespace()))
+    rig.step(StepMetadata(recheck_weights=True))
+    (model / "model.safetensors").write_bytes(b"other weights")
+    rig.step(StepMetadata(recheck_weights=True))
+    assert "weight files changed" in wait_for(rig, "problem")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda config: setattr(config.load_config, "load_format", "dummy"), "random weights"),
+        (lambda config: setattr(config.model_config, "model", "/nowhere/at/all"), "fingerprint"),
+        (lambda config: setattr(config.load_config, "load_format", "tensorizer"), "tensorizer"),
+    ],
+)
+def test_weights_without_a_name_are_a_problem_that_says_what_to_do(
+    make: Callable[..., Rig],
+    backend: FaultyBackend,
+    model: Path,
+    change: Callable[[SimpleNamespace], None],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    config = with_model(backend, model)
+    change(config)
+    rig = make(config=config, opened=False)
+    problem = wait_for(rig, "problem")
+    assert message in problem
+    assert "Set `weights`" in problem
+
+
+# ------------------------------------------------------------------------- the end
+
+
+def test_shutting_down_publishes_for_a_bounded_time_and_says_what_was_lost(
+    make: Callable[..., Rig], caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = make(shutdown_drain_s=0.05)
+    gate = threading.Event()
+    rig.backend.add(Fault("write", wait=gate))
+    ops = [StoreOp(chunk, [1, 2], repair=False, age=0.0) for chunk in rig.chunks(3)]
+    rig.step(StepMetadata(stores=ops))
+    rig.connector.shutdown()
+    gate.set()
+    assert "3 chunks were not stored within shutdown_drain_s=0.05 s and are lost" in caplog.text
+    rig.connector.shutdown()
+
+
+def test_shutting_down_publishes_everything_when_there_is_time(
+    make: Callable[..., Rig], caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = make(shutdown_drain_s=PATIENCE)
+    chunks = rig.chunks(3)
+    ops = [StoreOp(chunk, [1, 2], repair=False, age=0.0) for chunk in chunks]
+    rig.step(StepMetadata(stores=ops))
+    rig.connector.shutdown()
+    folder = Path(rig.backend.url) / rig.fmt.namespace.folder
+    assert all((folder / object_name(c, 0, rig.fmt.shards)).is_file() for c in chunks)
+    assert "lost" not in caplog.text
+    assert rig.step(StepMetadata(stores=ops))[0] == set()
