@@ -362,6 +362,17 @@ def test_a_bad_slot_is_skipped_and_flagged(bad: int, implementation: str) -> Non
         assert flag.item() == position + 1
 
 
+@pytest.mark.parametrize("bad", [12, -2, 2**63 - 1])
+def test_slots_can_be_checked_beforehand(bad: int, implementation: str) -> None:
+    layout = make_paged("bhnc-nhd", torch.bfloat16).layout
+    ops.check_slots(torch.tensor([0, 11, -1]), layout)
+    ops.check_slots(torch.tensor([], dtype=torch.int64), layout)
+    with pytest.raises(ValueError, match=rf"slot_mapping\[2\] is {bad}; expected"):
+        ops.check_slots(torch.tensor([0, 3, bad]), layout)
+    with pytest.raises(ValueError, match="expected an int64 CPU tensor"):
+        ops.check_slots(torch.tensor([0, 3], dtype=torch.int32), layout)
+
+
 def test_of_several_bad_slots_one_is_named_and_an_older_flag_stays(implementation: str) -> None:
     paged = make_paged("mla", torch.float32)
     flag = torch.zeros(1, dtype=torch.int64)

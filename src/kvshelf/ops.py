@@ -232,6 +232,34 @@ def kernel_problem(device: torch.device | str = "cuda") -> str | None:
     return _kernel_problems.get(_kernel_device(torch.device(device).index))
 
 
+def check_slots(slot_mapping: Tensor, layout: PagedLayout) -> None:
+    """Check the slots of a mapping on the CPU, as every call without ``bad_slot`` does.
+
+    Parameters
+    ----------
+    slot_mapping : Tensor
+        int64, CPU, contiguous.
+    layout : PagedLayout
+        Of the caches that the slots are meant for.
+
+    Raises
+    ------
+    ValueError
+        If a slot is neither −1 nor one of the layout's slots.
+    """
+    if not slot_mapping.is_cpu or slot_mapping.dtype != torch.int64:
+        raise ValueError(f"slot_mapping is {_describe(slot_mapping)}; expected an int64 CPU tensor")
+    slots = slot_mapping.contiguous()
+    library = _library()
+    if library is not None:
+        position = library.check_slots(slots.data_ptr(), slots.numel(), layout.num_slots)
+    else:
+        bad = ((slots < -1) | (slots >= layout.num_slots)).view(-1)
+        position = int(bad.nonzero()[0]) if bad.any() else -1
+    if position >= 0:
+        raise _bad_slot(int(slots.view(-1)[position]), position, layout)
+
+
 def prepare(caches: Sequence[Tensor], layout: PagedLayout) -> None:
     """Check caches and load what serves them, so that the next call has only to copy.
 
@@ -367,7 +395,11 @@ def _checked(
             "pass slot_mapping.contiguous()"
         )
     to_host = known.kernels and _in_host_memory(buffers, known)
-    if not (to_host or buffers.device == known.device) or buffers.dtype != torch.uint8 or not 1 <= buffers.dim() <= 3:
+    if (
+        not (to_host or buffers.device == known.device)
+        or buffers.dtype != torch.uint8
+        or not 1 <= buffers.dim() <= 3
+    ):
         raise ValueError(
             f"{name} is {_describe(buffers)}; expected a uint8 tensor [bytes], [chunks, bytes] or "
             f"[chunks, shards, bytes] on {known.device}, where the caches are"
