@@ -36,12 +36,8 @@ int64_t scatter(int64_t index, int64_t caches, int64_t slots, int64_t buffers, i
 }
 
 // Position of the first of `count` slots that is neither skipped nor one of `cache_slots`, or -1.
-int64_t check_slots(int64_t slots_address, int64_t count, int64_t cache_slots) {
-  const int64_t* const slots = at<const int64_t>(slots_address);
-  for (int64_t i = 0; i < count; ++i) {
-    if (slots[i] < kvshelf::kSkippedSlot || slots[i] >= cache_slots) return i;
-  }
-  return kvshelf::kAllSlotsGood;
+int64_t check_slots(int64_t slots, int64_t count, int64_t cache_slots) {
+  return kvshelf::first_bad_slot(at<const int64_t>(slots), count, cache_slots);
 }
 
 }  // namespace

@@ -36,19 +36,32 @@ void* stream_of(const TensorView& anchor) {
   return TVMFFIEnvGetStream(anchor.device().device_type, anchor.device().device_id);
 }
 
-// Buffers on the device: the kernels. slots and bad_slot are addresses on the device too. steps:
-// tokens of each thread, 0 = choose. Returns the width of the vectors in bytes; 0 when there was
-// nothing to do, -1 when the counts exceed what the kernels can count and nothing was done.
+// Buffers on the device: the kernels.
+//
+// slots: on the host, all checked before anything is launched; or, with on_device, on the device.
+// bad_slot: an address on the device, or 0. steps: tokens of each thread, 0 = choose. Returns the
+// width of the vectors in bytes; 0 when there was nothing to do; -1 when the counts exceed what
+// the kernels can count; -2 minus the position of the first bad slot on the host. Nothing was
+// launched when the answer is negative.
 template <bool kGather>
-int64_t launch(TensorView anchor, int64_t index, int64_t caches, int64_t slots, int64_t buffers,
-               int64_t bad_slot, int64_t steps) {
+int64_t launch(TensorView anchor, int64_t index_address, int64_t caches, int64_t slots_address,
+               bool on_device, int64_t buffers, int64_t bad_slot, int64_t steps) {
+  const kvshelf::PagedIndex index = kvshelf::index_at(index_address);
+  const int64_t* const slots = at<const int64_t>(slots_address);
   const int device = anchor.device().device_id;
+  // Checked and used are two reads: should another thread write to the mapping in between, the
+  // kernels skip what is not in the cache.
+  if (!on_device) {
+    const int64_t bad = kvshelf::first_bad_slot(slots, index.chunks * index.tokens,
+                                                index.num_blocks * index.block_size);
+    if (bad != kvshelf::kAllSlotsGood) return -2 - bad;
+  }
   int64_t processors = 0;
   check(kvshelf::device_processors(device, &processors));
   const int64_t* const addresses = at<const int64_t>(caches);
   kvshelf::LaunchPlan plan =
-      kvshelf::make_plan(kvshelf::index_at(index), addresses, at<const int64_t>(slots),
-                         at<unsigned char>(buffers), at<int64_t>(bad_slot), processors, steps);
+      kvshelf::make_plan(index, addresses, slots, !on_device, at<unsigned char>(buffers),
+                         at<int64_t>(bad_slot), processors, steps);
   if (plan.empty) return 0;
   if (plan.too_large) return -1;
   check(kvshelf::device_launch(kGather, plan, addresses, device, stream_of(anchor)));

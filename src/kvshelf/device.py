@@ -19,9 +19,8 @@ Contracts
 * ``scatter`` and :meth:`Copied.wait` wait, and belong on background threads.
 * A staging buffer belongs to a gather until its :class:`Copied` has ended, a device buffer
   until an event on the device says so. Both are page-locked where that is possible.
-* Slot mappings are checked on the host before anything is enqueued, and again by the
-  kernels while they are used: a gather that met a bad slot says so in ``wait`` and must
-  not be published.
+* Slot mappings are checked on the host before anything is enqueued, and travel with the
+  launches: no copy to the device is made for them that could wait behind others.
 * Nothing is allocated after construction but events.
 """
 
@@ -84,10 +83,8 @@ class Copied:
 
         Raises
         ------
-        ValueError
-            If a slot was found bad on the device: what was gathered must not be used.
         RuntimeError
-            If the device failed.
+            If the device failed: what was gathered must not be used.
         """
 
 
@@ -155,7 +152,6 @@ class Path(Protocol):
 def path_for(
     calls: Sequence[LayerCall],
     shards: int,
-    tokens: int,
     *,
     ring: int = DEFAULT_RING,
     loads: int = 2,
@@ -168,8 +164,6 @@ def path_for(
         All layers.
     shards : int
         Shards of a chunk.
-    tokens : int
-        Length of a chunk's slot mapping.
     ring : int
         Chunks that may be on their way from the device at once.
     loads : int
@@ -178,7 +172,7 @@ def path_for(
     device = calls[0].caches[0].device
     if device.type == "cpu":
         return HostPath(calls)
-    return DevicePath(calls, shards, tokens, device, CudaStreams(device), ring=ring, loads=loads)
+    return DevicePath(calls, shards, device, CudaStreams(device), ring=ring, loads=loads)
 
 
 class HostPath:
@@ -283,15 +277,10 @@ class _Buffer:
     """A device buffer and what travels with it."""
 
     payload: Tensor  # uint8 [shards, bytes], on the device
-    slots: Tensor  # int64 [tokens], on the device
-    slots_on_host: Tensor
-    bad_slot: Tensor  # int64 [1], on the device
-    bad_slot_on_host: Tensor
     stream: Any
     ready: Any  # event: the payload may be copied on
     done: Any  # event: nothing on the device uses the buffer any more
     copied: _DeviceCopied | None = None
-    flagged: bool = False  # bad_slot is to be set back
 
 
 class _DeviceCopied(Copied):
@@ -300,7 +289,6 @@ class _DeviceCopied(Copied):
     def __init__(self, path: DevicePath, buffer: _Buffer) -> None:
         self._path = path
         self._buffer: _Buffer | None = buffer
-        self._bad_slot = 0
 
     def done(self) -> bool:
         self._path._reap()
@@ -312,10 +300,6 @@ class _DeviceCopied(Copied):
             # Used again meanwhile, the buffer is waited for longer than needed, never shorter.
             buffer.done.synchronize()
             self._path._reap()
-        if self._bad_slot:
-            raise ValueError(
-                f"slot_mapping[{self._bad_slot - 1}] was not in the cache when it was gathered"
-            )
 
 
 @dataclass(slots=True)
@@ -335,8 +319,6 @@ class DevicePath:
         All layers; their caches are on `device`.
     shards : int
         Shards of a chunk.
-    tokens : int
-        Length of a chunk's slot mapping.
     device : torch.device
     streams : Streams
     ring : int
@@ -354,7 +336,6 @@ class DevicePath:
         self,
         calls: Sequence[LayerCall],
         shards: int,
-        tokens: int,
         device: torch.device,
         streams: Streams,
         *,
@@ -374,10 +355,10 @@ class DevicePath:
             ops.prepare(call.caches, call.layout)
         copy_stream = streams.stream(urgent=False)
         self._ring = _Ring(
-            [self._buffer(payload, tokens, copy_stream) for payload in self._allocate(ring, shards)]
+            [self._buffer(payload, copy_stream) for payload in self._allocate(ring, shards)]
         )
         self._for_loads = [
-            self._buffer(payload, tokens, streams.stream(urgent=True))
+            self._buffer(payload, streams.stream(urgent=True))
             for payload in self._allocate(loads, 1)
         ]
 
@@ -386,9 +367,10 @@ class DevicePath:
         buffers: list[Tensor] = []
         try:
             while len(buffers) < count:
-                buffers.append(
-                    torch.empty(shards, self._size, dtype=torch.uint8, device=self._device)
-                )
+                # Each shard's payload aligned, so that the widest vectors fit.
+                room = -(-self._size // 256) * 256
+                whole = torch.empty(shards, room, dtype=torch.uint8, device=self._device)
+                buffers.append(whole[:, : self._size])
         except torch.OutOfMemoryError as error:
             if not buffers:
                 raise ConfigError(
@@ -404,18 +386,8 @@ class DevicePath:
             )
         return buffers
 
-    def _buffer(self, payload: Tensor, tokens: int, stream: Any) -> _Buffer:
-        pinned = self._device.type != "cpu"
-        return _Buffer(
-            payload=payload,
-            slots=torch.zeros(tokens, dtype=torch.int64, device=self._device),
-            slots_on_host=torch.zeros(tokens, dtype=torch.int64, pin_memory=pinned),
-            bad_slot=torch.zeros(1, dtype=torch.int64, device=self._device),
-            bad_slot_on_host=torch.zeros(1, dtype=torch.int64, pin_memory=pinned),
-            stream=stream,
-            ready=self._streams.event(),
-            done=self._streams.event(),
-        )
+    def _buffer(self, payload: Tensor, stream: Any) -> _Buffer:
+        return _Buffer(payload, stream, self._streams.event(), self._streams.event())
 
     def _check(self, slots: Tensor, payloads: Sequence[Tensor]) -> None:
         for layout in self._layouts:
@@ -428,6 +400,8 @@ class DevicePath:
 
     def gather(self, slots: Tensor, payloads: Sequence[Tensor]) -> Copied | None:
         """See :meth:`Path.gather`."""
+        if len(payloads) != self._shards:
+            raise ValueError(f"{len(payloads)} payloads for {self._shards} shards")
         self._check(slots, payloads)
         self._reap()
         with self._lock:
@@ -437,24 +411,20 @@ class DevicePath:
         streams = self._streams
         try:
             with streams.annotate("kvshelf gather"):
-                compute = streams.current()
-                on_device = self._take_slots(buffer, slots)
                 for call in self._calls:
                     ops.gather_kv(
                         call.caches,
-                        on_device.unsqueeze(0),
+                        slots.unsqueeze(0),
                         buffer.payload[:, call.start : call.end].unsqueeze(0),
                         call.layout,
                         0,
                         call.heads,
-                        bad_slot=buffer.bad_slot,
                     )
-                buffer.ready.record(compute)
+                buffer.ready.record(streams.current())
                 with streams.use(buffer.stream):
                     buffer.stream.wait_event(buffer.ready)
                     for payload, filled in zip(payloads, buffer.payload, strict=True):
                         payload.copy_(filled, non_blocking=True)
-                    buffer.bad_slot_on_host.copy_(buffer.bad_slot, non_blocking=True)
                     buffer.done.record(buffer.stream)
         except BaseException:
             # The staging buffers are the caller's again, so nothing may still write into them.
@@ -470,17 +440,6 @@ class DevicePath:
             self._ring.busy.append(buffer)
         return copied
 
-    def _take_slots(self, buffer: _Buffer, slots: Tensor) -> Tensor:
-        """Enqueue the copy of a slot mapping to the device; return it there."""
-        if buffer.flagged:
-            buffer.bad_slot.zero_()
-            buffer.flagged = False
-        count = slots.numel()
-        buffer.slots_on_host[:count].copy_(slots)
-        on_device = buffer.slots[:count]
-        on_device.copy_(buffer.slots_on_host[:count], non_blocking=True)
-        return on_device
-
     def _reap(self) -> None:
         """Take back the buffers whose gathers have ended."""
         with self._lock:
@@ -489,9 +448,7 @@ class DevicePath:
                 buffer = busy.popleft()
                 copied, buffer.copied = buffer.copied, None
                 if copied is not None:
-                    copied._bad_slot = int(buffer.bad_slot_on_host)
                     copied._buffer = None
-                    buffer.flagged = copied._bad_slot != 0
                 self._ring.free.append(buffer)
 
     # ------------------------------------------------------------- scatter
@@ -514,7 +471,6 @@ class DevicePath:
         streams = self._streams
         try:
             with streams.annotate("kvshelf scatter"), streams.use(buffer.stream):
-                on_device = self._take_slots(buffer, slots)
                 filled = buffer.payload[0]
                 filled.copy_(payload, non_blocking=True)
                 if fence is not None:
@@ -522,20 +478,14 @@ class DevicePath:
                 for call in self._calls:
                     ops.scatter_kv(
                         call.caches,
-                        on_device,
+                        slots,
                         filled[call.start : call.end],
                         call.layout,
                         shard * call.heads,
                         call.heads,
-                        bad_slot=buffer.bad_slot,
                     )
-                buffer.bad_slot_on_host.copy_(buffer.bad_slot, non_blocking=True)
                 buffer.done.record(buffer.stream)
             buffer.done.synchronize()
-            bad_slot = int(buffer.bad_slot_on_host)
-            if bad_slot:
-                buffer.flagged = True
-                raise ValueError(f"slot_mapping[{bad_slot - 1}] was not in the cache")
         finally:
             with self._load_ended:
                 self._for_loads.append(buffer)

@@ -23,10 +23,11 @@ Contracts
 * A slot that occurs twice in a scatter gets the row of one of its tokens, which one
   (or which mixture of them) is not defined; nothing else is harmed.
 * The caches, the slot mapping and the buffers must not share memory.
-* On a GPU a call is enqueued on torch's current stream and does not wait; with
-  ``bad_slot`` it allocates nothing and can be captured in a CUDA graph
-  (:func:`prepare` first, outside the capture). Plain torch on a GPU may wait and
-  allocate, and cannot be captured.
+* On a GPU a call is enqueued on torch's current stream, waits for nothing, allocates
+  nothing there, and can be captured in a CUDA graph (:func:`prepare` first, outside the
+  capture). A slot mapping on the CPU is part of what is enqueued: it may change
+  afterwards, and a captured graph keeps it. Plain torch on a GPU may wait and allocate,
+  and cannot be captured.
 * For caches on a GPU the buffers may lie in page-locked host memory where a block is
   contiguous: then the copy engine carries the call out, without a kernel. They belong to
   the call until the stream has passed it.
@@ -792,7 +793,7 @@ def _run_compiled(call: _Call, *, gather: bool) -> bool:
     if call.to_host:
         _call_copies(library.device.copy_out if gather else library.device.copy_in, call)
         return True
-    return _call_kernel(library, library.device.gather if gather else library.device.scatter, call)
+    return _call_kernel(library.device.gather if gather else library.device.scatter, call)
 
 
 def _index_of(call: _Call) -> array[int]:
@@ -848,26 +849,23 @@ def _call_copies(function: Callable[..., int], call: _Call) -> None:
         raise _bad_slot(int(call.slots.view(-1)[position]), position, call.layout)
 
 
-def _call_kernel(library: _Library, function: Callable[..., int], call: _Call) -> bool:
-    slots, bad_slot = call.slots, 0
-    if call.bad_slot is not None:
-        bad_slot = call.bad_slot.data_ptr()
-    else:
-        position = library.check_slots(slots.data_ptr(), slots.numel(), call.layout.num_slots)
-        if position >= 0:
-            raise _bad_slot(int(slots.view(-1)[position]), position, call.layout)
-        slots = slots.to(call.known.device, non_blocking=True)
+def _call_kernel(function: Callable[..., int], call: _Call) -> bool:
+    on_device = call.bad_slot is not None
     index = _index_of(call)
-    width = function(
+    answer = function(
         call.known.anchor,
         index.buffer_info()[0],
         call.known.addresses.buffer_info()[0],
-        slots.data_ptr(),
+        call.slots.data_ptr(),
+        on_device,
         call.buffers.data_ptr(),
-        bad_slot,
+        0 if call.bad_slot is None else call.bad_slot.data_ptr(),
         _KERNEL_STEPS,
     )
-    return width >= 0
+    if answer < -1:
+        position = -2 - answer
+        raise _bad_slot(int(call.slots.view(-1)[position]), position, call.layout)
+    return answer >= 0
 
 
 # --- plain torch -------------------------------------------------------------------

@@ -60,10 +60,13 @@ def kept_in_buffers(case: Case, buffers: Buffers) -> np.ndarray:
     return result
 
 
-def check_exactly_once(device: Emulation, case: Case, buffers: Buffers, steps: int) -> int:
+def check_exactly_once(
+    device: Emulation, case: Case, buffers: Buffers, steps: int, *, on_device: bool = False
+) -> int:
     """Gather and scatter; each byte that is to be copied is loaded and stored exactly once."""
     paged = case.paged
     arguments = (paged.layout, case.first_head, case.heads)
+    bad_slot = torch.zeros(1, dtype=torch.int64) if on_device else None
     mapping = case.mapping
     touched = rows_touched(case)
     kept = kept_in_buffers(case, buffers)
@@ -76,7 +79,7 @@ def check_exactly_once(device: Emulation, case: Case, buffers: Buffers, steps: i
 
     with device.in_use(steps=steps):
         in_caches, in_buffers = watch()
-        ops.gather_kv(paged.caches, mapping, buffers.view, *arguments)
+        ops.gather_kv(paged.caches, mapping, buffers.view, *arguments, bad_slot=bad_slot)
         width = device.width
         assert device.violations == 0
         np.testing.assert_array_equal(buffers.view.numpy(), case.gathered())
@@ -90,7 +93,7 @@ def check_exactly_once(device: Emulation, case: Case, buffers: Buffers, steps: i
         after = case.scattered(incoming)
         buffers.view.copy_(torch.from_numpy(incoming))
         in_caches, in_buffers = watch()
-        ops.scatter_kv(paged.caches, mapping, buffers.view, *arguments)
+        ops.scatter_kv(paged.caches, mapping, buffers.view, *arguments, bad_slot=bad_slot)
         assert device.violations == 0
         for memory, want in zip(paged.memory, after, strict=True):
             np.testing.assert_array_equal(memory, want)
@@ -113,13 +116,14 @@ def check_exactly_once(device: Emulation, case: Case, buffers: Buffers, steps: i
     gap=st.sampled_from([0, 0, 1, 2, 4, 8, 16, 5]),
     shards_outside=st.booleans(),
     steps=st.sampled_from([0, 4, 8, 16]),
+    on_device=st.booleans(),
 )
 @settings(max_examples=400)
 def test_every_byte_is_copied_exactly_once(
-    case: Case, lead: int, gap: int, shards_outside: bool, steps: int
+    case: Case, lead: int, gap: int, shards_outside: bool, steps: int, on_device: bool
 ) -> None:
     buffers = Buffers.of(case, lead, gap, shards_outside=shards_outside)
-    check_exactly_once(emulation(), case, buffers, steps)
+    check_exactly_once(emulation(), case, buffers, steps, on_device=on_device)
 
 
 def aligned(paged: Paged) -> bool:
@@ -206,7 +210,8 @@ def test_more_tokens_and_lanes_than_one_block_has(device: Emulation, form: str, 
     )
     order = np.random.default_rng(3).permutation(paged.layout.num_slots)[:130].tolist()
     case = Case(paged, order, 2, 1, 0, paged.layout.heads)
-    assert check_exactly_once(device, case, Buffers.of(case), steps) == 16
+    buffers = Buffers.of(case)
+    assert check_exactly_once(device, case, buffers, steps, on_device=on_device) == 16
 
 
 @pytest.mark.parametrize("row", [257, 514, 767, 1283])
@@ -234,11 +239,30 @@ def test_more_chunks_than_a_grid_has_room_for(device: Emulation) -> None:
     cache = torch.arange(251, dtype=torch.uint8).view(251, 1, 1)
     layout = PagedLayout.from_mla(cache)
     slots = torch.arange(70_000).remainder(251).view(70_000, 1)
+    flag = torch.zeros(1, dtype=torch.int64)
     out = torch.full((70_000, 1), 255, dtype=torch.uint8)
     with device.in_use():
-        ops.gather_kv([cache], slots, out, layout)
+        ops.gather_kv([cache], slots, out, layout, bad_slot=flag)
         assert device.launches == 2
     assert torch.equal(out.long(), slots)
+
+
+@pytest.mark.parametrize(
+    ("chunks", "tokens", "launches"),
+    [(1, 512, 1), (2, 256, 1), (3, 256, 2), (12, 100, 3), (2, 513, 4), (3, 1100, 9), (600, 1, 2)],
+)
+def test_mappings_on_the_host_travel_in_the_arguments(
+    device: Emulation, chunks: int, tokens: int, launches: int
+) -> None:
+    paged = make_paged("mla", torch.uint8, layers=2, blocks=chunks * tokens, block_size=1)
+    order = np.random.default_rng(5).permutation(chunks * tokens).tolist()
+    order[tokens // 2] = -1
+    case = Case(paged, order, chunks, 1, 0, 1)
+    check_exactly_once(device, case, Buffers.of(case, gap=3), 0)
+    mapping, buffers = case.mapping, Buffers.of(case)
+    with device.in_use():
+        ops.gather_kv(paged.caches, mapping, buffers.view, paged.layout)
+        assert device.launches == launches
 
 
 def test_one_launch_for_all_layers_chunks_and_shards(device: Emulation) -> None:
@@ -246,8 +270,12 @@ def test_one_launch_for_all_layers_chunks_and_shards(device: Emulation) -> None:
     case = Case(paged, list(range(32)), 8, 8, 0, 1)
     buffers = Buffers.of(case)
     with device.in_use():
-        ops.gather_kv(paged.caches, case.mapping, buffers.view, paged.layout, 0, 1)
-        assert device.launches == 1
+        for flag in (None, torch.zeros(1, dtype=torch.int64)):
+            device.unwatch()
+            ops.gather_kv(
+                paged.caches, case.mapping, buffers.view, paged.layout, 0, 1, bad_slot=flag
+            )
+            assert device.launches == 1
     np.testing.assert_array_equal(buffers.view.numpy(), case.gathered())
 
 
@@ -307,7 +335,10 @@ def test_what_31_bits_cannot_count_is_left_to_torch(
     caches = torch.zeros(1, dtype=torch.int64)
     anchor = torch.empty(0, dtype=torch.uint8)
     # No address is good: nothing may be touched.
-    assert functions.gather(anchor, fields.data_ptr(), caches.data_ptr(), 0, 0, 0, 0) == -1
+    slots = torch.zeros(1, dtype=torch.int64)
+    for operate in (functions.gather, functions.scatter):
+        arguments = (anchor, fields.data_ptr(), caches.data_ptr(), slots.data_ptr(), True, 0, 0, 0)
+        assert operate(*arguments) == -1
 
     paged = make_paged("mla", torch.float32)
     case = Case(paged, [3, 1], 1, 1, 0, 1)

@@ -20,10 +20,12 @@
 
 namespace kvshelf {
 
-// Addresses of the caches travel in the kernel's arguments: they need no memory on the device
-// that would have to be kept until the last launch, or the last replay of a graph, is over. 4 KiB
-// of arguments are allowed everywhere; deeper models take another launch.
+// Addresses of the caches, and slots that are on the host, travel in the kernel's arguments: they
+// need no memory on the device that would have to be kept until the last launch, or the last
+// replay of a graph, is over, and no copy to the device that would wait behind others. 4 KiB of
+// arguments are allowed everywhere; what does not fit takes another launch.
 constexpr int64_t kLayersPerLaunch = 128;
+constexpr int64_t kSlotsPerLaunch = 512;     // of a mapping on the host
 constexpr int64_t kChunksPerLaunch = 65535;  // a grid's z
 
 constexpr int64_t kBlockThreads = 256;
@@ -81,13 +83,14 @@ struct LaunchArguments {
   int64_t cache_slots;  // slots in the cache
   int64_t first_chunk;  // of this launch
   int64_t first_layer;
+  int64_t first_token;
 
   unsigned char* buffers;
-  const int64_t* slots;
-  int64_t* bad_slot;    // null: bad slots are only skipped
-  int64_t buffer_step;  // bytes in a buffer from a thread's token to its next one
+  const int64_t* slots;  // on the device; null: in slot_values
+  int64_t* bad_slot;     // null: bad slots are only skipped
+  int64_t buffer_step;   // bytes in a buffer from a thread's token to its next one
 
-  uint32_t tokens;
+  uint32_t tokens;  // of each chunk, in this launch
   uint32_t lanes;
   uint32_t lanes_per_block;
   uint32_t rows_per_block;  // tokens beside each other in a block
@@ -101,13 +104,16 @@ struct LaunchArguments {
   Divider shard_heads;  // by the heads of a shard
 
   int64_t caches[kLayersPerLaunch];
+  int32_t slot_values[kSlotsPerLaunch];  // [chunks, tokens] of this launch
 };
 
 // The plan of all launches of a call.
 struct LaunchPlan {
-  LaunchArguments arguments;  // without what differs by launch
-  int64_t width;              // bytes of a vector: 16, 8, 4, 2 or 1
-  int64_t token_tiles;
+  LaunchArguments arguments;     // without what differs by launch
+  const int64_t* slots_on_host;  // null: the mapping is on the device
+  int64_t width;                 // bytes of a vector: 16, 8, 4, 2 or 1
+  int64_t launch_chunks;         // most chunks and tokens of a launch
+  int64_t launch_tokens;
   int64_t lane_tiles;
   bool empty;      // nothing to launch
   bool too_large;  // more slots, tokens or lanes than 31 bits can count
@@ -137,18 +143,19 @@ constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // Plans the launches of a call.
 //
-// processors: multiprocessors of the device. steps: tokens of each thread, a multiple of
-// kInFlight; 0 = choose.
+// slots: good ones on the host, or any on the device. processors: multiprocessors of the device.
+// steps: tokens of each thread, a multiple of kInFlight; 0 = choose.
 inline LaunchPlan make_plan(const PagedIndex& index, const int64_t* caches, const int64_t* slots,
-                            unsigned char* buffers, int64_t* bad_slot, int64_t processors,
-                            int64_t steps) {
+                            bool slots_on_host, unsigned char* buffers, int64_t* bad_slot,
+                            int64_t processors, int64_t steps) {
   LaunchPlan plan{};
   plan.width = vector_width(index, caches, reinterpret_cast<uintptr_t>(buffers));
+  plan.slots_on_host = slots_on_host ? slots : nullptr;
   LaunchArguments& a = plan.arguments;
   a.index = index;
   a.cache_slots = index.num_blocks * index.block_size;
   a.buffers = buffers;
-  a.slots = slots;
+  a.slots = slots_on_host ? nullptr : slots;
   a.bad_slot = bad_slot;
 
   const int64_t row_vectors = index.row_bytes / plan.width;
@@ -157,26 +164,35 @@ inline LaunchPlan make_plan(const PagedIndex& index, const int64_t* caches, cons
   plan.empty = lanes == 0 || index.tokens == 0 || index.chunks == 0 || index.layers == 0;
   plan.too_large = lanes > INT32_MAX || index.tokens > INT32_MAX || a.cache_slots > INT32_MAX;
   if (plan.empty || plan.too_large) return plan;
+
+  plan.launch_tokens = index.tokens;
+  plan.launch_chunks = kChunksPerLaunch;
+  if (slots_on_host) {
+    if (plan.launch_tokens > kSlotsPerLaunch) plan.launch_tokens = kSlotsPerLaunch;
+    plan.launch_chunks = kSlotsPerLaunch / plan.launch_tokens;
+    if (plan.launch_tokens < index.tokens) plan.launch_chunks = 1;
+  }
+  if (plan.launch_chunks > index.chunks) plan.launch_chunks = index.chunks;
+
   const int64_t lane_tiles = ceil_div(lanes, kBlockThreads);
   const int64_t lanes_per_block = ceil_div(lanes, lane_tiles);
   int64_t rows = kBlockThreads / lanes_per_block;
-  if (rows > index.tokens) rows = index.tokens;
-  const auto tiles = [&](int64_t n) { return ceil_div(index.tokens, rows * n); };
+  if (rows > plan.launch_tokens) rows = plan.launch_tokens;
   if (steps == 0) {
     // Long enough to pay for a thread's start, short enough for two blocks on each processor.
     steps = kMostSteps;
+    const int64_t layers = index.layers < kLayersPerLaunch ? index.layers : kLayersPerLaunch;
+    const int64_t beside = lane_tiles * layers * plan.launch_chunks;
     while (steps > kInFlight &&
-           tiles(steps) * lane_tiles * index.layers * index.chunks < 2 * processors) {
+           ceil_div(plan.launch_tokens, rows * steps) * beside < 2 * processors) {
       steps /= 2;
     }
   }
-  plan.token_tiles = tiles(steps);
   plan.lane_tiles = lane_tiles;
-  plan.too_large = plan.token_tiles * lane_tiles > INT32_MAX;
+  plan.too_large = ceil_div(plan.launch_tokens, rows * steps) * lane_tiles > INT32_MAX;
   if (plan.too_large) return plan;
 
   a.buffer_step = rows * index.buffer_token_stride;
-  a.tokens = static_cast<uint32_t>(index.tokens);
   a.lanes = static_cast<uint32_t>(lanes);
   a.lanes_per_block = static_cast<uint32_t>(lanes_per_block);
   a.rows_per_block = static_cast<uint32_t>(rows);
@@ -195,6 +211,8 @@ struct Grid {
   uint32_t x, y, z;
 };
 
+constexpr int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+
 // Calls launch(arguments, grid, threads) for each launch of a plan; stops at the first that
 // returns false.
 template <typename Launch>
@@ -202,19 +220,31 @@ bool for_each_launch(LaunchPlan& plan, const int64_t* caches, const Launch& laun
   LaunchArguments& a = plan.arguments;
   const PagedIndex& index = a.index;
   if (plan.empty) return true;
-  for (int64_t chunk = 0; chunk < index.chunks; chunk += kChunksPerLaunch) {
-    for (int64_t layer = 0; layer < index.layers; layer += kLayersPerLaunch) {
-      const int64_t chunks_left = index.chunks - chunk;
-      const int64_t layers_left = index.layers - layer;
-      const int64_t chunks = chunks_left < kChunksPerLaunch ? chunks_left : kChunksPerLaunch;
-      const int64_t layers = layers_left < kLayersPerLaunch ? layers_left : kLayersPerLaunch;
-      a.first_chunk = chunk;
-      a.first_layer = layer;
-      for (int64_t i = 0; i < layers; ++i) a.caches[i] = caches[layer + i];
-      const Grid grid{static_cast<uint32_t>(plan.token_tiles * plan.lane_tiles),
-                      static_cast<uint32_t>(layers), static_cast<uint32_t>(chunks)};
-      const Grid threads{a.lanes_per_block, a.rows_per_block, 1};
-      if (!launch(static_cast<const LaunchArguments&>(a), grid, threads)) return false;
+  for (int64_t chunk = 0; chunk < index.chunks; chunk += plan.launch_chunks) {
+    const int64_t chunks = smaller(plan.launch_chunks, index.chunks - chunk);
+    a.first_chunk = chunk;
+    for (int64_t token = 0; token < index.tokens; token += plan.launch_tokens) {
+      const int64_t tokens = smaller(plan.launch_tokens, index.tokens - token);
+      a.first_token = token;
+      a.tokens = static_cast<uint32_t>(tokens);
+      if (plan.slots_on_host != nullptr) {
+        for (int64_t i = 0; i < chunks * tokens; ++i) {
+          const int64_t at = (chunk + i / tokens) * index.tokens + token + i % tokens;
+          const int64_t slot = plan.slots_on_host[at];
+          a.slot_values[i] = static_cast<int32_t>(
+              slot >= 0 && slot < a.cache_slots ? slot : kSkippedSlot);
+        }
+      }
+      const int64_t tiles = ceil_div(tokens, int64_t{a.rows_per_block} * a.steps);
+      for (int64_t layer = 0; layer < index.layers; layer += kLayersPerLaunch) {
+        const int64_t layers = smaller(kLayersPerLaunch, index.layers - layer);
+        a.first_layer = layer;
+        for (int64_t i = 0; i < layers; ++i) a.caches[i] = caches[layer + i];
+        const Grid grid{static_cast<uint32_t>(tiles * plan.lane_tiles),
+                        static_cast<uint32_t>(layers), static_cast<uint32_t>(chunks)};
+        const Grid threads{a.lanes_per_block, a.rows_per_block, 1};
+        if (!launch(static_cast<const LaunchArguments&>(a), grid, threads)) return false;
+      }
     }
   }
   return true;
@@ -252,10 +282,11 @@ KVSHELF_HD void copy_thread(const LaunchArguments& a, const Grid& block, const G
   unsigned char* const paged =
       reinterpret_cast<unsigned char*>(a.caches[block.y]) + index.row_offset(kv, head) + in_row;
   unsigned char* buffer = a.buffers +
-                          index.buffer_offset(chunk, shard, layer, kv, token,
+                          index.buffer_offset(chunk, shard, layer, kv, a.first_token + token,
                                               head - shard * a.shard_heads.divisor) +
                           in_row;
-  const int64_t first_position = chunk * index.tokens;
+  const int64_t first_position = chunk * index.tokens + a.first_token;
+  const uint32_t first_value = block.z * a.tokens;
 
   for (uint32_t done = 0; done < a.steps; done += kInFlight) {
     // Beyond the last token, that one's slot: loads without a condition are issued together.
@@ -265,7 +296,9 @@ KVSHELF_HD void copy_thread(const LaunchArguments& a, const Grid& block, const G
     for (int i = 0; i < kInFlight; ++i) {
       tokens[i] = token + static_cast<uint32_t>(i) * a.rows_per_block;
       const uint32_t last = a.tokens - 1;
-      slots[i] = memory.slot(a.slots + first_position + (tokens[i] < last ? tokens[i] : last));
+      const uint32_t of_slot = tokens[i] < last ? tokens[i] : last;
+      slots[i] = a.slots != nullptr ? memory.slot(a.slots + first_position + of_slot)
+                                    : int64_t{a.slot_values[first_value + of_slot]};
     }
 
     bool good[kInFlight];

@@ -15,8 +15,16 @@
 
 namespace kvshelf {
 
-// Answer of find_runs when every slot was good.
+// Answer of the functions below when every slot was good.
 constexpr int64_t kAllSlotsGood = -1;
+
+// Position of the first of `count` slots that is neither skipped nor one of `cache_slots`.
+inline int64_t first_bad_slot(const int64_t* slots, int64_t count, int64_t cache_slots) {
+  for (int64_t i = 0; i < count; ++i) {
+    if (slots[i] < kSkippedSlot || slots[i] >= cache_slots) return i;
+  }
+  return kAllSlotsGood;
+}
 
 // Tokens of one chunk that follow each other in the slot mapping and, with one constant step, in
 // the cache.
