@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import threading
+from collections.abc import Callable
 
 import pytest
 
@@ -154,3 +155,66 @@ def test_a_system_without_memory_is_a_full_pool(
     assert len(caplog.records) == 1
     monkeypatch.undo()
     assert pool.acquire_for_store() is not None
+
+
+class Locker:
+    """A page lock that notes what it locked."""
+
+    def __init__(self, *, refuses: bool = False) -> None:
+        self.refuses = refuses
+        self.locked: dict[int, int] = {}
+
+    def __call__(self, address: int, nbytes: int) -> Callable[[], None] | None:
+        if self.refuses:
+            return None
+        assert address % ALIGNMENT == 0
+        self.locked[address] = nbytes
+        return lambda: self.locked.__delitem__(address)
+
+
+def test_locked_memory_is_added_by_warming_only() -> None:
+    locker = Locker()
+    pool = StagingPool(16 * ROUNDED, SIZE, lock=locker)
+    assert pool.acquire_for_store() is None
+    assert pool.acquire_for_load(0) is None
+    pool.warm(8 * ROUNDED)
+    assert sum(locker.locked.values()) == pool.bytes_held == 8 * ROUNDED
+    pool.warm(1 << 40)
+    assert sum(locker.locked.values()) == pool.bytes_held == 16 * ROUNDED
+    buffers = [pool.acquire_for_load(0) for _ in range(16)]
+    for buffer in buffers:
+        assert buffer is not None
+        address = buffer.tensor.data_ptr()
+        assert any(
+            start <= address and address + ROUNDED <= start + size
+            for start, size in locker.locked.items()
+        )
+
+
+def test_locked_memory_is_unlocked_when_the_last_buffer_is_back() -> None:
+    locker = Locker()
+    pool = StagingPool(16 * ROUNDED, SIZE, lock=locker)
+    pool.warm(1 << 40)
+    first, second = pool.acquire_for_load(), pool.acquire_for_load()
+    assert first is not None
+    assert second is not None
+    pool.close()
+    pool.release(first)
+    assert locker.locked
+    pool.release(second)
+    assert not locker.locked
+    empty = StagingPool(16 * ROUNDED, SIZE, lock=locker)
+    empty.warm(1 << 40)
+    assert locker.locked
+    empty.close()
+    assert not locker.locked
+
+
+def test_memory_that_cannot_be_locked_is_used_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    pool = StagingPool(16 * ROUNDED, SIZE, lock=Locker(refuses=True))
+    pool.warm(4 * ROUNDED)
+    pool.warm(1 << 40)
+    assert pool.acquire_for_store(4) is not None
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "not page-locked" in caplog.text
+    pool.close()

@@ -30,7 +30,7 @@ import contextlib
 import logging
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol, cast
@@ -267,6 +267,18 @@ def _nvtx_range(name: str) -> Iterator[None]:
         yield
     finally:
         _cuda.nvtx.range_pop()
+
+
+def lock_pages(address: int, nbytes: int) -> Callable[[], None] | None:
+    """Lock memory for copies by GPUs; return what unlocks it, None where that is refused."""
+    runtime = _cuda.cudart()
+    if int(runtime.cudaHostRegister(address, nbytes, 1)) != 0:  # 1: for all GPUs
+        return None
+
+    def unlock() -> None:
+        runtime.cudaHostUnregister(address)
+
+    return unlock
 
 
 # --- the path of a device ----------------------------------------------------------

@@ -13,6 +13,10 @@ Contracts
   accept can never keep a load waiting.
 * All methods may be called from any thread. :meth:`StagingPool.acquire_for_store` is
   the only one called on an engine's step thread and never waits.
+* With a `lock`, for caches on a GPU, memory is page-locked. That takes long, so only
+  :meth:`StagingPool.warm` adds memory then. Where the system refuses, a warning is logged
+  once and the memory is used as it is. It is unlocked when the pool is closed and all
+  buffers are back.
 """
 
 from __future__ import annotations
@@ -22,6 +26,8 @@ import logging
 import mmap
 import threading
 import time
+from collections.abc import Callable
+from typing import TypeAlias
 
 import torch
 
@@ -32,6 +38,10 @@ logger = logging.getLogger(__name__)
 ALIGNMENT = 4096
 _SLAB_BYTES = 32 << 20
 _HUGE_PAGE = 2 << 20
+
+#: Locks the pages of memory given by address and size in bytes; returns what unlocks them, or
+#: None where that is refused.
+PageLock: TypeAlias = Callable[[int, int], Callable[[], None] | None]
 
 
 class StagingBuffer:
@@ -66,6 +76,8 @@ class StagingPool:
         Part of the buffers that stores may not take.
     together : int
         Buffers that one store takes at once: the shards of a chunk.
+    lock : PageLock, optional
+        Locks the pages of all memory. :meth:`warm` must be called then.
 
     Raises
     ------
@@ -80,6 +92,7 @@ class StagingPool:
         *,
         load_share: float = 0.25,
         together: int = 1,
+        lock: PageLock | None = None,
     ) -> None:
         self.buffer_bytes = -(-buffer_bytes // ALIGNMENT) * ALIGNMENT
         self.limit = capacity // self.buffer_bytes
@@ -100,6 +113,9 @@ class StagingPool:
         self._stores = 0
         self._closed = False
         self._short = False
+        self._refused = False
+        self._lock_pages = lock
+        self._unlock: list[Callable[[], None]] = []
         self._changed = threading.Condition()
 
     @property
@@ -149,14 +165,17 @@ class StagingPool:
                 self._stores -= 1
             self._out -= 1
             self._free.append(buffer)
+            self._unlock_unused()
             self._changed.notify()
 
     def warm(self, nbytes: int) -> None:
         """Take up to `nbytes` of memory now and touch it, so that no step has to.
 
-        At most half of the pool: what is being warmed cannot be handed out.
+        At most half of the pool: what is being warmed cannot be handed out. With a page
+        lock up to all of it, since nothing else adds memory then.
         """
-        target = min(self.limit // 2, nbytes // self.buffer_bytes)
+        most = self.limit // 2 if self._lock_pages is None else self.limit
+        target = min(most, nbytes // self.buffer_bytes)
         while True:
             with self._changed:
                 fresh = [] if self._closed else self._grow(target)
@@ -165,17 +184,42 @@ class StagingPool:
             # Outside the lock: zeroing memory is slow and no one else holds these yet.
             for buffer in fresh:
                 buffer.tensor.zero_()
+            unlock = self._locked(fresh)
             with self._changed:
+                if unlock is not None:
+                    self._unlock.append(unlock)
                 self._free[:0] = fresh
+                self._unlock_unused()
                 self._changed.notify_all()
 
     def close(self) -> None:
         """Refuse all further requests and wake those that wait."""
         with self._changed:
             self._closed = True
+            self._unlock_unused()
             self._changed.notify_all()
 
+    def _unlock_unused(self) -> None:
+        if self._closed and not self._out:
+            while self._unlock:
+                self._unlock.pop()()
+
+    def _locked(self, fresh: list[StagingBuffer]) -> Callable[[], None] | None:
+        """Lock the pages of buffers that lie beside each other."""
+        if self._lock_pages is None:
+            return None
+        unlock = self._lock_pages(fresh[0].tensor.data_ptr(), len(fresh) * self.buffer_bytes)
+        if unlock is None and not self._refused:
+            self._refused = True
+            logger.warning(
+                "staging is not page-locked, the system refuses (see ulimit -l): copies to and"
+                " from the GPU take longer and hold up those who wait for them"
+            )
+        return unlock
+
     def _grow_free(self) -> bool:
+        if self._lock_pages is not None:
+            return False
         fresh = self._grow(self.limit)
         self._free += fresh
         return bool(fresh)
