@@ -175,6 +175,7 @@ def test_chunks_that_are_no_whole_blocks(
     own = engine.generate(asked)
     assert own.shelf_tokens == 0
     shelf.wait_for(tokens)
+    shelf.wait_for(asked)
     assert shelf.namespace().record["layouts"] == ["canonical"] * 2
     engine.reset_prefix_cache()
     answer = engine.generate(asked)
