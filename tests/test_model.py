@@ -216,7 +216,11 @@ def test_what_an_engine_states_is_what_the_facts_state(
         hf_text_config=hf,
         max_model_len=4096,
     )
-    engine = SimpleNamespace(model_config=model, cache_config=SimpleNamespace(cache_dtype="auto"))
+    engine = SimpleNamespace(
+        model_config=model,
+        cache_config=SimpleNamespace(cache_dtype="auto"),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1),
+    )
     names = ("model.layers.0.self_attn.attn", "model.layers.1.self_attn.attn")
     part = WorkerPart(
         names,
@@ -226,9 +230,8 @@ def test_what_an_engine_states_is_what_the_facts_state(
         ("full",) * 2,
         (64,) * 2,
         (-1,) * 2,
-        weights="user:w",
     )
-    found = build_namespace(engine, Config(version=version), part)
+    found = build_namespace(engine, Config(version=version), [part], "user:w")
     stated = ModelFacts.from_transformers(hf, weights="w", max_model_len=4096)
     assert stated.namespace(version=version).record == found.record
     assert stated.namespace(version=version) == found

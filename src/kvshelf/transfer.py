@@ -52,6 +52,7 @@ from kvshelf.layout import PagedLayout, PermutedLayout
 from kvshelf.metrics import Counters
 from kvshelf.shelf import Presence, Shelf
 from kvshelf.staging import StagingBuffer, StagingPool
+from kvshelf.topology import ShardPlan
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +108,9 @@ class PagedKVCache:
     ----------
     fmt : ObjectFormat
     runs : Sequence[LayerRun]
-        All layers, in order.
+        All layers of the worker's stage, in order.
+    plan : ShardPlan, optional
+        The shards whose heads the worker holds; all of them when absent.
 
     Raises
     ------
@@ -115,11 +118,14 @@ class PagedKVCache:
         If layers and heads do not match those of the namespace.
     """
 
-    def __init__(self, fmt: ObjectFormat, runs: Sequence[LayerRun]) -> None:
+    def __init__(
+        self, fmt: ObjectFormat, runs: Sequence[LayerRun], plan: ShardPlan | None = None
+    ) -> None:
         self._fmt = fmt
-        self._calls: list[list[tuple[LayerRun, int, int, int, int]]] = []
+        self._calls: dict[int, list[tuple[LayerRun, int, int, int, int]]] = {}
         layers = sum(len(run.caches) for run in runs)
-        for shard in range(fmt.shards):
+        shards = (plan or ShardPlan.whole(fmt.shards)).shards
+        for place, shard in enumerate(shards):
             specs = fmt.tensors(shard)
             if layers != len(specs):
                 raise ConfigError(
@@ -131,12 +137,10 @@ class PagedKVCache:
                 start = specs[run.first_layer].offset
                 last = specs[run.first_layer + len(run.caches) - 1]
                 end = last.offset + last.nbytes
-                # Blocks of an unknown layout are not split: they are one shard of each rank.
-                split = fmt.shards if fmt.tails else 1
-                heads = run.layout.heads // split
-                if heads * split != run.layout.heads:
+                heads = run.layout.heads // len(shards)
+                if heads * len(shards) != run.layout.heads:
                     raise ConfigError(
-                        f"{run.layout.heads} KV heads cannot be split over {split}"
+                        f"{run.layout.heads} KV heads cannot be split over {len(shards)}"
                         " shards: set `shards` to a divisor"
                     )
                 slots, rest = divmod(
@@ -149,8 +153,8 @@ class PagedKVCache:
                         f" {run.layout.chunk_bytes(1, heads)} bytes of the registered caches:"
                         " the engine's model does not match the namespace"
                     )
-                calls.append((run, start, end, shard * heads if fmt.tails else 0, heads))
-            self._calls.append(calls)
+                calls.append((run, start, end, place * heads, heads))
+            self._calls[shard] = calls
 
     def gather(self, shard: int, slots: torch.Tensor, payload: torch.Tensor) -> None:
         """Copy the slots' KV of one shard into `payload` (uint8 ``[payload bytes]``)."""
@@ -287,6 +291,8 @@ class Transfer:
     staging : StagingPool
         Its buffers must hold the largest object of `fmt`.
     counters : Counters
+    plan : ShardPlan, optional
+        The shards that this worker reads and writes; all of them when absent.
     load_threads, store_threads : int
     stall_seconds : float
         How long, beyond what its size takes at 16 MiB/s, an object may take to arrive.
@@ -303,6 +309,7 @@ class Transfer:
         staging: StagingPool,
         *,
         counters: Counters,
+        plan: ShardPlan | None = None,
         load_threads: int = 2,
         store_threads: int = 1,
         stall_seconds: float = _STALL_SECONDS,
@@ -313,6 +320,8 @@ class Transfer:
         self._cache = cache
         self._staging = staging
         self._counters = counters
+        self._plan = plan or ShardPlan.whole(fmt.shards)
+        self._reads = self._plan.shards
         self._on_thread_start = on_thread_start
         self._log = _LineLimit()
         self._closing = False
@@ -325,7 +334,7 @@ class Transfer:
         self._finished: list[Load] = []
         self._pieces: set[_Piece] = set()
         self._load_threads = load_threads
-        largest = max(fmt.object_size(shard) for shard in range(fmt.shards))
+        largest = max(fmt.object_size(shard) for shard in self._reads)
         self._patience = stall_seconds + largest / _SLOWEST_BYTES_A_SECOND
         self._progress = time.monotonic()
 
@@ -394,11 +403,19 @@ class Transfer:
         Returns
         -------
         str
-            ``queued``; ``known`` (in flight or published); ``full`` (staging is used
-            up: dropped); ``paused`` (the storage refuses writes for now: dropped).
+            ``queued``; ``known`` (in flight, published, or another worker's to write);
+            ``full`` (staging is used up: dropped); ``paused`` (the storage refuses writes for
+            now: dropped).
         """
         key = item.chunk.key
         now = time.monotonic()
+        shards = self._plan.writes(item.chunk.index)
+        if not shards:
+            # Another worker with the same heads writes it.
+            if repair:
+                with self._store_lock:
+                    self._repaired.append(key)
+            return "known"
         if now < self._paused_until or self._shelf.read_only:
             self._counters.add("store_dropped_paused")
             if now >= self._paused_until and self._log.allows("read-only"):
@@ -414,14 +431,14 @@ class Transfer:
             if stored_at is not None and stored_at >= now - age and not repair:
                 return "known"
         memory = self._memory(item)
-        buffers = self._staging.acquire_for_store(self._fmt.shards, wait)
+        buffers = self._staging.acquire_for_store(len(shards), wait)
         if buffers is None:
             self._counters.add("store_dropped_full")
             return "full"
         offset = self._fmt.data_offset
         begin = time.monotonic()
         try:
-            for shard, buffer in enumerate(buffers):
+            for shard, buffer in zip(shards, buffers, strict=True):
                 size = self._fmt.object_size(shard)
                 memory.gather(shard, item.slots, buffer.tensor[offset:size])
         except BaseException:
@@ -484,9 +501,9 @@ class Transfer:
         begin = time.monotonic()
         written = 0
         repaired = 0
-        answers = shelf.probe(fmt, [(chunk, shard) for shard in range(fmt.shards)])
-        for shard, buffer in enumerate(job.buffers):
-            answer = answers[shard]
+        shards = self._plan.writes(chunk.index)
+        answers = shelf.probe(fmt, [(chunk, shard) for shard in shards])
+        for shard, answer, buffer in zip(shards, answers, job.buffers, strict=True):
             if answer is Presence.PRESENT and not job.repair:
                 continue
             size = fmt.object_size(shard)
@@ -570,7 +587,7 @@ class Transfer:
                 self._settle(load)
             else:
                 self._loads.append(load)
-                self._load_work.notify(len(items) * self._fmt.shards)
+                self._load_work.notify(len(items) * len(self._reads))
         return load
 
     def cancel(self, request_id: str) -> None:
@@ -635,7 +652,7 @@ class Transfer:
 
     def _next_piece(self) -> _Piece | None:
         """Take the next object to load, waiting for one. Load threads."""
-        shards = self._fmt.shards
+        shards = len(self._reads)
         with self._load_lock:
             while not self._loads:
                 if self._closing:
@@ -646,7 +663,7 @@ class Transfer:
             load._next += 1
             if load._next == len(load.items) * shards:
                 self._loads.popleft()
-            piece = _Piece(load, item, shard, time.monotonic())
+            piece = _Piece(load, item, self._reads[shard], time.monotonic())
             self._pieces.add(piece)
             return piece
 
@@ -726,7 +743,7 @@ class Transfer:
                 self._fail(load, piece.item, failure)
             elif piece.arrived:
                 load._arrived[piece.item] += 1
-                items, shards = len(load.items), self._fmt.shards
+                items, shards = len(load.items), len(self._reads)
                 while load._leading < items and load._arrived[load._leading] == shards:
                     load._leading += 1
             self._settle(load)
@@ -740,7 +757,7 @@ class Transfer:
     def _settle(self, load: Load) -> None:
         """Complete a load of which nothing more is wanted. Holds the lock."""
         wanted = load._wanted
-        if load in self._loads and load._next >= wanted * self._fmt.shards:
+        if load in self._loads and load._next >= wanted * len(self._reads):
             # What comes after a failed chunk is of no use to this request.
             self._loads.remove(load)
         if load._leading >= wanted and not load._scattering:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,7 +31,7 @@ from vllm.v1.core.sched.output import KVConnectorBlockState
 from kvshelf.chunkfile import ObjectFormat
 from kvshelf.config import Config
 from kvshelf.errors import ConfigError, TransientStorageError, UnsupportedError
-from kvshelf.identity import KeyChain, object_name
+from kvshelf.identity import KeyChain, MultimodalItem, object_name
 from kvshelf.shelf import Shelf
 from kvshelf.vllm import check_vllm_version, connector
 from kvshelf.vllm.connector import SharedStorageConnector
@@ -72,7 +73,7 @@ class Side:
             lambda: Shelf(self.backend),
             block_size=BLOCK,
         )
-        namespace = build_namespace(self.config, self.side._config, PART)
+        namespace = build_namespace(self.config, self.side._config, [PART], "user:test")
         self.fmt = ObjectFormat(namespace)
         if known:
             self.side.worker_output(WorkerMetadata(parts={0: PART}))
@@ -272,7 +273,7 @@ def test_bad_objects_are_repaired_by_the_next_store(make: Callable[..., Side]) -
     meta = side.step({"r": (0, 40)}, new=("r",))
     assert [(op.chunk.index, op.repair) for op in meta.stores] == [(1, True), (3, False)]
     assert side.ask(Request("s", prompt(40))) == (8, True)
-    side.side.worker_output(WorkerMetadata(repaired=[keys[1], keys[3]]))
+    side.side.worker_output(WorkerMetadata(repaired=[(keys[1], 0), (keys[3], 0)]))
     assert side.ask(Request("t", prompt(40))) == (36, True)
 
 
@@ -476,8 +477,6 @@ def test_the_namespace_is_announced_until_the_worker_has_it(make: Callable[..., 
 
 
 def test_weights_that_are_not_known_yet_are_waited_for(make: Callable[..., Side]) -> None:
-    from dataclasses import replace
-
     side = make(known=False)
     side.side.worker_output(WorkerMetadata(parts={0: replace(PART, weights=None)}))
     assert side.side.matched_tokens(Request("r", prompt(20)), 0) == (None, False)
@@ -488,8 +487,6 @@ def test_weights_that_are_not_known_yet_are_waited_for(make: Callable[..., Side]
 def test_a_worker_s_problem_ends_hits_and_stores_and_is_said_once(
     make: Callable[..., Side], caplog: pytest.LogCaptureFixture
 ) -> None:
-    from dataclasses import replace
-
     side = make()
     side.put(prompt(20))
     request = Request("r", prompt(30))
@@ -704,8 +701,6 @@ def _set(path: str, value: object) -> Callable[[SimpleNamespace], None]:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (_set("parallel_config.tensor_parallel_size", 2), "--tensor-parallel-size 1"),
-        (_set("parallel_config.pipeline_parallel_size", 2), "--pipeline-parallel-size 1"),
         (_set("parallel_config.decode_context_parallel_size", 2), "--decode-context-parallel"),
         (_set("parallel_config.prefill_context_parallel_size", 2), "--prefill-context-parallel"),
         (_mla_without_chunked_prefill, "cannot continue a stored prefix with MLA"),
@@ -884,3 +879,123 @@ def test_trouble_that_may_pass_is_tried_again_and_other_trouble_stops_the_start(
 
     with pytest.raises(PermissionError):
         OpeningShelf("nfs", refuse)
+
+
+# ------------------------------------------------------------------------- several ranks
+
+
+def _ranks(make: Callable[..., Side], stages: int = 1) -> Side:
+    """A side of an engine with two workers that have not reported yet."""
+    side = make(known=False)
+    side.config.parallel_config.tensor_parallel_size = 2 // stages
+    side.config.parallel_config.pipeline_parallel_size = stages
+    side.side._ranks = 2
+    return side
+
+
+def test_the_namespace_waits_for_all_ranks(make: Callable[..., Side]) -> None:
+    side = _ranks(make)
+    request = Request("r", prompt(20))
+    # Only rank 0 names the weights.
+    side.side.worker_output(WorkerMetadata(parts={1: replace(PART, weights=None)}))
+    assert side.side.matched_tokens(request, 0) == (None, False)
+    side.side.worker_output(WorkerMetadata(parts={0: replace(PART, weights=None)}))
+    assert side.side.matched_tokens(request, 0) == (None, False)
+    side.side.worker_output(WorkerMetadata(parts={0: PART}))
+    # Shards do not depend on the degree, and so what one rank stored is found.
+    side.put(prompt(20))
+    assert side.ask(request) == (16, True)
+
+
+@pytest.mark.parametrize(
+    "difference",
+    [
+        {"layouts": ("canonical",) * LAYERS},
+        {"layer_names": tuple("abcdefgh"[:LAYERS])},
+        {"kv_scales": (0.5,) * (2 * LAYERS)},
+    ],
+)
+def test_ranks_that_differ_share_nothing(
+    make: Callable[..., Side], difference: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    side = _ranks(make)
+    other = replace(PART, weights=None, **difference)
+    side.side.worker_output(WorkerMetadata(parts={0: PART, 1: other}))
+    assert side.side.matched_tokens(Request("r", prompt(20)), 0) == (0, False)
+    assert "rank 1 differ from those of rank 0" in caplog.text
+
+
+def test_stages_are_put_together_in_order(make: Callable[..., Side]) -> None:
+    side = _ranks(make, stages=2)
+    second = replace(
+        PART, weights=None, layer_names=tuple(f"model.layers.{LAYERS + i}" for i in range(LAYERS))
+    )
+    side.side.worker_output(WorkerMetadata(parts={1: second, 0: PART}))
+    assert side.side._namespace is not None
+    record = side.side._namespace.record
+    assert record["layer_names"] == [*PART.layer_names, *second.layer_names]
+    assert record["stages"] == [LAYERS, LAYERS]
+    assert record["shards"] == 2 * default_shards(HEADS)
+
+
+def test_a_bad_chunk_is_trusted_again_when_all_ranks_have_seen_to_it(
+    make: Callable[..., Side],
+) -> None:
+    side = _ranks(make)
+    side.side.worker_output(WorkerMetadata(parts={0: PART, 1: replace(PART, weights=None)}))
+    side.put(prompt(20))
+    request = Request("r", prompt(20))
+    assert side.ask(request) == (16, True)
+    key = side.side._requests["r"].lookup.chain.chunks[1].key  # type: ignore[union-attr]
+    side.side.worker_output(WorkerMetadata(failures=[LoadFailure("r", 1, key, True)]))
+    for number, repaired in enumerate([[], [(key, 0)], [(key, 0)]]):
+        side.side.worker_output(WorkerMetadata(repaired=repaired))
+        assert side.ask(Request(f"before {number}", prompt(20))) == (8, True)
+    # Found bad once more: what was repaired before counts no longer.
+    side.side.worker_output(WorkerMetadata(failures=[LoadFailure("r", 1, key, True)]))
+    side.side.worker_output(WorkerMetadata(repaired=[(key, 1)]))
+    assert side.ask(Request("still", prompt(20))) == (8, True)
+    side.side.worker_output(WorkerMetadata(repaired=[(key, 0)]))
+    assert side.ask(Request("after", prompt(20))) == (16, True)
+
+
+# ------------------------------------------------------------------------- images and sounds
+
+
+def test_images_are_part_of_the_address(make: Callable[..., Side]) -> None:
+    """Requests as vLLM makes them: placeholders are equal tokens whatever the image."""
+    from vllm import SamplingParams
+    from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+    from vllm.v1.request import Request as VLLMRequest
+
+    side = make()
+    tokens = prompt(40)
+
+    def ask(number: int, *items: tuple[str, int, int]) -> int:
+        request = VLLMRequest(
+            f"request {number}",
+            tokens,
+            SamplingParams(),
+            None,
+            mm_features=[
+                MultiModalFeatureSpec(
+                    data=None,
+                    modality="image",
+                    identifier=identifier,
+                    mm_position=PlaceholderRange(offset=offset, length=length),
+                )
+                for identifier, offset, length in items
+            ],
+        )
+        return side.ask(request)[0]  # type: ignore[arg-type]
+
+    side.put(tokens, items=[MultimodalItem("cat", 10, 12), MultimodalItem("dog", 30, 4)])
+    assert ask(1, ("cat", 10, 12), ("dog", 30, 4)) == 36
+    # Up to the first chunk that an other image reaches into, or that it lies elsewhere in.
+    assert ask(2, ("cat", 10, 12), ("cow", 30, 4)) == 24
+    assert ask(3, ("cow", 10, 12), ("dog", 30, 4)) == 8
+    assert ask(4, ("cat", 11, 12), ("dog", 30, 4)) == 8
+    assert ask(5, ("cat", 10, 13), ("dog", 30, 4)) == 8
+    assert ask(6) == 8
+    # An image that begins behind the chunk has no part in it.
+    assert ask(7, ("cat", 10, 12), ("dog", 30, 4), ("sun", 38, 2)) == 32

@@ -61,7 +61,7 @@ class Rig:
     def namespace(self) -> tuple[bytes, str]:
         part = self.side._part
         assert part is not None
-        made: Namespace = build_namespace(self.config, self.side._config, part)
+        made: Namespace = build_namespace(self.config, self.side._config, [part], "user:test")
         self.fmt = ObjectFormat(made)
         return made.encoded, made.slug
 
@@ -321,11 +321,11 @@ def test_the_part_is_sent_until_the_namespace_comes(make: Callable[..., Rig]) ->
 
 
 def test_metadata_of_ranks_is_united() -> None:
-    one = WorkerMetadata(parts={0: "a"}, repaired=[b"x"])  # type: ignore[dict-item]
-    two = WorkerMetadata(parts={1: "b"}, repaired=[b"y"])  # type: ignore[dict-item]
+    one = WorkerMetadata(parts={0: "a"}, repaired=[(b"x", 0)])  # type: ignore[dict-item]
+    two = WorkerMetadata(parts={1: "b"}, repaired=[(b"y", 1)])  # type: ignore[dict-item]
     both = one.aggregate(two)
     assert both.parts == {0: "a", 1: "b"}
-    assert both.repaired == [b"x", b"y"]
+    assert both.repaired == [(b"x", 0), (b"y", 1)]
 
 
 def test_a_store_and_a_load(make: Callable[..., Rig]) -> None:
@@ -509,7 +509,7 @@ def test_a_repair_is_reported(make: Callable[..., Rig]) -> None:
     metas = [rig.step(StepMetadata(stores=[StoreOp(chunk, [1, 2], repair=True, age=0.0)]))[2]]
     assert rig.side.drain(PATIENCE) == 0
     metas += [rig.step(StepMetadata())[2], rig.step(StepMetadata())[2]]
-    assert [key for meta in metas if meta is not None for key in meta.repaired] == [chunk.key]
+    assert [key for meta in metas if meta is not None for key in meta.repaired] == [(chunk.key, 0)]
 
 
 def test_nothing_that_goes_wrong_ends_the_engine(

@@ -145,6 +145,7 @@ def _time_step_thread(root: Path, chunks: int, requests: int) -> dict[str, Any]:
             max_model_len=1 << 20,
         ),
         cache_config=SimpleNamespace(cache_dtype="auto"),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1),
     )
     part = WorkerPart(
         layer_names=tuple(record["layer_names"]),
@@ -157,7 +158,7 @@ def _time_step_thread(root: Path, chunks: int, requests: int) -> dict[str, Any]:
         weights=record["weights"],
     )
     config = Config(shared_storage_path=str(root))
-    fmt = ObjectFormat(build_namespace(vllm_config, config, part))
+    fmt = ObjectFormat(build_namespace(vllm_config, config, [part], record["weights"]))
     make_hollow_objects(root, fmt, make_chunks(fmt, chunks))
     prompt = make_prompt(chunks * fmt.chunk_size)
     busy_step = SimpleNamespace(

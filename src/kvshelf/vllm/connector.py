@@ -45,10 +45,11 @@ from kvshelf.config import Config, default_shelf_path
 from kvshelf.errors import ConfigError, UnsupportedError
 from kvshelf.shelf import open_shelf
 from kvshelf.vllm.metadata import StepMetadata, WorkerMetadata
+from kvshelf.vllm.namespace import manager_block_size
 from kvshelf.vllm.opening import OpeningShelf
+from kvshelf.vllm.processors import free_cpus
 from kvshelf.vllm.scheduler import SchedulerSide
 from kvshelf.vllm.stats import ShelfPromMetrics, ShelfStats, stats_of
-from kvshelf.vllm.worker import WorkerSide, free_cpus, manager_block_size
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -62,6 +63,8 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
+
+    from kvshelf.vllm.worker import WorkerSide
 
 logger = logging.getLogger(__name__)
 
@@ -149,6 +152,9 @@ class SharedStorageConnector(KVConnectorBase_V1):
                 on_thread_start=_keep_off_bound_cpus,
             )
         else:
+            # What moves KV takes a tenth of a second to import, and the scheduler does not need it.
+            from kvshelf.vllm.worker import WorkerSide
+
             self._worker = WorkerSide(
                 vllm_config,
                 self._config,
@@ -373,16 +379,15 @@ def _check_engine(vllm_config: Any, kv_cache_config: Any) -> None:
     """Refuse what this version does not serve, before anything is stored."""
     parallel = vllm_config.parallel_config
     for name, flag in (
-        ("tensor_parallel_size", "--tensor-parallel-size"),
-        ("pipeline_parallel_size", "--pipeline-parallel-size"),
         ("decode_context_parallel_size", "--decode-context-parallel-size"),
         ("prefill_context_parallel_size", "--prefill-context-parallel-size"),
     ):
         size = getattr(parallel, name, 1)
         if size > 1:
             raise UnsupportedError(
-                f"{name} is {size}; this version of kvshelf serves engines with {flag} 1."
-                " Run more replicas instead: they share one shelf"
+                f"{name} is {size}: context parallelism spreads the tokens of a block over"
+                f" workers, which kvshelf does not serve. Start vLLM with {flag} 1; tensor and"
+                " pipeline parallelism are served, and replicas share one shelf"
             )
     model = vllm_config.model_config
     if getattr(model, "is_encoder_decoder", False):

@@ -332,6 +332,7 @@ def choose_layout(
     chunk_size: int,
     block_size: int,
     engine: Mapping[str, object],
+    head_groups: int = 1,
 ) -> StoredLayout:
     """Decide how the layers of a worker are stored.
 
@@ -345,6 +346,9 @@ def choose_layout(
         Tokens in a chunk and in a block of the cache manager.
     engine : Mapping
         What else could matter to an unknown layout, see :func:`opaque_id`.
+    head_groups : int
+        Tensor-parallel ranks that hold heads of their own. Shapes are those of the whole
+        model, but for unknown layouts.
 
     Raises
     ------
@@ -361,8 +365,8 @@ def choose_layout(
     if option == "native" and obstacle:
         raise ConfigError(f"layout=native cannot be: {obstacle}. Set layout to auto or canonical")
     if option == "canonical" or obstacle:
-        return _canonical(layers)
-    return _native(layers)
+        return _canonical(layers, head_groups)
+    return _native(layers, head_groups)
 
 
 def _say_unknown(layer: LayerCache, option: str, chunk_size: int, block_size: int) -> None:
@@ -400,7 +404,7 @@ def _obstacle_to_native(layers: Sequence[LayerCache], chunk_size: int) -> str:
     return ""
 
 
-def _canonical(layers: Sequence[LayerCache]) -> StoredLayout:
+def _canonical(layers: Sequence[LayerCache], head_groups: int) -> StoredLayout:
     layouts = []
     for layer in layers:
         assert layer.learned.layout is not None
@@ -410,12 +414,12 @@ def _canonical(layers: Sequence[LayerCache]) -> StoredLayout:
         1,
         _runs(layers, layouts),
         ("canonical",) * len(layers),
-        tuple(map(_shape, layers)),
+        tuple(_shape(layer, head_groups) for layer in layers),
         tuple(layer.dtype for layer in layers),
     )
 
 
-def _native(layers: Sequence[LayerCache]) -> StoredLayout:
+def _native(layers: Sequence[LayerCache], head_groups: int) -> StoredLayout:
     layouts, ids = [], []
     block_size = 0
     for layer in layers:
@@ -429,15 +433,15 @@ def _native(layers: Sequence[LayerCache]) -> StoredLayout:
         block_size,
         _runs(layers, layouts),
         tuple(ids),
-        tuple(map(_shape, layers)),
+        tuple(_shape(layer, head_groups) for layer in layers),
         tuple(layer.dtype for layer in layers),
     )
 
 
-def _shape(layer: LayerCache) -> str:
+def _shape(layer: LayerCache, head_groups: int) -> str:
     if layer.kvs == 1:
         return f"*,{layer.head_size}"
-    return f"2,*,{layer.heads},{layer.head_size}"
+    return f"2,*,{layer.heads * head_groups},{layer.head_size}"
 
 
 def _opaque(

@@ -94,10 +94,10 @@ class WorkerPart:
         One entry for each layer, as in the namespace record.
     head_sizes, sliding_windows : tuple of int
         One entry for each layer.
-    kv_scales : str
-        Digest of the k and v scales, empty for caches without.
+    kv_scales : tuple of float
+        The k and the v scale of each layer, empty for caches without.
     weights : str, optional
-        The weights fingerprint; None until it is known.
+        The weights fingerprint; None until it is known, and always but for rank 0.
     problem : str
         Why nothing may be loaded or stored; empty when all is well.
     """
@@ -109,7 +109,7 @@ class WorkerPart:
     attention: tuple[str, ...]
     head_sizes: tuple[int, ...]
     sliding_windows: tuple[int, ...]
-    kv_scales: str = ""
+    kv_scales: tuple[float, ...] = ()
     weights: str | None = None
     problem: str = ""
 
@@ -143,13 +143,13 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
     parts : dict
         Rank to its part of the namespace; sent until acknowledged by a namespace.
     failures : list of LoadFailure
-    repaired : list of bytes
-        Keys whose bad objects were replaced.
+    repaired : list of (bytes, int)
+        Keys, and ranks that have replaced what they write of their bad objects.
     """
 
     parts: dict[int, WorkerPart] = field(default_factory=dict)
     failures: list[LoadFailure] = field(default_factory=list)
-    repaired: list[bytes] = field(default_factory=list)
+    repaired: list[tuple[bytes, int]] = field(default_factory=list)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerMetadata:
         """Unite with what another rank sent in the same step."""

@@ -14,7 +14,7 @@ import os
 import struct
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from kvshelf.identity import (
     weights_fingerprint,
 )
 from kvshelf.model import default_shards, rope_text
+from kvshelf.topology import Topology
 from kvshelf.vllm.metadata import WorkerPart
 
 logger = logging.getLogger(__name__)
@@ -69,71 +70,109 @@ def stored_dtype(cache_dtype: str, tensor_dtype: str) -> str:
     )
 
 
-def build_namespace(vllm_config: Any, config: Config, part: WorkerPart) -> Namespace:
+def build_namespace(
+    vllm_config: Any, config: Config, stages: Sequence[WorkerPart], weights: str
+) -> Namespace:
     """Return the namespace of an engine.
 
     Parameters
     ----------
     vllm_config : VllmConfig
     config : Config
-    part : WorkerPart
-        With ``weights`` known.
+    stages : Sequence of WorkerPart
+        The part of one rank of each pipeline stage, in order.
+    weights : str
+        The weights fingerprint.
 
     Raises
     ------
     ConfigError
-        If `config` does not fit the model.
+        If `config` does not fit the model or the engine's parallelism.
     """
-    assert part.weights is not None
     model = vllm_config.model_config
-    # MLA keeps one content for all heads.
-    kv_heads = 1 if "mla" in part.attention else int(model.get_total_num_kv_heads())
-    shards = config.shards or default_shards(kv_heads)
-    if part.layouts[0].startswith("opaque-"):
-        # Whole blocks of a rank cannot be split, and are not shared between degrees.
-        ranks = int(vllm_config.parallel_config.tensor_parallel_size)
-        if config.shards not in (None, ranks):
-            raise ConfigError(
-                f"shards={config.shards} cannot be: the layout of the KV cache is unknown, so that"
-                f" each of the {ranks} ranks stores its blocks whole. Leave shards out"
-            )
-        shards = ranks
-    elif kv_heads % shards:
-        raise ConfigError(
-            f"shards={shards} does not divide the model's {kv_heads} KV heads:"
-            f" leave it out or set one of"
-            f" {[d for d in range(1, kv_heads + 1) if kv_heads % d == 0]}"
-        )
+
+    def joined(field: str) -> list[Any]:
+        return [value for part in stages for value in getattr(part, field)]
+
+    layouts = joined("layouts")
+    attention = joined("attention")
+    topology = make_topology(vllm_config, config, len(stages), layouts, attention)
     record: dict[str, FieldValue] = {
         "format": FORMAT,
-        "weights": part.weights,
-        "layers": len(part.layer_names),
-        "kv_heads": kv_heads,
-        "head_sizes": list(part.head_sizes),
+        "weights": weights,
+        "layers": len(layouts),
+        "kv_heads": topology.kv_heads,
+        "head_sizes": joined("head_sizes"),
         "rope": rope_text(model.hf_text_config, int(model.max_model_len)),
-        "sliding_windows": list(part.sliding_windows),
-        "attention": list(part.attention),
+        "sliding_windows": joined("sliding_windows"),
+        "attention": attention,
         "compute_dtype": str(model.dtype).removeprefix("torch."),
         "kv_dtype": _kv_dtype(vllm_config),
         "chunk_size": config.chunk_size,
-        "shards": shards,
-        "stages": [len(part.layer_names)],
-        "layouts": list(part.layouts),
-        "layer_names": list(part.layer_names),
-        "layer_shapes": list(part.layer_shapes),
-        "layer_dtypes": list(part.layer_dtypes),
+        "shards": topology.shards,
+        "stages": [len(part.layer_names) for part in stages],
+        "layouts": layouts,
+        "layer_names": joined("layer_names"),
+        "layer_shapes": joined("layer_shapes"),
+        "layer_dtypes": joined("layer_dtypes"),
     }
     rank = getattr(model.hf_text_config, "kv_lora_rank", None)
-    if "mla" in part.attention and rank:
+    if "mla" in attention and rank:
         record["mla_rank"] = int(rank)
     if model.quantization:
         record["quantization"] = str(model.quantization)
-    if part.kv_scales:
-        record["kv_scales"] = part.kv_scales
+    if scales := joined("kv_scales"):
+        # k and v of each layer, as little-endian float32.
+        record["kv_scales"] = hashlib.sha256(struct.pack(f"<{len(scales)}f", *scales)).hexdigest()
     if config.version:
         record["version"] = config.version
     record["data_offset"] = ObjectFormat.required_data_offset(record)
     return Namespace(record, slugify(str(model.served_model_name or model.model)))
+
+
+def manager_block_size(vllm_config: Any, kv_cache_config: Any) -> int:
+    """Return the number of tokens in a block of vLLM's cache manager."""
+    groups = getattr(kv_cache_config, "kv_cache_groups", None)
+    if groups:
+        return int(groups[0].kv_cache_spec.block_size)
+    return int(vllm_config.cache_config.block_size)
+
+
+def make_topology(
+    vllm_config: Any,
+    config: Config,
+    stages: int,
+    layouts: Sequence[str],
+    attention: Sequence[str],
+) -> Topology:
+    """Return how an engine's workers divide heads and layers.
+
+    Parameters
+    ----------
+    vllm_config : VllmConfig
+    config : Config
+    stages : int
+        Pipeline stages.
+    layouts, attention : Sequence of str
+        As in the namespace record, of all layers that are known.
+
+    Raises
+    ------
+    ConfigError
+        If the option `shards` does not fit.
+    """
+    ranks = int(vllm_config.parallel_config.tensor_parallel_size)
+    kv_heads = total_kv_heads(vllm_config, attention)
+    unknown = any(layout.startswith("opaque-") for layout in layouts)
+    shards = config.shards or (ranks * stages if unknown else default_shards(kv_heads, stages))
+    return Topology(kv_heads, shards, ranks, stages, whole_ranks=unknown)
+
+
+def total_kv_heads(vllm_config: Any, attention: Sequence[str]) -> int:
+    """Return the KV heads of the whole model; MLA keeps one content for all heads."""
+    if "mla" in attention:
+        return 1
+    return int(vllm_config.model_config.get_total_num_kv_heads())
 
 
 def _kv_dtype(vllm_config: Any) -> str:
@@ -143,13 +182,11 @@ def _kv_dtype(vllm_config: Any) -> str:
     return "fp8_e4m3" if dtype == "fp8" else dtype
 
 
-def kv_scales_digest(layers: Mapping[str, Any], names: tuple[str, ...]) -> str:
-    """Return the SHA-256 of every layer's k and v scale as little-endian float32."""
-    digest = hashlib.sha256()
-    for name in names:
-        layer = layers[name]
-        digest.update(struct.pack("<2f", float(layer._k_scale), float(layer._v_scale)))
-    return digest.hexdigest()
+def kv_scales(layers: Mapping[str, Any], names: Iterable[str]) -> tuple[float, ...]:
+    """Return the k and the v scale of each layer."""
+    return tuple(
+        float(scale) for name in names for scale in (layers[name]._k_scale, layers[name]._v_scale)
+    )
 
 
 def local_model_dir(vllm_config: Any) -> Path:

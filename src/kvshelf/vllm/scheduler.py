@@ -32,7 +32,9 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from kvshelf.chunkfile import ObjectFormat
@@ -64,6 +66,7 @@ logger = logging.getLogger(__name__)
 # An engine that computes nothing loses nothing by waiting as long as an empty step takes.
 _IDLE_LOOKUP_SECONDS = 2e-3
 _LOG_SECONDS = 60.0
+_REPAIRS_REMEMBERED = 4096
 
 
 class _Request:
@@ -157,6 +160,7 @@ class SchedulerSide:
         self.counters = Counters()
         self._failed = FailedKeys()
         self._parts: dict[int, WorkerPart] = {}
+        self._repaired_by: OrderedDict[bytes, set[int]] = OrderedDict()
         self._namespace: Namespace | None = None
         self._announce = False
         self._disabled = False
@@ -386,20 +390,31 @@ class SchedulerSide:
         for failure in meta.failures:
             if failure.key:
                 self._failed.add(failure.key, bad=failure.bad)
+                self._repaired_by.pop(failure.key, None)
             state = self._requests.get(failure.request_id)
             if state is not None:
                 limit = failure.chunk_index
                 state.limit = limit if state.limit is None else min(state.limit, limit)
                 if failure.key:
                     state.failures[failure.key] = failure.bad
-        for key in meta.repaired:
-            self._failed.forget(key)
+        for key, rank in meta.repaired:
+            self._note_repaired(key, rank)
         if meta.parts:
             self._parts.update(meta.parts)
             self._unite_parts()
         else:
             # Workers send their parts until they have the namespace.
             self._announce = False
+
+    def _note_repaired(self, key: bytes, rank: int) -> None:
+        """Trust a bad chunk again once every rank has seen to its shards."""
+        ranks = self._repaired_by.setdefault(key, set())
+        ranks.add(rank)
+        if len(ranks) == self._ranks:
+            del self._repaired_by[key]
+            self._failed.forget(key)
+        elif len(self._repaired_by) > _REPAIRS_REMEMBERED:
+            self._repaired_by.popitem(last=False)
 
     def loads_done(self, request_ids: set[str]) -> None:
         """Note that these requests' loads are over."""
@@ -411,19 +426,30 @@ class SchedulerSide:
     def _unite_parts(self) -> None:
         if len(self._parts) < self._ranks:
             return
-        parts = list(self._parts.values())
+        parts = [self._parts[rank] for rank in sorted(self._parts)]
         problem = next((part.problem for part in parts if part.problem), "")
         if problem:
             self._disable(problem)
             return
-        part, shelf = parts[0], self._shelf()
-        if part.weights is None or shelf is None:
+        weights, shelf = parts[0].weights, self._shelf()
+        if weights is None or shelf is None:
             return
+        # Ranks are numbered stage by stage.
+        degree = int(self._vllm_config.parallel_config.tensor_parallel_size)
+        stages = parts[::degree]
+        for rank, part in enumerate(parts):
+            if replace(part, weights=None) != replace(stages[rank // degree], weights=None):
+                self._disable(
+                    f"the KV caches of rank {rank} differ from those of rank"
+                    f" {rank // degree * degree} of the same stage in layers, shapes, layout or"
+                    " scales: run all ranks on machines of one kind, with one version of vLLM"
+                )
+                return
         self._announce = True
         if self._namespace is not None:
             return
         try:
-            namespace = build_namespace(self._vllm_config, self._config, part)
+            namespace = build_namespace(self._vllm_config, self._config, stages, weights)
             fmt = ObjectFormat(namespace)
         except KVShelfError as error:
             self._disable(str(error))

@@ -45,6 +45,7 @@ from kvshelf.layout import native_slots_of
 from kvshelf.metrics import Counters
 from kvshelf.shelf import Shelf
 from kvshelf.staging import StagingPool
+from kvshelf.topology import ShardPlan, Topology
 from kvshelf.transfer import ChunkSlots, Failure, LayerRun, Load, PagedKVCache, Transfer
 from kvshelf.vllm.layout_probe import LayerCache, StoredLayout, choose_layout, probe_layers
 from kvshelf.vllm.metadata import (
@@ -58,8 +59,12 @@ from kvshelf.vllm.metadata import (
 from kvshelf.vllm.namespace import (
     WeightsIdentity,
     build_namespace,
-    kv_scales_digest,
+    kv_scales,
+    make_topology,
+    manager_block_size,
+    total_kv_heads,
 )
+from kvshelf.vllm.processors import free_cpus
 
 logger = logging.getLogger(__name__)
 
@@ -73,27 +78,6 @@ _WARM_JOIN_SECONDS = 1.0
 def natural_order(name: str) -> list[str | int]:
     """Sort key that puts layer 10 behind layer 9."""
     return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
-
-
-def free_cpus() -> set[int] | None:
-    """Return the processors that the engine may use but has not bound itself to.
-
-    None where binding is unknown or leaves none: then threads stay where they are.
-    """
-    try:
-        bound = os.sched_getaffinity(0)
-        allowed = os.sched_getaffinity(os.getppid())
-    except (AttributeError, OSError):
-        return None
-    return (allowed - bound) or None
-
-
-def manager_block_size(vllm_config: Any, kv_cache_config: Any) -> int:
-    """Return the number of tokens in a block of vLLM's cache manager."""
-    groups = getattr(kv_cache_config, "kv_cache_groups", None)
-    if groups:
-        return int(groups[0].kv_cache_spec.block_size)
-    return int(vllm_config.cache_config.block_size)
 
 
 def _of_one_kind(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -177,14 +161,17 @@ class WorkerSide:
             chunk_size=self._config.chunk_size,
             block_size=self._block_size,
             engine=self._engine_facts(),
+            head_groups=self._head_groups(layers),
         )
         self._runs = list(stored.runs)
         self._unit_tokens = stored.unit_tokens
         part = self._describe(layers, stored)
-        # A configuration that does not fit the model is told now, not when the weights are known.
-        self._make_parts(build_namespace(self._vllm_config, self._config, _named(part)))
+        self._check_fit(part)
         with self._part_lock:
             self._part = part
+        if self._rank:
+            # The weights are named once, by rank 0.
+            return
         self._weights = WeightsIdentity(
             self._vllm_config,
             self._config,
@@ -193,6 +180,17 @@ class WorkerSide:
             cpus=self._free_cpus,
         )
         self._weights.start()
+
+    def _check_fit(self, part: WorkerPart) -> None:
+        """Refuse a configuration that does not fit now, not when the weights are known."""
+        stages = self._vllm_config.parallel_config.pipeline_parallel_size
+        if stages == 1:
+            self._make_parts(
+                build_namespace(self._vllm_config, self._config, [part], "sha256:" + "0" * 64)
+            )
+        else:
+            # The other stages' layers are not known here.
+            make_topology(self._vllm_config, self._config, stages, part.layouts, part.attention)
 
     def restore(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Take the caches as they are after the engine slept.
@@ -300,6 +298,14 @@ class WorkerSide:
             "machine": platform.machine(),
         }
 
+    def _head_groups(self, layers: list[LayerCache]) -> int:
+        """Return how many tensor-parallel ranks hold KV heads of their own."""
+        attention = ["mla" if layer.kvs == 1 else "full" for layer in layers]
+        return min(
+            int(self._vllm_config.parallel_config.tensor_parallel_size),
+            total_kv_heads(self._vllm_config, attention),
+        )
+
     def _describe(self, layers: list[LayerCache], stored: StoredLayout) -> WorkerPart:
         context = self._vllm_config.compilation_config.static_forward_context
         windows, kinds, head_sizes = [], [], []
@@ -324,7 +330,7 @@ class WorkerSide:
             tuple(kinds),
             tuple(head_sizes),
             tuple(windows),
-            kv_scales=kv_scales_digest(context, names) if scaled else "",
+            kv_scales=kv_scales(context, names) if scaled else (),
         )
 
     # ------------------------------------------------------------- namespace
@@ -335,18 +341,22 @@ class WorkerSide:
             assert self._part is not None
             part = replace(self._part, weights=weights)
         try:
-            namespace = build_namespace(self._vllm_config, self._config, part)
-            self._prepared = prepared = self._make_parts(namespace)
+            if self._vllm_config.parallel_config.pipeline_parallel_size == 1:
+                namespace = build_namespace(self._vllm_config, self._config, [part], weights)
+                self._prepared = self._make_parts(namespace)
+                self._start_warming(self._prepared.staging)
         except Exception as error:  # noqa: BLE001 - there is nobody else to tell
             self._problem(f"{type(error).__name__}: {error}")
             return
         with self._part_lock:
             self._part = part
+
+    def _start_warming(self, staging: StagingPool) -> None:
         # Memory that is touched for the first time inside a step would slow it.
         warming = threading.Thread(
-            target=self._warm, args=(prepared.staging,), name="kvshelf-warm", daemon=True
+            target=self._warm, args=(staging,), name="kvshelf-warm", daemon=True
         )
-        self._warming = warming, prepared.staging
+        self._warming = warming, staging
         warming.start()
 
     def _warm(self, staging: StagingPool) -> None:
@@ -361,9 +371,17 @@ class WorkerSide:
 
     def _make_parts(self, namespace: Namespace) -> _Prepared:
         fmt = ObjectFormat(namespace)
-        largest = max(fmt.object_size(shard) for shard in range(fmt.shards))
-        staging = StagingPool(int(self._config.staging_bytes), largest, together=fmt.shards)
-        return _Prepared(namespace, fmt, PagedKVCache(fmt, self._runs), staging)
+        record: Mapping[str, Any] = namespace.record
+        plan = Topology(
+            record["kv_heads"],
+            fmt.shards,
+            int(self._vllm_config.parallel_config.tensor_parallel_size),
+            len(record["stages"]),
+            whole_ranks=any(layout.startswith("opaque-") for layout in record["layouts"]),
+        ).plan(self._rank)
+        largest = max(fmt.object_size(shard) for shard in plan.shards)
+        staging = StagingPool(int(self._config.staging_bytes), largest, together=len(plan.shards))
+        return _Prepared(namespace, fmt, PagedKVCache(fmt, self._runs, plan), staging, plan)
 
     def _open_namespace(self, encoded: bytes, slug: str) -> None:
         if self._namespace is not None and self._namespace.encoded == encoded:
@@ -379,6 +397,7 @@ class WorkerSide:
             except ValueError as error:
                 self._problem(str(error))
                 return
+            self._start_warming(prepared.staging)
         self._prepared = None
         if self._transfer is not None:
             self._transfer.close()
@@ -389,6 +408,7 @@ class WorkerSide:
             prepared.cache,
             prepared.staging,
             counters=self.counters,
+            plan=prepared.plan,
             load_threads=threads,
             store_threads=max(1, threads // 2),
             on_thread_start=self._place_thread,
@@ -459,28 +479,22 @@ class WorkerSide:
         )
 
     def _load_items(self, op: LoadOp) -> list[ChunkSlots]:
-        size = self._config.chunk_size
-        if len(op.chunks) != -(-op.end // size) - op.start // size:
+        """Slot mappings of a load's chunks, −1 outside its tokens and in null blocks."""
+        size, unit = self._config.chunk_size, self._unit_tokens
+        first = op.start // size
+        count = -(-op.end // size) - first
+        if len(op.chunks) != count:
             raise ValueError(
                 f"{len(op.chunks)} chunks cannot fill tokens {op.start} to {op.end} of a request"
             )
-        return [
-            ChunkSlots(chunk, self._slots(op.block_ids, chunk.index * size, op.start, op.end))
-            for chunk in op.chunks
-        ]
-
-    def _slots(self, block_ids: list[int], chunk_start: int, start: int, end: int) -> torch.Tensor:
-        """Slot mapping of one chunk, −1 outside tokens ``[start, end)`` and in null blocks."""
-        unit = self._unit_tokens
-        size = self._config.chunk_size
-        slots = torch.full((size // unit,), -1, dtype=torch.int64)
-        first, last = max(start, chunk_start), min(end, chunk_start + size)
-        at = (first - chunk_start) // unit
-        ids = native_slots_of(block_ids, self._block_size, unit, first, last - first)
+        ids = native_slots_of(op.block_ids, self._block_size, unit, op.start, op.end - op.start)
         # The null block is in use by everybody.
         ids[ids // (self._block_size // unit) == NULL_BLOCK] = -1
+        slots = torch.full((count * size // unit,), -1, dtype=torch.int64)
+        at = (op.start - first * size) // unit
         slots[at : at + len(ids)] = ids
-        return slots
+        rows = slots.view(count, -1).unbind()
+        return [ChunkSlots(chunk, row) for chunk, row in zip(op.chunks, rows, strict=True)]
 
     def save(self) -> None:
         """Gather the chunks that this step completed. Runs after the forward pass."""
@@ -557,7 +571,7 @@ class WorkerSide:
                 meta.parts = {self._rank: part}
                 self._part_sent = self._namespace is not None or bool(part.problem)
         if self._transfer is not None:
-            meta.repaired = self._transfer.take_repaired()
+            meta.repaired = [(key, self._rank) for key in self._transfer.take_repaired()]
         if not meta.parts and not meta.failures and not meta.repaired:
             return WorkerMetadata() if self._meta and self._meta.namespace else None
         return meta
@@ -600,8 +614,4 @@ class _Prepared:
     fmt: ObjectFormat
     cache: PagedKVCache
     staging: StagingPool
-
-
-def _named(part: WorkerPart) -> WorkerPart:
-    """Return `part` with some weights, to try what does not depend on which."""
-    return replace(part, weights="sha256:" + "0" * 64)
+    plan: ShardPlan

@@ -1,0 +1,179 @@
+"""Engines with several ranks on one shelf, with engines of another degree beside them.
+
+Greedy tokens may differ between tensor-parallel degrees in any vLLM, since partial sums are added
+in another order. So what a hit gives is compared with a hit of the same length in the prefix cache
+of the same engine, and what one degree stored with what the other stored, as numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from fleet import Engines
+from harness import NEAR_TIE, SHELF_CONNECTOR, Answer, Engine, EngineError, assert_same
+from safetensors.torch import load_file
+from shelf_files import DAMAGE, ShelfFiles, assert_close, wait_until
+
+MakePrompt = Callable[[int], list[int]]
+
+
+@dataclass
+class Degrees:
+    """Engines with one rank and with two on one shelf."""
+
+    shelf: ShelfFiles
+    one: Engine
+    two: Engine
+
+    def __getitem__(self, ranks: int) -> Engine:
+        return (self.one, self.two)[ranks - 1]
+
+
+def start(engines: Engines, name: str, shelf: ShelfFiles, ranks: int = 1, **options: Any) -> Engine:
+    arguments: dict[str, Any] = {"core": 0}
+    if ranks > 1:
+        arguments = {
+            "env": {"VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, range(ranks)))},
+            "tensor_parallel_size": ranks,
+            "distributed_executor_backend": "mp",
+        }
+    arguments |= options.pop("arguments", {})
+    return engines.start(
+        name,
+        model=engines.places.model,
+        connector=SHELF_CONNECTOR,
+        extra_config={"shared_storage_path": str(shelf.root), **options},
+        **arguments,
+    )
+
+
+@pytest.fixture(
+    scope="module",
+    params=["native", pytest.param("canonical", marks=pytest.mark.slow)],
+)
+def degrees(engines: Engines, request: pytest.FixtureRequest) -> Iterator[Degrees]:
+    layout = request.param
+    shelf = ShelfFiles(engines.places.root / f"{layout} shelf of ranks")
+    started = [
+        start(engines, f"{layout}, {ranks} ranks", shelf, ranks, layout=layout) for ranks in (1, 2)
+    ]
+    yield Degrees(shelf, *(engine.wait_ready() for engine in started))
+    for engine in started:
+        engine.stop(at_once=True)
+
+
+def own_hit(engine: Engine, tokens: list[int], hit: int) -> Answer:
+    """What the engine answers with a hit of `hit` tokens in its own cache, which it computed."""
+    # With a salt that nobody else has, nothing comes from the shelf.
+    engine.reset_prefix_cache()
+    engine.generate(tokens[: hit + 1], max_tokens=1, cache_salt="of its own")
+    answer = engine.generate(tokens, cache_salt="of its own")
+    assert (answer.cached_tokens, answer.shelf_tokens) == (hit, 0)
+    return answer
+
+
+def test_two_ranks_store_and_load(degrees: Degrees, prompt: MakePrompt) -> None:
+    engine, shelf = degrees.two, degrees.shelf
+    tokens = prompt(900)
+    cold = engine.generate(tokens)
+    assert cold.shelf_tokens == 0
+    chunks = shelf.wait_stored(tokens)
+    # A shard for each of the two KV heads, each written by its rank.
+    assert [len(chunk) for chunk in chunks] == [2, 2, 2]
+    assert shelf.check_all() >= 6
+    engine.reset_prefix_cache()
+    warm = engine.generate(tokens)
+    assert warm.shelf_tokens == 768
+    assert_same(warm, cold)
+    assert len(shelf.namespaces()) == 1
+
+
+@pytest.mark.parametrize(("writer", "reader"), [(2, 2), (2, 1), (1, 2)])
+def test_one_degree_loads_what_another_stored(
+    degrees: Degrees, prompt: MakePrompt, writer: int, reader: int
+) -> None:
+    # Three chunks, and less than a block more: both caches hold the same tokens of it.
+    tokens = prompt(800)
+    degrees[writer].reset_prefix_cache()
+    degrees[writer].generate(tokens)
+    degrees.shelf.wait_stored(tokens)
+    engine = degrees[reader]
+    engine.reset_prefix_cache()
+    loaded = engine.generate(tokens)
+    assert loaded.shelf_tokens == 768
+    cached = engine.generate(tokens)
+    assert (cached.cached_tokens, cached.shelf_tokens) == (768, 0)
+    assert (loaded.tokens, loaded.logprobs) == (cached.tokens, cached.logprobs)
+    assert_same(loaded, own_hit(engine, tokens, 768), 0.0 if writer == reader else NEAR_TIE)
+
+
+def test_both_degrees_compute_the_same_kv(degrees: Degrees, prompt: MakePrompt) -> None:
+    tokens = prompt(600)
+    stored = []
+    for ranks in (1, 2):
+        degrees[ranks].reset_prefix_cache()
+        degrees[ranks].generate(tokens)
+        chunks = degrees.shelf.wait_stored(tokens)
+        stored.append([[load_file(path) for path in chunk] for chunk in chunks])
+        for chunk in chunks:
+            for path in chunk:
+                path.unlink()
+        # Look-ups and stores remember what was there a moment ago.
+        degrees[ranks].reset_prefix_cache(connector=True)
+    for one, two in zip(*stored, strict=True):
+        for of_one, of_two in zip(one, two, strict=True):
+            assert_close(of_one, of_two)
+
+
+@pytest.mark.parametrize("shard", [0, 1])
+def test_what_one_rank_cannot_load_all_compute_again(
+    degrees: Degrees, prompt: MakePrompt, shard: int
+) -> None:
+    engine, shelf = degrees.two, degrees.shelf
+    tokens = prompt(900)
+    engine.reset_prefix_cache()
+    cold = engine.generate(tokens)
+    damaged = shelf.wait_stored(tokens)[1][shard]
+    DAMAGE["flipped byte of the payload"](damaged)
+    engine.reset_prefix_cache()
+    answer = engine.generate(tokens)
+    assert_same(answer, cold)
+    wait_until(damaged.is_file, "the object stored again")
+    assert shelf.check_all()
+
+    def whole_hit() -> bool:
+        engine.reset_prefix_cache()
+        warm = engine.generate(tokens)
+        assert_same(warm, cold)
+        return warm.shelf_tokens == 768
+
+    # Both ranks report before the chunk is trusted again.
+    wait_until(whole_hit, "a hit on the repaired chunk")
+
+
+def test_many_requests_of_two_ranks(degrees: Degrees, prompt: MakePrompt) -> None:
+    engine = degrees.two
+    shared = prompt(520)
+    prompts = [shared + prompt(100 + 40 * number) for number in range(8)]
+    engine.reset_prefix_cache()
+    cold = [engine.generate(tokens) for tokens in prompts]
+    for tokens in prompts:
+        degrees.shelf.wait_stored(tokens)
+    engine.reset_prefix_cache()
+    before = engine.metrics()["vllm:external_prefix_cache_hits_total"]
+    warm = engine.generate_all(prompts)
+    assert engine.metrics()["vllm:external_prefix_cache_hits_total"] > before
+    for answer, expected in zip(warm, cold, strict=True):
+        assert_same(answer, expected, NEAR_TIE)
+
+
+@pytest.mark.slow
+def test_shards_that_ranks_cannot_divide_are_refused_at_start(engines: Engines) -> None:
+    shelf = ShelfFiles(engines.places.root / "never used")
+    engine = start(engines, "one shard for two ranks", shelf, 2, shards=1)
+    with pytest.raises(EngineError):
+        engine.wait_ready()
+    assert "set shards=2 alike on all engines" in engine.log()
