@@ -10,6 +10,7 @@ from harness import NEAR_TIE, Answer, Engine, assert_same
 from safetensors.torch import load_file
 from shelf_files import ShelfFiles, assert_close
 
+pytestmark = pytest.mark.slow
 MakePrompt = Callable[[int], list[int]]
 
 
