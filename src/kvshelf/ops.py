@@ -94,9 +94,8 @@ def gather_kv(
             caches, slot_mapping, out, tables, sizes, first_head, heads
         )
         return
-    torch.ops.kvshelf.gather_kv.default(
-        caches, slot_mapping, out, layout.as_ints(), first_head, heads
-    )
+    gather = _gather if _unwatched(out) else torch.ops.kvshelf.gather_kv.default
+    gather(caches, slot_mapping, out, layout.as_ints(), first_head, heads)
 
 
 def scatter_kv(
@@ -136,8 +135,20 @@ def scatter_kv(
             caches, slot_mapping, chunk, tables, sizes, first_head, heads
         )
         return
-    torch.ops.kvshelf.scatter_kv.default(
-        caches, slot_mapping, chunk, layout.as_ints(), first_head, heads
+    scatter = _scatter if _unwatched(chunk) else torch.ops.kvshelf.scatter_kv.default
+    scatter(caches, slot_mapping, chunk, layout.as_ints(), first_head, heads)
+
+
+def _unwatched(chunk: Tensor) -> bool:
+    """Whether neither a compiler nor a mode nor a subclass wants to see the operator.
+
+    Then it is called without torch's dispatcher, which takes as long as copying 100 KB.
+    """
+    return (
+        type(chunk) is Tensor
+        and chunk.is_cpu
+        and not torch.compiler.is_compiling()
+        and not torch._C._len_torch_dispatch_stack()
     )
 
 
