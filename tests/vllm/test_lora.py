@@ -88,3 +88,22 @@ def test_adapters_are_told_apart_by_content(
         warm = adapted.generate(tokens, lora=adapter)
         assert warm.shelf_tokens == 512
         assert_same(warm, answer)
+
+    # Another adapter at the same path is another adapter, under a new id; under the old one nobody
+    # can tell which of the two some KV was computed with.
+    shutil.rmtree(two)
+    make_adapter(two, 9)
+    objects = shelf.objects()
+    adapted.reset_prefix_cache()
+    old = adapted.generate(tokens, lora=lora(2, two))
+    assert old.shelf_tokens == 0
+    assert shelf.objects() == objects
+    adapted.reset_prefix_cache()
+    new = adapted.generate(tokens, lora=lora(5, two))
+    assert new.shelf_tokens == 0
+    assert new.tokens != cold[2].tokens
+    shelf.wait_objects(len(objects) + 4)
+    adapted.reset_prefix_cache()
+    warm = adapted.generate(tokens, lora=lora(5, two))
+    assert warm.shelf_tokens == 512
+    assert_same(warm, new)
