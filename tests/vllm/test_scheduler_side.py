@@ -385,10 +385,10 @@ def test_stores_that_cannot_be_planned_do_not_hold_up_loads(
     side = make()
     side.put(prompt(20))
     request = Request("r", prompt(20))
-    assert side.ask(request) == (16, True)
-    side.side.allocated(request, [1, 2, 3, 4, 5], 16)
     other = Request("s", prompt(20, 1))
     side.ask(other)
+    assert side.ask(request) == (16, True)
+    side.side.allocated(request, [1, 2, 3, 4, 5], 16)
 
     def broken(request_id: str) -> tuple[list[int], ...]:
         raise KeyError(request_id)
@@ -541,10 +541,10 @@ def test_resetting_asks_again_for_requests_that_wait(make: Callable[..., Side]) 
     assert side.side.matched_tokens(waiting, 0) == (0, False)
     assert side.side.reset() is True
     assert b"k" not in side.side._failed
-    assert side.ask(waiting) == (16, True)
     meta = side.step({"x": (12, 8)})
     assert meta.recheck_weights
     assert [op.chunk.index for op in meta.stores] == [0, 1]
+    assert side.ask(waiting) == (16, True)
 
 
 # ------------------------------------------------------------------------- the connector
