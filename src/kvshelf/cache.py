@@ -534,7 +534,13 @@ class ChunkCache:
                 " machine can read",
                 url,
             )
-        shelf = open_shelf(url, storage_options=config.storage_options, read_only=config.read_only)
+        counters = Counters()
+        shelf = open_shelf(
+            url,
+            storage_options=config.storage_options,
+            read_only=config.read_only,
+            counters=counters,
+        )
         try:
             cache = cls(
                 shelf,
@@ -544,6 +550,7 @@ class ChunkCache:
                 group_by_salt=config.group_by_salt,
                 timeout_s=timeout_s,
                 drain_s=config.shutdown_drain_s,
+                counters=counters,
             )
         except BaseException:
             shelf.close()

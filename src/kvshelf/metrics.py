@@ -1,14 +1,22 @@
-"""Counters that the parts of kvshelf report into.
+"""Counters, gauges and times that the parts of kvshelf report into.
 
-Owns the names of everything that is counted. A :class:`Counters` is created by
-whoever assembles the parts (the vLLM connector, the command line, a test) and handed
-to them; no part keeps global counts. All methods may be called from any thread.
+Owns the names of everything that is measured, and under which names and labels a monitoring
+system sees it. A :class:`Counters` is created by whoever assembles the parts (the vLLM
+connector, the command line, a test) and handed to them; no part keeps global counts. All
+methods may be called from any thread, cost about a microsecond and never block on more
+than a lock that is held for as long.
 """
 
 from __future__ import annotations
 
 import threading
+from bisect import bisect_left
 from collections.abc import Mapping
+from typing import Any, Final, Literal
+
+#: What begins the name of every metric in a monitoring system. vLLM makes and removes
+#: metrics by the first five characters.
+METRIC_PREFIX: Final = "vllm:kvshelf_"
 
 #: Every counter, with what one unit of it means.
 COUNTERS: Mapping[str, str] = {
@@ -21,7 +29,6 @@ COUNTERS: Mapping[str, str] = {
     "loaded_tokens": "tokens whose KV was loaded from the shelf",
     "loaded_chunks": "chunks loaded",
     "loaded_bytes": "bytes of objects loaded",
-    "load_seconds": "seconds that threads spent to read, verify and scatter",
     "load_cancelled": "loads given up because their request was aborted",
     "load_missing": "objects that were gone when a load came for them",
     "load_bad": "objects that a load found to be bad",
@@ -37,17 +44,67 @@ COUNTERS: Mapping[str, str] = {
     "store_dropped_paused": "chunks not stored because the storage refuses writes for now",
     "store_errors": "chunks whose store failed",
     "store_lost": "chunks not yet published at shutdown",
-    "store_seconds": "seconds that threads spent to hash and write",
-    "gather_seconds": "seconds that steps spent to copy KV into staging",
+}
+
+#: Counters that a monitoring system sees as one metric with a label ``reason``: the metric's
+#: meaning, and its reasons with the counter of each. All others are metrics of their own.
+FAMILIES: Mapping[str, tuple[str, Mapping[str, str]]] = {
+    "load_failures": (
+        "what kept loads from being complete, by reason",
+        {
+            "missing": "load_missing",
+            "bad": "load_bad",
+            "error": "load_errors",
+            "stalled": "load_stalled",
+        },
+    ),
+    "chunks_not_stored": (
+        "chunks that were computed and not stored, by reason",
+        {
+            "staging_full": "store_dropped_full",
+            "paused": "store_dropped_paused",
+            "error": "store_errors",
+            "shutdown": "store_lost",
+        },
+    ),
+}
+
+#: Every operation whose time is measured, with what is measured once.
+OPERATIONS: Mapping[str, str] = {
+    "probe": "asking the storage for the existence of a batch of objects",
+    "read": "waiting for the storage's bytes of one object",
+    "verify": "checking one object that is read",
+    "scatter": "copying one object into the paged KV cache",
+    "gather": "copying one chunk out of the paged KV cache, within an engine's step",
+    "publish": "writing one object",
+}
+
+#: Metric of the times of all operations.
+TIMES: Final = "operation_time_seconds"
+
+#: Upper bounds, in seconds, of the buckets in which times are counted; one more has no bound.
+TIME_BOUNDS: tuple[float, ...] = (
+    *(50e-6, 100e-6, 250e-6, 500e-6),
+    *(1e-3, 2.5e-3, 5e-3, 10e-3, 25e-3, 50e-3, 100e-3, 250e-3, 500e-3),
+    *(1.0, 2.5, 5.0, 10.0),
+)
+
+#: Every gauge: its meaning, and how those of several processes of an engine become one.
+GAUGES: Mapping[str, tuple[str, Literal["sum", "max"]]] = {
+    "staging_used_bytes": ("bytes of staging in use when a step ended", "sum"),
+    "staging_limit_bytes": ("most bytes of staging that may be in use", "sum"),
 }
 
 
 class Counters:
-    """Named sums, see :data:`COUNTERS`."""
+    """Named sums, gauges and times, see :data:`COUNTERS`, :data:`GAUGES`, :data:`OPERATIONS`."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._sums: dict[str, float] = {}
+        self._gauges: dict[str, float] = {}
+        self._moved = False
+        self._times: dict[str, list[float]] = {}
 
     def add(self, name: str, amount: float = 1) -> None:
         """Add `amount` to the counter `name`.
@@ -62,13 +119,67 @@ class Counters:
         with self._lock:
             self._sums[name] = self._sums.get(name, 0) + amount
 
+    def set_gauge(self, name: str, value: float) -> None:
+        """Note that the gauge `name` now stands at `value`.
+
+        Raises
+        ------
+        KeyError
+            If `name` is not one of :data:`GAUGES`.
+        """
+        if name not in GAUGES:
+            raise KeyError(name)
+        if self._gauges.get(name) != value:
+            with self._lock:
+                self._gauges[name] = value
+                self._moved = True
+
+    def observe(self, operation: str, seconds: float) -> None:
+        """Count the time that one operation took.
+
+        Raises
+        ------
+        KeyError
+            If `operation` is not one of :data:`OPERATIONS`.
+        """
+        bucket = bisect_left(TIME_BOUNDS, seconds)
+        with self._lock:
+            times = self._times.get(operation)
+            if times is None:
+                if operation not in OPERATIONS:
+                    raise KeyError(operation)
+                times = self._times[operation] = [0] * (len(TIME_BOUNDS) + 1) + [0.0]
+            times[bucket] += 1
+            times[-1] += seconds
+
     def snapshot(self) -> dict[str, float]:
         """Return all sums that are not zero."""
         with self._lock:
             return dict(self._sums)
 
-    def take(self) -> dict[str, float]:
-        """Return all sums that are not zero and start again from zero."""
+    def gauges(self) -> dict[str, float]:
+        """Return all gauges that were ever set."""
         with self._lock:
-            sums, self._sums = self._sums, {}
-            return sums
+            return dict(self._gauges)
+
+    def times(self) -> dict[str, list[float]]:
+        """Return, for each operation that took place, counts by bucket, then the sum of seconds."""
+        with self._lock:
+            return {name: list(times) for name, times in self._times.items()}
+
+    def take(self) -> dict[str, Any]:
+        """Return what came since the last call: plain data, by name.
+
+        Returns
+        -------
+        dict
+            A number for each counter that is not zero and each gauge; for each operation
+            that took place a list: counts by bucket, then the sum of seconds. Counters and
+            times start again from zero. Empty when nothing was counted and no gauge moved.
+        """
+        with self._lock:
+            if not (self._sums or self._times or self._moved):
+                return {}
+            taken: dict[str, Any] = {**self._sums, **self._times, **self._gauges}
+            self._sums, self._times, self._moved = {}, {}, False
+            return taken

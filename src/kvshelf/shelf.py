@@ -29,7 +29,7 @@ from types import TracebackType
 from typing import Any, Final
 
 from kvshelf.backends import NOT_REGULAR, Backend, Buffer, WriteMode, WriteResult, open_backend
-from kvshelf.chunkfile import ObjectFormat
+from kvshelf.chunkfile import ObjectFormat, ReaderLike
 from kvshelf.errors import (
     BadObjectError,
     ConfigError,
@@ -47,6 +47,7 @@ from kvshelf.identity import (
     parse_namespace_folder,
     parse_path,
 )
+from kvshelf.metrics import Counters
 
 logger = logging.getLogger(__name__)
 
@@ -132,6 +133,23 @@ class _Known:
     tail_sizes: dict[tuple[int, int], int] = field(default_factory=dict)
 
 
+class _TimedReader:
+    """A reader that adds up the seconds for which its storage was waited for."""
+
+    __slots__ = ("_read_into", "seconds", "size")
+
+    def __init__(self, reader: ReaderLike) -> None:
+        self._read_into = reader.read_into
+        self.size = reader.size
+        self.seconds = 0.0
+
+    def read_into(self, buffer: memoryview, offset: int) -> int:
+        begin = time.perf_counter()
+        count = self._read_into(buffer, offset)
+        self.seconds += time.perf_counter() - begin
+        return count
+
+
 class Shelf:
     """A store of chunks: one backend, any number of namespaces.
 
@@ -139,10 +157,13 @@ class Shelf:
     ----------
     backend : Backend
         Closed together with the shelf.
+    counters : Counters, optional
+        Gets the times of probes, reads, verifications and writes.
     """
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Backend, counters: Counters | None = None) -> None:
         self.backend = backend
+        self._counters = Counters() if counters is None else counters
         self._known: dict[bytes, _Known] = {}
         self._lock = threading.Lock()
 
@@ -275,9 +296,10 @@ class Shelf:
     def _probe(self, folder: str, names: list[str], sizes: list[int]) -> list[Presence]:
         start = folder + "/"
         answers: list[Presence] = []
-        for found, size in zip(
-            self.backend.stat([start + name for name in names]), sizes, strict=True
-        ):
+        begin = time.perf_counter()
+        stats = self.backend.stat([start + name for name in names])
+        self._counters.observe("probe", time.perf_counter() - begin)
+        for found, size in zip(stats, sizes, strict=True):
             if found == size:
                 answers.append(Presence.PRESENT)
             elif found is None:
@@ -356,10 +378,13 @@ class Shelf:
         given = sum(memoryview(buffer).nbytes for buffer in buffers)
         if given != size:
             raise ValueError(f"buffers hold {given} bytes: expected {size}, the object's size")
+        begin = time.perf_counter()
         folder = self._find_folders(fmt, known)[0]
         self._describe(fmt, known, folder)
         name = f"{folder}/{object_name(chunk, shard, fmt.shards)}"
-        return self._write(folder, name, buffers, size, mode)
+        result = self._write(folder, name, buffers, size, mode)
+        self._counters.observe("publish", time.perf_counter() - begin)
+        return result
 
     def _write(
         self, folder: str, name: str, buffers: Sequence[Buffer], size: int, mode: WriteMode
@@ -493,8 +518,14 @@ class Shelf:
     def _read_once(
         self, fmt: ObjectFormat, chunk: Chunk, shard: int, name: str, image: memoryview
     ) -> None:
+        begin = time.perf_counter()
         with self.backend.open(name) as reader:
-            fmt.read(reader, chunk, shard, image)
+            timed = _TimedReader(reader)
+            opened = time.perf_counter()
+            fmt.read(timed, chunk, shard, image)
+            end = time.perf_counter()
+        self._counters.observe("read", opened - begin + timed.seconds)
+        self._counters.observe("verify", end - opened - timed.seconds)
 
     # ------------------------------------------------------------------------------- bad objects
 
@@ -640,6 +671,7 @@ def open_shelf(
     *,
     storage_options: Mapping[str, Any] | None = None,
     read_only: bool = False,
+    counters: Counters | None = None,
 ) -> Shelf:
     """Open the shelf at `url`.
 
@@ -651,6 +683,8 @@ def open_shelf(
         Options of the storage.
     read_only : bool
         Refuse every change.
+    counters : Counters, optional
+        Gets the times of probes, reads, verifications and writes.
 
     Raises
     ------
@@ -665,4 +699,4 @@ def open_shelf(
     ...     list(shelf.objects())
     []
     """
-    return Shelf(open_backend(url, storage_options=storage_options, read_only=read_only))
+    return Shelf(open_backend(url, storage_options=storage_options, read_only=read_only), counters)

@@ -436,7 +436,7 @@ class Transfer:
             self._counters.add("store_dropped_full")
             return "full"
         offset = self._fmt.data_offset
-        begin = time.monotonic()
+        begin = time.perf_counter()
         try:
             for shard, buffer in zip(shards, buffers, strict=True):
                 size = self._fmt.object_size(shard)
@@ -445,7 +445,7 @@ class Transfer:
             for buffer in buffers:
                 self._staging.release(buffer)
             raise
-        self._counters.add("gather_seconds", time.monotonic() - begin)
+        self._counters.observe("gather", time.perf_counter() - begin)
         with self._store_lock:
             self._in_flight.setdefault(key, [])
             self._stores.append(_StoreJob(item.chunk, buffers, repair, on_done))
@@ -498,7 +498,6 @@ class Transfer:
 
     def _publish(self, job: _StoreJob) -> StoreResult:
         fmt, shelf, chunk = self._fmt, self._shelf, job.chunk
-        begin = time.monotonic()
         written = 0
         repaired = 0
         shards = self._plan.writes(chunk.index)
@@ -518,7 +517,6 @@ class Transfer:
                     repaired += 1
                     written += size
                     self._say_replaced(chunk, shard, answer)
-        self._counters.add("store_seconds", time.monotonic() - begin)
         if written:
             self._counters.add("stored_chunks")
             self._counters.add("stored_bytes", written)
@@ -684,15 +682,16 @@ class Transfer:
         if buffer is None:
             error = TimeoutError("no staging buffer became free")
             return self._load_failed(piece, Failure.ERROR, error)
-        begin = time.monotonic()
         try:
             self._shelf.load(fmt, item.chunk, piece.shard, buffer.view[:size])
             if not self._begin_scatter(piece):
                 return None
+            begin = time.perf_counter()
             try:
                 self._memory(item).scatter(
                     piece.shard, item.slots, buffer.tensor[fmt.data_offset : size]
                 )
+                self._counters.observe("scatter", time.perf_counter() - begin)
                 piece.arrived = True
             finally:
                 with self._load_lock:
@@ -706,7 +705,6 @@ class Transfer:
         finally:
             self._staging.release(buffer)
         self._counters.add("loaded_bytes", size)
-        self._counters.add("load_seconds", time.monotonic() - begin)
         return None
 
     def _begin_scatter(self, piece: _Piece) -> bool:

@@ -176,6 +176,10 @@ class EngineProcess:
 
         await self.reply(number, text=generate_latest(REGISTRY).decode())
 
+    async def do_log_stats(self, number: int) -> None:
+        await self.engine.do_log_stats()
+        await self.reply(number)
+
     async def do_counters(self, number: int) -> None:
         await self.reply(number, sums=self.counts.connector)
 

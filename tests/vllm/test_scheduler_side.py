@@ -43,7 +43,6 @@ from kvshelf.vllm.metadata import (
 )
 from kvshelf.vllm.namespace import build_namespace, default_shards
 from kvshelf.vllm.scheduler import SchedulerSide
-from kvshelf.vllm.stats import stats_of
 
 BLOCK, CHUNK = 4, 8
 
@@ -577,67 +576,8 @@ def test_what_vllm_relies_on(tmp_path: Path) -> None:
     assert made.get_finished_count() is None
     assert not list(made.take_events())
     assert made.get_kv_connector_stats() is None
-    stats = made.build_kv_connector_stats({"lookups": 1.0})
-    assert stats is not None
-    assert stats.aggregate(made.build_kv_connector_stats({"lookups": 2, "probes": 1})).reduce() == {
-        "lookups": 3.0,
-        "probes": 1,
-    }
     made.shutdown()
     made.shutdown()
-
-
-class FakeCounter:
-    """A Prometheus counter class that notes what is counted."""
-
-    made: dict[str, dict[tuple[object, ...], float]]
-
-    def __init__(self, name: str, documentation: str, labelnames: list[str]) -> None:
-        assert documentation
-        self.values = self.made.setdefault(name, {})
-
-    def labels(self, *values: object) -> SimpleNamespace:
-        def inc(amount: float) -> None:
-            self.values[values] = self.values.get(values, 0) + amount
-
-        return SimpleNamespace(inc=inc)
-
-
-def test_counts_reach_prometheus() -> None:
-    from prometheus_client import Counter, Gauge, Histogram
-
-    made: dict[str, dict[tuple[object, ...], float]] = {}
-    fake = type("Fake", (FakeCounter,), {"made": made})
-    metrics = SharedStorageConnector.build_prom_metrics(
-        SimpleNamespace(kv_transfer_config=None),
-        {Gauge: Gauge, Counter: fake, Histogram: Histogram},
-        ["engine"],
-        {0: ["0"], 1: ["1"]},
-    )
-    assert metrics is not None
-    metrics.observe({"lookups": 2, "what is this": 1})
-    metrics.observe({"lookups": 1.5}, 1)
-    metrics.observe({"lookups": 1}, 7)
-    assert made["vllm:kvshelf_lookups"] == {("0",): 2, ("1",): 1.5}
-    # vLLM removes what an engine registered by this prefix.
-    assert all(name.startswith("vllm:kvshelf_") for name in made)
-
-
-def test_multi_connector_knows_what_to_do_with_the_counts() -> None:
-    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-    from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
-        MultiConnector as Multi,
-    )
-    from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
-        MultiKVConnectorStats,
-    )
-
-    found = KVConnectorFactory.get_connector_class_by_name("SharedStorageConnector")
-    assert found.__name__ == "SharedStorageConnector"
-    sent = MultiKVConnectorStats({"SharedStorageConnector": stats_of({"lookups": 1})}).to_dict()
-    stats = Multi.build_kv_connector_stats(sent)
-    assert stats is not None
-    assert stats.reduce() == {"SharedStorageConnector": {"lookups": 1}}
 
 
 @pytest.mark.usefixtures("quiet")

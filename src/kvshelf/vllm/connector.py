@@ -43,6 +43,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvshelf.config import Config, default_shelf_path
 from kvshelf.errors import ConfigError, UnsupportedError
+from kvshelf.metrics import Counters
 from kvshelf.shelf import open_shelf
 from kvshelf.vllm.metadata import StepMetadata, WorkerMetadata
 from kvshelf.vllm.namespace import manager_block_size
@@ -137,7 +138,8 @@ class SharedStorageConnector(KVConnectorBase_V1):
         self._config = Config.load(transfer.kv_connector_extra_config)
         _check_engine(vllm_config, kv_cache_config)
         _recompute_failed_loads(transfer)
-        self._shelf = _open(self._config)
+        self._counters = Counters()
+        self._shelf = _open(self._config, self._counters)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         if role is KVConnectorRole.SCHEDULER:
@@ -150,6 +152,7 @@ class SharedStorageConnector(KVConnectorBase_V1):
                 may_store=transfer.is_kv_producer,
                 may_load=True,
                 on_thread_start=_keep_off_bound_cpus,
+                counters=self._counters,
             )
         else:
             # What moves KV takes a tenth of a second to import, and the scheduler does not need it.
@@ -161,6 +164,7 @@ class SharedStorageConnector(KVConnectorBase_V1):
                 self._shelf.get,
                 kv_cache_config=kv_cache_config,
                 rank=int(vllm_config.parallel_config.rank),
+                counters=self._counters,
             )
 
     @property
@@ -303,16 +307,18 @@ class SharedStorageConnector(KVConnectorBase_V1):
     @_contained(_nothing)
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """Return what was counted since the last call."""
-        side = self._worker or self._scheduler
-        assert side is not None
-        return stats_of(side.counters.take())
+        source = "scheduler"
+        if self._worker is not None:
+            self._worker.set_gauges()
+            source = f"rank {self._worker.rank}"
+        return stats_of(self._counters.take(), source)
 
     @classmethod
     def build_kv_connector_stats(
         cls, data: dict[str, Any] | None = None
     ) -> KVConnectorStats | None:
         """Return stats that hold `data`."""
-        return ShelfStats(data or {})
+        return ShelfStats(dict(data or {}))
 
     @classmethod
     def build_prom_metrics(
@@ -322,7 +328,7 @@ class SharedStorageConnector(KVConnectorBase_V1):
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> KVConnectorPromMetrics | None:
-        """Return Prometheus counters."""
+        """Return what puts the stats into Prometheus metrics."""
         return ShelfPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     @_contained(_nothing)
@@ -358,7 +364,7 @@ def _show_log_lines() -> None:
         ours.propagate = False
 
 
-def _open(config: Config) -> OpeningShelf:
+def _open(config: Config, counters: Counters) -> OpeningShelf:
     url = config.shared_storage_path
     if url is None:
         url = str(default_shelf_path())
@@ -370,7 +376,11 @@ def _open(config: Config) -> OpeningShelf:
     return OpeningShelf(
         url,
         functools.partial(
-            open_shelf, url, storage_options=config.storage_options, read_only=config.read_only
+            open_shelf,
+            url,
+            storage_options=config.storage_options,
+            read_only=config.read_only,
+            counters=counters,
         ),
     )
 

@@ -135,6 +135,8 @@ class SchedulerSide:
         What the engine's ``kv_role`` allows.
     on_thread_start : Callable, optional
         Called first on each look-up thread.
+    counters : Counters, optional
+        Where to count; the side's own when absent.
     """
 
     def __init__(
@@ -148,6 +150,7 @@ class SchedulerSide:
         may_store: bool = True,
         may_load: bool = True,
         on_thread_start: Callable[[], None] | None = None,
+        counters: Counters | None = None,
     ) -> None:
         self._vllm_config = vllm_config
         self._config = config
@@ -157,7 +160,7 @@ class SchedulerSide:
         self._may_store = may_store and not config.read_only
         self._may_load = may_load
         self._on_thread_start = on_thread_start
-        self.counters = Counters()
+        self.counters = Counters() if counters is None else counters
         self._failed = FailedKeys()
         self._parts: dict[int, WorkerPart] = {}
         self._repaired_by: OrderedDict[bytes, set[int]] = OrderedDict()

@@ -1,8 +1,9 @@
-"""kvshelf's counters in vLLM's periodic log line and in its Prometheus metrics.
+"""kvshelf's measurements in vLLM's periodic log line and in its Prometheus metrics.
 
 Owns the conversion of :class:`kvshelf.metrics.Counters` to vLLM's ``KVConnectorStats`` and
-``KVConnectorPromMetrics``. Counting happens in the workers and the scheduler, all else in
-the process of the API server.
+``KVConnectorPromMetrics``. Measuring happens in the workers and the scheduler; vLLM collects
+the stats of all of them at the end of a step, and brings them to the process of the API
+server, where everything else here runs.
 """
 
 from __future__ import annotations
@@ -16,12 +17,30 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
-from kvshelf.metrics import COUNTERS
+from kvshelf.metrics import (
+    COUNTERS,
+    FAMILIES,
+    GAUGES,
+    METRIC_PREFIX,
+    OPERATIONS,
+    TIME_BOUNDS,
+    TIMES,
+)
+
+_MB = 1 << 20
 
 
 @dataclass
 class ShelfStats(KVConnectorStats):
-    """Sums of one interval, by counter name (see :data:`kvshelf.metrics.COUNTERS`)."""
+    """What was measured in one interval, by name.
+
+    Attributes
+    ----------
+    data : dict
+        As :meth:`kvshelf.metrics.Counters.take` returns it, but each gauge is a dict with
+        its value in each process: stats are united over processes and over time by the
+        same method, and only the former adds gauges up.
+    """
 
     data: dict[str, Any] = field(default_factory=dict)
 
@@ -30,33 +49,83 @@ class ShelfStats(KVConnectorStats):
         self.data = {}
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        """Add the sums of `other`."""
-        for name, amount in other.data.items():
-            self.data[name] = self.data.get(name, 0) + amount
+        """Add what `other` measured, in another process or later."""
+        data = self.data
+        for name, theirs in other.data.items():
+            ours = data.get(name)
+            if ours is None:
+                data[name] = theirs
+            elif isinstance(theirs, dict):
+                data[name] = {**ours, **theirs}
+            elif isinstance(theirs, list):
+                data[name] = [one + another for one, another in zip(ours, theirs, strict=True)]
+            else:
+                data[name] = ours + theirs
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """Return the sums, seconds rounded for reading."""
-        return {
-            name: round(amount, 4) if isinstance(amount, float) else amount
-            for name, amount in sorted(self.data.items())
+        """Return the fields of vLLM's log line: what every interval has, and any trouble."""
+        data = self.data
+        fields: dict[str, int | float] = {
+            "Hit tokens": data.get("hit_tokens", 0),
+            "Query tokens": data.get("query_tokens", 0),
+            "Loaded MB": round(data.get("loaded_bytes", 0) / _MB, 1),
+            "Stored MB": round(data.get("stored_bytes", 0) / _MB, 1),
         }
+        for family, (_, reasons) in FAMILIES.items():
+            for reason, name in reasons.items():
+                if data.get(name):
+                    fields[f"{_words(family)} ({_words(reason).lower()})"] = data[name]
+        for operation in OPERATIONS:
+            times = data.get(operation)
+            if times is not None:
+                mean = times[-1] / sum(times[:-1])
+                fields[f"Avg {operation} (ms)"] = round(mean * 1e3, 3)
+        for name in GAUGES:
+            if name in data:
+                value = _united(name, data[name])
+                if name.endswith("_bytes"):
+                    fields[_words(name.removesuffix("_bytes")) + " MB"] = round(value / _MB, 1)
+                else:
+                    fields[_words(name)] = value
+        return fields
 
     def is_empty(self) -> bool:
-        """Whether nothing was counted."""
+        """Whether nothing was measured."""
         return not self.data
 
 
-def stats_of(counts: dict[str, Any]) -> ShelfStats | None:
-    """Return `counts` as stats, None when there are none."""
-    return ShelfStats(counts) if counts else None
+def stats_of(taken: dict[str, Any], source: str) -> ShelfStats | None:
+    """Return what was taken from counters as stats, None when that is nothing.
+
+    Parameters
+    ----------
+    taken : dict
+        From :meth:`kvshelf.metrics.Counters.take`.
+    source : str
+        Names the process, different for all of one engine.
+    """
+    if not taken:
+        return None
+    return ShelfStats(
+        {name: {source: value} if name in GAUGES else value for name, value in taken.items()}
+    )
+
+
+def _words(name: str) -> str:
+    return name.replace("_", " ").capitalize()
+
+
+def _united(name: str, values: Mapping[str, float]) -> float:
+    """Return one value of a gauge for all processes of an engine."""
+    return sum(values.values()) if GAUGES[name][1] == "sum" else max(values.values())
 
 
 class ShelfPromMetrics(KVConnectorPromMetrics):
-    """A Prometheus counter ``vllm:kvshelf_<name>_total`` for each of kvshelf's counters.
+    """kvshelf's metrics in Prometheus; ``docs/metrics.md`` lists them.
 
-    vLLM's prefix, because vLLM makes and removes metrics by it. Without this class an
-    engine whose kvshelf is inside MultiConnector would end at the first count.
+    Without this class an engine whose kvshelf is inside MultiConnector would end at the
+    first count.
 
     Parameters
     ----------
@@ -77,18 +146,84 @@ class ShelfPromMetrics(KVConnectorPromMetrics):
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._counters: dict[tuple[int, str], Any] = {}
-        for name, meaning in COUNTERS.items():
-            counter = self._counter_cls(
-                name=f"vllm:kvshelf_{name}",
+        self._times: dict[tuple[int, str], Any] = {}
+        self._gauges: dict[tuple[int, str], Any] = {}
+        #: The latest value of each gauge in each process.
+        self._standing: dict[tuple[int, str], dict[str, float]] = {}
+        grouped: set[str] = set()
+        for family, (meaning, reasons) in FAMILIES.items():
+            grouped.update(reasons.values())
+            metric = self._counter_cls(
+                name=METRIC_PREFIX + family,
                 documentation=f"kvshelf: {meaning}.",
-                labelnames=labelnames,
+                labelnames=[*labelnames, "reason"],
             )
             for engine, values in per_engine_labelvalues.items():
-                self._counters[engine, name] = counter.labels(*values)
+                for reason, name in reasons.items():
+                    self._counters[engine, name] = metric.labels(*values, reason)
+        for name, meaning in COUNTERS.items():
+            if name not in grouped:
+                metric = self._counter_cls(
+                    name=METRIC_PREFIX + name,
+                    documentation=f"kvshelf: {meaning}.",
+                    labelnames=labelnames,
+                )
+                for engine, values in per_engine_labelvalues.items():
+                    self._counters[engine, name] = metric.labels(*values)
+        metric = self._histogram_cls(
+            name=METRIC_PREFIX + TIMES,
+            documentation="kvshelf: time that one operation took, in seconds.",
+            labelnames=[*labelnames, "operation"],
+            buckets=list(TIME_BOUNDS),
+        )
+        for engine, values in per_engine_labelvalues.items():
+            for operation in OPERATIONS:
+                self._times[engine, operation] = metric.labels(*values, operation)
+        for name, (meaning, _) in GAUGES.items():
+            metric = self._gauge_cls(
+                name=METRIC_PREFIX + name,
+                documentation=f"kvshelf: {meaning}.",
+                labelnames=labelnames,
+                multiprocess_mode="mostrecent",
+            )
+            for engine, values in per_engine_labelvalues.items():
+                self._gauges[engine, name] = metric.labels(*values)
 
     def observe(self, transfer_stats_data: Mapping[str, Any], engine_idx: int = 0) -> None:
-        """Add the sums of one interval."""
-        for name, amount in transfer_stats_data.items():
-            counter = self._counters.get((engine_idx, name))
-            if counter is not None:
-                counter.inc(amount)
+        """Add what was measured in one interval."""
+        for name, value in transfer_stats_data.items():
+            place = engine_idx, name
+            if place in self._counters:
+                self._counters[place].inc(value)
+            elif place in self._times:
+                _add_times(self._times[place], value)
+            elif place in self._gauges:
+                standing = self._standing.setdefault(place, {})
+                standing.update(value)
+                self._gauges[place].set(_united(name, standing))
+
+
+def _add_times(histogram: Any, times: list[float]) -> None:
+    """Add counts by bucket and their sum to a histogram.
+
+    Its interface takes one value at a time, which after a burst would hold up the API server
+    for as long as that burst had operations; so the buckets are added to where they can be
+    seen. Where they cannot (Ray), each operation counts as the mean, moved into its bucket.
+    """
+    *counts, total = times
+    buckets: Any = getattr(histogram, "_buckets", None)
+    seconds: Any = getattr(histogram, "_sum", None)
+    if isinstance(buckets, list) and len(buckets) == len(counts) and hasattr(seconds, "inc"):
+        for bucket, count in zip(buckets, counts, strict=True):
+            if count:
+                bucket.inc(count)
+        seconds.inc(total)
+        return
+    mean = total / sum(counts)
+    edges = (0.0, *TIME_BOUNDS, float("inf"))
+    for number, count in enumerate(counts):
+        lowest, highest = edges[number], edges[number + 1]
+        # A value on a bucket's lower edge would fall into the bucket below.
+        value = highest if mean > highest else mean if mean > lowest else lowest * 1.0001
+        for _ in range(int(count)):
+            histogram.observe(value)

@@ -101,6 +101,13 @@ class WorkerSide:
     kv_cache_config : KVCacheConfig, optional
         The cache groups; layer names come from the registered caches without it.
     rank : int
+    counters : Counters, optional
+        Where to count; the side's own when absent.
+
+    Attributes
+    ----------
+    rank : int
+    counters : Counters
     """
 
     def __init__(
@@ -111,13 +118,14 @@ class WorkerSide:
         *,
         kv_cache_config: Any = None,
         rank: int = 0,
+        counters: Counters | None = None,
     ) -> None:
         self._vllm_config = vllm_config
         self._config = config
         self._shelf = shelf
         self._kv_cache_config = kv_cache_config
-        self._rank = rank
-        self.counters = Counters()
+        self.rank = rank
+        self.counters = Counters() if counters is None else counters
         self._free_cpus = free_cpus()
         self._block_size = manager_block_size(vllm_config, kv_cache_config)
         self._unit_tokens = 1
@@ -129,6 +137,7 @@ class WorkerSide:
         self._weights: WeightsIdentity | None = None
         self._namespace: Namespace | None = None
         self._transfer: Transfer | None = None
+        self._staging: StagingPool | None = None
         self._prepared: _Prepared | None = None
         self._warming: tuple[threading.Thread, StagingPool] | None = None
         self._meta: StepMetadata | None = None
@@ -169,7 +178,7 @@ class WorkerSide:
         self._check_fit(part)
         with self._part_lock:
             self._part = part
-        if self._rank:
+        if self.rank:
             # The weights are named once, by rank 0.
             return
         self._weights = WeightsIdentity(
@@ -378,7 +387,7 @@ class WorkerSide:
             int(self._vllm_config.parallel_config.tensor_parallel_size),
             len(record["stages"]),
             whole_ranks=any(layout.startswith("opaque-") for layout in record["layouts"]),
-        ).plan(self._rank)
+        ).plan(self.rank)
         largest = max(fmt.object_size(shard) for shard in plan.shards)
         staging = StagingPool(int(self._config.staging_bytes), largest, together=len(plan.shards))
         return _Prepared(namespace, fmt, PagedKVCache(fmt, self._runs, plan), staging, plan)
@@ -413,6 +422,7 @@ class WorkerSide:
             store_threads=max(1, threads // 2),
             on_thread_start=self._place_thread,
         )
+        self._staging = prepared.staging
         self._namespace = prepared.namespace
 
     def _place_thread(self, kind: str) -> None:
@@ -568,13 +578,21 @@ class WorkerSide:
         with self._part_lock:
             part = self._part
             if part is not None and not self._part_sent:
-                meta.parts = {self._rank: part}
+                meta.parts = {self.rank: part}
                 self._part_sent = self._namespace is not None or bool(part.problem)
         if self._transfer is not None:
-            meta.repaired = [(key, self._rank) for key in self._transfer.take_repaired()]
+            meta.repaired = [(key, self.rank) for key in self._transfer.take_repaired()]
         if not meta.parts and not meta.failures and not meta.repaired:
             return WorkerMetadata() if self._meta and self._meta.namespace else None
         return meta
+
+    def set_gauges(self) -> None:
+        """Bring the gauges in `counters` up to date."""
+        staging = self._staging
+        if staging is not None:
+            size = staging.buffer_bytes
+            self.counters.set_gauge("staging_used_bytes", staging.in_use * size)
+            self.counters.set_gauge("staging_limit_bytes", staging.limit * size)
 
     def clear(self) -> None:
         """End a step."""

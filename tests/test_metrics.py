@@ -1,0 +1,172 @@
+"""What is counted, timed and gauged, and how it is handed on."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from kvshelf.backends import open_backend
+from parts import Rig, make_chunks, posix
+
+from kvshelf.metrics import (
+    COUNTERS,
+    FAMILIES,
+    GAUGES,
+    METRIC_PREFIX,
+    OPERATIONS,
+    TIME_BOUNDS,
+    TIMES,
+    Counters,
+)
+from kvshelf.shelf import Shelf
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "metrics.md"
+
+
+def test_what_was_taken_is_not_taken_again() -> None:
+    counters = Counters()
+    counters.add("probes", 3)
+    counters.observe("read", 2e-3)
+    counters.set_gauge("staging_used_bytes", 7)
+    taken = counters.take()
+    assert taken["probes"] == 3
+    assert taken["staging_used_bytes"] == 7
+    assert sum(taken["read"][:-1]) == 1
+    assert counters.take() == {}
+
+
+def test_gauges_come_with_whatever_else_comes() -> None:
+    counters = Counters()
+    counters.set_gauge("staging_used_bytes", 7)
+    assert counters.take() == {"staging_used_bytes": 7}
+    counters.set_gauge("staging_used_bytes", 7)
+    assert counters.take() == {}
+    counters.add("probes")
+    assert counters.take() == {"probes": 1, "staging_used_bytes": 7}
+    counters.set_gauge("staging_used_bytes", 0)
+    assert counters.take() == {"staging_used_bytes": 0}
+
+
+@pytest.mark.parametrize(
+    ("seconds", "bucket"),
+    [
+        (0.0, 0),
+        (TIME_BOUNDS[0], 0),
+        (TIME_BOUNDS[0] * 1.01, 1),
+        (TIME_BOUNDS[5], 5),
+        (TIME_BOUNDS[-1], len(TIME_BOUNDS) - 1),
+        (1e9, len(TIME_BOUNDS)),
+    ],
+)
+def test_a_time_is_counted_in_the_bucket_whose_bound_it_does_not_exceed(
+    seconds: float, bucket: int
+) -> None:
+    counters = Counters()
+    counters.observe("probe", seconds)
+    counters.observe("probe", seconds)
+    *counts, total = counters.times()["probe"]
+    assert len(counts) == len(TIME_BOUNDS) + 1
+    assert counts[bucket] == sum(counts) == 2
+    assert total == 2 * seconds
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda c: c.add("no such"),
+        lambda c: c.set_gauge("no such", 1),
+        lambda c: c.observe("no such", 1),
+    ],
+    ids=["add", "set_gauge", "observe"],
+)
+def test_what_has_no_name_is_refused(use: Callable[[Counters], None]) -> None:
+    counters = Counters()
+    with pytest.raises(KeyError):
+        use(counters)
+    assert counters.take() == {}
+
+
+def test_nothing_is_lost_between_threads() -> None:
+    counters = Counters()
+    taken: list[dict[str, object]] = []
+
+    def work() -> None:
+        for _ in range(2000):
+            counters.add("probes")
+            counters.observe("probe", 1e-3)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        taken.append(counters.take())
+    taken.append(counters.take())
+    assert sum(t.get("probes", 0) for t in taken) == 8000  # type: ignore[misc]
+    assert sum(sum(t["probe"][:-1]) for t in taken if "probe" in t) == 8000  # type: ignore[index]
+
+
+def test_names_are_different_and_families_are_of_counters() -> None:
+    names = [*COUNTERS, *GAUGES, *OPERATIONS]
+    assert len(names) == len(set(names))
+    grouped = [name for _, reasons in FAMILIES.values() for name in reasons.values()]
+    assert len(grouped) == len(set(grouped))
+    assert set(grouped) <= set(COUNTERS)
+    assert not set(FAMILIES) & set(names)
+
+
+def test_every_operation_of_a_store_and_a_load_is_timed(tmp_path: Path) -> None:
+    backend = posix(tmp_path / "shelf")
+    with closing(Rig(backend)) as rig:
+        rig.shelf._counters = rig.counters
+        chunks = make_chunks(rig.fmt, 2)
+        rig.put(chunks)
+        load, _ = rig.load(chunks, 20)
+        assert load.failed_at is None
+        times = rig.counters.times()
+    objects = 2 * rig.fmt.shards
+    assert {name: sum(t[:-1]) for name, t in times.items()} == {
+        "probe": 2,
+        "gather": 2,
+        "publish": objects,
+        "read": objects,
+        "verify": objects,
+        "scatter": objects,
+    }
+    assert all(t[-1] > 0 for t in times.values())
+
+
+def test_a_shelf_counts_for_itself_when_nobody_asks(tmp_path: Path) -> None:
+    with Shelf(open_backend(str(tmp_path))) as one, Shelf(open_backend(str(tmp_path))) as other:
+        assert one._counters is not other._counters
+
+
+def rows() -> set[str]:
+    """The rows of the documentation's tables, as the code has them."""
+
+    def row(name: str, kind: str, label: str, meaning: str) -> str:
+        return f"| `{METRIC_PREFIX}{name}` | {kind} | {label} | {meaning} |"
+
+    found = set()
+    for family, (meaning, reasons) in FAMILIES.items():
+        found.add(row(f"{family}_total", "counter", "`reason`", meaning))
+        found |= {f"| `{family}` | `{r}` | {COUNTERS[n]} |" for r, n in reasons.items()}
+    grouped = {name for _, reasons in FAMILIES.values() for name in reasons.values()}
+    for name, meaning in COUNTERS.items():
+        if name not in grouped:
+            found.add(row(f"{name}_total", "counter", "", meaning).replace("|  |", "| |"))
+    for name, (meaning, _) in GAUGES.items():
+        found.add(row(name, "gauge", "", meaning).replace("|  |", "| |"))
+    found.add(row(TIMES, "histogram", "`operation`", "seconds that one operation took"))
+    found |= {f"| `{name}` | {meaning} |" for name, meaning in OPERATIONS.items()}
+    return found
+
+
+def test_the_page_lists_every_metric_and_no_other() -> None:
+    page = set(re.findall(r"^\| `.*$", PAGE.read_text(), re.MULTILINE))
+    missing, unknown = rows() - page, page - rows()
+    assert not missing, "\n".join(sorted(missing))
+    assert not unknown, "\n".join(sorted(unknown))
