@@ -9,6 +9,7 @@
 #   PYTHON          the Python (3.11 to 3.14) to build .venv with; default: the first that works
 #   TORCH_INDEX     where CPU builds of torch are, for when your own package index has none
 #   PYTEST_ARGS     further arguments for pytest, as in PYTEST_ARGS="-k shelf -x"
+#   SOAK_ARGS       arguments of the soak, as in SOAK_ARGS="--seconds 120 --json soak.json"
 
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -20,6 +21,7 @@ BIN := $(CURDIR)/$(VENV)/bin
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
+SOAK_ARGS ?=
 
 # A command of this name may exist and still not run (pyenv), so each is tried.
 find_python = for python in python3 python3.12 python3.13 python3.11 python3.14; do \
@@ -52,6 +54,10 @@ test-all: venv lint  ## the same with the slow tests
 .PHONY: bench
 bench: venv  ## measure; prints a table and writes JSON
 	@$(BIN)/python -m kvshelf.bench $(BENCH_ARGS)
+
+.PHONY: soak
+soak: venv  ## two engines on a shelf that is damaged all the time, 10 minutes
+	@$(BIN)/python tests/soak/soak.py $(SOAK_ARGS)
 
 .PHONY: lint
 lint: venv tree  ## ruff, mypy, import-linter
