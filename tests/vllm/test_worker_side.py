@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
+from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +25,7 @@ from kvshelf.chunkfile import ObjectFormat
 from kvshelf.errors import ConfigError, TransientStorageError, UnsupportedError
 from kvshelf.identity import Chunk, KeyChain, Namespace, object_name
 from kvshelf.shelf import Shelf
-from kvshelf.vllm import connector
+from kvshelf.vllm import connector, weight_changes
 from kvshelf.vllm.connector import SharedStorageConnector
 from kvshelf.vllm.metadata import LoadOp, StepMetadata, StoreOp, WorkerMetadata
 from kvshelf.vllm.namespace import build_namespace
@@ -658,6 +660,109 @@ def test_weights_that_change_later_end_hits_and_stores_when_they_are_checked(
     (model / "model.safetensors").write_bytes(b"other weights")
     rig.step(StepMetadata(recheck_weights=True))
     assert "weight files changed" in wait_for(rig, "problem")
+
+
+# ----------------------------------------------------------- weights that change in place
+
+
+class FakeWorker:
+    """The methods of vLLM's worker that concern weights."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, object]] = []
+
+    def sleep(self, level: int = 1) -> None:
+        self.calls.append(("sleep", level))
+
+    def reload_weights(self, *args: object, **kwargs: object) -> str:
+        self.calls.append(("reload_weights", (args, kwargs)))
+        return "reloaded"
+
+    def start_weight_update(self) -> None:
+        self.calls.append(("start_weight_update", None))
+
+    def update_weights(self, update_info: object) -> None:
+        self.calls.append(("update_weights", update_info))
+
+
+def test_the_methods_that_are_watched_are_vllm_s() -> None:
+    from vllm.v1.worker.gpu_worker import Worker
+
+    for name in weight_changes._METHODS:
+        assert callable(Worker.__dict__[name]), name
+    assert list(signature(Worker.sleep).parameters)[:2] == ["self", "level"]
+
+
+@pytest.mark.parametrize(
+    ("use", "changes"),
+    [
+        (lambda worker: worker.sleep(), False),
+        (lambda worker: worker.sleep(1), False),
+        (lambda worker: worker.sleep(2), True),
+        (lambda worker: worker.sleep(level=2), True),
+        (lambda worker: worker.reload_weights(weights_path="/new"), True),
+        (lambda worker: worker.start_weight_update(), True),
+        (lambda worker: worker.update_weights({"names": []}), True),
+    ],
+)
+def test_ways_in_which_vllm_changes_weights_are_noticed(
+    use: Callable[[FakeWorker], object], changes: bool
+) -> None:
+    heard: list[str] = []
+
+    class Ear:
+        def weights_changed(self, how: str) -> None:
+            heard.append(how)
+            raise RuntimeError("a bug must not keep vLLM from its work")
+
+    kind = type("Fresh", (FakeWorker,), dict(FakeWorker.__dict__))
+    ear = Ear()
+    assert weight_changes.watch(ear, kind)
+    assert weight_changes.watch(ear, kind)
+    worker = kind()
+    use(worker)
+    assert len(worker.calls) == 1
+    assert len(heard) == changes
+    assert kind().reload_weights() == "reloaded"
+
+
+def test_weights_that_change_in_place_end_loads_and_stores_at_once(
+    make: Callable[..., Rig],
+) -> None:
+    rig = make()
+    chunks = rig.chunks(3)
+    rig.store(chunks[:2])
+    rig.connector.weights_changed()
+    # The scheduler does not know yet: what it planned meanwhile is not done.
+    rig.step(StepMetadata(stores=[StoreOp(chunks[2], [9, 10], repair=False, age=0.0)]))
+    assert rig.side.drain(PATIENCE) == 0
+    assert rig.side.counters.snapshot()["stored_chunks"] == 2
+    before = rig.rows(20)
+    finished, bad, meta = rig.step(
+        StepMetadata(loads=[LoadOp("r", 0, 16, chunks[:2], [20, 21, 22, 23])])
+    )
+    assert finished == {"r"}
+    assert bad == {20, 21, 22, 23}
+    assert all(torch.equal(a, b) for a, b in zip(before, rig.rows(20), strict=True))
+    assert "weights_changed()" in rig.side._part.problem  # type: ignore[union-attr]
+    # Also for caches that are registered anew.
+    rig.connector.register_kv_caches(rig.caches)
+    _, _, meta = rig.step(StepMetadata())
+    assert meta is not None and "changed in place" in meta.parts[0].problem
+
+
+def test_a_worker_of_vllm_tells_the_connector(
+    make: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind = type("Fresh", (FakeWorker,), dict(FakeWorker.__dict__))
+    monkeypatch.setitem(sys.modules, weight_changes._MODULE, SimpleNamespace(Worker=kind))
+    rig = make()
+    kind().sleep(1)
+    assert not rig.side._part.problem  # type: ignore[union-attr]
+    kind().sleep(level=2)
+    assert "sleep()" in rig.side._part.problem  # type: ignore[union-attr]
+    _, _, meta = rig.step(StepMetadata())
+    assert meta is not None and "start the engine anew" in meta.parts[0].problem
 
 
 @pytest.mark.parametrize(

@@ -193,6 +193,14 @@ class SharedStorageConnector(KVConnectorBase_V1):
         if kv_caches is not None:
             self._as_worker().restore(kv_caches)
 
+    def weights_changed(self) -> None:
+        """Take note that this worker's weights are changed in place: nothing is loaded or stored.
+
+        kvshelf notices vLLM's own ways to do that. For code that has another way, such as a
+        worker extension, to call in every worker before it begins.
+        """
+        self._as_worker().weights_changed("weights_changed()")
+
     @_contained(_nothing)
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Begin a step."""

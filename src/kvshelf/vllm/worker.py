@@ -17,6 +17,8 @@ Contracts
 * Every load that the scheduler planned is reported finished, in one way or another, and
   the blocks that it left without KV no later than that.
 * What a failed step left in the cache is never stored.
+* Once weights have changed in place nothing is loaded or stored any more, from that very
+  moment on: keys name the weights that were loaded from files.
 * On CPUs the engine's threads are bound to cores of their own; kvshelf's threads keep
   off those where others are free. The scheduler has no such binding.
 """
@@ -47,6 +49,7 @@ from kvshelf.shelf import Shelf
 from kvshelf.staging import StagingPool
 from kvshelf.topology import ShardPlan, Topology
 from kvshelf.transfer import ChunkSlots, Failure, LayerRun, Load, PagedKVCache, Transfer
+from kvshelf.vllm import weight_changes
 from kvshelf.vllm.layout_probe import LayerCache, StoredLayout, choose_layout, probe_layers
 from kvshelf.vllm.metadata import (
     NULL_BLOCK,
@@ -73,6 +76,10 @@ logger = logging.getLogger(__name__)
 _IDLE_WAIT_SECONDS = 10e-3
 _WARM_BYTES = 256 << 20
 _WARM_JOIN_SECONDS = 1.0
+_WEIGHTS_CHANGED = (
+    "the engine's weights are changed in place ({}), so KV from now on is not that of the weight"
+    " files; start the engine anew, with a `version` of its own or from the new weights' files"
+)
 
 
 def natural_order(name: str) -> list[str | int]:
@@ -135,6 +142,8 @@ class WorkerSide:
         self._part_lock = threading.Lock()
         self._part_sent = False
         self._weights: WeightsIdentity | None = None
+        #: What changed the weights in place, if anything did.
+        self._changed_by = ""
         self._namespace: Namespace | None = None
         self._transfer: Transfer | None = None
         self._staging: StagingPool | None = None
@@ -162,6 +171,7 @@ class WorkerSide:
         # Loads the compiled code now, so that no step has to.
         logger.info("gather and scatter: %s", ops.implementation())
         self._forget_caches()
+        weight_changes.watch(self)
         self._names = self._cached_layers(kv_caches)
         layers = self._learn(kv_caches)
         stored = choose_layout(
@@ -178,6 +188,9 @@ class WorkerSide:
         self._check_fit(part)
         with self._part_lock:
             self._part = part
+        if self._changed_by:
+            self._problem(_WEIGHTS_CHANGED.format(self._changed_by))
+            return
         if self.rank:
             # The weights are named once, by rank 0.
             return
@@ -200,6 +213,15 @@ class WorkerSide:
         else:
             # The other stages' layers are not known here.
             make_topology(self._vllm_config, self._config, stages, part.layouts, part.attention)
+
+    def weights_changed(self, how: str) -> None:
+        """Load and store nothing any more: `how` changes the weights, or throws them away.
+
+        What was gathered before is still good, and published.
+        """
+        if not self._changed_by:
+            self._changed_by = how
+            self._problem(_WEIGHTS_CHANGED.format(how))
 
     def restore(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Take the caches as they are after the engine slept.
@@ -349,6 +371,8 @@ class WorkerSide:
         with self._part_lock:
             assert self._part is not None
             part = replace(self._part, weights=weights)
+        if self._changed_by:
+            return
         try:
             if self._vllm_config.parallel_config.pipeline_parallel_size == 1:
                 namespace = build_namespace(self._vllm_config, self._config, [part], weights)
@@ -374,9 +398,9 @@ class WorkerSide:
 
     def _problem(self, problem: str) -> None:
         with self._part_lock:
-            assert self._part is not None
-            self._part = replace(self._part, problem=problem)
-            self._part_sent = False
+            if self._part is not None:
+                self._part = replace(self._part, problem=problem)
+                self._part_sent = False
 
     def _make_parts(self, namespace: Namespace) -> _Prepared:
         fmt = ObjectFormat(namespace)
@@ -469,7 +493,7 @@ class WorkerSide:
             return
         self._loads_started = True
         for op in meta.loads:
-            if self._transfer is None:
+            if self._transfer is None or self._changed_by:
                 self._refuse(op)
                 continue
             try:
@@ -512,6 +536,8 @@ class WorkerSide:
         if meta is None or not meta.stores or self._transfer is None:
             return
         stores, meta.stores = meta.stores, []
+        if self._changed_by:
+            return
         if sys.exc_info()[0] is not None:
             # vLLM calls this also while an exception leaves the forward pass: then nobody
             # knows which layers have written their KV.
