@@ -409,7 +409,7 @@ class ChunkCache:
         Names the model's KV; :class:`kvshelf.model.ModelFacts` makes one.
     memory : KVMemory, optional
         An engine's own caches, for calls that give no `kv`; see :meth:`bind`.
-    staging_bytes, group_by_salt
+    staging_bytes, group_by_salt, check_finite
         The options of these names.
     io_threads : int
         Threads that load; half as many store.
@@ -452,6 +452,7 @@ class ChunkCache:
         staging_bytes: int = 1 << 30,
         io_threads: int = 2,
         group_by_salt: bool = False,
+        check_finite: bool = False,
         prefetch_bytes: int = _PREFETCH_BYTES,
         timeout_s: float = 30.0,
         drain_s: float = 4.0,
@@ -468,6 +469,7 @@ class ChunkCache:
         self._bound_slots: int | None = None
         self._io_threads = io_threads
         self._group_by_salt = group_by_salt
+        self._check_finite = check_finite
         self._timeout = timeout_s
         self._drain = drain_s
         self._on_thread_start = on_thread_start
@@ -548,6 +550,7 @@ class ChunkCache:
                 staging_bytes=int(config.staging_bytes),
                 io_threads=config.io_threads or 2,
                 group_by_salt=config.group_by_salt,
+                check_finite=config.check_finite,
                 timeout_s=timeout_s,
                 drain_s=config.shutdown_drain_s,
                 counters=counters,
@@ -894,6 +897,7 @@ class ChunkCache:
                     counters=self.counters,
                     load_threads=self._io_threads,
                     store_threads=max(1, self._io_threads // 2),
+                    check_finite=self._check_finite,
                     on_thread_start=self._on_thread_start,
                 )
             return self._transfer

@@ -188,6 +188,13 @@ class Config(BaseSettings):
             "conversations, where the answer is part of the next prompt."
         ),
     )
+    check_finite: bool = Field(
+        default=False,
+        description=(
+            "Do not store KV that holds NaN or infinity: it is counted and logged instead. The "
+            "check runs in the background. KV whose layout kvshelf does not know is not checked."
+        ),
+    )
     staging_bytes: Annotated[ByteSize, Field(gt=0)] = Field(
         default=ByteSize(1 << 30),
         description=(

@@ -42,6 +42,7 @@ COUNTERS: Mapping[str, str] = {
     "store_repaired": "bad objects replaced by good ones",
     "store_dropped_full": "chunks not stored because staging was full",
     "store_dropped_paused": "chunks not stored because the storage refuses writes for now",
+    "store_not_finite": "chunks not stored because their KV holds NaN or infinity",
     "store_errors": "chunks whose store failed",
     "store_lost": "chunks not yet published at shutdown",
 }
@@ -63,6 +64,7 @@ FAMILIES: Mapping[str, tuple[str, Mapping[str, str]]] = {
         {
             "staging_full": "store_dropped_full",
             "paused": "store_dropped_paused",
+            "not_finite": "store_not_finite",
             "error": "store_errors",
             "shutdown": "store_lost",
         },

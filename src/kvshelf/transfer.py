@@ -47,6 +47,7 @@ from kvshelf.errors import (
     ReadOnlyStorageError,
     StorageError,
 )
+from kvshelf.finite import FiniteCheck
 from kvshelf.identity import Chunk, object_name
 from kvshelf.layout import PagedLayout, PermutedLayout
 from kvshelf.metrics import Counters
@@ -296,6 +297,8 @@ class Transfer:
     load_threads, store_threads : int
     stall_seconds : float
         How long, beyond what its size takes at 16 MiB/s, an object may take to arrive.
+    check_finite : bool
+        Do not store chunks that hold NaN or infinity.
     on_thread_start : Callable, optional
         Called first on each thread with ``"load"`` or ``"store"``, to set its priority
         and processors.
@@ -313,6 +316,7 @@ class Transfer:
         load_threads: int = 2,
         store_threads: int = 1,
         stall_seconds: float = _STALL_SECONDS,
+        check_finite: bool = False,
         on_thread_start: Callable[[str], None] | None = None,
     ) -> None:
         self._shelf = shelf
@@ -323,6 +327,7 @@ class Transfer:
         self._plan = plan or ShardPlan.whole(fmt.shards)
         self._reads = self._plan.shards
         self._on_thread_start = on_thread_start
+        self._finite = FiniteCheck(fmt) if check_finite else None
         self._log = _LineLimit()
         self._closing = False
 
@@ -501,6 +506,8 @@ class Transfer:
         written = 0
         repaired = 0
         shards = self._plan.writes(chunk.index)
+        if self._finite is not None and not self._is_finite(self._finite, job):
+            return "failed"
         answers = shelf.probe(fmt, [(chunk, shard) for shard in shards])
         for shard, answer, buffer in zip(shards, answers, job.buffers, strict=True):
             if answer is Presence.PRESENT and not job.repair:
@@ -525,6 +532,21 @@ class Transfer:
         if repaired:
             self._counters.add("store_repaired", repaired)
         return "repaired" if repaired else "published" if written else "existed"
+
+    def _is_finite(self, check: FiniteCheck, job: _StoreJob) -> bool:
+        offset = self._fmt.data_offset
+        for shard, buffer in zip(self._plan.writes(job.chunk.index), job.buffers, strict=True):
+            layer = check.first_bad(shard, buffer.tensor[offset : self._fmt.object_size(shard)])
+            if layer is not None:
+                self._counters.add("store_not_finite")
+                if self._log.allows("not finite"):
+                    logger.warning(
+                        "a chunk was not stored: the engine's KV holds NaN or infinity in layer"
+                        " %s; further ones are only counted",
+                        layer,
+                    )
+                return False
+        return True
 
     def _say_replaced(self, chunk: Chunk, shard: int, found: Presence) -> None:
         name = object_name(chunk, shard, self._fmt.shards)

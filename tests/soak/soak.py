@@ -34,7 +34,6 @@ import sys
 import tempfile
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -134,7 +133,7 @@ class Report:
     shelf_tokens: int = 0
     prompt_tokens: int = 0
     longest_answer: float = 0.0
-    faults: Counter[str] = field(default_factory=Counter)
+    faults: dict[str, int] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
     samples: list[dict[str, float]] = field(default_factory=list)
     counters: list[dict[str, float]] = field(default_factory=list)
@@ -317,7 +316,8 @@ class Trouble:
                 name = None
             if name is not None:
                 with self._report.lock:
-                    self._report.faults[name] += 1
+                    faults = self._report.faults
+                    faults[name] = faults.get(name, 0) + 1
             if large:
                 self._stop.wait(self._rng.uniform(0.5, 4.0))
                 self._mend()
@@ -536,7 +536,7 @@ def references(model: Path, logs: Path, prompts: list[list[int]], core: int) -> 
 def recovered(engines: list[Engine], report: Report, seed: int) -> None:
     """Note how long it takes until one engine loads what the other has just stored."""
     begin, number = time.monotonic(), 0
-    while (seconds := time.monotonic() - begin) < RECOVERY:
+    while time.monotonic() - begin < RECOVERY:
         number += 1
         [prompt] = make_prompts(1, seed + number)
         engines[0].generate(prompt, max_tokens=1)
@@ -545,7 +545,7 @@ def recovered(engines: list[Engine], report: Report, seed: int) -> None:
         engines[1].reset_prefix_cache()
         answer = engines[1].generate(prompt, max_tokens=1)
         if (answer.shelf_tokens or 0) >= 256:
-            report.recovery_seconds = round(seconds, 1)
+            report.recovery_seconds = round(time.monotonic() - begin, 1)
             return
     report.fail(f"chunks are not shared again {RECOVERY:.0f} s after all was mended")
 

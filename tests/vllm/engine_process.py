@@ -176,6 +176,10 @@ class EngineProcess:
 
         await self.reply(number, text=generate_latest(REGISTRY).decode())
 
+    async def do_worker(self, number: int, method: str, **arguments: Any) -> None:
+        await self.engine.collective_rpc(method, kwargs=arguments)
+        await self.reply(number)
+
     async def do_log_stats(self, number: int) -> None:
         await self.engine.do_log_stats()
         await self.reply(number)

@@ -100,6 +100,7 @@ class Side:
         *,
         new: tuple[str, ...] = (),
         blocks: Callable[[str], tuple[list[int], ...]] = lambda _: (list(range(1, 100)),),
+        sync_loads: bool = False,
     ) -> StepMetadata:
         """Build a step in which requests compute ``(computed before, scheduled)`` tokens."""
         scheduled = scheduled or {}
@@ -114,6 +115,7 @@ class Side:
                 ),
                 num_scheduled_tokens={r: n for r, (_, n) in scheduled.items()},
                 total_num_scheduled_tokens=sum(n for _, n in scheduled.values()),
+                has_sync_kv_loads=sync_loads,
                 kv_connector_block_state=KVConnectorBlockState(set(scheduled), blocks, {}),
             )
         )
@@ -527,6 +529,40 @@ def test_a_finished_request_leaves_nothing_behind(make: Callable[..., Side]) -> 
     assert side.step().cancelled == ["r"]
     assert side.step().cancelled == []
     assert not side.side._requests
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_what_stands_on_another_connector_s_load_is_stored_when_its_outcome_is_known(
+    make: Callable[..., Side], asynchronous: bool
+) -> None:
+    side = make()
+    side.side._doubtful_steps = 1 + asynchronous
+    loading, sharing = Request("x", prompt(40)), Request("y", prompt(40, 1))
+    for request in (loading, sharing):
+        side.ask(request)
+    # Another connector loads 16 tokens of x while 8 are computed behind them. Of y nobody
+    # knows whether it shares blocks with x.
+    steps = [
+        side.step({"x": (16, 8), "y": (0, 24)}, new=("x", "y"), sync_loads=True),
+        *(side.step({"x": (24, 8), "y": (24, 8)}) for _ in range(asynchronous)),
+    ]
+    assert not any(meta.stores for meta in steps)
+    # The load failed: x begins anew, and what y has is known to be good.
+    meta = side.step({"x": (0, 8), "y": (24, 8)})
+    assert [(op.chunk.index, op.chunk.key in _keys(side, loading)) for op in meta.stores] == [
+        (0, True),
+        (0, False),
+        (1, False),
+        (2, False),
+        (3, False),
+    ]
+    meta = side.step({"x": (8, 24)})
+    assert [op.chunk.index for op in meta.stores] == [1, 2, 3]
+
+
+def _keys(side: Side, request: Request) -> set[bytes]:
+    chain = KeyChain(side.fmt.namespace.digest, CHUNK)
+    return {chunk.key for chunk in chain.extend(request.prompt_token_ids)}
 
 
 def test_resetting_asks_again_for_requests_that_wait(make: Callable[..., Side]) -> None:

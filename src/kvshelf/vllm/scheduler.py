@@ -24,6 +24,8 @@ Contracts
   most until one deadline, which the first of them sets.
 * All waiting for look-ups together takes no more of a step than the look-up budget.
 * The answer to a preempted and resumed request comes from a new look-up.
+* What is computed while another connector (inside MultiConnector) loads synchronously is not
+  stored before that load's outcome is known: it may stand on blocks without KV.
 * Only tokens that cannot change any more are stored: those of the prompt and those that
   vLLM has accepted, never drafts or samples in flight.
 """
@@ -176,6 +178,10 @@ class SchedulerSide:
         self._budget = config.lookup_budget_ms * 1e-3
         self._budget_left = max(self._budget, _IDLE_LOOKUP_SECONDS)
         self._idle = True
+        # With asynchronous scheduling a step is planned before the one before it has ended.
+        scheduling = getattr(vllm_config, "scheduler_config", None)
+        self._doubtful_steps = 2 if getattr(scheduling, "async_scheduling", False) else 1
+        self._doubtful = 0
         self._next_log = 0.0
         self._adapters = AdapterDigests(FingerprintCache(cache_dir() / "fingerprints.json"))
 
@@ -320,7 +326,12 @@ class SchedulerSide:
         self._loads, self._cancelled, self._recheck = [], [], False
         if self._announce and self._namespace is not None:
             meta.namespace = (self._namespace.encoded, self._namespace.slug)
-        if self._may_store and self._namespace is not None and not self._disabled:
+        if getattr(output, "has_sync_kv_loads", False):
+            self._doubtful = self._doubtful_steps
+        if self._doubtful:
+            # Requests that go on have their chunks stored by a later step.
+            self._doubtful -= 1
+        elif self._may_store and self._namespace is not None and not self._disabled:
             try:
                 self._plan_stores(output, meta)
             except Exception as error:  # noqa: BLE001 - the loads must reach the worker

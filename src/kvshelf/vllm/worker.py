@@ -444,6 +444,7 @@ class WorkerSide:
             plan=prepared.plan,
             load_threads=threads,
             store_threads=max(1, threads // 2),
+            check_finite=self._config.check_finite,
             on_thread_start=self._place_thread,
         )
         self._staging = prepared.staging
