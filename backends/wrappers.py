@@ -166,9 +166,10 @@ class CountingBackend(WrappedBackend):
         self._count("open")
         return _HookedReader(self.inner.open(name), after=self._read)
 
-    def _read(self, part: memoryview) -> None:
+    def _read(self, part: memoryview) -> int:
         self._count("read")
         self._count("read_bytes", len(part))
+        return len(part)
 
     def write(
         self, name: str, buffers: Sequence[Buffer], mode: WriteMode = "create"
@@ -213,8 +214,9 @@ class Fault:
     Attributes
     ----------
     operation : str
-        ``stat``, ``info``, ``open``, ``read``, ``write``, ``list``, ``folders``, ``delete``,
-        ``set_aside``, ``touch``, or ``*``.
+        ``stat``, ``info``, ``open``, ``read``, ``write``, ``publish`` (when a write is done, but
+        has not been answered), ``list``, ``folders``, ``delete``, ``set_aside``, ``touch``, or
+        ``*``.
     pattern : str
         Names it concerns, as for :mod:`fnmatch`.
     wait : threading.Event or float, optional
@@ -223,7 +225,7 @@ class Fault:
         Raised; a :class:`~kvshelf.errors.StorageError` of ``stat`` is the answer for the name.
     damage : callable, optional
         Changes a bytearray in place: of what a ``read`` read, or of what a ``write`` gets.
-        May shorten or lengthen what is written.
+        May shorten both (a short read), or lengthen what is written.
     times : int, optional
         So often, then never again; None: always.
     """
@@ -303,11 +305,15 @@ class FaultyBackend(WrappedBackend):
         self._meet("open", name)
         return _HookedReader(self.inner.open(name), after=lambda part: self._read(name, part))
 
-    def _read(self, name: str, part: memoryview) -> None:
-        for damage in self._meet("read", name):
-            data = bytearray(part)
+    def _read(self, name: str, part: memoryview) -> int:
+        damages = self._meet("read", name)
+        if not damages:
+            return len(part)
+        data = bytearray(part)
+        for damage in damages:
             damage(data)
-            part[:] = data
+        part[: len(data)] = data
+        return len(data)
 
     def write(
         self, name: str, buffers: Sequence[Buffer], mode: WriteMode = "create"
@@ -319,7 +325,9 @@ class FaultyBackend(WrappedBackend):
             for damage in damages:
                 damage(data)
             buffers = [data]
-        return self.inner.write(name, buffers, mode)
+        result = self.inner.write(name, buffers, mode)
+        self._meet("publish", name)
+        return result
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         """List, with faults before each entry."""
@@ -349,15 +357,14 @@ class FaultyBackend(WrappedBackend):
 
 
 class _HookedReader(Reader):
-    def __init__(self, inner: Reader, *, after: Callable[[memoryview], None]) -> None:
+    def __init__(self, inner: Reader, *, after: Callable[[memoryview], int]) -> None:
         self._inner = inner
         self._after = after
         self.size = inner.size
 
     def read_into(self, buffer: memoryview, offset: int) -> int:
         count = self._inner.read_into(buffer, offset)
-        self._after(buffer.cast("B")[:count])
-        return count
+        return self._after(buffer.cast("B")[:count])
 
     def close(self) -> None:
         self._inner.close()

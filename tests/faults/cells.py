@@ -1,0 +1,423 @@
+"""The table of faults: which trouble, at which moment, on which kind of storage.
+
+Owns the list of cells with the reasons for those that make no sense, the stand-in for an engine
+that a cell is run with (:class:`EngineStandIn`), and the ways to make trouble (:class:`Storage`):
+on a FUSE mount by rules of its filesystem, elsewhere by the fault-injecting backend.
+"""
+
+from __future__ import annotations
+
+import errno
+import random
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from faultfs import FaultMount
+from kvshelf.backends import Backend, open_backend
+from kvshelf.backends.oserrors import storage_error
+from kvshelf.backends.wrappers import CountingBackend, Fault, FaultyBackend
+from parts import Rig, make_format
+
+from kvshelf.chunkfile import ObjectFormat
+from kvshelf.identity import Chunk, KeyChain
+from kvshelf.probe import FailedKeys, LookupService
+from kvshelf.shelf import Shelf
+from kvshelf.transfer import ChunkSlots, Failure
+
+MOMENTS: Final = ("probe", "read", "write", "publish", "list", "delete")
+BACKENDS: Final = ("fuse", "posix", "memory")
+
+#: Seconds beyond which a load is given up, in the tests' engines.
+DEADLINE: Final = 0.25
+#: No answer may take longer, however bad the storage; generous, for machines that are busy.
+LIMIT: Final = 8.0
+#: How long a storage that is well again may take to be used again.
+RECOVERY: Final = 15.0
+#: Seconds for which failed keys and refused stores are left alone.
+BACK_OFF: Final = 0.05
+CHUNKS: Final = 3
+
+ERRNOS: Final = ("EIO", "ENOSPC", "EDQUOT", "EACCES", "EROFS", "ESTALE", "ENOENT")
+DAMAGES: Final = ("short read", "short read once", "flipped bit", "flipped bit once")
+TIMES: Final = ("slow, in time", "slow, too late", "blocked for ever")
+KILL: Final = "killed"
+STALE: Final = "stale attributes"
+
+FAULTS: Final = (*ERRNOS, *DAMAGES, *TIMES, KILL)
+
+_NO_BYTES: Final = "no bytes of an object move at this moment"
+_NO_PROCESS: Final = "the storage behind the wrapper has no process (killed writers: test_crash.py)"
+
+
+def why_not_a_cell(fault: str, moment: str, backend: str) -> str | None:
+    """Give the reason why a cell makes no sense, or None."""
+    if fault in DAMAGES and moment not in ("read", "write"):
+        return _NO_BYTES
+    if fault == KILL and backend != "fuse":
+        return _NO_PROCESS
+    return None
+
+
+# --------------------------------------------------------------------------------------- storage
+
+_FUSE_OPERATIONS: Final = {
+    "probe": "getattr",
+    "write": "create|write|flush",
+    "publish": "link",
+    "list": "opendir|readdir",
+    "delete": "unlink|rename",
+}
+_WRAPPER_OPERATIONS: Final = {
+    "probe": ("stat",),
+    "write": ("write",),
+    "publish": ("publish",),
+    "list": ("list", "folders"),
+    "delete": ("delete", "set_aside"),
+}
+
+
+def _flip(data: bytearray) -> None:
+    if data:
+        data[-1] ^= 1
+
+
+class Storage:
+    """One shelf's place, and the trouble that can be made there.
+
+    Attributes
+    ----------
+    backend : Backend
+        What the engine gets: with the trouble.
+    plain : Backend
+        The same storage without trouble, to look at what is really there.
+    """
+
+    backend: Backend
+    plain: Backend
+
+    def make_trouble(self, fault: str, moment: str) -> None:
+        """Begin with a fault of the table."""
+        raise NotImplementedError
+
+    def lose_behind(self, size: int) -> None:
+        """Begin to store only the first bytes of each object, and to say that all was stored."""
+        raise NotImplementedError
+
+    def met(self) -> int:
+        """How often trouble was met."""
+        raise NotImplementedError
+
+    def heal(self) -> None:
+        """End all trouble; what was held goes on."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Let go of the storage."""
+        self.backend.close()
+        self.plain.close()
+
+
+class MountedStorage(Storage):
+    """A directory on the fault-injecting filesystem."""
+
+    def __init__(self, mount: FaultMount) -> None:
+        if not mount.alive:
+            mount.revive()
+        self.mount = mount
+        self.name = uuid.uuid4().hex
+        (mount.source / self.name).mkdir()
+        self.backend = open_backend(mount.path / self.name)
+        self.plain = open_backend(mount.source / self.name)
+        self._killed = False
+
+    def make_trouble(self, fault: str, moment: str) -> None:
+        operation = _FUSE_OPERATIONS.get(moment, "read")
+        what: dict[str, Any]
+        if fault in ERRNOS:
+            what = {"error": getattr(errno, fault)}
+            if moment == "read":
+                operation = "open|read"
+        elif fault in DAMAGES:
+            what = {"cut" if fault.startswith("short") else "flip": True}
+            if fault.endswith("once"):
+                what["times"] = 1
+            if moment == "write":
+                operation = "write"
+        elif fault == KILL:
+            what = {"kill": True}
+            self._killed = True
+        elif fault == "blocked for ever":
+            what = {"block": True}
+        else:
+            what = {"seconds": _SECONDS[fault], "times": 2}
+        pattern = f"{self.name}*" if moment == "list" else f"{self.name}/*safetensors*"
+        self.mount.add(operation, pattern, **what)
+
+    def lose_behind(self, size: int) -> None:
+        self.mount.add("write", f"{self.name}/*safetensors*", keep=size)
+
+    def met(self) -> int:
+        if self._killed:
+            return int(not self.mount.alive)
+        return self.mount.met()
+
+    def heal(self) -> None:
+        if self._killed:
+            self.mount.revive()
+            self._killed = False
+        else:
+            self.mount.clear()
+
+
+class WrappedStorage(Storage):
+    """A backend inside the fault-injecting one."""
+
+    def __init__(self, url: str) -> None:
+        self.plain = open_backend(url)
+        self.faulty = FaultyBackend(open_backend(url))
+        self.backend = CountingBackend(self.faulty)
+        self._met = 0
+        self._gate = threading.Event()
+
+    def make_trouble(self, fault: str, moment: str) -> None:
+        operations = _WRAPPER_OPERATIONS.get(moment, ("read",))
+        if fault in ERRNOS and moment == "read":
+            operations = ("open", "read")
+        for operation in operations:
+            self.faulty.add(self._fault(fault, operation, writing=moment in ("write", "delete")))
+
+    def _fault(self, fault: str, operation: str, *, writing: bool) -> Fault:
+        def count() -> None:
+            self._met += 1
+
+        pattern = "*" if operation in ("list", "folders") else "*safetensors*"
+        made = Fault(operation, pattern)
+        if fault in ERRNOS:
+
+            def error() -> BaseException:
+                count()
+                raised = OSError(getattr(errno, fault), f"made by a test, {fault}")
+                return storage_error(raised, operation, "here", writing=writing)
+
+            made.error = error
+        elif fault in DAMAGES:
+
+            def damage(data: bytearray) -> None:
+                count()
+                if fault.startswith("flipped"):
+                    _flip(data)
+                else:
+                    del data[len(data) // 2 :]
+
+            made.damage = damage
+            made.times = 1 if fault.endswith("once") else None
+        else:
+            made.wait = _CountedWait(count, self._gate, _SECONDS.get(fault))
+            made.times = None if fault == "blocked for ever" else 2
+        return made
+
+    def lose_behind(self, size: int) -> None:
+        def damage(data: bytearray) -> None:
+            self._met += 1
+            del data[size:]
+
+        self.faulty.add(Fault("write", "*safetensors*", damage=damage))
+
+    def met(self) -> int:
+        return self._met
+
+    def heal(self) -> None:
+        self.faulty.heal()
+        self._gate.set()
+
+
+class _CountedWait(threading.Event):
+    """What a :class:`Fault` waits for, counting those who do."""
+
+    def __init__(
+        self, count: Callable[[], None], gate: threading.Event, seconds: float | None
+    ) -> None:
+        super().__init__()
+        self._count = count
+        self._gate = gate
+        self._seconds = seconds
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self._count()
+        return self._gate.wait(self._seconds)
+
+
+_SECONDS: Final = {"slow, in time": 0.2 * DEADLINE, "slow, too late": 1.6 * DEADLINE}
+
+
+# ---------------------------------------------------------------------------------------- engine
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Tokens of a prompt and their chunks."""
+
+    tokens: list[int]
+    chunks: list[Chunk]
+
+
+def make_prompt(fmt: ObjectFormat, seed: int) -> Prompt:
+    tokens = random.Random(seed).choices(range(1000), k=CHUNKS * fmt.chunk_size)
+    chunks = KeyChain(fmt.namespace.digest, fmt.chunk_size).extend(tokens)
+    return Prompt(tokens, list(chunks))
+
+
+@dataclass
+class EngineStandIn:
+    """What an engine does with a prompt: look up, load, compute the rest, store it.
+
+    Computing is writing the content that belongs there. Blocks are handed out in turn, and so used
+    again as soon as a load was reported finished.
+    """
+
+    backend: Backend
+    fmt: ObjectFormat = field(default_factory=make_format)
+
+    def __post_init__(self) -> None:
+        self.rig = Rig(
+            self.backend,
+            self.fmt,
+            blocks=CHUNKS * 2 * 8,
+            staging_objects=24,
+            options={"stall_seconds": DEADLINE},
+        )
+        self.failed = FailedKeys(bad_seconds=BACK_OFF, other_seconds=BACK_OFF)
+        self.lookups = self._start_lookups()
+        #: Seconds to wait for stores after an answer. An engine does not wait at all.
+        self.patience = LIMIT
+        self._turn = 0
+        self._requests = 0
+        self._last: dict[int, ChunkSlots] = {}
+
+    def _start_lookups(self) -> LookupService:
+        return LookupService(
+            self.rig.shelf, self.fmt, failed=self.failed, counters=self.rig.counters
+        )
+
+    def answer(self, prompt: Prompt) -> int:
+        """Serve a prompt; return how many of its chunks were loaded.
+
+        Raises
+        ------
+        AssertionError
+            If KV is wrong, or it took too long.
+        """
+        begin = time.monotonic()
+        for key in self.rig.transfer.take_repaired():
+            self.failed.forget(key)
+        hit, age = self._look_up(prompt)
+        start = self._turn * CHUNKS * self.rig.per_chunk
+        self._turn = (self._turn + 1) % 8
+        items = self.rig.items(prompt.chunks, start)
+        self._forget(items)
+        good = self._load(items[:hit]) if hit else 0
+        for position, item in enumerate(items):
+            if position >= good:
+                self.rig.fill(item)
+            else:
+                assert self.rig.holds(item), f"chunk {position} is wrong"
+            self._last[position + start] = item
+        for item in items[good:]:
+            self.rig.transfer.store(item, repair=self.failed.is_bad(item.chunk.key), age=age)
+        self.rig.transfer.drain(self.patience)
+        assert time.monotonic() - begin < LIMIT, "the answer took too long"
+        return good
+
+    def _look_up(self, prompt: Prompt) -> tuple[int, float]:
+        fmt = self.fmt
+        if self.lookups.stalled(DEADLINE):
+            return 0, 0.0
+        lookup = self.lookups.submit(
+            prompt.tokens, lambda: KeyChain(fmt.namespace.digest, fmt.chunk_size)
+        )
+        if not lookup.wait(DEADLINE if self.patience < LIMIT else LIMIT):
+            lookup.cancel()
+            return 0, 0.0
+        return lookup.hit_chunks, time.monotonic() - lookup.finished_at
+
+    def _load(self, items: list[ChunkSlots]) -> int:
+        self._requests += 1
+        self.rig.transfer.load(str(self._requests), items)
+        deadline = time.monotonic() + LIMIT
+        while not (loads := self.rig.transfer.poll(0.02)):
+            assert time.monotonic() < deadline, "the load never ends"
+        (load,) = loads
+        for chunk, failure in load.failures:
+            self.failed.add(chunk.key, bad=failure is Failure.BAD)
+        return len(items) if load.failed_at is None else load.failed_at
+
+    def _forget(self, items: list[ChunkSlots]) -> None:
+        """Take back the blocks that `items` are about to use."""
+        for item in items:
+            for cache in self.rig.caches:
+                cache[self.rig.block_ids(item)] = 0
+
+    def check_blocks(self) -> None:
+        """Nothing that came late was written over what stands in the blocks."""
+        assert all(self.rig.holds(item) for item in self._last.values())
+
+    def close(self) -> None:
+        self.lookups.close()
+        self.rig.close()
+
+
+def within(seconds: float, call: Callable[[], Any]) -> Any:
+    """Call on a thread of its own; what came, an exception, or None when it takes too long."""
+    came: list[Any] = [None]
+
+    def run() -> None:
+        try:
+            came[0] = call()
+        except Exception as error:  # noqa: BLE001 - judged by the caller
+            came[0] = error
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return came[0]
+
+
+def bad_objects(plain: Backend, fmt: ObjectFormat, prompts: list[Prompt]) -> Iterator[str]:
+    """Yield the objects of `prompts` that are missing or bad, seen without trouble."""
+    shelf = Shelf(plain)
+    for prompt in prompts:
+        for chunk in prompt.chunks:
+            for shard in range(fmt.shards):
+                image = memoryview(bytearray(fmt.object_size(shard)))
+                name = shelf.name(fmt, chunk, shard)
+                try:
+                    with plain.open(name) as reader:
+                        fmt.read(reader, chunk, shard, image)
+                except (OSError, ValueError) as error:
+                    yield f"{name}: {error}"
+
+
+def damage(plain: Backend, name: str, change: Callable[[bytearray], Any], *, old: bool) -> None:
+    """Change the bytes of an object where it lies; `old`: it does not look freshly copied."""
+    with plain.open(name) as reader:
+        data = bytearray(reader.size)
+        reader.read_into(memoryview(data), 0)
+    change(data)
+    plain.write(name, [data], "replace")
+    if old:
+        make_old(plain, name)
+
+
+def make_old(plain: Backend, name: str) -> None:
+    """Date an object back by an hour, where storage has dates."""
+    import os
+
+    then = time.time() - 3600
+    with suppress(FileNotFoundError):
+        os.utime(Path(plain.url) / name, (then, then))

@@ -1,0 +1,136 @@
+"""Mounts for tests with faults, and the table that is printed at the end of a run."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cells import BACK_OFF, BACKENDS, MOMENTS, MountedStorage, Storage, WrappedStorage
+from faultfs import FaultMount, why_not
+from kvshelf.backends import posix
+
+from kvshelf import transfer
+
+#: Set where FUSE must be there: what would be skipped fails.
+FUSE_REQUIRED = "REQUIRE_FUSE"
+
+
+@pytest.fixture(scope="session")
+def mounts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., FaultMount]]:
+    """Mount fault-injecting filesystems; they are gone after the session."""
+    made: list[FaultMount] = []
+
+    def make(**options: Any) -> FaultMount:
+        reason = why_not()
+        if reason is None:
+            try:
+                made.append(FaultMount(tmp_path_factory.mktemp("fault"), **options))
+            except RuntimeError as error:
+                reason = f"no FUSE: {error}"
+        if reason is not None:
+            if os.environ.get(FUSE_REQUIRED):
+                pytest.fail(f"{FUSE_REQUIRED} is set, but there is {reason}")
+            pytest.skip(reason)
+        return made[-1]
+
+    yield make
+    for mount in made:
+        mount.close()
+
+
+@pytest.fixture(scope="session")
+def mount(mounts: Callable[..., FaultMount]) -> FaultMount:
+    """The filesystem that most tests share; each has a directory of its own there."""
+    return mounts()
+
+
+@pytest.fixture
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let stores be tried again soon after the storage refused them."""
+    monkeypatch.setattr(transfer, "_PAUSE_SECONDS", BACK_OFF)
+    monkeypatch.setattr(posix, "READ_ONLY_MEMORY", BACK_OFF)
+
+
+@pytest.fixture
+def storage(
+    request: pytest.FixtureRequest, backend: str, tmp_path: Path, short_pauses: None
+) -> Iterator[Storage]:
+    """A shelf's place of the kind that the test's parameter `backend` names."""
+    made: Storage
+    if backend == "fuse":
+        made = MountedStorage(request.getfixturevalue("mount"))
+    elif backend == "posix":
+        made = WrappedStorage(str(tmp_path / "shelf"))
+    else:
+        made = WrappedStorage(f"memory://{tmp_path}")
+    yield made
+    made.heal()
+    made.close()
+
+
+# ----------------------------------------------------------------------------------------- report
+
+
+@pytest.fixture
+def note_cell(record_property: Callable[[str, object], None]) -> Callable[..., None]:
+    """Say for which cell of the table this test counts."""
+
+    def note(fault: str, moment: str, backend: str) -> None:
+        record_property("cell", (fault, moment, backend))
+
+    return note
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Print the table: how many runs of each cell ended well."""
+    from test_table import ROWS, why_no_cell
+
+    ended: dict[tuple[str, str, str], Counter[str]] = defaultdict(Counter)
+    met = 0
+    for outcome in ("passed", "failed", "skipped", "error"):
+        for report in terminalreporter.stats.get(outcome, ()):
+            for name, value in getattr(report, "user_properties", ()):
+                if name == "cell":
+                    ended[tuple(value)][outcome] += 1
+                elif name == "met" and outcome == "passed":
+                    met += value
+    if not ended:
+        return
+    total = sum((counts for counts in ended.values()), Counter[str]())
+    write = terminalreporter.write_line
+    terminalreporter.section("faults")
+    write(
+        f"{len(ended)} cells, {total['passed']} runs ended well, "
+        f"{total['failed'] + total['error']} did not, {total['skipped']} were skipped; "
+        f"faults met: {met}."
+    )
+    write("Each ends with: KV right, or computed instead; time bounded; nothing published lost;")
+    write("back in use without a restart. A number: runs that ended well. A letter: no such cell.")
+    reasons: dict[str, str] = {}
+    for backend in BACKENDS:
+        write("")
+        write(f"{backend:24}" + "".join(f"{moment:>9}" for moment in MOMENTS))
+        for row in ROWS:
+            line = f"{row:24}"
+            for moment in MOMENTS:
+                counts = ended.get((row, moment, backend), Counter())
+                reason = why_no_cell(row, moment, backend)
+                if counts["failed"] or counts["error"]:
+                    text = f"FAILED {counts['failed'] + counts['error']}"
+                elif counts["passed"]:
+                    text = str(counts["passed"])
+                elif counts["skipped"]:
+                    text = "skipped"
+                elif reason is not None:
+                    text = reasons.setdefault(reason, "abcdefghij"[len(reasons)])
+                else:
+                    text = "."
+                line += f"{text:>9}"
+            write(line)
+    write("")
+    for reason, letter in reasons.items():
+        write(f"{letter}: {reason}")

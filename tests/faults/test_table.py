@@ -1,0 +1,196 @@
+"""Every fault at every moment on every kind of storage: see the table at the end of the run."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from contextlib import closing
+
+import pytest
+from cells import (
+    BACKENDS,
+    DEADLINE,
+    DAMAGES,
+    FAULTS,
+
+
+    LIMIT,
+    MOMENTS,
+    RECOVERY,
+    STALE,
+    EngineStandIn,
+    MountedStorage,
+    Prompt,
+    Storage,
+    bad_objects,
+    damage,
+    make_old,
+    make_prompt,
+    why_not_a_cell,
+    within,
+)
+from faultfs import FaultMount
+from kvshelf.backends import open_backend
+from parts import make_format, until
+
+from kvshelf.errors import KVShelfError
+from kvshelf.identity import Chunk
+from kvshelf.shelf import Shelf
+
+FMT = make_format()
+ROWS = (*FAULTS, "truncated", STALE, "frozen")
+
+
+def why_no_cell(fault: str, moment: str, backend: str) -> str | None:
+    """Give the reason why the table has no such cell, or None."""
+    if fault == "truncated":
+        return None if moment in ("read", "write") else "no bytes of an object move at this moment"
+    if fault == STALE:
+        if backend != "fuse":
+            return "no cache between the backend and its storage"
+        return None if moment in ("read", "write") else "the sizes seen matter to loads and stores"
+    if fault == "frozen":
+        if backend != "fuse":
+            return "no filesystem's process that could be stopped"
+        return None if moment == "probe" else "a stopped filesystem answers no probe already"
+    return why_not_a_cell(fault, moment, backend)
+
+
+CELLS = [
+    (fault, moment, backend)
+    for backend in BACKENDS
+    for fault in FAULTS
+    for moment in MOMENTS
+    if why_no_cell(fault, moment, backend) is None
+]
+
+
+def loads_all(engine: EngineStandIn, *prompts: Prompt) -> Callable[[], bool]:
+    """Serve prompts (which stores what is missing); whether all of each was loaded."""
+    return lambda: all(engine.answer(prompt) == len(prompt.chunks) for prompt in prompts)
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    """Wait for an engine to use a storage that is well again."""
+    deadline = time.monotonic() + RECOVERY
+    while not condition():
+        assert time.monotonic() < deadline, "it does not recover without a restart"
+
+
+@pytest.mark.parametrize(("fault", "moment", "backend"), CELLS)
+def test_cell(
+    fault: str,
+    moment: str,
+    storage: Storage,
+    backend: str,
+    note_cell: Callable[..., None],
+    record_property: Callable[[str, object], None],
+) -> None:
+    note_cell(fault, moment, backend)
+    known, new, victim = (make_prompt(FMT, seed) for seed in range(3))
+    with closing(EngineStandIn(storage.backend)) as engine:
+        for prompt in (known, victim):
+            assert engine.answer(prompt) == 0
+            assert engine.answer(prompt) == len(prompt.chunks)
+        spoilt = engine.rig.shelf.name(FMT, victim.chunks[1], 0)
+        doomed = engine.rig.shelf.name(FMT, victim.chunks[2], 0)
+        damage(storage.plain, spoilt, lambda data: data.reverse(), old=True)
+    with closing(EngineStandIn(storage.backend)) as engine:
+        if moment != "list":
+            assert engine.answer(known) == len(known.chunks)
+
+        storage.make_trouble(fault, moment)
+        engine.patience = DEADLINE / 4
+        engine.answer(known)
+        engine.answer(new)
+        engine.answer(victim)
+        engine.answer(new)
+        shelf = engine.rig.shelf
+        for call in (lambda: list(shelf.objects()), lambda: shelf.delete(doomed)):
+            result = within(DEADLINE, call)
+            assert not isinstance(result, BaseException) or isinstance(result, KVShelfError)
+        met = storage.met()
+        assert met, "the fault was never met"
+        record_property("met", met)
+        engine.check_blocks()
+        if fault not in DAMAGES or fault.endswith("once") or moment != "read":
+            # What is read as damaged, again and again, is moved aside as it should.
+            assert list(bad_objects(storage.plain, FMT, [known])) == []
+
+        storage.heal()
+        engine.patience = LIMIT
+        eventually(loads_all(engine, known, new, victim))
+        assert list(bad_objects(storage.plain, FMT, [known, new, victim])) == []
+        assert shelf.delete(doomed) is True
+        eventually(loads_all(engine, victim))
+        engine.check_blocks()
+
+
+# --------------------------------------------------------------------------------- truncated files
+
+
+def boundaries() -> dict[str, int]:
+    """Where an object can be cut: at every boundary of its parts, and next to it."""
+    chunk = make_prompt(FMT, 0).chunks[0]
+    image = bytearray(FMT.object_size(0))
+    FMT.seal(memoryview(image), chunk, 0)
+    header_end = 8 + len(bytes(image[8 : FMT.data_offset]).rstrip())
+    found = {"empty": 0, "header length": 8, "header": header_end, "data offset": FMT.data_offset}
+    for number, spec in enumerate(FMT.tensors(0)[:-1]):
+        found[f"tensor {number}"] = FMT.data_offset + spec.offset + spec.nbytes
+    near = {"last byte": len(image) - 1, "half": len(image) // 2}
+    for name, at in found.items():
+        near[f"{name} + 1"] = at + 1
+        if at:
+            near[f"{name} - 1"] = at - 1
+    return found | near
+
+
+BOUNDARIES = boundaries()
+
+
+def cut_to(size: int) -> Callable[[bytearray], object]:
+    return lambda data: data.__delitem__(slice(size, None))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("boundary", BOUNDARIES)
+def test_truncated_objects_are_misses_and_replaced(
+    boundary: str, storage: Storage, backend: str, note_cell: Callable[..., None]
+) -> None:
+    note_cell("truncated", "read", backend)
+    prompt = make_prompt(FMT, 0)
+    with closing(EngineStandIn(storage.backend)) as engine:
+        engine.answer(prompt)
+        for old in (True, False):
+            name = engine.rig.shelf.name(FMT, prompt.chunks[1], int(old))
+            damage(storage.plain, name, cut_to(BOUNDARIES[boundary]), old=old)
+            # The truncated object is not even found; one truncated behind the look-up's back
+            # is a failed load of that chunk.
+            items = engine.rig.items(prompt.chunks, 0)
+            assert engine._load(items) == 1
+            assert engine.answer(prompt) == 1
+            eventually(loads_all(engine, prompt))
+        assert list(bad_objects(storage.plain, FMT, [prompt])) == []
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("boundary", BOUNDARIES)
+def test_writes_of_which_a_part_is_lost(
+    boundary: str, storage: Storage, backend: str, note_cell: Callable[..., None]
+) -> None:
+    note_cell("truncated", "write", backend)
+    prompt = make_prompt(FMT, 0)
+    size = BOUNDARIES[boundary]
+    with closing(EngineStandIn(storage.backend)) as engine:
+        storage.lose_behind(size)
+        for _ in range(3):
+            assert engine.answer(prompt) == 0
+        assert storage.met()
+        if backend == "fuse":
+            # The size check before publishing has noticed.
+            assert [info for info in storage.plain.list() if info.name.endswith("tensors")] == []
+        storage.heal()
+        eventually(loads_all(engine, prompt))
+        assert list(bad_objects(storage.plain, FMT, [prompt])) == []
