@@ -411,9 +411,9 @@ class Shelf:
                 self._set_aside(folder, name)
             self.backend.write(name, buffers, "replace")
             return WriteResult.REPLACED
-        # While a copy may be running its file is no evidence of damage; replacing it is
-        # right at once, for the copier goes on with a file that has no name any more.
-        if self.backend.properties.sets_aside and not self._may_be_copied(name):
+        # While its size is no evidence of damage, replacing it is right all the same: a copier
+        # goes on with a file that has no name any more.
+        if self.backend.properties.sets_aside and self._is_surely_of_wrong_size(name):
             with self._best_effort():
                 self._set_aside(folder, name)
         self.backend.write(name, buffers, "replace")
@@ -532,9 +532,10 @@ class Shelf:
     def set_bad_aside(self, fmt: ObjectFormat, chunk: Chunk, shard: int) -> bool:
         """Move an object that was found bad to ``.kvshelf/bad`` of its namespace folder.
 
-        Does nothing where the storage cannot move things or takes no writes, and to a file of
-        wrong size that changed within the last minute: it may still be copied to its place.
-        Of what was moved there the newest 32 entries and 1 GiB are kept.
+        Does nothing where the storage cannot move things or takes no writes. A file of wrong
+        size stays where it is, to be replaced by a store, when it changed within the last minute
+        (it may still be copied to its place) and where caches of the storage may show the size
+        of an earlier file: what stands there now may be good. Of what was moved there the newest 32 entries and 1 GiB are kept.
 
         Returns
         -------
@@ -558,7 +559,7 @@ class Shelf:
             if isinstance(found, StorageError):
                 raise found
             wrong_size = isinstance(found, int) and found != self._size(fmt, known, chunk, shard)
-            if wrong_size and self._may_be_copied(name):
+            if wrong_size and not self._is_surely_of_wrong_size(name):
                 return False
             return self._set_aside(folder, name)
         return False
@@ -572,9 +573,12 @@ class Shelf:
         except StorageError as exc:
             logger.debug("a bad object could not be moved aside: %s", exc)
 
-    def _may_be_copied(self, name: str) -> bool:
+    def _is_surely_of_wrong_size(self, name: str) -> bool:
+        """Whether a wrong size that was seen shows that the object is bad."""
+        if self.backend.properties.cache_seconds:
+            return False
         info = self.backend.info(name)
-        return info is not None and abs(time.time() - info.mtime) < COPY_SECONDS
+        return info is None or abs(time.time() - info.mtime) >= COPY_SECONDS
 
     def _set_aside(self, folder: str, name: str) -> bool:
         # The time makes names sort by age, which is how trim() finds the oldest.

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 from cells import (
@@ -194,3 +194,87 @@ def test_writes_of_which_a_part_is_lost(
         storage.heal()
         eventually(loads_all(engine, prompt))
         assert list(bad_objects(storage.plain, FMT, [prompt])) == []
+
+
+# --------------------------------------------------------------------------------- caches that lie
+
+
+@pytest.fixture(scope="module")
+def forgetful(mounts: Callable[..., FaultMount]) -> FaultMount:
+    """A mount whose kernel asks for names and attributes once, and believes them for an hour."""
+    return mounts(cache_seconds=3600.0)
+
+
+@pytest.fixture
+def outdated(
+    forgetful: FaultMount, short_pauses: None
+) -> Iterator[tuple[MountedStorage, EngineStandIn, Prompt]]:
+    """A prompt whose second chunk was too short, was seen so, and was replaced by a good one."""
+    storage = MountedStorage(forgetful)
+    prompt = make_prompt(FMT, 0)
+    with closing(EngineStandIn(storage.plain)) as engine:
+        engine.answer(prompt)
+        name = engine.rig.shelf.name(FMT, prompt.chunks[1], 0)
+    good = Path(storage.plain.url, name).read_bytes()
+    damage(storage.plain, name, cut_to(4500), old=True)
+    assert storage.backend.stat([name]) == [4500]
+    storage.plain.write(name, [good], "replace")
+    make_old(storage.plain, name)
+    assert storage.backend.stat([name]) == [4500], "the cache tells the truth"
+    with closing(EngineStandIn(storage.backend)) as engine:
+        yield storage, engine, prompt
+    storage.heal()
+    storage.close()
+
+
+def test_a_size_from_an_outdated_cache_moves_no_object(
+    outdated: tuple[MountedStorage, EngineStandIn, Prompt], note_cell: Callable[..., None]
+) -> None:
+    note_cell(STALE, "read", "fuse")
+    storage, engine, prompt = outdated
+    assert engine._load(engine.rig.items(prompt.chunks, 0)) == 1
+    assert list(bad_objects(storage.plain, FMT, [prompt])) == []
+    engine.answer(prompt)
+    eventually(loads_all(engine, prompt))
+
+
+def test_an_object_behind_an_outdated_cache_survives_a_store_that_fails(
+    outdated: tuple[MountedStorage, EngineStandIn, Prompt], note_cell: Callable[..., None]
+) -> None:
+    note_cell(STALE, "write", "fuse")
+    storage, engine, prompt = outdated
+    storage.make_trouble("ENOSPC", "write")
+    assert engine.answer(prompt) == 1
+    assert storage.met()
+    assert list(bad_objects(storage.plain, FMT, [prompt])) == []
+    storage.heal()
+    eventually(loads_all(engine, prompt))
+    assert list(bad_objects(storage.plain, FMT, [prompt])) == []
+
+
+# ------------------------------------------------------------------------------ stopped filesystems
+
+
+@pytest.mark.parametrize("then", ["goes on", "is killed and mounted again"])
+@pytest.mark.parametrize("backend", ["fuse"])
+def test_frozen(
+    then: str, storage: MountedStorage, backend: str, note_cell: Callable[..., None]
+) -> None:
+    note_cell("frozen", "probe", backend)
+    known, new = make_prompt(FMT, 0), make_prompt(FMT, 1)
+    with closing(EngineStandIn(storage.backend)) as engine:
+        engine.answer(known)
+        storage.mount.freeze()
+        try:
+            engine.patience = DEADLINE / 4
+            for _ in range(3):
+                assert engine.answer(known) == engine.answer(new) == 0
+        finally:
+            if then == "goes on":
+                storage.mount.thaw()
+            else:
+                storage.mount.revive()
+        engine.patience = LIMIT
+        eventually(loads_all(engine, known, new))
+        engine.check_blocks()
+    assert list(bad_objects(storage.plain, FMT, [known, new])) == []
