@@ -15,8 +15,10 @@ Contracts
 
 from __future__ import annotations
 
+import os
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from types import TracebackType
@@ -75,6 +77,8 @@ class Properties:
         Writes are known to be refused.
     sets_aside : bool
         :meth:`Backend.set_aside` moves a thing as it is; False: it deletes.
+    temporaries : bool
+        A writer that is killed may leave a temporary behind, for :meth:`Backend.sweep`.
     """
 
     filesystem: str
@@ -86,6 +90,7 @@ class Properties:
     probe_cost: float = 10e-6
     read_only: bool = False
     sets_aside: bool = False
+    temporaries: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,6 +265,32 @@ class Backend(ABC):
         Nothing is followed or recursed into: a folder that is not empty stays. Best effort.
         """
 
+    def sweep(self, folder: str, older_than: float, is_ours: Callable[[str], bool]) -> int:
+        """Remove temporaries directly in `folder` that writers left when they were killed.
+
+        Parameters
+        ----------
+        folder : str
+            Its subfolders are not looked at.
+        older_than : float
+            Seconds since the last change of a temporary; younger ones may be in use.
+        is_ours : Callable
+            Asked with the name (without folder) that a temporary would have been given.
+            Regular files whose name is exactly that of a temporary and for which the answer
+            is true are removed, nothing else ever.
+
+        Returns
+        -------
+        int
+            Number of files removed.
+
+        Raises
+        ------
+        StorageError
+            If the storage failed.
+        """
+        return 0
+
     @abstractmethod
     def touch(self, name: str) -> None:
         """Note a use of the object (access time only, never its mtime). Best effort."""
@@ -271,6 +302,20 @@ class Backend(ABC):
 
     def close(self) -> None:
         """Release connections and threads. Idempotent."""
+
+
+_TEMPORARY: Final = re.compile(r"\.(.+)\.[0-9a-f]{16}\.tmp", re.ASCII)
+
+
+def temporary_name(base: str) -> str:
+    """Return a fresh name, in the same folder, for an object until it is published."""
+    return f".{base}.{os.urandom(8).hex()}.tmp"
+
+
+def final_name(temporary: str) -> str | None:
+    """Return the name that a temporary would have been given; None for other names."""
+    found = _TEMPORARY.fullmatch(temporary)
+    return found[1] if found else None
 
 
 def check_name(name: str) -> str:

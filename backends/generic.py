@@ -21,9 +21,9 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any, Final
 from urllib.parse import quote, unquote, urlsplit
@@ -40,6 +40,8 @@ from kvshelf.backends.base import (
     WriteMode,
     WriteResult,
     check_name,
+    final_name,
+    temporary_name,
 )
 from kvshelf.backends.oserrors import storage_error
 
@@ -64,7 +66,6 @@ _PACKAGES: Final = {"s3": "kvshelf[s3]", "s3a": "kvshelf[s3]"}
 #: Objects up to this size are fetched in one request, so that all reads see one version.
 _WHOLE_BYTES: Final = 256 << 20
 _PROBES_AT_ONCE: Final = 64
-_TEMPORARY_BYTES: Final = 8
 
 _SECRET_OPTION: Final = re.compile(
     r"key|secret|token|passw|passphrase|credential|sas|connection_string|auth|sign", re.IGNORECASE
@@ -139,6 +140,7 @@ class GenericBackend(Backend):
             cache_seconds=0.0,
             concurrency=32 if remote else 8,
             probe_cost=20e-3 if remote else 50e-6,
+            temporaries=not self._atomic_put,
         )
 
     def __repr__(self) -> str:
@@ -322,7 +324,7 @@ class GenericBackend(Backend):
 
     def _move_into_place(self, path: str, data: bytes) -> None:
         folder, _, base = path.rpartition("/")
-        temporary = f"{folder}/.{base}.{os.urandom(_TEMPORARY_BYTES).hex()}.tmp"
+        temporary = f"{folder}/{temporary_name(base)}"
         try:
             try:
                 self._fs.pipe_file(temporary, data)
@@ -366,6 +368,11 @@ class GenericBackend(Backend):
         )
 
     def _entries(self, folder: str) -> Iterator[tuple[str, dict[str, Any]]]:
+        for base, found in self._all_entries(folder):
+            if base[0] != "." and base.isascii():
+                yield (f"{folder}/{base}" if folder else base), found
+
+    def _all_entries(self, folder: str) -> Iterator[tuple[str, dict[str, Any]]]:
         path = self._path(folder)
         try:
             entries = self._fs.ls(path, detail=True)
@@ -378,9 +385,8 @@ class GenericBackend(Backend):
             full = str(found.get("name", "")).strip("/")
             base = full.rpartition("/")[2]
             # Object stores list a folder's own marker too.
-            if full == start or not base or base[0] == "." or not base.isascii():
-                continue
-            yield (f"{folder}/{base}" if folder else base), found
+            if base and full != start:
+                yield base, found
 
     # ------------------------------------------------------------------------------ other changes
 
@@ -406,6 +412,28 @@ class GenericBackend(Backend):
         """Delete the object: most of these storages can move only by copying."""
         check_name(target)
         return self.delete(name)
+
+    def sweep(self, folder: str, older_than: float, is_ours: Callable[[str], bool]) -> int:
+        """Remove old temporaries where writing makes any and the filesystem tells times."""
+        if self._atomic_put:
+            return 0
+        limit = time.time() - older_than
+        removed = 0
+        for base, found in self._all_entries(check_name(folder) if folder else ""):
+            final = final_name(base)
+            if final is None or not is_ours(final) or not _is_file(found):
+                continue
+            changed = _object_info(base, found).mtime
+            if not 0 < changed < limit:
+                continue
+            try:
+                self._fs.rm_file(f"{self._path(folder)}/{base}")
+            except FileNotFoundError:
+                continue
+            except Exception as exc:
+                raise self._translate(exc, "sweeping", folder, writing=True) from exc
+            removed += 1
+        return removed
 
     def touch(self, name: str) -> None:
         """Do nothing: fsspec has no access times."""

@@ -33,6 +33,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import Final
 
 from kvshelf.backends.base import (
@@ -46,6 +47,8 @@ from kvshelf.backends.base import (
     WriteMode,
     WriteResult,
     check_name,
+    final_name,
+    temporary_name,
 )
 from kvshelf.backends.oserrors import storage_error
 
@@ -72,7 +75,8 @@ _IOV_MAX: Final = max(16, os.sysconf("SC_IOV_MAX"))
 _DOTS: Final = frozenset(("", ".", ".."))
 #: Ways to publish, the best first; a backend goes down this list and never up.
 _LINK, _NOREPLACE, _RENAME = range(3)
-_TEMPORARY: Final = re.compile(r"\..+\.[0-9a-f]{16}\.tmp")
+#: Most entries of one folder that a sweep looks at.
+_SWEEP_ENTRIES: Final = 65536
 
 #: What `link` answers where the filesystem has no hard links.
 _NO_LINKS: Final = frozenset((errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS))
@@ -285,6 +289,7 @@ class PosixBackend(Backend):
             concurrency=8 if local else 32,
             probe_cost=5e-6 if local else 1e-3,
             sets_aside=True,
+            temporaries=True,
         )
 
     def __repr__(self) -> str:
@@ -589,7 +594,7 @@ class PosixBackend(Backend):
             raise
         except OSError as exc:
             raise self._folder_error(exc, "writing", folder, writing=True) from exc
-        temporary = f".{base}.{os.urandom(8).hex()}.tmp"
+        temporary = temporary_name(base)
         left = False
         try:
             existed = _occupied(base, dir_fd)
@@ -831,55 +836,38 @@ class PosixBackend(Backend):
             finally:
                 os.close(fd)
 
-    def sweep(self, older_than: float, prefix: str = "") -> int:
-        """Remove temporaries that writers left behind when they were killed.
-
-        Parameters
-        ----------
-        older_than : float
-            Seconds since the last change of a temporary; younger ones may be in use.
-        prefix : str
-            Folder to look below.
-
-        Returns
-        -------
-        int
-            Number of files removed.
-
-        Raises
-        ------
-        StorageError
-            If the storage failed.
-        """
-        self._check_writable(check_name(prefix) if prefix else "")
+    def sweep(self, folder: str, older_than: float, is_ours: Callable[[str], bool]) -> int:
+        """Unlink old temporaries among the first 65536 entries of one folder."""
+        self._check_writable(check_name(folder) if folder else "")
         limit = time.time() - older_than
+        stale: list[str] = []
+        for entry in islice(self._scan(folder), _SWEEP_ENTRIES):
+            final = final_name(entry.name)
+            if final is None or not is_ours(final):
+                continue
+            with contextlib.suppress(OSError):
+                info = entry.stat(follow_symlinks=False)
+                # A file that is linked or renamed changes its ctime only, and is in use too.
+                if stat_module.S_ISREG(info.st_mode) and max(info.st_mtime, info.st_ctime) < limit:
+                    stale.append(entry.name)
+        if not stale:
+            return 0
+        try:
+            fd = self._open_folder(folder)
+        except FileNotFoundError:
+            return 0
+        except OSError as exc:
+            raise self._folder_error(exc, "sweeping", folder, writing=True) from exc
         removed = 0
-        pending = [prefix]
-        while pending:
-            folder = pending.pop()
-            stale: list[str] = []
-            for entry in self._scan(folder):
-                if _is_folder(entry):
-                    pending.append(f"{folder}/{entry.name}" if folder else entry.name)
-                elif _TEMPORARY.fullmatch(entry.name):
-                    with contextlib.suppress(FileNotFoundError):
-                        info = entry.stat(follow_symlinks=False)
-                        if max(info.st_mtime, info.st_ctime) < limit:
-                            stale.append(entry.name)
-            if stale:
-                try:
-                    fd = self._open_folder(folder)
-                except FileNotFoundError:
-                    continue
-                try:
-                    for name in stale:
-                        with contextlib.suppress(FileNotFoundError):
-                            os.unlink(name, dir_fd=fd)
-                            removed += 1
-                except OSError as exc:
-                    raise self._failed(exc, "sweeping", folder, writing=True) from exc
-                finally:
-                    os.close(fd)
+        try:
+            for name in stale:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(name, dir_fd=fd)
+                    removed += 1
+        except OSError as exc:
+            raise self._failed(exc, "sweeping", folder, writing=True) from exc
+        finally:
+            os.close(fd)
         return removed
 
 

@@ -88,6 +88,10 @@ class WrappedBackend(Backend):
         """Bound what was set aside."""
         self.inner.trim(folder, max_count, max_bytes)
 
+    def sweep(self, folder: str, older_than: float, is_ours: Callable[[str], bool]) -> int:
+        """Remove old temporaries."""
+        return self.inner.sweep(folder, older_than, is_ours)
+
     def touch(self, name: str) -> None:
         """Note a use of an object."""
         self.inner.touch(name)
@@ -126,6 +130,10 @@ class ReadOnlyBackend(WrappedBackend):
 
     def trim(self, folder: str, max_count: int, max_bytes: int) -> None:
         """Do nothing."""
+
+    def sweep(self, folder: str, older_than: float, is_ours: Callable[[str], bool]) -> int:
+        """Do nothing."""
+        return 0
 
     def touch(self, name: str) -> None:
         """Do nothing."""
@@ -199,6 +207,11 @@ class CountingBackend(WrappedBackend):
         self._count("set_aside")
         return self.inner.set_aside(name, target)
 
+    def sweep(self, folder: str, older_than: float, is_ours: Callable[[str], bool]) -> int:
+        """Sweep and count."""
+        self._count("sweep")
+        return self.inner.sweep(folder, older_than, is_ours)
+
     def touch(self, name: str) -> None:
         """Touch and count."""
         self._count("touch")
@@ -215,8 +228,8 @@ class Fault:
     ----------
     operation : str
         ``stat``, ``info``, ``open``, ``read``, ``write``, ``publish`` (when a write is done, but
-        has not been answered), ``list``, ``folders``, ``delete``, ``set_aside``, ``touch``, or
-        ``*``.
+        has not been answered), ``list``, ``folders``, ``delete``, ``set_aside``, ``sweep``,
+        ``touch``, or ``*``.
     pattern : str
         Names it concerns, as for :mod:`fnmatch`.
     wait : threading.Event or float, optional
@@ -349,6 +362,11 @@ class FaultyBackend(WrappedBackend):
         """Move, with faults."""
         self._meet("set_aside", name)
         return self.inner.set_aside(name, target)
+
+    def sweep(self, folder: str, older_than: float, is_ours: Callable[[str], bool]) -> int:
+        """Sweep, with faults."""
+        self._meet("sweep", folder)
+        return self.inner.sweep(folder, older_than, is_ours)
 
     def touch(self, name: str) -> None:
         """Touch, with faults."""

@@ -524,6 +524,63 @@ def test_bad_folder_that_is_a_link_does_not_break_a_load(
     assert load(shelf, fmt, chunks[0]) == good
 
 
+# ---------------------------------------------------------------------- what killed writers leave
+
+
+def temporaries(root: Path) -> set[Path]:
+    return {path for path in root.rglob("*.tmp") if not path.is_dir()}
+
+
+@pytest.mark.parametrize("place", ["folder", "group", "fan-out"])
+def test_stores_sweep_the_namespace_of_old_temporaries(
+    shelf: Shelf, fmt: ObjectFormat, chunks: list[Chunk], monkeypatch: Any, place: str
+) -> None:
+    store(shelf, fmt, chunks[0])
+    path = path_of(shelf, fmt, chunks[0])
+    if place == "folder":
+        left = path.parents[2] / ".namespace.json.0123456789abcdef.tmp"
+    elif place == "group":
+        # Nothing of ours is ever here.
+        left = path.parents[1] / f".{path.name}.0123456789abcdef.tmp"
+    else:
+        left = path.parent / f".{path.name}.0123456789abcdef.tmp"
+    foreign = {path.parent / name for name in (".notes.0123456789abcdef.tmp", f".{path.name}.tmp")}
+    for file in (left, *foreign):
+        file.write_bytes(b"begun")
+    monkeypatch.setattr(shelf_module, "_SWEEP_SECONDS", 0.0)
+    monkeypatch.setattr(shelf_module, "_SWEEP_ROUND_SECONDS", 0.0)
+    with open_shelf(shelf.url) as fresh:
+        for chunk in chunks[1:5]:
+            store(fresh, fmt, chunk)
+        assert left in temporaries(Path(shelf.url)), "it may still be written to"
+        monkeypatch.setattr(shelf_module, "_SWEEP_AGE", -1.0)
+        folders = {path_of(shelf, fmt, chunk).parent for chunk in chunks[:40]}
+        for chunk in chunks[5:40]:
+            store(fresh, fmt, chunk)
+        for _ in range(2 * len(folders)):
+            store(fresh, fmt, chunks[0])
+        assert left.exists() == (place == "group")
+        assert temporaries(Path(shelf.url)) - {left} == foreign
+        assert load(fresh, fmt, chunks[0]) == image(fmt, chunks[0])
+
+
+def test_sweeps_are_rare(root: Path, fmt: ObjectFormat, chunks: list[Chunk]) -> None:
+    counting = CountingBackend(open_backend(root))
+    with Shelf(counting) as shelf:
+        for chunk in chunks[:20]:
+            store(shelf, fmt, chunk)
+    assert counting.counts["sweep"] == 1
+
+
+def test_a_sweep_that_fails_is_no_failed_store(
+    root: Path, fmt: ObjectFormat, chunks: list[Chunk]
+) -> None:
+    faulty = FaultyBackend(open_backend(root))
+    faulty.add(Fault("sweep", error=lambda: TransientStorageError(5, "EIO")))
+    with Shelf(faulty) as shelf:
+        assert store(shelf, fmt, chunks[0]) is WriteResult.CREATED
+
+
 # -------------------------------------------------------------------------------------- listings
 
 

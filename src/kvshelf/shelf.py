@@ -11,6 +11,8 @@ Contracts
 * I/O errors (:class:`~kvshelf.errors.StorageError`) never delete, move or replace anything.
 * A folder belongs to a namespace by the 16 hex at its end, whatever the slug before them.
   Objects are read from all such folders and written to one.
+* A namespace that is written to is swept of what killed writers left: one folder at a time,
+  seconds apart, after a write and on its thread.
 * All methods block on storage and may be called from any number of threads, never from an
   engine's step thread.
 """
@@ -20,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import random
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -66,6 +69,11 @@ _CHEAP_PROBE: Final = 1e-3
 _FOLDERS_SECONDS: Final = 60.0
 _NO_FOLDER_SECONDS: Final = 5.0
 _DESCRIPTION_SECONDS: Final = 60.0
+#: What killed writers leave behind is removed when nothing has changed it for so long.
+_SWEEP_AGE: Final = 3600.0
+#: Seconds from one folder that is swept to the next, and from one round to the next.
+_SWEEP_SECONDS: Final = 10.0
+_SWEEP_ROUND_SECONDS: Final = 3600.0
 
 
 class Presence(Enum):
@@ -130,6 +138,9 @@ class _Known:
     ends: tuple[str, ...]
     folders_until: float = 0.0
     described_until: float = 0.0
+    #: Folders of this round that are not swept yet; taken from the end.
+    unswept: list[str] = field(default_factory=list)
+    swept_until: float = 0.0
     tail_sizes: dict[tuple[int, int], int] = field(default_factory=dict)
 
 
@@ -384,6 +395,7 @@ class Shelf:
         name = f"{folder}/{object_name(chunk, shard, fmt.shards)}"
         result = self._write(folder, name, buffers, size, mode)
         self._counters.observe("publish", time.perf_counter() - begin)
+        self._sweep(known, folder)
         return result
 
     def _write(
@@ -467,6 +479,36 @@ class Shelf:
         if self.backend.properties.probe_cost >= _CHEAP_PROBE:
             known.described_until = time.monotonic() + _DESCRIPTION_SECONDS
 
+    def _sweep(self, known: _Known, namespace_folder: str) -> None:
+        """Now and then, remove what killed writers left in one more folder of a namespace."""
+        if not self.backend.properties.temporaries:
+            return
+        with self._lock:
+            now = time.monotonic()
+            if now < known.swept_until:
+                return
+            if not known.unswept:
+                known.unswept.append(namespace_folder)
+            folder = known.unswept.pop()
+            known.swept_until = now + _SWEEP_SECONDS
+        try:
+            self.backend.sweep(
+                folder,
+                _SWEEP_AGE,
+                lambda name: name == _DESCRIPTION or parse_path(f"{folder}/{name}") is not None,
+            )
+            # Objects lie in <namespace>/<group>/<2 hex>.
+            inner = [] if folder.count("/") == 2 else list(self.backend.folders(folder))
+        except StorageError as exc:
+            logger.debug("temporaries could not be removed: %s", exc)
+            return
+        # Of many engines that begin a round at once each begins elsewhere.
+        random.shuffle(inner)
+        with self._lock:
+            known.unswept += [f"{folder}/{name}" for name in inner]
+            if not known.unswept:
+                known.swept_until = now + _SWEEP_ROUND_SECONDS
+
     # ------------------------------------------------------------------------------------- loads
 
     def load(self, fmt: ObjectFormat, chunk: Chunk, shard: int, image: memoryview) -> None:
@@ -535,7 +577,8 @@ class Shelf:
         Does nothing where the storage cannot move things or takes no writes. A file of wrong
         size stays where it is, to be replaced by a store, when it changed within the last minute
         (it may still be copied to its place) and where caches of the storage may show the size
-        of an earlier file: what stands there now may be good. Of what was moved there the newest 32 entries and 1 GiB are kept.
+        of an earlier file: what stands there now may be good. Of what was moved there the newest
+        32 entries and 1 GiB are kept.
 
         Returns
         -------

@@ -58,6 +58,10 @@ def files(folder: Path) -> set[str]:
     return {str(p.relative_to(folder)) for p in folder.rglob("*") if not p.is_dir()}
 
 
+def any_name(name: str) -> bool:
+    return True
+
+
 def failing(code: int) -> Callable[..., Any]:
     def fail(*args: object, **kwargs: object) -> Any:
         raise OSError(code, os.strerror(code))
@@ -101,12 +105,12 @@ def test_no_folder_link_leads_outside(backend: PosixBackend, root: Path, level: 
         lambda: backend.delete(name),
         lambda: backend.set_aside(name, "aside"),
         lambda: list(backend.list("ns/_/ab")),
+        lambda: backend.sweep("ns/_/ab", -1, any_name),
     ):
         with pytest.raises(PermanentStorageError):
             call()
     backend.touch(name)
     assert list(backend.list()) == []
-    assert backend.sweep(0) == 0
     assert everything(outside) == before
     assert deeper.read_bytes() == b"secret"
 
@@ -516,7 +520,7 @@ def test_nothing_stays_open(backend: PosixBackend, root: Path, monkeypatch: Any)
         list(backend.folders("a"))
         backend.set_aside("a/b/x", "q/x")
         backend.delete("q/x")
-        backend.sweep(0)
+        backend.sweep("a", 0, any_name)
         backend.trim("a", 0, 0)
         with monkeypatch.context() as patch:
             patch.setattr(os, "writev", failing(errno.EIO))
@@ -619,22 +623,28 @@ def test_killed_before_publishing(root: Path, call: str, mode: str) -> None:
     assert list(backend.list()) == []
     (left,) = files(root)
     assert left.startswith("a/.x.")
-    assert backend.sweep(3600) == 0
+    assert backend.sweep("a", 3600, any_name) == 0
     assert backend.write("a/x", [b"1"]) is WriteResult.CREATED
-    assert backend.sweep(-1) == 1
+    assert backend.sweep("a", -1, any_name) == 1
     assert files(root) == {"a/x"}
 
 
-def test_sweep_takes_only_temporaries(backend: PosixBackend, root: Path) -> None:
-    kept = {"a/x", "a/.hidden", "a/x.tmp", "a/.x.tmp", "a/.kvshelf/y"}
-    gone = {"a/.x.0123456789abcdef.tmp", "a/.kvshelf/.y.0123456789abcdef.tmp"}
+def test_sweep_takes_only_old_temporaries_of_its_own(backend: PosixBackend, root: Path) -> None:
+    kept = {"a/x", "a/.hidden", "a/x.tmp", "a/.x.tmp", "a/b/.x.0123456789abcdef.tmp"}
+    kept |= {"a/.foreign.0123456789abcdef.tmp", "a/.x.0123456789ABCDEF.tmp"}
+    gone = {"a/.x.0123456789abcdef.tmp", "a/.x.fedcba9876543210.tmp"}
     for name in kept | gone:
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_bytes(b"")
-    assert backend.sweep(60) == 0
-    assert backend.sweep(-1, "none") == 0
-    assert backend.sweep(-1) == 2
+    (root / "a" / ".x.000000000000000a.tmp").symlink_to("x")
+    (root / "a" / ".x.000000000000000b.tmp").mkdir()
+    os.mkfifo(root / "a" / ".x.000000000000000c.tmp")
+    kept |= {"a/.x.000000000000000a.tmp", "a/.x.000000000000000c.tmp"}
+    assert backend.sweep("a", 60, lambda name: name == "x") == 0
+    assert backend.sweep("none", -1, lambda name: name == "x") == 0
+    assert backend.sweep("a", -1, lambda name: name == "x") == 2
     assert files(root) == kept
+    assert (root / "a" / ".x.000000000000000b.tmp").is_dir()
 
 
 def test_reader_goes_on_after_a_replace_by_another_size(backend: PosixBackend) -> None:

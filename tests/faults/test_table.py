@@ -10,11 +10,9 @@ from pathlib import Path
 import pytest
 from cells import (
     BACKENDS,
-    DEADLINE,
     DAMAGES,
+    DEADLINE,
     FAULTS,
-
-
     LIMIT,
     MOMENTS,
     RECOVERY,
@@ -31,12 +29,9 @@ from cells import (
     within,
 )
 from faultfs import FaultMount
-from kvshelf.backends import open_backend
-from parts import make_format, until
+from parts import make_format
 
 from kvshelf.errors import KVShelfError
-from kvshelf.identity import Chunk
-from kvshelf.shelf import Shelf
 
 FMT = make_format()
 ROWS = (*FAULTS, "truncated", STALE, "frozen")
