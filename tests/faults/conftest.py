@@ -90,7 +90,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     from test_table import ROWS, why_no_cell
 
     ended: dict[tuple[str, str, str], Counter[str]] = defaultdict(Counter)
-    met = 0
+    met = killed = 0
     for outcome in ("passed", "failed", "skipped", "error"):
         for report in terminalreporter.stats.get(outcome, ()):
             for name, value in getattr(report, "user_properties", ()):
@@ -98,11 +98,16 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
                     ended[tuple(value)][outcome] += 1
                 elif name == "met" and outcome == "passed":
                     met += value
+                elif name == "killed":
+                    killed += value
+    write = terminalreporter.write_line
+    if ended or killed:
+        terminalreporter.section("faults")
+    if killed:
+        write(f"{killed} writers and readers were killed, one at each step of what they did.")
     if not ended:
         return
     total = sum((counts for counts in ended.values()), Counter[str]())
-    write = terminalreporter.write_line
-    terminalreporter.section("faults")
     write(
         f"{len(ended)} cells, {total['passed']} runs ended well, "
         f"{total['failed'] + total['error']} did not, {total['skipped']} were skipped; "

@@ -1,0 +1,146 @@
+"""Processes that are killed in the middle of a store or load: a program for test_crash.py.
+
+Reads lines of JSON, each an order for a process (or several at once) to be forked, and answers with
+a line when all have ended. A forked process does its job and kills itself with SIGKILL right before
+its n-th call of the operating system, counting those that touch files: so every step of a protocol
+is tried without any of them being named. Knows neither torch nor vLLM, so that a fork is cheap.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from kvshelf.backends import posix
+
+from kvshelf.chunkfile import ObjectFormat
+from kvshelf.identity import FORMAT, Chunk, KeyChain, Namespace
+from kvshelf.shelf import Shelf, open_shelf
+
+CHUNK = 16
+_WATCHED = frozenset(
+    ("open", "close", "mkdir", "stat", "lstat", "fstat", "fchmod", "fchown", "chmod", "statvfs")
+) | frozenset(("writev", "preadv", "fsync", "link", "unlink", "rename", "replace", "scandir"))
+
+
+def make_format() -> ObjectFormat:
+    """A small namespace."""
+    record: dict[str, Any] = {
+        "format": FORMAT,
+        "weights": "user:crash",
+        "layers": 1,
+        "kv_heads": 2,
+        "head_sizes": [8],
+        "compute_dtype": "bfloat16",
+        "kv_dtype": "bfloat16",
+        "chunk_size": CHUNK,
+        "shards": 2,
+        "stages": [1],
+        "layouts": ["canonical"],
+        "layer_names": ["layers.0"],
+        "layer_shapes": ["2,*,2,8"],
+        "layer_dtypes": ["BF16"],
+    }
+    record["data_offset"] = ObjectFormat.required_data_offset(record)
+    return ObjectFormat(Namespace(record, "crash"))
+
+
+def make_chunks(fmt: ObjectFormat) -> list[Chunk]:
+    return list(KeyChain(fmt.namespace.digest, CHUNK).extend(range(2 * CHUNK)))
+
+
+def image_of(fmt: ObjectFormat, chunk: Chunk, shard: int) -> bytearray:
+    """The object as every writer makes it."""
+    image = bytearray([chunk.index + 7 * shard + 1]) * fmt.object_size(shard)
+    fmt.seal(memoryview(image), chunk, shard)
+    return image
+
+
+class _Steps:
+    """Stands for the module `os` and counts; dies before the n-th call that touches files."""
+
+    def __init__(self, last: int, half: bool, no_links: bool) -> None:
+        self.left = last
+        self._half = half
+        self._no_links = no_links
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(os, name)
+        return self.counted(name, found) if name in _WATCHED else found
+
+    def counted(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def counting(*args: Any, **options: Any) -> Any:
+            self.left -= 1
+            if self.left < 0:
+                if self._half and name == "writev":
+                    fd, views = args
+                    os.write(fd, bytes(views[0])[: len(views[0]) // 2])
+                os.kill(os.getpid(), signal.SIGKILL)
+            if name == "link" and self._no_links:
+                raise OSError(errno.EPERM, "no hard links here")
+            return call(*args, **options)
+
+        return counting
+
+
+def _run(
+    root: str,
+    job: str,
+    last: int,
+    *,
+    half: bool = False,
+    no_links: bool = False,
+    fsync: bool = False,
+) -> None:
+    steps = _Steps(last, half, no_links)
+    posix.os = steps  # type: ignore[assignment]
+    for name in ("_openat2", "_rename_noreplace"):
+        setattr(posix, name, steps.counted(name, getattr(posix, name)))
+    fmt = make_format()
+    with open_shelf(root, storage_options={"fsync": fsync}) as shelf:
+        for chunk in make_chunks(fmt):
+            for shard in range(fmt.shards):
+                _step(shelf, fmt, chunk, shard, job)
+
+
+def _step(shelf: Shelf, fmt: ObjectFormat, chunk: Chunk, shard: int, job: str) -> None:
+    image = image_of(fmt, chunk, shard)
+    if job == "write":
+        shelf.write(fmt, chunk, shard, [image])
+    elif job == "repair":
+        shelf.repair(fmt, chunk, shard, [image])
+    else:
+        try:
+            shelf.load(fmt, chunk, shard, memoryview(image))
+        except (OSError, ValueError):
+            pass  # missing or bad: a miss
+
+
+def _fork(order: dict[str, Any]) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        _run(**order)
+        code = 0
+    finally:
+        os._exit(code)
+
+
+def main() -> None:
+    """Serve orders; the answer is a list of exit codes, negative for signals."""
+    for line in sys.stdin:
+        pids = [_fork(order) for order in json.loads(line)]
+        codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+        sys.stdout.write(json.dumps(codes) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

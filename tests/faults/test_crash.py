@@ -1,0 +1,241 @@
+"""Writers and readers that are killed at every step: nothing half-written is ever found."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import crash_child
+import pytest
+from kvshelf.backends import WriteResult
+from kvshelf.backends.base import final_name
+
+from kvshelf import shelf as shelf_module
+from kvshelf.errors import ObjectMissingError
+from kvshelf.shelf import Shelf, open_shelf
+
+FMT = crash_child.make_format()
+CHUNKS = crash_child.make_chunks(FMT)
+ITEMS = [(chunk, shard) for chunk in CHUNKS for shard in range(FMT.shards)]
+#: More calls than any job makes.
+NEVER = 10_000
+
+Kill = Callable[..., list[int]]
+
+
+@pytest.fixture(scope="module")
+def forks() -> Iterator[Kill]:
+    """Run jobs at once in processes of their own; see crash_child."""
+    process = subprocess.Popen(
+        [sys.executable, crash_child.__file__],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdin is not None and process.stdout is not None
+
+    def order(*jobs: dict[str, Any]) -> list[int]:
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write(json.dumps(jobs) + "\n")
+        process.stdin.flush()
+        codes: list[int] = json.loads(process.stdout.readline())
+        assert set(codes) <= {0, -signal.SIGKILL}, "a job failed: see stderr"
+        return codes
+
+    yield order
+    process.communicate(timeout=10)
+
+
+@pytest.fixture
+def run(forks: Kill, record_property: Callable[[str, object], None]) -> Kill:
+    """Run jobs, and count those that were killed for the summary."""
+
+    def counted(*jobs: dict[str, Any]) -> list[int]:
+        codes = forks(*jobs)
+        record_property("killed", sum(code != 0 for code in codes))
+        return codes
+
+    return counted
+
+
+def check(root: Path) -> None:
+    """Assert that each object is whole or missing, and that the shelf goes on as usual."""
+    with open_shelf(root) as shelf:
+        there = set()
+        for chunk, shard in ITEMS:
+            image = bytearray(FMT.object_size(shard))
+            try:
+                shelf.load(FMT, chunk, shard, memoryview(image))
+            except ObjectMissingError:
+                continue
+            assert image == crash_child.image_of(FMT, chunk, shard)
+            there.add((chunk.index, shard))
+        assert {(o.parsed.index, o.parsed.shard) for o in shelf.objects()} == there
+        for info in shelf.namespaces():
+            assert info.namespace == FMT.namespace or info.problem == "it has no namespace.json"
+        for chunk, shard in ITEMS:
+            expected = WriteResult.EXISTED if (chunk.index, shard) in there else WriteResult.CREATED
+            image = crash_child.image_of(FMT, chunk, shard)
+            assert shelf.write(FMT, chunk, shard, [image]) is expected
+        assert shelf.present(FMT, CHUNKS) == [True] * len(CHUNKS)
+    for left in temporaries(root):
+        assert final_name(left.name) is not None
+
+
+def temporaries(root: Path) -> list[Path]:
+    return [path for path in root.rglob(".*") if path.is_file()]
+
+
+def sweep_all(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Store as often as it takes to come through all folders once."""
+    with monkeypatch.context() as patch:
+        patch.setattr(shelf_module, "_SWEEP_SECONDS", 0.0)
+        patch.setattr(shelf_module, "_SWEEP_AGE", -1.0)
+        with open_shelf(root) as shelf:
+            for _ in range(8):
+                store_all(shelf)
+
+
+def store_all(shelf: Shelf) -> None:
+    for chunk, shard in ITEMS:
+        shelf.write(FMT, chunk, shard, [crash_child.image_of(FMT, chunk, shard)])
+
+
+WAYS = {
+    "links": {"half": True},
+    "renames": {"half": True, "no_links": True},
+    "fsync": {"fsync": True},
+}
+
+
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=pytest.mark.slow if way == "fsync" else ()) for way in WAYS]
+)
+def test_a_writer_killed_at_every_step(
+    run: Kill, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    left = 0
+    for last in itertools.count():
+        root = tmp_path / str(last)
+        (code,) = run({"root": str(root), "job": "write", "last": last, **WAYS[way]})
+        left += len(temporaries(root))
+        check(root)
+        if temporaries(root):
+            sweep_all(root, monkeypatch)
+            assert temporaries(root) == []
+        shutil.rmtree(root, ignore_errors=True)
+        if code == 0:
+            break
+        assert last < NEVER
+    # Each of the files is once a temporary while a writer dies, or the steps were not those.
+    assert last > 40
+    assert left > len(ITEMS)
+
+
+def test_a_writer_killed_at_every_step_of_a_repair(run: Kill, tmp_path: Path) -> None:
+    good = tmp_path / "good"
+    with open_shelf(good) as shelf:
+        store_all(shelf)
+        names = [shelf.name(FMT, chunk, shard) for chunk, shard in ITEMS]
+    for last in itertools.count():
+        root = tmp_path / str(last)
+        shutil.copytree(good, root)
+        for name in names[::2]:
+            data = bytearray((root / name).read_bytes())
+            data[-1] ^= 1
+            (root / name).write_bytes(data)
+        (code,) = run({"root": str(root), "job": "repair", "last": last})
+        for name in names[1::2]:
+            assert (root / name).read_bytes() == (good / name).read_bytes()
+        # What was bad is bad, missing, or repaired; a load never serves it.
+        with open_shelf(root) as shelf:
+            for chunk, shard in ITEMS:
+                shelf.repair(FMT, chunk, shard, [crash_child.image_of(FMT, chunk, shard)])
+        check(root)
+        shutil.rmtree(root)
+        if code == 0:
+            break
+    assert last > 40
+
+
+def test_two_writers_killed_at_any_steps(run: Kill, tmp_path: Path) -> None:
+    chance = random.Random(1)
+    killed = 0
+    for number in range(60):
+        root = tmp_path / str(number)
+        orders = [
+            {
+                "root": str(root),
+                "job": "write",
+                "last": chance.randrange(120),
+                "no_links": number % 3 == 0,
+                "half": chance.random() < 0.5,
+            }
+            for _ in range(2)
+        ]
+        killed += sum(code != 0 for code in run(*orders))
+        check(root)
+        shutil.rmtree(root, ignore_errors=True)
+    assert killed > 30
+
+
+def test_a_reader_killed_at_every_step_changes_nothing(run: Kill, tmp_path: Path) -> None:
+    root = tmp_path / "shelf"
+    with open_shelf(root) as shelf:
+        store_all(shelf)
+
+    def files() -> dict[str, tuple[int, int]]:
+        return {
+            str(path): (path.stat().st_ino, path.stat().st_mtime_ns)
+            for path in root.rglob("*")
+            if path.is_file()
+        }
+
+    before = files()
+    for last in itertools.count():
+        (code,) = run({"root": str(root), "job": "load", "last": last})
+        assert files() == before
+        if code == 0:
+            break
+    assert last > 10
+    check(root)
+
+
+def test_readers_beside_a_writer_that_is_killed(run: Kill, tmp_path: Path) -> None:
+    chance = random.Random(2)
+    for number in range(30):
+        root = tmp_path / str(number)
+        write = {"root": str(root), "job": "write", "half": True, "last": chance.randrange(120)}
+        read = {"root": str(root), "job": "load", "last": NEVER}
+        codes = run(write, read, read)
+        assert codes[1:] == [0, 0]
+        check(root)
+        shutil.rmtree(root)
+
+
+def test_a_young_temporary_is_left_alone(run: Kill, tmp_path: Path) -> None:
+    """Another writer may be at it."""
+    steps = (n for n in itertools.count())
+    root = tmp_path / "shelf"
+    while not temporaries(root):
+        shutil.rmtree(root, ignore_errors=True)
+        run({"root": str(root), "job": "write", "last": next(steps), "half": True})
+    (left,) = temporaries(root)
+    old = time.time() - 7200
+    os.utime(left, (old, old))  # only its date looks old: it was changed just now
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shelf_module, "_SWEEP_SECONDS", 0.0)
+        with open_shelf(root) as shelf:
+            for _ in range(8):
+                store_all(shelf)
+    assert left.exists()
