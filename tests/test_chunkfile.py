@@ -9,6 +9,7 @@ import json
 import os
 import re
 import threading
+import time
 import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
@@ -780,6 +781,23 @@ def test_contradictions_are_refused(fields: dict[str, Any], message: str) -> Non
         make_format(**fields)
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"chunk_size": 2**32 - 1},
+        {"layer_shapes": ["2,*,100000000000000,100000000000000"] * 2},
+        {"shards": 2**32 - 2, "layer_shapes": ["2,*,4294967294,8"] * 2, "data_offset": 8192},
+    ],
+)
+def test_a_namespace_of_any_size_costs_nothing(fields: dict[str, Any]) -> None:
+    """Its record may be forged."""
+    record = make_format(2).namespace.record | fields
+    begin = time.process_time()
+    with pytest.raises(ConfigError, match=r"an object would hold|data_offset is 8192"):
+        ObjectFormat(Namespace(record))
+    assert time.process_time() - begin < 1
+
+
 def test_the_number_of_layers_must_agree() -> None:
     record = make_format().namespace.record
     assert ObjectFormat(Namespace({**record, "layers": 3})).data_offset == 4096
@@ -831,6 +849,7 @@ def test_headers_can_be_described(fmt: ObjectFormat, chunk: Chunk, image: bytes)
         (b"", EmptyObject),
         (b"1234567", TruncatedObject),
         (b"\xff" * 8, HeaderTooLarge),
+        (((16 << 20) + 1).to_bytes(8, "little"), HeaderTooLarge),
         (b"\x08" + bytes(7) + b"{}", TruncatedObject),
         (b"\x02" + bytes(7) + b"[]", HeaderNotJson),
         (b"\x02" + bytes(7) + b"\xff{", HeaderNotJson),

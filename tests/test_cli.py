@@ -270,6 +270,72 @@ def test_show_finds_an_object_under_a_wrong_name(shelf: Path) -> None:
     assert "Wrong" in result.stdout
 
 
+def header(content: dict[str, Any]) -> bytes:
+    text = json.dumps(content, separators=(",", ":")).encode()
+    return len(text).to_bytes(8, "little") + text
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"__metadata__": {"a": "\ud800", "\x1b[31m": "\x1b]0;title\x07"}},
+        {"\ud800\x9b2J": {"dtype": "\x1b[2J", "shape": [1], "data_offsets": [0, 1]}},
+        {"a": {"dtype": "U8", "shape": [0], "data_offsets": [0, 10**4000]}},
+        {
+            "a": {"dtype": "U8", "shape": [1 << 40], "data_offsets": [0, 1 << 40]},
+            "b": {"dtype": "U8", "shape": [1 << 40], "data_offsets": [0, 1 << 40]},
+            "__metadata__": {"xxh3": "0,0"},
+        },
+    ],
+    ids=["metadata", "tensor", "number", "overlap"],
+)
+def test_show_survives_a_hostile_object(shelf: Path, content: dict[str, Any]) -> None:
+    path = an_object(shelf)
+    (shelf / namespace().folder / "namespace.json").unlink()
+    path.write_bytes(header(content))
+    os.truncate(path, max(path.stat().st_size, (1 << 40) if "b" in content else 0))
+    for arguments in ([], ["--json"]):
+        result = run("show", path, *arguments)
+        assert result.exit_code in (0, 1)
+        assert result.exception is None or isinstance(result.exception, SystemExit)
+        assert all(c.isprintable() or c == "\n" for c in result.stdout)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"shards": 2**32 - 2, "layer_shapes": ["2,*,4294967294,16"] * 2},
+        {"chunk_size": 2**32 - 1},
+        {"layer_shapes": ["2,*,100000000000000,100000000000000"] * 2},
+        {"layouts": ["\x1b[31m"] * 2},
+    ],
+    ids=["shards", "tokens", "heads", "layout"],
+)
+def test_show_and_ls_survive_a_hostile_namespace(shelf: Path, fields: dict[str, Any]) -> None:
+    record = namespace().record | {"kv_dtype": "\x1b[31m\x9b"} | fields
+    hostile = Namespace(record, "hostile")
+    path = an_object(shelf)
+    name = f"{hostile.folder}/{path.relative_to(shelf / namespace().folder)}"
+    (shelf / name).parent.mkdir(parents=True)
+    path.rename(shelf / name)
+    (shelf / hostile.folder / "namespace.json").write_bytes(hostile.encoded)
+    for command in (["show", shelf / name], ["ls", shelf], ["ls", shelf, "--long"]):
+        result = run(*command)
+        assert result.exit_code in (0, 1)
+        assert result.exception is None or isinstance(result.exception, SystemExit)
+        assert all(c.isprintable() or c == "\n" for c in result.stdout)
+
+
+def test_show_needs_no_namespace_that_is_a_file(shelf: Path) -> None:
+    path = an_object(shelf)
+    description = shelf / namespace().folder / "namespace.json"
+    description.unlink()
+    os.mkfifo(description)
+    (report,) = lines(run("show", path, "--json"))
+    assert report["checked"] == "hashes"
+    assert report["problem"] is None
+
+
 def test_show_of_a_foreign_file(tmp_path: Path) -> None:
     path = tmp_path / "weights.safetensors"
     safetensors.torch.save_file({"a": torch.zeros(3, 4)}, path)

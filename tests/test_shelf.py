@@ -269,6 +269,20 @@ def test_two_folders_of_one_namespace_are_read_as_one(
     assert len(list(root.iterdir())) == 2
 
 
+def test_many_folders_of_one_namespace_cost_a_bounded_number_of_probes(
+    root: Path, fmt: ObjectFormat, chunks: list[Chunk]
+) -> None:
+    counting = CountingBackend(open_backend(root))
+    with Shelf(counting) as shelf:
+        store(shelf, fmt, chunks[0])
+        for number in range(100):
+            (root / f"a{number}-{fmt.namespace.digest.hex()[:16]}").mkdir()
+    with Shelf(counting) as shelf:
+        counting.counts.clear()
+        assert shelf.present(fmt, chunks[:2], [0]) == [True, False]
+        assert counting.counts["stat"] <= 8
+
+
 def test_linked_namespace_folder_is_an_error_not_a_way_out(
     shelf: Shelf, fmt: ObjectFormat, chunks: list[Chunk], root: Path
 ) -> None:
@@ -451,6 +465,30 @@ def test_repair_verifies_before_it_replaces(
     any_shelf.write(fmt, chunks[0], 0, [bad], mode="replace")
     assert any_shelf.repair(fmt, chunks[0], 0, [other]) is WriteResult.REPLACED
     assert load(any_shelf, fmt, chunks[0]) == other
+
+
+@pytest.mark.parametrize("how", ["write", "replace", "repair", "load first"])
+@pytest.mark.parametrize("good", [True, False])
+def test_a_hard_link_to_a_file_outside_is_read_but_never_written(
+    shelf: Shelf, fmt: ObjectFormat, chunks: list[Chunk], how: str, good: bool
+) -> None:
+    right = image(fmt, chunks[0])
+    outside = Path(shelf.url).parent / "outside"
+    outside.write_bytes(right if good else bytes(len(right)))
+    before = outside.read_bytes(), outside.stat().st_mtime_ns, outside.stat().st_mode
+    path = path_of(shelf, fmt, chunks[0])
+    path.parent.mkdir(parents=True)
+    os.link(outside, path)
+    if how == "load first" and not good:
+        with pytest.raises(BadObjectError):
+            load(shelf, fmt, chunks[0])
+    if how == "repair":
+        shelf.repair(fmt, chunks[0], 0, [right])
+    else:
+        mode = "replace" if how == "replace" or not good else "create"
+        shelf.write(fmt, chunks[0], 0, [right], mode=mode)
+    assert load(shelf, fmt, chunks[0]) == right
+    assert (outside.read_bytes(), outside.stat().st_mtime_ns, outside.stat().st_mode) == before
 
 
 @pytest.mark.parametrize("kind", ["folder", "link", "fifo"])

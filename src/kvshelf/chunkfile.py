@@ -92,6 +92,12 @@ DTYPE_BYTES: Final[Mapping[str, int]] = {
 #: Largest header that the safetensors library reads.
 _MAX_HEADER: Final = 100_000_000
 
+#: Largest header that is parsed to be shown; one of 100 MB can take minutes and gigabytes.
+_MAX_SHOWN_HEADER: Final = 16 << 20
+
+#: Largest payload of an object. None is ever near it; a forged namespace may name any size.
+_MAX_PAYLOAD: Final = 1 << 36
+
 # How an object is cut into reads decides whether its bytes are still in cache when they are
 # hashed. Measured (1 MiB of level-2 cache, 32 MiB of level-3): an object that fits the last
 # level by far wants few reads; a larger one wants each piece hashed out of level 2, and a
@@ -423,6 +429,15 @@ class _Plan:
         ends = list(accumulate(stages))
         self.stages = [layers[end - count : end] for count, end in zip(stages, ends, strict=True)]
         self.tails = all(layer.kind != "blocks" for layer in layers)
+        largest = max(
+            sum(spec.nbytes for spec in self.specs(stage * self.split, self.chunk_size, True))
+            for stage in range(len(stages))
+        )
+        if largest > _MAX_PAYLOAD:
+            raise ConfigError(
+                f"namespace record: an object would hold {largest} bytes, more than "
+                f"{_MAX_PAYLOAD}; make the chunk size smaller or take more shards"
+            )
 
     def specs(self, shard: int, tokens: int, native: bool) -> tuple[TensorSpec, ...]:
         """Lay out one object; `native` chooses the stored form where there are two."""
@@ -465,7 +480,8 @@ class _Plan:
     def data_offset(self) -> int:
         """Return the smallest aligned offset behind every header of the namespace."""
         longest = 0
-        for shard in range(self.shards):
+        # Within a stage the headers differ in the digits of the shard's number only.
+        for shard in range(self.split - 1, self.shards, self.split):
             for native in (True, False) if self.tails else (True,):
                 specs = self.specs(shard, self.chunk_size, native)
                 parts = self.parts("0" * 64, shard, self.chunk_size, specs)
@@ -1002,15 +1018,15 @@ def header_length(start: bytes) -> int:
     EmptyObject, TruncatedObject
         If there are not 8 bytes.
     HeaderTooLarge
-        If it names more than 100 MB.
+        If it names more than 16 MiB: no object of kvshelf has so much.
     """
     if not start:
         raise EmptyObject("empty object: expected a safetensors file")
     if len(start) < 8:
         raise TruncatedObject(f"truncated object: found {len(start)} bytes, expected at least 8")
     length = int.from_bytes(start[:8], "little")
-    if length > _MAX_HEADER:
-        raise HeaderTooLarge(_too_large(length))
+    if length > _MAX_SHOWN_HEADER:
+        raise HeaderTooLarge(f"header of {length} bytes: expected at most {_MAX_SHOWN_HEADER}")
     return length
 
 

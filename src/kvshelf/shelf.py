@@ -66,6 +66,8 @@ _DESCRIPTION_BYTES: Final = 16 << 20
 _DESCRIPTION: Final = "namespace.json"
 _BAD: Final = ".kvshelf/bad"
 _CHEAP_PROBE: Final = 1e-3
+#: Most folders of one namespace that are looked into: each costs a round of probes.
+_MAX_FOLDERS: Final = 8
 _FOLDERS_SECONDS: Final = 60.0
 _NO_FOLDER_SECONDS: Final = 5.0
 _DESCRIPTION_SECONDS: Final = 60.0
@@ -240,7 +242,7 @@ class Shelf:
         if own in found:
             found.remove(own)
             found.insert(0, own)
-        known.folders = tuple(found) or (own,)
+        known.folders = tuple(found[:_MAX_FOLDERS]) or (own,)
         known.folders_until = now + (_FOLDERS_SECONDS if found else _NO_FOLDER_SECONDS)
         return known.folders
 

@@ -99,7 +99,15 @@ def message(text: str) -> None:
 
 def write_json(value: object) -> None:
     """Write one JSON value on a line of its own."""
-    sys.stdout.write(json.dumps(value, ensure_ascii=False) + "\n")
+    # ASCII: strings from a shelf may hold what no terminal should get, or lone surrogates.
+    sys.stdout.write(json.dumps(value) + "\n")
+
+
+def printable(text: str) -> str:
+    """Return `text` with whatever is not printable escaped: it comes from a shelf."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def find_shelf(shelf: str | None) -> tuple[str, dict[str, Any]]:

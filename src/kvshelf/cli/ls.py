@@ -15,6 +15,7 @@ from kvshelf.cli.common import (
     ShelfArgument,
     find_shelf,
     open_existing,
+    printable,
     size_text,
     time_text,
     write_json,
@@ -103,7 +104,7 @@ def _namespace_row(info: NamespaceInfo, usage: tuple[int, int] | None) -> str:
     record = info.namespace.record if info.namespace else {}
 
     def shown(field: str) -> str:
-        return str(record.get(field, "?"))
+        return printable(str(record.get(field, "?")))
 
     row = (
         f"{shown('layers'):>6}  {shown('kv_heads'):>5}  {shown('kv_dtype'):<10}  "
@@ -113,7 +114,7 @@ def _namespace_row(info: NamespaceInfo, usage: tuple[int, int] | None) -> str:
         row += f"  {usage[0]:>8}  {size_text(usage[1]):>10}"
     row += f"  {info.folder}"
     if info.problem:
-        row += f"  ({info.problem})"
+        row += f"  ({printable(info.problem)})"
     return row + "\n"
 
 

@@ -18,20 +18,36 @@ import xxhash
 from rich.console import Console
 
 from kvshelf.backends import Backend, Reader
-from kvshelf.chunkfile import ObjectFormat, describe_header, header_length
+from kvshelf.chunkfile import (
+    ObjectFormat,
+    TruncatedObject,
+    WrongSize,
+    describe_header,
+    header_length,
+)
 from kvshelf.cli.common import (
     PROBLEM,
     JsonOption,
     find_shelf,
     open_existing,
+    printable,
     size_text,
     write_json,
 )
-from kvshelf.errors import BadObjectError, ConfigError, ObjectMissingError
+from kvshelf.errors import (
+    BadObjectError,
+    ConfigError,
+    NotRegularError,
+    ObjectMissingError,
+    UnsupportedError,
+)
 from kvshelf.identity import Chunk, Namespace, ParsedName, parse_path
 
 _NAME_PARTS = 4  # namespace folder, group, fan-out, file
 _RECORD_BYTES = 1 << 24
+_PIECE_BYTES = 1 << 20
+#: Larger objects are not checked in full: that needs as much memory, and none of ours are.
+_CHECKED_BYTES = 4 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,12 +138,12 @@ def _examine(backend: Backend, place: _Place, reader: Reader) -> _Report:
         report.data_offset = found["data_offset"]
         report.metadata = found["metadata"]
         report.tensors = found["tensors"]
-        namespace = None if place.parsed is None else _namespace(backend, place.parsed)
-        if place.parsed is None or namespace is None:
+        fmt = None if place.parsed is None else _format(backend, place.parsed)
+        if place.parsed is None or fmt is None:
             _check_hashes(report, reader)
         else:
             report.checked = "all"
-            _check_all(report, reader, ObjectFormat(namespace), place.parsed)
+            _check_all(report, reader, fmt, place.parsed)
     except BadObjectError as error:
         report.problem = f"{type(error).__name__}: {error}"
     return report
@@ -139,17 +155,19 @@ def _read(reader: Reader, offset: int, length: int) -> bytes:
     return bytes(data[:count])
 
 
-def _namespace(backend: Backend, parsed: ParsedName) -> Namespace | None:
-    """Return the record of an object's namespace, None when there is none to trust."""
+def _format(backend: Backend, parsed: ParsedName) -> ObjectFormat | None:
+    """Return what the record beside an object says of it, None when there is none to trust."""
     folder = str(parsed.namespace)
     try:
         with backend.open(f"{folder}/namespace.json") as reader:
             if reader.size > _RECORD_BYTES:
                 return None
             namespace = Namespace.from_bytes(_read(reader, 0, reader.size))
-    except (ObjectMissingError, ConfigError):
+        if not folder.endswith(f"-{namespace.digest.hex()[:16]}"):
+            return None
+        return ObjectFormat(namespace)
+    except (ObjectMissingError, NotRegularError, ConfigError):
         return None
-    return namespace if folder.endswith(f"-{namespace.digest.hex()[:16]}") else None
 
 
 def _check_all(report: _Report, reader: Reader, fmt: ObjectFormat, parsed: ParsedName) -> None:
@@ -168,7 +186,19 @@ def _check_all(report: _Report, reader: Reader, fmt: ObjectFormat, parsed: Parse
     tail = parsed.tail_tokens is not None
     tokens = parsed.tail_tokens if parsed.tail_tokens is not None else fmt.chunk_size
     chunk = Chunk(parsed.key, parent, parsed.index, tokens, tail, parsed.group)
-    image = bytearray(fmt.object_size(parsed.shard, parsed.tail_tokens))
+    try:
+        size = fmt.object_size(parsed.shard, parsed.tail_tokens)
+    except (ValueError, UnsupportedError) as error:
+        report.problem = f"its namespace has no object of this name: {error}"
+        return
+    if reader.size != size:
+        kind = TruncatedObject if reader.size < size else WrongSize
+        report.problem = f"{kind.__name__}: found {reader.size} bytes, expected {size}"
+        return
+    if size > _CHECKED_BYTES:
+        report.checked = "nothing"
+        return
+    image = bytearray(size)
     fmt.read(reader, chunk, parsed.shard, memoryview(image))
 
 
@@ -180,11 +210,18 @@ def _check_hashes(report: _Report, reader: Reader) -> None:
     hashes = report.metadata.get("xxh3", "").split(",")
     if len(hashes) != len(report.tensors) or not all(hashes):
         return
+    total = sum(t["data_offsets"][1] - t["data_offsets"][0] for t in report.tensors)
+    if total != reader.size - report.data_offset:
+        report.problem = "its tensors overlap, or there are gaps between them"
+        return
     report.checked = "hashes"
     for tensor, wanted in zip(report.tensors, hashes, strict=True):
         first, last = tensor["data_offsets"]
-        content = _read(reader, report.data_offset + first, last - first)
-        if xxhash.xxh3_128_hexdigest(content) != wanted:
+        digest = xxhash.xxh3_128()
+        for start in range(first, last, _PIECE_BYTES):
+            length = min(_PIECE_BYTES, last - start)
+            digest.update(_read(reader, report.data_offset + start, length))
+        if digest.hexdigest() != wanted:
             report.problem = f"PayloadDamaged: tensor {tensor['name']!r} does not match its hash"
             return
 
@@ -205,7 +242,7 @@ def _print(report: _Report) -> None:
         **{name: value for name, value in report.metadata.items() if name != "xxh3"},
     }
     for name, value in rows.items():
-        sys.stdout.write(f"  {name:<12} {value}\n")
+        sys.stdout.write(f"  {printable(name):<12} {printable(value)}\n")
     if report.tensors:
         hashes = report.metadata.get("xxh3", "").split(",")
         table = [["tensor", "dtype", "shape", "bytes", "xxh3"]]
@@ -213,11 +250,11 @@ def _print(report: _Report) -> None:
             first, last = tensor["data_offsets"]
             table.append(
                 [
-                    tensor["name"],
-                    tensor["dtype"],
+                    printable(tensor["name"]),
+                    printable(tensor["dtype"]),
                     " x ".join(map(str, tensor["shape"])),
                     str(last - first),
-                    hashes[number] if number < len(hashes) else "",
+                    printable(hashes[number]) if number < len(hashes) else "",
                 ]
             )
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
@@ -227,4 +264,4 @@ def _print(report: _Report) -> None:
     if report.problem is None:
         console.print(_VERDICTS[report.checked], style="green", markup=False)
     else:
-        console.print(report.problem, style="red", markup=False)
+        console.print(printable(report.problem), style="red", markup=False)
