@@ -28,11 +28,11 @@ _WATCHED = frozenset(
 ) | frozenset(("writev", "preadv", "fsync", "link", "unlink", "rename", "replace", "scandir"))
 
 
-def make_format() -> ObjectFormat:
+def make_format(weights: str = "user:crash") -> ObjectFormat:
     """A small namespace."""
     record: dict[str, Any] = {
         "format": FORMAT,
-        "weights": "user:crash",
+        "weights": weights,
         "layers": 1,
         "kv_heads": 2,
         "head_sizes": [8],

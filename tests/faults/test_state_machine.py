@@ -1,0 +1,337 @@
+"""A shelf under any sequence of operations and faults, compared with a dictionary.
+
+The oracle knows of each object whether it is good, bad or missing on the storage, and is told
+nothing by the shelf but results. Faults may make an operation fail; what a failed operation has
+done is then looked up on the storage itself, and must be one of the outcomes that were possible.
+"""
+
+from __future__ import annotations
+
+import errno
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from crash_child import image_of, make_chunks, make_format
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from kvshelf.backends import WriteResult, open_backend
+from kvshelf.backends.oserrors import storage_error
+from kvshelf.backends.wrappers import Fault, FaultyBackend
+
+from kvshelf import shelf as shelf_module
+from kvshelf.chunkfile import ObjectFormat
+from kvshelf.errors import BadObjectError, ObjectMissingError, StorageError
+from kvshelf.identity import Chunk, KeyChain
+from kvshelf.shelf import Presence, Shelf
+
+FMT = make_format()
+OTHER = make_format("user:other")
+SIZE = FMT.object_size(0)
+
+Item = tuple[ObjectFormat, Chunk, int]
+
+
+def items() -> list[Item]:
+    found: list[Item] = []
+    for fmt in (FMT, OTHER):
+        chunks = make_chunks(fmt)
+        tails = KeyChain(fmt.namespace.digest, fmt.chunk_size, group="0123456789abcdef", salt="s")
+        tails.extend(range(fmt.chunk_size + 5))
+        tail = tails.tail()
+        assert tail is not None
+        found += [(fmt, chunk, shard) for chunk in (*chunks, tail) for shard in range(fmt.shards)]
+    return found
+
+
+ITEMS = items()
+any_item = st.sampled_from(ITEMS)
+OPERATIONS = ("stat", "open", "read", "write", "publish", "list", "folders", "delete", "set_aside")
+ERRNOS = (errno.EIO, errno.ESTALE, errno.ENOSPC, errno.EROFS, errno.EACCES, errno.ENOENT)
+
+
+def flip(data: bytearray) -> None:
+    if data:
+        data[len(data) // 2] ^= 4
+
+
+def cut(data: bytearray) -> None:
+    del data[len(data) * 2 // 3 :]
+
+
+class _Machine(RuleBasedStateMachine):
+    """Operations of two shelves on one storage: one meets faults, the other does not."""
+
+    url: str
+
+    @initialize(data=st.data())
+    def start(self, data: st.DataObject) -> None:
+        self.make_storage()
+        self.faulty = FaultyBackend(open_backend(self.url))
+        self.shelf = Shelf(self.faulty)
+        self.plain = Shelf(open_backend(self.url))
+        #: What stands under the name of each item: its bytes. Missing: nothing.
+        self.there: dict[int, bytes] = {}
+        self.trouble = False
+
+    def make_storage(self) -> None:
+        raise NotImplementedError
+
+    # ------------------------------------------------------------------------------- the oracle
+
+    def name(self, item: Item) -> str:
+        return self.plain.name(*item)
+
+    def size(self, item: Item) -> int:
+        fmt, chunk, shard = item
+        return fmt.object_size(shard, chunk.tokens if chunk.tail else None)
+
+    def right(self, item: Item) -> bytes:
+        fmt, chunk, shard = item
+        image = bytearray([1 + shard]) * self.size(item)
+        fmt.seal(memoryview(image), chunk, shard)
+        return bytes(image)
+
+    def on_storage(self, item: Item) -> bytes | None:
+        """What is really there."""
+        try:
+            with self.plain.backend.open(self.name(item)) as reader:
+                data = bytearray(reader.size)
+                reader.read_into(memoryview(data), 0)
+                return bytes(data)
+        except ObjectMissingError:
+            return None
+
+    def settle(self, item: Item, *possible: bytes | None) -> None:
+        """After an operation: the storage holds one of the possible contents; take it over."""
+        found = self.on_storage(item)
+        assert found in possible, "an outcome that no order of events explains"
+        if found is None:
+            self.there.pop(ITEMS.index(item), None)
+        else:
+            self.there[ITEMS.index(item)] = found
+
+    def known(self, item: Item) -> bytes | None:
+        return self.there.get(ITEMS.index(item))
+
+    # ------------------------------------------------------------------------------- operations
+
+    @rule(item=any_item, replace=st.booleans())
+    def write(self, item: Item, replace: bool) -> None:
+        before, right = self.known(item), self.right(item)
+        stays = before is not None and len(before) == len(right) and not replace
+        try:
+            result = self.shelf.write(*item, [right], mode="replace" if replace else "create")
+        except StorageError:
+            assert self.trouble
+            # A bad one may have been moved aside already, a write done but not answered.
+            gone = before is not None and len(before) != len(right)
+            self.settle(item, before, right, *((None,) if gone else ()), *self.damaged(right))
+            return
+        after = before if stays else right
+        self.settle(item, after, *(() if stays else self.damaged(right)))
+        if not self.trouble:
+            assert (result is WriteResult.EXISTED) == stays
+            assert (result is WriteResult.CREATED) == (before is None)
+
+    def damaged(self, right: bytes) -> list[bytes]:
+        """What a fault may make of bytes that are written."""
+        made = []
+        for damage in (flip, cut) if self.trouble else ():
+            data = bytearray(right)
+            damage(data)
+            made.append(bytes(data))
+        return [*made, right]
+
+    @rule(item=any_item)
+    def load(self, item: Item) -> None:
+        before, right = self.known(item), self.right(item)
+        image = bytearray(len(right))
+        try:
+            self.shelf.load(*item, memoryview(image))
+        except ObjectMissingError:
+            assert before is None or self.trouble
+            self.settle(item, before)
+        except BadObjectError:
+            assert self.trouble or (before is not None and before != right)
+            self.settle(item, before, None)
+        except StorageError:
+            assert self.trouble
+            self.settle(item, before)
+        else:
+            assert before == right, "something was loaded that is not there"
+            assert image == right, "a load gave wrong bytes"
+            self.settle(item, before)
+
+    @rule(item=any_item)
+    def repair(self, item: Item) -> None:
+        before, right = self.known(item), self.right(item)
+        try:
+            result = self.shelf.repair(*item, [right])
+        except StorageError:
+            assert self.trouble
+            lost = (None,) if before != right or self.trouble else ()
+            self.settle(item, before, *lost, *self.damaged(right))
+            return
+        if self.trouble:
+            self.settle(item, before, *self.damaged(right))
+        else:
+            self.settle(item, right)
+            expected = (
+                WriteResult.CREATED
+                if before is None
+                else WriteResult.EXISTED
+                if before == right
+                else WriteResult.REPLACED
+            )
+            assert result is expected
+
+    @rule(chosen=st.lists(any_item, min_size=1, max_size=6))
+    def probe(self, chosen: list[Item]) -> None:
+        for fmt in (FMT, OTHER):
+            mine = [item for item in chosen if item[0] is fmt]
+            answers = self.shelf.probe(fmt, [(chunk, shard) for _, chunk, shard in mine])
+            for item, answer in zip(mine, answers, strict=True):
+                found = self.known(item)
+                if answer is Presence.ERROR:
+                    assert self.trouble
+                elif answer is Presence.PRESENT:
+                    assert found is not None and len(found) == self.size(item)
+                elif answer is Presence.WRONG_SIZE:
+                    assert found is not None and len(found) != self.size(item)
+                else:
+                    assert answer is Presence.MISSING
+                    assert found is None or self.trouble
+
+    @rule(item=any_item)
+    def delete(self, item: Item) -> None:
+        before = self.known(item)
+        try:
+            deleted = self.shelf.delete(self.name(item))
+        except StorageError:
+            assert self.trouble
+            self.settle(item, before, None)
+        else:
+            assert deleted == (before is not None)
+            self.settle(item, None)
+
+    @rule()
+    def list(self) -> None:
+        try:
+            found = {info.name: info.size for info in self.shelf.objects()}
+        except StorageError:
+            assert self.trouble
+            return
+        expected = {
+            self.name(ITEMS[number]): len(content) for number, content in self.there.items()
+        }
+        assert found == expected
+
+    # ------------------------------------------------------------------------------------ faults
+
+    @rule(
+        operation=st.sampled_from(OPERATIONS),
+        code=st.sampled_from(ERRNOS),
+        times=st.integers(1, 3),
+    )
+    def fail(self, operation: str, code: int, times: int) -> None:
+        """Some of the next calls fail."""
+        writing = operation in ("write", "delete", "set_aside")
+
+        def error() -> StorageError:
+            return storage_error(OSError(code, "made"), operation, "here", writing=writing)
+
+        pattern = "*" if operation in ("list", "folders") else "*.safetensors"
+        self.faulty.add(Fault(operation, pattern, error=error, times=times))
+        self.trouble = True
+
+    @rule(operation=st.sampled_from(["read", "write"]), damage=st.sampled_from([flip, cut]))
+    def spoil(self, operation: str, damage: Any) -> None:
+        """What the next call reads or writes is damaged on its way."""
+        self.faulty.add(Fault(operation, "*.safetensors", damage=damage, times=1))
+        self.trouble = True
+
+    @rule(item=any_item, how=st.sampled_from(["flip", "cut", "remove", "appear"]))
+    def meddle(self, item: Item, how: str) -> None:
+        """Somebody else changes the storage."""
+        content = self.known(item)
+        name = self.name(item)
+        if how == "remove":
+            self.plain.backend.delete(name)
+        elif how == "appear":
+            self.plain.backend.write(name, [self.right(item)], "replace")
+        elif content:
+            data = bytearray(content)
+            (flip if how == "flip" else cut)(data)
+            self.plain.backend.write(name, [data], "replace")
+        found = self.on_storage(item)
+        self.settle(item, found)
+
+    @precondition(lambda self: self.trouble)
+    @rule()
+    def heal(self) -> None:
+        self.faulty.heal()
+        self.trouble = False
+
+    @rule()
+    def restart(self) -> None:
+        """Another process takes over."""
+        self.shelf = Shelf(self.faulty)
+
+    # ---------------------------------------------------------------------------------- always
+
+    @invariant()
+    def nothing_changes_by_itself(self) -> None:
+        if not hasattr(self, "there"):
+            return
+        for number, item in enumerate(ITEMS):
+            assert self.on_storage(item) == self.there.get(number)
+
+    def teardown(self) -> None:
+        """Whatever happened: without faults, storing again makes everything good."""
+        if not hasattr(self, "there"):
+            return
+        self.faulty.heal()
+        for item in ITEMS:
+            self.shelf.repair(*item, [self.right(item)])
+            image = bytearray(self.size(item))
+            self.shelf.load(*item, memoryview(image))
+            assert image == self.right(item)
+        self.shelf.close()
+        self.plain.close()
+
+
+class _OnFolder(_Machine):
+    #: Younger files of wrong size may still be copied, and are not moved.
+    copy_seconds = shelf_module.COPY_SECONDS
+
+    def make_storage(self) -> None:
+        shelf_module.COPY_SECONDS = self.copy_seconds  # type: ignore[misc]
+        self._folder = tempfile.TemporaryDirectory()
+        self.url = str(Path(self._folder.name) / "shelf")
+
+    def teardown(self) -> None:
+        super().teardown()
+        shelf_module.COPY_SECONDS = _OnFolder.copy_seconds  # type: ignore[misc]
+        if hasattr(self, "_folder"):
+            left = list(Path(self._folder.name).rglob("*.tmp"))
+            self._folder.cleanup()
+            assert left == [], "temporaries are left"
+
+
+class _OnOldFolder(_OnFolder):
+    copy_seconds = -1.0
+
+
+class _InMemory(_Machine):
+    def make_storage(self) -> None:
+        _InMemory.count = getattr(_InMemory, "count", 0) + 1
+        self.url = f"memory://state-machine-{self.count}"
+
+
+TestOnFolder = _OnFolder.TestCase
+TestOnOldFolder = _OnOldFolder.TestCase
+TestInMemory = _InMemory.TestCase
+for case in (TestOnFolder, TestOnOldFolder, TestInMemory):
+    case.settings = settings(max_examples=40, stateful_step_count=30)
