@@ -35,15 +35,13 @@ Item = tuple[ObjectFormat, Chunk, int]
 
 
 def items() -> list[Item]:
-    found: list[Item] = []
-    for fmt in (FMT, OTHER):
-        chunks = make_chunks(fmt)
-        tails = KeyChain(fmt.namespace.digest, fmt.chunk_size, group="0123456789abcdef", salt="s")
-        tails.extend(range(fmt.chunk_size + 5))
-        tail = tails.tail()
-        assert tail is not None
-        found += [(fmt, chunk, shard) for chunk in (*chunks, tail) for shard in range(fmt.shards)]
-    return found
+    """Two shards of a chunk, a chunk of another namespace, a tail in a group."""
+    tails = KeyChain(FMT.namespace.digest, FMT.chunk_size, group="0123456789abcdef", salt="s")
+    tails.extend(range(FMT.chunk_size + 5))
+    tail = tails.tail()
+    assert tail is not None
+    chunk = make_chunks(FMT)[0]
+    return [(FMT, chunk, 0), (FMT, chunk, 1), (OTHER, make_chunks(OTHER)[0], 0), (FMT, tail, 1)]
 
 
 ITEMS = items()
@@ -91,6 +89,9 @@ class _Machine(RuleBasedStateMachine):
         #: What stands under the name of each item: its bytes. Missing: nothing.
         self.there: dict[int, bytes] = {}
         self.trouble = False
+        for number in data.draw(st.sets(st.integers(0, len(ITEMS) - 1))):
+            self.plain.write(*ITEMS[number], [self.right(ITEMS[number])])
+            self.there[number] = self.right(ITEMS[number])
 
     def make_storage(self) -> None:
         raise NotImplementedError
