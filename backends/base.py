@@ -54,6 +54,35 @@ class WriteResult(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class Deadlines:
+    """How long a call may take before it counts as late, see :mod:`kvshelf.backends.guard`.
+
+    Attributes
+    ----------
+    probe : float
+        Seconds for one call of ``stat`` or ``info``.
+    read, write : float
+        Seconds to read or write one object, beyond what its bytes take. `read` is also for
+        listings, `write` also for deleting and moving.
+    bytes_per_second : float
+        The speed at which bytes are allowed for.
+    """
+
+    probe: float = 1.0
+    read: float = 5.0
+    write: float = 5.0
+    bytes_per_second: float = 50e6
+
+    def to_read(self, nbytes: int) -> float:
+        """Seconds for reading `nbytes`."""
+        return self.read + nbytes / self.bytes_per_second
+
+    def to_write(self, nbytes: int) -> float:
+        """Seconds for writing `nbytes`."""
+        return self.write + nbytes / self.bytes_per_second
+
+
+@dataclass(frozen=True, slots=True)
 class Properties:
     """What callers may rely on for one backend.
 
@@ -79,6 +108,10 @@ class Properties:
         :meth:`Backend.set_aside` moves a thing as it is; False: it deletes.
     temporaries : bool
         A writer that is killed may leave a temporary behind, for :meth:`Backend.sweep`.
+    deadlines : Deadlines
+        How long calls take at most where this storage is well.
+    available : bool
+        False: the storage is given a rest, and calls fail at once without being tried.
     """
 
     filesystem: str
@@ -91,6 +124,8 @@ class Properties:
     read_only: bool = False
     sets_aside: bool = False
     temporaries: bool = False
+    deadlines: Deadlines = Deadlines()
+    available: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,7 @@ from kvshelf.backends.base import (
     NOT_REGULAR,
     Backend,
     Buffer,
+    Deadlines,
     ObjectInfo,
     Properties,
     Reader,
@@ -141,6 +142,8 @@ class GenericBackend(Backend):
             concurrency=32 if remote else 8,
             probe_cost=20e-3 if remote else 50e-6,
             temporaries=not self._atomic_put,
+            # Opening a connection, and a client library's own retries, take their time.
+            deadlines=Deadlines(probe=5.0, read=15.0, write=15.0) if remote else Deadlines(),
         )
 
     def __repr__(self) -> str:

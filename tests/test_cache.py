@@ -491,11 +491,31 @@ def test_storage_trouble_is_a_miss_and_no_exception(
     assert cache.lookup(tokens) == 0
     assert fetch(cache, tokens) == 0
     report = cache.store(tokens, kv=truth(tokens))
-    assert (report.chunks, report.failed) == (3, 3)
+    assert (report.chunks, report.failed + report.dropped) == (3, 3)
     assert not report.complete
     backend.heal()
+    until(lambda: cache.shelf.available)
     put(cache, tokens)
     assert fetch(cache, tokens) == len(tokens)
+
+
+def test_what_was_prefetched_can_be_had_while_the_storage_rests(
+    make: Make, backend: FaultyBackend
+) -> None:
+    tokens, others = prompt(3 * CHUNK), prompt(3 * CHUNK, 1)
+    put(make(), tokens)
+    cache = make()
+    put(cache, others)
+    assert cache.prefetch(tokens) == 3 * CHUNK
+    backend.add(Fault("*", error=lambda: TransientStorageError("broken")))
+    cache.shelf.backend.reads.trip("broken")
+    assert cache.lookup(tokens) == fetch(cache, tokens) == 3 * CHUNK
+    assert cache.lookup(others) == fetch(cache, others) == 0
+    report = cache.store(others, kv=truth(others))
+    assert report.dropped == 3
+    backend.heal()
+    until(lambda: cache.shelf.available)
+    assert fetch(cache, others) == 3 * CHUNK
 
 
 def test_a_read_only_shelf_serves_loads(make: Make, backend: FaultyBackend) -> None:

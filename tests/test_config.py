@@ -9,10 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from kvshelf.backends import Deadlines
 from pydantic import ValidationError
 
 from kvshelf.config import PROCESS_VARIABLES, Config, cache_dir, default_shelf_path
 from kvshelf.errors import ConfigError, KVShelfError
+from kvshelf.shelf import open_shelf
 
 
 def load(extra: dict[str, object] | None = None, environ: dict[str, str] | None = None) -> Config:
@@ -95,6 +97,16 @@ def test_the_process_environment_is_the_default(monkeypatch: pytest.MonkeyPatch)
 )
 def test_sizes(size: object, count: int) -> None:
     assert load({"staging_bytes": size}).staging_bytes == count
+
+
+def test_deadlines_that_are_not_set_are_those_of_the_storage() -> None:
+    assert Config().deadlines == {}
+    found = Config.load({"read_deadline_s": 2, "deadline_bandwidth": "10MB"}, {})
+    assert found.deadlines == {"read": 2.0, "bytes_per_second": 10e6}
+    with open_shelf("memory://deadlines", deadlines=found.deadlines) as shelf:
+        assert shelf.backend.deadlines == Deadlines(read=2.0, bytes_per_second=10e6)
+    with pytest.raises(ConfigError, match="write_deadline_s"):
+        Config.load({"write_deadline_s": 0}, {})
 
 
 def test_storage_options_are_merged_so_that_secrets_can_stay_in_the_environment(

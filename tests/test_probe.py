@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kvshelf.backends import Properties, open_backend
+from kvshelf.backends import Deadlines, Properties, open_backend
 from kvshelf.backends.base import Backend
+from kvshelf.backends.guard import GuardedBackend
 from kvshelf.backends.wrappers import CountingBackend, Fault, FaultyBackend, WrappedBackend
-from parts import PATIENCE, make_format, posix, until
+from parts import AT_ONCE, PATIENCE, SOON, make_format, posix, until
 
 from kvshelf.errors import TransientStorageError
 from kvshelf.identity import KeyChain, object_name
@@ -37,9 +38,9 @@ class Remote(WrappedBackend):
 class Rig:
     """A shelf, look-ups on it, and objects that appear and vanish without being written."""
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Backend, deadlines: Deadlines | None = None) -> None:
         self.counting = CountingBackend(backend)
-        self.shelf = Shelf(self.counting)
+        self.shelf = Shelf(GuardedBackend(self.counting, deadlines, AT_ONCE))
         self.failed = FailedKeys()
         self.counters = Counters()
         self.service = LookupService(self.shelf, FMT, failed=self.failed, counters=self.counters)
@@ -241,7 +242,96 @@ def test_a_storage_that_hangs_is_noticed_and_its_return_too(tmp_path: Path) -> N
     rig.service.close()
 
 
+def test_a_look_up_that_hangs_ends_and_others_go_on(tmp_path: Path) -> None:
+    gate = threading.Event()
+    faults = FaultyBackend(posix(tmp_path / "shelf"))
+    rig = Rig(faults, SOON)
+    tokens, others = prompt(2), prompt(2, seed=1)
+    for index in range(2):
+        for shard in range(FMT.shards):
+            rig.put(tokens, index, shard)
+            rig.put(others, index, shard)
+    rig.look(others)
+    first = rig.chain(tokens).chunks[0]
+    faults.add(Fault("stat", f"*{first.key.hex()}*", wait=gate))
+    hangs = rig.submit(tokens)
+    behind = rig.submit(others)
+    assert hangs.wait(PATIENCE)
+    assert hangs.given_up
+    assert (hangs.hit_chunks, hangs.chain) == (0, None)
+    assert behind.wait(PATIENCE)
+    assert behind.hit_chunks == 2
+    counts = rig.counters.snapshot()
+    assert counts["kept_threads"] == counts["late_calls"] == 1
+    gate.set()
+    # The thread that comes back does not answer a second time.
+    until(lambda: rig.service._threads.kept == 0)
+    assert hangs.hit_chunks == 0
+    faults.heal()
+    assert rig.look(tokens).hit_chunks == 2
+    rig.service.close()
+
+
+def test_while_the_storage_rests_look_ups_make_keys_and_find_nothing(tmp_path: Path) -> None:
+    gate = threading.Event()
+    faults = FaultyBackend(posix(tmp_path / "shelf"))
+    rig = Rig(faults, SOON)
+    tokens = prompt(3)
+    for index in range(3):
+        for shard in range(FMT.shards):
+            rig.put(tokens, index, shard)
+    assert rig.look(tokens).hit_chunks == 3
+    faults.add(Fault("*", wait=gate))
+    hanging = [rig.submit(tokens) for _ in range(5)]
+    assert all(lookup.wait(PATIENCE) for lookup in hanging)
+    assert not rig.service.available
+    asked = rig.counting.counts["stat"]
+    lookup = rig.look(prompt(3, seed=1))
+    assert lookup.hit_chunks == 0
+    assert lookup.chain is not None
+    assert len(lookup.chain.chunks) == 3
+    assert rig.counting.counts["stat"] - asked <= 3  # Only those that try whether it is well.
+    gate.set()
+    until(lambda: rig.service.available)
+    assert rig.look(tokens).hit_chunks == 3
+    rig.service.close()
+
+
 class TestFailedKeys:
+    def test_keys_that_fail_again_back_off_to_a_bound(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        now = [1000.0]
+        monkeypatch.setattr("kvshelf.probe.time.monotonic", lambda: now[0])
+        keys = FailedKeys(other_seconds=10, most_seconds=60)
+        for seconds in (10, 20, 40, 60, 60):
+            keys.add(b"k", bad=False)
+            # A second load that was under way makes no difference.
+            keys.add(b"k", bad=False)
+            now[0] += seconds - 1
+            assert b"k" in keys
+            now[0] += 1
+            assert b"k" not in keys
+        now[0] += 61
+        keys.add(b"k", bad=False)
+        now[0] += 10
+        assert b"k" not in keys
+
+    def test_a_key_that_fails_again_after_it_was_repaired_waits(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        now = [1000.0]
+        monkeypatch.setattr("kvshelf.probe.time.monotonic", lambda: now[0])
+        keys = FailedKeys(bad_seconds=300)
+        keys.add(b"k", bad=True)
+        keys.forget(b"k")
+        assert b"k" not in keys
+        keys.add(b"k", bad=True)
+        keys.forget(b"k")
+        assert keys.is_bad(b"k")
+        now[0] += 600
+        assert b"k" not in keys
+
     def test_bad_keys_stay_longer_than_others(self, monkeypatch: pytest.MonkeyPatch) -> None:
         now = [1000.0]
         monkeypatch.setattr("kvshelf.probe.time.monotonic", lambda: now[0])

@@ -260,7 +260,8 @@ class _LoadHandle(Handle[T]):
     def _ended(self, load: Load) -> None:
         self._leading = load.leading
         for chunk, failure in load.failures:
-            self._cache.failed.add(chunk.key, bad=failure is Failure.BAD)
+            if failure is not Failure.UNAVAILABLE:
+                self._cache.failed.add(chunk.key, bad=failure is Failure.BAD)
         self._over.set()
 
     def cancel(self) -> None:
@@ -542,6 +543,7 @@ class ChunkCache:
             storage_options=config.storage_options,
             read_only=config.read_only,
             counters=counters,
+            deadlines=config.deadlines,
         )
         try:
             cache = cls(
@@ -1039,12 +1041,14 @@ class ChunkCache:
     def _store_all(
         self, handle: _StoreHandle, items: Sequence[ChunkSlots], deadline: float
     ) -> None:
+        begin = time.monotonic()
         for number, item in enumerate(items):
             handle.queued()
             try:
                 outcome = self.transfer.store(
                     item,
                     repair=self.failed.is_bad(item.chunk.key),
+                    age=time.monotonic() - begin,
                     wait=max(0.0, deadline - time.monotonic()) if deadline else 0.0,
                     on_done=handle.ended,
                 )

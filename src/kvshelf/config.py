@@ -237,6 +237,40 @@ class Config(BaseSettings):
             "shelf."
         ),
     )
+    probe_deadline_s: float | None = Field(
+        default=None,
+        gt=0,
+        description=(
+            "Seconds that the storage may take to say which of a batch of objects exist. A call "
+            "that takes longer is not waited for. When it is absent the kind of storage decides: "
+            "1 for a directory, 5 for a remote URL."
+        ),
+    )
+    read_deadline_s: float | None = Field(
+        default=None,
+        gt=0,
+        description=(
+            "Seconds that the storage may take to deliver an object, beyond what its bytes take "
+            "at `deadline_bandwidth`. An object that comes later is computed instead. When it is "
+            "absent: 5 for a directory, 15 for a remote URL."
+        ),
+    )
+    write_deadline_s: float | None = Field(
+        default=None,
+        gt=0,
+        description=(
+            "Seconds that the storage may take to accept an object, beyond what its bytes take. "
+            "A store that takes longer is not waited for. When it is absent: 5 for a directory, "
+            "15 for a remote URL."
+        ),
+    )
+    deadline_bandwidth: Annotated[ByteSize, Field(gt=0)] | None = Field(
+        default=None,
+        description=(
+            "The slowest speed, in bytes a second, at which objects may still arrive and be "
+            "written. When it is absent: 50 MB a second."
+        ),
+    )
     shutdown_drain_s: float = Field(
         default=4.0,
         ge=0,
@@ -260,7 +294,25 @@ class Config(BaseSettings):
             return value
         return os.path.abspath(os.path.expanduser(value))
 
-    @field_validator("chunk_size", "shards", "staging_bytes", "io_threads", mode="before")
+    @property
+    def deadlines(self) -> dict[str, float]:
+        """The deadlines that are set, by the names of :class:`kvshelf.backends.Deadlines`."""
+        given = {
+            "probe": self.probe_deadline_s,
+            "read": self.read_deadline_s,
+            "write": self.write_deadline_s,
+            "bytes_per_second": self.deadline_bandwidth,
+        }
+        return {name: float(value) for name, value in given.items() if value is not None}
+
+    @field_validator(
+        "chunk_size",
+        "shards",
+        "staging_bytes",
+        "io_threads",
+        "deadline_bandwidth",
+        mode="before",
+    )
     @classmethod
     def _count(cls, value: object) -> object:
         if isinstance(value, bool):

@@ -46,6 +46,10 @@ class TransientStorageError(StorageError):
     retryable = True
 
 
+class UnavailableStorageError(TransientStorageError):
+    """The storage is given a rest after it failed: nothing was asked of it."""
+
+
 class PermanentStorageError(StorageError):
     """The storage refused, and will refuse again until somebody changes something."""
 

@@ -134,6 +134,11 @@ class LoadsFromMemory(Shelf):
         self._shelf = shelf
         self._memory = memory
 
+    @property
+    def available(self) -> bool:
+        """True: what is in memory can be had whatever the storage does."""
+        return True
+
     def load(self, fmt: ObjectFormat, chunk: Chunk, shard: int, image: memoryview) -> None:
         """Fill the payload of `image`, and its header only where the object was read."""
         payload = torch.frombuffer(image, dtype=torch.uint8)[fmt.data_offset :]

@@ -10,7 +10,10 @@ Contracts
   background thread. Once it is ``done``, ``hit_chunks`` is valid, ``chain`` holds the
   keys of all complete chunks, and both belong to the caller.
 * A storage that does not answer holds up the look-ups behind it, never their callers:
-  :meth:`LookupService.stalled` tells that waiting is of no use.
+  :meth:`LookupService.stalled` tells that waiting is of no use. A look-up whose probe
+  missed its deadline ends with nothing found and no keys; another thread goes on with
+  those behind it (:mod:`kvshelf.threads`).
+* While the storage is given a rest, look-ups make keys and find nothing, at once.
 * Background threads sleep for some microseconds after each half millisecond of work.
   Merely releasing the GIL would not do: a thread that gives it up for a short system
   call takes it back before a waiting thread has woken.
@@ -32,6 +35,7 @@ from kvshelf.chunkfile import ObjectFormat
 from kvshelf.identity import Chunk, KeyChain
 from kvshelf.metrics import Counters
 from kvshelf.shelf import Presence, Shelf
+from kvshelf.threads import StorageThreads
 
 logger = logging.getLogger(__name__)
 
@@ -47,57 +51,82 @@ class FailedKeys:
     """Keys that a load failed for; to be treated as missing for a while.
 
     A *bad* key's object is damaged and stays failed until it is replaced or
-    `bad_seconds` are over; other failures (gone, storage trouble) pass sooner.
+    `bad_seconds` are over; other failures (gone, storage trouble) pass sooner. A key that
+    fails again within as long as it was failed the last time stays failed for twice as
+    long, so that no object is tried for ever at a cost to every request.
 
     Parameters
     ----------
     bad_seconds, other_seconds : float
-        How long a key stays failed unless :meth:`forget` is called first.
+        How long a key stays failed at first, unless :meth:`forget` is called before.
+    most_seconds : float
+        How long at most.
     limit : int
         Most keys remembered; the oldest are forgotten first.
     """
 
     def __init__(
-        self, bad_seconds: float = 300.0, other_seconds: float = 10.0, limit: int = 65536
+        self,
+        bad_seconds: float = 300.0,
+        other_seconds: float = 10.0,
+        limit: int = 65536,
+        most_seconds: float = 1800.0,
     ) -> None:
         self._seconds = {True: bad_seconds, False: other_seconds}
+        self._most_seconds = most_seconds
         self._limit = limit
-        self._keys: OrderedDict[bytes, tuple[float, bool]] = OrderedDict()
+        #: Until when a key is failed, whether it is bad, and for how long it was failed.
+        self._keys: OrderedDict[bytes, tuple[float, bool, float]] = OrderedDict()
         self._lock = threading.Lock()
 
     def __contains__(self, key: bytes) -> bool:
         return self._get(key) is not None
 
     def __len__(self) -> int:
-        return len(self._keys)
+        return sum(key in self for key in list(self._keys))
 
     def is_bad(self, key: bytes) -> bool:
         """Whether `key` failed because its object is damaged."""
         return self._get(key) is True
 
     def _get(self, key: bytes) -> bool | None:
-        with self._lock:
-            found = self._keys.get(key)
-            if found is None:
-                return None
-            until, bad = found
-            if until < time.monotonic():
-                del self._keys[key]
-                return None
-            return bad
+        found = self._keys.get(key)
+        if found is None:
+            return None
+        until, bad, seconds = found
+        late = time.monotonic() - until
+        if late > seconds:
+            with self._lock:
+                if self._keys.get(key) is found:
+                    del self._keys[key]
+        return None if late >= 0 else bad
 
     def add(self, key: bytes, *, bad: bool) -> None:
         """Remember `key`."""
+        now = time.monotonic()
         with self._lock:
-            self._keys[key] = (time.monotonic() + self._seconds[bad], bad)
+            seconds = self._seconds[bad]
+            known = self._keys.get(key)
+            if known is not None and known[0] <= now <= known[0] + known[2]:
+                seconds = min(max(seconds, 2 * known[2]), max(seconds, self._most_seconds))
+            elif known is not None and now < known[0]:
+                # Several loads of the same object failed together.
+                seconds = max(seconds, known[2])
+            self._keys[key] = (now + seconds, bad, seconds)
             self._keys.move_to_end(key)
             while len(self._keys) > self._limit:
                 self._keys.popitem(last=False)
 
     def forget(self, key: bytes) -> None:
-        """Forget `key`: a good object has taken the place."""
+        """Let `key` be tried again: a good object has taken the place.
+
+        Once. A key that has failed again after that waits: its objects are not the trouble.
+        """
         with self._lock:
-            self._keys.pop(key, None)
+            known = self._keys.get(key)
+            if known is not None and known[2] <= self._seconds[known[1]]:
+                # What is over is remembered for as long, so that a second failure counts.
+                self._keys[key] = (min(known[0], time.monotonic()), known[1], known[2])
 
     def clear(self) -> None:
         """Forget all keys."""
@@ -118,6 +147,8 @@ class Lookup:
         Number of chunks from there on that are on the shelf, up to the first that is not.
     finished_at : float
         ``time.monotonic()`` when the answer was there.
+    given_up : bool
+        The storage did not answer in time: nothing is known, not even the keys.
     """
 
     def __init__(
@@ -133,7 +164,9 @@ class Lookup:
         self._count = len(tokens)
         self._make_chain = make_chain
         self._done = threading.Event()
+        self._lock = threading.Lock()
         self._cancelled = False
+        self.given_up = False
         self.chain: KeyChain | None = None
         self.hit_chunks = 0
         self.finished_at = 0.0
@@ -151,11 +184,16 @@ class Lookup:
         """Tell the background thread that nobody wants the answer any more."""
         self._cancelled = True
 
-    def _finish(self, hit_chunks: int, chain: KeyChain | None) -> None:
-        self.hit_chunks = hit_chunks
-        self.chain = chain
-        self.finished_at = time.monotonic()
-        self._done.set()
+    def _finish(self, hit_chunks: int, chain: KeyChain | None, *, given_up: bool = False) -> None:
+        """Give the answer, unless there is one: a thread that was given up may come back."""
+        with self._lock:
+            if self._done.is_set():
+                return
+            self.given_up = given_up
+            self.hit_chunks = hit_chunks
+            self.chain = chain
+            self.finished_at = time.monotonic()
+            self._done.set()
         if self._on_done is not None:
             self._on_done(self)
 
@@ -203,20 +241,29 @@ class LookupService:
         self._fmt = fmt
         self._failed = failed
         self._counters = counters
-        self._on_thread_start = on_thread_start
         self._queue: queue.SimpleQueue[Lookup | None] = queue.SimpleQueue()
-        # When each thread took the look-up it works on; absent while it waits for one.
-        self._busy_since: dict[int, float] = {}
+        # What each thread works on, and since when; absent while it waits for a look-up.
+        self._busy: dict[int, tuple[float, Lookup]] = {}
         self._next_log = 0.0
         self._chunk_seconds = 0.0
         self._cheap = shelf.backend.properties.probe_cost < _CHEAP_PROBE_SECONDS
-        # Daemon threads: a probe that never returns must not keep the process alive.
-        self._threads = [
-            threading.Thread(target=self._run, name=f"kvshelf-lookup-{i}", daemon=True)
-            for i in range(threads)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._count = threads
+        self._threads = StorageThreads(
+            "kvshelf-lookup",
+            threads,
+            self._run,
+            shelf.backend,
+            count_kept=lambda: counters.add("kept_threads"),
+            on_kept=self._give_up,
+            on_thread_start=on_thread_start,
+        )
+        shelf.backend.count_into(counters.add)
+        self._threads.start()
+
+    @property
+    def available(self) -> bool:
+        """Whether look-ups can find anything: not while the storage is given a rest."""
+        return self._shelf.available and self._threads.any
 
     def submit(
         self,
@@ -243,13 +290,17 @@ class LookupService:
             look-up was cancelled. Must not block.
         """
         lookup = Lookup(tokens, make_chain, first_chunk, on_done)
-        self._queue.put(lookup)
+        if self._threads.any:
+            self._queue.put(lookup)
+        else:
+            lookup._finish(0, None, given_up=True)
         return lookup
 
     def stalled(self, seconds: float) -> bool:
         """Whether every thread has been at one look-up for longer than `seconds`."""
-        since = list(self._busy_since.values())
-        return len(since) == len(self._threads) and max(since) < time.monotonic() - seconds
+        busy = self._busy.copy()
+        since = [busy[thread][0] for thread in self._threads.working if thread in busy]
+        return len(since) >= self._count and max(since) < time.monotonic() - seconds
 
     def may_be_done_within(self, lookup: Lookup, seconds: float) -> bool:
         """Whether waiting for `lookup` for `seconds` makes sense, going by those before it."""
@@ -257,15 +308,21 @@ class LookupService:
 
     def close(self) -> None:
         """Stop the threads once they have worked off what was submitted."""
-        for _ in self._threads:
+        self._threads.close()
+        for _ in range(self._count + self._threads.kept):
             self._queue.put(None)
 
+    def _give_up(self, thread: int) -> None:
+        """End the look-up of a thread that the storage keeps."""
+        busy = self._busy.pop(thread, None)
+        if busy is not None:
+            busy[1]._finish(0, None, given_up=True)
+
     def _run(self) -> None:
-        if self._on_thread_start is not None:
-            self._on_thread_start()
         me = threading.get_ident()
-        while (lookup := self._queue.get()) is not None:
-            self._busy_since[me] = begin = time.monotonic()
+        while not self._threads.replaced() and (lookup := self._queue.get()) is not None:
+            begin = time.monotonic()
+            self._busy[me] = begin, lookup
             try:
                 self._work(lookup)
                 self._note_speed(lookup, begin)
@@ -273,9 +330,8 @@ class LookupService:
                 self._counters.add("probe_errors")
                 self._log_failure(error)
             finally:
-                if not lookup.done:
-                    lookup._finish(0, None)
-                self._busy_since.pop(me, None)
+                lookup._finish(0, None)
+                self._busy.pop(me, None)
 
     def _note_speed(self, lookup: Lookup, begin: float) -> None:
         chunks = lookup._count // self._fmt.chunk_size
@@ -298,6 +354,7 @@ class LookupService:
         if chain is None:
             return
         pace = _Pace()
+        # While the storage rests, probes fail at once; the keys are of use for later stores.
         if self._cheap:
             hit = self._search_near(lookup, chain, pace)
             self._extend(lookup, chain, pace, lookup._count)

@@ -26,12 +26,21 @@ import random
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from types import TracebackType
 from typing import Any, Final
 
-from kvshelf.backends import NOT_REGULAR, Backend, Buffer, WriteMode, WriteResult, open_backend
+from kvshelf.backends import (
+    NOT_REGULAR,
+    Backend,
+    Buffer,
+    Deadlines,
+    WriteMode,
+    WriteResult,
+    open_backend,
+)
+from kvshelf.backends.guard import GuardedBackend
 from kvshelf.chunkfile import ObjectFormat, ReaderLike
 from kvshelf.errors import (
     BadObjectError,
@@ -172,10 +181,27 @@ class Shelf:
         Closed together with the shelf.
     counters : Counters, optional
         Gets the times of probes, reads, verifications and writes.
+    deadlines : Deadlines, optional
+        How long its calls may take; those of its properties when absent. Of no meaning for a
+        backend that is guarded already.
+
+    Attributes
+    ----------
+    backend : GuardedBackend
+        `backend` itself, or around it: all calls have deadlines, and a storage that fails is
+        given a rest.
     """
 
-    def __init__(self, backend: Backend, counters: Counters | None = None) -> None:
-        self.backend = backend
+    def __init__(
+        self,
+        backend: Backend,
+        counters: Counters | None = None,
+        *,
+        deadlines: Deadlines | None = None,
+    ) -> None:
+        self.backend = (
+            backend if isinstance(backend, GuardedBackend) else GuardedBackend(backend, deadlines)
+        )
         self._counters = Counters() if counters is None else counters
         self._known: dict[bytes, _Known] = {}
         self._lock = threading.Lock()
@@ -203,6 +229,11 @@ class Shelf:
     def read_only(self) -> bool:
         """Whether writes are known to be refused, by option or by the storage."""
         return self.backend.properties.read_only
+
+    @property
+    def available(self) -> bool:
+        """Whether the storage is asked at all: False while it is given a rest."""
+        return not self.backend.reads.stopped
 
     def close(self) -> None:
         """Release what the backend holds. Idempotent."""
@@ -721,6 +752,7 @@ def open_shelf(
     storage_options: Mapping[str, Any] | None = None,
     read_only: bool = False,
     counters: Counters | None = None,
+    deadlines: Mapping[str, float] | None = None,
 ) -> Shelf:
     """Open the shelf at `url`.
 
@@ -734,6 +766,8 @@ def open_shelf(
         Refuse every change.
     counters : Counters, optional
         Gets the times of probes, reads, verifications and writes.
+    deadlines : Mapping, optional
+        Fields of :class:`~kvshelf.backends.Deadlines` that replace those of the storage.
 
     Raises
     ------
@@ -748,4 +782,6 @@ def open_shelf(
     ...     list(shelf.objects())
     []
     """
-    return Shelf(open_backend(url, storage_options=storage_options, read_only=read_only), counters)
+    backend = open_backend(url, storage_options=storage_options, read_only=read_only)
+    wanted = replace(backend.properties.deadlines, **(deadlines or {}))
+    return Shelf(backend, counters, deadlines=wanted)

@@ -9,6 +9,18 @@ into the paged cache; when all objects of a load are in or given up, the load is
 ``finished`` and says from which chunk on it failed. An object that does not come in
 time is given up: its thread may hang for ever, the load does not.
 
+Deadlines: each object has that of the shelf's backend (:mod:`kvshelf.backends.guard`). A
+load as a whole has that of an object as large as everything that is to be loaded when it
+comes. While the storage is given a rest, loads fail at once and stores are dropped.
+
+What is dropped: staging bounds the memory, and a store for which it has no room is dropped,
+since the step must not wait. Behind a chunk that is not on the shelf no look-up finds
+anything, so once a chunk is dropped, or its store fails, those that continue it are dropped
+as well: staging is better used for prefixes that begin. Such a *hole* is known by its key,
+so it holds for all requests that share the prefix, and ends when somebody stores the chunk
+here. It does not hold for a request whose look-up came later: that has seen what is before
+its first chunk, perhaps stored by another engine, and it stores the hole itself if not.
+
 Contracts
 ---------
 * ``store``, ``load``, ``poll`` and ``cancel`` are called on the step thread and never
@@ -16,7 +28,8 @@ Contracts
   other threads may call them too.
 * Loads and stores have threads of their own, so that a storage which takes no writes
   cannot keep loads waiting. All are daemon threads: a call that never returns does not
-  keep the process alive.
+  keep the process alive. A thread that the storage keeps is replaced
+  (:mod:`kvshelf.threads`); its staging buffer stays with it.
 * Of a paged cache only the slots given are touched: by a gather inside ``store``, by a
   scatter between ``load`` and the moment the load is reported finished, whatever its
   end: loaded, failed, cancelled, out of time.
@@ -41,11 +54,10 @@ from kvshelf.chunkfile import ObjectFormat
 from kvshelf.errors import (
     BadObjectError,
     ConfigError,
-    NoSpaceStorageError,
     NotRegularError,
     ObjectMissingError,
-    ReadOnlyStorageError,
     StorageError,
+    UnavailableStorageError,
 )
 from kvshelf.finite import FiniteCheck
 from kvshelf.identity import Chunk, object_name
@@ -53,15 +65,15 @@ from kvshelf.layout import PagedLayout, PermutedLayout
 from kvshelf.metrics import Counters
 from kvshelf.shelf import Presence, Shelf
 from kvshelf.staging import StagingBuffer, StagingPool
+from kvshelf.threads import StorageThreads
 from kvshelf.topology import ShardPlan
 
 logger = logging.getLogger(__name__)
 
 _STORED_MEMORY = 65536
-_PAUSE_SECONDS = 30.0
-#: An object that has not arrived after so long, plus its size at so slow a speed, is given up.
-_STALL_SECONDS = 5.0
-_SLOWEST_BYTES_A_SECOND = 16 << 20
+_HOLES_MEMORY = 16384
+#: Scheduler and worker tell each other times as ages, which grow on the way.
+_HOLE_SLACK_SECONDS = 0.1
 _JOIN_SECONDS = 0.5
 
 
@@ -71,6 +83,8 @@ class Failure(Enum):
     MISSING = "missing"
     BAD = "bad"
     ERROR = "error"
+    #: The storage is given a rest: that says nothing of the object.
+    UNAVAILABLE = "unavailable"
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +231,8 @@ class Load:
     _next: int = 0
     #: Threads that are copying into the cache at this moment.
     _scattering: int = 0
-    _since: float = field(default_factory=time.monotonic)
+    _deadline: float = 0.0
+    _bytes: int = 0
     _on_done: Callable[[Load], None] | None = None
 
     @property
@@ -240,19 +255,31 @@ class _Piece:
     load: Load
     item: int
     shard: int
-    since: float
     arrived: bool = False
+    late: bool = False
 
 
-@dataclass(slots=True)
+@dataclass(eq=False, slots=True)
 class _StoreJob:
     chunk: Chunk
     buffers: list[StagingBuffer]
     repair: bool
-    on_done: Callable[[Chunk, StoreResult], None] | None = None
+    #: When the chunk was last seen missing.
+    seen: float
+    on_done: Callable[[Chunk, StoreResult], None] | None
+    #: Those who asked for the same meanwhile.
+    waiting: list[Callable[[Chunk, StoreResult], None]] = field(default_factory=list)
+    ended: bool = False
+
+    def tell(self, result: StoreResult) -> None:
+        """Tell everybody how it ended."""
+        if self.on_done is not None:
+            self.on_done(self.chunk, result)
+        for on_done in self.waiting:
+            on_done(self.chunk, "existed" if result in ("published", "repaired") else result)
 
 
-StoreOutcome = Literal["queued", "known", "full", "paused"]
+StoreOutcome = Literal["queued", "known", "full", "hole", "paused"]
 StoreResult = Literal["published", "existed", "repaired", "failed", "lost"]
 
 
@@ -295,8 +322,6 @@ class Transfer:
     plan : ShardPlan, optional
         The shards that this worker reads and writes; all of them when absent.
     load_threads, store_threads : int
-    stall_seconds : float
-        How long, beyond what its size takes at 16 MiB/s, an object may take to arrive.
     check_finite : bool
         Do not store chunks that hold NaN or infinity.
     on_thread_start : Callable, optional
@@ -315,7 +340,6 @@ class Transfer:
         plan: ShardPlan | None = None,
         load_threads: int = 2,
         store_threads: int = 1,
-        stall_seconds: float = _STALL_SECONDS,
         check_finite: bool = False,
         on_thread_start: Callable[[str], None] | None = None,
     ) -> None:
@@ -326,10 +350,11 @@ class Transfer:
         self._counters = counters
         self._plan = plan or ShardPlan.whole(fmt.shards)
         self._reads = self._plan.shards
-        self._on_thread_start = on_thread_start
         self._finite = FiniteCheck(fmt) if check_finite else None
         self._log = _LineLimit()
         self._closing = False
+        self._deadlines = shelf.backend.deadlines
+        shelf.backend.count_into(counters.add)
 
         self._load_lock = threading.Lock()
         self._load_work = threading.Condition(self._load_lock)
@@ -337,38 +362,49 @@ class Transfer:
         self._loads: deque[Load] = deque()
         self._active: dict[str, Load] = {}
         self._finished: list[Load] = []
-        self._pieces: set[_Piece] = set()
-        self._load_threads = load_threads
-        largest = max(fmt.object_size(shard) for shard in self._reads)
-        self._patience = stall_seconds + largest / _SLOWEST_BYTES_A_SECOND
-        self._progress = time.monotonic()
+        #: What each load thread is at.
+        self._pieces: dict[int, _Piece] = {}
+        self._chunk_bytes = sum(fmt.object_size(shard) for shard in self._reads)
 
         self._store_lock = threading.Lock()
         self._store_work = threading.Condition(self._store_lock)
         self._store_idle = threading.Condition(self._store_lock)
         self._stores: deque[_StoreJob] = deque()
-        self._stores_running = 0
-        # Keys on their way, with those who asked for the same meanwhile and wait for its end.
-        self._in_flight: dict[bytes, list[Callable[[Chunk, StoreResult], None]]] = {}
+        #: What each store thread is at.
+        self._storing: dict[int, _StoreJob] = {}
+        self._in_flight: dict[bytes, _StoreJob] = {}
+        self._holes: OrderedDict[bytes, float] = OrderedDict()
         self._stored_at: OrderedDict[bytes, float] = OrderedDict()
         self._repaired: list[bytes] = []
-        self._paused_until = 0.0
 
-        self._threads: list[threading.Thread] = []
-        for i in range(load_threads):
-            self._start(f"kvshelf-load-{i}", "load", self._run_loads)
-        for i in range(store_threads):
-            self._start(f"kvshelf-store-{i}", "store", self._run_stores)
+        self._load_threads = self._threads(
+            "load", load_threads, self._run_loads, on_thread_start, self._load_late, self._rest
+        )
+        self._store_threads = self._threads(
+            "store", store_threads, self._run_stores, on_thread_start, self._store_late, None
+        )
+        self._load_threads.start()
+        self._store_threads.start()
 
-    def _start(self, name: str, kind: str, run: Callable[[], None]) -> None:
-        def body() -> None:
-            if self._on_thread_start is not None:
-                self._on_thread_start(kind)
-            run()
-
-        thread = threading.Thread(target=body, name=name, daemon=True)
-        self._threads.append(thread)
-        thread.start()
+    def _threads(
+        self,
+        kind: str,
+        count: int,
+        run: Callable[[], None],
+        on_thread_start: Callable[[str], None] | None,
+        on_kept: Callable[[int], None],
+        on_stop: Callable[[], None] | None,
+    ) -> StorageThreads:
+        return StorageThreads(
+            f"kvshelf-{kind}",
+            count,
+            run,
+            self._shelf.backend,
+            count_kept=lambda: self._counters.add("kept_threads"),
+            on_kept=on_kept,
+            on_stop=on_stop,
+            on_thread_start=None if on_thread_start is None else lambda: on_thread_start(kind),
+        )
 
     # ---------------------------------------------------------------- stores
 
@@ -397,7 +433,8 @@ class Transfer:
             What stands at the chunk's name was found bad: verify and replace it.
         age : float
             Seconds since the chunk was last seen missing. A chunk that was published
-            here later than that is not gathered again.
+            here later than that is not gathered again, and one whose parent was dropped
+            later than that is dropped.
         wait : float
             Seconds to wait for staging when it is used up.
         on_done : Callable, optional
@@ -408,9 +445,9 @@ class Transfer:
         Returns
         -------
         str
-            ``queued``; ``known`` (in flight, published, or another worker's to write);
-            ``full`` (staging is used up: dropped); ``paused`` (the storage refuses writes for
-            now: dropped).
+            ``queued``; ``known`` (in flight, published, or another worker's to write); or
+            dropped: ``full`` (staging is used up), ``hole`` (the chunk before it was dropped),
+            ``paused`` (the storage takes no writes for now).
         """
         key = item.chunk.key
         now = time.monotonic()
@@ -421,24 +458,29 @@ class Transfer:
                 with self._store_lock:
                     self._repaired.append(key)
             return "known"
-        if now < self._paused_until or self._shelf.read_only:
+        properties = self._shelf.backend.properties
+        if properties.read_only or not properties.available:
             self._counters.add("store_dropped_paused")
-            if now >= self._paused_until and self._log.allows("read-only"):
-                logger.warning("%s takes no writes: nothing is stored", self._shelf.url)
+            self._note_hole(key)
+            self._say_read_only()
             return "paused"
         with self._store_lock:
-            if key in self._in_flight:
+            job = self._in_flight.get(key)
+            if job is not None:
                 if on_done is None:
                     return "known"
-                self._in_flight[key].append(on_done)
+                job.waiting.append(on_done)
                 return "queued"
             stored_at = self._stored_at.get(key)
             if stored_at is not None and stored_at >= now - age and not repair:
                 return "known"
+        if self._behind_hole(item.chunk, now - age):
+            return "hole"
         memory = self._memory(item)
         buffers = self._staging.acquire_for_store(len(shards), wait)
         if buffers is None:
             self._counters.add("store_dropped_full")
+            self._note_hole(key)
             return "full"
         offset = self._fmt.data_offset
         begin = time.perf_counter()
@@ -449,13 +491,40 @@ class Transfer:
         except BaseException:
             for buffer in buffers:
                 self._staging.release(buffer)
+            self._note_hole(key)
             raise
         self._counters.observe("gather", time.perf_counter() - begin)
+        job = _StoreJob(item.chunk, buffers, repair, now - age, on_done)
         with self._store_lock:
-            self._in_flight.setdefault(key, [])
-            self._stores.append(_StoreJob(item.chunk, buffers, repair, on_done))
+            self._holes.pop(key, None)
+            self._in_flight[key] = job
+            self._stores.append(job)
             self._store_work.notify()
         return "queued"
+
+    def _say_read_only(self) -> None:
+        """Say, once, what no failed write could tell."""
+        backend = self._shelf.backend
+        read_only = not backend.writes.stopped and backend.properties.read_only
+        if read_only and self._log.allows("read-only"):
+            logger.warning("%s takes no writes: nothing is stored", self._shelf.url)
+
+    def _note_hole(self, key: bytes) -> None:
+        """Remember a chunk that is not stored."""
+        with self._store_lock:
+            self._holes[key] = time.monotonic()
+            self._holes.move_to_end(key)
+            while len(self._holes) > _HOLES_MEMORY:
+                self._holes.popitem(last=False)
+
+    def _behind_hole(self, chunk: Chunk, seen: float) -> bool:
+        """Whether the chunk before `chunk` was dropped after `seen`; it is a hole then as well."""
+        hole = self._holes.get(chunk.parent)
+        if hole is None or hole < seen - _HOLE_SLACK_SECONDS:
+            return False
+        self._counters.add("store_dropped_hole")
+        self._note_hole(chunk.key)
+        return True
 
     def take_repaired(self) -> list[bytes]:
         """Return the keys whose bad objects were replaced since the last call."""
@@ -468,38 +537,58 @@ class Transfer:
         with self._store_lock:
             self._stored_at.clear()
 
+    def _next_job(self) -> _StoreJob | None:
+        """Take the next chunk to store, waiting for one. Store threads."""
+        with self._store_lock:
+            while not self._stores:
+                if self._closing:
+                    return None
+                self._store_work.wait()
+            job = self._stores.popleft()
+            self._storing[threading.get_ident()] = job
+            return job
+
     def _run_stores(self) -> None:
-        while True:
-            with self._store_lock:
-                while not self._stores:
-                    if self._closing:
-                        return
-                    self._store_work.wait()
-                job = self._stores.popleft()
-                self._stores_running += 1
+        while not self._store_threads.replaced() and (job := self._next_job()) is not None:
             result: StoreResult = "failed"
             try:
-                result = self._publish(job)
+                if not self._behind_hole(job.chunk, job.seen):
+                    result = self._publish(job)
             except Exception as error:  # noqa: BLE001 - the thread must go on
-                self._store_failed(job.chunk, error)
+                self._store_failed(job, error)
             finally:
                 for buffer in job.buffers:
                     self._staging.release(buffer)
-                with self._store_lock:
-                    waiting = self._in_flight.pop(job.chunk.key, [])
-                    if result != "failed":
-                        self._stored_at[job.chunk.key] = time.monotonic()
-                        self._stored_at.move_to_end(job.chunk.key)
-                        while len(self._stored_at) > _STORED_MEMORY:
-                            self._stored_at.popitem(last=False)
-                        if job.repair:
-                            self._repaired.append(job.chunk.key)
-                    self._stores_running -= 1
-                    self._store_idle.notify_all()
-                if job.on_done is not None:
-                    job.on_done(job.chunk, result)
-                for on_done in waiting:
-                    on_done(job.chunk, "existed" if result in ("published", "repaired") else result)
+                self._end_store(threading.get_ident(), job, result)
+
+    def _store_late(self, thread: int) -> None:
+        """Give up the store of a thread that the storage keeps, with its buffers."""
+        with self._store_lock:
+            job = self._storing.get(thread)
+        if job is not None:
+            self._counters.add("store_errors")
+            self._note_hole(job.chunk.key)
+            self._end_store(thread, job, "failed")
+
+    def _end_store(self, thread: int, job: _StoreJob, result: StoreResult) -> None:
+        """Report the end of a store, once: a thread that was given up may come back."""
+        key = job.chunk.key
+        with self._store_lock:
+            self._storing.pop(thread, None)
+            if result != "failed":
+                self._stored_at[key] = time.monotonic()
+                self._stored_at.move_to_end(key)
+                while len(self._stored_at) > _STORED_MEMORY:
+                    self._stored_at.popitem(last=False)
+                if job.repair:
+                    self._repaired.append(key)
+            if job.ended:
+                return
+            job.ended = True
+            if self._in_flight.get(key) is job:
+                del self._in_flight[key]
+            self._store_idle.notify_all()
+        job.tell(result)
 
     def _publish(self, job: _StoreJob) -> StoreResult:
         fmt, shelf, chunk = self._fmt, self._shelf, job.chunk
@@ -554,21 +643,19 @@ class Transfer:
         if self._log.allows(("load", name)):
             logger.warning("object %s was bad (%s) and has been replaced", name, found.value)
 
-    def _store_failed(self, chunk: Chunk, error: Exception) -> None:
+    def _store_failed(self, job: _StoreJob, error: Exception) -> None:
+        if job.ended:
+            # It was counted when it was given up.
+            return
+        chunk = job.chunk
+        self._note_hole(chunk.key)
+        if isinstance(error, UnavailableStorageError):
+            self._counters.add("store_dropped_paused")
+            return
         self._counters.add("store_errors")
-        if isinstance(error, (ReadOnlyStorageError, NoSpaceStorageError)):
-            # Gathering what cannot be written would only cost time in every step.
-            self._paused_until = time.monotonic() + _PAUSE_SECONDS
-            if self._log.allows(type(error)):
-                logger.warning(
-                    "%s takes no writes (%s); stores stop and are tried again every %d s,"
-                    " loads go on",
-                    self._shelf.url,
-                    error,
-                    _PAUSE_SECONDS,
-                )
-        elif isinstance(error, StorageError):
-            if self._log.allows(("store", chunk.key)):
+        if isinstance(error, StorageError):
+            # The guard has said so already where the whole storage takes no writes.
+            if not self._shelf.read_only and self._log.allows(("store", chunk.key)):
                 logger.warning("a chunk was not stored: %s", error)
         elif self._log.allows(("store", type(error))):
             logger.error("a chunk was not stored", exc_info=error)
@@ -595,16 +682,21 @@ class Transfer:
             call the transfer. Such a load is not returned by :meth:`poll`; whoever waits
             for it calls :meth:`check` now and then.
         """
-        load = Load(request_id, items, _arrived=[0] * len(items), _on_done=on_done)
+        load = Load(
+            request_id,
+            items,
+            _arrived=[0] * len(items),
+            _bytes=len(items) * self._chunk_bytes,
+            _on_done=on_done,
+        )
         with self._load_lock:
+            ahead = sum(other._bytes for other in self._active.values() if not other.finished)
+            load._deadline = time.monotonic() + self._deadlines.to_read(ahead + load._bytes)
             self._active[request_id] = load
             if not items:
                 self._complete(load)
-            elif self._closing or self._all_stalled():
-                # No thread would come for it before its time is up.
-                self._fail(load, 0, Failure.ERROR)
-                self._counters.add("load_stalled")
-                self._settle(load)
+            elif self._closing or not self._shelf.available or not self._load_threads.any:
+                self._refuse(load)
             else:
                 self._loads.append(load)
                 self._load_work.notify(len(items) * len(self._reads))
@@ -647,28 +739,48 @@ class Transfer:
                 self._give_up_late()
 
     def _give_up_late(self) -> None:
-        """Fail the loads for which storage took too long. Holds the lock."""
-        oldest = time.monotonic() - self._patience
-        late = {piece.load for piece in self._pieces if piece.since < oldest}
-        late.update(load for load in self._loads if max(load._since, self._progress) < oldest)
-        for load in late:
-            if not load.finished and load._leading < load._wanted:
-                self._counters.add("load_stalled")
-                chunk = load.items[load._leading].chunk
-                self._fail(load, load._leading, Failure.ERROR)
-                self._settle(load)
-                if self._log.allows("stalled"):
-                    logger.warning(
-                        "%s did not deliver chunk %d of a request within %.0f s, its tokens are"
-                        " computed instead",
-                        self._shelf.url,
-                        chunk.index,
-                        self._patience,
-                    )
+        """Fail the loads that as a whole took too long. Holds the lock."""
+        now = time.monotonic()
+        for load in list(self._active.values()):
+            if now > load._deadline and not load.finished and load._leading < load._wanted:
+                self._give_up(load, load._leading)
 
-    def _all_stalled(self) -> bool:
-        oldest = time.monotonic() - self._patience
-        return sum(piece.since < oldest for piece in self._pieces) >= self._load_threads
+    def _give_up(self, load: Load, item: int) -> None:
+        """Fail a load from an item on that did not come in time. Holds the lock."""
+        self._counters.add("load_stalled")
+        chunk = load.items[item].chunk
+        self._fail(load, item, Failure.ERROR)
+        self._settle(load)
+        if self._log.allows("stalled"):
+            logger.warning(
+                "%s did not deliver chunk %d of a request in time, its tokens are computed instead",
+                self._shelf.url,
+                chunk.index,
+            )
+
+    def _load_late(self, thread: int) -> None:
+        """Give up the object that a thread waits for which the storage keeps."""
+        with self._load_lock:
+            piece = self._pieces.pop(thread, None)
+            if piece is None:
+                return
+            piece.late = True
+            load = piece.load
+            if not load.finished and piece.item < load._wanted:
+                self._give_up(load, piece.item)
+
+    def _rest(self) -> None:
+        """Give up all loads: the storage is given a rest."""
+        with self._load_lock:
+            for load in list(self._active.values()):
+                if not load.finished and load._leading < load._wanted:
+                    self._refuse(load)
+
+    def _refuse(self, load: Load) -> None:
+        """Fail what is left of a load without asking the storage. Holds the lock."""
+        self._counters.add("load_paused")
+        self._fail(load, load._leading, Failure.UNAVAILABLE)
+        self._settle(load)
 
     def _next_piece(self) -> _Piece | None:
         """Take the next object to load, waiting for one. Load threads."""
@@ -683,12 +795,12 @@ class Transfer:
             load._next += 1
             if load._next == len(load.items) * shards:
                 self._loads.popleft()
-            piece = _Piece(load, item, self._reads[shard], time.monotonic())
-            self._pieces.add(piece)
+            piece = _Piece(load, item, self._reads[shard])
+            self._pieces[threading.get_ident()] = piece
             return piece
 
     def _run_loads(self) -> None:
-        while (piece := self._next_piece()) is not None:
+        while not self._load_threads.replaced() and (piece := self._next_piece()) is not None:
             failure: Failure | None = Failure.ERROR
             try:
                 failure = self._load_piece(piece)
@@ -700,7 +812,7 @@ class Transfer:
     def _load_piece(self, piece: _Piece) -> Failure | None:
         item, fmt = piece.load.items[piece.item], self._fmt
         size = fmt.object_size(piece.shard)
-        buffer = self._staging.acquire_for_load(self._patience)
+        buffer = self._staging.acquire_for_load(piece.load._deadline - time.monotonic())
         if buffer is None:
             error = TimeoutError("no staging buffer became free")
             return self._load_failed(piece, Failure.ERROR, error)
@@ -722,6 +834,8 @@ class Transfer:
             return self._load_failed(piece, Failure.MISSING, error)
         except (BadObjectError, NotRegularError) as error:
             return self._load_failed(piece, Failure.BAD, error)
+        except UnavailableStorageError as error:
+            return self._load_failed(piece, Failure.UNAVAILABLE, error)
         except StorageError as error:
             return self._load_failed(piece, Failure.ERROR, error)
         finally:
@@ -739,6 +853,9 @@ class Transfer:
             return True
 
     def _load_failed(self, piece: _Piece, failure: Failure, error: Exception) -> Failure:
+        if piece.late or failure is Failure.UNAVAILABLE:
+            # It was counted when it was given up, or nothing was asked.
+            return failure
         if failure is Failure.MISSING:
             self._counters.add("load_missing")
         elif failure is Failure.BAD:
@@ -754,10 +871,11 @@ class Transfer:
 
     def _piece_done(self, piece: _Piece, failure: Failure | None) -> None:
         with self._load_lock:
-            self._pieces.discard(piece)
-            self._progress = time.monotonic()
+            self._pieces.pop(threading.get_ident(), None)
             load = piece.load
             if load.finished:
+                return
+            if failure is not None and piece.late:
                 return
             if failure is not None:
                 self._fail(load, piece.item, failure)
@@ -806,12 +924,12 @@ class Transfer:
         """Wait until all stores are published; return how many were not in time."""
         deadline = time.monotonic() + seconds
         with self._store_lock:
-            while self._stores or self._stores_running:
+            while self._stores or self._storing:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     break
                 self._store_idle.wait(left)
-            return len(self._stores) + self._stores_running
+            return len(self._stores) + len(self._storing)
 
     def close(self, drain_seconds: float = 0.0) -> int:
         """Drain, stop the threads, and return how many chunks were lost.
@@ -823,17 +941,19 @@ class Transfer:
         if lost:
             self._counters.add("store_lost", lost)
         self._closing = True
+        self._load_threads.close()
+        self._store_threads.close()
         with self._store_lock:
             dropped = list(self._stores)
-            waiting = [self._in_flight.pop(job.chunk.key, []) for job in dropped]
             self._stores.clear()
             self._store_work.notify_all()
-        for job, others in zip(dropped, waiting, strict=True):
+        for job in dropped:
             for buffer in job.buffers:
                 self._staging.release(buffer)
-            for on_done in (job.on_done, *others):
-                if on_done is not None:
-                    on_done(job.chunk, "lost")
+            with self._store_lock:
+                job.ended = True
+                self._in_flight.pop(job.chunk.key, None)
+            job.tell("lost")
         with self._load_lock:
             for load in list(self._active.values()):
                 if not load.finished and load._leading < load._wanted:
@@ -842,6 +962,6 @@ class Transfer:
             self._load_work.notify_all()
         self._staging.close()
         deadline = time.monotonic() + _JOIN_SECONDS
-        for thread in self._threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
+        for threads in (self._load_threads, self._store_threads):
+            threads.join(max(0.0, deadline - time.monotonic()))
         return lost

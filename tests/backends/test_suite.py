@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from kvshelf.backends import Backend, posix
 from kvshelf.backends.generic import GenericBackend
+from kvshelf.backends.guard import GuardedBackend
 from kvshelf.backends.posix import PosixBackend
 from kvshelf.backends.wrappers import CountingBackend, FaultyBackend
 
@@ -41,6 +42,17 @@ class TestPosix(_OverFolder):
     @pytest.fixture
     def reopen(self, root: Path) -> Callable[[], Backend] | None:
         return partial(PosixBackend, root)
+
+
+class TestGuarded(_OverFolder):
+    """A backend whose calls have deadlines is a backend like any other."""
+
+    examples = 20
+
+    @pytest.fixture
+    def backend(self, root: Path) -> Iterator[Backend]:
+        with closing(GuardedBackend(PosixBackend(root))) as backend:
+            yield backend
 
 
 class TestPosixOnTmpfs(TestPosix):

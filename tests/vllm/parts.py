@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from kvshelf.backends import Backend
+from kvshelf.backends import Backend, Deadlines
+from kvshelf.backends.guard import Backoff, GuardedBackend
 from kvshelf.backends.posix import PosixBackend
 
 from kvshelf.chunkfile import ObjectFormat
@@ -24,6 +25,10 @@ from kvshelf.staging import StagingPool
 from kvshelf.transfer import ChunkSlots, LayerRun, Load, PagedKVCache, Transfer
 
 LAYERS, HEADS, HEAD_SIZE, BLOCK = 3, 2, 8, 4
+#: Deadlines that a test can wait for, and that a busy machine keeps.
+SOON = Deadlines(probe=0.5, read=0.5, write=0.5)
+#: A storage that was given a rest is tried again at once.
+AT_ONCE = Backoff(0.02, 0.2)
 #: Longest that a test waits for what ought to happen at once.
 PATIENCE = 20.0
 
@@ -84,9 +89,12 @@ class Rig:
     blocks: int = 64
     staging_objects: int = 16
     options: dict[str, Any] = field(default_factory=dict)
+    deadlines: Deadlines | None = None
+    backoff: Backoff = AT_ONCE
 
     def __post_init__(self) -> None:
-        self.shelf = Shelf(self.backend)
+        self.guard = GuardedBackend(self.backend, self.deadlines, self.backoff)
+        self.shelf = Shelf(self.guard)
         self.counters = Counters()
         shape = (self.blocks, HEADS, BLOCK, 2 * HEAD_SIZE)
         # The bytes of bfloat16, in a dtype whose values compare as bytes do.
@@ -175,6 +183,7 @@ class Rig:
 
     def close(self) -> None:
         self.transfer.close(0.0)
+        self.guard.close()
 
 
 def posix(path: Path) -> PosixBackend:

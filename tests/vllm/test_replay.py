@@ -10,6 +10,7 @@ import random
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,13 @@ pytest.importorskip("vllm")
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kvshelf.backends import Deadlines
+from kvshelf.backends.guard import GuardedBackend
 from kvshelf.backends.wrappers import Fault, FaultyBackend
-from parts import PATIENCE, posix, until
+from parts import AT_ONCE, PATIENCE, posix, until
 from replay import MiniVllm, Request, adapter, image, make_config, prompt
 
-from kvshelf.errors import TransientStorageError
+from kvshelf.errors import ObjectMissingError, TransientStorageError
 from kvshelf.shelf import Shelf
 from kvshelf.vllm import connector
 
@@ -36,8 +39,9 @@ def backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FaultyBackend:
     """The storage of all engines of a test."""
     backend = FaultyBackend(posix(tmp_path / "shelf"))
 
-    def open_shelf(url: str, **options: Any) -> Shelf:
-        return Shelf(backend)
+    def open_shelf(url: str, *, deadlines: dict[str, float] | None = None, **options: Any) -> Shelf:
+        guarded = GuardedBackend(backend, replace(Deadlines(), **(deadlines or {})), AT_ONCE)
+        return Shelf(guarded)
 
     monkeypatch.setattr(connector, "open_shelf", open_shelf)
     return backend
@@ -508,17 +512,107 @@ def test_loads_that_hang_are_computed(
     start: Callable[..., MiniVllm], backend: FaultyBackend
 ) -> None:
     run(start(), prompt(41))
-    engine = start(prefix_caching=False)
+    engine = start({"read_deadline_s": 0.2}, prefix_caching=False)
     run(engine, prompt(9, 3))
-    worker = engine.worker._worker
-    assert worker is not None
-    assert worker._transfer is not None
-    worker._transfer._patience = 0.05
     gate = threading.Event()
     backend.add(Fault("read", wait=gate))
     engine.add(Request("r", prompt(41)))
+    state = engine.states["r"]
     engine.run(100_000)
+    assert state.loads == 1
     gate.set()
+
+
+def shelves(engine: MiniVllm) -> list[Shelf]:
+    """The shelves of the two halves."""
+    found = [engine.scheduler._shelf.get(), engine.worker._shelf.get()]
+    return [shelf for shelf in found if shelf is not None]
+
+
+def flip(data: bytearray) -> None:
+    data[-1] ^= 1
+
+
+LIVELOCKS: dict[str, list[Fault]] = {
+    "errors": [Fault("open", "*.safetensors", error=lambda: TransientStorageError(5, "EIO"))],
+    "damage": [Fault("read", "*.safetensors", damage=flip)],
+    "gone between probe and read": [
+        Fault("open", "*.safetensors", error=lambda: ObjectMissingError(2, "ENOENT"))
+    ],
+    "never answers": [Fault("read", "*.safetensors", wait=threading.Event())],
+}
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.parametrize("trouble", list(LIVELOCKS))
+def test_vllm_49176_a_request_whose_load_fails_is_computed_and_not_loaded_for_ever(
+    start: Callable[..., MiniVllm], backend: FaultyBackend, trouble: str, runner: str
+) -> None:
+    run(start(), prompt(41))
+    engine = start({"read_deadline_s": 0.2}, runner=runner, prefix_caching=False)
+    run(engine, prompt(9, 3))
+    for fault in LIVELOCKS[trouble]:
+        backend.add(fault)
+    # The probes go on finding what the loads cannot have.
+    loads = []
+    for name in "abcd":
+        engine.add(Request(name, prompt(41)))
+        state = engine.states[name]
+        engine.run(100_000)
+        drain(engine)
+        engine.step()
+        loads.append(state.loads)
+        assert sum(end - begin for r, begin, end in engine.written if r == name) >= 41
+    # What was replaced is tried once more, and then left alone too.
+    assert loads == [1, 1, 0, 0] if trouble == "damage" else [1, 0, 0, 0]
+
+
+def test_a_storage_that_fails_is_left_alone_and_used_again_when_it_is_well(
+    start: Callable[..., MiniVllm], backend: FaultyBackend
+) -> None:
+    engine = start(prefix_caching=False)
+    prompts = [prompt(41, seed) for seed in range(6)]
+    run(engine, *prompts)
+    backend.add(Fault("*", error=lambda: TransientStorageError(5, "EIO")))
+    for tokens in prompts:
+        assert run(engine, tokens) == [0]
+    assert not any(shelf.available for shelf in shelves(engine)[:1])
+    side = engine.scheduler._scheduler
+    assert side is not None
+    counts = side.counters.snapshot()
+    assert counts["lookup_paused"] >= 1
+    assert counts["breaker_opened"] == 1
+    backend.heal()
+    until(lambda: all(shelf.available for shelf in shelves(engine)))
+    # In its steps the worker says that it is well again.
+    run(engine, prompt(9, 9))
+    assert run(engine, *prompts) == [40] * 6
+
+
+def test_a_worker_that_leaves_the_storage_alone_tells_the_scheduler(
+    start: Callable[..., MiniVllm], backend: FaultyBackend
+) -> None:
+    engine = start({"read_deadline_s": 0.2}, prefix_caching=False)
+    prompts = [prompt(41, seed) for seed in range(3)]
+    run(engine, *prompts)
+    gate = threading.Event()
+    backend.add(Fault("read", wait=gate))
+    engine.add(Request("r", prompts[0]))
+    engine.run(100_000)
+    own, worker_s = shelves(engine)
+    # Whether by the first load or the second, it is noticed soon.
+    until(lambda: run(engine, prompts[1]) == [0] and not worker_s.available)
+    assert own.available
+    before = engine.worker._worker
+    assert before is not None
+    refused = before.counters.snapshot().get("load_paused", 0)
+    assert run(engine, prompts[2]) == [0]
+    assert before.counters.snapshot().get("load_paused", 0) == refused
+    gate.set()
+    backend.heal()
+    until(lambda: worker_s.available)
+    run(engine, prompt(9, 9))
+    assert run(engine, prompts[2]) == [40]
 
 
 def test_what_a_failed_forward_pass_left_is_not_stored(

@@ -13,6 +13,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from kvshelf.backends import Deadlines
 from kvshelf.backends.wrappers import CountingBackend, Fault, FaultyBackend
 from parts import PATIENCE, posix, until
 from replay import (
@@ -66,10 +67,12 @@ class Side:
         self.backend = CountingBackend(self.faults)
         extra = {"lookup_wait_s": PATIENCE, "identity_wait_s": PATIENCE, **options}
         self.config = make_config(str(root), **extra)
+        found = Config.load(self.config.kv_transfer_config.kv_connector_extra_config)
+        self.shelf = Shelf(self.backend, deadlines=replace(Deadlines(), **found.deadlines))
         self.side = SchedulerSide(
             self.config,
-            Config.load(self.config.kv_transfer_config.kv_connector_extra_config),
-            lambda: Shelf(self.backend),
+            found,
+            lambda: self.shelf,
             block_size=BLOCK,
         )
         namespace = build_namespace(self.config, self.side._config, [PART], "user:test")
@@ -290,6 +293,88 @@ def test_a_hole_is_stored_though_it_is_long_until_it_is_computed(
     side.side._failed.clear()
     meta = side.step({"r": (16, 24)})
     assert [op.chunk.index for op in meta.stores] == [2]
+
+
+def test_vllm_49176_a_request_that_is_asked_again_and_again_is_not_loaded_for_ever(
+    make: Callable[..., Side],
+) -> None:
+    side = make()
+    tokens = prompt(40)
+    side.put(tokens)
+    request = Request("r", tokens)
+    offers = []
+    for _ in range(20):
+        found, _ = side.ask(request)
+        offers.append(found)
+        if found:
+            side.side.allocated(request, [*range(1, 11)], found)
+            side.step()
+            # The last chunk of what was offered could not be loaded, and whatever comes, the
+            # first is still there: vLLM asks again, and again after each preemption.
+            index = -(-found // CHUNK) - 1
+            failure = LoadFailure("r", index, b"", False)
+            side.side.worker_output(WorkerMetadata(failures=[failure]))
+            side.side.loads_done({"r"})
+            assert side.side.matched_tokens(request, 0) == (0, False)
+        request.num_preemptions += 1
+    assert offers[:6] == [36, 32, 24, 16, 8, 0]
+    assert not any(offers[6:])
+
+
+def test_while_the_storage_rests_nobody_waits_and_nothing_is_found(
+    make: Callable[..., Side],
+) -> None:
+    side = make()
+    side.put(prompt(40))
+    assert side.ask(Request("r", prompt(40))) == (36, True)
+    side.shelf.backend.reads.trip("broken")
+    request = Request("s", prompt(40))
+    side.side.new_request(request)
+    assert side.side.matched_tokens(request, 0) == (0, False)
+    assert side.side.matched_tokens(request, 0) == (0, False)
+    assert side.side.counters.snapshot()["lookup_paused"] == 1
+    # The keys are known all the same, for stores once it is well.
+    lookup = side.side._requests["s"].lookup
+    assert lookup is not None
+    assert lookup.wait(PATIENCE)
+    side.shelf.backend.reads.close()
+    meta = side.step({"s": (0, 40)}, new=("s",))
+    assert [op.chunk.index for op in meta.stores] == [0, 1, 2, 3, 4]
+    assert side.ask(Request("t", prompt(40))) == (36, True)
+
+
+def test_while_a_worker_rests_nothing_is_offered(
+    make: Callable[..., Side], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    side = make()
+    side.put(prompt(40))
+    side.step()
+    side.side.worker_output(WorkerMetadata(resting={0: True, 1: False}))
+    assert side.ask(Request("r", prompt(40))) == (0, False)
+    side.side.worker_output(WorkerMetadata(resting={0: False}))
+    assert side.ask(Request("s", prompt(40))) == (36, True)
+    # An engine without steps hears nothing of its workers.
+    side.side.worker_output(WorkerMetadata(resting={0: True}))
+    monkeypatch.setattr("kvshelf.vllm.scheduler._STALE_SECONDS", 0.0)
+    assert side.ask(Request("t", prompt(40))) == (36, True)
+
+
+def test_a_look_up_that_hangs_is_made_again_for_the_keys(make: Callable[..., Side]) -> None:
+    side = make(probe_deadline_s=0.3)
+    side.put(prompt(40))
+    gate = threading.Event()
+    side.faults.add(Fault("stat", wait=gate, times=1))
+    request = Request("r", prompt(40, 1))
+    side.side.new_request(request)
+    assert side.ask(request) == (0, False)
+    assert side.side.counters.snapshot()["lookup_timeouts"] == 1
+    assert not side.step({"r": (0, 16)}, new=("r",)).stores
+    lookup = side.side._requests["r"].lookup
+    assert lookup is not None
+    assert lookup.wait(PATIENCE)
+    meta = side.step({"r": (16, 16)})
+    assert [op.chunk.index for op in meta.stores] == [0, 1, 2, 3]
+    gate.set()
 
 
 # ------------------------------------------------------------------------- stores

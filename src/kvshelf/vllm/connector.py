@@ -389,6 +389,7 @@ def _open(config: Config, counters: Counters) -> OpeningShelf:
             storage_options=config.storage_options,
             read_only=config.read_only,
             counters=counters,
+            deadlines=config.deadlines,
         ),
     )
 

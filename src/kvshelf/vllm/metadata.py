@@ -145,11 +145,15 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
     failures : list of LoadFailure
     repaired : list of (bytes, int)
         Keys, and ranks that have replaced what they write of their bad objects.
+    resting : dict
+        Rank to whether it gives the storage a rest, so that its loads would fail; sent when
+        that changes, and with each load that failed for it.
     """
 
     parts: dict[int, WorkerPart] = field(default_factory=dict)
     failures: list[LoadFailure] = field(default_factory=list)
     repaired: list[tuple[bytes, int]] = field(default_factory=list)
+    resting: dict[int, bool] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerMetadata:
         """Unite with what another rank sent in the same step."""
@@ -158,4 +162,5 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
             {**self.parts, **other.parts},
             self.failures + other.failures,
             self.repaired + other.repaired,
+            {**self.resting, **other.resting},
         )

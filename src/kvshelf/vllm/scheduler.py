@@ -22,6 +22,7 @@ Contracts
   so no request can loop.
 * Until the namespace is known there are no hits and no stores. Requests wait for it at
   most until one deadline, which the first of them sets.
+* While the scheduler or a worker gives the storage a rest there are no hits, and nobody waits.
 * All waiting for look-ups together takes no more of a step than the look-up budget.
 * The answer to a preempted and resumed request comes from a new look-up.
 * What is computed while another connector (inside MultiConnector) loads synchronously is not
@@ -68,6 +69,8 @@ logger = logging.getLogger(__name__)
 # An engine that computes nothing loses nothing by waiting as long as an empty step takes.
 _IDLE_LOOKUP_SECONDS = 2e-3
 _LOG_SECONDS = 60.0
+# What a worker said is not trusted for longer while no step lets it say something else.
+_STALE_SECONDS = 1.0
 _REPAIRS_REMEMBERED = 4096
 
 
@@ -87,6 +90,7 @@ class _Request:
         "next_store",
         "offered_from",
         "request",
+        "rested",
         "waiting_since",
     )
 
@@ -101,6 +105,7 @@ class _Request:
         self.loaded = False
         self.loading = False
         self.counted = False
+        self.rested = False
         #: No hit may go beyond this chunk, which could not be loaded.
         self.limit: int | None = None
         #: Keys of chunks that could not be loaded; True when their objects are damaged.
@@ -170,6 +175,9 @@ class SchedulerSide:
         self._announce = False
         self._disabled = False
         self._lookups: LookupService | None = None
+        #: Ranks that give the storage a rest.
+        self._resting: set[int] = set()
+        self._stepped_at = 0.0
         self._identity_deadline: float | None = None
         self._requests: dict[str, _Request] = {}
         self._loads: list[LoadOp] = []
@@ -204,12 +212,17 @@ class SchedulerSide:
         if lookups is None:
             return (None, False) if self._may_wait_for_identity() else (0, False)
         lookup = state.lookup or self._start_lookup(lookups, state)
+        if self._is_resting(lookups):
+            if not state.rested:
+                state.rested = True
+                self.counters.add("lookup_paused")
+            return 0, False
         if not lookup.done and not self._wait(lookups, lookup):
             if not self._too_long(lookups, state):
                 return None, False
-            state.gave_up = True
-            self.counters.add("lookup_timeouts")
-            return 0, False
+            return self._no_answer(state)
+        if lookup.given_up:
+            return self._no_answer(state)
         if not self._may_load:
             return 0, False
         hit = self._hit_tokens(state, lookup)
@@ -219,6 +232,19 @@ class SchedulerSide:
             self.counters.add("query_tokens", request.num_tokens - computed)
             self.counters.add("hit_tokens", max(0, hit - computed))
         return (hit - computed, True) if hit > computed else (0, False)
+
+    def _is_resting(self, lookups: LookupService) -> bool:
+        """Whether the storage is given a rest, as far as is known."""
+        if self._resting and time.monotonic() - self._stepped_at > _STALE_SECONDS:
+            # Workers speak in steps only. One that still rests says so when it refuses a load.
+            self._resting.clear()
+        return bool(self._resting) or not lookups.available
+
+    def _no_answer(self, state: _Request) -> tuple[int, bool]:
+        """Compute a request whose look-up took too long."""
+        state.gave_up = True
+        self.counters.add("lookup_timeouts")
+        return 0, False
 
     def _state_of(self, request: Any) -> _Request:
         state = self._requests.get(request.request_id)
@@ -316,6 +342,7 @@ class SchedulerSide:
     def step_metadata(self, output: Any) -> StepMetadata:
         """Return what the workers are to do in this step; forgets it afterwards."""
         self._idle = output.total_num_scheduled_tokens == 0
+        self._stepped_at = time.monotonic()
         self._budget_left = max(self._budget, _IDLE_LOOKUP_SECONDS) if self._idle else self._budget
         meta = StepMetadata(
             idle=self._idle,
@@ -368,8 +395,8 @@ class SchedulerSide:
         complete = min(computed, known) // size
         if complete <= state.next_store:
             return
-        if lookup is None:
-            # It was admitted before the namespace was known.
+        if lookup is None or lookup.given_up:
+            # It was admitted before the namespace was known, or there are no keys yet.
             if self._lookups is not None:
                 self._start_lookup(self._lookups, state)
             return
@@ -413,6 +440,8 @@ class SchedulerSide:
                     state.failures[failure.key] = failure.bad
         for key, rank in meta.repaired:
             self._note_repaired(key, rank)
+        for rank, resting in meta.resting.items():
+            (self._resting.add if resting else self._resting.discard)(rank)
         if meta.parts:
             self._parts.update(meta.parts)
             self._unite_parts()

@@ -155,6 +155,8 @@ class WorkerSide:
         self._refused: set[str] = set()
         self._bad_blocks: set[int] = set()
         self._failures: list[LoadFailure] = []
+        #: What the scheduler was told last.
+        self._resting: bool | None = False
 
     # ------------------------------------------------------------- caches
 
@@ -577,8 +579,12 @@ class WorkerSide:
             return
         size = self._config.chunk_size
         for chunk, failure in load.failures:
+            # What was not asked for because the storage is given a rest is not to blame.
+            key = chunk.key
+            if failure is Failure.UNAVAILABLE:
+                key, self._resting = b"", None
             self._failures.append(
-                LoadFailure(load.request_id, chunk.index, chunk.key, failure is Failure.BAD)
+                LoadFailure(load.request_id, chunk.index, key, failure is Failure.BAD)
             )
         good_until = op.end
         if load.failed_at is not None:
@@ -607,9 +613,14 @@ class WorkerSide:
             if part is not None and not self._part_sent:
                 meta.parts = {self.rank: part}
                 self._part_sent = self._namespace is not None or bool(part.problem)
-        if self._transfer is not None:
+        shelf = self._shelf()
+        if self._transfer is not None and shelf is not None:
             meta.repaired = [(key, self.rank) for key in self._transfer.take_repaired()]
-        if not meta.parts and not meta.failures and not meta.repaired:
+            resting = not shelf.available
+            if self._resting is not resting:
+                self._resting = resting
+                meta.resting = {self.rank: resting}
+        if not meta.parts and not meta.failures and not meta.repaired and not meta.resting:
             return WorkerMetadata() if self._meta and self._meta.namespace else None
         return meta
 

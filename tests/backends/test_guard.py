@@ -1,0 +1,427 @@
+"""Deadlines and breakers around a backend: what opens them, what closes them, what passes."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing, suppress
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from kvshelf.backends import Backend, Deadlines, Properties, guard
+from kvshelf.backends.guard import Backoff, Breaker, BreakerState, GuardedBackend
+from kvshelf.backends.oserrors import storage_error
+from kvshelf.backends.wrappers import CountingBackend, Fault, FaultyBackend, WrappedBackend
+from parts import AT_ONCE, PATIENCE, SOON, posix, until
+
+from kvshelf.errors import (
+    NotRegularError,
+    ObjectMissingError,
+    StorageError,
+    TransientStorageError,
+    UnavailableStorageError,
+)
+
+NEVER = Backoff(1000.0, 1000.0)
+
+
+def eio() -> TransientStorageError:
+    return TransientStorageError(errno.EIO, "EIO")
+
+
+class Rig:
+    """A guarded folder with some objects, and what the guard said and counted."""
+
+    def __init__(self, root: Path, deadlines: Deadlines | None, backoff: Backoff) -> None:
+        self.faults = FaultyBackend(posix(root))
+        self.inner = CountingBackend(self.faults)
+        self.guard = GuardedBackend(self.inner, deadlines, backoff)
+        self.counts: dict[str, int] = {}
+        self.guard.count_into(self.count)
+        self.names = [f"o{i}" for i in range(8)]
+        for name in self.names:
+            self.faults.inner.write(name, [name.encode()])
+
+    def count(self, name: str) -> None:
+        self.counts[name] = self.counts.get(name, 0) + 1
+
+    def read(self, name: str) -> bytes:
+        data = bytearray(2)
+        with self.guard.open(name) as reader:
+            assert reader.read_into(memoryview(data), 0) == 2
+        return bytes(data)
+
+    def fail(self, times: int) -> None:
+        for number in range(times):
+            with pytest.raises(TransientStorageError, match="EIO"):
+                self.guard.open(self.names[number % len(self.names)])
+
+
+@pytest.fixture
+def rig(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Rig]:
+    deadlines, backoff = getattr(request, "param", (None, AT_ONCE))
+    rig = Rig(tmp_path / "shelf", deadlines, backoff)
+    with closing(rig.guard):
+        yield rig
+
+
+def make_clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Let the guard's clock stand, at what the list holds."""
+    now = [1000.0]
+    monkeypatch.setattr(guard, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    return now
+
+
+def start(rig: Rig, call: Callable[[Rig], object]) -> threading.Thread:
+    """Make a call that may fail on a thread of its own."""
+
+    def body() -> None:
+        with suppress(StorageError):
+            call(rig)
+
+    thread = threading.Thread(target=body, daemon=True)
+    thread.start()
+    return thread
+
+
+def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.getMessage() for r in caplog.records if r.name == guard.__name__]
+
+
+# ------------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize("rig", [(None, NEVER)], indirect=True)
+def test_a_storage_that_fails_is_not_asked_any_more(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig.faults.add(Fault("open", error=eio))
+    rig.fail(guard.LEAST_FAILURES)
+    assert rig.guard.reads.state is BreakerState.OPEN
+    assert not rig.guard.properties.available
+    rig.inner.counts.clear()
+    for call in (
+        lambda: rig.guard.open("o1"),
+        lambda: rig.guard.info("o1"),
+        lambda: rig.guard.write("new", [b"x"]),
+        rig.guard.folders,
+        lambda: list(rig.guard.list()),
+        lambda: rig.guard.delete("o1"),
+        lambda: rig.guard.set_aside("o1", "o2"),
+    ):
+        with pytest.raises(UnavailableStorageError, match="not tried"):
+            call()
+    answers = rig.guard.stat(rig.names)
+    assert all(isinstance(answer, UnavailableStorageError) for answer in answers)
+    assert len(answers) == len(rig.names)
+    rig.guard.touch("o1")
+    assert not rig.inner.counts
+    assert rig.counts == {"breaker_opened": 1}
+    (line,) = lines(caplog)
+    assert "fails ([Errno 5] EIO)" in line
+
+
+def test_it_is_used_again_by_itself_when_it_is_well(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig.faults.add(Fault("*", error=eio))
+    rig.fail(guard.LEAST_FAILURES)
+    until(lambda: rig.guard.reads.rests > 3)
+    rig.faults.heal()
+    until(lambda: "breaker_closed" in rig.counts)
+    assert rig.guard.reads.state is BreakerState.CLOSED
+    assert rig.read("o1") == b"o1"
+    assert rig.guard.properties.available
+    assert rig.counts == {"breaker_opened": 1, "breaker_closed": 1}
+    assert len(lines(caplog)) == 2
+    assert "answers again" in lines(caplog)[1]
+
+
+@pytest.mark.parametrize("rig", [(None, NEVER)], indirect=True)
+def test_probes_that_fail_open_it_too(rig: Rig) -> None:
+    rig.faults.add(Fault("stat", "o7", error=eio))
+    for _ in range(guard.LEAST_FAILURES):
+        answers = rig.guard.stat(rig.names)
+        assert answers[:7] == [2] * 7
+    assert rig.guard.reads.state is BreakerState.OPEN
+
+
+def test_misses_and_bad_objects_are_no_failures(rig: Rig) -> None:
+    os.mkfifo(Path(rig.guard.url) / "fifo")
+    for _ in range(20):
+        with pytest.raises(ObjectMissingError):
+            rig.guard.open("gone")
+        with pytest.raises(NotRegularError):
+            rig.guard.open("fifo")
+        assert rig.guard.stat(["gone", "o1"]) == [None, 2]
+        assert rig.guard.delete("gone") is False
+    assert rig.guard.reads.state is rig.guard.writes.state is BreakerState.CLOSED
+    assert not rig.counts
+
+
+def test_an_object_that_always_fails_is_outweighed_by_those_that_do_not(rig: Rig) -> None:
+    rig.faults.add(Fault("open", "o0", error=eio))
+    for name in rig.names * 20:
+        if name == "o0":
+            with pytest.raises(TransientStorageError):
+                rig.guard.open(name)
+        else:
+            rig.read(name)
+    assert rig.guard.reads.opened == 0
+
+
+def test_an_object_that_always_fails_does_not_keep_it_open(rig: Rig) -> None:
+    assert rig.read("o1") == b"o1"
+    rig.faults.add(Fault("open", "o0", error=eio))
+    for _ in range(guard.LEAST_FAILURES):
+        with pytest.raises(TransientStorageError):
+            rig.guard.open("o0")
+    assert rig.guard.reads.opened == 1
+    until(lambda: rig.guard.reads.state is BreakerState.CLOSED)
+
+
+def test_rests_grow_up_to_a_bound_and_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = make_clock(monkeypatch)
+    seen: set[float] = set()
+    for _ in range(5):
+        breaker = Breaker(["read"], Backoff(1.0, 60.0), lambda *_: None)
+        breaker.trip("broken")
+        for rest in range(12):
+            longest = min(2.0**rest, 60.0)
+            pause = breaker.retry_at - now[0]
+            assert longest / 2 <= pause <= longest
+            seen.add(round(pause / longest, 6))
+            assert not breaker.due()
+            now[0] = breaker.retry_at
+            assert breaker.due()
+            assert breaker.state is BreakerState.HALF_OPEN
+            breaker.bad("read", "still broken")
+            assert breaker.state is BreakerState.OPEN
+    assert len(seen) > 30
+
+
+def test_a_storage_that_fails_again_soon_rests_for_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = make_clock(monkeypatch)
+    breaker = Breaker(["read"], Backoff(1.0, 60.0), lambda *_: None)
+    for longest in (1.0, 2.0, 4.0, 8.0):
+        breaker.trip("broken")
+        assert breaker.retry_at - now[0] >= longest / 2
+        breaker.close()
+        now[0] += 10
+    now[0] += 100
+    breaker.trip("broken")
+    assert breaker.retry_at - now[0] <= 1.0
+
+
+def test_failures_of_long_ago_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = make_clock(monkeypatch)
+    breaker = Breaker(["read"], AT_ONCE, lambda *_: None)
+    for _ in range(20):
+        breaker.bad("read", "broken")
+        now[0] += guard.WINDOW_SECONDS / 2
+    assert breaker.state is BreakerState.CLOSED
+
+
+# ------------------------------------------------------------------------- deadlines
+
+
+def test_deadlines_come_from_the_backend_unless_they_are_given(tmp_path: Path) -> None:
+    class Slow(WrappedBackend):
+        @property
+        def properties(self) -> Properties:
+            return Properties("slow", deadlines=Deadlines(probe=7.0))
+
+    inner: Backend = Slow(posix(tmp_path))
+    assert GuardedBackend(inner).deadlines.probe == 7.0
+    assert GuardedBackend(inner, SOON).deadlines is SOON
+    assert Deadlines().to_read(100_000_000) == 7.0
+    assert Deadlines().to_write(100_000_000) == 7.0
+
+
+CALLS = {
+    "stat": lambda rig: rig.guard.stat(["o1"]),
+    "info": lambda rig: rig.guard.info("o1"),
+    "open": lambda rig: rig.guard.open("o1"),
+    "read": lambda rig: rig.read("o1"),
+    "list": lambda rig: list(rig.guard.list()),
+    "folders": lambda rig: rig.guard.folders(),
+    "write": lambda rig: rig.guard.write("new", [b"x"]),
+    "delete": lambda rig: rig.guard.delete("o1"),
+    "set_aside": lambda rig: rig.guard.set_aside("o1", "o2"),
+    "touch": lambda rig: rig.guard.touch("o1"),
+}
+
+
+class Watch:
+    """Hears what the guard notices."""
+
+    def __init__(self, enough: int = 1000) -> None:
+        self.late: list[int] = []
+        self.stopped = threading.Event()
+        self._enough = enough
+
+    def thread_late(self, thread: int) -> bool:
+        self.late.append(thread)
+        return len(self.late) >= self._enough
+
+    def reads_stopped(self) -> None:
+        self.stopped.set()
+
+
+@pytest.mark.parametrize("rig", [(SOON, NEVER)], indirect=True)
+@pytest.mark.parametrize("operation", list(CALLS))
+def test_a_call_that_never_returns_is_noticed(rig: Rig, operation: str) -> None:
+    gate = threading.Event()
+    rig.faults.add(Fault(operation, wait=gate))
+    watch = Watch()
+    rig.guard.watch(watch)
+    thread = start(rig, CALLS[operation])
+    until(lambda: watch.late == [thread.ident])
+    assert rig.guard.late_calls == 1
+    assert rig.counts == {"late_calls": 1}
+    # One call is no evidence against the storage.
+    assert rig.guard.reads.state is rig.guard.writes.state is BreakerState.CLOSED
+    rig.guard.unwatch(watch)
+    gate.set()
+    thread.join(PATIENCE)
+    assert rig.guard.late_calls == 0
+    assert rig.counts == {"late_calls": 1}
+
+
+@pytest.mark.parametrize("rig", [(SOON, NEVER)], indirect=True)
+@pytest.mark.parametrize(
+    ("operation", "breaker"), [("stat", "reads"), ("read", "reads"), ("write", "writes")]
+)
+def test_calls_that_never_return_open_the_breaker(rig: Rig, operation: str, breaker: str) -> None:
+    gate = threading.Event()
+    rig.faults.add(Fault(operation, wait=gate))
+    watch = Watch()
+    rig.guard.watch(watch)
+    for _ in range(2):
+        start(rig, CALLS[operation])
+    until(lambda: getattr(rig.guard, breaker).stopped)
+    assert watch.stopped.wait(PATIENCE if breaker == "reads" else 0.0) is (breaker == "reads")
+    if breaker == "writes":
+        assert rig.read("o1") == b"o1"
+        assert rig.guard.properties.read_only
+        with pytest.raises(UnavailableStorageError):
+            rig.guard.write("new", [b"x"])
+    gate.set()
+
+
+@pytest.mark.parametrize("rig", [(SOON, NEVER)], indirect=True)
+def test_too_many_kept_threads_open_it_whatever_else_goes_well(rig: Rig) -> None:
+    gate = threading.Event()
+    rig.faults.add(Fault("read", "o0", wait=gate))
+    rig.guard.watch(Watch(enough=1))
+    start(rig, lambda rig: rig.read("o0"))
+    while not rig.guard.reads.stopped:
+        with suppress(UnavailableStorageError):
+            rig.read("o1")
+    gate.set()
+
+
+@pytest.mark.parametrize("rig", [(SOON, AT_ONCE)], indirect=True)
+def test_a_frozen_storage_is_asked_by_few_threads_and_used_when_it_thaws(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guard, "_MOST_TRIALS", 5)
+    assert rig.read("o1") == b"o1"
+    gate = threading.Event()
+    rig.faults.add(Fault("*", wait=gate))
+    for name in ("o2", "o3"):
+        start(rig, partial(Rig.read, name=name))
+    until(lambda: rig.guard.reads.rests > 4)
+    asking = [t for t in threading.enumerate() if t.name == "kvshelf-trial"]
+    assert 0 < len(asking) <= 5
+    gate.set()
+    until(lambda: rig.guard.reads.state is BreakerState.CLOSED)
+    assert rig.read("o1") == b"o1"
+    until(lambda: not any(thread.is_alive() for thread in asking))
+
+
+@pytest.mark.parametrize("rig", [(SOON, NEVER)], indirect=True)
+def test_all_reads_of_an_object_have_one_deadline(rig: Rig) -> None:
+    rig.faults.add(Fault("read", wait=SOON.read / 4))
+
+    def trickle() -> None:
+        with rig.guard.open("o1") as reader:
+            for _ in range(20):
+                reader.read_into(memoryview(bytearray(2)), 0)
+
+    with pytest.raises(TransientStorageError, match="longer than"):
+        trickle()
+
+
+def test_a_guard_that_is_closed_leaves_no_thread(tmp_path: Path) -> None:
+    guarded = GuardedBackend(posix(tmp_path))
+    guarded.stat(["a"])
+    thread = guarded._thread
+    assert thread is not None
+    guarded.close()
+    thread.join(PATIENCE)
+    assert not thread.is_alive()
+
+
+def test_calls_of_a_process_that_was_stopped_are_not_late(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = make_clock(monkeypatch)
+    looks: list[float] = []
+    look = rig.guard._look
+    monkeypatch.setattr(rig.guard, "_look", lambda now: (looks.append(now), look(now)))
+    gate = threading.Event()
+    rig.faults.add(Fault("info", wait=gate))
+    thread = start(rig, CALLS["info"])
+    until(lambda: bool(looks))
+    clock[0] += 3600.0
+    until(lambda: looks[-1] == clock[0])
+    gate.set()
+    thread.join(PATIENCE)
+    assert not rig.counts
+
+
+# ------------------------------------------------------------------------- refused writes
+
+
+@pytest.mark.parametrize("code", ["ENOSPC", "EDQUOT", "EROFS", "EACCES", "EPERM"])
+def test_a_refused_write_stops_writes_for_a_while_and_nothing_else(
+    rig: Rig, code: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guard, "REFUSED_SECONDS", 0.05)
+
+    def refuse() -> StorageError:
+        number = getattr(errno, code)
+        return storage_error(OSError(number, os.strerror(number)), "writing", "x", writing=True)
+
+    rig.faults.add(Fault("write", error=refuse, times=3))
+    with pytest.raises(StorageError, match=code):
+        rig.guard.write("new", [b"x"])
+    assert rig.guard.properties.read_only
+    assert rig.guard.properties.available
+    with pytest.raises(UnavailableStorageError):
+        rig.guard.write("new", [b"x"])
+    assert rig.read("o1") == b"o1"
+    assert rig.guard.stat(["o1"]) == [2]
+
+    def stored() -> bool:
+        if rig.guard.properties.read_only:
+            return False
+        try:
+            rig.guard.write("new", [b"x"])
+        except StorageError:
+            return False
+        return True
+
+    until(stored)
+    assert rig.guard.writes.state is BreakerState.CLOSED
+    assert not rig.guard.properties.read_only
+    assert rig.counts == {"breaker_opened": 1, "breaker_closed": 1}
+    first, second = lines(caplog)
+    assert "takes no writes" in first
+    assert code in first
+    assert "takes writes again" in second

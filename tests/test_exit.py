@@ -1,0 +1,108 @@
+"""A process that waits for its storage for ever ends all the same, and soon."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+#: What a storage that never answers is asked, in system calls that never return.
+PROGRAM = """
+import os, sys, threading, time
+import torch
+from kvshelf import ChunkCache, ModelFacts, Shelf
+from kvshelf.backends import Deadlines, open_backend
+from kvshelf.backends.wrappers import WrappedBackend
+
+root, operation, end = sys.argv[1:]
+soon = Deadlines(probe=0.3, read=0.3, write=0.3)
+os.mkfifo(root + ".fifo")
+frozen = threading.Event()
+waiting = []
+
+
+def wait(name):
+    if frozen.is_set() and operation == name:
+        waiting.append(name)
+        os.read(os.open(root + ".fifo", os.O_RDWR), 1)
+
+
+class Frozen(WrappedBackend):
+    def stat(self, names):
+        wait("stat")
+        return super().stat(names)
+
+    def open(self, name):
+        wait("open")
+        return super().open(name)
+
+    def write(self, name, buffers, mode="create"):
+        wait("write")
+        return super().write(name, buffers, mode)
+
+    def folders(self, prefix=""):
+        wait("folders")
+        return super().folders(prefix)
+
+
+facts = ModelFacts(layers=2, kv_heads=2, head_size=16, weights="test", dtype="bfloat16")
+shelf = Shelf(Frozen(open_backend(root)), deadlines=soon)
+cache = ChunkCache(shelf, facts.namespace(chunk_size=8), staging_bytes=1 << 20, drain_s=0.5)
+kv = torch.ones(2, 2, 24, 32, dtype=torch.bfloat16)
+tokens = list(range(24))
+assert cache.store(tokens, kv=kv).complete
+assert cache.lookup(tokens) == 24
+if operation == "folders":
+    shelf._known.clear()
+frozen.set()
+began = time.monotonic()
+if operation == "write":
+    handle = cache.submit_store(tokens[::-1], kv=kv)
+else:
+    handle = cache.submit_retrieve(tokens, kv=kv)
+found = handle.result(20)
+assert time.monotonic() - began < 10, "it was waited for"
+print(found.failed if operation == "write" else int(found.sum()), len(waiting) > 0, flush=True)
+if end == "close":
+    cache.close()
+    shelf.close()
+elif end == "exception":
+    raise RuntimeError("a bug")
+"""
+
+
+@pytest.mark.parametrize(
+    ("operation", "end"),
+    [
+        ("stat", "close"),
+        ("folders", "close"),
+        ("open", "close"),
+        ("write", "close"),
+        ("open", "just end"),
+        ("write", "exception"),
+    ],
+)
+def test_a_process_whose_storage_never_answers_ends(
+    tmp_path: Path, operation: str, end: str
+) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, str(tmp_path / "shelf"), operation, end],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        answered = time.monotonic()
+        _, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    # Nothing is retrieved; of the store the chunk that hangs fails, and those behind it.
+    assert line.split() == (["3", "True"] if operation == "write" else ["0", "True"]), errors
+    assert process.returncode == (1 if end == "exception" else 0), errors
+    # Half a second to drain and one to join threads, and the interpreter on a busy machine.
+    assert time.monotonic() - answered < 10

@@ -1,0 +1,108 @@
+"""Threads that a storage keeps are replaced, up to a bound, and end when they come back."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from kvshelf.backends.guard import GuardedBackend
+from kvshelf.backends.wrappers import Fault, FaultyBackend
+from parts import AT_ONCE, PATIENCE, SOON, posix, until
+
+from kvshelf import threads as module
+from kvshelf.threads import StorageThreads
+
+COUNT = 2
+
+
+class Rig:
+    """Threads that ask the storage for the names they are given."""
+
+    def __init__(self, root: Path) -> None:
+        self.faults = FaultyBackend(posix(root))
+        self.guard = GuardedBackend(self.faults, SOON, AT_ONCE)
+        self.work: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self.done: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self.kept: list[int] = []
+        self.started: list[str] = []
+        self.threads = StorageThreads(
+            "test",
+            COUNT,
+            self.run,
+            self.guard,
+            count_kept=lambda: None,
+            on_kept=self.kept.append,
+            on_thread_start=lambda: self.started.append(threading.current_thread().name),
+        )
+        self.threads.start()
+
+    def run(self) -> None:
+        while not self.threads.replaced() and (name := self.work.get()) is not None:
+            self.guard.stat([name])
+            self.done.put(name)
+
+    def close(self) -> None:
+        self.faults.heal()
+        self.threads.close()
+        for _ in range(100):
+            self.work.put(None)
+        self.guard.close()
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Iterator[Rig]:
+    rig = Rig(tmp_path / "shelf")
+    yield rig
+    rig.close()
+
+
+def test_a_kept_thread_is_replaced_and_ends_when_it_comes_back(rig: Rig) -> None:
+    gate = threading.Event()
+    rig.faults.add(Fault("stat", "hangs", wait=gate))
+    rig.work.put("hangs")
+    until(lambda: len(rig.kept) == 1)
+    for _ in range(20):
+        rig.work.put("fine")
+        assert rig.done.get(timeout=PATIENCE) == "fine"
+    assert rig.threads.kept == 1
+    until(lambda: len(rig.threads.working) == COUNT)
+    assert rig.kept[0] not in rig.threads.working
+    assert sorted(rig.started) == ["test-0", "test-1", "test-2"]
+    assert rig.guard.reads.opened == 0
+    gate.set()
+    until(lambda: rig.threads.kept == 0)
+    assert len(rig.threads.working) == COUNT
+
+
+def test_when_too_many_are_kept_the_storage_is_given_a_rest(rig: Rig) -> None:
+    gate = threading.Event()
+    rig.faults.add(Fault("stat", "hangs", wait=gate))
+    # Others go well, so that only the number of threads speaks against the storage.
+    for _ in range(COUNT + 1):
+        rig.work.put("hangs")
+    while not rig.guard.reads.opened:
+        rig.guard.stat(["fine"])
+    assert len(rig.kept) <= 2 * COUNT
+    gate.set()
+    until(lambda: rig.threads.kept == 0)
+    until(lambda: len(rig.threads.working) == COUNT)
+
+
+def test_there_is_a_bound_and_threads_that_come_back_work_on(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MOST_KEPT", 1)
+    gate = threading.Event()
+    rig.faults.add(Fault("stat", "hangs", wait=gate))
+    for _ in range(COUNT):
+        rig.work.put("hangs")
+    until(lambda: rig.threads.kept == COUNT)
+    assert not rig.threads.any
+    assert len(rig.started) == COUNT
+    gate.set()
+    until(lambda: len(rig.threads.working) == COUNT)
+    rig.work.put("fine")
+    until(lambda: rig.done.get(timeout=PATIENCE) == "fine")
