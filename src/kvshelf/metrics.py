@@ -103,6 +103,9 @@ TIME_BOUNDS: tuple[float, ...] = (
 GAUGES: Mapping[str, tuple[str, Literal["sum", "max"]]] = {
     "staging_used_bytes": ("bytes of staging in use when a step ended", "sum"),
     "staging_limit_bytes": ("most bytes of staging that may be in use", "sum"),
+    "loads_breaker_state": ("whether the storage is asked: 0 yes, 1 being tried, 2 at rest", "max"),
+    "stores_breaker_state": ("whether stores are tried: 0 yes, 1 being tried, 2 at rest", "max"),
+    "calls_past_deadline": ("calls of the storage that are past their deadline now", "sum"),
 }
 
 

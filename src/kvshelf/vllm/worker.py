@@ -39,6 +39,7 @@ import torch
 import vllm
 
 from kvshelf import ops
+from kvshelf.backends.guard import BreakerState
 from kvshelf.chunkfile import ObjectFormat
 from kvshelf.config import Config
 from kvshelf.errors import UnsupportedError
@@ -75,6 +76,8 @@ logger = logging.getLogger(__name__)
 # 2 to 3 ms. A new request that arrives meanwhile waits as long.
 _IDLE_WAIT_SECONDS = 10e-3
 _WARM_BYTES = 256 << 20
+# As numbers, for metrics.
+_STATES = {BreakerState.CLOSED: 0, BreakerState.HALF_OPEN: 1, BreakerState.OPEN: 2}
 _WARM_JOIN_SECONDS = 1.0
 _WEIGHTS_CHANGED = (
     "the engine's weights are changed in place ({}), so KV from now on is not that of the weight"
@@ -631,6 +634,12 @@ class WorkerSide:
             size = staging.buffer_bytes
             self.counters.set_gauge("staging_used_bytes", staging.in_use * size)
             self.counters.set_gauge("staging_limit_bytes", staging.limit * size)
+        shelf = self._shelf()
+        if shelf is not None:
+            guard = shelf.backend
+            self.counters.set_gauge("loads_breaker_state", _STATES[guard.reads.state])
+            self.counters.set_gauge("stores_breaker_state", _STATES[guard.writes.state])
+            self.counters.set_gauge("calls_past_deadline", guard.late_calls)
 
     def clear(self) -> None:
         """End a step."""
