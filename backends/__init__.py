@@ -1,8 +1,9 @@
 """Kinds of storage a shelf can live on.
 
 Owns the choice of a backend for a URL. A path, ``file://`` or ``local://`` gives
-:class:`~kvshelf.backends.posix.PosixBackend`; every other URL an fsspec filesystem behind
-:class:`~kvshelf.backends.generic.GenericBackend`. Both are imported when first needed.
+:class:`~kvshelf.backends.posix.PosixBackend`, ``s3://`` what :mod:`kvshelf.backends.s3` chooses;
+every other URL an fsspec filesystem behind :class:`~kvshelf.backends.generic.GenericBackend`. All
+are imported when first needed.
 """
 
 from __future__ import annotations
@@ -101,10 +102,17 @@ def open_backend(
             raise ConfigError(f"{text!r} has no path: expected {protocol}:///absolute/path")
         return _open_folder(path, options, read_only)
 
-    from kvshelf.backends.generic import GenericBackend
     from kvshelf.backends.wrappers import ReadOnlyBackend
 
-    backend: Backend = GenericBackend(text, options)
+    backend: Backend
+    if protocol in ("s3", "s3a"):
+        from kvshelf.backends.s3 import open_s3
+
+        backend = open_s3(text, options)
+    else:
+        from kvshelf.backends.generic import GenericBackend
+
+        backend = GenericBackend(text, options)
     return ReadOnlyBackend(backend) if read_only else backend
 
 

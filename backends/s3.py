@@ -1,0 +1,784 @@
+"""Objects in a bucket of S3 or of a store that speaks its protocol, by the obstore library.
+
+Owns the translation between S3 and the backend interface, and between the options that
+users of s3fs know and those of obstore. Where obstore is not installed, or an option is
+given that only s3fs knows, :func:`open_s3` opens the bucket through s3fs instead.
+
+Contracts
+---------
+* One request for each probe (HEAD), load (GET of the whole object, read as it arrives) and
+  publication (PUT, with ``If-None-Match: *`` where nothing may be replaced). A body that
+  nobody reads to its end is dropped, not fetched.
+* Stores that ignore ``If-None-Match`` may tell two writers CREATED. Equal names hold equal
+  bytes, so the later one does no harm.
+* obstore repeats what may pass (time-outs, 5xx, 429), with jitter, within a few seconds;
+  what still fails is one typed error that says what to do.
+* Neither ``url``, ``repr`` nor messages show keys, secrets or tokens.
+
+Probes of many names run at once on an event loop in a thread of the backend's own, started
+with the first of them. Everything else runs on the caller's thread, outside of the GIL.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import importlib.util
+import os
+import re
+import threading
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from datetime import datetime, timedelta, timezone
+from typing import Any, Final, TypeVar
+from urllib.parse import urlsplit
+
+from kvshelf.backends.base import (
+    Backend,
+    Buffer,
+    Deadlines,
+    ObjectInfo,
+    Properties,
+    Reader,
+    StatResult,
+    StatResults,
+    WriteMode,
+    WriteResult,
+    check_name,
+)
+from kvshelf.backends.generic import GenericBackend
+
+from kvshelf.errors import (
+    ConfigError,
+    NoSpaceStorageError,
+    ObjectMissingError,
+    PermanentStorageError,
+    ReadOnlyStorageError,
+    StorageError,
+    TransientStorageError,
+)
+
+_T = TypeVar("_T")
+
+#: Options in s3fs's words that are understood here; any other one is for s3fs itself.
+_OPTIONS: Final = frozenset(
+    (
+        "anon",
+        "key",
+        "secret",
+        "token",
+        "profile",
+        "endpoint_url",
+        "use_ssl",
+        "requester_pays",
+        "client_kwargs",
+        "config_kwargs",
+    )
+)
+_CLIENT_OPTIONS: Final = frozenset(("endpoint_url", "region_name", "verify"))
+_CONFIG_OPTIONS: Final = frozenset(
+    ("region_name", "connect_timeout", "read_timeout", "s3", "signature_version")
+)
+_PROBES_AT_ONCE: Final = 64
+_CONNECT_SECONDS: Final = 3.0
+_READ_SECONDS: Final = 10.0
+_RETRY_SECONDS: Final = 3.0
+_RETRIES: Final = 5
+#: A body arrives in pieces of about this size.
+_STREAM_BYTES: Final = 1 << 20
+_CONFLICTS: Final = 4
+_REFRESH: Final = timedelta(minutes=5)
+
+_CODE: Final = re.compile(r"<Code>(\w+)</Code>")
+_STATUS: Final = re.compile(r"status code: (\d{3})")
+_REGION: Final = re.compile(r"<Region>([\w-]+)</Region>|expecting '([\w-]+)'")
+_BAD_KEYS: Final = frozenset(
+    (
+        "InvalidAccessKeyId",
+        "SignatureDoesNotMatch",
+        "InvalidToken",
+        "ExpiredToken",
+        "TokenRefreshRequired",
+        "AuthFailure",
+        "InvalidSecurity",
+    )
+)
+_OTHER_REGION: Final = frozenset(
+    (
+        "PermanentRedirect",
+        "AuthorizationHeaderMalformed",
+        "IllegalLocationConstraintException",
+        "TemporaryRedirect",
+    )
+)
+_FULL: Final = frozenset(
+    ("QuotaExceeded", "XMinioStorageFull", "InsufficientStorage", "StorageFull", "507")
+)
+_PASSING: Final = frozenset(
+    (
+        "SlowDown",
+        "ServiceUnavailable",
+        "InternalError",
+        "RequestTimeout",
+        "ThrottlingException",
+        "OperationAborted",
+        "408",
+        "409",
+        "429",
+        "500",
+        "502",
+        "503",
+        "504",
+    )
+)
+_RIGHTS: Final = (
+    "allow s3:ListBucket on the bucket, s3:GetObject and, for engines that store, s3:PutObject"
+    " and s3:DeleteObject on its objects"
+)
+
+
+def open_s3(url: str, storage_options: Mapping[str, Any] | None = None) -> Backend:
+    """Open ``s3://bucket/prefix``.
+
+    Parameters
+    ----------
+    url : str
+    storage_options : Mapping, optional
+        Those of s3fs, and ``client``: ``obstore``, ``s3fs`` or ``auto`` (obstore where it is
+        installed and knows all options), ``checksum`` (bool: send a SHA-256 of each object, so
+        that a store which checks refuses damaged uploads; True by default).
+
+    Raises
+    ------
+    ConfigError
+        If the options cannot be used, or there are no credentials.
+    StorageError
+        If the bucket cannot be used; says why.
+    """
+    options = dict(storage_options or {})
+    client = options.pop("client", "auto")
+    checksum = options.pop("checksum", True)
+    if client not in ("auto", "obstore", "s3fs") or not isinstance(checksum, bool):
+        raise ConfigError(
+            "storage_options: client is auto, obstore or s3fs, and checksum is true or false"
+        )
+    unknown = _unknown_options(options)
+    if client == "obstore" and unknown:
+        raise ConfigError(
+            f"storage_options: {', '.join(unknown)} can be used with client: s3fs only; obstore"
+            f" takes {', '.join(sorted(_OPTIONS))}"
+        )
+    if client == "s3fs" or (client == "auto" and (unknown or not _installed("obstore"))):
+        return GenericBackend(url, options)
+    return S3Backend(url, options, checksum=checksum)
+
+
+def _installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+def _unknown_options(options: Mapping[str, Any]) -> list[str]:
+    found = set(options) - _OPTIONS
+    found |= {f"client_kwargs.{name}" for name in _mapping(options, "client_kwargs")} - {
+        f"client_kwargs.{name}" for name in _CLIENT_OPTIONS
+    }
+    config = _mapping(options, "config_kwargs")
+    found |= {f"config_kwargs.{name}" for name in set(config) - _CONFIG_OPTIONS}
+    found |= {
+        f"config_kwargs.s3.{name}" for name in set(_mapping(config, "s3")) - {"addressing_style"}
+    }
+    return sorted(found)
+
+
+def _mapping(options: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    value = options.get(name)
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"storage_options: {name} is {type(value).__name__}; expected a mapping")
+    return value
+
+
+class _StreamReader(Reader):
+    """Hands on the body of one GET as it arrives."""
+
+    def __init__(self, backend: S3Backend, name: str, result: Any) -> None:
+        meta = result.meta
+        self.size = int(meta["size"])
+        self._backend = backend
+        self._name = name
+        self._etag = meta.get("e_tag")
+        self._result: Any = result
+        self._body: Iterator[Any] | None = None
+        self._rest = memoryview(b"")
+        self._position = 0
+
+    def read_into(self, buffer: memoryview, offset: int) -> int:
+        view = buffer.cast("B")
+        wanted = max(0, min(len(view), self.size - offset))
+        if not wanted:
+            return 0
+        try:
+            if offset != self._position or self._result is None:
+                return self._read_range(view[:wanted], offset)
+            return self._read_on(view[:wanted])
+        except StorageError:
+            raise
+        except Exception as exc:
+            raise self._backend._translate(exc, "reading", self._name) from exc
+
+    def _read_on(self, view: memoryview) -> int:
+        if self._body is None:
+            self._body = iter(self._result.stream(min_chunk_size=_STREAM_BYTES))
+        done = 0
+        while done < len(view):
+            if not self._rest:
+                piece = next(self._body, None)
+                if piece is None:
+                    # The connection ended early: the caller finds too few bytes.
+                    break
+                self._rest = memoryview(piece).cast("B")
+                continue
+            part = self._rest[: len(view) - done]
+            view[done : done + len(part)] = part
+            self._rest = self._rest[len(part) :]
+            done += len(part)
+        self._position += done
+        return done
+
+    def _read_range(self, view: memoryview, offset: int) -> int:
+        data = self._backend._fetch(self._name, offset, len(view), self._etag)
+        view[: len(data)] = data
+        return len(data)
+
+    def close(self) -> None:
+        # Dropping the body closes its connection.
+        self._result = self._body = None
+        self._rest = memoryview(b"")
+
+
+class S3Backend(Backend):
+    """Objects below ``s3://bucket/prefix``, by obstore.
+
+    Parameters
+    ----------
+    url : str
+    storage_options : Mapping, optional
+        See :func:`open_s3`.
+    checksum : bool
+        Send a SHA-256 of each object.
+
+    Raises
+    ------
+    ConfigError
+        If the options cannot be used, or there are no credentials.
+    StorageError
+        If the bucket cannot be used; says why.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        storage_options: Mapping[str, Any] | None = None,
+        *,
+        checksum: bool = True,
+    ) -> None:
+        options = dict(storage_options or {})
+        parts = urlsplit(url)
+        self._bucket = parts.netloc
+        if not self._bucket or "@" in self._bucket or parts.query or parts.fragment:
+            raise ConfigError(
+                f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path} is not a bucket:"
+                " expected s3://bucket/prefix; keys and endpoints go into storage_options"
+            )
+        prefix = parts.path.strip("/")
+        self.url = f"s3://{self._bucket}/{prefix}".rstrip("/")
+        self._secrets = [
+            str(options[name]) for name in ("key", "secret", "token") if options.get(name)
+        ]
+        self._endpoint = _endpoint(options)
+        self._store = _make_store(self._bucket, prefix, options, self._endpoint, checksum)
+        self._conditional = True
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._lock = threading.Lock()
+        self._check()
+
+    def __repr__(self) -> str:
+        return f"S3Backend({self.url!r})"
+
+    @property
+    def properties(self) -> Properties:
+        """What callers may rely on."""
+        return Properties(
+            filesystem="s3",
+            atomic_publish=True,
+            # A store that ignores the condition does not say so.
+            conditional_create=False,
+            concurrency=_PROBES_AT_ONCE,
+            probe_cost=10e-3,
+            # Opening a connection, and obstore's own retries, take their time.
+            deadlines=Deadlines(probe=5.0, read=15.0, write=15.0),
+        )
+
+    def _check(self) -> None:
+        """Find out at the start what would fail at every call."""
+        try:
+            for _ in self._store.list(chunk_size=1):
+                break
+        except Exception as exc:
+            raise self._translate(exc, "opening the shelf", "") from exc
+
+    # ------------------------------------------------------------------------------------ errors
+
+    def _translate(
+        self, exc: Exception, what: str, name: str, *, writing: bool = False
+    ) -> StorageError:
+        """Typed error for what obstore raised."""
+        path = f"{self.url}/{name}" if name else self.url
+        text = str(exc).partition("\n\nDebug source")[0].strip() or type(exc).__name__
+        for secret in self._secrets:
+            text = text.replace(secret, "***")
+        code = _CODE.search(text)
+        status = _STATUS.search(text)
+        words = {found[1] for found in (code, status) if found is not None}
+        kind = type(exc).__name__
+        short = _shorten(text)
+
+        def error(make: type[StorageError], number: int, hint: str = "") -> StorageError:
+            return make(number, f"{what} failed: {short}{'; ' + hint if hint else ''}", path)
+
+        if "NoSuchBucket" in words:
+            return error(
+                PermanentStorageError,
+                errno.ENOENT,
+                f"there is no bucket {self._bucket!r}"
+                f"{' at ' + self._endpoint if self._endpoint else ''}: create it, or correct the"
+                " URL",
+            )
+        if isinstance(exc, FileNotFoundError):
+            return ObjectMissingError(errno.ENOENT, f"{what} failed: no such object", path)
+        if words & _OTHER_REGION or (status is not None and status[1] in ("301", "307")):
+            region = _REGION.search(text)
+            found = f", {region[1] or region[2]}," if region is not None else ""
+            return error(
+                PermanentStorageError,
+                errno.EINVAL,
+                f"the bucket is in another region{found}: set client_kwargs.region_name in"
+                " storage_options, or AWS_REGION",
+            )
+        if words & _BAD_KEYS:
+            return error(
+                PermanentStorageError,
+                errno.EACCES,
+                "the access key, its secret or its token is not accepted: correct key, secret and"
+                " token in storage_options, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
+            )
+        if kind in ("PermissionDeniedError", "UnauthenticatedError") or words & {"403", "401"}:
+            refused = ReadOnlyStorageError if writing else PermanentStorageError
+            return error(refused, errno.EACCES, _RIGHTS)
+        if words & _FULL:
+            return error(NoSpaceStorageError, errno.ENOSPC, "free some space or raise the quota")
+        if kind == "PreconditionError":
+            return error(TransientStorageError, errno.ESTALE, "the object was replaced meanwhile")
+        if words & _PASSING or status is None:
+            # Without an answer: no connection, a time-out, a body that ended early.
+            where = self._endpoint or "the endpoint of S3"
+            hint = "" if words else f"is {where} up and reachable?"
+            return error(TransientStorageError, errno.EIO, hint)
+        return error(PermanentStorageError, errno.EIO)
+
+    # ------------------------------------------------------------------------------------ probes
+
+    def stat(self, names: Sequence[str]) -> StatResults:
+        """Probe many names at once, one HEAD for each."""
+        for name in names:
+            check_name(name)
+        if len(names) == 1:
+            return [self._answer(names[0], self._head(names[0]))]
+        found = self._run(self._head_all(names))
+        return [self._answer(name, result) for name, result in zip(names, found, strict=True)]
+
+    def _head(self, name: str) -> Any:
+        try:
+            return self._store.head(name)
+        except Exception as exc:  # noqa: BLE001 - an answer, not the end of all probes
+            return exc
+
+    async def _head_all(self, names: Sequence[str]) -> list[Any]:
+        free = asyncio.Semaphore(_PROBES_AT_ONCE)
+
+        async def head(name: str) -> Any:
+            async with free:
+                return await self._store.head_async(name)
+
+        return await asyncio.gather(*map(head, names), return_exceptions=True)
+
+    def _run(self, work: Coroutine[Any, Any, _T]) -> _T:
+        """Run on the loop of the backend's own thread."""
+        with self._lock:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                # A daemon: a server that never answers must not keep the process alive.
+                threading.Thread(
+                    target=_serve, args=(self._loop,), name="kvshelf-s3", daemon=True
+                ).start()
+            loop = self._loop
+        return asyncio.run_coroutine_threadsafe(work, loop).result()
+
+    def _answer(self, name: str, found: Any) -> StatResult:
+        if isinstance(found, FileNotFoundError):
+            return None
+        if isinstance(found, Exception):
+            return self._translate(found, "probing", name)
+        if isinstance(found, BaseException):
+            raise found
+        return int(found["size"])
+
+    def info(self, name: str) -> ObjectInfo | None:
+        """Size and time of one object."""
+        found = self._head(check_name(name))
+        answer = self._answer(name, found)
+        if isinstance(answer, StorageError):
+            raise answer
+        return None if answer is None else _object_info(name, found)
+
+    # ------------------------------------------------------------------------------------- reads
+
+    def open(self, name: str) -> Reader:
+        """Ask for one object; its body is fetched as it is read."""
+        check_name(name)
+        try:
+            return _StreamReader(self, name, self._store.get(name))
+        except Exception as exc:
+            raise self._translate(exc, "opening", name) from exc
+
+    def read_into(self, name: str, buffer: memoryview, offset: int = 0) -> int:
+        """Read a part of one object, and only that."""
+        if not offset:
+            return super().read_into(name, buffer, offset)
+        view = buffer.cast("B")
+        answer = self.stat([name])[0]
+        if isinstance(answer, StorageError):
+            raise answer
+        if answer is None:
+            raise ObjectMissingError(
+                errno.ENOENT, "reading failed: no such object", f"{self.url}/{name}"
+            )
+        assert isinstance(answer, int)
+        data = self._fetch(name, offset, max(0, min(len(view), answer - offset)))
+        view[: len(data)] = data
+        return len(data)
+
+    def _fetch(self, name: str, offset: int, length: int, etag: str | None = None) -> memoryview:
+        if not length:
+            return memoryview(b"")
+        options: dict[str, Any] = {"range": (offset, offset + length)}
+        if etag:
+            options["if_match"] = etag
+        try:
+            return memoryview(self._store.get(name, options=options).buffer()).cast("B")
+        except Exception as exc:
+            if "range" not in str(exc).lower():
+                raise self._translate(exc, "reading", name) from exc
+        # Some servers answer a range with the whole object.
+        try:
+            whole = self._store.get(name, options={"if_match": etag} if etag else {})
+            return memoryview(whole.buffer()).cast("B")[offset : offset + length]
+        except Exception as exc:
+            raise self._translate(exc, "reading", name) from exc
+
+    # ------------------------------------------------------------------------------------ writes
+
+    def write(
+        self, name: str, buffers: Sequence[Buffer], mode: WriteMode = "create"
+    ) -> WriteResult:
+        """Publish with one PUT."""
+        check_name(name)
+        views = [memoryview(buffer).cast("B") for buffer in buffers]
+        data: Any = views[0] if len(views) == 1 else b"".join(views)
+        if mode == "create":
+            return self._create(name, data)
+        existed = self.stat([name])[0]
+        if isinstance(existed, StorageError):
+            raise existed
+        self._put(name, data, "overwrite")
+        return WriteResult.CREATED if existed is None else WriteResult.REPLACED
+
+    def _create(self, name: str, data: Any) -> WriteResult:
+        # Stores that ignore the condition would overwrite, and so are asked first.
+        existed = self.stat([name])[0]
+        if isinstance(existed, StorageError):
+            raise existed
+        if existed is not None:
+            return WriteResult.EXISTED
+        if not self._conditional:
+            self._put(name, data, "overwrite")
+            return WriteResult.CREATED
+        for _ in range(_CONFLICTS):
+            try:
+                self._store.put(name, data, mode="create", use_multipart=False)
+                return WriteResult.CREATED
+            except Exception as exc:
+                kind, text = type(exc).__name__, str(exc)
+                if kind == "AlreadyExistsError" and "409" not in _statuses(text):
+                    return WriteResult.EXISTED
+                if kind == "NotSupportedError" or _statuses(text) & {"501", "NotImplemented"}:
+                    self._conditional = False
+                    self._put(name, data, "overwrite")
+                    return WriteResult.CREATED
+                if kind != "AlreadyExistsError":
+                    raise self._translate(exc, "writing", name, writing=True) from exc
+            # 409: another writer of the same name is at it. Either it wins, or we try again.
+            if self.stat([name])[0] is not None:
+                return WriteResult.EXISTED
+        raise TransientStorageError(
+            errno.EBUSY, "writing failed: others write the same object", f"{self.url}/{name}"
+        )
+
+    def _put(self, name: str, data: Any, mode: str) -> None:
+        try:
+            self._store.put(name, data, mode=mode, use_multipart=False)
+        except Exception as exc:
+            raise self._translate(exc, "writing", name, writing=True) from exc
+
+    # ---------------------------------------------------------------------------------- listings
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        """Stream all objects below `prefix`, a thousand with each request."""
+        folder = check_name(prefix) + "/" if prefix else ""
+        try:
+            for rows in self._store.list(prefix or None, chunk_size=1000):
+                for row in rows:
+                    name = str(row["path"])
+                    inside = name[len(folder) :]
+                    if name.startswith(folder) and _is_listed(inside):
+                        yield _object_info(name, row)
+        except Exception as exc:
+            raise self._translate(exc, "listing", prefix) from exc
+
+    def folders(self, prefix: str = "") -> Sequence[str]:
+        """Names of the folders directly below `prefix`."""
+        if prefix:
+            check_name(prefix)
+        try:
+            found = self._store.list_with_delimiter(prefix or None)["common_prefixes"]
+        except Exception as exc:
+            raise self._translate(exc, "listing", prefix) from exc
+        names = (str(path).rstrip("/").rpartition("/")[2] for path in found)
+        return sorted(name for name in names if name and name[0] != "." and name.isascii())
+
+    # ------------------------------------------------------------------------------ other changes
+
+    def delete(self, name: str) -> bool:
+        """Remove one object."""
+        answer = self.stat([name])[0]
+        if isinstance(answer, StorageError):
+            raise answer
+        if answer is None:
+            return False
+        try:
+            self._store.delete(name)
+        except FileNotFoundError:
+            return False
+        except Exception as exc:
+            raise self._translate(exc, "deleting", name, writing=True) from exc
+        return True
+
+    def set_aside(self, name: str, target: str) -> bool:
+        """Delete the object: S3 moves only by copying."""
+        check_name(target)
+        return self.delete(name)
+
+    def touch(self, name: str) -> None:
+        """Do nothing: S3 has no access times."""
+        check_name(name)
+
+    def close(self) -> None:
+        """Stop the thread for probes."""
+        with self._lock:
+            loop, self._loop = self._loop, None
+        if loop is not None:
+            loop.call_soon_threadsafe(loop.stop)
+
+
+# --------------------------------------------------------------------------------------- helpers
+
+
+def _serve(loop: asyncio.AbstractEventLoop) -> None:
+    try:
+        loop.run_forever()
+    finally:
+        loop.close()
+
+
+def _shorten(text: str) -> str:
+    """Return what the server said, without the request and the XML around it."""
+    code = _CODE.search(text)
+    said = re.search(r"<Message>(.*?)</Message>", text, re.DOTALL)
+    if code is not None:
+        return f"{code[1]}: {said[1].strip()}" if said is not None and said[1] else code[1]
+    status = re.search(r"status code: (\d{3}[ \w]*)", text)
+    if status is not None:
+        return status[1].strip()
+    return text.splitlines()[0][-300:]
+
+
+def _statuses(text: str) -> set[str]:
+    return {found[1] for found in (_CODE.search(text), _STATUS.search(text)) if found is not None}
+
+
+def _is_listed(name: str) -> bool:
+    return (
+        bool(name)
+        and name.isascii()
+        and not any(part in ("", "..") or part[0] == "." for part in name.split("/"))
+    )
+
+
+def _object_info(name: str, row: Any) -> ObjectInfo:
+    return ObjectInfo(name, int(row["size"]), row["last_modified"].timestamp())
+
+
+def _endpoint(options: Mapping[str, Any]) -> str | None:
+    found = (
+        options.get("endpoint_url")
+        or _mapping(options, "client_kwargs").get("endpoint_url")
+        or os.environ.get("AWS_ENDPOINT_URL_S3")
+        or os.environ.get("AWS_ENDPOINT_URL")
+    )
+    if found is None:
+        return None
+    if urlsplit(str(found)).scheme not in ("http", "https"):
+        raise ConfigError(f"storage_options: endpoint_url is {found!r}; expected http(s)://host")
+    return str(found).rstrip("/")
+
+
+def _make_store(
+    bucket: str, prefix: str, options: Mapping[str, Any], endpoint: str | None, checksum: bool
+) -> Any:
+    try:
+        from obstore.store import S3Store
+    except ImportError as exc:
+        raise ConfigError("s3:// needs obstore or s3fs: pip install 'kvshelf[s3]'") from exc
+
+    client_kwargs = _mapping(options, "client_kwargs")
+    config_kwargs = _mapping(options, "config_kwargs")
+    config: dict[str, Any] = {}
+    client: dict[str, Any] = {
+        "connect_timeout": timedelta(
+            seconds=float(config_kwargs.get("connect_timeout", _CONNECT_SECONDS))
+        ),
+        "read_timeout": timedelta(seconds=float(config_kwargs.get("read_timeout", _READ_SECONDS))),
+        # Bodies are read as they arrive, as long as they do.
+        "timeout": timedelta(hours=1),
+    }
+    if endpoint is not None:
+        config["endpoint"] = endpoint
+        client["allow_http"] = endpoint.startswith("http://")
+    style = _mapping(config_kwargs, "s3").get("addressing_style", "auto")
+    if style not in ("auto", "path", "virtual"):
+        raise ConfigError(
+            f"storage_options: addressing_style is {style!r}; expected auto, path or virtual"
+        )
+    if style == "virtual":
+        config["virtual_hosted_style_request"] = True
+        if endpoint is not None:
+            scheme, _, host = endpoint.partition("://")
+            config["endpoint"] = f"{scheme}://{bucket}.{host}"
+    verify = client_kwargs.get("verify", os.environ.get("AWS_CA_BUNDLE"))
+    if verify is False:
+        client["allow_invalid_certificates"] = True
+    elif isinstance(verify, (str, os.PathLike)):
+        try:
+            with open(verify, "rb") as file:
+                client["root_certificate"] = file.read()
+        except OSError as exc:
+            raise ConfigError(
+                f"the CA bundle {os.fspath(verify)} cannot be read ({exc.strerror}): correct"
+                " client_kwargs.verify in storage_options, or AWS_CA_BUNDLE"
+            ) from exc
+    if checksum:
+        config["checksum_algorithm"] = "SHA256"
+    if options.get("requester_pays"):
+        config["request_payer"] = True
+    session = _botocore_session(options.get("profile"))
+    config["region"] = (
+        client_kwargs.get("region_name")
+        or config_kwargs.get("region_name")
+        or os.environ.get("AWS_REGION")
+        or os.environ.get("AWS_DEFAULT_REGION")
+        or (session.get_config_variable("region") if session is not None else None)
+        or "us-east-1"
+    )
+    provider = None
+    if options.get("anon") or config_kwargs.get("signature_version") == "unsigned":
+        config["skip_signature"] = True
+    elif options.get("key") or options.get("secret"):
+        if not (options.get("key") and options.get("secret")):
+            raise ConfigError("storage_options: key and secret belong together; found one of them")
+        config["access_key_id"] = options["key"]
+        config["secret_access_key"] = options["secret"]
+        if options.get("token"):
+            config["session_token"] = options["token"]
+    elif session is not None:
+        provider = _credentials(session)
+    try:
+        # Its options are typed dictionaries, ours are what users wrote.
+        make: Any = S3Store
+        return make(
+            bucket,
+            prefix=prefix or None,
+            config=config,
+            client_options=client,
+            credential_provider=provider,
+            retry_config={
+                "max_retries": _RETRIES,
+                "retry_timeout": timedelta(seconds=_RETRY_SECONDS),
+                "backoff": {
+                    "init_backoff": timedelta(milliseconds=50),
+                    "max_backoff": timedelta(seconds=1),
+                    "base": 2,
+                },
+            },
+        )
+    except Exception as exc:
+        raise ConfigError(f"s3://{bucket} cannot be opened: {_shorten(str(exc))}") from exc
+
+
+def _botocore_session(profile: Any) -> Any:
+    """Return botocore's session, which knows configuration files, roles and single sign-on."""
+    if not _installed("botocore"):
+        if profile:
+            raise ConfigError("storage_options: profile needs botocore: pip install botocore")
+        return None
+    from botocore.exceptions import BotoCoreError
+    from botocore.session import Session
+
+    try:
+        session = Session(profile=profile)
+        # Looks the profile up.
+        session.get_scoped_config()
+    except BotoCoreError as exc:
+        raise ConfigError(f"AWS configuration: {exc}") from exc
+    return session
+
+
+def _credentials(session: Any) -> Callable[[], dict[str, Any]]:
+    """Return a function that gives credentials from botocore's usual chain, and renews them."""
+    found = session.get_credentials()
+    if found is None:
+        raise ConfigError(
+            "no AWS credentials were found: set key and secret in storage_options, or"
+            " AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a profile or a role; for a public"
+            " bucket set anon: true"
+        )
+
+    def provide() -> dict[str, Any]:
+        now = found.get_frozen_credentials()
+        return {
+            "access_key_id": now.access_key,
+            "secret_access_key": now.secret_key,
+            "token": now.token,
+            "expires_at": datetime.now(timezone.utc) + _REFRESH,
+        }
+
+    return provide

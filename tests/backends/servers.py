@@ -1,0 +1,138 @@
+"""Real S3 servers on this machine for tests: rclone and moto, each on a free port."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+KEY, SECRET = "kvshelftest", "not-a-real-secret-0123456789"
+BUCKET = "kvshelf-bucket"
+START_SECONDS = 30.0
+RCLONE_CACHE_SECONDS = 1e-3
+
+
+@dataclass(frozen=True)
+class S3Server:
+    """One running server.
+
+    Attributes
+    ----------
+    endpoint : str
+    folder : Path or None
+        Where the server keeps buckets as plain folders; None where it keeps them in memory.
+    process : subprocess.Popen
+    """
+
+    endpoint: str
+    folder: Path | None
+    process: subprocess.Popen[bytes]
+
+    def options(self, **more: Any) -> dict[str, Any]:
+        """Return storage options for the server."""
+        return {"key": KEY, "secret": SECRET, "endpoint_url": self.endpoint, **more}
+
+    def client(self) -> Any:
+        """Return a botocore client, for looking past the code under test."""
+        import botocore.session
+        from botocore.config import Config
+
+        return botocore.session.Session().create_client(
+            "s3",
+            region_name="us-east-1",
+            endpoint_url=self.endpoint,
+            aws_access_key_id=KEY,
+            aws_secret_access_key=SECRET,
+            config=Config(
+                s3={"addressing_style": "path"},
+                response_checksum_validation="when_required",
+                request_checksum_calculation="when_required",
+            ),
+        )
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def command(name: str) -> str | None:
+    """Return a program of this Python's environment, or of the system."""
+    beside = Path(sys.executable).with_name(name)
+    return str(beside) if beside.exists() else shutil.which(name)
+
+
+def _wait(url: str, process: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    while True:
+        assert process.poll() is None, f"the server for {url} ended with {process.returncode}"
+        assert time.monotonic() < deadline, f"no answer from {url}"
+        try:
+            opener.open(url, timeout=1).close()
+        except urllib.error.HTTPError:
+            return
+        except OSError:
+            time.sleep(0.02)
+        else:
+            return
+
+
+@contextlib.contextmanager
+def _running(arguments: list[str], endpoint: str, **options: Any) -> Iterator[Any]:
+    process = subprocess.Popen(
+        arguments,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        **options,
+    )
+    try:
+        _wait(endpoint, process)
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+@contextlib.contextmanager
+def rclone_s3(folder: Path, port: int = 0) -> Iterator[S3Server]:
+    """Serve the folders below `folder` as buckets, one of which is made.
+
+    What is changed in the folder itself the server sees :data:`RCLONE_CACHE_SECONDS` later; with no
+    cache at all it hangs now and then.
+    """
+    program = command("rclone")
+    assert program is not None
+    (folder / BUCKET).mkdir(parents=True, exist_ok=True)
+    port = port or free_port()
+    endpoint = f"http://127.0.0.1:{port}"
+    arguments = [program, "serve", "s3", "--config", "", "--addr", f"127.0.0.1:{port}"]
+    arguments += ["--auth-key", f"{KEY},{SECRET}", "--force-path-style"]
+    arguments += ["--vfs-cache-mode", "off", "--dir-cache-time", "1ms", str(folder)]
+    with _running(arguments, endpoint) as process:
+        yield S3Server(endpoint, folder, process)
+
+
+@contextlib.contextmanager
+def moto_s3(port: int = 0) -> Iterator[S3Server]:
+    """Serve buckets from memory, one of which is made."""
+    program = command("moto_server")
+    assert program is not None
+    port = port or free_port()
+    endpoint = f"http://127.0.0.1:{port}"
+    with _running([program, "-H", "127.0.0.1", "-p", str(port)], endpoint) as process:
+        server = S3Server(endpoint, None, process)
+        server.client().create_bucket(Bucket=BUCKET)
+        yield server

@@ -1,0 +1,309 @@
+"""S3 by obstore and by s3fs, on real servers: the suite, errors, credentials, requests counted."""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from kvshelf.backends import Backend, open_backend
+from kvshelf.backends.base import WriteResult
+from servers import (
+    BUCKET,
+    RCLONE_CACHE_SECONDS,
+    SECRET,
+    S3Server,
+    command,
+    free_port,
+    moto_s3,
+    rclone_s3,
+)
+
+from kvshelf.errors import (
+    ConfigError,
+    ObjectMissingError,
+    PermanentStorageError,
+    StorageError,
+    TransientStorageError,
+)
+from kvshelf.testing import BackendSuite, FolderOracle, Oracle
+
+for package in ("obstore", "s3fs"):
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(
+            f"{package} is not installed: pip install 'kvshelf[s3]'", allow_module_level=True
+        )
+
+needs_rclone = pytest.mark.skipif(command("rclone") is None, reason="rclone is not installed")
+needs_moto = pytest.mark.skipif(command("moto_server") is None, reason="moto is not installed")
+
+
+@pytest.fixture(autouse=True)
+def no_account(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Nobody's own configuration has a part in the tests."""
+    for name in ("AWS_PROFILE", "AWS_REGION", "AWS_DEFAULT_REGION", "AWS_ENDPOINT_URL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "no config"))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "no credentials"))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+
+
+@pytest.fixture(scope="module")
+def rclone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    with rclone_s3(tmp_path_factory.mktemp("rclone")) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def moto() -> Iterator[S3Server]:
+    with moto_s3() as server:
+        yield server
+
+
+class BucketOracle(Oracle):
+    """Looks into a bucket with botocore."""
+
+    def __init__(self, server: S3Server, prefix: str) -> None:
+        self.client = server.client()
+        self.prefix = prefix.rstrip("/") + "/"
+
+    def get(self, name: str) -> bytes | None:
+        try:
+            found = self.client.get_object(Bucket=BUCKET, Key=self.prefix + name)
+        except self.client.exceptions.NoSuchKey:
+            return None
+        data: bytes = found["Body"].read()
+        return data
+
+    def put(self, name: str, data: bytes) -> None:
+        self.client.put_object(Bucket=BUCKET, Key=self.prefix + name, Body=data)
+
+    def names(self) -> set[str]:
+        pages = self.client.get_paginator("list_objects_v2").paginate(
+            Bucket=BUCKET, Prefix=self.prefix
+        )
+        rows = [row["Key"] for page in pages for row in page.get("Contents", ())]
+        return {key[len(self.prefix) :] for key in rows}
+
+    def clear(self) -> None:
+        for name in self.names():
+            self.client.delete_object(Bucket=BUCKET, Key=self.prefix + name)
+
+
+class _OverS3(BackendSuite):
+    examples = 8
+    client: ClassVar[str]
+
+    @pytest.fixture
+    def server(self) -> S3Server:
+        raise NotImplementedError
+
+    @pytest.fixture
+    def prefix(self) -> str:
+        return f"suite-{uuid.uuid4().hex}/shelf"
+
+    @pytest.fixture
+    def reopen(self, server: S3Server, prefix: str) -> Callable[[], Backend] | None:
+        return partial(
+            open_backend,
+            f"s3://{BUCKET}/{prefix}",
+            storage_options=server.options(client=self.client),
+        )
+
+    @pytest.fixture
+    def backend(self, reopen: Callable[[], Backend]) -> Iterator[Backend]:
+        with closing(reopen()) as backend:
+            yield backend
+
+
+class ServedFolderOracle(FolderOracle):
+    """Looks at the folder of a server that notices changes a moment later."""
+
+    specials = ()
+
+    def put(self, name: str, data: bytes) -> None:
+        super().put(name, data)
+        time.sleep(2 * RCLONE_CACHE_SECONDS)
+
+    def clear(self) -> None:
+        super().clear()
+        time.sleep(2 * RCLONE_CACHE_SECONDS)
+
+
+class _OverRclone(_OverS3):
+    @pytest.fixture
+    def server(self, rclone: S3Server) -> S3Server:
+        return rclone
+
+    @pytest.fixture
+    def oracle(self, server: S3Server, prefix: str) -> Oracle:
+        assert server.folder is not None
+        return ServedFolderOracle(server.folder / BUCKET / prefix)
+
+
+class _OverMoto(_OverS3):
+    @pytest.fixture
+    def server(self, moto: S3Server) -> S3Server:
+        return moto
+
+    @pytest.fixture
+    def oracle(self, server: S3Server, prefix: str) -> Oracle:
+        return BucketOracle(server, prefix)
+
+
+@needs_rclone
+class TestObstoreOnRclone(_OverRclone):
+    client = "obstore"
+
+
+@needs_moto
+class TestObstoreOnMoto(_OverMoto):
+    client = "obstore"
+
+
+@needs_rclone
+@pytest.mark.slow
+class TestS3fsOnRclone(_OverRclone):
+    client = "s3fs"
+
+
+@needs_moto
+@pytest.mark.slow
+class TestS3fsOnMoto(_OverMoto):
+    client = "s3fs"
+
+
+# ------------------------------------------------------------------------- what users meet
+
+
+@pytest.fixture
+def server(moto: S3Server) -> S3Server:
+    return moto
+
+
+def opened(server: S3Server, bucket: str = BUCKET, **options: Any) -> Backend:
+    return open_backend(
+        f"s3://{bucket}/{uuid.uuid4().hex}", storage_options=server.options(**options)
+    )
+
+
+@needs_rclone
+@pytest.mark.parametrize("changed", [{"secret": "wrong wrong wrong"}, {"key": "nobody"}])
+def test_wrong_keys_are_told_at_the_start(rclone: S3Server, changed: dict[str, str]) -> None:
+    with pytest.raises(PermanentStorageError, match="key, its secret or its token") as caught:
+        opened(rclone, **changed)
+    assert "AWS_ACCESS_KEY_ID" in str(caught.value)
+    assert "\n" not in str(caught.value)
+    for secret in (SECRET, *changed.values()):
+        assert secret not in str(caught.value)
+
+
+@needs_moto
+def test_a_bucket_that_is_not_there_is_told_at_the_start(server: S3Server) -> None:
+    with pytest.raises(PermanentStorageError, match="there is no bucket 'nobody-s-bucket'"):
+        opened(server, "nobody-s-bucket")
+
+
+def test_a_dead_endpoint_is_told_and_tried_again() -> None:
+    endpoint = f"http://127.0.0.1:{free_port()}"
+    options = {"key": "k", "secret": "s", "endpoint_url": endpoint}
+    with pytest.raises(TransientStorageError, match=f"is {endpoint} up and reachable"):
+        open_backend(f"s3://{BUCKET}/x", storage_options=options)
+
+
+def test_no_credentials_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ConfigError, match="no AWS credentials were found"):
+        open_backend(f"s3://{BUCKET}/x", storage_options={"endpoint_url": "http://127.0.0.1:9"})
+
+
+@needs_moto
+def test_credentials_of_a_profile(
+    server: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    file = tmp_path / "credentials"
+    file.write_text("[team]\naws_access_key_id = abc\naws_secret_access_key = def\n")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
+    options = {"profile": "team", "endpoint_url": server.endpoint}
+    with closing(open_backend(f"s3://{BUCKET}/profile", storage_options=options)) as backend:
+        assert backend.write("x", [b"1"]) is WriteResult.CREATED
+    with pytest.raises(ConfigError, match="nobody"):
+        open_backend(f"s3://{BUCKET}/x", storage_options={**options, "profile": "nobody"})
+
+
+@pytest.mark.parametrize(
+    ("url", "options", "message"),
+    [
+        ("s3:///x", {}, "expected s3://bucket/prefix"),
+        ("s3://key:secret@bucket/x", {}, "go into storage_options"),
+        ("s3://b/x", {"key": "k"}, "belong together"),
+        ("s3://b/x", {"client": "boto"}, "client is auto, obstore or s3fs"),
+        ("s3://b/x", {"endpoint_url": "localhost:9000"}, "expected http"),
+        ("s3://b/x", {"client_kwargs": "x"}, "expected a mapping"),
+        ("s3://b/x", {"client": "obstore", "cache_regions": True}, "client: s3fs only"),
+        ("s3://b/x", {"client_kwargs": {"verify": "/no/such/bundle"}}, "CA bundle"),
+    ],
+)
+def test_options_that_cannot_be(url: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        open_backend(url, storage_options=options)
+    assert "key:secret" not in str(caught.value)
+
+
+@needs_moto
+def test_options_that_only_s3fs_knows_are_given_to_s3fs(server: S3Server) -> None:
+    with closing(opened(server, cache_regions=False)) as backend:
+        assert repr(backend).startswith("GenericBackend")
+        assert backend.write("x", [b"1"]) is WriteResult.CREATED
+
+
+@needs_moto
+def test_an_object_is_read_as_it_arrives(server: S3Server) -> None:
+    with closing(opened(server)) as backend:
+        backend.write("x", [b"0123456789"])
+        with backend.open("x") as reader:
+            assert reader.size == 10
+            buffer = bytearray(10)
+            for at in (0, 3, 6, 9):
+                reader.read_into(memoryview(buffer)[at : at + 3], at)
+        assert buffer == b"0123456789"
+        with pytest.raises(ObjectMissingError):
+            backend.open("y")
+
+
+@needs_moto
+def test_an_object_that_is_replaced_while_it_is_read(server: S3Server) -> None:
+    with closing(opened(server)) as backend:
+        backend.write("x", [b"0123456789"])
+        with backend.open("x") as reader:
+            reader.read_into(memoryview(bytearray(2)), 0)
+            backend.write("x", [b"abcdefghij"], "replace")
+            with pytest.raises(TransientStorageError):
+                reader.read_into(memoryview(bytearray(2)), 6)
+
+
+@needs_rclone
+def test_a_server_that_dies_and_comes_back(tmp_path: Path) -> None:
+    port = free_port()
+    with rclone_s3(tmp_path, port) as server:
+        backend = opened(server)
+        backend.write("x", [b"1"])
+        assert backend.stat(["x", "y"]) == [1, None]
+    with closing(backend):
+        for answer in backend.stat(["x", "y"]):
+            assert isinstance(answer, TransientStorageError)
+        with pytest.raises(TransientStorageError):
+            backend.open("x")
+        with pytest.raises(StorageError):
+            backend.write("z", [b"1"])
+        with rclone_s3(tmp_path, port):
+            assert backend.stat(["x", "y"]) == [1, None]

@@ -1,0 +1,63 @@
+"""Real engines that share a bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fleet import Engines
+from harness import SHELF_CONNECTOR, Answer, Engine, assert_same
+from servers import BUCKET, S3Server, command, rclone_s3
+from shelf_files import ShelfFiles
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(command("rclone") is None, reason="rclone is not installed"),
+]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    pytest.importorskip("obstore", reason="obstore is missing: pip install 'kvshelf[s3]'")
+    with rclone_s3(tmp_path_factory.mktemp("bucket")) as server:
+        yield server
+
+
+def start(engines: Engines, name: str, path: str, **options: Any) -> Engine:
+    return engines.start(
+        name,
+        model=engines.places.model,
+        connector=SHELF_CONNECTOR,
+        extra_config={"shared_storage_path": path, **options},
+        core=len(name) % 2,
+    )
+
+
+def test_engines_share_a_bucket_and_its_copy(
+    engines: Engines,
+    server: S3Server,
+    reference: Callable[..., Answer],
+    prompt: Callable[[int], list[int]],
+) -> None:
+    options = {"storage_options": server.options()}
+    tokens = prompt(1000)
+    assert server.folder is not None
+    shelf = ShelfFiles(server.folder / BUCKET / "kv")
+    with start(engines, "to a bucket", f"s3://{BUCKET}/kv", **options) as writer:
+        assert writer.generate(tokens).shelf_tokens == 0
+        shelf.wait_stored(tokens)
+    with start(engines, "from a bucket", f"s3://{BUCKET}/kv", **options) as reader:
+        answer = reader.generate(tokens)
+        assert answer.shelf_tokens == 768
+        assert_same(answer, reference(tokens))
+        # The server dies in the middle: requests are computed, and the engine goes on.
+        server.process.kill()
+        reader.reset_prefix_cache()
+        assert_same(reader.generate(tokens), reference(tokens))
+    # What the server kept is a shelf itself.
+    with start(engines, "from its folder", str(Path(shelf.root))) as local:
+        answer = local.generate(tokens)
+        assert answer.shelf_tokens == 768
+        assert_same(answer, reference(tokens))
