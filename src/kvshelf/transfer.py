@@ -453,7 +453,8 @@ class Transfer:
         now = time.monotonic()
         shards = self._plan.writes(item.chunk.index)
         if not shards:
-            # Another worker with the same heads writes it.
+            # Another worker with the same heads writes it, but not behind a hole.
+            self._behind_hole(item.chunk, now - age)
             if repair:
                 with self._store_lock:
                     self._repaired.append(key)
@@ -475,6 +476,7 @@ class Transfer:
             if stored_at is not None and stored_at >= now - age and not repair:
                 return "known"
         if self._behind_hole(item.chunk, now - age):
+            self._counters.add("store_dropped_hole")
             return "hole"
         memory = self._memory(item)
         buffers = self._staging.acquire_for_store(len(shards), wait)
@@ -522,7 +524,6 @@ class Transfer:
         hole = self._holes.get(chunk.parent)
         if hole is None or hole < seen - _HOLE_SLACK_SECONDS:
             return False
-        self._counters.add("store_dropped_hole")
         self._note_hole(chunk.key)
         return True
 
@@ -552,7 +553,9 @@ class Transfer:
         while not self._store_threads.replaced() and (job := self._next_job()) is not None:
             result: StoreResult = "failed"
             try:
-                if not self._behind_hole(job.chunk, job.seen):
+                if self._behind_hole(job.chunk, job.seen):
+                    self._counters.add("store_dropped_hole")
+                else:
                     result = self._publish(job)
             except Exception as error:  # noqa: BLE001 - the thread must go on
                 self._store_failed(job, error)
