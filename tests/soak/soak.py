@@ -276,7 +276,7 @@ class Trouble:
             "random byte flipped": self._flip,
             "zeros from somewhere on": self._zero,
             "replaced by random bytes": self._noise,
-            "socket-like special file": self._device,
+            "character device": self._device,
         }
         self._large: dict[str, Callable[[], None]] = {
             "folder of keys deleted": self._delete_fan_out,
