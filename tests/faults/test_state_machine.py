@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import errno
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from crash_child import make_chunks, make_format
 from hypothesis import settings
@@ -45,9 +44,6 @@ def items() -> list[Item]:
 
 
 ITEMS = items()
-any_item = st.sampled_from(ITEMS)
-OPERATIONS = ("stat", "open", "read", "write", "publish", "list", "folders", "delete", "set_aside")
-ERRNOS = (errno.EIO, errno.ESTALE, errno.ENOSPC, errno.EROFS, errno.EACCES, errno.ENOENT)
 
 
 def flip(data: bytearray) -> None:
@@ -57,6 +53,18 @@ def flip(data: bytearray) -> None:
 
 def cut(data: bytearray) -> None:
     del data[len(data) * 2 // 3 :]
+
+
+any_item = st.sampled_from(ITEMS)
+OPERATIONS = ("stat", "open", "read", "write", "publish", "list", "folders", "delete", "set_aside")
+ERRNOS = (errno.EIO, errno.ESTALE, errno.ENOSPC, errno.EROFS, errno.EACCES, errno.ENOENT)
+
+#: An operation of the backend, an errno value or what is done to its bytes, how often.
+Trouble = tuple[str, "int | Callable[[bytearray], None]", int]
+any_trouble = st.none() | st.one_of(
+    st.tuples(st.sampled_from(OPERATIONS), st.sampled_from(ERRNOS), st.integers(1, 3)),
+    st.tuples(st.sampled_from(["read", "write"]), st.sampled_from([flip, cut]), st.integers(1, 3)),
+)
 
 
 class Recorder(WrappedBackend):
@@ -135,8 +143,9 @@ class _Machine(RuleBasedStateMachine):
 
     # ------------------------------------------------------------------------------- operations
 
-    @rule(item=any_item, replace=st.booleans())
-    def write(self, item: Item, replace: bool) -> None:
+    @rule(item=any_item, replace=st.booleans(), trouble=any_trouble)
+    def write(self, item: Item, replace: bool, trouble: Trouble | None) -> None:
+        self.arm(trouble)
         before, right = self.known(item), self.right(item)
         self.recorder.written.clear()
         stays = before is not None and len(before) == len(right) and not replace
@@ -158,8 +167,9 @@ class _Machine(RuleBasedStateMachine):
         """What the last operation may have published: the right bytes, or as faults made them."""
         return [*self.recorder.written, right]
 
-    @rule(item=any_item)
-    def load(self, item: Item) -> None:
+    @rule(item=any_item, trouble=any_trouble)
+    def load(self, item: Item, trouble: Trouble | None) -> None:
+        self.arm(trouble)
         before, right = self.known(item), self.right(item)
         image = bytearray(len(right))
         try:
@@ -178,8 +188,9 @@ class _Machine(RuleBasedStateMachine):
             assert image == right, "a load gave wrong bytes"
             self.settle(item, before)
 
-    @rule(item=any_item)
-    def repair(self, item: Item) -> None:
+    @rule(item=any_item, trouble=any_trouble)
+    def repair(self, item: Item, trouble: Trouble | None) -> None:
+        self.arm(trouble)
         before, right = self.known(item), self.right(item)
         self.recorder.written.clear()
         try:
@@ -202,8 +213,9 @@ class _Machine(RuleBasedStateMachine):
             )
             assert result is expected
 
-    @rule(chosen=st.lists(any_item, min_size=1, max_size=6))
-    def probe(self, chosen: list[Item]) -> None:
+    @rule(chosen=st.lists(any_item, min_size=1, max_size=6), trouble=any_trouble)
+    def probe(self, chosen: list[Item], trouble: Trouble | None) -> None:
+        self.arm(trouble)
         for fmt in (FMT, OTHER):
             mine = [item for item in chosen if item[0] is fmt]
             answers = self.shelf.probe(fmt, [(chunk, shard) for _, chunk, shard in mine])
@@ -219,8 +231,9 @@ class _Machine(RuleBasedStateMachine):
                     assert answer is Presence.MISSING
                     assert found is None or self.trouble
 
-    @rule(item=any_item)
-    def delete(self, item: Item) -> None:
+    @rule(item=any_item, trouble=any_trouble)
+    def delete(self, item: Item, trouble: Trouble | None) -> None:
+        self.arm(trouble)
         before = self.known(item)
         try:
             deleted = self.shelf.delete(self.name(item))
@@ -231,8 +244,9 @@ class _Machine(RuleBasedStateMachine):
             assert deleted == (before is not None)
             self.settle(item, None)
 
-    @rule()
-    def list(self) -> None:
+    @rule(trouble=any_trouble)
+    def list(self, trouble: Trouble | None) -> None:
+        self.arm(trouble)
         try:
             found = {info.name: info.size for info in self.shelf.objects()}
         except StorageError:
@@ -245,26 +259,19 @@ class _Machine(RuleBasedStateMachine):
 
     # ------------------------------------------------------------------------------------ faults
 
-    @rule(
-        operation=st.sampled_from(OPERATIONS),
-        code=st.sampled_from(ERRNOS),
-        times=st.integers(1, 3),
-    )
-    def fail(self, operation: str, code: int, times: int) -> None:
-        """Some of the next calls fail."""
-        writing = operation in ("write", "delete", "set_aside")
-
-        def error() -> StorageError:
-            return storage_error(OSError(code, "made"), operation, "here", writing=writing)
-
-        pattern = "*" if operation in ("list", "folders") else "*.safetensors"
-        self.faulty.add(Fault(operation, pattern, error=error, times=times))
-        self.trouble = True
-
-    @rule(operation=st.sampled_from(["read", "write"]), damage=st.sampled_from([flip, cut]))
-    def spoil(self, operation: str, damage: Any) -> None:
-        """What the next call reads or writes is damaged on its way."""
-        self.faulty.add(Fault(operation, "*.safetensors", damage=damage, times=1))
+    def arm(self, trouble: Trouble | None) -> None:
+        """Make the next calls of one kind fail, or damage what they move."""
+        if trouble is None:
+            return
+        operation, what, times = trouble
+        fault = Fault(operation, "*" if operation in ("list", "folders") else "*.safetensors")
+        fault.times = times
+        if callable(what):
+            fault.damage = what
+        else:
+            writing = operation in ("write", "publish", "delete", "set_aside")
+            fault.error = storage_error(OSError(what, "made"), operation, "here", writing=writing)
+        self.faulty.add(fault)
         self.trouble = True
 
     @rule(item=any_item, how=st.sampled_from(["flip", "cut", "remove", "appear"]))
@@ -345,7 +352,7 @@ class _InMemory(_Machine):
         self.url = f"memory://state-machine-{self.count}"
 
 
-_SETTINGS = settings(max_examples=60, stateful_step_count=30)
+_SETTINGS = settings(max_examples=25, stateful_step_count=25)
 TestOnFolder = _OnFolder.TestCase
 TestOnFolder.settings = _SETTINGS
 TestOnOldFolder = _OnOldFolder.TestCase
