@@ -8,6 +8,7 @@
 #
 #   PYTHON          the Python (3.11 to 3.14) to build .venv with; default: the first that works
 #   TORCH_INDEX     where CPU builds of torch are, for when your own package index has none
+#   FUZZ_SECONDS    how long `make fuzz` runs
 #   PYTEST_ARGS     further arguments for pytest, as in PYTEST_ARGS="-k shelf -x"
 #   SOAK_ARGS       arguments of the soak, as in SOAK_ARGS="--seconds 120 --json soak.json"
 
@@ -22,6 +23,7 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 SOAK_ARGS ?=
+FUZZ_SECONDS ?= 300
 
 # A command of this name may exist and still not run (pyenv), so each is tried.
 find_python = for python in python3 python3.12 python3.13 python3.11 python3.14; do \
@@ -58,6 +60,12 @@ bench: venv  ## measure; prints a table and writes JSON
 .PHONY: soak
 soak: venv  ## two engines on a shelf that is damaged all the time, 10 minutes
 	@$(BIN)/python tests/soak/soak.py $(SOAK_ARGS)
+
+.PHONY: fuzz
+fuzz: venv  ## look for bytes that the decoder cannot take
+	@$(BIN)/python -c 'import atheris' 2>/dev/null || $(BIN)/python -m pip install -q "atheris>=2.3" || \
+		echo "atheris is not to be had for this Python: hypothesis has to do"
+	@$(BIN)/python tests/fuzz/fuzz_decoder.py --seconds $(FUZZ_SECONDS)
 
 .PHONY: lint
 lint: venv tree  ## ruff, mypy, import-linter
