@@ -173,6 +173,12 @@ def test_bytes_that_are_not_canonical_are_refused(data: bytes) -> None:
         Namespace.from_bytes(data)
 
 
+def test_messages_about_forged_bytes_are_short() -> None:
+    with pytest.raises(ConfigError) as caught:
+        Namespace.from_bytes(b'{"format":"' + b"x" * 100_000 + b'"}')
+    assert len(str(caught.value)) <= 400
+
+
 def test_namespaces_are_immutable_and_copy() -> None:
     namespace = Namespace({"format": "kvshelf/1", "stages": [1, 2]}, "m")
     with pytest.raises(AttributeError):

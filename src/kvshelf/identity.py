@@ -242,7 +242,12 @@ class Namespace:
             raise ConfigError(
                 f"namespace record: found {type(record).__name__}, expected an object"
             )
-        namespace = cls(record, slug)
+        try:
+            namespace = cls(record, slug)
+        except ConfigError as error:
+            # It shows values, which here may be forged and of any length.
+            text = str(error)
+            raise ConfigError(text if len(text) <= 400 else text[:397] + "...") from None
         if namespace.encoded != data:
             raise ConfigError(
                 "namespace record: the bytes are valid JSON but not canonical (sorted keys, no "

@@ -17,8 +17,12 @@ import importlib.util
 import sys
 import time
 from functools import cache
+from inspect import isclass, isfunction
 from pathlib import Path
 from typing import Any, Final
+
+from kvshelf import chunkfile, identity
+from kvshelf.errors import BadObjectError, ConfigError, TransientStorageError
 
 HERE: Final = Path(__file__).resolve().parent
 CORPUS: Final = HERE / "corpus"
@@ -29,18 +33,6 @@ CHUNK: Final = 8
 PREFIX: Final = 3
 
 _HAS_ATHERIS: Final = importlib.util.find_spec("atheris") is not None
-
-if __name__ == "__main__" and _HAS_ATHERIS:
-    import atheris
-
-    # An editable installation has a loader of its own, which must not be overridden.
-    modules = ["kvshelf.chunkfile", "kvshelf.identity"]
-    with atheris.instrument_imports(include=modules, enable_loader_override=False):
-        from kvshelf import chunkfile, identity
-else:
-    from kvshelf import chunkfile, identity
-
-from kvshelf.errors import BadObjectError, ConfigError, TransientStorageError  # noqa: E402
 
 _SHAPES: Final[list[dict[str, Any]]] = [
     {"layer_shapes": ["2,*,2,4"] * 2},
@@ -119,7 +111,9 @@ def run_one(data: bytes) -> None:
     known = objects()
     fmt, chunk, shard = known[data[0] % len(known)]
     body = data[PREFIX:]
-    _read(fmt, chunk, shard, body, len(body) + int.from_bytes(data[1:PREFIX], "little", signed=True))
+    _read(
+        fmt, chunk, shard, body, len(body) + int.from_bytes(data[1:PREFIX], "little", signed=True)
+    )
     # The same where only its size is wrong, so that most inputs come behind that check.
     right = fmt.object_size(shard, chunk.tokens if chunk.tail else None)
     _read(fmt, chunk, shard, body, right)
@@ -127,16 +121,20 @@ def run_one(data: bytes) -> None:
     try:
         chunkfile.describe_header(body)
     except BadObjectError as error:
-        assert len(str(error)) < 2000
+        _is_short(error)
     try:
         namespace = identity.Namespace.from_bytes(body)
     except ConfigError as error:
-        assert len(str(error)) < 2000
+        _is_short(error)
     else:
         assert namespace.encoded == body
     text = body[:300].decode("latin-1")
     parsed = identity.parse_path(text)
     assert parsed is None or (parsed.namespace is not None and ".." not in text.split("/"))
+
+
+def _is_short(error: Exception) -> None:
+    assert len(str(error)) < 2000, "a message as long as the input likes"
 
 
 def _read(
@@ -148,7 +146,7 @@ def _read(
     try:
         fmt.read(Reader(body, size), chunk, shard, image)
     except (BadObjectError, TransientStorageError) as error:
-        assert len(str(error)) < 2000
+        _is_short(error)
     else:
         assert body[:expected] == image, "other bytes than were stored"
         again = bytearray(image)
@@ -174,7 +172,25 @@ def seeds() -> dict[str, bytes]:
     return made
 
 
+def _instrument(module: Any) -> None:
+    """Let atheris see which branches of a module's functions are taken.
+
+    Instrumenting while importing, as it usually does, misses editable installations.
+    """
+    import atheris
+
+    places = [vars(module), *(vars(kind) for kind in vars(module).values() if isclass(kind))]
+    for found in [value for place in places for value in place.values()]:
+        function = getattr(found, "__func__", found)
+        if isfunction(function) and function.__module__ == module.__name__:
+            atheris.instrument_func(function)
+
+
 def _with_atheris(seconds: int) -> None:
+    import atheris
+
+    for module in (chunkfile, identity):
+        _instrument(module)
     FOUND.joinpath("corpus").mkdir(parents=True, exist_ok=True)
     options = [
         sys.argv[0],
