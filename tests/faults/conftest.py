@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,13 +9,10 @@ from typing import Any
 
 import pytest
 from cells import BACK_OFF, BACKENDS, MOMENTS, MountedStorage, Storage, WrappedStorage
-from faultfs import FaultMount, why_not
+from faultfs import FaultMount, mounted
 from kvshelf.backends import posix
 
 from kvshelf import transfer
-
-#: Set where FUSE must be there: what would be skipped fails.
-FUSE_REQUIRED = "REQUIRE_FUSE"
 
 
 @pytest.fixture(scope="session")
@@ -25,16 +21,7 @@ def mounts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., F
     made: list[FaultMount] = []
 
     def make(**options: Any) -> FaultMount:
-        reason = why_not()
-        if reason is None:
-            try:
-                made.append(FaultMount(tmp_path_factory.mktemp("fault"), **options))
-            except RuntimeError as error:
-                reason = f"no FUSE: {error}"
-        if reason is not None:
-            if os.environ.get(FUSE_REQUIRED):
-                pytest.fail(f"{FUSE_REQUIRED} is set, but there is {reason}")
-            pytest.skip(reason)
+        made.append(mounted(tmp_path_factory.mktemp("fault"), **options))
         return made[-1]
 
     yield make

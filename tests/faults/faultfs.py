@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import errno
 import fnmatch
 import importlib.util
 import json
@@ -36,9 +35,9 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-_START_SECONDS = 20.0
+_START_SECONDS: Final = 20.0
 
 
 @dataclasses.dataclass
@@ -308,6 +307,25 @@ def why_not() -> str | None:
     return None
 
 
+#: Environment variable, set where FUSE must be there: what would be skipped fails.
+REQUIRED: Final = "REQUIRE_FUSE"
+
+
+def mounted(folder: Path, **options: Any) -> FaultMount:
+    """Mount a :class:`FaultMount`; where that is not possible skip the test with the reason."""
+    import pytest
+
+    reason = why_not()
+    if reason is None:
+        try:
+            return FaultMount(folder, **options)
+        except RuntimeError as error:
+            reason = f"no FUSE: {error}"
+    if os.environ.get(REQUIRED):
+        pytest.fail(f"{REQUIRED} is set, but there is {reason}")
+    pytest.skip(reason)
+
+
 class FaultMount:
     """A mounted fault-injecting filesystem, as a context manager.
 
@@ -318,11 +336,17 @@ class FaultMount:
         faults), the socket and the log.
     cache_seconds : float
         How long the kernel may answer names and attributes from its cache, right or wrong.
+    path : Path, optional
+        Where to mount instead: an existing folder. What is in it shows, with faults.
     """
 
-    def __init__(self, folder: Path, *, cache_seconds: float = 0.0) -> None:
+    def __init__(
+        self, folder: Path, *, cache_seconds: float = 0.0, path: Path | None = None
+    ) -> None:
         self.source = folder / "source"
-        self.path = folder / "mount"
+        self.path = folder / "mount" if path is None else path
+        if path is not None:
+            shutil.copytree(path, self.source)
         self._socket_path = folder / "socket"
         self._log = folder / "log"
         timeouts = ("attr_timeout", "entry_timeout", "negative_timeout")
@@ -439,11 +463,6 @@ class FaultMount:
         """Kill the process and take the mount away. Idempotent."""
         self.kill()
         self.unmount()
-
-
-def is_gone(error: OSError) -> bool:
-    """Whether an error is that of a mount whose filesystem was killed."""
-    return error.errno in (errno.ENOTCONN, errno.ECONNABORTED, errno.EIO)
 
 
 if __name__ == "__main__":

@@ -78,7 +78,8 @@ def test_consumer_loads_and_stores_nothing(
     assert len(shelf.namespaces()) == 1
 
 
-def test_changed_weights_at_the_same_path(
+@pytest.mark.named_failure
+def test_changed_weights_at_a_path_do_not_hit_old_kv(
     engine: Engine,
     consumer: Engine,
     engines: Engines,
