@@ -323,7 +323,7 @@ def mounted(folder: Path, **options: Any) -> FaultMount:
             reason = f"no FUSE: {error}"
     if os.environ.get(REQUIRED):
         pytest.fail(f"{REQUIRED} is set, but there is {reason}")
-    pytest.skip(reason)
+    return pytest.skip(reason)
 
 
 class FaultMount:
