@@ -82,6 +82,14 @@ class Recorder(WrappedBackend):
         return super().write(name, buffers, mode)
 
 
+def restless(backend: Backend) -> Shelf:
+    """Open a shelf whose storage is never given a rest, since then it meets no faults."""
+    shelf = Shelf(backend)
+    for breaker in (shelf.backend.reads, shelf.backend.writes):
+        breaker.trip = lambda *_, **__: None  # type: ignore[method-assign]
+    return shelf
+
+
 class _Machine(RuleBasedStateMachine):
     """Operations of two shelves on one storage: one meets faults, the other does not."""
 
@@ -92,11 +100,8 @@ class _Machine(RuleBasedStateMachine):
         self.make_storage()
         self.recorder = Recorder(open_backend(self.url))
         self.faulty = FaultyBackend(self.recorder)
-        self.shelf = Shelf(self.faulty)
+        self.shelf = restless(self.faulty)
         self.plain = Shelf(open_backend(self.url))
-        for breaker in (self.shelf.backend.reads, self.shelf.backend.writes):
-            # A storage that is given a rest meets no faults; that has tests of its own.
-            breaker.trip = lambda *_, **__: None  # type: ignore[method-assign]
         #: What stands under the name of each item: its bytes. Missing: nothing.
         self.there: dict[int, bytes] = {}
         self.trouble = False
@@ -302,7 +307,7 @@ class _Machine(RuleBasedStateMachine):
     @rule()
     def restart(self) -> None:
         """Another process takes over."""
-        self.shelf = Shelf(self.faulty)
+        self.shelf = restless(self.faulty)
 
     # ---------------------------------------------------------------------------------- always
 
