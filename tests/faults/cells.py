@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from faultfs import FaultMount
-from kvshelf.backends import Backend, open_backend
+from kvshelf.backends import Backend, Deadlines, open_backend
 from kvshelf.backends.oserrors import storage_error
 from kvshelf.backends.wrappers import CountingBackend, Fault, FaultyBackend
 from parts import Rig, make_format
@@ -290,7 +290,7 @@ class EngineStandIn:
             self.fmt,
             blocks=CHUNKS * 2 * 8,
             staging_objects=24,
-            options={"stall_seconds": DEADLINE},
+            deadlines=Deadlines(DEADLINE, DEADLINE, DEADLINE),
         )
         self.failed = FailedKeys(bad_seconds=BACK_OFF, other_seconds=BACK_OFF)
         self.lookups = self._start_lookups()

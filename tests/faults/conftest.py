@@ -10,9 +10,7 @@ from typing import Any
 import pytest
 from cells import BACK_OFF, BACKENDS, MOMENTS, MountedStorage, Storage, WrappedStorage
 from faultfs import FaultMount, mounted
-from kvshelf.backends import posix
-
-from kvshelf import transfer
+from kvshelf.backends import guard, posix
 
 
 @pytest.fixture(scope="session")
@@ -38,7 +36,7 @@ def mount(mounts: Callable[..., FaultMount]) -> FaultMount:
 @pytest.fixture
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let stores be tried again soon after the storage refused them."""
-    monkeypatch.setattr(transfer, "_PAUSE_SECONDS", BACK_OFF)
+    monkeypatch.setattr(guard, "REFUSED_SECONDS", BACK_OFF)
     monkeypatch.setattr(posix, "READ_ONLY_MEMORY", BACK_OFF)
 
 

@@ -31,7 +31,8 @@ from cells import (
 from faultfs import FaultMount
 from parts import make_format
 
-from kvshelf.errors import KVShelfError
+from kvshelf.errors import KVShelfError, UnavailableStorageError
+from kvshelf.shelf import Shelf
 
 FMT = make_format()
 ROWS = (*FAULTS, "truncated", STALE, "frozen")
@@ -64,6 +65,19 @@ CELLS = [
 def loads_all(engine: EngineStandIn, *prompts: Prompt) -> Callable[[], bool]:
     """Serve prompts (which stores what is missing); whether all of each was loaded."""
     return lambda: all(engine.answer(prompt) == len(prompt.chunks) for prompt in prompts)
+
+
+def deletes(shelf: Shelf, name: str) -> Callable[[], bool]:
+    """Delete an object; whether the storage takes changes again."""
+
+    def delete() -> bool:
+        try:
+            assert shelf.delete(name)
+        except UnavailableStorageError:
+            return False
+        return True
+
+    return delete
 
 
 def eventually(condition: Callable[[], bool]) -> None:
@@ -117,7 +131,7 @@ def test_cell(
         engine.patience = LIMIT
         eventually(loads_all(engine, known, new, victim))
         assert list(bad_objects(storage.plain, FMT, [known, new, victim])) == []
-        assert shelf.delete(doomed) is True
+        eventually(deletes(shelf, doomed))
         eventually(loads_all(engine, victim))
         engine.check_blocks()
 
