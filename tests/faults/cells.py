@@ -164,7 +164,7 @@ class MountedStorage(Storage):
 
     def met(self) -> int:
         if self._killed:
-            return int(not self.mount.alive)
+            return int(self.mount.died())
         return self.mount.met()
 
     def heal(self) -> None:

@@ -369,6 +369,15 @@ class FaultMount:
         """Whether the filesystem's process runs."""
         return self._process is not None and self._process.poll() is None
 
+    def died(self, seconds: float = _START_SECONDS / 2) -> bool:
+        """Wait for a rule to have killed the process; whether it did."""
+        assert self._process is not None
+        try:
+            self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
     def mount(self) -> None:
         """Mount it, again if it was killed.
 
