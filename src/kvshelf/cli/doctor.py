@@ -226,9 +226,9 @@ def _ops_on_gpus() -> Iterator[Check]:
     except (ImportError, OSError, RuntimeError, KVShelfError):
         return  # told by the check before
     if not count and kernels:
-        yield Check("gather/scatter on GPUs", State.OK, f"no GPU here; kernels by {kernels}")
+        yield Check("kernels", State.OK, f"{kernels}; no GPU here")
     for index in range(count):
-        name, device = f"gather/scatter on cuda:{index}", f"cuda:{index}"
+        name, device = f"kernels on cuda:{index}", f"cuda:{index}"
         try:
             used, problem = ops.implementation(device), ops.kernel_problem(device)
         except (RuntimeError, KVShelfError) as error:
