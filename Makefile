@@ -37,7 +37,7 @@ TREE := build/tree
 .PHONY: help
 help:  ## show this list
 	@echo "usage: make TARGET"; \
-	awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' Makefile
+	awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 .PHONY: demo
 demo: venv  ## run two engines on one shelf and compare them
@@ -83,6 +83,8 @@ format: venv  ## rewrite the code in the project's style
 docs: venv  ## build the documentation into site/
 	@$(BIN)/python -m kvshelf.config > docs/configuration.md
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+include cuda/gpu.mk
 
 .PHONY: clean
 clean:  ## remove what was built, keep .venv

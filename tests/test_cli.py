@@ -386,6 +386,55 @@ def test_doctor_prints_a_line_for_each_check(shelf: Path) -> None:
     assert result.stdout.splitlines()[-1] == "all is well"
 
 
+@pytest.mark.parametrize(
+    ("gpus", "build", "used", "problem", "expected"),
+    [
+        (0, None, "torch", "not built", {}),
+        (0, "13.0", "torch", "no GPU", {"kernels": ("ok", "CUDA 13.0 for 90; no GPU here")}),
+        (
+            1,
+            "13.0",
+            "cuda",
+            None,
+            {"kernels on cuda:0": ("ok", "cuda, kernels by CUDA 13.0 for 90")},
+        ),
+        (
+            2,
+            None,
+            "torch",
+            "built without a CUDA compiler",
+            {
+                "kernels on cuda:0": ("note", "torch (slower): built without a CUDA compiler"),
+                "kernels on cuda:1": ("note", "torch (slower): built without a CUDA compiler"),
+            },
+        ),
+    ],
+)
+def test_doctor_tells_what_serves_each_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+    gpus: int,
+    build: str | None,
+    used: str,
+    problem: str | None,
+    expected: dict[str, tuple[str, str]],
+) -> None:
+    from kvshelf import ops
+
+    found_build = None if build is None else ops.KernelBuild(build, "90")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(ops, "kernel_build", lambda: found_build)
+    monkeypatch.setattr(ops, "implementation", lambda device="cpu": used)
+    monkeypatch.setattr(ops, "kernel_problem", lambda device: problem)
+    found = checks(run("doctor", "--json"))
+    on_gpus = {name: check for name, check in found.items() if name.startswith("kernels")}
+    assert set(on_gpus) == set(expected)
+    for name, (state, text) in expected.items():
+        check = on_gpus[name]
+        assert check["state"] == state
+        assert check["found"].startswith(text)
+
+
 def test_doctor_without_a_shelf_writes_nothing(tmp_path: Path) -> None:
     env = {"KVSHELF_CACHE_DIR": str(tmp_path / "cache")}
     result = run("doctor", "--json", env=env)

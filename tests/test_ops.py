@@ -1,4 +1,4 @@
-"""Gather and scatter, compiled and plain torch, against plain indexing of numpy bytes."""
+"""Gather and scatter, by each implementation, against plain indexing of numpy bytes."""
 
 from __future__ import annotations
 
@@ -9,42 +9,35 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+from emulation import emulation
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
+from paged import DTYPES, FORMS, Buffers, Case, cases, make_paged
 from torch import Tensor
 
 from kvshelf import ops
 from kvshelf.errors import ConfigError
-from kvshelf.layout import PagedLayout, native_slots_of, slots_of
-
-Bytes = NDArray[np.uint8]
+from kvshelf.layout import PagedLayout, slots_of
 
 COMPILED = ops.implementation() == "cpp"
-IMPLEMENTATIONS = ["cpp", "torch"] if COMPILED else ["torch"]
-DTYPES = [
-    torch.bfloat16,
-    torch.float16,
-    torch.float32,
-    torch.uint8,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-]
-FORMS = ["bhnc-hnd", "bhnc-nhd", "2bnhd", "b2nhd", "mla", "native"]
+# "kernels": those for GPUs, on a device made of loops.
+IMPLEMENTATIONS = ["cpp", "torch", "kernels"] if COMPILED else ["torch", "kernels"]
 
 
 @contextlib.contextmanager
 def using(implementation: str) -> Iterator[None]:
     if implementation == "cpp":
         yield
+    elif implementation == "kernels":
+        with emulation().in_use():
+            yield
     else:
         with mock.patch.object(ops, "_library", return_value=None):
             yield
@@ -56,183 +49,37 @@ def implementation(request: pytest.FixtureRequest) -> Iterator[str]:
         yield request.param
 
 
-@dataclass
-class Paged:
-    """Paged caches of several layers, and the same memory as numpy bytes.
-
-    ``memory[layer]`` is everything that was allocated, gaps included; ``row`` is a view of
-    the bytes of one (layer, slot, kv, head), found by naming the dimensions, not by strides.
-    """
-
-    form: str
-    memory: list[Bytes]
-    views: list[Bytes]
-    caches: list[Tensor]
-    layout: PagedLayout
-    block_size: int
-    head_size: int
-
-    def row(self, layer: int, slot: int, kv: int, head: int) -> Bytes:
-        view, size = self.views[layer], self.head_size
-        if self.form == "native":
-            return view[slot, head]
-        block, token = divmod(slot, self.block_size)
-        if self.form == "mla":
-            return view[block, token]
-        if self.form == "2bnhd":
-            return view[kv, block, token, head]
-        if self.form == "b2nhd":
-            return view[block, kv, token, head]
-        return view[block, head, token, kv * size : (kv + 1) * size]
-
-    def gathered(self, slots: Sequence[int], first: int, heads: int) -> Bytes:
-        layout = self.layout
-        out = np.zeros(
-            (len(self.caches), layout.kvs, len(slots), heads, layout.row_bytes), dtype=np.uint8
-        )
-        for layer, kv, token, head in np.ndindex(*out.shape[:-1]):
-            if slots[token] >= 0:
-                out[layer, kv, token, head] = self.row(
-                    layer, slots[token], kv, first + head
-                ).reshape(-1)
-        return out
-
-    def scatter_into_copy(
-        self, slots: Sequence[int], chunk: Bytes, first: int, heads: int
-    ) -> list[Bytes]:
-        """What all memory must be after a scatter."""
-        before = [memory.copy() for memory in self.memory]
-        layout = self.layout
-        rows = chunk.reshape(len(self.caches), layout.kvs, len(slots), heads, layout.row_bytes)
-        for layer, kv, token, head in np.ndindex(*rows.shape[:-1]):
-            if slots[token] >= 0:
-                place = self.row(layer, slots[token], kv, first + head)
-                place[...] = rows[layer, kv, token, head].reshape(place.shape)
-        after = [memory.copy() for memory in self.memory]
-        for memory, old in zip(self.memory, before, strict=True):
-            memory[...] = old
-        return after
-
-
-def make_paged(
-    form: str,
-    dtype: torch.dtype,
-    *,
-    layers: int = 2,
-    blocks: int = 3,
-    block_size: int = 4,
-    heads: int = 2,
-    head_size: int = 4,
-    gaps: tuple[int, ...] = (0, 0, 0, 0, 0),
-    lead: int = 0,
-    seed: int = 0,
-) -> Paged:
-    """Caches full of random bytes.
-
-    ``gaps[i]`` elements lie unused after dimension i's used ones, ``lead`` elements before the
-    cache: so strides are any multiple of the element size and storage offsets are not zero.
-    """
-    item = dtype.itemsize
-    content = 2 * head_size
-    used = {
-        "bhnc-hnd": (blocks, heads, block_size, content),
-        "bhnc-nhd": (blocks, block_size, heads, content),
-        "2bnhd": (2, blocks, block_size, heads, head_size),
-        "b2nhd": (blocks, 2, block_size, heads, head_size),
-        "mla": (blocks, block_size, content),
-        "native": (blocks, heads, block_size, content),
-    }[form]
-    if form == "native":
-        gaps = (*gaps[:2], 0, 0)
-    whole = tuple(n + gap for n, gap in zip(used, gaps, strict=False))
-    random = np.random.default_rng(seed)
-    memory, views, caches = [], [], []
-    for _ in range(layers):
-        flat = random.integers(1, 256, (lead + int(np.prod(whole))) * item, dtype=np.uint8)
-        inner = tuple(slice(0, n) for n in used)
-        view = flat[lead * item :].reshape(*whole, item)[inner]
-        cache = torch.from_numpy(flat).view(dtype)[lead:].view(whole)[inner]
-        if form == "bhnc-nhd":
-            view, cache = view.swapaxes(1, 2), cache.transpose(1, 2)
-        memory.append(flat)
-        views.append(view)
-        caches.append(cache)
-    make: dict[str, Callable[[Tensor], PagedLayout]] = {
-        "bhnc-hnd": lambda cache: PagedLayout.from_bhnc(cache, head_size),
-        "bhnc-nhd": lambda cache: PagedLayout.from_bhnc(cache, head_size),
-        "2bnhd": PagedLayout.from_2bnhd,
-        "b2nhd": PagedLayout.from_b2nhd,
-        "mla": PagedLayout.from_mla,
-        "native": PagedLayout.native_blocks,
-    }
-    return Paged(form, memory, views, caches, make[form](caches[0]), block_size, head_size)
-
-
-@st.composite
-def pages_and_slots(draw: st.DrawFn) -> tuple[Paged, list[int], int, int]:
-    form = draw(st.sampled_from(FORMS))
-    ratio = draw(st.integers(1, 3))  # kernel blocks in a manager block
-    manager_blocks = draw(st.integers(1, 4))
-    block_size = draw(st.integers(1, 5))
-    heads = draw(st.integers(1, 4))
-    paged = make_paged(
-        form,
-        draw(st.sampled_from(DTYPES)),
-        layers=draw(st.integers(1, 3)),
-        blocks=manager_blocks * ratio,
-        block_size=block_size,
-        heads=heads,
-        head_size=draw(st.integers(1, 9)),
-        gaps=draw(st.tuples(*[st.integers(0, 2)] * 5)),
-        lead=draw(st.integers(0, 5)),
-        seed=draw(st.integers(0, 99)),
-    )
-    order = draw(st.permutations(range(manager_blocks)))
-    if form == "native":
-        room = manager_blocks * ratio
-        start = draw(st.integers(0, room))
-        count = draw(st.integers(0, room - start))
-        slots = native_slots_of(
-            order, block_size * ratio, block_size, start * block_size, count * block_size
-        ).tolist()
-    else:
-        room = manager_blocks * ratio * block_size
-        start = draw(st.integers(0, room))
-        count = draw(st.integers(0, room - start))
-        slots = slots_of(order, block_size * ratio, start, count).tolist()
-    for position in range(len(slots)):
-        if draw(st.integers(0, 5)) == 0:
-            slots[position] = -1
-    first = draw(st.integers(0, paged.layout.heads - 1))
-    count_heads = draw(st.integers(1, paged.layout.heads - first))
-    return paged, slots, first, count_heads
-
-
-@given(case=pages_and_slots(), lead=st.integers(0, 9))
+@given(
+    case=cases(),
+    lead=st.integers(0, 9),
+    gap=st.integers(0, 9),
+    shards_outside=st.booleans(),
+    flagged=st.booleans(),
+)
 @settings(max_examples=300, deadline=None)
 def test_gather_and_scatter_are_plain_indexing(
-    case: tuple[Paged, list[int], int, int], lead: int
+    case: Case, lead: int, gap: int, shards_outside: bool, flagged: bool
 ) -> None:
-    paged, slots, first, heads = case
-    expected = paged.gathered(slots, first, heads).reshape(-1)
-    mapping = torch.tensor(slots, dtype=torch.int64)
-    incoming = np.random.default_rng(1).integers(0, 256, expected.size, dtype=np.uint8)
-    after = paged.scatter_into_copy(slots, incoming, first, heads)
+    paged = case.paged
+    expected = case.gathered()
+    incoming = np.random.default_rng(1).integers(0, 256, expected.shape, dtype=np.uint8)
+    after = case.scattered(incoming)
     original = [memory.copy() for memory in paged.memory]
+    bad_slot = torch.zeros(1, dtype=torch.int64) if flagged else None
     for name in IMPLEMENTATIONS:
         with using(name):
-            buffer = torch.full((lead + expected.size + 3,), 0xAB, dtype=torch.uint8)
-            out = buffer[lead : lead + expected.size]
-            ops.gather_kv(paged.caches, mapping, out, paged.layout, first, heads)
-            np.testing.assert_array_equal(out.numpy(), expected)
-            assert (buffer[:lead] == 0xAB).all()
-            assert (buffer[lead + expected.size :] == 0xAB).all()
+            buffers = Buffers.of(case, lead, gap, shards_outside=shards_outside)
+            arguments = (paged.layout, case.first_head, case.heads)
+            ops.gather_kv(paged.caches, case.mapping, buffers.view, *arguments, bad_slot=bad_slot)
+            np.testing.assert_array_equal(buffers.view.numpy(), expected)
+            assert (buffers.memory.numpy()[~buffers.used] == 0xAB).all()
 
-            out.copy_(torch.from_numpy(incoming))
-            ops.scatter_kv(paged.caches, mapping, out, paged.layout, first, heads)
+            buffers.view.copy_(torch.from_numpy(incoming))
+            ops.scatter_kv(paged.caches, case.mapping, buffers.view, *arguments, bad_slot=bad_slot)
             for memory, want, old in zip(paged.memory, after, original, strict=True):
                 np.testing.assert_array_equal(memory, want)
                 memory[...] = old
+            assert bad_slot is None or not bad_slot.any()
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -366,12 +213,27 @@ def _calls() -> list[tuple[str, dict[str, object], str]]:
         ("slot huge", {"slots": torch.tensor([2**63 - 1, 0, 1])}, r"slot_mapping\[0\]"),
         ("slot tiny", {"slots": torch.tensor([-(2**63), 0, 1])}, r"slot_mapping\[0\]"),
         ("slots int32", {"slots": torch.tensor([0, 1, 2], dtype=torch.int32)}, "int32"),
-        ("slots 2-D", {"slots": torch.tensor([[0, 1, 2]])}, "one-dimensional int64 CPU"),
-        ("slots strided", {"slots": torch.arange(6)[::2]}, "stride 2.*contiguous"),
+        ("slots 3-D", {"slots": torch.tensor([[[0, 1, 2]]])}, r"int64 CPU tensor \[tokens\]"),
+        ("slots of 3 chunks", {"slots": torch.tensor([[0], [1], [2]])}, "expected 3 of them"),
+        ("slots strided", {"slots": torch.arange(6)[::2]}, r"strides \[2\].*contiguous"),
         ("chunk short", {"chunk": bytes_[:-1]}, f"has {size - 1} bytes; expected {size} = 2 lay"),
         ("chunk long", {"chunk": torch.zeros(size + 1, dtype=torch.uint8)}, f"expected {size}"),
         ("chunk int8", {"chunk": bytes_.view(torch.int8)}, "int8.*uint8"),
-        ("chunk 2-D", {"chunk": bytes_.view(2, -1)}, "one-dimensional uint8"),
+        ("chunk 0-D", {"chunk": torch.tensor(3, dtype=torch.uint8)}, r"uint8 tensor \[bytes\]"),
+        ("chunk 4-D", {"chunk": bytes_.view(1, 1, 1, -1)}, r"uint8 tensor \[bytes\]"),
+        ("two buffers", {"chunk": bytes_.view(2, -1)}, "one buffer for each chunk"),
+        ("too many shards", {"chunk": bytes_.view(1, 3, -1), "num_heads": 1}, "3 shards of 1 he"),
+        ("two heads, four shards", {"chunk": bytes_.view(1, 4, -1)}, "4 shards, which do not div"),
+        (
+            "buffers overlap",
+            {
+                "chunk": bytes_.as_strided((2, size), (0, 1)),
+                "slots": torch.tensor([[0, 1, 2], [3, 4, 5]]),
+            },
+            "overlap",
+        ),
+        ("flag of two", {"bad_slot": torch.zeros(2, dtype=torch.int64)}, r"and \[1\]"),
+        ("flag int32", {"bad_slot": torch.zeros(1, dtype=torch.int32)}, "both are int64"),
         ("chunk strided", {"chunk": torch.zeros(2 * size, dtype=torch.uint8)[::2]}, "contiguous"),
         ("no caches", {"caches": []}, "caches is empty"),
         ("head below 0", {"first_head": -1, "num_heads": 1}, "1 heads from head -1"),
@@ -407,12 +269,13 @@ def test_nothing_is_touched_by_a_refused_call(
     second = arguments.pop("second", None)
     if second is not None:
         arguments["caches"] = [paged.caches[0], second]
+    bad_slot = arguments.pop("bad_slot", None)
     given_chunk = arguments["chunk"]
     assert isinstance(given_chunk, Tensor)
     buffer = given_chunk.clone()
     before = [memory.copy() for memory in paged.memory]
     with pytest.raises(ValueError, match=message):
-        operation(*arguments.values())
+        operation(*arguments.values(), bad_slot=bad_slot)
     for memory, old in zip(paged.memory, before, strict=True):
         np.testing.assert_array_equal(memory, old)
     assert torch.equal(given_chunk, buffer)
@@ -461,8 +324,8 @@ def test_caches_are_not_kept_alive(implementation: str) -> None:
 
 def test_the_slot_mapping_may_lie_in_the_cache_that_is_written(implementation: str) -> None:
     # Slots are read once, before anything is written: what was checked is what is used.
-    if implementation == "torch":
-        pytest.skip("torch checks each index as it uses it")
+    if implementation != "cpp":
+        pytest.skip("only promised by the compiled functions for CPUs")
     memory = torch.zeros(64, dtype=torch.int64)
     memory[:3] = torch.tensor([2, 0, 1])
     cache = memory.view(8, 1, 8)
@@ -471,6 +334,54 @@ def test_the_slot_mapping_may_lie_in_the_cache_that_is_written(implementation: s
     ops.scatter_kv([cache], memory[:3], chunk, layout)
     assert (memory[:24].view(torch.uint8) == 0x7F).all()
     assert not memory[24:].any()
+
+
+# --- slots that are only checked while they are used -------------------------------
+
+
+@pytest.mark.parametrize("bad", [12, -2, 2**31, 2**32 + 1, 2**63 - 1, -(2**63)])
+def test_a_bad_slot_is_skipped_and_flagged(bad: int, implementation: str) -> None:
+    paged = make_paged("bhnc-nhd", torch.bfloat16)
+    for position in range(6):
+        slots = [4, 11, -1, 0, 7, 2]
+        slots[position] = bad
+        case = Case(paged, [-1 if slot == bad else slot for slot in slots], 2, 1, 0, 2)
+        mapping = torch.tensor(slots).view(2, 3)
+        flag = torch.zeros(1, dtype=torch.int64)
+        buffers = torch.full((2, case.buffer_bytes), 7, dtype=torch.uint8)
+        ops.gather_kv(paged.caches, mapping, buffers, paged.layout, bad_slot=flag)
+        np.testing.assert_array_equal(buffers.numpy(), case.gathered()[:, 0])
+        assert flag.item() == position + 1
+
+        flag.zero_()
+        incoming = torch.randint_like(buffers, 256)
+        after = case.scattered(incoming.view(2, 1, -1).numpy())
+        ops.scatter_kv(paged.caches, mapping, incoming, paged.layout, bad_slot=flag)
+        for memory, want in zip(paged.memory, after, strict=True):
+            np.testing.assert_array_equal(memory, want)
+        assert flag.item() == position + 1
+
+
+@pytest.mark.parametrize("bad", [12, -2, 2**63 - 1])
+def test_slots_can_be_checked_beforehand(bad: int, implementation: str) -> None:
+    layout = make_paged("bhnc-nhd", torch.bfloat16).layout
+    ops.check_slots(torch.tensor([0, 11, -1]), layout)
+    ops.check_slots(torch.tensor([], dtype=torch.int64), layout)
+    with pytest.raises(ValueError, match=rf"slot_mapping\[2\] is {bad}; expected"):
+        ops.check_slots(torch.tensor([0, 3, bad]), layout)
+    with pytest.raises(ValueError, match="expected an int64 CPU tensor"):
+        ops.check_slots(torch.tensor([0, 3], dtype=torch.int32), layout)
+
+
+def test_of_several_bad_slots_one_is_named_and_an_older_flag_stays(implementation: str) -> None:
+    paged = make_paged("mla", torch.float32)
+    flag = torch.zeros(1, dtype=torch.int64)
+    out = torch.empty(2 * paged.layout.chunk_bytes(4), dtype=torch.uint8)
+    ops.gather_kv(paged.caches, torch.tensor([99, 1, -7, 3]), out, paged.layout, bad_slot=flag)
+    assert flag.item() in (1, 3)
+    flag.fill_(77)
+    ops.gather_kv(paged.caches, torch.tensor([0, -1, 2, 3]), out, paged.layout, bad_slot=flag)
+    assert flag.item() == 77
 
 
 # --- as torch operators ------------------------------------------------------------
@@ -482,9 +393,13 @@ def test_opcheck(form: str, implementation: str) -> None:
     slots = torch.tensor([2, -1, 0])
     chunk = torch.zeros(2 * paged.layout.chunk_bytes(3, 1), dtype=torch.uint8)
     arguments = (paged.caches, slots, chunk, paged.layout.as_ints(), 1, 1)
+    flagged = {"bad_slot": torch.zeros(1, dtype=torch.int64)}
     for name in ("gather_kv", "scatter_kv"):
-        results = torch.library.opcheck(getattr(torch.ops.kvshelf, name).default, arguments)
-        assert set(results.values()) == {"SUCCESS"}
+        for keywords in ({}, flagged):
+            results = torch.library.opcheck(
+                getattr(torch.ops.kvshelf, name).default, arguments, keywords
+            )
+            assert set(results.values()) == {"SUCCESS"}
 
 
 def test_compiled_as_one_graph(implementation: str) -> None:
@@ -496,10 +411,11 @@ def test_compiled_as_one_graph(implementation: str) -> None:
     ) -> tuple[Tensor, Tensor]:
         ops.gather_kv(caches, slots, out, layout, 1, 1)
         total = out.sum()
-        ops.scatter_kv(caches, back, out, layout, 0, 1)
-        return total, caches[0] * 2
+        flag = torch.zeros(1, dtype=torch.int64)
+        ops.scatter_kv(caches, back, out, layout, 0, 1, bad_slot=flag)
+        return total + flag, caches[0] * 2
 
-    slots, back = torch.tensor([2, -1, 0, 7]), torch.tensor([5, 6, -1, 1])
+    slots, back = torch.tensor([2, -1, 0, 7]), torch.tensor([5, 6, -1, 99])
     plain = make_paged("bhnc-nhd", torch.float32)
     out = torch.zeros(2 * layout.chunk_bytes(4, 1), dtype=torch.uint8)
     plain_out = torch.zeros_like(out)
@@ -507,6 +423,7 @@ def test_compiled_as_one_graph(implementation: str) -> None:
     compiled = torch.compile(move, fullgraph=True, backend="aot_eager")
     got = compiled(paged.caches, slots, back, out)
     assert torch.equal(out, plain_out)
+    assert expected[0].item() == plain_out.sum().item() + 4
     assert torch.equal(got[0], expected[0])
     assert torch.equal(got[1].view(torch.uint8), expected[1].view(torch.uint8))
     for memory, want in zip(paged.memory, plain.memory, strict=True):
@@ -520,10 +437,12 @@ def test_compiled_as_one_graph(implementation: str) -> None:
 @pytest.fixture
 def fresh_choice(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     monkeypatch.delenv("KVSHELF_OPS", raising=False)
-    ops._library.cache_clear()
+    for remembered in (ops._library, ops._load_kernels):
+        remembered.cache_clear()
     yield monkeypatch
     monkeypatch.undo()
-    ops._library.cache_clear()
+    for remembered in (ops._library, ops._load_kernels):
+        remembered.cache_clear()
 
 
 def _copies() -> bool:
@@ -584,7 +503,7 @@ def test_asking_for_a_library_that_is_not_there_is_an_error(
 
 def test_an_unknown_choice_is_an_error(fresh_choice: pytest.MonkeyPatch) -> None:
     fresh_choice.setenv("KVSHELF_OPS", "fast")
-    with pytest.raises(ConfigError, match="'fast'; expected auto, cpp or torch"):
+    with pytest.raises(ConfigError, match="'fast'; expected auto, cpp, cuda or torch"):
         ops.implementation()
 
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import mmap
 import threading
+from collections.abc import Callable
 
 import pytest
+import torch
 
+from kvshelf import buffers
 from kvshelf.errors import ConfigError
 from kvshelf.staging import ALIGNMENT, StagingPool
 
@@ -181,3 +184,39 @@ def test_a_closed_pool_has_given_all_its_memory_back() -> None:
     late.view[0] = 1
     pool.release(late)
     pool.close()
+
+
+def test_staging_of_a_gpu_is_page_locked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    locked: list[int] = []
+
+    def pin(tensor: torch.Tensor) -> Callable[[], None]:
+        locked.append(tensor.numel())
+        return locked.clear
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(buffers, "_pin", pin)
+    pool = StagingPool(16 * ROUNDED, SIZE, pinned=True)
+    assert locked == [16 * ROUNDED]
+    assert pool.bytes_held == 16 * ROUNDED
+    taken = pool.acquire_for_store()
+    assert taken is not None
+    pool.close()
+    # A copy may still be under way.
+    assert locked
+    pool.release(taken[0])
+    assert not locked
+
+
+def test_staging_that_cannot_be_page_locked_is_ordinary_memory(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(_: torch.Tensor) -> Callable[[], None]:
+        raise RuntimeError("cudaHostRegister failed")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(buffers, "_pin", refuse)
+    pool = StagingPool(16 * ROUNDED, SIZE, pinned=True)
+    assert "staging is not page-locked" in caplog.text
+    assert pool.acquire_for_load(0) is not None
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert StagingPool(16 * ROUNDED, SIZE, pinned=True).acquire_for_load(0) is not None

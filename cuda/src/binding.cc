@@ -1,8 +1,7 @@
-// What kvshelf.ops calls: gather and scatter over plain addresses, exported through the stable
-// C ABI of apache-tvm-ffi (which releases the GIL around each call). No torch in here.
-//
-// The caller has checked everything but the slots' values: addresses are valid for the whole call,
-// strides stay inside the caches, the chunk buffer has exactly the size that the counts say.
+// What kvshelf.ops calls on the CPU: gather and scatter over plain addresses, exported through the
+// stable C ABI of apache-tvm-ffi (which releases the GIL around each call). No torch in here.
+
+#include "kvshelf/binding.h"
 
 #include <tvm/ffi/function.h>
 
@@ -10,65 +9,35 @@
 
 #include "kvshelf/copy_cpu.h"
 #include "kvshelf/permuted_cpu.h"
+#include "kvshelf/pieces.h"
 
 namespace {
 
-// Raised whenever the arguments below change, so that kvshelf.ops never calls a library of
-// another version; kvshelf.ops holds the same number.
-constexpr int64_t kLibraryVersion = 2;
+using kvshelf::at;
+
+// Raised whenever the arguments of an exported function change, so that kvshelf.ops never calls a
+// library of another version; kvshelf.ops holds the same number.
+constexpr int64_t kLibraryVersion = 3;
 
 int64_t version() { return kLibraryVersion; }
 
-kvshelf::PagedIndex make_index(int64_t layers, int64_t tokens, int64_t num_blocks,
-                               int64_t block_size, int64_t block_stride, int64_t token_stride,
-                               int64_t kv_stride, int64_t head_stride, int64_t kvs,
-                               int64_t first_head, int64_t heads, int64_t row_bytes) {
-  kvshelf::PagedIndex index{};
-  index.layers = layers;
-  index.tokens = tokens;
-  index.num_blocks = num_blocks;
-  index.block_size = block_size;
-  index.block_stride = block_stride;
-  index.token_stride = token_stride;
-  index.kv_stride = kv_stride;
-  index.head_stride = head_stride;
-  index.kvs = kvs;
-  index.first_head = first_head;
-  index.heads = heads;
-  index.row_bytes = row_bytes;
-  kvshelf::set_contiguous_chunk(index);
-  return index;
+// index: address of its 16 integers; caches: address of one address for each layer; slots:
+// address of chunks × tokens slots; buffers: address of the first buffer; bad_slot: address of an
+// int64, or 0. Returns -1, or the position of the first bad slot when nothing has been copied.
+int64_t gather(int64_t index, int64_t caches, int64_t slots, int64_t buffers, int64_t bad_slot) {
+  return kvshelf::gather_cpu(kvshelf::index_at(index), at<const int64_t>(caches),
+                             at<const int64_t>(slots), at<unsigned char>(buffers),
+                             at<int64_t>(bad_slot));
 }
 
-template <typename T>
-T* at(int64_t address) {
-  return reinterpret_cast<T*>(static_cast<uintptr_t>(address));
+int64_t scatter(int64_t index, int64_t caches, int64_t slots, int64_t buffers, int64_t bad_slot) {
+  return kvshelf::scatter_cpu(kvshelf::index_at(index), at<const int64_t>(caches),
+                              at<const int64_t>(slots), at<const unsigned char>(buffers),
+                              at<int64_t>(bad_slot));
 }
 
-// caches: address of `layers` int64 addresses; slots: address of `tokens` int64 slots;
-// chunk: address of the chunk buffer. Returns -1, or the position of the first bad slot when
-// nothing has been copied.
-int64_t gather(int64_t caches, int64_t slots, int64_t chunk, int64_t layers, int64_t tokens,
-               int64_t num_blocks, int64_t block_size, int64_t block_stride, int64_t token_stride,
-               int64_t kv_stride, int64_t head_stride, int64_t kvs, int64_t first_head,
-               int64_t heads, int64_t row_bytes) {
-  return kvshelf::gather_cpu(
-      make_index(layers, tokens, num_blocks, block_size, block_stride, token_stride, kv_stride,
-                 head_stride, kvs, first_head, heads, row_bytes),
-      at<const int64_t>(caches), at<const int64_t>(slots), at<unsigned char>(chunk));
-}
-
-int64_t scatter(int64_t caches, int64_t slots, int64_t chunk, int64_t layers, int64_t tokens,
-                int64_t num_blocks, int64_t block_size, int64_t block_stride, int64_t token_stride,
-                int64_t kv_stride, int64_t head_stride, int64_t kvs, int64_t first_head,
-                int64_t heads, int64_t row_bytes) {
-  return kvshelf::scatter_cpu(
-      make_index(layers, tokens, num_blocks, block_size, block_stride, token_stride, kv_stride,
-                 head_stride, kvs, first_head, heads, row_bytes),
-      at<const int64_t>(caches), at<const int64_t>(slots), at<const unsigned char>(chunk));
-}
-
-// As above, for caches that are permuted inside each (block, head). tables: address of the int32
+// Gather and scatter of one chunk for caches that are permuted inside each (block, head). caches,
+// slots and the answer as above; chunk: address of the chunk buffer; tables: address of the int32
 // tables of all kvs, one behind the other; unit_k, unit_v: bytes of the units of each kv.
 kvshelf::PermutedIndex make_permuted_index(int64_t tables, int64_t layers, int64_t tokens,
                                            int64_t num_blocks, int64_t block_size,
@@ -117,6 +86,11 @@ int64_t scatter_permuted(int64_t caches, int64_t slots, int64_t chunk, int64_t t
       at<const int64_t>(caches), at<const int64_t>(slots), at<const unsigned char>(chunk));
 }
 
+// Position of the first of `count` slots that is neither skipped nor one of `cache_slots`, or -1.
+int64_t check_slots(int64_t slots, int64_t count, int64_t cache_slots) {
+  return kvshelf::first_bad_slot(at<const int64_t>(slots), count, cache_slots);
+}
+
 }  // namespace
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(version, version);
@@ -124,3 +98,4 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(gather, gather);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(scatter, scatter);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(gather_permuted, gather_permuted);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(scatter_permuted, scatter_permuted);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(check_slots, check_slots);

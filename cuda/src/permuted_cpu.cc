@@ -12,7 +12,7 @@
 #include <emmintrin.h>
 #endif
 
-#include "kvshelf/copy_cpu.h"
+#include "kvshelf/paged_index.h"
 
 namespace kvshelf {
 namespace {

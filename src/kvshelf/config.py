@@ -50,7 +50,8 @@ PROCESS_VARIABLES: Final[Mapping[str, str]] = types.MappingProxyType(
         "KVSHELF_CONFIG": "Path of a YAML file with options.",
         "KVSHELF_OPS": (
             "Which gather and scatter to use: `auto` (default), `cpp` (fail where the native "
-            "library is missing) or `torch`."
+            "library is missing), `cuda` (fail also where its kernels do not serve the GPU) or "
+            "`torch`."
         ),
         "KVSHELF_CACHE_DIR": (
             "Folder for what kvshelf keeps for one user on one machine: remembered weight "

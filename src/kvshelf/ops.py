@@ -3,42 +3,57 @@
 Owns the torch.library operators ``kvshelf::gather_kv`` and ``kvshelf::scatter_kv`` for
 strided caches, ``kvshelf::gather_permuted_kv`` and ``kvshelf::scatter_permuted_kv`` for
 caches whose elements are permuted inside each (block, head), all their checks, and the
-choice of what carries them out: the compiled CPU twin where it is installed, else plain
-torch.
+choice of what carries them out: CUDA kernels for strided caches on GPUs and the compiled
+CPU twin for caches in host memory where they are installed, else plain torch.
 
-A *chunk buffer* is uint8, one-dimensional and contiguous: for each layer
-[kvs, tokens, heads, row_bytes], layers one after another, which is the payload of a
-shard's safetensors file.
+One call copies one or several chunks of equally many tokens, and of each chunk one or
+several shards of equally many heads. Each (chunk, shard) has a *buffer*: uint8 and
+contiguous, for each layer [kvs, tokens, heads, row_bytes], layers one after another,
+which is the payload of a shard's safetensors file. The buffers of a call are one tensor:
+``[bytes]``, ``[chunks, bytes]`` or ``[chunks, shards, bytes]``. For permuted caches a call
+copies one chunk into one buffer.
 
 Contracts
 ---------
 * Everything is checked before anything is touched: after a ``ValueError`` neither
-  caches nor chunk buffer have changed, whatever implementation is in use.
-* Slot mappings are CPU tensors; slot −1 means "skip this token": its place in the
-  buffer of a gather becomes zero, a scatter writes nothing for it.
+  caches nor buffers have changed, whatever implementation is in use.
+* Slot −1 means "skip this token": its place in the buffer of a gather becomes zero, a
+  scatter writes nothing for it.
+* Slot mappings are CPU tensors and are checked with all else. With ``bad_slot`` they lie
+  on the caches' device, where they can only be checked while they are used: a slot that
+  is not in the cache is treated as −1, and ``bad_slot`` says so.
 * A slot that occurs twice in a scatter gets the row of one of its tokens, which one
   (or which mixture of them) is not defined; nothing else is harmed.
-* The caches, the slot mapping and the buffer must not share memory.
+* The caches, the slot mapping and the buffers must not share memory.
+* On a GPU a call is enqueued on torch's current stream, waits for nothing, allocates
+  nothing there, and can be captured in a CUDA graph (:func:`prepare` first, outside the
+  capture). A slot mapping on the CPU is part of what is enqueued: it may change
+  afterwards, and a captured graph keeps it. Plain torch on a GPU may wait and allocate,
+  and cannot be captured.
+* For caches on a GPU the buffers may lie in page-locked host memory where a block is
+  contiguous: then the copy engine carries the call out, without a kernel. They belong to
+  the call until the stream has passed it.
 * Any thread may call. Shared are only the choice of implementation and a bounded record
   of which caches have passed the checks; neither keeps a cache alive. The compiled
-  implementation releases the GIL while it copies.
+  implementations release the GIL while they copy.
 * Importing this module loads no compiler, no CUDA and not the compiled library;
   :func:`implementation` or the first call loads the latter.
 
-The environment variable ``KVSHELF_OPS`` (``auto``, ``cpp``, ``torch``) overrides the
-choice; it is read once.
+The environment variable ``KVSHELF_OPS`` (``auto``, ``cpp``, ``cuda``, ``torch``)
+overrides the choice; it is read once.
 """
 
 from __future__ import annotations
 
 import functools
+import logging
 import math
 import os
 import warnings
 import weakref
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Generic, Literal, TypeAlias, TypeVar, cast
 
@@ -48,12 +63,22 @@ from torch import Tensor
 from kvshelf.errors import ConfigError
 from kvshelf.layout import PagedLayout, PermutedLayout
 
-Implementation: TypeAlias = Literal["cpp", "torch"]
+logger = logging.getLogger(__name__)
+
+Implementation: TypeAlias = Literal["cuda", "cpp", "torch"]
 
 #: Version of the functions that the compiled library exports. A library of another
 #: version (left behind by an older install) is not used.
-_LIBRARY_VERSION: Final = 2
+_LIBRARY_VERSION: Final = 3
 _LIBRARY_NAME: Final = "libkvshelf_ops.so"
+
+_NO_FLAG: Final = "bad_slot is not for permuted caches: their slot mappings lie on the CPU"
+
+#: Types of devices that the kernels serve.
+_KERNEL_DEVICES: frozenset[str] = frozenset({"cuda"})
+
+#: Tokens of each thread of a kernel; 0: the library chooses.
+_KERNEL_STEPS: int = 0
 
 _LIBRARY: Final = cast(Any, torch.library).Library("kvshelf", "DEF")
 
@@ -65,37 +90,53 @@ def gather_kv(
     layout: PagedLayout | PermutedLayout,
     first_head: int = 0,
     num_heads: int | None = None,
+    *,
+    bad_slot: Tensor | None = None,
 ) -> None:
-    """Copy the KV of tokens out of paged caches into a chunk buffer.
+    """Copy the KV of tokens out of paged caches into buffers.
 
     Parameters
     ----------
     caches : sequence of Tensor
         One paged cache for each layer; all of the same shape, strides, dtype and device.
     slot_mapping : Tensor
-        int64 [tokens], CPU, contiguous; each −1 or ``0 <= slot < layout.num_slots``.
+        int64 [tokens] or [chunks, tokens], contiguous; each −1 or
+        ``0 <= slot < layout.num_slots``. On the CPU; with ``bad_slot`` on the caches'
+        device.
     out : Tensor
-        uint8 [layers × kvs × tokens × num_heads × row_bytes], contiguous, on the
-        caches' device. Every byte is written; those of −1 slots become zero.
+        uint8 [bytes], [chunks, bytes] or [chunks, shards, bytes] with bytes = layers ×
+        kvs × tokens × num_heads × row_bytes, each buffer contiguous, on the caches'
+        device, or, where a block is contiguous, in page-locked host memory. Every byte
+        is written; those of −1 slots become zero.
     layout : PagedLayout or PermutedLayout
         How rows lie in each cache.
-    first_head, num_heads : int, optional
-        The KV heads to copy; all heads from ``first_head`` on when ``num_heads`` is absent.
+    first_head : int, optional
+        The first KV head to copy; it goes to the first shard.
+    num_heads : int, optional
+        KV heads of each shard; when absent, all heads from ``first_head`` on.
+    bad_slot : Tensor, optional
+        int64 [1] on the caches' device; not for permuted caches. Set to 1 + the
+        position, in the flattened slot mapping, of one of the slots that are not in the
+        cache; untouched when all are.
 
     Raises
     ------
     ValueError
         If an argument does not fit; nothing has been written then.
+    RuntimeError
+        If the GPU or its driver fails.
     """
-    heads = layout.heads - first_head if num_heads is None else num_heads
+    heads = _heads_of_a_shard(layout, out, first_head, num_heads)
     if isinstance(layout, PermutedLayout):
+        if bad_slot is not None:
+            raise ValueError(_NO_FLAG)
         sizes, tables = permuted_tables(layout)
         torch.ops.kvshelf.gather_permuted_kv.default(
             caches, slot_mapping, out, tables, sizes, first_head, heads
         )
         return
     gather = _gather if _unwatched(out) else torch.ops.kvshelf.gather_kv.default
-    gather(caches, slot_mapping, out, layout.as_ints(), first_head, heads)
+    gather(caches, slot_mapping, out, layout.as_ints(), first_head, heads, bad_slot)
 
 
 def scatter_kv(
@@ -105,38 +146,52 @@ def scatter_kv(
     layout: PagedLayout | PermutedLayout,
     first_head: int = 0,
     num_heads: int | None = None,
+    *,
+    bad_slot: Tensor | None = None,
 ) -> None:
-    """Copy the KV of tokens from a chunk buffer into paged caches.
+    """Copy the KV of tokens from buffers into paged caches.
 
     Parameters
     ----------
     caches : sequence of Tensor
         One paged cache for each layer; all of the same shape, strides, dtype and device.
     slot_mapping : Tensor
-        int64 [tokens], CPU, contiguous; each −1 (skip) or ``0 <= slot <
-        layout.num_slots``. What a slot that occurs twice receives is not defined.
+        int64 [tokens] or [chunks, tokens], contiguous; each −1 (skip) or ``0 <= slot <
+        layout.num_slots``. On the CPU; with ``bad_slot`` on the caches' device. What a
+        slot that occurs twice receives is not defined.
     chunk : Tensor
-        uint8 [layers × kvs × tokens × num_heads × row_bytes], contiguous, on the
-        caches' device.
+        uint8 [bytes], [chunks, bytes] or [chunks, shards, bytes] with bytes = layers ×
+        kvs × tokens × num_heads × row_bytes, each buffer contiguous, on the caches'
+        device, or, where a block is contiguous, in page-locked host memory.
     layout : PagedLayout or PermutedLayout
         How rows lie in each cache.
-    first_head, num_heads : int, optional
-        The KV heads to copy; all heads from ``first_head`` on when ``num_heads`` is absent.
+    first_head : int, optional
+        The first KV head to copy; it comes from the first shard.
+    num_heads : int, optional
+        KV heads of each shard; when absent, all heads from ``first_head`` on.
+    bad_slot : Tensor, optional
+        int64 [1] on the caches' device; not for permuted caches. Set to 1 + the
+        position, in the flattened slot mapping, of one of the slots that are not in the
+        cache; untouched when all are.
 
     Raises
     ------
     ValueError
         If an argument does not fit; nothing has been written then.
+    RuntimeError
+        If the GPU or its driver fails.
     """
-    heads = layout.heads - first_head if num_heads is None else num_heads
+    heads = _heads_of_a_shard(layout, chunk, first_head, num_heads)
     if isinstance(layout, PermutedLayout):
+        if bad_slot is not None:
+            raise ValueError(_NO_FLAG)
         sizes, tables = permuted_tables(layout)
         torch.ops.kvshelf.scatter_permuted_kv.default(
             caches, slot_mapping, chunk, tables, sizes, first_head, heads
         )
         return
     scatter = _scatter if _unwatched(chunk) else torch.ops.kvshelf.scatter_kv.default
-    scatter(caches, slot_mapping, chunk, layout.as_ints(), first_head, heads)
+    scatter(caches, slot_mapping, chunk, layout.as_ints(), first_head, heads, bad_slot)
 
 
 def _unwatched(chunk: Tensor) -> bool:
@@ -198,15 +253,130 @@ def _in_runs(rows: Tensor, count: int) -> bool:
     return torch.equal(runs, runs[:, :, :1] + torch.arange(count, dtype=runs.dtype))
 
 
-def implementation() -> Implementation:
-    """Tell what carries out calls on CPU tensors: the compiled library or plain torch.
+def implementation(device: torch.device | str = "cpu") -> Implementation:
+    """Tell what carries out calls on caches of a device.
+
+    Parameters
+    ----------
+    device : torch.device or str
+        ``cpu``, ``cuda``, ``cuda:1``, …
 
     Raises
     ------
     ConfigError
-        If ``KVSHELF_OPS`` has an unknown value, or asks for a library that is not there.
+        If ``KVSHELF_OPS`` has an unknown value, or asks for what is not there.
     """
-    return "torch" if _library() is None else "cpp"
+    device = torch.device(device)
+    if device.type in _KERNEL_DEVICES:
+        return "torch" if _kernels(device.index) is None else "cuda"
+    if device.type == "cpu":
+        return "torch" if _library() is None else "cpp"
+    return "torch"
+
+
+@dataclass(frozen=True, slots=True)
+class KernelBuild:
+    """What the kernels for GPUs in the compiled library were built with and for.
+
+    Attributes
+    ----------
+    toolkit : str
+        Version of CUDA, as ``13.0``.
+    architectures : str
+        As ``80-real 90-real 100``: machine code for compute capability 8.0 to 10.0,
+        and PTX of 10.0 for what comes after.
+    """
+
+    toolkit: str
+    architectures: str
+
+
+def kernel_build() -> KernelBuild | None:
+    """Tell how the kernels were built; None where there are none.
+
+    Raises
+    ------
+    ConfigError
+        If ``KVSHELF_OPS`` has an unknown value, or asks for what is not there.
+    """
+    library = _library()
+    if library is None or library.device is None:
+        return None
+    version = library.device.toolkit()
+    return KernelBuild(f"{version // 1000}.{version % 1000 // 10}", library.device.architectures())
+
+
+def kernel_problem(device: torch.device | str = "cuda") -> str | None:
+    """Tell why the kernels do not serve a device, in words; None when they do."""
+    _kernels(torch.device(device).index)
+    return _kernel_problems.get(_kernel_device(torch.device(device).index))
+
+
+def check_slots(slot_mapping: Tensor, layout: PagedLayout) -> None:
+    """Check the slots of a mapping on the CPU, as every call without ``bad_slot`` does.
+
+    Parameters
+    ----------
+    slot_mapping : Tensor
+        int64, CPU, contiguous.
+    layout : PagedLayout
+        Of the caches that the slots are meant for.
+
+    Raises
+    ------
+    ValueError
+        If a slot is neither −1 nor one of the layout's slots.
+    """
+    if not slot_mapping.is_cpu or slot_mapping.dtype != torch.int64:
+        raise ValueError(f"slot_mapping is {_describe(slot_mapping)}; expected an int64 CPU tensor")
+    slots = slot_mapping.contiguous()
+    library = _library()
+    if library is not None:
+        position = library.check_slots(slots.data_ptr(), slots.numel(), layout.num_slots)
+    else:
+        bad = ((slots < -1) | (slots >= layout.num_slots)).view(-1)
+        position = int(bad.nonzero()[0]) if bad.any() else -1
+    if position >= 0:
+        raise _bad_slot(int(slots.view(-1)[position]), position, layout)
+
+
+def prepare(caches: Sequence[Tensor], layout: PagedLayout) -> None:
+    """Check caches and load what serves them, so that the next call has only to copy.
+
+    Parameters
+    ----------
+    caches : sequence of Tensor
+        As for :func:`gather_kv`.
+    layout : PagedLayout
+        How rows lie in each cache.
+
+    Raises
+    ------
+    ValueError
+        If the caches are not of one kind or the layout reaches beyond them.
+    """
+    known = _known(caches, layout.as_ints(), PagedLayout.from_ints)
+    if known.kernels:
+        _kernels(known.device.index)
+    else:
+        _library()
+
+
+def _heads_of_a_shard(
+    layout: PagedLayout | PermutedLayout, buffers: Tensor, first_head: int, num_heads: int | None
+) -> int:
+    if num_heads is not None:
+        return num_heads
+    if buffers.dim() != 3:
+        return layout.heads - first_head
+    shards = buffers.shape[1]
+    left = layout.heads - first_head
+    if shards < 1 or left % shards:
+        raise ValueError(
+            f"the buffers have {shards} shards, which do not divide the {left} heads from head "
+            f"{first_head} on; pass num_heads, the heads of each shard"
+        )
+    return left // shards
 
 
 # --- checks ------------------------------------------------------------------------
@@ -285,22 +455,37 @@ class _Caches(Generic[_Layout]):
     addresses: array[int]
     device: torch.device
     on_cpu: bool
+    kernels: bool  # kernels serve such caches on their device
+    indexes: dict[tuple[int, ...], array[int]]  # of earlier calls, by what differs between calls
+    anchor: Tensor  # empty, on their device
     references: tuple[weakref.ref[Tensor], ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)  # not frozen: that alone would take 2 µs of each call
 class _Call(Generic[_Layout]):
-    """A checked call, except for the slots' values."""
+    """A checked call, except for the slots' values. Never changed."""
 
     caches: Sequence[Tensor]
     slots: Tensor
-    chunk: Tensor
+    buffers: Tensor
+    bad_slot: Tensor | None
+    chunks: int
     tokens: int
+    shards: int
+    chunk_stride: int
+    shard_stride: int
     layout: _Layout
-    addresses: array[int]
+    known: _Caches[_Layout]
     first_head: int
     num_heads: int
-    on_cpu: bool
+    to_host: bool  # the caches are on a GPU, the buffers in host memory
+
+    def buffer(self, chunk: int, shard: int) -> Tensor:
+        """Return the one-dimensional buffer of a chunk and a shard."""
+        if self.buffers.dim() == 1:
+            return self.buffers
+        of_chunk = self.buffers[chunk]
+        return of_chunk if of_chunk.dim() == 1 else of_chunk[shard]
 
 
 #: Caches that were checked before, by the ids of the tensors and the layout's integers. An entry
@@ -310,66 +495,161 @@ _known_caches: Final[dict[tuple[tuple[int, ...], tuple[int, ...]], _Caches[Any]]
 _MAX_KNOWN: Final = 64
 
 
-def _checked(
+def _known(
     caches: Sequence[Tensor],
-    slots: Tensor,
-    chunk: Tensor,
-    chunk_name: str,
     layout_ints: Sequence[int],
-    first_head: int,
-    num_heads: int,
     parse: Callable[[Sequence[int]], _Layout],
-) -> _Call[_Layout]:
+) -> _Caches[_Layout]:
     key = (tuple(map(id, caches)), tuple(layout_ints))
     addresses = array("q", [cache.data_ptr() for cache in caches])
     known: _Caches[_Layout] | None = _known_caches.get(key)
     if known is None or known.addresses != addresses:
         known = _check_caches(caches, addresses, key, parse)
+    return known
+
+
+def _checked(
+    caches: Sequence[Tensor],
+    slots: Tensor,
+    buffers: Tensor,
+    name: str,
+    layout_ints: Sequence[int],
+    first_head: int,
+    num_heads: int,
+    bad_slot: Tensor | None,
+    parse: Callable[[Sequence[int]], _Layout],
+) -> _Call[_Layout]:
+    known = _known(caches, layout_ints, parse)
     layout = known.layout
 
-    if first_head < 0 or num_heads < 1 or first_head + num_heads > layout.heads:
-        raise ValueError(
-            f"{num_heads} heads from head {first_head} on asked for, but the cache has heads "
-            f"0 … {layout.heads - 1}; first_head and num_heads must name at least one of them"
-        )
-    if not slots.is_cpu or slots.dtype != torch.int64 or slots.dim() != 1:
-        raise ValueError(
-            f"slot_mapping is {_describe(slots)}; expected a one-dimensional int64 CPU tensor"
-        )
+    if bad_slot is None:
+        if not slots.is_cpu or slots.dtype != torch.int64 or slots.dim() not in (1, 2):
+            raise ValueError(
+                f"slot_mapping is {_describe(slots)}; expected an int64 CPU tensor [tokens] or "
+                "[chunks, tokens]; to use one on a device, pass bad_slot"
+            )
+    else:
+        for tensor, what in ((slots, "slot_mapping"), (bad_slot, "bad_slot")):
+            if tensor.device != known.device or tensor.dtype != torch.int64:
+                raise ValueError(
+                    f"{what} is {_describe(tensor)}; with bad_slot, both are int64 tensors on "
+                    f"{known.device}, where the caches are"
+                )
+        if slots.dim() not in (1, 2) or bad_slot.numel() != 1:
+            raise ValueError(
+                f"slot_mapping is {_describe(slots)} and bad_slot {_describe(bad_slot)}; expected "
+                "[tokens] or [chunks, tokens], and [1]"
+            )
     if not slots.is_contiguous():
         raise ValueError(
-            f"slot_mapping has stride {slots.stride(0)}; expected a contiguous tensor: "
+            f"slot_mapping has strides {list(slots.stride())}; expected a contiguous tensor: "
             "pass slot_mapping.contiguous()"
         )
-    same_device = chunk.is_cpu if known.on_cpu else chunk.device == known.device
-    if not same_device or chunk.dtype != torch.uint8 or chunk.dim() != 1:
+    to_host = known.kernels and _in_host_memory(buffers, known)
+    shape = buffers.shape
+    dimensions = len(shape)
+    if (
+        not (to_host or buffers.device == known.device)
+        or buffers.dtype != torch.uint8
+        or not 1 <= dimensions <= 3
+    ):
         raise ValueError(
-            f"{chunk_name} is {_describe(chunk)}; expected a one-dimensional uint8 tensor on "
-            f"{known.device}, where the caches are"
+            f"{name} is {_describe(buffers)}; expected a uint8 tensor [bytes], [chunks, bytes] or "
+            f"[chunks, shards, bytes] on {known.device}, where the caches are"
         )
-    tokens = slots.numel()
-    expected = len(caches) * layout.chunk_bytes(tokens, num_heads)
-    if chunk.numel() != expected:
+    chunks, tokens = (1, slots.numel()) if slots.dim() == 1 else slots.shape
+    shards = shape[1] if dimensions == 3 else 1
+    if (shape[0] if dimensions > 1 else 1) != chunks:
         raise ValueError(
-            f"{chunk_name} has {chunk.numel()} bytes; expected {expected} = {len(caches)} layers × "
+            f"{name} is {_describe(buffers)}, but slot_mapping is {_describe(slots)}: there is one "
+            f"buffer for each chunk, so expected {chunks} of them"
+        )
+    if first_head < 0 or num_heads < 1 or first_head + shards * num_heads > layout.heads:
+        raise ValueError(
+            f"{_heads_text(shards, num_heads)} from head {first_head} on asked for, but the cache "
+            f"has heads 0 … {layout.heads - 1}; first_head and num_heads must name at least one of "
+            "them"
+        )
+    expected = len(caches) * layout.chunk_bytes(tokens, num_heads)
+    if shape[-1] != expected:
+        raise ValueError(
+            f"{name} has {shape[-1]} bytes; expected {expected} = {len(caches)} layers × "
             f"{layout.kvs} kvs × {tokens} tokens × {num_heads} heads × {layout.row_bytes} bytes"
         )
-    if not chunk.is_contiguous():
-        raise ValueError(
-            f"{chunk_name} has stride {chunk.stride(0)}; expected a contiguous tensor: allocate it "
-            "with torch.empty(size, dtype=torch.uint8)"
-        )
+    if dimensions == 1 and buffers.is_contiguous():
+        chunk_stride = shard_stride = 0
+    else:
+        chunk_stride, shard_stride = _check_buffers(buffers, name, expected)
+    if to_host and isinstance(layout, PagedLayout):
+        _check_host_buffers(buffers, name, layout, num_heads, bad_slot)
     return _Call(
         caches,
         slots,
-        chunk,
+        buffers,
+        bad_slot,
+        chunks,
         tokens,
+        shards,
+        chunk_stride,
+        shard_stride,
         layout,
-        known.addresses,
+        known,
         first_head,
         num_heads,
-        known.on_cpu,
+        to_host,
     )
+
+
+def _in_host_memory(buffers: Tensor, known: _Caches[Any]) -> bool:
+    return buffers.is_cpu and known.device.type != "cpu"
+
+
+def _heads_text(shards: int, num_heads: int) -> str:
+    return f"{num_heads} heads" if shards == 1 else f"{shards} shards of {num_heads} heads"
+
+
+def _check_buffers(buffers: Tensor, name: str, size: int) -> tuple[int, int]:
+    """Check that buffers are contiguous and apart; return the strides of chunks and shards."""
+    strides = buffers.stride()
+    if buffers.shape[-1] > 1 and strides[-1] != 1:
+        raise ValueError(
+            f"{name} has strides {list(strides)}; expected contiguous buffers: allocate them "
+            "with torch.empty(shape, dtype=torch.uint8)"
+        )
+    if buffers.dim() == 1:
+        return 0, 0
+    end = size
+    for stride, count in sorted(zip(strides[:-1], buffers.shape[:-1], strict=True)):
+        if count > 1 and stride < end:
+            raise ValueError(
+                f"{name} has strides {list(strides)}, so that buffers of {size} bytes overlap; "
+                "pass a tensor in which each buffer has its own memory"
+            )
+        end += max(0, count - 1) * stride
+    return (strides[0], 0) if buffers.dim() == 2 else (strides[0], strides[1])
+
+
+def _check_host_buffers(
+    buffers: Tensor, name: str, layout: PagedLayout, num_heads: int, bad_slot: Tensor | None
+) -> None:
+    whole = (num_heads == 1 or layout.head_stride == layout.row_bytes) and (
+        layout.block_size == 1 or layout.token_stride == num_heads * layout.row_bytes
+    )
+    if not whole:
+        raise ValueError(
+            f"{name} is in host memory, but what is copied of a block is not contiguous in the "
+            "cache: gather into a buffer on the device and copy that, or the other way round"
+        )
+    if bad_slot is not None:
+        raise ValueError(
+            f"{name} is in host memory: copies are planned on the host, so slot_mapping must be "
+            "there as well and bad_slot absent"
+        )
+    if not buffers.is_pinned():
+        raise ValueError(
+            f"{name} is in host memory that is not page-locked, so copies would not run beside "
+            "anything else: allocate it with pin_memory=True"
+        )
 
 
 def _check_caches(
@@ -418,7 +698,9 @@ def _check_caches(
         _known_caches.pop(key, None)
 
     references = tuple(weakref.ref(cache, forget) for cache in caches)
-    known = _Caches(layout, addresses, device, first.is_cpu, references)
+    kernels = device.type in _KERNEL_DEVICES and not isinstance(layout, _PermutedSizes)
+    anchor = torch.empty(0, dtype=torch.uint8, device=device)
+    known = _Caches(layout, addresses, device, first.is_cpu, kernels, {}, anchor, references)
     if len(_known_caches) >= _MAX_KNOWN:
         _known_caches.clear()
     _known_caches[key] = known
@@ -446,14 +728,20 @@ def _gather(
     layout: Sequence[int],
     first_head: int,
     num_heads: int,
+    bad_slot: Tensor | None = None,
 ) -> None:
     call = _checked(
-        caches, slot_mapping, out, "out", layout, first_head, num_heads, PagedLayout.from_ints
+        caches,
+        slot_mapping,
+        out,
+        "out",
+        layout,
+        first_head,
+        num_heads,
+        bad_slot,
+        PagedLayout.from_ints,
     )
-    library = _library() if call.on_cpu else None
-    if library is not None:
-        _call_library(library.gather, call)
-    else:
+    if not _run_compiled(call, gather=True):
         _gather_torch(call)
 
 
@@ -464,14 +752,20 @@ def _scatter(
     layout: Sequence[int],
     first_head: int,
     num_heads: int,
+    bad_slot: Tensor | None = None,
 ) -> None:
     call = _checked(
-        caches, slot_mapping, chunk, "chunk", layout, first_head, num_heads, PagedLayout.from_ints
+        caches,
+        slot_mapping,
+        chunk,
+        "chunk",
+        layout,
+        first_head,
+        num_heads,
+        bad_slot,
+        PagedLayout.from_ints,
     )
-    library = _library() if call.on_cpu else None
-    if library is not None:
-        _call_library(library.scatter, call)
-    else:
+    if not _run_compiled(call, gather=False):
         _scatter_torch(call)
 
 
@@ -484,11 +778,8 @@ def _gather_permuted(
     first_head: int,
     num_heads: int,
 ) -> None:
-    call = _checked(
-        caches, slot_mapping, out, "out", sizes, first_head, num_heads, _PermutedSizes.from_ints
-    )
-    _check_tables(tables, call.layout)
-    library = _library() if call.on_cpu else None
+    call = _checked_permuted(caches, slot_mapping, out, "out", tables, sizes, first_head, num_heads)
+    library = _library() if call.known.on_cpu else None
     if library is not None:
         _call_library_permuted(library.gather_permuted, call, tables)
     else:
@@ -504,15 +795,36 @@ def _scatter_permuted(
     first_head: int,
     num_heads: int,
 ) -> None:
-    call = _checked(
-        caches, slot_mapping, chunk, "chunk", sizes, first_head, num_heads, _PermutedSizes.from_ints
+    call = _checked_permuted(
+        caches, slot_mapping, chunk, "chunk", tables, sizes, first_head, num_heads
     )
-    _check_tables(tables, call.layout)
-    library = _library() if call.on_cpu else None
+    library = _library() if call.known.on_cpu else None
     if library is not None:
         _call_library_permuted(library.scatter_permuted, call, tables)
     else:
         _scatter_permuted_torch(call, tables)
+
+
+def _checked_permuted(
+    caches: Sequence[Tensor],
+    slots: Tensor,
+    buffer: Tensor,
+    name: str,
+    tables: Tensor,
+    sizes: Sequence[int],
+    first_head: int,
+    num_heads: int,
+) -> _Call[_PermutedSizes]:
+    for tensor, what, dtype in ((slots, "slot_mapping", torch.int64), (buffer, name, torch.uint8)):
+        if tensor.dim() != 1 or tensor.dtype != dtype:
+            raise ValueError(
+                f"{what} is {_describe(tensor)}; permuted caches take one chunk and one shard a "
+                f"call: expected a one-dimensional {str(dtype)[6:]} tensor"
+            )
+    parse = _PermutedSizes.from_ints
+    call = _checked(caches, slots, buffer, name, sizes, first_head, num_heads, None, parse)
+    _check_tables(tables, call.layout)
+    return call
 
 
 def _check_tables(tables: Tensor, sizes: _PermutedSizes) -> None:
@@ -558,6 +870,7 @@ def _fake(
     layout: Sequence[int],
     first_head: int,
     num_heads: int,
+    bad_slot: Tensor | None = None,
 ) -> None:
     """Shape function of both operators: they return nothing and only write."""
 
@@ -570,12 +883,12 @@ _TAGS: Final = (
 )
 _LIBRARY.define(
     "gather_kv(Tensor[] caches, Tensor slot_mapping, Tensor(a!) out, int[] layout, "
-    "int first_head, int num_heads) -> ()",
+    "int first_head, int num_heads, Tensor(b!)? bad_slot=None) -> ()",
     tags=_TAGS,
 )
 _LIBRARY.define(
     "scatter_kv(Tensor(a!)[] caches, Tensor slot_mapping, Tensor chunk, int[] layout, "
-    "int first_head, int num_heads) -> ()",
+    "int first_head, int num_heads, Tensor(b!)? bad_slot=None) -> ()",
     tags=_TAGS,
 )
 _LIBRARY.define(
@@ -604,6 +917,20 @@ _LIBRARY.impl("scatter_permuted_kv", _fake_permuted, "Meta")
 
 
 @dataclass(frozen=True, slots=True)
+class _DeviceFunctions:
+    """Functions for caches on a device; see cuda/src/binding_device.cc for their arguments."""
+
+    gather: Callable[..., int]
+    scatter: Callable[..., int]
+    copy_out: Callable[..., int]
+    copy_in: Callable[..., int]
+    count: Callable[[], int]
+    kernel: Callable[[int, bool, int, int], int]
+    toolkit: Callable[[], int]
+    architectures: Callable[[], str]
+
+
+@dataclass(frozen=True, slots=True)
 class _Library:
     """Functions of the compiled library; see cuda/src/binding.cc for their arguments."""
 
@@ -612,19 +939,27 @@ class _Library:
     scatter: Callable[..., int]
     gather_permuted: Callable[..., int]
     scatter_permuted: Callable[..., int]
+    check_slots: Callable[[int, int, int], int]
+    device: _DeviceFunctions | None
+
+
+def _choice() -> str:
+    choice = os.environ.get("KVSHELF_OPS", "auto") or "auto"
+    if choice not in ("auto", "cpp", "cuda", "torch"):
+        raise ConfigError(f"KVSHELF_OPS is {choice!r}; expected auto, cpp, cuda or torch")
+    return choice
 
 
 @functools.lru_cache(maxsize=1)
 def _library() -> _Library | None:
-    choice = os.environ.get("KVSHELF_OPS", "auto") or "auto"
+    choice = _choice()
     if choice == "torch":
+        logger.info("gather and scatter on cpu: torch, by KVSHELF_OPS")
         return None
-    if choice not in ("auto", "cpp"):
-        raise ConfigError(f"KVSHELF_OPS is {choice!r}; expected auto, cpp or torch")
     problem = "it is not installed (no C++ compiler was found when kvshelf was installed)"
     for path in _library_paths():
         try:
-            return _load_library(path)
+            library = _load_library(path)
         except Exception as error:  # noqa: BLE001  whatever a broken library raises, torch can do it
             problem = f"{path} cannot be used: {error}"
             if choice == "auto":
@@ -636,11 +971,15 @@ def _library() -> _Library | None:
                     stacklevel=2,
                 )
                 return None
-    if choice == "cpp":
+        else:
+            logger.info("gather and scatter on cpu: cpp, %s", path)
+            return library
+    if choice != "auto":
         raise ConfigError(
-            f"KVSHELF_OPS=cpp asks for kvshelf's compiled library, but {problem}; reinstall "
+            f"KVSHELF_OPS={choice} asks for kvshelf's compiled library, but {problem}; reinstall "
             "kvshelf where a C++ compiler is, or unset KVSHELF_OPS"
         )
+    logger.info("gather and scatter on cpu: torch, the compiled library is not installed")
     return None
 
 
@@ -660,36 +999,185 @@ def _load_library(path: Path) -> _Library:
     version = module.get_function("version")()
     if version != _LIBRARY_VERSION:
         raise RuntimeError(f"it has version {version}, expected {_LIBRARY_VERSION}")
+    function = module.get_function
+    device = None
+    if module.implements_function("device_gather"):
+        device = _DeviceFunctions(
+            gather=function("device_gather"),
+            scatter=function("device_scatter"),
+            copy_out=function("device_copy_out"),
+            copy_in=function("device_copy_in"),
+            count=function("device_count"),
+            kernel=function("device_kernel"),
+            toolkit=function("device_toolkit"),
+            architectures=function("device_architectures"),
+        )
     return _Library(
         path,
-        module.get_function("gather"),
-        module.get_function("scatter"),
-        module.get_function("gather_permuted"),
-        module.get_function("scatter_permuted"),
+        function("gather"),
+        function("scatter"),
+        function("gather_permuted"),
+        function("scatter_permuted"),
+        function("check_slots"),
+        device,
     )
 
 
-def _call_library(function: Callable[..., int], call: _Call[PagedLayout]) -> None:
-    layout = call.layout
-    position = function(
-        call.addresses.buffer_info()[0],
-        call.slots.data_ptr(),
-        call.chunk.data_ptr(),
-        len(call.addresses),
-        call.tokens,
-        layout.num_blocks,
-        layout.block_size,
-        layout.block_stride,
-        layout.token_stride,
-        layout.kv_stride,
-        layout.head_stride,
-        layout.kvs,
+#: Why the kernels do not serve a device, by its index.
+_kernel_problems: Final[dict[int, str]] = {}
+_WIDTHS: Final = (16, 8, 4, 2, 1)
+
+
+def _kernel_device(index: int | None) -> int:
+    if index is not None:
+        return index
+    return torch.cuda.current_device() if torch.cuda.is_available() else 0
+
+
+def _kernels(index: int | None) -> _Library | None:
+    """Return the library if its kernels serve this device; the first call loads them."""
+    return _load_kernels(_kernel_device(index))
+
+
+@functools.cache
+def _load_kernels(index: int) -> _Library | None:
+    library = _library()
+    choice = _choice()
+    name = f"cuda:{index}"
+    if library is None:
+        problem = "the compiled library is not used"
+    elif library.device is None:
+        problem = "the compiled library was built without a CUDA compiler"
+    else:
+        try:
+            if index >= library.device.count():
+                raise RuntimeError("there is no such device")
+            for gather in (True, False):
+                for width in _WIDTHS:
+                    code = library.device.kernel(index, gather, width, 3)
+        except RuntimeError as error:
+            problem = str(error).strip()
+        else:
+            logger.info(
+                "gather and scatter on %s: cuda, machine code of sm_%d, built for %s",
+                name,
+                code,
+                library.device.architectures(),
+            )
+            return library
+    _kernel_problems[index] = problem
+    if choice == "cuda":
+        raise ConfigError(
+            f"KVSHELF_OPS=cuda asks for kvshelf's kernels, but they cannot be used on {name}: "
+            f"{problem}; reinstall kvshelf where a CUDA compiler is, or unset KVSHELF_OPS"
+        )
+    logger.info("gather and scatter on %s: torch, %s", name, problem)
+    return None
+
+
+def _run_compiled(call: _Call[PagedLayout], *, gather: bool) -> bool:
+    """Carry a call out by the compiled library; False when that is not for the library."""
+    if not call.known.kernels:
+        library = _library() if call.known.on_cpu else None
+        if library is None:
+            return False
+        _call_cpu(library.gather if gather else library.scatter, call)
+        return True
+    library = _kernels(call.known.device.index)
+    if library is None or library.device is None:
+        return False
+    if call.to_host:
+        _call_copies(library.device.copy_out if gather else library.device.copy_in, call)
+        return True
+    return _call_kernel(library.device.gather if gather else library.device.scatter, call)
+
+
+def _index_of(call: _Call[PagedLayout]) -> array[int]:
+    """Return the fields of kvshelf::PagedIndex, in the order of their declaration."""
+    layout, indexes = call.layout, call.known.indexes
+    key = (
         call.first_head,
+        call.chunks,
+        call.tokens,
+        call.shards,
         call.num_heads,
-        layout.row_bytes,
+        call.chunk_stride,
+        call.shard_stride,
+    )
+    index = indexes.get(key)
+    if index is not None:
+        return index
+    index = array(
+        "q",
+        (
+            layout.num_blocks,
+            layout.block_size,
+            layout.block_stride,
+            layout.token_stride,
+            layout.kv_stride,
+            layout.head_stride,
+            call.first_head,
+            len(call.known.addresses),
+            call.chunks,
+            call.tokens,
+            call.shards,
+            call.num_heads,
+            layout.kvs,
+            layout.row_bytes,
+            call.chunk_stride,
+            call.shard_stride,
+        ),
+    )
+    if len(indexes) >= _MAX_KNOWN:
+        indexes.clear()
+    indexes[key] = index
+    return index
+
+
+def _call_cpu(function: Callable[..., int], call: _Call[PagedLayout]) -> None:
+    index = _index_of(call)
+    position = function(
+        index.buffer_info()[0],
+        call.known.addresses.buffer_info()[0],
+        call.slots.data_ptr(),
+        call.buffers.data_ptr(),
+        0 if call.bad_slot is None else call.bad_slot.data_ptr(),
     )
     if position >= 0:
-        raise _bad_slot(int(call.slots[position]), position, layout)
+        raise _bad_slot(int(call.slots.view(-1)[position]), position, call.layout)
+
+
+def _call_copies(function: Callable[..., int], call: _Call[PagedLayout]) -> None:
+    index = _index_of(call)
+    position = function(
+        call.known.anchor,
+        index.buffer_info()[0],
+        call.known.addresses.buffer_info()[0],
+        call.slots.data_ptr(),
+        call.buffers.data_ptr(),
+        0,
+    )
+    if position >= 0:
+        raise _bad_slot(int(call.slots.view(-1)[position]), position, call.layout)
+
+
+def _call_kernel(function: Callable[..., int], call: _Call[PagedLayout]) -> bool:
+    on_device = call.bad_slot is not None
+    index = _index_of(call)
+    answer = function(
+        call.known.anchor,
+        index.buffer_info()[0],
+        call.known.addresses.buffer_info()[0],
+        call.slots.data_ptr(),
+        on_device,
+        call.buffers.data_ptr(),
+        0 if call.bad_slot is None else call.bad_slot.data_ptr(),
+        _KERNEL_STEPS,
+    )
+    if answer < -1:
+        position = -2 - answer
+        raise _bad_slot(int(call.slots.view(-1)[position]), position, call.layout)
+    return answer >= 0
 
 
 def _call_library_permuted(
@@ -697,11 +1185,11 @@ def _call_library_permuted(
 ) -> None:
     sizes = call.layout
     position = function(
-        call.addresses.buffer_info()[0],
+        call.known.addresses.buffer_info()[0],
         call.slots.data_ptr(),
-        call.chunk.data_ptr(),
+        call.buffers.data_ptr(),
         tables.data_ptr(),
-        len(call.addresses),
+        len(call.known.addresses),
         call.tokens,
         sizes.num_blocks,
         sizes.block_size,
@@ -725,41 +1213,74 @@ _WORDS: Final = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch
 
 def _gather_torch(call: _Call[PagedLayout]) -> None:
     with torch.inference_mode():
-        skipped, index = _check_slots(call)
-        if call.tokens == 0:
-            return
-        if skipped is not None and skipped.numel() == call.tokens:
-            call.chunk.zero_()
-            return
-        pieces = _chunk_view(call)
-        for layer, cache in enumerate(call.caches):
-            view = _paged_view(call, cache, pieces.dtype)
-            for kv in range(call.layout.kvs):
-                torch.index_select(view[kv], 0, index, out=pieces[layer, kv])
-        if skipped is not None:
-            pieces.index_fill_(2, skipped.to(pieces.device), 0)
+        for part in _parts(call):
+            buffer, skipped, index = part.buffers, *_index_slots(part)
+            if call.to_host:
+                part = replace(part, buffers=torch.empty_like(buffer, device=call.known.device))
+            pieces = _chunk_view(part)
+            if skipped is not None and skipped.numel() == call.tokens:
+                pieces.zero_()
+            else:
+                for layer, cache in enumerate(call.caches):
+                    view = _paged_view(part, cache, pieces.dtype)
+                    for kv in range(call.layout.kvs):
+                        torch.index_select(view[kv], 0, index, out=pieces[layer, kv])
+                if skipped is not None:
+                    pieces.index_fill_(2, skipped.to(pieces.device), 0)
+            if call.to_host:
+                buffer.copy_(part.buffers, non_blocking=True)
 
 
 def _scatter_torch(call: _Call[PagedLayout]) -> None:
     with torch.inference_mode():
-        skipped, index = _check_slots(call)
-        if call.tokens == 0:
-            return
-        pieces = _chunk_view(call)
-        if skipped is not None:
-            kept = (call.slots >= 0).nonzero().view(-1).to(pieces.device)
-            if kept.numel() == 0:
-                return
-            index = index.index_select(0, kept)
-            pieces = pieces.index_select(2, kept)
-        for layer, cache in enumerate(call.caches):
-            view = _paged_view(call, cache, pieces.dtype)
-            for kv in range(call.layout.kvs):
-                view[kv].index_copy_(0, index, pieces[layer, kv])
+        for part in _parts(call):
+            skipped, index = _index_slots(part)
+            if call.to_host:
+                on_device = part.buffers.to(call.known.device, non_blocking=True)
+                part = replace(part, buffers=on_device)
+            pieces = _chunk_view(part)
+            if skipped is not None:
+                kept = (part.slots >= 0).nonzero().view(-1).to(pieces.device)
+                if kept.numel() == 0:
+                    continue
+                index = index.index_select(0, kept)
+                pieces = pieces.index_select(2, kept)
+            for layer, cache in enumerate(call.caches):
+                view = _paged_view(part, cache, pieces.dtype)
+                for kv in range(call.layout.kvs):
+                    view[kv].index_copy_(0, index, pieces[layer, kv])
 
 
-def _check_slots(call: _Call[PagedLayout]) -> tuple[Tensor | None, Tensor]:
-    """Check the slots' values.
+def _parts(call: _Call[PagedLayout]) -> list[_Call[PagedLayout]]:
+    """Check the slots' values, then split a call into one for each (chunk, shard) with tokens.
+
+    Their slots are CPU tensors without bad slots.
+    """
+    slots = call.slots.view(call.chunks, call.tokens).cpu()
+    if slots.numel() == 0:
+        return []
+    low, high = (int(bound) for bound in torch.aminmax(slots))
+    if low < -1 or high >= call.layout.num_slots:
+        bad = (slots < -1) | (slots >= call.layout.num_slots)
+        position = int(bad.view(-1).nonzero()[0])
+        if call.bad_slot is None:
+            raise _bad_slot(int(slots.view(-1)[position]), position, call.layout)
+        call.bad_slot.fill_(position + 1)
+        slots = slots.masked_fill(bad, -1)
+    return [
+        replace(
+            call,
+            slots=slots[chunk],
+            buffers=call.buffer(chunk, shard),
+            first_head=call.first_head + shard * call.num_heads,
+        )
+        for chunk in range(call.chunks)
+        for shard in range(call.shards)
+    ]
+
+
+def _index_slots(part: _Call[PagedLayout]) -> tuple[Tensor | None, Tensor]:
+    """Turn slots into indexes.
 
     Returns
     -------
@@ -769,23 +1290,17 @@ def _check_slots(call: _Call[PagedLayout]) -> tuple[Tensor | None, Tensor]:
         For each token its index into :func:`_paged_view`, int64 on the caches' device;
         0 for skipped tokens.
     """
-    slots, layout = call.slots, call.layout
-    skipped = None
-    if slots.numel():
-        low, high = (int(bound) for bound in torch.aminmax(slots))
-        if low < -1 or high >= layout.num_slots:
-            position = int(((slots < -1) | (slots >= layout.num_slots)).nonzero()[0])
-            raise _bad_slot(int(slots[position]), position, layout)
-        if low == -1:
-            skipped = (slots < 0).nonzero().view(-1)
-            slots = slots.clamp(min=0)
+    slots, layout = part.slots, part.layout
+    skipped = (slots < 0).nonzero().view(-1)
+    if skipped.numel():
+        slots = slots.clamp(min=0)
     unit = _unit(layout)
     if layout.block_size * layout.token_stride != layout.block_stride or layout.block_size == 1:
         blocks = torch.div(slots, layout.block_size, rounding_mode="floor")
         slots = blocks * (layout.block_stride // unit) + (slots - blocks * layout.block_size) * (
             layout.token_stride // unit
         )
-    return skipped, slots.to(call.chunk.device)
+    return (skipped if skipped.numel() else None), slots.to(part.known.device)
 
 
 def _unit(layout: PagedLayout) -> int:
@@ -796,31 +1311,33 @@ def _unit(layout: PagedLayout) -> int:
     return math.gcd(layout.block_stride, layout.token_stride) or 1
 
 
-def _paged_view(call: _Call[PagedLayout], cache: Tensor, word: torch.dtype) -> Tensor:
-    """[kvs, indexes, heads, words] view of the heads to copy; see :func:`_check_slots`."""
-    layout, width = call.layout, word.itemsize
+def _paged_view(part: _Call[PagedLayout], cache: Tensor, word: torch.dtype) -> Tensor:
+    """[kvs, indexes, heads, words] view of the heads to copy; see :func:`_index_slots`."""
+    layout, width = part.layout, word.itemsize
     unit = _unit(layout)
     reach = (layout.num_blocks - 1) * layout.block_stride
     reach += (layout.block_size - 1) * layout.token_stride
     start = int(cache.storage_offset()) * cache.element_size()
-    start += call.first_head * layout.head_stride
+    start += part.first_head * layout.head_stride
     return torch.empty(0, dtype=word, device=cache.device).set_(
         cache.untyped_storage(),
         start // width,
-        (layout.kvs, reach // unit + 1, call.num_heads, layout.row_bytes // width),
+        (layout.kvs, reach // unit + 1, part.num_heads, layout.row_bytes // width),
         (layout.kv_stride // width, unit // width, layout.head_stride // width, 1),
     )
 
 
-def _chunk_view(call: _Call[PagedLayout]) -> Tensor:
+def _chunk_view(part: _Call[PagedLayout]) -> Tensor:
     """[layers, kvs, tokens, heads, words] view of the chunk buffer, words as wide as may be."""
-    layout = call.layout
+    layout = part.layout
     steps = layout.block_stride | layout.token_stride | layout.kv_stride | layout.head_stride
-    steps |= layout.row_bytes | int(call.chunk.storage_offset()) | call.chunk.data_ptr()
-    for cache in call.caches:
+    steps |= layout.row_bytes | int(part.buffers.storage_offset()) | part.buffers.data_ptr()
+    for cache in part.caches:
         steps |= int(cache.storage_offset()) * cache.element_size() | cache.data_ptr()
     word = next(dtype for width, dtype in _WORDS if steps % width == 0)
-    return call.chunk.view(word).view(len(call.caches), layout.kvs, call.tokens, call.num_heads, -1)
+    return part.buffers.view(word).view(
+        len(part.caches), layout.kvs, part.tokens, part.num_heads, -1
+    )
 
 
 def _gather_permuted_torch(call: _Call[_PermutedSizes], tables: Tensor) -> None:
@@ -829,7 +1346,7 @@ def _gather_permuted_torch(call: _Call[_PermutedSizes], tables: Tensor) -> None:
         if call.tokens == 0:
             return
         if skipped is not None and skipped.numel() == call.tokens:
-            call.chunk.zero_()
+            call.buffers.zero_()
             return
         width, pieces = _permuted_chunk_view(call, tables)
         places = _permuted_places(call, tables, width, call.slots.clamp(min=0))
@@ -885,7 +1402,7 @@ def _permuted_chunk_view(call: _Call[_PermutedSizes], tables: Tensor) -> tuple[i
     """
     sizes = call.layout
     steps = sizes.block_stride | sizes.head_stride | sizes.row_bytes | sizes.unit_k | sizes.unit_v
-    steps |= int(call.chunk.storage_offset()) | call.chunk.data_ptr()
+    steps |= int(call.buffers.storage_offset()) | call.buffers.data_ptr()
     for cache in call.caches:
         steps |= int(cache.storage_offset()) * cache.element_size() | cache.data_ptr()
     width, word = next(
@@ -894,7 +1411,7 @@ def _permuted_chunk_view(call: _Call[_PermutedSizes], tables: Tensor) -> tuple[i
         if steps % width == 0 and not (tables & (width - 1)).any()
     )
     shape = (len(call.caches), sizes.kvs, call.tokens, call.num_heads, -1)
-    return width, call.chunk.view(word).view(shape)
+    return width, call.buffers.view(word).view(shape)
 
 
 def _permuted_places(
@@ -913,7 +1430,7 @@ def _permuted_places(
         table = tables[first : first + count].view(sizes.block_size, -1, 1).long()
         words = (table + torch.arange(0, unit, width)).view(sizes.block_size, 1, -1)
         of_kv = (starts.unsqueeze(-1) + words.index_select(0, offsets)) // width
-        places.append(of_kv.to(call.chunk.device))
+        places.append(of_kv.to(call.buffers.device))
         first += count
     return places
 

@@ -13,17 +13,22 @@ Contracts
   loads wait.
 * A part of the pool is kept for loads, so that stores which the storage does not
   accept can never keep a load waiting.
+* Memory for caches on a GPU is page-locked and taken when the pool is made, since locking
+  takes long. Where the system refuses, a warning is logged and ordinary memory used.
 * All methods may be called from any thread. :meth:`StagingPool.acquire_for_store` is
   the only one called on an engine's step thread, and waits only when told to.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 
-from kvshelf.buffers import Buffer, BufferPool
-from kvshelf.errors import ConfigError
+from kvshelf.buffers import Buffer, BufferPool, Kind
+from kvshelf.errors import ConfigError, UnsupportedError
+
+logger = logging.getLogger(__name__)
 
 ALIGNMENT = 4096
 _SLAB_BYTES = 32 << 20
@@ -65,6 +70,8 @@ class StagingPool:
         Part of the buffers that stores may not take.
     together : int
         Buffers that one store takes at once: the shards of a chunk.
+    pinned : bool
+        Take all memory now, page-locked where that is possible: for caches on a GPU.
 
     Raises
     ------
@@ -79,6 +86,7 @@ class StagingPool:
         *,
         load_share: float = 0.25,
         together: int = 1,
+        pinned: bool = False,
     ) -> None:
         self.buffer_bytes = -(-buffer_bytes // ALIGNMENT) * ALIGNMENT
         self.limit = capacity // self.buffer_bytes
@@ -94,17 +102,44 @@ class StagingPool:
                 " chunk_size smaller"
             )
         self._slab = max(1, _SLAB_BYTES // self.buffer_bytes)
-        self._pool = BufferPool(
-            self.limit * self.buffer_bytes,
-            segment_bytes=self._slab * self.buffer_bytes,
-            alignment=ALIGNMENT,
-        )
-        self._free: list[StagingBuffer] = []
         self._made = 0
+        self._pool = self._make_pool("host")
+        self._free: list[StagingBuffer] = []
+        if pinned:
+            self._pin()
         self._out = 0
         self._stores = 0
         self._closed = False
         self._changed = threading.Condition()
+
+    def _make_pool(self, kind: Kind) -> BufferPool:
+        slab = self._slab if kind == "host" else self.limit
+        return BufferPool(
+            self.limit * self.buffer_bytes,
+            kind=kind,
+            segment_bytes=slab * self.buffer_bytes,
+            alignment=ALIGNMENT,
+        )
+
+    def _pin(self) -> None:
+        """Take all memory page-locked, or leave the pool as it is."""
+        ordinary = self._pool
+        try:
+            self._pool = self._make_pool("pinned")
+            first = self._pool.allocate(self.buffer_bytes)
+        except UnsupportedError:
+            first = None
+        if first is None:
+            self._pool = ordinary
+            logger.warning(
+                "staging is not page-locked, the system refuses (see ulimit -l): copies to and"
+                " from the GPU take longer and hold up those who wait for them"
+            )
+            return
+        ordinary.close()
+        self._slab = self.limit
+        self._made = 1
+        self._free = [StagingBuffer(first), *self._grow(self.limit)]
 
     @property
     def in_use(self) -> int:

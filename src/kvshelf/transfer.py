@@ -2,8 +2,9 @@
 
 Owns the background threads of a worker and everything in flight on them.
 
-Store: the step thread gathers a chunk's shards into staging buffers (``store``); a
-store thread looks whether the object exists, hashes it and publishes it.
+Store: the step thread gathers a chunk's shards into staging buffers (``store``), or where
+the cache is on a device begins to; a store thread waits until they are there, looks whether
+the object exists, hashes it and publishes it.
 Load: a load thread reads an object into a staging buffer, verifies it and scatters it
 into the paged cache; when all objects of a load are in or given up, the load is
 ``finished`` and says from which chunk on it failed. An object that does not come in
@@ -38,6 +39,7 @@ Contracts
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -49,7 +51,7 @@ from typing import Literal, Protocol
 
 import torch
 
-from kvshelf import ops
+from kvshelf import device, ops
 from kvshelf.chunkfile import ObjectFormat
 from kvshelf.errors import (
     BadObjectError,
@@ -58,6 +60,7 @@ from kvshelf.errors import (
     ObjectMissingError,
     StorageError,
     UnavailableStorageError,
+    UnsupportedError,
 )
 from kvshelf.finite import FiniteCheck
 from kvshelf.identity import Chunk, object_name
@@ -171,6 +174,10 @@ class PagedKVCache:
                 calls.append((run, start, end, place * heads, heads))
             self._calls[shard] = calls
 
+    def calls(self, shard: int) -> Sequence[tuple[LayerRun, int, int, int, int]]:
+        """Return each run with its bytes in a payload, its first head and number of heads."""
+        return self._calls[shard]
+
     def gather(self, shard: int, slots: torch.Tensor, payload: torch.Tensor) -> None:
         """Copy the slots' KV of one shard into `payload` (uint8 ``[payload bytes]``)."""
         for run, start, end, first_head, heads in self._calls[shard]:
@@ -180,6 +187,80 @@ class PagedKVCache:
         """Copy `payload` into the slots of one shard, skipping slots that are −1."""
         for run, start, end, first_head, heads in self._calls[shard]:
             ops.scatter_kv(run.caches, slots, payload[start:end], run.layout, first_head, heads)
+
+
+class DeviceKVCache:
+    """The paged KV cache of one worker on a device, behind buffers and streams of its own.
+
+    Parameters
+    ----------
+    fmt : ObjectFormat
+    runs : Sequence[LayerRun]
+        All layers of the worker's stage, in order; their caches are on one device.
+    plan : ShardPlan, optional
+        The shards whose heads the worker holds; all of them when absent.
+    ring : int
+        Chunks that may be on their way from the device at once.
+    loads : int
+        Objects that may be on their way to it: the number of threads that load.
+    streams : Streams, optional
+        The device's own when absent.
+
+    Raises
+    ------
+    ConfigError
+        If layers and heads do not match those of the namespace, or the device has no memory
+        for the buffers.
+    UnsupportedError
+        If the elements of a cache are permuted, which no kernel serves.
+    """
+
+    def __init__(
+        self,
+        fmt: ObjectFormat,
+        runs: Sequence[LayerRun],
+        plan: ShardPlan | None = None,
+        *,
+        ring: int = device.DEFAULT_RING,
+        loads: int = 2,
+        streams: device.Streams | None = None,
+    ) -> None:
+        self._shards = (plan or ShardPlan.whole(fmt.shards)).shards
+        # All shards of a worker are alike but for their heads.
+        calls = [
+            device.LayerCall(run.caches, _strided(run), start, end, heads)
+            for run, start, end, _, heads in PagedKVCache(fmt, runs, plan).calls(self._shards[0])
+        ]
+        self._path = device.DevicePath(
+            calls, len(self._shards), ring=ring, loads=loads, streams=streams
+        )
+
+    def gather(self, slots: torch.Tensor, payloads: Sequence[torch.Tensor]) -> device.Copied | None:
+        """See :meth:`kvshelf.device.DevicePath.gather`: all shards of the worker at once."""
+        return self._path.gather(slots, payloads)
+
+    def scatter(
+        self, shard: int, slots: torch.Tensor, payload: torch.Tensor, fence: object
+    ) -> None:
+        """See :meth:`kvshelf.device.DevicePath.scatter`."""
+        self._path.scatter(self._shards.index(shard), slots, payload, fence)
+
+    def fence(self) -> object:
+        """See :meth:`kvshelf.device.DevicePath.fence`."""
+        return self._path.fence()
+
+    def close(self) -> None:
+        """See :meth:`kvshelf.device.DevicePath.close`."""
+        self._path.close()
+
+
+def _strided(run: LayerRun) -> PagedLayout:
+    if isinstance(run.layout, PermutedLayout):
+        raise UnsupportedError(
+            f"the KV caches on {run.caches[0].device} are permuted inside their blocks; gather and"
+            " scatter of such caches exist for CPUs only"
+        )
+    return run.layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,6 +314,8 @@ class Load:
     _scattering: int = 0
     _deadline: float = 0.0
     _bytes: int = 0
+    #: What the engine had enqueued on the cache's device before.
+    _fence: object = None
     _on_done: Callable[[Load], None] | None = None
 
     @property
@@ -270,6 +353,7 @@ class _StoreJob:
     #: Those who asked for the same meanwhile.
     waiting: list[Callable[[Chunk, StoreResult], None]] = field(default_factory=list)
     ended: bool = False
+    copied: device.Copied = device.ENDED
 
     def tell(self, result: StoreResult) -> None:
         """Tell everybody how it ended."""
@@ -314,8 +398,9 @@ class Transfer:
     ----------
     shelf : Shelf
     fmt : ObjectFormat
-    cache : KVMemory or None
-        None where every :class:`ChunkSlots` names its own memory.
+    cache : KVMemory or DeviceKVCache or None
+        None where every :class:`ChunkSlots` names its own memory. A cache on a device is
+        closed with the transfer.
     staging : StagingPool
         Its buffers must hold the largest object of `fmt`.
     counters : Counters
@@ -333,7 +418,7 @@ class Transfer:
         self,
         shelf: Shelf,
         fmt: ObjectFormat,
-        cache: KVMemory | None,
+        cache: KVMemory | DeviceKVCache | None,
         staging: StagingPool,
         *,
         counters: Counters,
@@ -408,7 +493,7 @@ class Transfer:
 
     # ---------------------------------------------------------------- stores
 
-    def _memory(self, item: ChunkSlots) -> KVMemory:
+    def _memory(self, item: ChunkSlots) -> KVMemory | DeviceKVCache:
         memory = self._cache if item.memory is None else item.memory
         if memory is None:
             raise ValueError("this transfer has no paged cache: the chunk must name its memory")
@@ -484,19 +569,20 @@ class Transfer:
             self._counters.add("store_dropped_full")
             self._note_hole(key)
             return "full"
-        offset = self._fmt.data_offset
         begin = time.perf_counter()
+        copied = None
         try:
-            for shard, buffer in zip(shards, buffers, strict=True):
-                size = self._fmt.object_size(shard)
-                memory.gather(shard, item.slots, buffer.tensor[offset:size])
-        except BaseException:
-            for buffer in buffers:
-                self._staging.release(buffer)
-            self._note_hole(key)
-            raise
+            copied = self._gather(memory, shards, item.slots, buffers)
+        finally:
+            if copied is None:
+                for buffer in buffers:
+                    self._staging.release(buffer)
+                self._note_hole(key)
+        if copied is None:
+            self._counters.add("store_dropped_full")
+            return "full"
         self._counters.observe("gather", time.perf_counter() - begin)
-        job = _StoreJob(item.chunk, buffers, repair, now - age, on_done)
+        job = _StoreJob(item.chunk, buffers, repair, now - age, on_done, copied=copied)
         with self._store_lock:
             self._holes.pop(key, None)
             self._in_flight[key] = job
@@ -527,6 +613,25 @@ class Transfer:
         self._note_hole(chunk.key)
         return True
 
+    def _gather(
+        self,
+        memory: KVMemory | DeviceKVCache,
+        shards: Sequence[int],
+        slots: torch.Tensor,
+        buffers: Sequence[StagingBuffer],
+    ) -> device.Copied | None:
+        """Copy a chunk into staging, or begin to; None when the device has no room for it."""
+        offset = self._fmt.data_offset
+        payloads = [
+            buffer.tensor[offset : self._fmt.object_size(shard)]
+            for shard, buffer in zip(shards, buffers, strict=True)
+        ]
+        if isinstance(memory, DeviceKVCache):
+            return memory.gather(slots, payloads)
+        for shard, payload in zip(shards, payloads, strict=True):
+            memory.gather(shard, slots, payload)
+        return device.ENDED
+
     def take_repaired(self) -> list[bytes]:
         """Return the keys whose bad objects were replaced since the last call."""
         with self._store_lock:
@@ -553,6 +658,7 @@ class Transfer:
         while not self._store_threads.replaced() and (job := self._next_job()) is not None:
             result: StoreResult = "failed"
             try:
+                job.copied.wait()
                 if self._behind_hole(job.chunk, job.seen):
                     self._counters.add("store_dropped_hole")
                 else:
@@ -692,6 +798,8 @@ class Transfer:
             _bytes=len(items) * self._chunk_bytes,
             _on_done=on_done,
         )
+        if isinstance(self._cache, DeviceKVCache):
+            load._fence = self._cache.fence()
         with self._load_lock:
             ahead = sum(other._bytes for other in self._active.values() if not other.finished)
             load._deadline = time.monotonic() + self._deadlines.to_read(ahead + load._bytes)
@@ -825,9 +933,11 @@ class Transfer:
                 return None
             begin = time.perf_counter()
             try:
-                self._memory(item).scatter(
-                    piece.shard, item.slots, buffer.tensor[fmt.data_offset : size]
-                )
+                memory, payload = self._memory(item), buffer.tensor[fmt.data_offset : size]
+                if isinstance(memory, DeviceKVCache):
+                    memory.scatter(piece.shard, item.slots, payload, piece.load._fence)
+                else:
+                    memory.scatter(piece.shard, item.slots, payload)
                 self._counters.observe("scatter", time.perf_counter() - begin)
                 piece.arrived = True
             finally:
@@ -951,6 +1061,9 @@ class Transfer:
             self._stores.clear()
             self._store_work.notify_all()
         for job in dropped:
+            # A device that is still copying into a buffer would write into memory given back.
+            with contextlib.suppress(RuntimeError):
+                job.copied.wait()
             for buffer in job.buffers:
                 self._staging.release(buffer)
             with self._store_lock:
@@ -967,4 +1080,6 @@ class Transfer:
         deadline = time.monotonic() + _JOIN_SECONDS
         for threads in (self._load_threads, self._store_threads):
             threads.join(max(0.0, deadline - time.monotonic()))
+        if isinstance(self._cache, DeviceKVCache):
+            self._cache.close()
         return lost

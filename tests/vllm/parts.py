@@ -17,12 +17,20 @@ from kvshelf.backends.guard import Backoff, GuardedBackend
 from kvshelf.backends.posix import PosixBackend
 
 from kvshelf.chunkfile import ObjectFormat
+from kvshelf.device import Streams
 from kvshelf.identity import FORMAT, Chunk, KeyChain, Namespace, object_name
 from kvshelf.layout import PagedLayout, native_slots_of, slots_of
 from kvshelf.metrics import Counters
 from kvshelf.shelf import Shelf
 from kvshelf.staging import StagingPool
-from kvshelf.transfer import ChunkSlots, LayerRun, Load, PagedKVCache, Transfer
+from kvshelf.transfer import (
+    ChunkSlots,
+    DeviceKVCache,
+    LayerRun,
+    Load,
+    PagedKVCache,
+    Transfer,
+)
 
 LAYERS, HEADS, HEAD_SIZE, BLOCK = 3, 2, 8, 4
 #: Deadlines that a test can wait for, and that a busy machine keeps.
@@ -91,6 +99,9 @@ class Rig:
     options: dict[str, Any] = field(default_factory=dict)
     deadlines: Deadlines | None = None
     backoff: Backoff = AT_ONCE
+    #: The streams of the device that the caches are on, and its buffers for stores.
+    streams: Streams | None = None
+    ring: int = 4
 
     def __post_init__(self) -> None:
         self.guard = GuardedBackend(self.backend, self.deadlines, self.backoff)
@@ -104,7 +115,10 @@ class Rig:
             if self.native
             else PagedLayout.from_bhnc(self.caches[0], HEAD_SIZE)
         )
-        cache = PagedKVCache(self.fmt, [LayerRun(0, self.caches, layout)])
+        runs = [LayerRun(0, self.caches, layout)]
+        cache: PagedKVCache | DeviceKVCache = PagedKVCache(self.fmt, runs)
+        if self.streams is not None:
+            cache = DeviceKVCache(self.fmt, runs, streams=self.streams, ring=self.ring)
         size = max(self.fmt.object_size(shard) for shard in range(self.fmt.shards))
         self.staging = StagingPool(
             self.staging_objects * -(-size // 4096) * 4096, size, together=self.fmt.shards

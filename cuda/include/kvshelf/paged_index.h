@@ -1,13 +1,17 @@
-// Where the KV of a token lies: in a paged KV cache, and in a chunk buffer.
+// Where the KV of a token lies: in a paged KV cache, and in chunk buffers.
 //
-// Owns all index arithmetic of the gather and scatter functions. Host code and CUDA kernels
-// include this one header, so that they cannot disagree. Plain integers in, byte offsets out;
-// nothing here touches memory. All offsets are 64 bits wide.
+// Owns all index arithmetic of gather and scatter. Host code and CUDA kernels include this one
+// header, so that they cannot disagree. Plain integers in, byte offsets out; nothing here touches
+// memory. All offsets are 64 bits wide.
 //
 // A paged cache is described by byte strides, so one descriptor covers every strided layout:
 // tokens outside or inside heads, K and V in front of, inside or beside each other, blocks of
 // any kernel block size, MLA (kvs = 1, heads = 1), and whole (block, head)s as opaque bytes
 // (block_size = 1; a "slot" is then a block id).
+//
+// One call copies one or several chunks of equally many tokens, and of each chunk one or several
+// shards of equally many heads. Each (chunk, shard) has a buffer of its own: for each layer
+// [kvs, tokens, heads, row_bytes] without gaps, layers one after another.
 
 #ifndef KVSHELF_PAGED_INDEX_H_
 #define KVSHELF_PAGED_INDEX_H_
@@ -25,6 +29,9 @@ namespace kvshelf {
 // A slot mapping's way to say "skip this token".
 constexpr int64_t kSkippedSlot = -1;
 
+// Answer of whatever checks slots when every slot was good; else it is a bad one's position.
+constexpr int64_t kAllSlotsGood = -1;
+
 struct PagedIndex {
   // The paged cache of one layer; strides in bytes from the cache's first byte.
   int64_t num_blocks;
@@ -33,36 +40,47 @@ struct PagedIndex {
   int64_t token_stride;
   int64_t kv_stride;
   int64_t head_stride;
-  int64_t first_head;  // the chunk's head 0 is this head of the cache
-
-  // The chunk buffer; strides in bytes.
-  int64_t chunk_layer_stride;
-  int64_t chunk_kv_stride;
-  int64_t chunk_token_stride;
-  int64_t chunk_head_stride;
+  int64_t first_head;  // head 0 of the first shard is this head of the cache
 
   // What is copied.
   int64_t layers;
-  int64_t kvs;  // 2 = K and V, 1 = single content
-  int64_t tokens;
-  int64_t heads;
+  int64_t chunks;
+  int64_t tokens;  // of each chunk
+  int64_t shards;
+  int64_t heads;  // of each shard
+  int64_t kvs;    // 2 = K and V, 1 = single content
   int64_t row_bytes;  // one (token, kv, head)
+
+  // From one (chunk, shard)'s buffer to the next chunk's and the next shard's, in bytes.
+  int64_t chunk_stride;
+  int64_t shard_stride;
+
+  // Inside a buffer, in bytes; set by set_buffer_strides.
+  int64_t buffer_layer_stride;
+  int64_t buffer_kv_stride;
+  int64_t buffer_token_stride;
+  int64_t buffer_head_stride;
 
   KVSHELF_HD bool slot_in_cache(int64_t slot) const {
     return slot >= 0 && slot < num_blocks * block_size;
   }
 
-  // First byte of a row in its layer's cache.
-  KVSHELF_HD int64_t paged_offset(int64_t slot, int64_t kv, int64_t head) const {
-    const int64_t block = slot / block_size;
-    return block * block_stride + (slot - block * block_size) * token_stride + kv * kv_stride +
-           (first_head + head) * head_stride;
+  // First byte of a slot's row of kv 0 and head 0 in its layer's cache.
+  KVSHELF_HD int64_t slot_offset(int64_t block, int64_t token_in_block) const {
+    return block * block_stride + token_in_block * token_stride;
   }
 
-  // First byte of a row in the chunk buffer.
-  KVSHELF_HD int64_t chunk_offset(int64_t layer, int64_t kv, int64_t token, int64_t head) const {
-    return layer * chunk_layer_stride + kv * chunk_kv_stride + token * chunk_token_stride +
-           head * chunk_head_stride;
+  // From there to the row of a kv and a head, which counts from the first shard's head 0.
+  KVSHELF_HD int64_t row_offset(int64_t kv, int64_t head) const {
+    return kv * kv_stride + (first_head + head) * head_stride;
+  }
+
+  // First byte of a row in the buffers, from the first buffer's first byte.
+  KVSHELF_HD int64_t buffer_offset(int64_t chunk, int64_t shard, int64_t layer, int64_t kv,
+                                   int64_t token, int64_t head_in_shard) const {
+    return chunk * chunk_stride + shard * shard_stride + layer * buffer_layer_stride +
+           kv * buffer_kv_stride + token * buffer_token_stride +
+           head_in_shard * buffer_head_stride;
   }
 
   // True when slots that follow each other are token_stride apart also from the last slot of a
@@ -70,13 +88,12 @@ struct PagedIndex {
   KVSHELF_HD bool blocks_are_linear() const { return block_stride == block_size * token_stride; }
 };
 
-// Fills the chunk strides for the layout of chunk buffers: for each layer
-// [kvs, tokens, heads, row_bytes] without gaps, layers one after another.
-KVSHELF_HD void set_contiguous_chunk(PagedIndex& index) {
-  index.chunk_head_stride = index.row_bytes;
-  index.chunk_token_stride = index.heads * index.chunk_head_stride;
-  index.chunk_kv_stride = index.tokens * index.chunk_token_stride;
-  index.chunk_layer_stride = index.kvs * index.chunk_kv_stride;
+// Fills the strides inside a buffer.
+KVSHELF_HD void set_buffer_strides(PagedIndex& index) {
+  index.buffer_head_stride = index.row_bytes;
+  index.buffer_token_stride = index.heads * index.buffer_head_stride;
+  index.buffer_kv_stride = index.tokens * index.buffer_token_stride;
+  index.buffer_layer_stride = index.kvs * index.buffer_kv_stride;
 }
 
 }  // namespace kvshelf

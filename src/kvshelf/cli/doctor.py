@@ -133,6 +133,7 @@ def doctor(
 def _all_checks(shelf: str | None, timeout: float) -> Iterator[Check]:
     yield from _installation()
     yield _ops()
+    yield from _ops_on_gpus()
     yield from _shelf(shelf, timeout)
 
 
@@ -210,6 +211,41 @@ def _ops() -> Check:
             "to get the native library, reinstall kvshelf where there is a C++ compiler",
         )
     return Check("gather/scatter", State.OK, used)
+
+
+def _ops_on_gpus() -> Iterator[Check]:
+    """One check for each GPU; without any, one where there are kernels for GPUs."""
+    try:
+        import torch
+
+        from kvshelf import ops
+
+        build = ops.kernel_build()
+        kernels = "" if build is None else f"CUDA {build.toolkit} for {build.architectures}"
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    except (ImportError, OSError, RuntimeError, KVShelfError):
+        return  # told by the check before
+    if not count and kernels:
+        yield Check("kernels", State.OK, f"{kernels}; no GPU here")
+    for index in range(count):
+        name, device = f"kernels on cuda:{index}", f"cuda:{index}"
+        try:
+            used, problem = ops.implementation(device), ops.kernel_problem(device)
+        except (RuntimeError, KVShelfError) as error:
+            yield Check(name, State.PROBLEM, str(error), "reinstall kvshelf, or unset KVSHELF_OPS")
+            continue
+        if used == "cuda":
+            yield Check(name, State.OK, f"cuda, kernels by {kernels}")
+        elif os.environ.get("KVSHELF_OPS") == "torch":
+            yield Check(name, State.OK, "torch")
+        else:
+            yield Check(
+                name,
+                State.NOTE,
+                f"torch (slower): {problem}",
+                "to get the kernels, reinstall kvshelf where there is a CUDA compiler (nvcc 12 or "
+                "newer), and have a driver that is new enough for it",
+            )
 
 
 # ----------------------------------------------------------------------------------- shelf

@@ -173,8 +173,8 @@ class WorkerSide:
         ConfigError
             If the chunk size or the option ``layout`` do not fit the layout.
         """
-        # Loads the compiled code now, so that no step has to.
-        logger.info("gather and scatter: %s", ops.implementation())
+        # Loads the compiled code now, so that no step has to; it says itself what it is.
+        ops.implementation()
         self._forget_caches()
         weight_changes.watch(self)
         self._names = self._cached_layers(kv_caches)

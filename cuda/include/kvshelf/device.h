@@ -1,0 +1,47 @@
+// What binding_device.cc needs of a device.
+//
+// Two implementations: src/copy_cuda.cu for CUDA, and emulation/emulate.cc, which carries the same
+// calls out on the host and is built by the tests only. Each function returns null, or the text
+// of an error that lives as long as the library.
+
+#ifndef KVSHELF_DEVICE_H_
+#define KVSHELF_DEVICE_H_
+
+#include <cstddef>
+#include <cstdint>
+
+#include "kvshelf/launch.h"
+
+namespace kvshelf {
+
+// Number of usable devices.
+const char* device_count(int64_t* count);
+
+// Number of multiprocessors. Looked up once for each device.
+const char* device_processors(int device, int64_t* processors);
+
+// Enqueues the launches of a plan on a stream. Allocates nothing, waits for nothing.
+const char* device_launch(bool gather, LaunchPlan& plan, const int64_t* caches, int device,
+                          void* stream);
+
+// Enqueues copies between a device and page-locked host memory on a stream.
+const char* device_copies(void* const* to, const void* const* from, const size_t* bytes,
+                          size_t count, int device, void* stream);
+
+// What the driver says of one kernel after loading it, which makes it ready for the capture of
+// graphs.
+struct KernelAttributes {
+  int64_t registers;
+  int64_t local_bytes;  // of each thread; more than 0 means spilled registers
+  int64_t shared_bytes;
+  int64_t binary_version;  // 90: machine code of sm_90 runs
+  int64_t ptx_version;
+};
+const char* device_kernel(bool gather, int64_t width, int device, KernelAttributes* attributes);
+
+// CUDA version that the library was built with, as 13000 for 13.0.
+int64_t device_toolkit();
+
+}  // namespace kvshelf
+
+#endif  // KVSHELF_DEVICE_H_

@@ -1,0 +1,198 @@
+// Gather and scatter kernels, and copies between device and host.
+//
+// No allocation and no synchronisation in here, so all launches can be captured in CUDA graphs.
+
+#include <cuda_runtime_api.h>
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+
+#include "kvshelf/device.h"
+#include "kvshelf/launch.h"
+
+namespace kvshelf {
+namespace {
+
+// Each byte of a source is read once, so it need not stay in the caches (".cs"), where the
+// model's weights and activations are. What is written is read next, by the copy engine or by
+// attention.
+struct DeviceMemory {
+  template <typename Vector>
+  __device__ __forceinline__ Vector load(const unsigned char* address) const {
+    return __ldcs(reinterpret_cast<const Vector*>(address));
+  }
+  template <typename Vector>
+  __device__ __forceinline__ void store(unsigned char* address, Vector value) const {
+    *reinterpret_cast<Vector*>(address) = value;
+  }
+  __device__ __forceinline__ int64_t slot(const int64_t* address) const { return __ldg(address); }
+  __device__ __forceinline__ void report(int64_t* address, int64_t value) const {
+    atomicExch(reinterpret_cast<unsigned long long*>(address),
+               static_cast<unsigned long long>(value));
+  }
+};
+
+template <typename Vector, bool kGather>
+__global__ void __launch_bounds__(kBlockThreads)
+    copy_kernel(const __grid_constant__ LaunchArguments arguments) {
+  DeviceMemory memory;
+  copy_thread<Vector, kGather>(arguments, Grid{blockIdx.x, blockIdx.y, blockIdx.z},
+                               Grid{threadIdx.x, threadIdx.y, threadIdx.z}, memory);
+}
+static_assert(sizeof(LaunchArguments) <= 4096, "kernel arguments are at most 4 KiB");
+
+template <bool kGather>
+const void* kernel_of(int64_t width) {
+  switch (width) {
+    case 16:
+      return reinterpret_cast<const void*>(&copy_kernel<Vector16, kGather>);
+    case 8:
+      return reinterpret_cast<const void*>(&copy_kernel<Vector8, kGather>);
+    case 4:
+      return reinterpret_cast<const void*>(&copy_kernel<Vector4, kGather>);
+    case 2:
+      return reinterpret_cast<const void*>(&copy_kernel<Vector2, kGather>);
+    default:
+      return reinterpret_cast<const void*>(&copy_kernel<Vector1, kGather>);
+  }
+}
+
+const void* kernel_of(bool gather, int64_t width) {
+  return gather ? kernel_of<true>(width) : kernel_of<false>(width);
+}
+
+// Null, or what went wrong. The runtime's note of the error is taken back with it.
+const char* text_of(cudaError_t error) {
+  if (error == cudaSuccess) return nullptr;
+  static_cast<void>(cudaGetLastError());
+  return cudaGetErrorString(error);
+}
+
+// Makes a device current, and the one before when it goes.
+class DeviceGuard {
+ public:
+  explicit DeviceGuard(int device) : device_(device) {
+    error_ = cudaGetDevice(&before_);
+    if (error_ == cudaSuccess && before_ != device_) error_ = cudaSetDevice(device_);
+  }
+  ~DeviceGuard() {
+    if (error_ == cudaSuccess && before_ != device_) static_cast<void>(cudaSetDevice(before_));
+  }
+  DeviceGuard(const DeviceGuard&) = delete;
+  DeviceGuard& operator=(const DeviceGuard&) = delete;
+  cudaError_t error() const { return error_; }
+
+ private:
+  int device_;
+  int before_ = 0;
+  cudaError_t error_;
+};
+
+cudaError_t copy_one_by_one(void* const* to, const void* const* from, const size_t* bytes,
+                            size_t count, cudaStream_t stream) {
+  for (size_t i = 0; i < count; ++i) {
+    const cudaError_t error = cudaMemcpyAsync(to[i], from[i], bytes[i], cudaMemcpyDefault, stream);
+    if (error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
+}
+
+#if CUDART_VERSION >= 12080
+cudaError_t copy_as_batch(void* const* to, const void* const* from, const size_t* bytes,
+                          size_t count, cudaStream_t stream) {
+  cudaMemcpyAttributes attributes{};
+  attributes.srcAccessOrder = cudaMemcpySrcAccessOrderStream;
+  attributes.flags = cudaMemcpyFlagPreferOverlapWithCompute;
+  size_t first = 0;
+#if CUDART_VERSION >= 13000
+  return cudaMemcpyBatchAsync(to, from, bytes, count, &attributes, &first, 1, stream);
+#else
+  size_t failed = 0;
+  return cudaMemcpyBatchAsync(const_cast<void**>(to), const_cast<void**>(from),
+                              const_cast<size_t*>(bytes), count, &attributes, &first, 1, &failed,
+                              stream);
+#endif
+}
+#endif
+
+}  // namespace
+
+const char* device_count(int64_t* count) {
+  int devices = 0;
+  const cudaError_t error = cudaGetDeviceCount(&devices);
+  *count = error == cudaSuccess ? devices : 0;
+  return text_of(error);
+}
+
+const char* device_processors(int device, int64_t* processors) {
+  constexpr int kKnown = 64;
+  static std::atomic<int> known[kKnown];
+  int value = device < kKnown ? known[device].load(std::memory_order_relaxed) : 0;
+  if (value == 0) {
+    const cudaError_t error =
+        cudaDeviceGetAttribute(&value, cudaDevAttrMultiProcessorCount, device);
+    if (error != cudaSuccess) return text_of(error);
+    if (device < kKnown) known[device].store(value, std::memory_order_relaxed);
+  }
+  *processors = value;
+  return nullptr;
+}
+
+const char* device_launch(bool gather, LaunchPlan& plan, const int64_t* caches, int device,
+                          void* stream) {
+  const DeviceGuard guard(device);
+  if (guard.error() != cudaSuccess) return text_of(guard.error());
+  const void* const kernel = kernel_of(gather, plan.width);
+  cudaError_t error = cudaSuccess;
+  for_each_launch(plan, caches,
+                  [&](const LaunchArguments& arguments, const Grid& grid, const Grid& threads) {
+                    void* pointers[] = {const_cast<LaunchArguments*>(&arguments)};
+                    error = cudaLaunchKernel(kernel, dim3(grid.x, grid.y, grid.z),
+                                             dim3(threads.x, threads.y, threads.z), pointers, 0,
+                                             static_cast<cudaStream_t>(stream));
+                    return error == cudaSuccess;
+                  });
+  return text_of(error);
+}
+
+const char* device_copies(void* const* to, const void* const* from, const size_t* bytes,
+                          size_t count, int device, void* stream_address) {
+  if (count == 0) return nullptr;
+  const DeviceGuard guard(device);
+  if (guard.error() != cudaSuccess) return text_of(guard.error());
+  const cudaStream_t stream = static_cast<cudaStream_t>(stream_address);
+#if CUDART_VERSION >= 12080
+  // Batches are refused by older drivers, by the legacy default stream and inside captures.
+  cudaStreamCaptureStatus capturing = cudaStreamCaptureStatusNone;
+  const bool legacy = stream == nullptr || stream == cudaStreamLegacy;
+  if (!legacy && cudaStreamIsCapturing(stream, &capturing) == cudaSuccess &&
+      capturing == cudaStreamCaptureStatusNone) {
+    const cudaError_t error = copy_as_batch(to, from, bytes, count, stream);
+    if (error == cudaSuccess) return nullptr;
+    if (error != cudaErrorNotSupported && error != cudaErrorCallRequiresNewerDriver) {
+      return text_of(error);
+    }
+    static_cast<void>(cudaGetLastError());
+  }
+#endif
+  return text_of(copy_one_by_one(to, from, bytes, count, stream));
+}
+
+const char* device_kernel(bool gather, int64_t width, int device, KernelAttributes* attributes) {
+  const DeviceGuard guard(device);
+  if (guard.error() != cudaSuccess) return text_of(guard.error());
+  cudaFuncAttributes found{};
+  const cudaError_t error = cudaFuncGetAttributes(&found, kernel_of(gather, width));
+  if (error != cudaSuccess) return text_of(error);
+  attributes->registers = found.numRegs;
+  attributes->local_bytes = static_cast<int64_t>(found.localSizeBytes);
+  attributes->shared_bytes = static_cast<int64_t>(found.sharedSizeBytes);
+  attributes->binary_version = found.binaryVersion;
+  attributes->ptx_version = found.ptxVersion;
+  return nullptr;
+}
+
+int64_t device_toolkit() { return CUDART_VERSION; }
+
+}  // namespace kvshelf

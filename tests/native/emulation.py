@@ -1,0 +1,162 @@
+"""The kernels without a GPU: builds and uses cuda/emulation, a device made of loops."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kvshelf import ops
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = [
+    "src/binding.cc",
+    "src/binding_device.cc",
+    "src/copy_cpu.cc",
+    "src/permuted_cpu.cc",
+    "emulation/emulate.cc",
+]
+OPTIONS = [
+    *("-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-fPIC", "-shared"),
+    *("-fvisibility=hidden", '-DKVSHELF_CUDA_ARCHITECTURES="emulation"'),
+    # What would be undefined in a kernel ends the test run.
+    "-fsanitize=signed-integer-overflow,shift,integer-divide-by-zero,bounds,alignment",
+    "-fsanitize-undefined-trap-on-error",
+]
+
+
+@functools.cache
+def library_path() -> Path | None:
+    """The emulation, built at most once for each version of its sources; None: no compiler."""
+    compiler = shutil.which(os.environ.get("CXX") or "c++")
+    if compiler is None:
+        return None
+    import tvm_ffi
+
+    cuda = ROOT / "cuda"
+    digest = hashlib.sha256(f"{compiler} {OPTIONS} {tvm_ffi.__version__}".encode())
+    for path in sorted([*cuda.rglob("*.h"), *(cuda / source for source in SOURCES)]):
+        digest.update(path.read_bytes())
+    built = ROOT / "build" / f"emulation-{digest.hexdigest()[:16]}.so"
+    if not built.exists():
+        built.parent.mkdir(exist_ok=True)
+        temporary = built.with_name(f"{built.name}.{os.getpid()}")
+        includes = [f"-I{cuda / 'include'}"]
+        for folder in (
+            tvm_ffi.libinfo.find_include_path(),
+            tvm_ffi.libinfo.find_dlpack_include_path(),
+        ):
+            includes += ["-isystem", folder]
+        subprocess.run(
+            [
+                *(compiler, *OPTIONS, *includes),
+                *(str(cuda / source) for source in SOURCES),
+                *("-o", str(temporary), tvm_ffi.libinfo.find_libtvm_ffi()),
+            ],
+            check=True,
+        )
+        temporary.rename(built)
+    return built
+
+
+@dataclass
+class Counts:
+    """How often each byte of one piece of memory was loaded and stored."""
+
+    loads: NDArray[np.uint8]
+    stores: NDArray[np.uint8]
+
+
+class Emulation:
+    """The emulated library, and what its device saw."""
+
+    def __init__(self, path: Path) -> None:
+        import tvm_ffi
+
+        self.library = ops._load_library(path)
+        module = tvm_ffi.load_module(path)
+        self._watch = module.get_function("emulation_watch")
+        self._unwatch = module.get_function("emulation_unwatch")
+        self._seen = module.get_function("emulation_seen")
+        self.divide = module.get_function("emulation_divide")
+        self._counts: list[Counts] = []  # the library writes into them
+
+    def unwatch(self) -> None:
+        self._unwatch()
+        self._counts.clear()
+
+    def watch(self, memory: Tensor | NDArray[np.uint8]) -> Counts:
+        """Count what happens to memory, until :meth:`unwatch`."""
+        if isinstance(memory, Tensor):
+            start, size = memory.data_ptr(), memory.numel() * memory.element_size()
+        else:
+            start, size = memory.ctypes.data, memory.nbytes
+        counts = Counts(np.zeros(size, dtype=np.uint8), np.zeros(size, dtype=np.uint8))
+        self._counts.append(counts)
+        self._watch(start, size, counts.loads.ctypes.data, counts.stores.ctypes.data)
+        return counts
+
+    @property
+    def violations(self) -> int:
+        """Loads and stores that were not aligned, or outside all watched memory."""
+        return int(self._seen(0))
+
+    @property
+    def launches(self) -> int:
+        return int(self._seen(1))
+
+    @property
+    def blocks(self) -> int:
+        return int(self._seen(2))
+
+    @property
+    def copies(self) -> int:
+        return int(self._seen(3))
+
+    @property
+    def width(self) -> int:
+        return int(self._seen(4))
+
+    @contextlib.contextmanager
+    def in_use(self, *, steps: int = 0, buffers_on_host: bool = False) -> Iterator[None]:
+        """CPU tensors are on the emulated device."""
+        ops._known_caches.clear()
+        with (
+            mock.patch.object(ops, "_KERNEL_DEVICES", frozenset({"cpu"})),
+            mock.patch.object(ops, "_KERNEL_STEPS", steps),
+            mock.patch.object(ops, "_library", return_value=self.library),
+            mock.patch.object(ops, "_load_kernels", return_value=self.library),
+            mock.patch.object(ops, "_in_host_memory", return_value=buffers_on_host),
+            mock.patch.object(Tensor, "is_pinned", return_value=True),
+        ):
+            try:
+                yield
+            finally:
+                ops._known_caches.clear()
+                self.unwatch()
+
+
+@functools.cache
+def _emulation() -> Emulation | None:
+    path = library_path()
+    return None if path is None else Emulation(path)
+
+
+def emulation() -> Emulation:
+    """The emulation; skips the test where there is no C++ compiler."""
+    found = _emulation()
+    if found is None:
+        pytest.skip("no C++ compiler to build the emulation with")
+    return found

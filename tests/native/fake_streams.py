@@ -1,0 +1,73 @@
+"""Streams and events of a device that is not there."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+
+@dataclass(eq=False)
+class FakeStream:
+    name: str
+
+
+@dataclass(eq=False)
+class FakeEvent:
+    log: list[tuple[object, ...]]
+    held: threading.Event
+    recorded: bool = False
+
+    def record(self, stream: FakeStream) -> None:
+        self.recorded = True
+        self.log.append(("record", self, stream))
+
+    def query(self) -> bool:
+        return not self.recorded or self.held.is_set()
+
+    def synchronize(self) -> None:
+        assert not self.recorded or self.held.wait(30)
+
+
+@dataclass
+class FakeStreams:
+    """Streams that do at once what is enqueued on them, and events that end when told."""
+
+    log: list[tuple[object, ...]] = field(default_factory=list)
+    ended: threading.Event = field(default_factory=threading.Event)
+    engine: FakeStream = field(default_factory=lambda: FakeStream("engine"))
+    made: list[FakeStream] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._local = threading.local()
+        self.ended.set()
+
+    def stream(self, *, urgent: bool) -> FakeStream:
+        stream = FakeStream("urgent" if urgent else "beside")
+        log = self.log
+
+        def wait_event(event: FakeEvent) -> None:
+            log.append(("wait", stream, event))
+
+        stream.wait_event = wait_event  # type: ignore[attr-defined]
+        self.made.append(stream)
+        return stream
+
+    def event(self) -> FakeEvent:
+        return FakeEvent(self.log, self.ended)
+
+    def current(self) -> FakeStream:
+        return getattr(self._local, "stream", self.engine)
+
+    @contextlib.contextmanager
+    def use(self, stream: FakeStream) -> Iterator[None]:
+        before = self.current()
+        self._local.stream = stream
+        try:
+            yield
+        finally:
+            self._local.stream = before
+
+    def annotate(self, name: str) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()

@@ -1,0 +1,280 @@
+"""The path between caches on a device and staging buffers, on a device that is not there.
+
+The caches, the device buffers and the kernels are emulated on the host; streams are simulated: the
+test decides when what was enqueued on the copy stream has ended.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from emulation import emulation
+from fake_streams import FakeEvent, FakeStreams
+from paged import Case, Paged, make_paged
+
+from kvshelf import device, ops
+from kvshelf.device import DevicePath, LayerCall
+from kvshelf.errors import ConfigError
+
+SHARDS, TOKENS = 2, 6
+
+
+@dataclass
+class Rig:
+    paged: list[Paged]
+    calls: list[LayerCall]
+    streams: FakeStreams
+    path: DevicePath
+    size: int
+
+    def payloads(self) -> list[torch.Tensor]:
+        return [torch.full((self.size,), 0xAB, dtype=torch.uint8) for _ in range(SHARDS)]
+
+    def expected(self, slots: list[int]) -> list[np.ndarray]:
+        parts = [Case(paged, slots, 1, SHARDS, 0, 1).gathered()[0] for paged in self.paged]
+        return [np.concatenate([part[shard] for part in parts]) for shard in range(SHARDS)]
+
+
+#: Streams of their own for each rig.
+NEW = FakeStreams()
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    with emulation().in_use():
+        yield make_rig()
+
+
+def make_rig(streams: FakeStreams | None = NEW, **options: Any) -> Rig:
+    paged = [
+        make_paged("bhnc-nhd", torch.bfloat16, blocks=5),
+        make_paged("2bnhd", torch.float32, blocks=5, seed=7),
+    ]
+    calls, start = [], 0
+    for part in paged:
+        end = start + len(part.caches) * part.layout.chunk_bytes(TOKENS, 1)
+        calls.append(LayerCall(part.caches, part.layout, start, end, 1))
+        start = end
+    if streams is NEW:
+        streams = FakeStreams()
+    path = DevicePath(calls, SHARDS, streams=streams, **options)
+    return Rig(paged, calls, streams or FakeStreams(), path, start)
+
+
+SLOTS = [7, 3, 19, 0, 1, 12]
+
+
+def test_a_chunk_arrives_in_the_staging_buffers_of_its_shards(rig: Rig) -> None:
+    payloads = rig.payloads()
+    copied = rig.path.gather(torch.tensor(SLOTS), payloads)
+    assert copied is not None
+    copied.wait()
+    assert copied.done()
+    for payload, want in zip(payloads, rig.expected(SLOTS), strict=True):
+        np.testing.assert_array_equal(payload.numpy(), want)
+
+
+def place(rig: Rig, shard: int, slots: list[int], payload: torch.Tensor) -> list[list[np.ndarray]]:
+    """What all memory must be after one shard's payload was scattered."""
+    after = []
+    for paged, call in zip(rig.paged, rig.calls, strict=True):
+        case = Case(paged, slots, 1, 1, shard * call.heads, call.heads)
+        after.append(case.scattered(payload[call.start : call.end].view(1, 1, -1).numpy()))
+    return after
+
+
+def test_a_shard_goes_back_to_the_slots_that_are_not_skipped(rig: Rig) -> None:
+    slots = [19, -1, 0, 5, 6, 2]
+    for shard in range(SHARDS):
+        payload = torch.randint(0, 256, (rig.size,), dtype=torch.uint8)
+        want = place(rig, shard, slots, payload)
+        rig.path.scatter(shard, torch.tensor(slots), payload, rig.path.fence())
+        for paged, of_paged in zip(rig.paged, want, strict=True):
+            for memory, after in zip(paged.memory, of_paged, strict=True):
+                np.testing.assert_array_equal(memory, after)
+
+
+def test_a_device_without_streams_does_the_same() -> None:
+    rig = make_rig(None)
+    payloads = rig.payloads()
+    copied = rig.path.gather(torch.tensor(SLOTS), payloads)
+    assert copied is not None
+    assert copied.done()
+    for payload, want in zip(payloads, rig.expected(SLOTS), strict=True):
+        np.testing.assert_array_equal(payload.numpy(), want)
+    want = place(rig, 1, SLOTS[::-1], payloads[0])
+    rig.path.scatter(1, torch.tensor(SLOTS[::-1]), payloads[0], rig.path.fence())
+    for paged, of_paged in zip(rig.paged, want, strict=True):
+        for memory, after in zip(paged.memory, of_paged, strict=True):
+            np.testing.assert_array_equal(memory, after)
+    rig.path.close()
+
+
+def test_a_gather_runs_on_the_engines_stream_and_the_copy_beside_it(rig: Rig) -> None:
+    rig.path.gather(torch.tensor(SLOTS), rig.payloads())
+    (recorded, ready, by), (waited, beside, what), (ended, done, on) = rig.streams.log
+    assert (recorded, by) == ("record", rig.streams.engine)
+    assert (waited, what) == ("wait", ready)
+    assert (ended, on) == ("record", beside)
+    assert done is not ready
+    assert beside.name == "beside"  # type: ignore[attr-defined]
+    # The engine's stream waits for nothing.
+    assert not [entry for entry in rig.streams.log if entry[:2] == ("wait", rig.streams.engine)]
+
+
+def test_a_scatter_waits_on_its_own_stream_for_what_the_engine_had_enqueued(rig: Rig) -> None:
+    fence = rig.path.fence()
+    assert rig.streams.log == [("record", fence, rig.streams.engine)]
+    rig.path.scatter(0, torch.tensor(SLOTS), rig.payloads()[0], fence)
+    _, (waited, urgent, what), (ended, _, on) = rig.streams.log
+    assert (waited, what, ended) == ("wait", fence, "record")
+    assert urgent is on
+    assert urgent.name == "urgent"  # type: ignore[attr-defined]
+
+
+def test_gathers_are_refused_while_all_buffers_are_under_way() -> None:
+    with emulation().in_use():
+        rig = make_rig(ring=3)
+        rig.streams.ended.clear()
+        under_way = [rig.path.gather(torch.tensor(SLOTS), rig.payloads()) for _ in range(3)]
+        assert not any(copied.done() for copied in under_way if copied is not None)
+        before = emulation().launches
+        assert rig.path.gather(torch.tensor(SLOTS), rig.payloads()) is None
+        assert emulation().launches == before
+        rig.streams.ended.set()
+        again = rig.payloads()
+        copied = rig.path.gather(torch.tensor(SLOTS), again)
+        assert copied is not None
+        for one in [*under_way, copied]:
+            assert one is not None
+            one.wait()
+            assert one.done()
+        for payload, want in zip(again, rig.expected(SLOTS), strict=True):
+            np.testing.assert_array_equal(payload.numpy(), want)
+
+
+def test_buffers_come_back_although_nobody_waited(rig: Rig) -> None:
+    for _ in range(50):
+        assert rig.path.gather(torch.tensor(SLOTS), rig.payloads()) is not None
+
+
+def test_bad_slots_are_refused_before_anything_is_enqueued(rig: Rig) -> None:
+    bad = torch.tensor([0, 1, 20, 3, 4, 5])
+    with pytest.raises(ValueError, match=r"slot_mapping\[2\] is 20"):
+        rig.path.gather(bad, rig.payloads())
+    with pytest.raises(ValueError, match=r"slot_mapping\[2\] is 20"):
+        rig.path.scatter(0, bad, rig.payloads()[0])
+    with pytest.raises(ValueError, match="bytes; expected"):
+        rig.path.gather(torch.tensor(SLOTS), [payload[1:] for payload in rig.payloads()])
+    assert rig.streams.log == []
+
+
+def test_after_a_failed_launch_nothing_writes_into_the_staging_buffers(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("CUDA error: launch failure")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ops, "gather_kv", fail)
+        for _ in range(2 * device.DEFAULT_RING):
+            with pytest.raises(RuntimeError, match="launch failure"):
+                rig.path.gather(torch.tensor(SLOTS), rig.payloads())
+    # The buffer was waited for and is of use again.
+    kinds = [entry[0] for entry in rig.streams.log]
+    assert kinds == ["record"] * 2 * device.DEFAULT_RING
+    copied = rig.path.gather(torch.tensor(SLOTS), rig.payloads())
+    assert copied is not None
+    copied.wait()
+
+
+def test_loads_of_several_threads_share_the_buffers() -> None:
+    with emulation().in_use():
+        rig = make_rig(loads=1)
+        payloads = rig.payloads()
+        for payload, whole in zip(payloads, rig.expected(SLOTS), strict=True):
+            payload.copy_(torch.from_numpy(whole))
+        for paged in rig.paged:
+            for memory in paged.memory:
+                memory[...] = 0
+        rig.streams.ended.clear()
+        threads = [
+            threading.Thread(
+                target=rig.path.scatter, args=(shard, torch.tensor(SLOTS), payloads[shard])
+            )
+            for shard in range(SHARDS)
+        ]
+        for thread in threads:
+            thread.start()
+        rig.streams.ended.set()
+        for thread in threads:
+            thread.join(30)
+            assert not thread.is_alive()
+        for payload, whole in zip(payloads, rig.expected(SLOTS), strict=True):
+            np.testing.assert_array_equal(payload.numpy(), whole)
+
+
+def test_after_a_failed_scatter_nothing_reads_the_staging_buffer(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("CUDA error: launch failure")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ops, "scatter_kv", fail)
+        for _ in range(3):
+            with pytest.raises(RuntimeError, match="launch failure"):
+                rig.path.scatter(0, torch.tensor(SLOTS), rig.payloads()[0])
+    # What had been enqueued was waited for, and the buffers are of use again.
+    assert [entry[0] for entry in rig.streams.log] == ["record"] * 3
+    rig.path.scatter(0, torch.tensor(SLOTS), rig.payloads()[0])
+
+
+def test_fewer_buffers_where_memory_is_short(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    empty, left = torch.empty, [2 + 1]
+
+    def short(*size: Any, **options: Any) -> torch.Tensor:
+        if options.get("dtype") is torch.uint8 and size != (0,):
+            if not left[0]:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            left[0] -= 1
+        return empty(*size, **options)
+
+    monkeypatch.setattr(torch, "empty", short)
+    with emulation().in_use():
+        rig = make_rig(ring=2, loads=4)
+        assert "memory for only 1 of 4 buffers" in caplog.text
+        assert rig.path.gather(torch.tensor(SLOTS), rig.payloads()) is not None
+        with pytest.raises(ConfigError, match="no memory for one buffer"):
+            make_rig()
+
+
+def test_after_the_end_nothing_is_begun(rig: Rig) -> None:
+    rig.path.gather(torch.tensor(SLOTS), rig.payloads())
+    rig.path.close()
+    assert rig.path.gather(torch.tensor(SLOTS), rig.payloads()) is None
+    with pytest.raises(RuntimeError, match="given up"):
+        rig.path.scatter(0, torch.tensor(SLOTS), rig.payloads()[0])
+
+
+def test_a_device_that_failed_can_be_closed(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(_: FakeEvent) -> None:
+        raise RuntimeError("CUDA error: unspecified launch failure")
+
+    copied = rig.path.gather(torch.tensor(SLOTS), rig.payloads())
+    assert copied is not None
+    monkeypatch.setattr(FakeEvent, "synchronize", fail)
+    with pytest.raises(RuntimeError, match="unspecified"):
+        copied.wait()
+    rig.path.close()
+    assert "are lost: CUDA error: unspecified launch failure" in caplog.text

@@ -1,0 +1,161 @@
+"""Stores and loads of a paged cache on a device that is made of loops."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from emulation import emulation
+from fake_streams import FakeEvent, FakeStreams
+from parts import (
+    BLOCK,
+    HEAD_SIZE,
+    HEADS,
+    LAYERS,
+    PATIENCE,
+    Rig,
+    make_chunks,
+    make_format,
+    posix,
+    until,
+)
+
+from kvshelf.errors import UnsupportedError
+from kvshelf.layout import PermutedLayout, permutation_bytes
+from kvshelf.transfer import DeviceKVCache, LayerRun
+
+
+@contextmanager
+def on_device(folder: Path, streams: FakeStreams, **options: Any) -> Iterator[Rig]:
+    with emulation().in_use():
+        rig = Rig(posix(folder), streams=streams, options={"load_threads": 1}, **options)
+        with closing(rig):
+            try:
+                yield rig
+            finally:
+                streams.ended.set()
+
+
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("shards", [1, 2])
+def test_host_and_device_share_a_shelf(tmp_path: Path, native: bool, shards: int) -> None:
+    fmt = make_format(native=native, shards=shards)
+    chunks = make_chunks(fmt, 4)
+    folders = {"host": tmp_path / "host", "device": tmp_path / "device"}
+    with closing(Rig(posix(folders["host"]), fmt, native)) as rig:
+        rig.put(chunks)
+        names = [(chunk, shard) for chunk in chunks for shard in range(shards)]
+        stored = [rig.path(*name).read_bytes() for name in names]
+    with on_device(folders["device"], FakeStreams(), fmt=fmt, native=native) as rig:
+        rig.put(chunks)
+        assert emulation().launches
+        assert [rig.path(*name).read_bytes() for name in names] == stored
+    with on_device(folders["host"], FakeStreams(), fmt=fmt, native=native) as rig:
+        load, items = rig.load(chunks, 20)
+        assert load.failed_at is None
+        assert all(rig.holds(item) for item in items)
+        assert rig.untouched(rig.items(chunks[:1], 40)[0])
+
+
+def test_nothing_is_published_before_it_has_arrived(tmp_path: Path) -> None:
+    streams = FakeStreams()
+    with on_device(tmp_path, streams) as rig:
+        (item,) = rig.items(make_chunks(rig.fmt, 1), 0)
+        rig.fill(item)
+        streams.ended.clear()
+        assert rig.transfer.store(item) == "queued"
+        assert rig.transfer.drain(0.1) == 1
+        assert not rig.path(item.chunk, 0).exists()
+        streams.ended.set()
+        assert rig.transfer.drain(PATIENCE) == 0
+        assert rig.path(item.chunk, 0).exists()
+
+
+def test_stores_are_dropped_while_the_device_has_no_buffer(tmp_path: Path) -> None:
+    streams = FakeStreams()
+    with on_device(tmp_path, streams, ring=2) as rig:
+        items = rig.items(make_chunks(rig.fmt, 4), 0)
+        streams.ended.clear()
+        answers = [rig.transfer.store(item) for item in items]
+        assert answers == ["queued", "queued", "full", "hole"]
+        assert rig.count("store_dropped_full") == 1
+        assert rig.staging.in_use == 2 * rig.fmt.shards
+        streams.ended.set()
+        assert rig.transfer.drain(PATIENCE) == 0
+        assert rig.staging.in_use == 0
+        assert rig.transfer.store(items[2]) == "queued"
+
+
+def test_what_a_failed_device_copied_is_not_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: FakeEvent) -> None:
+        raise RuntimeError("CUDA error: unspecified launch failure")
+
+    streams = FakeStreams()
+    with on_device(tmp_path, streams) as rig:
+        (item,) = rig.items(make_chunks(rig.fmt, 1), 0)
+        streams.ended.clear()
+        monkeypatch.setattr(FakeEvent, "synchronize", fail)
+        assert rig.transfer.store(item) == "queued"
+        assert rig.transfer.drain(PATIENCE) == 0
+        assert rig.count("store_errors") == 1
+        assert rig.staging.in_use == 0
+        assert not rig.path(item.chunk, 0).exists()
+
+
+def test_a_load_comes_after_what_the_engine_had_enqueued_when_it_began(tmp_path: Path) -> None:
+    streams = FakeStreams()
+    with on_device(tmp_path, streams) as rig:
+        chunks = make_chunks(rig.fmt, 1)
+        rig.put(chunks)
+        streams.log.clear()
+        load, _ = rig.load(chunks, 20)
+        assert load.failed_at is None
+        (kind, fence, stream), *rest = streams.log
+        assert (kind, stream) == ("record", streams.engine)
+        waits = [entry for entry in rest if entry[0] == "wait"]
+        assert len(waits) == rig.fmt.shards
+        assert all(what is fence for _, _, what in waits)
+
+
+def test_staging_is_not_given_back_while_a_device_copies_into_it(tmp_path: Path) -> None:
+    streams = FakeStreams()
+    with on_device(tmp_path, streams) as rig:
+        items = rig.items(make_chunks(rig.fmt, 3), 0)
+        streams.ended.clear()
+        for item in items:
+            assert rig.transfer.store(item) == "queued"
+        closing_ = threading.Thread(target=rig.transfer.close)
+        closing_.start()
+        closing_.join(0.2)
+        assert closing_.is_alive()
+        assert rig.staging.in_use == 3 * rig.fmt.shards
+        streams.ended.set()
+        closing_.join(PATIENCE)
+        assert not closing_.is_alive()
+        until(lambda: rig.staging.in_use == 0)
+
+
+def test_permuted_caches_on_a_device_are_refused() -> None:
+    fmt = make_format(native=False)
+    caches = [torch.zeros(4, HEADS, BLOCK, 2 * HEAD_SIZE, dtype=torch.int16) for _ in range(LAYERS)]
+    positions = torch.arange(2 * BLOCK * HEAD_SIZE).view(2, BLOCK, HEAD_SIZE).flip(1)
+    layout = PermutedLayout(
+        block_size=BLOCK,
+        block_stride=caches[0].stride(0) * 2,
+        head_stride=caches[0].stride(1) * 2,
+        kvs=2,
+        heads=HEADS,
+        head_size=HEAD_SIZE,
+        item_bytes=2,
+        num_blocks=4,
+        permutation=permutation_bytes(positions),
+    )
+    with pytest.raises(UnsupportedError, match="permuted inside their blocks"):
+        DeviceKVCache(fmt, [LayerRun(0, caches, layout)], streams=FakeStreams())

@@ -1,0 +1,542 @@
+"""The kernels for GPUs, run for every block and every thread on the host.
+
+The launch plan, the kernels' body and the binding are those of the CUDA build; only the device is
+made of loops. It counts what each byte of memory sees.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from emulation import Counts, Emulation, emulation
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from paged import FORMS, Buffers, Case, Paged, cases, make_paged
+
+from kvshelf import ops
+from kvshelf.errors import ConfigError
+from kvshelf.layout import PagedLayout
+
+WIDTHS = [16, 8, 4, 2, 1]
+
+
+@pytest.fixture(scope="module")
+def device() -> Emulation:
+    return emulation()
+
+
+def rows_touched(case: Case) -> list[np.ndarray]:
+    """For each cache's memory: how often the kept slots' rows cover each byte."""
+    paged = case.paged
+    before = [memory.copy() for memory in paged.memory]
+    for memory in paged.memory:
+        memory[...] = 0
+    ones = np.ones((case.chunks, case.shards, case.buffer_bytes), dtype=np.uint8)
+    touched = case.scattered(ones)
+    for memory, old in zip(paged.memory, before, strict=True):
+        memory[...] = old
+    return touched
+
+
+def kept_in_buffers(case: Case, buffers: Buffers) -> np.ndarray:
+    """For each byte of the buffers' memory: whether it belongs to a token that is not skipped."""
+    kept = np.array(case.slots).reshape(case.chunks, case.tokens) >= 0
+    paged = case.paged
+    shape = (
+        *(case.chunks, case.shards, len(paged.caches), paged.layout.kvs, case.tokens, case.heads),
+        paged.layout.row_bytes,
+    )
+    of_byte = np.broadcast_to(kept[:, None, None, None, :, None, None], shape)
+    places = torch.arange(buffers.memory.numel()).as_strided(
+        tuple(buffers.view.shape), buffers.view.stride(), buffers.view.storage_offset()
+    )
+    result = np.zeros(buffers.memory.numel(), dtype=np.uint8)
+    result[places.numpy().reshape(-1)] = of_byte.reshape(-1)
+    return result
+
+
+def check_exactly_once(
+    device: Emulation, case: Case, buffers: Buffers, steps: int, *, on_device: bool = False
+) -> int:
+    """Gather and scatter; each byte that is to be copied is loaded and stored exactly once."""
+    paged = case.paged
+    arguments = (paged.layout, case.first_head, case.heads)
+    bad_slot = torch.zeros(1, dtype=torch.int64) if on_device else None
+    mapping = case.mapping
+    touched = rows_touched(case)
+    kept = kept_in_buffers(case, buffers)
+
+    def watch() -> tuple[list[Counts], Counts]:
+        device.unwatch()
+        device.watch(mapping)
+        of_caches = [device.watch(memory) for memory in paged.memory]
+        return of_caches, device.watch(buffers.memory)
+
+    with device.in_use(steps=steps):
+        in_caches, in_buffers = watch()
+        ops.gather_kv(paged.caches, mapping, buffers.view, *arguments, bad_slot=bad_slot)
+        width = device.width
+        assert device.violations == 0
+        np.testing.assert_array_equal(buffers.view.numpy(), case.gathered())
+        np.testing.assert_array_equal(in_buffers.stores, buffers.used)
+        assert not in_buffers.loads.any()
+        for counts, rows in zip(in_caches, touched, strict=True):
+            np.testing.assert_array_equal(counts.loads, rows)
+            assert not counts.stores.any()
+
+        incoming = np.random.default_rng(2).integers(0, 256, buffers.view.shape, dtype=np.uint8)
+        after = case.scattered(incoming)
+        buffers.view.copy_(torch.from_numpy(incoming))
+        in_caches, in_buffers = watch()
+        ops.scatter_kv(paged.caches, mapping, buffers.view, *arguments, bad_slot=bad_slot)
+        assert device.violations == 0
+        for memory, want in zip(paged.memory, after, strict=True):
+            np.testing.assert_array_equal(memory, want)
+        for counts, rows in zip(in_caches, touched, strict=True):
+            np.testing.assert_array_equal(counts.stores, rows)
+            assert not counts.loads.any()
+        np.testing.assert_array_equal(in_buffers.loads, kept)
+        assert not in_buffers.stores.any()
+        if case.tokens:
+            assert device.width == width
+    return width
+
+
+# --- every byte exactly once -------------------------------------------------------
+
+
+@given(
+    case=cases(),
+    lead=st.integers(0, 33),
+    gap=st.sampled_from([0, 0, 1, 2, 4, 8, 16, 5]),
+    shards_outside=st.booleans(),
+    steps=st.sampled_from([0, 4, 8, 16]),
+    on_device=st.booleans(),
+)
+@settings(max_examples=400)
+def test_every_byte_is_copied_exactly_once(
+    case: Case, lead: int, gap: int, shards_outside: bool, steps: int, on_device: bool
+) -> None:
+    buffers = Buffers.of(case, lead, gap, shards_outside=shards_outside)
+    check_exactly_once(emulation(), case, buffers, steps, on_device=on_device)
+
+
+def aligned(paged: Paged) -> bool:
+    return all(memory.ctypes.data % 16 == 0 for memory in paged.memory)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("spoiled_by", ["row", "cache", "buffer", "stride"])
+def test_every_width_in_every_form(
+    device: Emulation, form: str, width: int, spoiled_by: str
+) -> None:
+    # Rows of 32 bytes in aligned memory allow the widest vectors; one thing is then misaligned.
+    item, size, lead, gaps, buffer_lead, buffer_gap = 1, 32, 0, (0, 0, 0, 0, 0), 16, 0
+    if spoiled_by == "row":
+        size = 32 if width == 16 else 16 + width
+    elif spoiled_by == "cache":
+        lead = width
+    elif spoiled_by == "buffer":
+        buffer_lead = width
+    else:
+        gaps = (width, *gaps[1:]) if form == "native" else (0, 0, 0, 0, width)
+        buffer_gap = width
+    paged = make_paged(
+        form,
+        torch.uint8 if item == 1 else torch.int16,
+        layers=2,
+        blocks=4,
+        block_size=4,
+        heads=3,
+        head_size=size,
+        gaps=gaps,
+        lead=lead,
+    )
+    assert aligned(paged)
+    slots = [3, -1, 1, 0] if form == "native" else [14, 3, -1, 0, 1, 2, 9, 15]
+    heads = paged.layout.heads
+    case = Case(paged, slots, 2, heads, 0, 1)
+    buffers = Buffers.of(case, buffer_lead, buffer_gap)
+    assert buffers.memory.data_ptr() % 16 == 0
+    expected = width
+    row = paged.layout.row_bytes
+    if spoiled_by == "row":
+        expected = min(16, row & -row)
+    elif spoiled_by == "stride" and form == "native":
+        # A gap of blocks × heads × tokens × content elements.
+        expected = min(width, 16)
+    assert check_exactly_once(device, case, buffers, 0) == expected
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides", "first_head", "width"),
+    [
+        # [2, blocks, block_size, heads, row]; what is used once has no say in the width.
+        ((2, 1, 1, 1, 32), (36, 1, 1, 1, 1), 0, 4),
+        ((2, 1, 1, 1, 32), (48, 1, 1, 1, 1), 0, 16),
+        ((2, 1, 1, 2, 32), (128, 1, 1, 34, 1), 1, 2),
+        ((2, 1, 1, 2, 32), (128, 1, 1, 34, 1), 0, 16),
+        ((2, 1, 3, 1, 32), (192, 1, 40, 1, 1), 0, 8),
+        ((2, 3, 1, 1, 32), (192, 36, 1, 1, 1), 0, 4),
+    ],
+)
+def test_strides_that_decide_the_width(
+    device: Emulation,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    first_head: int,
+    width: int,
+) -> None:
+    memory = np.random.default_rng(4).integers(1, 256, 512, dtype=np.uint8)
+    cache = torch.from_numpy(memory).as_strided(shape, strides)
+    layout = PagedLayout.from_2bnhd(cache)
+    view = np.lib.stride_tricks.as_strided(memory, (*shape, 1), (*strides, 1))
+    paged = Paged("2bnhd", [memory], [view], [cache], layout, shape[2], shape[4])
+    case = Case(paged, [layout.num_slots - 1, 0][: layout.num_slots], 1, 1, first_head, 1)
+    assert check_exactly_once(device, case, Buffers.of(case), 0) == width
+
+
+@pytest.mark.parametrize("form", ["bhnc-nhd", "bhnc-hnd", "mla"])
+@pytest.mark.parametrize("steps", [0, 4, 16])
+@pytest.mark.parametrize("on_device", [False, True])
+def test_more_tokens_and_lanes_than_one_block_has(
+    device: Emulation, form: str, steps: int, on_device: bool
+) -> None:
+    paged = make_paged(
+        form, torch.bfloat16, layers=3, blocks=9, block_size=16, heads=8, head_size=72
+    )
+    order = np.random.default_rng(3).permutation(paged.layout.num_slots)[:130].tolist()
+    case = Case(paged, order, 2, 1, 0, paged.layout.heads)
+    buffers = Buffers.of(case)
+    assert check_exactly_once(device, case, buffers, steps, on_device=on_device) == 16
+
+
+@pytest.mark.parametrize("row", [257, 514, 767, 1283])
+def test_lanes_that_do_not_fill_their_blocks(device: Emulation, row: int) -> None:
+    paged = make_paged("mla", torch.uint8, layers=2, blocks=3, head_size=1)
+    paged.memory = [np.tile(memory, row)[: 12 * row].copy() for memory in paged.memory]
+    paged.views = [memory.reshape(3, 4, row, 1) for memory in paged.memory]
+    paged.caches = [torch.from_numpy(view[..., 0]) for view in paged.views]
+    paged.layout = PagedLayout.from_mla(paged.caches[0])
+    case = Case(paged, [7, -1, 0, 11, 5, 3], 2, 1, 0, 1)
+    check_exactly_once(device, case, Buffers.of(case, lead=1), 0)
+
+
+def test_deep_models_take_several_launches(device: Emulation) -> None:
+    paged = make_paged("mla", torch.uint8, layers=300, blocks=2, head_size=2)
+    case = Case(paged, [5, 0, 7], 1, 1, 0, 1)
+    check_exactly_once(device, case, Buffers.of(case), 0)
+    out = torch.empty(case.buffer_bytes, dtype=torch.uint8)
+    with device.in_use():
+        ops.gather_kv(paged.caches, torch.tensor(case.slots), out, paged.layout)
+        assert device.launches == 3
+
+
+def test_more_chunks_than_a_grid_has_room_for(device: Emulation) -> None:
+    cache = torch.arange(251, dtype=torch.uint8).view(251, 1, 1)
+    layout = PagedLayout.from_mla(cache)
+    slots = torch.arange(70_000).remainder(251).view(70_000, 1)
+    flag = torch.zeros(1, dtype=torch.int64)
+    out = torch.full((70_000, 1), 255, dtype=torch.uint8)
+    with device.in_use():
+        ops.gather_kv([cache], slots, out, layout, bad_slot=flag)
+        assert device.launches == 2
+    assert torch.equal(out.long(), slots)
+
+
+@pytest.mark.parametrize(
+    ("chunks", "tokens", "launches"),
+    [(1, 512, 1), (2, 256, 1), (3, 256, 2), (12, 100, 3), (2, 513, 4), (3, 1100, 9), (600, 1, 2)],
+)
+def test_mappings_on_the_host_travel_in_the_arguments(
+    device: Emulation, chunks: int, tokens: int, launches: int
+) -> None:
+    paged = make_paged("mla", torch.uint8, layers=2, blocks=chunks * tokens, block_size=1)
+    order = np.random.default_rng(5).permutation(chunks * tokens).tolist()
+    order[tokens // 2] = -1
+    case = Case(paged, order, chunks, 1, 0, 1)
+    check_exactly_once(device, case, Buffers.of(case, gap=3), 0)
+    mapping, buffers = case.mapping, Buffers.of(case)
+    with device.in_use():
+        ops.gather_kv(paged.caches, mapping, buffers.view, paged.layout)
+        assert device.launches == launches
+
+
+def test_one_launch_for_all_layers_chunks_and_shards(device: Emulation) -> None:
+    paged = make_paged("bhnc-nhd", torch.bfloat16, layers=32, blocks=8, heads=8, head_size=16)
+    case = Case(paged, list(range(32)), 8, 8, 0, 1)
+    buffers = Buffers.of(case)
+    with device.in_use():
+        for flag in (None, torch.zeros(1, dtype=torch.int64)):
+            device.unwatch()
+            ops.gather_kv(
+                paged.caches, case.mapping, buffers.view, paged.layout, 0, 1, bad_slot=flag
+            )
+            assert device.launches == 1
+    np.testing.assert_array_equal(buffers.view.numpy(), case.gathered())
+
+
+# --- the arithmetic of the launch --------------------------------------------------
+
+
+@given(n=st.integers(0, 2**31 - 1), divisor=st.integers(1, 2**31 - 1))
+@settings(max_examples=1000)
+def test_division_by_multiplication(n: int, divisor: int) -> None:
+    device = emulation()
+    for value in (n, min(n // divisor * divisor, 2**31 - 1), 2**31 - 1, divisor - 1):
+        assert device.divide(value, divisor) == value // divisor
+
+
+@pytest.mark.parametrize("divisor", [1, 2, 3, 5, 7, 16, 96, 641, 2**16 + 1, 2**30, 2**31 - 1])
+def test_division_at_the_edges(device: Emulation, divisor: int) -> None:
+    for multiple in range(0, 2**31, max(divisor, 2**31 // 200)):
+        near = multiple // divisor * divisor
+        for value in (near - 1, near, near + 1):
+            if 0 <= value < 2**31:
+                assert device.divide(value, divisor) == value // divisor
+
+
+@pytest.mark.parametrize(
+    "counts",
+    [
+        {"num_blocks": 2**31, "block_size": 1},
+        {"tokens": 2**31},
+        {"row_bytes": 2**36},
+    ],
+    ids=str,
+)
+def test_what_31_bits_cannot_count_is_left_to_torch(
+    device: Emulation, counts: dict[str, int]
+) -> None:
+    index = {
+        "num_blocks": 4,
+        "block_size": 4,
+        "block_stride": 64,
+        "token_stride": 16,
+        "kv_stride": 0,
+        "head_stride": 0,
+        "first_head": 0,
+        "layers": 1,
+        "chunks": 1,
+        "tokens": 1,
+        "shards": 1,
+        "heads": 1,
+        "kvs": 1,
+        "row_bytes": 16,
+        "chunk_stride": 0,
+        "shard_stride": 0,
+    } | counts
+    functions = device.library.device
+    assert functions is not None
+    fields = torch.tensor(list(index.values()), dtype=torch.int64)
+    caches = torch.zeros(1, dtype=torch.int64)
+    anchor = torch.empty(0, dtype=torch.uint8)
+    # No address is good: nothing may be touched.
+    slots = torch.zeros(1, dtype=torch.int64)
+    for operate in (functions.gather, functions.scatter):
+        arguments = (anchor, fields.data_ptr(), caches.data_ptr(), slots.data_ptr(), True, 0, 0, 0)
+        assert operate(*arguments) == -1
+
+    paged = make_paged("mla", torch.float32)
+    case = Case(paged, [3, 1], 1, 1, 0, 1)
+    out = torch.empty(case.buffer_bytes, dtype=torch.uint8)
+    refuses = mock.Mock(return_value=-1)
+    library = ops.replace(device.library, device=ops.replace(functions, gather=refuses))
+    with device.in_use(), mock.patch.object(ops, "_load_kernels", return_value=library):
+        ops.gather_kv(paged.caches, torch.tensor(case.slots), out, paged.layout)
+    refuses.assert_called_once()
+    np.testing.assert_array_equal(out.numpy(), case.gathered().reshape(-1))
+
+
+# --- buffers in host memory --------------------------------------------------------
+
+
+def block_outermost(blocks: int = 6, layers: int = 5) -> tuple[torch.Tensor, PagedLayout]:
+    """A cache in which all layers of a block lie together, as one row of bytes for each block."""
+    backing = torch.randint(0, 256, (blocks, layers, 4, 2, 16), dtype=torch.uint8)
+    whole = backing.view(blocks, 1, 1, -1)
+    return whole, PagedLayout.native_blocks(whole)
+
+
+def test_blocks_that_hold_all_layers_are_copied_without_a_kernel(device: Emulation) -> None:
+    whole, layout = block_outermost()
+    mapping = torch.tensor([[5, 0, 2], [1, -1, 3]])
+    out = torch.full((2, layout.chunk_bytes(3)), 0xAB, dtype=torch.uint8)
+    with device.in_use(buffers_on_host=True):
+        ops.gather_kv([whole], mapping, out, layout)
+        assert (device.launches, device.copies) == (0, 5)
+        expected = whole.view(6, -1)[mapping.clamp(min=0)]
+        expected[1, 1] = 0
+        assert torch.equal(out.view(2, 3, -1), expected)
+
+        target = torch.zeros_like(whole)
+        ops.scatter_kv([target], mapping, out, layout)
+        assert (device.launches, device.copies) == (0, 10)
+    kept = mapping[mapping >= 0]
+    assert torch.equal(target[kept], whole[kept])
+    assert not target[4].any()
+
+
+def test_blocks_beside_each_other_are_one_copy(device: Emulation) -> None:
+    whole, layout = block_outermost()
+    out = torch.empty(layout.chunk_bytes(4), dtype=torch.uint8)
+    with device.in_use(buffers_on_host=True):
+        ops.gather_kv([whole], torch.tensor([2, 3, 4, 0]), out, layout)
+        assert device.copies == 2
+    assert torch.equal(out.view(4, -1), whole.view(6, -1)[[2, 3, 4, 0]])
+
+
+@given(case=cases(), lead=st.integers(0, 9), gap=st.integers(0, 9))
+def test_copies_between_device_and_host_are_plain_indexing(case: Case, lead: int, gap: int) -> None:
+    device, paged = emulation(), case.paged
+    layout = paged.layout
+    whole = (case.heads == 1 or layout.head_stride == layout.row_bytes) and (
+        layout.block_size == 1 or layout.token_stride == case.heads * layout.row_bytes
+    )
+    buffers = Buffers.of(case, lead, gap)
+    call = (paged.caches, case.mapping, buffers.view, layout, case.first_head, case.heads)
+    with device.in_use(buffers_on_host=True):
+        if not whole:
+            with pytest.raises(ValueError, match="not contiguous in the cache"):
+                ops.gather_kv(*call)
+            return
+        of_caches = [device.watch(memory) for memory in paged.memory]
+        of_buffers = device.watch(buffers.memory)
+        ops.gather_kv(*call)
+        assert device.violations == 0
+        np.testing.assert_array_equal(buffers.view.numpy(), case.gathered())
+        np.testing.assert_array_equal(of_buffers.stores, kept_in_buffers(case, buffers))
+        for counts, rows in zip(of_caches, rows_touched(case), strict=True):
+            np.testing.assert_array_equal(counts.loads, rows)
+        assert (buffers.memory.numpy()[~buffers.used] == 0xAB).all()
+
+        incoming = np.random.default_rng(2).integers(0, 256, buffers.view.shape, dtype=np.uint8)
+        after = case.scattered(incoming)
+        buffers.view.copy_(torch.from_numpy(incoming))
+        ops.scatter_kv(*call)
+        for memory, want in zip(paged.memory, after, strict=True):
+            np.testing.assert_array_equal(memory, want)
+
+
+def test_refused_host_buffers(device: Emulation) -> None:
+    whole, layout = block_outermost()
+    out = torch.full((layout.chunk_bytes(2),), 7, dtype=torch.uint8)
+    flag = torch.zeros(1, dtype=torch.int64)
+    with device.in_use(buffers_on_host=True):
+        with pytest.raises(ValueError, match="bad_slot absent"):
+            ops.gather_kv([whole], torch.tensor([0, 1]), out, layout, bad_slot=flag)
+        with pytest.raises(ValueError, match=r"slot_mapping\[1\] is 6"):
+            ops.gather_kv([whole], torch.tensor([0, 6]), out, layout)
+        with (
+            mock.patch.object(torch.Tensor, "is_pinned", return_value=False),
+            pytest.raises(ValueError, match="pin_memory=True"),
+        ):
+            ops.gather_kv([whole], torch.tensor([0, 1]), out, layout)
+        assert device.copies == 0
+    assert (out == 7).all()
+
+
+def test_plain_torch_takes_host_buffers_as_well(device: Emulation) -> None:
+    whole, layout = block_outermost()
+    mapping = torch.tensor([[5, 0, 2], [1, -1, 3]])
+    out = torch.full((2, layout.chunk_bytes(3)), 0xAB, dtype=torch.uint8)
+    target = torch.zeros_like(whole)
+    with (
+        device.in_use(buffers_on_host=True),
+        mock.patch.object(ops, "_load_kernels", return_value=None),
+    ):
+        ops.gather_kv([whole], mapping, out, layout)
+        ops.scatter_kv([target], mapping, out, layout)
+    assert torch.equal(out[0].view(3, -1), whole.view(6, -1)[[5, 0, 2]])
+    assert not out.view(2, 3, -1)[1, 1].any()
+    assert torch.equal(target[[5, 0, 2, 1, 3]], whole[[5, 0, 2, 1, 3]])
+
+
+# --- which implementation ----------------------------------------------------------
+
+
+@pytest.fixture
+def fresh_choice(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    monkeypatch.delenv("KVSHELF_OPS", raising=False)
+    for remembered in (ops._library, ops._load_kernels):
+        remembered.cache_clear()
+    ops._kernel_problems.clear()
+    yield monkeypatch
+    monkeypatch.undo()
+    for remembered in (ops._library, ops._load_kernels):
+        remembered.cache_clear()
+    ops._kernel_problems.clear()
+
+
+def test_kernels_are_used_where_they_are(
+    device: Emulation, fresh_choice: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    fresh_choice.setattr(ops, "_library", lambda: device.library)
+    with caplog.at_level(logging.INFO, logger="kvshelf.ops"):
+        for _ in range(3):
+            assert ops.implementation("cuda:0") == "cuda"
+            assert ops.kernel_problem("cuda:0") is None
+    assert ops.kernel_build() == ops.KernelBuild("0.0", "emulation")
+    (line,) = caplog.messages
+    assert "on cuda:0: cuda" in line and "emulation" in line
+
+
+def test_why_kernels_are_not_used_is_said_once(
+    device: Emulation, fresh_choice: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    fresh_choice.setattr(ops, "_library", lambda: device.library)
+    with caplog.at_level(logging.INFO, logger="kvshelf.ops"):
+        for _ in range(3):
+            assert ops.implementation("cuda:1") == "torch"
+    assert ops.kernel_problem("cuda:1") == "there is no such device"
+    (line,) = caplog.messages
+    assert "on cuda:1: torch, there is no such device" in line
+
+
+def test_a_library_without_kernels(device: Emulation, fresh_choice: pytest.MonkeyPatch) -> None:
+    library = ops.replace(device.library, device=None)
+    fresh_choice.setattr(ops, "_library", lambda: library)
+    assert ops.implementation("cuda:0") == "torch"
+    assert ops.kernel_build() is None
+    assert "without a CUDA compiler" in str(ops.kernel_problem("cuda:0"))
+
+
+def test_asking_for_kernels_that_are_not_there_is_an_error(
+    device: Emulation, fresh_choice: pytest.MonkeyPatch
+) -> None:
+    fresh_choice.setenv("KVSHELF_OPS", "cuda")
+    fresh_choice.setattr(ops, "_library", lambda: device.library)
+    assert ops.implementation("cuda:0") == "cuda"
+    with pytest.raises(ConfigError, match=r"cannot be used on cuda:1: there is no such device"):
+        ops.implementation("cuda:1")
+    assert ops.implementation("cpu") == "cpp"
+
+
+def test_an_error_of_the_device_is_reported_in_its_words(device: Emulation) -> None:
+    paged = make_paged("mla", torch.float32)
+    functions = device.library.device
+    assert functions is not None
+    failing = mock.Mock(side_effect=RuntimeError("CUDA error: an illegal memory access"))
+    library = ops.replace(device.library, device=ops.replace(functions, gather=failing))
+    out = torch.empty(2 * paged.layout.chunk_bytes(1), dtype=torch.uint8)
+    with (
+        device.in_use(),
+        mock.patch.object(ops, "_load_kernels", return_value=library),
+        pytest.raises(RuntimeError, match="illegal memory access"),
+    ):
+        ops.gather_kv(paged.caches, torch.tensor([1]), out, paged.layout)
+
+
+def test_prepare_checks_caches_before_the_first_call(device: Emulation) -> None:
+    paged = make_paged("mla", torch.float32)
+    with device.in_use():
+        ops.prepare(paged.caches, paged.layout)
+        with pytest.raises(ValueError, match="the layout reaches"):
+            ops.prepare([cache[:1] for cache in paged.caches], paged.layout)
+    ops.prepare(paged.caches, paged.layout)
