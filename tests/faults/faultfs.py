@@ -13,7 +13,7 @@ Contracts
 * An operation that is blocked occupies one thread of the filesystem, all others go on. A
   filesystem that was stopped (:meth:`FaultMount.freeze`) answers nothing at all.
 * :meth:`FaultMount.kill` ends every call on the mount, however stuck, and :meth:`FaultMount.close`
-  leaves neither process nor mount.
+  leaves neither process nor mount. Nor does the end of the tests' process, even by a signal.
 
 Needs ``/dev/fuse``, ``fusermount3`` and mfusepy; :func:`why_not` says which of them is missing.
 """
@@ -162,6 +162,22 @@ class _Rules:
                     stream.flush()
 
 
+def _leave_with_parent(mountpoint: str | Path) -> None:
+    """Unmount when the process of the tests is gone, however it ended. A thread of its own."""
+    sys.stdin.read()
+    _unmount(mountpoint)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _unmount(mountpoint: str | Path) -> None:
+    subprocess.run(
+        ["fusermount3", "-u", "-z", "-q", mountpoint],
+        check=False,
+        stdin=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+
+
 def _serve_filesystem(source: str, mountpoint: str, socket_path: str, options: str) -> None:
     import mfusepy
 
@@ -170,6 +186,7 @@ def _serve_filesystem(source: str, mountpoint: str, socket_path: str, options: s
     listener.bind(socket_path)
     listener.listen()
     threading.Thread(target=rules.serve, args=(listener,), daemon=True).start()
+    threading.Thread(target=_leave_with_parent, args=(mountpoint,), daemon=True).start()
 
     class PassThrough(mfusepy.Operations):  # type: ignore[misc]
         use_ns = True
@@ -397,7 +414,7 @@ class FaultMount:
                     self._socket_path,
                     json.dumps(self._options),
                 ],
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
@@ -448,6 +465,8 @@ class FaultMount:
         if self._process is not None:
             self._process.kill()
             self._process.wait()
+            assert self._process.stdin is not None
+            self._process.stdin.close()
         if self._stream is not None:
             with contextlib.suppress(OSError):
                 self._stream.close()
@@ -455,12 +474,7 @@ class FaultMount:
 
     def unmount(self) -> None:
         """Take the (dead) mount away; the folder beneath shows."""
-        subprocess.run(
-            ["fusermount3", "-u", "-z", "-q", self.path],
-            check=False,
-            stdin=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
+        _unmount(self.path)
 
     def revive(self) -> None:
         """After :meth:`kill`, or a rule that killed: mount it again."""
