@@ -404,6 +404,11 @@ class GuardedBackend(WrappedBackend):
         with _Guarded(self, _WRITE, folder, self.deadlines.write):
             self.inner.trim(folder, max_count, max_bytes)
 
+    def sweep(self, folder: str, older_than: float, is_ours: Callable[[str], bool]) -> int:
+        """Remove old temporaries."""
+        with _Guarded(self, _WRITE, folder, self.deadlines.write):
+            return self.inner.sweep(folder, older_than, is_ours)
+
     def touch(self, name: str) -> None:
         """Note a use of an object, unless the storage is given a rest: best effort."""
         if not self.reads.stopped and not self.writes.stopped:

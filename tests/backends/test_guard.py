@@ -253,6 +253,7 @@ CALLS = {
     "delete": lambda rig: rig.guard.delete("o1"),
     "set_aside": lambda rig: rig.guard.set_aside("o1", "o2"),
     "touch": lambda rig: rig.guard.touch("o1"),
+    "sweep": lambda rig: rig.guard.sweep("folder", 3600.0, lambda name: False),
 }
 
 
