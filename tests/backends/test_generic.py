@@ -290,10 +290,12 @@ def test_unusable_urls(url: str, text: str) -> None:
         open_backend(url)
 
 
-def test_missing_package_names_the_extra(monkeypatch: Any) -> None:
+@pytest.mark.parametrize("client", ["auto", "s3fs"])
+def test_missing_package_names_the_extra(monkeypatch: Any, client: str) -> None:
+    monkeypatch.setitem(sys.modules, "obstore", None)
     monkeypatch.setitem(sys.modules, "s3fs", None)
     with pytest.raises(ConfigError, match=r"kvshelf\[s3\]"):
-        open_backend("s3://user:secret@bucket/x")
+        open_backend("s3://bucket/x", storage_options={"client": client})
 
 
 def test_read_only_url() -> None:
