@@ -94,7 +94,7 @@ def by_block_size(
     }
     yield {size: engine.wait_ready() for size, engine in found.items()}
     for engine in found.values():
-        engine.stop()
+        engine.stop(at_once=True)
 
 
 @pytest.mark.parametrize(("writer", "reader"), [(64, 128), (128, 64)])
@@ -155,7 +155,7 @@ def by_chunk_size(
         found[size] = start(engines, places, name, shelf, chunk_size=size, core=core), shelf
     yield {size: (engine.wait_ready(), shelf) for size, (engine, shelf) in found.items()}
     for engine, _ in found.values():
-        engine.stop()
+        engine.stop(at_once=True)
 
 
 @pytest.mark.parametrize(("chunk_size", "hit"), [(96, 1408), (200, 1152)])
