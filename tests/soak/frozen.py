@@ -14,6 +14,7 @@ import os
 import random
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,9 @@ from faultfs import mounted
 from harness import INERT_CONNECTOR, Answer, Engine
 from make_model import RECIPES, make_model
 
-from kvshelf.bench.measure import estimate, percentile
+from kvshelf.bench.measure import estimate, median, percentile
 
+SIDES = ("worker", "scheduler", "idle scheduler")
 DECODED = 200
 PROMPT = 600
 
@@ -36,7 +38,7 @@ def token_seconds(answer: Answer) -> float:
 
 
 def steps_of(out: str) -> dict[str, list[list[float]]]:
-    found: dict[str, list[list[float]]] = {"worker": [], "scheduler": []}
+    found: dict[str, list[list[float]]] = {side: [] for side in SIDES}
     for path in Path(out).parent.glob(Path(out).name + ".*"):
         for line in path.read_text().splitlines():
             side, spent, gathered = json.loads(line)
@@ -88,20 +90,17 @@ def report(ours: Engine, floor: Engine, mount: Any, out: str, options: Any) -> N
         engine.wait_ready()
         for _ in range(2):
             ask(engine)
+    well = compare(ours, floor, ask, options.pairs)
+    say("well", well, options.pairs)
     mount.freeze()
     try:
         before = {side: len(steps) for side, steps in steps_of(out).items()}
-        times: tuple[list[float], list[float]] = ([], [])
-        for pair in range(options.pairs):
-            for side in (0, 1) if pair % 2 else (1, 0):
-                times[side].append(token_seconds(ask((ours, floor)[side])))
-        found = estimate([a / b for a, b in zip(*times, strict=True)])
-        print(
-            f"time of a decoded token, storage frozen, against an inert connector:"
-            f" {found.value:.3f} ({found.low:.3f} to {found.high:.3f}), {options.pairs} pairs"
-        )
+        frozen = compare(ours, floor, ask, options.pairs)
+        say("frozen", frozen, options.pairs)
+        # The engines are on different cores: only what changes is the storage's doing.
+        print(f"slow-down: {median(frozen) / median(well):.3f}")
         for side, steps in steps_of(out).items():
-            spent = [step[0] for step in steps[before[side] :]]
+            spent = [step[0] for step in steps[before[side] :]] or [0.0]
             gathered = [step[1] for step in steps[before[side] :] if step[1]]
             print(
                 f"{side}: {len(spent)} steps, kvshelf took p50 {percentile(spent, 0.5):.3f} ms,"
@@ -111,6 +110,25 @@ def report(ours: Engine, floor: Engine, mount: Any, out: str, options: Any) -> N
             )
     finally:
         mount.thaw()
+
+
+def compare(
+    ours: Engine, floor: Engine, ask: Callable[[Engine], Answer], pairs: int
+) -> list[float]:
+    """Ratios of the times of a decoded token."""
+    times: tuple[list[float], list[float]] = ([], [])
+    for pair in range(pairs):
+        for side in (0, 1) if pair % 2 else (1, 0):
+            times[side].append(token_seconds(ask((ours, floor)[side])))
+    return [a / b for a, b in zip(*times, strict=True)]
+
+
+def say(state: str, ratios: list[float], pairs: int) -> None:
+    found = estimate(ratios)
+    print(
+        f"time of a decoded token, storage {state}, against an inert connector:"
+        f" {found.value:.3f} ({found.low:.3f} to {found.high:.3f}), {pairs} pairs"
+    )
 
 
 if __name__ == "__main__":
