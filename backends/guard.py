@@ -665,10 +665,17 @@ class _GuardedReader(Reader):
                 f"reading took longer than {self._seconds:.3g} s",
                 f"{self._guard.url}/{self._name}",
             )
-        with _Guarded(self._guard, _READ, self._name, self._seconds, self._begin):
+        guard = self._guard
+        # By hand, since an object is read in many pieces.
+        call = guard._enter(_READ, self._name, self._seconds, self._begin)
+        try:
             count = self._inner.read_into(buffer, offset)
+        except BaseException as error:
+            guard._leave(call, error)
+            raise
+        guard._leave(call)
         # Not already when it could be opened, which says little of its bytes.
-        self._guard._well[_READ] = self._name
+        guard._well[_READ] = self._name
         return count
 
     def close(self) -> None:
