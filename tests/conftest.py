@@ -31,6 +31,9 @@ def clean_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
             if name.upper().startswith("KVSHELF_") and name != "KVSHELF_OPS":
                 patch.delenv(name)
         patch.setenv("KVSHELF_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+        for name in ("NO_PROXY", "no_proxy"):
+            # The servers of the tests are on this machine, whatever the way to others is.
+            patch.setenv(name, "127.0.0.1,localhost")
         yield
 
 
