@@ -642,7 +642,14 @@ def test_a_request_admitted_before_the_namespace_is_known_is_stored(
     start: Callable[..., MiniVllm], backend: FaultyBackend
 ) -> None:
     engine = start({"identity_wait_s": 0.0}, budget=8)
-    run(engine, prompt(41))
+    engine.add(Request("r", prompt(41)))
+    state = engine.scheduler._as_scheduler()._requests["r"]
+    while state.lookup is None:
+        engine.step()
+    # What is computed meanwhile is stored when the look-up is there; but not after the end.
+    until(lambda: state.lookup is not None and state.lookup.done)
+    engine.run()
+    drain(engine)
     assert len(objects(backend)) == 10
 
 
