@@ -54,6 +54,11 @@ class ShardPlan:
         return self.shards if chunk_index % self.replicas == self.replica else ()
 
 
+def head_groups(kv_heads: int, tensor_parallel: int) -> int:
+    """Return how many tensor-parallel ranks hold KV heads of their own."""
+    return min(kv_heads, tensor_parallel)
+
+
 @dataclass(frozen=True, slots=True)
 class Topology:
     """How an engine's workers divide heads and layers.
@@ -110,7 +115,7 @@ class Topology:
                 f"{heads} KV heads cannot be spread over tensor_parallel_size={ranks}"
             )
         # Ranks that hold the same heads count as one.
-        distinct = min(ranks, heads)
+        distinct = head_groups(heads, ranks)
         if split % distinct:
             both = lcm(split, distinct)
             fitting = both if heads % both == 0 else distinct
@@ -142,13 +147,9 @@ class Topology:
         first = stage * split
         if self.whole_ranks:
             return ShardPlan((first + rank,))
-        distinct = min(self.tensor_parallel, self.kv_heads)
+        distinct = head_groups(self.kv_heads, self.tensor_parallel)
         replicas = self.tensor_parallel // distinct
         group, replica = divmod(rank, replicas)
         each = split // distinct
         begin = first + group * each
         return ShardPlan(tuple(range(begin, begin + each)), replicas, replica)
-
-    def total_heads(self, held: int) -> int:
-        """Return a layer's KV heads over all ranks, of which each rank holds `held`."""
-        return held * min(self.tensor_parallel, self.kv_heads)

@@ -48,7 +48,7 @@ from kvshelf.layout import native_slots_of
 from kvshelf.metrics import Counters
 from kvshelf.shelf import Shelf
 from kvshelf.staging import StagingPool
-from kvshelf.topology import ShardPlan, Topology
+from kvshelf.topology import ShardPlan, Topology, head_groups
 from kvshelf.transfer import ChunkSlots, Failure, LayerRun, Load, PagedKVCache, Transfer
 from kvshelf.vllm import weight_changes
 from kvshelf.vllm.layout_probe import LayerCache, StoredLayout, choose_layout, probe_layers
@@ -337,9 +337,9 @@ class WorkerSide:
     def _head_groups(self, layers: list[LayerCache]) -> int:
         """Return how many tensor-parallel ranks hold KV heads of their own."""
         attention = ["mla" if layer.kvs == 1 else "full" for layer in layers]
-        return min(
-            int(self._vllm_config.parallel_config.tensor_parallel_size),
+        return head_groups(
             total_kv_heads(self._vllm_config, attention),
+            int(self._vllm_config.parallel_config.tensor_parallel_size),
         )
 
     def _describe(self, layers: list[LayerCache], stored: StoredLayout) -> WorkerPart:
