@@ -6,9 +6,10 @@ given that only s3fs knows, :func:`open_s3` opens the bucket through s3fs instea
 
 Contracts
 ---------
-* One request for each probe (HEAD), load (GET of the whole object, read as it arrives) and
-  publication (PUT, with ``If-None-Match: *`` where nothing may be replaced). A body that
-  nobody reads to its end is dropped, not fetched.
+* One request for each probe (HEAD) and load (GET of the whole object, read as it arrives). A
+  publication is a PUT, with ``If-None-Match: *`` where nothing may be replaced, behind a HEAD,
+  since a store that ignores the condition would overwrite. A body that nobody reads to its end
+  is dropped, not fetched.
 * Stores that ignore ``If-None-Match`` may tell two writers CREATED. Equal names hold equal
   bytes, so the later one does no harm.
 * obstore repeats what may pass (time-outs, 5xx, 429), with jitter, within a few seconds;
@@ -337,9 +338,8 @@ class S3Backend(Backend):
         text = str(exc).partition("\n\nDebug source")[0].strip() or type(exc).__name__
         for secret in self._secrets:
             text = text.replace(secret, "***")
-        code = _CODE.search(text)
         status = _STATUS.search(text)
-        words = {found[1] for found in (code, status) if found is not None}
+        words = _statuses(text)
         kind = type(exc).__name__
         short = _shorten(text)
 
