@@ -526,7 +526,7 @@ def test_loads_that_hang_are_given_up_and_later_ones_fail_at_once(
         assert rig.count("load_paused") == 1
         assert rig.count("late_calls") >= rig.count("kept_threads") >= 2
         assert rig.transfer.store(rig.items(make_chunks(rig.fmt, 1, 7), 0)[0]) == "paused"
-        gate.set()
+        rig.let_go(gate)
         until(lambda: rig.shelf.available)
         until(lambda: rig.staging.in_use == 0)
         assert all(rig.untouched(item) for item in items)
@@ -550,7 +550,7 @@ def test_the_buffer_of_a_read_that_hangs_is_not_used_until_it_returns(
         for _ in range(3):
             assert rig.load(others, 40)[0].failed_at is None
             assert rig.staging.in_use == 1
-        gate.set()
+        rig.let_go(gate)
         until(lambda: rig.staging.in_use == 0)
         assert rig.load(chunks, 20)[0].failed_at is None
 
@@ -619,7 +619,7 @@ def test_stores_that_hang_are_given_up_and_loads_go_on(
         assert rig.staging.in_use == 2 * rig.fmt.shards
         assert rig.transfer.store(rig.items(prompts, 0)[0]) == "paused"
         assert rig.load(stored, 20)[0].failed_at is None
-        gate.set()
+        rig.let_go(gate)
         until(lambda: rig.staging.in_use == 0)
         rig.guard.writes.retry_at = 0.0
         rig.put(prompts)
