@@ -31,10 +31,10 @@ from make_model import RECIPES, make_model
 from kvshelf.bench.measure import estimate, median, percentile
 
 SIDES = ("worker", "scheduler", "idle scheduler")
-DECODED = 200
+DECODED = 120
 PROMPT = 600
 #: Answers of one engine, before it is the other's turn.
-ANSWERS = 3
+ANSWERS = 2
 #: vLLM's workers poll for a second after their last step, at the cost of the other engine.
 POLLING_SECONDS = 1.3
 #: The other cores are for what serves the filesystem and what asks.
