@@ -165,6 +165,10 @@ class Breaker:
         """The present state."""
         return self._state
 
+    def window(self, kind: str) -> _Window:
+        """Return what counts the outcomes of calls of one kind; always the same."""
+        return self._windows[kind]
+
     def good(self, kind: str) -> None:
         """Count a call that the storage answered."""
         self._windows[kind].good += 1
@@ -358,12 +362,12 @@ class GuardedBackend(WrappedBackend):
         with _Guarded(self, _PROBE, name, self.deadlines.probe):
             return self.inner.info(name)
 
-    def open(self, name: str) -> Reader:
+    def open(self, name: str) -> GuardedReader:
         """Open one object; the deadline is for all that is read of it."""
         begin = time.monotonic()
         with _Guarded(self, _READ, name, self.deadlines.read):
             reader = self.inner.open(name)
-        return _GuardedReader(self, reader, name, begin)
+        return GuardedReader(self, reader, name, begin)
 
     def write(
         self, name: str, buffers: Sequence[Buffer], mode: WriteMode = "create"
@@ -417,7 +421,7 @@ class GuardedBackend(WrappedBackend):
 
     # ------------------------------------------------------------------------ bookkeeping
 
-    def _enter(self, kind: str, name: str, seconds: float, begin: float | None = None) -> _Call:
+    def _enter(self, kind: str, name: str, seconds: float) -> _Call:
         """Note that the calling thread goes into the storage.
 
         Raises
@@ -425,16 +429,19 @@ class GuardedBackend(WrappedBackend):
         UnavailableStorageError
             If it is given a rest.
         """
-        thread = threading.get_ident()
+        call = _Call(time.monotonic() + seconds, kind, name, seconds)
+        self._note(threading.get_ident(), call)
+        return call
+
+    def _note(self, thread: int, call: _Call) -> None:
+        """Do what :meth:`_enter` does, for a call that was made before."""
         if self.reads.stopped and thread not in self._trials:
-            raise self._unavailable(name)
-        if kind is _WRITE and not self.writes.lets_through():
-            raise self._unavailable(name)
-        begin = time.monotonic() if begin is None else begin
-        call = self._calls[thread] = _Call(begin + seconds, kind, name, seconds)
+            raise self._unavailable(call.name)
+        if call.kind is _WRITE and not self.writes.lets_through():
+            raise self._unavailable(call.name)
+        self._calls[thread] = call
         if self._resting:
             self._start_watching()
-        return call
 
     def _unavailable(self, name: str) -> UnavailableStorageError:
         return UnavailableStorageError(
@@ -619,24 +626,16 @@ _PLAIN_ANSWERS: Final = frozenset((int, type(None)))
 class _Guarded:
     """The time that one call spends in the storage."""
 
-    __slots__ = ("_begin", "_call", "_guard", "_kind", "_name", "_seconds")
+    __slots__ = ("_call", "_guard", "_kind", "_name", "_seconds")
 
-    def __init__(
-        self,
-        guard: GuardedBackend,
-        kind: str,
-        name: str,
-        seconds: float,
-        begin: float | None = None,
-    ) -> None:
+    def __init__(self, guard: GuardedBackend, kind: str, name: str, seconds: float) -> None:
         self._guard = guard
         self._kind = kind
         self._name = name
         self._seconds = seconds
-        self._begin = begin
 
     def __enter__(self) -> None:
-        self._call = self._guard._enter(self._kind, self._name, self._seconds, self._begin)
+        self._call = self._guard._enter(self._kind, self._name, self._seconds)
 
     def __exit__(
         self,
@@ -647,36 +646,56 @@ class _Guarded:
         self._guard._leave(self._call, exc)
 
 
-class _GuardedReader(Reader):
-    """A reader of whose object all reads together have one deadline."""
+class GuardedReader(Reader):
+    """A reader of whose object all reads together have one deadline, and which times them.
+
+    Attributes
+    ----------
+    seconds : float
+        Seconds for which the storage was waited for: to open the object, and to read it.
+    """
 
     def __init__(self, guard: GuardedBackend, inner: Reader, name: str, begin: float) -> None:
+        self.size = inner.size
+        self.seconds = time.monotonic() - begin
         self._guard = guard
         self._inner = inner
-        self._name = name
-        self._begin = begin
-        self._seconds = guard.deadlines.to_read(inner.size)
-        self.size = inner.size
+        self._read_into = inner.read_into
+        allowed = guard.deadlines.to_read(inner.size)
+        self._call = _Call(begin + allowed, _READ, name, allowed)
+        self._window = guard.reads.window(_READ)
 
     def read_into(self, buffer: memoryview, offset: int) -> int:
-        if time.monotonic() > self._begin + self._seconds:
+        # An object is read in many pieces, so a piece costs little: the call is noted by hand,
+        # and always the same one.
+        guard, call = self._guard, self._call
+        begin = time.monotonic()
+        if begin > call.deadline:
             raise TransientStorageError(
                 errno.ETIMEDOUT,
-                f"reading took longer than {self._seconds:.3g} s",
-                f"{self._guard.url}/{self._name}",
+                f"reading took longer than {call.seconds:.3g} s",
+                f"{guard.url}/{call.name}",
             )
-        guard = self._guard
-        # By hand, since an object is read in many pieces.
-        call = guard._enter(_READ, self._name, self._seconds, self._begin)
+        thread = threading.get_ident()
+        guard._note(thread, call)
         try:
-            count = self._inner.read_into(buffer, offset)
+            count = self._read_into(buffer, offset)
         except BaseException as error:
             guard._leave(call, error)
             raise
-        guard._leave(call)
+        end = time.monotonic()
+        self.seconds += end - begin
+        if call.late or end > call.deadline:
+            guard._leave(call)
+        else:
+            guard._calls.pop(thread, None)
+            self._window.good += 1
         # Not already when it could be opened, which says little of its bytes.
-        guard._well[_READ] = self._name
+        guard._well[_READ] = call.name
         return count
+
+    def __enter__(self) -> GuardedReader:
+        return self
 
     def close(self) -> None:
         self._inner.close()

@@ -41,7 +41,7 @@ from kvshelf.backends import (
     open_backend,
 )
 from kvshelf.backends.guard import GuardedBackend
-from kvshelf.chunkfile import ObjectFormat, ReaderLike
+from kvshelf.chunkfile import ObjectFormat
 from kvshelf.errors import (
     BadObjectError,
     ConfigError,
@@ -153,23 +153,6 @@ class _Known:
     unswept: list[str] = field(default_factory=list)
     swept_until: float = 0.0
     tail_sizes: dict[tuple[int, int], int] = field(default_factory=dict)
-
-
-class _TimedReader:
-    """A reader that adds up the seconds for which its storage was waited for."""
-
-    __slots__ = ("_read_into", "seconds", "size")
-
-    def __init__(self, reader: ReaderLike) -> None:
-        self._read_into = reader.read_into
-        self.size = reader.size
-        self.seconds = 0.0
-
-    def read_into(self, buffer: memoryview, offset: int) -> int:
-        begin = time.perf_counter()
-        count = self._read_into(buffer, offset)
-        self.seconds += time.perf_counter() - begin
-        return count
 
 
 class Shelf:
@@ -593,14 +576,12 @@ class Shelf:
     def _read_once(
         self, fmt: ObjectFormat, chunk: Chunk, shard: int, name: str, image: memoryview
     ) -> None:
-        begin = time.perf_counter()
+        begin = time.monotonic()
         with self.backend.open(name) as reader:
-            timed = _TimedReader(reader)
-            opened = time.perf_counter()
-            fmt.read(timed, chunk, shard, image)
-            end = time.perf_counter()
-        self._counters.observe("read", opened - begin + timed.seconds)
-        self._counters.observe("verify", end - opened - timed.seconds)
+            fmt.read(reader, chunk, shard, image)
+            end = time.monotonic()
+        self._counters.observe("read", reader.seconds)
+        self._counters.observe("verify", end - begin - reader.seconds)
 
     # ------------------------------------------------------------------------------- bad objects
 
