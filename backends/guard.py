@@ -666,6 +666,7 @@ class GuardedReader(Reader):
         self._window = guard.reads.window(_READ)
 
     def read_into(self, buffer: memoryview, offset: int) -> int:
+        """Read a piece, unless the object's time is up."""
         # An object is read in many pieces, so a piece costs little: the call is noted by hand,
         # and always the same one.
         guard, call = self._guard, self._call
@@ -698,4 +699,5 @@ class GuardedReader(Reader):
         return self
 
     def close(self) -> None:
+        """Release what the reader holds. Idempotent."""
         self._inner.close()

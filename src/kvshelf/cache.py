@@ -56,7 +56,16 @@ from kvshelf.prefetch import FindsInMemory, IntoMemory, LoadsFromMemory, Prefetc
 from kvshelf.probe import FailedKeys, Lookup, LookupService
 from kvshelf.shelf import Shelf, open_shelf
 from kvshelf.staging import StagingPool
-from kvshelf.transfer import ChunkSlots, Failure, KVMemory, LayerRun, Load, StoreResult, Transfer
+from kvshelf.transfer import (
+    ChunkSlots,
+    Failure,
+    KVMemory,
+    LayerRun,
+    Load,
+    StoreResult,
+    Transfer,
+    useful_threads,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -221,6 +230,8 @@ class _LoadHandle(Handle[T]):
     load calls :meth:`_ended`. The lock is held for no call out of here.
     """
 
+    _early = False
+
     def __init__(self, cache: ChunkCache, prompt: _Prompt, timeout: float) -> None:
         super().__init__(cache._check, timeout)
         self._cache = cache
@@ -242,7 +253,10 @@ class _LoadHandle(Handle[T]):
         chunks = lookup.chain.chunks[first : first + lookup.hit_chunks]
         try:
             load = self._cache.transfer.load(
-                self._cache._next_id(), self._items(chunks), on_done=self._ended
+                self._cache._next_id(),
+                self._items(chunks),
+                early=self._early,
+                on_done=self._ended,
             )
         except BaseException:  # the cache was closed
             self._over.set()
@@ -313,6 +327,8 @@ class _RetrieveHandle(_LoadHandle[Tensor]):
 
 
 class _PrefetchHandle(_LoadHandle[int]):
+    _early = True
+
     def __init__(
         self, cache: ChunkCache, prompt: _Prompt, timeout: float, memory: PrefetchMemory
     ) -> None:
@@ -412,8 +428,8 @@ class ChunkCache:
         An engine's own caches, for calls that give no `kv`; see :meth:`bind`.
     staging_bytes, group_by_salt, check_finite
         The options of these names.
-    io_threads : int
-        Threads that load; half as many store.
+    io_threads : int, optional
+        Threads that load; half as many store. As many as help with the storage when absent.
     prefetch_bytes : int
         Most memory for what :meth:`prefetch` brings.
     timeout_s : float
@@ -451,7 +467,7 @@ class ChunkCache:
         *,
         memory: KVMemory | None = None,
         staging_bytes: int = 1 << 30,
-        io_threads: int = 2,
+        io_threads: int | None = None,
         group_by_salt: bool = False,
         check_finite: bool = False,
         prefetch_bytes: int = _PREFETCH_BYTES,
@@ -468,7 +484,11 @@ class ChunkCache:
         self.staging = StagingPool(staging_bytes, largest, together=self.fmt.shards)
         self._bound = memory
         self._bound_slots: int | None = None
-        self._io_threads = io_threads
+        self._threads = (
+            (io_threads, max(1, io_threads // 2))
+            if io_threads
+            else useful_threads(shelf.backend.properties)
+        )
         self._group_by_salt = group_by_salt
         self._check_finite = check_finite
         self._timeout = timeout_s
@@ -550,7 +570,7 @@ class ChunkCache:
                 shelf,
                 namespace,
                 staging_bytes=int(config.staging_bytes),
-                io_threads=config.io_threads or 2,
+                io_threads=config.io_threads,
                 group_by_salt=config.group_by_salt,
                 check_finite=config.check_finite,
                 timeout_s=timeout_s,
@@ -897,8 +917,8 @@ class ChunkCache:
                     self._bound,
                     self.staging,
                     counters=self.counters,
-                    load_threads=self._io_threads,
-                    store_threads=max(1, self._io_threads // 2),
+                    load_threads=self._threads[0],
+                    store_threads=self._threads[1],
                     check_finite=self._check_finite,
                     on_thread_start=self._on_thread_start,
                 )

@@ -209,8 +209,9 @@ class Config(BaseSettings):
         ge=1,
         le=256,
         description=(
-            "Threads that read and write objects in each worker. When it is absent kvshelf "
-            "chooses: 2 on CPU, where they compete with the model for cores."
+            "Threads that read objects in each worker; half as many write them. When it is absent "
+            "the storage decides: 2 for a local disk, where they compete with the model for "
+            "cores; up to 16 for one behind a network, where they wait."
         ),
     )
     lookup_budget_ms: float = Field(

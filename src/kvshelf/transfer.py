@@ -10,9 +10,17 @@ into the paged cache; when all objects of a load are in or given up, the load is
 ``finished`` and says from which chunk on it failed. An object that does not come in
 time is given up: its thread may hang for ever, the load does not.
 
+Order: objects of a load are read from its beginning, as many at once as there are threads,
+and scattered as they arrive. Every other object is one of the oldest load, so that each comes
+to its end; every other one of the load with the least left, so that a long one holds up no
+short one. Loads that equal one another are so read one after the other. *Early* loads, which
+nobody waits for yet, get the threads that nobody else needs, but not all. What several loads
+want at the same time is read once, for all of them.
+
 Deadlines: each object has that of the shelf's backend (:mod:`kvshelf.backends.guard`). A
-load as a whole has that of an object as large as everything that is to be loaded when it
-comes. While the storage is given a rest, loads fail at once and stores are dropped.
+load as a whole has that of an object twice as large as everything that is to be loaded when
+it comes, itself included: half of what is read may be of later ones. An early load has none.
+While the storage is given a rest, loads fail at once and stores are dropped.
 
 What is dropped: staging bounds the memory, and a store for which it has no room is dropped,
 since the step must not wait. Behind a chunk that is not on the shelf no look-up finds
@@ -52,6 +60,7 @@ from typing import Literal, Protocol
 import torch
 
 from kvshelf import device, ops
+from kvshelf.backends import Properties
 from kvshelf.chunkfile import ObjectFormat
 from kvshelf.errors import (
     BadObjectError,
@@ -78,6 +87,21 @@ _HOLES_MEMORY = 16384
 #: Scheduler and worker tell each other times as ages, which grow on the way.
 _HOLE_SLACK_SECONDS = 0.1
 _JOIN_SECONDS = 0.5
+_CHEAP_PROBE_SECONDS = 1e-3
+_NEAR_THREADS = 2
+_FAR_THREADS = 16
+
+
+def useful_threads(properties: Properties) -> tuple[int, int]:
+    """Return how many threads should load from a storage and how many store to it.
+
+    A local disk is kept busy by two, which compete with the model for processors. Threads that
+    wait for a network do not.
+    """
+    if properties.probe_cost < _CHEAP_PROBE_SECONDS:
+        return _NEAR_THREADS, _NEAR_THREADS // 2
+    threads = max(_NEAR_THREADS, min(_FAR_THREADS, properties.concurrency))
+    return threads, max(1, threads // 4)
 
 
 class Failure(Enum):
@@ -296,11 +320,14 @@ class Load:
     failures : list
         The chunks that failed, with the reason. Those given up after a failure before
         them are not listed.
+    early : bool
+        Nobody waits for it yet.
     cancelled, finished : bool
     """
 
     request_id: str
     items: Sequence[ChunkSlots]
+    early: bool = False
     failed_at: int | None = None
     failures: list[tuple[Chunk, Failure]] = field(default_factory=list)
     cancelled: bool = False
@@ -308,8 +335,11 @@ class Load:
     #: Objects of each item that are in the cache, and number of leading items with all.
     _arrived: list[int] = field(default_factory=list)
     _leading: int = 0
-    #: Next object to read, counted over items and shards.
+    #: Objects that were taken, counted over items and shards, and the first that was not.
+    _taken: bytearray = field(default_factory=bytearray)
     _next: int = 0
+    #: The item of each key.
+    _places: dict[bytes, int] = field(default_factory=dict)
     #: Threads that are copying into the cache at this moment.
     _scattering: int = 0
     _deadline: float = 0.0
@@ -340,6 +370,13 @@ class _Piece:
     shard: int
     arrived: bool = False
     late: bool = False
+    #: The same object for other loads.
+    sharers: list[_Piece] = field(default_factory=list)
+
+    @property
+    def object(self) -> tuple[bytes, int]:
+        """What is to be read: a chunk's key and a shard."""
+        return self.load.items[self.item].chunk.key, self.shard
 
 
 @dataclass(eq=False, slots=True)
@@ -444,11 +481,18 @@ class Transfer:
         self._load_lock = threading.Lock()
         self._load_work = threading.Condition(self._load_lock)
         self._load_done = threading.Condition(self._load_lock)
+        #: Loads of which not all objects were taken, the oldest first.
         self._loads: deque[Load] = deque()
+        self._early: deque[Load] = deque()
+        self._oldest_next = True
+        self._most_early = max(1, load_threads - max(1, load_threads // 4))
         self._active: dict[str, Load] = {}
+        self._active_early: dict[str, Load] = {}
         self._finished: list[Load] = []
         #: What each load thread is at.
         self._pieces: dict[int, _Piece] = {}
+        #: Objects that are being read, with the piece that others may share.
+        self._reading: dict[tuple[bytes, int], _Piece] = {}
         self._chunk_bytes = sum(fmt.object_size(shard) for shard in self._reads)
 
         self._store_lock = threading.Lock()
@@ -776,6 +820,7 @@ class Transfer:
         request_id: str,
         items: Sequence[ChunkSlots],
         *,
+        early: bool = False,
         on_done: Callable[[Load], None] | None = None,
     ) -> Load:
         """Start to load chunks into the paged cache. Step thread; returns at once.
@@ -783,8 +828,11 @@ class Transfer:
         Parameters
         ----------
         request_id : str
-            Different from those of all loads that are not yet finished.
+            Different from those of all loads that are not yet finished; early ones have
+            names of their own.
         items : Sequence of ChunkSlots
+        early : bool
+            Nobody waits for it yet: other loads go first. Needs `on_done`.
         on_done : Callable, optional
             Called once when the load is finished, perhaps before this method returns, on
             the thread that ended it and with a lock held: it must not block, and must not
@@ -794,34 +842,48 @@ class Transfer:
         load = Load(
             request_id,
             items,
+            early,
             _arrived=[0] * len(items),
             _bytes=len(items) * self._chunk_bytes,
+            _taken=bytearray(len(items) * len(self._reads)),
+            _places={item.chunk.key: place for place, item in enumerate(items)},
             _on_done=on_done,
         )
+        if early and on_done is None:
+            raise ValueError("an early load needs on_done: it is not returned by poll()")
         if isinstance(self._cache, DeviceKVCache):
             load._fence = self._cache.fence()
         with self._load_lock:
             ahead = sum(other._bytes for other in self._active.values() if not other.finished)
-            load._deadline = time.monotonic() + self._deadlines.to_read(ahead + load._bytes)
-            self._active[request_id] = load
+            seconds = self._deadlines.to_read(2 * (ahead + load._bytes))
+            load._deadline = time.monotonic() + seconds
+            (self._active_early if early else self._active)[request_id] = load
             if not items:
                 self._complete(load)
             elif self._closing or not self._shelf.available or not self._load_threads.any:
                 self._refuse(load)
             else:
-                self._loads.append(load)
+                (self._early if early else self._loads).append(load)
+                for piece in self._reading.values():
+                    self._share(piece, load)
                 self._load_work.notify(len(items) * len(self._reads))
         return load
 
     def cancel(self, request_id: str) -> None:
-        """Give a load up. It is still reported finished, once no thread touches the cache."""
+        """Give a load up, and the early one of the same name.
+
+        It is still reported finished, once no thread touches the cache. What was not begun to
+        be read is not read any more.
+        """
         with self._load_lock:
-            load = self._active.get(request_id)
-            if load is None or load.finished:
-                return
-            load.cancelled = True
-            self._counters.add("load_cancelled")
-            self._settle(load)
+            for active in (self._active, self._active_early):
+                load = active.get(request_id)
+                if load is None or load.finished:
+                    continue
+                load.cancelled = True
+                if not load.early:
+                    self._counters.add("load_cancelled")
+                self._settle(load)
 
     def poll(self, wait: float = 0.0) -> list[Load]:
         """Return the loads that finished since the last call.
@@ -872,89 +934,171 @@ class Transfer:
     def _load_late(self, thread: int) -> None:
         """Give up the object that a thread waits for which the storage keeps."""
         with self._load_lock:
-            piece = self._pieces.pop(thread, None)
-            if piece is None:
+            kept = self._pieces.pop(thread, None)
+            if kept is None:
                 return
-            piece.late = True
-            load = piece.load
-            if not load.finished and piece.item < load._wanted:
-                self._give_up(load, piece.item)
+            # Whoever wants it from now on has it read anew.
+            self._forget_reading(kept)
+            for piece in (kept, *kept.sharers):
+                piece.late = True
+                load = piece.load
+                if not load.finished and piece.item < load._wanted:
+                    self._give_up(load, piece.item)
 
     def _rest(self) -> None:
         """Give up all loads: the storage is given a rest."""
         with self._load_lock:
-            for load in list(self._active.values()):
+            for load in [*self._active.values(), *self._active_early.values()]:
                 if not load.finished and load._leading < load._wanted:
                     self._refuse(load)
 
     def _refuse(self, load: Load) -> None:
         """Fail what is left of a load without asking the storage. Holds the lock."""
-        self._counters.add("load_paused")
+        if not load.early:
+            self._counters.add("load_paused")
         self._fail(load, load._leading, Failure.UNAVAILABLE)
         self._settle(load)
 
     def _next_piece(self) -> _Piece | None:
-        """Take the next object to load, waiting for one. Load threads."""
-        shards = len(self._reads)
+        """Take the next object to read, waiting for one. Load threads."""
         with self._load_lock:
-            while not self._loads:
+            while (piece := self._take()) is None:
                 if self._closing:
                     return None
                 self._load_work.wait()
-            load = self._loads[0]
-            item, shard = divmod(load._next, shards)
-            load._next += 1
-            if load._next == len(load.items) * shards:
-                self._loads.popleft()
-            piece = _Piece(load, item, self._reads[shard])
             self._pieces[threading.get_ident()] = piece
             return piece
 
+    def _take(self) -> _Piece | None:
+        """Take the next object, for all loads that want it. Holds the lock."""
+        load = self._choose()
+        if load is None:
+            return None
+        item, place = divmod(load._next, len(self._reads))
+        piece = _Piece(load, item, self._reads[place])
+        self._note_taken(load, load._next)
+        self._reading[piece.object] = piece
+        for other in [*self._loads, *self._early]:
+            self._share(piece, other)
+        return piece
+
+    def _share(self, piece: _Piece, load: Load) -> None:
+        """Let `load` have what is read for `piece`, if it wants it. Holds the lock."""
+        key, shard = piece.object
+        item = load._places.get(key)
+        if item is None:
+            return
+        number = item * len(self._reads) + self._reads.index(shard)
+        if not load._taken[number]:
+            piece.sharers.append(_Piece(load, item, shard))
+            self._note_taken(load, number)
+
+    def _note_taken(self, load: Load, number: int) -> None:
+        """Note that an object of a load is being read. Holds the lock."""
+        load._taken[number] = 1
+        left = load._taken.find(0, load._next)
+        load._next = len(load._taken) if left < 0 else left
+        self._leave_queue(load)
+
+    def _leave_queue(self, load: Load) -> None:
+        """Forget a load of which all that is of use was taken. Holds the lock."""
+        queue = self._early if load.early else self._loads
+        if load._next >= load._wanted * len(self._reads) and load in queue:
+            queue.remove(load)
+
+    def _choose(self) -> Load | None:
+        """Return the load whose turn it is, see the module. Holds the lock."""
+        if self._loads:
+            self._oldest_next = not self._oldest_next
+            if not self._oldest_next:
+                return self._loads[0]
+            shards = len(self._reads)
+            return min(self._loads, key=lambda load: load._wanted * shards - load._next)
+        if self._early:
+            early = sum(piece.load.early for piece in self._pieces.values())
+            if early < self._most_early:
+                return self._early[0]
+        return None
+
     def _run_loads(self) -> None:
         while not self._load_threads.replaced() and (piece := self._next_piece()) is not None:
-            failure: Failure | None = Failure.ERROR
+            # One that nobody waits for is of no use when memory is short.
+            wait = 0.0 if piece.load.early else piece.load._deadline - time.monotonic()
+            buffer = self._staging.acquire_for_load(wait)
             try:
-                failure = self._load_piece(piece)
-            except Exception as error:  # noqa: BLE001 - the thread must go on
-                self._load_failed(piece, Failure.ERROR, error)
+                failure = self._read(piece, buffer)
+                taker: _Piece | None = piece
+                while taker is not None:
+                    self._deliver(taker, buffer, failure)
+                    taker = self._next_sharer(piece)
             finally:
-                self._piece_done(piece, failure)
+                if buffer is not None:
+                    self._staging.release(buffer)
 
-    def _load_piece(self, piece: _Piece) -> Failure | None:
-        item, fmt = piece.load.items[piece.item], self._fmt
-        size = fmt.object_size(piece.shard)
-        buffer = self._staging.acquire_for_load(piece.load._deadline - time.monotonic())
+    def _read(self, piece: _Piece, buffer: StagingBuffer | None) -> Failure | None:
+        """Read and verify an object; return why that failed, if it did."""
         if buffer is None:
+            if piece.load.early:
+                return Failure.UNAVAILABLE
             error = TimeoutError("no staging buffer became free")
             return self._load_failed(piece, Failure.ERROR, error)
+        chunk = piece.load.items[piece.item].chunk
+        image = buffer.view[: self._fmt.object_size(piece.shard)]
         try:
-            self._shelf.load(fmt, item.chunk, piece.shard, buffer.view[:size])
-            if not self._begin_scatter(piece):
-                return None
-            begin = time.perf_counter()
-            try:
-                memory, payload = self._memory(item), buffer.tensor[fmt.data_offset : size]
-                if isinstance(memory, DeviceKVCache):
-                    memory.scatter(piece.shard, item.slots, payload, piece.load._fence)
-                else:
-                    memory.scatter(piece.shard, item.slots, payload)
-                self._counters.observe("scatter", time.perf_counter() - begin)
-                piece.arrived = True
-            finally:
-                with self._load_lock:
-                    piece.load._scattering -= 1
+            self._shelf.load(self._fmt, chunk, piece.shard, image)
         except ObjectMissingError as error:
             return self._load_failed(piece, Failure.MISSING, error)
         except (BadObjectError, NotRegularError) as error:
             return self._load_failed(piece, Failure.BAD, error)
         except UnavailableStorageError as error:
             return self._load_failed(piece, Failure.UNAVAILABLE, error)
-        except StorageError as error:
+        except Exception as error:  # noqa: BLE001 - the thread must go on
             return self._load_failed(piece, Failure.ERROR, error)
-        finally:
-            self._staging.release(buffer)
-        self._counters.add("loaded_bytes", size)
         return None
+
+    def _deliver(
+        self, piece: _Piece, buffer: StagingBuffer | None, failure: Failure | None
+    ) -> None:
+        """Scatter what was read for one of the loads that want it."""
+        if failure is None and buffer is not None:
+            try:
+                self._scatter(piece, buffer)
+            except Exception as error:  # noqa: BLE001 - the thread must go on
+                failure = self._load_failed(piece, Failure.ERROR, error)
+        self._piece_done(piece, failure)
+
+    def _scatter(self, piece: _Piece, buffer: StagingBuffer) -> None:
+        if not self._begin_scatter(piece):
+            return
+        item, size = piece.load.items[piece.item], self._fmt.object_size(piece.shard)
+        begin = time.perf_counter()
+        try:
+            memory, payload = self._memory(item), buffer.tensor[self._fmt.data_offset : size]
+            if isinstance(memory, DeviceKVCache):
+                memory.scatter(piece.shard, item.slots, payload, piece.load._fence)
+            else:
+                memory.scatter(piece.shard, item.slots, payload)
+            piece.arrived = True
+        finally:
+            with self._load_lock:
+                piece.load._scattering -= 1
+        if not piece.load.early:
+            self._counters.observe("scatter", time.perf_counter() - begin)
+            self._counters.add("loaded_bytes", size)
+
+    def _next_sharer(self, piece: _Piece) -> _Piece | None:
+        """Return a further load's share in what was read; without one, the piece is over."""
+        with self._load_lock:
+            if piece.sharers:
+                return piece.sharers.pop(0)
+            self._pieces.pop(threading.get_ident(), None)
+            self._forget_reading(piece)
+            return None
+
+    def _forget_reading(self, piece: _Piece) -> None:
+        """Let nobody share what is read for `piece` any more. Holds the lock."""
+        if self._reading.get(piece.object) is piece:
+            del self._reading[piece.object]
 
     def _begin_scatter(self, piece: _Piece) -> bool:
         """Whether the object is still wanted; if so its load waits for the scatter to end."""
@@ -984,7 +1128,6 @@ class Transfer:
 
     def _piece_done(self, piece: _Piece, failure: Failure | None) -> None:
         with self._load_lock:
-            self._pieces.pop(threading.get_ident(), None)
             load = piece.load
             if load.finished:
                 return
@@ -1008,29 +1151,29 @@ class Transfer:
     def _settle(self, load: Load) -> None:
         """Complete a load of which nothing more is wanted. Holds the lock."""
         wanted = load._wanted
-        if load in self._loads and load._next >= wanted * len(self._reads):
-            # What comes after a failed chunk is of no use to this request.
-            self._loads.remove(load)
+        # What comes after a failed chunk is of no use to this request.
+        self._leave_queue(load)
         if load._leading >= wanted and not load._scattering:
             self._complete(load)
 
     def _complete(self, load: Load) -> None:
         load.finished = True
-        if load._wanted:
+        if load._wanted and not load.early:
             self._counters.add("loaded_chunks", load._wanted)
         if load._on_done is None:
             self._finished.append(load)
             self._load_done.notify_all()
         else:
-            if self._active.get(load.request_id) is load:
-                del self._active[load.request_id]
+            active = self._active_early if load.early else self._active
+            if active.get(load.request_id) is load:
+                del active[load.request_id]
             load._on_done(load)
 
     # ---------------------------------------------------------------- end
 
     @property
     def loading(self) -> bool:
-        """Whether any load is running or not yet polled."""
+        """Whether any load is running or not yet polled, early ones apart."""
         return bool(self._active)
 
     def drain(self, seconds: float) -> int:
@@ -1071,7 +1214,7 @@ class Transfer:
                 self._in_flight.pop(job.chunk.key, None)
             job.tell("lost")
         with self._load_lock:
-            for load in list(self._active.values()):
+            for load in [*self._active.values(), *self._active_early.values()]:
                 if not load.finished and load._leading < load._wanted:
                     self._fail(load, load._leading, Failure.ERROR)
                     self._settle(load)

@@ -49,7 +49,15 @@ from kvshelf.metrics import Counters
 from kvshelf.shelf import Shelf
 from kvshelf.staging import StagingPool
 from kvshelf.topology import ShardPlan, Topology, head_groups
-from kvshelf.transfer import ChunkSlots, Failure, LayerRun, Load, PagedKVCache, Transfer
+from kvshelf.transfer import (
+    ChunkSlots,
+    Failure,
+    LayerRun,
+    Load,
+    PagedKVCache,
+    Transfer,
+    useful_threads,
+)
 from kvshelf.vllm import weight_changes
 from kvshelf.vllm.layout_probe import LayerCache, StoredLayout, choose_layout, probe_layers
 from kvshelf.vllm.metadata import (
@@ -439,7 +447,10 @@ class WorkerSide:
         self._prepared = None
         if self._transfer is not None:
             self._transfer.close()
-        threads = self._config.io_threads or 2
+        threads = self._config.io_threads
+        load_threads, store_threads = (
+            (threads, max(1, threads // 2)) if threads else useful_threads(shelf.backend.properties)
+        )
         self._transfer = Transfer(
             shelf,
             prepared.fmt,
@@ -447,8 +458,8 @@ class WorkerSide:
             prepared.staging,
             counters=self.counters,
             plan=prepared.plan,
-            load_threads=threads,
-            store_threads=max(1, threads // 2),
+            load_threads=load_threads,
+            store_threads=store_threads,
             check_finite=self._config.check_finite,
             on_thread_start=self._place_thread,
         )
