@@ -276,6 +276,13 @@ class GuardedBackend(WrappedBackend):
     reads, writes : Breaker
     """
 
+    #: What it means that reads, or writes, are stopped: for the log.
+    without_reads = (
+        "nothing is looked up, loaded or stored; it is asked again now and then, and used as soon"
+        " as it answers"
+    )
+    without_writes = "nothing is stored, loads go on; it is tried again now and then"
+
     def __init__(
         self,
         inner: Backend,
@@ -322,6 +329,11 @@ class GuardedBackend(WrappedBackend):
     def count_into(self, count: Callable[[str], None]) -> None:
         """Count what happens by calling `count` with names of counters."""
         self._count = count
+
+    @property
+    def watchers(self) -> Sequence[Watcher]:
+        """Who is told what is noticed."""
+        return self._watchers
 
     def watch(self, watcher: Watcher) -> None:
         """Tell `watcher` what is noticed from now on."""
@@ -493,10 +505,7 @@ class GuardedBackend(WrappedBackend):
         if breaker is self.reads:
             if reason:
                 logger.warning(
-                    "%s fails (%s): from now on nothing is looked up, loaded or stored; it is"
-                    " asked again now and then, and used as soon as it answers",
-                    self.url,
-                    reason,
+                    "%s fails (%s): from now on %s", self.url, reason, self.without_reads
                 )
             else:
                 with self._lock:
@@ -504,10 +513,7 @@ class GuardedBackend(WrappedBackend):
                 logger.warning("%s answers again and is used", self.url)
         elif reason:
             logger.warning(
-                "%s takes no writes (%s): from now on nothing is stored, loads go on; it is tried"
-                " again now and then",
-                self.url,
-                reason,
+                "%s takes no writes (%s): from now on %s", self.url, reason, self.without_writes
             )
         else:
             logger.warning("%s takes writes again", self.url)

@@ -779,9 +779,9 @@ def test_tokens_of_another_form_are_refused(cache: ChunkCache, tokens: Any, prob
         cache.lookup(tokens)
 
 
-@pytest.mark.parametrize("tiers", [[], ["disk"], ["memory", "gpu"]])
+@pytest.mark.parametrize("tiers", [[], ["cloud"], ["memory", "gpu"]])
 def test_unknown_tiers_are_refused(cache: ChunkCache, tiers: list[str]) -> None:
-    with pytest.raises(ValueError, match="memory and shelf"):
+    with pytest.raises(ValueError, match="memory, disk, shelf"):
         cache.lookup([1], tiers=tiers)
 
 

@@ -52,10 +52,11 @@ from kvshelf.identity import Chunk, KeyChain, MultimodalItem, Namespace, group_o
 from kvshelf.layout import PagedLayout
 from kvshelf.metrics import Counters
 from kvshelf.model import ModelFacts
-from kvshelf.prefetch import FindsInMemory, IntoMemory, LoadsFromMemory, PrefetchMemory
+from kvshelf.prefetch import IntoMemory, PrefetchMemory
 from kvshelf.probe import FailedKeys, Lookup, LookupService
 from kvshelf.shelf import Shelf, open_shelf
 from kvshelf.staging import StagingPool
+from kvshelf.tiers import DiskTier, FindsInTiers, LoadsFromTiers, Tier
 from kvshelf.transfer import (
     ChunkSlots,
     Failure,
@@ -77,7 +78,7 @@ KVLike: TypeAlias = "KVForm | Tensor | Sequence[tuple[Tensor, Tensor]]"
 Tokens: TypeAlias = "Sequence[int] | Tensor"
 
 #: Where chunks may be, the nearest first.
-TIERS: Final = ("memory", "shelf")
+TIERS: Final = ("memory", "disk", "shelf")
 
 _CHECK_SECONDS: Final = 0.5
 _PREFETCH_BYTES: Final = 256 << 20
@@ -430,6 +431,8 @@ class ChunkCache:
         The options of these names.
     io_threads : int, optional
         Threads that load; half as many store. As many as help with the storage when absent.
+    disk_tier : DiskTier, optional
+        A directory near in front of a shelf that is far. Stays open when the cache is closed.
     prefetch_bytes : int
         Most memory for what :meth:`prefetch` brings.
     timeout_s : float
@@ -470,6 +473,7 @@ class ChunkCache:
         io_threads: int | None = None,
         group_by_salt: bool = False,
         check_finite: bool = False,
+        disk_tier: DiskTier | None = None,
         prefetch_bytes: int = _PREFETCH_BYTES,
         timeout_s: float = 30.0,
         drain_s: float = 4.0,
@@ -501,6 +505,10 @@ class ChunkCache:
         self._transfer: Transfer | None = None
         self._lookups: dict[tuple[str, ...], LookupService] = {}
         self._memory = PrefetchMemory(self.fmt, prefetch_bytes, self.counters)
+        self._tiers: dict[str, Tier] = {"memory": self._memory}
+        self._disk_tier = disk_tier
+        if disk_tier is not None:
+            self._tiers["disk"] = disk_tier
 
     def __repr__(self) -> str:
         return f"ChunkCache({self.shelf.url!r}, {self.fmt.namespace.folder!r})"
@@ -565,10 +573,16 @@ class ChunkCache:
             counters=counters,
             deadlines=config.deadlines,
         )
+        disk_tier = None
         try:
+            if config.disk_tier is not None:
+                disk_tier = DiskTier(
+                    config.disk_tier.path, config.disk_tier.max_bytes, counters=counters
+                )
             cache = cls(
                 shelf,
                 namespace,
+                disk_tier=disk_tier,
                 staging_bytes=int(config.staging_bytes),
                 io_threads=config.io_threads,
                 group_by_salt=config.group_by_salt,
@@ -578,6 +592,8 @@ class ChunkCache:
                 counters=counters,
             )
         except BaseException:
+            if disk_tier is not None:
+                disk_tier.close()
             shelf.close()
             raise
         cache._owns_shelf = True
@@ -701,7 +717,8 @@ class ChunkCache:
         tokens, identity
             As for :meth:`chunk_keys`.
         tiers : Collection[str], optional
-            Where to look: ``memory`` (prefetched), ``shelf``, or both, the default.
+            Where to look: ``memory`` (prefetched), ``disk`` (the disk tier), ``shelf``, or
+            several of them; all by default.
         timeout : float, optional
             Seconds, after which the answer is 0.
 
@@ -725,14 +742,10 @@ class ChunkCache:
         unknown = sorted(set(tiers or ()) - set(TIERS))
         if unknown or not wanted:
             raise ValueError(
-                f"tiers is {unknown or list(tiers or ())}; expected one or both of"
-                f" {' and '.join(TIERS)}"
+                f"tiers is {unknown or list(tiers or ())}; expected some of {', '.join(TIERS)}"
             )
         handle = _LookupHandle(self, self._timeout)
-        if wanted == ("memory",):
-            handle.answer(self._memory.leading(self._chunks(prompt)))
-        else:
-            handle._lookup = self._search(prompt, handle.found, wanted)
+        handle._lookup = self._search(prompt, handle.found, wanted)
         return handle
 
     def store(
@@ -912,7 +925,7 @@ class ChunkCache:
             self._check_open()
             if self._transfer is None:
                 self._transfer = Transfer(
-                    LoadsFromMemory(self.shelf, self._memory),
+                    LoadsFromTiers(self.shelf, list(self._tiers.values())),
                     self.fmt,
                     self._bound,
                     self.staging,
@@ -945,6 +958,8 @@ class ChunkCache:
         self.staging.close()
         self._memory.close()
         if self._owns_shelf:
+            if self._disk_tier is not None:
+                self._disk_tier.close()
             self.shelf.close()
 
     # ----------------------------------------------------------------- inside
@@ -959,9 +974,9 @@ class ChunkCache:
             service = self._lookups.get(tiers)
             if service is None:
                 started = self._on_thread_start
-                shelf = self.shelf
+                near = [tier for name, tier in self._tiers.items() if name in tiers]
                 service = self._lookups[tiers] = LookupService(
-                    FindsInMemory(shelf, self._memory) if "memory" in tiers else shelf,
+                    FindsInTiers(self.shelf, near, ask_shelf="shelf" in tiers),
                     self.fmt,
                     failed=self.failed,
                     counters=self.counters,

@@ -19,6 +19,7 @@ Contracts
 from __future__ import annotations
 
 import difflib
+import json
 import os
 import re
 import stat
@@ -30,7 +31,8 @@ from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Union, get_args, get_origin
 
 import yaml
-from pydantic import ByteSize, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ByteSize, Field, ValidationError, field_validator, model_validator
+from pydantic import ConfigDict as ModelOptions
 from pydantic_settings import (
     BaseSettings,
     EnvSettingsSource,
@@ -78,6 +80,53 @@ class _Sources:
     file: Mapping[str, Any]
 
 
+class DiskTierConfig(BaseModel):
+    """The option ``disk_tier``.
+
+    Attributes
+    ----------
+    path : str
+        A directory, absolute.
+    max_bytes : ByteSize
+        Most bytes of all objects there.
+    """
+
+    model_config = ModelOptions(frozen=True, extra="forbid")
+
+    path: str
+    max_bytes: Annotated[ByteSize, Field(gt=0)]
+
+    @field_validator("path", mode="before")
+    @classmethod
+    def _place(cls, value: object) -> object:
+        place = _absolute(value)
+        if isinstance(place, str) and _URL.match(place):
+            raise ValueError("is a URL; a disk tier is a directory on this machine")
+        return place
+
+    @field_validator("max_bytes", mode="before")
+    @classmethod
+    def _count(cls, value: object) -> object:
+        return _no_boolean(value)
+
+
+def _absolute(value: object) -> object:
+    """Make a path absolute, and leave a URL as it is."""
+    if isinstance(value, os.PathLike):
+        value = os.fspath(value)
+    if not isinstance(value, str):
+        return value
+    if not value.strip():
+        raise ValueError("is empty; give a directory or a URL, or leave the option out")
+    return value if _URL.match(value) else os.path.abspath(os.path.expanduser(value))
+
+
+def _no_boolean(value: object) -> object:
+    if isinstance(value, bool):
+        raise ValueError("is a boolean; expected a number")
+    return value
+
+
 _sources: ContextVar[_Sources | None] = ContextVar("kvshelf_config_sources", default=None)
 
 
@@ -116,6 +165,16 @@ class Config(BaseSettings):
             "announced; default `false`, because loads verify what they read). Sources are "
             "merged key by key, so that secrets can stay in the environment "
             "(`KVSHELF_STORAGE_OPTIONS` is a JSON object) and the rest in a file."
+        ),
+    )
+    disk_tier: DiskTierConfig | None = Field(
+        default=None,
+        description=(
+            "A directory on a disk of this machine that keeps copies of a shelf's objects near: "
+            '`{"path": "/nvme/kv", "max_bytes": "200GiB"}`. What is loaded from the shelf and '
+            "what is stored on it is copied there, and from then on loaded from there. Those used "
+            "longest ago go when there are more than `max_bytes`. Any number of engines on one "
+            "machine may share it. See [Storage](storage.md#disk-tier)."
         ),
     )
     read_only: bool = Field(
@@ -286,15 +345,7 @@ class Config(BaseSettings):
     @field_validator("shared_storage_path", mode="before")
     @classmethod
     def _place(cls, value: object) -> object:
-        if isinstance(value, os.PathLike):
-            value = os.fspath(value)
-        if not isinstance(value, str):
-            return value
-        if not value.strip():
-            raise ValueError("is empty; give a directory or a URL, or leave the option out")
-        if _URL.match(value):
-            return value
-        return os.path.abspath(os.path.expanduser(value))
+        return _absolute(value)
 
     @property
     def deadlines(self) -> dict[str, float]:
@@ -317,12 +368,17 @@ class Config(BaseSettings):
     )
     @classmethod
     def _count(cls, value: object) -> object:
-        if isinstance(value, bool):
-            raise ValueError("is a boolean; expected a number")
-        return value
+        return _no_boolean(value)
 
     @model_validator(mode="after")
     def _consistent(self) -> Config:
+        shelf, tier = self.shared_storage_path, self.disk_tier
+        near = shelf is not None and tier is not None and not _URL.match(shelf)
+        if near and os.path.commonpath((shelf, tier.path)) in (shelf, tier.path):
+            raise ValueError(
+                f"disk_tier.path is {tier.path} and shared_storage_path {shelf}: one is inside "
+                "the other, but a disk tier is a directory of its own"
+            )
         if self.read_only and self.save_decode:
             raise ValueError(
                 "read_only and save_decode are both true, but a read-only shelf stores "
@@ -402,12 +458,7 @@ class Config(BaseSettings):
             raise _error(_explain(error, given, environ, file_source)) from None
         except SettingsError:
             # The cause, left out here, holds the variable's whole value.
-            raise _error(
-                [
-                    f"variable {_variable('storage_options')} in the environment is not JSON; "
-                    'expected an object such as {"anon": true}'
-                ]
-            ) from None
+            raise _error(_not_json(environ)) from None
         finally:
             _sources.reset(token)
 
@@ -540,6 +591,22 @@ def _unknown_variables(environ: Mapping[str, str]) -> list[str]:
     return problems
 
 
+def _not_json(environ: Mapping[str, str]) -> list[str]:
+    """Tell which variables that ought to hold JSON do not."""
+    examples = {"storage_options": '{"anon": true}', "disk_tier": '{"path": …, "max_bytes": …}'}
+    given = {name.upper(): value for name, value in environ.items()}
+    problems = []
+    for field, example in examples.items():
+        try:
+            json.loads(given.get(_variable(field)) or "{}")
+        except ValueError:
+            problems.append(
+                f"variable {_variable(field)} in the environment is not JSON; "
+                f"expected an object such as {example}"
+            )
+    return problems
+
+
 def _explain(
     error: ValidationError,
     extra: Mapping[str, Any],
@@ -561,6 +628,9 @@ def _explain(
             where = f"variable {_variable(field)} in the environment"
         else:
             where = f"{field} in {file_source}"
+        inside = ".".join(str(part) for part in detail["loc"])
+        if field not in _SECRET_FIELDS:
+            where = inside + where.removeprefix(field)
         shown = "" if field in _SECRET_FIELDS else f" {detail['input']!r}"
         problems.setdefault(field, f"{where}: the value{shown} cannot be used: {reason}")
     return list(problems.values())

@@ -42,6 +42,14 @@ COUNTERS: Mapping[str, str] = {
     "breaker_closed": "times that the storage, or its writes, were used again",
     "prefetched_objects": "objects brought into memory ahead of their use",
     "memory_objects": "objects that loads found in memory",
+    "disk_tier_objects": "objects that loads found in the disk tier",
+    "disk_tier_loaded_bytes": "bytes of objects that loads found in the disk tier",
+    "disk_tier_written_bytes": "bytes of objects copied to the disk tier",
+    "disk_tier_evicted_objects": "objects removed from the disk tier to make room",
+    "disk_tier_evicted_bytes": "bytes of objects removed from the disk tier to make room",
+    "disk_tier_bad": "bad copies found in the disk tier, and removed",
+    "disk_tier_dropped": "objects not copied to the disk tier, since it was at rest or too slow",
+    "disk_tier_rests": "times that the disk tier was given a rest, or that its writes were stopped",
     "stored_chunks": "chunks published",
     "stored_bytes": "bytes of objects published",
     "store_existed": "chunks that were on the shelf already when their store came",
@@ -105,6 +113,7 @@ GAUGES: Mapping[str, tuple[str, Literal["sum", "max"]]] = {
     "staging_limit_bytes": ("most bytes of staging that may be in use", "sum"),
     "loads_breaker_state": ("whether the storage is asked: 0 yes, 1 being tried, 2 at rest", "max"),
     "stores_breaker_state": ("whether stores are tried: 0 yes, 1 being tried, 2 at rest", "max"),
+    "disk_tier_bytes": ("bytes of all objects in the disk tier", "max"),
     "calls_past_deadline": ("calls of the storage that are past their deadline now", "sum"),
 }
 

@@ -1,14 +1,12 @@
 """Memory for objects that were brought near before they are needed.
 
-Owns the payloads that were prefetched, and their place in front of a shelf: loads and
-look-ups that ask a shelf of this module find in memory what is there, and everything else
-on the shelf behind it.
+Owns the payloads that were prefetched: the memory tier, in front of a shelf by the classes of
+:mod:`kvshelf.tiers`.
 
 Contracts
 ---------
 * Only payloads that a load has verified come in, so nothing is verified again on its way
   out. What is pushed out, the least recently used first, is only farther away.
-* Stores ask the shelf itself: what is in memory may be gone from there.
 * All methods may be called from any thread. Copies are made outside the lock; a payload
   that is pushed out meanwhile stays where it is until its copy is done.
 """
@@ -18,17 +16,16 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvshelf.backends import WriteResult
+from kvshelf.backends import Buffer as Bytes
+from kvshelf.backends.guard import GuardedBackend
 from kvshelf.buffers import ALIGNMENT, Buffer, BufferPool
 from kvshelf.chunkfile import ObjectFormat
 from kvshelf.identity import Chunk
 from kvshelf.metrics import Counters
-from kvshelf.shelf import Presence, Shelf
 
 
 class PrefetchMemory:
@@ -56,16 +53,32 @@ class PrefetchMemory:
         self._lock = threading.Lock()
         self._held: OrderedDict[tuple[bytes, int], Buffer] = OrderedDict()
 
-    def holds(self, chunk: Chunk, shard: int) -> bool:
-        """Whether the payload of one object is here."""
-        return (chunk.key, shard) in self._held
+    @property
+    def available(self) -> bool:
+        """True: what is in memory can be had whatever a storage does."""
+        return True
+
+    def holds(self, fmt: ObjectFormat, items: Sequence[tuple[Chunk, int]]) -> list[bool]:
+        """Tell of which (chunk, shard) pairs the payloads are here."""
+        return [(chunk.key, shard) in self._held for chunk, shard in items]
 
     def leading(self, chunks: Sequence[Chunk]) -> int:
         """Return how many leading `chunks` are here in full."""
         for number, chunk in enumerate(chunks):
-            if not all(self.holds(chunk, shard) for shard in self._shards):
+            if not all((chunk.key, shard) in self._held for shard in self._shards):
                 return number
         return len(chunks)
+
+    def load(self, fmt: ObjectFormat, chunk: Chunk, shard: int, image: memoryview) -> bool:
+        """Fill the payload of `image` and leave its header; False when it is not here."""
+        out = torch.frombuffer(image, dtype=torch.uint8)[fmt.data_offset :]
+        return self.copy_to(chunk.key, shard, out)
+
+    def keep(self, fmt: ObjectFormat, chunk: Chunk, shard: int, buffers: Sequence[Bytes]) -> None:
+        """Do nothing: what is here was asked for."""
+
+    def stand_before(self, guard: GuardedBackend) -> None:
+        """Do nothing: memory keeps no threads."""
 
     def put(self, key: bytes, shard: int, payload: Tensor) -> None:
         """Keep a copy of a payload, if there can be room for it."""
@@ -124,55 +137,3 @@ class IntoMemory:
     def scatter(self, shard: int, slots: Tensor, payload: Tensor) -> None:
         """Keep a payload."""
         self._memory.put(self._key, shard, payload)
-
-
-class LoadsFromMemory(Shelf):
-    """A shelf whose loads look into memory first."""
-
-    def __init__(self, shelf: Shelf, memory: PrefetchMemory) -> None:
-        super().__init__(shelf.backend)
-        self._shelf = shelf
-        self._memory = memory
-
-    @property
-    def available(self) -> bool:
-        """True: what is in memory can be had whatever the storage does."""
-        return True
-
-    def load(self, fmt: ObjectFormat, chunk: Chunk, shard: int, image: memoryview) -> None:
-        """Fill the payload of `image`, and its header only where the object was read."""
-        payload = torch.frombuffer(image, dtype=torch.uint8)[fmt.data_offset :]
-        if not self._memory.copy_to(chunk.key, shard, payload):
-            self._shelf.load(fmt, chunk, shard, image)
-
-    def probe(self, fmt: ObjectFormat, items: Sequence[tuple[Chunk, int]]) -> list[Presence]:
-        """Ask the shelf behind."""
-        return self._shelf.probe(fmt, items)
-
-    def write(self, *args: Any, **options: Any) -> WriteResult:
-        """Write to the shelf behind."""
-        return self._shelf.write(*args, **options)
-
-    def repair(self, *args: Any, **options: Any) -> WriteResult:
-        """Repair on the shelf behind."""
-        return self._shelf.repair(*args, **options)
-
-
-class FindsInMemory(Shelf):
-    """A shelf on which everything is that is in memory."""
-
-    def __init__(self, shelf: Shelf, memory: PrefetchMemory) -> None:
-        super().__init__(shelf.backend)
-        self._shelf = shelf
-        self._memory = memory
-
-    def probe(self, fmt: ObjectFormat, items: Sequence[tuple[Chunk, int]]) -> list[Presence]:
-        """Ask the shelf behind for what is not in memory."""
-        answers = [Presence.PRESENT] * len(items)
-        asked = [
-            i for i, (chunk, shard) in enumerate(items) if not self._memory.holds(chunk, shard)
-        ]
-        found = self._shelf.probe(fmt, [items[i] for i in asked]) if asked else []
-        for i, answer in zip(asked, found, strict=True):
-            answers[i] = answer
-        return answers

@@ -102,10 +102,12 @@ class Rig:
     #: The streams of the device that the caches are on, and its buffers for stores.
     streams: Streams | None = None
     ring: int = 4
+    #: Puts tiers in front of the shelf.
+    in_front: Callable[[Shelf], Shelf] = lambda shelf: shelf
 
     def __post_init__(self) -> None:
         self.guard = GuardedBackend(self.backend, self.deadlines, self.backoff)
-        self.shelf = Shelf(self.guard)
+        self.shelf = self.in_front(Shelf(self.guard))
         self.counters = Counters()
         shape = (self.blocks, HEADS, BLOCK, 2 * HEAD_SIZE)
         # The bytes of bfloat16, in a dtype whose values compare as bytes do.

@@ -41,10 +41,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvshelf.config import Config, default_shelf_path
+from kvshelf.config import Config, DiskTierConfig, default_shelf_path
 from kvshelf.errors import ConfigError, UnsupportedError
 from kvshelf.metrics import Counters
-from kvshelf.shelf import open_shelf
+from kvshelf.shelf import Shelf, open_shelf
 from kvshelf.vllm.metadata import StepMetadata, WorkerMetadata
 from kvshelf.vllm.namespace import manager_block_size
 from kvshelf.vllm.opening import OpeningShelf
@@ -139,10 +139,11 @@ class SharedStorageConnector(KVConnectorBase_V1):
         _check_engine(vllm_config, kv_cache_config)
         _recompute_failed_loads(transfer)
         self._counters = Counters()
-        self._shelf = _open(self._config, self._counters)
+        scheduling = role is KVConnectorRole.SCHEDULER
+        self._shelf = _open(self._config, self._counters, scheduling=scheduling)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
-        if role is KVConnectorRole.SCHEDULER:
+        if scheduling:
             self._scheduler = SchedulerSide(
                 vllm_config,
                 self._config,
@@ -372,7 +373,7 @@ def _show_log_lines() -> None:
         ours.propagate = False
 
 
-def _open(config: Config, counters: Counters) -> OpeningShelf:
+def _open(config: Config, counters: Counters, *, scheduling: bool) -> OpeningShelf:
     url = config.shared_storage_path
     if url is None:
         url = str(default_shelf_path())
@@ -381,17 +382,39 @@ def _open(config: Config, counters: Counters) -> OpeningShelf:
             " machine can read. Set it to a directory or URL that your engines share.",
             url,
         )
-    return OpeningShelf(
-        url,
-        functools.partial(
-            open_shelf,
+
+    def make() -> Shelf:
+        shelf = open_shelf(
             url,
             storage_options=config.storage_options,
             read_only=config.read_only,
             counters=counters,
             deadlines=config.deadlines,
-        ),
+        )
+        if config.disk_tier is None:
+            return shelf
+        try:
+            return _behind_disk_tier(shelf, config.disk_tier, counters, scheduling=scheduling)
+        except BaseException:
+            shelf.close()
+            raise
+
+    return OpeningShelf(url, make)
+
+
+def _behind_disk_tier(
+    shelf: Shelf, options: DiskTierConfig, counters: Counters, *, scheduling: bool
+) -> Shelf:
+    # What copies objects takes a moment to import, and most engines do not need it.
+    from kvshelf.tiers import DiskTier, FindsInTiers, LoadsFromTiers
+
+    tier = DiskTier(
+        options.path,
+        options.max_bytes,
+        counters=counters,
+        on_thread_start=_stay_behind,
     )
+    return FindsInTiers(shelf, [tier]) if scheduling else LoadsFromTiers(shelf, [tier])
 
 
 def _check_engine(vllm_config: Any, kv_cache_config: Any) -> None:
@@ -472,10 +495,19 @@ def _enclosing_multi_connector() -> Any:
 
 
 def _keep_off_bound_cpus() -> None:
-    """Move a look-up thread to processors that the engine has not bound itself to."""
+    """Move a thread of ours to processors that the engine has not bound itself to."""
     cpus = free_cpus()
     if cpus:
         try:
             os.sched_setaffinity(threading.get_native_id(), cpus)
         except OSError:
             pass
+
+
+def _stay_behind() -> None:
+    """Give a thread that nobody waits for a lower priority, and free processors."""
+    _keep_off_bound_cpus()
+    try:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 5)
+    except OSError:
+        pass

@@ -1,0 +1,543 @@
+"""Tiers: faster copies in front of a shelf.
+
+Owns the shape of a tier (:class:`Tier`), the shelves that look into tiers first
+(:class:`LoadsFromTiers`, :class:`FindsInTiers`), and the disk tier: a directory on this machine
+in front of a shelf that is farther away. The memory tier is :mod:`kvshelf.prefetch`.
+
+The disk tier is filled with what loads have fetched and verified, and with what is stored. Its
+objects have the names that they have on the shelf, so that it is a shelf itself. It is bounded
+(:mod:`kvshelf.bounded`), and any number of processes may share it.
+
+Contracts
+---------
+* The shelf decides what is stored: stores ask it alone, and what it did not take does not get
+  into a tier. Loads and look-ups ask the tiers first, and ask the shelf only for what is in none
+  of them. So what was deleted from the shelf is found until it is gone from the tiers as well.
+* What is read from a disk tier is verified like any object. A bad copy is removed; the load goes
+  on from the shelf, and brings a new copy.
+* The disk tier is written to by a thread of its own. What waits for it takes a bounded amount of
+  memory; what finds no room there is not copied. Neither loads nor stores wait for it.
+* A directory that fails or takes no writes is given a rest of its own, with one line in the log;
+  nothing but the copies is missing then. A thread that it keeps counts as kept by the shelf
+  behind, whose watchers replace it.
+* All methods may be called from any thread but an engine's step thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+import torch
+
+from kvshelf.backends import Buffer, WriteMode, WriteResult
+from kvshelf.backends.guard import Backoff, GuardedBackend
+from kvshelf.backends.posix import PosixBackend
+from kvshelf.bounded import BoundedBackend, FullError
+from kvshelf.buffers import Buffer as PoolBuffer
+from kvshelf.buffers import BufferPool
+from kvshelf.chunkfile import ObjectFormat
+from kvshelf.errors import BadObjectError, ObjectMissingError, StorageError
+from kvshelf.identity import Chunk
+from kvshelf.metrics import Counters
+from kvshelf.shelf import Presence, Shelf
+from kvshelf.threads import StorageThreads
+
+logger = logging.getLogger(__name__)
+
+#: Most host memory for objects on their way to a disk tier.
+QUEUE_BYTES: Final = 256 << 20
+#: Most uses of objects that wait to be noted.
+_QUEUED_USES: Final = 4096
+_BACKOFF: Final = Backoff()
+_OPEN_SECONDS: Final = 5.0
+_RETRY_SECONDS: Final = 10.0
+_CLOSE_SECONDS: Final = 1.0
+
+
+class Tier(Protocol):
+    """Something in front of a shelf that has copies of some of its objects."""
+
+    @property
+    def available(self) -> bool:
+        """Whether anything can be had from it."""
+
+    def holds(self, fmt: ObjectFormat, items: Sequence[tuple[Chunk, int]]) -> list[bool]:
+        """Tell of which (chunk, shard) pairs the objects are here."""
+
+    def load(self, fmt: ObjectFormat, chunk: Chunk, shard: int, image: memoryview) -> bool:
+        """Fill `image`, or at least its payload, with what is right; False when it is not here."""
+
+    def keep(self, fmt: ObjectFormat, chunk: Chunk, shard: int, buffers: Sequence[Buffer]) -> None:
+        """Take a copy of an object that is on the shelf, if there is room. Never waits."""
+
+    def stand_before(self, guard: GuardedBackend) -> None:
+        """Hear what keeps the threads that work in the storage behind."""
+
+    def close(self) -> None:
+        """Release what it holds. Idempotent."""
+
+
+class _InFront(Shelf):
+    """A shelf with tiers in front of it; closes them all.
+
+    Parameters
+    ----------
+    shelf : Shelf
+    tiers : Sequence of Tier
+        The nearest first.
+    """
+
+    def __init__(self, shelf: Shelf, tiers: Sequence[Tier]) -> None:
+        super().__init__(shelf.backend)
+        self._shelf = shelf
+        self._tiers = list(tiers)
+        for tier in self._tiers:
+            tier.stand_before(shelf.backend)
+
+    @property
+    def available(self) -> bool:
+        """Whether anything can be had from a tier or from the shelf."""
+        return any(tier.available for tier in self._tiers) or self._shelf.available
+
+    def close(self) -> None:
+        """Close the tiers and the shelf. Idempotent."""
+        for tier in self._tiers:
+            tier.close()
+        self._shelf.close()
+
+
+class LoadsFromTiers(_InFront):
+    """A shelf whose loads look into tiers first, and whose objects get into them."""
+
+    def load(self, fmt: ObjectFormat, chunk: Chunk, shard: int, image: memoryview) -> None:
+        """Read and verify one object, see :meth:`kvshelf.shelf.Shelf.load`.
+
+        From some tiers the payload comes without the header.
+        """
+        for tier in self._tiers:
+            if tier.load(fmt, chunk, shard, image):
+                return
+        self._shelf.load(fmt, chunk, shard, image)
+        for tier in self._tiers:
+            tier.keep(fmt, chunk, shard, [image])
+
+    def probe(self, fmt: ObjectFormat, items: Sequence[tuple[Chunk, int]]) -> list[Presence]:
+        """Ask the shelf alone: stores want to know what is there."""
+        return self._shelf.probe(fmt, items)
+
+    def write(
+        self,
+        fmt: ObjectFormat,
+        chunk: Chunk,
+        shard: int,
+        buffers: Sequence[Buffer],
+        *,
+        mode: WriteMode = "create",
+    ) -> WriteResult:
+        """Write to the shelf, then to the tiers."""
+        result = self._shelf.write(fmt, chunk, shard, buffers, mode=mode)
+        for tier in self._tiers:
+            tier.keep(fmt, chunk, shard, buffers)
+        return result
+
+    def repair(
+        self, fmt: ObjectFormat, chunk: Chunk, shard: int, buffers: Sequence[Buffer]
+    ) -> WriteResult:
+        """Repair on the shelf; what is in a tier is verified when it is read."""
+        return self._shelf.repair(fmt, chunk, shard, buffers)
+
+
+class FindsInTiers(_InFront):
+    """A shelf on which everything is that is in a tier.
+
+    Parameters
+    ----------
+    shelf : Shelf
+    tiers : Sequence of Tier
+        The nearest first.
+    ask_shelf : bool
+        False: only what is in the tiers is there.
+    """
+
+    def __init__(self, shelf: Shelf, tiers: Sequence[Tier], *, ask_shelf: bool = True) -> None:
+        super().__init__(shelf, tiers)
+        self._ask_shelf = ask_shelf
+
+    def probe(self, fmt: ObjectFormat, items: Sequence[tuple[Chunk, int]]) -> list[Presence]:
+        """Ask each tier for what those before it do not have, and the shelf for the rest."""
+        answers = [Presence.MISSING] * len(items)
+        asked: Sequence[int] = range(len(items))
+        for tier in self._tiers:
+            if not asked:
+                return answers
+            held = tier.holds(fmt, [items[i] for i in asked])
+            for i, here in zip(asked, held, strict=True):
+                if here:
+                    answers[i] = Presence.PRESENT
+            asked = [i for i, here in zip(asked, held, strict=True) if not here]
+        if asked and self._ask_shelf:
+            found = self._shelf.probe(fmt, [items[i] for i in asked])
+            for i, answer in zip(asked, found, strict=True):
+                answers[i] = answer
+        return answers
+
+
+# ------------------------------------------------------------------------------------ disk tier
+
+
+class _TierGuard(GuardedBackend):
+    """Says what a rest of a tier means."""
+
+    without_reads = (
+        "the disk tier is not used, everything comes from the shelf; it is tried again now and then"
+    )
+    without_writes = (
+        "nothing more is copied to this disk tier, what is there is used; it is tried again now and"
+        " then"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """An object on its way to the tier."""
+
+    fmt: ObjectFormat
+    chunk: Chunk
+    shard: int
+    buffer: PoolBuffer
+
+
+@dataclass(frozen=True, slots=True)
+class _Used:
+    """A use of an object that is to be noted."""
+
+    fmt: ObjectFormat
+    chunk: Chunk
+    shard: int
+
+
+class _PassOn:
+    """Tells the watchers of one storage which threads another one keeps."""
+
+    def __init__(self, guard: GuardedBackend) -> None:
+        self._guard = guard
+
+    def thread_late(self, thread: int) -> bool:
+        # Each of them, also behind one that says yes.
+        return sum(watcher.thread_late(thread) for watcher in self._guard.watchers) > 0
+
+    def reads_stopped(self) -> None:
+        """Nobody minds: there is the shelf behind."""
+
+
+class DiskTier:
+    """A directory that keeps copies of a shelf's objects near.
+
+    It is opened on a thread of its own. While that is not possible the tier is not used.
+
+    Parameters
+    ----------
+    path : str or os.PathLike
+        A directory on this machine; made when it is missing.
+    max_bytes : int
+        Most bytes of all objects there, whoever wrote them.
+    counters : Counters, optional
+    queue_bytes : int
+        Most host memory for objects on their way to it.
+    open_seconds : float
+        How long to wait for the directory to be open.
+    backoff : Backoff
+        For how long it is given a rest.
+    on_thread_start : Callable, optional
+        Called first on its thread, to set priority and processors.
+
+    Raises
+    ------
+    ConfigError
+        If `path` is something other than a directory.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        max_bytes: int,
+        *,
+        counters: Counters | None = None,
+        queue_bytes: int = QUEUE_BYTES,
+        open_seconds: float = _OPEN_SECONDS,
+        backoff: Backoff = _BACKOFF,
+        on_thread_start: Callable[[], None] | None = None,
+    ) -> None:
+        self.path = os.fspath(path)
+        self.max_bytes = max_bytes
+        self._counters = Counters() if counters is None else counters
+        self._backoff = backoff
+        self._on_thread_start = on_thread_start
+        self._pool = BufferPool(queue_bytes)
+        self._work = threading.Condition()
+        self._queue: deque[_Copy | _Used] = deque()
+        self._busy = self._uses = 0
+        self._next_log = 0.0
+        self._before: dict[int, GuardedBackend] = {}
+        self._threads: StorageThreads | None = None
+        self._bounded: BoundedBackend | None = None
+        self._shelf: Shelf | None = None
+        self._closing = threading.Event()
+        self._error: Exception | None = None
+        tried = threading.Event()
+        # A daemon: a disk that never answers must not keep the process alive.
+        threading.Thread(
+            target=self._open, args=(tried,), name="kvshelf-open-tier", daemon=True
+        ).start()
+        if not tried.wait(open_seconds):
+            logger.warning(
+                "the disk tier %s has not answered for %g s; it is used as soon as it does",
+                self.path,
+                open_seconds,
+            )
+        else:
+            self._raise_mistakes()
+
+    def __repr__(self) -> str:
+        return f"DiskTier({self.path!r}, {self.max_bytes})"
+
+    # ---------------------------------------------------------------------------------- opening
+
+    def _open(self, tried: threading.Event) -> None:
+        while not self._closing.is_set():
+            try:
+                bounded = BoundedBackend(PosixBackend(self.path), self.max_bytes)
+            except Exception as error:  # noqa: BLE001 - raised by the constructor, or logged
+                first, self._error = self._error is None, error
+                tried.set()
+                if not isinstance(error, StorageError):
+                    return
+                if first:
+                    logger.warning(
+                        "the disk tier %s cannot be opened (%s); it is tried again every %g s",
+                        self.path,
+                        error,
+                        _RETRY_SECONDS,
+                    )
+                self._closing.wait(_RETRY_SECONDS)
+            else:
+                self._opened(bounded)
+                tried.set()
+                return
+
+    def _raise_mistakes(self) -> None:
+        if self._error is not None and not isinstance(self._error, StorageError):
+            raise self._error
+
+    def _opened(self, bounded: BoundedBackend) -> None:
+        guard = _TierGuard(bounded, backoff=self._backoff)
+        guard.count_into(self._count)
+        with self._work:
+            self._bounded = bounded
+            self._shelf = Shelf(guard)
+            for before in self._before.values():
+                guard.watch(_PassOn(before))
+
+    def _count(self, name: str) -> None:
+        if name == "breaker_opened":
+            self._counters.add("disk_tier_rests")
+
+    def stand_before(self, guard: GuardedBackend) -> None:
+        """Tell the watchers of `guard` which of their threads this directory keeps."""
+        with self._work:
+            if id(guard) in self._before:
+                return
+            self._before[id(guard)] = guard
+            if self._shelf is not None:
+                self._shelf.backend.watch(_PassOn(guard))
+
+    # ------------------------------------------------------------------------------------ loads
+
+    @property
+    def available(self) -> bool:
+        """Whether it is open and not given a rest."""
+        return self._shelf is not None and self._shelf.available
+
+    @property
+    def guard(self) -> GuardedBackend | None:
+        """What all calls of the directory go through; None while it is not open."""
+        return None if self._shelf is None else self._shelf.backend
+
+    def holds(self, fmt: ObjectFormat, items: Sequence[tuple[Chunk, int]]) -> list[bool]:
+        """Tell of which (chunk, shard) pairs there are copies of the right size."""
+        shelf = self._shelf
+        if shelf is None or not shelf.available:
+            return [False] * len(items)
+        return [answer is Presence.PRESENT for answer in shelf.probe(fmt, items)]
+
+    def load(self, fmt: ObjectFormat, chunk: Chunk, shard: int, image: memoryview) -> bool:
+        """Read and verify a copy. A bad one is removed, and counts as none."""
+        shelf = self._shelf
+        if shelf is None or not shelf.available:
+            return False
+        try:
+            shelf.load(fmt, chunk, shard, image)
+        except ObjectMissingError:
+            return False
+        except BadObjectError as error:
+            self._drop(shelf, fmt, chunk, shard, error)
+            return False
+        except StorageError as error:
+            logger.debug("a copy could not be read: %s", error)
+            return False
+        self._counters.add("disk_tier_objects")
+        self._counters.add("disk_tier_loaded_bytes", len(image))
+        if self._uses < _QUEUED_USES:
+            self._enqueue(_Used(fmt, chunk, shard))
+        return True
+
+    def _drop(
+        self, shelf: Shelf, fmt: ObjectFormat, chunk: Chunk, shard: int, error: BadObjectError
+    ) -> None:
+        self._counters.add("disk_tier_bad")
+        self._log("a copy in the disk tier %s was bad and is removed: %s", self.path, error)
+        try:
+            shelf.backend.delete(shelf.name(fmt, chunk, shard))
+        except StorageError as failure:
+            logger.debug("a bad copy could not be removed: %s", failure)
+
+    def _log(self, text: str, *values: object) -> None:
+        now = time.monotonic()
+        if now >= self._next_log:
+            self._next_log = now + 60.0
+            logger.warning(text, *values)
+
+    # ----------------------------------------------------------------------------------- copies
+
+    def keep(self, fmt: ObjectFormat, chunk: Chunk, shard: int, buffers: Sequence[Buffer]) -> None:
+        """Copy an object into the queue of what is to be written, if there is room."""
+        shelf = self._shelf
+        if shelf is None or not shelf.available or shelf.read_only or self._closing.is_set():
+            self._counters.add("disk_tier_dropped")
+            return
+        views = [memoryview(buffer) for buffer in buffers]
+        copy = self._pool.allocate(sum(view.nbytes for view in views))
+        if copy is None:
+            self._counters.add("disk_tier_dropped")
+            return
+        at = 0
+        for view in views:
+            # By torch, which gives the GIL up meanwhile.
+            copy.tensor[at : at + view.nbytes].copy_(torch.frombuffer(view, dtype=torch.uint8))
+            at += view.nbytes
+        self._enqueue(_Copy(fmt, chunk, shard, copy))
+
+    def _enqueue(self, item: _Copy | _Used) -> None:
+        with self._work:
+            if self._closing.is_set():
+                if isinstance(item, _Copy):
+                    item.buffer.release()
+                return
+            if self._threads is None:
+                assert self._shelf is not None
+                self._threads = StorageThreads(
+                    "kvshelf-tier",
+                    1,
+                    self._run,
+                    self._shelf.backend,
+                    count_kept=lambda: self._counters.add("kept_threads"),
+                    on_thread_start=self._on_thread_start,
+                )
+                self._threads.start()
+            self._uses += isinstance(item, _Used)
+            self._queue.append(item)
+            self._work.notify_all()
+
+    def _next(self) -> _Copy | _Used | None:
+        with self._work:
+            while not self._queue:
+                if self._closing.is_set():
+                    return None
+                self._work.wait()
+            item = self._queue.popleft()
+            self._uses -= isinstance(item, _Used)
+            self._busy += 1
+            return item
+
+    def _run(self) -> None:
+        assert self._threads is not None and self._shelf is not None
+        while not self._threads.replaced() and (item := self._next()) is not None:
+            try:
+                if isinstance(item, _Copy):
+                    self._write(self._shelf, item)
+                else:
+                    name = self._shelf.name(item.fmt, item.chunk, item.shard)
+                    self._shelf.backend.touch(name)
+            except StorageError as error:
+                # The guard says so where the whole directory takes no writes.
+                logger.debug("the disk tier was not written to: %s", error)
+                if isinstance(item, _Copy):
+                    self._counters.add("disk_tier_dropped")
+            except Exception as error:
+                logger.error("the disk tier was not written to", exc_info=error)
+            finally:
+                if isinstance(item, _Copy):
+                    item.buffer.release()
+                with self._work:
+                    self._busy -= 1
+                    self._work.notify_all()
+
+    def _write(self, shelf: Shelf, item: _Copy) -> None:
+        bounded = self._bounded
+        assert bounded is not None
+        size = len(item.buffer)
+        if size > self.max_bytes:
+            self._counters.add("disk_tier_dropped")
+            return
+        if not bounded.counted_lately:
+            self._make_room(shelf, bounded, size)
+        try:
+            result = shelf.write(item.fmt, item.chunk, item.shard, [item.buffer.view])
+        except FullError:
+            self._make_room(shelf, bounded, size)
+            result = shelf.write(item.fmt, item.chunk, item.shard, [item.buffer.view])
+        if result is not WriteResult.EXISTED:
+            self._counters.add("disk_tier_written_bytes", size)
+        use = bounded.ledger.read()
+        if use is not None:
+            self._counters.set_gauge("disk_tier_bytes", use.used)
+
+    def _make_room(self, shelf: Shelf, bounded: BoundedBackend, size: int) -> None:
+        removed, freed = bounded.make_room(size, shelf.backend)
+        if removed:
+            self._counters.add("disk_tier_evicted_objects", removed)
+            self._counters.add("disk_tier_evicted_bytes", freed)
+
+    # ---------------------------------------------------------------------------------- the end
+
+    def drain(self, seconds: float) -> bool:
+        """Wait until everything in the queue is written; whether it was in time."""
+        with self._work:
+            return self._work.wait_for(lambda: not self._queue and not self._busy, seconds)
+
+    def close(self) -> None:
+        """Write what waits for at most a second, stop the thread. Idempotent."""
+        if self._closing.is_set():
+            return
+        if self.available:
+            self.drain(_CLOSE_SECONDS)
+        self._closing.set()
+        with self._work:
+            for item in self._queue:
+                if isinstance(item, _Copy):
+                    item.buffer.release()
+            self._queue.clear()
+            self._work.notify_all()
+        if self._threads is not None:
+            self._threads.close()
+            self._threads.join(_CLOSE_SECONDS)
+        self._pool.close()
+        if self._shelf is not None:
+            self._shelf.close()
