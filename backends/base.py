@@ -30,6 +30,10 @@ Buffer: TypeAlias = "bytes | bytearray | memoryview"
 WriteMode: TypeAlias = Literal["create", "replace"]
 
 
+#: Seconds below which a probe is cheap: thousands of them take less than a search with few.
+CHEAP_PROBE: Final = 75e-6
+
+
 class NotRegular(Enum):
     """Type of :data:`NOT_REGULAR`."""
 
@@ -101,7 +105,7 @@ class Properties:
     concurrency : int
         Number of calls at once that still helps.
     probe_cost : float
-        Typical seconds for one probe; below 1e-3 a probe counts as cheap.
+        Typical seconds for one probe; below :data:`CHEAP_PROBE` it is cheap.
     read_only : bool
         Writes are known to be refused.
     sets_aside : bool

@@ -352,7 +352,7 @@ class _PrefetchHandle(_LoadHandle[int]):
 class _StoreHandle(Handle[StoreReport]):
     def __init__(self, cache: ChunkCache, chunks: int, timeout: float) -> None:
         super().__init__(cache._check, timeout)
-        self._failed_keys = cache.failed
+        self._cache = cache
         self._lock = threading.Lock()
         self._chunks = chunks
         self._counts: dict[str, int] = {}
@@ -375,7 +375,9 @@ class _StoreHandle(Handle[StoreReport]):
 
     def ended(self, chunk: Chunk, result: StoreResult) -> None:
         if result in ("published", "repaired"):
-            self._failed_keys.forget(chunk.key)
+            self._cache.failed.forget(chunk.key)
+        if result not in ("failed", "lost"):
+            self._cache._note_stored(chunk.key)
         names = {"repaired": "published", "lost": "failed"}
         self.count(names.get(result, result))
         with self._lock:
@@ -983,6 +985,11 @@ class ChunkCache:
                     on_thread_start=None if started is None else lambda: started("lookup"),
                 )
             return service
+
+    def _note_stored(self, key: bytes) -> None:
+        """Have look-ups find what was just published."""
+        for service in list(self._lookups.values()):
+            service.stored((key,))
 
     def _next_id(self) -> str:
         return f"cache-{next(self._ids)}"

@@ -1,8 +1,9 @@
 """Look-ups: how many leading chunks of a prompt are on the shelf.
 
 Owns the search for the longest stored prefix, the threads that run it, and the memory
-of keys whose objects turned out bad. Existence of objects is the only index: every
-answer comes from probes made for that look-up.
+of keys whose objects turned out bad. Existence of objects is the only index: where probes
+are cheap every answer comes from probes made for that look-up, elsewhere from such as were
+made within the times of a :class:`~kvshelf.memo.Memo`.
 
 Contracts
 ---------
@@ -19,32 +20,46 @@ Contracts
   call takes it back before a waiting thread has woken.
 * Where probes are cheap every shard of every chunk of a hit has been seen. Elsewhere a
   k-ary search looks at one shard of few chunks, and the first and last chunk are
-  confirmed in full; a hole in between is found by the load.
+  confirmed in full; a hole in between is found by the load, and asked for by every search
+  from then on.
+* Where they are not cheap, look-ups that wait are searched for together: a *round* puts the
+  questions of all of them to the storage at once, each question once, and none that another
+  thread waits for the answer of. A look-up that comes meanwhile joins the next round. How many
+  questions a search puts in a round follows from the time that rounds have taken so far.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
+from typing import TypeAlias
 
+from kvshelf.backends.base import CHEAP_PROBE
 from kvshelf.chunkfile import ObjectFormat
 from kvshelf.identity import Chunk, KeyChain
+from kvshelf.memo import Asked, Memo
 from kvshelf.metrics import Counters
 from kvshelf.shelf import Presence, Shelf
 from kvshelf.threads import StorageThreads
 
 logger = logging.getLogger(__name__)
 
-_CHEAP_PROBE_SECONDS = 1e-3
 _FIRST_BATCH = 8
 _LARGEST_BATCH = 32
 _WORK_SECONDS = 0.5e-3
 _REST_SECONDS = 50e-6
 _LOG_SECONDS = 60.0
+#: Most look-ups that share rounds.
+_TOGETHER = 16
+#: Most chunks that one search asks for in one round.
+_MOST_POINTS = 64
+#: Threads where a round takes long: a look-up need not wait for the end of one that has begun.
+_FAR_THREADS = 2
 
 
 class FailedKeys:
@@ -78,9 +93,10 @@ class FailedKeys:
         #: Until when a key is failed, whether it is bad, and for how long it was failed.
         self._keys: OrderedDict[bytes, tuple[float, bool, float]] = OrderedDict()
         self._lock = threading.Lock()
+        self._listeners: list[Callable[[bytes], None]] = []
 
-    def __contains__(self, key: bytes) -> bool:
-        return self._get(key) is not None
+    def __contains__(self, key: object) -> bool:
+        return isinstance(key, bytes) and self._get(key) is not None
 
     def __len__(self) -> int:
         return sum(key in self for key in list(self._keys))
@@ -101,8 +117,14 @@ class FailedKeys:
                     del self._keys[key]
         return None if late >= 0 else bad
 
+    def tell(self, listener: Callable[[bytes], None]) -> None:
+        """Call `listener` with each key that is added from now on. It must not block."""
+        self._listeners.append(listener)
+
     def add(self, key: bytes, *, bad: bool) -> None:
         """Remember `key`."""
+        for listener in self._listeners:
+            listener(key)
         now = time.monotonic()
         with self._lock:
             seconds = self._seconds[bad]
@@ -222,7 +244,8 @@ class LookupService:
         Keys to be treated as missing.
     counters : Counters
     threads : int
-        Look-ups worked on at once.
+        Look-ups worked on at once. Where probes are not cheap there are at least two threads,
+        and each works on several.
     on_thread_start : Callable, optional
         Called first on each thread, to set its priority and processors.
     """
@@ -243,14 +266,20 @@ class LookupService:
         self._counters = counters
         self._queue: queue.SimpleQueue[Lookup | None] = queue.SimpleQueue()
         # What each thread works on, and since when; absent while it waits for a look-up.
-        self._busy: dict[int, tuple[float, Lookup]] = {}
+        self._busy: dict[int, tuple[float, Sequence[Lookup]]] = {}
         self._next_log = 0.0
-        self._chunk_seconds = 0.0
-        self._cheap = shelf.backend.properties.probe_cost < _CHEAP_PROBE_SECONDS
-        self._count = threads
+        #: How long look-ups take: for each chunk where probes are cheap, else each of them.
+        self._usual_seconds = 0.0
+        properties = shelf.backend.properties
+        self._cheap = properties.probe_cost < CHEAP_PROBE
+        self._memo = Memo()
+        self._costs = _Costs(properties.probe_cost, properties.concurrency)
+        self._asked: dict[_Question, _Flight] = {}
+        self._asked_lock = threading.Lock()
+        self._count = threads if self._cheap else max(threads, _FAR_THREADS)
         self._threads = StorageThreads(
             "kvshelf-lookup",
-            threads,
+            self._count,
             self._run,
             shelf.backend,
             count_kept=lambda: counters.add("kept_threads"),
@@ -258,6 +287,8 @@ class LookupService:
             on_thread_start=on_thread_start,
         )
         shelf.backend.count_into(counters.add)
+        if not self._cheap:
+            failed.tell(self._memo.failed)
         self._threads.start()
 
     @property
@@ -304,7 +335,18 @@ class LookupService:
 
     def may_be_done_within(self, lookup: Lookup, seconds: float) -> bool:
         """Whether waiting for `lookup` for `seconds` makes sense, going by those before it."""
-        return lookup._count // self._fmt.chunk_size * self._chunk_seconds <= seconds
+        chunks = lookup._count // self._fmt.chunk_size if self._cheap else 1
+        return chunks * self._usual_seconds <= seconds
+
+    def stored(self, keys: Iterable[bytes]) -> None:
+        """Note that these chunks were just published; a look-up from now on finds them."""
+        if not self._cheap:
+            for key in keys:
+                self._memo.stored(key)
+
+    def forget(self) -> None:
+        """Forget what is remembered of the storage's answers."""
+        self._memo.clear()
 
     def close(self) -> None:
         """Stop the threads once they have worked off what was submitted."""
@@ -313,22 +355,25 @@ class LookupService:
             self._queue.put(None)
 
     def _give_up(self, thread: int) -> None:
-        """End the look-up of a thread that the storage keeps."""
+        """End the look-ups of a thread that the storage keeps."""
         busy = self._busy.pop(thread, None)
         if busy is not None:
-            busy[1]._finish(0, None, given_up=True)
+            for lookup in busy[1]:
+                lookup._finish(0, None, given_up=True)
 
     def _run(self) -> None:
         me = threading.get_ident()
         while not self._threads.replaced() and (lookup := self._queue.get()) is not None:
+            if not self._cheap:
+                _Rounds(self, me, lookup).run()
+                continue
             begin = time.monotonic()
-            self._busy[me] = begin, lookup
+            self._busy[me] = begin, (lookup,)
             try:
                 self._work(lookup)
                 self._note_speed(lookup, begin)
             except Exception as error:  # noqa: BLE001 - cache trouble never ends an engine
-                self._counters.add("probe_errors")
-                self._log_failure(error)
+                self._count_failure(error)
             finally:
                 lookup._finish(0, None)
                 self._busy.pop(me, None)
@@ -336,9 +381,13 @@ class LookupService:
     def _note_speed(self, lookup: Lookup, begin: float) -> None:
         chunks = lookup._count // self._fmt.chunk_size
         if lookup.done and chunks:
-            found = (lookup.finished_at - begin) / chunks
-            known = self._chunk_seconds or found
-            self._chunk_seconds = known + (found - known) / 4
+            found = (lookup.finished_at - begin) / (chunks if self._cheap else 1)
+            known = self._usual_seconds or found
+            self._usual_seconds = known + (found - known) / 4
+
+    def _count_failure(self, error: Exception) -> None:
+        self._counters.add("probe_errors")
+        self._log_failure(error)
 
     def _log_failure(self, error: Exception) -> None:
         now = time.monotonic()
@@ -355,12 +404,8 @@ class LookupService:
             return
         pace = _Pace()
         # While the storage rests, probes fail at once; the keys are of use for later stores.
-        if self._cheap:
-            hit = self._search_near(lookup, chain, pace)
-            self._extend(lookup, chain, pace, lookup._count)
-        else:
-            self._extend(lookup, chain, pace, lookup._count)
-            hit = self._search_far(lookup, chain.chunks[lookup.first_chunk :])
+        hit = self._search_near(lookup, chain, pace)
+        self._extend(lookup, chain, pace, lookup._count)
         if not lookup._cancelled:
             lookup._finish(hit, chain)
 
@@ -411,42 +456,339 @@ class LookupService:
                 return i
         return usable
 
-    def _search_far(self, lookup: Lookup, chunks: Sequence[Chunk]) -> int:
-        """Find a stored prefix with few rounds of probes at once."""
-        width = max(2, self._shelf.backend.properties.concurrency)
-        end = len(chunks)
-        for i, chunk in enumerate(chunks):
-            if chunk.key in self._failed:
-                end = i
-                break
-        low, high = 0, end
-        while low < high:
-            if lookup._cancelled:
-                return 0
-            count = min(width, high - low)
-            points = sorted({high - 1 - (high - 1 - low) * i // count for i in range(count)})
-            self._counters.add("probes", len(points))
-            answers = self._shelf.probe(self._fmt, [(chunks[p], 0) for p in points])
-            for point, answer in zip(points, answers, strict=True):
-                if answer is not Presence.PRESENT:
-                    high = point
-                    break
-                low = point + 1
-        if low == 0:
-            return 0
-        # What has a first shard may miss others: a copy that runs, or one of some files only.
-        first, last = self._present([chunks[0], chunks[low - 1]])
-        if not first or last:
-            return low if first else 0
-        low, high = 1, low - 1
-        while low < high and not lookup._cancelled:
-            middle = (low + high + 1) // 2
-            if self._present([chunks[middle - 1]])[0]:
-                low = middle
-            else:
-                high = middle - 1
-        return low
+    def _ask(self, questions: dict[_Question, Chunk]) -> _Answers:
+        """Put questions to the storage, all at once; return answers, and when each was asked.
+
+        What another thread asks at this moment is not asked again, unless the answer would be
+        older than something that is known to have happened to the chunk.
+        """
+        now = time.monotonic()
+        # Sooner or later the guard takes a thread that the storage keeps for lost.
+        mine = _Flight(self._memo.ask(), now + self._shelf.backend.deadlines.probe)
+        theirs: dict[_Question, _Flight] = {}
+        with self._asked_lock:
+            for question in questions:
+                other = self._asked.get(question)
+                if (
+                    other is not None
+                    and now < other.until
+                    and other.asked.generation > self._memo.since(question[0])
+                ):
+                    theirs[question] = other
+                else:
+                    self._asked[question] = mine
+        asked = [question for question in questions if question not in theirs]
+        try:
+            if asked:
+                self._counters.add("probes", len(asked))
+                begin = time.perf_counter()
+                found = self._shelf.probe(self._fmt, [(questions[q], q[1]) for q in asked])
+                if Presence.ERROR not in found:
+                    self._costs.note(len(asked), time.perf_counter() - begin)
+                mine.answers = dict(zip(asked, found, strict=True))
+        finally:
+            with self._asked_lock:
+                for question in asked:
+                    if self._asked.get(question) is mine:
+                        del self._asked[question]
+            mine.over.set()
+        answers = {question: (answer, mine.asked) for question, answer in mine.answers.items()}
+        for question, other in theirs.items():
+            other.over.wait(max(0.0, other.until - time.monotonic()))
+            answer = other.answers.get(question, Presence.ERROR)
+            answers[question] = answer, other.asked
+        errors = sum(answer is Presence.ERROR for answer, _ in answers.values())
+        if errors:
+            self._counters.add("probe_errors", errors)
+        return answers
 
     def _present(self, chunks: Sequence[Chunk]) -> list[bool]:
         self._counters.add("probes", len(chunks) * self._fmt.shards)
         return self._shelf.present(self._fmt, chunks)
+
+
+# ----------------------------------------------------------------------- where probes are dear
+
+#: A chunk's key and a shard.
+_Question: TypeAlias = "tuple[bytes, int]"
+#: What the storage said, and when it was asked.
+_Answers: TypeAlias = "dict[_Question, tuple[Presence, Asked]]"
+
+
+class _Flight:
+    """Questions that one thread has put to the storage, and their answers."""
+
+    __slots__ = ("answers", "asked", "over", "until")
+
+    def __init__(self, asked: Asked, until: float) -> None:
+        self.asked = asked
+        #: Nobody waits for the answers longer than that.
+        self.until = until
+        self.answers: dict[_Question, Presence] = {}
+        self.over = threading.Event()
+
+
+class _Costs:
+    """What a round costs: a latency, and something for each question.
+
+    Parameters
+    ----------
+    latency : float
+        Seconds that one question is said to take.
+    concurrency : int
+        Questions that are said to cost little more than one.
+    """
+
+    #: A round of so many questions tells as much of the one cost as of the other.
+    _SCALE = 16.0
+
+    def __init__(self, latency: float, concurrency: int) -> None:
+        self.latency = latency
+        self.each = latency / max(1, concurrency)
+
+    def note(self, questions: int, seconds: float) -> None:
+        """Learn from a round."""
+        size = questions / self._SCALE
+        expected = self.latency + questions * self.each
+        # One round that hangs says little of the next.
+        error = (min(seconds, 4 * expected) - expected) / (2 * (1 + size * size))
+        self.latency = max(self.latency + error, 1e-6)
+        self.each = max(self.each + error * size / self._SCALE, 1e-8)
+
+    def points(self, chunks: int, weight: int) -> int:
+        """Return among how many points to divide a search, so that it takes least time.
+
+        Parameters
+        ----------
+        chunks : int
+            That are searched.
+        weight : int
+            Questions of the round for each point.
+        """
+        best, least = 1, float("inf")
+        for rounds in range(1, chunks.bit_length() + 1):
+            points = max(1, math.ceil((chunks + 1) ** (1 / rounds) - 1e-9) - 1)
+            seconds = rounds * (self.latency + points * weight * self.each)
+            if points <= _MOST_POINTS and seconds < least:
+                best, least = points, seconds
+        return best
+
+    def is_worth(self, questions: int) -> bool:
+        """Whether so many questions more are cheaper than another round."""
+        return questions * self.each < self.latency
+
+
+class _Search:
+    """The search for one look-up, by rounds.
+
+    Chunks before :attr:`found` count as there, since one behind them was; chunk :attr:`end` is
+    the first that is missing. Each round brings them nearer to each other. At the end the first
+    chunk, the last one and known holes between them have been seen in full.
+    """
+
+    def __init__(
+        self,
+        lookup: Lookup,
+        chain: KeyChain,
+        chunks: Sequence[Chunk],
+        memo: Memo,
+        failed: Container[bytes],
+        shards: int,
+    ) -> None:
+        self.lookup = lookup
+        self.chain = chain
+        self.began = memo.ask()
+        self._memo = memo
+        self._failed = failed
+        self._shards = shards
+        self._wanted: dict[int, bool] = {}
+        for end, chunk in enumerate(chunks):
+            if chunk.key in failed:
+                chunks = chunks[:end]
+                break
+        self._chunks = chunks
+        self._keys = [chunk.key for chunk in chunks]
+        known = memo.prefix(self._keys)
+        self.found, self.end = known.found, known.end
+        self._seen = known.seen
+        self._must = [0, *known.holes]
+        self._first_round = True
+        #: What has a first shard turned out to miss others: ask for all of them.
+        self._thorough = False
+
+    def plan(self, costs: _Costs, searches: int) -> list[tuple[Chunk, int]]:
+        """Return what to ask the storage for now.
+
+        Nothing, when the search is over: :attr:`found` is its result.
+
+        Parameters
+        ----------
+        costs : _Costs
+        searches : int
+            That share the round.
+        """
+        self._wanted = self._plan(costs, searches, self._shards)
+        return [
+            (self._chunks[index], shard)
+            for index, whole in sorted(self._wanted.items())
+            for shard in range(self._shards if whole else 1)
+        ]
+
+    def _plan(self, costs: _Costs, searches: int, shards: int) -> dict[int, bool]:
+        """Return the chunks to ask for, and whether for all their shards."""
+        wanted: dict[int, bool] = {}
+        open_ = self.end - self.found
+        if open_ and open_ * shards <= _MOST_POINTS and costs.is_worth(open_ * shards * searches):
+            wanted |= dict.fromkeys(range(self.found, self.end), True)
+        elif open_:
+            weight = searches * (shards if self._thorough else 1)
+            points = costs.points(open_, weight)
+            for number in range(points):
+                wanted[self.found + open_ * (number + 1) // (points + 1)] = self._thorough
+            if self._first_round:
+                # Most prompts that begin on the shelf are there to their end.
+                wanted[self.end - 1] = True
+        last = self.found - 1
+        if last >= 0 and last not in self._seen and (self._first_round or not open_):
+            wanted[last] = True
+        for index in self._must:
+            if index < self.end and index not in self._seen:
+                wanted[index] = True
+        self._first_round = False
+        return wanted
+
+    def tell(self, answers: _Answers) -> None:
+        """Take the answers to the plan."""
+        wanted = self._wanted
+        there: dict[int, bool] = {}
+        for index, whole in wanted.items():
+            key = self._keys[index]
+            told = [answers[key, shard] for shard in range(self._shards if whole else 1)]
+            there[index] = all(answer is Presence.PRESENT for answer, _ in told)
+            # A storage that fails has not said that anything is missing.
+            if (whole or not there[index]) and all(a is not Presence.ERROR for a, _ in told):
+                self._memo.learn(key, there[index], min(asked for _, asked in told))
+        self._seen |= {index for index, whole in wanted.items() if whole and there[index]}
+        self.end = min([self.end, *(index for index in wanted if not there[index])])
+        if self.end < self.found:
+            self._thorough = True
+            self.found = 0
+            present: Iterable[int] = self._seen
+        else:
+            present = (index for index in wanted if there[index])
+        self.found = max([self.found, *(index + 1 for index in present if index < self.end)])
+
+    def finish(self) -> None:
+        """Give the answer."""
+        hit = self.found
+        # What others learned meanwhile is younger than what this search knows.
+        known = self._memo.prefix(self._keys[:hit])
+        hit = min([known.end, *known.holes])
+        for index, key in enumerate(self._keys[:hit]):
+            if key in self._failed:
+                hit = index
+                break
+        self._memo.imply(self._keys[:hit], self.began)
+        if not self.lookup._cancelled:
+            self.lookup._finish(hit, self.chain)
+
+
+class _Rounds:
+    """One thread's searches, from the first look-up until none is left."""
+
+    def __init__(self, service: LookupService, thread: int, first: Lookup) -> None:
+        self._service = service
+        self._thread = thread
+        self._first = first
+        #: Those that have no answer yet, in order, and when they were taken.
+        self._lookups: dict[Lookup, float] = {}
+        self._searches: list[_Search] = []
+
+    def run(self) -> None:
+        """Search; a look-up that fails ends alone."""
+        service = self._service
+        try:
+            self._take(self._first)
+            while self._lookups:
+                self._take_more()
+                self._round()
+                if self._thread not in service._busy:
+                    # Given up: others go on with what came later.
+                    break
+        except Exception as error:  # noqa: BLE001 - cache trouble never ends an engine
+            service._count_failure(error)
+        finally:
+            for lookup in self._lookups:
+                lookup._finish(0, None)
+            service._busy.pop(self._thread, None)
+
+    def _take_more(self) -> None:
+        while len(self._lookups) < _TOGETHER:
+            try:
+                lookup = self._service._queue.get_nowait()
+            except queue.Empty:
+                return
+            if lookup is None:
+                # For a thread that has nothing else to do.
+                self._service._queue.put(None)
+                return
+            self._take(lookup)
+
+    def _take(self, lookup: Lookup) -> None:
+        service = self._service
+        self._lookups[lookup] = time.monotonic()
+        self._note_busy()
+        try:
+            search = None if lookup._cancelled else self._search_for(lookup)
+        except Exception as error:  # noqa: BLE001 - the others can still be found
+            service._count_failure(error)
+            search = None
+        if search is None:
+            self._end(lookup)
+        else:
+            self._searches.append(search)
+
+    def _search_for(self, lookup: Lookup) -> _Search | None:
+        service = self._service
+        service._counters.add("lookups")
+        chain = lookup._make_chain()
+        if chain is None:
+            return None
+        service._extend(lookup, chain, _Pace(), lookup._count)
+        # What is remembered is of no use while nothing can be loaded.
+        memo = Memo() if service._shelf.backend.reads.stopped else service._memo
+        chunks = chain.chunks[lookup.first_chunk :]
+        return _Search(lookup, chain, chunks, memo, service._failed, service._fmt.shards)
+
+    def _end(self, lookup: Lookup) -> None:
+        lookup._finish(0, None)
+        del self._lookups[lookup]
+        if self._lookups and self._thread in self._service._busy:
+            self._note_busy()
+
+    def _note_busy(self) -> None:
+        oldest = next(iter(self._lookups.values()))
+        self._service._busy[self._thread] = oldest, tuple(self._lookups)
+
+    def _round(self) -> None:
+        service = self._service
+        asking: list[_Search] = []
+        questions: dict[_Question, Chunk] = {}
+        together = len(self._searches)
+        for search in list(self._searches):
+            wanted: list[tuple[Chunk, int]] = []
+            if not search.lookup._cancelled:
+                wanted = search.plan(service._costs, together)
+            if wanted:
+                asking.append(search)
+                questions |= {(chunk.key, shard): chunk for chunk, shard in wanted}
+                continue
+            self._searches.remove(search)
+            if not search.lookup._cancelled:
+                search.finish()
+                service._note_speed(search.lookup, self._lookups[search.lookup])
+            self._end(search.lookup)
+        if asking:
+            answers = service._ask(questions)
+            for search in asking:
+                search.tell(answers)

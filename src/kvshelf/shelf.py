@@ -40,6 +40,7 @@ from kvshelf.backends import (
     WriteResult,
     open_backend,
 )
+from kvshelf.backends.base import CHEAP_PROBE
 from kvshelf.backends.guard import GuardedBackend
 from kvshelf.chunkfile import ObjectFormat
 from kvshelf.errors import (
@@ -74,7 +75,6 @@ _DESCRIPTION_BYTES: Final = 16 << 20
 
 _DESCRIPTION: Final = "namespace.json"
 _BAD: Final = ".kvshelf/bad"
-_CHEAP_PROBE: Final = 1e-3
 #: Most folders of one namespace that are looked into: each costs a round of probes.
 _MAX_FOLDERS: Final = 8
 _FOLDERS_SECONDS: Final = 60.0
@@ -492,7 +492,7 @@ class Shelf:
         encoded = fmt.namespace.encoded
         if self.backend.stat([name])[0] != len(encoded):
             self._write(folder, name, [encoded], len(encoded), "create")
-        if self.backend.properties.probe_cost >= _CHEAP_PROBE:
+        if self.backend.properties.probe_cost >= CHEAP_PROBE:
             known.described_until = time.monotonic() + _DESCRIPTION_SECONDS
 
     def _sweep(self, known: _Known, namespace_folder: str) -> None:

@@ -61,6 +61,7 @@ import torch
 
 from kvshelf import device, ops
 from kvshelf.backends import Properties
+from kvshelf.backends.base import CHEAP_PROBE
 from kvshelf.chunkfile import ObjectFormat
 from kvshelf.errors import (
     BadObjectError,
@@ -87,7 +88,6 @@ _HOLES_MEMORY = 16384
 #: Scheduler and worker tell each other times as ages, which grow on the way.
 _HOLE_SLACK_SECONDS = 0.1
 _JOIN_SECONDS = 0.5
-_CHEAP_PROBE_SECONDS = 1e-3
 _NEAR_THREADS = 2
 _FAR_THREADS = 16
 
@@ -98,7 +98,7 @@ def useful_threads(properties: Properties) -> tuple[int, int]:
     A local disk is kept busy by two, which compete with the model for processors. Threads that
     wait for a network do not.
     """
-    if properties.probe_cost < _CHEAP_PROBE_SECONDS:
+    if properties.probe_cost < CHEAP_PROBE:
         return _NEAR_THREADS, _NEAR_THREADS // 2
     threads = max(_NEAR_THREADS, min(_FAR_THREADS, properties.concurrency))
     return threads, max(1, threads // 4)
@@ -505,6 +505,9 @@ class Transfer:
         self._holes: OrderedDict[bytes, float] = OrderedDict()
         self._stored_at: OrderedDict[bytes, float] = OrderedDict()
         self._repaired: list[bytes] = []
+        #: What look-ups elsewhere have to hear of; where probes are cheap they ask again anyway.
+        self._published: deque[bytes] = deque(maxlen=_STORED_MEMORY)
+        self._notes_published = shelf.backend.properties.probe_cost >= CHEAP_PROBE
 
         self._load_threads = self._threads(
             "load", load_threads, self._run_loads, on_thread_start, self._load_late, self._rest
@@ -682,6 +685,16 @@ class Transfer:
             keys, self._repaired = self._repaired, []
             return keys
 
+    def take_published(self) -> list[bytes]:
+        """Return the keys of chunks that stores since the last call left on the shelf.
+
+        Nothing where probes are cheap: what is not remembered need not be corrected.
+        """
+        with self._store_lock:
+            keys = list(self._published)
+            self._published.clear()
+            return keys
+
     def forget_stored(self) -> None:
         """Forget what was published here, so that it is stored again when missing."""
         with self._store_lock:
@@ -735,6 +748,8 @@ class Transfer:
                     self._stored_at.popitem(last=False)
                 if job.repair:
                     self._repaired.append(key)
+                if self._notes_published:
+                    self._published.append(key)
             if job.ended:
                 return
             job.ended = True

@@ -145,6 +145,9 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
     failures : list of LoadFailure
     repaired : list of (bytes, int)
         Keys, and ranks that have replaced what they write of their bad objects.
+    published : list of bytes
+        Keys of chunks of which a rank has stored its part, where look-ups remember what was
+        missing.
     resting : dict
         Rank to whether it gives the storage a rest, so that its loads would fail; sent when
         that changes, and with each load that failed for it.
@@ -153,6 +156,7 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
     parts: dict[int, WorkerPart] = field(default_factory=dict)
     failures: list[LoadFailure] = field(default_factory=list)
     repaired: list[tuple[bytes, int]] = field(default_factory=list)
+    published: list[bytes] = field(default_factory=list)
     resting: dict[int, bool] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerMetadata:
@@ -162,5 +166,6 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
             {**self.parts, **other.parts},
             self.failures + other.failures,
             self.repaired + other.repaired,
+            self.published + other.published,
             {**self.resting, **other.resting},
         )

@@ -440,6 +440,12 @@ class SchedulerSide:
                     state.failures[failure.key] = failure.bad
         for key, rank in meta.repaired:
             self._note_repaired(key, rank)
+        if meta.published and self._lookups is not None:
+            self._lookups.stored(meta.published)
+            for key in meta.published:
+                if not self._failed.is_bad(key):
+                    # What was gone is asked for again, rather than taken for missing.
+                    self._failed.forget(key)
         for rank, resting in meta.resting.items():
             (self._resting.add if resting else self._resting.discard)(rank)
         if meta.parts:
@@ -530,6 +536,8 @@ class SchedulerSide:
         Requests that are being computed keep their keys, with which they store.
         """
         self._failed.clear()
+        if self._lookups is not None:
+            self._lookups.forget()
         for state in self._requests.values():
             if state.request.num_computed_tokens == 0 and not state.loading:
                 state.drop_lookup()

@@ -630,11 +630,13 @@ class WorkerSide:
         shelf = self._shelf()
         if self._transfer is not None and shelf is not None:
             meta.repaired = [(key, self.rank) for key in self._transfer.take_repaired()]
+            meta.published = self._transfer.take_published()
             resting = not shelf.available
             if self._resting is not resting:
                 self._resting = resting
                 meta.resting = {self.rank: resting}
-        if not meta.parts and not meta.failures and not meta.repaired and not meta.resting:
+        news = meta.parts or meta.failures or meta.repaired or meta.published or meta.resting
+        if not news:
             return WorkerMetadata() if self._meta and self._meta.namespace else None
         return meta
 

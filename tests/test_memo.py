@@ -1,0 +1,355 @@
+"""What is remembered of a dear storage: never a hit that is known to be none, never an old miss."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    consumes,
+    multiple,
+    rule,
+    run_state_machine_as_test,
+)
+from parts import make_format
+
+from kvshelf import memo, probe
+from kvshelf.identity import KeyChain
+from kvshelf.memo import Known, Memo
+from kvshelf.shelf import Presence
+
+FMT = make_format(shards=2)
+SEEN, MISSING, HOLE = 60.0, 1.0, 1800.0
+
+
+class Clock:
+    """Time that passes when it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(memo, "time", clock)
+    return clock
+
+
+# ------------------------------------------------------------------------------------- the rules
+
+
+def test_answers_stand_for_their_time_from_when_they_were_asked_for(clock: Clock) -> None:
+    known = Memo()
+    asked = known.ask()
+    clock.now += MISSING / 2
+    known.learn(b"there", True, asked)
+    known.learn(b"gone", False, asked)
+    assert known.known(b"there") is Known.SEEN
+    assert known.known(b"gone") is Known.MISSING
+    clock.now += MISSING / 2
+    assert known.known(b"gone") is Known.NOTHING
+    clock.now += SEEN
+    assert known.known(b"there") is Known.NOTHING
+
+
+def test_a_late_answer_replaces_no_younger_one() -> None:
+    known = Memo()
+    early, late = known.ask(), known.ask()
+    known.learn(b"k", True, late)
+    known.learn(b"k", False, early)
+    assert known.known(b"k") is Known.SEEN
+    known.learn(b"k", False, known.ask())
+    assert known.known(b"k") is Known.MISSING
+
+
+def test_a_store_ends_a_miss_also_one_that_is_on_its_way() -> None:
+    known = Memo()
+    asked = known.ask()
+    known.learn(b"k", False, asked)
+    asked = known.ask()
+    known.stored(b"k")
+    assert known.known(b"k") is Known.NOTHING
+    known.learn(b"k", False, asked)
+    assert known.known(b"k") is Known.NOTHING
+    known.learn(b"k", True, known.ask())
+    known.stored(b"k")
+    assert known.known(b"k") is Known.SEEN
+
+
+def test_a_failed_load_makes_a_hole_until_it_is_seen_again(clock: Clock) -> None:
+    known = Memo()
+    keys = [b"0", b"1", b"2"]
+    asked = known.ask()
+    known.learn(b"2", True, asked)
+    known.imply(keys, asked)
+    assert known.prefix(keys) == memo.Prefix(3, 3, {2}, [])
+    asked = known.ask()
+    known.failed(b"1")
+    known.learn(b"1", True, asked)
+    assert known.prefix(keys) == memo.Prefix(3, 3, {2}, [1])
+    known.imply(keys, asked)
+    assert known.prefix(keys).holes == [1]
+    clock.now += HOLE / 2
+    assert known.prefix(keys) == memo.Prefix(0, 3, set(), [1])
+    known.learn(b"1", True, known.ask())
+    assert known.prefix(keys) == memo.Prefix(2, 3, {1}, [])
+
+
+def test_what_is_said_again_is_not_remembered_for_longer(clock: Clock) -> None:
+    known = Memo()
+    known.imply([b"k"], known.ask())
+    for _ in range(3):
+        clock.now += SEEN / 4
+        known.imply([b"k"], known.ask())
+    clock.now += SEEN / 4
+    assert known.known(b"k") is Known.NOTHING
+
+
+def test_memory_is_bounded_and_what_was_forgotten_is_not_learned_late() -> None:
+    known = Memo(limit=3)
+    asked = known.ask()
+    known.stored(b"first")
+    for i in range(10):
+        known.learn(bytes([i]), True, known.ask())
+    assert len(known) == 3
+    known.learn(b"first", False, asked)
+    assert known.known(b"first") is Known.NOTHING
+    known.learn(b"first", False, known.ask())
+    assert known.known(b"first") is Known.MISSING
+
+
+def test_more_events_than_can_be_kept_forget_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = Memo()
+    asked = known.ask()
+    known.learn(b"k", False, known.ask())
+    for _ in range(memo._EVENTS + 1):
+        known.stored(b"other")
+    assert known.known(b"k") is Known.NOTHING
+    known.learn(b"k", False, asked)
+    assert known.known(b"k") is Known.NOTHING
+
+
+def test_clearing_forgets_and_takes_no_answer_from_before() -> None:
+    known = Memo()
+    known.learn(b"k", True, known.ask())
+    asked = known.ask()
+    known.clear()
+    assert known.known(b"k") is Known.NOTHING
+    known.learn(b"k", True, asked)
+    assert known.known(b"k") is Known.NOTHING
+
+
+def test_what_happens_never_waits_for_a_pass_over_many_chunks() -> None:
+    known = Memo()
+    with known._lock:
+        known.stored(b"k")
+        known.failed(b"k")
+        assert known.ask().at <= time.monotonic()
+
+
+# ------------------------------------------------- searches on a storage that others change too
+
+
+@dataclass
+class _Stored:
+    """One chunk as it really is."""
+
+    shards: set[int]
+    whole_since: float | None = None
+    last_whole: float = -1e9
+    #: When this engine published it last.
+    stored_at: float = -1e9
+    #: When one of its loads failed last.
+    failed_at: float = -1e9
+
+
+class Searches(RuleBasedStateMachine):
+    """Searches in any state of completion, on a storage that this engine and others change.
+
+    Two prompts share their first chunks. Answers of the storage are taken at one moment and
+    arrive at another.
+    """
+
+    running = Bundle("running")
+    asking = Bundle("asking")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clock = Clock()
+        self.modules = SimpleNamespace(memo=memo.time, probe=probe.time)
+        memo.time = probe.time = self.clock  # type: ignore[assignment]
+        self.memo = Memo(SEEN, MISSING, HOLE, limit=64)
+        self.failed = probe.FailedKeys()
+        self.failed.tell(self.memo.failed)
+        shared = random.Random(0).choices(range(99), k=5 * FMT.chunk_size)
+        self.chunks = []
+        for branch in (1, 2):
+            chain = KeyChain(FMT.namespace.digest, FMT.chunk_size)
+            own = random.Random(branch).choices(range(99), k=4 * FMT.chunk_size)
+            self.chunks.append(chain.extend(shared + own))
+        self.storage = {c.key: _Stored(set()) for chunks in self.chunks for c in chunks}
+
+    def teardown(self) -> None:
+        memo.time, probe.time = self.modules.memo, self.modules.probe
+
+    def _tick(self) -> None:
+        self.clock.now += 1e-4
+
+    def _set(self, branch: int, index: int, shards: set[int]) -> _Stored:
+        self._tick()
+        stored = self.storage[self.chunks[branch][index].key]
+        now = self.clock.now
+        if len(stored.shards) == FMT.shards:
+            stored.last_whole = now
+        stored.shards = shards
+        if len(shards) < FMT.shards:
+            stored.whole_since = None
+        elif stored.whole_since is None:
+            stored.whole_since = now
+        self._tick()
+        return stored
+
+    places = st.tuples(st.integers(0, 1), st.integers(0, 8))
+
+    @rule(seconds=st.sampled_from((0.1, 0.6, 2.0, 11.0, 35.0, 70.0)))
+    def wait(self, seconds: float) -> None:
+        self.clock.now += seconds
+
+    @rule(branch=st.integers(0, 1), first=st.integers(0, 8), count=st.integers(1, 9))
+    def others_store(self, branch: int, first: int, count: int) -> None:
+        for index in range(first, min(9, first + count)):
+            self._set(branch, index, set(range(FMT.shards)))
+
+    @rule(place=places, shards=st.sets(st.integers(0, FMT.shards - 1), max_size=FMT.shards - 1))
+    def others_delete(self, place: tuple[int, int], shards: set[int]) -> None:
+        self._set(*place, shards)
+
+    @rule(branch=st.integers(0, 1), first=st.integers(0, 8), count=st.integers(1, 9))
+    def we_store(self, branch: int, first: int, count: int) -> None:
+        for index in range(first, min(9, first + count)):
+            stored = self._set(branch, index, set(range(FMT.shards)))
+            key = self.chunks[branch][index].key
+            self.memo.stored(key)
+            if not self.failed.is_bad(key):
+                self.failed.forget(key)
+            stored.stored_at = self.clock.now
+            self._tick()
+
+    @rule(target=running, branch=st.integers(0, 1), length=st.integers(1, 9))
+    def begin(self, branch: int, length: int) -> probe._Search:
+        self._tick()
+        chunks = self.chunks[branch][:length]
+        lookup = probe.Lookup([0] * (length * FMT.chunk_size), lambda: None)
+        chain = KeyChain(FMT.namespace.digest, FMT.chunk_size)
+        return probe._Search(lookup, chain, chunks, self.memo, self.failed, FMT.shards)
+
+    @rule(
+        target=asking,
+        search=consumes(running),
+        latency=st.sampled_from((1e-5, 1e-2)),
+        concurrency=st.sampled_from((1, 64)),
+        fails=st.integers(0, 9).map(lambda number: number == 9),
+    )
+    def ask(
+        self, search: probe._Search, latency: float, concurrency: int, fails: bool
+    ) -> tuple[probe._Search, probe._Answers]:
+        questions = search.plan(probe._Costs(latency, concurrency), 1)
+        if not questions:
+            search.finish()
+            self._check(search)
+            return multiple()  # type: ignore[return-value]
+        asked = self.memo.ask()
+        self._tick()
+        answers: probe._Answers = {}
+        for chunk, shard in questions:
+            there = shard in self.storage[chunk.key].shards
+            answer = Presence.PRESENT if there else Presence.MISSING
+            answers[chunk.key, shard] = (Presence.ERROR if fails else answer), asked
+        self._tick()
+        return search, answers
+
+    @rule(target=running, asked=consumes(asking))
+    def answer(self, asked: tuple[probe._Search, probe._Answers]) -> probe._Search:
+        search, answers = asked
+        if Presence.ERROR in {answer for answer, _ in answers.values()}:
+            search.lookup.cancel()
+        search.tell(answers)
+        return search
+
+    def _check(self, search: probe._Search) -> None:
+        """Compare an answer with what was true while it was looked for, and shortly before."""
+        if search.lookup._cancelled:
+            return
+        begin, hit = search.began.at, search.lookup.hit_chunks
+        chunks = search._chunks
+        stored = [self.storage[chunk.key] for chunk in chunks]
+        for index in {0, hit - 1} if hit else ():
+            assert self._whole_at_or_after(stored[index], begin - SEEN), "a hit that is long gone"
+        for index in range(hit):
+            failed_at = stored[index].failed_at
+            if failed_at > begin - HOLE / 2:
+                assert self._whole_at_or_after(stored[index], failed_at), "a hit known to be none"
+        due = 0
+        for index, chunk in enumerate(chunks):
+            since = stored[index].whole_since
+            if since is None or chunk.key in self.failed:
+                break
+            ours = since <= stored[index].stored_at <= begin
+            if stored[index].failed_at > begin or not (ours or since < begin - MISSING):
+                break
+            due = index + 1
+        assert hit >= due, "a miss of what has been there"
+
+    @staticmethod
+    def _whole_at_or_after(stored: _Stored, moment: float) -> bool:
+        return stored.whole_since is not None or stored.last_whole >= moment
+
+    @rule(branch=st.integers(0, 1), length=st.integers(1, 9))
+    def look_up_and_load(self, branch: int, length: int) -> None:
+        search = self.begin(branch, length)
+        for _ in range(40):
+            found = self.ask(search, 1e-2, 64, False)
+            if not isinstance(found, tuple):
+                break
+            self.answer(found)
+        assert search.lookup.done, "a search without end"
+        for chunk in search._chunks[: search.lookup.hit_chunks]:
+            self._tick()
+            stored = self.storage[chunk.key]
+            if len(stored.shards) < FMT.shards:
+                stored.failed_at = self.clock.now
+                self._tick()
+                self.failed.add(chunk.key, bad=False)
+                break
+
+
+def test_searches_announce_what_is_there_and_miss_nothing_for_long() -> None:
+    run_state_machine_as_test(
+        Searches,
+        settings=settings(
+            max_examples=150,
+            stateful_step_count=50,
+            deadline=None,
+            database=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+
+
+@pytest.fixture(autouse=True)
+def _real_time_afterwards() -> Iterator[None]:
+    before = memo.time, probe.time
+    yield
+    memo.time, probe.time = before
