@@ -29,7 +29,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import prod
 from typing import Any, Final, Protocol, TypeAlias
@@ -39,10 +39,11 @@ import xxhash
 from kvshelf.errors import (
     BadObjectError,
     ConfigError,
+    ObjectNameError,
     TransientStorageError,
     UnsupportedError,
 )
-from kvshelf.identity import FORMAT, Chunk, FieldValue, Namespace, check_chunk_size
+from kvshelf.identity import FORMAT, Chunk, FieldValue, Namespace, ParsedName, check_chunk_size
 
 __all__ = [
     "ALIGNMENT",
@@ -109,6 +110,8 @@ _ONE_SHOT: Final = 1 << 20
 
 _HEX: Final = b"0123456789abcdef"
 _HASH_CHARS: Final = 32
+_KEY_CHARS: Final = 64
+_BEFORE_PARENT: Final = b'","parent":"'
 _TEMPLATES_KEPT: Final = 1024
 _METADATA: Final = "__metadata__"
 _NATIVE: Final = re.compile(r"cpu-[A-Za-z0-9_]+-[A-Za-z0-9_]+-b([1-9][0-9]{0,8})", re.ASCII)
@@ -718,6 +721,67 @@ class ObjectFormat:
             if found != expected:
                 raise self._damaged(template, first, found, expected)
 
+    def named_chunk(self, parsed: ParsedName, parent: bytes = bytes(32)) -> Chunk:
+        """Return the chunk that an object's name speaks of.
+
+        A name says all but the parent. Without it the chunk can be found, not verified.
+
+        Raises
+        ------
+        ObjectNameError
+            If no object of this namespace has such a name.
+        """
+        tail = parsed.tail_tokens is not None
+        tokens = self.chunk_size if parsed.tail_tokens is None else parsed.tail_tokens
+        if parsed.shards != self.shards:
+            raise ObjectNameError(
+                f"the name says {parsed.shards} shards, its namespace has {self.shards}"
+            )
+        try:
+            self._tokens(tokens, tail)
+        except (ValueError, UnsupportedError) as error:
+            raise ObjectNameError(f"its namespace has no object of this name: {error}") from None
+        return Chunk(parsed.key, parent, parsed.index, tokens, tail, parsed.group)
+
+    def read_named(self, reader: ReaderLike, parsed: ParsedName, image: memoryview) -> Chunk:
+        """Read and verify an object of which only the name is known.
+
+        The parent is what the object itself says it is: everything else is verified as by
+        :meth:`read`, which a load by an engine does with the parent that it must have.
+
+        Parameters
+        ----------
+        reader, image
+            As for :meth:`read`.
+        parsed : ParsedName
+            The object's name.
+
+        Returns
+        -------
+        Chunk
+            The chunk, its parent included.
+
+        Raises
+        ------
+        ObjectNameError
+            If no object of this namespace has such a name.
+        BadObjectError, StorageError, ValueError
+            As for :meth:`read`.
+        """
+        chunk = self.named_chunk(parsed)
+        template = self._template_of(chunk, parsed.shard)
+        view = self._image(image, template)
+        self._check_size(reader.size, view.nbytes)
+        region = view[: self.data_offset]
+        count = reader.read_into(region, 0)
+        first = len(template.before_key) + _KEY_CHARS + len(_BEFORE_PARENT)
+        parent = region[first : first + _KEY_CHARS].tobytes()
+        # Whatever is there in its stead will not compare equal, and be explained.
+        if not parent.translate(None, _HEX):
+            chunk = replace(chunk, parent=bytes.fromhex(parent.decode("ascii")))
+        self.read(_Continued(reader, count), chunk, parsed.shard, view)
+        return chunk
+
     def verify_image(self, image: memoryview, chunk: Chunk, shard: int) -> None:
         """Verify an object that is in memory already.
 
@@ -889,6 +953,21 @@ class ObjectFormat:
         return HeaderNotCanonical(
             "the header says the right things in other bytes than kvshelf writes"
         )
+
+
+class _Continued:
+    """A reader whose first bytes are in the buffer already that it is asked to fill."""
+
+    __slots__ = ("_done", "_reader", "size")
+
+    def __init__(self, reader: ReaderLike, done: int) -> None:
+        self._reader = reader
+        self._done = done
+        self.size = reader.size
+
+    def read_into(self, buffer: memoryview, offset: int) -> int:
+        done = max(0, self._done - offset)
+        return done + self._reader.read_into(buffer[done:], offset + done)
 
 
 # --------------------------------------------------------------------------- explanations

@@ -25,11 +25,11 @@ import os
 import random
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from types import TracebackType
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from kvshelf.backends import (
     NOT_REGULAR,
@@ -63,6 +63,8 @@ from kvshelf.identity import (
 from kvshelf.metrics import Counters
 
 logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
 
 #: An object of wrong size that changed within so many seconds may still be copied to its place.
 COPY_SECONDS: Final = 60.0
@@ -484,6 +486,17 @@ class Shelf:
             return self.write(fmt, chunk, shard, buffers)
         return WriteResult.EXISTED
 
+    def describe(self, fmt: ObjectFormat) -> None:
+        """Publish the namespace's description if it is not there; a write does so as well.
+
+        Raises
+        ------
+        StorageError
+            If the storage refused or failed.
+        """
+        known = self._of(fmt)
+        self._describe(fmt, known, self._find_folders(fmt, known)[0])
+
     def _describe(self, fmt: ObjectFormat, known: _Known, folder: str) -> None:
         """Publish the namespace's description if it is not there (any more)."""
         if time.monotonic() < known.described_until:
@@ -557,31 +570,57 @@ class Shelf:
                 self.set_bad_aside(fmt, chunk, shard)
             raise
 
+    def load_named(self, fmt: ObjectFormat, parsed: ParsedName, image: memoryview) -> Chunk:
+        """Read and verify one object of which only the name is known; nothing is moved aside.
+
+        Parameters
+        ----------
+        fmt, image
+            As for :meth:`load`.
+        parsed : ParsedName
+            The object's name; its namespace folder is of no meaning.
+
+        Returns
+        -------
+        Chunk
+            Its parent is the one that the object names, see :meth:`ObjectFormat.read_named`.
+
+        Raises
+        ------
+        ObjectNameError
+            If no object of this namespace has such a name.
+        ObjectMissingError, BadObjectError, StorageError
+            As for :meth:`load`.
+        """
+        name = object_name(fmt.named_chunk(parsed), parsed.shard, fmt.shards)
+        return self._read_from(fmt, name, lambda reader: fmt.read_named(reader, parsed, image))
+
     def _read(self, fmt: ObjectFormat, chunk: Chunk, shard: int, image: memoryview) -> None:
         name = object_name(chunk, shard, fmt.shards)
-        folders = self._find_folders(fmt, self._of(fmt))
-        for folder in folders:
-            try:
-                try:
-                    self._read_once(fmt, chunk, shard, f"{folder}/{name}", image)
-                except BadObjectError:
-                    # Caches of network filesystems show old sizes and contents to an old open.
-                    self._read_once(fmt, chunk, shard, f"{folder}/{name}", image)
-            except ObjectMissingError:
-                if folder == folders[-1]:
-                    raise
-            else:
-                return
+        self._read_from(fmt, name, lambda reader: fmt.read(reader, chunk, shard, image))
 
-    def _read_once(
-        self, fmt: ObjectFormat, chunk: Chunk, shard: int, name: str, image: memoryview
-    ) -> None:
+    def _read_from(self, fmt: ObjectFormat, name: str, read: Callable[[ReaderLike], _T]) -> _T:
+        folders = self._find_folders(fmt, self._of(fmt))
+        for folder in folders[:-1]:
+            with contextlib.suppress(ObjectMissingError):
+                return self._read_twice(f"{folder}/{name}", read)
+        return self._read_twice(f"{folders[-1]}/{name}", read)
+
+    def _read_twice(self, name: str, read: Callable[[ReaderLike], _T]) -> _T:
+        try:
+            return self._read_once(name, read)
+        except BadObjectError:
+            # Caches of network filesystems show old sizes and contents to an old open.
+            return self._read_once(name, read)
+
+    def _read_once(self, name: str, read: Callable[[ReaderLike], _T]) -> _T:
         begin = time.monotonic()
         with self.backend.open(name) as reader:
-            fmt.read(reader, chunk, shard, image)
+            result = read(reader)
             end = time.monotonic()
         self._counters.observe("read", reader.seconds)
         self._counters.observe("verify", end - begin - reader.seconds)
+        return result
 
     # ------------------------------------------------------------------------------- bad objects
 

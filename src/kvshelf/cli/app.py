@@ -8,6 +8,7 @@ import typer
 
 from kvshelf import __version__
 from kvshelf.cli.common import EXIT_CODES, guarded
+from kvshelf.cli.copy import copy
 from kvshelf.cli.doctor import doctor
 from kvshelf.cli.ls import ls
 from kvshelf.cli.show import show
@@ -18,11 +19,12 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    help="Look at a kvshelf store and at an installation of kvshelf.",
+    help="Look at a kvshelf store, copy it, and check an installation of kvshelf.",
     epilog=f"Exit codes: {_CODES}.",
 )
 app.command()(guarded(ls))
 app.command()(guarded(show))
+app.command()(guarded(copy))
 app.command()(guarded(doctor))
 
 

@@ -39,9 +39,9 @@ from kvshelf.errors import (
     ConfigError,
     NotRegularError,
     ObjectMissingError,
-    UnsupportedError,
+    ObjectNameError,
 )
-from kvshelf.identity import Chunk, Namespace, ParsedName, parse_path
+from kvshelf.identity import Namespace, ParsedName, parse_path
 
 _NAME_PARTS = 4  # namespace folder, group, fan-out, file
 _RECORD_BYTES = 1 << 24
@@ -171,26 +171,12 @@ def _format(backend: Backend, parsed: ParsedName) -> ObjectFormat | None:
 
 
 def _check_all(report: _Report, reader: Reader, fmt: ObjectFormat, parsed: ParsedName) -> None:
-    if parsed.shards != fmt.shards:
-        report.problem = f"the name says {parsed.shards} shards, its namespace has {fmt.shards}"
-        return
     try:
-        # The parent is not in the name: what the header says of it enters the comparison of
-        # the header with itself, and so must at least be well-formed.
-        parent = bytes.fromhex(report.metadata.get("parent", ""))
-    except ValueError:
-        parent = b""
-    if len(parent) != len(parsed.key):
-        report.problem = "WrongMetadata: its parent is not 64 hexadecimal digits"
+        fmt.named_chunk(parsed)
+    except ObjectNameError as error:
+        report.problem = str(error)
         return
-    tail = parsed.tail_tokens is not None
-    tokens = parsed.tail_tokens if parsed.tail_tokens is not None else fmt.chunk_size
-    chunk = Chunk(parsed.key, parent, parsed.index, tokens, tail, parsed.group)
-    try:
-        size = fmt.object_size(parsed.shard, parsed.tail_tokens)
-    except (ValueError, UnsupportedError) as error:
-        report.problem = f"its namespace has no object of this name: {error}"
-        return
+    size = fmt.object_size(parsed.shard, parsed.tail_tokens)
     if reader.size != size:
         kind = TruncatedObject if reader.size < size else WrongSize
         report.problem = f"{kind.__name__}: found {reader.size} bytes, expected {size}"
@@ -198,8 +184,7 @@ def _check_all(report: _Report, reader: Reader, fmt: ObjectFormat, parsed: Parse
     if size > _CHECKED_BYTES:
         report.checked = "nothing"
         return
-    image = bytearray(size)
-    fmt.read(reader, chunk, parsed.shard, memoryview(image))
+    fmt.read_named(reader, parsed, memoryview(bytearray(size)))
 
 
 def _check_hashes(report: _Report, reader: Reader) -> None:

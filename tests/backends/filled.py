@@ -1,0 +1,83 @@
+"""Shelves with objects on them, for tests that copy."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from kvshelf.chunkfile import ObjectFormat
+from kvshelf.identity import KeyChain, Namespace, group_of_salt
+from kvshelf.shelf import Shelf, open_shelf
+
+CHUNK = 32
+
+
+def namespace(model: str = "Org/Tiny-Llama", **changes: Any) -> Namespace:
+    """A namespace of two shards; a chunk is 32 tokens."""
+    record: dict[str, Any] = {
+        "format": "kvshelf/1",
+        "weights": "user:test",
+        "layers": 2,
+        "kv_heads": 4,
+        "head_sizes": [16, 16],
+        "kv_dtype": "bfloat16",
+        "chunk_size": CHUNK,
+        "shards": 2,
+        "stages": [2],
+        "layouts": ["canonical"] * 2,
+        "layer_names": ["model.layers.0.attn", "model.layers.1.attn"],
+        "layer_shapes": ["2,*,4,16"] * 2,
+        "layer_dtypes": ["BF16"] * 2,
+    } | changes
+    record["data_offset"] = ObjectFormat.required_data_offset(record)
+    return Namespace(record, model)
+
+
+def prompt(seed: int, chunks: int) -> list[int]:
+    generator = random.Random(seed)
+    return [generator.randrange(32000) for _ in range(chunks * CHUNK)]
+
+
+def store(shelf: Shelf, of: Namespace, tokens: Sequence[int], salt: str = "") -> int:
+    """Store the chunks of a prompt, with bytes that depend on their keys; return the objects."""
+    fmt = ObjectFormat(of)
+    group = group_of_salt(salt) if salt else "_"
+    count = 0
+    for chunk in KeyChain(of.digest, CHUNK, salt=salt, group=group).extend(tokens):
+        for shard in range(fmt.shards):
+            tensors = [
+                hashlib.shake_128(chunk.key + bytes([shard, number])).digest(tensor.nbytes)
+                for number, tensor in enumerate(fmt.tensors(shard))
+            ]
+            shelf.write(fmt, chunk, shard, fmt.encode(chunk, shard, tensors))
+            count += 1
+    return count
+
+
+def fill(root: Path, of: Namespace, *prompts: Sequence[int]) -> None:
+    with open_shelf(root) as shelf:
+        for tokens in prompts:
+            store(shelf, of, tokens)
+
+
+def contents(root: Path, under: str = "") -> dict[str, bytes]:
+    """Every file of a tree, by name; nothing may be a temporary."""
+    found = {}
+    for path in (root / under).rglob("*"):
+        if path.is_file():
+            name = str(path.relative_to(root))
+            assert not path.name.endswith(".tmp"), name
+            found[name] = path.read_bytes()
+    return found
+
+
+def times(root: Path) -> dict[str, int]:
+    return {
+        str(path.relative_to(root)): os.stat(path).st_mtime_ns
+        for path in root.rglob("*")
+        if path.is_file()
+    }
