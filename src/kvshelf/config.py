@@ -373,8 +373,12 @@ class Config(BaseSettings):
     @model_validator(mode="after")
     def _consistent(self) -> Config:
         shelf, tier = self.shared_storage_path, self.disk_tier
-        near = shelf is not None and tier is not None and not _URL.match(shelf)
-        if near and os.path.commonpath((shelf, tier.path)) in (shelf, tier.path):
+        if (
+            shelf is not None
+            and tier is not None
+            and not _URL.match(shelf)
+            and os.path.commonpath((shelf, tier.path)) in (shelf, tier.path)
+        ):
             raise ValueError(
                 f"disk_tier.path is {tier.path} and shared_storage_path {shelf}: one is inside "
                 "the other, but a disk tier is a directory of its own"

@@ -42,7 +42,7 @@ from kvshelf.backends import (
 )
 from kvshelf.backends.base import CHEAP_PROBE
 from kvshelf.backends.guard import GuardedBackend
-from kvshelf.chunkfile import ObjectFormat
+from kvshelf.chunkfile import ObjectFormat, ReaderLike
 from kvshelf.errors import (
     BadObjectError,
     ConfigError,
