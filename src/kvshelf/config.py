@@ -67,6 +67,8 @@ PROCESS_VARIABLES: Final[Mapping[str, str]] = types.MappingProxyType(
 FILE_KEY: Final = "config_file"
 
 _EXTRA: Final = "kv_connector_extra_config"
+_FAR_PREFETCH_BYTES: Final = 256 << 20
+_FAR_PROBE_SECONDS: Final = 1e-3
 _SECRET_FIELDS: Final = frozenset({"storage_options"})
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(::|://)")
 _SERVICE_LINK = re.compile(r"KVSHELF_(\w+_)?(SERVICE_(HOST|PORT)\w*|PORT(_\d+_\w+)?)")
@@ -263,6 +265,16 @@ class Config(BaseSettings):
             "and counted; the engine never waits for it."
         ),
     )
+    prefetch_bytes: Annotated[ByteSize, Field(ge=0)] | None = Field(
+        default=None,
+        description=(
+            "Host memory of each worker for objects that are read while their requests still "
+            "wait for their turn: a number of bytes or a size such as `1GiB`; `0` turns that "
+            "off. It is taken when it is needed, beside `staging_bytes`. When it is absent: "
+            "`256MiB` for storage behind a network, none for a local disk, which is as fast as "
+            "memory."
+        ),
+    )
     io_threads: int | None = Field(
         default=None,
         ge=1,
@@ -358,10 +370,17 @@ class Config(BaseSettings):
         }
         return {name: float(value) for name, value in given.items() if value is not None}
 
+    def prefetch_budget(self, probe_seconds: float) -> int:
+        """Bytes for prefetching from a storage whose probes take so long."""
+        if self.prefetch_bytes is not None:
+            return int(self.prefetch_bytes)
+        return _FAR_PREFETCH_BYTES if probe_seconds >= _FAR_PROBE_SECONDS else 0
+
     @field_validator(
         "chunk_size",
         "shards",
         "staging_bytes",
+        "prefetch_bytes",
         "io_threads",
         "deadline_bandwidth",
         mode="before",

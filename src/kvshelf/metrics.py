@@ -41,6 +41,8 @@ COUNTERS: Mapping[str, str] = {
     "breaker_opened": "times that the storage was given a rest, or that its writes were stopped",
     "breaker_closed": "times that the storage, or its writes, were used again",
     "prefetched_objects": "objects brought into memory ahead of their use",
+    "prefetched_bytes": "bytes brought into memory ahead of their use",
+    "prefetch_unused_objects": "objects brought into memory for requests that then did not load",
     "memory_objects": "objects that loads found in memory",
     "disk_tier_objects": "objects that loads found in the disk tier",
     "disk_tier_loaded_bytes": "bytes of objects that loads found in the disk tier",

@@ -891,13 +891,19 @@ class Transfer:
         be read is not read any more.
         """
         with self._load_lock:
-            for active in (self._active, self._active_early):
-                load = active.get(request_id)
-                if load is None or load.finished:
-                    continue
+            load = self._active.get(request_id)
+            if load is not None and not load.finished:
                 load.cancelled = True
-                if not load.early:
-                    self._counters.add("load_cancelled")
+                self._counters.add("load_cancelled")
+                self._settle(load)
+        self.cancel_early(request_id)
+
+    def cancel_early(self, request_id: str) -> None:
+        """Do as :meth:`cancel` does, to an early load only."""
+        with self._load_lock:
+            load = self._active_early.get(request_id)
+            if load is not None and not load.finished:
+                load.cancelled = True
                 self._settle(load)
 
     def poll(self, wait: float = 0.0) -> list[Load]:

@@ -1060,3 +1060,135 @@ def test_images_are_part_of_the_address(make: Callable[..., Side]) -> None:
     assert ask(6) == 8
     # An image that begins behind the chunk has no part in it.
     assert ask(7, ("cat", 10, 12), ("dog", 30, 4), ("sun", 38, 2)) == 32
+
+
+# ------------------------------------------------------------------------- requests that wait
+
+
+def _known(side: Side, name: str, tokens: list[int]) -> Request:
+    """A request whose look-up is done and which no step has admitted yet."""
+    request = Request(name, tokens)
+    side.side.new_request(request)
+    state = side.side._requests[name]
+    until(lambda: state.lookup is not None and state.lookup.done)
+    return request
+
+
+def _named(meta: StepMetadata) -> dict[str, list[int]]:
+    return {op.request_id: [chunk.index for chunk in op.chunks] for op in meta.prefetches}
+
+
+def test_chunks_of_a_request_that_steps_pass_over_are_named_once(
+    make: Callable[..., Side],
+) -> None:
+    side = make(prefetch_bytes=1 << 20)
+    tokens = prompt(40)
+    side.put(tokens, 4)
+    request = _known(side, "r", tokens)
+    # The next step may admit it.
+    assert _named(side.step()) == {}
+    assert _named(side.step()) == {"r": [0, 1, 2, 3]}
+    assert _named(side.step()) == {}
+    # It is admitted: the worker knows by its load that it waits no more.
+    assert side.ask(request) == (32, True)
+    side.side.allocated(request, [*range(1, 11)], 32)
+    meta = side.step()
+    assert (len(meta.loads), meta.waited) == (1, [])
+    assert _named(side.step()) == {}
+    side.side.loads_done({"r"})
+    side.side.finished("r")
+    assert side.step().waited == ["r"]
+
+
+def test_a_request_that_ends_while_it_waits_is_told(make: Callable[..., Side]) -> None:
+    side = make(prefetch_bytes=1 << 20)
+    tokens = prompt(40)
+    side.put(tokens, 4)
+    _known(side, "r", tokens)
+    _known(side, "nothing", prompt(40, 7))
+    side.step()
+    side.step()
+    side.side.finished("r")
+    side.side.finished("nothing")
+    assert side.step().waited == ["r"]
+
+
+def test_what_runs_without_a_load_waits_no_more(make: Callable[..., Side]) -> None:
+    side = make(prefetch_bytes=1 << 20)
+    tokens = prompt(40)
+    side.put(tokens, 4)
+    _known(side, "r", tokens)
+    side.step()
+    assert _named(side.step()) == {"r": [0, 1, 2, 3]}
+    assert side.step({"r": (32, 8)}, new=("r",)).waited == ["r"]
+    side.side.finished("r")
+
+
+def test_what_the_engine_has_at_hand_is_not_named(make: Callable[..., Side]) -> None:
+    side = make(prefetch_bytes=1 << 20)
+    tokens = prompt(40)
+    side.put(tokens, 5)
+    first = _known(side, "first", tokens[:24])
+    assert side.ask(first) == (20, True)
+    side.side.allocated(first, [*range(1, 7)], 20)
+    side.step()
+    # Its first 8 tokens are in vLLM's own cache, of the 24 before it a load has come.
+    second = _known(side, "second", tokens)
+    assert side.side.matched_tokens(second, 8) == (28, True)
+    side.step()
+    assert _named(side.step()) == {"second": [3, 4]}
+    side.side.reset()
+    _known(side, "third", tokens)
+    side.step()
+    assert _named(side.step()) == {"third": [0, 1, 2, 3, 4]}
+
+
+def test_a_step_names_a_bounded_number_of_chunks_oldest_requests_first(
+    make: Callable[..., Side], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvshelf.vllm.scheduler._PREFETCHES_A_STEP", 3)
+    side = make(prefetch_bytes=1 << 20)
+    prompts = {name: prompt(40, seed) for seed, name in enumerate("ab")}
+    for name, tokens in prompts.items():
+        side.put(tokens, 4)
+        _known(side, name, tokens)
+    side.step()
+    assert [_named(side.step()) for _ in range(4)] == [
+        {"a": [0, 1, 2]},
+        {"a": [3], "b": [0, 1]},
+        {"b": [2, 3]},
+        {},
+    ]
+
+
+def test_nothing_is_named_without_memory_for_it_or_while_the_storage_rests(
+    make: Callable[..., Side],
+) -> None:
+    tokens = prompt(40)
+    for options in ({}, {"prefetch_bytes": 0}):
+        # A local disk is as near as memory.
+        side = make(**options)
+        side.put(tokens, 4)
+        _known(side, "r", tokens)
+        assert [_named(side.step()) for _ in range(3)] == [{}] * 3
+    side = make(prefetch_bytes=1 << 20)
+    _known(side, "r", tokens)
+    side.step()
+    side.side.worker_output(WorkerMetadata(resting={0: True}))
+    assert _named(side.step()) == {}
+    side.side.worker_output(WorkerMetadata(resting={0: False}))
+    assert _named(side.step()) == {"r": [0, 1, 2, 3]}
+
+
+def test_what_could_not_be_brought_shortens_the_hit_before_it_is_announced(
+    make: Callable[..., Side],
+) -> None:
+    side = make(prefetch_bytes=1 << 20)
+    tokens = prompt(40)
+    side.put(tokens, 4)
+    request = _known(side, "r", tokens)
+    side.step()
+    (op,) = side.step().prefetches
+    failure = LoadFailure("r", 2, op.chunks[2].key, False)
+    side.side.worker_output(WorkerMetadata(failures=[failure]))
+    assert side.ask(request) == (16, True)

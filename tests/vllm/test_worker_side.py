@@ -27,7 +27,14 @@ from kvshelf.identity import Chunk, KeyChain, Namespace, object_name
 from kvshelf.shelf import Shelf
 from kvshelf.vllm import connector, weight_changes
 from kvshelf.vllm.connector import SharedStorageConnector
-from kvshelf.vllm.metadata import LoadOp, StepMetadata, StoreOp, WorkerMetadata
+from kvshelf.vllm.metadata import (
+    LoadFailure,
+    LoadOp,
+    PrefetchOp,
+    StepMetadata,
+    StoreOp,
+    WorkerMetadata,
+)
 from kvshelf.vllm.namespace import build_namespace
 from kvshelf.vllm.worker import WorkerSide, natural_order
 
@@ -819,3 +826,86 @@ def test_shutting_down_publishes_everything_when_there_is_time(
     assert all((folder / object_name(c, 0, rig.fmt.shards)).is_file() for c in chunks)
     assert "lost" not in caplog.text
     assert rig.step(StepMetadata(stores=ops))[0] == set()
+
+
+# ------------------------------------------------------------------------- requests that wait
+
+
+def test_a_waiting_requests_objects_are_in_memory_when_its_load_comes(
+    make: Callable[..., Rig], backend: FaultyBackend
+) -> None:
+    rig = make(prefetch_bytes=1 << 20)
+    chunks = rig.chunks(4)
+    rig.store(chunks)
+    rig.step(StepMetadata(prefetches=[PrefetchOp("r", chunks)]))
+    objects = 4 * rig.fmt.shards
+    count = rig.side.counters.snapshot
+    until(lambda: count().get("prefetched_objects", 0) == objects)
+    # Nothing that the storage could still do matters to the load.
+    backend.add(Fault("open", error=TransientStorageError("broken")))
+    blocks = [*range(20, 28)]
+    answer = rig.step(StepMetadata(loads=[LoadOp("r", 0, 4 * CHUNK, chunks, blocks)]))
+    finished, bad, _ = answer if answer[0] else rig.until_finished()
+    assert (finished, bad) == ({"r"}, set())
+    assert all(rig.same(i + 1, block) for i, block in enumerate(blocks))
+    assert count()["memory_objects"] == objects
+    memory = rig.side._memory
+    assert memory is not None
+    until(lambda: bool(rig.step(StepMetadata()) and memory.empty))
+
+
+def test_a_waiting_request_that_ends_leaves_no_memory_behind(make: Callable[..., Rig]) -> None:
+    rig = make(prefetch_bytes=1 << 20)
+    chunks = rig.chunks(4)
+    rig.store(chunks)
+    rig.step(StepMetadata(prefetches=[PrefetchOp("r", chunks), PrefetchOp("s", chunks[:1])]))
+    memory = rig.side._memory
+    assert memory is not None
+    until(lambda: memory.leading(chunks) == 4)
+    rig.step(StepMetadata(waited=["r"]))
+    until(lambda: bool(rig.step(StepMetadata()) and memory.leading(chunks) == 1))
+    rig.step(StepMetadata(cancelled=["s"]))
+    assert memory.empty
+
+
+def test_a_waiting_requests_bad_object_is_reported_before_its_load(
+    make: Callable[..., Rig], backend: FaultyBackend
+) -> None:
+    rig = make(prefetch_bytes=1 << 20)
+    chunks = rig.chunks(3)
+    rig.store(chunks)
+    backend.add(Fault("read", f"*{chunks[1].key.hex()}*", damage=lambda data: data.reverse()))
+    found: list[LoadFailure] = []
+
+    def reported() -> bool:
+        _, bad, meta = rig.step(StepMetadata())
+        assert not bad
+        found.extend(meta.failures if meta is not None else [])
+        return bool(found)
+
+    rig.step(StepMetadata(prefetches=[PrefetchOp("r", chunks)]))
+    until(reported)
+    assert found[0] == LoadFailure("r", 1, chunks[1].key, True)
+
+
+def test_a_step_that_computes_nothing_does_not_wait_for_early_reads(
+    make: Callable[..., Rig], backend: FaultyBackend
+) -> None:
+    rig = make(prefetch_bytes=1 << 20)
+    chunks = rig.chunks(2)
+    rig.store(chunks)
+    gate = threading.Event()
+    backend.add(Fault("read", wait=gate))
+    rig.step(StepMetadata(prefetches=[PrefetchOp("r", chunks)]))
+    assert rig.side._transfer is not None
+    assert not rig.side._transfer.loading
+    gate.set()
+
+
+def test_a_near_shelf_takes_no_memory_for_waiting_requests(make: Callable[..., Rig]) -> None:
+    rig = make()
+    chunks = rig.chunks(2)
+    rig.store(chunks)
+    rig.step(StepMetadata(prefetches=[PrefetchOp("r", chunks)]))
+    assert rig.side._prefetcher is None
+    assert rig.side.counters.snapshot().get("prefetched_objects", 0) == 0

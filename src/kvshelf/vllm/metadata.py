@@ -62,6 +62,20 @@ class LoadOp:
     block_ids: list[int]
 
 
+@dataclass(frozen=True, slots=True)
+class PrefetchOp:
+    """Bring chunks of a request into memory while it waits for its turn.
+
+    Attributes
+    ----------
+    chunks : list of Chunk
+        Some more of the request's chunks, in order.
+    """
+
+    request_id: str
+    chunks: list[Chunk]
+
+
 @dataclass
 class StepMetadata(KVConnectorMetadata):
     """Scheduler to workers, once a step.
@@ -74,6 +88,9 @@ class StepMetadata(KVConnectorMetadata):
         Record and slug of the namespace; sent until every worker has it.
     recheck_weights : bool
         Look whether the weight files are still those that were fingerprinted.
+    prefetches : list of PrefetchOp
+    waited : list of str
+        Requests that do not wait any more and were not loaded either.
     """
 
     idle: bool = False
@@ -82,6 +99,8 @@ class StepMetadata(KVConnectorMetadata):
     loads: list[LoadOp] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
     recheck_weights: bool = False
+    prefetches: list[PrefetchOp] = field(default_factory=list)
+    waited: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,9 @@ A request's life
 3. ``allocated`` turns the answer into a load, unless vLLM did not take it.
 4. ``step_metadata`` hands loads to the worker, and each chunk that the step completes
    and that the look-up did not find as a store.
+   Chunks of a request that a step could have admitted and did not (there are
+   too many requests, or too few blocks) are named to the worker, which reads
+   them into memory meanwhile.
 5. ``worker_output`` learns what failed, so that it is computed and stored again.
 6. ``finished`` forgets the request; a load that still runs is cancelled.
 
@@ -33,10 +36,11 @@ Contracts
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -44,6 +48,7 @@ from kvshelf.chunkfile import ObjectFormat
 from kvshelf.config import Config, cache_dir
 from kvshelf.errors import KVShelfError
 from kvshelf.identity import (
+    Chunk,
     FingerprintCache,
     KeyChain,
     MultimodalItem,
@@ -57,6 +62,7 @@ from kvshelf.vllm.adapters import AdapterDigests
 from kvshelf.vllm.metadata import (
     NULL_BLOCK,
     LoadOp,
+    PrefetchOp,
     StepMetadata,
     StoreOp,
     WorkerMetadata,
@@ -72,6 +78,11 @@ _LOG_SECONDS = 60.0
 # What a worker said is not trusted for longer while no step lets it say something else.
 _STALE_SECONDS = 1.0
 _REPAIRS_REMEMBERED = 4096
+#: Of requests that wait so many are looked at in a step, and so many of their chunks named.
+_WAITING_LOOKED_AT = 32
+_PREFETCHES_A_STEP = 64
+#: Chunks of which it is remembered that the engine had them, when its memory is not known.
+_CHUNKS_AT_HAND = 4096
 
 
 class _Request:
@@ -80,6 +91,7 @@ class _Request:
     __slots__ = (
         "addressable",
         "admission",
+        "announced",
         "counted",
         "failures",
         "gave_up",
@@ -89,6 +101,7 @@ class _Request:
         "lookup",
         "next_store",
         "offered_from",
+        "ready",
         "request",
         "rested",
         "waiting_since",
@@ -112,10 +125,15 @@ class _Request:
         self.failures: dict[bytes, bool] = {}
         self.next_store = 0
         self.offered_from = 0
+        #: A step has gone by since the look-up was done.
+        self.ready = False
+        #: Chunks from the first on that were named to the worker ahead of their load.
+        self.announced = 0
 
     def admit_again(self) -> None:
         self.admission = self.request.num_preemptions
-        self.loaded = self.gave_up = False
+        self.loaded = self.gave_up = self.ready = False
+        self.announced = 0
         self.drop_lookup()
 
     def drop_lookup(self) -> None:
@@ -180,6 +198,13 @@ class SchedulerSide:
         self._stepped_at = 0.0
         self._identity_deadline: float | None = None
         self._requests: dict[str, _Request] = {}
+        #: Those that may wait for their turn, by age.
+        self._waiting: OrderedDict[str, _Request] = OrderedDict()
+        self._waited: list[str] = []
+        self._prefetches = False
+        self._most_at_hand = _CHUNKS_AT_HAND
+        #: Keys of what is probably in the engine's own prefix cache, the latest last.
+        self._at_hand: OrderedDict[bytes, None] = OrderedDict()
         self._loads: list[LoadOp] = []
         self._cancelled: list[str] = []
         self._recheck = False
@@ -198,6 +223,7 @@ class SchedulerSide:
     def new_request(self, request: Any) -> None:
         """Start the look-up of a request that was just added."""
         state = self._requests[request.request_id] = _Request(request)
+        self._waiting[request.request_id] = state
         if self._lookups is not None and state.addressable and not self._disabled:
             self._start_lookup(self._lookups, state)
 
@@ -206,6 +232,7 @@ class SchedulerSide:
         state = self._state_of(request)
         if state.admission != request.num_preemptions:
             state.admit_again()
+            self._waiting[request.request_id] = state
         if not state.addressable or state.loaded or state.gave_up or self._disabled:
             return 0, False
         lookups = self._lookups
@@ -330,12 +357,14 @@ class SchedulerSide:
             return
         state = self._state_of(request)
         state.loaded = state.loading = True
+        self._waiting.pop(request.request_id, None)
         size = self._config.chunk_size
         start, end = state.offered_from, state.offered_from + external
         lookup = state.lookup
         chain = lookup.chain if lookup is not None and lookup.done else None
         chunks = [] if chain is None else chain.chunks[start // size : -(-end // size)]
         self._loads.append(LoadOp(request.request_id, start, end, chunks, list(block_ids)))
+        self._note_at_hand(chunks)
 
     # ------------------------------------------------------------- steps
 
@@ -351,6 +380,8 @@ class SchedulerSide:
             recheck_weights=self._recheck,
         )
         self._loads, self._cancelled, self._recheck = [], [], False
+        if self._prefetches:
+            self._plan_prefetches(output, meta)
         if self._announce and self._namespace is not None:
             meta.namespace = (self._namespace.encoded, self._namespace.slug)
         if getattr(output, "has_sync_kv_loads", False):
@@ -365,6 +396,51 @@ class SchedulerSide:
                 meta.stores = []
                 self._log_error("stores of a step could not be planned", error)
         return meta
+
+    def _plan_prefetches(self, output: Any, meta: StepMetadata) -> None:
+        """Name chunks of requests that wait, oldest requests first."""
+        lookups = self._lookups
+        rests = lookups is None or self._is_resting(lookups)
+        left = _PREFETCHES_A_STEP
+        for request_id in list(itertools.islice(self._waiting, _WAITING_LOOKED_AT)):
+            state = self._waiting[request_id]
+            if request_id in output.num_scheduled_tokens:
+                # It was admitted without a load: vLLM had what the shelf has, or there is none.
+                del self._waiting[request_id]
+                if state.announced:
+                    self._waited.append(request_id)
+                continue
+            lookup = state.lookup
+            if lookup is None or not lookup.done or lookup.given_up or lookup.chain is None:
+                continue
+            if not state.ready:
+                # It may be admitted by the next step.
+                state.ready = True
+                continue
+            if rests or left <= 0 or state.gave_up:
+                continue
+            size = self._config.chunk_size
+            end = -(-self._hit_tokens(state, lookup) // size)
+            first = max(state.announced, state.offered_from // size)
+            chunks = lookup.chain.chunks
+            while first < end and chunks[first].key in self._at_hand:
+                first += 1
+            wanted = chunks[first : min(end, first + left)]
+            state.announced = first + len(wanted)
+            left -= len(wanted)
+            if wanted:
+                meta.prefetches.append(PrefetchOp(request_id, wanted))
+        meta.waited, self._waited = self._waited, []
+
+    def _note_at_hand(self, chunks: Sequence[Chunk]) -> None:
+        """Note that the engine has these chunks in its KV cache, for a while."""
+        if not self._prefetches:
+            return
+        for chunk in chunks:
+            self._at_hand[chunk.key] = None
+            self._at_hand.move_to_end(chunk.key)
+        while len(self._at_hand) > self._most_at_hand:
+            self._at_hand.popitem(last=False)
 
     def _log_error(self, what: str, error: Exception) -> None:
         now = time.monotonic()
@@ -405,6 +481,7 @@ class SchedulerSide:
             return
         if len(chain.chunks) < complete:
             chain.extend(request._all_token_ids[chain.tokens : complete * size])
+        self._note_at_hand(chain.chunks[state.next_store : complete])
         block_ids: list[int] | None = None
         age = time.monotonic() - lookup.finished_at
         for chunk in chain.chunks[state.next_store : complete]:
@@ -504,6 +581,14 @@ class SchedulerSide:
             self._disable(str(error))
             return
         self._namespace = namespace
+        probe_cost = shelf.backend.properties.probe_cost
+        self._prefetches = self._may_load and self._config.prefetch_budget(probe_cost) > 0
+        cache = self._vllm_config.cache_config
+        blocks = int(getattr(cache, "num_gpu_blocks", None) or 0)
+        if not getattr(cache, "enable_prefix_caching", True):
+            self._most_at_hand = 0
+        elif blocks:
+            self._most_at_hand = blocks * self._block_size // self._config.chunk_size
         self._lookups = LookupService(
             shelf,
             fmt,
@@ -525,10 +610,13 @@ class SchedulerSide:
         state = self._requests.pop(request_id, None)
         if state is None:
             return
+        self._waiting.pop(request_id, None)
         if state.lookup is not None:
             state.lookup.cancel()
         if state.loading:
             self._cancelled.append(request_id)
+        elif state.announced:
+            self._waited.append(request_id)
 
     def reset(self) -> bool:
         """Drop all that is remembered of the shelf, and have the weights checked again.
@@ -538,6 +626,7 @@ class SchedulerSide:
         self._failed.clear()
         if self._lookups is not None:
             self._lookups.forget()
+        self._at_hand.clear()
         for state in self._requests.values():
             if state.request.num_computed_tokens == 0 and not state.loading:
                 state.drop_lookup()

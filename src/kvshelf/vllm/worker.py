@@ -1,7 +1,8 @@
 """The worker side of the connector: moves KV between the paged cache and the shelf.
 
-Owns the registered KV caches, this worker's part of the namespace, and the
-:class:`~kvshelf.transfer.Transfer` that runs its stores and loads.
+Owns the registered KV caches, this worker's part of the namespace, the
+:class:`~kvshelf.transfer.Transfer` that runs its stores and loads, and the memory for what is
+read for requests that wait.
 
 A slot mapping has one entry for each token where chunks are stored canonically, and one
 for each block where blocks are stored whole; vLLM's blocks and kvshelf's chunks need not
@@ -46,8 +47,10 @@ from kvshelf.errors import UnsupportedError
 from kvshelf.identity import Namespace
 from kvshelf.layout import native_slots_of
 from kvshelf.metrics import Counters
+from kvshelf.prefetch import Prefetcher, PrefetchMemory
 from kvshelf.shelf import Shelf
 from kvshelf.staging import StagingPool
+from kvshelf.tiers import LoadsFromTiers
 from kvshelf.topology import ShardPlan, Topology, head_groups
 from kvshelf.transfer import (
     ChunkSlots,
@@ -157,6 +160,8 @@ class WorkerSide:
         self._changed_by = ""
         self._namespace: Namespace | None = None
         self._transfer: Transfer | None = None
+        self._prefetcher: Prefetcher | None = None
+        self._memory: PrefetchMemory | None = None
         self._staging: StagingPool | None = None
         self._prepared: _Prepared | None = None
         self._warming: tuple[threading.Thread, StagingPool] | None = None
@@ -259,8 +264,7 @@ class WorkerSide:
         if self._weights is not None:
             self._weights.cancel()
         if self._transfer is not None:
-            self._transfer.close()
-            self._transfer = None
+            self._close_transfer(0.0)
         for op in self._ops.values():
             self._refuse(op)
         self._ops.clear()
@@ -446,13 +450,18 @@ class WorkerSide:
             self._start_warming(prepared.staging)
         self._prepared = None
         if self._transfer is not None:
-            self._transfer.close()
+            self._close_transfer(0.0)
+        budget = self._config.prefetch_budget(shelf.backend.properties.probe_cost)
+        memory = PrefetchMemory(
+            prepared.fmt, budget, self.counters, shards=prepared.plan.shards, push_out=False
+        )
         threads = self._config.io_threads
         load_threads, store_threads = (
             (threads, max(1, threads // 2)) if threads else useful_threads(shelf.backend.properties)
         )
+        self._memory = memory
         self._transfer = Transfer(
-            shelf,
+            LoadsFromTiers(shelf, [memory]) if budget else shelf,
             prepared.fmt,
             prepared.cache,
             prepared.staging,
@@ -463,8 +472,17 @@ class WorkerSide:
             check_finite=self._config.check_finite,
             on_thread_start=self._place_thread,
         )
+        self._prefetcher = Prefetcher(self._transfer, memory) if budget else None
         self._staging = prepared.staging
         self._namespace = prepared.namespace
+
+    def _close_transfer(self, drain_seconds: float) -> int:
+        """Stop the threads, give memory back; return how many chunks were lost."""
+        transfer, self._transfer, self._prefetcher = self._transfer, None, None
+        lost = 0 if transfer is None else transfer.close(drain_seconds)
+        if self._memory is not None:
+            self._memory.close()
+        return lost
 
     def _place_thread(self, kind: str) -> None:
         """Keep a thread of ours out of the engine's way. Runs on that thread."""
@@ -498,6 +516,11 @@ class WorkerSide:
         if self._transfer is not None:
             for request_id in meta.cancelled:
                 self._transfer.cancel(request_id)
+        if self._prefetcher is not None and not self._changed_by:
+            for request_id in (*meta.cancelled, *meta.waited):
+                self._prefetcher.over(request_id)
+            for wanted in meta.prefetches:
+                self._prefetcher.want(wanted.request_id, wanted.chunks)
         # On a CPU nothing of an earlier step is in flight when a step begins, so loads
         # need not wait until this step's forward pass is over.
         if self._runs and self._runs[0].caches[0].device.type == "cpu":
@@ -520,6 +543,9 @@ class WorkerSide:
                 self._refuse(op)
             else:
                 self._ops[load] = op
+                if self._prefetcher is not None:
+                    # What is being read for it the load has made its own.
+                    self._prefetcher.stop(op.request_id)
 
     def _refuse(self, op: LoadOp) -> None:
         """Report a load finished that brings nothing."""
@@ -586,6 +612,8 @@ class WorkerSide:
             if op is not None:
                 done.add(load.request_id)
                 self._note(load, op)
+                if self._prefetcher is not None:
+                    self._prefetcher.over(load.request_id)
         return done
 
     def _note(self, load: Load, op: LoadOp) -> None:
@@ -620,6 +648,11 @@ class WorkerSide:
 
     def worker_metadata(self) -> WorkerMetadata | None:
         """Return what the scheduler has to know after this step."""
+        if self._prefetcher is not None:
+            self._failures += [
+                LoadFailure(request_id, chunk.index, chunk.key, failure is Failure.BAD)
+                for request_id, chunk, failure in self._prefetcher.take_failures()
+            ]
         meta = WorkerMetadata(failures=self._failures)
         self._failures = []
         with self._part_lock:
@@ -669,14 +702,13 @@ class WorkerSide:
         if self._weights is not None:
             self._weights.cancel()
         if self._transfer is not None:
-            lost = self._transfer.close(self._config.shutdown_drain_s)
+            lost = self._close_transfer(self._config.shutdown_drain_s)
             if lost:
                 logger.warning(
                     "%d chunks were not stored within shutdown_drain_s=%g s and are lost",
                     lost,
                     self._config.shutdown_drain_s,
                 )
-            self._transfer = None
         if self._warming is not None:
             # Python cannot end a thread that is inside compiled code without a crash.
             thread, staging = self._warming

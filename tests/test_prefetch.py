@@ -1,0 +1,230 @@
+"""Memory for requests that wait: what comes in, what there is room for, when it is given back."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kvshelf.backends.wrappers import CountingBackend, Fault, FaultyBackend
+from parts import Rig, make_chunks, posix, until
+
+from kvshelf.errors import TransientStorageError
+from kvshelf.identity import Chunk
+from kvshelf.prefetch import Prefetcher, PrefetchMemory
+from kvshelf.tiers import LoadsFromTiers
+from kvshelf.transfer import Failure, PagedKVCache, Transfer
+
+
+class Waiting:
+    """A rig whose transfer looks into memory first."""
+
+    def __init__(self, root: Path, chunks: float) -> None:
+        self.faults = FaultyBackend(posix(root))
+        self.counting = CountingBackend(self.faults)
+        self.rig = Rig(self.counting, blocks=200, staging_objects=32)
+        fmt = self.rig.fmt
+        size = sum(-(-fmt.payload_size(s) // 512) * 512 for s in range(fmt.shards))
+        self.budget = int(chunks * size)
+        self.memory = PrefetchMemory(fmt, self.budget, self.rig.counters, push_out=False)
+        cache = self.rig.transfer._cache
+        assert isinstance(cache, PagedKVCache)
+        self.rig.transfer.close()
+        self.rig.staging = type(self.rig.staging)(
+            32 * self.rig.staging.buffer_bytes, self.rig.staging.buffer_bytes, together=fmt.shards
+        )
+        self.rig.transfer = Transfer(
+            LoadsFromTiers(self.rig.shelf, [self.memory]),
+            fmt,
+            cache,
+            self.rig.staging,
+            counters=self.rig.counters,
+        )
+        self.prefetcher = Prefetcher(self.rig.transfer, self.memory)
+
+    def put(self, seed: int, count: int = 3) -> list[Chunk]:
+        chunks = make_chunks(self.rig.fmt, count, seed)
+        self.rig.put(chunks)
+        return chunks
+
+    def here(self, chunks: list[Chunk]) -> int:
+        """Leading chunks in memory, after what was asked for has come."""
+        self.prefetcher.take_failures()
+        return self.memory.leading(chunks)
+
+    def opened(self) -> int:
+        return self.counting.counts["open"]
+
+    def close(self) -> None:
+        self.faults.heal()
+        self.rig.close()
+        self.memory.close()
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Callable[..., Waiting]]:
+    made: list[Waiting] = []
+
+    def make(chunks: float = 100) -> Waiting:
+        made.append(Waiting(tmp_path / "shelf", chunks))
+        return made[-1]
+
+    yield make
+    for waiting in made:
+        waiting.close()
+
+
+def test_a_request_that_waited_reads_nothing_when_its_turn_comes(
+    make: Callable[..., Waiting],
+) -> None:
+    waiting = make()
+    chunks = waiting.put(0)
+    waiting.prefetcher.want("r", chunks[:2])
+    waiting.prefetcher.want("r", chunks[2:])
+    until(lambda: waiting.here(chunks) == 3)
+    waiting.counting.counts.clear()
+    load, items = waiting.rig.load(chunks, 20)
+    waiting.prefetcher.over("r")
+    assert load.failed_at is None
+    assert all(waiting.rig.holds(item) for item in items)
+    assert waiting.opened() == 0
+    objects = 3 * waiting.rig.fmt.shards
+    counters = waiting.rig.counters.snapshot()
+    assert counters["prefetched_objects"] == counters["memory_objects"] == objects
+    assert counters["prefetched_bytes"] == objects * waiting.rig.fmt.payload_size(0)
+    assert counters["loaded_chunks"] == 3
+    assert "prefetch_unused_objects" not in counters
+    assert waiting.memory.empty
+
+
+def test_memory_is_never_more_than_it_may_be_and_goes_to_who_came_first(
+    make: Callable[..., Waiting],
+) -> None:
+    waiting = make(4)
+    first, second, third = (waiting.put(seed) for seed in range(3))
+    for name, chunks in (("first", first), ("second", second), ("third", third)):
+        waiting.prefetcher.want(name, chunks)
+    until(lambda: (waiting.here(first), waiting.here(second)) == (3, 1))
+    assert waiting.memory.leading(third) == 0
+    assert 0 < waiting.memory._pool.allocated_bytes <= waiting.budget
+    read = waiting.opened()
+    assert read == 4 * waiting.rig.fmt.shards
+    # When the first has been served there is room for the others.
+    assert waiting.rig.load(first, 20)[0].failed_at is None
+    waiting.prefetcher.over("first")
+    until(lambda: (waiting.here(second), waiting.here(third)) == (3, 1))
+    assert waiting.memory.leading(first) == 0
+
+
+def test_what_a_request_that_ends_left_is_dropped(make: Callable[..., Waiting]) -> None:
+    waiting = make()
+    chunks = waiting.put(0)
+    waiting.prefetcher.want("r", chunks)
+    until(lambda: waiting.here(chunks) == 3)
+    waiting.prefetcher.over("r")
+    assert waiting.memory.empty
+    assert waiting.rig.count("prefetch_unused_objects") == 3 * waiting.rig.fmt.shards
+    waiting.prefetcher.over("r")
+
+
+def test_what_another_request_wants_too_is_read_once_and_stays(
+    make: Callable[..., Waiting],
+) -> None:
+    waiting = make()
+    chunks = waiting.put(0)
+    waiting.prefetcher.want("one", chunks)
+    waiting.prefetcher.want("other", chunks)
+    until(lambda: waiting.here(chunks) == 3)
+    assert waiting.opened() == 3 * waiting.rig.fmt.shards
+    waiting.prefetcher.over("one")
+    assert waiting.here(chunks) == 3
+    waiting.prefetcher.over("other")
+    assert waiting.memory.empty
+
+
+def test_a_request_that_ends_while_it_is_read_for_leaves_nothing(
+    make: Callable[..., Waiting],
+) -> None:
+    waiting = make()
+    chunks = waiting.put(0)
+    gate = threading.Event()
+    waiting.faults.add(Fault("read", wait=gate))
+    waiting.prefetcher.want("r", chunks)
+    until(lambda: waiting.rig.staging.in_use == 1)
+    waiting.prefetcher.over("r")
+    gate.set()
+    until(lambda: waiting.rig.staging.in_use == 0)
+    assert waiting.opened() == 1
+    assert waiting.here(chunks) == 0
+    assert waiting.memory.empty
+    assert not waiting.prefetcher._wanted
+
+
+def test_a_load_takes_over_what_is_being_read(make: Callable[..., Waiting]) -> None:
+    waiting = make()
+    chunks = waiting.put(0, 6)
+    gate = threading.Event()
+    waiting.faults.add(Fault("read", wait=gate))
+    waiting.prefetcher.want("r", chunks)
+    until(lambda: waiting.rig.staging.in_use == 1)
+    items = waiting.rig.items(chunks, 20)
+    waiting.rig.transfer.load("r", items)
+    waiting.prefetcher.stop("r")
+    gate.set()
+    assert waiting.rig.finished().failed_at is None
+    waiting.prefetcher.over("r")
+    assert all(waiting.rig.holds(item) for item in items)
+    assert waiting.opened() == 6 * waiting.rig.fmt.shards
+    until(lambda: waiting.here(chunks) == 0 and waiting.memory.empty)
+
+
+def _broken() -> Exception:
+    return TransientStorageError(5, "EIO")
+
+
+@pytest.mark.parametrize(
+    ("damage", "failure"),
+    [
+        (lambda w, chunk: w.rig.path(chunk, 0).unlink(), Failure.MISSING),
+        (lambda w, chunk: w.rig.path(chunk, 1).write_bytes(b"no"), Failure.BAD),
+        (
+            lambda w, chunk: w.faults.add(Fault("open", f"*{chunk.key.hex()}*", error=_broken)),
+            Failure.ERROR,
+        ),
+    ],
+)
+def test_what_cannot_be_had_is_known_before_the_load_comes(
+    make: Callable[..., Waiting], damage: Callable[[Waiting, Chunk], Any], failure: Failure
+) -> None:
+    waiting = make()
+    chunks = waiting.put(0)
+    damage(waiting, chunks[1])
+    waiting.prefetcher.want("a#b", chunks)
+    found: list[tuple[str, Chunk, Failure]] = []
+    until(lambda: bool(found.extend(waiting.prefetcher.take_failures()) or found))
+    assert found == [("a#b", chunks[1], failure)]
+    assert waiting.here(chunks) == 1
+
+
+def test_a_storage_at_rest_is_blamed_for_nothing(make: Callable[..., Waiting]) -> None:
+    waiting = make()
+    chunks = waiting.put(0)
+    waiting.rig.guard.reads.trip("broken", 1000.0)
+    waiting.prefetcher.want("r", chunks)
+    assert waiting.prefetcher.take_failures() == []
+    waiting.prefetcher.over("r")
+    assert not waiting.prefetcher._wanted
+
+
+def test_many_chunks_are_given_back_in_several_steps(make: Callable[..., Waiting]) -> None:
+    waiting = make()
+    chunks = [chunk for seed in range(5) for chunk in waiting.put(seed, 9)]
+    waiting.prefetcher.want("r", chunks)
+    until(lambda: waiting.here(chunks) == 45)
+    waiting.prefetcher.over("r")
+    assert not waiting.memory.empty
+    for _ in range(3):
+        waiting.prefetcher.take_failures()
+    assert waiting.memory.empty
