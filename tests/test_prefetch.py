@@ -96,7 +96,7 @@ def test_a_request_that_waited_reads_nothing_when_its_turn_comes(
     assert counters["prefetched_bytes"] == objects * waiting.rig.fmt.payload_size(0)
     assert counters["loaded_chunks"] == 3
     assert "prefetch_unused_objects" not in counters
-    assert waiting.memory.empty
+    assert not waiting.memory.available
 
 
 def test_memory_is_never_more_than_it_may_be_and_goes_to_who_came_first(
@@ -124,7 +124,7 @@ def test_what_a_request_that_ends_left_is_dropped(make: Callable[..., Waiting]) 
     waiting.prefetcher.want("r", chunks)
     until(lambda: waiting.here(chunks) == 3)
     waiting.prefetcher.over("r")
-    assert waiting.memory.empty
+    assert not waiting.memory.available
     assert waiting.rig.count("prefetch_unused_objects") == 3 * waiting.rig.fmt.shards
     waiting.prefetcher.over("r")
 
@@ -141,7 +141,7 @@ def test_what_another_request_wants_too_is_read_once_and_stays(
     waiting.prefetcher.over("one")
     assert waiting.here(chunks) == 3
     waiting.prefetcher.over("other")
-    assert waiting.memory.empty
+    assert not waiting.memory.available
 
 
 def test_a_request_that_ends_while_it_is_read_for_leaves_nothing(
@@ -158,7 +158,7 @@ def test_a_request_that_ends_while_it_is_read_for_leaves_nothing(
     until(lambda: waiting.rig.staging.in_use == 0)
     assert waiting.opened() == 1
     assert waiting.here(chunks) == 0
-    assert waiting.memory.empty
+    assert not waiting.memory.available
     assert not waiting.prefetcher._wanted
 
 
@@ -177,7 +177,7 @@ def test_a_load_takes_over_what_is_being_read(make: Callable[..., Waiting]) -> N
     waiting.prefetcher.over("r")
     assert all(waiting.rig.holds(item) for item in items)
     assert waiting.opened() == 6 * waiting.rig.fmt.shards
-    until(lambda: waiting.here(chunks) == 0 and waiting.memory.empty)
+    until(lambda: waiting.here(chunks) == 0 and not waiting.memory.available)
 
 
 def _broken() -> Exception:
@@ -224,7 +224,7 @@ def test_many_chunks_are_given_back_in_several_steps(make: Callable[..., Waiting
     waiting.prefetcher.want("r", chunks)
     until(lambda: waiting.here(chunks) == 45)
     waiting.prefetcher.over("r")
-    assert not waiting.memory.empty
+    assert waiting.memory.available
     for _ in range(3):
         waiting.prefetcher.take_failures()
-    assert waiting.memory.empty
+    assert not waiting.memory.available
