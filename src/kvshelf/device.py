@@ -8,23 +8,31 @@ buffer, on a stream beside the engine's. The engine's stream waits for nothing, 
 blocks need be neither pinned nor fenced: they have been read when the next step begins.
 Scatter: on a stream of its own and of high priority, the copy engine carries a shard to
 a device buffer, and a kernel from there into the caches, after whatever the engine had
-enqueued when the load began.
+enqueued when the load began. Where layers lie inside the blocks of the cache, and a block
+holds what is copied of it in one piece, the copy engine carries page-locked staging into
+the blocks themselves, without a buffer and without a kernel.
 
-The device is a parameter: streams and events come from an object, and where a device has
-none, :class:`InlineStreams` does at once what is enqueued.
+The device is a parameter: streams and events come from an object that also enqueues, and
+where a device has none, :class:`InlineStreams` does at once what is enqueued.
 
 Contracts
 ---------
 * ``gather`` and ``fence`` are called on the step thread and never wait. When all device
   buffers are under way, ``gather`` refuses.
-* ``scatter``, :meth:`Copied.wait` and ``close`` wait, and belong on background threads or
-  at the end.
+* ``scatter`` and :meth:`Copied.wait` wait, and belong on background threads. ``pause`` and
+  ``close`` wait as well: for what is under way, which no storage can hold up.
+* A device that fails is used no more: one line says so, and from then on gathers, scatters
+  and fences raise :class:`~kvshelf.errors.DeviceUnavailableError` without asking it. Errors
+  of CUDA last, so the next answer would be the same.
 * A staging buffer belongs to a gather until its :class:`Copied` has ended, a device buffer
   until an event on the device says so. Staging should be page-locked: with ordinary memory
   all is right as well, but ``gather`` waits for its copy.
 * Slot mappings are checked on the host before anything is enqueued, and travel with the
   launches: no copy to the device is made for them that could wait behind others.
-* Nothing is allocated after construction but events.
+* Nothing is allocated after construction but events: allocations are forbidden while
+  somebody captures a CUDA graph, and memory is short later on.
+* Background threads make the caches' device theirs only as long as they use it, and never
+  touch another: that would take some hundred megabytes there.
 """
 
 from __future__ import annotations
@@ -33,7 +41,7 @@ import contextlib
 import logging
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol, cast
@@ -42,7 +50,7 @@ import torch
 from torch import Tensor
 
 from kvshelf import ops
-from kvshelf.errors import ConfigError
+from kvshelf.errors import ConfigError, DeviceUnavailableError
 from kvshelf.layout import PagedLayout
 
 logger = logging.getLogger(__name__)
@@ -86,8 +94,8 @@ class Copied:
 
         Raises
         ------
-        RuntimeError
-            If the device failed: what was gathered must not be used.
+        DeviceUnavailableError
+            What was gathered must not be used.
         """
 
 
@@ -114,7 +122,18 @@ class Streams(Protocol):
         ...
 
     def use(self, stream: Any) -> AbstractContextManager[Any]:
-        """Make a stream the calling thread's."""
+        """Make a stream and its device the calling thread's."""
+        ...
+
+    def here(self) -> AbstractContextManager[Any]:
+        """Make the device the calling thread's."""
+        ...
+
+    def enqueue(self, work: Callable[..., object], *arguments: Any) -> None:
+        """Have `work` enqueue what it does on the calling thread's stream.
+
+        int64 tensors on the host are read now, all others when the stream comes to it.
+        """
         ...
 
     def annotate(self, name: str) -> AbstractContextManager[Any]:
@@ -143,6 +162,14 @@ class InlineStreams:
     def use(self, stream: Any) -> AbstractContextManager[Any]:
         """See :meth:`Streams.use`."""
         return contextlib.nullcontext()
+
+    def here(self) -> AbstractContextManager[Any]:
+        """See :meth:`Streams.here`."""
+        return contextlib.nullcontext()
+
+    def enqueue(self, work: Callable[..., object], *arguments: Any) -> None:
+        """See :meth:`Streams.enqueue`."""
+        work(*arguments)
 
     def annotate(self, name: str) -> AbstractContextManager[Any]:
         """See :meth:`Streams.annotate`."""
@@ -174,8 +201,7 @@ class CudaStreams:
 
     def event(self) -> Any:
         """See :meth:`Streams.event`."""
-        with _cuda.device(self._device):
-            return _cuda.Event(blocking=True)
+        return _cuda.Event(blocking=True)
 
     def current(self) -> Any:
         """See :meth:`Streams.current`."""
@@ -183,11 +209,27 @@ class CudaStreams:
 
     def use(self, stream: Any) -> AbstractContextManager[Any]:
         """See :meth:`Streams.use`."""
-        return cast(AbstractContextManager[Any], _cuda.stream(stream))
+        return _used(self._device, stream)
+
+    def here(self) -> AbstractContextManager[Any]:
+        """See :meth:`Streams.here`."""
+        return cast(AbstractContextManager[Any], _cuda.device(self._device))
+
+    def enqueue(self, work: Callable[..., object], *arguments: Any) -> None:
+        """See :meth:`Streams.enqueue`."""
+        work(*arguments)
 
     def annotate(self, name: str) -> AbstractContextManager[Any]:
         """See :meth:`Streams.annotate`."""
         return _nvtx_range(name)
+
+
+@contextlib.contextmanager
+def _used(device: torch.device, stream: Any) -> Iterator[None]:
+    # The device first: at its end torch.cuda.stream sets the stream that was current before,
+    # with its device, which on a new thread is device 0, and would make a context there.
+    with _cuda.device(device), _cuda.stream(stream):
+        yield
 
 
 @contextlib.contextmanager
@@ -227,9 +269,11 @@ class _DeviceCopied(Copied):
     def wait(self) -> None:
         buffer = self._buffer
         if buffer is not None:
-            # Used again meanwhile, the buffer is waited for longer than needed, never shorter.
-            buffer.done.synchronize()
-            self._path._reap()
+            # Also on a device that failed: as long as it works, it writes into staging.
+            with self._path._watched(to_end=True):
+                # Used again meanwhile, the buffer is waited for longer than needed, never shorter.
+                buffer.done.synchronize()
+                self._path._reap()
 
 
 @dataclass(slots=True)
@@ -253,6 +297,8 @@ class DevicePath:
         Device buffers for gathers, each of a whole chunk. Fewer where memory is short.
     loads : int
         Device buffers for scatters, each of one shard: as many as threads that load.
+    pinned : bool
+        What is scattered comes from page-locked memory.
     streams : Streams, optional
         The device's own when absent.
 
@@ -269,6 +315,7 @@ class DevicePath:
         *,
         ring: int = DEFAULT_RING,
         loads: int = 2,
+        pinned: bool = False,
         streams: Streams | None = None,
     ) -> None:
         device = calls[0].caches[0].device
@@ -283,16 +330,55 @@ class DevicePath:
         self._lock = threading.Lock()
         self._load_ended = threading.Condition(self._lock)
         self._closed = False
+        self._paused = False
+        self._problem = ""
+        #: Scatters that are under way.
+        self._scattering = 0
         for call in calls:
             ops.prepare(call.caches, call.layout)
+        self._direct = pinned and all(map(_in_blocks, calls))
         copy_stream = streams.stream(urgent=False)
         self._ring = _Ring(
             [self._buffer(payload, copy_stream) for payload in self._allocate(ring, shards)]
         )
         self._for_loads = [
             self._buffer(payload, streams.stream(urgent=True))
-            for payload in self._allocate(loads, 1)
+            for payload in self._allocate(loads, 0 if self._direct else 1)
         ]
+        # Whoever had the memory before may still be using it on the calling thread's stream.
+        born = self.fence()
+        for buffer in (*self._ring.free, *self._for_loads):
+            buffer.stream.wait_event(born)
+
+    @property
+    def problem(self) -> str:
+        """How the device failed; empty while it works."""
+        return self._problem
+
+    @contextlib.contextmanager
+    def _watched(self, *, to_end: bool = False) -> Iterator[None]:
+        """Use the device; when it fails, never again but `to_end` what is under way."""
+        if self._problem and not to_end:
+            raise DeviceUnavailableError(self._problem)
+        try:
+            with self._streams.here():
+                yield
+        except (DeviceUnavailableError, torch.OutOfMemoryError):
+            # Plain torch allocates; memory that is short now need not be so for ever.
+            raise
+        except RuntimeError as error:
+            raise self._failed(error) from error
+
+    def _failed(self, error: RuntimeError) -> DeviceUnavailableError:
+        text = str(error).strip().partition("\n")[0]
+        problem = f"{self._device} failed: {text}"
+        with self._lock:
+            first, self._problem = not self._problem, self._problem or problem
+        if first:
+            logger.error(
+                "%s. Nothing is stored or loaded any more; what was on its way is lost", problem
+            )
+        return DeviceUnavailableError(self._problem)
 
     def _allocate(self, count: int, shards: int) -> list[Tensor]:
         """Return up to `count` buffers, at least one."""
@@ -349,22 +435,27 @@ class DevicePath:
         ------
         ValueError
             If an argument does not fit.
-        RuntimeError
-            If the device failed.
+        DeviceUnavailableError
+            The staging buffers are free to be used.
         """
         if len(payloads) != self._shards:
             raise ValueError(f"{len(payloads)} payloads for {self._shards} shards")
         self._check(slots, payloads)
+        with self._watched():
+            return self._begin_gather(slots, payloads)
+
+    def _begin_gather(self, slots: Tensor, payloads: Sequence[Tensor]) -> Copied | None:
         self._reap()
         with self._lock:
-            if self._closed or not self._ring.free:
+            if self._closed or self._paused or not self._ring.free:
                 return None
             buffer = self._ring.free.pop()
         streams = self._streams
         try:
             with streams.annotate("kvshelf gather"):
                 for call in self._calls:
-                    ops.gather_kv(
+                    streams.enqueue(
+                        ops.gather_kv,
                         call.caches,
                         slots.unsqueeze(0),
                         buffer.payload[:, call.start : call.end].unsqueeze(0),
@@ -376,7 +467,7 @@ class DevicePath:
                 with streams.use(buffer.stream):
                     buffer.stream.wait_event(buffer.ready)
                     for payload, filled in zip(payloads, buffer.payload, strict=True):
-                        payload.copy_(filled, non_blocking=True)
+                        streams.enqueue(payload.copy_, filled, True)
                     buffer.done.record(buffer.stream)
         except BaseException:
             self._abandon(buffer)
@@ -411,10 +502,16 @@ class DevicePath:
     # ------------------------------------------------------------- scatter
 
     def fence(self) -> Any:
-        """Note what the engine has enqueued so far. Step thread; never waits."""
-        event = self._streams.event()
-        event.record(self._streams.current())
-        return event
+        """Note what the engine has enqueued so far. Step thread; never waits.
+
+        Raises
+        ------
+        DeviceUnavailableError
+        """
+        with self._watched():
+            event = self._streams.event()
+            event.record(self._streams.current())
+            return event
 
     def scatter(self, shard: int, slots: Tensor, payload: Tensor, fence: Any = None) -> None:
         """Copy one shard of a chunk into the paged caches, and wait until it is there.
@@ -434,28 +531,48 @@ class DevicePath:
         ------
         ValueError
             If an argument does not fit.
-        RuntimeError
-            If the device failed, or the path was closed.
+        DeviceUnavailableError
+            The device failed, or the path is paused or closed; nothing on the device reads
+            the payload or writes to the caches any more.
         """
         self._check(slots, [payload])
         with self._load_ended:
-            while not self._for_loads and not self._closed:
+            while not (self._for_loads or self._closed or self._paused):
                 self._load_ended.wait()
-            if self._closed:
-                raise RuntimeError("the caches have been given up")
+            if self._closed or self._paused:
+                raise DeviceUnavailableError(
+                    f"the KV caches on {self._device} are not to be used now: the engine sleeps, or"
+                    " has given them up"
+                )
             buffer = self._for_loads.pop()
+            self._scattering += 1
+        try:
+            with self._watched():
+                self._scatter_by(buffer, shard, slots, payload, fence)
+        finally:
+            with self._load_ended:
+                self._for_loads.append(buffer)
+                self._scattering -= 1
+                self._load_ended.notify_all()
+
+    def _scatter_by(
+        self, buffer: _Buffer, shard: int, slots: Tensor, payload: Tensor, fence: Any
+    ) -> None:
         streams = self._streams
         try:
             with streams.annotate("kvshelf scatter"), streams.use(buffer.stream):
-                filled = buffer.payload[0]
-                filled.copy_(payload, non_blocking=True)
+                source = payload
+                if not self._direct:
+                    source = buffer.payload[0]
+                    streams.enqueue(source.copy_, payload, True)
                 if fence is not None:
                     buffer.stream.wait_event(fence)
                 for call in self._calls:
-                    ops.scatter_kv(
+                    streams.enqueue(
+                        ops.scatter_kv,
                         call.caches,
                         slots,
-                        filled[call.start : call.end],
+                        source[call.start : call.end],
                         call.layout,
                         shard * call.heads,
                         call.heads,
@@ -465,27 +582,43 @@ class DevicePath:
         except BaseException:
             self._abandon(buffer)
             raise
-        finally:
-            with self._load_ended:
-                self._for_loads.append(buffer)
-                self._load_ended.notify()
 
     # ------------------------------------------------------------- end
 
+    def pause(self) -> None:
+        """Wait for what is under way, and begin nothing more: the caches go away for a while."""
+        self._stop(for_ever=False)
+
+    def resume(self) -> None:
+        """Go on after :meth:`pause`: the caches are there again, at the same place or another."""
+        with self._load_ended:
+            self._paused = False
+
     def close(self) -> None:
         """Wait for what is under way, and give the buffers up. Idempotent."""
-        with self._load_ended:
-            self._closed = True
-            busy = list(self._ring.busy)
-            self._load_ended.notify_all()
-        try:
-            for buffer in busy:
-                buffer.done.synchronize()
-            self._reap()
-        except RuntimeError as error:
-            logger.warning(
-                "chunks that were on their way from %s are lost: %s", self._device, error
-            )
+        self._stop(for_ever=True)
         with self._lock:
             self._ring.free.clear()
             self._for_loads.clear()
+
+    def _stop(self, *, for_ever: bool) -> None:
+        with self._load_ended:
+            self._paused = True
+            self._closed = self._closed or for_ever
+            self._load_ended.notify_all()
+            while self._scattering:
+                self._load_ended.wait()
+            busy = list(self._ring.busy)
+        # A device on which nothing can be waited for does nothing any more.
+        with contextlib.suppress(DeviceUnavailableError), self._watched(to_end=True):
+            for buffer in busy:
+                buffer.done.synchronize()
+            self._reap()
+
+
+def _in_blocks(call: LayerCall) -> bool:
+    """Whether layers lie inside blocks, and what is copied of a block of a layer in one piece."""
+    if len(call.caches) < 2 or not ops.blocks_in_one_piece(call.layout, call.heads):
+        return False
+    starts = [cache.data_ptr() for cache in call.caches]
+    return max(starts) - min(starts) < call.layout.block_stride

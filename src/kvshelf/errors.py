@@ -20,6 +20,10 @@ class UnsupportedError(KVShelfError, NotImplementedError):
     """The engine, model or version is one that kvshelf does not serve."""
 
 
+class DeviceUnavailableError(KVShelfError, RuntimeError):
+    """KV caches on a device are not used: it failed, or the engine sleeps or gave them up."""
+
+
 class ObjectNameError(KVShelfError, ValueError):
     """A string is not the name of an object of a shelf."""
 

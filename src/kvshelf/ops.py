@@ -340,6 +340,16 @@ def check_slots(slot_mapping: Tensor, layout: PagedLayout) -> None:
         raise _bad_slot(int(slots.view(-1)[position]), position, layout)
 
 
+def blocks_in_one_piece(layout: PagedLayout, num_heads: int) -> bool:
+    """Tell whether K and V of `num_heads` heads of a block each lie in one piece in the cache.
+
+    Then buffers may lie in page-locked host memory while the caches are on a GPU.
+    """
+    return (num_heads == 1 or layout.head_stride == layout.row_bytes) and (
+        layout.block_size == 1 or layout.token_stride == num_heads * layout.row_bytes
+    )
+
+
 def prepare(caches: Sequence[Tensor], layout: PagedLayout) -> None:
     """Check caches and load what serves them, so that the next call has only to copy.
 
@@ -632,10 +642,7 @@ def _check_buffers(buffers: Tensor, name: str, size: int) -> tuple[int, int]:
 def _check_host_buffers(
     buffers: Tensor, name: str, layout: PagedLayout, num_heads: int, bad_slot: Tensor | None
 ) -> None:
-    whole = (num_heads == 1 or layout.head_stride == layout.row_bytes) and (
-        layout.block_size == 1 or layout.token_stride == num_heads * layout.row_bytes
-    )
-    if not whole:
+    if not blocks_in_one_piece(layout, num_heads):
         raise ValueError(
             f"{name} is in host memory, but what is copied of a block is not contiguous in the "
             "cache: gather into a buffer on the device and copy that, or the other way round"

@@ -142,6 +142,11 @@ class StagingPool:
         self._free = [StagingBuffer(first), *self._grow(self.limit)]
 
     @property
+    def pinned(self) -> bool:
+        """Whether the memory is page-locked."""
+        return self._pool.kind == "pinned"
+
+    @property
     def in_use(self) -> int:
         """Number of buffers handed out."""
         return self._out

@@ -66,6 +66,7 @@ from kvshelf.chunkfile import ObjectFormat
 from kvshelf.errors import (
     BadObjectError,
     ConfigError,
+    DeviceUnavailableError,
     NotRegularError,
     ObjectMissingError,
     StorageError,
@@ -110,7 +111,7 @@ class Failure(Enum):
     MISSING = "missing"
     BAD = "bad"
     ERROR = "error"
-    #: The storage is given a rest: that says nothing of the object.
+    #: The storage is given a rest, or the device is not used: that says nothing of the object.
     UNAVAILABLE = "unavailable"
 
 
@@ -227,6 +228,8 @@ class DeviceKVCache:
         Chunks that may be on their way from the device at once.
     loads : int
         Objects that may be on their way to it: the number of threads that load.
+    pinned : bool
+        Staging is page-locked.
     streams : Streams, optional
         The device's own when absent.
 
@@ -247,6 +250,7 @@ class DeviceKVCache:
         *,
         ring: int = device.DEFAULT_RING,
         loads: int = 2,
+        pinned: bool = False,
         streams: device.Streams | None = None,
     ) -> None:
         self._shards = (plan or ShardPlan.whole(fmt.shards)).shards
@@ -256,8 +260,13 @@ class DeviceKVCache:
             for run, start, end, _, heads in PagedKVCache(fmt, runs, plan).calls(self._shards[0])
         ]
         self._path = device.DevicePath(
-            calls, len(self._shards), ring=ring, loads=loads, streams=streams
+            calls, len(self._shards), ring=ring, loads=loads, pinned=pinned, streams=streams
         )
+
+    @property
+    def problem(self) -> str:
+        """See :attr:`kvshelf.device.DevicePath.problem`."""
+        return self._path.problem
 
     def gather(self, slots: torch.Tensor, payloads: Sequence[torch.Tensor]) -> device.Copied | None:
         """See :meth:`kvshelf.device.DevicePath.gather`: all shards of the worker at once."""
@@ -272,6 +281,14 @@ class DeviceKVCache:
     def fence(self) -> object:
         """See :meth:`kvshelf.device.DevicePath.fence`."""
         return self._path.fence()
+
+    def pause(self) -> None:
+        """See :meth:`kvshelf.device.DevicePath.pause`."""
+        self._path.pause()
+
+    def resume(self) -> None:
+        """See :meth:`kvshelf.device.DevicePath.resume`."""
+        self._path.resume()
 
     def close(self) -> None:
         """See :meth:`kvshelf.device.DevicePath.close`."""
@@ -579,7 +596,7 @@ class Transfer:
         str
             ``queued``; ``known`` (in flight, published, or another worker's to write); or
             dropped: ``full`` (staging is used up), ``hole`` (the chunk before it was dropped),
-            ``paused`` (the storage takes no writes for now).
+            ``paused`` (the storage takes no writes for now, or the device is not used).
         """
         key = item.chunk.key
         now = time.monotonic()
@@ -620,6 +637,9 @@ class Transfer:
         copied = None
         try:
             copied = self._gather(memory, shards, item.slots, buffers)
+        except DeviceUnavailableError:
+            self._counters.add("store_dropped_paused")
+            return "paused"
         finally:
             if copied is None:
                 for buffer in buffers:
@@ -817,7 +837,7 @@ class Transfer:
             return
         chunk = job.chunk
         self._note_hole(chunk.key)
-        if isinstance(error, UnavailableStorageError):
+        if isinstance(error, (UnavailableStorageError, DeviceUnavailableError)):
             self._counters.add("store_dropped_paused")
             return
         self._counters.add("store_errors")
@@ -866,8 +886,12 @@ class Transfer:
         )
         if early and on_done is None:
             raise ValueError("an early load needs on_done: it is not returned by poll()")
+        usable = True
         if isinstance(self._cache, DeviceKVCache):
-            load._fence = self._cache.fence()
+            try:
+                load._fence = self._cache.fence()
+            except DeviceUnavailableError:
+                usable = False
         with self._load_lock:
             ahead = sum(other._bytes for other in self._active.values() if not other.finished)
             seconds = self._deadlines.to_read(2 * (ahead + load._bytes))
@@ -875,7 +899,9 @@ class Transfer:
             (self._active_early if early else self._active)[request_id] = load
             if not items:
                 self._complete(load)
-            elif self._closing or not self._shelf.available or not self._load_threads.any:
+            elif not (
+                usable and self._shelf.available and self._load_threads.any and not self._closing
+            ):
                 self._refuse(load)
             else:
                 (self._early if early else self._loads).append(load)
@@ -1071,7 +1097,7 @@ class Transfer:
             return self._load_failed(piece, Failure.MISSING, error)
         except (BadObjectError, NotRegularError) as error:
             return self._load_failed(piece, Failure.BAD, error)
-        except UnavailableStorageError as error:
+        except (UnavailableStorageError, DeviceUnavailableError) as error:
             return self._load_failed(piece, Failure.UNAVAILABLE, error)
         except Exception as error:  # noqa: BLE001 - the thread must go on
             return self._load_failed(piece, Failure.ERROR, error)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(eq=False)
@@ -68,6 +69,12 @@ class FakeStreams:
             yield
         finally:
             self._local.stream = before
+
+    def here(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def enqueue(self, work: Callable[..., object], *arguments: Any) -> None:
+        work(*arguments)
 
     def annotate(self, name: str) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()

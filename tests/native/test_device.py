@@ -20,7 +20,7 @@ from paged import Case, Paged, make_paged
 
 from kvshelf import device, ops
 from kvshelf.device import DevicePath, LayerCall
-from kvshelf.errors import ConfigError
+from kvshelf.errors import ConfigError, DeviceUnavailableError
 
 SHARDS, TOKENS = 2, 6
 
@@ -64,6 +64,8 @@ def make_rig(streams: FakeStreams | None = NEW, **options: Any) -> Rig:
     if streams is NEW:
         streams = FakeStreams()
     path = DevicePath(calls, SHARDS, streams=streams, **options)
+    if streams is not None:
+        streams.log.clear()
     return Rig(paged, calls, streams or FakeStreams(), path, start)
 
 
@@ -181,17 +183,58 @@ def test_after_a_failed_launch_nothing_writes_into_the_staging_buffers(
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("CUDA error: launch failure")
 
+    before = rig.path.gather(torch.tensor(SLOTS), rig.payloads())
+    assert before is not None
+    rig.streams.log.clear()
     with monkeypatch.context() as patch:
         patch.setattr(ops, "gather_kv", fail)
+        with pytest.raises(DeviceUnavailableError, match="cpu failed: CUDA error: launch failure"):
+            rig.path.gather(torch.tensor(SLOTS), rig.payloads())
+    # What had been enqueued was waited for.
+    ((kind, done, _),) = rig.streams.log
+    assert kind == "record"
+    assert done.query()  # type: ignore[attr-defined]
+    # What had arrived before is good.
+    before.wait()
+
+
+def test_a_device_that_failed_is_asked_nothing_more_and_one_line_says_so(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("CUDA error: launch failure\nCompile with TORCH_USE_CUDA_DSA")
+
+    assert rig.path.problem == ""
+    with monkeypatch.context() as patch:
+        patch.setattr(ops, "gather_kv", fail)
+        with pytest.raises(DeviceUnavailableError):
+            rig.path.gather(torch.tensor(SLOTS), rig.payloads())
+    rig.streams.log.clear()
+    for _ in range(2 * device.DEFAULT_RING):
+        with pytest.raises(DeviceUnavailableError, match="launch failure"):
+            rig.path.gather(torch.tensor(SLOTS), rig.payloads())
+        with pytest.raises(DeviceUnavailableError, match="launch failure"):
+            rig.path.scatter(0, torch.tensor(SLOTS), rig.payloads()[0])
+        with pytest.raises(DeviceUnavailableError, match="launch failure"):
+            rig.path.fence()
+    assert not rig.streams.log
+    assert rig.path.problem == "cpu failed: CUDA error: launch failure"
+    assert caplog.text.count("launch failure") == 1
+    rig.path.close()
+
+
+def test_memory_that_is_short_for_once_does_not_end_the_use_of_a_device(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def short(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ops, "gather_kv", short)
         for _ in range(2 * device.DEFAULT_RING):
-            with pytest.raises(RuntimeError, match="launch failure"):
+            with pytest.raises(torch.OutOfMemoryError):
                 rig.path.gather(torch.tensor(SLOTS), rig.payloads())
-    # The buffer was waited for and is of use again.
-    kinds = [entry[0] for entry in rig.streams.log]
-    assert kinds == ["record"] * 2 * device.DEFAULT_RING
-    copied = rig.path.gather(torch.tensor(SLOTS), rig.payloads())
-    assert copied is not None
-    copied.wait()
+    assert rig.path.gather(torch.tensor(SLOTS), rig.payloads()) is not None
 
 
 def test_loads_of_several_threads_share_the_buffers() -> None:
@@ -228,12 +271,10 @@ def test_after_a_failed_scatter_nothing_reads_the_staging_buffer(
 
     with monkeypatch.context() as patch:
         patch.setattr(ops, "scatter_kv", fail)
-        for _ in range(3):
-            with pytest.raises(RuntimeError, match="launch failure"):
-                rig.path.scatter(0, torch.tensor(SLOTS), rig.payloads()[0])
-    # What had been enqueued was waited for, and the buffers are of use again.
-    assert [entry[0] for entry in rig.streams.log] == ["record"] * 3
-    rig.path.scatter(0, torch.tensor(SLOTS), rig.payloads()[0])
+        with pytest.raises(DeviceUnavailableError, match="launch failure"):
+            rig.path.scatter(0, torch.tensor(SLOTS), rig.payloads()[0])
+    # What had been enqueued was waited for.
+    assert [entry[0] for entry in rig.streams.log] == ["record"]
 
 
 def test_fewer_buffers_where_memory_is_short(
@@ -261,8 +302,31 @@ def test_after_the_end_nothing_is_begun(rig: Rig) -> None:
     rig.path.gather(torch.tensor(SLOTS), rig.payloads())
     rig.path.close()
     assert rig.path.gather(torch.tensor(SLOTS), rig.payloads()) is None
-    with pytest.raises(RuntimeError, match="given up"):
+    with pytest.raises(DeviceUnavailableError, match="given them up"):
         rig.path.scatter(0, torch.tensor(SLOTS), rig.payloads()[0])
+
+
+def test_while_the_engine_sleeps_nothing_is_begun(rig: Rig) -> None:
+    payloads = rig.payloads()
+    rig.streams.ended.clear()
+    assert rig.path.gather(torch.tensor(SLOTS), payloads) is not None
+    pausing = threading.Thread(target=rig.path.pause)
+    pausing.start()
+    pausing.join(0.1)
+    # What is under way reads the caches until it has ended.
+    assert pausing.is_alive()
+    rig.streams.ended.set()
+    pausing.join(30)
+    assert not pausing.is_alive()
+    rig.streams.log.clear()
+    assert rig.path.gather(torch.tensor(SLOTS), payloads) is None
+    with pytest.raises(DeviceUnavailableError, match="sleeps"):
+        rig.path.scatter(0, torch.tensor(SLOTS), payloads[0])
+    assert not rig.streams.log
+    rig.path.resume()
+    copied = rig.path.gather(torch.tensor(SLOTS), payloads)
+    assert copied is not None
+    rig.path.scatter(0, torch.tensor(SLOTS), payloads[0])
 
 
 def test_a_device_that_failed_can_be_closed(
@@ -277,4 +341,4 @@ def test_a_device_that_failed_can_be_closed(
     with pytest.raises(RuntimeError, match="unspecified"):
         copied.wait()
     rig.path.close()
-    assert "are lost: CUDA error: unspecified launch failure" in caplog.text
+    assert "cpu failed: CUDA error: unspecified launch failure" in caplog.text

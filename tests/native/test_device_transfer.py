@@ -104,7 +104,7 @@ def test_what_a_failed_device_copied_is_not_published(
         monkeypatch.setattr(FakeEvent, "synchronize", fail)
         assert rig.transfer.store(item) == "queued"
         assert rig.transfer.drain(PATIENCE) == 0
-        assert rig.count("store_errors") == 1
+        assert rig.count("store_dropped_paused") == 1
         assert rig.staging.in_use == 0
         assert not rig.path(item.chunk, 0).exists()
 

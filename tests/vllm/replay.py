@@ -14,13 +14,14 @@ import hashlib
 import pickle  # noqa: TID251 - as vLLM does between its processes
 import random
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from simulated_device import SimulatedStreams
 
 with warnings.catch_warnings():
     # Importing vLLM warns of what torch and others deprecate.
@@ -31,6 +32,9 @@ with warnings.catch_warnings():
     from vllm.v1.outputs import KVConnectorOutput
 
     from kvshelf.vllm.connector import SharedStorageConnector
+
+#: The order of a runner's calls, and whether its caches are on a device that runs behind.
+RUNNERS = ["V1", "V1 speculative", "V2", "V1 on a device", "V2 on a device"]
 
 LAYERS, HEADS, HEAD_SIZE = 2, 2, 16
 NULL = 0
@@ -59,6 +63,31 @@ class CPUAttentionBackendImpl(AttentionImpl):  # type: ignore[type-arg]
         block, token = slot_mapping // size, slot_mapping % size
         halves[:, :, 0].view(blocks, heads, HEAD_SIZE, size)[block, :, :, token] = key
         halves[:, :, 1].view(blocks, heads, size, HEAD_SIZE)[block, :, token] = value
+
+
+class StridedAttentionImpl(CPUAttentionBackendImpl):
+    """Stands for those of GPUs: K and V of a token and head beside each other."""
+
+    def do_kv_cache_update(
+        self,
+        layer: Any,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        block, token = slot_mapping // kv_cache.shape[2], slot_mapping % kv_cache.shape[2]
+        kv_cache[block, :, token, :HEAD_SIZE] = key
+        kv_cache[block, :, token, HEAD_SIZE:] = value
+
+
+class ConnectorOnADevice(SharedStorageConnector):
+    """The connector, told that the caches are on a simulated device."""
+
+    device: SimulatedStreams | None = None
+
+    def _streams_of(self, device: torch.device) -> SimulatedStreams | None:
+        return self.device
 
 
 def make_caches(blocks: int, block_size: int) -> dict[str, torch.Tensor]:
@@ -206,13 +235,18 @@ class MiniVllm:
     config
         From :func:`make_config`.
     runner : str
-        ``"V1"``, ``"V1 speculative"`` or ``"V2"``.
+        One of :data:`RUNNERS`.
     blocks : int
         Blocks of the cache, the null block included.
     budget : int
         Most tokens of a step.
     prefix_caching : bool
         Keep blocks of finished requests for others.
+    seed : int
+        Decides in which order a device does its work.
+    room : int
+        Tokens for whose chunks a device has buffers: this engine does not wait for its device
+        after a step, as others do.
     """
 
     def __init__(
@@ -224,15 +258,24 @@ class MiniVllm:
         budget: int = 1000,
         prefix_caching: bool = True,
         window: int = 0,
+        seed: int = 0,
+        room: int = 1000,
     ) -> None:
         self.config = config
-        self.runner = runner
+        self.runner = runner.partition(" on ")[0]
+        #: The device that runs what the engine enqueues, if it is apart from the host.
+        self.device = SimulatedStreams(seed) if runner.endswith("on a device") else None
+        if self.device is not None:
+            for layer in config.compilation_config.static_forward_context.values():
+                layer.impl = StridedAttentionImpl(layer.impl.sliding_window)
         self.budget = budget
         self.window = window
         self.prefix_caching = prefix_caching and not window
         self.block_size: int = config.cache_config.block_size
+        config.scheduler_config.max_num_batched_tokens = room
         groups = make_groups(config, blocks=blocks)
-        self.worker = SharedStorageConnector(config, KVConnectorRole.WORKER, groups)
+        kind = type("OfThisEngine", (ConnectorOnADevice,), {"device": self.device})
+        self.worker = kind(config, KVConnectorRole.WORKER, groups)
         self.caches = make_caches(blocks, self.block_size)
         bind(config, self.caches)
         self.worker.register_kv_caches(self.caches)
@@ -248,6 +291,8 @@ class MiniVllm:
         self.steps = 0
         self.forward_error: Exception | None = None
         self.written: list[tuple[str, int, int]] = []
+        #: New blocks, which the runner zeroes before it binds the step.
+        self.zeroed: list[int] = []
 
     # What users do
 
@@ -288,6 +333,15 @@ class MiniVllm:
     def close(self) -> None:
         self.worker.shutdown()
         self.scheduler.shutdown()
+        if self.device is not None:
+            self.device.close()
+
+    def enqueue(self, work: Callable[..., object], *arguments: Any) -> None:
+        """Have the engine's device do something, when it comes to it."""
+        if self.device is None:
+            work(*arguments)
+        else:
+            self.device.enqueue(work, *arguments)
 
     def __enter__(self) -> MiniVllm:
         return self
@@ -445,6 +499,10 @@ class MiniVllm:
     def _execute(self, output: SimpleNamespace, meta: Any) -> KVConnectorOutput:
         worker = self.worker
         result = KVConnectorOutput()
+        for block in self.zeroed:
+            for cache in self.caches.values():
+                self.enqueue(cache[block].zero_)
+        self.zeroed.clear()
         worker.handle_preemptions(meta)
         worker.bind_connector_metadata(meta)
 
@@ -492,7 +550,8 @@ class MiniVllm:
                 end = min(computed + count, (i + 1) * self.block_size)
                 assert self.users[state.blocks[i]] == 1, "a shared block is written"
                 for layer, cache in enumerate(self.caches.values()):
-                    cache[state.blocks[i]].copy_(self.content(state.request, layer, end))
+                    content = self.content(state.request, layer, end)
+                    self.enqueue(cache[state.blocks[i]].copy_, content)
 
     def _update(self, output: SimpleNamespace, result: KVConnectorOutput) -> None:
         bad = result.invalid_block_ids
@@ -558,7 +617,7 @@ class MiniVllm:
     def content(self, request: Request, layer: int, end: int) -> torch.Tensor:
         """What the block that ends at token `end` holds: for each token a function of its prefix.
 
-        Packed as :class:`CPUAttentionBackendImpl` does it.
+        Packed as the layers' implementation does it.
         """
         size = self.block_size
         first = (end - 1) // size * size
@@ -568,6 +627,10 @@ class MiniVllm:
         ]
         data = bytearray(b"".join(digest.digest(4 * HEADS * HEAD_SIZE) for digest in digests))
         rows = torch.frombuffer(data, dtype=torch.int16).view(-1, 2, HEADS, HEAD_SIZE)
+        if self.device is not None:
+            strided = torch.zeros(HEADS, size, 2, HEAD_SIZE, dtype=torch.int16)
+            strided[:, : len(rows)] = rows.permute(2, 0, 1, 3)
+            return strided.view(torch.bfloat16).view(HEADS, size, 2 * HEAD_SIZE)
         block = torch.zeros(HEADS, 2, HEAD_SIZE * size, dtype=torch.int16)
         block[:, 0].view(HEADS, HEAD_SIZE, size)[:, :, : len(rows)] = rows[:, 0].permute(1, 2, 0)
         block[:, 1].view(HEADS, size, HEAD_SIZE)[:, : len(rows)] = rows[:, 1].transpose(0, 1)
@@ -580,9 +643,16 @@ class MiniVllm:
                 continue
             end = min(computed, (i + 1) * self.block_size)
             for layer, cache in enumerate(self.caches.values()):
-                found = cache[state.blocks[i]].view(torch.int16)
                 right = self.content(state.request, layer, end).view(torch.int16)
-                assert torch.equal(found, right), f"block {i} of {state.request.request_id}"
+                what = f"block {i} of {state.request.request_id}, layer {layer}"
+                self.enqueue(self._holds, cache[state.blocks[i]].view(torch.int16), right, what)
+        self.enqueue(self._null_is_empty)
+
+    @staticmethod
+    def _holds(found: torch.Tensor, right: torch.Tensor, what: str) -> None:
+        assert torch.equal(found, right), what
+
+    def _null_is_empty(self) -> None:
         assert not any(cache[NULL].any() for cache in self.caches.values()), "the null block"
 
     @staticmethod
@@ -622,6 +692,8 @@ class MiniVllm:
                 del self.cached[key]
             self.users[block] = 1
             state.blocks.append(block)
+            if self.device is not None:
+                self.zeroed.append(block)
         return True
 
     def _needs(self, state: State) -> int:

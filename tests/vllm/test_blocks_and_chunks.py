@@ -231,9 +231,9 @@ def test_caches_that_come_back_from_sleep_are_compared(start: Start) -> None:
         for name, cache in engine.caches.items()
     }
     engine.caches = fresh
-    engine.worker.restore(fresh)
+    engine.worker.wake_up(fresh)
     assert check_load(engine, tokens) == 96
-    engine.worker.restore({name: cache.contiguous() for name, cache in fresh.items()})
+    engine.worker.wake_up({name: cache.contiguous() for name, cache in fresh.items()})
     engine.step([])
     assert engine.load(tokens)[0] == 0
 

@@ -24,13 +24,12 @@ from kvshelf.backends import Deadlines
 from kvshelf.backends.guard import GuardedBackend
 from kvshelf.backends.wrappers import Fault, FaultyBackend
 from parts import AT_ONCE, PATIENCE, posix, until
-from replay import MiniVllm, Request, adapter, image, make_config, prompt
+from replay import RUNNERS, MiniVllm, Request, adapter, image, make_config, prompt
 
 from kvshelf.errors import ObjectMissingError, TransientStorageError
 from kvshelf.shelf import Shelf
 from kvshelf.vllm import connector
 
-RUNNERS = ["V1", "V1 speculative", "V2"]
 BLOCK, CHUNK = 4, 8
 
 
@@ -353,7 +352,7 @@ def test_chunks_are_stored_once_though_their_request_was_preempted(
     engine.run()
     drain(engine)
     assert len(objects(backend)) == 2 * ((request.num_tokens - 1) // CHUNK)
-    assert run(start(), [*request._all_token_ids, 1, 2]) == [
+    assert run(start(runner=runner), [*request._all_token_ids, 1, 2]) == [
         (request.num_tokens - 1) // CHUNK * CHUNK
     ]
 
@@ -422,7 +421,7 @@ def test_aborts_at_any_time_leave_nothing_behind(
 def test_a_bad_chunk_is_computed_and_repaired(
     start: Callable[..., MiniVllm], backend: FaultyBackend, runner: str, index: int
 ) -> None:
-    run(start(), prompt(41))
+    run(start(runner=runner), prompt(41))
     name = next(name for name in objects(backend) if f"-{index}-1of2" in name)
     path = Path(backend.url) / name
     data = bytearray(path.read_bytes())
@@ -440,7 +439,7 @@ def test_a_bad_chunk_is_computed_and_repaired(
     assert data != path.read_bytes()
     engine.step()
     assert run(engine, prompt(41)) == [40]
-    assert run(start(), prompt(41)) == [40]
+    assert run(start(runner=runner), prompt(41)) == [40]
 
 
 def test_a_hole_behind_a_look_up_is_computed_and_stored_again(
@@ -548,7 +547,7 @@ LIVELOCKS: dict[str, list[Fault]] = {
 def test_vllm_49176_a_request_whose_load_fails_is_computed_and_not_loaded_for_ever(
     start: Callable[..., MiniVllm], backend: FaultyBackend, trouble: str, runner: str
 ) -> None:
-    run(start(), prompt(41))
+    run(start(runner=runner), prompt(41))
     engine = start({"read_deadline_s": 0.2}, runner=runner, prefix_caching=False)
     run(engine, prompt(9, 3))
     for fault in LIVELOCKS[trouble]:
@@ -706,6 +705,8 @@ def _live(backend: FaultyBackend, data: st.DataObject, runner: str) -> None:
             blocks=data.draw(st.integers(20, 40), "blocks"),
             budget=data.draw(st.integers(4, 40), "budget"),
             prefix_caching=data.draw(st.booleans(), "prefix caching"),
+            seed=data.draw(st.integers(0, 99), "seed of the device"),
+            room=data.draw(st.sampled_from([0, 1000]), "room"),
         )
         for _ in range(2)
     ]

@@ -681,6 +681,9 @@ class FakeWorker:
     def sleep(self, level: int = 1) -> None:
         self.calls.append(("sleep", level))
 
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        self.calls.append(("wake_up", tags))
+
     def reload_weights(self, *args: object, **kwargs: object) -> str:
         self.calls.append(("reload_weights", (args, kwargs)))
         return "reloaded"
@@ -698,6 +701,7 @@ def test_the_methods_that_are_watched_are_vllm_s() -> None:
     for name in weight_changes._METHODS:
         assert callable(Worker.__dict__[name]), name
     assert list(signature(Worker.sleep).parameters)[:2] == ["self", "level"]
+    assert list(signature(Worker.wake_up).parameters) == ["self", "tags"]
 
 
 @pytest.mark.parametrize(
@@ -721,6 +725,10 @@ def test_ways_in_which_vllm_changes_weights_are_noticed(
         def weights_changed(self, how: str) -> None:
             heard.append(how)
             raise RuntimeError("a bug must not keep vLLM from its work")
+
+        def fall_asleep(self) -> None: ...
+
+        def wake_up(self) -> None: ...
 
     kind = type("Fresh", (FakeWorker,), dict(FakeWorker.__dict__))
     ear = Ear()

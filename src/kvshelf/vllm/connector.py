@@ -65,6 +65,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
+    from kvshelf.device import Streams
     from kvshelf.vllm.worker import WorkerSide
 
 logger = logging.getLogger(__name__)
@@ -166,7 +167,12 @@ class SharedStorageConnector(KVConnectorBase_V1):
                 kv_cache_config=kv_cache_config,
                 rank=int(vllm_config.parallel_config.rank),
                 counters=self._counters,
+                streams=self._streams_of,
             )
+
+    def _streams_of(self, device: torch.device) -> Streams | None:
+        """Return streams to use in place of a device's own: tests have devices of their own."""
+        return None
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -175,7 +181,7 @@ class SharedStorageConnector(KVConnectorBase_V1):
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
-        """Say that an engine may sleep: caches are copied into staging within the step."""
+        """Say that an engine may sleep: nothing touches the caches meanwhile."""
         return True
 
     # ------------------------------------------------------------- worker
@@ -186,13 +192,13 @@ class SharedStorageConnector(KVConnectorBase_V1):
 
     @_contained(_nothing)
     def unregister_kv_caches(self) -> None:
-        """Before sleep (vLLM 0.33): publish what is staged; caches are not touched then."""
-        self._as_worker().drain(self._config.shutdown_drain_s)
+        """Before sleep (vLLM 0.33): publish what is staged; caches are not touched from then on."""
+        self._as_worker().fall_asleep()
 
+    @_contained(_nothing)
     def restore_kv_caches(self, kv_caches: dict[str, torch.Tensor] | None = None) -> None:
         """After sleep (vLLM 0.33): compare layouts; pointers are read at each call."""
-        if kv_caches is not None:
-            self._as_worker().restore(kv_caches)
+        self._as_worker().wake_up(kv_caches)
 
     def weights_changed(self) -> None:
         """Take note that this worker's weights are changed in place: nothing is loaded or stored.
@@ -216,7 +222,7 @@ class SharedStorageConnector(KVConnectorBase_V1):
         self._as_worker().clear()
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """Nothing to do: gathers are over when the step that made them is."""
+        """Nothing to do: a gather comes before all that later steps enqueue for its blocks."""
 
     @_contained(_nothing)
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
@@ -294,7 +300,7 @@ class SharedStorageConnector(KVConnectorBase_V1):
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Forget the request. Its blocks are free: what is stored was copied already."""
+        """Forget the request. Its blocks are free: what is stored is copied before they change."""
         self._as_scheduler().finished(request.request_id)
         return False, None
 

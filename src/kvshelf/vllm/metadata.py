@@ -119,6 +119,8 @@ class WorkerPart:
         The weights fingerprint; None until it is known, and always but for rank 0.
     problem : str
         Why nothing may be loaded or stored; empty when all is well.
+    said : bool
+        The problem stands in this worker's log already.
     """
 
     layer_names: tuple[str, ...]
@@ -131,6 +133,7 @@ class WorkerPart:
     kv_scales: tuple[float, ...] = ()
     weights: str | None = None
     problem: str = ""
+    said: bool = False
 
 
 @dataclass(frozen=True, slots=True)

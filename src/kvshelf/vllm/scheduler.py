@@ -553,9 +553,9 @@ class SchedulerSide:
         if len(self._parts) < self._ranks:
             return
         parts = [self._parts[rank] for rank in sorted(self._parts)]
-        problem = next((part.problem for part in parts if part.problem), "")
-        if problem:
-            self._disable(problem)
+        bad = next((part for part in parts if part.problem), None)
+        if bad is not None:
+            self._disable(bad.problem, said=bad.said)
             return
         weights, shelf = parts[0].weights, self._shelf()
         if weights is None or shelf is None:
@@ -598,10 +598,11 @@ class SchedulerSide:
         )
         logger.info("shelf %s, namespace %s", shelf.url, namespace.folder)
 
-    def _disable(self, problem: str) -> None:
+    def _disable(self, problem: str, *, said: bool = False) -> None:
         if not self._disabled:
             self._disabled = True
-            logger.error("nothing is loaded from or stored on the shelf: %s", problem)
+            if not said:
+                logger.error("nothing is loaded from or stored on the shelf: %s", problem)
 
     # ------------------------------------------------------------- end
 

@@ -9,9 +9,22 @@ for each block where blocks are stored whole; vLLM's blocks and kvshelf's chunks
 end together. Tokens that a load must not touch, because vLLM has them already or the hit
 ends before them, are −1.
 
+The device that holds the caches is a parameter: chunks go between caches in host memory
+and staging at once, between those on a GPU and staging by :mod:`kvshelf.device`. What that
+takes, page-locked staging and buffers on the device, is allocated when caches are
+registered: while vLLM captures CUDA graphs, which it does next, no thread may allocate,
+and what is free afterwards is not known. An engine with pipeline stages knows the sizes only
+when all stages are known, and allocates in its first step.
+
 Contracts
 ---------
 * All methods run on the worker's step thread and never touch storage.
+* Nothing waits for a device. Loads start in ``start_load_kv``: a load writes to its blocks
+  after all that was enqueued on the engine's stream until then, zeroing of new blocks
+  included. Stores are enqueued on that stream after the forward pass, so that no later
+  step, preemption or new owner of a block can be faster; and CUDA graphs do not matter.
+* From the moment that an engine sleeps until it is awake nothing touches the caches. A
+  device that failed is used no more: the engine goes on as with no cache.
 * The layout of a cache is learned by :mod:`kvshelf.vllm.layout_probe` when caches are
   registered, never guessed. A configuration that cannot work is refused then.
 * A block counts as loaded only when all of its tokens that the hit covers are.
@@ -40,9 +53,11 @@ import torch
 import vllm
 
 from kvshelf import ops
+from kvshelf.backends import Properties
 from kvshelf.backends.guard import BreakerState
 from kvshelf.chunkfile import ObjectFormat
 from kvshelf.config import Config
+from kvshelf.device import DEFAULT_RING, Streams
 from kvshelf.errors import UnsupportedError
 from kvshelf.identity import Namespace
 from kvshelf.layout import native_slots_of
@@ -54,6 +69,7 @@ from kvshelf.tiers import LoadsFromTiers
 from kvshelf.topology import ShardPlan, Topology, head_groups
 from kvshelf.transfer import (
     ChunkSlots,
+    DeviceKVCache,
     Failure,
     LayerRun,
     Load,
@@ -87,6 +103,10 @@ logger = logging.getLogger(__name__)
 # 2 to 3 ms. A new request that arrives meanwhile waits as long.
 _IDLE_WAIT_SECONDS = 10e-3
 _WARM_BYTES = 256 << 20
+# Of those beside a GPU, for threads that load.
+_MOST_IDLE_CORES = 8
+# Buffers on a device, for the chunks that one step completes; a larger step loses some.
+_RING_BYTES = 1 << 30
 # As numbers, for metrics.
 _STATES = {BreakerState.CLOSED: 0, BreakerState.HALF_OPEN: 1, BreakerState.OPEN: 2}
 _WARM_JOIN_SECONDS = 1.0
@@ -106,7 +126,7 @@ def _of_one_kind(a: torch.Tensor, b: torch.Tensor) -> bool:
         a.shape == b.shape
         and a.stride() == b.stride()
         and a.dtype == b.dtype
-        and a.device.type == b.device.type
+        and a.device == b.device
     )
 
 
@@ -124,6 +144,8 @@ class WorkerSide:
     rank : int
     counters : Counters, optional
         Where to count; the side's own when absent.
+    streams : Callable[[torch.device], Streams or None], optional
+        Streams of the caches' device; its own where the answer is None.
 
     Attributes
     ----------
@@ -140,6 +162,7 @@ class WorkerSide:
         kv_cache_config: Any = None,
         rank: int = 0,
         counters: Counters | None = None,
+        streams: Callable[[torch.device], Streams | None] | None = None,
     ) -> None:
         self._vllm_config = vllm_config
         self._config = config
@@ -161,8 +184,17 @@ class WorkerSide:
         self._namespace: Namespace | None = None
         self._transfer: Transfer | None = None
         self._prefetcher: Prefetcher | None = None
-        self._memory: PrefetchMemory | None = None
+        self._prefetched: PrefetchMemory | None = None
         self._staging: StagingPool | None = None
+        self._streams_of = streams
+        #: The caches are not in host memory, or not used as if they were.
+        self._on_device = False
+        #: What was allocated at registration, until a namespace takes it.
+        self._allocated: _Memory | None = None
+        self._memory: _Memory | None = None
+        self._failed_device = False
+        #: They came back from sleep as others.
+        self._caches_lost = False
         self._prepared: _Prepared | None = None
         self._warming: tuple[threading.Thread, StagingPool] | None = None
         self._meta: StepMetadata | None = None
@@ -201,6 +233,9 @@ class WorkerSide:
             head_groups=self._head_groups(layers),
         )
         self._runs = list(stored.runs)
+        device = self._runs[0].caches[0].device
+        ops.implementation(device)
+        self._on_device = device.type != "cpu" or self._streams() is not None
         self._unit_tokens = stored.unit_tokens
         part = self._describe(layers, stored)
         self._check_fit(part)
@@ -225,8 +260,11 @@ class WorkerSide:
         """Refuse a configuration that does not fit now, not when the weights are known."""
         stages = self._vllm_config.parallel_config.pipeline_parallel_size
         if stages == 1:
-            self._make_parts(
-                build_namespace(self._vllm_config, self._config, [part], "sha256:" + "0" * 64)
+            # Sizes do not depend on the weights, whose name is not known yet.
+            self._allocated = self._allocate(
+                ObjectFormat(
+                    build_namespace(self._vllm_config, self._config, [part], "sha256:" + "0" * 64)
+                )
             )
         else:
             # The other stages' layers are not known here.
@@ -241,23 +279,43 @@ class WorkerSide:
             self._changed_by = how
             self._problem(_WEIGHTS_CHANGED.format(how))
 
-    def restore(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
-        """Take the caches as they are after the engine slept.
+    def fall_asleep(self) -> None:
+        """Publish what is staged, and leave the caches alone: their memory goes away. Idempotent.
+
+        What is being copied at this moment is waited for; a load that comes later fails.
+        """
+        self.drain(self._config.shutdown_drain_s)
+        cache = self._memory.cache if self._memory is not None else None
+        if isinstance(cache, DeviceKVCache):
+            cache.pause()
+
+    def wake_up(self, kv_caches: Mapping[str, torch.Tensor] | None = None) -> None:
+        """Take the caches as they are after the engine slept. Idempotent.
 
         Nothing is written to them: only shapes, strides and dtypes are compared with
         those that were learned.
         """
+        if kv_caches is not None and not self._take_back(kv_caches):
+            self._caches_lost = True
+            self._problem(
+                "the engine's KV caches came back from sleep in another layout; nothing is"
+                " stored or loaded until the engine is restarted"
+            )
+        if self._caches_lost:
+            return
+        cache = self._memory.cache if self._memory is not None else None
+        if isinstance(cache, DeviceKVCache):
+            cache.resume()
+
+    def _take_back(self, kv_caches: Mapping[str, torch.Tensor]) -> bool:
         caches = iter([kv_caches.get(name) for name in self._names])
         for run in self._runs:
             for number, old in enumerate(run.caches):
                 new = next(caches)
                 if new is None or not _of_one_kind(old, new):
-                    self._problem(
-                        "the engine's KV caches came back from sleep in another layout; nothing is"
-                        " stored or loaded until the engine is restarted"
-                    )
-                    return
+                    return False
                 run.caches[number] = new
+        return True
 
     def _forget_caches(self) -> None:
         """Give up everything that concerns the caches registered before, if any."""
@@ -268,8 +326,17 @@ class WorkerSide:
         for op in self._ops.values():
             self._refuse(op)
         self._ops.clear()
-        self._namespace = self._prepared = None
+        self._give_up_memory()
+        self._namespace = None
         self._part_sent = False
+
+    def _give_up_memory(self) -> None:
+        """Give back what no transfer has taken."""
+        prepared = None if self._prepared is None else self._prepared.memory
+        for memory in (self._allocated, prepared):
+            if memory is not None:
+                memory.close()
+        self._allocated = self._prepared = self._memory = None
 
     def _cached_layers(self, kv_caches: Mapping[str, torch.Tensor]) -> list[str]:
         """Return the names of layers with a cache of their own, in model order."""
@@ -302,10 +369,11 @@ class WorkerSide:
                     f"layer {name} has attention of kind {kind!r}, whose KV is not a function of"
                     " the tokens before it; remove --kv-transfer-config for this model"
                 )
-            if device.type != "cpu":
+            if device.type not in ("cpu", "cuda") or device != kv_caches[self._names[0]].device:
                 raise UnsupportedError(
-                    f"layer {name} keeps its KV on {device}; this version of kvshelf serves vLLM's"
-                    " CPU backend"
+                    f"layer {name} keeps its KV on {device}, layer {self._names[0]} on"
+                    f" {kv_caches[self._names[0]].device}; kvshelf serves workers whose caches are"
+                    " all in host memory or all on one GPU. Remove --kv-transfer-config"
                 )
         layers = probe_layers(
             context,
@@ -335,6 +403,7 @@ class WorkerSide:
         parallel = self._vllm_config.parallel_config
         cache = self._vllm_config.cache_config
         return {
+            **self._device_facts(),
             "num_blocks": self._num_blocks(),
             "block_size": self._block_size,
             "vllm": vllm.__version__,
@@ -345,6 +414,13 @@ class WorkerSide:
             "instructions": torch.backends.cpu.get_cpu_capability(),
             "machine": platform.machine(),
         }
+
+    def _device_facts(self) -> dict[str, object]:
+        layers = self._vllm_config.compilation_config.static_forward_context
+        device = layers[self._names[0]].kv_cache.device
+        if device.type != "cuda":
+            return {}
+        return {"device": torch.cuda.get_device_capability(device)}
 
     def _head_groups(self, layers: list[LayerCache]) -> int:
         """Return how many tensor-parallel ranks hold KV heads of their own."""
@@ -391,10 +467,13 @@ class WorkerSide:
         if self._changed_by:
             return
         try:
-            if self._vllm_config.parallel_config.pipeline_parallel_size == 1:
+            # On a device nothing is allocated behind the back of the step thread.
+            if self._allocated is not None or not (
+                self._on_device or self._vllm_config.parallel_config.pipeline_parallel_size > 1
+            ):
                 namespace = build_namespace(self._vllm_config, self._config, [part], weights)
                 self._prepared = self._make_parts(namespace)
-                self._start_warming(self._prepared.staging)
+                self._start_warming(self._prepared.memory.staging)
         except Exception as error:  # noqa: BLE001 - there is nobody else to tell
             self._problem(f"{type(error).__name__}: {error}")
             return
@@ -413,15 +492,49 @@ class WorkerSide:
         self._place_thread("warm")
         staging.warm(min(_WARM_BYTES, self._config.staging_bytes // 2))
 
-    def _problem(self, problem: str) -> None:
+    def _problem(self, problem: str, *, said: bool = False) -> None:
         with self._part_lock:
             if self._part is not None:
-                self._part = replace(self._part, problem=problem)
+                self._part = replace(self._part, problem=problem, said=said)
                 self._part_sent = False
+
+    def _streams(self) -> Streams | None:
+        device = self._runs[0].caches[0].device
+        return None if self._streams_of is None else self._streams_of(device)
 
     def _make_parts(self, namespace: Namespace) -> _Prepared:
         fmt = ObjectFormat(namespace)
-        record: Mapping[str, Any] = namespace.record
+        memory, self._allocated = self._allocated, None
+        if memory is not None and not memory.fits(fmt):
+            memory.close()
+            memory = None
+        return _Prepared(namespace, fmt, memory or self._allocate(fmt))
+
+    def _threads(self, properties: Properties | None = None) -> tuple[int, int]:
+        """Return how many threads load and store; at least, before the storage is known."""
+        if self._config.io_threads:
+            threads = int(self._config.io_threads)
+            return threads, max(1, threads // 2)
+        loads, stores = (1, 1) if properties is None else useful_threads(properties)
+        if not self._on_device:
+            return loads, stores
+        # Most cores beside a GPU are idle. As if all ranks of a stage were on this machine.
+        ranks = int(self._vllm_config.parallel_config.tensor_parallel_size)
+        idle = min(_MOST_IDLE_CORES, len(os.sched_getaffinity(0)) // (2 * ranks))
+        return max(2, loads, idle), max(1, stores, idle // 2)
+
+    def _ring(self, chunk_bytes: int) -> int:
+        """Return how many chunks may be on their way from the device at once.
+
+        A step's chunks are gathered in one go, much faster than they travel on.
+        """
+        tokens = int(getattr(self._vllm_config.scheduler_config, "max_num_batched_tokens", 0) or 0)
+        of_a_step = -(-tokens // self._config.chunk_size)
+        return max(DEFAULT_RING, min(of_a_step, _RING_BYTES // chunk_bytes))
+
+    def _allocate(self, fmt: ObjectFormat) -> _Memory:
+        """Take what KV of a namespace is moved through. On a device, step thread only."""
+        record: Mapping[str, Any] = fmt.namespace.record
         plan = Topology(
             record["kv_heads"],
             fmt.shards,
@@ -430,8 +543,30 @@ class WorkerSide:
             whole_ranks=any(layout.startswith("opaque-") for layout in record["layouts"]),
         ).plan(self.rank)
         largest = max(fmt.object_size(shard) for shard in plan.shards)
-        staging = StagingPool(int(self._config.staging_bytes), largest, together=len(plan.shards))
-        return _Prepared(namespace, fmt, PagedKVCache(fmt, self._runs, plan), staging, plan)
+        staging = StagingPool(
+            int(self._config.staging_bytes),
+            largest,
+            together=len(plan.shards),
+            pinned=self._on_device,
+        )
+        cache: PagedKVCache | DeviceKVCache
+        if not self._on_device:
+            cache = PagedKVCache(fmt, self._runs, plan)
+        else:
+            try:
+                cache = DeviceKVCache(
+                    fmt,
+                    self._runs,
+                    plan,
+                    ring=self._ring(sum(fmt.object_size(shard) for shard in plan.shards)),
+                    loads=self._threads()[0],
+                    pinned=staging.pinned,
+                    streams=self._streams(),
+                )
+            except Exception:
+                staging.close()
+                raise
+        return _Memory(fmt, cache, staging, plan)
 
     def _open_namespace(self, encoded: bytes, slug: str) -> None:
         if self._namespace is not None and self._namespace.encoded == encoded:
@@ -440,48 +575,48 @@ class WorkerSide:
         if shelf is None or not self._runs:
             # The scheduler goes on announcing the namespace until it is acknowledged.
             return
-        prepared = self._prepared
-        if prepared is None or prepared.namespace.encoded != encoded:
-            try:
-                prepared = self._make_parts(Namespace.from_bytes(encoded, slug))
-            except ValueError as error:
-                self._problem(str(error))
-                return
-            self._start_warming(prepared.staging)
-        self._prepared = None
         if self._transfer is not None:
             self._close_transfer(0.0)
-        budget = self._config.prefetch_budget(shelf.backend.properties.probe_cost)
-        memory = PrefetchMemory(
-            prepared.fmt, budget, self.counters, shards=prepared.plan.shards, push_out=False
+            self._memory = None
+        prepared, self._prepared = self._prepared, None
+        if prepared is not None and prepared.namespace.encoded != encoded:
+            self._allocated, prepared = prepared.memory, None
+        if prepared is None:
+            try:
+                prepared = self._make_parts(Namespace.from_bytes(encoded, slug))
+            except (ValueError, RuntimeError) as error:
+                self._problem(str(error))
+                return
+            self._start_warming(prepared.memory.staging)
+        self._memory = memory = prepared.memory
+        properties = shelf.backend.properties
+        budget = self._config.prefetch_budget(properties.probe_cost)
+        self._prefetched = prefetched = PrefetchMemory(
+            prepared.fmt, budget, self.counters, shards=memory.plan.shards, push_out=False
         )
-        threads = self._config.io_threads
-        load_threads, store_threads = (
-            (threads, max(1, threads // 2)) if threads else useful_threads(shelf.backend.properties)
-        )
-        self._memory = memory
+        load_threads, store_threads = self._threads(properties)
         self._transfer = Transfer(
-            LoadsFromTiers(shelf, [memory]) if budget else shelf,
+            LoadsFromTiers(shelf, [prefetched]) if budget else shelf,
             prepared.fmt,
-            prepared.cache,
-            prepared.staging,
+            memory.cache,
+            memory.staging,
             counters=self.counters,
-            plan=prepared.plan,
+            plan=memory.plan,
             load_threads=load_threads,
             store_threads=store_threads,
             check_finite=self._config.check_finite,
             on_thread_start=self._place_thread,
         )
-        self._prefetcher = Prefetcher(self._transfer, memory) if budget else None
-        self._staging = prepared.staging
+        self._prefetcher = Prefetcher(self._transfer, prefetched) if budget else None
+        self._staging = memory.staging
         self._namespace = prepared.namespace
 
     def _close_transfer(self, drain_seconds: float) -> int:
         """Stop the threads, give memory back; return how many chunks were lost."""
         transfer, self._transfer, self._prefetcher = self._transfer, None, None
         lost = 0 if transfer is None else transfer.close(drain_seconds)
-        if self._memory is not None:
-            self._memory.close()
+        if self._prefetched is not None:
+            self._prefetched.close()
         return lost
 
     def _place_thread(self, kind: str) -> None:
@@ -523,7 +658,7 @@ class WorkerSide:
                 self._prefetcher.want(wanted.request_id, wanted.chunks)
         # On a CPU nothing of an earlier step is in flight when a step begins, so loads
         # need not wait until this step's forward pass is over.
-        if self._runs and self._runs[0].caches[0].device.type == "cpu":
+        if self._runs and not self._on_device:
             self.start_loads()
 
     def start_loads(self) -> None:
@@ -655,6 +790,7 @@ class WorkerSide:
             ]
         meta = WorkerMetadata(failures=self._failures)
         self._failures = []
+        self._look_at_device()
         with self._part_lock:
             part = self._part
             if part is not None and not self._part_sent:
@@ -672,6 +808,13 @@ class WorkerSide:
         if not news:
             return WorkerMetadata() if self._meta and self._meta.namespace else None
         return meta
+
+    def _look_at_device(self) -> None:
+        """Tell the scheduler when the device failed: nothing is looked up any more."""
+        cache = self._memory.cache if self._memory is not None else None
+        if isinstance(cache, DeviceKVCache) and cache.problem and not self._failed_device:
+            self._failed_device = True
+            self._problem(cache.problem, said=True)
 
     def set_gauges(self) -> None:
         """Bring the gauges in `counters` up to date."""
@@ -709,6 +852,7 @@ class WorkerSide:
                     lost,
                     self._config.shutdown_drain_s,
                 )
+        self._give_up_memory()
         if self._warming is not None:
             # Python cannot end a thread that is inside compiled code without a crash.
             thread, staging = self._warming
@@ -722,6 +866,27 @@ class _Prepared:
 
     namespace: Namespace
     fmt: ObjectFormat
-    cache: PagedKVCache
+    memory: _Memory
+
+
+@dataclass(frozen=True, slots=True)
+class _Memory:
+    """What KV is moved through. Whoever has it closes it; a transfer does so at its end."""
+
+    fmt: ObjectFormat
+    cache: PagedKVCache | DeviceKVCache
     staging: StagingPool
     plan: ShardPlan
+
+    def fits(self, fmt: ObjectFormat) -> bool:
+        """Whether objects of another namespace are of the same sizes and order."""
+        return fmt.shards == self.fmt.shards and all(
+            fmt.tensors(shard) == self.fmt.tensors(shard)
+            and fmt.object_size(shard) <= self.staging.buffer_bytes
+            for shard in self.plan.shards
+        )
+
+    def close(self) -> None:
+        if isinstance(self.cache, DeviceKVCache):
+            self.cache.close()
+        self.staging.close()

@@ -1,0 +1,232 @@
+"""A device whose streams run behind the host, in every order that CUDA allows.
+
+Its memory is host memory, but what is enqueued happens later, on a thread that is the device:
+entries of one stream one after another, those of different streams in random order, some streams
+much slower than others, and none before an event that its stream waits for. A test can hold the
+device, and make it fail for good, as CUDA does: then everything raises that asks it for anything.
+
+What the device's own work finds wrong (an engine's check of the KV it is about to use) is in
+``problems``; :meth:`SimulatedStreams.close` raises it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor, int64
+
+PATIENCE = 60.0
+
+
+class SimulatedStream:
+    """One queue of the device."""
+
+    def __init__(self, streams: SimulatedStreams, name: str) -> None:
+        self.streams = streams
+        self.name = name
+        self.entries: deque[tuple[str, Any]] = deque()
+
+    def wait_event(self, event: SimulatedEvent) -> None:
+        self.streams.put(self, ("wait", (event, event.recorded)))
+
+
+class SimulatedEvent:
+    """Like CUDA's: it stands for what it was recorded behind last."""
+
+    def __init__(self, streams: SimulatedStreams) -> None:
+        self.streams = streams
+        self.recorded = 0
+        self.reached = 0
+
+    def record(self, stream: SimulatedStream) -> None:
+        with self.streams.changed:
+            self.streams.put(stream, ("record", (self, self.recorded + 1)))
+            self.recorded += 1
+
+    def query(self) -> bool:
+        with self.streams.changed:
+            self.streams.check()
+            return self.reached >= self.recorded
+
+    def synchronize(self) -> None:
+        streams = self.streams
+        with streams.changed:
+            target = self.recorded
+            done = streams.changed.wait_for(
+                lambda: bool(streams.error) or self.reached >= target, PATIENCE
+            )
+            assert done, "the device never came so far"
+            streams.check()
+
+
+class SimulatedStreams:
+    """The streams of the device; see :class:`kvshelf.device.Streams`.
+
+    Parameters
+    ----------
+    seed : int
+        Decides what runs when.
+    """
+
+    def __init__(self, seed: int = 0) -> None:
+        self.changed = threading.Condition(threading.RLock())
+        self.error = ""
+        self.problems: list[BaseException] = []
+        self.ran: list[str] = []
+        self._chance = random.Random(seed)
+        self._streams: list[SimulatedStream] = []
+        self._speeds: list[float] = []
+        self._held = 0
+        self._closed = False
+        self._executing = False
+        self._local = threading.local()
+        self.engine = self._new("engine")
+        self._thread = threading.Thread(target=self._run, name="device", daemon=True)
+        self._thread.start()
+
+    # What kvshelf uses
+
+    def stream(self, *, urgent: bool) -> SimulatedStream:
+        return self._new("urgent" if urgent else "beside")
+
+    def event(self) -> SimulatedEvent:
+        return SimulatedEvent(self)
+
+    def current(self) -> SimulatedStream:
+        return getattr(self._local, "stream", self.engine)
+
+    @contextlib.contextmanager
+    def use(self, stream: SimulatedStream) -> Iterator[None]:
+        before = self.current()
+        self._local.stream = stream
+        try:
+            yield
+        finally:
+            self._local.stream = before
+
+    def here(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def annotate(self, name: str) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def enqueue(self, work: Callable[..., object], *arguments: Any) -> None:
+        taken = [
+            argument.clone()
+            if isinstance(argument, Tensor) and argument.dtype == int64
+            else argument
+            for argument in arguments
+        ]
+        self.put(self.current(), ("work", (work, taken)))
+
+    # What tests use
+
+    @contextlib.contextmanager
+    def hold(self) -> Iterator[None]:
+        """Nothing happens on the device meanwhile."""
+        with self.changed:
+            self._held += 1
+            self.changed.wait_for(lambda: not self._executing, PATIENCE)
+        try:
+            yield
+        finally:
+            with self.changed:
+                self._held -= 1
+                self.changed.notify_all()
+
+    def fail(self, error: str = "CUDA error: an illegal memory access was encountered") -> None:
+        """Do nothing any more, and raise at every question."""
+        with self.changed:
+            self.error = error
+            for stream in self._streams:
+                stream.entries.clear()
+            self.changed.notify_all()
+            self.changed.wait_for(lambda: not self._executing, PATIENCE)
+
+    def finish(self) -> None:
+        """Wait until all is done that was enqueued."""
+        with self.changed:
+            done = self.changed.wait_for(self._idle, PATIENCE)
+            assert done, "the device never came to an end"
+
+    def close(self) -> None:
+        """Finish, and raise what was found wrong on the way."""
+        if not self._held:
+            self.finish()
+        with self.changed:
+            self._closed = True
+            self.changed.notify_all()
+        self._thread.join(PATIENCE)
+        for problem in self.problems:
+            raise problem
+
+    # Inside
+
+    def _new(self, name: str) -> SimulatedStream:
+        stream = SimulatedStream(self, name)
+        with self.changed:
+            self._streams.append(stream)
+            self._speeds.append(self._chance.choice([0.05, 0.3, 1.0]))
+        return stream
+
+    def check(self) -> None:
+        if self.error:
+            raise RuntimeError(f"{self.error}\nCUDA kernel errors might be reported elsewhere")
+
+    def put(self, stream: SimulatedStream, entry: tuple[str, Any]) -> None:
+        with self.changed:
+            self.check()
+            stream.entries.append(entry)
+            self.changed.notify_all()
+
+    def _idle(self) -> bool:
+        return not self._executing and not any(stream.entries for stream in self._streams)
+
+    def _ready(self) -> list[int]:
+        if self._held:
+            return []
+        ready = []
+        for number, stream in enumerate(self._streams):
+            if stream.entries:
+                kind, what = stream.entries[0]
+                if kind != "wait" or what[0].reached >= what[1]:
+                    ready.append(number)
+        return ready
+
+    def _run(self) -> None:
+        while True:
+            with self.changed:
+                self.changed.wait_for(lambda: self._closed or bool(self._ready()))
+                if self._closed:
+                    return
+                ready = self._ready()
+                speeds = [self._speeds[number] for number in ready]
+                (number,) = self._chance.choices(ready, speeds)
+                kind, what = self._streams[number].entries.popleft()
+                lazy = self._chance.random() < 0.05
+                if kind == "record":
+                    event, generation = what
+                    event.reached = max(event.reached, generation)
+                self._executing = kind == "work"
+                self.changed.notify_all()
+            if lazy:
+                threading.Event().wait(0.001)
+            if kind == "work":
+                self._work(number, *what)
+
+    def _work(self, number: int, work: Callable[..., object], arguments: list[Any]) -> None:
+        try:
+            if not self.error:
+                work(*arguments)
+                self.ran.append(self._streams[number].name)
+        except BaseException as problem:  # noqa: BLE001 - for the test
+            self.problems.append(problem)
+        finally:
+            with self.changed:
+                self._executing = False
+                self.changed.notify_all()
