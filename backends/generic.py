@@ -10,6 +10,9 @@ Contracts
   it is loaded.
 * ``create`` looks before it writes; of two racers both may be told CREATED. Equal names hold
   equal bytes, so the later one does no harm.
+* A moderate object is read whole, in one request. One that has another size by then was replaced
+  meanwhile: an error that passes, never a mixture of two versions.
+* A connection over SSH that was lost is made again by the next call.
 * The filesystem's own listing cache is switched off: existence is never answered from it.
 * Neither ``url``, ``repr`` nor messages show the secrets of the URL or of the options.
 
@@ -22,9 +25,11 @@ from __future__ import annotations
 import asyncio
 import errno
 import re
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
+from functools import partial
 from typing import Any, Final
 from urllib.parse import quote, unquote, urlsplit
 
@@ -63,7 +68,16 @@ _ATOMIC_PUT: Final = frozenset(
 #: Protocols whose move replaces atomically.
 _ATOMIC_MOVE: Final = frozenset(("file", "local", "sftp", "ssh", "hdfs", "arrow_hdfs"))
 #: What to install for a protocol.
-_PACKAGES: Final = {"s3": "kvshelf[s3]", "s3a": "kvshelf[s3]"}
+_PACKAGES: Final = {
+    "s3": "kvshelf[s3]",
+    "s3a": "kvshelf[s3]",
+    "sftp": "kvshelf[sftp]",
+    "ssh": "kvshelf[sftp]",
+}
+#: Protocols whose connection is made once and can be lost.
+_SSH: Final = frozenset(("sftp", "ssh"))
+#: So long a connection may take to be made, and so often it is looked whether it still stands.
+_SSH_OPTIONS: Final = {"connect_timeout": 10, "keepalive_interval": 15}
 #: Objects up to this size are fetched in one request, so that all reads see one version.
 _WHOLE_BYTES: Final = 256 << 20
 _PROBES_AT_ONCE: Final = 64
@@ -73,9 +87,12 @@ _SECRET_OPTION: Final = re.compile(
 )
 #: Errors of client libraries that do not derive from OSError but will pass.
 _PASSING: Final = re.compile(
-    r"timeout|timedout|connect|disconnect|endpoint|throttl|slowdown|unavailable|sshexception",
+    r"timeout|timedout|connect|disconnect|endpoint|throttl|slowdown|unavailable|sftpfailure"
+    r"|channelopen",
     re.IGNORECASE,
 )
+#: Errors after which a connection over SSH is of no use any more.
+_LOST: Final = re.compile(r"connection|disconnect|channelopen|brokenpipe", re.IGNORECASE)
 
 
 class _WholeReader(Reader):
@@ -93,7 +110,7 @@ class _WholeReader(Reader):
             part = memoryview(self._backend._fetch(self._name, offset, offset + len(view)))
         else:
             if self._data is None:
-                self._data = memoryview(self._backend._fetch(self._name, 0, self.size))
+                self._data = memoryview(self._backend._fetch_whole(self._name, self.size))
             part = self._data[offset : offset + len(view)]
         view[: len(part)] = part
         return len(part)
@@ -129,7 +146,13 @@ class GenericBackend(Backend):
         self._secrets = sorted(filter(None, hidden), key=len, reverse=True)
         netloc = parts.netloc.rpartition("@")[2]
         self.url = f"{protocol}://{netloc}{parts.path}"
-        self._fs, root = self._connect(url, protocol, options)
+        self._protocol = protocol
+        self._lock = threading.Lock()
+        self._lost = False
+        if protocol in _SSH:
+            options = {**_SSH_OPTIONS, **options}
+        self._connect_again = partial(self._connect, url, protocol, options)
+        self._connected, root = self._connect_again()
         self._root = root.rstrip("/")
         self._atomic_put = protocol in _ATOMIC_PUT
         remote = protocol not in ("memory", "file", "local")
@@ -147,7 +170,7 @@ class GenericBackend(Backend):
         )
 
     def __repr__(self) -> str:
-        return f"GenericBackend({self.url!r})"
+        return f"{type(self).__name__}({self.url!r})"
 
     def _connect(self, url: str, protocol: str, options: dict[str, Any]) -> tuple[Any, str]:
         try:
@@ -170,7 +193,22 @@ class GenericBackend(Backend):
             raise self._translate(exc, "opening the shelf", "") from exc
         if hasattr(fs, "dircache"):
             fs.dircache = DirCache(use_listings_cache=False)
+        if protocol in _SSH and not getattr(fs, "async_impl", False):
+            raise ConfigError(
+                f"{self.url}: fsspec's own client of SFTP mixes up the answers to several threads:"
+                f" pip install '{_PACKAGES[protocol]}'"
+            )
         return fs, str(root)
+
+    @property
+    def _fs(self) -> Any:
+        """The filesystem, connected."""
+        if self._lost:
+            with self._lock:
+                if self._lost:
+                    self._connected = self._connect_again()[0]
+                    self._lost = False
+        return self._connected
 
     @property
     def properties(self) -> Properties:
@@ -193,6 +231,8 @@ class GenericBackend(Backend):
         """Typed error for whatever the filesystem raised."""
         if isinstance(exc, StorageError):
             return exc
+        if self._protocol in _SSH and _LOST.search(type(exc).__name__):
+            self._lost = True
         path = f"{self.url}/{name}" if name else self.url
         text = self._clean(str(exc)) or type(exc).__name__
         message = f"{what} failed: {text}"
@@ -208,6 +248,9 @@ class GenericBackend(Backend):
         if isinstance(exc, OSError) and exc.errno:
             return storage_error(OSError(exc.errno, text), what, path, writing=writing)
         names = " ".join(kind.__name__ for kind in type(exc).__mro__)
+        if "SFTPPermissionDenied" in names:
+            kind = ReadOnlyStorageError if writing else PermanentStorageError
+            return kind(errno.EACCES, message, path)
         if isinstance(exc, OSError) or _PASSING.search(names):
             return TransientStorageError(errno.EIO, message, path)
         return PermanentStorageError(errno.EIO, message, path)
@@ -220,17 +263,21 @@ class GenericBackend(Backend):
             check_name(name)
         from fsspec.asyn import AsyncFileSystem, sync
 
-        if not isinstance(self._fs, AsyncFileSystem) or self._fs.asynchronous:
+        try:
+            fs = self._fs
+        except StorageError as exc:
+            return [exc] * len(names)
+        if not isinstance(fs, AsyncFileSystem) or fs.asynchronous:
             return [self._answer(name, self._look(name)) for name in names]
-        found = sync(self._fs.loop, self._look_all, [self._path(name) for name in names])
+        found = sync(fs.loop, self._look_all, fs, [self._path(name) for name in names])
         return [self._answer(name, result) for name, result in zip(names, found, strict=True)]
 
-    async def _look_all(self, paths: Sequence[str]) -> Sequence[Any]:
+    async def _look_all(self, fs: Any, paths: Sequence[str]) -> Sequence[Any]:
         free = asyncio.Semaphore(_PROBES_AT_ONCE)
 
         async def look(path: str) -> Any:
             async with free:
-                return await self._fs._info(path)
+                return await fs._info(path)
 
         return await asyncio.gather(*map(look, paths), return_exceptions=True)
 
@@ -285,15 +332,32 @@ class GenericBackend(Backend):
         text = "found a folder or link where an object (a regular file) was expected"
         return NotRegularError(errno.EISDIR, text, f"{self.url}/{name}")
 
+    def _fetch_whole(self, name: str, size: int) -> bytes:
+        if not size:
+            return b""
+        # One byte more shows an object that is longer by now.
+        data = self._cat(name, 0, size + 1)
+        if len(data) != size:
+            raise TransientStorageError(
+                errno.ESTALE,
+                f"reading failed: found {len(data)} bytes, expected {size}: the object was"
+                " replaced meanwhile",
+                f"{self.url}/{name}",
+            )
+        return data
+
+    def _cat(self, name: str, start: int, end: int) -> bytes:
+        try:
+            return bytes(self._fs.cat_file(self._path(name), start=start, end=end))
+        except Exception as exc:
+            raise self._translate(exc, "reading", name) from exc
+
     def _fetch(self, name: str, start: int, end: int) -> bytes:
         if start >= end:
             return b""
-        try:
-            data = self._fs.cat_file(self._path(name), start=start, end=end)
-        except Exception as exc:
-            raise self._translate(exc, "reading", name) from exc
+        data = self._cat(name, start, end)
         # A server that ignores ranges answers with the whole object from its start.
-        return bytes(data) if len(data) <= end - start else bytes(data[start:end])
+        return data if len(data) <= end - start else data[start:end]
 
     # ------------------------------------------------------------------------------------ writes
 

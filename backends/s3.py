@@ -1,8 +1,9 @@
 """Objects in a bucket of S3 or of a store that speaks its protocol, by the obstore library.
 
 Owns the translation between S3 and the backend interface, and between the options that
-users of s3fs know and those of obstore. Where obstore is not installed, or an option is
-given that only s3fs knows, :func:`open_s3` opens the bucket through s3fs instead.
+users of s3fs know and those of obstore, and what a store's answers mean, whoever asks. Where
+obstore is not installed, or an option is given that only s3fs knows, :func:`open_s3` opens the
+bucket through s3fs instead (:class:`S3fsBackend`).
 
 Contracts
 ---------
@@ -131,6 +132,10 @@ _PASSING: Final = frozenset(
         "504",
     )
 )
+_NO_CREDENTIALS: Final = (
+    "no AWS credentials were found: set key and secret in storage_options, or AWS_ACCESS_KEY_ID"
+    " and AWS_SECRET_ACCESS_KEY, a profile or a role; for a public bucket set anon: true"
+)
 _RIGHTS: Final = (
     "allow s3:ListBucket on the bucket, s3:GetObject and, for engines that store, s3:PutObject"
     " and s3:DeleteObject on its objects"
@@ -169,7 +174,7 @@ def open_s3(url: str, storage_options: Mapping[str, Any] | None = None) -> Backe
             f" takes {', '.join(sorted(_OPTIONS))}"
         )
     if client == "s3fs" or (client == "auto" and (unknown or not _installed("obstore"))):
-        return GenericBackend(url, options)
+        return S3fsBackend(url, options)
     return S3Backend(url, options, checksum=checksum)
 
 
@@ -346,43 +351,20 @@ class S3Backend(Backend):
         def error(make: type[StorageError], number: int, hint: str = "") -> StorageError:
             return make(number, f"{what} failed: {short}{'; ' + hint if hint else ''}", path)
 
-        if "NoSuchBucket" in words:
-            return error(
-                PermanentStorageError,
-                errno.ENOENT,
-                f"there is no bucket {self._bucket!r}"
-                f"{' at ' + self._endpoint if self._endpoint else ''}: create it, or correct the"
-                " URL",
-            )
-        if isinstance(exc, FileNotFoundError):
+        if "NoSuchBucket" not in words and isinstance(exc, FileNotFoundError):
             return ObjectMissingError(errno.ENOENT, f"{what} failed: no such object", path)
-        if words & _OTHER_REGION or (status is not None and status[1] in ("301", "307")):
-            region = _REGION.search(text)
-            found = f", {region[1] or region[2]}," if region is not None else ""
-            return error(
-                PermanentStorageError,
-                errno.EINVAL,
-                f"the bucket is in another region{found}: set client_kwargs.region_name in"
-                " storage_options, or AWS_REGION",
-            )
-        if words & _BAD_KEYS:
-            return error(
-                PermanentStorageError,
-                errno.EACCES,
-                "the access key, its secret or its token is not accepted: correct key, secret and"
-                " token in storage_options, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
-            )
-        if kind in ("PermissionDeniedError", "UnauthenticatedError") or words & {"403", "401"}:
-            refused = ReadOnlyStorageError if writing else PermanentStorageError
-            return error(refused, errno.EACCES, _RIGHTS)
-        if words & _FULL:
-            return error(NoSpaceStorageError, errno.ENOSPC, "free some space or raise the quota")
+        if status is not None and status[1] in ("301", "307"):
+            words |= _OTHER_REGION
+        if kind in ("PermissionDeniedError", "UnauthenticatedError"):
+            words |= {"403"}
+        known = _meaning(words, text, self._bucket, self._endpoint, writing=writing)
+        if known is not None:
+            return error(*known)
         if kind == "PreconditionError":
             return error(TransientStorageError, errno.ESTALE, "the object was replaced meanwhile")
         if words & _PASSING or status is None:
             # Without an answer: no connection, a time-out, a body that ended early.
-            where = self._endpoint or "the endpoint of S3"
-            hint = "" if words else f"is {where} up and reachable?"
+            hint = "" if words else _unreachable(self._endpoint)
             return error(TransientStorageError, errno.EIO, hint)
         return error(PermanentStorageError, errno.EIO)
 
@@ -600,7 +582,121 @@ class S3Backend(Backend):
             loop.call_soon_threadsafe(loop.stop)
 
 
+class S3fsBackend(GenericBackend):
+    """Objects below ``s3://bucket/prefix``, by s3fs.
+
+    Parameters
+    ----------
+    url : str
+    storage_options : Mapping, optional
+        Passed to s3fs, with time-outs where there are none.
+
+    Raises
+    ------
+    ConfigError
+        If the options cannot be used.
+    StorageError
+        If the bucket cannot be used; says why.
+    """
+
+    def __init__(self, url: str, storage_options: Mapping[str, Any] | None = None) -> None:
+        options = dict(storage_options or {})
+        self._bucket = urlsplit(url).netloc.rpartition("@")[2]
+        self._endpoint = _endpoint(options)
+        options["config_kwargs"] = {
+            "connect_timeout": _CONNECT_SECONDS,
+            "read_timeout": _READ_SECONDS,
+            # Objects are verified by their own hashes. A store that kept the checksum of an
+            # upload that was damaged on its way would make it an error, never to be repaired.
+            "response_checksum_validation": "when_required",
+            **_mapping(options, "config_kwargs"),
+        }
+        super().__init__(url, options)
+        self._check()
+
+    def _check(self) -> None:
+        """Find out at the start what would fail at every call."""
+        prefix = self._root.partition("/")[2]
+        try:
+            self._fs.call_s3("list_objects_v2", Bucket=self._bucket, Prefix=prefix, MaxKeys=1)
+        except Exception as exc:
+            raise self._translate(exc, "opening the shelf", "") from exc
+
+    def _translate(
+        self, exc: Exception, what: str, name: str, *, writing: bool = False
+    ) -> StorageError:
+        """Typed error by what the store answered, where it did."""
+        path = f"{self.url}/{name}" if name else self.url
+        answer = getattr(exc.__cause__ or exc, "response", None)
+        if not isinstance(answer, Mapping):
+            if type(exc).__name__ == "NoCredentialsError":
+                raise ConfigError(_NO_CREDENTIALS) from exc
+            error = super()._translate(exc, what, name, writing=writing)
+            if isinstance(error, TransientStorageError) and "endpoint" in str(exc):
+                hint = _unreachable(self._endpoint)
+                return TransientStorageError(errno.EIO, f"{what} failed: {hint}", path)
+            return error
+        said = answer.get("Error", {})
+        status = answer.get("ResponseMetadata", {}).get("HTTPStatusCode")
+        words = {str(said.get("Code", "")), str(status)}
+        text = self._clean(f"{said.get('Code', '')}: {said.get('Message', '')}")
+        known = _meaning(words, text, self._bucket, self._endpoint, writing=writing)
+        if known is not None:
+            make, number, hint = known
+            return make(number, f"{what} failed: {text}; {hint}", path)
+        if words & _PASSING:
+            return TransientStorageError(errno.EIO, f"{what} failed: {text}", path)
+        return super()._translate(exc, what, name, writing=writing)
+
+
 # --------------------------------------------------------------------------------------- helpers
+
+
+def _meaning(
+    words: set[str], text: str, bucket: str, endpoint: str | None, *, writing: bool
+) -> tuple[type[StorageError], int, str] | None:
+    """Say what an answer by a store means and what to do, where somebody has to do something.
+
+    Parameters
+    ----------
+    words : set of str
+        The answer's status and code.
+    text : str
+        What the store said.
+    """
+    if "NoSuchBucket" in words:
+        at = f" at {endpoint}" if endpoint else ""
+        return (
+            PermanentStorageError,
+            errno.ENOENT,
+            f"there is no bucket {bucket!r}{at}: create it, or correct the URL",
+        )
+    if words & _OTHER_REGION:
+        region = _REGION.search(text)
+        found = f", {region[1] or region[2]}," if region is not None else ""
+        return (
+            PermanentStorageError,
+            errno.EINVAL,
+            f"the bucket is in another region{found}: set client_kwargs.region_name in"
+            " storage_options, or AWS_REGION",
+        )
+    if words & _BAD_KEYS:
+        return (
+            PermanentStorageError,
+            errno.EACCES,
+            "the access key, its secret or its token is not accepted: correct key, secret and"
+            " token in storage_options, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
+        )
+    if words & {"403", "401"}:
+        refused = ReadOnlyStorageError if writing else PermanentStorageError
+        return refused, errno.EACCES, _RIGHTS
+    if words & _FULL:
+        return NoSpaceStorageError, errno.ENOSPC, "free some space or raise the quota"
+    return None
+
+
+def _unreachable(endpoint: str | None) -> str:
+    return f"is {endpoint or 'the endpoint of S3'} up and reachable?"
 
 
 def _serve(loop: asyncio.AbstractEventLoop) -> None:
@@ -766,11 +862,7 @@ def _credentials(session: Any) -> Callable[[], dict[str, Any]]:
     """Return a function that gives credentials from botocore's usual chain, and renews them."""
     found = session.get_credentials()
     if found is None:
-        raise ConfigError(
-            "no AWS credentials were found: set key and secret in storage_options, or"
-            " AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a profile or a role; for a public"
-            " bucket set anon: true"
-        )
+        raise ConfigError(_NO_CREDENTIALS)
 
     def provide() -> dict[str, Any]:
         now = found.get_frozen_credentials()

@@ -51,6 +51,7 @@ from kvshelf.errors import (
     ObjectNameError,
     PermanentStorageError,
     StorageError,
+    UnavailableStorageError,
 )
 from kvshelf.identity import (
     Chunk,
@@ -87,6 +88,7 @@ _SWEEP_AGE: Final = 3600.0
 #: Seconds from one folder that is swept to the next, and from one round to the next.
 _SWEEP_SECONDS: Final = 10.0
 _SWEEP_ROUND_SECONDS: Final = 3600.0
+_PROBE_LOG_SECONDS: Final = 60.0
 
 
 class Presence(Enum):
@@ -189,6 +191,7 @@ class Shelf:
         )
         self._counters = Counters() if counters is None else counters
         self._known: dict[bytes, _Known] = {}
+        self._next_probe_log = 0.0
         self._lock = threading.Lock()
 
     def __repr__(self) -> str:
@@ -309,7 +312,7 @@ class Shelf:
         try:
             folders = self._find_folders(fmt, known)
         except StorageError as exc:
-            logger.debug("the folders of %s could not be listed: %s", self.url, exc)
+            self._probes_failed(len(names), exc)
             return [Presence.ERROR] * len(names)
         answers = self._probe(folders[0], names, sizes)
         for folder in folders[1:]:
@@ -328,6 +331,8 @@ class Shelf:
         begin = time.perf_counter()
         stats = self.backend.stat([start + name for name in names])
         self._counters.observe("probe", time.perf_counter() - begin)
+        errors = 0
+        error: StorageError | None = None
         for found, size in zip(stats, sizes, strict=True):
             if found == size:
                 answers.append(Presence.PRESENT)
@@ -338,9 +343,25 @@ class Shelf:
             elif isinstance(found, int):
                 answers.append(Presence.WRONG_SIZE)
             else:
-                logger.debug("a probe failed: %s", found)
+                errors, error = errors + 1, found
                 answers.append(Presence.ERROR)
+        if error is not None:
+            self._probes_failed(errors, error)
         return answers
+
+    def _probes_failed(self, count: int, error: StorageError) -> None:
+        """Count probes that the storage could not answer."""
+        if isinstance(error, UnavailableStorageError):
+            # Nothing was asked.
+            return
+        self._counters.add("probe_errors", count)
+        now = time.monotonic()
+        # What passes by itself the guard speaks of, if it lasts.
+        if error.retryable or now < self._next_probe_log:
+            logger.debug("a probe failed: %s", error)
+        else:
+            self._next_probe_log = now + _PROBE_LOG_SECONDS
+            logger.warning("what is on the shelf cannot be seen, and counts as missing: %s", error)
 
     def present(
         self, fmt: ObjectFormat, chunks: Sequence[Chunk], shards: Sequence[int] | None = None

@@ -54,6 +54,7 @@ from kvshelf.errors import (
     ObjectMissingError,
     ObjectNameError,
     ReadOnlyStorageError,
+    TransientStorageError,
 )
 
 __all__ = ["BAD_NAMES", "BackendSuite", "FolderOracle", "MemoryOracle", "Oracle"]
@@ -399,7 +400,11 @@ class BackendSuite:
 
         def read() -> None:
             while not stop.is_set():
-                data = _read_all(backend, "a/x")
+                try:
+                    data = _read_all(backend, "a/x")
+                except TransientStorageError:
+                    # Replaced between the look at its size and the read.
+                    continue
                 if data not in versions:
                     seen.append(data)
 

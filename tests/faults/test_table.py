@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from logging import INFO
 from pathlib import Path
 
 import pytest
 from cells import (
     BACKENDS,
+    BUCKETS,
     DAMAGES,
     DEADLINE,
-    FAULTS,
     LIMIT,
     MOMENTS,
     RECOVERY,
@@ -23,19 +25,27 @@ from cells import (
     Storage,
     bad_objects,
     damage,
+    faults_of,
     make_old,
     make_prompt,
     why_not_a_cell,
     within,
 )
 from faultfs import FaultMount
-from parts import make_format
+from parts import make_format, until
+from s3proxy import WRONG_BYTES, WRONG_LENGTH
+from servers import SECRET
 
 from kvshelf.errors import KVShelfError, UnavailableStorageError
 from kvshelf.shelf import Shelf
 
 FMT = make_format()
-ROWS = (*FAULTS, "truncated", STALE, "frozen")
+
+
+def rows_of(backend: str) -> tuple[str, ...]:
+    """Return the rows of the table for a kind of storage."""
+    own = () if backend in BUCKETS else (STALE, "frozen")
+    return (*faults_of(backend), "truncated", *own)
 
 
 def why_no_cell(fault: str, moment: str, backend: str) -> str | None:
@@ -53,10 +63,12 @@ def why_no_cell(fault: str, moment: str, backend: str) -> str | None:
     return why_not_a_cell(fault, moment, backend)
 
 
+#: Where clients retry a lot, cells take long.
+_MARKS = {"s3 by s3fs": (pytest.mark.slow,)}
 CELLS = [
-    (fault, moment, backend)
+    pytest.param(fault, moment, backend, marks=_MARKS.get(backend, ()))
     for backend in BACKENDS
-    for fault in FAULTS
+    for fault in faults_of(backend)
     for moment in MOMENTS
     if why_no_cell(fault, moment, backend) is None
 ]
@@ -87,6 +99,45 @@ def eventually(condition: Callable[[], bool]) -> None:
         assert time.monotonic() < deadline, "it does not recover without a restart"
 
 
+def counters_of(fault: str, moment: str) -> tuple[str, ...]:
+    """Return the counters of which one tells of trouble with a bucket; none where it is a miss."""
+    if moment == "probe":
+        return () if fault in ("404", WRONG_LENGTH) else ("probe_errors", "late_calls")
+    if moment == "read":
+        if fault == "404":
+            return ("load_missing",)
+        if fault == WRONG_LENGTH:
+            # A client that asks for the size first cannot tell it from an object just replaced.
+            return ("load_bad", "load_errors")
+        return ("load_bad",) if fault == WRONG_BYTES else ("load_errors", "load_stalled")
+    if moment == "write" and fault in (WRONG_LENGTH, WRONG_BYTES):
+        # What was damaged on its way is noticed by who loads it.
+        return ("load_bad", "store_repaired")
+    if moment in ("write", "publish"):
+        return () if fault == "412" else ("store_errors", "late_calls")
+    return ()
+
+
+def check_report(
+    fault: str, moment: str, engine: EngineStandIn, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Somebody who looks at metrics and log learns of the trouble, and is not flooded."""
+
+    def lines() -> list[str]:
+        return [record.getMessage() for record in caplog.records if record.levelno > INFO]
+
+    def is_told() -> bool:
+        found = engine.rig.counters.snapshot()
+        return bool(lines()) and any(found.get(name) for name in wanted)
+
+    wanted = counters_of(fault, moment)
+    if wanted:
+        # Clients try again for a while by themselves.
+        until(is_told)
+    assert len(lines()) < 12, "one line for each object at most"
+    assert not [line for line in lines() if SECRET in line or "\n" in line]
+
+
 @pytest.mark.parametrize(("fault", "moment", "backend"), CELLS)
 def test_cell(
     fault: str,
@@ -95,20 +146,22 @@ def test_cell(
     backend: str,
     note_cell: Callable[..., None],
     record_property: Callable[[str, object], None],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     note_cell(fault, moment, backend)
     known, new, victim = (make_prompt(FMT, seed) for seed in range(3))
-    with closing(EngineStandIn(storage.backend)) as engine:
+    with closing(EngineStandIn(storage.backend, deadline=storage.deadline)) as engine:
         for prompt in (known, victim):
             assert engine.answer(prompt) == 0
             assert engine.answer(prompt) == len(prompt.chunks)
         spoilt = engine.rig.shelf.name(FMT, victim.chunks[1], 0)
         doomed = engine.rig.shelf.name(FMT, victim.chunks[2], 0)
         damage(storage.plain, spoilt, lambda data: data.reverse(), old=True)
-    with closing(EngineStandIn(storage.backend)) as engine:
+    with closing(EngineStandIn(storage.backend, deadline=storage.deadline)) as engine:
         if moment != "list":
-            assert engine.answer(known) == len(known.chunks)
+            eventually(loads_all(engine, known))
 
+        caplog.clear()
         storage.make_trouble(fault, moment)
         engine.patience = DEADLINE / 4
         engine.answer(known)
@@ -116,19 +169,25 @@ def test_cell(
         engine.answer(victim)
         engine.answer(new)
         shelf = engine.rig.shelf
+        threads: list[threading.Thread] = []
         for call in (lambda: list(shelf.objects()), lambda: shelf.delete(doomed)):
-            result = within(DEADLINE, call)
+            result = within(DEADLINE, call, threads)
             assert not isinstance(result, BaseException) or isinstance(result, KVShelfError)
         met = storage.met()
         assert met, "the fault was never met"
         record_property("met", met)
         engine.check_blocks()
+        if backend in BUCKETS:
+            check_report(fault, moment, engine, caplog)
         if fault not in DAMAGES or fault.endswith("once") or moment != "read":
             # What is read as damaged, again and again, is moved aside as it should.
             assert list(bad_objects(storage.plain, FMT, [known])) == []
 
         storage.heal()
         engine.patience = LIMIT
+        for thread in threads:
+            # A delete that goes on would delete what is stored again.
+            thread.join(RECOVERY)
         eventually(loads_all(engine, known, new, victim))
         assert list(bad_objects(storage.plain, FMT, [known, new, victim])) == []
         eventually(deletes(shelf, doomed))
@@ -170,7 +229,7 @@ def test_truncated_objects_are_misses_and_replaced(
 ) -> None:
     note_cell("truncated", "read", backend)
     prompt = make_prompt(FMT, 0)
-    with closing(EngineStandIn(storage.backend)) as engine:
+    with closing(EngineStandIn(storage.backend, deadline=storage.deadline)) as engine:
         engine.answer(prompt)
         for old in (True, False):
             name = engine.rig.shelf.name(FMT, prompt.chunks[1], int(old))
@@ -192,7 +251,7 @@ def test_writes_of_which_a_part_is_lost(
     note_cell("truncated", "write", backend)
     prompt = make_prompt(FMT, 0)
     size = BOUNDARIES[boundary]
-    with closing(EngineStandIn(storage.backend)) as engine:
+    with closing(EngineStandIn(storage.backend, deadline=storage.deadline)) as engine:
         storage.lose_behind(size)
         for _ in range(3):
             assert engine.answer(prompt) == 0
@@ -230,7 +289,7 @@ def outdated(
     storage.plain.write(name, [good], "replace")
     make_old(storage.plain, name)
     assert storage.backend.stat([name]) == [4500], "the cache tells the truth"
-    with closing(EngineStandIn(storage.backend)) as engine:
+    with closing(EngineStandIn(storage.backend, deadline=storage.deadline)) as engine:
         yield storage, engine, prompt
     storage.heal()
     storage.close()
@@ -271,7 +330,7 @@ def test_frozen(
 ) -> None:
     note_cell("frozen", "probe", backend)
     known, new = make_prompt(FMT, 0), make_prompt(FMT, 1)
-    with closing(EngineStandIn(storage.backend)) as engine:
+    with closing(EngineStandIn(storage.backend, deadline=storage.deadline)) as engine:
         engine.answer(known)
         storage.mount.freeze()
         try:

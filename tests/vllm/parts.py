@@ -107,8 +107,8 @@ class Rig:
 
     def __post_init__(self) -> None:
         self.guard = GuardedBackend(self.backend, self.deadlines, self.backoff)
-        self.shelf = self.in_front(Shelf(self.guard))
         self.counters = Counters()
+        self.shelf = self.in_front(Shelf(self.guard, self.counters))
         shape = (self.blocks, HEADS, BLOCK, 2 * HEAD_SIZE)
         # The bytes of bfloat16, in a dtype whose values compare as bytes do.
         self.caches = [torch.zeros(shape, dtype=torch.int16) for _ in range(LAYERS)]
