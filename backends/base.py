@@ -102,10 +102,14 @@ class Properties:
         Change notifications (inotify) see the writes of every client.
     cache_seconds : float
         How long the storage's own caches may show an outdated answer.
+    links : bool
+        Objects are published by hard links, as far as is known.
     concurrency : int
         Number of calls at once that still helps.
+    probes_at_once : int
+        Names of one call of ``stat`` that take little longer than one.
     probe_cost : float
-        Typical seconds for one probe; below :data:`CHEAP_PROBE` it is cheap.
+        Seconds for one probe, typical or as measured; below :data:`CHEAP_PROBE` it is cheap.
     read_only : bool
         Writes are known to be refused.
     sets_aside : bool
@@ -123,7 +127,9 @@ class Properties:
     conditional_create: bool = True
     notifications: bool = False
     cache_seconds: float = 0.0
+    links: bool = False
     concurrency: int = 8
+    probes_at_once: int = 1
     probe_cost: float = 10e-6
     read_only: bool = False
     sets_aside: bool = False

@@ -163,6 +163,7 @@ class GenericBackend(Backend):
             notifications=False,
             cache_seconds=0.0,
             concurrency=32 if remote else 8,
+            probes_at_once=self._probes_at_once(),
             probe_cost=20e-3 if remote else 50e-6,
             temporaries=not self._atomic_put,
             # Opening a connection, and a client library's own retries, take their time.
@@ -257,17 +258,23 @@ class GenericBackend(Backend):
 
     # ------------------------------------------------------------------------------------ probes
 
+    def _probes_at_once(self) -> int:
+        from fsspec.asyn import AsyncFileSystem
+
+        asynchronous = isinstance(self._fs, AsyncFileSystem) and not self._fs.asynchronous
+        return _PROBES_AT_ONCE if asynchronous else 1
+
     def stat(self, names: Sequence[str]) -> StatResults:
         """Probe many names; at once where the filesystem is asynchronous."""
         for name in names:
             check_name(name)
-        from fsspec.asyn import AsyncFileSystem, sync
+        from fsspec.asyn import sync
 
         try:
             fs = self._fs
         except StorageError as exc:
             return [exc] * len(names)
-        if not isinstance(fs, AsyncFileSystem) or fs.asynchronous:
+        if self._properties.probes_at_once == 1:
             return [self._answer(name, self._look(name)) for name in names]
         found = sync(fs.loop, self._look_all, fs, [self._path(name) for name in names])
         return [self._answer(name, result) for name, result in zip(names, found, strict=True)]

@@ -1,7 +1,7 @@
 """Objects as files below a directory: local disks, tmpfs, NFS, FUSE mounts.
 
-Owns the publish recipe, and the rule that nothing inside a shelf is reached through a
-symbolic link.
+Owns the publish recipe, the rule that nothing inside a shelf is reached through a
+symbolic link, and what is known of each kind of filesystem.
 
 Contracts
 ---------
@@ -26,17 +26,19 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import math
 import os
 import re
 import stat as stat_module
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Final
 
 from kvshelf.backends.base import (
+    CHEAP_PROBE,
     NOT_REGULAR,
     Backend,
     Buffer,
@@ -163,27 +165,91 @@ def _rename_noreplace(source: str, target: str, dir_fd: int) -> None:
 _LOCAL: Final = frozenset(
     (
         *("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "bcachefs", "f2fs", "jfs"),
-        *("tmpfs", "ramfs", "overlay", "apfs", "hfs", "ufs"),
+        *("tmpfs", "ramfs", "overlay", "apfs", "hfs", "ufs", "vfat", "exfat"),
     )
 )
+#: How long the caches of a client may lie, for those of which that is known when nothing is
+#: said at the mount: the attribute caches of NFS and SMB, the metadata caches of programs.
+_CACHE_SECONDS: Final = {
+    # Clients of these hold locks on what they cache.
+    **dict.fromkeys(("lustre", "gpfs", "ceph", "gfs2", "ocfs2"), 0.0),
+    **dict.fromkeys(("cifs", "smb3", "beegfs", "wekafs", "virtiofs", "fuse.juicefs"), 1.0),
+    "fuse.sshfs": 20.0,
+    "fuse.rclone": 300.0,
+}
+_USUAL_CACHE_SECONDS: Final = 60.0
+_ATTRIBUTE_CACHES: Final = frozenset(("nfs", "nfs4", "cifs", "smb3"))
+#: What a probe costs at most where it is local, and at least where it is not.
+_LOCAL_PROBE_SECONDS: Final = CHEAP_PROBE / 2
+_FAR_PROBE_SECONDS: Final = CHEAP_PROBE
+_MEASURED_PROBES: Final = 5
+#: No more probes are measured once so many seconds have passed.
+_MEASURE_SECONDS: Final = 10e-3
+
+
+@dataclass(frozen=True, slots=True)
+class Mount:
+    """The mount that holds a path.
+
+    Attributes
+    ----------
+    kind : str
+        Kernel's name for the filesystem, such as ``ext4`` or ``fuse.rclone``; or ``unknown``.
+    options : frozenset of str
+        Of the mount and of the filesystem, such as ``ro`` or ``acdirmax=5``.
+    """
+
+    kind: str = "unknown"
+    options: frozenset[str] = frozenset()
+
+    @property
+    def local(self) -> bool:
+        """Whether nobody but this machine's kernel changes the files."""
+        return self.kind in _LOCAL
+
+    @property
+    def cache_seconds(self) -> float:
+        """How long the mount may show what is no longer so."""
+        if self.local:
+            return 0.0
+        if self.kind in _ATTRIBUTE_CACHES:
+            if "noac" in self.options:
+                return 0.0
+            named = (option.partition("=") for option in self.options)
+            limits = ("actimeo", "acregmax", "acdirmax")
+            said = {name: float(value) for name, _, value in named if name in limits}
+            if "actimeo" in said:
+                return said["actimeo"]
+            usual = _CACHE_SECONDS.get(self.kind, _USUAL_CACHE_SECONDS)
+            return max(said.get(limit, usual) for limit in ("acregmax", "acdirmax"))
+        return _CACHE_SECONDS.get(self.kind, _USUAL_CACHE_SECONDS)
+
+
+def find_mount(path: str) -> Mount:
+    """Return the mount that holds an absolute path without links.
+
+    Asks the kernel's table, never the filesystem: a mount that hangs is found as well.
+    """
+    best, found = "", Mount()
+    try:
+        with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as lines:
+            for line in lines:
+                before, _, behind = line.partition(" - ")
+                fields, rest = before.split(" "), behind.split()
+                mount = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), fields[4])
+                inside = path == mount or path.startswith(mount.rstrip("/") + "/")
+                # Of mounts on one point the last line is the one on top.
+                if inside and len(mount) >= len(best):
+                    options = [*fields[5].split(","), *rest[-1].split(",")]
+                    best, found = mount, Mount(rest[0], frozenset(options))
+    except (OSError, IndexError):
+        return found
+    return found
 
 
 def filesystem_type(path: str) -> str:
     """Kernel's name for the filesystem that holds `path`, such as ``ext4``; or ``unknown``."""
-    best, kind = "", "unknown"
-    try:
-        with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as lines:
-            for line in lines:
-                fields, _, rest = line.partition(" - ")
-                mount = fields.split(" ")[4]
-                mount = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), mount)
-                inside = path == mount or path.startswith(mount.rstrip("/") + "/")
-                # Of mounts on one point the last line is the one on top.
-                if inside and len(mount) >= len(best):
-                    best, kind = mount, rest.split(" ")[0]
-    except (OSError, IndexError):
-        return kind
-    return kind
+    return find_mount(path).kind
 
 
 # --------------------------------------------------------------------------------------- reader
@@ -280,14 +346,16 @@ class PosixBackend(Backend):
             raise ConfigError(
                 f"{self._root!r} is not a directory: give the shelf a directory of its own"
             ) from exc
-        kind = filesystem_type(self._root)
-        local = kind in _LOCAL
+        mount = find_mount(self._root)
+        # Programs behind FUSE have taken "leave this time alone" for a time.
+        self._says_both_times = mount.kind.startswith("fuse")
         self._properties = Properties(
-            filesystem=kind,
-            notifications=local,
-            cache_seconds=0.0 if local else 60.0,
-            concurrency=8 if local else 32,
-            probe_cost=5e-6 if local else 1e-3,
+            filesystem=mount.kind,
+            notifications=mount.local,
+            cache_seconds=mount.cache_seconds,
+            links=True,
+            concurrency=8 if mount.local else 32,
+            probe_cost=self._probe_cost(mount),
             sets_aside=True,
             temporaries=True,
         )
@@ -304,12 +372,38 @@ class PosixBackend(Backend):
     def properties(self) -> Properties:
         """What callers may rely on now; `read_only` is forgotten after a minute."""
         refused = self._option_read_only or time.monotonic() < self._refused_until
-        conditional = self._how != _RENAME
+        conditional, links = self._how != _RENAME, self._how == _LINK
         current = self._properties
-        if current.read_only != refused or current.conditional_create != conditional:
-            current = replace(current, read_only=refused, conditional_create=conditional)
+        if (current.read_only, current.conditional_create, current.links) != (
+            *(refused, conditional),
+            links,
+        ):
+            current = replace(
+                current, read_only=refused, conditional_create=conditional, links=links
+            )
             self._properties = current
         return current
+
+    def _probe_cost(self, mount: Mount) -> float:
+        """Seconds for a probe: the best of a few, for names that no cache can know."""
+        best = math.inf
+        end = time.perf_counter() + _MEASURE_SECONDS
+        for _ in range(_MEASURED_PROBES):
+            path = f"{self._base}.{os.urandom(8).hex()}"
+            begin = time.perf_counter()
+            try:
+                os.lstat(path)
+            except FileNotFoundError:
+                best = min(best, time.perf_counter() - begin)
+            except OSError:
+                break
+            if begin > end:
+                break
+        # Where the kernel knows all there is, a probe that had to wait says nothing of the next;
+        # elsewhere one may be answered from a cache that does not know the objects.
+        if mount.local:
+            return min(best, _LOCAL_PROBE_SECONDS)
+        return max(_FAR_PROBE_SECONDS, best if best < math.inf else 1e-3)
 
     # ---------------------------------------------------------------- root, folders, permissions
 
@@ -832,7 +926,7 @@ class PosixBackend(Backend):
         with contextlib.suppress(OSError):
             fd = self._open_folder(folder)
             try:
-                _touch(base, fd)
+                _touch(base, fd, explicit=self._says_both_times)
             finally:
                 os.close(fd)
 
@@ -913,8 +1007,8 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
         return False
 
 
-def _touch(base: str, dir_fd: int) -> None:
-    if _utimensat is None:
+def _touch(base: str, dir_fd: int, *, explicit: bool) -> None:
+    if explicit or _utimensat is None:
         info = os.lstat(base, dir_fd=dir_fd)
         times = (time.time_ns(), info.st_mtime_ns)
         os.utime(base, ns=times, dir_fd=dir_fd, follow_symlinks=False)

@@ -320,6 +320,7 @@ class S3Backend(Backend):
             # A store that ignores the condition does not say so.
             conditional_create=False,
             concurrency=_PROBES_AT_ONCE,
+            probes_at_once=_PROBES_AT_ONCE,
             probe_cost=10e-3,
             # Opening a connection, and obstore's own retries, take their time.
             deadlines=Deadlines(probe=5.0, read=15.0, write=15.0),

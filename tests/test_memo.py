@@ -234,7 +234,9 @@ class Searches(RuleBasedStateMachine):
     def wait(self, seconds: float) -> None:
         self.clock.now += seconds
 
-    @rule(branch=st.integers(0, 1), first=st.integers(0, 4), count=st.integers(1, 5))
+    @rule(
+        branch=st.integers(0, 1), first=st.sampled_from((0, 0, 1, 3)), count=st.sampled_from((1, 5))
+    )
     def others_store(self, branch: int, first: int, count: int) -> None:
         for index in range(first, min(5, first + count)):
             self._set(branch, index, set(range(FMT.shards)))
@@ -243,7 +245,9 @@ class Searches(RuleBasedStateMachine):
     def others_delete(self, place: tuple[int, int], shards: frozenset[int]) -> None:
         self._set(*place, set(shards))
 
-    @rule(branch=st.integers(0, 1), first=st.integers(0, 4), count=st.integers(1, 5))
+    @rule(
+        branch=st.integers(0, 1), first=st.sampled_from((0, 0, 1, 3)), count=st.sampled_from((1, 5))
+    )
     def we_store(self, branch: int, first: int, count: int) -> None:
         for index in range(first, min(5, first + count)):
             stored = self._set(branch, index, set(range(FMT.shards)))
@@ -257,9 +261,9 @@ class Searches(RuleBasedStateMachine):
     @rule(
         target=held,
         branch=st.integers(0, 1),
-        length=st.integers(1, 5),
+        length=st.sampled_from((2, 4, 5, 5)),
         concurrency=st.sampled_from((1, 64)),
-        rounds=st.integers(0, 2),
+        rounds=st.sampled_from((0, 0, 1)),
         fails=st.integers(0, 9).map(lambda number: number == 9),
     )
     def look_up_and_hold(
@@ -280,7 +284,11 @@ class Searches(RuleBasedStateMachine):
         if not any(answer is Presence.ERROR for answer, _ in held.answers.values()):
             self._check(held.search)
 
-    @rule(branch=st.integers(0, 1), length=st.integers(1, 5), concurrency=st.sampled_from((1, 64)))
+    @rule(
+        branch=st.integers(0, 1),
+        length=st.sampled_from((2, 4, 5, 5)),
+        concurrency=st.sampled_from((1, 64)),
+    )
     def look_up_and_load(self, branch: int, length: int, concurrency: int) -> None:
         search = self._begin(branch, length)
         self._finish(search, probe._Costs(1e-2, concurrency))
@@ -354,7 +362,7 @@ def test_searches_announce_what_is_there_and_miss_nothing_for_long() -> None:
     run_state_machine_as_test(
         Searches,
         settings=settings(
-            max_examples=200,
+            max_examples=300,
             stateful_step_count=40,
             deadline=None,
             database=None,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import random
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,15 +14,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from kvshelf.backends import Deadlines, Properties, open_backend
-from kvshelf.backends.base import Backend
+from kvshelf.backends.base import Backend, StatResults
 from kvshelf.backends.guard import GuardedBackend
 from kvshelf.backends.wrappers import CountingBackend, Fault, FaultyBackend, WrappedBackend
 from parts import AT_ONCE, PATIENCE, SOON, make_format, posix, until
 
+from kvshelf.bench.samples import LARGE
+from kvshelf.bench.samples import make_format as make_large_format
+from kvshelf.chunkfile import ObjectFormat
 from kvshelf.errors import TransientStorageError
-from kvshelf.identity import KeyChain, object_name
+from kvshelf.identity import Chunk, KeyChain, object_name
 from kvshelf.metrics import Counters
-from kvshelf.probe import FailedKeys, Lookup, LookupService
+from kvshelf.probe import FailedKeys, Lookup, LookupService, _Costs
 from kvshelf.shelf import Shelf
 
 FMT = make_format(shards=2)
@@ -32,7 +37,88 @@ class Remote(WrappedBackend):
 
     @property
     def properties(self) -> Properties:
-        return replace(self.inner.properties, probe_cost=0.02, concurrency=8)
+        return replace(self.inner.properties, probe_cost=0.02, probes_at_once=8)
+
+
+class Distant(WrappedBackend):
+    """A storage that takes its time for each call, however many names it is about.
+
+    Objects are names in a dictionary, with their sizes. What is asked while `gate` is closed
+    is answered, by what was there when it was asked, once it is open.
+    """
+
+    def __init__(self, seconds: float = 0.0, probe_cost: float = 0.02) -> None:
+        super().__init__(open_backend(f"memory://distant-{os.urandom(8).hex()}"))
+        self.sizes: dict[str, int] = {}
+        self.asked: list[list[str]] = []
+        self.listed = 0
+        self.gate = threading.Event()
+        self.gate.set()
+        self._seconds = seconds
+        self._probe_cost = probe_cost
+
+    @property
+    def properties(self) -> Properties:
+        found = self.inner.properties
+        return replace(found, probe_cost=self._probe_cost, probes_at_once=64)
+
+    def stat(self, names: Sequence[str]) -> StatResults:
+        self.asked.append(list(names))
+        answers: StatResults = [self.sizes.get(name) for name in names]
+        time.sleep(self._seconds)
+        self.gate.wait()
+        return answers
+
+    def folders(self, prefix: str = "") -> Sequence[str]:
+        self.listed += 1
+        return []
+
+    @property
+    def rounds(self) -> int:
+        """Times that somebody waited for the storage."""
+        return len(self.asked) + self.listed
+
+    @property
+    def heads(self) -> int:
+        return sum(map(len, self.asked))
+
+
+class Far:
+    """Look-ups of chunks with many shards on a distant storage."""
+
+    def __init__(self, seconds: float = 0.0, fmt: ObjectFormat = FMT) -> None:
+        self.fmt = fmt
+        self.backend = Distant(seconds)
+        self.failed = FailedKeys()
+        self.counters = Counters()
+        self.service = LookupService(
+            Shelf(self.backend), fmt, failed=self.failed, counters=self.counters
+        )
+
+    def chunks(self, tokens: Sequence[int]) -> list[Chunk]:
+        return KeyChain(self.fmt.namespace.digest, self.fmt.chunk_size).extend(tokens)
+
+    def put(self, chunks: Iterable[Chunk], shards: Iterable[int] | None = None) -> None:
+        for chunk in chunks:
+            for shard in range(self.fmt.shards) if shards is None else shards:
+                self.backend.sizes[self.name(chunk, shard)] = self.fmt.object_size(shard)
+
+    def delete(self, chunk: Chunk, shard: int = 0) -> None:
+        del self.backend.sizes[self.name(chunk, shard)]
+
+    def name(self, chunk: Chunk, shard: int) -> str:
+        name = object_name(chunk, shard, self.fmt.shards)
+        return f"{self.fmt.namespace.folder}/{name}"
+
+    def submit(self, tokens: Sequence[int]) -> Lookup:
+        return self.service.submit(
+            tokens, lambda: KeyChain(self.fmt.namespace.digest, self.fmt.chunk_size)
+        )
+
+    def hit(self, tokens: Sequence[int]) -> int:
+        lookup = self.submit(tokens)
+        assert lookup.wait(PATIENCE)
+        return lookup.hit_chunks
 
 
 class Rig:
@@ -128,16 +214,210 @@ def test_a_first_chunk_that_misses_a_shard_is_no_hit(rig: Rig) -> None:
     assert rig.look(tokens).hit_chunks == 0
 
 
-def test_few_rounds_find_a_long_prefix_on_a_far_storage(tmp_path: Path) -> None:
-    rig = Rig(Remote(posix(tmp_path / "shelf")))
-    tokens = prompt(200)
-    for index in range(137):
-        for shard in range(FMT.shards):
-            rig.put(tokens, index, shard)
-    rig.counting.counts.clear()
-    assert rig.look(tokens).hit_chunks == 137
-    assert rig.counting.counts["stat"] <= 6
-    rig.service.close()
+@pytest.fixture
+def far() -> Iterator[Far]:
+    far = Far()
+    yield far
+    far.backend.gate.set()
+    far.service.close()
+
+
+@pytest.mark.parametrize("stored", [0, 1, 7, 100, 301, 511, 512])
+def test_few_rounds_find_a_long_prefix_far_away(stored: int) -> None:
+    far = Far(seconds=20e-3, fmt=make_large_format(LARGE, 8))
+    tokens = random.Random(1).choices(range(1000), k=512 * far.fmt.chunk_size)
+    far.put(far.chunks(tokens)[:stored])
+    assert far.hit(tokens) == stored
+    assert far.backend.rounds <= 4
+    if stored == 512:
+        assert far.backend.rounds == 2, "one to find the folder, one for the chunks"
+        assert far.backend.heads <= 100
+    far.service.close()
+
+
+@given(
+    st.integers(0, 300),
+    st.floats(0, 1),
+    st.floats(1e-6, 1.0),
+    st.floats(1e-6, 1.0),
+    st.booleans(),
+)
+def test_any_prefix_is_found_whatever_a_round_costs(
+    count: int, part: float, latency: float, each: float, whole: bool
+) -> None:
+    far = Far()
+    far.service._costs.latency, far.service._costs.each = latency, each
+    tokens = prompt(count)
+    chunks = far.chunks(tokens)
+    stored = round(part * count)
+    far.put(chunks[:stored])
+    if not whole:
+        # A copy of some files only.
+        far.put(chunks, [0])
+    assert far.hit(tokens) == stored
+    assert len(far.backend.asked) <= 20
+    far.service.close()
+
+
+def test_the_width_of_a_search_follows_from_what_rounds_take() -> None:
+    waits, works = _Costs(0.05, 64), _Costs(1e-3, 1)
+    assert waits.points(512, 1) > works.points(512, 1) >= 1
+    for _ in range(100):
+        for questions in (1, 20, 64):
+            waits.note(questions, questions * 1e-3)
+            works.note(questions, 0.02 + questions * 1e-5)
+    assert waits.points(512, 1) < works.points(512, 1)
+    assert works.latency == pytest.approx(0.02, rel=0.2)
+    before = works.points(512, 1)
+    works.note(8, 30.0)
+    for _ in range(20):
+        works.note(8, 0.02)
+    assert works.points(512, 1) == pytest.approx(before, rel=0.5)
+
+
+def test_what_was_found_is_not_asked_for_again_and_only_the_rest_of_a_longer_prompt(
+    far: Far,
+) -> None:
+    tokens = prompt(400)
+    chunks = far.chunks(tokens)
+    far.put(chunks[:300])
+    assert far.hit(tokens[: 200 * SIZE]) == 200
+    far.backend.asked.clear()
+    assert far.hit(tokens[: 200 * SIZE]) == 200
+    assert not far.backend.asked
+    assert far.hit(tokens) == 300
+    asked = {name for names in far.backend.asked for name in names}
+    assert not asked & {far.name(chunk, shard) for chunk in chunks[1:199] for shard in (0, 1)}
+    far.backend.asked.clear()
+    # Another end of the same beginning.
+    assert far.hit(tokens[: 90 * SIZE] + prompt(5, seed=1)) == 90
+    assert far.name(chunks[89], 1) in far.backend.asked[0], "where the hit ends it is confirmed"
+    assert len(far.backend.asked) == 1
+
+
+def test_what_we_store_is_found_at_once(far: Far) -> None:
+    tokens = prompt(3)
+    assert far.hit(tokens) == 0
+    far.put(far.chunks(tokens))
+    far.service.stored(chunk.key for chunk in far.chunks(tokens))
+    assert far.hit(tokens) == 3
+
+
+def test_what_others_store_is_found_soon(far: Far) -> None:
+    tokens = prompt(3)
+    assert far.hit(tokens) == 0
+    far.put(far.chunks(tokens))
+    far.backend.asked.clear()
+    assert far.hit(tokens) == 0
+    assert not far.backend.asked, "a miss is not asked for again at once"
+    until(lambda: far.hit(tokens) == 3)
+
+
+def test_what_we_store_while_an_older_answer_is_on_its_way_is_found(far: Far) -> None:
+    tokens = prompt(3)
+    far.backend.gate.clear()
+    late = far.submit(tokens)
+    until(lambda: bool(far.backend.asked))
+    far.put(far.chunks(tokens))
+    far.service.stored(chunk.key for chunk in far.chunks(tokens))
+    later = far.submit(tokens)
+    until(lambda: len(far.backend.asked) == 2)
+    far.backend.gate.set()
+    assert late.wait(PATIENCE)
+    assert later.wait(PATIENCE)
+    assert later.hit_chunks == 3
+    assert far.hit(tokens) == 3
+
+
+def test_a_hit_that_is_gone_is_asked_for_afresh_and_remembered_as_a_hole(
+    far: Far, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = prompt(40)
+    chunks = far.chunks(tokens)
+    far.put(chunks)
+    assert far.hit(tokens) == 40
+    far.delete(chunks[11], 1)
+    assert far.hit(tokens) == 40, "what is remembered may be gone"
+    far.failed.add(chunks[11].key, bad=False)
+    assert far.hit(tokens) == 11
+    # It is not taken for missing any more.
+    far.failed.clear()
+    far.backend.asked.clear()
+    assert far.hit(tokens) == 11
+    assert far.name(chunks[11], 1) in far.backend.asked[0]
+    # The memo's time is over: a search alone would be fooled by the hole again.
+    now = time.monotonic()
+    monkeypatch.setattr("kvshelf.memo.time.monotonic", lambda: now + 120)
+    assert far.hit(tokens) == 11
+    far.put(chunks[11:12])
+    far.service.stored([chunks[11].key])
+    assert far.hit(tokens) == 40
+
+
+def test_look_ups_that_wait_share_rounds_and_questions(far: Far) -> None:
+    tokens = prompt(30)
+    far.put(far.chunks(tokens))
+    far.backend.gate.clear()
+    # One for each thread, so that those behind wait.
+    first = [far.submit(prompt(1, seed=7)), far.submit(prompt(1, seed=8))]
+    until(lambda: len(far.backend.asked) + far.backend.listed >= 2)
+    waiting = [far.submit(tokens) for _ in range(8)] + [far.submit(tokens[: 9 * SIZE])]
+    far.backend.gate.set()
+    assert all(lookup.wait(PATIENCE) for lookup in [*first, *waiting])
+    assert [lookup.hit_chunks for lookup in waiting] == [30] * 8 + [9]
+    names = [name for names in far.backend.asked for name in names]
+    assert len(names) == len(set(names)), "a question was asked twice"
+    assert len(far.backend.asked) <= 6
+
+
+def test_what_another_thread_asks_is_not_asked_again(far: Far) -> None:
+    tokens = prompt(30)
+    far.put(far.chunks(tokens))
+    assert far.hit(prompt(1, seed=3)) == 0
+    far.backend.asked.clear()
+    far.backend.gate.clear()
+    one = far.submit(tokens)
+    until(lambda: len(far.backend.asked) == 1)
+    other = far.submit(tokens)
+    # The other thread has taken it, and has nothing of its own to ask.
+    until(lambda: sum(len(lookups) for _, lookups in far.service._busy.values()) == 2)
+    far.backend.gate.set()
+    assert one.wait(PATIENCE)
+    assert other.wait(PATIENCE)
+    assert one.hit_chunks == other.hit_chunks == 30
+    assert len(far.backend.asked) == 1
+
+
+def test_a_probe_that_fails_is_counted_and_nothing_is_concluded_from_it(far: Far) -> None:
+    tokens = prompt(3)
+    far.put(far.chunks(tokens))
+    stat, trouble = far.backend.stat, TransientStorageError(116, "ESTALE")
+    far.backend.stat = lambda names: [trouble] * len(names)  # type: ignore[method-assign]
+    assert far.hit(tokens) == 0
+    assert far.counters.snapshot()["probe_errors"] > 0
+    far.backend.stat = stat  # type: ignore[method-assign]
+    assert far.hit(tokens) == 3
+
+
+def test_forgetting_asks_again(far: Far) -> None:
+    tokens = prompt(3)
+    far.put(far.chunks(tokens))
+    assert far.hit(tokens) == 3
+    far.delete(far.chunks(tokens)[2])
+    assert far.hit(tokens) == 3
+    far.service.forget()
+    assert far.hit(tokens) == 2
+
+
+def test_a_busy_thread_with_ever_new_look_ups_is_not_stalled(far: Far) -> None:
+    far.backend.gate.clear()
+    lookups = [far.submit(prompt(2, seed=seed)) for seed in range(5)]
+    until(lambda: len(far.backend.asked) + far.backend.listed >= 1)
+    assert not far.service.stalled(60.0)
+    far.backend.gate.set()
+    assert all(lookup.wait(PATIENCE) for lookup in lookups)
+    until(lambda: not far.service._busy)
+    assert not far.service.stalled(0.0)
 
 
 @given(st.sets(st.integers(0, 11)), st.sets(st.integers(0, 11), max_size=3))

@@ -273,7 +273,7 @@ class LookupService:
         properties = shelf.backend.properties
         self._cheap = properties.probe_cost < CHEAP_PROBE
         self._memo = Memo()
-        self._costs = _Costs(properties.probe_cost, properties.concurrency)
+        self._costs = _Costs(properties.probe_cost, properties.probes_at_once)
         self._asked: dict[_Question, _Flight] = {}
         self._asked_lock = threading.Lock()
         self._count = threads if self._cheap else max(threads, _FAR_THREADS)

@@ -35,7 +35,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 _START_SECONDS: Final = 20.0
 
@@ -330,17 +330,22 @@ REQUIRED: Final = "REQUIRE_FUSE"
 
 def mounted(folder: Path, **options: Any) -> FaultMount:
     """Mount a :class:`FaultMount`; where that is not possible skip the test with the reason."""
-    import pytest
-
     reason = why_not()
     if reason is None:
         try:
             return FaultMount(folder, **options)
         except RuntimeError as error:
             reason = f"no FUSE: {error}"
+    return skip(reason)
+
+
+def skip(reason: str) -> NoReturn:
+    """Skip the test, or fail where FUSE must be there."""
+    import pytest
+
     if os.environ.get(REQUIRED):
         pytest.fail(f"{REQUIRED} is set, but there is {reason}")
-    return pytest.skip(reason)
+    pytest.skip(reason)
 
 
 class FaultMount:
@@ -355,12 +360,19 @@ class FaultMount:
         How long the kernel may answer names and attributes from its cache, right or wrong.
     path : Path, optional
         Where to mount instead: an existing folder. What is in it shows, with faults.
+    source : Path, optional
+        The files to show instead, such as those of another mount.
     """
 
     def __init__(
-        self, folder: Path, *, cache_seconds: float = 0.0, path: Path | None = None
+        self,
+        folder: Path,
+        *,
+        cache_seconds: float = 0.0,
+        path: Path | None = None,
+        source: Path | None = None,
     ) -> None:
-        self.source = folder / "source"
+        self.source = folder / "source" if source is None else source
         self.path = folder / "mount" if path is None else path
         if path is not None:
             shutil.copytree(path, self.source)

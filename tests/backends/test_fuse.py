@@ -1,0 +1,324 @@
+"""Mounted filesystems that others change: the suite over FUSE, and two mounts of one directory.
+
+The two mounts, with caches of names, attributes and misses that lie for 5 s, stand for two clients
+of NFS. Mounts that cannot be had are skipped with the reason, see :mod:`faultfs`.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from faultfs import FaultMount, _unmount, mounted, skip, why_not
+from kvshelf.backends import Backend, posix
+from kvshelf.backends.posix import Mount, PosixBackend, find_mount
+from parts import PATIENCE, Rig, make_chunks, make_format, until
+from servers import command
+
+from kvshelf.chunkfile import ObjectFormat
+from kvshelf.errors import BadObjectError, ObjectMissingError
+from kvshelf.identity import KeyChain
+from kvshelf.metrics import Counters
+from kvshelf.probe import FailedKeys, LookupService
+from kvshelf.shelf import Shelf
+from kvshelf.testing import BackendSuite, FolderOracle, Oracle
+
+#: How long the caches of the mounts lie.
+CACHE_SECONDS = 5.0
+#: A look-up remembers for so long that something was missing.
+MISSING_SECONDS = 1.0
+FMT = make_format(shards=2)
+
+
+# ----------------------------------------------------------------------------------- the suite
+
+
+class _OverMount(BackendSuite):
+    examples = 5
+    replaced_reads_fail = True
+
+    @pytest.fixture
+    def root(self, mount: FaultMount) -> Path:
+        return mount.path / uuid.uuid4().hex / "shelf"
+
+    @pytest.fixture
+    def backend(self, root: Path) -> Iterator[Backend]:
+        with closing(PosixBackend(root)) as backend:
+            yield backend
+
+    @pytest.fixture
+    def reopen(self, root: Path) -> Callable[[], Backend] | None:
+        return partial(PosixBackend, root)
+
+
+class TestPosixOnFuse(_OverMount):
+    """Looked at past the mount."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def mount(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultMount]:
+        with mounted(tmp_path_factory.mktemp("fuse")) as mount:
+            yield mount
+
+    @pytest.fixture
+    def oracle(self, mount: FaultMount, root: Path) -> Oracle:
+        return FolderOracle(mount.source / root.relative_to(mount.path))
+
+
+class _NoFifos(FolderOracle):
+    # The filesystems of these tests have none.
+    specials = ("folder", "link")
+
+
+class TestPosixOnFuseWithCaches(_OverMount):
+    """Looked at through the mount, whose caches say the same to everybody."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def mount(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultMount]:
+        with mounted(tmp_path_factory.mktemp("fuse"), cache_seconds=CACHE_SECONDS) as mount:
+            yield mount
+
+    @pytest.fixture
+    def oracle(self, root: Path) -> Oracle:
+        return _NoFifos(root)
+
+
+class _FilesOnly(FolderOracle):
+    specials = ("folder",)
+
+
+class TestPosixOnRclone(_OverMount):
+    """A mount without hard links, of a program that knows of buckets, too."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def mount(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[_RcloneMount]:
+        with _RcloneMount(tmp_path_factory.mktemp("rclone")) as mount:
+            yield mount
+
+    @pytest.fixture
+    def backend(self, root: Path) -> Iterator[Backend]:
+        with closing(PosixBackend(root)) as backend:
+            # Known after the first write; the races of the suite need to know before.
+            backend.write("first", [b"x"])
+            backend.delete("first")
+            yield backend
+            assert not backend.properties.links
+
+    @pytest.fixture
+    def oracle(self, root: Path) -> Oracle:
+        return _FilesOnly(root)
+
+
+class _RcloneMount:
+    """A folder, mounted by rclone."""
+
+    def __init__(self, folder: Path) -> None:
+        program, reason = command("rclone"), why_not()
+        if reason is not None or program is None:
+            skip(reason or "no FUSE by rclone: it is missing (pip install 'kvshelf[test]')")
+        source, self.path = folder / "source", folder / "mount"
+        source.mkdir()
+        self.path.mkdir()
+        arguments = [program, "mount", "--config", "", str(source), str(self.path)]
+        # With no cache of folders at all it hangs now and then.
+        arguments += ["--dir-cache-time", "1ms", "--attr-timeout", "0s", "--links"]
+        log = folder / "log"
+        with log.open("wb") as output:
+            self._process = subprocess.Popen(
+                arguments, stdin=subprocess.DEVNULL, stdout=output, stderr=output
+            )
+        deadline = time.monotonic() + PATIENCE
+        while not os.path.ismount(self.path):
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                self.close()
+                skip(f"no FUSE by rclone: {log.read_text()[-500:]}")
+            threading.Event().wait(0.01)
+
+    def __enter__(self) -> _RcloneMount:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        _unmount(self.path)
+
+
+# --------------------------------------------------------------------------- two clients of one
+
+
+class Client:
+    """An engine's view of the shelf: its own mount, its own look-ups."""
+
+    def __init__(self, root: Path) -> None:
+        self.backend = PosixBackend(root)
+        self.rig = Rig(self.backend, fmt=FMT)
+        self.failed = FailedKeys()
+        self.service = LookupService(self.rig.shelf, FMT, failed=self.failed, counters=Counters())
+
+    def hit(self, tokens: list[int]) -> int:
+        lookup = self.service.submit(tokens, lambda: KeyChain(FMT.namespace.digest, FMT.chunk_size))
+        assert lookup.wait(PATIENCE)
+        return lookup.hit_chunks
+
+    def close(self) -> None:
+        self.service.close()
+        self.rig.close()
+
+
+@pytest.fixture(scope="module")
+def mounts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[FaultMount, FaultMount]]:
+    one = mounted(tmp_path_factory.mktemp("one"), cache_seconds=CACHE_SECONDS)
+    with (
+        one,
+        mounted(
+            tmp_path_factory.mktemp("other"), cache_seconds=CACHE_SECONDS, source=one.source
+        ) as other,
+    ):
+        yield one, other
+
+
+@pytest.fixture
+def clients(mounts: tuple[FaultMount, FaultMount]) -> Iterator[tuple[Client, Client]]:
+    name = uuid.uuid4().hex
+    one, other = (Client(mount.path / name) for mount in mounts)
+    yield one, other
+    one.close()
+    other.close()
+
+
+def prompt(chunks: int) -> list[int]:
+    import random
+
+    return random.Random(0).choices(range(1000), k=chunks * FMT.chunk_size)
+
+
+def test_what_one_client_stores_the_other_finds_within_the_stated_time(
+    clients: tuple[Client, Client],
+) -> None:
+    one, other = clients
+    stated = other.backend.properties.cache_seconds
+    assert stated >= CACHE_SECONDS
+    chunks = make_chunks(FMT, 4)
+    tokens = prompt(4)
+    assert one.hit(tokens) == other.hit(tokens) == 0
+    one.rig.put(chunks)
+    stored = time.monotonic()
+    one.service.stored(chunk.key for chunk in chunks)
+    assert one.hit(tokens) == 4, "the one who stores finds it at once"
+    until(lambda: other.hit(tokens) == 4)
+    assert time.monotonic() - stored < min(stated, CACHE_SECONDS) + MISSING_SECONDS + 2
+    load, loaded = other.rig.load(chunks, 20)
+    assert load.failed_at is None
+    assert loaded
+
+
+def test_what_one_client_deletes_or_replaces_is_never_wrong_for_the_other(
+    clients: tuple[Client, Client],
+) -> None:
+    one, other = clients
+    chunks = make_chunks(FMT, 3)
+    tokens = prompt(3)
+    one.rig.put(chunks)
+    until(lambda: other.hit(tokens) == 3)
+    image = memoryview(bytearray(FMT.object_size(0)))
+    names = [one.rig.shelf.name(FMT, chunk, 0) for chunk in chunks]
+    other.rig.shelf.load(FMT, chunks[0], 0, image)
+    good = bytes(image)
+    # A shorter and then a longer file in its place: the other's caches know the old size.
+    for content in (good[: len(good) // 2], good + b"more"):
+        one.backend.write(names[0], [content], "replace")
+        with pytest.raises((BadObjectError, OSError)):
+            _load_all(other.rig.shelf, FMT, chunks[0])
+    assert one.backend.stat([names[0]]) == [len(good) + 4], "nobody moved what may be good"
+    one.backend.write(names[0], [good], "replace")
+    until(lambda: _loads(other.rig.shelf, chunks[0]))
+    one.backend.delete(names[1])
+    # It may still be announced, and is not loaded.
+    load, _ = other.rig.load(chunks, 20)
+    assert load.failed_at == 1
+    for chunk, _ in load.failures:
+        other.failed.add(chunk.key, bad=False)
+    assert other.hit(tokens) <= 1
+
+
+def _load_all(shelf: Shelf, fmt: ObjectFormat, chunk: Any) -> None:
+    image = memoryview(bytearray(fmt.object_size(0)))
+    shelf.load(fmt, chunk, 0, image)
+
+
+def _loads(shelf: Shelf, chunk: Any) -> bool:
+    try:
+        _load_all(shelf, FMT, chunk)
+    except (BadObjectError, ObjectMissingError):
+        return False
+    return True
+
+
+# ------------------------------------------------------------------------- what is known of them
+
+
+def test_a_mount_is_known_for_what_it_is(
+    mounts: tuple[FaultMount, FaultMount], tmp_path: Path
+) -> None:
+    far = PosixBackend(mounts[0].path / "some" / "shelf").properties
+    assert far.filesystem.startswith("fuse")
+    assert not far.notifications
+    near = PosixBackend(tmp_path).properties
+    assert near.probe_cost < far.probe_cost
+
+
+def test_a_mount_that_does_not_answer_is_found_without_asking_it(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    with mounted(tmp_path_factory.mktemp("frozen")) as mount:
+        mount.freeze()
+        try:
+            assert find_mount(str(mount.path / "shelf")).kind.startswith("fuse")
+        finally:
+            mount.thaw()
+
+
+def test_measuring_ends_soon_where_a_probe_takes_long(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with mounted(tmp_path_factory.mktemp("slow")) as mount:
+        mount.add("getattr", "shelf/.*", seconds=0.05)
+        backend = PosixBackend(mount.path / "shelf")
+        assert backend.properties.probe_cost >= 0.05
+        assert mount.met() < posix._MEASURED_PROBES
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "seconds"),
+    [
+        ("ext4", "rw,relatime", 0.0),
+        ("tmpfs", "rw", 0.0),
+        ("nfs4", "rw,vers=4.2", 60.0),
+        ("nfs4", "rw,acregmin=1,acregmax=3,acdirmin=1,acdirmax=10", 10.0),
+        ("nfs", "rw,acregmax=3", 60.0),
+        ("nfs", "rw,actimeo=2", 2.0),
+        ("nfs", "rw,noac", 0.0),
+        ("cifs", "rw", 1.0),
+        ("cifs", "rw,actimeo=30", 30.0),
+        ("lustre", "rw,flock", 0.0),
+        ("fuse.rclone", "rw", 300.0),
+        ("fuse", "rw,user_id=0", 60.0),
+        ("unheardof", "rw", 60.0),
+    ],
+)
+def test_how_long_caches_may_lie(kind: str, options: str, seconds: float) -> None:
+    assert Mount(kind, frozenset(options.split(","))).cache_seconds == seconds
