@@ -178,6 +178,8 @@ _CACHE_SECONDS: Final = {
     "fuse.rclone": 300.0,
 }
 _USUAL_CACHE_SECONDS: Final = 60.0
+#: Where a reader may see parts of an object and of the one that replaces it.
+_TORN: Final = frozenset(("fuse.rclone",))
 _ATTRIBUTE_CACHES: Final = frozenset(("nfs", "nfs4", "cifs", "smb3"))
 #: What a probe costs at most where it is local, and at least where it is not.
 _LOCAL_PROBE_SECONDS: Final = CHEAP_PROBE / 2
@@ -351,6 +353,7 @@ class PosixBackend(Backend):
         self._says_both_times = mount.kind.startswith("fuse")
         self._properties = Properties(
             filesystem=mount.kind,
+            atomic_publish=mount.kind not in _TORN,
             notifications=mount.local,
             cache_seconds=mount.cache_seconds,
             links=True,

@@ -368,10 +368,13 @@ def test_doctor_of_a_good_shelf(unchanged: Path) -> None:
     found = checks(result)
     assert result.exit_code == 0
     assert found["torch"]["found"] == torch.__version__
-    for step in ("open", "root", "list", "write", "read back", "probe", "create again", "delete"):
+    steps = ("open", "root", "storage", "list", "write", "read back", "probe", "create again")
+    for step in (*steps, "delete"):
         assert found[step]["state"] == "ok", found[step]
         assert found[step]["seconds"] >= 0
     assert found["list"]["found"] == "1 namespace"
+    assert found["storage"]["found"].startswith("no caches that lie, change notifications, ")
+    assert found["write"]["found"].endswith("by a hard link")
     # What was written is gone; the reserved folder it was in may stay.
     reserved = unchanged / ".kvshelf"
     assert not list(reserved.iterdir())

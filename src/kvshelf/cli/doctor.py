@@ -300,6 +300,7 @@ class _Examination:
             for name, action, hint in (
                 ("open", self._open, "check the path, the URL and its options"),
                 ("root", self._root, "make the directory, or mount what belongs there"),
+                ("storage", self._storage, ""),
                 ("list", self._list, "check the permission to list and read it"),
             ):
                 check = self._step(name, action, hint, reaching=True)
@@ -365,6 +366,17 @@ class _Examination:
             raise StorageError(f"{self._backend.url} does not exist")
         return f"{self._backend.url} ({self._backend.properties.filesystem})"
 
+    def _storage(self) -> str:
+        known = self._backend.properties
+        lies = f"caches may lie for {known.cache_seconds:g} s"
+        return ", ".join(
+            (
+                lies if known.cache_seconds else "no caches that lie",
+                "change notifications" if known.notifications else "no change notifications",
+                f"{known.probe_cost * 1e6:,.0f} µs for a probe",
+            )
+        )
+
     def _list(self) -> str:
         folders = self._backend.folders()
         count = sum(parse_namespace_folder(folder) is not None for folder in folders)
@@ -375,7 +387,8 @@ class _Examination:
         self._written = True
         if result is not WriteResult.CREATED:
             raise StorageError(f"found {result.value} for a new name, expected created")
-        return f"{len(self._content)} bytes"
+        how = ", by a hard link" if self._backend.properties.links else ""
+        return f"{len(self._content)} bytes{how}"
 
     def _read_back(self) -> str:
         found = bytearray(len(self._content))
