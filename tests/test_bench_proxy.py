@@ -78,6 +78,16 @@ def test_each_request_takes_the_delay_and_a_new_connection_one_more(port: int) -
         client.close()
 
 
+def test_it_ends_without_a_word_while_clients_are_there(
+    port: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with DelayingProxy("127.0.0.1", port, 0.0) as proxy:
+        client = http.client.HTTPConnection("127.0.0.1", proxy.port)
+        _request(client, "HEAD")
+    client.close()
+    assert capfd.readouterr() == ("", "")
+
+
 def test_bodies_pass_unchanged_both_ways_and_are_counted(port: int) -> None:
     with DelayingProxy("127.0.0.1", port, 0.001) as proxy:
         client = http.client.HTTPConnection("127.0.0.1", proxy.port)

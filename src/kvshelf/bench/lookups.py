@@ -1,8 +1,10 @@
-"""Rows ``lookup/*``: finding 131,072 stored tokens, 512 chunks of 8 shards, in a local directory.
+"""Rows ``lookup/*``: finding 131,072 stored tokens, 512 chunks of 8 shards.
 
-Owns three measurements: how long a look-up takes in the background, how long the calls on the
-engine's step thread take meanwhile (in a child process, since that code imports vLLM), and how
-much later than usual another Python thread wakes up while look-ups run one after the other.
+Owns these measurements, in a local directory: how long a look-up takes in the background, how long
+the calls on the engine's step thread take meanwhile (in a child process, since that code imports
+vLLM), how much later than usual another Python thread wakes up while look-ups run one after the
+other, and what a hundred thousand other objects change. On a real S3 server, with and without
+latency: how long a look-up takes with nothing remembered, and the calls on the step thread.
 """
 
 from __future__ import annotations
@@ -11,11 +13,14 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from kvshelf.backends import open_backend
 from kvshelf.bench.child import Child, ChildError, MissingEngineError
 from kvshelf.bench.measure import Goal, Row, Work, measure_pairs, percentile
+from kvshelf.bench.proxy import DelayingProxy
 from kvshelf.bench.samples import (
     LARGE,
     TINY,
@@ -24,6 +29,7 @@ from kvshelf.bench.samples import (
     make_hollow_objects,
     make_prompt,
 )
+from kvshelf.bench.servers import BUCKET, MissingServerError, S3Server
 from kvshelf.bench.settings import Settings
 from kvshelf.chunkfile import ObjectFormat
 from kvshelf.identity import KeyChain
@@ -32,6 +38,7 @@ from kvshelf.probe import FailedKeys, LookupService
 from kvshelf.shelf import Shelf
 
 _TICK_SECONDS = 1e-3
+_DELAY_SECONDS = 20e-3
 
 
 class _Searches:
@@ -47,13 +54,7 @@ class _Searches:
 
     def search(self) -> None:
         """Run one look-up and wait for it."""
-        lookup = self._service.submit(
-            self._prompt, lambda: KeyChain(self._fmt.namespace.digest, self._fmt.chunk_size)
-        )
-        if not lookup.wait(60.0) or lookup.hit_chunks != self.chunks:
-            raise RuntimeError(
-                f"the look-up found {lookup.hit_chunks} of {self.chunks} chunks that are there"
-            )
+        _search(self._service, self._fmt, self._prompt, self.chunks)
 
     def stat_all(self) -> None:
         """Probe the same files with nothing but the system call."""
@@ -99,6 +100,8 @@ def bench_lookup(settings: Settings) -> Iterator[Row]:
     finally:
         searches.close()
     yield _step_thread(settings, chunks)
+    yield _many_objects(settings)
+    yield from _far(settings, chunks, make_format(shape, shards), what)
 
 
 def _delays(seconds: float, work: Callable[[], None] | None) -> list[float]:
@@ -121,19 +124,131 @@ def _delays(seconds: float, work: Callable[[], None] | None) -> list[float]:
     return delays
 
 
-def _step_thread(settings: Settings, chunks: int) -> Row:
+def _many_objects(settings: Settings) -> Row:
+    """Compare a shelf with 100,000 objects with one of 100."""
+    fmt = make_format(LARGE, 8)
+    few, many = 12, 125 if settings.quick else 12_500
+    settings.progress(f"a shelf of {many * fmt.shards} objects")
+    small, large = settings.folder("lookup-few"), settings.folder("lookup-many")
+    make_hollow_objects(small, fmt, make_chunks(fmt, few))
+    make_hollow_objects(large, fmt, make_chunks(fmt, few))
+    others = [replace(chunk, index=0) for chunk in make_chunks(fmt, many - few, seed=1)]
+    make_hollow_objects(large, fmt, others)
+    prompt = make_prompt(few * fmt.chunk_size)
+
+    def open_and_look_up(root: Path) -> None:
+        with Shelf(open_backend(str(root))) as shelf:
+            service = LookupService(shelf, fmt, failed=FailedKeys(), counters=Counters())
+            _search(service, fmt, prompt, few)
+            service.close()
+
+    times = measure_pairs(
+        Work(lambda: open_and_look_up(large)),
+        Work(lambda: open_and_look_up(small)),
+        settings.pairs(51),
+        warm_up=3,
+    )
+    return Row(
+        "lookup/objects",
+        f"opening a shelf of {many * fmt.shards:,} objects, look-up of {few} chunks",
+        f"a shelf of {few * fmt.shards} objects",
+        *times,
+        goal=Goal(1.1),
+    )
+
+
+def _search(service: LookupService, fmt: ObjectFormat, prompt: list[int], chunks: int) -> None:
+    """Run one look-up and wait for it."""
+    lookup = service.submit(prompt, lambda: KeyChain(fmt.namespace.digest, fmt.chunk_size))
+    if not lookup.wait(60.0) or lookup.hit_chunks != chunks:
+        raise RuntimeError(f"the look-up found {lookup.hit_chunks} of {chunks} chunks")
+
+
+def _far(settings: Settings, chunks: int, fmt: ObjectFormat, what: str) -> Iterator[Row]:
+    """Measure look-ups on an S3 server, near and behind a delay."""
+    settings.progress(f"{what}: S3")
+    try:
+        with S3Server(settings.folder("lookup-s3")) as server:
+            stored = make_chunks(fmt, chunks)
+            make_hollow_objects(server.bucket / "whole", fmt, stored)
+            make_hollow_objects(server.bucket / "part", fmt, stored[: chunks * 5 // 8])
+            for delay in (0.0, _DELAY_SECONDS):
+                with DelayingProxy("127.0.0.1", server.port, delay) as proxy:
+                    options = server.options(proxy.port)
+                    for part, found in (("whole", chunks), ("part", chunks * 5 // 8)):
+                        yield _far_row(settings, fmt, chunks, found, part, delay, proxy, options)
+            if not settings.quick:
+                with DelayingProxy("127.0.0.1", server.port, _DELAY_SECONDS) as proxy:
+                    yield _step_thread(settings, chunks, server, server.options(proxy.port))
+    except MissingServerError as error:
+        yield Row("lookup/s3", f"{what}: S3", skipped=str(error))
+
+
+def _far_row(
+    settings: Settings,
+    fmt: ObjectFormat,
+    chunks: int,
+    found: int,
+    part: str,
+    delay: float,
+    proxy: DelayingProxy,
+    options: dict[str, Any],
+) -> Row:
+    prompt = make_prompt(chunks * fmt.chunk_size)
+    with Shelf(open_backend(f"s3://{BUCKET}/{part}", storage_options=options)) as shelf:
+        service = LookupService(shelf, fmt, failed=FailedKeys(), counters=Counters())
+        name = shelf.name(fmt, make_chunks(fmt, 1)[0], 0)
+
+        def ask_once() -> None:
+            if shelf.backend.stat([name])[0] != fmt.object_size(0):
+                raise RuntimeError(f"{name} was not found")
+
+        def search() -> None:
+            service.forget()
+            _search(service, fmt, prompt, found)
+
+        pairs = settings.pairs(15 if delay else 31)
+        times = measure_pairs(Work(search), Work(ask_once), pairs, warm_up=3)
+        before = proxy.counts()["requests"]["HEAD"]
+        search()
+        heads = proxy.counts()["requests"]["HEAD"] - before
+        service.close()
+    return Row(
+        f"lookup/s3/{delay * 1e3:g}ms/{part}",
+        f"look-up on S3 at {delay * 1e3:g} ms: {found} of {chunks} chunks × {fmt.shards} shards",
+        "one HEAD",
+        *times,
+        # Each round trip takes what one HEAD does.
+        goal=Goal(4.0) if delay else None,
+        note=f"nothing remembered; {heads} HEADs",
+        extra={"heads": heads},
+    )
+
+
+def _step_thread(
+    settings: Settings,
+    chunks: int,
+    server: S3Server | None = None,
+    options: dict[str, Any] | None = None,
+) -> Row:
     name, text = "lookup/step", "step thread: all calls for one request until it has its answer"
     goal = Goal(0.2e-3, "seconds")
+    if server is not None:
+        name, goal = "lookup/step/s3", Goal(1e-3, "seconds")
+        text = f"step thread, S3 at {_DELAY_SECONDS * 1e3:g} ms: the longest call for one request"
     if settings.quick:
         return Row(name, text, goal=goal, skipped="not with --quick")
     settings.progress("step thread (imports vLLM)")
+    root = settings.folder("lookup-step-shelf") if server is None else server.bucket / "step"
     try:
-        with Child("scheduler", settings.folder("lookup-step") / "log.txt") as child:
+        with Child("scheduler", settings.folder(name.replace("/", "-")) / "log.txt") as child:
             reply = child.call(
                 "look_up",
-                root=str(settings.folder("lookup-step-shelf")),
+                root=str(root),
                 chunks=chunks,
                 requests=settings.pairs(51),
+                url=None if server is None else f"s3://{BUCKET}/step",
+                storage_options=options,
             )
     except MissingEngineError as error:
         return Row(name, text, goal=goal, skipped=str(error))
@@ -142,7 +257,7 @@ def _step_thread(settings: Settings, chunks: int) -> Row:
     return Row(
         name,
         text,
-        ours=[sum(calls) for calls in reply["calls"]],
+        ours=[(sum if server is None else max)(calls) for calls in reply["calls"]],
         goal=goal,
         note="new_request and each matched_tokens, engine busy, steps of 20 ms",
         extra={

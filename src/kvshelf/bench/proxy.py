@@ -152,7 +152,12 @@ class _Proxy:
         return json.dumps(self._counts)
 
     async def connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serve one client until one side is gone."""
+        """Serve one client until one side is gone, or the proxy ends."""
+        # Which is no news: asyncio would print it.
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._connect(reader, writer)
+
+    async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._counts["connections"] += 1
         begin = asyncio.get_running_loop().time() + self._delay
         with contextlib.closing(writer):

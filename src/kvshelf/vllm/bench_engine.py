@@ -112,7 +112,14 @@ def _external_tokens() -> int:
 class _Scheduler:
     """The scheduler side of the connector without an engine."""
 
-    async def look_up(self, root: str, chunks: int, requests: int) -> dict[str, Any]:
+    async def look_up(
+        self,
+        root: str,
+        chunks: int,
+        requests: int,
+        url: str | None = None,
+        storage_options: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
         """Time the step thread's calls for requests whose look-up finds everything.
 
         Returns
@@ -121,14 +128,18 @@ class _Scheduler:
             ``calls``: for each request the seconds of each call until it had its answer.
         """
         # In a thread of its own the steps are timed as in an engine: without an event loop.
-        return await asyncio.to_thread(_time_step_thread, Path(root), chunks, requests)
+        return await asyncio.to_thread(
+            _time_step_thread, Path(root), chunks, requests, url or root, storage_options or {}
+        )
 
     def stop(self) -> dict[str, Any]:
         """Nothing to stop."""
         return {}
 
 
-def _time_step_thread(root: Path, chunks: int, requests: int) -> dict[str, Any]:
+def _time_step_thread(
+    root: Path, chunks: int, requests: int, url: str, storage_options: dict[str, Any]
+) -> dict[str, Any]:
     from kvshelf.vllm.metadata import WorkerMetadata, WorkerPart
     from kvshelf.vllm.namespace import build_namespace
     from kvshelf.vllm.scheduler import SchedulerSide
@@ -168,12 +179,14 @@ def _time_step_thread(root: Path, chunks: int, requests: int) -> dict[str, Any]:
         scheduled_cached_reqs=SimpleNamespace(req_ids=[], num_computed_tokens=[]),
     )
     times = []
-    with Shelf(open_backend(str(root))) as shelf:
+    with Shelf(open_backend(url, storage_options=storage_options)) as shelf:
         side = SchedulerSide(vllm_config, config, lambda: shelf, block_size=BLOCK_TOKENS)
         try:
             side.worker_output(WorkerMetadata(parts={0: part}))
             side.step_metadata(busy_step)
             for number in range(-3, requests):
+                # Nothing is remembered of the request before.
+                side.reset()
                 calls = _time_request(side, f"request-{number}", prompt, busy_step)
                 if number >= 0:
                     times.append(calls)
