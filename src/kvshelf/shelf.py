@@ -51,7 +51,6 @@ from kvshelf.errors import (
     ObjectNameError,
     PermanentStorageError,
     StorageError,
-    UnavailableStorageError,
 )
 from kvshelf.identity import (
     Chunk,
@@ -312,7 +311,7 @@ class Shelf:
         try:
             folders = self._find_folders(fmt, known)
         except StorageError as exc:
-            self._probes_failed(len(names), exc)
+            self._say_unseen(exc)
             return [Presence.ERROR] * len(names)
         answers = self._probe(folders[0], names, sizes)
         for folder in folders[1:]:
@@ -331,7 +330,6 @@ class Shelf:
         begin = time.perf_counter()
         stats = self.backend.stat([start + name for name in names])
         self._counters.observe("probe", time.perf_counter() - begin)
-        errors = 0
         error: StorageError | None = None
         for found, size in zip(stats, sizes, strict=True):
             if found == size:
@@ -343,18 +341,14 @@ class Shelf:
             elif isinstance(found, int):
                 answers.append(Presence.WRONG_SIZE)
             else:
-                errors, error = errors + 1, found
+                error = found
                 answers.append(Presence.ERROR)
         if error is not None:
-            self._probes_failed(errors, error)
+            self._say_unseen(error)
         return answers
 
-    def _probes_failed(self, count: int, error: StorageError) -> None:
-        """Count probes that the storage could not answer."""
-        if isinstance(error, UnavailableStorageError):
-            # Nothing was asked.
-            return
-        self._counters.add("probe_errors", count)
+    def _say_unseen(self, error: StorageError) -> None:
+        """Say now and then that the storage could not answer probes."""
         now = time.monotonic()
         # What passes by itself the guard speaks of, if it lasts.
         if error.retryable or now < self._next_probe_log:
