@@ -1,4 +1,4 @@
-"""Readable failures for the asserts inside the shipped suite, and its matrix at the end of a run."""
+"""Readable failures for the asserts inside the shipped suite, and the matrix of a run."""
 
 from __future__ import annotations
 
