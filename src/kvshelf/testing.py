@@ -248,7 +248,8 @@ class BackendSuite:
     examples : int
         Sequences of operations that hypothesis tries against a dictionary.
     replaced_reads_fail : bool
-        Reads of an object that is replaced meanwhile may fail, as with stale file handles.
+        Reads of an object that is replaced meanwhile may fail, as with stale file handles, or
+        where the server takes the object away for a moment.
     """
 
     examples: ClassVar[int] = 25

@@ -11,7 +11,7 @@ import pytest
 
 pytest.register_assert_rewrite("kvshelf.testing")
 
-_WORD = re.compile(r"[A-Z][a-z0-9]*|[A-Z]+")
+_WORD = re.compile(r"[A-Z]{2,}|[A-Z][a-z0-9]*")
 
 
 @pytest.fixture(autouse=True)

@@ -137,6 +137,8 @@ class ServedFolderOracle(FolderOracle):
 
 
 class _OverRclone(_OverS3):
+    replaced_reads_fail = True
+
     @pytest.fixture
     def server(self, rclone: S3Server) -> S3Server:
         return rclone
