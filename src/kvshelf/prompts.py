@@ -84,23 +84,33 @@ def parse_prompts(lines: Iterable[str], where: str) -> list[Prompt]:
         If there are bad lines, or no prompts at all.
     """
     prompts: list[Prompt] = []
-    problems: list[str] = []
+    problems: list[tuple[int, str]] = []
     for number, line in enumerate(lines, 1):
         if line.strip():
             try:
                 prompts.append(_parse(line, number))
             except ValueError as error:
-                problems.append(f"line {number}: {error}")
-    if problems:
-        told = "\n  ".join(problems[:_MOST_TOLD])
-        more = len(problems) - _MOST_TOLD
-        raise ConfigError(
-            f"{where}: {len(problems)} bad line{'s' if len(problems) > 1 else ''}\n  {told}"
-            + (f"\n  and {more} more" if more > 0 else "")
-        )
+                problems.append((number, str(error)))
+    tell_bad_lines(problems, where)
     if not prompts:
         raise ConfigError(f"{where}: found no prompts; expected one JSON value a line")
     return prompts
+
+
+def tell_bad_lines(problems: Sequence[tuple[int, str]], where: str = "the prompts") -> None:
+    """Raise what is wrong with some lines, if any.
+
+    Raises
+    ------
+    ConfigError
+        If `problems`, pairs of a line's number and its problem, are not empty.
+    """
+    if problems:
+        lines = [f"line {number}: {text}" for number, text in problems[:_MOST_TOLD]]
+        if len(problems) > _MOST_TOLD:
+            lines.append(f"and {len(problems) - _MOST_TOLD} more")
+        count = f"{len(problems)} bad line{'s' if len(problems) > 1 else ''}"
+        raise ConfigError("\n  ".join([f"{where}: {count}", *lines]))
 
 
 def read_prompts(path: str | os.PathLike[str]) -> list[Prompt]:

@@ -11,6 +11,7 @@ from kvshelf.cli.common import EXIT_CODES, guarded
 from kvshelf.cli.copy import copy
 from kvshelf.cli.doctor import doctor
 from kvshelf.cli.ls import ls
+from kvshelf.cli.seed import seed
 from kvshelf.cli.show import show
 
 _CODES = ", ".join(f"{code} {meaning}" for code, meaning in EXIT_CODES.items())
@@ -19,12 +20,13 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    help="Look at a kvshelf store, copy it, and check an installation of kvshelf.",
+    help="Look at a kvshelf store, copy or fill it, and check an installation of kvshelf.",
     epilog=f"Exit codes: {_CODES}.",
 )
 app.command()(guarded(ls))
 app.command()(guarded(show))
 app.command()(guarded(copy))
+app.command()(guarded(seed))
 app.command()(guarded(doctor))
 
 

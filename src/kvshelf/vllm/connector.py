@@ -43,6 +43,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvshelf.config import Config, DiskTierConfig, default_shelf_path
 from kvshelf.errors import ConfigError, UnsupportedError
+from kvshelf.identity import Namespace
 from kvshelf.metrics import Counters
 from kvshelf.shelf import Shelf, open_shelf
 from kvshelf.vllm.metadata import StepMetadata, WorkerMetadata
@@ -184,7 +185,16 @@ class SharedStorageConnector(KVConnectorBase_V1):
         """Say that an engine may sleep: nothing touches the caches meanwhile."""
         return True
 
+    @property
+    def config(self) -> Config:
+        """The configuration."""
+        return self._config
+
     # ------------------------------------------------------------- worker
+
+    def drain(self, seconds: float) -> int:
+        """Wait until the stores of this worker are over; return how many chunks are not."""
+        return self._as_worker().drain(seconds)
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Take the engine's caches."""
@@ -258,6 +268,16 @@ class SharedStorageConnector(KVConnectorBase_V1):
         return self._as_worker().worker_metadata()
 
     # ------------------------------------------------------------- scheduler
+
+    @property
+    def namespace(self) -> Namespace | None:
+        """The engine's namespace; None while it is not known."""
+        return self._as_scheduler().namespace
+
+    @property
+    def disabled(self) -> bool:
+        """Whether nothing is ever loaded or stored; the log says why."""
+        return self._as_scheduler().disabled
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
         """Return the cache groups that a load fills: the only one there is."""

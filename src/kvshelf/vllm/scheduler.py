@@ -218,6 +218,16 @@ class SchedulerSide:
         self._next_log = 0.0
         self._adapters = AdapterDigests(FingerprintCache(cache_dir() / "fingerprints.json"))
 
+    @property
+    def namespace(self) -> Namespace | None:
+        """The engine's namespace; None while it is not known."""
+        return self._namespace
+
+    @property
+    def disabled(self) -> bool:
+        """Whether nothing is ever loaded or stored; the log says why."""
+        return self._disabled
+
     # ------------------------------------------------------------- look-up
 
     def new_request(self, request: Any) -> None:

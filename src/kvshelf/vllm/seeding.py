@@ -1,0 +1,194 @@
+"""An offline vLLM that fills a shelf: the engine behind ``kvshelf seed``.
+
+Owns the engine's start, the way from prompts to token ids (vLLM's own, so that chunks have the
+keys that a server's requests have), and the end of stores.
+
+The engine core runs in this process, so that the namespace and the end of stores can be asked
+for; workers of further ranks have processes of their own.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any, Final
+
+from kvshelf.chunkfile import ObjectFormat
+from kvshelf.config import Config
+from kvshelf.errors import ConfigError, UnsupportedError
+from kvshelf.identity import Namespace
+from kvshelf.prompts import Prompt, tell_bad_lines
+from kvshelf.seeding import TokenPrompt
+from kvshelf.vllm import CONNECTOR_NAME, check_vllm_version
+
+_OURS: Final = ("model", "kv_transfer_config")
+_IDENTITY_PAUSE: Final = 0.05
+#: Seconds for the stores of one batch to end.
+_DRAIN_SECONDS: Final = 600.0
+
+
+class OfflineEngine:
+    """One vLLM engine with the connector, on one shelf.
+
+    Parameters
+    ----------
+    model : str
+        As for ``vllm serve``.
+    url : str
+        The shelf.
+    engine_args : Mapping
+        Further arguments of ``vllm.LLM``.
+
+    Raises
+    ------
+    ConfigError
+        If the engine cannot be started with these arguments.
+    UnsupportedError
+        If vLLM is missing, or is one that kvshelf does not serve.
+    """
+
+    def __init__(self, model: str, url: str, engine_args: Mapping[str, Any]) -> None:
+        for name in _OURS:
+            if name in engine_args:
+                raise ConfigError(f"{name} is not an engine argument here: kvshelf seed sets it")
+        # Both are read when vllm is imported, or when the engine starts.
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+        try:
+            import vllm
+            from vllm import LLM
+            from vllm.config import KVTransferConfig
+        except ImportError as error:
+            raise UnsupportedError(
+                f"vLLM cannot be imported ({error}): pip install 'kvshelf[vllm]', or 'kvshelf[cpu]'"
+                " without a GPU"
+            ) from error
+        check_vllm_version(vllm.__version__)
+        try:
+            self._llm: Any = LLM(
+                model=model,
+                kv_transfer_config=KVTransferConfig(
+                    kv_connector=CONNECTOR_NAME,
+                    kv_connector_module_path="kvshelf.vllm.connector",
+                    kv_role="kv_both",
+                    kv_connector_extra_config={"shared_storage_path": url},
+                ),
+                **engine_args,
+            )
+        except (TypeError, ValueError, OSError) as error:
+            if isinstance(error, ConfigError):
+                raise
+            raise ConfigError(f"the engine does not start: {error}") from error
+        core = self._llm.llm_engine.engine_core.engine_core
+        self._connector: Any = core.scheduler.connector
+
+    def __enter__(self) -> OfflineEngine:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._llm.llm_engine.engine_core.shutdown()
+
+    @property
+    def config(self) -> Config:
+        """The connector's configuration."""
+        config: Config = self._connector.config
+        return config
+
+    def namespace(self) -> Namespace:
+        """Return the engine's namespace; waits until the weights are fingerprinted.
+
+        Raises
+        ------
+        ConfigError
+            If the engine has none: the log says why.
+        """
+        while True:
+            found: Namespace | None = self._connector.namespace
+            if found is not None:
+                return found
+            if self._connector.disabled:
+                raise ConfigError("the engine cannot store on the shelf; the line above says why")
+            # Workers report in steps only.
+            self._generate([TokenPrompt(0, [1])])
+            time.sleep(_IDENTITY_PAUSE)
+
+    def batch_chunks(self, fmt: ObjectFormat) -> int:
+        """Return how many chunks half of the staging of all ranks has room for."""
+        ranks = int(self._llm.llm_engine.vllm_config.parallel_config.world_size)
+        chunk = sum(fmt.object_size(shard) for shard in range(fmt.shards))
+        return max(1, self.config.staging_bytes * ranks // 2 // chunk)
+
+    def render(self, prompts: Sequence[Prompt]) -> list[TokenPrompt]:
+        """Turn prompts into token ids, as vLLM's server does.
+
+        Raises
+        ------
+        ConfigError
+            If there are prompts that the model does not take; tells all their lines.
+        """
+        rendered: list[TokenPrompt] = []
+        problems: list[tuple[int, str]] = []
+        for prompt in prompts:
+            try:
+                rendered.append(self._render(prompt))
+            except Exception as error:  # noqa: BLE001  whatever tokenizers and templates raise
+                problems.append((prompt.line, str(error) or type(error).__name__))
+        tell_bad_lines(problems)
+        return rendered
+
+    def _render(self, prompt: Prompt) -> TokenPrompt:
+        tokens: Sequence[int]
+        if prompt.tokens is not None:
+            tokens = prompt.tokens
+        else:
+            if prompt.messages is not None:
+                made = self._llm._preprocess_chat_one(list(prompt.messages), **prompt.chat)
+            else:
+                made = self._llm._preprocess_cmpl_one(prompt.text)
+            if made.get("type") != "token":
+                raise ValueError(f"it holds more than text ({made.get('type')})")
+            tokens = made["prompt_token_ids"]
+        config = self._llm.model_config
+        if len(tokens) >= config.max_model_len:
+            raise ValueError(
+                f"{len(tokens)} tokens, expected less than max_model_len, {config.max_model_len}"
+            )
+        if max(tokens) >= config.get_vocab_size():
+            raise ValueError(
+                f"token {max(tokens)} is not in the vocabulary of {config.get_vocab_size()}"
+            )
+        return TokenPrompt(prompt.line, tokens, prompt.salt)
+
+    def compute(self, prompts: Sequence[TokenPrompt]) -> None:
+        """Compute prompts, and wait for the end of their stores."""
+        self._generate(prompts)
+        self._llm.collective_rpc(_drain, args=(_DRAIN_SECONDS,))
+
+    def _generate(self, prompts: Sequence[TokenPrompt]) -> None:
+        from vllm import SamplingParams
+
+        inputs: list[dict[str, Any]] = []
+        for prompt in prompts:
+            given: dict[str, Any] = {"prompt_token_ids": list(prompt.tokens)}
+            if prompt.salt:
+                given["cache_salt"] = prompt.salt
+            inputs.append(given)
+        parameters = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)
+        self._llm.generate(inputs, parameters, use_tqdm=False)
+
+
+def _drain(worker: object, seconds: float) -> int:
+    """Run in each worker: wait for the end of its stores; return how many are not over."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    connector: Any = get_kv_transfer_group()
+    left: int = connector.drain(seconds)
+    return left
