@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import socket
 import subprocess
@@ -41,13 +42,13 @@ class S3Server:
         """Return storage options for the server."""
         return {"key": KEY, "secret": SECRET, "endpoint_url": self.endpoint, **more}
 
-    def client(self) -> Any:
+    def client(self, service: str = "s3") -> Any:
         """Return a botocore client, for looking past the code under test."""
         import botocore.session
         from botocore.config import Config
 
         return botocore.session.Session().create_client(
-            "s3",
+            service,
             region_name="us-east-1",
             endpoint_url=self.endpoint,
             aws_access_key_id=KEY,
@@ -90,14 +91,13 @@ def _wait(url: str, process: subprocess.Popen[bytes]) -> None:
 
 
 @contextlib.contextmanager
-def _running(arguments: list[str], endpoint: str, **options: Any) -> Iterator[Any]:
-    process = subprocess.Popen(
-        arguments,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        **options,
-    )
+def _running(
+    arguments: list[str], endpoint: str, log: Path | None = None, **options: Any
+) -> Iterator[Any]:
+    with open(os.devnull if log is None else log, "ab") as output:
+        process = subprocess.Popen(
+            arguments, stdin=subprocess.DEVNULL, stdout=output, stderr=output, **options
+        )
     try:
         _wait(endpoint, process)
         yield process
@@ -126,13 +126,13 @@ def rclone_s3(folder: Path, port: int = 0) -> Iterator[S3Server]:
 
 
 @contextlib.contextmanager
-def moto_s3(port: int = 0) -> Iterator[S3Server]:
-    """Serve buckets from memory, one of which is made."""
+def moto_s3(port: int = 0, log: Path | None = None) -> Iterator[S3Server]:
+    """Serve buckets from memory, one of which is made; `log` gets a line for each request."""
     program = command("moto_server")
     assert program is not None
     port = port or free_port()
     endpoint = f"http://127.0.0.1:{port}"
-    with _running([program, "-H", "127.0.0.1", "-p", str(port)], endpoint) as process:
+    with _running([program, "-H", "127.0.0.1", "-p", str(port)], endpoint, log) as process:
         server = S3Server(endpoint, None, process)
         server.client().create_bucket(Bucket=BUCKET)
         yield server
