@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import subprocess
@@ -12,6 +13,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from copy_tools import environment, find
+from servers import BUCKET, rclone_s3
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 TIMEOUT = 400
@@ -114,6 +117,51 @@ def test_read_a_chunk(runs: dict[str, Future[Run]], folder: Path) -> None:
     norms = re.findall(r"norm of K ([\d.]+), of V ([\d.]+)", done.stdout)
     assert len(norms) == 2
     assert all(float(keys) > float(values) > 0 for keys, values in norms)
+
+
+@pytest.mark.slow
+def test_seeding_with_the_aws_cli_and_an_engine_on_the_bucket(tmp_path: Path) -> None:
+    pytest.importorskip("obstore", reason="obstore is missing: pip install 'kvshelf[s3]'")
+    aws = Path(find("aws")).parent
+    find("rclone")
+    model, prompts, shelf = tmp_path / "model", tmp_path / "prompts.jsonl", tmp_path / "shelf"
+    made = [sys.executable, str(EXAMPLES / "make_model.py"), str(model), "--recipe", "tiny"]
+    subprocess.run([*made, "--tokenizer"], check=True, timeout=120)
+    document = [5 + n * n % 4000 for n in range(700)]
+    lines = ["All work and no play. " * 40, document + [7] * 20, document + [8] * 90]
+    prompts.write_text("\n".join(map(json.dumps, lines)))
+    engine = {"enforce_eager": True, "max_model_len": 4096, "kv_cache_memory_bytes": 128 << 20}
+    engine["gpu_memory_utilization"] = 0.1
+    with rclone_s3(tmp_path / "buckets") as server:
+        bins = f"{Path(sys.executable).parent}{os.pathsep}{aws}{os.pathsep}{os.environ['PATH']}"
+        env = environment(server) | {"PATH": bins, "AWS_REGION": "us-east-1"}
+
+        def example(*arguments: object) -> str:
+            done = subprocess.run(
+                list(map(str, arguments)),
+                env=env,
+                capture_output=True,
+                text=True,
+                timeout=TIMEOUT,
+                check=False,
+            )
+            return output_of(done)
+
+        script = EXAMPLES / "seed_with_aws_cli.sh"
+        url = f"s3://{BUCKET}/kv"
+        said = example(script, model, prompts, shelf, url, "--engine-args", json.dumps(engine))
+        files = [path for path in shelf.rglob("*") if path.is_file()]
+        # Three chunks of the text, two that the others share, one of the last.
+        assert "3 computed and stored (6 chunks" in said
+        assert f"uploaded {len(files)} files" in said
+        assert "a second upload brings 0" in said
+        for path in files:
+            there = tmp_path / "buckets" / BUCKET / "kv" / path.relative_to(shelf)
+            assert there.read_bytes() == path.read_bytes()
+        said = example(
+            sys.executable, EXAMPLES / "s3" / "engine.py", url, prompts, "--model", model
+        )
+        assert loaded_tokens(said) == [768, 512, 768]
 
 
 def test_make_model(folder: Path) -> None:
