@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from copy_tools import Aws
+from filled import contents
 from fleet import Engines
 from harness import SHELF_CONNECTOR, Answer, Engine, assert_same
 from servers import BUCKET, S3Server, command, rclone_s3
@@ -61,3 +63,41 @@ def test_engines_share_a_bucket_and_its_copy(
         answer = local.generate(tokens)
         assert answer.shelf_tokens == 768
         assert_same(answer, reference(tokens))
+
+
+def test_a_directory_is_synced_to_a_bucket_and_back(
+    engines: Engines,
+    reference: Callable[..., Answer],
+    prompt: Callable[[int], list[int]],
+    tmp_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    tokens, more = prompt(1000), prompt(600)
+    here = ShelfFiles(tmp_path / "here")
+    with rclone_s3(tmp_path_factory.mktemp("synced")) as server:
+        aws = Aws(server)
+        with start(engines, "to a directory", str(here.root)) as writer:
+            assert writer.generate(tokens).shelf_tokens == 0
+            here.wait_stored(tokens)
+        before = contents(here.root)
+        assert len(aws.copy(here.root, "s3:kv")) == len(before)
+        assert server.folder is not None
+        there = ShelfFiles(server.folder / BUCKET / "kv")
+        options = {"storage_options": server.options()}
+        with start(engines, "from what was synced", f"s3://{BUCKET}/kv", **options) as reader:
+            answer = reader.generate(tokens)
+            assert answer.shelf_tokens == 768
+            assert_same(answer, reference(tokens))
+            assert reader.generate(more).shelf_tokens == 0
+            there.wait_stored(more)
+        # Back comes only what the second engine stored; nothing goes up again.
+        brought = aws.copy("s3:kv", here.root)
+        assert len(brought) == len(here.objects()) - (len(before) - 1) > 0
+        assert aws.copy(here.root, "s3:kv") == []
+    assert contents(here.root).items() >= before.items()
+    assert contents(here.root) == contents(there.root)
+    with start(engines, "synced back", str(here.root)) as third:
+        for one, hit in ((tokens, 768), (more, 512)):
+            answer = third.generate(one)
+            assert answer.shelf_tokens == hit
+            assert_same(answer, reference(one))
