@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -22,8 +23,9 @@ from kvshelf.chunkfile import ObjectFormat
 from kvshelf.cli import doctor as doctor_module
 from kvshelf.cli.app import app
 from kvshelf.cli.common import EXIT_CODES
-from kvshelf.identity import KeyChain, Namespace
+from kvshelf.identity import Chunk, KeyChain, Namespace
 from kvshelf.shelf import open_shelf
+from kvshelf.tiers import DiskTier
 
 CHUNK = 32
 
@@ -436,6 +438,41 @@ def test_doctor_tells_what_serves_each_gpu(
         check = on_gpus[name]
         assert check["state"] == state
         assert check["found"].startswith(text)
+
+
+def test_doctor_shows_the_disk_tier(shelf: Path, tmp_path: Path) -> None:
+    place = tmp_path / "near"
+    env = {"KVSHELF_DISK_TIER": json.dumps({"path": str(place), "max_bytes": "3GiB"})}
+
+    def tier() -> list[dict[str, Any]]:
+        result = run("doctor", shelf, "--json", env=env)
+        rows = [c for c in json.loads(result.stdout)["checks"] if c["name"] == "disk tier"]
+        assert result.exit_code == (1 if any(r["state"] == "problem" for r in rows) else 0)
+        return rows
+
+    (row,) = tier()
+    assert row["state"] == "note"
+    assert not place.exists()
+    disk_tier = DiskTier(place, 3 << 30)
+    with open_shelf(shelf) as opened:
+        (found, *_) = opened.objects()
+        (info, *_) = opened.namespaces()
+        assert info.namespace is not None
+        fmt = ObjectFormat(info.namespace)
+        parsed = found.parsed
+        chunk = Chunk(parsed.key, bytes(32), parsed.index, fmt.chunk_size)
+        disk_tier.keep(fmt, chunk, parsed.shard, [(shelf / found.name).read_bytes()])
+    disk_tier.close()
+    (row,) = tier()
+    assert row["state"] == "ok"
+    assert " of max_bytes 3.0 GiB, " in row["found"]
+    assert "not counted" not in row["found"]
+    assert [path.name for path in place.glob("*/_/*/*")] == [Path(found.name).name]
+    shutil.rmtree(place)
+    place.write_text("a file where the tier belongs")
+    (row,) = tier()
+    assert row["state"] == "problem"
+    assert str(place) in row["found"]
 
 
 def test_doctor_without_a_shelf_writes_nothing(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import stat
 import subprocess
@@ -193,6 +194,13 @@ def test_every_bad_value_is_named_with_its_source(file: Path) -> None:
         {"shared_storage_path": 3},
         {"storage_options": "anon"},
         {"read_only": "perhaps"},
+        {"disk_tier": "/nvme"},
+        {"disk_tier": {"path": "/nvme"}},
+        {"disk_tier": {"path": "", "max_bytes": 1}},
+        {"disk_tier": {"path": "s3://bucket", "max_bytes": 1}},
+        {"disk_tier": {"path": "/nvme", "max_bytes": 0}},
+        {"disk_tier": {"path": "/nvme", "max_bytes": True}},
+        {"disk_tier": {"path": "/nvme", "max_bytes": 1, "max_byte": 2}},
         {"_env_file": "/etc/passwd"},
         {"config_file": 3},
     ],
@@ -206,6 +214,37 @@ def test_options_that_contradict_each_other() -> None:
     text = problem({"read_only": True}, {"KVSHELF_SAVE_DECODE": "1"})
     assert "read_only" in text
     assert "save_decode" in text
+
+
+def test_a_disk_tier_is_a_place_and_a_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir("/")
+    given = {"path": "nvme/kv", "max_bytes": "2GiB"}
+    for config in (
+        load({"disk_tier": given}),
+        load({}, {"KVSHELF_DISK_TIER": json.dumps(given)}),
+        load({"disk_tier": {"path": "/nvme/kv"}}, {"KVSHELF_DISK_TIER": '{"max_bytes": "2GiB"}'}),
+    ):
+        assert config.disk_tier is not None
+        assert (config.disk_tier.path, config.disk_tier.max_bytes) == ("/nvme/kv", 2 << 30)
+    assert load({}).disk_tier is None
+
+
+def test_messages_about_a_disk_tier_name_what_is_wrong() -> None:
+    text = problem({"disk_tier": {"path": "/nvme", "max_bytes": "many"}})
+    assert "disk_tier in kv_connector_extra_config" in text
+    assert "'many' cannot be used: max_bytes: " in text
+    text = problem({}, {"KVSHELF_DISK_TIER": "/nvme"})
+    assert "variable KVSHELF_DISK_TIER in the environment" in text
+    assert 'expected {"path": …, "max_bytes": …}' in text
+
+
+@pytest.mark.parametrize(
+    ("shelf", "tier"), [("/kv", "/kv"), ("/kv", "/kv/near"), ("/kv/far", "/kv")]
+)
+def test_a_disk_tier_has_a_directory_of_its_own(shelf: str, tier: str) -> None:
+    options = {"shared_storage_path": shelf, "disk_tier": {"path": tier, "max_bytes": 1}}
+    assert "one is inside the other" in problem(options)
+    load({**options, "shared_storage_path": "s3:/" + shelf})
 
 
 @pytest.mark.parametrize("content", ["a: [", "- a\n- b\n", "\x00", "just text"])

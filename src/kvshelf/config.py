@@ -19,7 +19,6 @@ Contracts
 from __future__ import annotations
 
 import difflib
-import json
 import os
 import re
 import stat
@@ -121,6 +120,11 @@ def _absolute(value: object) -> object:
     if not value.strip():
         raise ValueError("is empty; give a directory or a URL, or leave the option out")
     return value if _URL.match(value) else os.path.abspath(os.path.expanduser(value))
+
+
+def _overlap(shelf: str, folder: str) -> bool:
+    """Whether a shelf is a directory that holds a folder, or lies in it."""
+    return not _URL.match(shelf) and os.path.commonpath((shelf, folder)) in (shelf, folder)
 
 
 def _no_boolean(value: object) -> object:
@@ -354,6 +358,13 @@ class Config(BaseSettings):
         ),
     )
 
+    @field_validator("disk_tier", mode="before")
+    @classmethod
+    def _tier(cls, value: object) -> object:
+        if value is None or isinstance(value, Mapping | DiskTierConfig):
+            return value
+        raise ValueError('is not a mapping; expected {"path": …, "max_bytes": …}, as JSON')
+
     @field_validator("shared_storage_path", mode="before")
     @classmethod
     def _place(cls, value: object) -> object:
@@ -392,12 +403,7 @@ class Config(BaseSettings):
     @model_validator(mode="after")
     def _consistent(self) -> Config:
         shelf, tier = self.shared_storage_path, self.disk_tier
-        if (
-            shelf is not None
-            and tier is not None
-            and not _URL.match(shelf)
-            and os.path.commonpath((shelf, tier.path)) in (shelf, tier.path)
-        ):
+        if shelf is not None and tier is not None and _overlap(shelf, tier.path):
             raise ValueError(
                 f"disk_tier.path is {tier.path} and shared_storage_path {shelf}: one is inside "
                 "the other, but a disk tier is a directory of its own"
@@ -481,7 +487,12 @@ class Config(BaseSettings):
             raise _error(_explain(error, given, environ, file_source)) from None
         except SettingsError:
             # The cause, left out here, holds the variable's whole value.
-            raise _error(_not_json(environ)) from None
+            raise _error(
+                [
+                    f"variable {_variable('storage_options')} in the environment is not JSON; "
+                    'expected an object such as {"anon": true}'
+                ]
+            ) from None
         finally:
             _sources.reset(token)
 
@@ -614,22 +625,6 @@ def _unknown_variables(environ: Mapping[str, str]) -> list[str]:
     return problems
 
 
-def _not_json(environ: Mapping[str, str]) -> list[str]:
-    """Tell which variables that ought to hold JSON do not."""
-    examples = {"storage_options": '{"anon": true}', "disk_tier": '{"path": …, "max_bytes": …}'}
-    given = {name.upper(): value for name, value in environ.items()}
-    problems = []
-    for field, example in examples.items():
-        try:
-            json.loads(given.get(_variable(field)) or "{}")
-        except ValueError:
-            problems.append(
-                f"variable {_variable(field)} in the environment is not JSON; "
-                f"expected an object such as {example}"
-            )
-    return problems
-
-
 def _explain(
     error: ValidationError,
     extra: Mapping[str, Any],
@@ -645,15 +640,14 @@ def _explain(
             problems[""] = reason
             continue
         field = str(detail["loc"][0])
+        if field not in _SECRET_FIELDS and len(detail["loc"]) > 1:
+            reason = f"{'.'.join(map(str, detail['loc'][1:]))}: {reason}"
         if field in extra:
             where = f"{field} in {_EXTRA}"
         elif _variable(field) in variables:
             where = f"variable {_variable(field)} in the environment"
         else:
             where = f"{field} in {file_source}"
-        inside = ".".join(str(part) for part in detail["loc"])
-        if field not in _SECRET_FIELDS:
-            where = inside + where.removeprefix(field)
         shown = "" if field in _SECRET_FIELDS else f" {detail['input']!r}"
         problems.setdefault(field, f"{where}: the value{shown} cannot be used: {reason}")
     return list(problems.values())

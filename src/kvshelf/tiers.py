@@ -429,9 +429,13 @@ class DiskTier:
             return
         at = 0
         for view in views:
-            # By torch, which gives the GIL up meanwhile.
-            copy.tensor[at : at + view.nbytes].copy_(torch.frombuffer(view, dtype=torch.uint8))
-            at += view.nbytes
+            end = at + view.nbytes
+            if view.readonly:
+                copy.view[at:end] = view.cast("B")
+            else:
+                # By torch, which gives the GIL up meanwhile.
+                copy.tensor[at:end].copy_(torch.frombuffer(view, dtype=torch.uint8))
+            at = end
         self._enqueue(_Copy(fmt, chunk, shard, copy))
 
     def _enqueue(self, item: _Copy | _Used) -> None:

@@ -4,7 +4,8 @@ Every check has a name, a state, what was found, how long it took, and, unless a
 to do. Checks of a shelf do what an engine does, one thing at a time, each on a daemon thread with
 a deadline: a mount that hangs is reported and cannot hang the command.
 
-The only thing written is ``.kvshelf/doctor-<16 hex>`` at the shelf's root, deleted at the end.
+The only thing written is ``.kvshelf/doctor-<16 hex>`` at the root of the shelf, and of the disk
+tier where there is one, deleted at the end.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ import os
 import platform
 import queue
 import secrets
+import shutil
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from typing import Annotated, Any
 
@@ -28,6 +30,8 @@ from rich.text import Text
 
 from kvshelf import __version__
 from kvshelf.backends import Backend, WriteResult, open_backend
+from kvshelf.backends.posix import PosixBackend
+from kvshelf.bounded import BoundedBackend
 from kvshelf.cli.common import (
     OK,
     PROBLEM,
@@ -35,9 +39,10 @@ from kvshelf.cli.common import (
     JsonOption,
     ShelfArgument,
     is_missing,
+    size_text,
     write_json,
 )
-from kvshelf.config import Config, cache_dir
+from kvshelf.config import Config, DiskTierConfig, cache_dir
 from kvshelf.errors import (
     ConfigError,
     KVShelfError,
@@ -273,6 +278,45 @@ def _shelf(shelf: str | None, timeout: float) -> Iterator[Check]:
     if "://" not in url or url.startswith(("file://", "local://")):
         options["create"] = False
     yield from _Examination(url, options, config.read_only, timeout).run()
+    if config.disk_tier is not None:
+        yield from _disk_tier(config.disk_tier, timeout)
+
+
+def _disk_tier(tier: DiskTierConfig, timeout: float) -> Iterator[Check]:
+    """Examine the directory of the disk tier, and tell how full it is."""
+    name = "disk tier"
+    try:
+        found = _with_deadline(lambda: _fill_of(tier), timeout)
+    except _NoAnswerError:
+        hint = "the disk hangs; engines go on without the tier"
+        yield Check(name, State.PROBLEM, f"{tier.path}: no answer within {timeout:g} s", hint)
+        return
+    except (KVShelfError, OSError) as error:
+        hint = "correct disk_tier.path; engines go on without the tier"
+        yield Check(name, State.PROBLEM, str(error), hint)
+        return
+    if not found:
+        yield Check(name, State.NOTE, f"{tier.path} is missing", "the first engine makes it")
+        return
+    yield Check(name, State.OK, found)
+    for check in _Examination(tier.path, {"create": False}, False, timeout).run():
+        if check.state is not State.OK:
+            # Engines do without it.
+            found = f"{check.name}: {check.found}"
+            yield replace(check, name=name, found=found, unreachable=False)
+
+
+def _fill_of(tier: DiskTierConfig) -> str:
+    """Tell how much a disk tier holds; empty where there is none."""
+    if not os.path.lexists(tier.path):
+        return ""
+    backend = PosixBackend(tier.path, create=False)
+    use = BoundedBackend(backend, tier.max_bytes).ledger.read()
+    bound = size_text(tier.max_bytes)
+    free = size_text(shutil.disk_usage(tier.path).free)
+    if use is None:
+        return f"{tier.path}: not counted yet, max_bytes {bound}, {free} free on the disk"
+    return f"{tier.path}: {size_text(use.used)} of max_bytes {bound}, {free} free on the disk"
 
 
 class _Examination:

@@ -1,0 +1,285 @@
+"""The disk tier on a disk that makes trouble: the shelf is used, and nothing else happens."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import random
+import tempfile
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from crash_child import make_chunks, make_format
+from faultfs import FaultMount
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from kvshelf.backends import WriteResult
+from kvshelf.backends.posix import PosixBackend
+from kvshelf.backends.wrappers import CountingBackend
+from parts import AT_ONCE, PATIENCE, SOON, Rig, posix, until
+from parts import make_chunks as make_prompt
+
+from kvshelf.errors import ObjectMissingError
+from kvshelf.identity import Chunk, object_name
+from kvshelf.metrics import Counters
+from kvshelf.shelf import Presence, Shelf
+from kvshelf.tiers import DiskTier, FindsInTiers, LoadsFromTiers
+
+
+class Machine:
+    """An engine whose disk tier is on a disk that may make trouble."""
+
+    def __init__(self, folder: Path, mount: FaultMount) -> None:
+        self.mount = mount
+        self.place = mount.path / folder.name
+        self.counters = Counters()
+        self.remote = CountingBackend(posix(folder / "remote"))
+        self.tier = DiskTier(self.place, 1 << 30, counters=self.counters, backoff=AT_ONCE)
+        assert self.tier.guard is not None
+        self.tier.guard.deadlines = SOON
+        self.rig = Rig(
+            self.remote,
+            deadlines=SOON,
+            staging_objects=64,
+            in_front=lambda shelf: LoadsFromTiers(shelf, [self.tier]),
+        )
+
+    def put(self, chunks: list[Chunk]) -> None:
+        self.rig.put(chunks)
+        self.tier.drain(PATIENCE)
+
+    def load(self, chunks: list[Chunk]) -> bool:
+        load, items = self.rig.load(chunks, 20)
+        assert all(self.rig.holds(item) for item in items[: load.failed_at])
+        for cache in self.rig.caches:
+            cache.zero_()
+        self.tier.drain(PATIENCE)
+        return load.failed_at is None
+
+    def count(self, name: str) -> float:
+        return self.counters.snapshot().get(name, 0)
+
+    def close(self) -> None:
+        self.mount.clear()
+        self.rig.transfer.close(0.0)
+        self.tier.close()
+        self.rig.guard.close()
+
+
+@pytest.fixture
+def machine(tmp_path: Path, mount: FaultMount, short_pauses: None) -> Iterator[Machine]:
+    machine = Machine(tmp_path, mount)
+    yield machine
+    machine.close()
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO])
+def test_a_disk_that_takes_no_writes(
+    machine: Machine, caplog: pytest.LogCaptureFixture, code: int
+) -> None:
+    chunks = make_prompt(machine.rig.fmt, 12)
+    machine.put(chunks[:2])
+    machine.mount.add("create|write|mkdir", f"{machine.place.name}/*", error=code)
+    with caplog.at_level(logging.INFO):
+        machine.put(chunks)
+        assert machine.load(chunks)
+    assert machine.count("disk_tier_dropped") > 0
+    assert machine.count("disk_tier_rests") == 1
+    lines = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(lines) == 1
+    assert "nothing more is copied to this disk tier" in caplog.text
+    # What is there is used meanwhile, and nothing of what failed is counted.
+    before = machine.remote.counts["open"]
+    assert machine.load(chunks[:2])
+    assert machine.remote.counts["open"] == before
+    machine.mount.clear()
+
+    def full() -> bool:
+        assert machine.load(chunks)
+        return machine.count("disk_tier_objects") >= 4 + 24
+
+    until(full)
+    assert "takes writes again" in caplog.text
+    assert len(list(machine.place.rglob("*.safetensors"))) == 24
+
+
+def test_a_disk_that_fails_reads(machine: Machine, caplog: pytest.LogCaptureFixture) -> None:
+    chunks = make_prompt(machine.rig.fmt, 8)
+    machine.put(chunks)
+    machine.mount.add("open|read|getattr", f"{machine.place.name}/*", error=errno.EIO)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            assert machine.load(chunks)
+    assert machine.count("disk_tier_objects") == 0
+    assert caplog.text.count("the disk tier is not used") == 1
+    assert not machine.tier.available
+    machine.mount.clear()
+    until(lambda: machine.tier.available)
+    until(lambda: machine.load(chunks) and machine.count("disk_tier_objects") > 0)
+
+
+def test_a_disk_that_hangs_keeps_few_loads(machine: Machine) -> None:
+    chunks = make_prompt(machine.rig.fmt, 4)
+    machine.put(chunks)
+    machine.mount.add("open|read", f"{machine.place.name}/*", block=True)
+    # Loads that met it are given up in time; after few of them it is not asked any more.
+    until(lambda: machine.load(chunks))
+    assert not machine.tier.available
+    for _ in range(5):
+        assert machine.load(chunks)
+    assert machine.rig.shelf.backend.reads.opened == 0
+    machine.mount.clear()
+    until(lambda: machine.tier.available)
+    until(lambda: machine.load(chunks) and machine.count("disk_tier_objects") > 0)
+
+
+# ---------------------------------------------------------------------------------- any sequence
+
+FMT = make_format()
+SIZE = FMT.object_size(0)
+ITEMS: list[tuple[Chunk, int]] = [(c, s) for c in make_chunks(FMT) for s in range(FMT.shards)]
+any_item = st.integers(0, len(ITEMS) - 1)
+
+
+def image_of(number: int) -> bytes:
+    chunk, shard = ITEMS[number]
+    image = bytearray(random.Random(number).randbytes(SIZE))
+    FMT.seal(memoryview(image), chunk, shard)
+    return bytes(image)
+
+
+class _Tiered(RuleBasedStateMachine):
+    """A shelf with a tier that has room for three of four objects, compared with a set."""
+
+    @initialize()
+    def start(self) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        root = Path(self._folder.name)
+        self.remote = root / "remote"
+        self.near = root / "tier"
+        self.counting = CountingBackend(PosixBackend(self.remote))
+        self.stored: set[int] = set()
+        #: Copies that are surely right, if they are there.
+        self.damaged: set[int] = set()
+        self.open()
+
+    def open(self) -> None:
+        self.tier = DiskTier(self.near, 3 * SIZE)
+        self.shelf = Shelf(self.counting)
+        self.loads = LoadsFromTiers(self.shelf, [self.tier])
+        self.finds = FindsInTiers(self.shelf, [self.tier])
+
+    def path(self, root: Path, number: int) -> Path:
+        return root / FMT.namespace.folder / object_name(*ITEMS[number], FMT.shards)
+
+    def copies(self) -> set[int]:
+        return {n for n in range(len(ITEMS)) if self.path(self.near, n).exists()}
+
+    def settle(self) -> None:
+        assert self.tier.drain(PATIENCE)
+        self.damaged &= self.copies()
+
+    @rule(number=any_item)
+    def store(self, number: int) -> None:
+        result = self.loads.write(FMT, *ITEMS[number], [image_of(number)])
+        assert (result is WriteResult.EXISTED) == (number in self.stored)
+        self.stored.add(number)
+        self.settle()
+        assert number in self.copies()
+
+    @rule(number=any_item)
+    def load(self, number: int) -> None:
+        near = number in self.copies() - self.damaged
+        self.counting.counts.clear()
+        image = bytearray(SIZE)
+        try:
+            self.loads.load(FMT, *ITEMS[number], memoryview(image))
+        except ObjectMissingError:
+            assert not near
+            assert number not in self.stored
+        else:
+            assert near or number in self.stored
+            assert image == image_of(number), "a load gave wrong bytes"
+            assert self.counting.counts["open"] == (0 if near else 1)
+        self.damaged.discard(number)
+        self.settle()
+        assert (number in self.copies()) == (near or number in self.stored)
+
+    @rule()
+    def probe(self) -> None:
+        self.counting.counts.clear()
+        answers = self.finds.probe(FMT, ITEMS)
+        there = {n for n, answer in enumerate(answers) if answer is Presence.PRESENT}
+        whole = {n for n in self.copies() if self.path(self.near, n).stat().st_size == SIZE}
+        assert there == self.stored | whole
+        assert self.counting.counts["stat_names"] == len(ITEMS) - len(whole)
+        stored = self.loads.probe(FMT, ITEMS)
+        assert {n for n, a in enumerate(stored) if a is Presence.PRESENT} == self.stored
+
+    @rule(number=any_item, how=st.sampled_from(["flip", "cut", "remove"]))
+    def damage(self, number: int, how: str) -> None:
+        path = self.path(self.near, number)
+        if not path.exists():
+            return
+        data = bytearray(path.read_bytes())
+        if how == "remove":
+            path.unlink()
+            self.damaged.discard(number)
+            return
+        if how == "cut":
+            del data[-7:]
+        else:
+            data[-1] ^= 1
+        good = image_of(number)
+        path.write_bytes(data)
+        (self.damaged.discard if data == good else self.damaged.add)(number)
+
+    @rule(number=any_item)
+    def delete_from_the_shelf(self, number: int) -> None:
+        self.path(self.remote, number).unlink(missing_ok=True)
+        self.stored.discard(number)
+
+    @rule(number=any_item)
+    def evict(self, number: int) -> None:
+        """Another process makes room."""
+        guard = self.tier.guard
+        assert guard is not None
+        guard.delete(f"{FMT.namespace.folder}/{object_name(*ITEMS[number], FMT.shards)}")
+        self.settle()
+
+    @rule()
+    def lose_the_ledger(self) -> None:
+        with suppress(FileNotFoundError):
+            os.unlink(self.near / ".kvshelf" / "use")
+
+    @rule()
+    def restart(self) -> None:
+        self.loads.close()
+        self.counting = CountingBackend(PosixBackend(self.remote))
+        self.open()
+
+    @invariant()
+    def the_shelf_is_as_it_was_left(self) -> None:
+        if hasattr(self, "stored"):
+            for number in range(len(ITEMS)):
+                path = self.path(self.remote, number)
+                assert path.exists() == (number in self.stored)
+                assert not path.exists() or path.read_bytes() == image_of(number)
+
+    @invariant()
+    def the_tier_is_within_its_bound(self) -> None:
+        if hasattr(self, "stored"):
+            assert len(self.copies()) <= 3
+
+    def teardown(self) -> None:
+        if hasattr(self, "stored"):
+            self.loads.close()
+            self._folder.cleanup()
+
+
+TestTiered = _Tiered.TestCase
+TestTiered.settings = settings(max_examples=25, stateful_step_count=25)

@@ -1,0 +1,96 @@
+"""Processes that write to a disk tier: a program for test_tiers.py.
+
+Takes one JSON object as its argument, forks as many writers as that says, and prints a JSON list
+with what each of them counted. Each writer copies objects of its own to the tier and uses some of
+them again. With ``half`` the only writer kills itself with a half-written object.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import signal
+import sys
+from typing import Any
+
+from crash_child import CHUNK, make_format
+from kvshelf.backends import posix
+
+from kvshelf.identity import Chunk, KeyChain
+from kvshelf.metrics import Counters
+from kvshelf.tiers import DiskTier
+
+FMT = make_format()
+
+
+def make_chunk(writer: int, number: int) -> Chunk:
+    """Return a chunk that no other writer has."""
+    start = KeyChain(FMT.namespace.digest, CHUNK, salt=f"{writer} {number}")
+    return start.extend(range(CHUNK))[0]
+
+
+def image_of(chunk: Chunk, shard: int) -> bytearray:
+    """Return the object that every writer would make of it."""
+    seed = hashlib.sha256(chunk.key + bytes([shard])).digest()
+    image = bytearray(random.Random(seed).randbytes(FMT.object_size(shard)))
+    FMT.seal(memoryview(image), chunk, shard)
+    return image
+
+
+def write(path: str, max_bytes: int, writer: int, objects: int, half: bool) -> dict[str, float]:
+    """Copy objects to the tier, one after the other."""
+    counters = Counters()
+    tier = DiskTier(path, max_bytes, counters=counters)
+    for number in range(objects):
+        if half and number == objects - 1:
+            _die_in_the_middle()
+        chunk = make_chunk(writer, number)
+        image = memoryview(image_of(chunk, 0))
+        tier.keep(FMT, chunk, 0, [image])
+        if not tier.drain(60.0):
+            raise TimeoutError("the tier does not answer")
+        if number % 3 == 0:
+            tier.load(FMT, make_chunk(writer, max(0, number - 2)), 0, image)
+    tier.close()
+    return counters.snapshot()
+
+
+def _die_in_the_middle() -> None:
+    def dying(fd: int, views: list[memoryview]) -> int:
+        os.write(fd, bytes(views[0])[: len(views[0]) // 2])
+        os.kill(os.getpid(), signal.SIGKILL)
+        return 0
+
+    posix.os = _Instead(dying)  # type: ignore[assignment]
+
+
+class _Instead:
+    def __init__(self, writev: Any) -> None:
+        self.writev = writev
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(os, name)
+
+
+def main(path: str, max_bytes: int, writers: int, objects: int, half: bool = False) -> None:
+    """Fork, wait, report."""
+    pipes = []
+    for writer in range(writers):
+        reading, writing = os.pipe()
+        if not os.fork():
+            code = 1
+            try:
+                counts = write(path, max_bytes, writer, objects, half)
+                os.write(writing, json.dumps(counts).encode())
+                code = 0
+            finally:
+                os._exit(code)
+        os.close(writing)
+        pipes.append(os.fdopen(reading))
+    sys.stdout.write(json.dumps([json.loads(pipe.read() or "null") for pipe in pipes]))
+
+
+if __name__ == "__main__":
+    main(**json.loads(sys.argv[1]))
