@@ -55,6 +55,7 @@ logger = logging.getLogger(__name__)
 QUEUE_BYTES: Final = 256 << 20
 #: Most uses of objects that wait to be noted.
 _QUEUED_USES: Final = 4096
+_NOTE_SECONDS: Final = 0.5
 _BACKOFF: Final = Backoff()
 _OPEN_SECONDS: Final = 5.0
 _RETRY_SECONDS: Final = 10.0
@@ -214,15 +215,6 @@ class _Copy:
     buffer: PoolBuffer
 
 
-@dataclass(frozen=True, slots=True)
-class _Used:
-    """A use of an object that is to be noted."""
-
-    fmt: ObjectFormat
-    chunk: Chunk
-    shard: int
-
-
 class _PassOn:
     """Tells the watchers of one storage which threads another one keeps."""
 
@@ -282,8 +274,12 @@ class DiskTier:
         self._on_thread_start = on_thread_start
         self._pool = BufferPool(queue_bytes)
         self._work = threading.Condition()
-        self._queue: deque[_Copy | _Used] = deque()
-        self._busy = self._uses = 0
+        self._copies: deque[_Copy] = deque()
+        #: Objects whose use is to be noted, all at once and not before a moment has passed: a
+        #: thread that wakes after each load takes the GIL from the next.
+        self._uses: dict[tuple[bytes, int], tuple[ObjectFormat, Chunk, int]] = {}
+        self._note_at = 0.0
+        self._busy = 0
         self._next_log = 0.0
         self._before: dict[int, GuardedBackend] = {}
         self._threads: StorageThreads | None = None
@@ -394,9 +390,18 @@ class DiskTier:
             return False
         self._counters.add("disk_tier_objects")
         self._counters.add("disk_tier_loaded_bytes", len(image))
-        if self._uses < _QUEUED_USES:
-            self._enqueue(_Used(fmt, chunk, shard))
+        self._note_use(fmt, chunk, shard)
         return True
+
+    def _note_use(self, fmt: ObjectFormat, chunk: Chunk, shard: int) -> None:
+        with self._work:
+            if len(self._uses) >= _QUEUED_USES or self._closing.is_set():
+                return
+            if not self._uses:
+                self._note_at = time.monotonic() + _NOTE_SECONDS
+                self._start_thread()
+                self._work.notify_all()
+            self._uses[chunk.key, shard] = fmt, chunk, shard
 
     def _drop(
         self, shelf: Shelf, fmt: ObjectFormat, chunk: Chunk, shard: int, error: BadObjectError
@@ -436,39 +441,43 @@ class DiskTier:
                 # By torch, which gives the GIL up meanwhile.
                 copy.tensor[at:end].copy_(torch.frombuffer(view, dtype=torch.uint8))
             at = end
-        self._enqueue(_Copy(fmt, chunk, shard, copy))
-
-    def _enqueue(self, item: _Copy | _Used) -> None:
         with self._work:
             if self._closing.is_set():
-                if isinstance(item, _Copy):
-                    item.buffer.release()
+                copy.release()
                 return
-            if self._threads is None:
-                assert self._shelf is not None
-                self._threads = StorageThreads(
-                    "kvshelf-tier",
-                    1,
-                    self._run,
-                    self._shelf.backend,
-                    count_kept=lambda: self._counters.add("kept_threads"),
-                    on_thread_start=self._on_thread_start,
-                )
-                self._threads.start()
-            self._uses += isinstance(item, _Used)
-            self._queue.append(item)
+            self._start_thread()
+            self._copies.append(_Copy(fmt, chunk, shard, copy))
             self._work.notify_all()
 
-    def _next(self) -> _Copy | _Used | None:
+    def _start_thread(self) -> None:
+        """Start the thread when it is first needed. Holds the lock."""
+        if self._threads is None:
+            assert self._shelf is not None
+            self._threads = StorageThreads(
+                "kvshelf-tier",
+                1,
+                self._run,
+                self._shelf.backend,
+                count_kept=lambda: self._counters.add("kept_threads"),
+                on_thread_start=self._on_thread_start,
+            )
+            self._threads.start()
+
+    def _next(self) -> _Copy | list[tuple[ObjectFormat, Chunk, int]] | None:
+        """Wait for a copy to write or for uses to note; None at the end."""
         with self._work:
-            while not self._queue:
+            while True:
+                if self._copies:
+                    self._busy += 1
+                    return self._copies.popleft()
                 if self._closing.is_set():
                     return None
-                self._work.wait()
-            item = self._queue.popleft()
-            self._uses -= isinstance(item, _Used)
-            self._busy += 1
-            return item
+                left = self._note_at - time.monotonic()
+                if self._uses and left <= 0:
+                    self._busy += 1
+                    uses, self._uses = list(self._uses.values()), {}
+                    return uses
+                self._work.wait(left if self._uses else None)
 
     def _run(self) -> None:
         assert self._threads is not None and self._shelf is not None
@@ -477,8 +486,8 @@ class DiskTier:
                 if isinstance(item, _Copy):
                     self._write(self._shelf, item)
                 else:
-                    name = self._shelf.name(item.fmt, item.chunk, item.shard)
-                    self._shelf.backend.touch(name)
+                    for use in item:
+                        self._shelf.backend.touch(self._shelf.name(*use))
             except StorageError as error:
                 # The guard says so where the whole directory takes no writes.
                 logger.debug("the disk tier was not written to: %s", error)
@@ -522,9 +531,13 @@ class DiskTier:
     # ---------------------------------------------------------------------------------- the end
 
     def drain(self, seconds: float) -> bool:
-        """Wait until everything in the queue is written; whether it was in time."""
+        """Wait until all copies are written and all uses noted; whether it was in time."""
         with self._work:
-            return self._work.wait_for(lambda: not self._queue and not self._busy, seconds)
+            self._note_at = 0.0
+            self._work.notify_all()
+            return self._work.wait_for(
+                lambda: not (self._copies or self._uses or self._busy), seconds
+            )
 
     def close(self) -> None:
         """Write what waits for at most a second, stop the thread. Idempotent."""
@@ -534,10 +547,9 @@ class DiskTier:
             self.drain(_CLOSE_SECONDS)
         self._closing.set()
         with self._work:
-            for item in self._queue:
-                if isinstance(item, _Copy):
-                    item.buffer.release()
-            self._queue.clear()
+            for copy in self._copies:
+                copy.buffer.release()
+            self._copies.clear()
             self._work.notify_all()
         if self._threads is not None:
             self._threads.close()

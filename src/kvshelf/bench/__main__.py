@@ -22,6 +22,7 @@ from kvshelf.bench.copies import bench_copy
 from kvshelf.bench.engine import bench_engine, bench_startup
 from kvshelf.bench.lookups import bench_lookup
 from kvshelf.bench.measure import Row
+from kvshelf.bench.near import bench_tier
 from kvshelf.bench.objects import bench_load, bench_publish
 from kvshelf.bench.report import describe_machine, make_report, markdown, print_report
 from kvshelf.bench.settings import Settings
@@ -29,6 +30,7 @@ from kvshelf.bench.settings import Settings
 GROUPS: dict[str, Callable[[Settings], Iterator[Row]]] = {
     "load": bench_load,
     "publish": bench_publish,
+    "tier": bench_tier,
     "copy": bench_copy,
     "lookup": bench_lookup,
     "engine": bench_engine,
