@@ -108,6 +108,8 @@ class Properties:
         Number of calls at once that still helps.
     probes_at_once : int
         Names of one call of ``stat`` that take little longer than one.
+    part_bytes : int
+        Objects at least as large may come faster by :meth:`Backend.open_large`; 0: none do.
     probe_cost : float
         Seconds for one probe, typical or as measured; below :data:`CHEAP_PROBE` it is cheap.
     read_only : bool
@@ -130,6 +132,7 @@ class Properties:
     links: bool = False
     concurrency: int = 8
     probes_at_once: int = 1
+    part_bytes: int = 0
     probe_cost: float = 10e-6
     read_only: bool = False
     sets_aside: bool = False
@@ -228,6 +231,13 @@ class Backend(ABC):
         StorageError
             If the storage failed.
         """
+
+    def open_large(self, name: str, size: int) -> Reader:
+        """Open an object that should have `size` bytes, perhaps to fetch parts of it at once.
+
+        Like :meth:`open`. Where parts bring nothing it does just that.
+        """
+        return self.open(name)
 
     @abstractmethod
     def write(

@@ -381,6 +381,14 @@ class GuardedBackend(WrappedBackend):
             reader = self.inner.open(name)
         return GuardedReader(self, reader, name, begin)
 
+    def open_large(self, name: str, size: int) -> GuardedReader:
+        """Open one large object; the deadline is for all that is read of it."""
+        begin = time.monotonic()
+        # Parts of it may be waited for already.
+        with _Guarded(self, _READ, name, self.deadlines.to_read(size)):
+            reader = self.inner.open_large(name, size)
+        return GuardedReader(self, reader, name, begin)
+
     def write(
         self, name: str, buffers: Sequence[Buffer], mode: WriteMode = "create"
     ) -> WriteResult:

@@ -7,7 +7,9 @@ bucket through s3fs instead (:class:`S3fsBackend`).
 
 Contracts
 ---------
-* One request for each probe (HEAD) and load (GET of the whole object, read as it arrives). A
+* One request for each probe (HEAD) and load (GET of the whole object, read as it arrives). Of a
+  large object parts are asked for at once where one connection is seen to be slow and few
+  requests are under way, unless the server does not know ranges. A
   publication is a PUT, with ``If-None-Match: *`` where nothing may be replaced, behind a HEAD,
   since a store that ignores the condition would overwrite. A body that nobody reads to its end
   is dropped, not fetched.
@@ -17,8 +19,9 @@ Contracts
   what still fails is one typed error that says what to do.
 * Neither ``url``, ``repr`` nor messages show keys, secrets or tokens.
 
-Probes of many names run at once on an event loop in a thread of the backend's own, started
-with the first of them. Everything else runs on the caller's thread, outside of the GIL.
+Probes of many names, and parts of an object, are asked for at once on an event loop in a thread of
+the backend's own, started with the first of them. Everything else runs on the caller's thread,
+outside of the GIL.
 """
 
 from __future__ import annotations
@@ -29,7 +32,10 @@ import importlib.util
 import os
 import re
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from datetime import datetime, timedelta, timezone
 from typing import Any, Final, TypeVar
 from urllib.parse import urlsplit
@@ -87,9 +93,20 @@ _RETRY_SECONDS: Final = 3.0
 _RETRIES: Final = 5
 #: A body arrives in pieces of about this size.
 _STREAM_BYTES: Final = 1 << 20
+#: Objects so large may be fetched in parts of about that size, ...
+_LARGE_BYTES: Final = 16 << 20
+_PART_BYTES: Final = 8 << 20
+#: ... where a connection delivers fewer bytes in a second than this. A near server delivers
+#: more, and several requests for one object only cost it time.
+_SLOW_RATE: Final = 150e6
+#: Most requests for bodies at once that are made by cutting objects.
+_BODIES_AT_ONCE: Final = 16
+#: Fewer bytes say little of a connection's rate.
+_RATE_BYTES: Final = 1 << 20
 _CONFLICTS: Final = 4
 _REFRESH: Final = timedelta(minutes=5)
 
+_PART_ALIGNMENT: Final = 1 << 20
 _CODE: Final = re.compile(r"<Code>(\w+)</Code>")
 _STATUS: Final = re.compile(r"status code: (\d{3})")
 _REGION: Final = re.compile(r"<Region>([\w-]+)</Region>|expecting '([\w-]+)'")
@@ -217,6 +234,8 @@ class _StreamReader(Reader):
         self._body: Iterator[Any] | None = None
         self._rest = memoryview(b"")
         self._position = 0
+        self._waited = 0.0
+        self._open = True
 
     def read_into(self, buffer: memoryview, offset: int) -> int:
         view = buffer.cast("B")
@@ -238,7 +257,9 @@ class _StreamReader(Reader):
         done = 0
         while done < len(view):
             if not self._rest:
+                begin = time.monotonic()
                 piece = next(self._body, None)
+                self._waited += time.monotonic() - begin
                 if piece is None:
                     # The connection ended early: the caller finds too few bytes.
                     break
@@ -257,9 +278,62 @@ class _StreamReader(Reader):
         return len(data)
 
     def close(self) -> None:
+        if self._open:
+            self._open = False
+            self._backend._note_bodies(-1)
+            self._backend._note_rate(self._position, self._waited)
         # Dropping the body closes its connection.
         self._result = self._body = None
         self._rest = memoryview(b"")
+
+
+class _PartsReader(Reader):
+    """Hands on an object whose parts were asked for at once."""
+
+    def __init__(
+        self,
+        backend: S3Backend,
+        name: str,
+        size: int,
+        first: memoryview,
+        later: Sequence[tuple[int, Future[tuple[int, memoryview]]]],
+    ) -> None:
+        self.size = size
+        self._backend = backend
+        self._name = name
+        #: Parts that have come, and those that will, each with its first byte.
+        self._part = (0, first)
+        self._later = deque(later)
+        self._bodies = 1 + len(later)
+
+    def read_into(self, buffer: memoryview, offset: int) -> int:
+        view = buffer.cast("B")
+        done = 0
+        try:
+            while done < len(view):
+                start, data = self._part
+                inside = offset + done - start
+                if inside == len(data) and self._later:
+                    start, part = self._later.popleft()
+                    self._part = start, part.result()[1]
+                    continue
+                piece = data[inside : inside + len(view) - done] if inside >= 0 else data[:0]
+                if not len(piece):
+                    # The object's end, or a part that came short.
+                    break
+                view[done : done + len(piece)] = piece
+                done += len(piece)
+        except Exception as exc:
+            raise self._backend._translate(exc, "reading", self._name) from exc
+        return done
+
+    def close(self) -> None:
+        for _, part in self._later:
+            part.cancel()
+        self._later.clear()
+        self._part = 0, memoryview(b"")
+        bodies, self._bodies = self._bodies, 0
+        self._backend._note_bodies(-bodies)
 
 
 class S3Backend(Backend):
@@ -304,6 +378,10 @@ class S3Backend(Backend):
         self._endpoint = _endpoint(options)
         self._store = _make_store(self._bucket, prefix, options, self._endpoint, checksum)
         self._conditional = True
+        self._knows_ranges = True
+        #: Bytes that one connection delivers in a second, and bodies under way.
+        self._rate = 0.0
+        self._bodies = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._lock = threading.Lock()
         self._check()
@@ -321,6 +399,7 @@ class S3Backend(Backend):
             conditional_create=False,
             concurrency=_PROBES_AT_ONCE,
             probes_at_once=_PROBES_AT_ONCE,
+            part_bytes=_LARGE_BYTES,
             probe_cost=10e-3,
             # Opening a connection, and obstore's own retries, take their time.
             deadlines=Deadlines(probe=5.0, read=15.0, write=15.0),
@@ -397,6 +476,9 @@ class S3Backend(Backend):
 
     def _run(self, work: Coroutine[Any, Any, _T]) -> _T:
         """Run on the loop of the backend's own thread."""
+        return asyncio.run_coroutine_threadsafe(work, self._running_loop()).result()
+
+    def _running_loop(self) -> asyncio.AbstractEventLoop:
         with self._lock:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
@@ -404,8 +486,7 @@ class S3Backend(Backend):
                 threading.Thread(
                     target=_serve, args=(self._loop,), name="kvshelf-s3", daemon=True
                 ).start()
-            loop = self._loop
-        return asyncio.run_coroutine_threadsafe(work, loop).result()
+            return self._loop
 
     def _answer(self, name: str, found: Any) -> StatResult:
         if isinstance(found, FileNotFoundError):
@@ -430,9 +511,63 @@ class S3Backend(Backend):
         """Ask for one object; its body is fetched as it is read."""
         check_name(name)
         try:
-            return _StreamReader(self, name, self._store.get(name))
+            found = self._store.get(name)
         except Exception as exc:
             raise self._translate(exc, "opening", name) from exc
+        self._note_bodies(1)
+        return _StreamReader(self, name, found)
+
+    def open_large(self, name: str, size: int) -> Reader:
+        """Ask for parts of one object at once, where that is faster."""
+        check_name(name)
+        count = min(-(-size // _PART_BYTES), _BODIES_AT_ONCE - self._bodies)
+        if count < 2 or not self._knows_ranges or not 0 < self._rate < _SLOW_RATE:
+            return self.open(name)
+        step = -(-size // count)
+        step += -step % _PART_ALIGNMENT
+        starts = range(0, size, step)
+        self._note_bodies(len(starts))
+        parts = [
+            asyncio.run_coroutine_threadsafe(
+                self._get_part(name, start, min(start + step, size)), self._running_loop()
+            )
+            for start in starts
+        ]
+        try:
+            found, first = parts[0].result()
+        except BaseException as exc:
+            for part in parts:
+                part.cancel()
+            self._note_bodies(-len(parts))
+            if not isinstance(exc, Exception):
+                raise
+            if "range" in str(exc).lower():
+                # Some servers answer with the whole object. So be it, from now on. Otherwise
+                # it has another size than it should have, which its reader finds out.
+                self._knows_ranges = "non-partial" not in str(exc)
+                return self.open(name)
+            raise self._translate(exc, "opening", name) from exc
+        return _PartsReader(self, name, found, first, list(zip(starts, parts, strict=True))[1:])
+
+    async def _get_part(self, name: str, start: int, end: int) -> tuple[int, memoryview]:
+        """Return the size of an object, and some of its bytes."""
+        found = await self._store.get_async(name, options={"range": (start, end)})
+        begin = time.monotonic()
+        data = memoryview(await found.buffer_async()).cast("B")
+        self._note_rate(len(data), time.monotonic() - begin)
+        return int(found.meta["size"]), data
+
+    def _note_bodies(self, more: int) -> None:
+        with self._lock:
+            self._bodies += more
+
+    def _note_rate(self, nbytes: int, seconds: float) -> None:
+        """Learn what a connection delivers."""
+        if nbytes >= _RATE_BYTES:
+            found = nbytes / max(seconds, 1e-6)
+            known = self._rate or found
+            # The middle of rates that differ widely is that of the times.
+            self._rate = 1 / (0.75 / known + 0.25 / found)
 
     def read_into(self, name: str, buffer: memoryview, offset: int = 0) -> int:
         """Read a part of one object, and only that."""
@@ -703,6 +838,11 @@ def _unreachable(endpoint: str | None) -> str:
 def _serve(loop: asyncio.AbstractEventLoop) -> None:
     try:
         loop.run_forever()
+        # Parts that nobody reads any more are dropped, not left half way.
+        left = asyncio.all_tasks(loop)
+        for task in left:
+            task.cancel()
+        loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
     finally:
         loop.close()
 

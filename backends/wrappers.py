@@ -109,6 +109,10 @@ class ReadOnlyBackend(WrappedBackend):
         """Those of the wrapped backend, with `read_only`."""
         return replace(self.inner.properties, read_only=True)
 
+    def open_large(self, name: str, size: int) -> Reader:
+        """Open one large object for reading."""
+        return self.inner.open_large(name, size)
+
     def _refuse(self, name: str) -> ReadOnlyStorageError:
         return ReadOnlyStorageError(
             errno.EROFS, "the shelf was opened read-only", f"{self.url}/{check_name(name)}"

@@ -191,6 +191,7 @@ class Shelf:
         self._counters = Counters() if counters is None else counters
         self._known: dict[bytes, _Known] = {}
         self._next_probe_log = 0.0
+        self._part_bytes = self.backend.properties.part_bytes
         self._lock = threading.Lock()
 
     def __repr__(self) -> str:
@@ -608,29 +609,36 @@ class Shelf:
             As for :meth:`load`.
         """
         name = object_name(fmt.named_chunk(parsed), parsed.shard, fmt.shards)
-        return self._read_from(fmt, name, lambda reader: fmt.read_named(reader, parsed, image))
+        return self._read_from(
+            fmt, name, len(image), lambda reader: fmt.read_named(reader, parsed, image)
+        )
 
     def _read(self, fmt: ObjectFormat, chunk: Chunk, shard: int, image: memoryview) -> None:
         name = object_name(chunk, shard, fmt.shards)
-        self._read_from(fmt, name, lambda reader: fmt.read(reader, chunk, shard, image))
+        self._read_from(fmt, name, len(image), lambda reader: fmt.read(reader, chunk, shard, image))
 
-    def _read_from(self, fmt: ObjectFormat, name: str, read: Callable[[ReaderLike], _T]) -> _T:
+    def _read_from(
+        self, fmt: ObjectFormat, name: str, size: int, read: Callable[[ReaderLike], _T]
+    ) -> _T:
         folders = self._find_folders(fmt, self._of(fmt))
         for folder in folders[:-1]:
             with contextlib.suppress(ObjectMissingError):
-                return self._read_twice(f"{folder}/{name}", read)
-        return self._read_twice(f"{folders[-1]}/{name}", read)
+                return self._read_twice(f"{folder}/{name}", size, read)
+        return self._read_twice(f"{folders[-1]}/{name}", size, read)
 
-    def _read_twice(self, name: str, read: Callable[[ReaderLike], _T]) -> _T:
+    def _read_twice(self, name: str, size: int, read: Callable[[ReaderLike], _T]) -> _T:
         try:
-            return self._read_once(name, read)
+            return self._read_once(name, size, read)
         except BadObjectError:
             # Caches of network filesystems show old sizes and contents to an old open.
-            return self._read_once(name, read)
+            return self._read_once(name, size, read)
 
-    def _read_once(self, name: str, read: Callable[[ReaderLike], _T]) -> _T:
+    def _read_once(self, name: str, size: int, read: Callable[[ReaderLike], _T]) -> _T:
         begin = time.monotonic()
-        with self.backend.open(name) as reader:
+        least = self._part_bytes
+        large = least and size >= least
+        backend = self.backend
+        with backend.open_large(name, size) if large else backend.open(name) as reader:
             result = read(reader)
             end = time.monotonic()
         self._counters.observe("read", reader.seconds)

@@ -1,0 +1,199 @@
+"""Large objects in parts: the same bytes, the same verification, and only where it pays."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kvshelf.backends import s3
+from kvshelf.backends.s3 import S3Backend
+from servers import BUCKET, S3Server, command, moto_s3, rclone_s3
+
+from kvshelf.bench.proxy import DelayingProxy
+from kvshelf.bench.samples import LARGE, fill, make_chunks, make_format
+from kvshelf.chunkfile import BadObjectError
+from kvshelf.errors import ObjectMissingError, TransientStorageError
+from kvshelf.shelf import Shelf
+
+if importlib.util.find_spec("obstore") is None:
+    pytest.skip("obstore is not installed: pip install 'kvshelf[s3]'", allow_module_level=True)
+
+MIB = 1 << 20
+FMT = make_format(LARGE, 8)
+[CHUNK] = make_chunks(FMT, 1)
+SIZE = FMT.object_size(0)
+PARTS = -(-SIZE // MIB)
+
+
+class Far:
+    """A shelf on a real server, behind a proxy that counts."""
+
+    def __init__(self, server: S3Server, proxy: DelayingProxy, prefix: str) -> None:
+        endpoint = f"http://127.0.0.1:{proxy.port}"
+        options = {**server.options(), "endpoint_url": endpoint}
+        self.server = server
+        self.proxy = proxy
+        self.backend = S3Backend(f"s3://{BUCKET}/{prefix}", options)
+        self.shelf = Shelf(self.backend)
+        self.image = memoryview(bytearray(SIZE))
+        fill(self.image)
+        FMT.seal(self.image, CHUNK, 0)
+        self.shelf.write(FMT, CHUNK, 0, [self.image])
+        self.name = self.shelf.name(FMT, CHUNK, 0)
+        self.is_slow()
+
+    def is_slow(self) -> None:
+        self.backend._rate = 1e6
+
+    def load(self) -> bytes:
+        found = memoryview(bytearray(SIZE))
+        self.shelf.load(FMT, CHUNK, 0, found)
+        return bytes(found)
+
+    def gets(self, work: Callable[[], Any]) -> int:
+        before = self.proxy.counts()["requests"].get("GET", 0)
+        work()
+        return self.proxy.counts()["requests"].get("GET", 0) - before
+
+    def put(self, data: bytes) -> None:
+        key = f"{self.backend.url.rpartition('/')[2]}/{self.name}"
+        self.server.client().put_object(Bucket=BUCKET, Key=key, Body=data)
+
+
+@pytest.fixture(scope="module", params=["moto", "rclone"])
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    program = {"moto": "moto_server", "rclone": "rclone"}[request.param]
+    if command(program) is None:
+        pytest.skip(f"{program} is not installed")
+    folder = tmp_path_factory.mktemp("s3")
+    with moto_s3() if request.param == "moto" else rclone_s3(folder) as server:
+        yield server
+
+
+@pytest.fixture
+def far(
+    server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: Any
+) -> Iterator[Far]:
+    for name in ("AWS_PROFILE", "AWS_REGION", "AWS_DEFAULT_REGION", "AWS_ENDPOINT_URL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(s3, "_LARGE_BYTES", 2 * MIB)
+    monkeypatch.setattr(s3, "_PART_BYTES", MIB)
+    host, _, port = server.endpoint.rpartition("/")[2].partition(":")
+    with ExitStack() as stack:
+        proxy = stack.enter_context(DelayingProxy(host, int(port), 0.0))
+        far = Far(server, proxy, tmp_path.name)
+        stack.callback(far.shelf.close)
+        yield far
+
+
+def knows_ranges(far: Far) -> bool:
+    """Whether the server does: that of rclone answers with the whole object."""
+    return far.server.folder is None
+
+
+def test_parts_give_the_same_bytes_or_the_server_is_asked_for_all_at_once(far: Far) -> None:
+    def load() -> None:
+        far.is_slow()
+        assert far.load() == far.image
+
+    asked = far.gets(load)
+    if knows_ranges(far):
+        assert asked == PARTS
+        assert far.backend._knows_ranges
+    else:
+        # Once it is tried, then never again.
+        assert asked + 1 >= PARTS
+        assert far.gets(load) == 1
+        assert not far.backend._knows_ranges
+    assert far.backend._bodies == 0
+
+
+def test_parts_are_for_slow_connections_and_idle_ones(far: Far) -> None:
+    far.backend._rate = 0.0
+    assert far.gets(far.load) == 1
+    assert far.backend._rate > 0
+    far.backend._rate = 1e9
+    assert far.gets(far.load) == 1
+    # Where as many objects are under way as help, none is cut.
+    far.is_slow()
+    far.backend._note_bodies(16)
+    assert far.gets(far.load) == 1
+    far.backend._note_bodies(-16)
+
+
+def test_a_connection_that_is_slow_is_noticed(far: Far) -> None:
+    far.backend._rate = 0.0
+    for _ in range(20):
+        far.backend._note_rate(8 * MIB, 0.2)
+    assert 30e6 < far.backend._rate < 60e6
+    far.backend._note_rate(1000, 1.0)
+    assert far.backend._rate > 30e6
+
+
+@pytest.mark.parametrize("place", [100, FMT.data_offset + 5, 2 * MIB + 17, SIZE - 1])
+def test_damage_in_any_part_is_found(far: Far, place: int) -> None:
+    data = bytearray(far.image)
+    data[place] ^= 1
+    far.put(bytes(data))
+    with pytest.raises(BadObjectError):
+        far.load()
+    assert far.backend._bodies == 0
+
+
+@pytest.mark.parametrize("size", [0, 1000, MIB + 5, SIZE - 1, SIZE + 1])
+def test_an_object_of_another_size_is_found(far: Far, size: int) -> None:
+    far.put(bytes(far.image)[:size].ljust(size, b"x"))
+    with pytest.raises(BadObjectError):
+        far.load()
+    assert far.backend._bodies == 0
+
+
+def test_an_object_that_is_gone_is_missing(far: Far) -> None:
+    far.backend.delete(far.name)
+    with pytest.raises(ObjectMissingError):
+        far.load()
+    assert far.backend._bodies == 0
+
+
+def test_a_part_that_comes_short_is_no_object(far: Far, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not knows_ranges(far):
+        pytest.skip("this server knows no ranges")
+    get = far.backend._get_part
+
+    async def short(name: str, start: int, end: int) -> tuple[int, memoryview]:
+        size, data = await get(name, start, end)
+        return size, data[: len(data) - (7 if start == 2 * MIB else 0)]
+
+    monkeypatch.setattr(far.backend, "_get_part", short)
+    with pytest.raises(TransientStorageError, match="short read"):
+        far.load()
+    assert far.backend._bodies == 0
+
+
+def test_a_part_that_fails_is_an_error_of_the_storage(
+    far: Far, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not knows_ranges(far):
+        pytest.skip("this server knows no ranges")
+    get = far.backend._get_part
+
+    async def broken(name: str, start: int, end: int) -> tuple[int, memoryview]:
+        if start == 3 * MIB:
+            raise ConnectionResetError("reset by peer")
+        return await get(name, start, end)
+
+    monkeypatch.setattr(far.backend, "_get_part", broken)
+    with pytest.raises(TransientStorageError):
+        far.load()
+    assert far.backend._bodies == 0
+
+
+def test_small_objects_are_never_cut(far: Far) -> None:
+    far.backend.write("a/small", [b"x" * 1000])
+    with far.backend.open("a/small") as reader:
+        assert reader.read_into(memoryview(bytearray(1000)), 0) == 1000
+    assert far.shelf._part_bytes == 2 * MIB
