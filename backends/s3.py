@@ -838,13 +838,17 @@ def _unreachable(endpoint: str | None) -> str:
 def _serve(loop: asyncio.AbstractEventLoop) -> None:
     try:
         loop.run_forever()
-        # Parts that nobody reads any more are dropped, not left half way.
-        left = asyncio.all_tasks(loop)
-        for task in left:
-            task.cancel()
-        loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+        loop.run_until_complete(_drop_tasks())
     finally:
         loop.close()
+
+
+async def _drop_tasks() -> None:
+    """End what nobody waits for any more."""
+    left = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in left:
+        task.cancel()
+    await asyncio.gather(*left, return_exceptions=True)
 
 
 def _shorten(text: str) -> str:
