@@ -32,6 +32,7 @@ class SimulatedStream:
         self.entries: deque[tuple[str, Any]] = deque()
 
     def wait_event(self, event: SimulatedEvent) -> None:
+        self.streams.check("wait")
         self.streams.put(self, ("wait", (event, event.recorded)))
 
 
@@ -45,17 +46,19 @@ class SimulatedEvent:
 
     def record(self, stream: SimulatedStream) -> None:
         with self.streams.changed:
-            self.streams.put(stream, ("record", (self, self.recorded + 1)))
+            self.streams.check("record")
             self.recorded += 1
+            self.streams.put(stream, ("record", (self, self.recorded)))
 
     def query(self) -> bool:
         with self.streams.changed:
-            self.streams.check()
+            self.streams.check("query")
             return self.reached >= self.recorded
 
     def synchronize(self) -> None:
         streams = self.streams
         with streams.changed:
+            streams.check("synchronize")
             target = self.recorded
             done = streams.changed.wait_for(
                 lambda: bool(streams.error) or self.reached >= target, PATIENCE
@@ -71,9 +74,20 @@ class SimulatedStreams:
     ----------
     seed : int
         Decides what runs when.
+    engine_at_once : bool
+        What is enqueued on the engine's stream is done at once: for a real engine, whose own work
+        is done on the host.
+
+    Attributes
+    ----------
+    faults : set of str
+        What fails when kvshelf asks for it, though the engine's own work goes on: ``event``,
+        ``record``, ``query``, ``synchronize``, ``wait``, ``enqueue``.
     """
 
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self, seed: int = 0, *, engine_at_once: bool = False) -> None:
+        self.faults: set[str] = set()
+        self._engine_at_once = engine_at_once
         self.changed = threading.Condition(threading.RLock())
         self.error = ""
         self.problems: list[BaseException] = []
@@ -95,6 +109,7 @@ class SimulatedStreams:
         return self._new("urgent" if urgent else "beside")
 
     def event(self) -> SimulatedEvent:
+        self.check("event")
         return SimulatedEvent(self)
 
     def current(self) -> SimulatedStream:
@@ -116,6 +131,13 @@ class SimulatedStreams:
         return contextlib.nullcontext()
 
     def enqueue(self, work: Callable[..., object], *arguments: Any) -> None:
+        self.check("enqueue")
+        self.do(work, *arguments)
+
+    # What tests use
+
+    def do(self, work: Callable[..., object], *arguments: Any) -> None:
+        """Enqueue the engine's own work."""
         taken = [
             argument.clone()
             if isinstance(argument, Tensor) and argument.dtype == int64
@@ -123,8 +145,6 @@ class SimulatedStreams:
             for argument in arguments
         ]
         self.put(self.current(), ("work", (work, taken)))
-
-    # What tests use
 
     @contextlib.contextmanager
     def hold(self) -> Iterator[None]:
@@ -174,14 +194,23 @@ class SimulatedStreams:
             self._speeds.append(self._chance.choice([0.05, 0.3, 1.0]))
         return stream
 
-    def check(self) -> None:
+    def check(self, what: str = "") -> None:
+        if what in self.faults:
+            raise RuntimeError(f"CUDA error: {what} failed")
         if self.error:
             raise RuntimeError(f"{self.error}\nCUDA kernel errors might be reported elsewhere")
 
     def put(self, stream: SimulatedStream, entry: tuple[str, Any]) -> None:
         with self.changed:
             self.check()
-            stream.entries.append(entry)
+            kind, what = entry
+            if stream is self.engine and self._engine_at_once and kind == "record":
+                what[0].reached = what[1]
+            elif stream is self.engine and self._engine_at_once:
+                assert kind == "work", "the engine's stream waits for nothing"
+                what[0](*what[1])
+            else:
+                stream.entries.append(entry)
             self.changed.notify_all()
 
     def _idle(self) -> bool:

@@ -83,6 +83,7 @@ def _engine_fixture(name: str, scope: Literal["session", "module"]) -> Any:
 inert = _engine_fixture("inert", "session")
 on_shelf = _engine_fixture("on_shelf", "session")
 small = _engine_fixture("small", "module")
+beside_device = _engine_fixture("beside_device", "module")
 second = _engine_fixture("second", "module")
 third = _engine_fixture("third", "module")
 chatting = _engine_fixture("chatting", "module")

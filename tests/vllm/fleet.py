@@ -10,6 +10,7 @@ from typing import Any
 
 from harness import INERT_CONNECTOR, SHELF_CONNECTOR, Engine
 
+_TESTS = Path(__file__).parents[1]
 #: Memory that must be free, in bytes, before an engine is started ahead of its tests.
 _ROOM = 6 << 30
 
@@ -44,6 +45,14 @@ ENGINES: dict[str, Callable[[Places], dict[str, Any]]] = {
         "num_gpu_blocks_override": 24,
         "max_num_batched_tokens": 384,
         "max_model_len": 2048,
+    },
+    # Its caches are taken for those of a device whose streams run behind.
+    "beside_device": lambda at: {
+        "model": at.model,
+        **_on_shelf(at.shelf),
+        "connector": ("ConnectorBesideADevice", "device_connector"),
+        "env": {"PYTHONPATH": os.pathsep.join(map(str, (_TESTS / "vllm", _TESTS / "native")))},
+        "core": 1,
     },
     "second": lambda at: {"model": at.model, **_on_shelf(at.shelf), "core": 0},
     "third": lambda at: {

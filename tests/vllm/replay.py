@@ -341,7 +341,7 @@ class MiniVllm:
         if self.device is None:
             work(*arguments)
         else:
-            self.device.enqueue(work, *arguments)
+            self.device.do(work, *arguments)
 
     def __enter__(self) -> MiniVllm:
         return self

@@ -366,13 +366,14 @@ def test_many_requests_in_a_tiny_cache(start: Callable[..., MiniVllm], runner: s
     assert sum(loaded) > 0
 
 
+@pytest.mark.parametrize("runner", RUNNERS)
 def test_an_abort_while_loading_frees_the_blocks_before_the_storage_answers(
-    start: Callable[..., MiniVllm], backend: FaultyBackend
+    start: Callable[..., MiniVllm], backend: FaultyBackend, runner: str
 ) -> None:
-    run(start(), prompt(41))
+    run(start(runner=runner), prompt(41))
     gate = threading.Event()
     backend.add(Fault("read", wait=gate))
-    engine = start()
+    engine = start(runner=runner)
     engine.add(Request("r", prompt(41)))
     while engine.states["r"].status != "loading":
         engine.step()
@@ -390,11 +391,12 @@ def test_an_abort_while_loading_frees_the_blocks_before_the_storage_answers(
     engine.run()
 
 
+@pytest.mark.parametrize("runner", RUNNERS)
 def test_aborts_at_any_time_leave_nothing_behind(
-    start: Callable[..., MiniVllm], backend: FaultyBackend
+    start: Callable[..., MiniVllm], backend: FaultyBackend, runner: str
 ) -> None:
-    run(start(), prompt(41))
-    engine = start(budget=8)
+    run(start(runner=runner), prompt(41))
+    engine = start(budget=8, runner=runner)
     for steps in range(12):
         engine.add(Request(f"r{steps}", prompt(41), max_tokens=3))
         for _ in range(steps):

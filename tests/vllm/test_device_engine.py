@@ -1,0 +1,51 @@
+"""A real engine whose stores and loads go by the streams of a simulated device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from harness import Answer, Engine, assert_same
+from shelf_files import CHUNK, ShelfFiles
+
+
+@pytest.mark.parametrize("length", [CHUNK, 2 * CHUNK + 100, 2300])
+def test_answers_stay_the_same_beside_a_device(
+    beside_device: Engine,
+    shelf: ShelfFiles,
+    reference: Callable[..., Answer],
+    prompt: Callable[[int], list[int]],
+    length: int,
+) -> None:
+    engine, tokens = beside_device, prompt(length)
+    cold = engine.generate(tokens)
+    assert cold.shelf_tokens == 0
+    assert_same(cold, reference(tokens))
+    shelf.wait_stored(tokens)
+    engine.reset_prefix_cache()
+    warm = engine.generate(tokens)
+    assert warm.shelf_tokens == warm.cached_tokens == (
+        length - 1
+    ) // 128 * 128 // CHUNK * CHUNK or (length == CHUNK)
+    assert_same(warm, reference(tokens))
+    assert "staging is not page-locked" in engine.log_path.read_text()
+
+
+def test_requests_that_load_store_and_end_early_at_the_same_time(
+    beside_device: Engine,
+    shelf: ShelfFiles,
+    reference: Callable[..., Answer],
+    prompt: Callable[[int], list[int]],
+) -> None:
+    engine, base = beside_device, prompt(4 * CHUNK)
+    engine.generate(base)
+    shelf.wait_stored(base)
+    engine.reset_prefix_cache()
+    prompts = [base[: (1 + i % 4) * CHUNK] + prompt(100 + 300 * (i % 3)) for i in range(8)]
+    requests = [engine.submit(tokens) for tokens in prompts]
+    for request in requests[::4]:
+        request.abort()
+    for i, (tokens, request) in enumerate(zip(prompts, requests, strict=True)):
+        answer = request.result()
+        if i % 4:
+            assert_same(answer, reference(tokens))

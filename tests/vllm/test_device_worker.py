@@ -1,0 +1,357 @@
+"""Lives of an engine whose caches are on a device: sleep, failures, aborts, memory."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+import torch
+from kvshelf.backends import Deadlines
+from kvshelf.backends.guard import GuardedBackend
+from kvshelf.backends.wrappers import FaultyBackend
+from parts import AT_ONCE, PATIENCE, posix, until
+from replay import MiniVllm, Request, bind, make_caches, make_config, make_groups, prompt
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+from kvshelf.device import DevicePath
+from kvshelf.errors import UnsupportedError
+from kvshelf.shelf import Shelf
+from kvshelf.staging import StagingPool
+from kvshelf.vllm import connector, weight_changes
+from kvshelf.vllm.connector import SharedStorageConnector
+from kvshelf.vllm.worker import WorkerSide
+
+RUNNERS = ["V1 on a device", "V2 on a device"]
+
+
+@pytest.fixture
+def backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FaultyBackend:
+    backend = FaultyBackend(posix(tmp_path / "shelf"))
+
+    def open_shelf(url: str, *, deadlines: dict[str, float] | None = None, **options: Any) -> Shelf:
+        guarded = GuardedBackend(backend, replace(Deadlines(), **(deadlines or {})), AT_ONCE)
+        return Shelf(guarded)
+
+    monkeypatch.setattr(connector, "open_shelf", open_shelf)
+    connector._next_logs.clear()
+    return backend
+
+
+@pytest.fixture
+def start(
+    backend: FaultyBackend, caplog: pytest.LogCaptureFixture
+) -> Iterator[Callable[..., MiniVllm]]:
+    engines: list[MiniVllm] = []
+
+    def start(runner: str = "V2 on a device", **options: Any) -> MiniVllm:
+        config = make_config(backend.url, lookup_wait_s=PATIENCE, identity_wait_s=PATIENCE)
+        engines.append(MiniVllm(config, runner=runner, prefix_caching=False, **options))
+        return engines[-1]
+
+    yield start
+    for engine in engines:
+        engine.close()
+    assert "the engine goes on" not in caplog.text
+
+
+def side_of(engine: MiniVllm) -> WorkerSide:
+    side = engine.worker._worker
+    assert side is not None
+    return side
+
+
+def run(engine: MiniVllm, tokens: list[int], name: str = "") -> int:
+    """Run a request to its end; return the tokens that it got from the shelf."""
+    request = engine.add(Request(name or f"{engine.steps}", tokens))
+    state = engine.states[request.request_id]
+    engine.run(100_000)
+    assert side_of(engine).drain(PATIENCE) == 0
+    return state.loaded
+
+
+def computed(engine: MiniVllm) -> int:
+    """Tokens of its prompt that the request which ran last computed itself."""
+    last = engine.written[-1][0]
+    return max(end for name, _, end in engine.written if name == last and end <= 41) - min(
+        begin for name, begin, _ in engine.written if name == last
+    )
+
+
+def count(engine: MiniVllm, name: str) -> float:
+    return side_of(engine).counters.snapshot().get(name, 0)
+
+
+# ------------------------------------------------------------------------- memory
+
+
+def test_all_memory_is_taken_when_caches_are_registered(
+    start: Callable[..., MiniVllm], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths, pools = [], []
+    make_path, make_pool = DevicePath.__init__, StagingPool.__init__
+
+    def path(self: DevicePath, *args: Any, **options: Any) -> None:
+        paths.append(options["ring"])
+        make_path(self, *args, **options)
+
+    def pool(self: StagingPool, *args: Any, **options: Any) -> None:
+        pools.append(options["pinned"])
+        make_pool(self, *args, **options)
+
+    monkeypatch.setattr(DevicePath, "__init__", path)
+    monkeypatch.setattr(StagingPool, "__init__", pool)
+    start(room=8)
+    engine = start(room=100)
+    # Chunks of 8 tokens: as many as a step of 100 tokens may complete, at least four.
+    assert paths == [4, 13]
+    assert pools == [True, True]
+    assert run(engine, prompt(41)) == 0
+    assert run(engine, prompt(41)) == 40
+    assert len(paths) == len(pools) == 2
+
+
+def test_threads_that_load_are_as_many_as_idle_cores_allow(
+    start: Callable[..., MiniVllm], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(96)))
+    assert side_of(start())._load_threads() == 8
+    assert side_of(start(runner="V1"))._load_threads() == 2
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4)))
+    assert side_of(start())._load_threads() == 2
+
+
+@pytest.mark.parametrize("where", ["meta", "two devices"])
+def test_caches_elsewhere_stop_the_start(backend: FaultyBackend, where: str) -> None:
+    config = make_config(backend.url, blocks=8)
+    caches = make_caches(8, 4)
+    for name in list(caches)[where == "two devices" :]:
+        caches[name] = caches[name].to("meta")
+    bind(config, caches)
+    made = SharedStorageConnector(config, KVConnectorRole.WORKER, make_groups(config))
+    with pytest.raises(UnsupportedError, match="all in host memory or all on one GPU"):
+        made.register_kv_caches(caches)
+    made.shutdown()
+
+
+# ------------------------------------------------------------------------- aborts
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_blocks_of_an_aborted_load_are_free_only_when_the_device_has_left_them(
+    start: Callable[..., MiniVllm], runner: str
+) -> None:
+    engine = start(runner=runner)
+    run(engine, prompt(41))
+    assert engine.device is not None
+    side = side_of(engine)
+    with engine.device.hold():
+        engine.add(Request("r", prompt(41)))
+        until(lambda: engine.step() is not None and engine.states["r"].status == "loading")
+        assert side._transfer is not None
+        path = side._memory.cache._path  # type: ignore[union-attr]
+        until(lambda: path._scattering > 0)
+        before = len(engine.free)
+        engine.abort("r")
+        for _ in range(20):
+            engine.step()
+        # What was enqueued still writes to them.
+        assert "r" in engine.states
+        assert len(engine.free) == before
+    until(lambda: engine.step() is not None and "r" not in engine.states)
+    assert len(engine.free) > before
+    engine.device.finish()
+    # From now on they are others'.
+    for cache in engine.caches.values():
+        cache.zero_()
+    until(lambda: not side._transfer.loading)  # type: ignore[union-attr]
+    engine.step()
+    engine.device.finish()
+    assert not any(cache.any() for cache in engine.caches.values())
+
+
+# ------------------------------------------------------------------------- sleep
+
+
+def poison(engine: MiniVllm) -> None:
+    """What is in the caches' memory after it was given away."""
+    assert engine.device is not None
+    engine.device.finish()
+    for cache in engine.caches.values():
+        cache.view(torch.int16).random_(1, 1000)
+        cache[0] = 0
+
+
+@pytest.mark.parametrize("hooks", ["of the connector", "of the worker", "both"])
+def test_while_the_engine_sleeps_nothing_touches_the_caches(
+    start: Callable[..., MiniVllm], monkeypatch: pytest.MonkeyPatch, hooks: str
+) -> None:
+    class Worker:
+        def sleep(self, level: int = 1) -> None: ...
+
+        def wake_up(self, tags: list[str] | None = None) -> None: ...
+
+    monkeypatch.setitem(sys.modules, weight_changes._MODULE, SimpleNamespace(Worker=Worker))
+    engine = start()
+    assert engine.device is not None
+    with engine.device.hold():
+        engine.add(Request("r", prompt(41)))
+        engine.run()
+        # Its chunks are on their way; their blocks may only go when they have left.
+        asleep = threading.Thread(
+            target=lambda: (
+                (hooks == "of the worker" or engine.worker.unregister_kv_caches()),
+                (hooks == "of the connector" or Worker().sleep()),
+            )
+        )
+        asleep.start()
+        asleep.join(0.05)
+        assert asleep.is_alive()
+    asleep.join(PATIENCE)
+    assert not asleep.is_alive()
+    assert count(engine, "stored_chunks") == 5
+    poison(engine)
+    before = len(engine.device.ran)
+    path = side_of(engine)._memory.cache._path  # type: ignore[union-attr]
+    assert path._paused
+    Worker().wake_up(["weights"])
+    assert path._paused
+    if hooks != "of the connector":
+        Worker().wake_up(["kv_cache"])
+    if hooks != "of the worker":
+        engine.worker.restore_kv_caches(engine.caches)
+    assert not path._paused
+    assert len(engine.device.ran) == before
+    assert run(engine, prompt(41)) == 40
+
+
+def test_caches_that_come_back_elsewhere_are_used_there(start: Callable[..., MiniVllm]) -> None:
+    engine = start()
+    run(engine, prompt(41))
+    engine.worker.unregister_kv_caches()
+    assert engine.device is not None
+    engine.device.finish()
+    old = engine.caches
+    engine.caches = {name: torch.zeros_like(cache) for name, cache in old.items()}
+    bind(engine.config, engine.caches)
+    engine.worker.restore_kv_caches(engine.caches)
+    for cache in old.values():
+        cache.zero_()
+    assert run(engine, prompt(41)) == 40
+    assert run(engine, prompt(41, 1)) == 0
+    assert run(engine, prompt(41, 1)) == 40
+    engine.device.finish()
+    assert not any(cache.any() for cache in old.values())
+
+
+def test_caches_that_come_back_in_another_layout_are_left_alone(
+    start: Callable[..., MiniVllm], caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = start()
+    run(engine, prompt(41))
+    engine.worker.unregister_kv_caches()
+    other = {
+        name: cache.transpose(1, 2).contiguous().transpose(1, 2)
+        for name, cache in engine.caches.items()
+    }
+    engine.worker.restore_kv_caches(other)
+    engine.worker.restore_kv_caches()
+    assert side_of(engine)._memory.cache._path._paused  # type: ignore[union-attr]
+    for _ in range(2):
+        run(engine, prompt(41))
+        assert computed(engine) == 41
+    assert "came back from sleep in another layout" in caplog.text
+
+
+# ------------------------------------------------------------------------- failures
+
+
+@pytest.mark.parametrize("fault", ["event", "record", "query", "synchronize", "wait", "enqueue"])
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_after_a_device_failed_the_engine_goes_on_as_with_no_cache(
+    start: Callable[..., MiniVllm],
+    backend: FaultyBackend,
+    runner: str,
+    fault: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    engine = start(runner=runner)
+    run(engine, prompt(41))
+    assert engine.device is not None
+    engine.device.faults = {fault}
+    # Whether by a load or by a store, it is noticed; and requests end as without a load.
+    run(engine, prompt(41))
+    assert computed(engine) == 41 or fault == "query"
+    run(engine, prompt(41, 1))
+    assert computed(engine) == 41
+    assert side_of(engine)._failed_device
+    engine.device.faults.clear()
+    before = {info.name for info in backend.list()}
+    ran = [name for name in engine.device.ran if name != "engine"]
+    for seed in range(4):
+        assert run(engine, prompt(41, seed)) == 0
+    assert {info.name for info in backend.list()} == before
+    assert [name for name in engine.device.ran if name != "engine"] == ran
+    lines = [record for record in caplog.records if record.levelname in ("ERROR", "CRITICAL")]
+    assert len(lines) == 1
+    assert f"cpu failed: CUDA error: {fault} failed" in lines[0].getMessage()
+    assert side_of(engine)._staging.in_use == 0  # type: ignore[union-attr]
+
+
+def test_a_device_that_fails_for_good_stops_nothing_of_ours(
+    start: Callable[..., MiniVllm], caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = start()
+    run(engine, prompt(41))
+    assert engine.device is not None
+    engine.device.fail()
+    # vLLM does not outlive this, but what it calls on its way must not hold it up.
+    meta = engine.scheduler.build_connector_meta(_nothing())
+    engine.worker.bind_connector_metadata(meta)
+    engine.worker.start_load_kv(None)
+    engine.worker.wait_for_save()
+    engine.worker.get_finished(set())
+    engine.worker.clear_connector_metadata()
+    engine.worker.shutdown()
+    engine.worker.shutdown()
+
+
+def _nothing() -> SimpleNamespace:
+    return SimpleNamespace(
+        scheduled_new_reqs=[],
+        scheduled_cached_reqs=SimpleNamespace(req_ids=[], num_computed_tokens=[]),
+        num_scheduled_tokens={},
+        total_num_scheduled_tokens=0,
+        kv_connector_block_state=None,
+    )
+
+
+def test_caches_may_be_registered_again_on_a_device(start: Callable[..., MiniVllm]) -> None:
+    engine = start()
+    run(engine, prompt(41))
+    engine.caches = make_caches(64, engine.block_size)
+    bind(engine.config, engine.caches)
+    engine.worker.register_kv_caches(engine.caches)
+    until(lambda: run(engine, prompt(41)) == 40)
+
+
+def test_an_engine_that_is_shut_down_waits_for_its_copies(
+    backend: FaultyBackend,
+) -> None:
+    config = make_config(backend.url, lookup_wait_s=PATIENCE, identity_wait_s=PATIENCE)
+    engine = MiniVllm(config, runner="V2 on a device", prefix_caching=False)
+    with closing(engine):
+        engine.add(Request("r", prompt(41)))
+        engine.run()
+        engine.worker.shutdown()
+        assert len([i for i in backend.list() if i.name.endswith(".safetensors")]) == 10
