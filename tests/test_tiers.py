@@ -20,7 +20,7 @@ import tier_child
 from kvshelf.backends import Backend, Properties
 from kvshelf.backends.guard import GuardedBackend
 from kvshelf.backends.wrappers import CountingBackend, Fault, FaultyBackend, WrappedBackend
-from parts import AT_ONCE, PATIENCE, SOON, Rig, make_chunks, make_format, posix
+from parts import AT_ONCE, PATIENCE, SOON, Rig, make_chunks, make_format, posix, until
 from typer.testing import CliRunner
 
 from kvshelf import tiers as tiers_module
@@ -28,13 +28,14 @@ from kvshelf.cli.app import app
 from kvshelf.errors import (
     ConfigError,
     NoSpaceStorageError,
+    PermanentStorageError,
     TransientStorageError,
 )
 from kvshelf.identity import Chunk, KeyChain, object_name
 from kvshelf.metrics import Counters
 from kvshelf.probe import FailedKeys, LookupService
 from kvshelf.shelf import Shelf, open_shelf
-from kvshelf.tiers import DiskTier, FindsInTiers, LoadsFromTiers
+from kvshelf.tiers import DiskTier, FindsInTiers, LoadsFromTiers, open_behind
 
 FMT = make_format()
 SHARDS = range(FMT.shards)
@@ -396,6 +397,55 @@ def test_a_tier_that_does_not_open_holds_up_nothing(
     machine.put(chunks)
     assert machine.load(chunks)
     go.set()
+
+
+def test_a_shelf_that_cannot_be_opened_is_done_without_until_it_can(
+    remote: CountingBackend,
+    start: Callable[..., Machine],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    chunks = make_chunks(FMT, 3)
+    start(remote).put(chunks[:2])
+    with closing(Rig(remote.inner, fmt=FMT)) as elsewhere:
+        elsewhere.put(chunks)
+    well = threading.Event()
+
+    def opening(url: str, **_: Any) -> Backend:
+        if not well.is_set():
+            raise TransientStorageError(5, "nobody answers")
+        return remote
+
+    monkeypatch.setattr(tiers_module, "_RETRY_SECONDS", 0.02)
+    monkeypatch.setattr(tiers_module, "open_backend", opening)
+    with closing(DiskTier(tmp_path / "tier", ROOM)) as tier:
+        shelf = open_behind(tier, "s3://key:secret@bucket/kv", deadlines={"probe": 0.5})
+        assert shelf.url == "s3://bucket/kv"
+        assert shelf.backend.deadlines.probe == 0.5
+        near = FindsInTiers(shelf, [tier])
+        assert near.present(FMT, chunks) == [True, True, False]
+        with closing(LoadsFromTiers(shelf, [tier])) as loads:
+            image = memoryview(bytearray(FMT.object_size(0)))
+            loads.load(FMT, chunks[0], 0, image)
+            with pytest.raises(TransientStorageError):
+                loads.load(FMT, chunks[2], 0, image)
+            well.set()
+            until(lambda: near.present(FMT, chunks) == [True] * 3)
+            loads.load(FMT, chunks[2], 0, image)
+
+
+def test_a_shelf_that_will_not_open_is_a_mistake(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def opening(url: str, **_: Any) -> Backend:
+        raise PermanentStorageError(2, "there is no bucket")
+
+    monkeypatch.setattr(tiers_module, "open_backend", opening)
+    with (
+        closing(DiskTier(tmp_path / "tier", ROOM)) as tier,
+        pytest.raises(PermanentStorageError, match="bucket"),
+    ):
+        open_behind(tier, "s3://bucket/kv")
 
 
 def test_a_file_in_place_of_the_tier_is_a_mistake(tmp_path: Path) -> None:

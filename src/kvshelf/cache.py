@@ -30,7 +30,7 @@ from array import array
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, fields
 from types import TracebackType
-from typing import ClassVar, Final, Generic, NamedTuple, TypeAlias, TypeVar
+from typing import Any, ClassVar, Final, Generic, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -56,7 +56,7 @@ from kvshelf.prefetch import IntoMemory, PrefetchMemory
 from kvshelf.probe import FailedKeys, Lookup, LookupService
 from kvshelf.shelf import Shelf, open_shelf
 from kvshelf.staging import StagingPool
-from kvshelf.tiers import DiskTier, FindsInTiers, LoadsFromTiers, Tier
+from kvshelf.tiers import DiskTier, FindsInTiers, LoadsFromTiers, Tier, open_behind
 from kvshelf.transfer import (
     ChunkSlots,
     Failure,
@@ -568,19 +568,20 @@ class ChunkCache:
                 url,
             )
         counters = Counters()
-        shelf = open_shelf(
-            url,
-            storage_options=config.storage_options,
-            read_only=config.read_only,
-            counters=counters,
-            deadlines=config.deadlines,
-        )
-        disk_tier = None
+        options: dict[str, Any] = {
+            "storage_options": config.storage_options,
+            "read_only": config.read_only,
+            "counters": counters,
+            "deadlines": config.deadlines,
+        }
+        shelf = disk_tier = None
         try:
-            if config.disk_tier is not None:
-                disk_tier = DiskTier(
-                    config.disk_tier.path, config.disk_tier.max_bytes, counters=counters
-                )
+            if config.disk_tier is None:
+                shelf = open_shelf(url, **options)
+            else:
+                place = config.disk_tier
+                disk_tier = DiskTier(place.path, place.max_bytes, counters=counters)
+                shelf = open_behind(disk_tier, url, **options)
             cache = cls(
                 shelf,
                 namespace,
@@ -594,9 +595,9 @@ class ChunkCache:
                 counters=counters,
             )
         except BaseException:
-            if disk_tier is not None:
-                disk_tier.close()
-            shelf.close()
+            for opened in (disk_tier, shelf):
+                if opened is not None:
+                    opened.close()
             raise
         cache._owns_shelf = True
         return cache

@@ -2,7 +2,8 @@
 
 Owns the shape of a tier (:class:`Tier`), the shelves that look into tiers first
 (:class:`LoadsFromTiers`, :class:`FindsInTiers`), and the disk tier: a directory on this machine
-in front of a shelf that is farther away. The memory tier is :mod:`kvshelf.prefetch`.
+in front of a shelf that is farther away, which may also be opened later (:func:`open_behind`). The
+memory tier is :mod:`kvshelf.prefetch`.
 
 The disk tier is filled with what loads have fetched and verified, and with what is stored. Its
 objects have the names that they have on the shelf, so that it is a shelf itself. It is bounded
@@ -25,25 +26,43 @@ Contracts
 
 from __future__ import annotations
 
+import errno
+import functools
 import logging
 import os
+import re
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Final, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final, Protocol
 
 import torch
 
-from kvshelf.backends import Buffer, WriteMode, WriteResult
+from kvshelf.backends import (
+    Backend,
+    Buffer,
+    Deadlines,
+    Properties,
+    WriteMode,
+    WriteResult,
+    open_backend,
+)
+from kvshelf.backends.base import StatResults
 from kvshelf.backends.guard import Backoff, GuardedBackend
 from kvshelf.backends.posix import PosixBackend
+from kvshelf.backends.wrappers import WrappedBackend
 from kvshelf.bounded import BoundedBackend, FullError
 from kvshelf.buffers import Buffer as PoolBuffer
 from kvshelf.buffers import BufferPool
 from kvshelf.chunkfile import ObjectFormat
-from kvshelf.errors import BadObjectError, ObjectMissingError, StorageError
+from kvshelf.errors import (
+    BadObjectError,
+    ObjectMissingError,
+    StorageError,
+    UnavailableStorageError,
+)
 from kvshelf.identity import Chunk
 from kvshelf.metrics import Counters
 from kvshelf.shelf import Presence, Shelf
@@ -557,3 +576,127 @@ class DiskTier:
         self._pool.close()
         if self._shelf is not None:
             self._shelf.close()
+
+
+# --------------------------------------------------------------------------- a shelf that is away
+
+
+class _LateBackend(WrappedBackend):
+    """A storage that could not be opened, and is opened when it answers.
+
+    Until then nothing can be had from it, and it counts as far.
+
+    Parameters
+    ----------
+    url : str
+        For log lines.
+    make : Callable
+        Opens it; called on a thread of its own.
+    """
+
+    def __init__(self, url: str, make: Callable[[], Backend]) -> None:
+        self.url = url
+        self._make = make
+        self._opened: Backend | None = None
+        self._closing = threading.Event()
+        threading.Thread(target=self._open, name="kvshelf-open-late", daemon=True).start()
+
+    @property
+    def inner(self) -> Backend:  # type: ignore[override]
+        """The storage.
+
+        Raises
+        ------
+        UnavailableStorageError
+            If it is not open.
+        """
+        if self._opened is None:
+            raise UnavailableStorageError(errno.EAGAIN, "it has not answered yet", self.url)
+        return self._opened
+
+    @property
+    def properties(self) -> Properties:
+        """Those of the storage, or what holds for any that is far."""
+        if self._opened is None:
+            return Properties(
+                filesystem="unknown",
+                probe_cost=20e-3,
+                concurrency=32,
+                deadlines=Deadlines(probe=5.0, read=15.0, write=15.0),
+            )
+        return self._opened.properties
+
+    def stat(self, names: Sequence[str]) -> StatResults:
+        """Probe many names at once."""
+        try:
+            return self.inner.stat(names)
+        except UnavailableStorageError as error:
+            return [error] * len(names)
+
+    def close(self) -> None:
+        """Try no more, close the storage."""
+        self._closing.set()
+        if self._opened is not None:
+            self._opened.close()
+
+    def _open(self) -> None:
+        while not self._closing.wait(_RETRY_SECONDS):
+            try:
+                self._opened = self._make()
+            except StorageError as error:
+                if not error.retryable:
+                    logger.error("%s cannot be used: %s", self.url, error)
+                    return
+            except Exception as error:
+                logger.error("%s cannot be used", self.url, exc_info=error)
+                return
+            else:
+                logger.info("%s is open", self.url)
+                return
+
+
+def open_behind(
+    tier: DiskTier,
+    url: str | os.PathLike[str],
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+    read_only: bool = False,
+    counters: Counters | None = None,
+    deadlines: Mapping[str, float] | None = None,
+) -> Shelf:
+    """Open the shelf behind a disk tier, also when it does not answer now.
+
+    What is in the tier can be had meanwhile.
+
+    Parameters
+    ----------
+    tier : DiskTier
+    url, storage_options, read_only, counters, deadlines
+        As for :func:`kvshelf.shelf.open_shelf`.
+
+    Raises
+    ------
+    ConfigError, StorageError
+        If the shelf cannot be opened, and waiting would not help.
+    """
+    make = functools.partial(
+        open_backend, url, storage_options=storage_options, read_only=read_only
+    )
+    backend: Backend
+    try:
+        backend = make()
+    except StorageError as error:
+        if not error.retryable:
+            raise
+        shown = re.sub(r"//[^/@]*@", "//", os.fspath(url))
+        logger.warning(
+            "%s cannot be opened now (%s): for now there is only what the disk tier %s has; it is"
+            " tried again every %g s",
+            shown,
+            error,
+            tier.path,
+            _RETRY_SECONDS,
+        )
+        backend = _LateBackend(shown, make)
+    wanted = replace(backend.properties.deadlines, **(deadlines or {}))
+    return Shelf(backend, counters, deadlines=wanted)

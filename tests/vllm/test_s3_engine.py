@@ -101,3 +101,34 @@ def test_a_directory_is_synced_to_a_bucket_and_back(
             answer = third.generate(one)
             assert answer.shelf_tokens == hit
             assert_same(answer, reference(one))
+
+
+def test_a_disk_tier_serves_while_the_bucket_is_away(
+    engines: Engines,
+    tmp_path: Path,
+    reference: Callable[..., Answer],
+    prompt: Callable[[int], list[int]],
+) -> None:
+    pytest.importorskip("obstore", reason="obstore is missing: pip install 'kvshelf[s3]'")
+    near = tmp_path / "near"
+    tokens = prompt(1000)
+    with rclone_s3(tmp_path) as server:
+        options = {
+            "storage_options": server.options(),
+            "disk_tier": {"path": str(near), "max_bytes": "1GiB"},
+        }
+        with start(engines, "through a tier", f"s3://{BUCKET}/kv", **options) as writer:
+            assert writer.generate(tokens).shelf_tokens == 0
+            assert server.folder is not None
+            ShelfFiles(server.folder / BUCKET / "kv").wait_stored(tokens)
+            tier = ShelfFiles(near)
+            tier.wait_stored(tokens)
+    # The server is gone when the second engine starts.
+    with start(engines, "from a tier", f"s3://{BUCKET}/kv", **options) as reader:
+        answer = reader.generate(tokens)
+        assert answer.shelf_tokens == 768
+        assert_same(answer, reference(tokens))
+        # A prompt that is not near is computed.
+        other = prompt(900)
+        assert_same(reader.generate(other), reference(other))
+    assert tier.check_all() > 0

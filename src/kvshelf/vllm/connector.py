@@ -409,37 +409,40 @@ def _open(config: Config, counters: Counters, *, scheduling: bool) -> OpeningShe
             url,
         )
 
-    def make() -> Shelf:
-        shelf = open_shelf(
-            url,
-            storage_options=config.storage_options,
-            read_only=config.read_only,
-            counters=counters,
-            deadlines=config.deadlines,
-        )
-        if config.disk_tier is None:
-            return shelf
-        try:
-            return _behind_disk_tier(shelf, config.disk_tier, counters, scheduling=scheduling)
-        except BaseException:
-            shelf.close()
-            raise
-
-    return OpeningShelf(url, make)
+    options: dict[str, Any] = {
+        "storage_options": config.storage_options,
+        "read_only": config.read_only,
+        "counters": counters,
+        "deadlines": config.deadlines,
+    }
+    tier = config.disk_tier
+    if tier is None:
+        return OpeningShelf(url, functools.partial(open_shelf, url, **options))
+    return OpeningShelf(
+        url,
+        functools.partial(_open_behind_tier, tier, url, options, counters, scheduling=scheduling),
+    )
 
 
-def _behind_disk_tier(
-    shelf: Shelf, options: DiskTierConfig, counters: Counters, *, scheduling: bool
+def _open_behind_tier(
+    options: DiskTierConfig,
+    url: str,
+    shelf_options: dict[str, Any],
+    counters: Counters,
+    *,
+    scheduling: bool,
 ) -> Shelf:
     # What copies objects takes a moment to import, and most engines do not need it.
-    from kvshelf.tiers import DiskTier, FindsInTiers, LoadsFromTiers
+    from kvshelf.tiers import DiskTier, FindsInTiers, LoadsFromTiers, open_behind
 
     tier = DiskTier(
-        options.path,
-        options.max_bytes,
-        counters=counters,
-        on_thread_start=_stay_behind,
+        options.path, options.max_bytes, counters=counters, on_thread_start=_stay_behind
     )
+    try:
+        shelf = open_behind(tier, url, **shelf_options)
+    except BaseException:
+        tier.close()
+        raise
     return FindsInTiers(shelf, [tier]) if scheduling else LoadsFromTiers(shelf, [tier])
 
 
