@@ -255,6 +255,11 @@ def test_what_others_put_there_is_counted_within_an_hour(
     assert not backend.counted_lately
     backend.make_room(SIZE, backend)
     assert len(there(tmp_path)) <= 10
+    # What is counted and has room stays.
+    put(backend, 20)
+    left = there(tmp_path)
+    assert backend.make_room(0, backend) == (0, 0)
+    assert there(tmp_path) == left
 
 
 def test_what_killed_writers_left_goes_when_room_is_made(tmp_path: Path) -> None:

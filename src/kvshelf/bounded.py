@@ -392,6 +392,9 @@ class BoundedBackend(WrappedBackend):
             wanted = self.max_bytes - goal if use is None else use.used - goal
             counted, oldest = _look(through, max(wanted, size))
             self.ledger.restart(counted, mark)
+            use = self.ledger.read()
+            if use is not None and use.used + size <= self.max_bytes:
+                break
             for found in oldest:
                 # Others may be at it too.
                 use = self.ledger.read()
