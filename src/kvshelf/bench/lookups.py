@@ -195,7 +195,9 @@ def _far_row(
     options: dict[str, Any],
 ) -> Row:
     prompt = make_prompt(chunks * fmt.chunk_size)
-    with Shelf(open_backend(f"s3://{BUCKET}/{part}", storage_options=options)) as shelf:
+    counters = Counters()
+    backend = open_backend(f"s3://{BUCKET}/{part}", storage_options=options)
+    with Shelf(backend, counters) as shelf:
         service = LookupService(shelf, fmt, failed=FailedKeys(), counters=Counters())
         name = shelf.name(fmt, make_chunks(fmt, 1)[0], 0)
 
@@ -209,9 +211,11 @@ def _far_row(
 
         pairs = settings.pairs(15 if delay else 31)
         times = measure_pairs(Work(search), Work(ask_once), pairs, warm_up=3)
+        counters.take()
         before = proxy.counts()["requests"]["HEAD"]
         search()
         heads = proxy.counts()["requests"]["HEAD"] - before
+        rounds = round(sum(counters.take()["probe"][:-1]))
         service.close()
     return Row(
         f"lookup/s3/{delay * 1e3:g}ms/{part}",
@@ -220,8 +224,8 @@ def _far_row(
         *times,
         # Each round trip takes what one HEAD does.
         goal=Goal(4.0) if delay else None,
-        note=f"nothing remembered; {heads} HEADs",
-        extra={"heads": heads},
+        note=f"nothing remembered; {heads} HEADs in {rounds} rounds",
+        extra={"heads": heads, "rounds": rounds},
     )
 
 
