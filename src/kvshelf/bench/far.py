@@ -1,0 +1,138 @@
+"""Rows ``far/*``: the load of one request from a real S3 server, near and 20 ms away.
+
+64 MiB in 16 objects, read, verified and handed to a paged cache that keeps nothing: what is
+measured is the way from the storage into staging. Server, proxy and kvshelf share the processors
+of one machine, so rows tell about waiting, not about networks.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+
+import torch
+
+from kvshelf.backends import open_backend
+from kvshelf.bench.measure import Row, Work, measure_pairs
+from kvshelf.bench.proxy import DelayingProxy
+from kvshelf.bench.samples import LARGE, TINY, fill, make_chunks, make_format
+from kvshelf.bench.servers import BUCKET, MissingServerError, S3Server
+from kvshelf.bench.settings import Settings
+from kvshelf.chunkfile import ObjectFormat
+from kvshelf.identity import Chunk
+from kvshelf.metrics import Counters
+from kvshelf.prefetch import LoadsFromMemory, Prefetcher, PrefetchMemory
+from kvshelf.shelf import Shelf
+from kvshelf.staging import StagingPool
+from kvshelf.transfer import ChunkSlots, Load, Transfer, useful_threads
+
+_DELAY_SECONDS = 20e-3
+_LOAD_SECONDS = 60.0
+_CHUNKS = 2
+
+
+class _Nowhere:
+    """A paged cache that keeps nothing."""
+
+    def gather(self, shard: int, slots: torch.Tensor, payload: torch.Tensor) -> None:
+        """Never called."""
+
+    def scatter(self, shard: int, slots: torch.Tensor, payload: torch.Tensor) -> None:
+        """Keep nothing."""
+
+
+class _Loads:
+    """Loads of the same chunks, one after the other."""
+
+    def __init__(
+        self, shelf: Shelf, fmt: ObjectFormat, chunks: Sequence[Chunk], threads: int
+    ) -> None:
+        size = fmt.object_size(0)
+        none = torch.empty(0, dtype=torch.int64)
+        self._items = [ChunkSlots(chunk, none, _Nowhere()) for chunk in chunks]
+        self._ids = itertools.count()
+        objects = len(chunks) * fmt.shards
+        self.transfer = Transfer(
+            shelf,
+            fmt,
+            None,
+            StagingPool(2 * objects * (size + 4096), size, together=fmt.shards),
+            counters=Counters(),
+            load_threads=threads,
+        )
+
+    def load(self) -> None:
+        """Load all chunks and wait for them."""
+        over = threading.Event()
+        ended: list[Load] = []
+
+        def note(load: Load) -> None:
+            ended.append(load)
+            over.set()
+
+        self.transfer.load(str(next(self._ids)), self._items, on_done=note)
+        if not over.wait(_LOAD_SECONDS) or ended[0].failed_at is not None:
+            raise RuntimeError("a load of objects that are there failed")
+
+
+def bench_far(settings: Settings) -> Iterator[Row]:
+    """Measure the load of one request from S3: by how many threads, and read ahead or not."""
+    fmt = make_format(TINY, 2) if settings.quick else make_format(LARGE, 8)
+    try:
+        with S3Server(settings.folder("far")) as server:
+            for delay in (0.0, _DELAY_SECONDS):
+                with DelayingProxy("127.0.0.1", server.port, delay) as proxy:
+                    yield from _rows(settings, fmt, delay, server, proxy.port)
+    except MissingServerError as error:
+        yield Row("far", "load of one request from S3", skipped=str(error))
+
+
+def _rows(
+    settings: Settings, fmt: ObjectFormat, delay: float, server: S3Server, port: int
+) -> Iterator[Row]:
+    chunks = make_chunks(fmt, _CHUNKS)
+    objects = len(chunks) * fmt.shards
+    label = f"{objects} objects of {fmt.object_size(0) / 2**20:.3g} MiB, S3 at {delay * 1e3:g} ms"
+    with ExitStack() as stack:
+        shelf = stack.enter_context(
+            Shelf(open_backend(f"s3://{BUCKET}/far", storage_options=server.options(port)))
+        )
+        _store(shelf, fmt, chunks)
+        threads = useful_threads(shelf.backend.properties)[0]
+        many, few = (_Loads(shelf, fmt, chunks, count) for count in (threads, 2))
+        capacity = 2 * objects * fmt.payload_size(0)
+        memory = PrefetchMemory(fmt, capacity, Counters(), push_out=False)
+        stack.callback(memory.close)
+        ahead = _Loads(LoadsFromMemory(shelf, memory), fmt, chunks, threads)
+        for loads in (many, few, ahead):
+            stack.callback(loads.transfer.close)
+        prefetcher = Prefetcher(ahead.transfer, memory)
+        prefetcher.want("request", chunks)
+        deadline = time.monotonic() + _LOAD_SECONDS
+        while memory.leading(chunks) < len(chunks):
+            if time.monotonic() > deadline:
+                raise RuntimeError("objects that are there did not come into memory")
+            threading.Event().wait(1e-3)
+        for name, work, loads, text, floor in (
+            ("threads", f"by {threads} threads", many, "by 2 threads", few),
+            ("prefetched", "read while it waited", ahead, "read at its turn", many),
+        ):
+            yield Row(
+                f"far/{delay * 1e3:g}ms/{name}",
+                f"load of {label}, {work}",
+                text,
+                *measure_pairs(Work(loads.load), Work(floor.load), settings.pairs(15), warm_up=1),
+                extra={"bytes": objects * fmt.object_size(0)},
+            )
+
+
+def _store(shelf: Shelf, fmt: ObjectFormat, chunks: Sequence[Chunk]) -> None:
+    image = memoryview(bytearray(fmt.object_size(0)))
+    fill(image)
+    for chunk in chunks:
+        for shard in range(fmt.shards):
+            fmt.seal(image, chunk, shard)
+            shelf.write(fmt, chunk, shard, [image])

@@ -1,0 +1,73 @@
+"""A real engine with room for one request: what the next one needs is read while it waits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from fleet import Engines
+from harness import SHELF_CONNECTOR, Answer, assert_same
+from servers import BUCKET, S3Server, command, rclone_s3
+from shelf_files import ShelfFiles, wait_until
+
+from kvshelf.bench.proxy import DelayingProxy
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(command("rclone") is None, reason="rclone is not installed"),
+]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    pytest.importorskip("obstore", reason="obstore is missing: pip install 'kvshelf[s3]'")
+    with rclone_s3(tmp_path_factory.mktemp("bucket")) as server:
+        yield server
+
+
+def test_a_request_that_waits_finds_its_objects_in_memory(
+    engines: Engines,
+    server: S3Server,
+    reference: Callable[..., Answer],
+    prompt: Callable[[int], list[int]],
+) -> None:
+    assert server.folder is not None
+    shelf = ShelfFiles(Path(server.folder) / BUCKET / "kv")
+    host, _, port = server.endpoint.rpartition("/")[2].partition(":")
+    first, second, dropped = prompt(300), prompt(1000), prompt(800)
+    with DelayingProxy(host, int(port), 0.02) as proxy:
+        far = {**server.options(), "endpoint_url": f"http://127.0.0.1:{proxy.port}"}
+        with engines.start(
+            "one at a time",
+            model=engines.places.model,
+            connector=SHELF_CONNECTOR,
+            extra_config={"shared_storage_path": f"s3://{BUCKET}/kv", "storage_options": far},
+            max_num_seqs=1,
+        ) as engine:
+            stored = 0
+            for tokens in (second, dropped):
+                engine.generate(tokens)
+                stored += sum(len(chunk) for chunk in shelf.wait_stored(tokens))
+            engine.reset_prefix_cache(connector=True)
+            before = engine.counters()
+            running = engine.submit(first, max_tokens=400)
+            running.wait_first_token()
+            waiting, leaving = engine.submit(second), engine.submit(dropped)
+
+            def grown(name: str) -> float:
+                return engine.counters().get(name, 0) - before.get(name, 0)
+
+            wait_until(lambda: grown("prefetched_objects") == stored, "all that waits in memory")
+            assert grown("loaded_bytes") == 0
+            leaving.abort()
+            requests = proxy.counts()["requests"]
+            running.result()
+            assert_same(waiting.result(), reference(second))
+            # The look-ups were done and the objects read: nothing was asked for any more, ...
+            assert proxy.counts()["requests"]["GET"] == requests["GET"]
+            objects = sum(len(chunk) for chunk in shelf.wait_stored(second))
+            engine.generate(prompt(5))
+            assert grown("memory_objects") == objects
+            # ... and what the request that left was to find there is given back.
+            assert grown("prefetch_unused_objects") == stored - objects
