@@ -20,6 +20,7 @@ from rich.console import Console
 
 from kvshelf.bench.copies import bench_copy
 from kvshelf.bench.engine import bench_engine, bench_startup
+from kvshelf.bench.far import bench_far
 from kvshelf.bench.lookups import bench_lookup
 from kvshelf.bench.measure import Row
 from kvshelf.bench.near import bench_tier
@@ -31,6 +32,7 @@ GROUPS: dict[str, Callable[[Settings], Iterator[Row]]] = {
     "load": bench_load,
     "publish": bench_publish,
     "tier": bench_tier,
+    "far": bench_far,
     "copy": bench_copy,
     "lookup": bench_lookup,
     "engine": bench_engine,

@@ -24,9 +24,10 @@ from kvshelf.bench.settings import Settings
 from kvshelf.chunkfile import ObjectFormat
 from kvshelf.identity import Chunk
 from kvshelf.metrics import Counters
-from kvshelf.prefetch import LoadsFromMemory, Prefetcher, PrefetchMemory
+from kvshelf.prefetch import Prefetcher, PrefetchMemory
 from kvshelf.shelf import Shelf
 from kvshelf.staging import StagingPool
+from kvshelf.tiers import LoadsFromTiers
 from kvshelf.transfer import ChunkSlots, Load, Transfer, useful_threads
 
 _DELAY_SECONDS = 20e-3
@@ -106,7 +107,7 @@ def _rows(
         capacity = 2 * objects * fmt.payload_size(0)
         memory = PrefetchMemory(fmt, capacity, Counters(), push_out=False)
         stack.callback(memory.close)
-        ahead = _Loads(LoadsFromMemory(shelf, memory), fmt, chunks, threads)
+        ahead = _Loads(LoadsFromTiers(shelf, [memory]), fmt, chunks, threads)
         for loads in (many, few, ahead):
             stack.callback(loads.transfer.close)
         prefetcher = Prefetcher(ahead.transfer, memory)
