@@ -9,10 +9,11 @@ Contracts
 ---------
 * One request for each probe (HEAD) and load (GET of the whole object, read as it arrives). Of a
   large object parts are asked for at once where one connection is seen to be slow and few
-  requests are under way, unless the server does not know ranges. A
-  publication is a PUT, with ``If-None-Match: *`` where nothing may be replaced, behind a HEAD,
-  since a store that ignores the condition would overwrite. A body that nobody reads to its end
-  is dropped, not fetched.
+  requests are under way, unless the server does not know ranges. A publication is a PUT, with
+  ``If-None-Match: *`` where nothing may be replaced. A store that ignores the condition would
+  overwrite: whether it does is learned with the first publication, from a small object that is
+  written twice, and where it does a HEAD goes before each PUT. A body that nobody reads to its
+  end is dropped, not fetched.
 * Stores that ignore ``If-None-Match`` may tell two writers CREATED. Equal names hold equal
   bytes, so the later one does no harm.
 * obstore repeats what may pass (time-outs, 5xx, 429), with jitter, within a few seconds;
@@ -27,6 +28,7 @@ outside of the GIL.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import importlib.util
 import os
@@ -52,6 +54,7 @@ from kvshelf.backends.base import (
     WriteMode,
     WriteResult,
     check_name,
+    temporary_name,
 )
 from kvshelf.backends.generic import GenericBackend
 
@@ -382,6 +385,7 @@ class S3Backend(Backend):
         #: Bytes that one connection delivers in a second, and bodies under way.
         self._rate = 0.0
         self._bodies = 0
+        self._heeds: bool | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._lock = threading.Lock()
         self._check()
@@ -621,13 +625,28 @@ class S3Backend(Backend):
         self._put(name, data, "overwrite")
         return WriteResult.CREATED if existed is None else WriteResult.REPLACED
 
+    def _heeds_condition(self) -> bool:
+        """Whether the store is known to heed If-None-Match; finds out when asked first."""
+        if self._heeds is None:
+            mark = f".kvshelf/{temporary_name('conditional')}"
+            try:
+                for _ in range(2):
+                    self._store.put(mark, b"kvshelf", mode="create", use_multipart=False)
+                self._heeds = False
+            except Exception as exc:  # noqa: BLE001 - it is only not known then
+                if type(exc).__name__ == "AlreadyExistsError" and "409" not in _statuses(str(exc)):
+                    self._heeds = True
+            with contextlib.suppress(Exception):
+                self._store.delete(mark)
+        return self._heeds is True
+
     def _create(self, name: str, data: Any) -> WriteResult:
-        # Stores that ignore the condition would overwrite, and so are asked first.
-        existed = self.stat([name])[0]
-        if isinstance(existed, StorageError):
-            raise existed
-        if existed is not None:
-            return WriteResult.EXISTED
+        if not self._heeds_condition():
+            existed = self.stat([name])[0]
+            if isinstance(existed, StorageError):
+                raise existed
+            if existed is not None:
+                return WriteResult.EXISTED
         if not self._conditional:
             self._put(name, data, "overwrite")
             return WriteResult.CREATED

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import pytest
 from kvshelf.backends import Backend, open_backend
 from kvshelf.backends.base import WriteResult
+from s3proxy import S3Proxy
 from servers import (
     BUCKET,
     RCLONE_CACHE_SECONDS,
@@ -189,6 +190,11 @@ def server(moto: S3Server) -> S3Server:
     return moto
 
 
+def through(server: S3Server, proxy: S3Proxy) -> Backend:
+    """Open a shelf of its own behind a proxy."""
+    return opened(server, endpoint_url=proxy.endpoint)
+
+
 def opened(server: S3Server, bucket: str = BUCKET, **options: Any) -> Backend:
     return open_backend(
         f"s3://{bucket}/{uuid.uuid4().hex}", storage_options=server.options(**options)
@@ -301,6 +307,58 @@ def test_an_object_that_is_replaced_while_it_is_read(server: S3Server) -> None:
             backend.write("x", [b"abcdefghij"], "replace")
             with pytest.raises(TransientStorageError):
                 reader.read_into(memoryview(bytearray(2)), 6)
+
+
+def requests_of(proxy: S3Proxy, call: Callable[[], object]) -> list[str]:
+    """Return the requests that `call` makes, as moments of the table of faults."""
+    before = len(proxy.requests)
+    call()
+    return [request.partition(" ")[0] for request in proxy.requests[before:]]
+
+
+@needs_moto
+def test_a_store_that_heeds_conditions_is_not_asked_before_a_publication(moto: S3Server) -> None:
+    with S3Proxy(moto.endpoint) as proxy, closing(through(moto, proxy)) as backend:
+        backend.write("first", [b"1"])
+        for name in ("second", "third"):
+            assert requests_of(proxy, lambda name=name: backend.write(name, [b"1"])) == ["write"]  # type: ignore[misc]
+        assert backend.write("second", [b"2"]) is WriteResult.EXISTED
+        assert requests_of(proxy, lambda: backend.stat(["second"])) == ["probe"]
+        assert [info.name for info in backend.list()] == ["first", "second", "third"]
+        assert list(backend.list(".kvshelf")) == []
+
+
+@needs_rclone
+def test_a_store_that_ignores_conditions_is_asked_before_a_publication(rclone: S3Server) -> None:
+    with S3Proxy(rclone.endpoint) as proxy, closing(through(rclone, proxy)) as backend:
+        backend.write("first", [b"1"])
+        assert requests_of(proxy, lambda: backend.write("second", [b"1"])) == ["probe", "write"]
+        assert backend.write("second", [b"2"]) is WriteResult.EXISTED
+        buffer = bytearray(1)
+        backend.read_into("second", memoryview(buffer))
+        assert buffer == b"1"
+
+
+@needs_moto
+@pytest.mark.parametrize("fault", ["503", "403"])
+def test_what_a_store_heeds_is_learned_later_when_it_fails_at_first(
+    moto: S3Server, fault: str
+) -> None:
+    with S3Proxy(moto.endpoint) as proxy, closing(through(moto, proxy)) as backend:
+        proxy.add(fault, "write", "*conditional*")
+        assert requests_of(proxy, lambda: backend.write("first", [b"1"]))[-2:] == ["probe", "write"]
+        proxy.clear()
+        backend.write("second", [b"1"])
+        assert requests_of(proxy, lambda: backend.write("third", [b"1"])) == ["write"]
+
+
+@needs_moto
+def test_a_conflict_is_tried_again(moto: S3Server) -> None:
+    with S3Proxy(moto.endpoint) as proxy, closing(through(moto, proxy)) as backend:
+        backend.write("first", [b"1"])
+        proxy.add("409", "write", "*second*", times=2)
+        assert backend.write("second", [b"1"]) is WriteResult.CREATED
+        assert proxy.met == 2
 
 
 @needs_rclone

@@ -25,6 +25,7 @@ from kvshelf.bench.lookups import bench_lookup
 from kvshelf.bench.measure import Row
 from kvshelf.bench.near import bench_tier
 from kvshelf.bench.objects import bench_load, bench_publish
+from kvshelf.bench.remote import bench_s3
 from kvshelf.bench.report import describe_machine, make_report, markdown, print_report
 from kvshelf.bench.settings import Settings
 
@@ -35,6 +36,7 @@ GROUPS: dict[str, Callable[[Settings], Iterator[Row]]] = {
     "far": bench_far,
     "copy": bench_copy,
     "lookup": bench_lookup,
+    "s3": bench_s3,
     "engine": bench_engine,
     "startup": bench_startup,
 }

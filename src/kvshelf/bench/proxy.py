@@ -173,8 +173,10 @@ class _Proxy:
                     asyncio.create_task(self._there(reader, far_writer, begin, turn)),
                     asyncio.create_task(self._back(far_reader, writer, turn)),
                 }
-                _, left = await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
-                for way in left:
+                # Cancelled only when the proxy ends, and a cancelled client is a traceback.
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+                for way in ways:
                     way.cancel()
                 await asyncio.gather(*ways, return_exceptions=True)
 

