@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 from copy_tools import Aws
 from filled import contents
 from fleet import Engines
-from harness import SHELF_CONNECTOR, Answer, Engine, assert_same
-from servers import BUCKET, S3Server, command, rclone_s3
-from shelf_files import ShelfFiles
+from harness import SHELF_CONNECTOR, Answer, Engine, EngineError, assert_same
+from s3proxy import STALLED, S3Proxy
+from servers import BUCKET, SECRET, S3Server, command, free_port, rclone_s3
+from shelf_files import ShelfFiles, wait_until
+
+#: How long a storage that is back may take to be used again: a rest, or the pause between attempts.
+BACK_SECONDS = 60.0
 
 pytestmark = [
     pytest.mark.slow,
@@ -132,3 +138,80 @@ def test_a_disk_tier_serves_while_the_bucket_is_away(
         other = prompt(900)
         assert_same(reader.generate(other), reference(other))
     assert tier.check_all() > 0
+
+
+def eventually_shared(
+    engine: Engine, tokens: list[int], expected: Answer, shelf_tokens: int = 768
+) -> None:
+    """Ask until a prompt comes from the shelf; every answer must be right."""
+    deadline = time.monotonic() + BACK_SECONDS
+    while True:
+        engine.reset_prefix_cache()
+        answer = engine.generate(tokens)
+        assert_same(answer, expected)
+        if answer.shelf_tokens == shelf_tokens:
+            return
+        assert time.monotonic() < deadline, "sharing does not come back"
+
+
+def test_a_server_that_is_killed_in_the_middle_of_a_load(
+    engines: Engines,
+    tmp_path: Path,
+    reference: Callable[..., Answer],
+    prompt: Callable[[int], list[int]],
+) -> None:
+    tokens, later = prompt(1000), prompt(1000)
+    port = free_port()
+    with rclone_s3(tmp_path, port) as server, S3Proxy(server.endpoint) as proxy:
+        assert server.folder is not None
+        shelf = ShelfFiles(server.folder / BUCKET / "kv")
+        options = {"storage_options": server.options(endpoint_url=proxy.endpoint)}
+        with start(engines, "when a server dies", f"s3://{BUCKET}/kv", **options) as engine:
+            assert engine.generate(tokens).shelf_tokens == 0
+            shelf.wait_stored(tokens)
+            engine.reset_prefix_cache()
+            proxy.add(STALLED, "read", "*safetensors*", times=1)
+            request = engine.submit(tokens)
+            wait_until(lambda: proxy.met > 0, "half of an object has come")
+            server.process.kill()
+            server.process.wait()
+            proxy.clear()
+            assert_same(request.result(), reference(tokens))
+            # Nothing can be stored either.
+            assert_same(engine.generate(later), reference(later))
+            with rclone_s3(tmp_path, port):
+                eventually_shared(engine, tokens, reference(tokens))
+
+
+def test_an_endpoint_that_answers_later(
+    engines: Engines,
+    tmp_path: Path,
+    reference: Callable[..., Answer],
+    prompt: Callable[[int], list[int]],
+) -> None:
+    tokens = prompt(1000)
+    port = free_port()
+    with rclone_s3(tmp_path, port) as server:
+        options = {"storage_options": server.options()}
+    with start(engines, "without an endpoint", f"s3://{BUCKET}/kv", **options) as engine:
+        for _ in range(2):
+            answer = engine.generate(tokens)
+            assert answer.shelf_tokens == 0
+            assert_same(answer, reference(tokens))
+            engine.reset_prefix_cache()
+        log = engine.log_path.read_text()
+        assert f"is {server.endpoint} up and reachable?" in log
+        assert "the engine starts without it and tries again" in log
+        assert SECRET not in log
+        with rclone_s3(tmp_path, urlsplit(server.endpoint).port or 0):
+            eventually_shared(engine, tokens, reference(tokens))
+
+
+def test_an_engine_with_a_wrong_secret_does_not_start(engines: Engines, server: S3Server) -> None:
+    wrong = server.options(secret="wrong wrong wrong")
+    engine = start(engines, "wrong secret", f"s3://{BUCKET}/kv", storage_options=wrong)
+    with pytest.raises(EngineError):
+        engine.wait_ready()
+    log = engine.log_path.read_text()
+    assert "the access key, its secret or its token is not accepted" in log
+    assert "wrong wrong wrong" not in log
