@@ -18,11 +18,12 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from library_writers import Writer, flash_attn_writer, flashinfer_writer
 from torch import Tensor
 
 from kvshelf import ops
@@ -695,25 +696,53 @@ def write_by_torch(rows: Tensor, slots: Tensor, content: Tensor) -> None:
     rows.view(words)[slots // size, slots % size] = content.view(words)
 
 
-def learn_all(report: Report, write: Callable[[Tensor, Tensor, Tensor], None]) -> None:
+def one_by_one(write: Callable[[Tensor, Tensor, Tensor], None]) -> Writer:
+    """Make a writer of one for K or V alone."""
+
+    def both(rows: Sequence[Tensor], slots: Tensor, contents: Sequence[Tensor]) -> None:
+        for view, content in zip(rows, contents, strict=True):
+            write(view, slots, content)
+
+    return both
+
+
+def learn_all(
+    report: Report,
+    write: Writer,
+    *,
+    forms: Sequence[str] = FORMS[:-1],
+    dtypes: Sequence[torch.dtype] = (torch.bfloat16, torch.float8_e4m3fn),
+    block_size: int = 16,
+    head_size: int = 32,
+    padding: int = 8,
+) -> None:
     """Learn the layout of each form by what `write` leaves in it, and compare."""
     device = report.device
-    for form, dtype in itertools.product(FORMS[:-1], (torch.bfloat16, torch.float8_e4m3fn)):
-        for gaps in ((0, 0, 0, 0, 0), (0, 0, 3, 0, 8)):
-            pages = make_pages(form, dtype, device, blocks=5, heads=2, gaps=gaps)
+    for form, dtype in itertools.product(forms, dtypes):
+        for gaps in ((0, 0, 0, 0, 0), (0, 0, 3, 0, padding)):
+            pages = make_pages(
+                *(form, dtype, device),
+                blocks=5,
+                block_size=block_size,
+                heads=2,
+                head_size=head_size,
+                gaps=gaps,
+            )
             cache = pages.caches[0]
             rows = named_rows(pages, cache)
 
             def writes(
                 slots: Tensor, key: Tensor, value: Tensor | None, *, rows: list[Tensor] = rows
             ) -> None:
+                moved = []
                 for view, content in zip(rows, (key, value), strict=False):
                     assert content is not None
-                    write(view, slots.to(device), content.to(device).to(view.dtype))
+                    moved.append(content.to(device).to(view.dtype))
+                write(rows, slots.to(device), moved)
 
             shape = CacheShape(
                 num_blocks=5,
-                block_size=16,
+                block_size=block_size,
                 heads=rows[0].shape[2],
                 head_size=rows[0].shape[3],
                 kvs=len(rows),
@@ -727,9 +756,42 @@ def learn_all(report: Report, write: Callable[[Tensor, Tensor, Tensor], None]) -
             report.equal(pages.memory[0], before, f"memory after learning {what}")
 
 
+def learn_from(
+    report: Report, library: str, make: Callable[[], Writer], block_size: int, head_size: int
+) -> None:
+    """Learn layouts from what a library writes, where it can be used."""
+    try:
+        write = make()
+    except ImportError as error:
+        raise Skipped(f"no {library}: {error}") from None
+    if report.device.type != "cuda":
+        raise Skipped(f"{library}'s kernels need a GPU")
+    trial = make_pages(
+        "2bnhd", torch.bfloat16, report.device, block_size=block_size, head_size=head_size
+    )
+    content = torch.ones(1, 4, head_size, dtype=torch.bfloat16, device=report.device)
+    slot = torch.zeros(1, dtype=torch.int64, device=report.device)
+    try:
+        write(named_rows(trial, trial.caches[0]), slot, [content, content])
+        torch.cuda.synchronize(report.device)
+    except Exception as error:
+        # It may have no machine code for this device, and no compiler to make some.
+        reason = str(error).strip().partition("\n")[0]
+        raise Skipped(f"{library} does not run here: {type(error).__name__}: {reason}") from None
+    learn_all(
+        report,
+        write,
+        forms=("bhnc-hnd", "bhnc-nhd", "2bnhd", "b2nhd"),
+        dtypes=(torch.bfloat16, torch.float16),
+        block_size=block_size,
+        head_size=head_size,
+        padding=16,
+    )
+
+
 def layouts_learned_from_torch(report: Report) -> None:
     """Layouts are learned from what indexing writes."""
-    learn_all(report, write_by_torch)
+    learn_all(report, one_by_one(write_by_torch))
 
 
 def layouts_learned_from_triton(report: Report) -> None:
@@ -740,7 +802,17 @@ def layouts_learned_from_triton(report: Report) -> None:
         raise Skipped(f"no Triton: {error}") from None
     if report.device.type != "cuda":
         raise Skipped("Triton's kernels need a GPU")
-    learn_all(report, triton_writer.write)
+    learn_all(report, one_by_one(triton_writer.write))
+
+
+def layouts_learned_from_flashinfer(report: Report) -> None:
+    """Layouts are learned from what FlashInfer writes."""
+    learn_from(report, "FlashInfer", flashinfer_writer, 16, 64)
+
+
+def layouts_learned_from_flash_attn(report: Report) -> None:
+    """Layouts are learned from what flash-attn writes, whose blocks are of 256 tokens."""
+    learn_from(report, "flash-attn", flash_attn_writer, 256, 64)
 
 
 def kernel_attributes(report: Report) -> None:
@@ -777,6 +849,8 @@ GROUPS: tuple[Callable[[Report], None], ...] = (
     buffers_in_host_memory,
     layouts_learned_from_torch,
     layouts_learned_from_triton,
+    layouts_learned_from_flashinfer,
+    layouts_learned_from_flash_attn,
     overwritten_blocks,
     the_way_to_staging,
 )

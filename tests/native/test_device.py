@@ -21,6 +21,7 @@ from paged import Case, Paged, make_paged
 from kvshelf import device, ops
 from kvshelf.device import DevicePath, LayerCall
 from kvshelf.errors import ConfigError, DeviceUnavailableError
+from kvshelf.layout import PagedLayout
 
 SHARDS, TOKENS = 2, 6
 
@@ -116,6 +117,52 @@ def test_a_device_without_streams_does_the_same() -> None:
         for memory, after in zip(paged.memory, of_paged, strict=True):
             np.testing.assert_array_equal(memory, after)
     rig.path.close()
+
+
+def interleaved(blocks: int = 5, layers: int = 3) -> tuple[torch.Tensor, LayerCall]:
+    """Caches of a single content whose layers lie inside the blocks."""
+    backing = torch.randint(0, 256, (blocks, layers, TOKENS // 2, 16), dtype=torch.uint8)
+    caches = list(backing.unbind(1))
+    layout = PagedLayout.from_mla(caches[0])
+    return backing, LayerCall(caches, layout, 0, layers * layout.chunk_bytes(TOKENS, 1), 1)
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+def test_blocks_that_hold_all_layers_are_filled_by_a_list_of_copies(pinned: bool) -> None:
+    with emulation().in_use(buffers_on_host=pinned):
+        backing, call = interleaved()
+        streams = FakeStreams()
+        path = DevicePath([call], 1, pinned=pinned, streams=streams)
+        before = backing.clone()
+        slots = [12, 13, 14, 3, -1, 5]
+        payload = torch.randint(0, 256, (call.end,), dtype=torch.uint8)
+        launches, copies = emulation().launches, emulation().copies
+        streams.log.clear()
+        fence = path.fence()
+        path.scatter(0, torch.tensor(slots), payload, fence)
+        # Two runs of neighbours, one of them cut by a token that is skipped, in each layer.
+        assert emulation().copies - copies == (3 * 3 if pinned else 0)
+        assert (emulation().launches == launches) is pinned
+        rows = payload.view(3, TOKENS, 16)
+        for token, slot in enumerate(slots):
+            if slot >= 0:
+                before[slot // 3, :, slot % 3] = rows[:, token]
+        torch.testing.assert_close(backing, before, rtol=0, atol=0)
+        assert ("wait", streams.made[-1], fence) in streams.log
+        path.close()
+
+
+@pytest.mark.parametrize("form", ["bhnc-nhd", "mla"])
+def test_other_caches_are_filled_by_kernels_from_buffers(form: str) -> None:
+    with emulation().in_use():
+        paged = make_paged(form, torch.bfloat16, blocks=5)
+        size = len(paged.caches) * paged.layout.chunk_bytes(TOKENS, 1)
+        call = LayerCall(paged.caches, paged.layout, 0, size, 1)
+        path = DevicePath([call], 1, pinned=True, streams=FakeStreams())
+        launches, copies = emulation().launches, emulation().copies
+        path.scatter(0, torch.tensor(SLOTS), torch.zeros(size, dtype=torch.uint8))
+        assert emulation().launches > launches
+        assert emulation().copies == copies
 
 
 def test_a_gather_runs_on_the_engines_stream_and_the_copy_beside_it(rig: Rig) -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import gpu_bench
 import gpu_checks
 import gpu_pack
 import gpu_run
+import library_writers
 import pytest
 import torch
 from emulation import emulation
@@ -51,6 +53,7 @@ def test_all_checks_pass_or_say_why_they_were_not_made(kernels: bool) -> None:
     assert skipped <= {
         *("kernel_attributes", "far_offsets", "operators", "graphs", "streams_and_threads"),
         *("buffers_in_host_memory", "the_same_as_torch", "layouts_learned_from_triton"),
+        *("layouts_learned_from_flashinfer", "layouts_learned_from_flash_attn"),
     }
     assert report.comparisons > 500
     for name in ("forms_dtypes_widths", "bad_slots_are_flagged", "the_way_to_staging"):
@@ -90,13 +93,106 @@ def test_layouts_are_learned_from_writers_of_their_own() -> None:
     assert report.comparisons == 5 * 2 * 2
 
 
+class PagedLibrary:
+    """What the writers use of FlashInfer and flash-attn, as their documentation has it."""
+
+    @staticmethod
+    def append_paged_kv_cache(
+        append_key: torch.Tensor,
+        append_value: torch.Tensor,
+        batch_indices: torch.Tensor,
+        positions: torch.Tensor,
+        paged_kv_cache: tuple[torch.Tensor, torch.Tensor],
+        kv_indices: torch.Tensor,
+        kv_indptr: torch.Tensor,
+        kv_last_page_len: torch.Tensor,
+        kv_layout: str = "NHD",
+    ) -> None:
+        assert kv_layout == "NHD"
+        size = paged_kv_cache[0].shape[1]
+        for i, (batch, position) in enumerate(
+            zip(batch_indices.tolist(), positions.tolist(), strict=True)
+        ):
+            first, end = kv_indptr[batch : batch + 2].tolist()
+            pages = kv_indices[first:end].tolist()
+            assert position < (len(pages) - 1) * size + int(kv_last_page_len[batch])
+            page, offset = pages[position // size], position % size
+            paged_kv_cache[0][page, offset] = append_key[i]
+            paged_kv_cache[1][page, offset] = append_value[i]
+
+    @staticmethod
+    def flash_attn_with_kvcache(
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        cache_seqlens: torch.Tensor,
+        block_table: torch.Tensor,
+    ) -> None:
+        size = k_cache.shape[1]
+        assert size % 256 == 0
+        assert q.shape[0] == len(cache_seqlens) == len(block_table)
+        for i, length in enumerate(cache_seqlens.tolist()):
+            for j in range(k.shape[1]):
+                page = int(block_table[i, (length + j) // size])
+                k_cache[page, (length + j) % size] = k[i, j]
+                v_cache[page, (length + j) % size] = v[i, j]
+
+
+@pytest.mark.parametrize(
+    ("module", "make", "block_size"),
+    [
+        ("flashinfer", library_writers.flashinfer_writer, 16),
+        ("flash_attn", library_writers.flash_attn_writer, 256),
+    ],
+)
+def test_libraries_are_called_as_their_documentation_has_it(
+    monkeypatch: pytest.MonkeyPatch,
+    module: str,
+    make: Callable[[], library_writers.Writer],
+    block_size: int,
+) -> None:
+    monkeypatch.setitem(sys.modules, module, PagedLibrary)
+    report = gpu_checks.Report(CPU)
+    gpu_checks.learn_all(
+        report,
+        make(),
+        forms=("2bnhd", "bhnc-hnd"),
+        dtypes=[torch.bfloat16],
+        block_size=block_size,
+        head_size=8,
+        padding=16,
+    )
+    assert report.comparisons == 4
+
+
+@pytest.mark.parametrize(
+    ("check", "module"),
+    [
+        (gpu_checks.layouts_learned_from_flashinfer, "flashinfer"),
+        (gpu_checks.layouts_learned_from_flash_attn, "flash_attn"),
+    ],
+)
+def test_libraries_that_cannot_be_used_are_named(
+    monkeypatch: pytest.MonkeyPatch, check: Callable[[gpu_checks.Report], None], module: str
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(gpu_checks.Skipped, match=r"^no Flash|^no flash-attn"):
+        check(gpu_checks.Report(CPU))
+    monkeypatch.setitem(sys.modules, module, PagedLibrary)
+    with pytest.raises(gpu_checks.Skipped, match="need a GPU"):
+        check(gpu_checks.Report(CPU))
+
+
 @pytest.mark.slow
 def test_the_triton_writer_writes_what_indexing_writes() -> None:
     pytest.importorskip("triton")
     code = """
 import torch, gpu_checks, triton_writer
 report = gpu_checks.Report(torch.device("cpu"))
-gpu_checks.learn_all(report, triton_writer.write)
+gpu_checks.learn_all(report, gpu_checks.one_by_one(triton_writer.write))
 assert report.comparisons == 20
 """
     paths = os.pathsep.join([str(SCRIPTS), *filter(None, sys.path)])
