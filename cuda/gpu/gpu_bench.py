@@ -243,15 +243,19 @@ def make_cache(form: str, sizes: Sizes, device: torch.device) -> Cache:
         "HND": (blocks, heads, BLOCK, 2 * size),
         "K in front of V": (2, blocks, BLOCK, heads, size),
         "MLA": (blocks, BLOCK, 2 * heads * size),
+        "MLA, layers inside blocks": (blocks, sizes.layers, BLOCK, 2 * heads * size),
     }[form]
     count = 2 * blocks * BLOCK * heads * size
     backing = random_bytes(sizes.layers * count * 2, device).view(torch.bfloat16)
-    views = [backing[i * count : (i + 1) * count].view(shape) for i in range(sizes.layers)]
+    if form == "MLA, layers inside blocks":
+        views = list(backing.view(shape).unbind(1))
+    else:
+        views = [backing[i * count : (i + 1) * count].view(shape) for i in range(sizes.layers)]
     if form == "NHD":
         views = [view.transpose(1, 2) for view in views]
     if form in ("NHD", "HND"):
         layout = PagedLayout.from_bhnc(views[0], size)
-    elif form == "MLA":
+    elif form.startswith("MLA"):
         layout = PagedLayout.from_mla(views[0])
     else:
         layout = PagedLayout.from_2bnhd(views[0])
@@ -501,8 +505,23 @@ def load_all(path: DevicePath, cache: Cache, host: Host, chunks: range, threads:
 def between_device_and_host(
     results: Results, clock: Clock, sizes: Sizes, device: torch.device
 ) -> dict[str, float]:
-    """Store and load over the ring; both at once; beside a compute load."""
+    """Stores and loads, by each way."""
     host, large = large_copies(results, clock, sizes, device)
+    # Each has a cache of its own, for which there is room when that before it is gone.
+    for part in (over_the_ring, block_outermost, layers_inside_blocks):
+        part(results, clock, sizes, device, host, large)
+    return large
+
+
+def over_the_ring(
+    results: Results,
+    clock: Clock,
+    sizes: Sizes,
+    device: torch.device,
+    host: Host,
+    large: dict[str, float],
+) -> None:
+    """Store and load over device buffers; both at once; beside a compute load."""
     cache = make_cache("NHD", sizes, device)
     call = LayerCall(cache.caches, cache.layout, 0, sizes.chunk_bytes, sizes.heads)
     path = DevicePath([call], 1, ring=4, loads=4)
@@ -535,8 +554,6 @@ def between_device_and_host(
     results.add(f"store and load at once, {what}", floor, seconds, large["both"] / 2, total, 0.9)
     beside_compute(results, clock, path, cache, host, device)
     path.close()
-    block_outermost(results, clock, sizes, device, host, large)
-    return large
 
 
 def beside_compute(
@@ -629,6 +646,31 @@ def block_outermost(
         results.add(
             f"{name}, blocks of all layers, copy list", "one large copy", seconds, large[way], total
         )
+
+
+def layers_inside_blocks(
+    results: Results,
+    clock: Clock,
+    sizes: Sizes,
+    device: torch.device,
+    host: Host,
+    large: dict[str, float],
+) -> None:
+    """Loads of a cache whose blocks hold all layers, by either way."""
+    total = sizes.chunks * sizes.chunk_bytes
+    cache = make_cache("MLA, layers inside blocks", sizes, device)
+    call = LayerCall(cache.caches, cache.layout, 0, sizes.chunk_bytes, 1)
+    for pinned, what in ((True, "copy list"), (False, "device buffers")):
+        path = DevicePath([call], 1, loads=4, pinned=pinned)
+        seconds = clock.wall(lambda path=path: load_all(path, cache, host, range(sizes.chunks)), 5)
+        results.add(
+            f"load, MLA, layers inside blocks, {what}",
+            "one large copy",
+            seconds,
+            large["in"],
+            total,
+        )
+        path.close()
 
 
 # --- from files --------------------------------------------------------------------

@@ -656,6 +656,35 @@ def compute_load(device: torch.device) -> Iterator[Callable[[], None]]:
     yield step
 
 
+def blocks_that_hold_all_layers(report: Report) -> None:
+    """Caches with layers inside blocks, filled from page-locked staging without a kernel."""
+    device, tokens, layers = report.device, 64, 6
+    generator = torch.Generator(device=device).manual_seed(1)
+    backing = torch.randint(
+        0, 256, (9, layers, 16, 48), dtype=torch.uint8, device=device, generator=generator
+    )
+    caches = list(backing.unbind(1))
+    layout = PagedLayout.from_mla(caches[0])
+    call = LayerCall(caches, layout, 0, layers * layout.chunk_bytes(tokens), 1)
+    pinned = device.type == "cuda"
+    for mapped in (True, False):
+        path = DevicePath([call], 1, pinned=mapped)
+        for seed in range(4):
+            order = torch.randperm(9, generator=torch.Generator().manual_seed(seed))[:4]
+            slots = (order.view(-1, 1) * 16 + torch.arange(16)).view(-1)
+            slots[seed * 7 :: 23] = -1
+            payload = torch.randint(0, 256, (call.end,), dtype=torch.uint8)
+            payload = payload.pin_memory() if pinned else payload
+            want = backing.clone()
+            rows = payload.to(device).view(layers, tokens, 48)
+            kept = (slots >= 0).nonzero().view(-1)
+            at = slots[kept].to(device)
+            want[at // 16, :, at % 16] = rows[:, kept.to(device)].transpose(0, 1)
+            path.scatter(0, slots, payload, path.fence())
+            report.equal(backing, want, f"caches with layers inside blocks, {mapped}, {seed}")
+        path.close()
+
+
 def overwritten_blocks(report: Report) -> None:
     """What the engine writes after a gather was enqueued is not in the chunk."""
     pages = make_pages("bhnc-nhd", torch.bfloat16, report.device, layers=4, blocks=64, heads=4)
@@ -847,6 +876,7 @@ GROUPS: tuple[Callable[[Report], None], ...] = (
     graphs,
     streams_and_threads,
     buffers_in_host_memory,
+    blocks_that_hold_all_layers,
     layouts_learned_from_torch,
     layouts_learned_from_triton,
     layouts_learned_from_flashinfer,
