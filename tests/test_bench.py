@@ -45,8 +45,10 @@ def no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_quick_run_prints_the_table_and_writes_everything(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # Wide enough for a cell to be one line.
+    monkeypatch.setenv("COLUMNS", "400")
     file, page, scratch = tmp_path / "figures.json", tmp_path / "table.md", tmp_path / "scratch"
     scratch.mkdir()
     command = ["--quick", "--json", str(file), "--markdown", str(page), "--dir", str(scratch)]
