@@ -302,6 +302,16 @@ class Searches(RuleBasedStateMachine):
                 self.failed.add(chunk.key, bad=False)
                 break
 
+    @rule(place=places)
+    def others_delete_what_was_found(self, place: tuple[int, int]) -> None:
+        branch, index = place
+        self.look_up_and_load(branch, 5, 1)
+        self._set(branch, index, set())
+        self.look_up_and_load(branch, 5, 1)
+        # Longer than a failed key is taken for missing.
+        self.clock.now += 12
+        self.look_up_and_load(branch, 5, 1)
+
     def _begin(self, branch: int, length: int) -> probe._Search:
         self._tick()
         chunks = self.chunks[branch][:length]
