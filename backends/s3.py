@@ -11,9 +11,9 @@ Contracts
   large object parts are asked for at once where one connection is seen to be slow and few
   requests are under way, unless the server does not know ranges. A publication is a PUT, with
   ``If-None-Match: *`` where nothing may be replaced. A store that ignores the condition would
-  overwrite: whether it does is learned with the first publication, from a small object that is
-  written twice, and where it does a HEAD goes before each PUT. A body that nobody reads to its
-  end is dropped, not fetched.
+  overwrite: whether it does is learned once, from a small object that is written a second time
+  with the same bytes, and unless the store is known to heed it a HEAD goes before each PUT. A
+  body that nobody reads to its end is dropped, not fetched.
 * Stores that ignore ``If-None-Match`` may tell two writers CREATED. Equal names hold equal
   bytes, so the later one does no harm.
 * obstore repeats what may pass (time-outs, 5xx, 429), with jitter, within a few seconds;
@@ -54,7 +54,6 @@ from kvshelf.backends.base import (
     WriteMode,
     WriteResult,
     check_name,
-    temporary_name,
 )
 from kvshelf.backends.generic import GenericBackend
 
@@ -107,6 +106,8 @@ _BODIES_AT_ONCE: Final = 16
 #: Fewer bytes say little of a connection's rate.
 _RATE_BYTES: Final = 1 << 20
 _CONFLICTS: Final = 4
+#: What may be written twice to learn how the store takes that.
+_SMALL_BYTES: Final = 64 << 10
 _REFRESH: Final = timedelta(minutes=5)
 
 _PART_ALIGNMENT: Final = 1 << 20
@@ -625,34 +626,39 @@ class S3Backend(Backend):
         self._put(name, data, "overwrite")
         return WriteResult.CREATED if existed is None else WriteResult.REPLACED
 
-    def _heeds_condition(self) -> bool:
-        """Whether the store is known to heed If-None-Match; finds out when asked first."""
-        if self._heeds is None:
-            mark = f".kvshelf/{temporary_name('conditional')}"
-            try:
-                for _ in range(2):
-                    self._store.put(mark, b"kvshelf", mode="create", use_multipart=False)
-                self._heeds = False
-            except Exception as exc:  # noqa: BLE001 - it is only not known then
-                if type(exc).__name__ == "AlreadyExistsError" and "409" not in _statuses(str(exc)):
-                    self._heeds = True
-            with contextlib.suppress(Exception):
-                self._store.delete(mark)
-        return self._heeds is True
+    def _learn(self, name: str, data: Any) -> None:
+        """Write once more what is there already, if small: who heeds the condition refuses."""
+        if self._heeds is not None or len(data) > _SMALL_BYTES:
+            return
+        try:
+            self._store.put(name, data, mode="create", use_multipart=False)
+            self._heeds = False
+        except Exception as exc:  # noqa: BLE001 - it is only not known then
+            if type(exc).__name__ == "AlreadyExistsError" and "409" not in _statuses(str(exc)):
+                self._heeds = True
+
+    def _is_there(self, name: str, data: Any) -> bool:
+        """Look before a create, and learn from an object that is what it should be."""
+        existed = self.stat([name])[0]
+        if isinstance(existed, StorageError):
+            raise existed
+        if self._heeds is None and existed == len(data) <= _SMALL_BYTES:
+            found = bytearray(len(data))
+            with contextlib.suppress(StorageError):
+                if self.read_into(name, memoryview(found)) == len(data) and found == data:
+                    self._learn(name, data)
+        return existed is not None
 
     def _create(self, name: str, data: Any) -> WriteResult:
-        if not self._heeds_condition():
-            existed = self.stat([name])[0]
-            if isinstance(existed, StorageError):
-                raise existed
-            if existed is not None:
-                return WriteResult.EXISTED
+        if not self._heeds and self._is_there(name, data):
+            return WriteResult.EXISTED
         if not self._conditional:
             self._put(name, data, "overwrite")
             return WriteResult.CREATED
         for _ in range(_CONFLICTS):
             try:
                 self._store.put(name, data, mode="create", use_multipart=False)
+                self._learn(name, data)
                 return WriteResult.CREATED
             except Exception as exc:
                 kind, text = type(exc).__name__, str(exc)

