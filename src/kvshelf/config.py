@@ -286,7 +286,8 @@ class Config(BaseSettings):
         description=(
             "Threads that read objects in each worker; half as many write them. When it is absent "
             "the storage decides: 2 for a local disk, where they compete with the model for "
-            "cores; up to 16 for one behind a network, where they wait."
+            "cores; up to 16 for one behind a network, where they wait. Beside a GPU, where most "
+            "cores are idle, up to 8 for any storage."
         ),
     )
     lookup_budget_ms: float = Field(

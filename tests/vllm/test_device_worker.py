@@ -125,10 +125,10 @@ def test_threads_that_load_are_as_many_as_idle_cores_allow(
     start: Callable[..., MiniVllm], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(96)))
-    assert side_of(start())._load_threads() == 8
-    assert side_of(start(runner="V1"))._load_threads() == 2
+    assert side_of(start())._threads() == (8, 4)
+    assert side_of(start(runner="V1"))._threads() == (1, 1)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4)))
-    assert side_of(start())._load_threads() == 2
+    assert side_of(start())._threads() == (2, 1)
 
 
 @pytest.mark.parametrize("where", ["meta", "two devices"])

@@ -168,6 +168,10 @@ def probe_layers(
                 getattr(layer, "isa", None),
             )
             learned = _learn(cache, shape, write, known.get(kind))
+            if isinstance(learned.layout, PermutedLayout) and cache.device.type != "cpu":
+                raise _UnknownError(
+                    "its elements are permuted inside blocks, which no kernel for GPUs serves"
+                )
             if learned.layout is not None:
                 known[kind] = learned.layout
         except _UnknownError as unknown:
