@@ -857,7 +857,7 @@ def test_a_waiting_requests_objects_are_in_memory_when_its_load_comes(
     assert (finished, bad) == ({"r"}, set())
     assert all(rig.same(i + 1, block) for i, block in enumerate(blocks))
     assert count()["memory_objects"] == objects
-    memory = rig.side._memory
+    memory = rig.side._prefetched
     assert memory is not None
     until(lambda: bool(rig.step(StepMetadata()) and memory.empty))
 
@@ -867,7 +867,7 @@ def test_a_waiting_request_that_ends_leaves_no_memory_behind(make: Callable[...,
     chunks = rig.chunks(4)
     rig.store(chunks)
     rig.step(StepMetadata(prefetches=[PrefetchOp("r", chunks), PrefetchOp("s", chunks[:1])]))
-    memory = rig.side._memory
+    memory = rig.side._prefetched
     assert memory is not None
     until(lambda: memory.leading(chunks) == 4)
     rig.step(StepMetadata(waited=["r"]))
