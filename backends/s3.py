@@ -386,7 +386,9 @@ class S3Backend(Backend):
         #: Bytes that one connection delivers in a second, and bodies under way.
         self._rate = 0.0
         self._bodies = 0
+        #: Whether the store heeds If-None-Match; None while that is not known.
         self._heeds: bool | None = None
+        self._learning = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._lock = threading.Lock()
         self._check()
@@ -630,12 +632,16 @@ class S3Backend(Backend):
         """Write once more what is there already, if small: who heeds the condition refuses."""
         if self._heeds is not None or len(data) > _SMALL_BYTES:
             return
+        if not self._learning.acquire(blocking=False):
+            return
         try:
             self._store.put(name, data, mode="create", use_multipart=False)
             self._heeds = False
         except Exception as exc:  # noqa: BLE001 - it is only not known then
             if type(exc).__name__ == "AlreadyExistsError" and "409" not in _statuses(str(exc)):
                 self._heeds = True
+        finally:
+            self._learning.release()
 
     def _is_there(self, name: str, data: Any) -> bool:
         """Look before a create, and learn from an object that is what it should be."""
