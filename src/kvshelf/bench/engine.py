@@ -12,15 +12,18 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import kvshelf
+from kvshelf.bench.bucket import RawLoads, bucket
 from kvshelf.bench.child import Child, ChildError, MissingEngineError, require_engine
 from kvshelf.bench.measure import Goal, Row
 from kvshelf.bench.samples import BLOCK_TOKENS, CHUNK_TOKENS, make_prompt
+from kvshelf.bench.servers import BUCKET, MissingServerError
 from kvshelf.bench.settings import Settings
 
 _CHUNKS = 16
@@ -45,13 +48,24 @@ class _EngineRun:
         self._model = model
         self._seed = 0
 
-    def engine(self, name: str, *, inert: bool = False, cache: str = "", **arguments: Any) -> Child:
-        """Start an engine; it is ready when its first command is answered."""
+    def engine(
+        self,
+        name: str,
+        *,
+        inert: bool = False,
+        cache: str = "",
+        options: Mapping[str, Any] | None = None,
+        **arguments: Any,
+    ) -> Child:
+        """Start an engine; it is ready when its first command is answered.
+
+        `options` are the connector's where they are not just the path of the shelf.
+        """
         if inert:
             connector, module, extra = "InertConnector", "kvshelf.vllm.inert", {}
         else:
             connector, module = "SharedStorageConnector", "kvshelf.vllm.connector"
-            extra = {"shared_storage_path": str(self.shelf)}
+            extra = dict(options or {"shared_storage_path": str(self.shelf)})
         settings: dict[str, Any] = {
             "model": str(self._model),
             "skip_tokenizer_init": True,
@@ -169,6 +183,18 @@ _WARM = Row(
 )
 
 
+_DELAY_SECONDS = 20e-3
+_STORED_SECONDS = 10.0
+#: Objects that a load keeps under way.
+_RAW_THREADS = 16
+_FAR = Row(
+    "engine/warm-s3",
+    f"warm TTFT, {_HIT_TOKENS} of {_PROMPT_TOKENS} tokens from S3 at {1e3 * _DELAY_SECONDS:g} ms",
+    "from a local shelf, + 4 round trips + 1.15 × the raw client's time for the bytes",
+    goal=Goal(1.0),
+)
+
+
 def bench_engine(settings: Settings) -> Iterator[Row]:
     """Measure the time to the first token, cold and warm.
 
@@ -182,7 +208,7 @@ def bench_engine(settings: Settings) -> Iterator[Row]:
     comes from the shelf, the second time from vLLM's own prefix cache, both times of the same
     engine, with one prompt's first turn next to the other's second.
     """
-    yield from _guarded(settings, [_SINGLE, _BURSTS, _WARM], _engine_rows)
+    yield from _guarded(settings, [_SINGLE, _BURSTS, _WARM, _FAR], _engine_rows)
 
 
 def _guarded(
@@ -209,6 +235,10 @@ def _engine_rows(settings: Settings) -> Iterator[Row]:
     run = _EngineRun(settings, _find_model(settings), "engine")
     yield from _cold_rows(settings, run)
     yield _warm_row(settings, run)
+    try:
+        yield _far_row(settings, run)
+    except MissingServerError as error:
+        yield replace(_FAR, skipped=str(error))
 
 
 def _warm_up(engine: Child, run: _EngineRun) -> None:
@@ -315,6 +345,61 @@ def _warm_row(settings: Settings, run: _EngineRun) -> Row:
                     times[side].append(seconds)
             before = prompt
     return replace(_WARM, ours=times[0], floors=times[1], extra={"first_hit_seconds": first})
+
+
+def _far_row(settings: Settings, run: _EngineRun) -> Row:
+    """Compare an engine on a bucket with one on the directory that the bucket is a copy of."""
+    pairs = settings.pairs(31)
+    ours, floors, locals_, raws = [], [], [], []
+    with bucket(settings.folder("engine-bucket")) as place:
+        shutil.copytree(run.shelf, place.folder / "kv", copy_function=os.link)
+        files = sorted(place.folder.glob("kv/*/*/*/*.safetensors"))
+        share = files[: len(files) // (settings.pairs(31) + _WARM_UP_PAIRS + 1)]
+        names = [str(file.relative_to(place.folder)) for file in share]
+        buffers = [memoryview(bytearray(file.stat().st_size)) for file in share]
+        place.proxy.delay(_DELAY_SECONDS)
+        far = {"shared_storage_path": f"s3://{BUCKET}/kv", "storage_options": place.options()}
+        settings.progress("starting an engine on a bucket and one on its copy")
+        with (
+            run.engine("far", options=far) as engine,
+            run.engine("near") as local,
+            closing(RawLoads(place, names, buffers, _RAW_THREADS)) as raw,
+        ):
+            for each in (engine, local):
+                each.wait_ready()
+            run._seed = 3 * _WARM_SEED
+            for each in (engine, local):
+                _warm_up(each, run)
+            # What the warm-up stored is on its way to the bucket for a while.
+            time.sleep(_STORED_SECONDS)
+            run._seed = _WARM_SEED
+            for pair in range(-_WARM_UP_PAIRS, pairs):
+                settings.progress(f"{_FAR.work}: pair {pair + 1} of {pairs}")
+                prompt = run.prompt()
+                seconds: dict[int, float] = {}
+                for side in (0, 1) if pair % 2 else (1, 0):
+                    seconds[side] = _warm((engine, local)[side], prompt, _HIT_TOKENS)
+                    time.sleep(_QUIET_SECONDS)
+                begin = time.perf_counter()
+                raw.run()
+                raw_seconds = time.perf_counter() - begin
+                if pair >= 0:
+                    ours.append(seconds[0])
+                    locals_.append(seconds[1])
+                    raws.append(raw_seconds)
+                    floors.append(seconds[1] + 4 * _DELAY_SECONDS + 1.15 * raw_seconds)
+            client = raw.client
+    return replace(
+        _FAR,
+        ours=ours,
+        floors=floors,
+        extra={
+            "local_seconds": locals_,
+            "raw_seconds": raws,
+            "raw_client": client,
+            "bytes": sum(map(len, buffers)),
+        },
+    )
 
 
 def _warm(engine: Child, prompt: list[int], shelf: int) -> float:
