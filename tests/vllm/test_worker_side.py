@@ -859,7 +859,7 @@ def test_a_waiting_requests_objects_are_in_memory_when_its_load_comes(
     assert count()["memory_objects"] == objects
     memory = rig.side._prefetched
     assert memory is not None
-    until(lambda: bool(rig.step(StepMetadata()) and memory.empty))
+    until(lambda: bool(rig.step(StepMetadata()) and not memory.available))
 
 
 def test_a_waiting_request_that_ends_leaves_no_memory_behind(make: Callable[..., Rig]) -> None:
@@ -873,7 +873,7 @@ def test_a_waiting_request_that_ends_leaves_no_memory_behind(make: Callable[...,
     rig.step(StepMetadata(waited=["r"]))
     until(lambda: bool(rig.step(StepMetadata()) and memory.leading(chunks) == 1))
     rig.step(StepMetadata(cancelled=["s"]))
-    assert memory.empty
+    assert not memory.available
 
 
 def test_a_waiting_requests_bad_object_is_reported_before_its_load(
