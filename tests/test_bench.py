@@ -154,7 +154,7 @@ def test_without_vllm_its_rows_say_so(tmp_path: Path) -> None:
     command = ["engine", "startup", "--model", str(tmp_path), "--pairs", "1", "--json", str(file)]
     assert bench.main(command) == 0
     rows = json.loads(file.read_text())["rows"]
-    assert len(rows) == 4
+    assert len(rows) == 5
     assert all("pip install" in row["skipped"] for row in rows)
 
 
@@ -258,7 +258,7 @@ def test_engines_are_compared(tmp_path: Path) -> None:
     command = ["engine", "--pairs", "2", "--model", str(model), "--json", str(file)]
     assert bench.main(command) == 0
     rows = {row["name"]: row for row in json.loads(file.read_text())["rows"]}
-    assert set(rows) == {"engine/cold", "engine/cold-burst", "engine/warm"}
+    assert set(rows) == {"engine/cold", "engine/cold-burst", "engine/warm", "engine/warm-s3"}
     for row in rows.values():
         assert row["skipped"] is None
         assert row["pairs"] == 2
