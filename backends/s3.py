@@ -159,7 +159,7 @@ _NO_CREDENTIALS: Final = (
 )
 _RIGHTS: Final = (
     "allow s3:ListBucket on the bucket, s3:GetObject and, for engines that store, s3:PutObject"
-    " and s3:DeleteObject on its objects"
+    " on its objects"
 )
 
 
