@@ -72,8 +72,14 @@ class Bucket:
         if connection is None:
             connection = http.client.HTTPConnection("127.0.0.1", self.proxy.port)
             self._local.connection = connection
-        connection.request(method, url, body)
-        answer = connection.getresponse()
+        try:
+            connection.request(method, url, body)
+            answer = connection.getresponse()
+        except (http.client.RemoteDisconnected, ConnectionError):
+            # The server ends connections that were idle for a while.
+            connection.close()
+            connection.request(method, url, body)
+            answer = connection.getresponse()
         if answer.status != 200:
             raise OSError(f"{method} was answered {answer.status}: {answer.read()[:300]!r}")
         return answer
