@@ -993,7 +993,10 @@ class Transfer:
                     self._give_up(load, piece.item)
 
     def _rest(self) -> None:
-        """Give up all loads: the storage is given a rest."""
+        """Give up all loads: the storage is given a rest, and no tier is in front of it."""
+        if self._shelf.available and self._load_threads.any:
+            # What is in no tier fails at once.
+            return
         with self._load_lock:
             for load in [*self._active.values(), *self._active_early.values()]:
                 if not load.finished and load._leading < load._wanted:

@@ -37,6 +37,7 @@ class Bucket:
         self.folder = folder
         self.proxy = proxy
         self._local = threading.local()
+        self._connections: list[http.client.HTTPConnection] = []
 
     def options(self) -> dict[str, Any]:
         """Return storage options for it."""
@@ -72,6 +73,7 @@ class Bucket:
         if connection is None:
             connection = http.client.HTTPConnection("127.0.0.1", self.proxy.port)
             self._local.connection = connection
+            self._connections.append(connection)
         try:
             connection.request(method, url, body)
             answer = connection.getresponse()
@@ -84,6 +86,11 @@ class Bucket:
             raise OSError(f"{method} was answered {answer.status}: {answer.read()[:300]!r}")
         return answer
 
+    def close(self) -> None:
+        """End all connections, when the threads that use them are over."""
+        for connection in self._connections:
+            connection.close()
+
 
 @contextlib.contextmanager
 def bucket(folder: Path) -> Iterator[Bucket]:
@@ -95,7 +102,8 @@ def bucket(folder: Path) -> Iterator[Bucket]:
         If rclone or obstore is missing.
     """
     with S3Server(folder) as server, DelayingProxy("127.0.0.1", server.port, 0.0) as proxy:
-        yield Bucket(server.bucket, proxy)
+        with contextlib.closing(Bucket(server.bucket, proxy)) as place:
+            yield place
 
 
 class RawLoads:
