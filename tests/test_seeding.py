@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 from filled import CHUNK, fill, namespace, prompt, store
@@ -13,11 +16,13 @@ from typer.testing import CliRunner, Result
 
 from kvshelf.chunkfile import ObjectFormat
 from kvshelf.cli.app import app
+from kvshelf.config import Config
 from kvshelf.errors import ConfigError
-from kvshelf.identity import group_of_salt
+from kvshelf.identity import Namespace, group_of_salt
 from kvshelf.prompts import parse_prompts, read_prompts
 from kvshelf.seeding import SeedReport, TokenPrompt, seed_shelf
 from kvshelf.shelf import open_shelf
+from kvshelf.vllm.seeding import OfflineEngine
 
 FORMAT = ObjectFormat(namespace())
 
@@ -225,3 +230,67 @@ def test_what_is_wrong_is_said_before_an_engine_starts(
         result = run(file, "--model", "m", "--shelf", tmp_path / "shelf", option, value)
         assert (result.exit_code, told in result.stderr) == (2, True), result.output
     assert not (tmp_path / "shelf").exists()
+
+
+class FakeConnector:
+    """The connector of an engine, with the configuration that vLLM hands over."""
+
+    namespace: Namespace | None = None
+    disabled = False
+
+    def __init__(self, extra: Mapping[str, Any]) -> None:
+        self.config = Config.load(extra)
+
+
+class FakeLLM:
+    """As much of ``vllm.LLM`` as an :class:`OfflineEngine` starts and asks."""
+
+    def __init__(self, *, model: str, kv_transfer_config: SimpleNamespace) -> None:
+        connector = FakeConnector(kv_transfer_config.kv_connector_extra_config)
+        core = SimpleNamespace(scheduler=SimpleNamespace(connector=connector))
+        self.llm_engine = SimpleNamespace(engine_core=SimpleNamespace(engine_core=core))
+        self.steps = 0
+
+    def generate(self, inputs: object, parameters: object, *, use_tqdm: bool) -> None:
+        self.steps += 1
+
+
+@pytest.fixture
+def fake_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    vllm: Any = ModuleType("vllm")
+    config: Any = ModuleType("vllm.config")
+    vllm.__version__ = "0.32.0"
+    vllm.LLM, vllm.SamplingParams = FakeLLM, SimpleNamespace
+    vllm.config, config.KVTransferConfig = config, SimpleNamespace
+    monkeypatch.setitem(sys.modules, "vllm", vllm)
+    monkeypatch.setitem(sys.modules, "vllm.config", config)
+    # The engine sets them for the process.
+    for name in (
+        "VLLM_ENABLE_V1_MULTIPROCESSING",
+        "VLLM_LOGGING_STREAM",
+        "VLLM_LOGGING_LEVEL",
+    ):
+        monkeypatch.setenv(name, os.environ.get(name, ""))
+
+
+@pytest.mark.usefixtures("fake_vllm")
+@pytest.mark.parametrize("where", ["file", "environment"])
+def test_a_seeder_stores_on_the_shelf_itself_whatever_is_configured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """Chunks of a disk tier would not be stored, and a shelf that is only read never fills."""
+    options = {
+        "disk_tier": {"path": str(tmp_path / "tier"), "max_bytes": 1 << 30},
+        "read_only": True,
+        "chunk_size": 128,
+    }
+    if where == "file":
+        file = tmp_path / "kvshelf.yaml"
+        file.write_text(json.dumps(options))
+        monkeypatch.setenv("KVSHELF_CONFIG", str(file))
+    else:
+        for name, value in options.items():
+            monkeypatch.setenv(f"KVSHELF_{name.upper()}", json.dumps(value))
+    engine = OfflineEngine("m", str(tmp_path / "shelf"), {})
+    assert (engine.config.disk_tier, engine.config.read_only) == (None, False)
+    assert engine.config.chunk_size == 128

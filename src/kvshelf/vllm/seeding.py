@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import time
+import types
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Final
@@ -24,6 +25,10 @@ from kvshelf.seeding import TokenPrompt
 from kvshelf.vllm import CONNECTOR_NAME, check_vllm_version
 
 _OURS: Final = ("model", "kv_transfer_config")
+#: What a seeder does whatever is configured for the engines beside it. A disk tier answers for
+#: chunks that the shelf does not have, and they would not be stored; `read_only` is for engines
+#: on a shelf that a seeder fills.
+_SEEDER_OPTIONS: Final = types.MappingProxyType({"disk_tier": None, "read_only": False})
 _IDENTITY_PAUSE: Final = 0.05
 #: Seconds for the stores of one batch to end.
 _DRAIN_SECONDS: Final = 600.0
@@ -74,7 +79,7 @@ class OfflineEngine:
                     kv_connector=CONNECTOR_NAME,
                     kv_connector_module_path="kvshelf.vllm.connector",
                     kv_role="kv_both",
-                    kv_connector_extra_config={"shared_storage_path": url},
+                    kv_connector_extra_config={"shared_storage_path": url, **_SEEDER_OPTIONS},
                 ),
                 **engine_args,
             )
