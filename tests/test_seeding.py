@@ -294,3 +294,14 @@ def test_a_seeder_stores_on_the_shelf_itself_whatever_is_configured(
     engine = OfflineEngine("m", str(tmp_path / "shelf"), {})
     assert (engine.config.disk_tier, engine.config.read_only) == (None, False)
     assert engine.config.chunk_size == 128
+
+
+@pytest.mark.usefixtures("fake_vllm")
+def test_workers_that_never_name_their_weights_end_the_seeding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvshelf.vllm.seeding._IDENTITY_SECONDS", 0.2)
+    engine = OfflineEngine("m", str(tmp_path / "shelf"), {})
+    with pytest.raises(ConfigError, match="which weights"):
+        engine.namespace()
+    assert engine._llm.steps > 0

@@ -30,6 +30,8 @@ _OURS: Final = ("model", "kv_transfer_config")
 #: on a shelf that a seeder fills.
 _SEEDER_OPTIONS: Final = types.MappingProxyType({"disk_tier": None, "read_only": False})
 _IDENTITY_PAUSE: Final = 0.05
+#: Seconds for the workers to fingerprint the weights: a large model from a slow disk.
+_IDENTITY_SECONDS: Final = 1800.0
 #: Seconds for the stores of one batch to end.
 _DRAIN_SECONDS: Final = 600.0
 
@@ -113,14 +115,21 @@ class OfflineEngine:
         Raises
         ------
         ConfigError
-            If the engine has none: the log says why.
+            If the engine has none (the log says why), or after half an hour.
         """
+        begin = time.monotonic()
         while True:
             found: Namespace | None = self._connector.namespace
             if found is not None:
                 return found
             if self._connector.disabled:
                 raise ConfigError("the engine cannot store on the shelf; the line above says why")
+            if time.monotonic() - begin >= _IDENTITY_SECONDS:
+                raise ConfigError(
+                    "the engine's workers have not said within "
+                    f"{_IDENTITY_SECONDS:.0f} s which weights and which layout they have: see the "
+                    "log, or have less read by the option weights"
+                )
             # Workers report in steps only.
             self._generate([TokenPrompt(0, [1])])
             time.sleep(_IDENTITY_PAUSE)
