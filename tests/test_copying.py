@@ -15,14 +15,21 @@ from typing import Any
 
 import pytest
 from filled import CHUNK, contents, fill, namespace, prompt, store, times
-from kvshelf.backends import Buffer, WriteMode, WriteResult, open_backend
+from kvshelf.backends import (
+    Buffer,
+    ObjectInfo,
+    WriteMode,
+    WriteResult,
+    open_backend,
+)
+from kvshelf.backends.base import StatResults
 from kvshelf.backends.wrappers import WrappedBackend
 from servers import BUCKET, S3Server, command, rclone_s3
 from typer.testing import CliRunner, Result
 
 from kvshelf.cli.app import app
 from kvshelf.copying import CopyReport, Selection, copy_shelf
-from kvshelf.errors import NoSpaceStorageError, TransientStorageError
+from kvshelf.errors import NoSpaceStorageError, StorageError, TransientStorageError
 from kvshelf.identity import group_of_salt
 from kvshelf.prompts import Prompt
 from kvshelf.shelf import Shelf, open_shelf
@@ -393,6 +400,53 @@ def test_objects_that_vanish_meanwhile_are_no_failure(source: Path, tmp_path: Pa
     assert found.gone > 0
     assert found.complete
     assert found.copied + found.gone == found.found
+
+
+def test_a_source_that_vanishes_while_it_is_read_is_a_failure(source: Path, tmp_path: Path) -> None:
+    """As with a mount that ends: every object is missing, and so is its namespace."""
+
+    def trouble(number: int) -> Exception | None:
+        if number == 3:
+            source.rename(tmp_path / "elsewhere")
+            source.mkdir()
+        return None
+
+    target = Shelf(Troubled(str(tmp_path / "target"), trouble))
+    with (
+        open_shelf(source, read_only=True) as here,
+        target,
+        pytest.raises(StorageError, match="vanished"),
+    ):
+        copy_shelf(here, target, jobs=1)
+
+
+@pytest.mark.parametrize("of_prompts", [False, True])
+def test_a_source_that_vanishes_while_it_is_listed_is_a_failure(
+    source: Path, tmp_path: Path, of_prompts: bool
+) -> None:
+    class Vanishing(WrappedBackend):
+        """Ends as a mount does, before the first look at what a namespace has."""
+
+        def _vanish(self) -> None:
+            if not (tmp_path / "elsewhere").exists():
+                source.rename(tmp_path / "elsewhere")
+                source.mkdir()
+
+        def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+            self._vanish()
+            return super().list(prefix)
+
+        def stat(self, names: Sequence[str]) -> StatResults:
+            self._vanish()
+            return super().stat(names)
+
+    selection = Selection(prompts=[Prompt(1, tokens=prompt(0, 3))] if of_prompts else None)
+    with (
+        Shelf(Vanishing(open_backend(source, read_only=True))) as here,
+        open_shelf(tmp_path / "target") as there,
+        pytest.raises(StorageError, match="vanished"),
+    ):
+        copy_shelf(here, there, selection)
 
 
 def test_a_chunk_with_another_parent_than_the_prompt_says_is_bad(

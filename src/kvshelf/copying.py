@@ -11,7 +11,8 @@ Contracts
   it is to be verified and is bad; what has a wrong size is replaced.
 * A copy that was broken off, by whatever means, goes on when it is started again: what is
   published is whole, and is skipped.
-* The source is never changed. Objects that vanish from it meanwhile are no failure.
+* The source is never changed. Objects that vanish from it meanwhile are no failure; a namespace
+  whose folder vanishes is an error, as the source may have been unmounted.
 * Only objects and ``namespace.json`` are copied; marks, quarantine and foreign files are not.
   A namespace goes to the folder that it has at the target, whatever the slug of that is.
 * Storage trouble with one object is retried with growing pauses, then counted and named. The
@@ -175,6 +176,8 @@ class _State:
     report: CopyReport
     on_progress: Callable[[CopyReport], None]
     on_problem: Callable[[str, str], None]
+    #: Of namespaces at the source.
+    folders: list[str] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
     stop: threading.Event = field(default_factory=threading.Event)
     error: BaseException | None = None
@@ -241,7 +244,8 @@ def copy_shelf(
     ConfigError
         If the selection names a namespace that the source does not have.
     StorageError
-        If a shelf cannot be listed, or the target takes no objects.
+        If a shelf cannot be listed, a namespace vanishes from the source, or the target takes
+        no objects.
     """
     begin = time.monotonic()
     report = CopyReport() if report is None else report
@@ -278,6 +282,8 @@ def copy_shelf(
             _put(work, None, state)
         for worker in workers:
             worker.ended.wait()
+        if state.error is None and report.gone:
+            _check_there(source, state.folders)
     except BaseException:
         # An interrupt, or a listing that failed: what is being copied is left to end.
         state.stop.set()
@@ -324,6 +330,19 @@ def _find(
             for item, answer in zip(batch, answers, strict=True):
                 # What could not be told now, the write will find out.
                 yield replace(item, present=answer is Presence.PRESENT)
+        state.folders.append(folder)
+        _check_there(source, [folder])
+
+
+def _check_there(source: Shelf, folders: Sequence[str]) -> None:
+    """Raise if the source lost one of these folders: a listing ends quietly where one is gone."""
+    there = set(source.backend.folders())
+    for folder in folders:
+        if folder not in there:
+            raise StorageError(
+                f"{source.url}: {folder} vanished while it was copied; check that the source is "
+                "still mounted, and start it again"
+            )
 
 
 def _describe(target: Shelf, fmt: ObjectFormat, state: _State) -> None:
