@@ -199,8 +199,10 @@ def test_namespaces_and_models(source: Path, tmp_path: Path) -> None:
         assert [path.name for path in target.iterdir()] == [FOLDER]
     assert report(source, tmp_path / "by model", "--model", "Elsewhere/OTHER")["copied"] == 4
     assert report(source, tmp_path / "both", "-n", FOLDER, "-n", OTHER.folder)["copied"] == 14
-    wrong = run(source, tmp_path / "none", "-n", "0" * 16, code=2)
-    assert FOLDER in wrong.stderr
+    for choice in (["-n", "0" * 16], ["--model", "Org/Othr"], ["-n", FOLDER, "--model", "Typo"]):
+        wrong = run(source, tmp_path / "none", *choice, code=2)
+        assert FOLDER in wrong.stderr
+    assert not objects(tmp_path / "none")
 
 
 def test_times(source: Path, tmp_path: Path) -> None:

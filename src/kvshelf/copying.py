@@ -242,7 +242,7 @@ def copy_shelf(
     Raises
     ------
     ConfigError
-        If the selection names a namespace that the source does not have.
+        If the selection names a namespace or a model that the source does not have.
     StorageError
         If a shelf cannot be listed, a namespace vanishes from the source, or the target takes
         no objects.
@@ -393,10 +393,13 @@ def _formats(
                 f"its objects cannot be verified, and are left out: {error}; an engine that"
                 " stores to it writes its namespace.json anew",
             )
-    for wanted in selection.namespaces:
-        if not any(wanted in (folder, folder[-16:]) for folder in known):
-            names = ", ".join(known[:10]) or "none"
-            raise ConfigError(f"no namespace {wanted} on {source.url}; it has: {names}")
+    names = {part for folder in known for part in (folder, folder[-16:])}
+    slugs = {folder[:-17] for folder in known}
+    missing = [f"namespace {name}" for name in selection.namespaces if name not in names]
+    missing += [f"namespace of a model {slug}" for slug in selection.slugs if slug not in slugs]
+    if missing:
+        there = ", ".join(known[:10]) or "none"
+        raise ConfigError(f"no {missing[0]} on {source.url}; it has: {there}")
     return found
 
 
