@@ -216,7 +216,9 @@ def test_times(source: Path, tmp_path: Path) -> None:
     assert report(source, tmp_path / "old", "--until", "1d")["copied"] == 3
     assert names < contents(tmp_path / "old").keys()
     assert report(source, tmp_path / "date", "--since", "2020-01-01")["copied"] == 14
-    assert "12h" in run(source, tmp_path / "x", "--since", "yesterday", code=2).stderr
+    for wrong in ("yesterday", "99999999999d", f"{'9' * 400}s"):
+        told = run(source, tmp_path / "x", "--since", wrong, "--dry-run", code=2).stderr
+        assert "12h" in told, wrong
 
 
 def test_the_prefixes_of_some_prompts(source: Path, tmp_path: Path) -> None:

@@ -183,13 +183,12 @@ def _time(text: str | None, name: str) -> float | None:
     if text is None:
         return None
     age = _AGE.fullmatch(text)
-    if age is not None:
-        seconds = timedelta(seconds=float(age[1]) * _UNITS[age[2]]).total_seconds()
-        return time.time() - seconds
     try:
+        if age is not None:
+            return time.time() - timedelta(seconds=float(age[1]) * _UNITS[age[2]]).total_seconds()
         # Without a zone it is the local time, as listings show it.
         return datetime.fromisoformat(text).astimezone().timestamp()
-    except ValueError:
+    except (ValueError, OverflowError):
         raise ConfigError(
             f"{name}: found {text!r}; expected an age such as 12h or 7d, or a date such as "
             "2026-01-31"
