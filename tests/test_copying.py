@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -187,6 +188,18 @@ def test_a_tree_without_description_is_verified_by_that_of_the_target(
     fill(target, namespace(), prompt(0, 1))
     assert report(source, target)["copied"] == 8
     assert contents(source).items() <= contents(target).items()
+
+
+def test_a_folder_without_description_is_verified_by_another_of_its_namespace(
+    source: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(source / FOLDER, source / namespace("renamed").folder)
+    (source / FOLDER / "namespace.json").unlink()
+    for path in objects(source / FOLDER)[:4]:
+        path.unlink()
+    for path in objects(source / namespace("renamed").folder)[4:]:
+        path.unlink()
+    assert report(source, tmp_path / "target")["copied"] == 14
 
 
 # -------------------------------------------------------------------------------- selections

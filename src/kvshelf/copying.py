@@ -365,19 +365,20 @@ def _formats(
     source: Shelf, target: Shelf, selection: Selection, state: _State
 ) -> list[tuple[str, ObjectFormat]]:
     found = []
-    known: list[str] = []
-    for info in source.namespaces():
-        known.append(info.folder)
+    infos = list(source.namespaces())
+    known = [info.folder for info in infos]
+    for info in infos:
         if not selection.has_folder(info.folder):
             continue
         namespace, problem = info.namespace, info.problem
         if namespace is None:
-            # A tree that was copied in part may have its description at the other end.
+            # A tree that was copied in part may have its description in another folder of the
+            # namespace, or at the other end.
             tag = parse_namespace_folder(info.folder)
             namespace = next(
                 (
                     other.namespace
-                    for other in target.namespaces()
+                    for other in (*infos, *target.namespaces())
                     if other.namespace is not None and other.namespace.digest.hex()[:16] == tag
                 ),
                 None,
