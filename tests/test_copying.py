@@ -404,6 +404,34 @@ def test_a_target_without_room_ends_the_copy(source: Path, tmp_path: Path) -> No
     assert 0 < found.copied < 14
 
 
+@pytest.mark.parametrize("verify_existing", [False, True])
+def test_a_folder_in_the_place_of_an_object_is_no_fault_of_the_source(
+    source: Path, tmp_path: Path, verify_existing: bool
+) -> None:
+    class Stuck(WrappedBackend):
+        """Moves no folder."""
+
+        def set_aside(self, name: str, target: str) -> bool:
+            return False
+
+    name = objects(source)[2].relative_to(source)
+    place = tmp_path / "target" / name
+    (place / "inside").mkdir(parents=True)
+    problems: list[tuple[str, str]] = []
+    target = Shelf(Stuck(open_backend(tmp_path / "target")))
+    with open_shelf(source, read_only=True) as here, target:
+        found = copy_shelf(
+            here,
+            target,
+            verify_existing=verify_existing,
+            on_problem=lambda *of: problems.append(of),
+        )
+    assert (found.bad, found.failed, found.copied) == (0, 1, 13)
+    assert not found.complete
+    [(said, text)] = problems
+    assert said == str(name) and "found a folder where an object" in text and str(place) in text
+
+
 def test_objects_that_vanish_meanwhile_are_no_failure(source: Path, tmp_path: Path) -> None:
     def trouble(number: int) -> Exception | None:
         if number == 3:

@@ -41,6 +41,7 @@ from kvshelf.errors import (
     BadObjectError,
     ConfigError,
     NoSpaceStorageError,
+    NotRegularError,
     ObjectMissingError,
     ObjectNameError,
     ReadOnlyStorageError,
@@ -124,7 +125,7 @@ class CopyReport:
     bad : int
         Not copied: the source's object is not what it must be.
     failed : int
-        Not copied: the storage failed.
+        Not copied: the storage failed, or the target has a folder in its place.
     gone : int
         Vanished from the source before they were read.
     skipped_namespaces : int
@@ -538,7 +539,14 @@ class _Worker:
                 return self._succeeded("existed")
         chunk = self._read(self._source, item, image)
         publish = self._target.repair if bad else self._target.write
-        result = publish(item.fmt, chunk, item.parsed.shard, [image])
+        try:
+            result = publish(item.fmt, chunk, item.parsed.shard, [image])
+        except NotRegularError as error:
+            return self._state.problem(
+                "failed",
+                item.name,
+                f"it cannot be published: {error}; remove it, then start the copy again",
+            )
         if result.value == "existed":
             return self._succeeded("existed")
         if result.value == "replaced":
