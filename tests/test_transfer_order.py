@@ -15,6 +15,7 @@ from kvshelf.backends.wrappers import Fault, FaultyBackend, WrappedBackend
 from parts import PATIENCE, SOON, Rig, make_chunks, posix, until
 
 from kvshelf.identity import Chunk
+from kvshelf.staging import StagingBuffer
 from kvshelf.transfer import ChunkSlots, Failure, Load, useful_threads
 
 
@@ -318,6 +319,58 @@ def test_a_load_takes_over_what_is_read_early(rig: Rig, gate: Gate) -> None:
     assert rig.finished().failed_at is None
     assert all(rig.holds(item) for item in items)
     assert len(gate.opened) == 3 * rig.fmt.shards
+
+
+class _UsedUp:
+    """Staging that has nothing at the first request, until the test lets it answer."""
+
+    def __init__(self, rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._acquire = rig.staging.acquire_for_load
+        self.asked, self.answer = threading.Event(), threading.Event()
+        monkeypatch.setattr(rig.staging, "acquire_for_load", self._none_at_first)
+
+    def _none_at_first(self, timeout: float | None = None) -> StagingBuffer | None:
+        if self.asked.is_set():
+            return self._acquire(timeout)
+        self.asked.set()
+        assert self.answer.wait(PATIENCE)
+        return None
+
+
+def test_a_load_does_not_fail_because_an_early_read_got_no_memory(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chunks = make_chunks(rig.fmt, 3)
+    rig.put(chunks)
+    staging = _UsedUp(rig, monkeypatch)
+    ended: list[Load] = []
+    kept = _early(rig, chunks, ended)
+    assert staging.asked.wait(PATIENCE)
+    items = rig.items(chunks, 20)
+    rig.transfer.load("r", items)
+    staging.answer.set()
+    assert rig.finished().failed_at is None
+    assert all(rig.holds(item) for item in items)
+    until(lambda: bool(ended))
+    assert len(kept.got) == 3 * rig.fmt.shards
+
+
+def test_a_load_that_has_time_waits_for_memory_when_the_one_it_joined_has_none(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chunks = make_chunks(rig.fmt, 1)
+    rig.put(chunks)
+    staging = _UsedUp(rig, monkeypatch)
+    first = rig.transfer.load("first", rig.items(chunks, 20))
+    assert staging.asked.wait(PATIENCE)
+    rig.transfer.load("second", rig.items(chunks, 40))
+    first._deadline = 0.0
+    staging.answer.set()
+    ended: list[Load] = []
+    while len(ended) < 2:
+        ended += rig.transfer.poll(PATIENCE)
+    assert {load.request_id: load.failed_at for load in ended}["second"] is None
+    assert rig.count("load_errors") == 0
 
 
 def test_early_loads_of_a_storage_at_rest_are_no_trouble(rig: Rig, gate: Gate) -> None:

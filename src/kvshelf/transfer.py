@@ -1072,11 +1072,9 @@ class Transfer:
 
     def _run_loads(self) -> None:
         while not self._load_threads.replaced() and (piece := self._next_piece()) is not None:
-            # One that nobody waits for is of no use when memory is short.
-            wait = 0.0 if piece.load.early else piece.load._deadline - time.monotonic()
-            buffer = self._staging.acquire_for_load(wait)
+            buffer = self._staging_for(piece)
             try:
-                failure = self._read(piece, buffer)
+                failure = None if buffer is None else self._read(piece, buffer)
                 taker: _Piece | None = piece
                 while taker is not None:
                     self._deliver(taker, buffer, failure)
@@ -1085,13 +1083,30 @@ class Transfer:
                 if buffer is not None:
                     self._staging.release(buffer)
 
-    def _read(self, piece: _Piece, buffer: StagingBuffer | None) -> Failure | None:
+    def _staging_for(self, piece: _Piece) -> StagingBuffer | None:
+        """Take a buffer; wait for one as long as anybody who wants the object has time."""
+        # One that nobody waits for is of no use when memory is short.
+        deadline = 0.0 if piece.load.early else piece.load._deadline
+        while True:
+            buffer = self._staging.acquire_for_load(deadline - time.monotonic())
+            if buffer is not None:
+                return buffer
+            with self._load_lock:
+                waiting = [
+                    share.load._deadline
+                    for share in piece.sharers
+                    if not share.load.early
+                    and not share.load.finished
+                    and share.item < share.load._wanted
+                ]
+                deadline = max(waiting, default=0.0)
+                if deadline <= time.monotonic() or self._closing:
+                    # Under this lock, so that nobody joins what has failed.
+                    self._forget_reading(piece)
+                    return None
+
+    def _read(self, piece: _Piece, buffer: StagingBuffer) -> Failure | None:
         """Read and verify an object; return why that failed, if it did."""
-        if buffer is None:
-            if piece.load.early:
-                return Failure.UNAVAILABLE
-            error = TimeoutError("no staging buffer became free")
-            return self._load_failed(piece, Failure.ERROR, error)
         chunk = piece.load.items[piece.item].chunk
         image = buffer.view[: self._fmt.object_size(piece.shard)]
         try:
@@ -1110,7 +1125,12 @@ class Transfer:
         self, piece: _Piece, buffer: StagingBuffer | None, failure: Failure | None
     ) -> None:
         """Scatter what was read for one of the loads that want it."""
-        if failure is None and buffer is not None:
+        if buffer is None:
+            failure = Failure.UNAVAILABLE
+            if not piece.load.early:
+                error = TimeoutError("no staging buffer became free")
+                failure = self._load_failed(piece, Failure.ERROR, error)
+        elif failure is None:
             try:
                 self._scatter(piece, buffer)
             except Exception as error:  # noqa: BLE001 - the thread must go on
