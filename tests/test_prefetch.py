@@ -218,6 +218,81 @@ def test_a_storage_at_rest_is_blamed_for_nothing(make: Callable[..., Waiting]) -
     assert not waiting.prefetcher._wanted
 
 
+def test_what_did_not_come_at_a_bad_moment_is_read_again(make: Callable[..., Waiting]) -> None:
+    waiting = make(3)
+    chunks, others = waiting.put(0), waiting.put(1)
+    # As when stores have taken all staging.
+    buffers = [waiting.rig.staging.acquire_for_load(0.0) for _ in range(32)]
+    waiting.prefetcher.want("r", chunks)
+    until(lambda: all(load.finished for load in waiting.prefetcher._wishes["r"].loads))
+    assert waiting.here(chunks) == 0
+    for buffer in buffers:
+        assert buffer is not None
+        waiting.rig.staging.release(buffer)
+    until(lambda: waiting.here(chunks) == 3)
+    assert waiting.opened() == 3 * waiting.rig.fmt.shards
+    # Nothing of its room is lost.
+    waiting.prefetcher.want("s", others)
+    waiting.prefetcher.over("r")
+    until(lambda: waiting.here(others) == 3)
+
+
+def test_while_the_storage_rests_a_step_asks_once(
+    make: Callable[..., Waiting], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waiting = make()
+    chunks = waiting.put(0)
+    waiting.rig.guard.reads.trip("broken", 1000.0)
+    loads = []
+    load = waiting.rig.transfer.load
+
+    def count(*args: Any, **options: Any) -> Any:
+        loads.append(args)
+        return load(*args, **options)
+
+    monkeypatch.setattr(waiting.rig.transfer, "load", count)
+    waiting.prefetcher.want("r", chunks[:2])
+    waiting.prefetcher.want("r", chunks[2:])
+    assert len(loads) == 2
+    for step in range(1, 4):
+        assert waiting.prefetcher.take_failures() == []
+        assert len(loads) == 2 + step
+
+
+def test_a_prefix_that_was_read_for_a_request_that_went_is_read_for_the_next(
+    make: Callable[..., Waiting],
+) -> None:
+    waiting = make()
+    chunks = waiting.put(0)
+    gate = threading.Event()
+    waiting.faults.add(Fault("read", wait=gate))
+    waiting.prefetcher.want("one", chunks)
+    waiting.prefetcher.want("other", chunks)
+    until(lambda: waiting.rig.staging.in_use == 1)
+    waiting.prefetcher.over("one")
+    gate.set()
+    until(lambda: waiting.here(chunks) == 3)
+    waiting.prefetcher.over("other")
+    until(lambda: waiting.here(chunks) == 0 and not waiting.memory.available)
+    assert not waiting.prefetcher._wanted
+
+
+def test_all_who_want_what_cannot_be_had_learn_it_and_give_up_what_is_behind(
+    make: Callable[..., Waiting],
+) -> None:
+    waiting = make(4)
+    chunks, others = waiting.put(0, 4), waiting.put(1)
+    waiting.rig.path(chunks[1], 0).unlink()
+    for name in ("one", "other"):
+        waiting.prefetcher.want(name, chunks)
+    waiting.prefetcher.want("third", others)
+    found: list[tuple[str, Chunk, Failure]] = []
+    until(lambda: bool(found.extend(waiting.prefetcher.take_failures()) or found))
+    assert found == [(name, chunks[1], Failure.MISSING) for name in ("one", "other")]
+    # There is room for others now.
+    until(lambda: (waiting.here(chunks), waiting.here(others)) == (1, 3))
+
+
 def test_many_chunks_are_given_back_in_several_steps(make: Callable[..., Waiting]) -> None:
     waiting = make()
     chunks = [chunk for seed in range(5) for chunk in waiting.put(seed, 9)]

@@ -15,8 +15,9 @@ Contracts
 
 from __future__ import annotations
 
+import itertools
 import threading
-from collections import Counter, OrderedDict, deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -34,6 +35,8 @@ from kvshelf.transfer import ChunkSlots, Failure, Load, Transfer
 
 #: Most chunks that are dropped in one step.
 _DROPS_A_STEP: Final = 16
+#: Most chunks that are read again in one step.
+_AGAIN_A_STEP: Final = 16
 
 
 @dataclass(slots=True)
@@ -200,8 +203,10 @@ class Prefetcher:
 
     The memory is reserved before anything is read, so that nothing is read which there is no
     room for; the rest of a request's chunks comes when others are over. A chunk that several
-    requests want is brought once. All methods are called on the step thread and never touch
-    storage.
+    requests want is brought once. What did not come, because the storage or staging could not
+    for a moment or the request that it was read for went away, is read again in a later step
+    for who still wants it; a chunk that cannot be had ends the wishes for what is behind it.
+    All methods are called on the step thread and never touch storage.
 
     Parameters
     ----------
@@ -215,12 +220,16 @@ class Prefetcher:
         self._transfer = transfer
         self._memory = memory
         self._wishes: OrderedDict[str, _Wish] = OrderedDict()
-        self._ending: list[_Wish] = []
         #: Keys that a request less wants.
-        self._unwanted: deque[bytes] = deque()
-        #: How many requests want each chunk that there is room for.
-        self._wanted: Counter[bytes] = Counter()
-        self._failures: deque[tuple[str, Chunk, Failure]] = deque()
+        self._unwanted: deque[tuple[_Wish, bytes]] = deque()
+        #: Who wants each chunk that there is room for; nobody, while it is still being read.
+        self._wanted: dict[bytes, list[_Wish]] = {}
+        #: Of those, what is being read, and what ended without having come.
+        self._reading: set[bytes] = set()
+        self._again: dict[bytes, Chunk] = {}
+        #: Early loads that ended, on whatever thread.
+        self._ended: deque[Load] = deque()
+        self._failures: list[tuple[str, Chunk, Failure]] = []
 
     def want(self, request_id: str, chunks: Sequence[Chunk]) -> None:
         """Bring further chunks for a request that waits."""
@@ -245,31 +254,28 @@ class Prefetcher:
         self.stop(request_id)
         wish = self._wishes.pop(request_id, None)
         if wish is not None:
-            self._ending.append(wish)
+            self._unwanted.extend((wish, key) for key in wish.keys)
             self._go_on()
 
     def take_failures(self) -> list[tuple[str, Chunk, Failure]]:
-        """Return what could not be brought since the last call: request, chunk, reason."""
+        """Return what could not be brought since the last call: request, chunk, reason.
+
+        Called once in each step.
+        """
+        self._read_again()
         self._go_on()
-        failures = []
-        while self._failures:
-            failures.append(self._failures.popleft())
+        failures, self._failures = self._failures, []
         return failures
 
     def _go_on(self) -> None:
-        self._end()
+        self._note_ended()
+        self._drop()
         if all(not wish.chunks for wish in self._wishes.values()):
             return
         for wish in self._wishes.values():
             fresh = self._reserve(wish)
             if fresh:
-                name = f"{wish.request_id}#{len(wish.loads)}"
-                none = torch.empty(0, dtype=torch.int64)
-                items = [
-                    ChunkSlots(chunk, none, IntoMemory(self._memory, chunk.key)) for chunk in fresh
-                ]
-                # A load of its own for each piece: what was asked for before is under way.
-                wish.loads.append(self._transfer.load(name, items, early=True, on_done=self._ended))
+                self._read(wish, fresh)
             if wish.chunks:
                 # Those behind it would take the room that it waits for.
                 return
@@ -279,40 +285,93 @@ class Prefetcher:
         fresh = []
         while wish.chunks:
             chunk = wish.chunks[0]
-            if chunk.key not in self._wanted:
+            key = chunk.key
+            wishers = self._wanted.get(key)
+            if wishers is None:
                 if len(self._wanted) >= self._memory.most_chunks:
                     break
+                wishers = self._wanted[key] = []
                 fresh.append(chunk)
-            self._wanted[chunk.key] += 1
-            wish.keys.append(chunk.key)
+            elif key not in self._reading and not self._memory.leading([chunk]):
+                # Those who wanted it until now have a load of their own.
+                self._again.pop(key, None)
+                fresh.append(chunk)
+            wishers.append(wish)
+            wish.keys.append(key)
             wish.chunks.popleft()
         return fresh
 
-    def _end(self) -> None:
-        """Drop what requests that are over have left, once no thread writes to it."""
-        ending, self._ending = self._ending, []
-        for wish in ending:
-            if all(load.finished for load in wish.loads):
-                self._unwanted.extend(wish.keys)
-            else:
-                self._ending.append(wish)
+    def _read(self, wish: _Wish, chunks: Sequence[Chunk]) -> None:
+        name = f"{wish.request_id}#{len(wish.loads)}"
+        none = torch.empty(0, dtype=torch.int64)
+        items = [ChunkSlots(chunk, none, IntoMemory(self._memory, chunk.key)) for chunk in chunks]
+        self._reading.update(chunk.key for chunk in chunks)
+        # A load of its own for each piece: what was asked for before is under way.
+        wish.loads.append(self._transfer.load(name, items, early=True, on_done=self._ended.append))
+
+    def _read_again(self) -> None:
+        """Read what did not come for the first who still waits for it."""
+        pieces: dict[_Wish, list[Chunk]] = {}
+        for key in list(itertools.islice(self._again, _AGAIN_A_STEP)):
+            chunk = self._again.pop(key)
+            wish = next((wish for wish in self._wanted[key] if not wish.over), None)
+            if wish is not None:
+                pieces.setdefault(wish, []).append(chunk)
+        for wish, chunks in pieces.items():
+            self._read(wish, chunks)
+
+    def _note_ended(self) -> None:
+        """Look at what early loads that ended have brought."""
         gone = []
-        # A step gives only so much memory back, since each piece takes a microsecond or two.
-        for _ in range(min(_DROPS_A_STEP, len(self._unwanted))):
-            key = self._unwanted.popleft()
-            self._wanted[key] -= 1
-            if not self._wanted[key]:
-                del self._wanted[key]
-                gone.append(key)
+        while self._ended:
+            load = self._ended.popleft()
+            lost = set()
+            for chunk, failure in () if load.cancelled else load.failures:
+                if failure is not Failure.UNAVAILABLE:
+                    lost.add(chunk.key)
+                    self._give_up(chunk, failure)
+            for place, item in enumerate(load.items):
+                key = item.chunk.key
+                self._reading.discard(key)
+                if not self._wanted[key]:
+                    del self._wanted[key]
+                    gone.append(key)
+                elif (
+                    place >= load.leading
+                    and key not in lost
+                    and not self._memory.leading([item.chunk])
+                ):
+                    self._again[key] = item.chunk
         if gone:
             self._memory.drop(gone)
 
-    def _ended(self, load: Load) -> None:
-        """Note what failed. On whatever thread ended the load, with its lock held."""
-        if not load.cancelled:
-            request_id = load.request_id.rpartition("#")[0]
-            self._failures.extend(
-                (request_id, chunk, failure)
-                for chunk, failure in load.failures
-                if failure is not Failure.UNAVAILABLE
-            )
+    def _give_up(self, chunk: Chunk, failure: Failure) -> None:
+        """Tell all who want a chunk that it cannot be had, nor what is behind it."""
+        for wish in dict.fromkeys(self._wanted[chunk.key]):
+            if wish.over:
+                continue
+            self._failures.append((wish.request_id, chunk, failure))
+            wish.chunks.clear()
+            first = wish.keys.index(chunk.key)
+            rest = _Wish(wish.request_id, keys=wish.keys[first:], over=True)
+            del wish.keys[first:]
+            for key in rest.keys:
+                wishers = self._wanted[key]
+                wishers[wishers.index(wish)] = rest
+                self._unwanted.append((rest, key))
+
+    def _drop(self) -> None:
+        """Give memory back that nobody wants any more, once no thread writes to it."""
+        gone = []
+        # A step gives only so much memory back, since each piece takes a microsecond or two.
+        for _ in range(min(_DROPS_A_STEP, len(self._unwanted))):
+            wish, key = self._unwanted.popleft()
+            wishers = self._wanted[key]
+            wishers.remove(wish)
+            if not wishers:
+                self._again.pop(key, None)
+                if key not in self._reading:
+                    del self._wanted[key]
+                    gone.append(key)
+        if gone:
+            self._memory.drop(gone)
