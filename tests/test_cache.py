@@ -9,8 +9,8 @@ import sys
 import threading
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kvshelf.backends import Backend, open_backend
-from kvshelf.backends.wrappers import CountingBackend, Fault, FaultyBackend, ReadOnlyBackend
+from kvshelf.backends import Backend, Properties, open_backend
+from kvshelf.backends.wrappers import (
+    CountingBackend,
+    Fault,
+    FaultyBackend,
+    ReadOnlyBackend,
+    WrappedBackend,
+)
 from parts import PATIENCE, posix, until
 
 from kvshelf import ChunkCache, Config, ModelFacts, PromptIdentity, Shelf
@@ -36,6 +42,7 @@ from kvshelf.forms import (
 )
 from kvshelf.identity import KeyChain, MultimodalItem, object_name
 from kvshelf.layout import PagedLayout
+from kvshelf.tiers import DiskTier
 
 LAYERS, HEADS, SIZE, CHUNK = 3, 4, 8, 16
 HIDDEN = HEADS * SIZE
@@ -656,6 +663,30 @@ def test_what_was_prefetched_needs_no_storage(make: Make, backend: FaultyBackend
     assert cache.lookup(tokens, tiers=["shelf"]) == 0
     put(cache, tokens)
     assert cache.lookup(tokens, tiers=["shelf"]) == 4 * CHUNK
+
+
+class Far(WrappedBackend):
+    """A storage whose probes are dear, so that its answers are remembered."""
+
+    @property
+    def properties(self) -> Properties:
+        return replace(self.inner.properties, probe_cost=0.02, concurrency=8)
+
+
+def test_before_a_far_shelf_tiers_say_what_they_have_at_this_moment(
+    make: Make, backend: FaultyBackend, tmp_path: Path
+) -> None:
+    # Too small a tier for any object.
+    with closing(DiskTier(tmp_path / "tier", 1)) as tier:
+        cache = make(Far(backend), disk_tier=tier)
+        tokens = prompt(4 * CHUNK)
+        near = [["memory"], ["memory", "disk"]]
+        put(cache, tokens)
+        assert [cache.lookup(tokens, tiers=tiers) for tiers in near] == [0, 0]
+        assert cache.prefetch(tokens) == 4 * CHUNK
+        assert [cache.lookup(tokens, tiers=tiers) for tiers in near] == [4 * CHUNK] * 2
+        cache._memory.drop([found.key for found in cache.chunk_keys(tokens)])
+        assert [cache.lookup(tokens, tiers=tiers) for tiers in near] == [0, 0]
 
 
 def test_prefetched_memory_is_bounded_and_the_oldest_goes_first(make: Make) -> None:

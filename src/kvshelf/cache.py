@@ -748,7 +748,10 @@ class ChunkCache:
                 f"tiers is {unknown or list(tiers or ())}; expected some of {', '.join(TIERS)}"
             )
         handle = _LookupHandle(self, self._timeout)
-        handle._lookup = self._search(prompt, handle.found, wanted)
+        if wanted == ("memory",):
+            handle.answer(self._memory.leading(self._chunks(prompt)))
+        else:
+            handle._lookup = self._search(prompt, handle.found, wanted)
         return handle
 
     def store(
@@ -983,6 +986,7 @@ class ChunkCache:
                     self.fmt,
                     failed=self.failed,
                     counters=self.counters,
+                    remembers="shelf" in tiers,
                     on_thread_start=None if started is None else lambda: started("lookup"),
                 )
             return service

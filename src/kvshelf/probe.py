@@ -246,6 +246,9 @@ class LookupService:
     threads : int
         Look-ups worked on at once. Where probes are not cheap there are at least two threads,
         and each works on several.
+    remembers : bool
+        Where probes are not cheap an answer stands for a while. False: for what comes and goes
+        without a word, as copies do.
     on_thread_start : Callable, optional
         Called first on each thread, to set its priority and processors.
     """
@@ -258,11 +261,13 @@ class LookupService:
         failed: FailedKeys,
         counters: Counters,
         threads: int = 1,
+        remembers: bool = True,
         on_thread_start: Callable[[], None] | None = None,
     ) -> None:
         self._shelf = shelf
         self._fmt = fmt
         self._failed = failed
+        self._remembers = remembers
         self._counters = counters
         self._queue: queue.SimpleQueue[Lookup | None] = queue.SimpleQueue()
         # What each thread works on, and since when; absent while it waits for a look-up.
@@ -756,7 +761,8 @@ class _Rounds:
             return None
         service._extend(lookup, chain, _Pace(), lookup._count)
         # What is remembered is of no use while nothing can be loaded.
-        memo = Memo() if service._shelf.backend.reads.stopped else service._memo
+        useful = service._remembers and not service._shelf.backend.reads.stopped
+        memo = service._memo if useful else Memo()
         chunks = chain.chunks[lookup.first_chunk :]
         return _Search(lookup, chain, chunks, memo, service._failed, service._fmt.shards)
 
