@@ -257,6 +257,14 @@ class Prefetcher:
             self._unwanted.extend((wish, key) for key in wish.keys)
             self._go_on()
 
+    def all_over(self) -> None:
+        """Drop everything."""
+        # All are stopped first: none is to take the room that another one leaves.
+        for request_id in self._wishes:
+            self.stop(request_id)
+        for request_id in list(self._wishes):
+            self.over(request_id)
+
     def take_failures(self) -> list[tuple[str, Chunk, Failure]]:
         """Return what could not be brought since the last call: request, chunk, reason.
 

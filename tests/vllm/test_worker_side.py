@@ -876,6 +876,28 @@ def test_a_waiting_request_that_ends_leaves_no_memory_behind(make: Callable[...,
     assert not memory.available
 
 
+def test_when_weights_change_nothing_is_read_ahead_and_its_memory_is_given_back(
+    make: Callable[..., Rig], backend: FaultyBackend
+) -> None:
+    rig = make(prefetch_bytes=1 << 20)
+    chunks = rig.chunks(4)
+    rig.store(chunks)
+    rig.step(StepMetadata(prefetches=[PrefetchOp("r", chunks[:2])]))
+    memory, prefetcher = rig.side._prefetched, rig.side._prefetcher
+    assert memory is not None
+    assert prefetcher is not None
+    until(lambda: memory.leading(chunks) == 2)
+    gate = threading.Event()
+    backend.add(Fault("read", wait=gate))
+    rig.step(StepMetadata(prefetches=[PrefetchOp("s", chunks)]))
+    rig.connector.weights_changed()
+    gate.set()
+    rig.step(StepMetadata(prefetches=[PrefetchOp("t", chunks)]))
+    until(lambda: bool(rig.step(StepMetadata()) and not prefetcher._wanted))
+    assert not memory.available
+    rig.step(StepMetadata(waited=["r", "s", "t"]))
+
+
 def test_a_waiting_requests_bad_object_is_reported_before_its_load(
     make: Callable[..., Rig], backend: FaultyBackend
 ) -> None:

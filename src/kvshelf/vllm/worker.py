@@ -277,6 +277,8 @@ class WorkerSide:
         """
         if not self._changed_by:
             self._changed_by = how
+            if self._prefetcher is not None:
+                self._prefetcher.all_over()
             self._problem(_WEIGHTS_CHANGED.format(how))
 
     def fall_asleep(self) -> None:
@@ -651,10 +653,10 @@ class WorkerSide:
         if self._transfer is not None:
             for request_id in meta.cancelled:
                 self._transfer.cancel(request_id)
-        if self._prefetcher is not None and not self._changed_by:
+        if self._prefetcher is not None:
             for request_id in (*meta.cancelled, *meta.waited):
                 self._prefetcher.over(request_id)
-            for wanted in meta.prefetches:
+            for wanted in () if self._changed_by else meta.prefetches:
                 self._prefetcher.want(wanted.request_id, wanted.chunks)
         # On a CPU nothing of an earlier step is in flight when a step begins, so loads
         # need not wait until this step's forward pass is over.
