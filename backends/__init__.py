@@ -9,10 +9,8 @@ are imported when first needed.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping
 from typing import Any
-from urllib.parse import unquote, urlsplit
 
 from kvshelf.backends.base import (
     NOT_REGULAR,
@@ -29,6 +27,7 @@ from kvshelf.backends.base import (
 )
 
 from kvshelf.errors import ConfigError
+from kvshelf.urls import directory_of
 
 __all__ = [
     "NOT_REGULAR",
@@ -44,9 +43,6 @@ __all__ = [
     "WriteResult",
     "open_backend",
 ]
-
-_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
-_HALF_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 
 
 def open_backend(
@@ -79,33 +75,14 @@ def open_backend(
     if not text.strip():
         raise ConfigError(f"{url!r} is not a shelf: expected a directory or a URL")
     options = dict(storage_options or {})
-    scheme = _SCHEME.match(text)
-    if scheme is None:
-        if "://" in text or _HALF_URL.match(text):
-            raise ConfigError(
-                f"{text!r} is neither a path nor a URL that kvshelf can use: expected "
-                "/absolute/path or protocol://…; chained URLs (a::b) are not supported, and a "
-                "folder with such a name can be given as ./name"
-            )
-        return _open_folder(text, options, read_only)
-    protocol = scheme[1].lower()
-    if protocol in ("file", "local"):
-        parts = urlsplit(text)
-        if parts.netloc not in ("", "localhost"):
-            raise ConfigError(
-                f"{text!r} names the host {parts.netloc!r}: expected three slashes, as in "
-                f"{protocol}:///{parts.netloc}{parts.path}"
-            )
-        # urlsplit would cut a path at ? and #, which are plain characters of a path.
-        path = unquote(text[scheme.end() + len(parts.netloc) :])
-        if not path.startswith("/"):
-            raise ConfigError(f"{text!r} has no path: expected {protocol}:///absolute/path")
-        return _open_folder(path, options, read_only)
+    directory = directory_of(text)
+    if directory is not None:
+        return _open_folder(directory, options, read_only)
 
     from kvshelf.backends.wrappers import ReadOnlyBackend
 
     backend: Backend
-    if protocol in ("s3", "s3a"):
+    if text.partition("://")[0].lower() in ("s3", "s3a"):
         from kvshelf.backends.s3 import open_s3
 
         backend = open_s3(text, options)

@@ -239,12 +239,28 @@ def test_messages_about_a_disk_tier_name_what_is_wrong() -> None:
 
 
 @pytest.mark.parametrize(
-    ("shelf", "tier"), [("/kv", "/kv"), ("/kv", "/kv/near"), ("/kv/far", "/kv")]
+    ("shelf", "tier"),
+    [
+        ("/kv", "/kv"),
+        ("/kv", "/kv/near"),
+        ("/kv/far", "/kv"),
+        ("file:///kv", "/kv"),
+        ("file://localhost/k%76/", "/kv/near"),
+        ("local:///kv/x/../far", "/kv"),
+    ],
 )
 def test_a_disk_tier_has_a_directory_of_its_own(shelf: str, tier: str) -> None:
     options = {"shared_storage_path": shelf, "disk_tier": {"path": tier, "max_bytes": 1}}
     assert "one is inside the other" in problem(options)
-    load({**options, "shared_storage_path": "s3:/" + shelf})
+    load({**options, "shared_storage_path": "s3://kv"})
+
+
+def test_a_disk_tier_is_not_where_the_private_shelf_is(tmp_path: Path) -> None:
+    environ = {"KVSHELF_CACHE_DIR": str(tmp_path)}
+    for path in (tmp_path, tmp_path / "shelf", tmp_path / "shelf" / "near"):
+        text = problem({"disk_tier": {"path": str(path), "max_bytes": 1}}, environ)
+        assert "one is inside the other" in text
+    load({"disk_tier": {"path": str(tmp_path / "tier"), "max_bytes": 1}}, environ)
 
 
 @pytest.mark.parametrize("content", ["a: [", "- a\n- b\n", "\x00", "just text"])

@@ -454,6 +454,50 @@ def test_a_file_in_place_of_the_tier_is_a_mistake(tmp_path: Path) -> None:
         DiskTier(tmp_path / "file", ROOM)
 
 
+@pytest.mark.parametrize("within", ["", "near", ".."])
+@pytest.mark.parametrize("order", ["tier first", "shelf first", "given both"])
+def test_a_tier_that_is_the_shelf_by_another_name_removes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, within: str, order: str
+) -> None:
+    root = tmp_path / "all" / "shelf"
+    root.parent.mkdir()
+    chunks = make_chunks(FMT, 3)
+    with closing(Rig(posix(root), fmt=FMT)) as rig:
+        rig.put(chunks)
+    before = files(root)
+    (root / "near").mkdir()
+    (tmp_path / "link").symlink_to((root / within).resolve())
+    go, real, seconds = threading.Event(), tiers_module.PosixBackend, PATIENCE
+    if order == "shelf first":
+
+        def opening(path: str) -> Any:
+            assert go.wait(PATIENCE)
+            return real(path)
+
+        seconds = 0.01
+        monkeypatch.setattr(tiers_module, "PosixBackend", opening)
+    with closing(DiskTier(tmp_path / "link", 1, open_seconds=seconds)) as tier:
+        if order == "tier first":
+            with pytest.raises(ConfigError, match="a directory of its own"):
+                open_behind(tier, f"file://{root}")
+        elif order == "shelf first":
+            shelf = open_behind(tier, f"file://{root}")
+            go.set()
+            until(lambda: tier._error is not None)
+            shelf.close()
+        else:
+            with (
+                closing(Shelf(posix(root))) as shelf,
+                pytest.raises(ConfigError, match="a directory of its own"),
+            ):
+                LoadsFromTiers(shelf, [tier])
+        assert not tier.available
+        image = copy_of(root, chunks[0], 0).read_bytes()
+        tier.keep(FMT, chunks[0], 0, [image])
+        assert tier.drain(PATIENCE)
+    assert files(root) == before
+
+
 # ------------------------------------------------------------------------------- many processes
 
 

@@ -48,7 +48,7 @@ from kvshelf.backends import Backend, Buffer, ObjectInfo, Properties, WriteMode,
 from kvshelf.backends.oserrors import storage_error
 from kvshelf.backends.posix import PosixBackend
 from kvshelf.backends.wrappers import WrappedBackend
-from kvshelf.errors import PermanentStorageError, StorageError
+from kvshelf.errors import PermanentStorageError, StorageError, UnavailableStorageError
 from kvshelf.identity import parse_namespace_folder, parse_path
 
 #: Name of the ledger.
@@ -406,6 +406,35 @@ class BoundedBackend(WrappedBackend):
                     removed += 1
                     freed += found.size
         return removed, freed
+
+
+def share_files(one: Backend, other: Backend) -> bool:
+    """Whether both are directories, and one is the other or lies in it, by whatever path."""
+    root, other_root = _root_of(one), _root_of(other)
+    if root is None or other_root is None:
+        return False
+    return _lies_in(root, other_root) or _lies_in(other_root, root)
+
+
+def _root_of(backend: Backend) -> str | None:
+    with suppress(UnavailableStorageError):  # it is not open
+        while isinstance(backend, WrappedBackend):
+            backend = backend.inner
+    return backend.root if isinstance(backend, PosixBackend) else None
+
+
+def _lies_in(path: str, root: str) -> bool:
+    """Compare the folders themselves: a bind mount gives one of them two names."""
+    if os.path.commonpath((path, root)) == root:
+        return True
+    with suppress(OSError):
+        top = os.stat(root)
+        while (parent := os.path.dirname(path)) != path:
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.stat(path), top):
+                    return True
+            path = parent
+    return False
 
 
 def _used_at(info: ObjectInfo) -> float:

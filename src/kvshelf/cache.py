@@ -510,6 +510,7 @@ class ChunkCache:
         self._tiers: dict[str, Tier] = {"memory": self._memory}
         self._disk_tier = disk_tier
         if disk_tier is not None:
+            disk_tier.keep_apart(shelf.backend)
             self._tiers["disk"] = disk_tier
 
     def __repr__(self) -> str:

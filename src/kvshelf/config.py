@@ -42,6 +42,7 @@ from pydantic_settings import (
 )
 
 from kvshelf.errors import ConfigError
+from kvshelf.urls import directory_of
 
 ENV_PREFIX: Final = "KVSHELF_"
 
@@ -122,9 +123,24 @@ def _absolute(value: object) -> object:
     return value if _URL.match(value) else os.path.abspath(os.path.expanduser(value))
 
 
-def _overlap(shelf: str, folder: str) -> bool:
-    """Whether a shelf is a directory that holds a folder, or lies in it."""
-    return not _URL.match(shelf) and os.path.commonpath((shelf, folder)) in (shelf, folder)
+def _overlap(shelf: str | None, folder: str) -> bool:
+    """Whether a shelf is a directory that holds a folder, or lies in it.
+
+    By their names only, since no storage is touched here: links are left to those who open both.
+    """
+    if shelf is None:
+        sources = _sources.get()
+        place: str | None = str(cache_dir(None if sources is None else sources.environ) / "shelf")
+    else:
+        try:
+            place = directory_of(shelf)
+        except ConfigError:
+            # It cannot be opened, and that will be said.
+            return False
+    if place is None:
+        return False
+    place = os.path.abspath(os.path.expanduser(place))
+    return os.path.commonpath((place, folder)) in (place, folder)
 
 
 def _no_boolean(value: object) -> object:
@@ -404,9 +420,10 @@ class Config(BaseSettings):
     @model_validator(mode="after")
     def _consistent(self) -> Config:
         shelf, tier = self.shared_storage_path, self.disk_tier
-        if shelf is not None and tier is not None and _overlap(shelf, tier.path):
+        if tier is not None and _overlap(shelf, tier.path):
+            where = "not set, so that the shelf is this user's own" if shelf is None else shelf
             raise ValueError(
-                f"disk_tier.path is {tier.path} and shared_storage_path {shelf}: one is inside "
+                f"disk_tier.path is {tier.path} and shared_storage_path {where}: one is inside "
                 "the other, but a disk tier is a directory of its own"
             )
         if self.read_only and self.save_decode:

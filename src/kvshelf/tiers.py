@@ -27,7 +27,6 @@ Contracts
 from __future__ import annotations
 
 import errno
-import functools
 import logging
 import os
 import re
@@ -53,12 +52,13 @@ from kvshelf.backends.base import StatResults
 from kvshelf.backends.guard import Backoff, GuardedBackend
 from kvshelf.backends.posix import PosixBackend
 from kvshelf.backends.wrappers import WrappedBackend
-from kvshelf.bounded import BoundedBackend, FullError
+from kvshelf.bounded import BoundedBackend, FullError, share_files
 from kvshelf.buffers import Buffer as PoolBuffer
 from kvshelf.buffers import BufferPool
 from kvshelf.chunkfile import ObjectFormat
 from kvshelf.errors import (
     BadObjectError,
+    ConfigError,
     ObjectMissingError,
     StorageError,
     UnavailableStorageError,
@@ -301,6 +301,9 @@ class DiskTier:
         self._busy = 0
         self._next_log = 0.0
         self._before: dict[int, GuardedBackend] = {}
+        #: Shelves to compare the directory with when it is open.
+        self._shelves: list[Backend] = []
+        self._refused = False
         self._threads: StorageThreads | None = None
         self._bounded: BoundedBackend | None = None
         self._shelf: Shelf | None = None
@@ -328,7 +331,7 @@ class DiskTier:
     def _open(self, tried: threading.Event) -> None:
         while not self._closing.is_set():
             try:
-                bounded = BoundedBackend(PosixBackend(self.path), self.max_bytes)
+                self._opened(BoundedBackend(PosixBackend(self.path), self.max_bytes))
             except Exception as error:  # noqa: BLE001 - raised by the constructor, or logged
                 first, self._error = self._error is None, error
                 tried.set()
@@ -343,7 +346,6 @@ class DiskTier:
                     )
                 self._closing.wait(_RETRY_SECONDS)
             else:
-                self._opened(bounded)
                 tried.set()
                 return
 
@@ -352,20 +354,56 @@ class DiskTier:
             raise self._error
 
     def _opened(self, bounded: BoundedBackend) -> None:
+        with self._work:
+            shelves, self._shelves = self._shelves, []
+            self._bounded = bounded
+        for shelf in shelves:
+            self.keep_apart(shelf)
         guard = _TierGuard(bounded, backoff=self._backoff)
         guard.count_into(self._count)
         with self._work:
-            self._bounded = bounded
             self._shelf = Shelf(guard)
             for before in self._before.values():
                 guard.watch(_PassOn(before))
+
+    def keep_apart(self, backend: Backend) -> None:
+        """Refuse to stand before a shelf that has files in common with this directory.
+
+        They would be taken for copies, and removed when there are too many. A directory that is
+        not open yet is looked at when it is. May block on both.
+
+        Raises
+        ------
+        ConfigError
+            If one is the other or lies in it. The tier is not used from then on.
+        """
+        with self._work:
+            bounded = self._bounded
+            if bounded is None:
+                self._shelves.append(backend)
+                return
+        if share_files(bounded, backend):
+            with self._work:
+                self._refused = True
+            raise ConfigError(
+                f"the disk tier {self.path} and the shelf {backend.url} are one directory, or one"
+                " is inside the other, perhaps by a link or a mount: a disk tier removes what it"
+                " has no room for. Give disk_tier.path a directory of its own"
+            )
 
     def _count(self, name: str) -> None:
         if name == "breaker_opened":
             self._counters.add("disk_tier_rests")
 
     def stand_before(self, guard: GuardedBackend) -> None:
-        """Tell the watchers of `guard` which of their threads this directory keeps."""
+        """Tell the watchers of `guard` which of their threads this directory keeps.
+
+        Raises
+        ------
+        ConfigError
+            See :meth:`keep_apart`.
+        """
+        self.keep_apart(guard)
         with self._work:
             if id(guard) in self._before:
                 return
@@ -378,7 +416,12 @@ class DiskTier:
     @property
     def available(self) -> bool:
         """Whether it is open and not given a rest."""
-        return self._shelf is not None and self._shelf.available
+        shelf = self._usable
+        return shelf is not None and shelf.available
+
+    @property
+    def _usable(self) -> Shelf | None:
+        return None if self._refused else self._shelf
 
     @property
     def guard(self) -> GuardedBackend | None:
@@ -387,14 +430,14 @@ class DiskTier:
 
     def holds(self, fmt: ObjectFormat, items: Sequence[tuple[Chunk, int]]) -> list[bool]:
         """Tell of which (chunk, shard) pairs there are copies of the right size."""
-        shelf = self._shelf
+        shelf = self._usable
         if shelf is None or not shelf.available:
             return [False] * len(items)
         return [answer is Presence.PRESENT for answer in shelf.probe(fmt, items)]
 
     def load(self, fmt: ObjectFormat, chunk: Chunk, shard: int, image: memoryview) -> bool:
         """Read and verify a copy. A bad one is removed, and counts as none."""
-        shelf = self._shelf
+        shelf = self._usable
         if shelf is None or not shelf.available:
             return False
         try:
@@ -442,7 +485,7 @@ class DiskTier:
 
     def keep(self, fmt: ObjectFormat, chunk: Chunk, shard: int, buffers: Sequence[Buffer]) -> None:
         """Copy an object into the queue of what is to be written, if there is room."""
-        shelf = self._shelf
+        shelf = self._usable
         if shelf is None or not shelf.available or shelf.read_only or self._closing.is_set():
             self._counters.add("disk_tier_dropped")
             return
@@ -525,7 +568,7 @@ class DiskTier:
         bounded = self._bounded
         assert bounded is not None
         size = len(item.buffer)
-        if size > self.max_bytes:
+        if size > self.max_bytes or self._refused:
             self._counters.add("disk_tier_dropped")
             return
         if not bounded.counted_lately:
@@ -679,9 +722,16 @@ def open_behind(
     ConfigError, StorageError
         If the shelf cannot be opened, and waiting would not help.
     """
-    make = functools.partial(
-        open_backend, url, storage_options=storage_options, read_only=read_only
-    )
+
+    def make() -> Backend:
+        opened = open_backend(url, storage_options=storage_options, read_only=read_only)
+        try:
+            tier.keep_apart(opened)
+        except BaseException:
+            opened.close()
+            raise
+        return opened
+
     backend: Backend
     try:
         backend = make()
