@@ -60,6 +60,7 @@ from kvshelf.errors import (
     StorageError,
     TransientStorageError,
 )
+from kvshelf.urls import shown_url
 
 #: Protocols whose put of a whole object is atomic.
 _ATOMIC_PUT: Final = frozenset(
@@ -144,8 +145,7 @@ class GenericBackend(Backend):
         hidden |= {unquote(secret) for secret in hidden}
         hidden |= {quote(secret, safe="") for secret in hidden}
         self._secrets = sorted(filter(None, hidden), key=len, reverse=True)
-        netloc = parts.netloc.rpartition("@")[2]
-        self.url = f"{protocol}://{netloc}{parts.path}"
+        self.url = shown_url(url)
         self._protocol = protocol
         self._lock = threading.Lock()
         self._lost = False

@@ -66,6 +66,7 @@ from kvshelf.errors import (
     StorageError,
     TransientStorageError,
 )
+from kvshelf.urls import shown_url
 
 _T = TypeVar("_T")
 
@@ -371,7 +372,7 @@ class S3Backend(Backend):
         self._bucket = parts.netloc
         if not self._bucket or "@" in self._bucket or parts.query or parts.fragment:
             raise ConfigError(
-                f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path} is not a bucket:"
+                f"{shown_url(url)} is not a bucket:"
                 " expected s3://bucket/prefix; keys and endpoints go into storage_options"
             )
         prefix = parts.path.strip("/")

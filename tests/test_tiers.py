@@ -419,7 +419,7 @@ def test_a_shelf_that_cannot_be_opened_is_done_without_until_it_can(
     monkeypatch.setattr(tiers_module, "_RETRY_SECONDS", 0.02)
     monkeypatch.setattr(tiers_module, "open_backend", opening)
     with closing(DiskTier(tmp_path / "tier", ROOM)) as tier:
-        shelf = open_behind(tier, "s3://key:secret@bucket/kv", deadlines={"probe": 0.5})
+        shelf = open_behind(tier, "s3://key:se@cret@bucket/kv", deadlines={"probe": 0.5})
         assert shelf.url == "s3://bucket/kv"
         assert shelf.backend.deadlines.probe == 0.5
         near = FindsInTiers(shelf, [tier])

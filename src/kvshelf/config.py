@@ -42,7 +42,7 @@ from pydantic_settings import (
 )
 
 from kvshelf.errors import ConfigError
-from kvshelf.urls import directory_of
+from kvshelf.urls import directory_of, shown_url
 
 ENV_PREFIX: Final = "KVSHELF_"
 
@@ -666,7 +666,9 @@ def _explain(
             where = f"variable {_variable(field)} in the environment"
         else:
             where = f"{field} in {file_source}"
-        shown = "" if field in _SECRET_FIELDS else f" {detail['input']!r}"
+        value = detail["input"]
+        value = shown_url(value) if isinstance(value, str) else value
+        shown = "" if field in _SECRET_FIELDS else f" {value!r}"
         problems.setdefault(field, f"{where}: the value{shown} cannot be used: {reason}")
     return list(problems.values())
 

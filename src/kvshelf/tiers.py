@@ -29,7 +29,6 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import re
 import threading
 import time
 from collections import deque
@@ -67,6 +66,7 @@ from kvshelf.identity import Chunk
 from kvshelf.metrics import Counters
 from kvshelf.shelf import Presence, Shelf
 from kvshelf.threads import StorageThreads
+from kvshelf.urls import shown_url
 
 logger = logging.getLogger(__name__)
 
@@ -738,7 +738,7 @@ def open_behind(
     except StorageError as error:
         if not error.retryable:
             raise
-        shown = re.sub(r"//[^/@]*@", "//", os.fspath(url))
+        shown = shown_url(url)
         logger.warning(
             "%s cannot be opened now (%s): for now there is only what the disk tier %s has; it is"
             " tried again every %g s",

@@ -912,12 +912,13 @@ def test_a_storage_that_does_not_answer_does_not_hold_up_the_start(
         gate.wait()
         return shelf  # type: ignore[no-any-return]
 
-    opening = OpeningShelf("nfs", hang, start_seconds=0.01)
+    opening = OpeningShelf("sftp://user:hun@ter2@host/kv", hang, start_seconds=0.01)
     assert opening.get() is None
-    assert "has not answered" in caplog.text
+    assert "sftp://host/kv has not answered" in caplog.text
     gate.set()
     assert opening.wait(PATIENCE)
     assert opening.get() is shelf
+    assert "ter2" not in caplog.text
 
 
 def test_trouble_that_may_pass_is_tried_again_and_other_trouble_stops_the_start() -> None:

@@ -42,6 +42,7 @@ from kvshelf.errors import (
     ObjectNameError,
 )
 from kvshelf.identity import Namespace, ParsedName, parse_path
+from kvshelf.urls import shown_url
 
 _NAME_PARTS = 4  # namespace folder, group, fan-out, file
 _RECORD_BYTES = 1 << 24
@@ -108,7 +109,8 @@ def _locate(text: str, shelf: str | None) -> _Place:
         return _Place(url, options, name, parsed)
     if shelf is not None:
         raise ConfigError(
-            f"--shelf goes with a name as `kvshelf ls` prints it; {text!r} is a path or no object"
+            "--shelf goes with a name as `kvshelf ls` prints it; "
+            f"{shown_url(text)!r} is a path or no object"
         )
     if parsed is not None:
         # The root of a local path "/" + name is "/", that of a relative one the working folder.
@@ -116,7 +118,7 @@ def _locate(text: str, shelf: str | None) -> _Place:
         return _Place(url, options, name, parsed)
     if not os.path.lexists(text):
         raise ConfigError(
-            f"{text!r} is neither a file nor the name of an object; "
+            f"{shown_url(text)!r} is neither a file nor the name of an object; "
             "expected one as `kvshelf ls --namespace X` prints it"
         )
     folder, base = os.path.split(os.path.abspath(text))

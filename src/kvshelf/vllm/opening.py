@@ -17,6 +17,7 @@ from collections.abc import Callable
 
 from kvshelf.errors import StorageError
 from kvshelf.shelf import Shelf
+from kvshelf.urls import shown_url
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +31,7 @@ class OpeningShelf:
     Parameters
     ----------
     url : str
-        For log lines.
+        For log lines, which show no secrets of it.
     make : Callable[[], Shelf]
         Opens the shelf; called on a thread of its own.
     start_seconds : float
@@ -52,7 +53,7 @@ class OpeningShelf:
         start_seconds: float = _START_SECONDS,
         retry_seconds: float = _RETRY_SECONDS,
     ) -> None:
-        self._url = url
+        url = self._url = shown_url(url)
         self._make = make
         self._retry_seconds = retry_seconds
         self._shelf: Shelf | None = None
