@@ -62,6 +62,10 @@ class WrappedBackend(Backend):
         """Open one object for reading."""
         return self.inner.open(name)
 
+    def open_large(self, name: str, size: int) -> Reader:
+        """Open one large object for reading."""
+        return self.inner.open_large(name, size)
+
     def write(
         self, name: str, buffers: Sequence[Buffer], mode: WriteMode = "create"
     ) -> WriteResult:
@@ -108,10 +112,6 @@ class ReadOnlyBackend(WrappedBackend):
     def properties(self) -> Properties:
         """Those of the wrapped backend, with `read_only`."""
         return replace(self.inner.properties, read_only=True)
-
-    def open_large(self, name: str, size: int) -> Reader:
-        """Open one large object for reading."""
-        return self.inner.open_large(name, size)
 
     def _refuse(self, name: str) -> ReadOnlyStorageError:
         return ReadOnlyStorageError(
@@ -177,6 +177,11 @@ class CountingBackend(WrappedBackend):
         """Open and count."""
         self._count("open")
         return _HookedReader(self.inner.open(name), after=self._read)
+
+    def open_large(self, name: str, size: int) -> Reader:
+        """Open and count."""
+        self._count("open")
+        return _HookedReader(self.inner.open_large(name, size), after=self._read)
 
     def _read(self, part: memoryview) -> int:
         self._count("read")
@@ -321,6 +326,12 @@ class FaultyBackend(WrappedBackend):
         """Open, with faults now and at every read."""
         self._meet("open", name)
         return _HookedReader(self.inner.open(name), after=lambda part: self._read(name, part))
+
+    def open_large(self, name: str, size: int) -> Reader:
+        """Open, with faults now and at every read."""
+        self._meet("open", name)
+        reader = self.inner.open_large(name, size)
+        return _HookedReader(reader, after=lambda part: self._read(name, part))
 
     def _read(self, name: str, part: memoryview) -> int:
         damages = self._meet("read", name)

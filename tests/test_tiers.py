@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import tier_child
-from kvshelf.backends import Backend, Properties
+from kvshelf.backends import Backend, Properties, Reader
 from kvshelf.backends.guard import GuardedBackend
 from kvshelf.backends.wrappers import CountingBackend, Fault, FaultyBackend, WrappedBackend
 from parts import AT_ONCE, PATIENCE, SOON, Rig, make_chunks, make_format, posix, until
@@ -432,6 +432,47 @@ def test_a_shelf_that_cannot_be_opened_is_done_without_until_it_can(
             well.set()
             until(lambda: near.present(FMT, chunks) == [True] * 3)
             loads.load(FMT, chunks[2], 0, image)
+
+
+class InParts(Far):
+    """A storage that brings objects in parts."""
+
+    def __init__(self, inner: Backend) -> None:
+        super().__init__(inner)
+        self.large: list[str] = []
+
+    @property
+    def properties(self) -> Properties:
+        return replace(super().properties, part_bytes=1)
+
+    def open_large(self, name: str, size: int) -> Reader:
+        self.large.append(name)
+        return self.inner.open(name)
+
+
+def test_a_shelf_that_is_opened_late_is_read_in_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (chunk,) = make_chunks(FMT, 1)
+    storage = InParts(posix(tmp_path / "remote"))
+    with closing(Rig(storage.inner, fmt=FMT)) as elsewhere:
+        elsewhere.put([chunk])
+    answers: list[Any] = [TransientStorageError(5, "nobody answers")]
+
+    def opening(url: str, **_: Any) -> Backend:
+        if answers:
+            raise answers.pop()
+        return CountingBackend(FaultyBackend(storage))
+
+    monkeypatch.setattr(tiers_module, "_RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(tiers_module, "open_backend", opening)
+    with (
+        closing(DiskTier(tmp_path / "tier", ROOM)) as tier,
+        closing(open_behind(tier, "s3://bucket/kv")) as shelf,
+    ):
+        until(lambda: shelf.present(FMT, [chunk]) == [True])
+        shelf.load(FMT, chunk, 0, memoryview(bytearray(FMT.object_size(0))))
+    assert len(storage.large) == 1
 
 
 def test_a_shelf_that_will_not_open_is_a_mistake(

@@ -191,7 +191,6 @@ class Shelf:
         self._counters = Counters() if counters is None else counters
         self._known: dict[bytes, _Known] = {}
         self._next_probe_log = 0.0
-        self._part_bytes = self.backend.properties.part_bytes
         self._lock = threading.Lock()
 
     def __repr__(self) -> str:
@@ -638,7 +637,8 @@ class Shelf:
 
     def _read_once(self, name: str, size: int, read: Callable[[ReaderLike], _T]) -> _T:
         begin = time.monotonic()
-        least = self._part_bytes
+        # Not known before a storage is open that is opened late.
+        least = self.backend.properties.part_bytes
         large = least and size >= least
         backend = self.backend
         with backend.open_large(name, size) if large else backend.open(name) as reader:

@@ -196,4 +196,4 @@ def test_small_objects_are_never_cut(far: Far) -> None:
     far.backend.write("a/small", [b"x" * 1000])
     with far.backend.open("a/small") as reader:
         assert reader.read_into(memoryview(bytearray(1000)), 0) == 1000
-    assert far.shelf._part_bytes == 2 * MIB
+    assert far.shelf.backend.properties.part_bytes == 2 * MIB
