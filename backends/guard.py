@@ -48,6 +48,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum
 from types import TracebackType
@@ -438,6 +439,28 @@ class GuardedBackend(WrappedBackend):
         if not self.reads.stopped and not self.writes.stopped:
             with _Guarded(self, _WRITE, name, self.deadlines.write):
                 self.inner.touch(name)
+
+    @contextmanager
+    def noting(self, name: str) -> Iterator[None]:
+        """Watch over what a writer does in the storage by itself, beside its writes.
+
+        A failure counts as one of a write. Success says nothing of whether writes are taken.
+
+        Raises
+        ------
+        UnavailableStorageError
+            If writes are stopped.
+        """
+        call = self._enter(_WRITE, name, self.deadlines.write)
+        try:
+            yield
+        except BaseException as error:
+            self._leave(call, error)
+            raise
+        if call.late or time.monotonic() > call.deadline:
+            self._leave(call)
+        else:
+            self._calls.pop(threading.get_ident(), None)
 
     # ------------------------------------------------------------------------ bookkeeping
 

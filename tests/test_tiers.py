@@ -24,6 +24,7 @@ from parts import AT_ONCE, PATIENCE, SOON, Rig, make_chunks, make_format, posix,
 from typer.testing import CliRunner
 
 from kvshelf import tiers as tiers_module
+from kvshelf.bounded import LEDGER, Ledger, Use
 from kvshelf.cli.app import app
 from kvshelf.errors import (
     ConfigError,
@@ -487,6 +488,62 @@ def test_a_shelf_that_will_not_open_is_a_mistake(
         pytest.raises(PermanentStorageError, match="bucket"),
     ):
         open_behind(tier, "s3://bucket/kv")
+
+
+def test_a_folder_in_place_of_the_ledger_is_spoken_of(
+    remote: CountingBackend,
+    start: Callable[..., Machine],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    machine = start(remote)
+    (tmp_path / "tier" / LEDGER).mkdir(parents=True)
+    chunks = make_chunks(FMT, 3)
+    machine.put(chunks)
+    assert machine.load(chunks)
+    assert machine.count("disk_tier_dropped") == 12
+    assert caplog.text.count("was not written to") == 1
+    assert LEDGER in caplog.text
+
+
+def test_a_ledger_that_fails_stops_the_copies(
+    remote: CountingBackend,
+    start: Callable[..., Machine],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def failing(self: Ledger) -> Use:
+        raise TransientStorageError(5, "the disk fails")
+
+    monkeypatch.setattr(Ledger, "read", failing)
+    machine = start(remote)
+    guard = machine.tier.guard
+    assert guard is not None
+    chunks = make_chunks(FMT, 3)
+    machine.put(chunks)
+    assert guard.writes.opened >= 1
+    assert "takes no writes" in caplog.text
+    assert machine.load(chunks)
+
+
+def test_a_ledger_that_hangs_is_noticed(
+    remote: CountingBackend, start: Callable[..., Machine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go, reading = threading.Event(), Ledger.read
+
+    def hanging(self: Ledger) -> Use | None:
+        assert go.wait(PATIENCE)
+        return reading(self)
+
+    machine = start(remote)
+    guard = machine.tier.guard
+    assert guard is not None
+    guard.deadlines = SOON
+    monkeypatch.setattr(Ledger, "read", hanging)
+    machine.rig.put(make_chunks(FMT, 3))
+    until(lambda: guard.late_calls > 0)
+    go.set()
+    assert machine.tier.drain(PATIENCE)
 
 
 def test_a_file_in_place_of_the_tier_is_a_mistake(tmp_path: Path) -> None:

@@ -39,8 +39,8 @@ import struct
 import threading
 import time
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -361,7 +361,12 @@ class BoundedBackend(WrappedBackend):
         use = self.ledger.read()
         return use is not None and abs(time.time() - use.counted_at) < RECOUNT_SECONDS
 
-    def make_room(self, size: int, through: Backend) -> tuple[int, int]:
+    def make_room(
+        self,
+        size: int,
+        through: Backend,
+        noting: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> tuple[int, int]:
         """Count what is there, and remove what was used longest ago until `size` bytes fit.
 
         Goes through all objects, in small steps: not for a thread that anybody waits for. Does
@@ -372,6 +377,8 @@ class BoundedBackend(WrappedBackend):
         size : int
         through : Backend
             What is around this backend, or itself: by this way it is asked.
+        noting : Callable, optional
+            Makes a context for each use of the ledger that is no part of a call of `through`.
 
         Returns
         -------
@@ -386,18 +393,22 @@ class BoundedBackend(WrappedBackend):
         goal = min(int(self.max_bytes * FULL_AFTER), self.max_bytes - size)
         removed = freed = 0
         for _ in range(_ROUNDS):
-            mark, use = self.ledger.mark(), self.ledger.read()
-            if use is not None and use.used + size <= self.max_bytes and self.counted_lately:
+            with noting():
+                mark, use = self.ledger.mark(), self.ledger.read()
+                lately = self.counted_lately
+            if use is not None and use.used + size <= self.max_bytes and lately:
                 break
             wanted = self.max_bytes - goal if use is None else use.used - goal
             counted, oldest = _look(through, max(wanted, size))
-            self.ledger.restart(counted, mark)
-            use = self.ledger.read()
+            with noting():
+                self.ledger.restart(counted, mark)
+                use = self.ledger.read()
             if use is not None and use.used + size <= self.max_bytes:
                 break
             for found in oldest:
                 # Others may be at it too.
-                use = self.ledger.read()
+                with noting():
+                    use = self.ledger.read()
                 if use is None or use.used <= goal:
                     break
                 now = through.info(found.name)

@@ -51,14 +51,16 @@ from kvshelf.backends.base import StatResults
 from kvshelf.backends.guard import Backoff, GuardedBackend
 from kvshelf.backends.posix import PosixBackend
 from kvshelf.backends.wrappers import WrappedBackend
-from kvshelf.bounded import BoundedBackend, FullError, share_files
+from kvshelf.bounded import LEDGER, BoundedBackend, FullError, share_files
 from kvshelf.buffers import Buffer as PoolBuffer
 from kvshelf.buffers import BufferPool
 from kvshelf.chunkfile import ObjectFormat
 from kvshelf.errors import (
     BadObjectError,
     ConfigError,
+    NoSpaceStorageError,
     ObjectMissingError,
+    ReadOnlyStorageError,
     StorageError,
     UnavailableStorageError,
 )
@@ -551,8 +553,14 @@ class DiskTier:
                     for use in item:
                         self._shelf.backend.touch(self._shelf.name(*use))
             except StorageError as error:
-                # The guard says so where the whole directory takes no writes.
-                logger.debug("the disk tier was not written to: %s", error)
+                # The guard says so where the whole directory takes no writes or fails.
+                spoken_of = error.retryable or isinstance(
+                    error, FullError | NoSpaceStorageError | ReadOnlyStorageError
+                )
+                if spoken_of:
+                    logger.debug("the disk tier was not written to: %s", error)
+                else:
+                    self._log("the disk tier %s was not written to: %s", self.path, error)
                 if isinstance(item, _Copy):
                     self._counters.add("disk_tier_dropped")
             except Exception as error:
@@ -571,7 +579,9 @@ class DiskTier:
         if size > self.max_bytes or self._refused:
             self._counters.add("disk_tier_dropped")
             return
-        if not bounded.counted_lately:
+        with shelf.backend.noting(LEDGER):
+            lately = bounded.counted_lately
+        if not lately:
             self._make_room(shelf, bounded, size)
         try:
             result = shelf.write(item.fmt, item.chunk, item.shard, [item.buffer.view])
@@ -580,12 +590,14 @@ class DiskTier:
             result = shelf.write(item.fmt, item.chunk, item.shard, [item.buffer.view])
         if result is not WriteResult.EXISTED:
             self._counters.add("disk_tier_written_bytes", size)
-        use = bounded.ledger.read()
+        with shelf.backend.noting(LEDGER):
+            use = bounded.ledger.read()
         if use is not None:
             self._counters.set_gauge("disk_tier_bytes", use.used)
 
     def _make_room(self, shelf: Shelf, bounded: BoundedBackend, size: int) -> None:
-        removed, freed = bounded.make_room(size, shelf.backend)
+        guard = shelf.backend
+        removed, freed = bounded.make_room(size, guard, lambda: guard.noting(LEDGER))
         if removed:
             self._counters.add("disk_tier_evicted_objects", removed)
             self._counters.add("disk_tier_evicted_bytes", freed)
