@@ -101,9 +101,12 @@ def bucket(folder: Path) -> Iterator[Bucket]:
     MissingServerError
         If rclone or obstore is missing.
     """
-    with S3Server(folder) as server, DelayingProxy("127.0.0.1", server.port, 0.0) as proxy:
-        with contextlib.closing(Bucket(server.bucket, proxy)) as place:
-            yield place
+    with (
+        S3Server(folder) as server,
+        DelayingProxy("127.0.0.1", server.port, 0.0) as proxy,
+        contextlib.closing(Bucket(server.bucket, proxy)) as place,
+    ):
+        yield place
 
 
 class RawLoads:
