@@ -1181,6 +1181,17 @@ def test_nothing_is_named_without_memory_for_it_or_while_the_storage_rests(
     assert _named(side.step()) == {"r": [0, 1, 2, 3]}
 
 
+def test_nothing_is_named_when_nothing_is_loaded_any_more(make: Callable[..., Side]) -> None:
+    side = make(prefetch_bytes=1 << 20)
+    tokens = prompt(40)
+    side.put(tokens, 4)
+    _known(side, "r", tokens)
+    side.step()
+    problem = replace(PART, problem="the weights changed")
+    side.side.worker_output(WorkerMetadata(parts={0: problem}))
+    assert [_named(side.step()) for _ in range(2)] == [{}, {}]
+
+
 def test_what_could_not_be_brought_shortens_the_hit_before_it_is_announced(
     make: Callable[..., Side],
 ) -> None:

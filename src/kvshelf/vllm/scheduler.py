@@ -410,7 +410,7 @@ class SchedulerSide:
     def _plan_prefetches(self, output: Any, meta: StepMetadata) -> None:
         """Name chunks of requests that wait, oldest requests first."""
         lookups = self._lookups
-        rests = lookups is None or self._is_resting(lookups)
+        rests = self._disabled or lookups is None or self._is_resting(lookups)
         left = _PREFETCHES_A_STEP
         for request_id in list(itertools.islice(self._waiting, _WAITING_LOOKED_AT)):
             state = self._waiting[request_id]
