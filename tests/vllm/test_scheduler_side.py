@@ -485,6 +485,30 @@ def test_stores_that_cannot_be_planned_do_not_hold_up_loads(
     assert "could not be planned" in caplog.text
 
 
+def test_what_to_read_ahead_that_cannot_be_planned_does_not_hold_up_loads(
+    make: Callable[..., Side], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    side = make(prefetch_bytes=1 << 20)
+    side.put(prompt(20))
+    _known(side, "gone", prompt(20))
+    side.step()
+    side.step()
+    request = Request("r", prompt(20))
+    assert side.ask(request) == (16, True)
+    side.side.allocated(request, [1, 2, 3, 4, 5], 16)
+    side.side.finished("gone")
+    _known(side, "s", prompt(20, 1))
+
+    def broken(*_: object) -> int:
+        raise KeyError("a chunk")
+
+    monkeypatch.setattr(side.side, "_is_resting", broken)
+    meta = side.step()
+    assert len(meta.loads) == 1
+    assert meta.waited == ["gone"]
+    assert "could not be planned" in caplog.text
+
+
 # ------------------------------------------------------------------------- waiting
 
 

@@ -391,7 +391,11 @@ class SchedulerSide:
         )
         self._loads, self._cancelled, self._recheck = [], [], False
         if self._prefetches:
-            self._plan_prefetches(output, meta)
+            try:
+                self._plan_prefetches(output, meta)
+            except Exception as error:  # noqa: BLE001 - the loads must reach the worker
+                self._log_error("what to read ahead could not be planned", error)
+            meta.waited, self._waited = self._waited, []
         if self._announce and self._namespace is not None:
             meta.namespace = (self._namespace.encoded, self._namespace.slug)
         if getattr(output, "has_sync_kv_loads", False):
@@ -440,7 +444,6 @@ class SchedulerSide:
             left -= len(wanted)
             if wanted:
                 meta.prefetches.append(PrefetchOp(request_id, wanted))
-        meta.waited, self._waited = self._waited, []
 
     def _note_at_hand(self, chunks: Sequence[Chunk]) -> None:
         """Note that the engine has these chunks in its KV cache, for a while."""
