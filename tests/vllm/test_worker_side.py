@@ -587,6 +587,41 @@ def test_sleep_hooks_publish_and_go_on(make: Callable[..., Rig]) -> None:
     rig.connector.restore_kv_caches(rig.caches)
 
 
+@pytest.mark.parametrize("how", ["sleep", "weights"])
+@pytest.mark.parametrize("scattered", [True, False])
+def test_a_load_that_is_not_reported_before_its_caches_or_weights_go_fails(
+    make: Callable[..., Rig], backend: FaultyBackend, how: str, scattered: bool
+) -> None:
+    rig = make()
+    chunks = rig.chunks(2)
+    rig.store(chunks)
+    gate = threading.Event()
+    backend.add(Fault("read", wait=gate))
+    gone, kept = [30, 31, 32, 33], [20, 21, 22, 23]
+    loads = [LoadOp("gone", 0, 16, chunks, gone), LoadOp("r", 0, 16, chunks, kept)]
+    transfer = rig.side._transfer
+    assert transfer is not None
+    assert rig.step(StepMetadata(loads=loads))[0] == set()
+    if scattered:
+        gate.set()
+        until(lambda: len(transfer._finished) == 2)
+    if how == "sleep":
+        rig.connector.unregister_kv_caches()
+        rig.connector.restore_kv_caches(rig.caches)
+    else:
+        rig.connector.weights_changed()
+    gate.set()
+    finished, bad, meta = rig.step(StepMetadata(cancelled=["gone"]))
+    while finished != {"gone", "r"}:
+        more = rig.step(StepMetadata(idle=True))
+        finished, bad, meta = finished | more[0], bad | more[1], meta or more[2]
+    assert bad >= set(kept)
+    assert meta is not None
+    assert LoadFailure("r", 0, b"", False) in meta.failures
+    # Who has gone needs no blocks.
+    assert not bad & set(gone)
+
+
 # ------------------------------------------------------------------------- weights
 
 

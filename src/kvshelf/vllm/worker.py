@@ -200,6 +200,8 @@ class WorkerSide:
         self._meta: StepMetadata | None = None
         self._loads_started = False
         self._ops: dict[Load, LoadOp] = {}
+        #: Of them, those whose KV is not good whatever their transfer says.
+        self._spoilt: set[Load] = set()
         self._refused: set[str] = set()
         self._bad_blocks: set[int] = set()
         self._failures: list[LoadFailure] = []
@@ -277,6 +279,7 @@ class WorkerSide:
         """
         if not self._changed_by:
             self._changed_by = how
+            self._spoil_loads()
             if self._prefetcher is not None:
                 self._prefetcher.all_over()
             self._problem(_WEIGHTS_CHANGED.format(how))
@@ -284,12 +287,22 @@ class WorkerSide:
     def fall_asleep(self) -> None:
         """Publish what is staged, and leave the caches alone: their memory goes away. Idempotent.
 
-        What is being copied at this moment is waited for; a load that comes later fails.
+        What is being copied at this moment is waited for; a load that comes later fails, and
+        so does one that is not reported yet.
         """
+        self._spoil_loads()
         self.drain(self._config.shutdown_drain_s)
         cache = self._memory.cache if self._memory is not None else None
         if isinstance(cache, DeviceKVCache):
             cache.pause()
+
+    def _spoil_loads(self) -> None:
+        """Fail all loads that are not reported: what they have scattered is good no more."""
+        for load in self._ops:
+            if not load.cancelled:
+                self._spoilt.add(load)
+                if self._transfer is not None:
+                    self._transfer.cancel(load.request_id)
 
     def wake_up(self, kv_caches: Mapping[str, torch.Tensor] | None = None) -> None:
         """Take the caches as they are after the engine slept. Idempotent.
@@ -328,6 +341,7 @@ class WorkerSide:
         for op in self._ops.values():
             self._refuse(op)
         self._ops.clear()
+        self._spoilt.clear()
         self._give_up_memory()
         self._namespace = None
         self._part_sent = False
@@ -653,6 +667,9 @@ class WorkerSide:
         if self._transfer is not None:
             for request_id in meta.cancelled:
                 self._transfer.cancel(request_id)
+        if self._spoilt:
+            gone = set(meta.cancelled)
+            self._spoilt = {load for load in self._spoilt if load.request_id not in gone}
         if self._prefetcher is not None:
             for request_id in (*meta.cancelled, *meta.waited):
                 self._prefetcher.over(request_id)
@@ -687,6 +704,10 @@ class WorkerSide:
     def _refuse(self, op: LoadOp) -> None:
         """Report a load finished that brings nothing."""
         self._refused.add(op.request_id)
+        self._note_nothing(op)
+
+    def _note_nothing(self, op: LoadOp) -> None:
+        """Note that none of a load's blocks has KV."""
         self._bad_blocks.update(self._blocks_of(op, op.start))
         self._failures.append(
             LoadFailure(op.request_id, op.start // self._config.chunk_size, b"", False)
@@ -748,7 +769,11 @@ class WorkerSide:
             op = self._ops.pop(load, None)
             if op is not None:
                 done.add(load.request_id)
-                self._note(load, op)
+                if load in self._spoilt:
+                    self._spoilt.remove(load)
+                    self._note_nothing(op)
+                else:
+                    self._note(load, op)
                 if self._prefetcher is not None:
                     self._prefetcher.over(load.request_id)
         return done
