@@ -933,6 +933,22 @@ def test_when_weights_change_nothing_is_read_ahead_and_its_memory_is_given_back(
     rig.step(StepMetadata(waited=["r", "s", "t"]))
 
 
+def test_a_waiting_request_whose_load_is_refused_leaves_no_memory_behind(
+    make: Callable[..., Rig],
+) -> None:
+    rig = make(prefetch_bytes=1 << 20)
+    chunks = rig.chunks(4)
+    rig.store(chunks)
+    rig.step(StepMetadata(prefetches=[PrefetchOp("r", chunks)]))
+    memory = rig.side._prefetched
+    assert memory is not None
+    until(lambda: memory.leading(chunks) == 4)
+    # Its chunks are not known, as when the scheduler's look-up was given up.
+    finished, _, _ = rig.step(StepMetadata(loads=[LoadOp("r", 0, 4 * CHUNK, [], [*range(20, 28)])]))
+    assert finished == {"r"}
+    until(lambda: bool(rig.step(StepMetadata()) and not memory.available))
+
+
 def test_a_waiting_requests_bad_object_is_reported_before_its_load(
     make: Callable[..., Rig], backend: FaultyBackend
 ) -> None:

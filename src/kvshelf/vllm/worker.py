@@ -687,14 +687,16 @@ class WorkerSide:
             return
         self._loads_started = True
         for op in meta.loads:
-            if self._transfer is None or self._changed_by:
-                self._refuse(op)
-                continue
+            load = None
             try:
-                load = self._transfer.load(op.request_id, self._load_items(op))
+                if self._transfer is not None and not self._changed_by:
+                    load = self._transfer.load(op.request_id, self._load_items(op))
             except Exception as error:
                 logger.error("a load was not started", exc_info=error)
+            if load is None:
                 self._refuse(op)
+                if self._prefetcher is not None:
+                    self._prefetcher.over(op.request_id)
             else:
                 self._ops[load] = op
                 if self._prefetcher is not None:
