@@ -546,6 +546,74 @@ def test_a_ledger_that_hangs_is_noticed(
     assert machine.tier.drain(PATIENCE)
 
 
+def test_a_tier_is_used_while_its_shelf_hangs_at_opening(
+    remote: CountingBackend,
+    start: Callable[..., Machine],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    chunks = make_chunks(FMT, 2)
+    start(remote).put(chunks[:1])
+    with closing(Rig(remote.inner, fmt=FMT)) as elsewhere:
+        elsewhere.put(chunks)
+    go = threading.Event()
+
+    def hanging(url: str, **_: Any) -> Backend:
+        assert go.wait(PATIENCE)
+        return remote
+
+    monkeypatch.setattr(tiers_module, "open_backend", hanging)
+    with (
+        closing(DiskTier(tmp_path / "tier", ROOM)) as tier,
+        closing(open_behind(tier, "s3://bucket/kv", open_seconds=0.01)) as shelf,
+    ):
+        assert "s3://bucket/kv has not answered for 0.01 s" in caplog.text
+        near = FindsInTiers(shelf, [tier])
+        assert near.present(FMT, chunks) == [True, False]
+        go.set()
+        until(lambda: near.present(FMT, chunks) == [True, True])
+
+
+@pytest.mark.parametrize("error", [ConfigError("the key is wrong"), ValueError("it is wrong")])
+def test_a_mistake_that_a_shelf_finds_late_is_spoken_of(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    error: Exception,
+) -> None:
+    go = threading.Event()
+
+    def hanging(url: str, **_: Any) -> Backend:
+        assert go.wait(PATIENCE)
+        raise error
+
+    monkeypatch.setattr(tiers_module, "open_backend", hanging)
+    with (
+        closing(DiskTier(tmp_path / "tier", ROOM)) as tier,
+        closing(open_behind(tier, "s3://bucket/kv", open_seconds=0.01)),
+    ):
+        go.set()
+        until(lambda: f"s3://bucket/kv cannot be used: {error}" in caplog.text)
+
+
+def test_a_shelf_that_opens_after_it_was_closed_is_closed(
+    remote: CountingBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go, closed = threading.Event(), threading.Event()
+
+    def hanging(url: str, **_: Any) -> Backend:
+        assert go.wait(PATIENCE)
+        return remote
+
+    monkeypatch.setattr(tiers_module, "open_backend", hanging)
+    monkeypatch.setattr(remote, "close", closed.set)
+    with closing(DiskTier(tmp_path / "tier", ROOM)) as tier:
+        open_behind(tier, "s3://bucket/kv", open_seconds=0.01).close()
+        go.set()
+        assert closed.wait(PATIENCE)
+
+
 def test_a_file_in_place_of_the_tier_is_a_mistake(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a directory")
     with pytest.raises(ConfigError, match="not a directory"):

@@ -79,6 +79,8 @@ _QUEUED_USES: Final = 4096
 _NOTE_SECONDS: Final = 0.5
 _BACKOFF: Final = Backoff()
 _OPEN_SECONDS: Final = 5.0
+#: Less than the start of an engine waits for its shelf: what is in the tier can be had then.
+_SHELF_SECONDS: Final = 4.0
 _RETRY_SECONDS: Final = 10.0
 _CLOSE_SECONDS: Final = 1.0
 
@@ -637,7 +639,7 @@ class DiskTier:
 
 
 class _LateBackend(WrappedBackend):
-    """A storage that could not be opened, and is opened when it answers.
+    """A storage that is opened when it answers.
 
     Until then nothing can be had from it, and it counts as far.
 
@@ -652,9 +654,55 @@ class _LateBackend(WrappedBackend):
     def __init__(self, url: str, make: Callable[[], Backend]) -> None:
         self.url = url
         self._make = make
+        self._lock = threading.Lock()
         self._opened: Backend | None = None
+        self._error: Exception | None = None
+        self._awaited = True
+        self._tried = threading.Event()
         self._closing = threading.Event()
+        # A daemon: a storage that never answers must not keep the process alive.
         threading.Thread(target=self._open, name="kvshelf-open-late", daemon=True).start()
+
+    def first(self, seconds: float, meanwhile: str) -> Backend | None:
+        """Wait for the first attempt; return the storage, None if it is not open.
+
+        Parameters
+        ----------
+        seconds : float
+        meanwhile : str
+            What there is without it, for the log.
+
+        Raises
+        ------
+        Exception
+            That of the attempt, where waiting would not help.
+        """
+        self._tried.wait(seconds)
+        with self._lock:
+            self._awaited = False
+            opened, error = self._opened, self._error
+        if opened is not None:
+            return opened
+        if error is None:
+            logger.warning(
+                "%s has not answered for %g s: for now there is only %s; it is used as soon as it"
+                " answers",
+                self.url,
+                seconds,
+                meanwhile,
+            )
+        elif _passes(error):
+            logger.warning(
+                "%s cannot be opened now (%s): for now there is only %s; it is tried again every"
+                " %g s",
+                self.url,
+                error,
+                meanwhile,
+                _RETRY_SECONDS,
+            )
+        else:
+            raise error
+        return None
 
     @property
     def inner(self) -> Backend:  # type: ignore[override]
@@ -690,24 +738,41 @@ class _LateBackend(WrappedBackend):
 
     def close(self) -> None:
         """Try no more, close the storage."""
-        self._closing.set()
-        if self._opened is not None:
-            self._opened.close()
+        with self._lock:
+            self._closing.set()
+            opened = self._opened
+        if opened is not None:
+            opened.close()
 
     def _open(self) -> None:
-        while not self._closing.wait(_RETRY_SECONDS):
+        while not self._closing.is_set():
             try:
-                self._opened = self._make()
-            except StorageError as error:
-                if not error.retryable:
-                    logger.error("%s cannot be used: %s", self.url, error)
+                opened = self._make()
+            except Exception as error:  # noqa: BLE001 - raised by `first`, or logged
+                with self._lock:
+                    self._error = error
+                    late = not self._awaited
+                    self._tried.set()
+                if not _passes(error):
+                    if late:
+                        logger.error("%s cannot be used: %s", self.url, error)
                     return
-            except Exception as error:
-                logger.error("%s cannot be used", self.url, exc_info=error)
-                return
+                self._closing.wait(_RETRY_SECONDS)
             else:
-                logger.info("%s is open", self.url)
+                with self._lock:
+                    self._opened = opened
+                    late, closed = not self._awaited, self._closing.is_set()
+                    self._tried.set()
+                if closed:
+                    opened.close()
+                elif late:
+                    logger.info("%s is open", self.url)
                 return
+
+
+def _passes(error: Exception) -> bool:
+    """Whether the trouble may pass by itself."""
+    return isinstance(error, StorageError) and error.retryable
 
 
 def open_behind(
@@ -718,6 +783,7 @@ def open_behind(
     read_only: bool = False,
     counters: Counters | None = None,
     deadlines: Mapping[str, float] | None = None,
+    open_seconds: float = _SHELF_SECONDS,
 ) -> Shelf:
     """Open the shelf behind a disk tier, also when it does not answer now.
 
@@ -728,6 +794,8 @@ def open_behind(
     tier : DiskTier
     url, storage_options, read_only, counters, deadlines
         As for :func:`kvshelf.shelf.open_shelf`.
+    open_seconds : float
+        How long to wait for it.
 
     Raises
     ------
@@ -744,21 +812,7 @@ def open_behind(
             raise
         return opened
 
-    backend: Backend
-    try:
-        backend = make()
-    except StorageError as error:
-        if not error.retryable:
-            raise
-        shown = shown_url(url)
-        logger.warning(
-            "%s cannot be opened now (%s): for now there is only what the disk tier %s has; it is"
-            " tried again every %g s",
-            shown,
-            error,
-            tier.path,
-            _RETRY_SECONDS,
-        )
-        backend = _LateBackend(shown, make)
+    late = _LateBackend(shown_url(url), make)
+    backend = late.first(open_seconds, f"what the disk tier {tier.path} has") or late
     wanted = replace(backend.properties.deadlines, **(deadlines or {}))
     return Shelf(backend, counters, deadlines=wanted)
