@@ -623,7 +623,11 @@ def test_a_file_in_place_of_the_tier_is_a_mistake(tmp_path: Path) -> None:
 @pytest.mark.parametrize("within", ["", "near", ".."])
 @pytest.mark.parametrize("order", ["tier first", "shelf first", "given both"])
 def test_a_tier_that_is_the_shelf_by_another_name_removes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, within: str, order: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    within: str,
+    order: str,
 ) -> None:
     root = tmp_path / "all" / "shelf"
     root.parent.mkdir()
@@ -649,7 +653,7 @@ def test_a_tier_that_is_the_shelf_by_another_name_removes_nothing(
         elif order == "shelf first":
             shelf = open_behind(tier, f"file://{root}")
             go.set()
-            until(lambda: tier._error is not None)
+            until(lambda: "a directory of its own" in caplog.text)
             shelf.close()
         else:
             with (
@@ -662,6 +666,23 @@ def test_a_tier_that_is_the_shelf_by_another_name_removes_nothing(
         tier.keep(FMT, chunks[0], 0, [image])
         assert tier.drain(PATIENCE)
     assert files(root) == before
+
+
+def test_a_mistake_that_the_tier_finds_late_is_spoken_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    go = threading.Event()
+
+    def hanging(path: str) -> Any:
+        assert go.wait(PATIENCE)
+        raise ConfigError(f"{path} is not a directory")
+
+    monkeypatch.setattr(tiers_module, "PosixBackend", hanging)
+    with closing(DiskTier(tmp_path / "tier", ROOM, open_seconds=0.01)) as tier:
+        go.set()
+        until(lambda: "is not used" in caplog.text)
+        assert f"{tmp_path}/tier is not a directory" in caplog.text
+        assert not tier.available
 
 
 # ------------------------------------------------------------------------------- many processes

@@ -313,19 +313,24 @@ class DiskTier:
         self._shelf: Shelf | None = None
         self._closing = threading.Event()
         self._error: Exception | None = None
+        self._awaited = True
         tried = threading.Event()
         # A daemon: a disk that never answers must not keep the process alive.
         threading.Thread(
             target=self._open, args=(tried,), name="kvshelf-open-tier", daemon=True
         ).start()
-        if not tried.wait(open_seconds):
+        tried.wait(open_seconds)
+        with self._work:
+            self._awaited = False
+            error, answered = self._error, tried.is_set()
+        if not answered:
             logger.warning(
                 "the disk tier %s has not answered for %g s; it is used as soon as it does",
                 self.path,
                 open_seconds,
             )
-        else:
-            self._raise_mistakes()
+        elif error is not None and not isinstance(error, StorageError):
+            raise error
 
     def __repr__(self) -> str:
         return f"DiskTier({self.path!r}, {self.max_bytes})"
@@ -337,9 +342,13 @@ class DiskTier:
             try:
                 self._opened(BoundedBackend(PosixBackend(self.path), self.max_bytes))
             except Exception as error:  # noqa: BLE001 - raised by the constructor, or logged
-                first, self._error = self._error is None, error
-                tried.set()
+                with self._work:
+                    late = not self._awaited
+                    first, self._error = self._error is None, error
+                    tried.set()
                 if not isinstance(error, StorageError):
+                    if late:
+                        logger.error("the disk tier %s is not used: %s", self.path, error)
                     return
                 if first:
                     logger.warning(
@@ -352,10 +361,6 @@ class DiskTier:
             else:
                 tried.set()
                 return
-
-    def _raise_mistakes(self) -> None:
-        if self._error is not None and not isinstance(self._error, StorageError):
-            raise self._error
 
     def _opened(self, bounded: BoundedBackend) -> None:
         with self._work:
