@@ -15,6 +15,7 @@ from kvshelf.backends.wrappers import WrappedBackend
 
 from kvshelf import bounded as bounded_module
 from kvshelf.bounded import LEDGER, BoundedBackend, FullError
+from kvshelf.errors import StorageError
 
 SIZE = 1000
 
@@ -280,3 +281,32 @@ def test_what_killed_writers_left_goes_when_room_is_made(tmp_path: Path) -> None
         put(backend, 10)
     assert not left.exists()
     assert fresh.exists()
+
+
+@pytest.mark.parametrize("thing", ["link", "FIFO", "folder", "folder behind a link"])
+def test_a_ledger_is_a_file_of_its_directory(tmp_path: Path, thing: str) -> None:
+    backend = open_bounded(tmp_path / "tier")
+    put(backend, 0)
+    ledger, elsewhere = tmp_path / "tier" / LEDGER, tmp_path / "elsewhere"
+    if thing == "folder behind a link":
+        ledger.parent.rename(elsewhere)
+        ledger.parent.symlink_to(elsewhere)
+        foreign = elsewhere / "use"
+    else:
+        ledger.rename(elsewhere)
+        foreign = elsewhere
+        if thing == "link":
+            ledger.symlink_to(elsewhere)
+        elif thing == "FIFO":
+            os.mkfifo(ledger)
+        else:
+            ledger.mkdir()
+    before = foreign.read_bytes()
+    with pytest.raises(StorageError):
+        backend.ledger.read()
+    with pytest.raises(StorageError):
+        backend.ledger.add(SIZE)
+    with pytest.raises(StorageError):
+        put(backend, 1)
+    assert foreign.read_bytes() == before
+    assert there(tmp_path / "tier") == {0}

@@ -35,6 +35,7 @@ import functools
 import heapq
 import os
 import secrets
+import stat
 import struct
 import threading
 import time
@@ -61,8 +62,11 @@ RECOUNT_SECONDS: Final = 3600.0
 #: Number of the count, when it was made, and bytes there were then.
 _HEAD: Final = struct.Struct("=qqq")
 _CHANGE: Final = struct.Struct("=q")
-_APPEND: Final = os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
-_READ: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+# Without O_NONBLOCK a FIFO in its place would keep the thread.
+_PLAIN: Final = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_APPEND: Final = os.O_RDWR | os.O_APPEND | _PLAIN
+_READ: Final = os.O_RDONLY | _PLAIN
+_FOLDER: Final = os.O_RDONLY | os.O_DIRECTORY | _PLAIN
 #: Uses within so many seconds count as one.
 _SAME_SECONDS: Final = 60
 #: A temporary that has not changed for so long belongs to a writer that was killed.
@@ -211,10 +215,23 @@ class Ledger:
         return _AsStorageError(self._path)
 
     def _open(self, flags: int) -> int | None:
+        """Open the ledger, not by a link and nothing but a file; None when there is none."""
+        folder, _, base = self._path.rpartition("/")
         try:
-            return os.open(self._path, flags)
+            # Not O_DIRECTORY alone, whose error for a link is the one for a file.
+            if stat.S_ISLNK(os.lstat(folder).st_mode):
+                raise OSError(errno.ELOOP, f"{folder} is a link; remove it")
+            at = os.open(folder, _FOLDER)
+            try:
+                fd = os.open(base, flags, dir_fd=at)
+            finally:
+                os.close(at)
         except (FileNotFoundError, NotADirectoryError):
             return None
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            os.close(fd)
+            raise OSError(errno.EINVAL, "it is not a file; remove it")
+        return fd
 
     def _is_current(self, fd: int) -> bool:
         try:
