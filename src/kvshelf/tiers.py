@@ -322,15 +322,15 @@ class DiskTier:
         tried.wait(open_seconds)
         with self._work:
             self._awaited = False
-            error, answered = self._error, tried.is_set()
+            answered = tried.is_set()
         if not answered:
             logger.warning(
                 "the disk tier %s has not answered for %g s; it is used as soon as it does",
                 self.path,
                 open_seconds,
             )
-        elif error is not None and not isinstance(error, StorageError):
-            raise error
+        else:
+            self._raise_mistakes()
 
     def __repr__(self) -> str:
         return f"DiskTier({self.path!r}, {self.max_bytes})"
@@ -361,6 +361,10 @@ class DiskTier:
             else:
                 tried.set()
                 return
+
+    def _raise_mistakes(self) -> None:
+        if self._error is not None and not isinstance(self._error, StorageError):
+            raise self._error
 
     def _opened(self, bounded: BoundedBackend) -> None:
         with self._work:
