@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import threading
 import time
@@ -9,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from kvshelf.backends import ObjectInfo, WriteResult
+from kvshelf.backends import ObjectInfo, WriteMode, WriteResult
 from kvshelf.backends.posix import PosixBackend
 from kvshelf.backends.wrappers import WrappedBackend
 
@@ -310,3 +311,55 @@ def test_a_ledger_is_a_file_of_its_directory(tmp_path: Path, thing: str) -> None
         put(backend, 1)
     assert foreign.read_bytes() == before
     assert there(tmp_path / "tier") == {0}
+
+
+def test_what_was_noted_since_another_counted_is_not_dropped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow, quick, writer = (open_bounded(tmp_path) for _ in range(3))
+    put(writer, 0)
+    mark = slow.ledger.mark()
+    going_on = slow.ledger._publish
+
+    def outrun(counted: int, mode: WriteMode) -> None:
+        # Between its last look at the old ledger and the new one.
+        quick.ledger.restart(SIZE, quick.ledger.mark())
+        put(writer, 1)
+        going_on(counted, mode)
+
+    monkeypatch.setattr(slow.ledger, "_publish", outrun)
+    slow.ledger.restart(SIZE, mark)
+    assert used(quick) == used(writer) == used(slow) == 2 * SIZE
+
+
+def test_who_counts_at_once_with_another_leaves_its_ledger_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow, quick, writer = (open_bounded(tmp_path) for _ in range(3))
+    put(writer, 0)
+    mark = slow.ledger.mark()
+    opening = slow.ledger._open
+
+    def outrun(flags: int) -> int | None:
+        fd = opening(flags)
+        monkeypatch.undo()
+        quick.ledger.restart(SIZE, quick.ledger.mark())
+        put(writer, 1)
+        return fd
+
+    monkeypatch.setattr(slow.ledger, "_open", outrun)
+    slow.ledger.restart(SIZE, mark)
+    assert used(quick) == used(writer) == used(slow) == 2 * SIZE
+
+
+def test_a_ledger_that_another_process_locks_is_left_alone(tmp_path: Path) -> None:
+    backend = open_bounded(tmp_path)
+    put(backend, 0)
+    with open(tmp_path / LEDGER, "rb") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        backend.ledger.restart(5 * SIZE, backend.ledger.mark())
+        assert used(backend) == SIZE
+        # Nobody who writes waits for it.
+        put(backend, 1)
+    backend.ledger.restart(5 * SIZE, backend.ledger.mark())
+    assert used(backend) == 5 * SIZE

@@ -5,8 +5,9 @@ holds, and the choice of what goes when there are too many.
 
 The ledger is one small file, ``.kvshelf/use``: what was there when somebody last counted, then a
 number for each change. Each writer notes an object before it writes it, by one append of eight
-bytes, and gives way when all that was noted is too much. So there is no lock that a process could
-take with it when it is killed or stopped, and the bound holds for any number of processes. What a
+bytes, and gives way when all that was noted is too much. So writers take no lock that a process
+could keep when it is killed or stopped, and the bound holds for any number of processes. Only who
+begins a new ledger locks the old one, for a moment; others do not count meanwhile. What a
 ledger cannot know (writers that were killed, files that others put there or removed) ends when
 somebody counts anew: when there is no room, and after an hour.
 
@@ -31,6 +32,7 @@ Contracts
 from __future__ import annotations
 
 import errno
+import fcntl
 import functools
 import heapq
 import os
@@ -72,6 +74,10 @@ _SAME_SECONDS: Final = 60
 #: A temporary that has not changed for so long belongs to a writer that was killed.
 _SWEEP_SECONDS: Final = 300.0
 _ROUNDS: Final = 3
+#: A ledger is locked for the moment in which it is replaced.
+_LOCK_TRIES: Final = 20
+_LOCK_SECONDS: Final = 5e-3
+_NO_LOCKS: Final = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL, errno.EBADF)
 _WORK_SECONDS: Final = 0.5e-3
 _REST_SECONDS: Final = 50e-6
 
@@ -194,6 +200,8 @@ class Ledger:
                 self._publish(counted, "create")
                 return
             try:
+                if not self._is_ours(fd):
+                    return
                 known = self._catch_up(fd)
                 if known is None:
                     self._publish(counted, "replace")
@@ -232,6 +240,27 @@ class Ledger:
             os.close(fd)
             raise OSError(errno.EINVAL, "it is not a file; remove it")
         return fd
+
+    def _is_ours(self, fd: int) -> bool:
+        """Lock a ledger against other counters; whether it is the one to replace.
+
+        Who did not get the lock, or gets it after the ledger was replaced, has been outrun: what
+        was noted in the new one must not be dropped. Closing the file unlocks it.
+        """
+        for left in reversed(range(_LOCK_TRIES)):
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if not left:
+                    return False
+                time.sleep(_LOCK_SECONDS)
+            except OSError as error:
+                # Filesystems without locks: the look below makes it unlikely only.
+                if error.errno not in _NO_LOCKS:
+                    raise
+                break
+        return self._is_current(fd)
 
     def _is_current(self, fd: int) -> bool:
         try:
