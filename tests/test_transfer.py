@@ -415,6 +415,25 @@ def test_a_gather_that_fails_gives_its_buffers_back(rig: Rig) -> None:
     assert rig.load([chunk], 20)[0].failed_at is None
 
 
+def test_a_load_ends_when_a_scatter_fails_of_an_object_that_was_given_up(rig: Rig) -> None:
+    chunks = make_chunks(rig.fmt, 1)
+    rig.put(chunks)
+
+    class Late:
+        def gather(self, shard: int, slots: torch.Tensor, payload: torch.Tensor) -> None:
+            raise AssertionError
+
+        def scatter(self, shard: int, slots: torch.Tensor, payload: torch.Tensor) -> None:
+            # The storage had answered at the very moment at which it was too late.
+            rig.transfer._load_late(threading.get_ident())
+            raise RuntimeError("broken")
+
+    (item,) = rig.items(chunks, 20)
+    rig.transfer.load("r", [ChunkSlots(item.chunk, item.slots, Late())])
+    until(lambda: bool(rig.transfer._finished))
+    assert rig.finished().failed_at == 0
+
+
 def test_a_scatter_that_fails_is_a_failed_load(rig: Rig) -> None:
     (chunk,) = make_chunks(rig.fmt, 1)
     rig.put([chunk])

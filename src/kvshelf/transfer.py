@@ -1201,10 +1201,10 @@ class Transfer:
             load = piece.load
             if load.finished:
                 return
-            if failure is not None and piece.late:
-                return
             if failure is not None:
-                self._fail(load, piece.item, failure)
+                # One that is late was given up before; its load may have waited for its scatter.
+                if not piece.late:
+                    self._fail(load, piece.item, failure)
             elif piece.arrived:
                 load._arrived[piece.item] += 1
                 items, shards = len(load.items), len(self._reads)
