@@ -691,6 +691,51 @@ def test_weights_written_while_the_engine_started_are_not_trusted(
 
 
 @pytest.mark.usefixtures("old_files")
+@pytest.mark.parametrize("meanwhile", ["a problem", "caches"])
+def test_what_happens_while_a_namespace_is_made_ready_is_not_lost(
+    backend: FaultyBackend, model: Path, monkeypatch: pytest.MonkeyPatch, meanwhile: str
+) -> None:
+    reached, gate, ended = threading.Event(), threading.Event(), threading.Event()
+    make_parts, known = WorkerSide._make_parts, WorkerSide._weights_known
+
+    def slow(side: WorkerSide, *args: Any) -> Any:
+        made = make_parts(side, *args)
+        if threading.current_thread() is not threading.main_thread() and not reached.is_set():
+            reached.set()
+            assert gate.wait(PATIENCE)
+        return made
+
+    def watched(side: WorkerSide, *args: Any) -> None:
+        mine = not reached.is_set()
+        known(side, *args)
+        if mine:
+            ended.set()
+
+    monkeypatch.setattr(WorkerSide, "_make_parts", slow)
+    monkeypatch.setattr(WorkerSide, "_weights_known", watched)
+    rig = Rig(backend, config=with_model(backend, model), opened=False)
+    try:
+        assert reached.wait(PATIENCE)
+        if meanwhile == "a problem":
+            rig.connector.weights_changed()
+            gate.set()
+            assert ended.wait(PATIENCE)
+            assert "weights_changed()" in rig.side._part.problem  # type: ignore[union-attr]
+        else:
+            caches = make_caches(BLOCKS, BLOCK)
+            bind(rig.config, caches)
+            rig.connector.register_kv_caches(caches)
+            until(lambda: rig.side._prepared is not None)
+            mine = rig.side._prepared
+            gate.set()
+            assert ended.wait(PATIENCE)
+            assert rig.side._prepared is mine
+    finally:
+        gate.set()
+        rig.connector.shutdown()
+
+
+@pytest.mark.usefixtures("old_files")
 def test_weights_that_change_later_end_hits_and_stores_when_they_are_checked(
     make: Callable[..., Rig], backend: FaultyBackend, model: Path
 ) -> None:

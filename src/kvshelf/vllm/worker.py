@@ -39,6 +39,7 @@ Contracts
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import platform
@@ -177,6 +178,8 @@ class WorkerSide:
         self._names: list[str] = []
         self._part: WorkerPart | None = None
         self._part_lock = threading.Lock()
+        #: Counts registrations of caches; what a thread made for an earlier one is not used.
+        self._registration = 0
         self._part_sent = False
         self._weights: WeightsIdentity | None = None
         #: What changed the weights in place, if anything did.
@@ -252,7 +255,7 @@ class WorkerSide:
         self._weights = WeightsIdentity(
             self._vllm_config,
             self._config,
-            on_known=self._weights_known,
+            on_known=functools.partial(self._weights_known, self._registration),
             on_problem=self._problem,
             cpus=self._free_cpus,
         )
@@ -334,8 +337,7 @@ class WorkerSide:
 
     def _forget_caches(self) -> None:
         """Give up everything that concerns the caches registered before, if any."""
-        if self._weights is not None:
-            self._weights.cancel()
+        self._give_up_weights()
         if self._transfer is not None:
             self._close_transfer(0.0)
         for op in self._ops.values():
@@ -345,6 +347,13 @@ class WorkerSide:
         self._give_up_memory()
         self._namespace = None
         self._part_sent = False
+
+    def _give_up_weights(self) -> None:
+        """Let the thread that names the weights leave nothing behind."""
+        with self._part_lock:
+            self._registration += 1
+        if self._weights is not None:
+            self._weights.cancel()
 
     def _give_up_memory(self) -> None:
         """Give back what no transfer has taken."""
@@ -475,26 +484,40 @@ class WorkerSide:
 
     # ------------------------------------------------------------- namespace
 
-    def _weights_known(self, weights: str) -> None:
+    def _weights_known(self, registration: int, weights: str) -> None:
         """Background thread: complete the part, and make ready what it decides."""
         with self._part_lock:
-            assert self._part is not None
+            if registration != self._registration or self._part is None:
+                return
             part = replace(self._part, weights=weights)
         if self._changed_by:
             return
+        prepared = None
         try:
             # On a device nothing is allocated behind the back of the step thread.
             if self._allocated is not None or not (
                 self._on_device or self._vllm_config.parallel_config.pipeline_parallel_size > 1
             ):
                 namespace = build_namespace(self._vllm_config, self._config, [part], weights)
-                self._prepared = self._make_parts(namespace)
-                self._start_warming(self._prepared.memory.staging)
+                with self._part_lock:
+                    if registration != self._registration:
+                        return
+                    memory, self._allocated = self._allocated, None
+                prepared = self._make_parts(namespace, memory)
         except Exception as error:  # noqa: BLE001 - there is nobody else to tell
-            self._problem(f"{type(error).__name__}: {error}")
+            if registration == self._registration:
+                self._problem(f"{type(error).__name__}: {error}")
             return
         with self._part_lock:
-            self._part = part
+            current = registration == self._registration
+            if current:
+                # As it is now: a problem may have come up meanwhile.
+                self._part = replace(self._part, weights=weights)
+                self._prepared = prepared
+                if prepared is not None:
+                    self._start_warming(prepared.memory.staging)
+        if prepared is not None and not current:
+            prepared.memory.close()
 
     def _start_warming(self, staging: StagingPool) -> None:
         # Memory that is touched for the first time inside a step would slow it.
@@ -518,9 +541,9 @@ class WorkerSide:
         device = self._runs[0].caches[0].device
         return None if self._streams_of is None else self._streams_of(device)
 
-    def _make_parts(self, namespace: Namespace) -> _Prepared:
+    def _make_parts(self, namespace: Namespace, memory: _Memory | None) -> _Prepared:
+        """Make what a namespace decides, out of `memory` where it fits."""
         fmt = ObjectFormat(namespace)
-        memory, self._allocated = self._allocated, None
         if memory is not None and not memory.fits(fmt):
             memory.close()
             memory = None
@@ -599,7 +622,8 @@ class WorkerSide:
             self._allocated, prepared = prepared.memory, None
         if prepared is None:
             try:
-                prepared = self._make_parts(Namespace.from_bytes(encoded, slug))
+                allocated, self._allocated = self._allocated, None
+                prepared = self._make_parts(Namespace.from_bytes(encoded, slug), allocated)
             except (ValueError, RuntimeError) as error:
                 self._problem(str(error))
                 return
@@ -871,8 +895,7 @@ class WorkerSide:
 
     def close(self) -> None:
         """Publish what is in flight for a bounded time, say what was lost, stop threads."""
-        if self._weights is not None:
-            self._weights.cancel()
+        self._give_up_weights()
         if self._transfer is not None:
             lost = self._close_transfer(self._config.shutdown_drain_s)
             if lost:
