@@ -85,10 +85,6 @@ class LayerCall:
 class Copied:
     """A gather that has begun. This one has ended as well."""
 
-    def done(self) -> bool:
-        """Tell whether the staging buffers are filled. Never waits."""
-        return True
-
     def wait(self) -> None:
         """Wait until the staging buffers are filled.
 
@@ -261,10 +257,6 @@ class _DeviceCopied(Copied):
     def __init__(self, path: DevicePath, buffer: _Buffer) -> None:
         self._path = path
         self._buffer: _Buffer | None = buffer
-
-    def done(self) -> bool:
-        self._path._reap()
-        return self._buffer is None
 
     def wait(self) -> None:
         buffer = self._buffer
