@@ -321,6 +321,21 @@ def test_a_load_takes_over_what_is_read_early(rig: Rig, gate: Gate) -> None:
     assert len(gate.opened) == 3 * rig.fmt.shards
 
 
+def test_what_could_not_be_prefetched_is_not_said_to_be_computed(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    chunks = make_chunks(rig.fmt, 1)
+    rig.put(chunks)
+    rig.path(chunks[0], 0).unlink()
+    ended: list[Load] = []
+    _early(rig, chunks, ended)
+    until(lambda: bool(ended))
+    assert "was not prefetched" in caplog.text
+    assert "computed" not in caplog.text
+    assert rig.load(chunks, 20)[0].failed_at == 0
+    assert "its tokens are computed instead" in caplog.text
+
+
 class _UsedUp:
     """Staging that has nothing at the first request, until the test lets it answer."""
 

@@ -887,7 +887,7 @@ class Transfer:
         if early and on_done is None:
             raise ValueError("an early load needs on_done: it is not returned by poll()")
         usable = True
-        if isinstance(self._cache, DeviceKVCache):
+        if isinstance(self._cache, DeviceKVCache) and any(item.memory is None for item in items):
             try:
                 load._fence = self._cache.fence()
             except DeviceUnavailableError:
@@ -971,7 +971,7 @@ class Transfer:
         chunk = load.items[item].chunk
         self._fail(load, item, Failure.ERROR)
         self._settle(load)
-        if self._log.allows("stalled"):
+        if not load.early and self._log.allows("stalled"):
             logger.warning(
                 "%s did not deliver chunk %d of a request in time, its tokens are computed instead",
                 self._shelf.url,
@@ -1190,10 +1190,10 @@ class Transfer:
         else:
             self._counters.add("load_errors")
         name = object_name(piece.load.items[piece.item].chunk, piece.shard, self._fmt.shards)
-        if self._log.allows(("load", name)):
-            logger.warning(
-                "object %s was not loaded, its tokens are computed instead: %s", name, error
-            )
+        early = all(share.load.early for share in [piece, *piece.sharers])
+        if self._log.allows(("early" if early else "load", name)):
+            text = "prefetched" if early else "loaded, its tokens are computed instead"
+            logger.warning("object %s was not %s: %s", name, text, error)
         return failure
 
     def _piece_done(self, piece: _Piece, failure: Failure | None) -> None:

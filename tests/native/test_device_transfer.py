@@ -25,9 +25,9 @@ from parts import (
     until,
 )
 
-from kvshelf.errors import UnsupportedError
+from kvshelf.errors import DeviceUnavailableError, UnsupportedError
 from kvshelf.layout import PermutedLayout, permutation_bytes
-from kvshelf.transfer import DeviceKVCache, LayerRun
+from kvshelf.transfer import ChunkSlots, DeviceKVCache, LayerRun
 
 
 @contextmanager
@@ -159,3 +159,35 @@ def test_permuted_caches_on_a_device_are_refused() -> None:
     )
     with pytest.raises(UnsupportedError, match="permuted inside their blocks"):
         DeviceKVCache(fmt, [LayerRun(0, caches, layout)], streams=FakeStreams())
+
+
+def test_what_goes_to_memory_asks_nothing_of_the_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with on_device(tmp_path, FakeStreams()) as rig:
+        chunks = make_chunks(rig.fmt, 2)
+        rig.put(chunks)
+
+        def broken(_: object) -> object:
+            raise DeviceUnavailableError("the device failed")
+
+        monkeypatch.setattr(DeviceKVCache, "fence", broken)
+        got: list[int] = []
+
+        class Memory:
+            def gather(self, shard: int, slots: torch.Tensor, payload: torch.Tensor) -> None:
+                raise AssertionError
+
+            def scatter(self, shard: int, slots: torch.Tensor, payload: torch.Tensor) -> None:
+                got.append(shard)
+
+        none, ended = torch.empty(0, dtype=torch.int64), threading.Event()
+        load = rig.transfer.load(
+            "early",
+            [ChunkSlots(chunk, none, Memory()) for chunk in chunks],
+            early=True,
+            on_done=lambda _: ended.set(),
+        )
+        assert ended.wait(PATIENCE)
+        assert (load.failed_at, len(got)) == (None, 2 * rig.fmt.shards)
+        assert rig.load(chunks, 20)[0].failed_at == 0
