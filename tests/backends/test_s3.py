@@ -169,6 +169,7 @@ class TestObstoreOnRclone(_OverRclone):
 
 
 @needs_moto
+@pytest.mark.slow
 class TestObstoreOnMoto(_OverMoto):
     client = "obstore"
 

@@ -64,7 +64,7 @@ class Far:
         self.server.client().put_object(Bucket=BUCKET, Key=key, Body=data)
 
 
-@pytest.fixture(scope="module", params=["moto", "rclone"])
+@pytest.fixture(scope="module", params=[pytest.param("moto", marks=pytest.mark.slow), "rclone"])
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     program = {"moto": "moto_server", "rclone": "rclone"}[request.param]
     if command(program) is None:

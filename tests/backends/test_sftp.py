@@ -41,6 +41,7 @@ class _FolderOnlyOracle(FolderOracle):
     specials = ("folder",)
 
 
+@pytest.mark.slow
 class TestSFTP(BackendSuite):
     examples = 8
 
