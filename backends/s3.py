@@ -1037,7 +1037,13 @@ def _botocore_session(profile: Any) -> Any:
 
 def _credentials(session: Any) -> Callable[[], dict[str, Any]]:
     """Return a function that gives credentials from botocore's usual chain, and renews them."""
-    found = session.get_credentials()
+    from botocore.exceptions import BotoCoreError
+
+    try:
+        found = session.get_credentials()
+    except BotoCoreError as exc:
+        # The chain ends at the network, where a role would be asked for.
+        raise ConfigError(f"{_NO_CREDENTIALS} ({type(exc).__name__})") from exc
     if found is None:
         raise ConfigError(_NO_CREDENTIALS)
 

@@ -268,6 +268,19 @@ def test_no_credentials_at_all(monkeypatch: pytest.MonkeyPatch, client: str) -> 
         open_backend(f"s3://{BUCKET}/x", storage_options=options)
 
 
+def test_a_chain_of_credentials_that_ends_at_a_dead_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("obstore", reason="obstore is missing: pip install 'kvshelf[s3]'")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_EC2_METADATA_DISABLED"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("http_proxy", "http://user:hunter2@127.0.0.1:9")
+    options = {"endpoint_url": "http://127.0.0.1:9", "client": "obstore"}
+    with pytest.raises(ConfigError, match="no AWS credentials were found") as error:
+        open_backend(f"s3://{BUCKET}/x", storage_options=options)
+    assert "hunter2" not in str(error.value)
+
+
 @needs_moto
 def test_credentials_of_a_profile(
     server: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
