@@ -10,6 +10,7 @@ import contextlib
 import http.client
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -109,16 +110,27 @@ def bucket(folder: Path) -> Iterator[Bucket]:
         yield place
 
 
-class RawLoads:
-    """Reads objects into buffers, the fastest way that was found here, and checks nothing."""
+class _Raw(ABC):
+    """Moves objects the fastest way that was found here.
+
+    Attributes
+    ----------
+    client : str
+        What that is.
+    """
 
     def __init__(
-        self, place: Bucket, names: Sequence[str], buffers: Sequence[memoryview], threads: int
+        self,
+        place: Bucket,
+        method: str,
+        names: Sequence[str],
+        buffers: Sequence[memoryview],
+        threads: int,
     ) -> None:
         self._place = place
         self._names = names
         self._buffers = buffers
-        self._urls = place.signed("GET", names)
+        self._urls = place.signed(method, names)
         self._store = place.store()
         self._pool = ThreadPoolExecutor(threads)
         self.client, self._one = _fastest(
@@ -126,7 +138,7 @@ class RawLoads:
         )
 
     def run(self) -> None:
-        """Read all of them."""
+        """Move all of them."""
         self._all(self._one)
 
     def close(self) -> None:
@@ -135,6 +147,23 @@ class RawLoads:
 
     def _all(self, one: Callable[[int], object]) -> None:
         list(self._pool.map(one, range(len(self._names))))
+
+    @abstractmethod
+    def _by_http(self, number: int) -> None:
+        """Move one by plain HTTP."""
+
+    @abstractmethod
+    def _by_obstore(self, number: int) -> None:
+        """Move one by obstore."""
+
+
+class RawLoads(_Raw):
+    """Reads objects into buffers and checks nothing."""
+
+    def __init__(
+        self, place: Bucket, names: Sequence[str], buffers: Sequence[memoryview], threads: int
+    ) -> None:
+        super().__init__(place, "GET", names, buffers, threads)
 
     def _by_http(self, number: int) -> None:
         answer = self._place.request("GET", self._urls[number])
@@ -156,30 +185,12 @@ class RawLoads:
             done += len(part)
 
 
-class RawStores:
-    """Writes objects, the fastest way that was found here."""
+class RawStores(_Raw):
+    """Writes objects."""
 
     def __init__(self, place: Bucket, buffers: Sequence[memoryview], threads: int) -> None:
-        self._place = place
-        self._names = [f"raw/{number}" for number in range(len(buffers))]
-        self._buffers = buffers
-        self._urls = place.signed("PUT", self._names)
-        self._store = place.store()
-        self._pool = ThreadPoolExecutor(threads)
-        self.client, self._one = _fastest(
-            {"http.client": self._by_http, "obstore": self._by_obstore}, self._all
-        )
-
-    def run(self) -> None:
-        """Write all of them."""
-        self._all(self._one)
-
-    def close(self) -> None:
-        """End the threads."""
-        self._pool.shutdown()
-
-    def _all(self, one: Callable[[int], object]) -> None:
-        list(self._pool.map(one, range(len(self._names))))
+        names = [f"raw/{number}" for number in range(len(buffers))]
+        super().__init__(place, "PUT", names, buffers, threads)
 
     def _by_http(self, number: int) -> None:
         self._place.request("PUT", self._urls[number], self._buffers[number]).read()
