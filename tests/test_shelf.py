@@ -6,12 +6,13 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from kvshelf.backends import WriteResult, open_backend
+from kvshelf.backends.base import StatResults
 from kvshelf.backends.wrappers import CountingBackend, Fault, FaultyBackend
 
 from kvshelf import shelf as shelf_module
@@ -168,7 +169,7 @@ def test_missing_object(any_shelf: Shelf, fmt: ObjectFormat, chunks: list[Chunk]
     store(any_shelf, fmt, chunks[0])
     with pytest.raises(ObjectMissingError):
         load(any_shelf, fmt, chunks[0], 1)
-    assert any_shelf.set_bad_aside(fmt, chunks[1], 0) is False
+    assert any_shelf.set_bad_aside(fmt, chunks[1], 0, BadObjectError("bad")) is False
 
 
 def test_namespace_describes_itself(
@@ -335,6 +336,35 @@ def test_a_running_copy_is_not_moved_by_a_load(
     with pytest.raises(BadObjectError):
         load(shelf, fmt, chunks[0])
     assert not path.exists()
+
+
+@pytest.mark.parametrize("stood", ["short", "long", "folder"])
+def test_a_file_that_another_writer_put_right_is_not_moved_by_a_load(
+    root: Path, fmt: ObjectFormat, chunks: list[Chunk], stood: str
+) -> None:
+    good = image(fmt, chunks[0])
+
+    class Corrected(CountingBackend):
+        """What was read is replaced just before it is looked at again."""
+
+        def stat(self, names: Sequence[str]) -> StatResults:
+            if path.is_dir():
+                path.rmdir()
+            path.write_bytes(good)
+            age(path, 61)
+            return super().stat(names)
+
+    with Shelf(Corrected(open_backend(root))) as shelf:
+        path = path_of(shelf, fmt, chunks[0])
+        path.parent.mkdir(parents=True)
+        if stood == "folder":
+            path.mkdir()
+        else:
+            path.write_bytes(good[:5000] if stood == "short" else good + b"more")
+            age(path, 61)
+        with pytest.raises(BadObjectError):
+            load(shelf, fmt, chunks[0])
+        assert load(shelf, fmt, chunks[0]) == good
 
 
 # ----------------------------------------------------------------------------------- bad objects

@@ -42,7 +42,13 @@ from kvshelf.backends import (
 )
 from kvshelf.backends.base import CHEAP_PROBE
 from kvshelf.backends.guard import GuardedBackend
-from kvshelf.chunkfile import ObjectFormat, ReaderLike
+from kvshelf.chunkfile import (
+    EmptyObject,
+    ObjectFormat,
+    ReaderLike,
+    TruncatedObject,
+    WrongSize,
+)
 from kvshelf.errors import (
     BadObjectError,
     ConfigError,
@@ -88,6 +94,8 @@ _SWEEP_AGE: Final = 3600.0
 _SWEEP_SECONDS: Final = 10.0
 _SWEEP_ROUND_SECONDS: Final = 3600.0
 _PROBE_LOG_SECONDS: Final = 60.0
+#: Ways to be bad that a file of the right size does not have.
+_WRONG_SIZE_OR_KIND: Final = (EmptyObject, TruncatedObject, WrongSize, NotRegularError)
 
 
 class Presence(Enum):
@@ -492,9 +500,9 @@ class Shelf:
         scratch = memoryview(bytearray(self._size(fmt, known, chunk, shard)))
         try:
             self._read(fmt, chunk, shard, scratch)
-        except BadObjectError:
+        except BadObjectError as bad:
             with self._best_effort():
-                self.set_bad_aside(fmt, chunk, shard)
+                self.set_bad_aside(fmt, chunk, shard, bad)
             self.write(fmt, chunk, shard, buffers, mode="replace")
             return WriteResult.REPLACED
         except ObjectMissingError:
@@ -583,9 +591,9 @@ class Shelf:
         """
         try:
             self._read(fmt, chunk, shard, image)
-        except BadObjectError:
+        except BadObjectError as bad:
             with self._best_effort():
-                self.set_bad_aside(fmt, chunk, shard)
+                self.set_bad_aside(fmt, chunk, shard, bad)
             raise
 
     def load_named(self, fmt: ObjectFormat, parsed: ParsedName, image: memoryview) -> Chunk:
@@ -650,14 +658,24 @@ class Shelf:
 
     # ------------------------------------------------------------------------------- bad objects
 
-    def set_bad_aside(self, fmt: ObjectFormat, chunk: Chunk, shard: int) -> bool:
+    def set_bad_aside(
+        self, fmt: ObjectFormat, chunk: Chunk, shard: int, bad: BadObjectError
+    ) -> bool:
         """Move an object that was found bad to ``.kvshelf/bad`` of its namespace folder.
 
         Does nothing where the storage cannot move things or takes no writes. A file of wrong
         size stays where it is, to be replaced by a store, when it changed within the last minute
         (it may still be copied to its place) and where caches of the storage may show the size
-        of an earlier file: what stands there now may be good. Of what was moved there the newest
-        32 entries and 1 GiB are kept.
+        of an earlier file: what stands there now may be good. So does one that was found bad for
+        its size or kind and is a file of the right size now: another stands in its place. Of
+        what was moved there the newest 32 entries and 1 GiB are kept.
+
+        Parameters
+        ----------
+        fmt, chunk, shard : ObjectFormat, Chunk, int
+            Which object.
+        bad : BadObjectError
+            What was found wrong with it.
 
         Returns
         -------
@@ -680,9 +698,12 @@ class Shelf:
                 continue
             if isinstance(found, StorageError):
                 raise found
-            wrong_size = isinstance(found, int) and found != self._size(fmt, known, chunk, shard)
-            if wrong_size and not self._is_surely_of_wrong_size(name):
-                return False
+            if isinstance(found, int):
+                if found != self._size(fmt, known, chunk, shard):
+                    if not self._is_surely_of_wrong_size(name):
+                        return False
+                elif isinstance(bad, _WRONG_SIZE_OR_KIND):
+                    return False
             return self._set_aside(folder, name)
         return False
 
