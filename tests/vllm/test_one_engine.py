@@ -298,10 +298,12 @@ def test_foreign_files_do_not_matter(
 
 
 def test_no_temporary_is_left(engine: Engine, shelf: ShelfFiles, prompt: MakePrompt) -> None:
+    # Engines that were ended while they stored leave some.
+    left = shelf.temporaries()
     tokens = prompt(600)
     engine.generate(tokens)
     shelf.wait_stored(tokens)
-    wait_until(lambda: not shelf.temporaries(), "temporaries gone")
+    wait_until(lambda: shelf.temporaries() <= left, "temporaries gone")
 
 
 def test_metrics_of_vllm(engine: Engine, shelf: ShelfFiles, prompt: MakePrompt) -> None:
