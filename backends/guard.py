@@ -573,8 +573,8 @@ class GuardedBackend(WrappedBackend):
             if not busy:
                 self._wake.clear()
                 self._resting = True
-                # A call may have come between the look and the note.
-                busy = bool(self._calls) or self.reads.stopped
+                # A call, or the end, may have come between the look and the note.
+                busy = bool(self._calls) or self.reads.stopped or self._closing.is_set()
             if not busy:
                 self._wake.wait()
                 expected = time.monotonic()

@@ -358,6 +358,23 @@ def test_all_reads_of_an_object_have_one_deadline(rig: Rig) -> None:
         trickle()
 
 
+def test_a_guard_that_is_closed_just_when_its_thread_rests_leaves_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Wake(threading.Event):
+        def clear(self) -> None:
+            guarded.close()
+            super().clear()
+
+    guarded = GuardedBackend(posix(tmp_path / "shelf"))
+    monkeypatch.setattr(guarded, "_wake", Wake())
+    guarded.stat(["x"])
+    thread = guarded._thread
+    assert thread is not None
+    thread.join(PATIENCE)
+    assert not thread.is_alive()
+
+
 def test_a_guard_that_is_closed_leaves_no_thread(tmp_path: Path) -> None:
     guarded = GuardedBackend(posix(tmp_path))
     guarded.stat(["a"])
