@@ -28,9 +28,8 @@ from s3proxy import REFUSED, RESET, STALLED, STATUSES, WRONG_BYTES, WRONG_LENGTH
 from servers import BUCKET, S3Server
 
 from kvshelf.chunkfile import ObjectFormat
-from kvshelf.identity import Chunk, KeyChain
+from kvshelf.identity import Chunk, KeyChain, object_name
 from kvshelf.probe import FailedKeys, LookupService
-from kvshelf.shelf import Shelf
 from kvshelf.transfer import ChunkSlots, Failure
 
 MOMENTS: Final = ("probe", "read", "write", "publish", "list", "delete")
@@ -452,12 +451,11 @@ def within(
 
 def bad_objects(plain: Backend, fmt: ObjectFormat, prompts: list[Prompt]) -> Iterator[str]:
     """Yield the objects of `prompts` that are missing or bad, seen without trouble."""
-    shelf = Shelf(plain)
     for prompt in prompts:
         for chunk in prompt.chunks:
             for shard in range(fmt.shards):
                 image = memoryview(bytearray(fmt.object_size(shard)))
-                name = shelf.name(fmt, chunk, shard)
+                name = f"{fmt.namespace.folder}/{object_name(chunk, shard, fmt.shards)}"
                 try:
                     with plain.open(name) as reader:
                         fmt.read(reader, chunk, shard, image)

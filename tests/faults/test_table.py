@@ -65,6 +65,7 @@ def why_no_cell(fault: str, moment: str, backend: str) -> str | None:
 
 #: Where clients retry a lot, cells take long.
 _MARKS = {"s3 by s3fs": (pytest.mark.slow,)}
+_BACKENDS = [pytest.param(backend, marks=_MARKS.get(backend, ())) for backend in BACKENDS]
 CELLS = [
     pytest.param(fault, moment, backend, marks=_MARKS.get(backend, ()))
     for backend in BACKENDS
@@ -223,7 +224,7 @@ def cut_to(size: int) -> Callable[[bytearray], object]:
     return lambda data: data.__delitem__(slice(size, None))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", _BACKENDS)
 @pytest.mark.parametrize("boundary", BOUNDARIES)
 def test_truncated_objects_are_misses_and_replaced(
     boundary: str, storage: Storage, backend: str, note_cell: Callable[..., None]
@@ -244,7 +245,7 @@ def test_truncated_objects_are_misses_and_replaced(
         assert list(bad_objects(storage.plain, FMT, [prompt])) == []
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", _BACKENDS)
 @pytest.mark.parametrize("boundary", BOUNDARIES)
 def test_writes_of_which_a_part_is_lost(
     boundary: str, storage: Storage, backend: str, note_cell: Callable[..., None]
