@@ -14,27 +14,40 @@ from shelf_files import ShelfFiles, wait_until
 MakePrompt = Callable[[int], list[int]]
 
 
+Changing = tuple[Engine, ShelfFiles, Path]
+
+
+@pytest.fixture(scope="module")
+def both(
+    engines: Engines, places: Places, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[list[Changing]]:
+    """Two engines, started side by side, each with a model and a shelf of its own."""
+    found = []
+    for core in (0, 1):
+        folder = tmp_path_factory.mktemp("changing")
+        model = Path(shutil.copytree(places.model, folder / "model"))
+        shelf = ShelfFiles(folder / "shelf")
+        engine = engines.start(
+            f"changing {core}",
+            model=model,
+            connector=SHELF_CONNECTOR,
+            extra_config={"shared_storage_path": str(shelf.root)},
+            core=core,
+        )
+        found.append((engine, shelf, model))
+    unchanged = list(found)
+    yield unchanged
+    for engine, *_ in found:
+        engine.stop(at_once=True)
+
+
 @pytest.fixture
-def changing(
-    request: pytest.FixtureRequest, engines: Engines, places: Places, tmp_path: Path
-) -> Iterator[tuple[Engine, ShelfFiles, Path]]:
-    """An engine with a model and a shelf of its own."""
-    model = Path(shutil.copytree(places.model, tmp_path / "model"))
-    shelf = ShelfFiles(tmp_path / "shelf")
-    engine = engines.start(
-        f"changing {request.node.name}",
-        model=model,
-        connector=SHELF_CONNECTOR,
-        extra_config={"shared_storage_path": str(shelf.root)},
-        core=0,
-    )
-    yield engine, shelf, model
-    engine.stop(at_once=True)
+def changing(both: list[Changing]) -> Changing:
+    """One of them, which no other test has changed."""
+    return both.pop()
 
 
-def test_weights_that_vllm_reloads(
-    changing: tuple[Engine, ShelfFiles, Path], prompt: MakePrompt
-) -> None:
+def test_weights_that_vllm_reloads(changing: Changing, prompt: MakePrompt) -> None:
     engine, shelf, _ = changing
     tokens = prompt(600)
     engine.generate(tokens)
@@ -56,7 +69,7 @@ def test_weights_that_vllm_reloads(
 
 
 def test_weight_files_that_are_replaced_are_noticed_at_a_reset(
-    changing: tuple[Engine, ShelfFiles, Path], prompt: MakePrompt
+    changing: Changing, prompt: MakePrompt
 ) -> None:
     engine, shelf, model = changing
     tokens = prompt(600)
