@@ -85,14 +85,11 @@ def run_engine(job: dict[str, Any], report: TextIO) -> None:
             },
         ),
     )
-    params = SamplingParams(
-        temperature=0,
-        max_tokens=ANSWER,
-        ignore_eos=True,
-        detokenize=False,
-        skip_reading_prefix_cache=job["compute_everything"],
-    )
+    params = SamplingParams(temperature=0, max_tokens=ANSWER, ignore_eos=True, detokenize=False)
+    # It waits until the engine knows what its weights are called on the shelf. Requests that must
+    # not read any cache don't: a small model has answered them all before.
     llm.generate({"prompt_token_ids": job["warm_up"]}, params, use_tqdm=False)
+    params.skip_reading_prefix_cache = job["compute_everything"]
     tell(ready=True)
     for prompt in job["prompts"]:
         llm.reset_prefix_cache()
