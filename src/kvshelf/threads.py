@@ -93,8 +93,9 @@ class StorageThreads:
     def _body(self) -> None:
         me, thread = threading.get_ident(), threading.current_thread()
         with self._lock:
-            self._starting.discard(thread)
+            # In this order, for `any` looks without the lock.
             self._working[me] = thread
+            self._starting.discard(thread)
         try:
             if self._on_thread_start is not None:
                 self._on_thread_start()
