@@ -698,7 +698,6 @@ _SAMPLE_BYTES: Final = 64 * 1024
 _SAMPLES: Final = 16
 _SETTLED_NS: Final = 2 * 10**9
 _CACHE_ENTRIES: Final = 4096
-_BACKGROUND_NICENESS: Final = 5
 _BLOB: Final = re.compile(r"[0-9a-f]{64}", re.ASCII)
 _SAFETENSORS_FORMATS: Final = {
     "safetensors",
@@ -917,20 +916,15 @@ def _hub_digest(path: Path) -> str | None:
     return None
 
 
-def _lower_priority(cpus: AbstractSet[int] | None) -> None:
-    """Let the calling thread stand back a little behind the engine's. Best effort."""
-    if cpus and hasattr(os, "sched_setaffinity"):
+def _step_aside(cpus: AbstractSet[int]) -> None:
+    """Move the calling thread to processors that the engine leaves free. Best effort."""
+    # No lower priority: the thread needs the GIL for microseconds between reads, and one that
+    # is not scheduled while it holds the GIL stops the engine until it runs again. On busy
+    # processors the engine's longest stall was measured as 2.6 s with SCHED_IDLE, 1 s with nice 19
+    # and 0.2 s with nice 10; threads with nice 5 have been seen to wait for a minute.
+    if hasattr(os, "sched_setaffinity"):
         with suppress(OSError, ValueError):
             os.sched_setaffinity(0, cpus)
-    # Not SCHED_IDLE, and not much niceness: the thread needs the GIL for microseconds between
-    # reads, and on busy CPUs one that is preempted while it holds the GIL stops the engine until
-    # it runs again. Measured there, the engine's longest stall: SCHED_IDLE 2.6 s (and the hash
-    # was never done), nice 19 1 s, nice 10 0.2 s, nice 5 as without hashing.
-    if sys.platform == "linux":
-        with suppress(OSError):
-            thread = threading.get_native_id()
-            own = os.getpriority(os.PRIO_PROCESS, thread)
-            os.setpriority(os.PRIO_PROCESS, thread, own + _BACKGROUND_NICENESS)
 
 
 def _check_cancelled(cancel: threading.Event) -> None:
@@ -997,7 +991,6 @@ def _hash_samples(path: Path) -> str:
 def _hash_files(
     files: Sequence[Path],
     cache: FingerprintCache,
-    background: bool,
     cancel: threading.Event,
     threads: int,
     cpus: AbstractSet[int] | None,
@@ -1023,8 +1016,8 @@ def _hash_files(
     stop = threading.Event()
 
     def work() -> None:
-        if background:
-            _lower_priority(cpus)
+        if cpus:
+            _step_aside(cpus)
         buffer = memoryview(bytearray(_READ_BYTES))
         while True:
             with lock:
@@ -1072,7 +1065,6 @@ def _lines_digest(lines: Mapping[int, tuple[str, str]]) -> bytes:
 def _content_digest(
     files: Sequence[str | Path],
     cache: FingerprintCache | None,
-    background: bool,
     cancel: threading.Event | None,
     threads: int,
     cpus: AbstractSet[int] | None,
@@ -1091,7 +1083,6 @@ def _content_digest(
     hashed = _hash_files(
         rest,
         FingerprintCache(None) if cache is None else cache,
-        background,
         threading.Event() if cancel is None else cancel,
         threads,
         cpus,
@@ -1106,7 +1097,6 @@ def weights_fingerprint(
     files: Sequence[str | Path],
     *,
     cache: FingerprintCache | None = None,
-    background: bool = False,
     cancel: threading.Event | None = None,
     threads: int = 2,
     cpus: AbstractSet[int] | None = None,
@@ -1121,15 +1111,12 @@ def weights_fingerprint(
         The files, as :func:`weight_files` lists them. Order does not matter.
     cache : FingerprintCache or None
         Where digests are remembered.
-    background : bool
-        Hash at a lower priority (Linux: niceness + 5), so that an engine that starts is not
-        delayed.
     cancel : threading.Event or None
         When it is set the call returns within 0.1 s, even if a read hangs.
     threads : int
         Threads that read and hash.
     cpus : Set[int] or None
-        With `background`: the CPUs that the threads may use.
+        The CPUs that the threads may use; all when absent.
 
     Returns
     -------
@@ -1147,7 +1134,7 @@ def weights_fingerprint(
     OSError
         If a file cannot be read.
     """
-    return "sha256:" + _content_digest(files, cache, background, cancel, threads, cpus).hex()
+    return "sha256:" + _content_digest(files, cache, cancel, threads, cpus).hex()
 
 
 def sampled_fingerprint(files: Sequence[str | Path]) -> str:
@@ -1201,4 +1188,4 @@ def lora_digest(
             f"{folder} is not a LoRA adapter: expected adapter_config.json and one of "
             + ", ".join(names)
         )
-    return _content_digest([config, weights], cache, False, cancel, 1, None)
+    return _content_digest([config, weights], cache, cancel, 1, None)

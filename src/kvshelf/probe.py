@@ -250,7 +250,7 @@ class LookupService:
         Where probes are not cheap an answer stands for a while. False: for what comes and goes
         without a word, as copies do.
     on_thread_start : Callable, optional
-        Called first on each thread, to set its priority and processors.
+        Called first on each thread, to set its processors.
     """
 
     def __init__(

@@ -271,7 +271,7 @@ class DiskTier:
     backoff : Backoff
         For how long it is given a rest.
     on_thread_start : Callable, optional
-        Called first on its thread, to set priority and processors.
+        Called first on its thread, to set its processors.
 
     Raises
     ------

@@ -464,8 +464,7 @@ class Transfer:
     check_finite : bool
         Do not store chunks that hold NaN or infinity.
     on_thread_start : Callable, optional
-        Called first on each thread with ``"load"`` or ``"store"``, to set its priority
-        and processors.
+        Called first on each thread with ``"load"`` or ``"store"``, to set its processors.
     """
 
     def __init__(

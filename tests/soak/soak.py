@@ -473,21 +473,10 @@ class Client:
             self._engine.reset_prefix_cache(connector=rng.random() < 0.05)
 
 
-def processes_of(group: int) -> list[int]:
-    """Return the processes of a process group."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with contextlib.suppress(OSError, ProcessLookupError):
-                if os.getpgid(int(entry.name)) == group:
-                    found.append(int(entry.name))
-    return found
-
-
 def sample(name: str, engine: Engine) -> dict[str, float]:
     """Return memory, threads and open files of all processes of an engine together."""
     memory = threads = files = 0
-    for process in processes_of(engine.process.pid):
+    for process in engine.processes():
         with contextlib.suppress(OSError):
             status = Path(f"/proc/{process}/status").read_text()
             fields = dict(line.split(":", 1) for line in status.splitlines())

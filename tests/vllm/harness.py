@@ -269,8 +269,20 @@ class Engine:
     def _let_helpers_end(self, timeout: float = 3.0) -> None:
         """Wait for the rest of the group: Python's resource tracker removes shared memory."""
         deadline = time.monotonic() + timeout
-        while time.monotonic() < deadline and _group_lives(self.process.pid):
+        while time.monotonic() < deadline and self.processes():
             time.sleep(0.02)
+
+    def processes(self) -> list[int]:
+        """Return the engine's processes; those that ended and were not reaped do not count."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            with contextlib.suppress(OSError):
+                if entry.name.isdigit() and os.getpgid(int(entry.name)) == self.process.pid:
+                    # The state follows the name of the program, which may hold anything.
+                    state = (entry / "stat").read_text().rpartition(") ")[2][0]
+                    if state not in "ZX":
+                        found.append(int(entry.name))
+        return found
 
     def kill(self) -> None:
         """Kill the engine and all its processes, as ``kill -9`` does."""
@@ -432,18 +444,6 @@ class Engine:
     def _tail(self, lines: int = 40) -> str:
         tail = "\n".join(self.log().splitlines()[-lines:])
         return f"end of {self.log_path}:\n{tail}"
-
-
-def _group_lives(group: int) -> bool:
-    """Whether a process of the group runs; those that ended and were not reaped do not count."""
-    for entry in Path("/proc").iterdir():
-        with contextlib.suppress(OSError):
-            if entry.name.isdigit() and os.getpgid(int(entry.name)) == group:
-                # The state follows the name of the program, which may hold anything.
-                state = (entry / "stat").read_text().rpartition(") ")[2][0]
-                if state not in "ZX":
-                    return True
-    return False
 
 
 def _environment(core: int | None, env: Mapping[str, str] | None) -> dict[str, str]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -295,6 +297,22 @@ def test_foreign_files_do_not_matter(
     for path in first.parent.iterdir():
         if path.name.startswith(("notes", ".half", "copy of")):
             path.unlink()
+
+
+def test_no_thread_gives_way_to_others(
+    engine: Engine, shelf: ShelfFiles, prompt: MakePrompt
+) -> None:
+    """One that waits for a processor while it holds the GIL would stop the engine's step."""
+    tokens = prompt(600)
+    engine.generate(tokens)
+    shelf.wait_stored(tokens)
+    threads = 0
+    for process in engine.processes():
+        own = os.getpriority(os.PRIO_PROCESS, process)
+        for thread in Path(f"/proc/{process}/task").iterdir():
+            assert os.getpriority(os.PRIO_PROCESS, int(thread.name)) <= own
+            threads += 1
+    assert threads > 10
 
 
 def test_no_temporary_is_left(engine: Engine, shelf: ShelfFiles, prompt: MakePrompt) -> None:

@@ -436,7 +436,7 @@ def _open_behind_tier(
     from kvshelf.tiers import DiskTier, FindsInTiers, LoadsFromTiers, open_behind
 
     tier = DiskTier(
-        options.path, options.max_bytes, counters=counters, on_thread_start=_stay_behind
+        options.path, options.max_bytes, counters=counters, on_thread_start=_keep_off_bound_cpus
     )
     try:
         shelf = open_behind(tier, url, **shelf_options)
@@ -531,12 +531,3 @@ def _keep_off_bound_cpus() -> None:
             os.sched_setaffinity(threading.get_native_id(), cpus)
         except OSError:
             pass
-
-
-def _stay_behind() -> None:
-    """Give a thread that nobody waits for a lower priority, and free processors."""
-    _keep_off_bound_cpus()
-    try:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 5)
-    except OSError:
-        pass

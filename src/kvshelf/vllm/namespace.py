@@ -332,7 +332,6 @@ class WeightsIdentity:
         return weights_fingerprint(
             files,
             cache=FingerprintCache(cache_dir() / "fingerprints.json"),
-            background=True,
             cancel=self._cancel,
             cpus=self._cpus,
         )

@@ -662,10 +662,8 @@ class WorkerSide:
     def _place_thread(self, kind: str) -> None:
         """Keep a thread of ours out of the engine's way. Runs on that thread."""
         try:
-            if kind != "load":
-                # A much lower priority would be worse: a thread that holds the GIL and is
-                # not scheduled stops the engine's step.
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 5)
+            # No lower priority: a thread that holds the GIL and is not scheduled stops the
+            # engine's step, and Linux has been seen to let one wait for a minute.
             if self._free_cpus:
                 bound = os.sched_getaffinity(0)
                 # While a load is waited for, the engine's own core may be idle too.
