@@ -917,7 +917,7 @@ def _hub_digest(path: Path) -> str | None:
 
 
 def _step_aside(cpus: AbstractSet[int]) -> None:
-    """Move the calling thread to processors that the engine leaves free. Best effort."""
+    """Let the calling thread run on these processors. Best effort."""
     # No lower priority: the thread needs the GIL for microseconds between reads, and one that
     # is not scheduled while it holds the GIL stops the engine until it runs again. On busy
     # processors the engine's longest stall was measured as 2.6 s with SCHED_IDLE, 1 s with nice 19

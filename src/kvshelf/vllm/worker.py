@@ -96,7 +96,7 @@ from kvshelf.vllm.namespace import (
     manager_block_size,
     total_kv_heads,
 )
-from kvshelf.vllm.processors import free_cpus
+from kvshelf.vllm.processors import usable_cpus
 
 logger = logging.getLogger(__name__)
 
@@ -171,7 +171,7 @@ class WorkerSide:
         self._kv_cache_config = kv_cache_config
         self.rank = rank
         self.counters = Counters() if counters is None else counters
-        self._free_cpus = free_cpus()
+        self._cpus = usable_cpus()
         self._block_size = manager_block_size(vllm_config, kv_cache_config)
         self._unit_tokens = 1
         self._runs: list[LayerRun] = []
@@ -257,7 +257,7 @@ class WorkerSide:
             self._config,
             on_known=functools.partial(self._weights_known, self._registration),
             on_problem=self._problem,
-            cpus=self._free_cpus,
+            cpus=self._cpus,
         )
         self._weights.start()
 
@@ -660,16 +660,12 @@ class WorkerSide:
         return lost
 
     def _place_thread(self, kind: str) -> None:
-        """Keep a thread of ours out of the engine's way. Runs on that thread."""
+        """Let a thread of ours run beside the engine, not only behind it. Runs on that thread."""
         try:
             # No lower priority: a thread that holds the GIL and is not scheduled stops the
             # engine's step, and Linux has been seen to let one wait for a minute.
-            if self._free_cpus:
-                bound = os.sched_getaffinity(0)
-                # While a load is waited for, the engine's own core may be idle too.
-                os.sched_setaffinity(
-                    0, self._free_cpus | bound if kind == "load" else self._free_cpus
-                )
+            if self._cpus:
+                os.sched_setaffinity(0, self._cpus)
         except (AttributeError, OSError):
             pass
 
