@@ -916,7 +916,7 @@ def _hub_digest(path: Path) -> str | None:
     return None
 
 
-def _step_aside(cpus: AbstractSet[int]) -> None:
+def _run_on(cpus: AbstractSet[int]) -> None:
     """Let the calling thread run on these processors. Best effort."""
     # No lower priority: the thread needs the GIL for microseconds between reads, and one that
     # is not scheduled while it holds the GIL stops the engine until it runs again. On busy
@@ -1017,7 +1017,7 @@ def _hash_files(
 
     def work() -> None:
         if cpus:
-            _step_aside(cpus)
+            _run_on(cpus)
         buffer = memoryview(bytearray(_READ_BYTES))
         while True:
             with lock:
