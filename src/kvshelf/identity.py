@@ -40,7 +40,6 @@ import time
 import unicodedata
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -916,17 +915,6 @@ def _hub_digest(path: Path) -> str | None:
     return None
 
 
-def _run_on(cpus: AbstractSet[int]) -> None:
-    """Let the calling thread run on these processors. Best effort."""
-    # No lower priority: the thread needs the GIL for microseconds between reads, and one that
-    # is not scheduled while it holds the GIL stops the engine until it runs again. On busy
-    # processors the engine's longest stall was measured as 2.6 s with SCHED_IDLE, 1 s with nice 19
-    # and 0.2 s with nice 10; threads with nice 5 have been seen to wait for a minute.
-    if hasattr(os, "sched_setaffinity"):
-        with suppress(OSError, ValueError):
-            os.sched_setaffinity(0, cpus)
-
-
 def _check_cancelled(cancel: threading.Event) -> None:
     if cancel.is_set():
         raise FingerprintCancelledError("the fingerprint of the weights was cancelled")
@@ -993,7 +981,7 @@ def _hash_files(
     cache: FingerprintCache,
     cancel: threading.Event,
     threads: int,
-    cpus: AbstractSet[int] | None,
+    on_thread_start: Callable[[], None] | None,
 ) -> dict[Path, str]:
     """Return the xxh3-128 hex of each file, from the cache or by hashing in parallel."""
     known: dict[Path, str] = {}
@@ -1016,8 +1004,8 @@ def _hash_files(
     stop = threading.Event()
 
     def work() -> None:
-        if cpus:
-            _run_on(cpus)
+        if on_thread_start is not None:
+            on_thread_start()
         buffer = memoryview(bytearray(_READ_BYTES))
         while True:
             with lock:
@@ -1067,7 +1055,7 @@ def _content_digest(
     cache: FingerprintCache | None,
     cancel: threading.Event | None,
     threads: int,
-    cpus: AbstractSet[int] | None,
+    on_thread_start: Callable[[], None] | None,
 ) -> bytes:
     paths = [Path(path) for path in files]
     if not paths:
@@ -1085,7 +1073,7 @@ def _content_digest(
         FingerprintCache(None) if cache is None else cache,
         threading.Event() if cancel is None else cancel,
         threads,
-        cpus,
+        on_thread_start,
     )
     for number, path in enumerate(paths):
         if number not in lines:
@@ -1099,7 +1087,7 @@ def weights_fingerprint(
     cache: FingerprintCache | None = None,
     cancel: threading.Event | None = None,
     threads: int = 2,
-    cpus: AbstractSet[int] | None = None,
+    on_thread_start: Callable[[], None] | None = None,
 ) -> str:
     """Return the fingerprint of weight files by content, as the namespace holds it.
 
@@ -1115,8 +1103,11 @@ def weights_fingerprint(
         When it is set the call returns within 0.1 s, even if a read hangs.
     threads : int
         Threads that read and hash.
-    cpus : Set[int] or None
-        The CPUs that the threads may use; all when absent.
+    on_thread_start : Callable, optional
+        Called first on each of these threads. It must not lower their priority: they need the
+        GIL for microseconds between reads, and one that is not scheduled while it holds the GIL
+        stops the engine. On busy processors the engine's longest stall was measured as 2.6 s
+        with SCHED_IDLE, 1 s with nice 19 and 0.2 s with nice 10.
 
     Returns
     -------
@@ -1134,7 +1125,7 @@ def weights_fingerprint(
     OSError
         If a file cannot be read.
     """
-    return "sha256:" + _content_digest(files, cache, cancel, threads, cpus).hex()
+    return "sha256:" + _content_digest(files, cache, cancel, threads, on_thread_start).hex()
 
 
 def sampled_fingerprint(files: Sequence[str | Path]) -> str:

@@ -17,9 +17,7 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
@@ -49,7 +47,7 @@ from kvshelf.shelf import Shelf, open_shelf
 from kvshelf.vllm.metadata import StepMetadata, WorkerMetadata
 from kvshelf.vllm.namespace import manager_block_size
 from kvshelf.vllm.opening import OpeningShelf
-from kvshelf.vllm.processors import usable_cpus
+from kvshelf.vllm.processors import spread_out
 from kvshelf.vllm.scheduler import SchedulerSide
 from kvshelf.vllm.stats import ShelfPromMetrics, ShelfStats, stats_of
 
@@ -154,7 +152,7 @@ class SharedStorageConnector(KVConnectorBase_V1):
                 ranks=int(vllm_config.parallel_config.world_size),
                 may_store=transfer.is_kv_producer,
                 may_load=True,
-                on_thread_start=_spread_out,
+                on_thread_start=spread_out,
                 counters=self._counters,
             )
         else:
@@ -435,7 +433,7 @@ def _open_behind_tier(
     # What copies objects takes a moment to import, and most engines do not need it.
     from kvshelf.tiers import DiskTier, FindsInTiers, LoadsFromTiers, open_behind
 
-    tier = DiskTier(options.path, options.max_bytes, counters=counters, on_thread_start=_spread_out)
+    tier = DiskTier(options.path, options.max_bytes, counters=counters, on_thread_start=spread_out)
     try:
         shelf = open_behind(tier, url, **shelf_options)
     except BaseException:
@@ -519,13 +517,3 @@ def _enclosing_multi_connector() -> Any:
         if type(maker).__name__ == "MultiConnector" and frame.f_code.co_name == "__init__":
             return maker
     return None
-
-
-def _spread_out() -> None:
-    """Let a thread of ours run beside the engine, not only where it has bound itself."""
-    cpus = usable_cpus()
-    if cpus:
-        try:
-            os.sched_setaffinity(threading.get_native_id(), cpus)
-        except OSError:
-            pass

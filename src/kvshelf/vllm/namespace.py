@@ -242,8 +242,8 @@ class WeightsIdentity:
         Called on the background thread with the fingerprint.
     on_problem : Callable[[str], None]
         Called on the background thread when there can be none, with what to do.
-    cpus : set of int, optional
-        Processors to hash on, so that the engine's start is not delayed.
+    on_thread_start : Callable, optional
+        Called first on each thread that hashes.
     """
 
     def __init__(
@@ -253,13 +253,13 @@ class WeightsIdentity:
         *,
         on_known: Callable[[str], None],
         on_problem: Callable[[str], None],
-        cpus: set[int] | None = None,
+        on_thread_start: Callable[[], None] | None = None,
     ) -> None:
         self._vllm_config = vllm_config
         self._config = config
         self._on_known = on_known
         self._on_problem = on_problem
-        self._cpus = cpus
+        self._on_thread_start = on_thread_start
         self._cancel = threading.Event()
         self._known: str | None = None
 
@@ -333,5 +333,5 @@ class WeightsIdentity:
             files,
             cache=FingerprintCache(cache_dir() / "fingerprints.json"),
             cancel=self._cancel,
-            cpus=self._cpus,
+            on_thread_start=self._on_thread_start,
         )

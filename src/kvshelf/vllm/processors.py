@@ -1,7 +1,7 @@
 """Which processors threads beside an engine may use.
 
-vLLM's CPU backend binds the threads of each worker to processors of its own. Pure look-ups
-in ``/proc``, on any thread.
+vLLM's CPU backend binds the threads of each worker to processors of its own, and threads that
+those start are bound alike. Looks into ``/proc``; blocks on nothing else.
 """
 
 from __future__ import annotations
@@ -10,13 +10,15 @@ import os
 from pathlib import Path
 
 
-def usable_cpus() -> set[int] | None:
-    """Return the processors for threads of ours: those that no rank has bound, and this rank's.
+def spread_out() -> None:
+    """Let the calling thread run beside the engine, not only behind it. Best effort.
 
-    None where binding is unknown or leaves none free: then threads stay where they are. The
-    rank's own are among them because a thread of ours that holds the GIL stops the rank: it can
-    then run where the rank does not, however busy others keep the free ones.
+    From then on it may use the processors that no rank has bound, and those that it could use
+    before. It stays where it is where binding is unknown or leaves none free.
     """
+    # The rank's own are among them, and the priority is left as it is, because a thread of ours
+    # that holds the GIL and is not scheduled stops the rank: Linux has been seen to let one wait
+    # for a minute behind busy processors.
     try:
         allowed = os.sched_getaffinity(os.getppid())
         own = os.sched_getaffinity(0)
@@ -25,9 +27,10 @@ def usable_cpus() -> set[int] | None:
             bound = os.sched_getaffinity(sibling)
             if bound < allowed:
                 free -= bound
+        if free:
+            os.sched_setaffinity(0, free | own)
     except (AttributeError, OSError):
-        return None
-    return free | own if free else None
+        pass
 
 
 def _children_of(process: int) -> list[int]:

@@ -96,7 +96,7 @@ from kvshelf.vllm.namespace import (
     manager_block_size,
     total_kv_heads,
 )
-from kvshelf.vllm.processors import usable_cpus
+from kvshelf.vllm.processors import spread_out
 
 logger = logging.getLogger(__name__)
 
@@ -171,7 +171,6 @@ class WorkerSide:
         self._kv_cache_config = kv_cache_config
         self.rank = rank
         self.counters = Counters() if counters is None else counters
-        self._cpus = usable_cpus()
         self._block_size = manager_block_size(vllm_config, kv_cache_config)
         self._unit_tokens = 1
         self._runs: list[LayerRun] = []
@@ -257,7 +256,7 @@ class WorkerSide:
             self._config,
             on_known=functools.partial(self._weights_known, self._registration),
             on_problem=self._problem,
-            cpus=self._cpus,
+            on_thread_start=spread_out,
         )
         self._weights.start()
 
@@ -528,7 +527,7 @@ class WorkerSide:
         warming.start()
 
     def _warm(self, staging: StagingPool) -> None:
-        self._place_thread("warm")
+        spread_out()
         staging.warm(min(_WARM_BYTES, self._config.staging_bytes // 2))
 
     def _problem(self, problem: str, *, said: bool = False) -> None:
@@ -645,7 +644,7 @@ class WorkerSide:
             load_threads=load_threads,
             store_threads=store_threads,
             check_finite=self._config.check_finite,
-            on_thread_start=self._place_thread,
+            on_thread_start=lambda kind: spread_out(),
         )
         self._prefetcher = Prefetcher(self._transfer, prefetched) if budget else None
         self._staging = memory.staging
@@ -658,16 +657,6 @@ class WorkerSide:
         if self._prefetched is not None:
             self._prefetched.close()
         return lost
-
-    def _place_thread(self, kind: str) -> None:
-        """Let a thread of ours run beside the engine, not only behind it. Runs on that thread."""
-        try:
-            # No lower priority: a thread that holds the GIL and is not scheduled stops the
-            # engine's step, and Linux has been seen to let one wait for a minute.
-            if self._cpus:
-                os.sched_setaffinity(0, self._cpus)
-        except (AttributeError, OSError):
-            pass
 
     # ------------------------------------------------------------- steps
 
