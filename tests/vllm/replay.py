@@ -510,6 +510,8 @@ class MiniVllm:
             moved = worker.get_transfer_results(output.finished_req_ids)
             result.finished_recving = moved.finished_recving
             assert not moved.finished_sending
+            # No window leaves blocks out here.
+            assert not moved.failed_recving
             result.invalid_block_ids = worker.get_block_ids_with_load_errors()
             result.kv_connector_stats = worker.get_kv_connector_stats()
             result.kv_connector_worker_meta = worker.build_connector_worker_meta()

@@ -81,7 +81,8 @@ class Rig:
         worker.bind_connector_metadata(meta)
         worker.start_load_kv(None)
         worker.wait_for_save()
-        _, finished = worker.get_finished(set())
+        results = worker.get_transfer_results(set())
+        finished, self.useless = results.finished_recving, results.failed_recving
         bad = worker.get_block_ids_with_load_errors()
         reported = worker.build_connector_worker_meta()
         worker.clear_connector_metadata()
@@ -370,6 +371,7 @@ def test_null_blocks_are_never_filled_stored_or_reported(make: Callable[..., Rig
     null = rig.rows(0)
     rig.step(StepMetadata(loads=[LoadOp("r", 0, 24, chunks, [0, 0, 0, 23, 24, 25])]))
     assert rig.until_finished()[1] == set()
+    assert rig.useless == set()
     assert rig.same(4, 23)
     missing = rig.chunks(3, seed=5)
     rig.step(StepMetadata(loads=[LoadOp("s", 0, 24, missing, [0, 0, 0, 23, 24, 25])]))
@@ -379,6 +381,33 @@ def test_null_blocks_are_never_filled_stored_or_reported(make: Callable[..., Rig
     path = Path(rig.backend.url) / rig.fmt.namespace.folder
     assert not (path / object_name(missing[0], 0, rig.fmt.shards)).exists()
     assert all(torch.equal(a, b) for a, b in zip(rig.rows(0), null, strict=True))
+
+
+@pytest.mark.parametrize("blocks", [[20, 21, 22, 23, 24, 25], [0, 21, 22, 23, 24, 25]])
+@pytest.mark.parametrize("failing", [0, 1, 2, None])
+def test_where_a_window_left_blocks_out_a_load_is_good_as_a_whole_or_not_at_all(
+    make: Callable[..., Rig], blocks: list[int], failing: int | None
+) -> None:
+    """What is computed behind a good part would look at blocks that are not there."""
+    rig = make()
+    chunks = rig.chunks(3)
+    rig.store(chunks)
+    if failing is not None:
+        path = Path(rig.backend.url) / rig.fmt.namespace.folder
+        (path / object_name(chunks[failing], 0, rig.fmt.shards)).unlink()
+    rig.step(StepMetadata(loads=[LoadOp("r", 0, 24, chunks, blocks)]))
+    assert rig.until_finished()[0] == {"r"}
+    assert rig.useless == ({"r"} if failing is not None and 0 in blocks else set())
+    assert rig.step(StepMetadata())[0] == rig.useless == set()
+
+
+@pytest.mark.parametrize("blocks", [[20, 21], [0, 21]])
+def test_a_load_that_is_refused_is_useless_where_a_window_left_blocks_out(
+    make: Callable[..., Rig], blocks: list[int]
+) -> None:
+    rig = make()
+    rig.step(StepMetadata(loads=[LoadOp("r", 0, 8, [], blocks)]))
+    assert rig.useless == ({"r"} if 0 in blocks else set())
 
 
 def test_an_idle_step_waits_for_the_load_a_busy_one_does_not(make: Callable[..., Rig]) -> None:

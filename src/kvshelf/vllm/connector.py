@@ -35,6 +35,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -254,6 +255,14 @@ class SharedStorageConnector(KVConnectorBase_V1):
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Return (None, requests whose loads are over)."""
         return None, self._as_worker().finished_loads() or None
+
+    @_contained(lambda *_: KVConnectorTransferResults())
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """Return the requests whose loads are over; as failed those that must begin anew."""
+        loaded = self._as_worker().finished_loads()
+        return KVConnectorTransferResults(
+            finished_recving=loaded, failed_recving=self._as_worker().take_useless_loads()
+        )
 
     @_contained(lambda *_: set())
     def get_block_ids_with_load_errors(self) -> set[int]:

@@ -30,6 +30,8 @@ Contracts
 * A block counts as loaded only when all of its tokens that the hit covers are.
 * Every load that the scheduler planned is reported finished, in one way or another, and
   the blocks that it left without KV no later than that.
+* Where a sliding window leaves blocks out of a hit, a load is good as a whole or not at all:
+  what is computed behind a part of it would look at blocks that are not there.
 * What a failed step left in the cache is never stored.
 * Once weights have changed in place nothing is loaded or stored any more, from that very
   moment on: keys name the weights that were loaded from files.
@@ -207,6 +209,7 @@ class WorkerSide:
         self._refused: set[str] = set()
         self._bad_blocks: set[int] = set()
         self._failures: list[LoadFailure] = []
+        self._useless: set[str] = set()
         #: What the scheduler was told last.
         self._resting: bool | None = False
 
@@ -717,7 +720,7 @@ class WorkerSide:
 
     def _note_nothing(self, op: LoadOp) -> None:
         """Note that none of a load's blocks has KV."""
-        self._bad_blocks.update(self._blocks_of(op, op.start))
+        self._note_bad(op, op.start)
         self._failures.append(
             LoadFailure(op.request_id, op.start // self._config.chunk_size, b"", False)
         )
@@ -805,12 +808,24 @@ class WorkerSide:
             failed = load.items[load.failed_at].chunk.index * size
             good_until = max(op.start, failed - failed % self._block_size)
         self.counters.add("loaded_tokens", good_until - op.start)
-        self._bad_blocks.update(self._blocks_of(op, good_until))
+        self._note_bad(op, good_until)
 
-    def _blocks_of(self, op: LoadOp, start: int) -> list[int]:
-        """Return the blocks of `op` from token `start` on."""
-        blocks = op.block_ids[start // self._block_size : -(-op.end // self._block_size)]
-        return [block for block in blocks if block != NULL_BLOCK]
+    def _note_bad(self, op: LoadOp, start: int) -> None:
+        """Note that the blocks of a load have no KV from token `start` on."""
+        if start >= op.end:
+            return
+        blocks = op.block_ids[: -(-op.end // self._block_size)]
+        if NULL_BLOCK in blocks:
+            # vLLM left out what the window of the token behind the hit does not reach. That of
+            # the first bad token may reach it, so nothing of the hit can be built upon.
+            self._useless.add(op.request_id)
+        bad = blocks[start // self._block_size :]
+        self._bad_blocks.update(block for block in bad if block != NULL_BLOCK)
+
+    def take_useless_loads(self) -> set[str]:
+        """Return the requests of which all must be computed, what was loaded included."""
+        useless, self._useless = self._useless, set()
+        return useless
 
     def take_bad_blocks(self) -> set[int]:
         """Return the blocks that failed loads left without KV."""
