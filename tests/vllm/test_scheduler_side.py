@@ -22,6 +22,7 @@ from replay import (
     LAYERS,
     Blocks,
     Request,
+    image,
     make_config,
     make_groups,
     prompt,
@@ -62,11 +63,19 @@ PART = WorkerPart(
 class Side:
     """A scheduler side whose worker has reported, on a shelf with hollow objects."""
 
-    def __init__(self, root: Path, *, known: bool = True, **options: Any) -> None:
+    def __init__(
+        self,
+        root: Path,
+        *,
+        known: bool = True,
+        change: Callable[[SimpleNamespace], None] = lambda config: None,
+        **options: Any,
+    ) -> None:
         self.faults = FaultyBackend(posix(root))
         self.backend = CountingBackend(self.faults)
         extra = {"lookup_wait_s": PATIENCE, "identity_wait_s": PATIENCE, **options}
         self.config = make_config(str(root), **extra)
+        change(self.config)
         found = Config.load(self.config.kv_transfer_config.kv_connector_extra_config)
         self.shelf = Shelf(self.backend, deadlines=replace(Deadlines(), **found.deadlines))
         self.side = SchedulerSide(
@@ -640,7 +649,35 @@ def test_a_finished_request_leaves_nothing_behind(make: Callable[..., Side]) -> 
     assert not side.side._requests
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize(
+    ("cache_gb", "prefix_caching", "stored"),
+    [(4.0, True, True), (4.0, False, True), (0.0, True, True), (0.0, False, False)],
+)
+def test_images_that_vllm_only_numbers_are_neither_looked_up_nor_stored(
+    make: Callable[..., Side], cache_gb: float, prefix_caching: bool, stored: bool
+) -> None:
+    def change(config: SimpleNamespace) -> None:
+        config.model_config.multimodal_config = SimpleNamespace(mm_processor_cache_gb=cache_gb)
+        config.cache_config.enable_prefix_caching = prefix_caching
+
+    side = make(change=change)
+    tokens = prompt(24)
+    item = MultimodalItem("renderer0-mm-1-image-0", 3, 4)
+    side.put(tokens, items=[item])
+    request = Request("picture", tokens)
+    request.mm_features = [image(item.hash, item.start, item.length)]
+    assert (side.ask(request)[0] > 0) is stored
+    words = Request("words", prompt(24, 1))
+    side.put(words.prompt_token_ids)
+    assert side.ask(words)[0] > 0
+    fresh = Request("another", prompt(24, 2))
+    fresh.mm_features = list(request.mm_features)
+    side.ask(fresh)
+    meta = side.step({"another": (0, 24)}, new=("another",))
+    assert bool(meta.stores) is stored
+
+
+@pytest.mark.parametrize(("asynchronous", "stages"), [(False, 1), (True, 1), (False, 2), (True, 2)])
 def test_what_stands_on_another_connector_s_load_is_stored_when_its_outcome_is_known(
     make: Callable[..., Side], asynchronous: bool
 ) -> None:

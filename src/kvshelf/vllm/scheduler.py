@@ -107,9 +107,9 @@ class _Request:
         "waiting_since",
     )
 
-    def __init__(self, request: Any) -> None:
+    def __init__(self, request: Any, addressable: bool) -> None:
         self.request = request
-        self.addressable = _has_address(request)
+        self.addressable = addressable
         # Counts preemptions: after each one the request is admitted anew.
         self.admission: int = request.num_preemptions
         self.lookup: Lookup | None = None
@@ -218,6 +218,13 @@ class SchedulerSide:
         self._next_log = 0.0
         self._adapters = AdapterDigests(FingerprintCache(cache_dir() / "fingerprints.json"))
 
+        self._items_have_content = _items_have_content(vllm_config)
+        if not self._items_have_content:
+            logger.warning(
+                "prefix caching and the multimodal processor cache are both off: vLLM then numbers"
+                " images, audio and video instead of naming them by content, so requests with"
+                " them are neither loaded nor stored. Set --mm-processor-cache-gb above 0"
+            )
     @property
     def namespace(self) -> Namespace | None:
         """The engine's namespace; None while it is not known."""
@@ -232,7 +239,7 @@ class SchedulerSide:
 
     def new_request(self, request: Any) -> None:
         """Start the look-up of a request that was just added."""
-        state = self._requests[request.request_id] = _Request(request)
+        state = self._add(request)
         self._waiting[request.request_id] = state
         if self._lookups is not None and state.addressable and not self._disabled:
             self._start_lookup(self._lookups, state)
@@ -286,7 +293,14 @@ class SchedulerSide:
     def _state_of(self, request: Any) -> _Request:
         state = self._requests.get(request.request_id)
         if state is None:
-            state = self._requests[request.request_id] = _Request(request)
+            state = self._add(request)
+        return state
+
+    def _add(self, request: Any) -> _Request:
+        addressable = _has_address(request) and (
+            self._items_have_content or not request.mm_features
+        )
+        state = self._requests[request.request_id] = _Request(request, addressable)
         return state
 
     def _may_wait_for_identity(self) -> bool:
@@ -655,6 +669,16 @@ class SchedulerSide:
 
 def _has_address(request: Any) -> bool:
     """Whether a request's KV is a function of tokens that never change.
+def _items_have_content(vllm_config: Any) -> bool:
+    """Whether vLLM names multimodal items by their content (vllm/renderers/base.py)."""
+    multimodal = getattr(vllm_config.model_config, "multimodal_config", None)
+    return (
+        multimodal is None
+        or multimodal.mm_processor_cache_gb > 0
+        or bool(vllm_config.cache_config.enable_prefix_caching)
+    )
+
+
 
     Embeddings have no content address, and a streaming session replaces tokens.
     """
