@@ -679,10 +679,13 @@ def test_images_that_vllm_only_numbers_are_neither_looked_up_nor_stored(
 
 @pytest.mark.parametrize(("asynchronous", "stages"), [(False, 1), (True, 1), (False, 2), (True, 2)])
 def test_what_stands_on_another_connector_s_load_is_stored_when_its_outcome_is_known(
-    make: Callable[..., Side], asynchronous: bool
+    make: Callable[..., Side], asynchronous: bool, stages: int
 ) -> None:
-    side = make()
-    side.side._doubtful_steps = 1 + asynchronous
+    def change(config: SimpleNamespace) -> None:
+        config.scheduler_config.async_scheduling = asynchronous
+        config.parallel_config.pipeline_parallel_size = stages
+
+    side = make(change=change)
     loading, sharing = Request("x", prompt(40)), Request("y", prompt(40, 1))
     for request in (loading, sharing):
         side.ask(request)
@@ -690,7 +693,7 @@ def test_what_stands_on_another_connector_s_load_is_stored_when_its_outcome_is_k
     # knows whether it shares blocks with x.
     steps = [
         side.step({"x": (16, 8), "y": (0, 24)}, new=("x", "y"), sync_loads=True),
-        *(side.step({"x": (24, 8), "y": (24, 8)}) for _ in range(asynchronous)),
+        *(side.step({"x": (24, 8), "y": (24, 8)}) for _ in range(asynchronous + stages - 1)),
     ]
     assert not any(meta.stores for meta in steps)
     # The load failed: x begins anew, and what y has is known to be good.

@@ -211,13 +211,13 @@ class SchedulerSide:
         self._budget = config.lookup_budget_ms * 1e-3
         self._budget_left = max(self._budget, _IDLE_LOOKUP_SECONDS)
         self._idle = True
-        # With asynchronous scheduling a step is planned before the one before it has ended.
+        # With asynchronous scheduling and pipeline stages steps are planned before those before
+        # them have ended.
         scheduling = getattr(vllm_config, "scheduler_config", None)
-        self._doubtful_steps = 2 if getattr(scheduling, "async_scheduling", False) else 1
+        stages = int(vllm_config.parallel_config.pipeline_parallel_size)
+        self._doubtful_steps = stages + bool(getattr(scheduling, "async_scheduling", False))
         self._doubtful = 0
         self._next_log = 0.0
-        self._adapters = AdapterDigests(FingerprintCache(cache_dir() / "fingerprints.json"))
-
         self._items_have_content = _items_have_content(vllm_config)
         if not self._items_have_content:
             logger.warning(
@@ -225,6 +225,8 @@ class SchedulerSide:
                 " images, audio and video instead of naming them by content, so requests with"
                 " them are neither loaded nor stored. Set --mm-processor-cache-gb above 0"
             )
+        self._adapters = AdapterDigests(FingerprintCache(cache_dir() / "fingerprints.json"))
+
     @property
     def namespace(self) -> Namespace | None:
         """The engine's namespace; None while it is not known."""
@@ -667,8 +669,6 @@ class SchedulerSide:
             self._lookups.close()
 
 
-def _has_address(request: Any) -> bool:
-    """Whether a request's KV is a function of tokens that never change.
 def _items_have_content(vllm_config: Any) -> bool:
     """Whether vLLM names multimodal items by their content (vllm/renderers/base.py)."""
     multimodal = getattr(vllm_config.model_config, "multimodal_config", None)
@@ -679,6 +679,8 @@ def _items_have_content(vllm_config: Any) -> bool:
     )
 
 
+def _has_address(request: Any) -> bool:
+    """Whether a request's KV is a function of tokens that never change.
 
     Embeddings have no content address, and a streaming session replaces tokens.
     """
