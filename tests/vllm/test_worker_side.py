@@ -87,7 +87,7 @@ class Rig:
         reported = worker.build_connector_worker_meta()
         worker.clear_connector_metadata()
         assert reported is None or isinstance(reported, WorkerMetadata)
-        return finished or set(), bad, reported
+        return finished, bad, reported
 
     def until_finished(self) -> tuple[set[str], set[int], WorkerMetadata | None]:
         """Empty steps, as vLLM makes them while a load runs."""
@@ -803,6 +803,9 @@ class FakeWorker:
     def update_weights(self, update_info: object) -> None:
         self.calls.append(("update_weights", update_info))
 
+    def reset_weights(self) -> None:
+        self.calls.append(("reset_weights", None))
+
 
 def test_the_methods_that_are_watched_are_vllm_s() -> None:
     from vllm.v1.worker.gpu_worker import Worker
@@ -823,6 +826,7 @@ def test_the_methods_that_are_watched_are_vllm_s() -> None:
         (lambda worker: worker.reload_weights(weights_path="/new"), True),
         (lambda worker: worker.start_weight_update(), True),
         (lambda worker: worker.update_weights({"names": []}), True),
+        (lambda worker: worker.reset_weights(), True),
     ],
 )
 def test_ways_in_which_vllm_changes_weights_are_noticed(

@@ -67,6 +67,7 @@ _METHODS: dict[str, Callable[..., bool]] = {
     "start_weight_update": _always,
     "update_weights": _always,
     "reload_weights": _always,
+    "reset_weights": _always,
     "sleep": _discards,
     "wake_up": _never,
 }
