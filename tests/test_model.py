@@ -235,3 +235,29 @@ def test_what_an_engine_states_is_what_the_facts_state(
     stated = ModelFacts.from_transformers(hf, weights="w", max_model_len=4096)
     assert stated.namespace(version=version).record == found.record
     assert stated.namespace(version=version) == found
+
+
+def test_a_changed_configuration_of_a_model_is_another_namespace() -> None:
+    pytest.importorskip("vllm")
+    from kvshelf.vllm.namespace import config_overrides
+
+    def name(version: str | None = None, **changes: object) -> str | None:
+        published = {"hf_overrides": {}, "hf_config_path": None, "model_class_overrides": {}}
+        return config_overrides(SimpleNamespace(**(published | changes)), Config(version=version))
+
+    assert name() is None
+    assert config_overrides(SimpleNamespace(), Config()) is None
+    found = [
+        name(hf_overrides={"rms_norm_eps": 1e-3}),
+        name(hf_overrides={"rms_norm_eps": 1e-4}),
+        name(hf_overrides={"text_config": {"rms_norm_eps": 1e-3}}),
+        name(hf_config_path="/other"),
+        name(model_class_overrides={"A": "b:C"}),
+    ]
+    assert None not in found
+    assert len(set(found)) == len(found)
+    both = {"a": 1, "b": [2, {"c": None}]}
+    assert name(hf_overrides=both) == name(hf_overrides=dict(reversed(both.items())))
+    with pytest.raises(ConfigError, match="set the option version"):
+        name(hf_overrides=lambda config: config)
+    assert name("mine", hf_overrides=lambda config: config) is None

@@ -91,6 +91,7 @@ FIELDS: Final[Mapping[str, str]] = {
     "attention": "list[str]",
     "chunk_size": "int",
     "compute_dtype": "str",
+    "config_overrides": "str",
     "data_offset": "int",
     "format": "str",
     "head_sizes": "list[int]",

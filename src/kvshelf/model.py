@@ -155,6 +155,8 @@ class ModelFacts:
         Of the weights.
     kv_scales : str, optional
         SHA-256, 64 hex, of the scales of an fp8 cache.
+    config_overrides : str, optional
+        What stands for changes to the model's published configuration.
     """
 
     layers: int
@@ -175,6 +177,7 @@ class ModelFacts:
     mla_rank: int | None = None
     quantization: str | None = None
     kv_scales: str | None = None
+    config_overrides: str | None = None
 
     def __post_init__(self) -> None:
         if self.weights is not None and self.fingerprint is not None:
@@ -323,6 +326,7 @@ class ModelFacts:
             "mla_rank": self.mla_rank,
             "quantization": self.quantization,
             "kv_scales": self.kv_scales,
+            "config_overrides": self.config_overrides,
             "version": version,
         }
         record |= {field: value for field, value in optional.items() if value is not None}

@@ -9,6 +9,7 @@ machines that run the same model may enter.
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import os
 import struct
@@ -124,10 +125,42 @@ def build_namespace(
     if scales := joined("kv_scales"):
         # k and v of each layer, as little-endian float32.
         record["kv_scales"] = hashlib.sha256(struct.pack(f"<{len(scales)}f", *scales)).hexdigest()
+    if overrides := config_overrides(model, config):
+        record["config_overrides"] = overrides
     if config.version:
         record["version"] = config.version
     record["data_offset"] = ObjectFormat.required_data_offset(record)
     return Namespace(record, slugify(str(model.served_model_name or model.model)))
+
+
+def config_overrides(model: Any, config: Config) -> str | None:
+    """Return what stands for changes to the model's configuration, None when there are none.
+
+    Parameters
+    ----------
+    model : ModelConfig
+    config : Config
+
+    Raises
+    ------
+    ConfigError
+        If a function changes the configuration, and no `version` stands for it.
+    """
+    changes: dict[str, Any] = {}
+    for name in ("hf_overrides", "hf_config_path", "model_class_overrides"):
+        value = getattr(model, name, None)
+        if not callable(value):
+            if value:
+                changes[name] = value
+        elif not config.version:
+            raise ConfigError(
+                f"{name} is a function, so what KV the model computes cannot be told from its"
+                " files: set the option version to a string that stands for what it changes"
+            )
+    if not changes:
+        return None
+    # What JSON does not know is named by its repr: at worst nothing is shared.
+    return hashlib.sha256(json.dumps(changes, sort_keys=True, default=repr).encode()).hexdigest()
 
 
 def manager_block_size(vllm_config: Any, kv_cache_config: Any) -> int:

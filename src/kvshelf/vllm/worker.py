@@ -93,6 +93,7 @@ from kvshelf.vllm.metadata import (
 from kvshelf.vllm.namespace import (
     WeightsIdentity,
     build_namespace,
+    config_overrides,
     kv_scales,
     make_topology,
     manager_block_size,
@@ -275,6 +276,7 @@ class WorkerSide:
             )
         else:
             # The other stages' layers are not known here.
+            config_overrides(self._vllm_config.model_config, self._config)
             make_topology(self._vllm_config, self._config, stages, part.layouts, part.attention)
 
     def weights_changed(self, how: str) -> None:
