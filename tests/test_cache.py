@@ -1005,6 +1005,15 @@ def test_a_configuration_decides_the_namespace(config: Config) -> None:
     assert len(different) == 5
 
 
+def test_a_configuration_decides_how_much_is_prefetched(config: Config) -> None:
+    tokens = prompt(2 * CHUNK)
+    with ChunkCache.open(config, facts()) as cache:
+        put(cache, tokens)
+        assert cache.prefetch(tokens) == len(tokens)
+    with ChunkCache.open(config.model_copy(update={"prefetch_bytes": 0}), facts()) as cache:
+        assert cache.prefetch(tokens) == 0
+
+
 def test_a_configuration_that_cannot_be_used_is_refused(config: Config) -> None:
     with pytest.raises(ConfigError, match="native"):
         ChunkCache.open(config.model_copy(update={"layout": "native"}), facts())

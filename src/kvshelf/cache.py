@@ -432,7 +432,7 @@ class ChunkCache:
     staging_bytes, group_by_salt, check_finite
         The options of these names.
     io_threads : int, optional
-        Threads that load; half as many store. As many as help with the storage when absent.
+        Threads that load; half as many store. When absent as many as help with the storage.
     disk_tier : DiskTier, optional
         A directory near in front of a shelf that is far. Stays open when the cache is closed.
     prefetch_bytes : int
@@ -589,6 +589,9 @@ class ChunkCache:
                 disk_tier=disk_tier,
                 staging_bytes=int(config.staging_bytes),
                 io_threads=config.io_threads,
+                prefetch_bytes=(
+                    _PREFETCH_BYTES if config.prefetch_bytes is None else int(config.prefetch_bytes)
+                ),
                 group_by_salt=config.group_by_salt,
                 check_finite=config.check_finite,
                 timeout_s=timeout_s,
