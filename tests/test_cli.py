@@ -514,6 +514,21 @@ def test_doctor_reports_a_read_only_shelf_as_such(
     assert "read back" not in checks(result)
 
 
+def test_doctor_does_not_mind_that_it_may_not_delete(
+    shelf: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: PosixBackend, *args: object) -> None:
+        raise kvshelf.errors.ReadOnlyStorageError(13, "Permission denied")
+
+    monkeypatch.setattr(PosixBackend, "delete", refuse)
+    result = run("doctor", shelf, "--json")
+    assert result.exit_code == 0
+    found = checks(result)["delete"]
+    assert found["state"] == "note"
+    assert "not allowed" in found["found"]
+    assert ".kvshelf/doctor-" in found["hint"]
+
+
 def test_doctor_notices_a_storage_that_returns_something_else(
     shelf: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

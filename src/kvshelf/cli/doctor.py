@@ -379,7 +379,10 @@ class _Examination:
             state, found = State.PROBLEM, f"no answer within {self._timeout:g} s"
             hint = "the mount or the server behind it hangs; engines go on without the shelf"
         except ReadOnlyStorageError as error:
-            state, found = State.NOTE, f"read-only, engines load and store nothing: {error}"
+            what = "read-only, engines load and store nothing"
+            if self._written:
+                what = "not allowed, which engines do not need"
+            state, found = State.NOTE, f"{what}: {error}"
         except (KVShelfError, OSError) as error:
             state, found = State.PROBLEM, str(error)
             reaching = reaching and not isinstance(error, ConfigError)
