@@ -54,7 +54,7 @@ test-all: venv lint  ## the same with the slow tests
 	@$(BIN)/python .ci/wheel_check.py $(VENV)
 
 .PHONY: bench
-bench: venv  ## measure; prints a table and writes JSON
+bench: venv  ## measure; prints a table
 	@$(BIN)/python -m kvshelf.bench $(BENCH_ARGS)
 
 .PHONY: soak

@@ -90,5 +90,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    os.environ.pop("PYTHONPATH", None)
+    for variable in ("PYTHONPATH", "KVSHELF_OPS"):
+        os.environ.pop(variable, None)
     main()

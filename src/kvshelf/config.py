@@ -171,9 +171,10 @@ class Config(BaseSettings):
         default=None,
         description=(
             "Where the shelf is: a directory (local, NFS, any mounted filesystem) or any URL "
-            "that fsspec understands, such as `s3://bucket/kv`. All engines that are to share KV "
-            "name the same place. When it is absent kvshelf uses a directory that only this "
-            "user can enter, and says so in a warning: enough to try things on one machine."
+            "that fsspec understands, such as `s3://bucket/kv` (but no chained ones, `a::b`). "
+            "All engines that are to share KV name the same place. When it is absent kvshelf uses "
+            "a directory that only this user can enter, and says so in a warning: enough to try "
+            "things on one machine."
         ),
     )
     storage_options: dict[str, Any] = Field(
@@ -291,8 +292,8 @@ class Config(BaseSettings):
             "Host memory of each worker for objects that are read while their requests still "
             "wait for their turn: a number of bytes or a size such as `1GiB`; `0` turns that "
             "off. It is taken when it is needed, beside `staging_bytes`. When it is absent: "
-            "`256MiB` for storage behind a network, none for a local disk, which is as fast as "
-            "memory."
+            "`256MiB` where a probe of the storage takes 1 ms or more, as on S3; none where it is "
+            "quicker, as on local disks and near mounts."
         ),
     )
     io_threads: int | None = Field(
@@ -300,10 +301,10 @@ class Config(BaseSettings):
         ge=1,
         le=256,
         description=(
-            "Threads that read objects in each worker; half as many write them. When it is absent "
-            "the storage decides: 2 for a local disk, where they compete with the model for "
-            "cores; up to 16 for one behind a network, where they wait. Beside a GPU, where most "
-            "cores are idle, up to 8 for any storage."
+            "Threads that read objects in each worker; where it is set, half as many write them. "
+            "When it is absent the storage decides: 2 for a local disk, where they compete with "
+            "the model for cores; up to 16 for one behind a network, where they wait. Beside a "
+            "GPU, where most cores are idle, at least up to 8 for any storage."
         ),
     )
     lookup_budget_ms: float = Field(
@@ -679,6 +680,8 @@ def _type_text(annotation: Any) -> str:
     origin = get_origin(annotation)
     if origin in (Union, types.UnionType):
         return " or ".join(_type_text(a) for a in arguments if a is not types.NoneType)
+    if origin is Annotated:
+        return _type_text(arguments[0])
     if origin is Literal:
         return ", ".join(f"`{value}`" for value in arguments)
     names = {str: "string", bool: "boolean", int: "integer", float: "number", ByteSize: "size"}
@@ -698,7 +701,7 @@ def _default_text(default: object) -> str:
 
 
 _PAGE_HEAD = """\
-<!-- Generated from src/kvshelf/config.py by `make docs/configuration.md`; do not edit. -->
+<!-- Generated from src/kvshelf/config.py by `make docs`; do not edit. -->
 # Configuration
 
 Everything has a default except the place of the shelf, and even without that kvshelf starts,

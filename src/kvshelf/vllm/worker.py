@@ -35,8 +35,8 @@ Contracts
 * What a failed step left in the cache is never stored.
 * Once weights have changed in place nothing is loaded or stored any more, from that very
   moment on: keys name the weights that were loaded from files.
-* On CPUs the engine's threads are bound to cores of their own; kvshelf's threads keep
-  off those where others are free. The scheduler has no such binding.
+* On CPUs the engine's threads are bound to cores of their own; kvshelf's threads may use
+  those that no rank has bound as well. The scheduler has no such binding.
 """
 
 from __future__ import annotations
@@ -209,8 +209,8 @@ class WorkerSide:
         self._spoilt: set[Load] = set()
         self._refused: set[str] = set()
         self._bad_blocks: set[int] = set()
-        self._failures: list[LoadFailure] = []
         self._useless: set[str] = set()
+        self._failures: list[LoadFailure] = []
         #: What the scheduler was told last.
         self._resting: bool | None = False
 
