@@ -26,10 +26,11 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[S3Server]:
+    # One for each test: tests kill it.
     pytest.importorskip("obstore", reason="obstore is missing: pip install 'kvshelf[s3]'")
-    with rclone_s3(tmp_path_factory.mktemp("bucket")) as server:
+    with rclone_s3(tmp_path / "bucket") as server:
         yield server
 
 
