@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -135,6 +136,9 @@ def test_what_was_stored_since_is_all_that_a_second_copy_brings(
     more = LONG + prompt(3, 2)
     with open_shelf(source) as shelf:
         store(shelf, more)
+    for name in names_of(more)[16:]:
+        # S3 knows whole seconds, and what seems newer than its copy there is fetched again.
+        os.utime(source / name, (time.time() - 60,) * 2)
     assert {name: times(source)[name] for name in before} == before
     assert sorted(tool.copy(source, there)) == sorted(names_of(more)[16:])
     # And what is stored there comes back.
