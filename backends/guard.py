@@ -479,17 +479,20 @@ class GuardedBackend(WrappedBackend):
     def _note(self, thread: int, call: _Call) -> None:
         """Do what :meth:`_enter` does, for a call that was made before."""
         if self.reads.stopped and thread not in self._trials:
+            if self._resting:
+                self._start_watching()
             raise self._unavailable(call.name)
         if call.kind is _WRITE and not self.writes.lets_through():
             raise self._unavailable(call.name)
         self._calls[thread] = call
-        if self._resting:
-            self._start_watching()
+        if self._resting and not self._start_watching():
+            del self._calls[thread]
+            raise self._unavailable(call.name, "no thread can be started to watch over it")
 
-    def _unavailable(self, name: str) -> UnavailableStorageError:
-        return UnavailableStorageError(
-            errno.EAGAIN, "not tried: the storage failed a moment ago", f"{self.url}/{name}"
-        )
+    def _unavailable(
+        self, name: str, why: str = "the storage failed a moment ago"
+    ) -> UnavailableStorageError:
+        return UnavailableStorageError(errno.EAGAIN, f"not tried: {why}", f"{self.url}/{name}")
 
     def _leave(self, call: _Call, error: BaseException | None = None) -> None:
         """Note that a call came back, and what its outcome says of the storage."""
@@ -556,15 +559,17 @@ class GuardedBackend(WrappedBackend):
 
     # ------------------------------------------------------------------------ its thread
 
-    def _start_watching(self) -> None:
+    def _start_watching(self) -> bool:
+        """Wake the guard's thread; False when there is none, and none can be started."""
         with self._lock:
-            self._resting = False
             if self._thread is None and not self._closing.is_set():
-                self._thread = threading.Thread(
-                    target=self._watch, name="kvshelf-guard", daemon=True
-                )
-                self._thread.start()
+                thread = threading.Thread(target=self._watch, name="kvshelf-guard", daemon=True)
+                if not try_to_start(thread):
+                    return False
+                self._thread = thread
+            self._resting = False
         self._wake.set()
+        return True
 
     def _watch(self) -> None:
         expected = time.monotonic()
@@ -620,10 +625,14 @@ class GuardedBackend(WrappedBackend):
             # Those that wait for an answer are all that can be done.
             self.reads.trip("it does not answer")
             return
-        for kind, name in dict.fromkeys(asked):
+        trials = [
             threading.Thread(
                 target=self._trial, args=(kind, name), name="kvshelf-trial", daemon=True
-            ).start()
+            )
+            for kind, name in dict.fromkeys(asked)
+        ]
+        if not sum(map(try_to_start, trials)):
+            self.reads.trip("no thread can be started to ask it")
 
     def _trial(self, kind: str, name: str) -> None:
         thread = threading.get_ident()
@@ -651,6 +660,16 @@ class GuardedBackend(WrappedBackend):
             with self.open(name) as reader:
                 for offset in range(0, min(reader.size, _TRIAL_BYTES), _TRIAL_PIECE):
                     reader.read_into(piece[: reader.size - offset], offset)
+
+
+def try_to_start(thread: threading.Thread) -> bool:
+    """Start a thread; False when the system allows no further ones now."""
+    try:
+        thread.start()
+    except RuntimeError as error:
+        logger.debug("%s: %s", thread.name, error)
+        return False
+    return True
 
 
 def _count_nothing(name: str) -> None:

@@ -489,11 +489,17 @@ class S3Backend(Backend):
     def _running_loop(self) -> asyncio.AbstractEventLoop:
         with self._lock:
             if self._loop is None:
-                self._loop = asyncio.new_event_loop()
+                loop = asyncio.new_event_loop()
                 # A daemon: a server that never answers must not keep the process alive.
-                threading.Thread(
-                    target=_serve, args=(self._loop,), name="kvshelf-s3", daemon=True
-                ).start()
+                thread = threading.Thread(
+                    target=_serve, args=(loop,), name="kvshelf-s3", daemon=True
+                )
+                try:
+                    thread.start()
+                except RuntimeError:
+                    loop.close()
+                    raise
+                self._loop = loop
             return self._loop
 
     def _answer(self, name: str, found: Any) -> StatResult:

@@ -106,3 +106,40 @@ def test_there_is_a_bound_and_threads_that_come_back_work_on(
     until(lambda: len(rig.threads.working) == COUNT)
     rig.work.put("fine")
     until(lambda: rig.done.get(timeout=PATIENCE) == "fine")
+
+
+def test_without_a_thread_in_place_of_a_kept_one_the_storage_is_given_a_rest(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = threading.Event()
+    rig.faults.add(Fault("stat", "hangs", wait=gate))
+    start = threading.Thread.start
+
+    def start_others(thread: threading.Thread) -> None:
+        if thread.name.startswith("test-"):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_others)
+    for _ in range(COUNT):
+        rig.work.put("hangs")
+    until(lambda: rig.threads.kept == COUNT)
+    until(lambda: rig.guard.reads.opened > 0)
+    assert not rig.threads.any
+    gate.set()
+    until(lambda: len(rig.threads.working) == COUNT)
+    rig.work.put("fine")
+    until(lambda: rig.done.get(timeout=PATIENCE) == "fine")
+
+
+def test_threads_of_which_none_can_be_started_say_why(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    threads = StorageThreads("more", COUNT, rig.run, rig.guard, count_kept=lambda: None)
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(RuntimeError, match="no thread more can be started: the limit"):
+        threads.start()
+    assert not threads.any

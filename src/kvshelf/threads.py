@@ -2,8 +2,9 @@
 
 Owns the threads of one kind (load, store, look-up) of one owner. A thread whose call missed
 its deadline is *kept*: nobody reckons with it any more, and a fresh one takes its place. When
-more are kept than there should be threads at all, the guard is told, which gives the storage
-a rest; from then on no further ones enter it. At most :data:`MOST_KEPT` are ever kept.
+more are kept than there should be threads at all, or no fresh one can be started, the guard
+is told, which gives the storage a rest; from then on no further ones enter it. At most
+:data:`MOST_KEPT` are ever kept.
 
 Contracts
 ---------
@@ -20,7 +21,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from kvshelf.backends.guard import GuardedBackend
+from kvshelf.backends.guard import GuardedBackend, try_to_start
 
 #: Most threads of one owner that a storage can keep.
 MOST_KEPT: Final = 32
@@ -77,18 +78,33 @@ class StorageThreads:
         self._closed = False
 
     def start(self) -> None:
-        """Start the threads."""
-        self._guard.watch(self)
-        for _ in range(self._count):
-            self._start_one()
+        """Start the threads, or as many as the system allows.
 
-    def _start_one(self) -> None:
+        Raises
+        ------
+        RuntimeError
+            If it allows none.
+        """
+        if not sum([self._start_one() for _ in range(self._count)]):
+            raise RuntimeError(
+                f"no thread {self._name} can be started: the limit of threads is reached"
+                " (ulimit -u, or pids.max of the container)"
+            )
+        self._guard.watch(self)
+
+    def _start_one(self) -> bool:
+        """Start a thread; False when the system allows no further ones now."""
         with self._lock:
             name = f"{self._name}-{self._started}"
             thread = threading.Thread(target=self._body, name=name, daemon=True)
             self._started += 1
             self._starting.add(thread)
-        thread.start()
+        if try_to_start(thread):
+            return True
+        with self._lock:
+            # Whoever looks whether there are threads must not wait for this one.
+            self._starting.discard(thread)
+        return False
 
     def _body(self) -> None:
         me, thread = threading.get_ident(), threading.current_thread()
@@ -145,9 +161,7 @@ class StorageThreads:
         self._count_kept()
         if self._on_kept is not None:
             self._on_kept(thread)
-        if fresh:
-            self._start_one()
-        return kept > self._count
+        return (fresh and not self._start_one()) or kept > self._count
 
     def reads_stopped(self) -> None:
         """Pass on that the storage is given a rest."""

@@ -6,7 +6,7 @@ import errno
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -383,6 +383,59 @@ def test_a_guard_that_is_closed_leaves_no_thread(tmp_path: Path) -> None:
     guarded.close()
     thread.join(PATIENCE)
     assert not thread.is_alive()
+
+
+@contextmanager
+def no_further_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Do what the system does when the limit of threads is reached."""
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(guard.threading.Thread, "start", refuse)
+        yield
+
+
+@pytest.mark.parametrize("rig", [(None, Backoff(0.02, 0.05))], indirect=True)
+def test_it_is_asked_again_when_no_thread_could_be_started_for_it(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig.faults.add(Fault("*", error=eio))
+    rig.fail(guard.LEAST_FAILURES)
+    with no_further_threads(monkeypatch):
+        rests = rig.guard.reads.rests
+        until(lambda: rig.guard.reads.rests > rests + 2)
+    rig.faults.heal()
+    until(lambda: rig.guard.reads.state is BreakerState.CLOSED)
+    assert rig.read("o1") == b"o1"
+
+
+def test_nothing_is_asked_while_no_thread_can_watch_over_it(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with no_further_threads(monkeypatch):
+        for _ in range(3):
+            with pytest.raises(UnavailableStorageError, match="no thread can be started"):
+                rig.read("o1")
+    assert not rig.inner.counts
+    assert rig.guard.late_calls == 0
+    assert rig.read("o1") == b"o1"
+    assert rig.guard._thread is not None
+    assert rig.guard._thread.is_alive()
+
+
+def test_a_rest_ends_though_no_thread_could_watch_when_it_began(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with no_further_threads(monkeypatch):
+        rig.guard.reads.trip("it was so")
+        with pytest.raises(UnavailableStorageError):
+            rig.read("o1")
+    with pytest.raises(UnavailableStorageError):
+        rig.read("o1")
+    until(lambda: rig.guard.reads.state is BreakerState.CLOSED)
+    assert rig.read("o1") == b"o1"
 
 
 def test_calls_of_a_process_that_was_stopped_are_not_late(
