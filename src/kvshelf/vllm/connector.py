@@ -259,10 +259,9 @@ class SharedStorageConnector(KVConnectorBase_V1):
     @_contained(lambda *_: KVConnectorTransferResults())
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Return the requests whose loads are over; as failed those that must begin anew."""
-        loaded = self._as_worker().finished_loads()
-        return KVConnectorTransferResults(
-            finished_recving=loaded, failed_recving=self._as_worker().take_useless_loads()
-        )
+        results = super().get_transfer_results(finished_req_ids)
+        results.failed_recving = self._as_worker().take_useless_loads()
+        return results
 
     @_contained(lambda *_: set())
     def get_block_ids_with_load_errors(self) -> set[int]:
