@@ -728,7 +728,10 @@ class WorkerSide:
         )
 
     def _load_items(self, op: LoadOp) -> list[ChunkSlots]:
-        """Slot mappings of a load's chunks, −1 outside its tokens and in null blocks."""
+        """Slot mappings of a load's chunks, −1 outside its tokens and in null blocks.
+
+        A chunk of which nothing is wanted is left out: it lies before a sliding window.
+        """
         size, unit = self._config.chunk_size, self._unit_tokens
         first = op.start // size
         count = -(-op.end // size) - first
@@ -742,8 +745,13 @@ class WorkerSide:
         slots = torch.full((count * size // unit,), -1, dtype=torch.int64)
         at = (op.start - first * size) // unit
         slots[at : at + len(ids)] = ids
-        rows = slots.view(count, -1).unbind()
-        return [ChunkSlots(chunk, row) for chunk, row in zip(op.chunks, rows, strict=True)]
+        rows = slots.view(count, -1)
+        wanted = (rows >= 0).any(dim=1).tolist()
+        return [
+            ChunkSlots(chunk, row)
+            for chunk, row, is_wanted in zip(op.chunks, rows.unbind(), wanted, strict=True)
+            if is_wanted
+        ]
 
     def save(self) -> None:
         """Gather the chunks that this step completed. Runs after the forward pass."""
