@@ -43,6 +43,8 @@ NULL = 0
 class CPUAttentionBackendImpl(AttentionImpl):  # type: ignore[type-arg]
     """Stands for vLLM's class of this name: it writes K transposed, then V, in each block."""
 
+    sliding_window: int | tuple[int, int]
+
     def __init__(self, window: int = -1, attn_type: str = "decoder") -> None:
         self.sliding_window = window
         self.attn_type = attn_type
@@ -67,6 +69,11 @@ class CPUAttentionBackendImpl(AttentionImpl):  # type: ignore[type-arg]
 
 class StridedAttentionImpl(CPUAttentionBackendImpl):
     """Stands for those of GPUs: K and V of a token and head beside each other."""
+
+    def __init__(self, window: int = -1, attn_type: str = "decoder") -> None:
+        super().__init__(window, attn_type)
+        # Tokens to the left and to the right.
+        self.sliding_window = (-1, -1) if window < 0 else (window - 1, 0)
 
     def do_kv_cache_update(
         self,
@@ -118,6 +125,7 @@ def make_config(
     layers = {
         f"model.layers.{i}.self_attn.attn": SimpleNamespace(
             impl=CPUAttentionBackendImpl(window),
+            sliding_window=None if window < 0 else window,
             num_kv_heads=HEADS,
             head_size=HEAD_SIZE,
             attn_backend=SimpleNamespace(forward_includes_kv_cache_update=False),
@@ -267,7 +275,8 @@ class MiniVllm:
         self.device = SimulatedStreams(seed) if runner.endswith("on a device") else None
         if self.device is not None:
             for layer in config.compilation_config.static_forward_context.values():
-                layer.impl = StridedAttentionImpl(layer.impl.sliding_window)
+                window_of_all = layer.sliding_window
+                layer.impl = StridedAttentionImpl(-1 if window_of_all is None else window_of_all)
         self.budget = budget
         self.window = window
         self.prefix_caching = prefix_caching and not window

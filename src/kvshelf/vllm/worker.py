@@ -463,8 +463,8 @@ class WorkerSide:
         context = self._vllm_config.compilation_config.static_forward_context
         windows, kinds, head_sizes = [], [], []
         for layer in layers:
-            impl = getattr(context[layer.name], "impl", None)
-            window = getattr(impl, "sliding_window", None)
+            # The layer's, for backends keep it in forms of their own.
+            window = getattr(context[layer.name], "sliding_window", None)
             windows.append(-1 if window is None else int(window))
             if layer.kvs == 1:
                 kinds.append("mla")
