@@ -237,7 +237,7 @@ def test_what_an_engine_states_is_what_the_facts_state(
     assert stated.namespace(version=version) == found
 
 
-def test_a_changed_configuration_of_a_model_is_another_namespace() -> None:
+def test_a_changed_configuration_of_a_model_is_another_namespace(tmp_path: Path) -> None:
     pytest.importorskip("vllm")
     from kvshelf.vllm.namespace import config_overrides
 
@@ -247,17 +247,36 @@ def test_a_changed_configuration_of_a_model_is_another_namespace() -> None:
 
     assert name() is None
     assert config_overrides(SimpleNamespace(), Config()) is None
+
+    def items(**settings: object) -> str | None:
+        return name(multimodal_config=SimpleNamespace(media_io_kwargs={}, **settings))
+
+    assert items(mm_processor_kwargs={"device": "cuda"}, video_pruning_rate=0.0) is None
     found = [
         name(hf_overrides={"rms_norm_eps": 1e-3}),
         name(hf_overrides={"rms_norm_eps": 1e-4}),
         name(hf_overrides={"text_config": {"rms_norm_eps": 1e-3}}),
         name(hf_config_path="/other"),
         name(model_class_overrides={"A": "b:C"}),
+        name(quantization_config={"linear": "fp8_per_tensor"}),
+        name(quantization_config={"linear": "fp8_per_tensor", "ignore": ["re:.*k_proj"]}),
+        items(mm_processor_kwargs={"do_normalize": False}),
+        items(mm_encoder_attn_dtype="fp8"),
+        items(video_pruning_method="evs", video_pruning_rate=0.5),
+        items(video_pruning_method="vidcom2", video_pruning_rate=0.5),
+        name(multimodal_config=SimpleNamespace(media_io_kwargs={"video": {"num_frames": 40}})),
     ]
     assert None not in found
     assert len(set(found)) == len(found)
     both = {"a": 1, "b": [2, {"c": None}]}
     assert name(hf_overrides=both) == name(hf_overrides=dict(reversed(both.items())))
+    folders = [tmp_path / "one", tmp_path / "same", tmp_path / "other"]
+    for folder, eps in zip(folders, (1e-5, 1e-5, 1e-6), strict=True):
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps({"rms_norm_eps": eps}))
+    one, same, other = (name(hf_config_path=str(folder)) for folder in folders)
+    assert one == same
+    assert one != other
     with pytest.raises(ConfigError, match="set the option version"):
         name(hf_overrides=lambda config: config)
     assert name("mine", hf_overrides=lambda config: config) is None

@@ -15,7 +15,7 @@ import os
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -147,7 +147,7 @@ def config_overrides(model: Any, config: Config) -> str | None:
         If a function changes the configuration, and no `version` stands for it.
     """
     changes: dict[str, Any] = {}
-    for name in ("hf_overrides", "hf_config_path", "model_class_overrides"):
+    for name in ("hf_overrides", "model_class_overrides", "quantization_config"):
         value = getattr(model, name, None)
         if not callable(value):
             if value:
@@ -157,10 +157,44 @@ def config_overrides(model: Any, config: Config) -> str | None:
                 f"{name} is a function, so what KV the model computes cannot be told from its"
                 " files: set the option version to a string that stands for what it changes"
             )
+    if path := getattr(model, "hf_config_path", None):
+        changes["hf_config"] = _files_that_say_how(str(path))
+    changes |= _multimodal_changes(getattr(model, "multimodal_config", None))
     if not changes:
         return None
     # What JSON does not know is named by its repr: at worst nothing is shared.
     return hashlib.sha256(json.dumps(changes, sort_keys=True, default=repr).encode()).hexdigest()
+
+
+def _multimodal_changes(settings: Any) -> dict[str, Any]:
+    """Return what decides the KV of an item beside the item: its identifier does not tell.
+
+    See ``get_mm_hashes`` in vllm/multimodal/processing/inputs.py: it knows what a request says,
+    not what the engine was started with.
+    """
+    processor = dict(getattr(settings, "mm_processor_kwargs", None) or {})
+    # Where it runs, not what it does.
+    processor.pop("device", None)
+    changes = {
+        "mm_processor_kwargs": processor,
+        "media_io_kwargs": getattr(settings, "media_io_kwargs", None),
+        "mm_encoder_attn_dtype": getattr(settings, "mm_encoder_attn_dtype", None),
+    }
+    if rate := getattr(settings, "video_pruning_rate", None):
+        changes["video_pruning"] = [getattr(settings, "video_pruning_method", None), rate]
+    return {name: value for name, value in changes.items() if value}
+
+
+def _files_that_say_how(path: str) -> dict[str, str] | str:
+    """Return digests of the files that configure a model, by name, or a hub's name for them."""
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        return path
+    return {
+        file.name: hashlib.sha256(file.read_bytes()).hexdigest()
+        for file in sorted(folder.iterdir())
+        if file.suffix in (".json", ".py") and file.is_file()
+    }
 
 
 def manager_block_size(vllm_config: Any, kv_cache_config: Any) -> int:
@@ -264,6 +298,15 @@ def _is_hub_link(file: Path) -> bool:
     return file.is_symlink() and Path(os.readlink(file)).parent.name == "blobs"
 
 
+def _links_on_the_way(path: Path) -> Iterator[Path]:
+    """Yield the symbolic links that a path leads through; it must lead somewhere."""
+    path = Path(os.path.abspath(path))
+    for part in (*reversed(path.parents), path):
+        if part.is_symlink():
+            yield part
+            yield from _links_on_the_way(part.parent / os.readlink(part))
+
+
 class WeightsIdentity:
     """Finds the weights fingerprint in the background of a worker.
 
@@ -351,6 +394,12 @@ class WeightsIdentity:
         model_dir = local_model_dir(self._vllm_config)
         files = weight_files(model_dir, load_format)
         if changed_since is not None:
+            for link in _links_on_the_way(model_dir):
+                if link.lstat().st_ctime > changed_since:
+                    raise ConfigError(
+                        f"the link {link} was made after the engine began to start, so what"
+                        " the engine loaded is not known"
+                    )
             for file in files:
                 # A hub snapshot's links may be made by the engine itself; they name content.
                 status = file.stat()
