@@ -719,6 +719,28 @@ def test_weights_written_while_the_engine_started_are_not_trusted(
     assert "was written after the engine began to start" in wait_for(rig, "problem")
 
 
+@pytest.mark.parametrize("depth", ["the folder", "above it"])
+def test_weights_behind_a_link_that_was_switched_meanwhile_are_not_trusted(
+    make: Callable[..., Rig],
+    backend: FaultyBackend,
+    model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    depth: str,
+) -> None:
+    link = model.parent / "current"
+    target, path = (model, link) if depth == "the folder" else (model.parent, link / model.name)
+    link.symlink_to(target)
+    made = link.lstat().st_ctime
+    monkeypatch.setattr("kvshelf.vllm.namespace.process_start_time", lambda: made + 5)
+    rig = make(config=with_model(backend, path), opened=False)
+    assert wait_for(rig, "weights")
+    os.utime(model / "model.safetensors", (0, 0))
+    monkeypatch.setattr("kvshelf.vllm.namespace.process_start_time", lambda: made - 5)
+    rig = make(config=with_model(backend, path), opened=False)
+    problem = wait_for(rig, "problem")
+    assert f"the link {link} was made after the engine began to start" in problem
+
+
 @pytest.mark.usefixtures("old_files")
 @pytest.mark.parametrize("meanwhile", ["a problem", "caches"])
 def test_what_happens_while_a_namespace_is_made_ready_is_not_lost(
