@@ -28,7 +28,7 @@ themselves and missed deadlines; a missing or damaged object is none.
 After a back-off, 1 s at first, doubled up to a minute and shortened at random so that many
 engines do not come back at once, a breaker is *half open*. That of reads then asks again, on
 threads of its own, for a few things that failed and one that was well; one good answer closes
-it. That of writes lets the next writes through, which cost no request anything; the first that
+it, and what the other trials find then says nothing of the storage. That of writes lets the next writes through, which cost no request anything; the first that
 succeeds closes it. A refused write is not tried again for half a minute.
 
 Contracts
@@ -189,12 +189,15 @@ class Breaker:
                 return
         self.trip(reason)
 
-    def trip(self, reason: str, least: float = 0.0) -> None:
-        """Open, for at least so many seconds. An open breaker stays as it is."""
+    def trip(self, reason: str, least: float = 0.0, *, trial: bool = False) -> None:
+        """Open, for at least so many seconds. An open breaker stays as it is.
+
+        So does a closed one for a trial that failed: another one was well.
+        """
         now = time.monotonic()
         with self._lock:
             was = self._state
-            if was is BreakerState.OPEN:
+            if was is BreakerState.OPEN or (trial and was is BreakerState.CLOSED):
                 return
             if was is BreakerState.CLOSED:
                 self.rests = 0
@@ -506,13 +509,13 @@ class GuardedBackend(WrappedBackend):
                 breaker.hurry()
             return
         if now > call.deadline:
-            self._count_late(call)
+            self._count_late(threading.get_ident(), call)
             return
         if isinstance(error, ReadOnlyStorageError | NoSpaceStorageError) and kind is _WRITE:
             self.writes.trip(str(error), REFUSED_SECONDS)
         elif isinstance(error, StorageError) and error.retryable:
             self._note_suspect(call)
-            breaker.bad(kind, str(error))
+            self._count_bad(threading.get_ident(), call, str(error))
         elif error is None or isinstance(error, ObjectMissingError | NotRegularError):
             breaker.good(kind)
             if kind is not _READ:
@@ -529,11 +532,19 @@ class GuardedBackend(WrappedBackend):
             while len(self._suspects) > _SUSPECTS:
                 self._suspects.popitem(last=False)
 
-    def _count_late(self, call: _Call) -> None:
+    def _count_late(self, thread: int, call: _Call) -> None:
         self._count("late_calls")
         self._note_suspect(call)
         reason = f"a {call.kind} took longer than {call.seconds:.3g} s"
-        self._breakers[call.kind].bad(call.kind, reason, LATE_WEIGHT)
+        self._count_bad(thread, call, reason, LATE_WEIGHT)
+
+    def _count_bad(self, thread: int, call: _Call, reason: str, weight: int = 1) -> None:
+        breaker = self._breakers[call.kind]
+        if thread in self._trials:
+            # Trials ask for what is ill: that a few of them fail is no evidence by itself.
+            breaker.trip(reason, trial=True)
+        else:
+            breaker.bad(call.kind, reason, weight)
 
     def _changed(self, breaker: Breaker, reason: str) -> None:
         if breaker is self.reads:
@@ -604,7 +615,7 @@ class GuardedBackend(WrappedBackend):
             if call.late or now < call.deadline or self._calls.get(thread) is not call:
                 continue
             call.late = True
-            self._count_late(call)
+            self._count_late(thread, call)
             exhausted = [watcher.thread_late(thread) for watcher in self._watchers]
             if any(exhausted):
                 self._breakers[call.kind].trip(
@@ -642,7 +653,7 @@ class GuardedBackend(WrappedBackend):
         except (ObjectMissingError, NotRegularError):
             self.reads.close()
         except Exception as error:  # noqa: BLE001 - whatever it is, the storage is not well
-            self.reads.trip(str(error))
+            self.reads.trip(str(error), trial=True)
         else:
             self.reads.close()
         finally:

@@ -184,6 +184,45 @@ def test_an_object_that_always_fails_does_not_keep_it_open(rig: Rig) -> None:
     until(lambda: rig.guard.reads.state is BreakerState.CLOSED)
 
 
+def trials() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "kvshelf-trial"]
+
+
+def fail_then_wait(rig: Rig, pattern: str) -> threading.Event:
+    """Fail until reads are stopped; what is asked for then waits, and fails as well."""
+    assert rig.read("o1") == b"o1"
+    gate = threading.Event()
+    rig.faults.add(Fault("open", pattern, error=eio, times=guard.LEAST_FAILURES))
+    rig.faults.add(Fault("open", pattern, wait=gate, error=eio))
+    for name in ("o0", "o2") * (guard.LEAST_FAILURES // 2):
+        with pytest.raises(TransientStorageError):
+            rig.guard.open(name)
+    return gate
+
+
+def test_what_fails_after_something_was_well_does_not_stop_it_again(rig: Rig) -> None:
+    gate = fail_then_wait(rig, "o[02]")
+    until(lambda: rig.guard.reads.state is BreakerState.CLOSED)
+    until(lambda: len(trials()) == 2)
+    gate.set()
+    until(lambda: not trials())
+    assert rig.read("o1") == b"o1"
+    assert rig.counts == {"breaker_opened": 1, "breaker_closed": 1}
+
+
+@pytest.mark.parametrize("rig", [(SOON, AT_ONCE)], indirect=True)
+def test_what_hangs_after_something_was_well_does_not_stop_it_again(rig: Rig) -> None:
+    watch = Watch()
+    rig.guard.watch(watch)
+    gate = fail_then_wait(rig, "o[02]")
+    until(lambda: len(watch.late) == 2)
+    assert rig.guard.reads.state is BreakerState.CLOSED
+    assert rig.read("o1") == b"o1"
+    assert rig.guard.reads.opened == 1
+    gate.set()
+    until(lambda: not trials())
+
+
 def test_rests_grow_up_to_a_bound_and_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     now = make_clock(monkeypatch)
     seen: set[float] = set()
@@ -337,7 +376,7 @@ def test_a_frozen_storage_is_asked_by_few_threads_and_used_when_it_thaws(
     for name in ("o2", "o3"):
         start(rig, partial(Rig.read, name=name))
     until(lambda: rig.guard.reads.rests > 4)
-    asking = [t for t in threading.enumerate() if t.name == "kvshelf-trial"]
+    asking = trials()
     assert 0 < len(asking) <= 5
     gate.set()
     until(lambda: rig.guard.reads.state is BreakerState.CLOSED)
