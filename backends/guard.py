@@ -28,8 +28,9 @@ themselves and missed deadlines; a missing or damaged object is none.
 After a back-off, 1 s at first, doubled up to a minute and shortened at random so that many
 engines do not come back at once, a breaker is *half open*. That of reads then asks again, on
 threads of its own, for a few things that failed and one that was well; one good answer closes
-it, and what the other trials find then says nothing of the storage. That of writes lets the next writes through, which cost no request anything; the first that
-succeeds closes it. A refused write is not tried again for half a minute.
+it, and what the other trials find then says nothing of the storage. That of writes lets the next
+writes through, which cost no request anything; the first that succeeds closes it. A refused write
+is not tried again for half a minute.
 
 Contracts
 ---------
@@ -767,4 +768,18 @@ class GuardedReader(Reader):
 
     def close(self) -> None:
         """Release what the reader holds. Idempotent."""
-        self._inner.close()
+        # A mount may ask its server when a file is closed. It is closed also while the storage is
+        # given a rest, and that it could be says nothing of its bytes.
+        guard, thread = self._guard, threading.get_ident()
+        seconds = guard.deadlines.read
+        call = _Call(time.monotonic() + seconds, _READ, self._call.name, seconds)
+        guard._calls[thread] = call
+        if guard._resting:
+            guard._start_watching()
+        try:
+            self._inner.close()
+        finally:
+            if call.late or time.monotonic() > call.deadline:
+                guard._leave(call)
+            else:
+                guard._calls.pop(thread, None)

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from kvshelf.backends import Backend, Deadlines, Properties, guard
+from kvshelf.backends import Backend, Deadlines, Properties, Reader, guard
 from kvshelf.backends.guard import Backoff, Breaker, BreakerState, GuardedBackend
 from kvshelf.backends.oserrors import storage_error
 from kvshelf.backends.wrappers import CountingBackend, Fault, FaultyBackend, WrappedBackend
@@ -395,6 +395,79 @@ def test_all_reads_of_an_object_have_one_deadline(rig: Rig) -> None:
 
     with pytest.raises(TransientStorageError, match="longer than"):
         trickle()
+
+
+class SlowToClose(WrappedBackend):
+    """A mount that asks its server when a file is closed, and whose server may be gone."""
+
+    def __init__(self, inner: Backend) -> None:
+        super().__init__(inner)
+        self.gate: threading.Event | None = None
+        self.closed = 0
+
+    def open(self, name: str) -> Reader:
+        return self.Opened(self, self.inner.open(name))
+
+    class Opened(Reader):
+        def __init__(self, backend: SlowToClose, inner: Reader) -> None:
+            self.size = inner.size
+            self._backend = backend
+            self._inner = inner
+
+        def read_into(self, buffer: memoryview, offset: int) -> int:
+            return self._inner.read_into(buffer, offset)
+
+        def close(self) -> None:
+            gate = self._backend.gate
+            if gate is not None:
+                gate.wait()
+            self._inner.close()
+            self._backend.closed += 1
+
+
+@pytest.fixture
+def slow(rig: Rig) -> SlowToClose:
+    """What stands between the rig's guard and its folder."""
+    slow = SlowToClose(rig.inner)
+    rig.guard.inner = slow
+    return slow
+
+
+@pytest.mark.parametrize("rig", [(SOON, NEVER)], indirect=True)
+def test_a_close_that_never_returns_is_noticed(rig: Rig, slow: SlowToClose) -> None:
+    gate = slow.gate = threading.Event()
+    watch = Watch()
+    rig.guard.watch(watch)
+    thread = start(rig, CALLS["read"])
+    until(lambda: watch.late == [thread.ident])
+    assert rig.guard.late_calls == 1
+    assert rig.guard.reads.state is BreakerState.CLOSED
+    start(rig, CALLS["read"])
+    assert watch.stopped.wait(PATIENCE)
+    gate.set()
+    until(lambda: rig.guard.late_calls == 0)
+
+
+@pytest.mark.parametrize("rig", [(SOON, NEVER)], indirect=True)
+def test_an_object_is_closed_also_while_the_storage_rests(rig: Rig, slow: SlowToClose) -> None:
+    with rig.guard.open("o1"):
+        rig.guard.reads.trip("it was so")
+    assert slow.closed == 1
+
+
+@pytest.mark.parametrize("rig", [(SOON, AT_ONCE)], indirect=True)
+def test_a_storage_whose_closes_hang_is_asked_until_they_do_not(
+    rig: Rig, slow: SlowToClose
+) -> None:
+    gate = slow.gate = threading.Event()
+    for _ in range(2):
+        start(rig, CALLS["read"])
+    until(lambda: rig.guard.reads.rests > 2)
+    slow.gate = None
+    until(lambda: rig.guard.reads.state is BreakerState.CLOSED)
+    assert rig.read("o1") == b"o1"
+    gate.set()
+    until(lambda: not trials())
 
 
 def test_a_guard_that_is_closed_just_when_its_thread_rests_leaves_none(
