@@ -628,8 +628,11 @@ class GuardedBackend(WrappedBackend):
 
     def _try_again(self) -> None:
         """Ask again for what failed, each on a thread of its own; the first answer counts."""
-        asked = list(self._suspects)
+        with self._lock:
+            asked = list(self._suspects)
         asked += [(kind, self._well[kind]) for kind in {kind for kind, _ in asked} & {*self._well}]
+        # What was well last may be what fails now.
+        asked = list(dict.fromkeys(asked))
         if not asked or (self.reads.rests > 2 and len(asked) == 1):
             # What failed may be the only thing that is ill.
             asked.append((_LIST, ""))
@@ -641,7 +644,7 @@ class GuardedBackend(WrappedBackend):
             threading.Thread(
                 target=self._trial, args=(kind, name), name="kvshelf-trial", daemon=True
             )
-            for kind, name in dict.fromkeys(asked)
+            for kind, name in asked
         ]
         if not sum(map(try_to_start, trials)):
             self.reads.trip("no thread can be started to ask it")

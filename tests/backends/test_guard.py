@@ -184,6 +184,16 @@ def test_an_object_that_always_fails_does_not_keep_it_open(rig: Rig) -> None:
     until(lambda: rig.guard.reads.state is BreakerState.CLOSED)
 
 
+def test_an_object_that_fails_after_it_was_well_does_not_keep_it_open(rig: Rig) -> None:
+    assert rig.read("o0") == b"o0"
+    rig.faults.add(Fault("open", "o0", error=eio))
+    for _ in range(guard.LEAST_FAILURES):
+        with pytest.raises(TransientStorageError):
+            rig.guard.open("o0")
+    assert rig.guard.reads.opened == 1
+    until(lambda: rig.guard.reads.state is BreakerState.CLOSED)
+
+
 def trials() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "kvshelf-trial"]
 
