@@ -18,6 +18,7 @@ from kvshelf.backends.base import Backend, StatResults
 from kvshelf.backends.guard import GuardedBackend
 from kvshelf.backends.wrappers import CountingBackend, Fault, FaultyBackend, WrappedBackend
 from parts import AT_ONCE, PATIENCE, SOON, make_format, posix, until
+from thread_limit import none_can_be_started
 
 from kvshelf.bench.samples import LARGE
 from kvshelf.bench.samples import make_format as make_large_format
@@ -549,6 +550,31 @@ def test_a_look_up_that_hangs_ends_and_others_go_on(tmp_path: Path) -> None:
     assert hangs.hit_chunks == 0
     faults.heal()
     assert rig.look(tokens).hit_chunks == 2
+    rig.service.close()
+
+
+def test_look_ups_go_on_when_threads_can_be_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = threading.Event()
+    faults = FaultyBackend(posix(tmp_path / "shelf"))
+    rig = Rig(faults, SOON)
+    tokens, others = prompt(1), prompt(1, seed=1)
+    for shard in range(FMT.shards):
+        rig.put(others, 0, shard)
+    first = rig.chain(tokens).chunks[0]
+    faults.add(Fault("stat", f"*{first.key.hex()}*", wait=gate))
+    with none_can_be_started(monkeypatch, "kvshelf-lookup"):
+        hangs = rig.submit(tokens)
+        behind = [rig.submit(others) for _ in range(3)]
+        assert hangs.wait(PATIENCE)
+        # No thread is left that could come to them.
+        assert all(lookup.wait(PATIENCE) and lookup.given_up for lookup in behind)
+        assert not rig.service.available
+        assert rig.look(others).given_up
+    until(lambda: rig.service.available)
+    assert rig.look(others).hit_chunks == 1
+    gate.set()
     rig.service.close()
 
 

@@ -11,6 +11,7 @@ import pytest
 from kvshelf.backends.guard import GuardedBackend
 from kvshelf.backends.wrappers import Fault, FaultyBackend
 from parts import AT_ONCE, PATIENCE, SOON, posix, until
+from thread_limit import none_can_be_started
 
 from kvshelf import threads as module
 from kvshelf.threads import StorageThreads
@@ -28,6 +29,8 @@ class Rig:
         self.done: queue.SimpleQueue[str] = queue.SimpleQueue()
         self.kept: list[int] = []
         self.started: list[str] = []
+        #: Whether a thread was left, each time that nothing could be had.
+        self.left: list[bool] = []
         self.threads = StorageThreads(
             "test",
             COUNT,
@@ -35,6 +38,7 @@ class Rig:
             self.guard,
             count_kept=lambda: None,
             on_kept=self.kept.append,
+            on_stop=lambda: self.left.append(self.threads.any),
             on_thread_start=lambda: self.started.append(threading.current_thread().name),
         )
         self.threads.start()
@@ -113,23 +117,55 @@ def test_without_a_thread_in_place_of_a_kept_one_the_storage_is_given_a_rest(
 ) -> None:
     gate = threading.Event()
     rig.faults.add(Fault("stat", "hangs", wait=gate))
-    start = threading.Thread.start
-
-    def start_others(thread: threading.Thread) -> None:
-        if thread.name.startswith("test-"):
-            raise RuntimeError("can't start new thread")
-        start(thread)
-
-    monkeypatch.setattr(threading.Thread, "start", start_others)
-    for _ in range(COUNT):
-        rig.work.put("hangs")
-    until(lambda: rig.threads.kept == COUNT)
-    until(lambda: rig.guard.reads.opened > 0)
-    assert not rig.threads.any
+    with none_can_be_started(monkeypatch, "test-"):
+        for _ in range(COUNT):
+            rig.work.put("hangs")
+        until(lambda: rig.threads.kept == COUNT)
+        until(lambda: rig.guard.reads.opened > 0)
+        assert not rig.threads.any
+        assert not rig.threads.ready()
     gate.set()
     until(lambda: len(rig.threads.working) == COUNT)
     rig.work.put("fine")
     until(lambda: rig.done.get(timeout=PATIENCE) == "fine")
+
+
+def test_a_thread_that_could_not_be_started_is_started_when_there_is_work(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = threading.Event()
+    rig.faults.add(Fault("stat", "hangs", wait=gate))
+    with none_can_be_started(monkeypatch, "test-"):
+        for _ in range(COUNT):
+            rig.work.put("hangs")
+        until(lambda: rig.threads.kept == COUNT)
+    assert rig.threads.ready()
+    until(lambda: rig.guard.reads.closed > 0)
+    for _ in range(20):
+        assert rig.threads.ready()
+        rig.work.put("fine")
+        assert rig.done.get(timeout=PATIENCE) == "fine"
+    # As many as there should be, however often it is asked for them.
+    until(lambda: len(rig.started) == 2 * COUNT)
+    assert len(rig.threads.working) == rig.threads.kept == COUNT
+    gate.set()
+    until(lambda: rig.threads.kept == 0)
+    assert len(rig.threads.working) == COUNT
+
+
+def test_who_waits_hears_when_no_thread_is_left(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = threading.Event()
+    rig.faults.add(Fault("stat", "hangs", wait=gate))
+    # Nobody is told a second time that a storage is at rest.
+    monkeypatch.setattr(rig.guard.reads, "trip", lambda reason: None)
+    with none_can_be_started(monkeypatch, "test-"):
+        rig.work.put("hangs")
+        until(lambda: rig.threads.kept == 1)
+        assert rig.left == []
+        rig.work.put("hangs")
+        until(lambda: len(rig.left) == 1)
+        assert not rig.threads.any
+    gate.set()
 
 
 def test_threads_of_which_none_can_be_started_say_why(

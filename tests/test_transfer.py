@@ -21,6 +21,7 @@ from kvshelf.backends import Deadlines, open_backend
 from kvshelf.backends.guard import Backoff
 from kvshelf.backends.wrappers import Fault, FaultyBackend, ReadOnlyBackend
 from parts import PATIENCE, SOON, Rig, content, make_chunks, make_format, posix, until
+from thread_limit import none_can_be_started
 
 from kvshelf.errors import (
     ConfigError,
@@ -552,6 +553,27 @@ def test_loads_that_hang_are_given_up_and_later_ones_fail_at_once(
         assert rig.load(chunks, 40)[0].failed_at is None
         until(lambda: rig.count("breaker_closed") == 1)
         assert len([r for r in caplog.records if r.name == "kvshelf.backends.guard"]) == 2
+
+
+def test_loads_go_on_when_threads_can_be_started_again(
+    backend: FaultyBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with closing(Rig(backend, deadlines=SOON, options={"load_threads": 1})) as rig:
+        chunks, others = make_chunks(rig.fmt, 1), make_chunks(rig.fmt, 2, 7)
+        rig.put(chunks)
+        rig.put(others)
+        gate = threading.Event()
+        backend.add(Fault("read", f"*{chunks[0].key.hex()}*", wait=gate))
+        with none_can_be_started(monkeypatch, "kvshelf-load"):
+            assert rig.load(chunks, 20)[0].failed_at == 0
+            until(lambda: rig.guard.reads.closed > 0)
+            assert rig.load(others, 30)[0].failures == [(others[0], Failure.UNAVAILABLE)]
+        # What hangs still does.
+        load, items = rig.load(others, 40)
+        assert load.failed_at is None
+        assert all(rig.holds(item) for item in items)
+        assert rig.transfer._load_threads.kept == 1
+        rig.let_go(gate)
 
 
 def test_the_buffer_of_a_read_that_hangs_is_not_used_until_it_returns(

@@ -30,6 +30,7 @@ Contracts
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import queue
@@ -270,6 +271,7 @@ class LookupService:
         self._remembers = remembers
         self._counters = counters
         self._queue: queue.SimpleQueue[Lookup | None] = queue.SimpleQueue()
+        self._submitting = threading.Lock()
         # What each thread works on, and since when; absent while it waits for a look-up.
         self._busy: dict[int, tuple[float, Sequence[Lookup]]] = {}
         self._next_log = 0.0
@@ -289,6 +291,7 @@ class LookupService:
             shelf.backend,
             count_kept=lambda: counters.add("kept_threads"),
             on_kept=self._give_up,
+            on_stop=self._give_up_waiting,
             on_thread_start=on_thread_start,
         )
         shelf.backend.count_into(counters.add)
@@ -299,7 +302,7 @@ class LookupService:
     @property
     def available(self) -> bool:
         """Whether look-ups can find anything: not while the storage is given a rest."""
-        return self._shelf.available and self._threads.any
+        return self._shelf.available and self._threads.ready()
 
     def submit(
         self,
@@ -326,9 +329,11 @@ class LookupService:
             look-up was cancelled. Must not block.
         """
         lookup = Lookup(tokens, make_chain, first_chunk, on_done)
-        if self._threads.any:
-            self._queue.put(lookup)
-        else:
+        with self._submitting:
+            taken = self._threads.ready()
+            if taken:
+                self._queue.put(lookup)
+        if not taken:
             lookup._finish(0, None, given_up=True)
         return lookup
 
@@ -365,6 +370,18 @@ class LookupService:
         if busy is not None:
             for lookup in busy[1]:
                 lookup._finish(0, None, given_up=True)
+
+    def _give_up_waiting(self) -> None:
+        """End the look-ups that no thread is left for."""
+        waiting: list[Lookup] = []
+        with self._submitting:
+            if self._threads.any:
+                return
+            with contextlib.suppress(queue.Empty):
+                while (lookup := self._queue.get_nowait()) is not None:
+                    waiting.append(lookup)
+        for lookup in waiting:
+            lookup._finish(0, None, given_up=True)
 
     def _run(self) -> None:
         me = threading.get_ident()

@@ -4,7 +4,8 @@ Owns the threads of one kind (load, store, look-up) of one owner. A thread whose
 its deadline is *kept*: nobody reckons with it any more, and a fresh one takes its place. When
 more are kept than there should be threads at all, or no fresh one can be started, the guard
 is told, which gives the storage a rest; from then on no further ones enter it. At most
-:data:`MOST_KEPT` are ever kept.
+:data:`MOST_KEPT` are ever kept. A thread that could not be started is started later, when there
+is work (:meth:`StorageThreads.ready`).
 
 Contracts
 ---------
@@ -45,7 +46,7 @@ class StorageThreads:
     on_kept : Callable, optional
         Called with the id of a thread that is kept, before another takes its place.
     on_stop : Callable, optional
-        Called when the storage is given a rest.
+        Called when the storage is given a rest, and when no thread is left.
     on_thread_start : Callable, optional
         Called first on each thread.
     """
@@ -92,9 +93,17 @@ class StorageThreads:
             )
         self._guard.watch(self)
 
+    @property
+    def _missing(self) -> bool:
+        """Whether there are to be more threads. For sure only with the lock held."""
+        there = len(self._working) + len(self._starting)
+        return there < self._count and len(self._kept) < MOST_KEPT and not self._closed
+
     def _start_one(self) -> bool:
-        """Start a thread; False when the system allows no further ones now."""
+        """Start a thread if one is missing; False when the system allows no further ones now."""
         with self._lock:
+            if not self._missing:
+                return True
             name = f"{self._name}-{self._started}"
             thread = threading.Thread(target=self._body, name=name, daemon=True)
             self._started += 1
@@ -137,6 +146,16 @@ class StorageThreads:
         """Whether any thread is there to do work."""
         return bool(self._working or self._starting)
 
+    def ready(self) -> bool:
+        """Start the threads that are missing; return whether any is there to do work.
+
+        Takes no lock when none is missing.
+        """
+        for _ in range(self._count):
+            if not self._missing or not self._start_one():
+                break
+        return self.any
+
     def replaced(self) -> bool:
         """Whether another thread does the work of the calling one by now."""
         me = threading.get_ident()
@@ -157,14 +176,17 @@ class StorageThreads:
                 return False
             self._kept.add(thread)
             kept = len(self._kept)
-            fresh = not self._closed and kept < MOST_KEPT
         self._count_kept()
         if self._on_kept is not None:
             self._on_kept(thread)
-        return (fresh and not self._start_one()) or kept > self._count
+        started = self._start_one()
+        if not self.any:
+            # The storage may be at rest already: nobody would be told a second time.
+            self.reads_stopped()
+        return not started or kept > self._count
 
     def reads_stopped(self) -> None:
-        """Pass on that the storage is given a rest."""
+        """Pass on that nothing can be had from the storage."""
         if self._on_stop is not None:
             self._on_stop()
 

@@ -899,7 +899,10 @@ class Transfer:
             if not items:
                 self._complete(load)
             elif not (
-                usable and self._shelf.available and self._load_threads.any and not self._closing
+                usable
+                and self._shelf.available
+                and not self._closing
+                and self._load_threads.ready()
             ):
                 self._refuse(load)
             else:

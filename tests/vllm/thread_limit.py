@@ -1,0 +1,24 @@
+"""A limit of threads that is reached."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+
+@contextmanager
+def none_can_be_started(monkeypatch: pytest.MonkeyPatch, prefix: str) -> Iterator[None]:
+    """Let the system refuse threads whose names begin with `prefix`."""
+    start = threading.Thread.start
+
+    def start_others(thread: threading.Thread) -> None:
+        if thread.name.startswith(prefix):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start_others)
+        yield
