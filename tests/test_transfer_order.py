@@ -246,6 +246,39 @@ def test_all_who_share_a_read_that_hangs_are_given_up_and_later_ones_read_anew(
         assert all(map(torch.equal, before, rig.caches))
 
 
+def test_a_thread_that_is_taken_for_kept_while_it_waits_is_watched_over_all_the_same(
+    gate: Gate,
+) -> None:
+    with closing(Rig(gate, deadlines=SOON, options={"load_threads": 1})) as rig:
+        chunks = make_chunks(rig.fmt, 1)
+        rig.put(chunks)
+        # Its call came back after it was seen to be late, and before anybody was told.
+        (thread,) = rig.transfer._load_threads.working
+        assert not rig.transfer._load_threads.thread_late(thread)
+        until(lambda: len(rig.transfer._load_threads.working) == 1)
+        hold = threading.Event()
+        gate.shut()
+        gate.faults.add(Fault("read", f"*{chunks[0].key.hex()}*", wait=hold, times=2))
+        rig.transfer.load("r", rig.items(chunks, 20))
+        # Both threads come for an object each.
+        until(lambda: len(gate.opened) == 2)
+        gate.lift()
+        assert _ended(rig).failed_at == 0
+        until(lambda: rig.guard.reads.closed > 0)
+        load = rig.transfer.load("s", rig.items(chunks, 40))
+        assert _ended(rig) is load
+        assert load.failed_at is None
+        rig.let_go(hold)
+        until(lambda: rig.staging.in_use == 0)
+
+
+def _ended(rig: Rig) -> Load:
+    """Poll as steps of an engine do until one load has ended."""
+    while not (loads := rig.transfer.poll(0.01)):
+        assert rig.transfer.loading
+    return loads[0]
+
+
 # ------------------------------------------------------------------------- early loads
 
 

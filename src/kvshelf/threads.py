@@ -44,7 +44,8 @@ class StorageThreads:
     count_kept : Callable
         Called for each thread that is kept.
     on_kept : Callable, optional
-        Called with the id of a thread that is kept, before another takes its place.
+        Called with the id of a thread that is kept, before another takes its place. Called
+        again when one that took more work nevertheless is late with that.
     on_stop : Callable, optional
         Called when the storage is given a rest, and when no thread is left.
     on_thread_start : Callable, optional
@@ -172,11 +173,14 @@ class StorageThreads:
     def thread_late(self, thread: int) -> bool:
         """Replace a thread of ours that the storage keeps; whether it keeps too many."""
         with self._lock:
-            if self._working.pop(thread, None) is None:
+            fresh = self._working.pop(thread, None) is not None
+            # One that came back as it was taken for kept may be late again, with other work.
+            if not fresh and thread not in self._kept:
                 return False
             self._kept.add(thread)
             kept = len(self._kept)
-        self._count_kept()
+        if fresh:
+            self._count_kept()
         if self._on_kept is not None:
             self._on_kept(thread)
         started = self._start_one()
