@@ -29,7 +29,7 @@ from kvshelf.errors import (
     ReadOnlyStorageError,
     TransientStorageError,
 )
-from kvshelf.transfer import ChunkSlots, Failure, LayerRun, Load, PagedKVCache
+from kvshelf.transfer import ChunkSlots, Failure, LayerRun, Load, PagedKVCache, Transfer
 
 
 @pytest.fixture
@@ -723,6 +723,19 @@ def test_closing_ends_the_loads_that_hang(rig: Rig, backend: FaultyBackend) -> N
     assert load.failed_at == 0
     gate.set()
     assert all(rig.untouched(item) for item in items)
+
+
+def test_where_no_thread_can_store_none_is_left_that_loads(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = set(threading.enumerate()), rig.guard.watchers
+    with (
+        none_can_be_started(monkeypatch, "kvshelf-store"),
+        pytest.raises(RuntimeError, match="no thread kvshelf-store can be started"),
+    ):
+        Transfer(rig.shelf, rig.fmt, None, rig.staging, counters=rig.counters)
+    assert rig.guard.watchers == before[1]
+    until(lambda: set(threading.enumerate()) <= before[0])
 
 
 # ------------------------------------------------------------------------- anything

@@ -465,6 +465,11 @@ class Transfer:
         Do not store chunks that hold NaN or infinity.
     on_thread_start : Callable, optional
         Called first on each thread with ``"load"`` or ``"store"``, to set its processors.
+
+    Raises
+    ------
+    RuntimeError
+        If the system allows no thread that loads, or none that stores.
     """
 
     def __init__(
@@ -532,7 +537,15 @@ class Transfer:
             "store", store_threads, self._run_stores, on_thread_start, self._store_late, None
         )
         self._load_threads.start()
-        self._store_threads.start()
+        try:
+            self._store_threads.start()
+        except RuntimeError:
+            # Nobody can close what was not made.
+            self._closing = True
+            self._load_threads.close()
+            with self._load_lock:
+                self._load_work.notify_all()
+            raise
 
     def _threads(
         self,
