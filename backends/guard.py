@@ -306,6 +306,8 @@ class GuardedBackend(WrappedBackend):
         self._suspects: OrderedDict[tuple[str, str], None] = OrderedDict()
         self._well: dict[str, str] = {}
         self._trials: set[int] = set()
+        #: When trials that said nothing count as failed.
+        self._answer_by = 0.0
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
@@ -624,7 +626,11 @@ class GuardedBackend(WrappedBackend):
                     f" {call.seconds:.3g} s"
                 )
         if self.reads.due():
+            self._answer_by = now + 2 * self.deadlines.to_read(_TRIAL_BYTES)
             self._try_again()
+        elif self.reads.state is BreakerState.HALF_OPEN and now > self._answer_by:
+            # A trial may end, or be kept, where no call of it can be late.
+            self.reads.trip("it does not answer")
 
     def _try_again(self) -> None:
         """Ask again for what failed, each on a thread of its own; the first answer counts."""
@@ -656,7 +662,7 @@ class GuardedBackend(WrappedBackend):
             self._ask(kind, name)
         except (ObjectMissingError, NotRegularError):
             self.reads.close()
-        except Exception as error:  # noqa: BLE001 - whatever it is, the storage is not well
+        except BaseException as error:  # noqa: BLE001 - of Rust's panics too: it is not well
             self.reads.trip(str(error), trial=True)
         else:
             self.reads.close()

@@ -394,6 +394,37 @@ def test_a_frozen_storage_is_asked_by_few_threads_and_used_when_it_thaws(
     until(lambda: not any(thread.is_alive() for thread in asking))
 
 
+class Panic(BaseException):
+    """What a library in Rust raises when it is broken."""
+
+
+def test_a_trial_that_panics_is_one_that_failed(rig: Rig) -> None:
+    rig.faults.add(Fault("open", error=eio, times=guard.LEAST_FAILURES))
+    rig.faults.add(Fault("*", error=Panic("broken")))
+    rig.fail(guard.LEAST_FAILURES)
+    until(lambda: rig.guard.reads.rests > 3)
+    rig.faults.heal()
+    until(lambda: rig.guard.reads.state is BreakerState.CLOSED)
+    assert rig.read("o1") == b"o1"
+
+
+@pytest.mark.parametrize("rig", [(SOON, AT_ONCE)], indirect=True)
+def test_trials_that_are_never_heard_of_again_have_failed(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guard, "_TRIAL_BYTES", 0)
+    gate = threading.Event()
+    with monkeypatch.context() as patch:
+        # As when the thread is kept outside of any call.
+        patch.setattr(rig.guard, "_ask", lambda kind, name: gate.wait())
+        rig.guard.reads.trip("it was so")
+        until(lambda: rig.guard.reads.rests > 1)
+    until(lambda: rig.guard.reads.state is BreakerState.CLOSED)
+    assert rig.read("o1") == b"o1"
+    gate.set()
+    until(lambda: not trials())
+
+
 @pytest.mark.parametrize("rig", [(SOON, NEVER)], indirect=True)
 def test_all_reads_of_an_object_have_one_deadline(rig: Rig) -> None:
     rig.faults.add(Fault("read", wait=SOON.read / 4))
