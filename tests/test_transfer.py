@@ -23,6 +23,7 @@ from kvshelf.backends.wrappers import Fault, FaultyBackend, ReadOnlyBackend
 from parts import PATIENCE, SOON, Rig, content, make_chunks, make_format, posix, until
 from thread_limit import none_can_be_started
 
+from kvshelf import threads as threads_module
 from kvshelf.errors import (
     ConfigError,
     NoSpaceStorageError,
@@ -666,6 +667,37 @@ def test_stores_that_hang_are_given_up_and_loads_go_on(
         rig.put(prompts)
         assert rig.load(prompts, 40)[0].failed_at is None
         assert rig.guard.writes.state.value == "closed"
+
+
+def test_no_store_is_taken_that_no_thread_is_left_for(
+    backend: FaultyBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(threads_module, "MOST_KEPT", 1)
+    with closing(Rig(backend, deadlines=SOON)) as rig:
+        gate = threading.Event()
+        backend.add(Fault("write", wait=gate))
+        ended: dict[int, str] = {}
+        chunks = make_chunks(rig.fmt, 3)
+        *items, late = rig.items(chunks, 0)
+        for item in items:
+            rig.fill(item)
+            # Seen missing later than any chunk was dropped: none is behind a hole.
+            outcome = rig.transfer.store(
+                item, age=-60.0, on_done=lambda c, result: ended.__setitem__(c.index, result)
+            )
+            assert outcome == "queued"
+        # The only thread is kept; what waits for it ends as well, and gives its memory back.
+        until(lambda: ended == {0: "failed", 1: "failed"})
+        assert rig.transfer.drain(PATIENCE) == 0
+        assert rig.staging.in_use == rig.fmt.shards
+        assert not rig.shelf.read_only
+        assert rig.transfer.store(late, age=-60.0) == "paused"
+        assert rig.count("store_errors") == 1
+        assert rig.count("store_dropped_paused") == 2
+        rig.let_go(gate)
+        until(lambda: rig.staging.in_use == 0)
+        rig.put(chunks)
+        assert rig.load(chunks, 20)[0].failed_at is None
 
 
 def test_a_failed_chunk_waits_for_those_before_it(rig: Rig, backend: FaultyBackend) -> None:

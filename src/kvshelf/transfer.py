@@ -534,7 +534,7 @@ class Transfer:
             "load", load_threads, self._run_loads, on_thread_start, self._load_late, self._rest
         )
         self._store_threads = self._threads(
-            "store", store_threads, self._run_stores, on_thread_start, self._store_late, None
+            "store", store_threads, self._run_stores, on_thread_start, self._store_late, self._pause
         )
         self._load_threads.start()
         try:
@@ -554,7 +554,7 @@ class Transfer:
         run: Callable[[], None],
         on_thread_start: Callable[[str], None] | None,
         on_kept: Callable[[int], None],
-        on_stop: Callable[[], None] | None,
+        on_stop: Callable[[], None],
     ) -> StorageThreads:
         return StorageThreads(
             f"kvshelf-{kind}",
@@ -608,7 +608,8 @@ class Transfer:
         str
             ``queued``; ``known`` (in flight, published, or another worker's to write); or
             dropped: ``full`` (staging is used up), ``hole`` (the chunk before it was dropped),
-            ``paused`` (the storage takes no writes for now, or the device is not used).
+            ``paused`` (the storage takes no writes for now or keeps all threads that store, or
+            the device is not used).
         """
         key = item.chunk.key
         now = time.monotonic()
@@ -621,7 +622,7 @@ class Transfer:
                     self._repaired.append(key)
             return "known"
         properties = self._shelf.backend.properties
-        if properties.read_only or not properties.available:
+        if properties.read_only or not properties.available or not self._store_threads.ready():
             self._counters.add("store_dropped_paused")
             self._note_hole(key)
             self._say_read_only()
@@ -663,11 +664,18 @@ class Transfer:
         self._counters.observe("gather", time.perf_counter() - begin)
         job = _StoreJob(item.chunk, buffers, repair, now - age, on_done, copied=copied)
         with self._store_lock:
-            self._holes.pop(key, None)
-            self._in_flight[key] = job
-            self._stores.append(job)
-            self._store_work.notify()
-        return "queued"
+            taken = self._store_threads.any
+            if taken:
+                self._holes.pop(key, None)
+                self._in_flight[key] = job
+                self._stores.append(job)
+                self._store_work.notify()
+        if taken:
+            return "queued"
+        self._release(job)
+        self._counters.add("store_dropped_paused")
+        self._note_hole(key)
+        return "paused"
 
     def _say_read_only(self) -> None:
         """Say, once, what no failed write could tell."""
@@ -758,6 +766,38 @@ class Transfer:
                 for buffer in job.buffers:
                     self._staging.release(buffer)
                 self._end_store(threading.get_ident(), job, result)
+
+    def _pause(self) -> None:
+        """Drop the stores that no thread is left for."""
+        if self._store_threads.any:
+            return
+        for job in self._take_waiting():
+            self._counters.add("store_dropped_paused")
+            self._note_hole(job.chunk.key)
+            self._drop(job, "failed")
+
+    def _take_waiting(self) -> list[_StoreJob]:
+        with self._store_lock:
+            waiting = list(self._stores)
+            self._stores.clear()
+            return waiting
+
+    def _drop(self, job: _StoreJob, result: StoreResult) -> None:
+        """End a store that no thread is at."""
+        self._release(job)
+        with self._store_lock:
+            job.ended = True
+            if self._in_flight.get(job.chunk.key) is job:
+                del self._in_flight[job.chunk.key]
+            self._store_idle.notify_all()
+        job.tell(result)
+
+    def _release(self, job: _StoreJob) -> None:
+        # A device that is still copying into a buffer would write into memory given back.
+        with contextlib.suppress(RuntimeError):
+            job.copied.wait()
+        for buffer in job.buffers:
+            self._staging.release(buffer)
 
     def _store_late(self, thread: int) -> None:
         """Give up the store of a thread that the storage keeps, with its buffers."""
@@ -1284,20 +1324,10 @@ class Transfer:
         self._closing = True
         self._load_threads.close()
         self._store_threads.close()
+        for job in self._take_waiting():
+            self._drop(job, "lost")
         with self._store_lock:
-            dropped = list(self._stores)
-            self._stores.clear()
             self._store_work.notify_all()
-        for job in dropped:
-            # A device that is still copying into a buffer would write into memory given back.
-            with contextlib.suppress(RuntimeError):
-                job.copied.wait()
-            for buffer in job.buffers:
-                self._staging.release(buffer)
-            with self._store_lock:
-                job.ended = True
-                self._in_flight.pop(job.chunk.key, None)
-            job.tell("lost")
         with self._load_lock:
             for load in [*self._active.values(), *self._active_early.values()]:
                 if not load.finished and load._leading < load._wanted:
