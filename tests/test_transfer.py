@@ -10,6 +10,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
@@ -741,6 +742,36 @@ def test_closing_waits_for_a_bounded_time_and_says_what_was_lost(
     assert rig.count("store_lost") == 3
     gate.set()
     assert rig.transfer.store(rig.items(make_chunks(rig.fmt, 1, 9), 0)[0]) == "full"
+
+
+def test_a_store_that_closing_overtakes_is_dropped_with_its_memory(
+    rig: Rig, backend: FaultyBackend
+) -> None:
+    inside, gate, hold = threading.Event(), threading.Event(), threading.Event()
+    backend.add(Fault("write", wait=hold))
+
+    class Slow:
+        def gather(self, shard: int, slots: torch.Tensor, payload: torch.Tensor) -> None:
+            inside.set()
+            assert gate.wait(PATIENCE)
+
+        def scatter(self, shard: int, slots: torch.Tensor, payload: torch.Tensor) -> None:
+            raise AssertionError
+
+    hangs, item = rig.items(make_chunks(rig.fmt, 2), 0)
+    slow = ChunkSlots(item.chunk, item.slots, Slow())
+    with ThreadPoolExecutor() as step:
+        assert rig.transfer.store(hangs) == "queued"
+        outcome = step.submit(rig.transfer.store, slow)
+        assert inside.wait(PATIENCE)
+        assert rig.transfer.close() == 1
+        gate.set()
+        assert outcome.result(PATIENCE) == "paused"
+    # That of the store that hangs.
+    assert rig.staging.in_use == rig.fmt.shards
+    assert rig.count("store_dropped_paused") == 1
+    hold.set()
+    assert rig.transfer.drain(PATIENCE) == 0
 
 
 def test_closing_ends_the_loads_that_hang(rig: Rig, backend: FaultyBackend) -> None:

@@ -608,8 +608,8 @@ class Transfer:
         str
             ``queued``; ``known`` (in flight, published, or another worker's to write); or
             dropped: ``full`` (staging is used up), ``hole`` (the chunk before it was dropped),
-            ``paused`` (the storage takes no writes for now or keeps all threads that store, or
-            the device is not used).
+            ``paused`` (the storage takes no writes for now or keeps all threads that store, the
+            device is not used, or the transfer was closed meanwhile).
         """
         key = item.chunk.key
         now = time.monotonic()
@@ -664,7 +664,7 @@ class Transfer:
         self._counters.observe("gather", time.perf_counter() - begin)
         job = _StoreJob(item.chunk, buffers, repair, now - age, on_done, copied=copied)
         with self._store_lock:
-            taken = self._store_threads.any
+            taken = not self._closing and self._store_threads.any
             if taken:
                 self._holes.pop(key, None)
                 self._in_flight[key] = job
