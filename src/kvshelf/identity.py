@@ -1153,6 +1153,26 @@ def sampled_fingerprint(files: Sequence[str | Path]) -> str:
     return "sampled:" + _lines_digest(lines).hex()
 
 
+def adapter_files(adapter_dir: str | Path) -> list[Path]:
+    """Return the files of a LoRA adapter that decide what it does.
+
+    Raises
+    ------
+    ConfigError
+        If the folder holds no adapter.
+    """
+    folder = Path(adapter_dir)
+    config = folder / "adapter_config.json"
+    names = [f"adapter_model.{kind}" for kind in ("safetensors", "bin", "pt")]
+    weights = next((folder / name for name in names if (folder / name).is_file()), None)
+    if weights is None or not config.is_file():
+        raise ConfigError(
+            f"{folder} is not a LoRA adapter: expected adapter_config.json and one of "
+            + ", ".join(names)
+        )
+    return [config, weights]
+
+
 def lora_digest(
     adapter_dir: str | Path,
     *,
@@ -1171,13 +1191,4 @@ def lora_digest(
     FingerprintCancelledError, TransientStorageError, OSError
         As for :func:`weights_fingerprint`.
     """
-    folder = Path(adapter_dir)
-    config = folder / "adapter_config.json"
-    names = [f"adapter_model.{kind}" for kind in ("safetensors", "bin", "pt")]
-    weights = next((folder / name for name in names if (folder / name).is_file()), None)
-    if weights is None or not config.is_file():
-        raise ConfigError(
-            f"{folder} is not a LoRA adapter: expected adapter_config.json and one of "
-            + ", ".join(names)
-        )
-    return _content_digest([config, weights], cache, cancel, 1, None)
+    return _content_digest(adapter_files(adapter_dir), cache, cancel, 1, None)

@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -162,7 +163,10 @@ def make_config(
             get_total_num_kv_heads=lambda: HEADS,
         ),
         cache_config=SimpleNamespace(
-            block_size=block_size, cache_dtype="auto", num_gpu_blocks=blocks
+            block_size=block_size,
+            cache_dtype="auto",
+            num_gpu_blocks=blocks,
+            enable_prefix_caching=True,
         ),
         scheduler_config=SimpleNamespace(enable_chunked_prefill=True),
         speculative_config=None,
@@ -227,6 +231,41 @@ class State:
     loads: int = 0
 
 
+class Adapters:
+    """Stands for vLLM's ``WorkerLoRAManager``: what was loaded for each id of an adapter."""
+
+    def __init__(self) -> None:
+        self.loaded: dict[int, str] = {}
+        self._seen: dict[object, set[str]] = {}
+
+    def _load_adapter(self, adapter: Any) -> str:
+        file = Path(adapter.lora_path) / "adapter_model.safetensors"
+        return file.read_text() if file.exists() else str(file)
+
+    def use(self, adapter: Any) -> None:
+        """Load an adapter as a step does that computes with it, or as an API server says."""
+        if adapter is None:
+            return
+        number = adapter.lora_int_id
+        if number not in self.loaded or adapter.load_inplace:
+            self.loaded[number] = self._load_adapter(adapter)
+        for name in (number, (adapter.lora_name, adapter.lora_path)):
+            self._seen.setdefault(name, set()).add(self.loaded[number])
+
+    def content(self, adapter: Any) -> str:
+        """What KV is computed with."""
+        if adapter is None:
+            return ""
+        return self.loaded.get(adapter.lora_int_id) or Adapters._load_adapter(self, adapter)
+
+    def unsure(self, adapter: Any) -> bool:
+        """Whether vLLM itself may use KV of other content for it."""
+        if adapter is None:
+            return False
+        names = (adapter.lora_int_id, (adapter.lora_name, adapter.lora_path))
+        return any(len(self._seen.get(name, ())) > 1 for name in names)
+
+
 @dataclass
 class Blocks:
     ids: list[int]
@@ -255,6 +294,8 @@ class MiniVllm:
     room : int
         Tokens for whose chunks a device has buffers: this engine does not wait for its device
         after a step, as others do.
+    lora : dict
+        What the connector reads of a ``LoRAConfig``.
     """
 
     def __init__(
@@ -268,8 +309,10 @@ class MiniVllm:
         window: int = 0,
         seed: int = 0,
         room: int = 1000,
+        lora: Mapping[str, Any] | None = None,
     ) -> None:
         self.config = config
+        config.lora_config = None if lora is None else SimpleNamespace(**lora)
         self.runner = runner.partition(" on ")[0]
         #: The device that runs what the engine enqueues, if it is apart from the host.
         self.device = SimulatedStreams(seed) if runner.endswith("on a device") else None
@@ -280,6 +323,7 @@ class MiniVllm:
         self.budget = budget
         self.window = window
         self.prefix_caching = prefix_caching and not window
+        config.cache_config.enable_prefix_caching = self.prefix_caching
         self.block_size: int = config.cache_config.block_size
         config.scheduler_config.max_num_batched_tokens = room
         groups = make_groups(config, blocks=blocks)
@@ -288,6 +332,8 @@ class MiniVllm:
         self.caches = make_caches(blocks, self.block_size)
         bind(config, self.caches)
         self.worker.register_kv_caches(self.caches)
+        self.adapters: Adapters = type("OfThisEngine", (Adapters,), {})()
+        self.worker._worker._adapters.watch(type(self.adapters))
         self.scheduler = SharedStorageConnector(config, KVConnectorRole.SCHEDULER, groups)
         self.states: dict[str, State] = {}
         self.waiting: list[str] = []
@@ -549,6 +595,8 @@ class MiniVllm:
         return result
 
     def _forward(self, output: SimpleNamespace) -> None:
+        for request_id in output.num_scheduled_tokens:
+            self.adapters.use(self.states[request_id].request.lora_request)
         for request_id, count in output.num_scheduled_tokens.items():
             state = self.states[request_id]
             computed = state.request.num_computed_tokens
@@ -649,6 +697,8 @@ class MiniVllm:
 
     def check(self, state: State, computed: int) -> None:
         """Fail unless the first `computed` tokens of a request have exactly their KV."""
+        if self.adapters.unsure(state.request.lora_request):
+            return
         for i in range(-(-computed // self.block_size)):
             if state.blocks[i] == NULL:
                 continue
@@ -666,16 +716,14 @@ class MiniVllm:
     def _null_is_empty(self) -> None:
         assert not any(cache[NULL].any() for cache in self.caches.values()), "the null block"
 
-    @staticmethod
-    def _prefix(request: Request, end: int) -> bytes:
-        identity = repr((request.cache_salt, _path(request.lora_request), _items(request)))
-        tokens = request._all_token_ids[:end]
-        return hashlib.sha256((identity + repr(tokens)).encode()).digest()
+    def _prefix(self, request: Request, end: int) -> bytes:
+        """What decides the KV of a token."""
+        return _digest(request, end, self.adapters.content(request.lora_request))
 
     def _local_hit(self, request: Request) -> list[int]:
         blocks: list[int] = []
         while (len(blocks) + 1) * self.block_size < request.num_tokens:
-            key = self._prefix(request, (len(blocks) + 1) * self.block_size)
+            key = _local_key(request, (len(blocks) + 1) * self.block_size)
             if key not in self.cached:
                 break
             blocks.append(self.cached[key])
@@ -683,7 +731,7 @@ class MiniVllm:
 
     def _cache(self, state: State) -> None:
         for i in range(state.request.num_computed_tokens // self.block_size):
-            key = self._prefix(state.request, (i + 1) * self.block_size)
+            key = _local_key(state.request, (i + 1) * self.block_size)
             self.cached.setdefault(key, state.blocks[i])
 
     def _extend(self, state: State, tokens: int, loaded: int = 0) -> bool:
@@ -738,8 +786,16 @@ class MiniVllm:
             self.free.append(block)
 
 
-def _path(adapter: Any) -> str:
-    return "" if adapter is None else str(adapter.lora_path)
+def _digest(request: Request, end: int, adapter: object) -> bytes:
+    identity = repr((request.cache_salt, adapter, _items(request)))
+    return hashlib.sha256((identity + repr(request._all_token_ids[:end])).encode()).digest()
+
+
+def _local_key(request: Request, end: int) -> bytes:
+    """What vLLM's own prefix cache knows a token's KV by."""
+    adapter = request.lora_request
+    name = None if adapter is None else (adapter.lora_name, adapter.lora_path)
+    return _digest(request, end, name)
 
 
 def _items(request: Request) -> list[object]:
@@ -766,7 +822,7 @@ def adapter(path: object, number: int = 1, **options: Any) -> SimpleNamespace:
     """A LoRA request."""
     values: Mapping[str, Any] = {"load_inplace": False, **options}
     return SimpleNamespace(
-        lora_name=f"adapter {number}", lora_int_id=number, lora_path=str(path), **values
+        **{"lora_name": f"adapter {number}", **values}, lora_int_id=number, lora_path=str(path)
     )
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("vllm")
 
@@ -28,7 +29,7 @@ from replay import RUNNERS, MiniVllm, Request, adapter, image, make_config, prom
 
 from kvshelf.errors import ObjectMissingError, TransientStorageError
 from kvshelf.shelf import Shelf
-from kvshelf.vllm import connector
+from kvshelf.vllm import adapters, connector
 
 BLOCK, CHUNK = 4, 8
 
@@ -240,19 +241,32 @@ def test_adapters_are_told_apart_by_content(start: Callable[..., MiniVllm], tmp_
     run(start(), prompt(20), lora_request=adapter(one))
     assert run(start(), prompt(20)) == [0]
     assert run(start(), prompt(20), lora_request=adapter(two)) == [0]
-    engine = start()
-    engine._prefix = lambda request, end: MiniVllm._prefix(  # type: ignore[method-assign]
-        Request("", request._all_token_ids, lora_request=adapter(one)), end
-    )
-    assert run(engine, prompt(20), lora_request=adapter(copy, number=7)) == [16]
+    assert run(start(), prompt(20), lora_request=adapter(copy, number=7)) == [16]
 
 
-@pytest.mark.parametrize("inplace", [False, True])
+def test_engines_that_apply_adapters_in_different_ways_share_nothing(
+    start: Callable[..., MiniVllm], tmp_path: Path
+) -> None:
+    folder = make_adapter(tmp_path / "a", "a")
+    everything: dict[str, Any] = {"target_modules": None, "lora_dtype": torch.bfloat16}
+    for lora, found in (
+        (everything, [0, 0]),
+        (everything | {"max_loras": 4}, [16, 16]),
+        (everything | {"target_modules": ["o_proj"]}, [0, 16]),
+        (everything | {"lora_dtype": torch.float32}, [0, 16]),
+    ):
+        engine = start(lora=lora, prefix_caching=False)
+        first = run(engine, prompt(20), lora_request=adapter(folder))
+        assert [*first, *run(engine, prompt(20))] == found
+        assert run(engine, prompt(20), lora_request=adapter(folder)) == [16]
+
+
+@pytest.mark.parametrize("loaded", ["not again", "again"])
 def test_an_adapter_that_changes_is_not_trusted_any_more(
     start: Callable[..., MiniVllm],
     backend: FaultyBackend,
     tmp_path: Path,
-    inplace: bool,
+    loaded: str,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     folder = make_adapter(tmp_path / "a", "before")
@@ -261,14 +275,114 @@ def test_an_adapter_that_changes_is_not_trusted_any_more(
     assert run(engine, prompt(20), lora_request=adapter(folder)) == [16]
     make_adapter(folder, "after, and longer")
     before = objects(backend)
+    if loaded == "again":
+        # vLLM drops adapters that others push out, and reads the files again.
+        engine.adapters.loaded.clear()
     for seed in (0, 1):
-        late = adapter(folder, load_inplace=inplace)
-        assert run(engine, prompt(20, seed), lora_request=late) == [0]
+        assert run(engine, prompt(20, seed), lora_request=adapter(folder)) == [0]
     assert objects(backend) == before
     assert len([r for r in caplog.records if "neither stored nor loaded" in r.message]) == 1
     # Another id is another adapter; what is without one goes on.
     run(engine, prompt(20), lora_request=adapter(folder, number=2))
     assert run(engine, prompt(20), lora_request=adapter(folder, number=2)) == [16]
+    run(engine, prompt(20))
+    assert run(engine, prompt(20)) == [16]
+
+
+def test_adapters_that_are_loaded_in_place_are_not_addressed(
+    start: Callable[..., MiniVllm],
+    backend: FaultyBackend,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    folder = make_adapter(tmp_path / "a", "before")
+    engine = start(prefix_caching=False)
+    for _ in range(2):
+        late = adapter(folder, load_inplace=True)
+        assert run(engine, prompt(20), lora_request=late) == [0]
+    assert not objects(backend)
+    assert len([r for r in caplog.records if "load_inplace" in r.message]) == 1
+
+
+def test_an_adapter_that_is_loaded_anew_while_a_request_runs_is_not_stored(
+    start: Callable[..., MiniVllm], tmp_path: Path
+) -> None:
+    folder = make_adapter(tmp_path / "a", "before")
+    engine = start(budget=8, prefix_caching=False)
+    run(engine, prompt(20), lora_request=adapter(folder))
+    engine.add(Request("long", prompt(100, 1), lora_request=adapter(folder)))
+    until(lambda: bool(engine.step()) or engine.states["long"].request.num_computed_tokens >= 40)
+    make_adapter(folder, "after, and longer")
+    engine.adapters.loaded.clear()
+    engine.run()
+    drain(engine)
+    for name, content in (("old", "before"), ("new", "after, and longer")):
+        same = make_adapter(tmp_path / name, content)
+        assert run(start(), prompt(100, 1), lora_request=adapter(same))[0] <= 40
+
+
+def test_an_adapter_that_was_loaded_before_its_files_changed_is_not_stored(
+    start: Callable[..., MiniVllm], backend: FaultyBackend, tmp_path: Path
+) -> None:
+    folder = make_adapter(tmp_path / "a", "before")
+    engine = start(prefix_caching=False)
+    # As an API server does, ahead of all requests.
+    engine.adapters.use(adapter(folder))
+    make_adapter(folder, "after, and longer")
+    for seed in (0, 0, 1):
+        assert run(engine, prompt(20, seed), lora_request=adapter(folder)) == [0]
+    assert not objects(backend)
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_an_adapter_under_the_name_of_another_is_not_stored_before_a_reset(
+    start: Callable[..., MiniVllm], backend: FaultyBackend, tmp_path: Path, inplace: bool
+) -> None:
+    folder = make_adapter(tmp_path / "a", "before")
+    engine = start()
+    early = adapter(folder, lora_name="a", load_inplace=inplace)
+    run(engine, prompt(20, shared=16), lora_request=early)
+    make_adapter(folder, "after, and longer")
+    before = objects(backend)
+    late = adapter(folder, number=2, lora_name="a")
+    # vLLM takes the first one's KV from its own prefix cache.
+    assert run(engine, prompt(40, 1, shared=16), lora_request=late) == [0]
+    assert objects(backend) == before
+    engine.drop_prefix_cache()
+    engine.scheduler.reset_cache()
+    assert run(engine, prompt(20), lora_request=late) == [0]
+    assert run(start(), prompt(20), lora_request=adapter(folder)) == [16]
+
+
+def test_an_adapter_whose_files_cannot_be_read_in_time_holds_up_nobody(
+    start: Callable[..., MiniVllm],
+    backend: FaultyBackend,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gate = threading.Event()
+    digest = adapters.lora_digest
+
+    def wait(*args: Any, **options: Any) -> bytes:
+        assert gate.wait(PATIENCE)
+        return digest(*args, **options)
+
+    monkeypatch.setattr(adapters, "lora_digest", wait)
+    monkeypatch.setattr(adapters, "_LOOK_SECONDS", 0.05)
+    folder = make_adapter(tmp_path / "a", "a")
+    engine = start(prefix_caching=False)
+    for _ in range(2):
+        assert run(engine, prompt(20), lora_request=adapter(folder)) == [0]
+    assert not objects(backend)
+    run(engine, prompt(20))
+    assert run(engine, prompt(20)) == [16]
+    gate.set()
+
+    def stored() -> bool:
+        run(engine, prompt(20), lora_request=adapter(folder))
+        return len(objects(backend)) == 4
+
+    until(stored)
 
 
 def test_an_id_that_stands_for_two_adapters_is_not_trusted(

@@ -22,6 +22,21 @@ NULL_BLOCK = 0
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterContent:
+    """The LoRA adapter that KV is addressed by.
+
+    Attributes
+    ----------
+    number : int
+        vLLM's id of it.
+    digest : bytes
+    """
+
+    number: int
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class StoreOp:
     """Store one chunk after this step's forward pass.
 
@@ -34,12 +49,14 @@ class StoreOp:
         The object in place was found bad.
     age : float
         Seconds since the chunk was seen missing.
+    adapter : AdapterContent, optional
     """
 
     chunk: Chunk
     block_ids: list[int]
     repair: bool
     age: float
+    adapter: AdapterContent | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +70,7 @@ class LoadOp:
         which makes the load fail.
     block_ids : list of int
         The request's blocks from position 0 on.
+    adapter : AdapterContent, optional
     """
 
     request_id: str
@@ -60,6 +78,7 @@ class LoadOp:
     end: int
     chunks: list[Chunk]
     block_ids: list[int]
+    adapter: AdapterContent | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +192,8 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
     resting : dict
         Rank to whether it gives the storage a rest, so that its loads would fail; sent when
         that changes, and with each load that failed for it.
+    other_adapters : list of int
+        Ids of LoRA adapters for which a rank loaded other content than KV is addressed by.
     """
 
     parts: dict[int, WorkerPart] = field(default_factory=dict)
@@ -180,6 +201,7 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
     repaired: list[tuple[bytes, int]] = field(default_factory=list)
     published: list[bytes] = field(default_factory=list)
     resting: dict[int, bool] = field(default_factory=dict)
+    other_adapters: list[int] = field(default_factory=list)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerMetadata:
         """Unite with what another rank sent in the same step."""
@@ -190,4 +212,5 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
             self.repaired + other.repaired,
             self.published + other.published,
             {**self.resting, **other.resting},
+            self.other_adapters + other.other_adapters,
         )

@@ -58,9 +58,10 @@ from kvshelf.identity import (
 from kvshelf.metrics import Counters
 from kvshelf.probe import FailedKeys, Lookup, LookupService
 from kvshelf.shelf import Shelf
-from kvshelf.vllm.adapters import AdapterDigests
+from kvshelf.vllm.adapters import AdapterDigests, adapter_settings
 from kvshelf.vllm.metadata import (
     NULL_BLOCK,
+    AdapterContent,
     LoadOp,
     PrefetchOp,
     StepMetadata,
@@ -89,6 +90,7 @@ class _Request:
     """What is known of one request of the engine."""
 
     __slots__ = (
+        "adapter",
         "addressable",
         "admission",
         "announced",
@@ -110,6 +112,7 @@ class _Request:
     def __init__(self, request: Any, addressable: bool) -> None:
         self.request = request
         self.addressable = addressable
+        self.adapter: AdapterContent | None = None
         # Counts preemptions: after each one the request is admitted anew.
         self.admission: int = request.num_preemptions
         self.lookup: Lookup | None = None
@@ -225,7 +228,11 @@ class SchedulerSide:
                 " images, audio and video instead of naming them by content, so requests with"
                 " them are neither loaded nor stored. Set --mm-processor-cache-gb above 0"
             )
-        self._adapters = AdapterDigests(FingerprintCache(cache_dir() / "fingerprints.json"))
+        self._adapters = AdapterDigests(
+            FingerprintCache(cache_dir() / "fingerprints.json"),
+            settings=adapter_settings(vllm_config),
+            prefix_caching=bool(getattr(vllm_config.cache_config, "enable_prefix_caching", True)),
+        )
 
     @property
     def namespace(self) -> Namespace | None:
@@ -269,7 +276,7 @@ class SchedulerSide:
             return self._no_answer(state)
         if lookup.given_up:
             return self._no_answer(state)
-        if not self._may_load:
+        if not self._may_load or not self._adapters.trusts(request.lora_request):
             return 0, False
         hit = self._hit_tokens(state, lookup)
         state.offered_from = computed
@@ -349,6 +356,8 @@ class SchedulerSide:
             adapter = self._adapters.digest(request.lora_request)
             if adapter is None:
                 return None
+            if adapter:
+                state.adapter = AdapterContent(int(request.lora_request.lora_int_id), adapter)
             salt = request.cache_salt or ""
             return KeyChain(
                 digest,
@@ -389,7 +398,9 @@ class SchedulerSide:
         lookup = state.lookup
         chain = lookup.chain if lookup is not None and lookup.done else None
         chunks = [] if chain is None else chain.chunks[start // size : -(-end // size)]
-        self._loads.append(LoadOp(request.request_id, start, end, chunks, list(block_ids)))
+        self._loads.append(
+            LoadOp(request.request_id, start, end, chunks, list(block_ids), state.adapter)
+        )
         self._note_at_hand(chunks)
 
     # ------------------------------------------------------------- steps
@@ -494,6 +505,8 @@ class SchedulerSide:
         if state is None or not state.addressable:
             return
         request, lookup = state.request, state.lookup
+        if not self._adapters.trusts(request.lora_request):
+            return
         size = self._config.chunk_size
         # Tokens that are not known yet (drafts, samples in flight) may still change.
         known = request.num_tokens if self._config.save_decode else request.num_prompt_tokens
@@ -529,7 +542,7 @@ class SchedulerSide:
                 # Blocks that a sliding window has left behind are gone.
                 continue
             repair = state.failures.get(chunk.key, False) or self._failed.is_bad(chunk.key)
-            meta.stores.append(StoreOp(chunk, blocks, repair, age))
+            meta.stores.append(StoreOp(chunk, blocks, repair, age, state.adapter))
         state.next_store = complete
 
     def worker_output(self, meta: WorkerMetadata) -> None:
@@ -552,6 +565,8 @@ class SchedulerSide:
                 if not self._failed.is_bad(key):
                     # What was gone is asked for again, rather than taken for missing.
                     self._failed.forget(key)
+        for number in meta.other_adapters:
+            self._adapters.distrust(number)
         for rank, resting in meta.resting.items():
             (self._resting.add if resting else self._resting.discard)(rank)
         if meta.parts:
@@ -657,6 +672,7 @@ class SchedulerSide:
         if self._lookups is not None:
             self._lookups.forget()
         self._at_hand.clear()
+        self._adapters.prefix_cache_was_reset()
         for state in self._requests.values():
             if state.request.num_computed_tokens == 0 and not state.loading:
                 state.drop_lookup()

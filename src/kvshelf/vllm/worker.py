@@ -81,6 +81,7 @@ from kvshelf.transfer import (
     useful_threads,
 )
 from kvshelf.vllm import weight_changes
+from kvshelf.vllm.adapters import LoadedAdapters, adapter_settings
 from kvshelf.vllm.layout_probe import LayerCache, StoredLayout, choose_layout, probe_layers
 from kvshelf.vllm.metadata import (
     NULL_BLOCK,
@@ -211,6 +212,7 @@ class WorkerSide:
         self._bad_blocks: set[int] = set()
         self._useless: set[str] = set()
         self._failures: list[LoadFailure] = []
+        self._adapters = LoadedAdapters(adapter_settings(vllm_config))
         #: What the scheduler was told last.
         self._resting: bool | None = False
 
@@ -230,6 +232,11 @@ class WorkerSide:
         ops.implementation()
         self._forget_caches()
         weight_changes.watch(self)
+        if getattr(self._vllm_config, "lora_config", None) and not self._adapters.watch():
+            logger.warning(
+                "this version of vLLM does not let it be seen which LoRA adapters it loads, so"
+                " requests with one are not stored"
+            )
         self._names = self._cached_layers(kv_caches)
         layers = self._learn(kv_caches)
         stored = choose_layout(
@@ -701,7 +708,8 @@ class WorkerSide:
         for op in meta.loads:
             load = None
             try:
-                if self._transfer is not None and not self._changed_by:
+                usable = self._transfer is not None and not self._changed_by
+                if self._transfer is not None and usable and self._adapters.may_load(op.adapter):
                     load = self._transfer.load(op.request_id, self._load_items(op))
             except Exception as error:
                 logger.error("a load was not started", exc_info=error)
@@ -767,7 +775,7 @@ class WorkerSide:
             return
         size = self._config.chunk_size
         for op in stores:
-            if NULL_BLOCK in op.block_ids:
+            if NULL_BLOCK in op.block_ids or not self._adapters.may_store(op.adapter):
                 continue
             try:
                 # The first of these blocks may begin with tokens of the chunk before.
@@ -849,7 +857,7 @@ class WorkerSide:
                 LoadFailure(request_id, chunk.index, chunk.key, failure is Failure.BAD)
                 for request_id, chunk, failure in self._prefetcher.take_failures()
             ]
-        meta = WorkerMetadata(failures=self._failures)
+        meta = WorkerMetadata(failures=self._failures, other_adapters=self._adapters.take_others())
         self._failures = []
         self._look_at_device()
         with self._part_lock:
@@ -866,7 +874,7 @@ class WorkerSide:
                 self._resting = resting
                 meta.resting = {self.rank: resting}
         news = meta.parts or meta.failures or meta.repaired or meta.published or meta.resting
-        if not news:
+        if not news and not meta.other_adapters:
             return WorkerMetadata() if self._meta and self._meta.namespace else None
         return meta
 
