@@ -6,7 +6,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -504,6 +504,27 @@ def test_cancelled_look_ups_cost_nothing(tmp_path: Path) -> None:
     assert all(lookup.wait(PATIENCE) for lookup in [first, *others])
     assert rig.counters.snapshot().get("lookups", 0) <= 1
     rig.service.close()
+
+
+@pytest.mark.parametrize("wrap", [lambda backend: backend, Remote])
+def test_closing_works_off_what_was_submitted_and_later_look_ups_end_at_once(
+    tmp_path: Path, wrap: Callable[[Backend], Backend]
+) -> None:
+    gate = threading.Event()
+    faults = FaultyBackend(posix(tmp_path / "shelf"), Fault("stat", wait=gate))
+    rig = Rig(wrap(faults))
+    before = [rig.submit(prompt(2, seed)) for seed in range(40)]
+    rig.service.close()
+    after = rig.submit(prompt(2))
+    # Though what hangs still does.
+    assert after.wait(PATIENCE)
+    assert after.given_up
+    assert not before[0].done
+    gate.set()
+    assert all(lookup.wait(PATIENCE) for lookup in before)
+    assert not any(lookup.given_up for lookup in before)
+    until(lambda: not rig.service._threads.any)
+    assert rig.submit(prompt(2)).given_up
 
 
 def test_a_storage_that_hangs_is_noticed_and_its_return_too(tmp_path: Path) -> None:

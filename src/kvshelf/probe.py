@@ -272,6 +272,7 @@ class LookupService:
         self._counters = counters
         self._queue: queue.SimpleQueue[Lookup | None] = queue.SimpleQueue()
         self._submitting = threading.Lock()
+        self._closed = False
         # What each thread works on, and since when; absent while it waits for a look-up.
         self._busy: dict[int, tuple[float, Sequence[Lookup]]] = {}
         self._next_log = 0.0
@@ -312,7 +313,7 @@ class LookupService:
         first_chunk: int = 0,
         on_done: Callable[[Lookup], None] | None = None,
     ) -> Lookup:
-        """Start a look-up; returns at once.
+        """Start a look-up; returns at once. After :meth:`close` it is given up at once.
 
         Parameters
         ----------
@@ -330,7 +331,7 @@ class LookupService:
         """
         lookup = Lookup(tokens, make_chain, first_chunk, on_done)
         with self._submitting:
-            taken = self._threads.ready()
+            taken = not self._closed and self._threads.ready()
             if taken:
                 self._queue.put(lookup)
         if not taken:
@@ -361,7 +362,8 @@ class LookupService:
     def close(self) -> None:
         """Stop the threads once they have worked off what was submitted."""
         self._threads.close()
-        for _ in range(self._count + self._threads.kept):
+        with self._submitting:
+            self._closed = True
             self._queue.put(None)
 
     def _give_up(self, thread: int) -> None:
@@ -380,12 +382,20 @@ class LookupService:
             with contextlib.suppress(queue.Empty):
                 while (lookup := self._queue.get_nowait()) is not None:
                     waiting.append(lookup)
+            if self._closed:
+                # For threads that come back.
+                self._queue.put(None)
         for lookup in waiting:
             lookup._finish(0, None, given_up=True)
 
     def _run(self) -> None:
         me = threading.get_ident()
-        while not self._threads.replaced() and (lookup := self._queue.get()) is not None:
+        while not self._threads.replaced():
+            lookup = self._queue.get()
+            if lookup is None:
+                # There is one for all threads, behind everything that was submitted.
+                self._queue.put(None)
+                return
             if not self._cheap:
                 _Rounds(self, me, lookup).run()
                 continue
