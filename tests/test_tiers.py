@@ -21,6 +21,7 @@ from kvshelf.backends import Backend, Properties, Reader
 from kvshelf.backends.guard import GuardedBackend
 from kvshelf.backends.wrappers import CountingBackend, Fault, FaultyBackend, WrappedBackend
 from parts import AT_ONCE, PATIENCE, SOON, Rig, make_chunks, make_format, posix, until
+from thread_limit import none_can_be_started
 from typer.testing import CliRunner
 
 from kvshelf import tiers as tiers_module
@@ -381,6 +382,58 @@ def test_a_tier_that_cannot_be_opened_is_used_when_it_can(
     assert machine.load(chunks)
     assert machine.load(chunks)
     assert machine.count("disk_tier_objects") == 4
+
+
+def test_without_a_thread_for_the_tier_only_copies_are_missing(
+    remote: CountingBackend, start: Callable[..., Machine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, new = make_chunks(FMT, 2), make_chunks(FMT, 2, seed=1)
+    start(remote).put(old)
+    machine = start(remote)
+    with none_can_be_started(monkeypatch, "kvshelf-tier"):
+        machine.put(new)
+        # The one from the tier, whose use cannot be noted, the other from the shelf.
+        assert machine.load(old)
+        assert machine.load(new)
+    assert machine.rig.count("stored_chunks") == 2
+    assert machine.rig.count("store_errors") == machine.rig.count("load_errors") == 0
+    assert machine.count("disk_tier_objects") == 4
+    assert machine.count("disk_tier_dropped") == 8
+    assert machine.tier._pool.allocated_bytes == 0
+    # Threads can be had again: what is loaded now is copied.
+    assert machine.load(new)
+    remote.counts.clear()
+    assert machine.load(new)
+    assert remote.counts["open"] == 0
+
+
+def test_copies_go_on_when_the_thread_of_the_tier_is_kept_and_another_can_be_started_later(
+    remote: CountingBackend, start: Callable[..., Machine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = start(remote)
+    first, second = make_chunks(FMT, 1), make_chunks(FMT, 1, seed=1)
+    guard = machine.tier.guard
+    assert guard is not None
+    guard.deadlines = SOON
+    go, reading = threading.Event(), Ledger.read
+    kept: list[int] = []
+
+    def hanging_once(self: Ledger) -> Use | None:
+        if not kept:
+            kept.append(threading.get_ident())
+        if threading.get_ident() in kept:
+            assert go.wait(PATIENCE)
+        return reading(self)
+
+    monkeypatch.setattr(Ledger, "read", hanging_once)
+    machine.rig.put(first)
+    with none_can_be_started(monkeypatch, "kvshelf-tier"):
+        until(lambda: machine.count("kept_threads") == 1)
+    until(lambda: guard.reads.state.value == "closed" and guard.writes.lets_through())
+    machine.rig.put(second)
+    until(lambda: machine.tier.holds(FMT, [(second[0], s) for s in SHARDS]) == [True] * FMT.shards)
+    go.set()
+    assert machine.tier.drain(PATIENCE)
 
 
 def test_a_tier_that_does_not_open_holds_up_nothing(

@@ -473,8 +473,9 @@ class DiskTier:
             if len(self._uses) >= _QUEUED_USES or self._closing.is_set():
                 return
             if not self._uses:
+                if not self._start_thread():
+                    return
                 self._note_at = time.monotonic() + _NOTE_SECONDS
-                self._start_thread()
                 self._work.notify_all()
             self._uses[chunk.key, shard] = fmt, chunk, shard
 
@@ -517,15 +518,15 @@ class DiskTier:
                 copy.tensor[at:end].copy_(torch.frombuffer(view, dtype=torch.uint8))
             at = end
         with self._work:
-            if self._closing.is_set():
-                copy.release()
+            if not self._closing.is_set() and self._start_thread():
+                self._copies.append(_Copy(fmt, chunk, shard, copy))
+                self._work.notify_all()
                 return
-            self._start_thread()
-            self._copies.append(_Copy(fmt, chunk, shard, copy))
-            self._work.notify_all()
+        copy.release()
+        self._counters.add("disk_tier_dropped")
 
-    def _start_thread(self) -> None:
-        """Start the thread when it is first needed. Holds the lock."""
+    def _start_thread(self) -> bool:
+        """Start the thread when it is needed; whether there is one. Holds the lock."""
         if self._threads is None:
             assert self._shelf is not None
             self._threads = StorageThreads(
@@ -536,7 +537,14 @@ class DiskTier:
                 count_kept=lambda: self._counters.add("kept_threads"),
                 on_thread_start=self._on_thread_start,
             )
-            self._threads.start()
+            try:
+                self._threads.start()
+            except RuntimeError as error:
+                # Copies are not worth a load or a store; the next one tries again.
+                logger.debug("nothing is copied to the disk tier: %s", error)
+                self._threads = None
+                return False
+        return self._threads.ready()
 
     def _next(self) -> _Copy | list[tuple[ObjectFormat, Chunk, int]] | None:
         """Wait for a copy to write or for uses to note; None at the end."""
