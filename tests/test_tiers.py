@@ -667,6 +667,25 @@ def test_a_shelf_that_opens_after_it_was_closed_is_closed(
         assert closed.wait(PATIENCE)
 
 
+def test_a_tier_that_opens_after_it_was_closed_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go, closed, real = threading.Event(), threading.Event(), tiers_module.PosixBackend
+
+    def hanging(path: str) -> Any:
+        assert go.wait(PATIENCE)
+        backend = real(path)
+        monkeypatch.setattr(backend, "close", closed.set)
+        return backend
+
+    monkeypatch.setattr(tiers_module, "PosixBackend", hanging)
+    tier = DiskTier(tmp_path / "tier", ROOM, open_seconds=0.01)
+    tier.close()
+    go.set()
+    assert closed.wait(PATIENCE)
+    assert not tier.available
+
+
 def test_a_file_in_place_of_the_tier_is_a_mistake(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a directory")
     with pytest.raises(ConfigError, match="not a directory"):

@@ -375,9 +375,13 @@ class DiskTier:
         guard = _TierGuard(bounded, backoff=self._backoff)
         guard.count_into(self._count)
         with self._work:
-            self._shelf = Shelf(guard)
-            for before in self._before.values():
-                guard.watch(_PassOn(before))
+            closed = self._closing.is_set()
+            if not closed:
+                self._shelf = Shelf(guard)
+                for before in self._before.values():
+                    guard.watch(_PassOn(before))
+        if closed:
+            guard.close()
 
     def keep_apart(self, backend: Backend) -> None:
         """Refuse to stand before a shelf that has files in common with this directory.
