@@ -276,6 +276,19 @@ def test_a_device_pool_has_tensors_and_no_memoryviews(make_pool: MakePool) -> No
             _ = buffer.view
 
 
+@pytest.mark.parametrize("options", [{}, {"kind": "device", "device": "cpu"}], ids=str)
+def test_memory_taken_in_inference_mode_can_be_written_outside_of_it(
+    make_pool: MakePool, options: dict[str, str]
+) -> None:
+    pool = make_pool(4 * ALIGNMENT, **options)
+    with torch.inference_mode():
+        buffer = pool.allocate(10)
+    assert buffer is not None
+    with buffer:
+        buffer.tensor.fill_(3)
+        assert bool((buffer.tensor == 3).all())
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_pinned_memory_without_a_gpu_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="kind='host'"):

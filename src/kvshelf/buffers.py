@@ -424,7 +424,9 @@ class BufferPool:
             return None
         size = max(least, min(self._segment_bytes, left))
         try:
-            segment = self._new_segment(size)
+            # What is made in an engine's step, in inference mode, no other thread may write to.
+            with torch.inference_mode(False):
+                segment = self._new_segment(size)
         except (OSError, MemoryError, RuntimeError) as error:
             if not self._short:
                 self._short = True

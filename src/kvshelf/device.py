@@ -375,12 +375,14 @@ class DevicePath:
     def _allocate(self, count: int, shards: int) -> list[Tensor]:
         """Return up to `count` buffers, at least one."""
         buffers: list[Tensor] = []
+        # Each shard's payload aligned, so that the widest vectors fit.
+        room = -(-self._size // 256) * 256
         try:
-            while len(buffers) < count:
-                # Each shard's payload aligned, so that the widest vectors fit.
-                room = -(-self._size // 256) * 256
-                whole = torch.empty(shards, room, dtype=torch.uint8, device=self._device)
-                buffers.append(whole[:, : self._size])
+            # What is made in an engine's step, in inference mode, no other thread may write to.
+            with torch.inference_mode(False):
+                while len(buffers) < count:
+                    whole = torch.empty(shards, room, dtype=torch.uint8, device=self._device)
+                    buffers.append(whole[:, : self._size])
         except torch.OutOfMemoryError as error:
             if not buffers:
                 raise ConfigError(

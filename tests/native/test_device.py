@@ -118,6 +118,33 @@ def test_a_device_without_streams_does_the_same() -> None:
     rig.path.close()
 
 
+def test_a_path_made_in_a_step_serves_threads_outside_of_it() -> None:
+    problems: list[BaseException] = []
+
+    def load(shard: int, payload: torch.Tensor) -> None:
+        try:
+            rig.path.scatter(shard, torch.tensor(SLOTS[::-1]), payload)
+        except BaseException as problem:  # noqa: BLE001 - for the test
+            problems.append(problem)
+
+    with emulation().in_use():
+        # As vLLM's workers run each of their steps.
+        with torch.inference_mode():
+            rig = make_rig()
+            payloads = rig.payloads()
+            copied = rig.path.gather(torch.tensor(SLOTS), payloads)
+            assert copied is not None
+            copied.wait()
+        want = place(rig, 1, SLOTS[::-1], payloads[0])
+        thread = threading.Thread(target=load, args=(1, payloads[0]))
+        thread.start()
+        thread.join(30)
+        assert not problems
+        for paged, of_paged in zip(rig.paged, want, strict=True):
+            for memory, after in zip(paged.memory, of_paged, strict=True):
+                np.testing.assert_array_equal(memory, after)
+
+
 def interleaved(blocks: int = 5, layers: int = 3) -> tuple[torch.Tensor, LayerCall]:
     """Caches of a single content whose layers lie inside the blocks."""
     backing = torch.randint(0, 256, (blocks, layers, TOKENS // 2, 16), dtype=torch.uint8)
