@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import os
@@ -9,6 +10,7 @@ import random
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -247,6 +249,44 @@ def test_a_tier_is_a_shelf(
         load, items = rig.load(chunks, 20)
         assert load.failed_at is None
         assert all(rig.holds(item) for item in items)
+
+
+def test_a_thread_that_a_tier_keeps_is_replaced(
+    remote: CountingBackend, start: Callable[..., Machine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = start(remote)
+    chunks, others = make_chunks(FMT, 1), make_chunks(FMT, 2, seed=1)
+    machine.put([*chunks, *others])
+    guard = machine.tier.guard
+    assert guard is not None
+    guard.deadlines = SOON
+    gate, real = threading.Event(), guard.inner.open
+
+    def hanging(name: str) -> Reader:
+        if chunks[0].key.hex() in name:
+            assert gate.wait(PATIENCE)
+        return real(name)
+
+    monkeypatch.setattr(guard.inner, "open", hanging)
+    # Of whichever shelf behind the tier.
+    LoadsFromTiers(Shelf(Far(machine.rig.backend)), [machine.tier])
+    assert machine.rig.load(chunks, 20)[0].failed_at == 0
+    until(lambda: machine.rig.count("kept_threads") == FMT.shards)
+    assert machine.load(others)
+    gate.set()
+
+
+def test_a_tier_holds_on_to_no_shelf_that_is_gone(tmp_path: Path) -> None:
+    with closing(DiskTier(tmp_path / "tier", ROOM)) as tier:
+        gone = []
+        for number in range(3):
+            shelf = Shelf(posix(tmp_path / f"shelf-{number}"))
+            gone.append(weakref.ref(shelf.backend))
+            LoadsFromTiers(shelf, [tier])
+            shelf.close()
+        del shelf
+        gc.collect()
+        assert [guard() for guard in gone] == [None] * 3
 
 
 def test_two_shelves_may_have_one_tier(

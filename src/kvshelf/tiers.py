@@ -31,6 +31,7 @@ import logging
 import os
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -239,14 +240,16 @@ class _Copy:
 
 
 class _PassOn:
-    """Tells the watchers of one storage which threads another one keeps."""
+    """Tells the watchers of the storages behind a tier which threads the tier keeps."""
 
-    def __init__(self, guard: GuardedBackend) -> None:
-        self._guard = guard
+    def __init__(self, tier: DiskTier) -> None:
+        self._tier = tier
 
     def thread_late(self, thread: int) -> bool:
+        guards = [guard for known in self._tier._before if (guard := known()) is not None]
         # Each of them, also behind one that says yes.
-        return sum(watcher.thread_late(thread) for watcher in self._guard.watchers) > 0
+        late = [watcher.thread_late(thread) for guard in guards for watcher in guard.watchers]
+        return any(late)
 
     def reads_stopped(self) -> None:
         """Nobody minds: there is the shelf behind."""
@@ -304,7 +307,8 @@ class DiskTier:
         self._note_at = 0.0
         self._busy = 0
         self._next_log = 0.0
-        self._before: dict[int, GuardedBackend] = {}
+        #: Replaced, never changed. Weak, since a tier may outlive many shelves.
+        self._before: list[weakref.ref[GuardedBackend]] = []
         #: Shelves to compare the directory with when it is open.
         self._shelves: list[Backend] = []
         self._refused = False
@@ -378,8 +382,7 @@ class DiskTier:
             closed = self._closing.is_set()
             if not closed:
                 self._shelf = Shelf(guard)
-                for before in self._before.values():
-                    guard.watch(_PassOn(before))
+                guard.watch(_PassOn(self))
         if closed:
             guard.close()
 
@@ -422,11 +425,8 @@ class DiskTier:
         """
         self.keep_apart(guard)
         with self._work:
-            if id(guard) in self._before:
-                return
-            self._before[id(guard)] = guard
-            if self._shelf is not None:
-                self._shelf.backend.watch(_PassOn(guard))
+            others = [known for known in self._before if known() not in (None, guard)]
+            self._before = [*others, weakref.ref(guard)]
 
     # ------------------------------------------------------------------------------------ loads
 
