@@ -39,6 +39,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -57,6 +58,9 @@ logger = logging.getLogger(__name__)
 
 #: Chunks that may be on their way from a device to the host.
 DEFAULT_RING = 4
+#: One part in so many of the free memory is taken for buffers: CUDA graphs, the libraries'
+#: workspaces and communicators come after them.
+_SHARE = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +140,10 @@ class Streams(Protocol):
         """Name what is done meanwhile, for profilers."""
         ...
 
+    def free_bytes(self) -> int:
+        """Return how much of the device's memory nobody has taken."""
+        ...
+
 
 _cuda: Final = cast(Any, torch.cuda)  # much of it has no types
 
@@ -170,6 +178,10 @@ class InlineStreams:
     def annotate(self, name: str) -> AbstractContextManager[Any]:
         """See :meth:`Streams.annotate`."""
         return contextlib.nullcontext()
+
+    def free_bytes(self) -> int:
+        """See :meth:`Streams.free_bytes`. Of the host's memory there is no end."""
+        return sys.maxsize
 
     def wait_event(self, event: Any) -> None:
         """Return at once, as all methods of a stream or an event of this kind do."""
@@ -218,6 +230,11 @@ class CudaStreams:
     def annotate(self, name: str) -> AbstractContextManager[Any]:
         """See :meth:`Streams.annotate`."""
         return _nvtx_range(name)
+
+    def free_bytes(self) -> int:
+        """See :meth:`Streams.free_bytes`."""
+        free: int = _cuda.mem_get_info(self._device)[0]
+        return free
 
 
 @contextlib.contextmanager
@@ -286,9 +303,10 @@ class DevicePath:
     shards : int
         Shards of a chunk.
     ring : int
-        Device buffers for gathers, each of a whole chunk. Fewer where memory is short.
+        Device buffers for gathers, each of a whole chunk.
     loads : int
-        Device buffers for scatters, each of one shard: as many as threads that load.
+        Device buffers for scatters, each of one shard: as many as threads that load. Both are
+        fewer, but at least one, where a quarter of the free memory does not hold them.
     pinned : bool
         What is scattered comes from page-locked memory.
     streams : Streams, optional
@@ -330,13 +348,14 @@ class DevicePath:
             ops.prepare(call.caches, call.layout)
         self._direct = pinned and all(map(_in_blocks, calls))
         copy_stream = streams.stream(urgent=False)
-        self._ring = _Ring(
-            [self._buffer(payload, copy_stream) for payload in self._allocate(ring, shards)]
-        )
+        # Those for loads first: without one nothing is loaded, and they are small beside the ring.
         self._for_loads = [
             self._buffer(payload, streams.stream(urgent=True))
             for payload in self._allocate(loads, 0 if self._direct else 1)
         ]
+        self._ring = _Ring(
+            [self._buffer(payload, copy_stream) for payload in self._allocate(ring, shards)]
+        )
         # Whoever had the memory before may still be using it on the calling thread's stream.
         born = self.fence()
         for buffer in (*self._ring.free, *self._for_loads):
@@ -377,10 +396,12 @@ class DevicePath:
         buffers: list[Tensor] = []
         # Each shard's payload aligned, so that the widest vectors fit.
         room = -(-self._size // 256) * 256
+        spared = self._streams.free_bytes() // _SHARE // max(1, shards * room)
+        most = min(count, max(1, spared))
         try:
             # What is made in an engine's step, in inference mode, no other thread may write to.
             with torch.inference_mode(False):
-                while len(buffers) < count:
+                while len(buffers) < most:
                     whole = torch.empty(shards, room, dtype=torch.uint8, device=self._device)
                     buffers.append(whole[:, : self._size])
         except torch.OutOfMemoryError as error:
@@ -389,8 +410,9 @@ class DevicePath:
                     f"{self._device} has no memory for one buffer of {shards * self._size} bytes: "
                     "leave the engine less memory, or make chunk_size smaller"
                 ) from error
+        if len(buffers) < count:
             logger.warning(
-                "%s has memory for only %d of %d buffers of %d bytes",
+                "%s has memory to spare for only %d of %d buffers of %d bytes",
                 self._device,
                 len(buffers),
                 count,

@@ -39,6 +39,7 @@ class FakeStreams:
     ended: threading.Event = field(default_factory=threading.Event)
     engine: FakeStream = field(default_factory=lambda: FakeStream("engine"))
     made: list[FakeStream] = field(default_factory=list)
+    free: int = 1 << 40
 
     def __post_init__(self) -> None:
         self._local = threading.local()
@@ -78,3 +79,6 @@ class FakeStreams:
 
     def annotate(self, name: str) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
+
+    def free_bytes(self) -> int:
+        return self.free

@@ -348,25 +348,59 @@ def test_after_a_failed_scatter_nothing_reads_the_staging_buffer(
     assert [entry[0] for entry in rig.streams.log] == ["record"]
 
 
-def test_fewer_buffers_where_memory_is_short(
+class Memory:
+    """The memory of a device: what is allocated is taken from it, but for some that is lost."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, nbytes: int, lost: int = 0) -> None:
+        self.left = nbytes
+        self.streams = FakeStreams()
+        empty = torch.empty
+
+        def taking(*size: Any, **options: Any) -> torch.Tensor:
+            tensor = empty(*size, **options)
+            if options.get("dtype") is torch.uint8:
+                if tensor.numel() > self.left - lost:
+                    raise torch.OutOfMemoryError("CUDA out of memory")
+                self.left -= tensor.numel()
+            return tensor
+
+        patch.setattr(torch, "empty", taking)
+        patch.setattr(self.streams, "free_bytes", lambda: self.left)
+
+
+def works_both_ways(rig: Rig) -> None:
+    payloads = rig.payloads()
+    copied = rig.path.gather(torch.tensor(SLOTS), payloads)
+    assert copied is not None
+    copied.wait()
+    rig.path.scatter(0, torch.tensor(SLOTS), payloads[0])
+
+
+@pytest.mark.parametrize("loads", [3, 100])
+@pytest.mark.parametrize("buffers", [4, 12, 50])
+def test_half_of_a_devices_free_memory_is_left_to_the_engine(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, buffers: int, loads: int
+) -> None:
+    with emulation().in_use():
+        one = make_rig().path._ring.free[0].payload.stride(0)
+        memory = Memory(monkeypatch, 2 * SHARDS * one * buffers)
+        rig = make_rig(memory.streams, ring=100, loads=loads)
+        assert memory.left >= SHARDS * one * buffers
+        assert "of 100 buffers" in caplog.text
+        works_both_ways(rig)
+
+
+def test_a_device_that_gives_less_than_it_said_does_with_what_there_is(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    empty, left = torch.empty, [2 + 1]
-
-    def short(*size: Any, **options: Any) -> torch.Tensor:
-        if options.get("dtype") is torch.uint8 and size != (0,):
-            if not left[0]:
-                raise torch.OutOfMemoryError("CUDA out of memory")
-            left[0] -= 1
-        return empty(*size, **options)
-
-    monkeypatch.setattr(torch, "empty", short)
     with emulation().in_use():
-        rig = make_rig(ring=2, loads=4)
-        assert "memory for only 1 of 4 buffers" in caplog.text
-        assert rig.path.gather(torch.tensor(SLOTS), rig.payloads()) is not None
+        one = make_rig().path._ring.free[0].payload.stride(0)
+        memory = Memory(monkeypatch, 1 << 30, (1 << 30) - (2 + 2 * SHARDS) * one)
+        rig = make_rig(memory.streams, ring=4, loads=2)
+        assert "only 2 of 4 buffers" in caplog.text
+        works_both_ways(rig)
         with pytest.raises(ConfigError, match="no memory for one buffer"):
-            make_rig()
+            make_rig(memory.streams)
 
 
 def test_after_the_end_nothing_is_begun(rig: Rig) -> None:
