@@ -35,7 +35,7 @@ from kvshelf.vllm.metadata import (
     StoreOp,
     WorkerMetadata,
 )
-from kvshelf.vllm.namespace import build_namespace
+from kvshelf.vllm.namespace import build_namespace, kv_scales
 from kvshelf.vllm.worker import WorkerSide, natural_order
 
 BLOCK, CHUNK, BLOCKS = 4, 8, 64

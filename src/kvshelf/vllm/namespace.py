@@ -19,6 +19,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from kvshelf.chunkfile import ObjectFormat
 from kvshelf.config import Config, cache_dir
 from kvshelf.errors import ConfigError, UnsupportedError
@@ -250,9 +252,16 @@ def _kv_dtype(vllm_config: Any) -> str:
 
 
 def kv_scales(layers: Mapping[str, Any], names: Iterable[str]) -> tuple[float, ...]:
-    """Return the k and the v scale of each layer."""
+    """Return the scales of k and those of v of each layer: one each, or one for each head.
+
+    Layers that keep something beside KV, such as an indexer's keys, have none.
+    """
     return tuple(
-        float(scale) for name in names for scale in (layers[name]._k_scale, layers[name]._v_scale)
+        float(value)
+        for name in names
+        for scale in ("_k_scale", "_v_scale")
+        if hasattr(layers[name], scale)
+        for value in torch.as_tensor(getattr(layers[name], scale)).flatten().tolist()
     )
 
 

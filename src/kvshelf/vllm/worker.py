@@ -447,15 +447,16 @@ class WorkerSide:
             "compute_dtype": self._vllm_config.model_config.dtype,
             "tensor_parallel_size": parallel.tensor_parallel_size,
             "pipeline_parallel_size": parallel.pipeline_parallel_size,
-            "instructions": torch.backends.cpu.get_cpu_capability(),
-            "machine": platform.machine(),
         }
 
     def _device_facts(self) -> dict[str, object]:
         layers = self._vllm_config.compilation_config.static_forward_context
         device = layers[self._names[0]].kv_cache.device
         if device.type != "cuda":
-            return {}
+            return {
+                "instructions": torch.backends.cpu.get_cpu_capability(),
+                "machine": platform.machine(),
+            }
         return {"device": torch.cuda.get_device_capability(device)}
 
     def _head_groups(self, layers: list[LayerCache]) -> int:
@@ -477,7 +478,9 @@ class WorkerSide:
                 kinds.append("mla")
             else:
                 kinds.append("full" if windows[-1] < 0 else "sliding")
-            head_sizes.append(layer.head_size or int(context[layer.name].head_size))
+            # An indexer has a cache and no heads.
+            size = layer.head_size or getattr(context[layer.name], "head_size", None)
+            head_sizes.append(int(size or context[layer.name].kv_cache.shape[-1]))
         names = tuple(layer.name for layer in layers)
         scaled = "fp8" in str(self._vllm_config.cache_config.cache_dtype) or any(
             layer.dtype.startswith("F8") for layer in layers
