@@ -30,6 +30,9 @@ Contracts
 * The answer to a preempted and resumed request comes from a new look-up.
 * What is computed while another connector (inside MultiConnector) loads synchronously is not
   stored before that load's outcome is known: it may stand on blocks without KV.
+* Where the tokens of an image attend to each other in both directions, KV of an image is what
+  one step makes of it. No hit ends within one, so that no later step has to go on with it; and
+  what follows the beginning of one that vLLM divided all the same is not stored.
 * Only tokens that cannot change any more are stored: those of the prompt and those that
   vLLM has accepted, never drafts or samples in flight.
 """
@@ -38,6 +41,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import sys
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -95,6 +99,7 @@ class _Request:
         "admission",
         "announced",
         "counted",
+        "cut",
         "failures",
         "gave_up",
         "limit",
@@ -127,6 +132,8 @@ class _Request:
         #: Keys of chunks that could not be loaded; True when their objects are damaged.
         self.failures: dict[bytes, bool] = {}
         self.next_store = 0
+        #: From this token on KV is not what its prefix demands.
+        self.cut = sys.maxsize
         self.offered_from = 0
         #: A step has gone by since the look-up was done.
         self.ready = False
@@ -228,6 +235,7 @@ class SchedulerSide:
                 " images, audio and video instead of naming them by content, so requests with"
                 " them are neither loaded nor stored. Set --mm-processor-cache-gb above 0"
             )
+        self._whole_items = bool(getattr(vllm_config.model_config, "is_mm_prefix_lm", False))
         self._adapters = AdapterDigests(
             FingerprintCache(cache_dir() / "fingerprints.json"),
             settings=adapter_settings(vllm_config),
@@ -345,7 +353,27 @@ class SchedulerSide:
             chunks = min(chunks, state.limit)
         # One token must be left: the model has to compute something to sample from.
         hit: int = min(chunks * self._config.chunk_size, state.request.num_tokens - 1)
-        return hit - hit % self._block_size
+        hit -= hit % self._block_size
+        if self._whole_items:
+            for start, end in reversed(_items(state.request)):
+                if start < hit < end:
+                    hit = start - start % self._block_size
+        return hit
+
+    def _note_cuts(self, output: Any) -> None:
+        """Note items of which a step computes the beginning only, see the module."""
+        scheduled = output.num_scheduled_tokens
+        cached = output.scheduled_cached_reqs
+        ends = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+        ends.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        for request_id, computed in ends.items():
+            state = self._requests.get(request_id)
+            if state is None:
+                continue
+            step_end = computed + scheduled[request_id]
+            for start, end in _items(state.request):
+                if start < step_end < end:
+                    state.cut = min(state.cut, start)
 
     def _start_lookup(self, lookups: LookupService, state: _Request) -> Lookup:
         assert self._namespace is not None
@@ -425,6 +453,8 @@ class SchedulerSide:
             meta.waited, self._waited = self._waited, []
         if self._announce and self._namespace is not None:
             meta.namespace = (self._namespace.encoded, self._namespace.slug)
+        if self._whole_items:
+            self._note_cuts(output)
         if getattr(output, "has_sync_kv_loads", False):
             self._doubtful = self._doubtful_steps
         if self._doubtful:
@@ -510,7 +540,7 @@ class SchedulerSide:
         size = self._config.chunk_size
         # Tokens that are not known yet (drafts, samples in flight) may still change.
         known = request.num_tokens if self._config.save_decode else request.num_prompt_tokens
-        complete = min(computed, known) // size
+        complete = min(computed, known, state.cut) // size
         if complete <= state.next_store:
             return
         if lookup is None or lookup.given_up:
@@ -683,6 +713,12 @@ class SchedulerSide:
         """Stop the look-up threads."""
         if self._lookups is not None:
             self._lookups.close()
+
+
+def _items(request: Any) -> list[tuple[int, int]]:
+    """Return where the multimodal items of a request begin and end, in order."""
+    positions = [feature.mm_position for feature in request.mm_features]
+    return sorted((found.offset, found.offset + found.length) for found in positions)
 
 
 def _items_have_content(vllm_config: Any) -> bool:
