@@ -813,6 +813,16 @@ def _mla_without_chunked_prefill(config: SimpleNamespace) -> None:
     config.scheduler_config.enable_chunked_prefill = False
 
 
+def _ranks_on_their_own(config: SimpleNamespace) -> None:
+    config.parallel_config.world_size = 2
+    config.parallel_config.distributed_executor_backend = "external_launcher"
+
+
+def _drafts_in_stages(config: SimpleNamespace) -> None:
+    config.parallel_config.pipeline_parallel_size = 2
+    config.speculative_config = SimpleNamespace(method="ngram")
+
+
 def _set(path: str, value: object) -> Callable[[SimpleNamespace], None]:
     def change(config: SimpleNamespace) -> None:
         *parents, name = path.split(".")
@@ -828,6 +838,8 @@ def _set(path: str, value: object) -> Callable[[SimpleNamespace], None]:
     [
         (_set("parallel_config.decode_context_parallel_size", 2), "--decode-context-parallel"),
         (_set("parallel_config.prefill_context_parallel_size", 2), "--prefill-context-parallel"),
+        (_ranks_on_their_own, "external_launcher each rank schedules for itself"),
+        (_drafts_in_stages, "no chunk would ever be stored whole"),
         (_mla_without_chunked_prefill, "cannot continue a stored prefix with MLA"),
         (_set("model_config.is_encoder_decoder", True), "encoder-decoder"),
         (_set("model_config.is_diffusion", True), "cannot reuse KV"),
@@ -1268,3 +1280,92 @@ def test_what_could_not_be_brought_shortens_the_hit_before_it_is_announced(
     failure = LoadFailure("r", 2, op.chunks[2].key, False)
     side.side.worker_output(WorkerMetadata(failures=[failure]))
     assert side.ask(request) == (16, True)
+
+
+def test_caches_that_are_made_anew_otherwise_share_nothing(
+    make: Callable[..., Side], caplog: pytest.LogCaptureFixture
+) -> None:
+    side = make()
+    side.put(prompt(20))
+    side.side.worker_output(WorkerMetadata(parts={0: PART}))
+    assert side.ask(Request("a", prompt(20))) == (16, True)
+    side.side.worker_output(
+        WorkerMetadata(parts={0: replace(PART, layouts=("canonical",) * LAYERS)})
+    )
+    assert side.side.matched_tokens(Request("b", prompt(20)), 0) == (0, False)
+    assert "made anew with other layers" in caplog.text
+
+
+def test_look_ups_that_could_not_start_are_started_later(
+    make: Callable[..., Side], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    side = make(known=False)
+    side.put(prompt(20))
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name.startswith("kvshelf-lookup"):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="limit of threads"):
+            side.side.worker_output(WorkerMetadata(parts={0: PART}))
+    assert side.step().namespace is None
+    # So the worker says again who it is.
+    side.side.worker_output(WorkerMetadata(parts={0: PART}))
+    assert side.step().namespace is not None
+    assert side.ask(Request("r", prompt(20))) == (16, True)
+
+
+# ------------------------------------------------------------------------- images as a whole
+
+
+def _whole_items(config: SimpleNamespace) -> None:
+    config.model_config.is_mm_prefix_lm = True
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize(
+    ("images", "stored", "expected"),
+    [
+        ([(20, 8)], 3, 20),
+        ([(22, 8)], 3, 20),
+        ([(16, 8)], 3, 24),
+        ([(24, 8)], 3, 24),
+        ([(8, 10), (18, 10)], 3, 8),
+        ([(0, 30)], 3, 0),
+    ],
+)
+def test_no_hit_ends_within_an_image_that_is_computed_as_a_whole(
+    make: Callable[..., Side],
+    whole: bool,
+    images: list[tuple[int, int]],
+    stored: int,
+    expected: int,
+) -> None:
+    side = make(change=_whole_items if whole else lambda config: None)
+    features = [image(str(offset), offset, length) for offset, length in images]
+    items = [MultimodalItem(str(offset), offset, length) for offset, length in images]
+    side.put(prompt(41), stored, items=items)
+    hit = expected if whole else stored * CHUNK
+    assert side.ask(Request("r", prompt(41), mm_features=features)) == (hit, hit > 0)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("doubtful", [False, True])
+def test_what_follows_the_beginning_of_a_divided_image_is_not_stored(
+    make: Callable[..., Side], whole: bool, doubtful: bool
+) -> None:
+    side = make(change=_whole_items if whole else lambda config: None)
+    request = Request("r", prompt(41), mm_features=[image("x", 18, 10)])
+    side.side.new_request(request)
+    assert side.ask(request) == (0, False)
+    stored = []
+    for at, count in ((0, 20), (20, 12), (32, 8)):
+        meta = side.step(
+            {"r": (at, count)}, new=("r",) if at == 0 else (), sync_loads=doubtful and at == 0
+        )
+        stored += [store.chunk.index for store in meta.stores]
+    assert stored == ([0, 1] if whole else [0, 1, 2, 3, 4])

@@ -25,6 +25,7 @@ from kvshelf.chunkfile import ObjectFormat
 from kvshelf.errors import ConfigError, TransientStorageError, UnsupportedError
 from kvshelf.identity import Chunk, KeyChain, Namespace, object_name
 from kvshelf.shelf import Shelf
+from kvshelf.staging import StagingPool
 from kvshelf.vllm import connector, weight_changes
 from kvshelf.vllm.connector import SharedStorageConnector
 from kvshelf.vllm.metadata import (
@@ -739,6 +740,83 @@ def test_weights_behind_a_link_that_was_switched_meanwhile_are_not_trusted(
     rig = make(config=with_model(backend, path), opened=False)
     problem = wait_for(rig, "problem")
     assert f"the link {link} was made after the engine began to start" in problem
+
+
+@pytest.mark.usefixtures("old_files")
+def test_weights_of_which_a_part_is_another_models_have_no_name(
+    make: Callable[..., Rig], backend: FaultyBackend, model: Path
+) -> None:
+    config = with_model(backend, model)
+    config.model_config.hf_config = SimpleNamespace(audio_model_id=None, text_model_id="a/b")
+    rig = make(config=config, opened=False)
+    problem = wait_for(rig, "problem")
+    assert "those of another model, a/b" in problem
+    assert "Set `weights`" in problem
+
+
+def test_layers_that_keep_something_beside_kv_are_stored_as_well(
+    make: Callable[..., Rig], backend: FaultyBackend
+) -> None:
+    # As the indexers of DeepSeek's sparse attention: no attention, no heads, no scales.
+    config = make_config(backend.url)
+    indexer = torch.zeros(BLOCKS, BLOCK, 12, dtype=torch.uint8)
+    layers = config.compilation_config.static_forward_context
+    layers["model.layers.0.self_attn.indexer.k_cache"] = SimpleNamespace(kv_cache=indexer)
+    caches = make_caches(BLOCKS, BLOCK) | {list(layers)[-1]: indexer}
+    bind(config, caches)
+    connector = SharedStorageConnector(config, KVConnectorRole.WORKER, make_groups(config))
+    connector.register_kv_caches(caches)
+    part = connector._worker._part  # type: ignore[union-attr]
+    assert part is not None
+    assert sorted(part.head_sizes) == [12, HEAD_SIZE, HEAD_SIZE]
+    assert all(layout.startswith("opaque-") for layout in part.layouts)
+    connector.shutdown()
+
+
+def test_scales_are_one_for_a_layer_or_one_for_each_head() -> None:
+    layers = {
+        "a": SimpleNamespace(_k_scale=torch.tensor(0.5), _v_scale=torch.tensor([0.25])),
+        "b": SimpleNamespace(_k_scale=torch.tensor([1.0, 2.0]), _v_scale=torch.tensor([3.0, 4.0])),
+        "indexer": SimpleNamespace(),
+    }
+    assert kv_scales(layers, layers) == (0.5, 0.25, 1.0, 2.0, 3.0, 4.0)
+
+
+def test_a_worker_that_gets_no_thread_tries_again_and_keeps_nothing_twice(
+    make: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = make(opened=False)
+    until(lambda: rig.side._prepared is not None)
+    namespace = rig.namespace()
+    pools: list[StagingPool] = []
+    create, start = StagingPool.__init__, threading.Thread.start
+
+    def note(pool: StagingPool, *args: Any, **options: Any) -> None:
+        pools.append(pool)
+        create(pool, *args, **options)
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name.startswith(("kvshelf-store", "kvshelf-warm")):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    def loading() -> list[threading.Thread]:
+        return [t for t in threading.enumerate() if t.name.startswith("kvshelf-load")]
+
+    before = len(loading())
+    monkeypatch.setattr(StagingPool, "__init__", note)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        for _ in range(5):
+            rig.step(StepMetadata(namespace=namespace))
+    assert not pools
+    until(lambda: len(loading()) == before)
+    assert "the limit of threads is reached" in caplog.text
+    rig.step(StepMetadata(namespace=namespace))
+    chunks = rig.chunks(2)
+    rig.store(chunks)
+    assert rig.side.drain(PATIENCE) == 0
+    assert not pools
 
 
 @pytest.mark.usefixtures("old_files")

@@ -318,9 +318,9 @@ class SharedStorageConnector(KVConnectorBase_V1):
         """Learn what workers report."""
         scheduler = self._as_scheduler()
         meta = connector_output.kv_connector_worker_meta
+        scheduler.loads_done(connector_output.finished_recving or set())
         if isinstance(meta, WorkerMetadata):
             scheduler.worker_output(meta)
-        scheduler.loads_done(connector_output.finished_recving or set())
 
     @_contained(lambda *_: (False, None))
     def request_finished(
@@ -464,6 +464,12 @@ def _check_engine(vllm_config: Any, kv_cache_config: Any) -> None:
                 f" workers, which kvshelf does not serve. Start vLLM with {flag} 1; tensor and"
                 " pipeline parallelism are served, and replicas share one shelf"
             )
+    alone = getattr(parallel, "distributed_executor_backend", None) == "external_launcher"
+    if alone and int(parallel.world_size) > 1:
+        raise UnsupportedError(
+            "with distributed_executor_backend external_launcher each rank schedules for itself and"
+            " hears of no other, so none knows when a chunk is complete. Use mp or ray"
+        )
     model = vllm_config.model_config
     if getattr(model, "is_encoder_decoder", False):
         raise UnsupportedError(
@@ -493,6 +499,11 @@ def _check_engine(vllm_config: Any, kv_cache_config: Any) -> None:
         raise UnsupportedError(
             f"speculative decoding by {speculative.method!r} keeps KV of its own, which this"
             f" version of kvshelf does not store; use one of {sorted(_DRAFTS_WITHOUT_KV)}"
+        )
+    if speculative is not None and int(parallel.pipeline_parallel_size) > 1:
+        raise UnsupportedError(
+            "with speculative decoding vLLM ends a step of a connector on the last pipeline stage"
+            " only, so no chunk would ever be stored whole. Use tensor parallelism, or no drafts"
         )
 
 

@@ -400,6 +400,10 @@ class WeightsIdentity:
         load_format = str(getattr(self._vllm_config.load_config, "load_format", "auto"))
         if load_format == "dummy":
             raise ConfigError("load_format=dummy makes random weights, which no file names")
+        model = getattr(self._vllm_config.model_config, "hf_config", None)
+        for name in ("audio_model_id", "text_model_id"):
+            if other := getattr(model, name, None):
+                raise ConfigError(f"a part of the weights is those of another model, {other}")
         model_dir = local_model_dir(self._vllm_config)
         files = weight_files(model_dir, load_format)
         if changed_since is not None:

@@ -200,6 +200,8 @@ class SchedulerSide:
         self._parts: dict[int, WorkerPart] = {}
         self._repaired_by: OrderedDict[bytes, set[int]] = OrderedDict()
         self._namespace: Namespace | None = None
+        #: What the namespace was made of.
+        self._stages: list[WorkerPart] = []
         self._announce = False
         self._disabled = False
         self._lookups: LookupService | None = None
@@ -645,8 +647,14 @@ class SchedulerSide:
                     " scales: run all ranks on machines of one kind, with one version of vLLM"
                 )
                 return
-        self._announce = True
+        stages = [replace(part, weights=None) for part in stages]
         if self._namespace is not None:
+            self._announce = True
+            if stages != self._stages:
+                self._disable(
+                    "the KV caches were made anew with other layers, shapes, layout or scales:"
+                    " restart the engine"
+                )
             return
         try:
             namespace = build_namespace(self._vllm_config, self._config, stages, weights)
@@ -654,7 +662,16 @@ class SchedulerSide:
         except KVShelfError as error:
             self._disable(str(error))
             return
-        self._namespace = namespace
+        lookups = LookupService(
+            shelf,
+            fmt,
+            failed=self._failed,
+            counters=self.counters,
+            on_thread_start=self._on_thread_start,
+        )
+        # Only now, so that what failed until here is tried again.
+        self._lookups, self._namespace, self._stages = lookups, namespace, stages
+        self._announce = True
         probe_cost = shelf.backend.properties.probe_cost
         self._prefetches = self._may_load and self._config.prefetch_budget(probe_cost) > 0
         cache = self._vllm_config.cache_config
@@ -663,13 +680,6 @@ class SchedulerSide:
             self._most_at_hand = 0
         elif blocks:
             self._most_at_hand = blocks * self._block_size // self._config.chunk_size
-        self._lookups = LookupService(
-            shelf,
-            fmt,
-            failed=self._failed,
-            counters=self.counters,
-            on_thread_start=self._on_thread_start,
-        )
         logger.info("shelf %s, namespace %s", shelf.url, namespace.folder)
 
     def _disable(self, problem: str, *, said: bool = False) -> None:

@@ -57,7 +57,7 @@ import vllm
 
 from kvshelf import ops
 from kvshelf.backends import Properties
-from kvshelf.backends.guard import BreakerState
+from kvshelf.backends.guard import BreakerState, try_to_start
 from kvshelf.chunkfile import ObjectFormat
 from kvshelf.config import Config
 from kvshelf.device import DEFAULT_RING, Streams
@@ -538,8 +538,8 @@ class WorkerSide:
         warming = threading.Thread(
             target=self._warm, args=(staging,), name="kvshelf-warm", daemon=True
         )
-        self._warming = warming, staging
-        warming.start()
+        if try_to_start(warming):
+            self._warming = warming, staging
 
     def _warm(self, staging: StagingPool) -> None:
         spread_out()
@@ -649,18 +649,24 @@ class WorkerSide:
             prepared.fmt, budget, self.counters, shards=memory.plan.shards, push_out=False
         )
         load_threads, store_threads = self._threads(properties)
-        self._transfer = Transfer(
-            LoadsFromTiers(shelf, [prefetched]) if budget else shelf,
-            prepared.fmt,
-            memory.cache,
-            memory.staging,
-            counters=self.counters,
-            plan=memory.plan,
-            load_threads=load_threads,
-            store_threads=store_threads,
-            check_finite=self._config.check_finite,
-            on_thread_start=lambda kind: spread_out(),
-        )
+        try:
+            self._transfer = Transfer(
+                LoadsFromTiers(shelf, [prefetched]) if budget else shelf,
+                prepared.fmt,
+                memory.cache,
+                memory.staging,
+                counters=self.counters,
+                plan=memory.plan,
+                load_threads=load_threads,
+                store_threads=store_threads,
+                check_finite=self._config.check_finite,
+                on_thread_start=lambda kind: spread_out(),
+            )
+        except RuntimeError:
+            # No threads can be started now. The next step tries again.
+            prefetched.close()
+            self._prepared, self._memory = prepared, None
+            raise
         self._prefetcher = Prefetcher(self._transfer, prefetched) if budget else None
         self._staging = memory.staging
         self._namespace = prepared.namespace
@@ -714,17 +720,22 @@ class WorkerSide:
                 usable = self._transfer is not None and not self._changed_by
                 if self._transfer is not None and usable and self._adapters.may_load(op.adapter):
                     load = self._transfer.load(op.request_id, self._load_items(op))
+                    self._ops[load] = op
             except Exception as error:
                 logger.error("a load was not started", exc_info=error)
             if load is None:
                 self._refuse(op)
-                if self._prefetcher is not None:
-                    self._prefetcher.over(op.request_id)
-            else:
-                self._ops[load] = op
-                if self._prefetcher is not None:
-                    # What is being read for it the load has made its own.
-                    self._prefetcher.stop(op.request_id)
+            self._end_read_ahead(op.request_id, loading=load is not None)
+
+    def _end_read_ahead(self, request_id: str, *, loading: bool = False) -> None:
+        """Read no more ahead for a request. What is being read for a load it has made its own."""
+        if self._prefetcher is None:
+            return
+        try:
+            (self._prefetcher.stop if loading else self._prefetcher.over)(request_id)
+        except Exception as error:
+            # vLLM waits for every load, so none may be lost for this.
+            logger.error("reading ahead was not ended", exc_info=error)
 
     def _refuse(self, op: LoadOp) -> None:
         """Report a load finished that brings nothing."""
@@ -807,8 +818,7 @@ class WorkerSide:
                     self._note_nothing(op)
                 else:
                     self._note(load, op)
-                if self._prefetcher is not None:
-                    self._prefetcher.over(load.request_id)
+                self._end_read_ahead(load.request_id)
         return done
 
     def _note(self, load: Load, op: LoadOp) -> None:
