@@ -493,6 +493,18 @@ def test_a_look_up_that_raises_is_a_miss_and_logged_once(
     assert rig.look(prompt(1)).chain is not None
 
 
+def test_mistakes_of_who_is_told_end_no_thread(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    def fail(lookup: Lookup) -> None:
+        raise KeyError("nobody knows it")
+
+    for seed in range(5):
+        lookup = rig.service.submit(prompt(1, seed), lambda: rig.chain([]), on_done=fail)
+        assert lookup.wait(PATIENCE)
+    until(lambda: "made a mistake" in caplog.text)
+    assert rig.look(prompt(1)).chain is not None
+    assert len([r for r in caplog.records if "made a mistake" in r.getMessage()]) == 1
+
+
 def test_cancelled_look_ups_cost_nothing(tmp_path: Path) -> None:
     gate = threading.Event()
     rig = Rig(FaultyBackend(posix(tmp_path / "shelf"), Fault("stat", wait=gate)))

@@ -168,6 +168,25 @@ def test_who_waits_hears_when_no_thread_is_left(rig: Rig, monkeypatch: pytest.Mo
     gate.set()
 
 
+def test_a_thread_that_cannot_be_prepared_works_all_the_same(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail() -> None:
+        raise OSError("no such processor")
+
+    gate = threading.Event()
+    threads = StorageThreads(
+        "more", 1, gate.wait, rig.guard, count_kept=lambda: None, on_thread_start=fail
+    )
+    threads.start()
+    until(lambda: "it works all the same" in caplog.text)
+    assert threads.any
+    gate.set()
+    threads.close()
+    threads.join(PATIENCE)
+    assert not threads.any
+
+
 def test_threads_of_which_none_can_be_started_say_why(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

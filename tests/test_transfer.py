@@ -300,6 +300,24 @@ def test_log_lines_are_few(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
     assert len(caplog.records) == 10
 
 
+def test_mistakes_of_who_is_told_end_no_thread(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    def fail(*_: object) -> None:
+        raise KeyError("nobody knows it")
+
+    chunks = make_chunks(rig.fmt, 4)
+    for item in rig.items(chunks, 0):
+        rig.fill(item)
+        assert rig.transfer.store(item, on_done=fail) == "queued"
+    assert rig.transfer.drain(PATIENCE) == 0
+    for number, item in enumerate(rig.items(chunks, 20)):
+        load = rig.transfer.load(str(number), [item], on_done=fail)
+        until(lambda load=load: load.finished)
+        assert load.failed_at is None
+    rig.put(make_chunks(rig.fmt, 1, 7))
+    assert len([r for r in caplog.records if "made a mistake" in r.getMessage()]) == 1
+    assert rig.count("store_errors") == rig.count("load_errors") == 0
+
+
 # ------------------------------------------------------------------------- staging
 
 

@@ -180,7 +180,9 @@ class Lookup:
         make_chain: Callable[[], KeyChain | None],
         first_chunk: int = 0,
         on_done: Callable[[Lookup], None] | None = None,
+        on_mistake: Callable[[str, Exception], None] | None = None,
     ) -> None:
+        self._on_mistake = on_mistake
         self.first_chunk = first_chunk
         self._on_done = on_done
         self._tokens = tokens
@@ -218,7 +220,11 @@ class Lookup:
             self.finished_at = time.monotonic()
             self._done.set()
         if self._on_done is not None:
-            self._on_done(self)
+            try:
+                self._on_done(self)
+            except Exception as error:  # noqa: BLE001 - it must end no thread of ours
+                if self._on_mistake is not None:
+                    self._on_mistake("who was told of a look-up's end made a mistake", error)
 
 
 class _Pace:
@@ -329,7 +335,7 @@ class LookupService:
             Called once on the background thread when the answer is there, also when the
             look-up was cancelled. Must not block.
         """
-        lookup = Lookup(tokens, make_chain, first_chunk, on_done)
+        lookup = Lookup(tokens, make_chain, first_chunk, on_done, self._log_failure)
         with self._submitting:
             taken = not self._closed and self._threads.ready()
             if taken:
@@ -419,13 +425,13 @@ class LookupService:
 
     def _count_failure(self, error: Exception) -> None:
         self._counters.add("probe_errors")
-        self._log_failure(error)
+        self._log_failure("a look-up failed and counts as a miss", error)
 
-    def _log_failure(self, error: Exception) -> None:
+    def _log_failure(self, text: str, error: Exception) -> None:
         now = time.monotonic()
         if now >= self._next_log:
             self._next_log = now + _LOG_SECONDS
-            logger.error("a look-up failed and counts as a miss", exc_info=error)
+            logger.error(text, exc_info=error)
 
     def _work(self, lookup: Lookup) -> None:
         if lookup._cancelled:

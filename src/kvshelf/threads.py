@@ -17,12 +17,15 @@ Contracts
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
 from typing import Final
 
 from kvshelf.backends.guard import GuardedBackend, try_to_start
+
+logger = logging.getLogger(__name__)
 
 #: Most threads of one owner that a storage can keep.
 MOST_KEPT: Final = 32
@@ -123,13 +126,20 @@ class StorageThreads:
             self._working[me] = thread
             self._starting.discard(thread)
         try:
-            if self._on_thread_start is not None:
-                self._on_thread_start()
+            self._prepare()
             self._run()
         finally:
             with self._lock:
                 self._working.pop(me, None)
                 self._kept.discard(me)
+
+    def _prepare(self) -> None:
+        if self._on_thread_start is not None:
+            try:
+                self._on_thread_start()
+            except Exception as error:
+                # One thread after the other would end, and its work with it.
+                logger.error("a thread was not prepared, it works all the same", exc_info=error)
 
     @property
     def kept(self) -> int:

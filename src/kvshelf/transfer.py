@@ -409,12 +409,12 @@ class _StoreJob:
     ended: bool = False
     copied: device.Copied = device.ENDED
 
-    def tell(self, result: StoreResult) -> None:
+    def tell(self, result: StoreResult, call: Callable[..., None]) -> None:
         """Tell everybody how it ended."""
         if self.on_done is not None:
-            self.on_done(self.chunk, result)
+            call(self.on_done, self.chunk, result)
         for on_done in self.waiting:
-            on_done(self.chunk, "existed" if result in ("published", "repaired") else result)
+            call(on_done, self.chunk, "existed" if result in ("published", "repaired") else result)
 
 
 StoreOutcome = Literal["queued", "known", "full", "hole", "paused"]
@@ -790,7 +790,7 @@ class Transfer:
             if self._in_flight.get(job.chunk.key) is job:
                 del self._in_flight[job.chunk.key]
             self._store_idle.notify_all()
-        job.tell(result)
+        job.tell(result, self._call)
 
     def _release(self, job: _StoreJob) -> None:
         # A device that is still copying into a buffer would write into memory given back.
@@ -828,7 +828,7 @@ class Transfer:
             if self._in_flight.get(key) is job:
                 del self._in_flight[key]
             self._store_idle.notify_all()
-        job.tell(result)
+        job.tell(result, self._call)
 
     def _publish(self, job: _StoreJob) -> StoreResult:
         fmt, shelf, chunk = self._fmt, self._shelf, job.chunk
@@ -1292,7 +1292,15 @@ class Transfer:
             active = self._active_early if load.early else self._active
             if active.get(load.request_id) is load:
                 del active[load.request_id]
-            load._on_done(load)
+            self._call(load._on_done, load)
+
+    def _call(self, on_done: Callable[..., None], *values: object) -> None:
+        """Tell somebody, whose mistakes must end no thread of ours."""
+        try:
+            on_done(*values)
+        except Exception as error:
+            if self._log.allows(("on_done", type(error))):
+                logger.error("who was told of an end made a mistake", exc_info=error)
 
     # ---------------------------------------------------------------- end
 
