@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import mmap
 import threading
 from collections.abc import Callable
@@ -293,6 +294,40 @@ def test_memory_taken_in_inference_mode_can_be_written_outside_of_it(
 def test_pinned_memory_without_a_gpu_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="kind='host'"):
         BufferPool(1 << 20, kind="pinned")
+
+
+class Cuda:
+    """CUDA that refuses to pin memory, and keeps the error as the real one does."""
+
+    class Result(enum.Enum):
+        OUT_OF_MEMORY = 2
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.kept = False
+        zeros = torch.zeros
+
+        def launch(*size: int, device: str = "cpu", **options: object) -> torch.Tensor:
+            if device.startswith("cuda") and self.kept:
+                self.kept = False
+                raise RuntimeError("CUDA error: out of memory")
+            return zeros(*size, **options)
+
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(torch.cuda, "cudart", lambda: self)
+        patch.setattr(torch, "zeros", launch)
+
+    def cudaHostRegister(self, *_: int) -> Result:  # noqa: N802
+        self.kept = True
+        return self.Result.OUT_OF_MEMORY
+
+
+def test_memory_that_cannot_be_pinned_leaves_no_error_for_the_engines_next_launch(
+    make_pool: MakePool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    cuda = Cuda(monkeypatch)
+    assert make_pool(1 << 20, kind="pinned").allocate(1) is None
+    assert "failed with error 2" in caplog.text
+    assert not cuda.kept
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

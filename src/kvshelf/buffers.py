@@ -25,6 +25,7 @@ import threading
 import traceback
 from bisect import bisect_left
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Final, Literal, TypeAlias
@@ -489,8 +490,13 @@ def _pin(tensor: Tensor) -> Callable[[], None]:
     """
     address, runtime = tensor.data_ptr(), torch.cuda.cudart()  # type: ignore[no-untyped-call]
     # 1: pinned for every GPU, not only the current one.
-    error = int(runtime.cudaHostRegister(address, tensor.numel(), 1))
+    result = runtime.cudaHostRegister(address, tensor.numel(), 1)
+    error = int(getattr(result, "value", result))
     if error:
+        # CUDA keeps the error for this thread, and torch would raise it at the engine's next
+        # launch. Only such a launch takes it away: torch has no cudaGetLastError.
+        with suppress(RuntimeError):
+            torch.zeros(1, device="cuda")
         raise RuntimeError(f"cudaHostRegister of {tensor.numel()} bytes failed with error {error}")
 
     def unpin() -> None:
