@@ -25,6 +25,7 @@ from parts import PATIENCE, SOON, Rig, content, make_chunks, make_format, posix,
 from thread_limit import none_can_be_started
 
 from kvshelf import threads as threads_module
+from kvshelf import transfer as transfer_module
 from kvshelf.errors import (
     ConfigError,
     NoSpaceStorageError,
@@ -246,6 +247,20 @@ def test_a_bad_object_is_a_miss_from_there_on_and_repaired_by_the_next_store(
     load, items = rig.load(chunks, 40)
     assert load.failed_at is None
     assert all(rig.holds(item) for item in items)
+
+
+def test_what_was_repaired_is_remembered_within_bounds(
+    backend: FaultyBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfer_module, "_STORED_MEMORY", 2)
+    with closing(Rig(backend)) as rig:
+        chunks = make_chunks(rig.fmt, 3)
+        rig.put(chunks)
+        for item in rig.items(chunks, 0):
+            assert rig.transfer.store(item, repair=True) == "queued"
+            assert rig.transfer.drain(PATIENCE) == 0
+        assert rig.transfer.take_repaired() == [chunk.key for chunk in chunks[1:]]
+        assert rig.transfer.take_repaired() == []
 
 
 def test_a_good_object_is_never_replaced_by_a_repair(rig: Rig) -> None:

@@ -525,7 +525,8 @@ class Transfer:
         self._in_flight: dict[bytes, _StoreJob] = {}
         self._holes: OrderedDict[bytes, float] = OrderedDict()
         self._stored_at: OrderedDict[bytes, float] = OrderedDict()
-        self._repaired: list[bytes] = []
+        #: The youngest, for there may be nobody who takes them.
+        self._repaired: deque[bytes] = deque(maxlen=_STORED_MEMORY)
         #: What look-ups elsewhere have to hear of; where probes are cheap they ask again anyway.
         self._published: deque[bytes] = deque(maxlen=_STORED_MEMORY)
         self._notes_published = shelf.backend.properties.probe_cost >= CHEAP_PROBE
@@ -722,7 +723,8 @@ class Transfer:
     def take_repaired(self) -> list[bytes]:
         """Return the keys whose bad objects were replaced since the last call."""
         with self._store_lock:
-            keys, self._repaired = self._repaired, []
+            keys = list(self._repaired)
+            self._repaired.clear()
             return keys
 
     def take_published(self) -> list[bytes]:
