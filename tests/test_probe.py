@@ -6,6 +6,7 @@ import os
 import random
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -537,6 +538,26 @@ def test_closing_works_off_what_was_submitted_and_later_look_ups_end_at_once(
     assert not any(lookup.given_up for lookup in before)
     until(lambda: not rig.service._threads.any)
     assert rig.submit(prompt(2)).given_up
+
+
+def test_cancelled_look_ups_that_wait_hold_no_prompts(tmp_path: Path) -> None:
+    class Prompt(list[int]):
+        """One to which there are weak references."""
+
+    gate = threading.Event()
+    rig = Rig(FaultyBackend(posix(tmp_path / "shelf"), Fault("stat", wait=gate)))
+    first = rig.submit(prompt(2))
+    tokens = Prompt(prompt(2, seed=1))
+    held = weakref.ref(tokens)
+    second = rig.service.submit(tokens, lambda tokens=tokens: rig.chain(tokens))
+    del tokens
+    assert held() is not None
+    second.cancel()
+    assert held() is None
+    gate.set()
+    assert first.wait(PATIENCE)
+    assert second.wait(PATIENCE)
+    rig.service.close()
 
 
 def test_a_storage_that_hangs_is_noticed_and_its_return_too(tmp_path: Path) -> None:

@@ -208,6 +208,10 @@ class Lookup:
     def cancel(self) -> None:
         """Tell the background thread that nobody wants the answer any more."""
         self._cancelled = True
+        # It may wait behind others for long. A thread that reads them at this moment looks whether
+        # it is cancelled before it gives an answer.
+        self._tokens = ()
+        self._make_chain = _no_chain
 
     def _finish(self, hit_chunks: int, chain: KeyChain | None, *, given_up: bool = False) -> None:
         """Give the answer, unless there is one: a thread that was given up may come back."""
@@ -225,6 +229,10 @@ class Lookup:
             except Exception as error:  # noqa: BLE001 - it must end no thread of ours
                 if self._on_mistake is not None:
                     self._on_mistake("who was told of a look-up's end made a mistake", error)
+
+
+def _no_chain() -> KeyChain | None:
+    return None
 
 
 class _Pace:
