@@ -17,6 +17,10 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     pytest.importorskip("vllm")
     from vllm.v1.attention.backend import AttentionImpl
+    from vllm.v1.attention.backends.composite import (
+        MMPrefixAttentionRouting,
+        create_composite_attention_backend,
+    )
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
     from vllm.v1.attention.backends.mla.cpu_mla import CPUMLAImpl
 
@@ -192,6 +196,31 @@ def test_mla_is_learned_through_its_own_call() -> None:
     assert found.learned.layout == PagedLayout.from_mla(layer.kv_cache), found.learned.reason
     stored = choose([found])
     assert (stored.kind, stored.shapes, stored.dtypes) == ("canonical", ("*,48",), ("BF16",))
+
+
+class Causal(CPUAttentionBackend):
+    """Another backend, for a composite that is none of one and the same."""
+
+
+def test_composites_are_learned_through_their_part_that_writes() -> None:
+    composite = create_composite_attention_backend(
+        CPUAttentionBackend,
+        Causal,
+        name="Composite",
+        backend_name="CUSTOM",
+        module=__name__,
+        routing_policy=MMPrefixAttentionRouting,
+    )
+    plain = cpu_layer("vec")
+    layer = cpu_layer("vec", attn_backend=composite)
+    implementation = composite.get_impl_cls()
+    layer.impl = implementation.__new__(implementation)
+    layer.impl.general_impl = layer.impl.causal_impl = plain.impl
+    [found], [expected] = probe(layer), probe(plain)
+    assert found.learned.layout is not None, found.learned.reason
+    assert found.learned == expected.learned
+    # Composites of different backends have a name in common.
+    assert found.backend == expected.backend
 
 
 # --------------------------------------------------------------------------- not written to

@@ -81,7 +81,7 @@ class LayerCache:
         2, KV heads in this cache and elements of K (and of V) for each; for MLA 1, 1 and
         the elements of the content; 0 where they are not known.
     backend : str
-        Class of the layer's attention implementation.
+        Class of the layer's attention implementation; of a composite's part that writes.
     seconds : float
         What learning took.
     """
@@ -151,7 +151,7 @@ def probe_layers(
                 " this model"
             )
         dtype_name = str(getattr(layer, "kv_cache_dtype", None) or cache_dtype)
-        backend = type(getattr(layer, "impl", layer))
+        backend = type(_implementation(layer))
         dtype, kvs, heads, head_size = "U8", 0, 0, 0
         try:
             dtype = _stored_dtype(dtype_name, cache)
@@ -219,6 +219,13 @@ def _stored_dtype(dtype_name: str, cache: Tensor) -> str:
         raise _UnknownError(str(error)) from None
 
 
+def _implementation(layer: Any) -> Any:
+    """Return what writes to a layer's cache."""
+    impl = getattr(layer, "impl", layer)
+    # Of a composite, whose own methods take anything, it is the first part that writes.
+    return getattr(impl, "general_impl", impl)
+
+
 def _writer(
     layer: Any, dtype_name: str, compute_dtype: torch.dtype
 ) -> tuple[int, int, int, WritePattern, tuple[float, float]]:
@@ -231,7 +238,7 @@ def _writer(
     """
     from vllm.v1.attention.backend import AttentionImpl, MLAAttentionImpl
 
-    impl = getattr(layer, "impl", None)
+    impl = _implementation(layer)
     if getattr(layer, "kv_sharing_target_layer_name", None) is not None:
         raise _UnknownError("it shares another layer's cache")
     bound: Tensor = layer.kv_cache
