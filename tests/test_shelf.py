@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
 import time
 import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from kvshelf.backends import WriteResult, open_backend
 from kvshelf.backends.base import StatResults
 from kvshelf.backends.wrappers import CountingBackend, Fault, FaultyBackend
+from parts import PATIENCE, until
 
 from kvshelf import shelf as shelf_module
 from kvshelf.chunkfile import ObjectFormat, PayloadDamaged, WrongKey
@@ -479,6 +482,66 @@ def test_listing_may_be_forbidden(root: Path, fmt: ObjectFormat, chunks: list[Ch
     with Shelf(faulty) as shelf:
         store(shelf, fmt, chunks[0])
         assert load(shelf, fmt, chunks[0]) == image(fmt, chunks[0])
+
+
+class Listed:
+    """A shelf with one chunk, whose folders are known and to be looked for again."""
+
+    def __init__(
+        self, root: Path, fmt: ObjectFormat, chunk: Chunk, patch: pytest.MonkeyPatch
+    ) -> None:
+        self.now = 1000.0
+        self.faulty = FaultyBackend(open_backend(root))
+        self.counting = CountingBackend(self.faulty)
+        self.shelf = Shelf(self.counting)
+        self._fmt = fmt
+        self._chunk = chunk
+        clock = SimpleNamespace(
+            monotonic=lambda: self.now, perf_counter=time.perf_counter, time=time.time
+        )
+        patch.setattr(shelf_module, "time", clock)
+        store(self.shelf, fmt, chunk)
+        self.now += 61.0
+        self.use()
+        self.now += 61.0
+        self.counting.counts.clear()
+
+    def use(self) -> None:
+        """Look for the chunk, and read it."""
+        assert self.shelf.probe(self._fmt, [(self._chunk, 0)]) == [Presence.PRESENT]
+        assert load(self.shelf, self._fmt, self._chunk) == image(self._fmt, self._chunk)
+
+
+def test_listings_that_fail_do_not_stop_what_can_be_read(
+    root: Path, fmt: ObjectFormat, chunks: list[Chunk], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed = Listed(root, fmt, chunks[0], monkeypatch)
+    listed.faulty.add(Fault("folders", error=lambda: TransientStorageError(5, "503")))
+    with listed.shelf as shelf:
+        for minute in range(1, 4):
+            for _ in range(10):
+                listed.use()
+            assert listed.counting.counts["folders"] == minute
+            listed.now += 61.0
+        assert shelf.available
+
+
+def test_a_listing_that_hangs_holds_up_one_caller(
+    root: Path, fmt: ObjectFormat, chunks: list[Chunk], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed = Listed(root, fmt, chunks[0], monkeypatch)
+    gate = threading.Event()
+    listed.faulty.add(Fault("folders", wait=gate))
+    with listed.shelf:
+        held, other = (threading.Thread(target=listed.use, daemon=True) for _ in range(2))
+        held.start()
+        until(lambda: listed.counting.counts["folders"] == 1)
+        other.start()
+        other.join(PATIENCE)
+        assert held.is_alive()
+        assert not other.is_alive()
+        gate.set()
+        held.join(PATIENCE)
 
 
 def test_repair_verifies_before_it_replaces(

@@ -254,6 +254,10 @@ class Shelf:
         now = time.monotonic()
         if now < known.folders_until:
             return known.folders
+        if known.folders_until:
+            # One caller looks, the others go on. So do all where it fails: what is read and probed
+            # well is not to be given a rest because each of them asks for a listing in vain.
+            known.folders_until = now + _FOLDERS_SECONDS
         own = fmt.namespace.folder
         tag = fmt.namespace.digest.hex()[:16]
         try:
