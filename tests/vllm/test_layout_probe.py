@@ -264,6 +264,64 @@ class Updating(CPUAttentionBackend):
     forward_includes_kv_cache_update = True
 
 
+class PerHead(Counting):
+    """Divides by the scale of each head, as vLLM's kernels for CUDA do."""
+
+    def do_kv_cache_update(
+        self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+    ) -> None:
+        size = kv_cache.shape[2]
+        caches = kv_cache.view(torch.uint8).transpose(1, 2).split(layer.head_size, -1)
+        scales = self.used(layer._k_scale), self.used(layer._v_scale)
+        for cache, rows, scale in zip(caches, (key, value), scales, strict=True):
+            stored = (rows.float() / scale.view(1, -1, 1)).to(torch.float8_e4m3fn)
+            cache[slot_mapping // size, slot_mapping % size] = stored.view(torch.uint8)
+
+    def used(self, scale: Tensor) -> Tensor:
+        return scale
+
+
+class OneForAll(PerHead):
+    """Divides by the scale of the first head, as a kernel that expects a single one does."""
+
+    def used(self, scale: Tensor) -> Tensor:
+        return scale[:1]
+
+
+def scaled_layer(impl: Counting, k_scale: list[float], v_scale: list[float]) -> Any:
+    return cpu_layer(
+        "vec",
+        kv_cache_dtype="fp8_e4m3",
+        impl=impl,
+        _k_scale=torch.tensor(k_scale),
+        _v_scale=torch.tensor(v_scale),
+        _k_scale_float=max(k_scale),
+        _v_scale_float=max(v_scale),
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("k_scale", "v_scale"),
+    [([0.0123, 7.0], [0.3, 0.4]), ([0.3, 0.5], [1.0, 0.7]), ([2.0, 0.5], [1.0, 4.0])],
+)
+def test_caches_with_scales_for_each_head_are_learned(
+    k_scale: list[float], v_scale: list[float], dtype: torch.dtype
+) -> None:
+    layer = scaled_layer(PerHead(), k_scale, v_scale)
+    [found] = probe(layer, dtype=dtype)
+    assert found.learned.layout == PagedLayout.from_bhnc(layer.kv_cache, layer.head_size)
+
+
+@pytest.mark.parametrize(
+    ("impl", "scale"),
+    [(OneForAll(), [0.1, 0.3]), (PerHead(), [0.1, 0.2, 0.3]), (PerHead(), [0.1, 0.0])],
+)
+def test_scales_that_do_not_fit_are_unknown(impl: Counting, scale: list[float]) -> None:
+    [found] = probe(scaled_layer(impl, scale, scale))
+    assert found.learned.kind == "unknown"
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [

@@ -23,6 +23,7 @@ import hashlib
 import inspect
 import json
 import logging
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -260,23 +261,19 @@ def _writer(
         raise _UnknownError(
             f"its cache update takes ({', '.join(found)}), expected ({', '.join(expected)})"
         )
-    scaled = "fp8" in dtype_name
-    scales = (
-        float(layer._k_scale_float) if scaled else 1.0,
-        float(layer._v_scale_float) if scaled else 1.0,
-    )
-    if min(scales) <= 0:
-        raise _UnknownError(f"its scales are {scales}, which no value can be divided by")
+    mla = expected is _MLA_UPDATE
+    scales, factors = _scales(layer, 1 if mla else int(layer.num_kv_heads), "fp8" in dtype_name)
     device = bound.device
 
     def moved(rows: Tensor) -> Tensor:
         return rows.to(device=device, dtype=compute_dtype)
 
-    if expected is _ATTENTION_UPDATE:
+    if not mla:
 
         def write(slots: Tensor, key: Tensor, value: Tensor | None) -> None:
             assert value is not None
-            update(layer, moved(key), moved(value), bound, slots.to(device))
+            rows = moved(key * factors[0]), moved(value * factors[1])
+            update(layer, *rows, bound, slots.to(device))
             _finish(device)
 
         return 2, int(layer.num_kv_heads), int(layer.head_size), write, scales
@@ -291,6 +288,33 @@ def _writer(
         _finish(device)
 
     return 1, 1, content, write_content, scales
+
+
+def _scales(layer: Any, heads: int, scaled: bool) -> tuple[tuple[float, float], list[Tensor]]:
+    """Return scales of K and V, and how many times as large those of each head are.
+
+    The latter are float32 [1, heads, 1].
+
+    Raises
+    ------
+    _UnknownError
+        If what the layer has are no such scales.
+    """
+    chosen, factors = [1.0, 1.0], [torch.ones(1, heads, 1)] * 2
+    for kv, name in enumerate(("_k_scale", "_v_scale") if scaled else ()):
+        of_heads = getattr(layer, name, None)
+        if of_heads is None or of_heads.numel() == 1:
+            scales = [float(getattr(layer, f"{name}_float"))]
+        else:
+            scales = of_heads.flatten().tolist()
+        if len(scales) not in (1, heads) or min(scales) <= 0:
+            raise _UnknownError(
+                f"its scales are {scales}, expected positive ones for all or each of {heads} heads"
+            )
+        # None that is a power of two if there is another: of those exact values are expected.
+        chosen[kv] = max(scales, key=lambda scale: math.frexp(scale)[0])
+        factors[kv] = torch.tensor(scales).view(1, -1, 1) / chosen[kv]
+    return (chosen[0], chosen[1]), factors
 
 
 def _same_memory(bound: Tensor, registered: Tensor) -> bool:
