@@ -5,12 +5,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from kvshelf.backends.wrappers import CountingBackend, Fault, FaultyBackend
 from parts import Rig, make_chunks, posix, until
 
+from kvshelf import prefetch
 from kvshelf.errors import TransientStorageError
 from kvshelf.identity import Chunk
 from kvshelf.prefetch import Prefetcher, PrefetchMemory
@@ -237,26 +239,35 @@ def test_what_did_not_come_at_a_bad_moment_is_read_again(make: Callable[..., Wai
     until(lambda: waiting.here(others) == 3)
 
 
-def test_while_the_storage_rests_a_step_asks_once(
+def test_while_the_storage_rests_it_is_tried_again_each_second(
     make: Callable[..., Waiting], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waiting = make()
     chunks = waiting.put(0)
     waiting.rig.guard.reads.trip("broken", 1000.0)
-    loads = []
+    now = [1000.0]
+    monkeypatch.setattr(prefetch, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    names: list[str] = []
     load = waiting.rig.transfer.load
 
-    def count(*args: Any, **options: Any) -> Any:
-        loads.append(args)
-        return load(*args, **options)
+    def count(name: str, *args: Any, **options: Any) -> Any:
+        names.append(name)
+        return load(name, *args, **options)
 
     monkeypatch.setattr(waiting.rig.transfer, "load", count)
     waiting.prefetcher.want("r", chunks[:2])
     waiting.prefetcher.want("r", chunks[2:])
-    assert len(loads) == 2
-    for step in range(1, 4):
-        assert waiting.prefetcher.take_failures() == []
-        assert len(loads) == 2 + step
+    assert len(names) == 2
+    for second in range(5):
+        for _ in range(100):
+            assert waiting.prefetcher.take_failures() == []
+        assert len(names) == 2 + second
+        now[0] += 1.0
+    assert len(set(names)) == len(names)
+    # What a request keeps does not grow with the time it waits.
+    assert len(waiting.prefetcher._wishes["r"].loads) == 1
+    waiting.rig.guard.reads.close()
+    until(lambda: waiting.here(chunks) == 3)
 
 
 def test_a_prefix_that_was_read_for_a_request_that_went_is_read_for_the_next(

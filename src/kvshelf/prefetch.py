@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -37,6 +38,8 @@ from kvshelf.transfer import ChunkSlots, Failure, Load, Transfer
 _DROPS_A_STEP: Final = 16
 #: Most chunks that are read again in one step.
 _AGAIN_A_STEP: Final = 16
+#: Seconds until it is tried again where storage or staging could not.
+_AGAIN_SECONDS: Final = 1.0
 
 
 @dataclass(slots=True)
@@ -192,7 +195,7 @@ class _Wish:
 
     request_id: str
     chunks: deque[Chunk] = field(default_factory=deque)
-    #: What there was room for, and how many early loads it came by.
+    #: What there was room for, and the early loads it comes by.
     keys: list[bytes] = field(default_factory=list)
     loads: list[Load] = field(default_factory=list)
     over: bool = False
@@ -204,9 +207,10 @@ class Prefetcher:
     The memory is reserved before anything is read, so that nothing is read which there is no
     room for; the rest of a request's chunks comes when others are over. A chunk that several
     requests want is brought once. What did not come, because the storage or staging could not
-    for a moment or the request that it was read for went away, is read again in a later step
-    for who still wants it; a chunk that cannot be had ends the wishes for what is behind it.
-    All methods are called on the step thread and never touch storage.
+    for a moment or the request that it was read for went away, is read again for who still wants
+    it, in the next step or, where they could not, a second later; a chunk that cannot be had ends
+    the wishes for what is behind it. All methods are called on the step thread and never touch
+    storage.
 
     Parameters
     ----------
@@ -227,6 +231,9 @@ class Prefetcher:
         #: Of those, what is being read, and what ended without having come.
         self._reading: set[bytes] = set()
         self._again: dict[bytes, Chunk] = {}
+        self._again_at = 0.0
+        #: Numbers of early loads: a name must not come again while its load is not finished.
+        self._numbers = itertools.count()
         #: Early loads that ended, on whatever thread.
         self._ended: deque[Load] = deque()
         self._failures: list[tuple[str, Chunk, Failure]] = []
@@ -310,15 +317,18 @@ class Prefetcher:
         return fresh
 
     def _read(self, wish: _Wish, chunks: Sequence[Chunk]) -> None:
-        name = f"{wish.request_id}#{len(wish.loads)}"
+        name = f"{wish.request_id}#{next(self._numbers)}"
         none = torch.empty(0, dtype=torch.int64)
         items = [ChunkSlots(chunk, none, IntoMemory(self._memory, chunk.key)) for chunk in chunks]
         self._reading.update(chunk.key for chunk in chunks)
+        wish.loads = [load for load in wish.loads if not load.finished]
         # A load of its own for each piece: what was asked for before is under way.
         wish.loads.append(self._transfer.load(name, items, early=True, on_done=self._ended.append))
 
     def _read_again(self) -> None:
         """Read what did not come for the first who still waits for it."""
+        if not self._again or time.monotonic() < self._again_at:
+            return
         pieces: dict[_Wish, list[Chunk]] = {}
         for key in list(itertools.islice(self._again, _AGAIN_A_STEP)):
             chunk = self._again.pop(key)
@@ -338,6 +348,8 @@ class Prefetcher:
                 if failure is not Failure.UNAVAILABLE:
                     lost.add(chunk.key)
                     self._give_up(chunk, failure)
+                elif self._again_at <= (now := time.monotonic()):
+                    self._again_at = now + _AGAIN_SECONDS
             for place, item in enumerate(load.items):
                 key = item.chunk.key
                 self._reading.discard(key)
