@@ -199,6 +199,36 @@ def test_caches_of_an_engine_in_inference_mode_from_a_thread_that_is_not(
         assert torch.equal(cache, leaf.detach())
 
 
+def test_plain_torch_sends_slots_to_a_gpu_without_waiting_and_once_for_all_shards(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sent: list[tuple[torch.device, bool, bool]] = []
+    pinned: set[int] = set()
+
+    def pin(tensor: Tensor) -> Tensor:
+        copy = tensor.clone()
+        pinned.add(id(copy))
+        return copy
+
+    def to(tensor: Tensor, device: torch.device, non_blocking: bool = False) -> Tensor:
+        sent.append((device, non_blocking, id(tensor) in pinned))
+        return tensor
+
+    gpu, send = torch.device("cuda"), ops._sent
+    paged = make_paged("bhnc-nhd", torch.bfloat16, heads=4)
+    slots = torch.tensor([[0, 7, -1], [3, 5, 6]])
+    shards = torch.empty(2, 4, 2 * paged.layout.chunk_bytes(3, 1), dtype=torch.uint8)
+    with using("torch"), monkeypatch.context() as patch:
+        patch.setattr(Tensor, "pin_memory", pin)
+        patch.setattr(Tensor, "to", to)
+        patch.setattr(ops, "_sent", lambda tensor, _: send(tensor, gpu))
+        ops.gather_kv(paged.caches, slots, shards, paged.layout, 0, 1)
+    # Those of two chunks, and for each shard of the first one which of its tokens are skipped.
+    assert sent == [(gpu, True, True)] * (2 + 4)
+    expected = Case(paged, slots.view(-1).tolist(), 2, 4, 0, 1).gathered()
+    np.testing.assert_array_equal(shards.numpy(), expected)
+
+
 # --- refusals ----------------------------------------------------------------------
 
 

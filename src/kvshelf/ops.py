@@ -52,7 +52,7 @@ import os
 import warnings
 import weakref
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Generic, Literal, TypeAlias, TypeVar, cast
@@ -1220,8 +1220,8 @@ _WORDS: Final = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch
 
 def _gather_torch(call: _Call[PagedLayout]) -> None:
     with torch.inference_mode():
-        for part in _parts(call):
-            buffer, skipped, index = part.buffers, *_index_slots(part)
+        for part, skipped, index in _parts(call):
+            buffer = part.buffers
             if call.to_host:
                 part = replace(part, buffers=torch.empty_like(buffer, device=call.known.device))
             pieces = _chunk_view(part)
@@ -1233,21 +1233,20 @@ def _gather_torch(call: _Call[PagedLayout]) -> None:
                     for kv in range(call.layout.kvs):
                         torch.index_select(view[kv], 0, index, out=pieces[layer, kv])
                 if skipped is not None:
-                    pieces.index_fill_(2, skipped.to(pieces.device), 0)
+                    pieces.index_fill_(2, _sent(skipped, pieces.device), 0)
             if call.to_host:
                 buffer.copy_(part.buffers, non_blocking=True)
 
 
 def _scatter_torch(call: _Call[PagedLayout]) -> None:
     with torch.inference_mode():
-        for part in _parts(call):
-            skipped, index = _index_slots(part)
+        for part, skipped, index in _parts(call):
             if call.to_host:
                 on_device = part.buffers.to(call.known.device, non_blocking=True)
                 part = replace(part, buffers=on_device)
             pieces = _chunk_view(part)
             if skipped is not None:
-                kept = (part.slots >= 0).nonzero().view(-1).to(pieces.device)
+                kept = _sent((part.slots >= 0).nonzero().view(-1), pieces.device)
                 if kept.numel() == 0:
                     continue
                 index = index.index_select(0, kept)
@@ -1258,14 +1257,17 @@ def _scatter_torch(call: _Call[PagedLayout]) -> None:
                     view[kv].index_copy_(0, index, pieces[layer, kv])
 
 
-def _parts(call: _Call[PagedLayout]) -> list[_Call[PagedLayout]]:
+def _parts(
+    call: _Call[PagedLayout],
+) -> Iterator[tuple[_Call[PagedLayout], Tensor | None, Tensor]]:
     """Check the slots' values, then split a call into one for each (chunk, shard) with tokens.
 
-    Their slots are CPU tensors without bad slots.
+    Their slots are CPU tensors without bad slots. Beside each is what :func:`_index_slots`
+    makes of them.
     """
     slots = call.slots.view(call.chunks, call.tokens).cpu()
     if slots.numel() == 0:
-        return []
+        return
     low, high = (int(bound) for bound in torch.aminmax(slots))
     if low < -1 or high >= call.layout.num_slots:
         bad = (slots < -1) | (slots >= call.layout.num_slots)
@@ -1274,20 +1276,20 @@ def _parts(call: _Call[PagedLayout]) -> list[_Call[PagedLayout]]:
             raise _bad_slot(int(slots.view(-1)[position]), position, call.layout)
         call.bad_slot.fill_(position + 1)
         slots = slots.masked_fill(bad, -1)
-    return [
-        replace(
-            call,
-            slots=slots[chunk],
-            buffers=call.buffer(chunk, shard),
-            first_head=call.first_head + shard * call.num_heads,
-        )
-        for chunk in range(call.chunks)
-        for shard in range(call.shards)
-    ]
+    for chunk in range(call.chunks):
+        skipped, index = _index_slots(call, slots[chunk])
+        for shard in range(call.shards):
+            part = replace(
+                call,
+                slots=slots[chunk],
+                buffers=call.buffer(chunk, shard),
+                first_head=call.first_head + shard * call.num_heads,
+            )
+            yield part, skipped, index
 
 
-def _index_slots(part: _Call[PagedLayout]) -> tuple[Tensor | None, Tensor]:
-    """Turn slots into indexes.
+def _index_slots(call: _Call[PagedLayout], slots: Tensor) -> tuple[Tensor | None, Tensor]:
+    """Turn slots of a chunk into indexes.
 
     Returns
     -------
@@ -1297,7 +1299,7 @@ def _index_slots(part: _Call[PagedLayout]) -> tuple[Tensor | None, Tensor]:
         For each token its index into :func:`_paged_view`, int64 on the caches' device;
         0 for skipped tokens.
     """
-    slots, layout = part.slots, part.layout
+    layout = call.layout
     skipped = (slots < 0).nonzero().view(-1)
     if skipped.numel():
         slots = slots.clamp(min=0)
@@ -1307,7 +1309,16 @@ def _index_slots(part: _Call[PagedLayout]) -> tuple[Tensor | None, Tensor]:
         slots = blocks * (layout.block_stride // unit) + (slots - blocks * layout.block_size) * (
             layout.token_stride // unit
         )
-    return (skipped if skipped.numel() else None), slots.to(part.known.device)
+    return (skipped if skipped.numel() else None), _sent(slots, call.known.device)
+
+
+def _sent(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy a small CPU tensor to a device, in the order of the current stream."""
+    if device.type == "cuda":
+        # A copy from ordinary memory waits for the stream: on a step thread for the forward
+        # pass. torch keeps page-locked memory until the copies from it are done.
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 def _unit(layout: PagedLayout) -> int:
