@@ -36,10 +36,10 @@ import re
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from datetime import datetime, timedelta, timezone
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 from urllib.parse import urlsplit
 
 from kvshelf.backends.base import (
@@ -67,8 +67,6 @@ from kvshelf.errors import (
     TransientStorageError,
 )
 from kvshelf.urls import shown_url
-
-_T = TypeVar("_T")
 
 #: Options in s3fs's words that are understood here; any other one is for s3fs itself.
 _OPTIONS: Final = frozenset(
@@ -464,7 +462,11 @@ class S3Backend(Backend):
             check_name(name)
         if len(names) == 1:
             return [self._answer(names[0], self._head(names[0]))]
-        found = self._run(self._head_all(names))
+        try:
+            loop = self._running_loop()
+        except TransientStorageError as error:
+            return [error] * len(names)
+        found = asyncio.run_coroutine_threadsafe(self._head_all(names), loop).result()
         return [self._answer(name, result) for name, result in zip(names, found, strict=True)]
 
     def _head(self, name: str) -> Any:
@@ -482,11 +484,14 @@ class S3Backend(Backend):
 
         return await asyncio.gather(*map(head, names), return_exceptions=True)
 
-    def _run(self, work: Coroutine[Any, Any, _T]) -> _T:
-        """Run on the loop of the backend's own thread."""
-        return asyncio.run_coroutine_threadsafe(work, self._running_loop()).result()
-
     def _running_loop(self) -> asyncio.AbstractEventLoop:
+        """Return the loop of the backend's own thread.
+
+        Raises
+        ------
+        TransientStorageError
+            If the thread cannot be started.
+        """
         with self._lock:
             if self._loop is None:
                 loop = asyncio.new_event_loop()
@@ -496,9 +501,14 @@ class S3Backend(Backend):
                 )
                 try:
                     thread.start()
-                except RuntimeError:
+                except RuntimeError as exc:
                     loop.close()
-                    raise
+                    raise TransientStorageError(
+                        errno.EAGAIN,
+                        "not asked: no thread can be started, the limit of threads is reached"
+                        " (ulimit -u, or pids.max of the container)",
+                        self.url,
+                    ) from exc
                 self._loop = loop
             return self._loop
 
@@ -540,10 +550,11 @@ class S3Backend(Backend):
         step = -(-size // count)
         step += -step % _PART_ALIGNMENT
         starts = range(0, size, step)
+        loop = self._running_loop()
         self._note_bodies(len(starts))
         parts = [
             asyncio.run_coroutine_threadsafe(
-                self._get_part(name, start, min(start + step, size)), self._running_loop()
+                self._get_part(name, start, min(start + step, size)), loop
             )
             for start in starts
         ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 from kvshelf.backends import s3
+from kvshelf.backends.guard import LEAST_FAILURES
 from kvshelf.backends.s3 import S3Backend
 from servers import BUCKET, S3Server, command, moto_s3, rclone_s3
 
@@ -17,7 +19,7 @@ from kvshelf.bench.proxy import DelayingProxy
 from kvshelf.bench.samples import LARGE, fill, make_chunks, make_format
 from kvshelf.chunkfile import BadObjectError
 from kvshelf.errors import ObjectMissingError, TransientStorageError
-from kvshelf.shelf import Shelf
+from kvshelf.shelf import Presence, Shelf
 
 if importlib.util.find_spec("obstore") is None:
     pytest.skip("obstore is not installed: pip install 'kvshelf[s3]'", allow_module_level=True)
@@ -189,6 +191,43 @@ def test_a_part_that_fails_is_an_error_of_the_storage(
     monkeypatch.setattr(far.backend, "_get_part", broken)
     with pytest.raises(TransientStorageError):
         far.load()
+    assert far.backend._bodies == 0
+
+
+@pytest.fixture
+def no_loop(far: Far, monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """The limit of threads is reached just when the backend wants one of its own."""
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == "kvshelf-s3":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    far.backend.close()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        yield patch
+
+
+def test_probes_without_a_thread_for_them_fail_each_and_give_the_storage_a_rest(
+    far: Far, no_loop: pytest.MonkeyPatch
+) -> None:
+    for _ in range(LEAST_FAILURES):
+        assert far.shelf.probe(FMT, [(CHUNK, 0), (CHUNK, 1)]) == [Presence.ERROR] * 2
+    assert not far.shelf.available
+    no_loop.undo()
+    assert far.backend.stat([far.name, "a/gone"]) == [SIZE, None]
+
+
+def test_parts_go_on_after_there_was_no_thread_for_them(
+    far: Far, no_loop: pytest.MonkeyPatch
+) -> None:
+    for _ in range(3):
+        with pytest.raises(TransientStorageError, match="no thread can be started"):
+            far.backend.open_large(far.name, SIZE)
+    no_loop.undo()
+    assert far.gets(far.load) + 1 >= PARTS
     assert far.backend._bodies == 0
 
 
