@@ -27,6 +27,7 @@ from library_writers import Writer, flash_attn_writer, flashinfer_writer
 from torch import Tensor
 
 from kvshelf import ops
+from kvshelf.buffers import BufferPool
 from kvshelf.device import DevicePath, LayerCall
 from kvshelf.layout import PagedLayout
 from kvshelf.layout_learning import CacheShape, learn_layout
@@ -685,6 +686,59 @@ def blocks_that_hold_all_layers(report: Report) -> None:
         path.close()
 
 
+def registered_memory(report: Report) -> None:
+    """What the pool pins is page-locked for torch as well, and copies straight into blocks."""
+    if report.device.type != "cuda":
+        raise Skipped("there is nothing to pin memory for")
+    backing = torch.zeros(9, 4, 16, 48, dtype=torch.uint8, device=report.device)
+    caches = list(backing.unbind(1))
+    layout = PagedLayout.from_mla(caches[0])
+    pool = BufferPool(1 << 20, kind="pinned")
+    buffer = pool.allocate(4 * layout.chunk_bytes(32))
+    if buffer is None:
+        raise Skipped("the system lets no memory be pinned")
+    report.comparisons += 1
+    if not buffer.tensor.is_pinned():
+        raise AssertionError("memory of cudaHostRegister is not pinned, says torch")
+    buffer.tensor.random_(0, 256)
+    # Refuses memory that is not.
+    ops.scatter_kv(caches, torch.arange(16, 48), buffer.tensor, layout)
+    torch.cuda.synchronize(report.device)
+    want = buffer.tensor.clone().view(4, 2, 16, 48).transpose(0, 1).to(report.device)
+    report.equal(backing[1:3], want, "blocks filled from pinned memory")
+    buffer.release()
+    pool.close()
+
+
+def made_in_inference_mode(report: Report) -> None:
+    """Another thread loads by device buffers that were made in inference mode."""
+    pages = make_pages("bhnc-nhd", torch.bfloat16, report.device)
+    slots = random_slots(pages, 1, 40, skip=True)
+    size = len(pages.caches) * pages.layout.chunk_bytes(40)
+    call = LayerCall(pages.caches, pages.layout, 0, size, pages.layout.heads)
+    with torch.inference_mode():
+        path = DevicePath([call], 1)
+    payload = torch.randint(0, 256, (size,), dtype=torch.uint8)
+    after = pages.clone()
+    place(after, slots, payload.view(1, 1, -1).to(report.device), 0, pages.layout.heads)
+    problems: list[BaseException] = []
+
+    def load() -> None:
+        try:
+            path.scatter(0, slots[0], payload, path.fence())
+        except BaseException as error:
+            problems.append(error)
+
+    thread = threading.Thread(target=load)
+    thread.start()
+    thread.join()
+    if problems:
+        raise problems[0]
+    for part, new in zip(pages.memory, after.memory, strict=True):
+        report.equal(part, new, "scatter through buffers of inference mode")
+    path.close()
+
+
 def overwritten_blocks(report: Report) -> None:
     """What the engine writes after a gather was enqueued is not in the chunk."""
     pages = make_pages("bhnc-nhd", torch.bfloat16, report.device, layers=4, blocks=64, heads=4)
@@ -877,6 +931,8 @@ GROUPS: tuple[Callable[[Report], None], ...] = (
     streams_and_threads,
     buffers_in_host_memory,
     blocks_that_hold_all_layers,
+    registered_memory,
+    made_in_inference_mode,
     layouts_learned_from_torch,
     layouts_learned_from_triton,
     layouts_learned_from_flashinfer,
