@@ -610,7 +610,7 @@ class Transfer:
             ``queued``; ``known`` (in flight, published, or another worker's to write); or
             dropped: ``full`` (staging is used up), ``hole`` (the chunk before it was dropped),
             ``paused`` (the storage takes no writes for now or keeps all threads that store, the
-            device is not used, or the transfer was closed meanwhile).
+            device is not used, or the transfer is closed).
         """
         key = item.chunk.key
         now = time.monotonic()
@@ -623,7 +623,8 @@ class Transfer:
                     self._repaired.append(key)
             return "known"
         properties = self._shelf.backend.properties
-        if properties.read_only or not properties.available or not self._store_threads.ready():
+        takes = properties.available and not properties.read_only and not self._closing
+        if not (takes and self._store_threads.ready()):
             self._counters.add("store_dropped_paused")
             self._note_hole(key)
             self._say_read_only()
