@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from kvshelf.backends import Deadlines
-from kvshelf.backends.wrappers import CountingBackend, Fault, FaultyBackend
+from kvshelf.backends.wrappers import CountingBackend, Fault, FaultyBackend, WrappedBackend
 from parts import PATIENCE, posix, until
 from replay import (
     HEAD_SIZE,
@@ -995,6 +995,27 @@ def test_a_storage_that_does_not_answer_does_not_hold_up_the_start(
     assert opening.wait(PATIENCE)
     assert opening.get() is shelf
     assert "ter2" not in caplog.text
+
+
+def test_a_shelf_that_opens_after_the_end_is_closed(tmp_path: Path) -> None:
+    from kvshelf.vllm.opening import OpeningShelf
+
+    gate, closed = threading.Event(), threading.Event()
+
+    class Late(WrappedBackend):
+        def close(self) -> None:
+            super().close()
+            closed.set()
+
+    def hang() -> Shelf:
+        gate.wait()
+        return Shelf(Late(posix(tmp_path)))
+
+    opening = OpeningShelf("nfs", hang, start_seconds=0.01)
+    opening.close()
+    gate.set()
+    assert closed.wait(PATIENCE)
+    assert opening.get() is None
 
 
 def test_trouble_that_may_pass_is_tried_again_and_other_trouble_stops_the_start() -> None:

@@ -7,6 +7,7 @@ Contracts
 * A configuration that cannot work stops the start; a storage that does not answer does
   not: the engine then starts without a shelf and gets it when the storage is back.
 * :meth:`OpeningShelf.get` never blocks.
+* A shelf that opens after :meth:`OpeningShelf.close` is closed at once, and nobody gets it.
 """
 
 from __future__ import annotations
@@ -61,6 +62,7 @@ class OpeningShelf:
         self._tried = threading.Event()
         self._opened = threading.Event()
         self._closed = threading.Event()
+        self._lock = threading.Lock()
         # A daemon: a mount that never answers must not keep the process alive.
         threading.Thread(target=self._run, name="kvshelf-open", daemon=True).start()
         if not self._tried.wait(start_seconds):
@@ -96,15 +98,17 @@ class OpeningShelf:
 
     def close(self) -> None:
         """Close the shelf and try no more. Idempotent."""
-        self._closed.set()
-        if self._shelf is not None:
-            self._shelf.close()
+        with self._lock:
+            self._closed.set()
+            shelf = self._shelf
+        if shelf is not None:
+            shelf.close()
 
     def _run(self) -> None:
         first = True
         while not self._closed.is_set():
             try:
-                self._shelf = self._make()
+                shelf = self._make()
             except Exception as error:  # noqa: BLE001 - handed to the constructor, or logged
                 self._error = error
                 late = not first or self._tried.is_set()
@@ -116,6 +120,13 @@ class OpeningShelf:
                     return
                 self._closed.wait(self._retry_seconds)
             else:
+                with self._lock:
+                    closed = self._closed.is_set()
+                    if not closed:
+                        self._shelf = shelf
+                if closed:
+                    shelf.close()
+                    return
                 self._opened.set()
                 if not first or self._tried.is_set():
                     logger.info("%s is open", self._url)
