@@ -385,6 +385,33 @@ def test_an_adapter_whose_files_cannot_be_read_in_time_holds_up_nobody(
     until(stored)
 
 
+def test_an_adapter_that_is_loaded_again_before_it_was_looked_at_is_not_stored(
+    start: Callable[..., MiniVllm],
+    backend: FaultyBackend,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gate = threading.Event()
+    digest, folder = adapters.lora_digest, make_adapter(tmp_path / "a", "before")
+
+    def wait_the_first_time(*args: Any, **options: Any) -> bytes:
+        monkeypatch.setattr(adapters, "lora_digest", digest)
+        assert gate.wait(PATIENCE)
+        return digest(*args, **options)
+
+    monkeypatch.setattr(adapters, "_LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(adapters, "lora_digest", wait_the_first_time)
+    engine = start(prefix_caching=False)
+    engine.adapters.use(adapter(folder))
+    make_adapter(folder, "after, and longer")
+    engine.adapters.loaded.clear()
+    engine.adapters.use(adapter(folder))
+    gate.set()
+    for _ in range(2):
+        assert run(engine, prompt(20), lora_request=adapter(folder)) == [0]
+    assert not objects(backend)
+
+
 def test_an_id_that_stands_for_two_adapters_is_not_trusted(
     start: Callable[..., MiniVllm], backend: FaultyBackend, tmp_path: Path
 ) -> None:

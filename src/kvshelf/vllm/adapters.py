@@ -295,9 +295,10 @@ class LoadedAdapters:
             What told the state of its files before; None if they were not there yet.
         """
         number = int(adapter.lora_int_id)
-        self._take(number)
-        if adapter.load_inplace:
+        unknown = number in self._looks and not self._take(number)
+        if unknown or adapter.load_inplace:
             self._known[number] = None
+        if adapter.load_inplace:
             return
         path = str(adapter.lora_path)
 
