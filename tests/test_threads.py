@@ -190,11 +190,10 @@ def test_a_thread_that_cannot_be_prepared_works_all_the_same(
 def test_threads_of_which_none_can_be_started_say_why(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
     threads = StorageThreads("more", COUNT, rig.run, rig.guard, count_kept=lambda: None)
-    monkeypatch.setattr(threading.Thread, "start", refuse)
-    with pytest.raises(RuntimeError, match="no thread more can be started: the limit"):
+    with (
+        none_can_be_started(monkeypatch, "more"),
+        pytest.raises(RuntimeError, match="no thread more can be started: the limit"),
+    ):
         threads.start()
     assert not threads.any

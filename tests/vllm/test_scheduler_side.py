@@ -27,6 +27,7 @@ from replay import (
     make_groups,
     prompt,
 )
+from thread_limit import none_can_be_started
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.core.sched.output import KVConnectorBlockState
 
@@ -1322,17 +1323,11 @@ def test_look_ups_that_could_not_start_are_started_later(
 ) -> None:
     side = make(known=False)
     side.put(prompt(20))
-    start = threading.Thread.start
-
-    def refuse(thread: threading.Thread) -> None:
-        if thread.name.startswith("kvshelf-lookup"):
-            raise RuntimeError("can't start new thread")
-        start(thread)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", refuse)
-        with pytest.raises(RuntimeError, match="limit of threads"):
-            side.side.worker_output(WorkerMetadata(parts={0: PART}))
+    with (
+        none_can_be_started(monkeypatch, "kvshelf-lookup"),
+        pytest.raises(RuntimeError, match="limit of threads"),
+    ):
+        side.side.worker_output(WorkerMetadata(parts={0: PART}))
     assert side.step().namespace is None
     # So the worker says again who it is.
     side.side.worker_output(WorkerMetadata(parts={0: PART}))

@@ -19,6 +19,7 @@ import torch
 from kvshelf.backends.wrappers import Fault, FaultyBackend
 from parts import PATIENCE, posix, until
 from replay import HEAD_SIZE, HEADS, bind, make_caches, make_config, make_groups, prompt
+from thread_limit import none_can_be_started
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorRole
 
 from kvshelf.chunkfile import ObjectFormat
@@ -789,24 +790,18 @@ def test_a_worker_that_gets_no_thread_tries_again_and_keeps_nothing_twice(
     until(lambda: rig.side._prepared is not None)
     namespace = rig.namespace()
     pools: list[StagingPool] = []
-    create, start = StagingPool.__init__, threading.Thread.start
+    create = StagingPool.__init__
 
     def note(pool: StagingPool, *args: Any, **options: Any) -> None:
         pools.append(pool)
         create(pool, *args, **options)
-
-    def refuse(thread: threading.Thread) -> None:
-        if thread.name.startswith(("kvshelf-store", "kvshelf-warm")):
-            raise RuntimeError("can't start new thread")
-        start(thread)
 
     def loading() -> list[threading.Thread]:
         return [t for t in threading.enumerate() if t.name.startswith("kvshelf-load")]
 
     before = len(loading())
     monkeypatch.setattr(StagingPool, "__init__", note)
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", refuse)
+    with none_can_be_started(monkeypatch, "kvshelf-store", "kvshelf-warm"):
         for _ in range(5):
             rig.step(StepMetadata(namespace=namespace))
     assert not pools

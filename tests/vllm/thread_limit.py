@@ -10,12 +10,12 @@ import pytest
 
 
 @contextmanager
-def none_can_be_started(monkeypatch: pytest.MonkeyPatch, prefix: str) -> Iterator[None]:
-    """Let the system refuse threads whose names begin with `prefix`."""
+def none_can_be_started(monkeypatch: pytest.MonkeyPatch, *prefixes: str) -> Iterator[None]:
+    """Let the system refuse threads whose names begin with one of `prefixes`."""
     start = threading.Thread.start
 
     def start_others(thread: threading.Thread) -> None:
-        if thread.name.startswith(prefix):
+        if thread.name.startswith(prefixes):
             raise RuntimeError("can't start new thread")
         start(thread)
 
