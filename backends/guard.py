@@ -683,6 +683,10 @@ class GuardedBackend(WrappedBackend):
                     reader.read_into(piece[: reader.size - offset], offset)
 
 
+#: Why no thread can be started, and what to look at: for messages.
+THREAD_LIMIT: Final = "the limit of threads is reached (ulimit -u, or pids.max of the container)"
+
+
 def try_to_start(thread: threading.Thread) -> bool:
     """Start a thread; False when the system allows no further ones now."""
     try:

@@ -56,6 +56,7 @@ from kvshelf.backends.base import (
     check_name,
 )
 from kvshelf.backends.generic import GenericBackend
+from kvshelf.backends.guard import THREAD_LIMIT, try_to_start
 
 from kvshelf.errors import (
     ConfigError,
@@ -499,16 +500,13 @@ class S3Backend(Backend):
                 thread = threading.Thread(
                     target=_serve, args=(loop,), name="kvshelf-s3", daemon=True
                 )
-                try:
-                    thread.start()
-                except RuntimeError as exc:
+                if not try_to_start(thread):
                     loop.close()
                     raise TransientStorageError(
                         errno.EAGAIN,
-                        "not asked: no thread can be started, the limit of threads is reached"
-                        " (ulimit -u, or pids.max of the container)",
+                        f"not asked: no thread can be started, {THREAD_LIMIT}",
                         self.url,
-                    ) from exc
+                    )
                 self._loop = loop
             return self._loop
 

@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from kvshelf.backends.guard import GuardedBackend, try_to_start
+from kvshelf.backends.guard import THREAD_LIMIT, GuardedBackend, try_to_start
 
 logger = logging.getLogger(__name__)
 
@@ -91,10 +91,7 @@ class StorageThreads:
             If it allows none.
         """
         if not sum([self._start_one() for _ in range(self._count)]):
-            raise RuntimeError(
-                f"no thread {self._name} can be started: the limit of threads is reached"
-                " (ulimit -u, or pids.max of the container)"
-            )
+            raise RuntimeError(f"no thread {self._name} can be started: {THREAD_LIMIT}")
         self._guard.watch(self)
 
     @property
