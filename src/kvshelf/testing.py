@@ -250,10 +250,13 @@ class BackendSuite:
     replaced_reads_fail : bool
         Reads of an object that is replaced meanwhile may fail, as with stale file handles, or
         where the server takes the object away for a moment.
+    empty_objects : bool
+        An object of no bytes is there as soon as it is written. A shelf holds none.
     """
 
     examples: ClassVar[int] = 25
     replaced_reads_fail: ClassVar[bool] = False
+    empty_objects: ClassVar[bool] = True
 
     @pytest.fixture
     def backend(self) -> Backend:
@@ -312,6 +315,8 @@ class BackendSuite:
     @pytest.mark.parametrize("buffers", [[], [b""], [b"", bytearray()]])
     def test_empty_object(self, backend: Backend, oracle: Oracle, buffers: list[bytes]) -> None:
         """An object of no bytes exists."""
+        if not self.empty_objects:
+            pytest.skip("this storage makes empty objects late")
         assert backend.write("a/empty", buffers) is WriteResult.CREATED
         assert oracle.get("a/empty") == b""
         assert backend.stat(["a/empty"]) == [0]
@@ -669,10 +674,11 @@ class BackendSuite:
 
     def test_like_a_dictionary(self, backend: Backend, oracle: Oracle) -> None:
         """Any sequence of operations has the outcome it would have on a dictionary."""
+        empty_objects = self.empty_objects
 
         class Machine(_Model):
             def __init__(self) -> None:
-                super().__init__(backend, oracle)
+                super().__init__(backend, oracle, empty_objects)
 
         run_state_machine_as_test(
             Machine,
@@ -698,10 +704,11 @@ _DATA = st.binary(max_size=40) | st.integers(60_000, 70_000).map(_pattern)
 class _Model(RuleBasedStateMachine):
     """A backend next to a dictionary."""
 
-    def __init__(self, backend: Backend, oracle: Oracle) -> None:
+    def __init__(self, backend: Backend, oracle: Oracle, empty_objects: bool) -> None:
         super().__init__()
         self.backend = backend
         self.oracle = oracle
+        self.least = b"" if empty_objects else b"0"
         self.objects: dict[str, bytes] = {}
 
     def teardown(self) -> None:
@@ -709,18 +716,21 @@ class _Model(RuleBasedStateMachine):
 
     @rule(name=_NAMES, data=_DATA, cut=st.integers(0, 70_000))
     def create(self, name: str, data: bytes, cut: int) -> None:
+        data = data or self.least
         result = self.backend.write(name, [data[:cut], data[cut:]])
         assert (result is WriteResult.EXISTED) == (name in self.objects)
         self.objects.setdefault(name, data)
 
     @rule(name=_NAMES, data=_DATA)
     def replace(self, name: str, data: bytes) -> None:
+        data = data or self.least
         result = self.backend.write(name, [data], "replace")
         assert (result is WriteResult.REPLACED) == (name in self.objects)
         self.objects[name] = data
 
     @rule(name=_NAMES, data=_DATA)
     def appear(self, name: str, data: bytes) -> None:
+        data = data or self.least
         self.oracle.put(name, data)
         self.objects[name] = data
 

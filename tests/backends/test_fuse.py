@@ -100,6 +100,10 @@ class _FilesOnly(FolderOracle):
 class TestPosixOnRclone(_OverMount):
     """A mount without hard links, of a program that knows of buckets, too."""
 
+    # rclone makes an empty file when the kernel releases it, which is some time after close():
+    # what was moved or deleted meanwhile comes back.
+    empty_objects = False
+
     @pytest.fixture(scope="class")
     @classmethod
     def mount(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[_RcloneMount]:
