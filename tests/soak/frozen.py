@@ -28,7 +28,7 @@ sys.path[:0] = [str(ROOT / "tests" / name) for name in ("vllm", "faults", "soak"
 sys.path.append(str(ROOT / "examples"))
 
 from faultfs import mounted
-from harness import INERT_CONNECTOR, Answer, Engine
+from harness import INERT_CONNECTOR, SHELF_CONNECTOR, Answer, Engine
 from make_model import RECIPES, make_model
 
 from kvshelf.bench.measure import estimate, median, percentile
@@ -41,7 +41,7 @@ PROMPT = 600
 ANSWERS = 2
 #: Answers of the engine with the clock.
 CLOCKED_ANSWERS = 12
-#: vLLM's workers poll for a second after their last step, at the cost of the other engine.
+#: vLLM's workers poll for a second after their last step, at the cost of the others.
 POLLING_SECONDS = 1.3
 #: The other cores are for what serves the filesystem and what asks.
 CORE = 0
@@ -75,7 +75,7 @@ def main() -> None:
         # Whatever of the shelf is asked, it must come from storage: nothing is cached.
         shelf = {"shared_storage_path": str(mount.path / "shelf")}
         kinds: dict[str, dict[str, Any]] = {
-            OURS: {"extra_config": shelf},
+            OURS: {"connector": SHELF_CONNECTOR, "extra_config": shelf},
             FLOOR: {"connector": INERT_CONNECTOR},
             CONTROL: {"connector": INERT_CONNECTOR},
             CLOCKED: {"connector": ("TimedConnector", "timed"), "extra_config": shelf, "env": env},

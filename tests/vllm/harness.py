@@ -152,6 +152,11 @@ class Engine:
     **arguments
         Fields of vLLM's ``AsyncEngineArgs`` on top of the harness's.
 
+    Raises
+    ------
+    ValueError
+        If a connector is configured but not named: the engine would run without one.
+
     Notes
     -----
     The constructor returns at once; :meth:`wait_ready` (or any command) waits for the start, so
@@ -187,6 +192,8 @@ class Engine:
             "disable_log_stats": False,
             **arguments,
         }
+        if connector is None and (extra_config or transfer):
+            raise ValueError("an engine without a connector has nothing to configure; name one")
         if connector is not None:
             settings["kv_transfer_config"] = {
                 "kv_connector": connector[0],
