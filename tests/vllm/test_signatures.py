@@ -1,0 +1,456 @@
+"""kvshelf against recorded versions of vLLM: what it overrides, calls and reads is there.
+
+The records are made by ``record_signatures.py`` and lie in ``tests/golden/vllm-signatures/``. The
+slow variant of each test looks at the newest release instead.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import json
+import re
+import subprocess
+import sys
+import warnings
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+with warnings.catch_warnings():
+    # vLLM's own imports are not ours to judge.
+    warnings.simplefilter("ignore")
+    vllm = pytest.importorskip("vllm")
+    from kvshelf.vllm import connector, metadata, stats, weight_changes
+    from kvshelf.vllm.layout_discovery import ATTENTION_UPDATE, MLA_UPDATE, takes
+
+from record_signatures import PACKAGES, RECORDS, SUBJECTS, Source, record
+
+REPOSITORY = Path(__file__).parents[2]
+SOURCES = sorted((REPOSITORY / "src" / "kvshelf" / "vllm").glob("*.py"))
+RECORDED = ("0.32.0", "0.33.0")
+V1 = "vllm.distributed.kv_transfer.kv_connector.v1"
+DOWNLOAD_SECONDS = 570
+
+#: Our classes and vLLM's that they stand for.
+OVERRIDES = [
+    (connector.SharedStorageConnector, f"{V1}.base:KVConnectorBase_V1"),
+    (metadata.WorkerMetadata, f"{V1}.base:KVConnectorWorkerMetadata"),
+    (stats.ShelfStats, f"{V1}.metrics:KVConnectorStats"),
+    (stats.ShelfPromMetrics, f"{V1}.metrics:KVConnectorPromMetrics"),
+]
+#: Names in our code for objects of vLLM, of which every attribute that is read must exist.
+OBJECTS = {
+    "adapter": "LoRARequest",
+    "cache_config": "CacheConfig",
+    "compilation_config": "CompilationConfig",
+    "connector_output": "KVConnectorOutput",
+    "kv_cache_config": "KVCacheConfig",
+    "kv_transfer_config": "KVTransferConfig",
+    "load_config": "LoadConfig",
+    "lora_config": "LoRAConfig",
+    "model_config": "ModelConfig",
+    "parallel_config": "ParallelConfig",
+    "request": "Request",
+    "scheduler_config": "SchedulerConfig",
+    "speculative_config": "SpeculativeConfig",
+    "vllm_config": "VllmConfig",
+}
+#: Attributes that are read of objects with other names, or by a name in a string.
+ATTRIBUTES = {
+    "Attention": (
+        "attn_backend",
+        "head_size",
+        "head_size_v",
+        "impl",
+        "kv_cache",
+        "kv_cache_dtype",
+        "kv_sharing_target_layer_name",
+        "num_kv_heads",
+        "sliding_window",
+    ),
+    "AttentionBackend": ("forward_includes_kv_cache_update",),
+    "CacheConfig": ("enable_prefix_caching", "num_gpu_blocks"),
+    "CachedRequestData": ("num_computed_tokens", "req_ids"),
+    "CacheHitSource": ("DISK",),
+    "KVCacheBlocks": ("get_block_ids",),
+    "KVCacheConfig": ("kv_cache_groups", "num_blocks"),
+    "KVCacheGroupSpec": ("kv_cache_spec", "layer_names"),
+    "KVCacheSpec": ("block_size", "dcp_sharded"),
+    "KVConnectorBlockState": ("get_block_ids",),
+    "KVTransferConfig": (
+        "is_kv_consumer",
+        "is_kv_producer",
+        "kv_connector_extra_config",
+        "kv_load_failure_policy",
+    ),
+    "KVConnectorTransferResults": ("failed_recving", "finished_recving"),
+    "LoRAConfig": (
+        "enable_moe_shared_loras",
+        "enable_tower_connector_lora",
+        "lora_dtype",
+        "target_modules",
+    ),
+    "MLAAttention": (
+        "head_size",
+        "impl",
+        "kv_cache",
+        "kv_cache_dtype",
+        "kv_lora_rank",
+        "qk_rope_head_dim",
+    ),
+    "MLAAttentionImpl": ("hisparse_cache",),
+    "ModelConfig": (
+        "hf_config",
+        "hf_config_path",
+        "hf_overrides",
+        "hf_text_config",
+        "is_diffusion",
+        "is_encoder_decoder",
+        "is_mm_prefix_lm",
+        "is_prefix_caching_supported",
+        "model",
+        "model_class_overrides",
+        "model_weights",
+        "multimodal_config",
+        "quantization",
+        "quantization_config",
+        "revision",
+        "served_model_name",
+        "use_mla",
+    ),
+    "MultiConnector": ("_kv_transfer_config",),
+    "MultiModalConfig": (
+        "media_io_kwargs",
+        "mm_encoder_attn_dtype",
+        "mm_processor_cache_gb",
+        "mm_processor_kwargs",
+        "video_pruning_method",
+        "video_pruning_rate",
+    ),
+    "MultiModalFeatureSpec": ("identifier", "mm_position"),
+    "NewRequestData": ("num_computed_tokens", "req_id"),
+    "ParallelConfig": (
+        "cp_kv_cache_interleave_size",
+        "decode_context_parallel_size",
+        "distributed_executor_backend",
+        "prefill_context_parallel_size",
+        "rank",
+        "world_size",
+    ),
+    "PlaceholderRange": ("length", "offset"),
+    "SchedulerConfig": ("async_scheduling", "max_num_batched_tokens"),
+    "SchedulerOutput": (
+        "finished_req_ids",
+        "has_sync_kv_loads",
+        "kv_connector_block_state",
+        "num_scheduled_tokens",
+        "preempted_req_ids",
+        "scheduled_cached_reqs",
+        "scheduled_new_reqs",
+        "total_num_scheduled_tokens",
+    ),
+    "SpeculativeConfig": ("method",),
+    "set_default_quant_scales": ("_k_scale", "_k_scale_float", "_v_scale", "_v_scale_float"),
+}
+
+
+@functools.cache
+def recorded(version: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((RECORDS / f"{version}.json").read_text())
+    return found
+
+
+@pytest.fixture(scope="session")
+def newest(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The record of the newest release, from its wheel."""
+    folder = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-cache-dir"]
+    command += ["--only-binary=:all:", f"--dest={folder}", "vllm"]
+    try:
+        subprocess.run(command, check=True, capture_output=True, timeout=DOWNLOAD_SECONDS)
+    except subprocess.TimeoutExpired:
+        pytest.skip(f"the newest wheel did not arrive within {DOWNLOAD_SECONDS} s")
+    except subprocess.CalledProcessError as error:
+        lines = error.stderr.decode(errors="replace").strip().splitlines()
+        pytest.skip(f"pip cannot download the newest wheel: {lines[-1] if lines else error}")
+    (wheel,) = folder.glob("*.whl")
+    made = record(Source(wheel))
+    wheel.unlink()
+    return made
+
+
+@pytest.fixture(params=[*RECORDED, pytest.param("newest", marks=pytest.mark.slow)])
+def version(request: pytest.FixtureRequest) -> Any:
+    """The record of one version."""
+    if request.param == "newest":
+        return request.getfixturevalue("newest")
+    return recorded(request.param)
+
+
+def the_class(version: dict[str, Any], name: str) -> dict[str, Any]:
+    """A class by its name, without its module."""
+    (found,) = [one for key, one in version["classes"].items() if key.endswith(f":{name}")]
+    assert isinstance(found, dict)
+    return found
+
+
+def names_of(version: dict[str, Any], name: str) -> set[str]:
+    """Attributes and methods of a class, with those of its recorded bases."""
+    known = {key.partition(":")[2] for key in version["classes"]}
+    entry = the_class(version, name)
+    inherited = [names_of(version, base) for base in entry.get("bases", ()) if base in known]
+    return {*entry["attributes"], *entry.get("methods", ())}.union(*inherited)
+
+
+def signature(parameters: str) -> inspect.Signature:
+    return inspect.signature(eval(f"lambda {parameters}: None"))
+
+
+def without_self(parameters: str) -> inspect.Signature:
+    made = signature(parameters)
+    return made.replace(parameters=list(made.parameters.values())[1:])
+
+
+# ------------------------------------------------------------------------- the records
+
+
+def test_the_record_of_the_installed_version_is_what_the_script_makes() -> None:
+    version = vllm.__version__.partition("+")[0]
+    if version not in RECORDED:
+        pytest.skip(f"vLLM {version} is not recorded")
+    assert recorded(version) == record(Source(Path(vllm.__file__).parent))
+
+
+def test_a_record_has_everything_that_is_to_be_recorded(version: dict[str, Any]) -> None:
+    expected = {f"{module}:{name}" for module, names in SUBJECTS.items() for name in names}
+    assert set(version["classes"]) == expected
+
+
+def test_a_wheel_and_a_folder_are_read_alike(tmp_path: Path) -> None:
+    folder = tmp_path / "vllm"
+    (folder / "config").mkdir(parents=True)
+    (folder / "_version.py").write_text("__version__ = version = '9.8.7+cpu'\n")
+    (folder / "config" / "cache.py").write_text(
+        "class CacheConfig(Base[int], a.Other):\n"
+        "    block_size: int = 3\n"
+        "    both = either = 1\n"
+        "    def m(self, a: int, /, b: str = 'x', *c: int, d, e: int = 2, **f): self.g = a\n"
+        "    async def n(self): self.h, (x, y) = 1, (2, 3)\n"
+    )
+    wheel = tmp_path / "vllm-9.8.7.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for file in folder.rglob("*.py"):
+            archive.write(file, file.relative_to(tmp_path))
+    made = record(Source(wheel))
+    assert made == record(Source(folder)) == record(Source(tmp_path))
+    assert made["version"] == "9.8.7"
+    assert made["classes"] == {
+        "vllm.config.cache:CacheConfig": {
+            "bases": ["Base", "Other"],
+            "methods": {"m": "self, a, /, b=..., *c, d, e=..., **f", "n": "self"},
+            "attributes": ["block_size", "both", "either", "g", "h"],
+        }
+    }
+    with pytest.raises(FileNotFoundError, match="no package vllm"):
+        Source(tmp_path / "elsewhere")
+
+
+# ------------------------------------------------------------------------- what is overridden
+
+
+def own_signature(ours: type, name: str) -> inspect.Signature | None:
+    """The parameters behind ``self`` of a method that a class of ours defines."""
+    method = ours.__dict__.get(name)
+    if method is None or isinstance(method, property):
+        return None
+    made = inspect.signature(getattr(method, "__func__", method))
+    return made.replace(parameters=list(made.parameters.values())[1:])
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"), OVERRIDES, ids=[ours.__name__ for ours, _ in OVERRIDES]
+)
+def test_overrides_take_what_their_originals_take(
+    version: dict[str, Any], ours: type, theirs: str
+) -> None:
+    overridden = 0
+    for name, parameters in version["classes"][theirs]["methods"].items():
+        own = own_signature(ours, name)
+        if own is None or name.startswith("__"):
+            continue
+        overridden += 1
+        values = list(without_self(parameters).parameters.values())
+        named = [one for one in values if one.kind is one.POSITIONAL_OR_KEYWORD]
+        required = [one for one in named if one.default is one.empty]
+        for count in range(len(required), len(named) + 1):
+            own.bind(*named[:count])
+        own.bind(**{one.name: one for one in named})
+        if any(one.kind is one.VAR_KEYWORD for one in values):
+            own.bind(*named, something_else=1)
+    assert overridden
+
+
+def test_the_connector_takes_the_calls_that_vllm_makes(version: dict[str, Any]) -> None:
+    checked = 0
+    for name, forms in version["calls"].items():
+        own = own_signature(connector.SharedStorageConnector, name)
+        for form in forms if own is not None else ():
+            given = form.split(", ")
+            own.bind(
+                *(one for one in given if one == "_"),
+                **{one[:-2]: one for one in given if one.endswith("=_") and one[0] != "*"},
+            )
+            checked += 1
+    assert checked > 20
+
+
+def test_what_is_abstract_or_a_property_is_so_with_us(version: dict[str, Any]) -> None:
+    base = version["classes"][f"{V1}.base:KVConnectorBase_V1"]
+    assert "requires_kv_delivery" in base["methods"]
+    assert "_cache_hit_source" in names_of(version, "KVConnectorBase_V1")
+    constructor = signature(base["methods"]["__init__"])
+    assert list(constructor.parameters)[1:] == ["vllm_config", "role", "kv_cache_config"]
+
+
+def test_methods_of_the_base_class_that_are_called_exist(version: dict[str, Any]) -> None:
+    known = names_of(version, "KVConnectorBase_V1")
+    called = set(re.findall(r"super\(\)\.(\w+)\(", inspect.getsource(connector)))
+    assert len(called) >= 3
+    assert called <= known
+
+
+# ------------------------------------------------------------------------- what is read
+
+
+def imports() -> Iterator[tuple[str, str]]:
+    """(module, name) of everything that our code imports from vLLM."""
+    for file in SOURCES:
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("vllm"):
+                yield from ((str(node.module), one.name) for one in node.names)
+
+
+def test_what_is_imported_exists(version: dict[str, Any]) -> None:
+    found = set(imports())
+    assert len(found) > 10
+    for module, name in found:
+        if module in PACKAGES:
+            assert name in version["exports"][module], f"{module} offers no {name}"
+        else:
+            assert f"{module}:{name}" in version["classes"], f"{module} has no {name}"
+
+
+def read_of(called: str) -> Iterator[str]:
+    """The attributes that our code reads of objects that it calls so."""
+    for file in SOURCES:
+        for node in ast.walk(ast.parse(file.read_text())):
+            match node:
+                case ast.Attribute(value=receiver, attr=name, ctx=ast.Load()):
+                    pass
+                case ast.Call(
+                    func=ast.Name(id="getattr"), args=[receiver, ast.Constant(value=name), *_]
+                ):
+                    pass
+                case _:
+                    continue
+            if ast.unparse(receiver).rpartition(".")[2].removeprefix("_") == called:
+                yield name
+
+
+@pytest.mark.parametrize("name", sorted(set(OBJECTS.values()) | set(ATTRIBUTES)))
+def test_what_is_read_of_vllm_s_objects_exists(version: dict[str, Any], name: str) -> None:
+    read = set(ATTRIBUTES.get(name, ()))
+    for called, kind in OBJECTS.items():
+        if kind == name:
+            read |= set(read_of(called))
+    assert read
+    assert read - names_of(version, name) == set()
+
+
+def test_methods_that_are_wrapped_exist(version: dict[str, Any]) -> None:
+    worker = the_class(version, "Worker")["methods"]
+    assert set(weight_changes._METHODS) <= set(worker)
+    # By their names, since calls may give them so.
+    assert "level" in signature(worker["sleep"]).parameters
+    assert "tags" in signature(worker["wake_up"]).parameters
+    load = the_class(version, "WorkerLoRAManager")["methods"]["_load_adapter"]
+    without_self(load).bind("an adapter")
+
+
+def test_the_connector_can_be_registered(version: dict[str, Any]) -> None:
+    factory = the_class(version, "KVConnectorFactory")
+    assert "_registry" in factory["attributes"]
+    parameters = without_self(factory["methods"]["register_connector"])
+    parameters.bind("name", "module", "class")
+
+
+# ------------------------------------------------------------------------- attention
+
+
+def ancestors(classes: dict[str, Any], name: str) -> Iterator[str]:
+    """A class and its bases, nearest first."""
+    yield name
+    for base in classes.get(name, {}).get("bases", ()):
+        yield from ancestors(classes, base)
+
+
+def verdict(version: dict[str, Any], name: str) -> str:
+    """``learned`` if kvshelf would write through an implementation's cache update."""
+    implementations, backends = version["implementations"], version["backends"]
+    line = list(ancestors(implementations, name))
+    updates = [
+        implementations[one]["update"] for one in line if "update" in implementations.get(one, {})
+    ]
+    if not updates:
+        return "unknown"
+    update = without_self(updates[0])
+    if "MLAAttentionImpl" in line:
+        return "learned" if takes(update, MLA_UPDATE) else "unknown"
+    users = [key for key, one in backends.items() if one.get("implementation") == name]
+    for user in users:
+        flags = [
+            backends[one]["updates_in_attention"]
+            for one in ancestors(backends, user)
+            if "updates_in_attention" in backends.get(one, {})
+        ]
+        if flags[:1] != [False]:
+            return "unknown"
+    return "learned" if "AttentionImpl" in line and takes(update, ATTENTION_UPDATE) else "unknown"
+
+
+def documented() -> dict[str, str]:
+    """What the signature of each implementation must lead to, by docs/layouts.md."""
+    text = (REPOSITORY / "docs" / "layouts.md").read_text()
+    table = text.partition("<!-- attention:start -->")[2].partition("<!-- attention:end -->")[0]
+    found = {}
+    for row in table.strip().splitlines()[2:]:
+        names, layout, why = (cell.strip() for cell in row.strip("|").split("|"))
+        by_signature = layout != "learned" and "cache update" in why
+        for name in re.findall(r"`(\w+)`", names):
+            found[name] = "unknown" if by_signature else "learned"
+    return found
+
+
+def test_attention_is_served_as_the_documentation_says(version: dict[str, Any]) -> None:
+    said = documented()
+    used = {
+        one["implementation"] for one in version["backends"].values() if "implementation" in one
+    }
+    judged = {name: verdict(version, name) for name in used}
+    assert {name: one for name, one in judged.items() if said.get(name, one) != one} == {}
+    if version["version"] in RECORDED:
+        assert set(judged) - set(said) == set(), "docs/layouts.md leaves them out"
+
+
+def test_what_is_documented_exists() -> None:
+    known = {
+        one.get("implementation")
+        for version in RECORDED
+        for one in recorded(version)["backends"].values()
+    }
+    assert set(documented()) - known == set()
