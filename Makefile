@@ -10,6 +10,7 @@
 #   TORCH_INDEX     where CPU builds of torch are, for when your own package index has none
 #   FUZZ_SECONDS    how long `make fuzz` runs
 #   PYTEST_ARGS     further arguments for pytest, as in PYTEST_ARGS="-k shelf -x"
+#   WORKERS         how many tests run at the same time; each may have three engines of 2 GiB
 #   SOAK_ARGS       arguments of the soak, as in SOAK_ARGS="--seconds 120 --json soak.json"
 
 SHELL := bash
@@ -21,6 +22,7 @@ VENV := .venv
 BIN := $(CURDIR)/$(VENV)/bin
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 PYTEST_ARGS ?=
+WORKERS ?= 2
 BENCH_ARGS ?=
 SOAK_ARGS ?=
 FUZZ_SECONDS ?= 300
@@ -34,6 +36,12 @@ PYTHON ?= $(shell $(find_python))
 # backends/ is the package kvshelf.backends; tools that look at files see it in its place here.
 TREE := build/tree
 
+# First all tests that can run side by side, then those that must be alone. Exit code 5: none selected.
+run_tests = mkdir -p build; export NOT_TESTED=build/not-tested.json; rm -f $$NOT_TESTED; \
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup \
+		-m "not alone $(1)" $(PYTEST_ARGS) || [ $$? = 5 ]; \
+	$(BIN)/python -m pytest -m "alone $(1)" $(PYTEST_ARGS) || [ $$? = 5 ]
+
 .PHONY: help
 help:  ## show this list
 	@echo "usage: make TARGET"; \
@@ -44,18 +52,25 @@ demo: venv  ## run two engines on one shelf and compare them
 	@$(BIN)/python examples/demo.py
 
 .PHONY: test
-test: venv lint  ## lint, types, import rules, tests, wheel
-	@$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
+test: venv lint  ## lint, types, import rules, wheel, tests
 	@$(BIN)/python .ci/wheel_check.py $(VENV)
+	@$(call run_tests,and not slow)
 
 .PHONY: test-all
-test-all: venv lint  ## the same with the slow tests
-	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+test-all: venv lint  ## the same with the slow tests, and engines as on lesser processors
 	@$(BIN)/python .ci/wheel_check.py $(VENV)
+	@$(call run_tests,)
+	@$(MAKE) test-held-back
+
+.PHONY: test-held-back
+test-held-back: venv  ## tests of engines as if without AVX-512, and as if without bfloat16 and AMX
+	@for processor in avx2 avx512; do echo "as if the processor were one with $$processor"; \
+		$(BIN)/python tests/held_back/run.py $$processor \
+			$(BIN)/python -m pytest tests/vllm tests/test_examples.py -m "not slow" $(PYTEST_ARGS) || exit 1; done
 
 .PHONY: bench
 bench: venv  ## measure; prints a table
-	@$(BIN)/python -m kvshelf.bench $(BENCH_ARGS)
+	@$(BIN)/python -m benchmarks $(BENCH_ARGS)
 
 .PHONY: soak
 soak: venv  ## two engines on a shelf that is damaged all the time, 10 minutes
@@ -81,7 +96,7 @@ format: venv  ## rewrite the code in the project's style
 
 .PHONY: docs
 docs: venv  ## build the documentation into site/
-	@$(BIN)/python -m kvshelf.config > docs/configuration.md
+	@$(BIN)/python .ci/config_page.py > docs/configuration.md
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 include cuda/gpu.mk
@@ -100,4 +115,5 @@ venv:
 .PHONY: tree
 tree:
 	@rm -rf $(TREE); mkdir -p $(TREE)/kvshelf; \
-	ln -s $(CURDIR)/src/kvshelf/* $(CURDIR)/backends $(TREE)/kvshelf/
+	ln -s $(CURDIR)/src/kvshelf/* $(CURDIR)/backends $(TREE)/kvshelf/; \
+	ln -s $(CURDIR)/benchmarks $(TREE)/

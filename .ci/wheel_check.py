@@ -21,8 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 TRY_OPS = """
 import torch
-from kvshelf import ops
-from kvshelf.layout import PagedLayout
+from kvshelf import PagedLayout, ops
 print(ops.implementation())
 """
 

@@ -1,9 +1,9 @@
-"""Kinds of storage a shelf can live on.
+"""The kinds of storage that a shelf can be on.
 
 Owns the choice of a backend for a URL. A path, ``file://`` or ``local://`` gives
-:class:`~kvshelf.backends.posix.PosixBackend`, ``s3://`` what :mod:`kvshelf.backends.s3` chooses;
-every other URL an fsspec filesystem behind :class:`~kvshelf.backends.generic.GenericBackend`. All
-are imported when first needed.
+:class:`~kvshelf.backends.posix.PosixBackend`, ``s3://`` the backend that
+:mod:`kvshelf.backends.s3` chooses, and any other URL an fsspec filesystem behind
+:class:`~kvshelf.backends.generic.GenericBackend`. Each is imported when first needed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from kvshelf.backends.base import (
     NOT_REGULAR,
     Backend,
-    Buffer,
+    BytesLike,
     Deadlines,
     NotRegular,
     ObjectInfo,
@@ -32,7 +32,7 @@ from kvshelf.urls import directory_of
 __all__ = [
     "NOT_REGULAR",
     "Backend",
-    "Buffer",
+    "BytesLike",
     "Deadlines",
     "NotRegular",
     "ObjectInfo",
@@ -51,12 +51,12 @@ def open_backend(
     storage_options: Mapping[str, Any] | None = None,
     read_only: bool = False,
 ) -> Backend:
-    """Open the storage that `url` names.
+    """Open the storage at `url`.
 
     Parameters
     ----------
     url : str or os.PathLike
-        A directory (``~`` is expanded, a relative path is taken from the working directory)
+        A directory (``~`` is expanded, a relative path starts at the working directory)
         or a URL such as ``file:///mnt/kv``, ``s3://bucket/prefix``, ``memory://name``.
     storage_options : Mapping, optional
         Passed to the fsspec filesystem of a URL. Directories take ``create`` and ``fsync``,

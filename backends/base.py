@@ -1,16 +1,16 @@
-"""The backend interface: what kvshelf asks of one kind of storage.
+"""The backend interface: what kvshelf requires of one kind of storage.
 
 A backend maps *names* (relative POSIX paths such as ``a/b/c.safetensors``) to byte
-objects. It knows nothing of chunks, tensors or vLLM. Wrappers (read-only, retry,
+objects. It knows nothing of chunks, tensors or vLLM. Wrappers (read-only, circuit breaker,
 fault injection, …) are backends themselves, see :mod:`kvshelf.backends.wrappers`.
 
 Contracts
 ---------
-* Every method may block on storage; none is called on an engine's step thread.
-* All methods may be called from several threads at once.
-* Each backend decides in one place which of its native errors mean missing,
-  retryable, permanent; callers see only the classes of :mod:`kvshelf.errors`.
-* Names are checked (:func:`check_name`): no name can reach outside the root.
+* Every method may block on storage. The step thread of an engine calls none of them.
+* Several threads may call any method at once.
+* Each backend decides in one place which of its native errors mean missing, retryable or
+  permanent; callers see only the classes of :mod:`kvshelf.errors`.
+* Every name is checked (:func:`check_name`), so that none can reach outside the root.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from types import TracebackType
 from typing import Final, Literal, TypeAlias
 
 from kvshelf.errors import ObjectNameError, StorageError
 
-Buffer: TypeAlias = "bytes | bytearray | memoryview"
+BytesLike: TypeAlias = "bytes | bytearray | memoryview"
 WriteMode: TypeAlias = Literal["create", "replace"]
 
 
-#: Seconds below which a probe is cheap: thousands of them take less than a search with few.
-CHEAP_PROBE: Final = 75e-6
+#: A *high-latency* storage is one whose probe takes at least this many seconds. On any other
+#: storage, probing thousands of objects takes less time than a search that probes few of them.
+HIGH_LATENCY_SECONDS: Final = 75e-6
 
 
 class NotRegular(Enum):
@@ -42,15 +42,15 @@ class NotRegular(Enum):
 
 NOT_REGULAR: Final = NotRegular.NOT_REGULAR
 
-#: Answer of a probe for one name: size in bytes, ``None`` when missing,
-#: ``NOT_REGULAR``, or the error that kept the backend from telling.
+#: Answer of a probe for one name: size in bytes, ``None`` if missing, ``NOT_REGULAR``, or the
+#: error of the probe.
 StatResult: TypeAlias = "int | None | NotRegular | StorageError"
 
 StatResults: TypeAlias = "list[StatResult]"  # inside the classes `list` is a method
 
 
 class WriteResult(Enum):
-    """What a write did. Losing a race is a result, not an error."""
+    """Result of a write. Losing a race is a result, not an error."""
 
     CREATED = "created"
     EXISTED = "existed"
@@ -66,10 +66,10 @@ class Deadlines:
     probe : float
         Seconds for one call of ``stat`` or ``info``.
     read, write : float
-        Seconds to read or write one object, beyond what its bytes take. `read` is also for
-        listings, `write` also for deleting and moving.
+        Seconds to read or write one object, in addition to the time for its bytes. `read` also
+        applies to listings, `write` also to deleting and moving.
     bytes_per_second : float
-        The speed at which bytes are allowed for.
+        Bandwidth from which the time for an object's bytes is computed.
     """
 
     probe: float = 1.0
@@ -78,11 +78,11 @@ class Deadlines:
     bytes_per_second: float = 50e6
 
     def to_read(self, nbytes: int) -> float:
-        """Seconds for reading `nbytes`."""
+        """Return the seconds allowed for reading `nbytes`."""
         return self.read + nbytes / self.bytes_per_second
 
     def to_write(self, nbytes: int) -> float:
-        """Seconds for writing `nbytes`."""
+        """Return the seconds allowed for writing `nbytes`."""
         return self.write + nbytes / self.bytes_per_second
 
 
@@ -93,35 +93,36 @@ class Properties:
     Attributes
     ----------
     filesystem : str
-        Short name for people: ``ext4``, ``nfs``, ``fuse``, ``memory``, ``s3`` …
+        Short name, for display: ``ext4``, ``nfs``, ``fuse``, ``memory``, ``s3`` …
     atomic_publish : bool
         Readers see either no object or the whole object.
     conditional_create : bool
-        Of several writers in mode ``create`` exactly one is told CREATED.
+        Of several writers in mode ``create``, exactly one gets CREATED.
     notifications : bool
-        Change notifications (inotify) see the writes of every client.
+        Change notifications (inotify) report the writes of every client.
     cache_seconds : float
-        How long the storage's own caches may show an outdated answer.
+        How long the storage's own caches may give outdated answers.
     links : bool
-        Objects are published by hard links, as far as is known.
+        Objects are published by hard links, unless the storage has refused one.
     concurrency : int
-        Number of calls at once that still helps.
+        Number of concurrent calls up to which throughput grows.
     probes_at_once : int
-        Names of one call of ``stat`` that take little longer than one.
+        Number of names for which one call of ``stat`` takes little longer than for one.
     part_bytes : int
-        Objects at least as large may come faster by :meth:`Backend.open_large`; 0: none do.
+        Objects of at least this size may be read faster through :meth:`Backend.open_large`;
+        0: none.
     probe_cost : float
-        Seconds for one probe, typical or as measured; below :data:`CHEAP_PROBE` it is cheap.
+        Seconds for one probe, typical or as measured.
     read_only : bool
-        Writes are known to be refused.
-    sets_aside : bool
-        :meth:`Backend.set_aside` moves a thing as it is; False: it deletes.
+        The storage is known to refuse writes.
+    can_quarantine : bool
+        :meth:`Backend.quarantine` moves the entry; False: it deletes the object.
     temporaries : bool
-        A writer that is killed may leave a temporary behind, for :meth:`Backend.sweep`.
+        A writer that is killed may leave a temporary, which :meth:`Backend.sweep` removes.
     deadlines : Deadlines
-        How long calls take at most where this storage is well.
+        Upper bounds for calls when the storage works.
     available : bool
-        False: the storage is given a rest, and calls fail at once without being tried.
+        False: the circuit breaker is open, and calls fail at once without being tried.
     """
 
     filesystem: str
@@ -135,10 +136,15 @@ class Properties:
     part_bytes: int = 0
     probe_cost: float = 10e-6
     read_only: bool = False
-    sets_aside: bool = False
+    can_quarantine: bool = False
     temporaries: bool = False
     deadlines: Deadlines = Deadlines()
     available: bool = True
+
+    @property
+    def high_latency(self) -> bool:
+        """Whether one probe takes at least :data:`HIGH_LATENCY_SECONDS`."""
+        return self.probe_cost >= HIGH_LATENCY_SECONDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,16 +158,16 @@ class ObjectInfo:
 
 
 class Reader(ABC):
-    """One opened object; all reads see the same version where the storage can tell."""
+    """One opened object; all reads see one version if the storage can tell versions apart."""
 
     #: Size in bytes at the time of opening.
     size: int
 
     @abstractmethod
     def read_into(self, buffer: memoryview, offset: int) -> int:
-        """Fill `buffer` with the bytes from `offset`; return how many were read.
+        """Fill `buffer` with the bytes from `offset`; return the number of bytes read.
 
-        Returns fewer bytes than ``len(buffer)`` only at the object's end.
+        The number is less than ``len(buffer)`` only at the object's end.
 
         Raises
         ------
@@ -171,46 +177,48 @@ class Reader(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Release what the reader holds. Idempotent."""
+        """Release the reader's resources. Idempotent."""
 
     def __enter__(self) -> Reader:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
 class Backend(ABC):
-    """One kind of storage, rooted at one place."""
+    """A storage of one kind, below one root."""
 
-    #: The root, for people: a path or URL without secrets.
+    #: The root, for display: a path or URL without secrets.
     url: str
 
     @property
     @abstractmethod
     def properties(self) -> Properties:
-        """What callers may rely on now. Never blocks."""
+        """What callers may rely on at present. Never blocks."""
 
     @abstractmethod
     def stat(self, names: Sequence[str]) -> StatResults:
-        """Probe many names at once; one answer for each, never raising for one of them.
+        """Probe many names in one call; return one answer for each, errors included.
 
-        Cheapest where names of one folder stand next to each other.
+        Fastest if the names of one folder are adjacent.
 
         Raises
         ------
         ObjectNameError
-            If a name is not a safe one: the caller's mistake, not the storage's answer.
+            If a name is not safe: an error of the caller.
         """
+
+    def probe(self, name: str) -> int | NotRegular | None:
+        """Probe one name; raise what :meth:`stat` would answer as an error."""
+        answer = self.stat([name])[0]
+        if isinstance(answer, StorageError):
+            raise answer
+        return answer
 
     @abstractmethod
     def info(self, name: str) -> ObjectInfo | None:
-        """Size and times of one object or of what stands in its place; None when missing.
+        """Return size and times of the entry at `name`, of any type; None if missing.
 
         Raises
         ------
@@ -225,51 +233,50 @@ class Backend(ABC):
         Raises
         ------
         ObjectMissingError
-            If there is no such object.
+            If there is no entry with this name.
         NotRegularError
-            If something that is not a regular file has this name.
+            If the entry with this name is not a regular file.
         StorageError
             If the storage failed.
         """
 
     def open_large(self, name: str, size: int) -> Reader:
-        """Open an object that should have `size` bytes, perhaps to fetch parts of it at once.
+        """Open an object that should have `size` bytes; may fetch parts of it in parallel.
 
-        Like :meth:`open`. Where parts bring nothing it does just that.
+        Otherwise like :meth:`open`, which is also the default.
         """
         return self.open(name)
 
     @abstractmethod
     def write(
-        self, name: str, buffers: Sequence[Buffer], mode: WriteMode = "create"
+        self, name: str, buffers: Sequence[BytesLike], mode: WriteMode = "create"
     ) -> WriteResult:
         """Publish the concatenated `buffers` as one object.
 
-        ``create`` leaves an existing object alone and answers EXISTED, also when what
-        exists is not a regular file. ``replace`` puts the new bytes in the place of a
-        file or link and answers REPLACED, or CREATED when nothing was there. Nobody ever
-        sees a part of an object where :attr:`Properties.atomic_publish` holds.
+        ``create`` leaves an existing entry alone, whatever its type, and returns EXISTED.
+        ``replace`` replaces a file or link and returns REPLACED, or CREATED if nothing was
+        there. If :attr:`Properties.atomic_publish` holds, no reader ever sees part of an object.
 
         Raises
         ------
         NotRegularError
-            If mode is ``replace`` and a folder has this name.
+            If mode is ``replace`` and the entry is a folder.
         ReadOnlyStorageError
-            If the storage does not take writes.
+            If the storage refuses writes.
         NoSpaceStorageError
-            If it has no room.
+            If the storage is full.
         StorageError
-            If it failed in another way.
+            If the write failed for another reason.
         """
 
     @abstractmethod
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         """Stream all objects below the folder `prefix`, in no particular order.
 
-        `prefix` is "" or a folder name without trailing slash. Links, special files,
-        temporaries and everything else below `prefix` with a leading dot in a part of its
-        name (reserved folders) are skipped. Objects that come or go meanwhile may be
-        missed; a missing folder is empty.
+        `prefix` is "" or a folder name without trailing slash. Skipped are links, special
+        files, temporaries and every other entry below `prefix` with a leading dot in a part of
+        its name (reserved folders). Objects that are created or deleted meanwhile may be missed.
+        A missing folder is empty.
 
         Raises
         ------
@@ -279,7 +286,7 @@ class Backend(ABC):
 
     @abstractmethod
     def folders(self, prefix: str = "") -> Sequence[str]:
-        """Names of the folders directly below `prefix`, without it, sorted; no dot folders.
+        """Return the names of the folders directly in `prefix`, sorted, without dot folders.
 
         Raises
         ------
@@ -289,23 +296,23 @@ class Backend(ABC):
 
     @abstractmethod
     def delete(self, name: str) -> bool:
-        """Remove one object (never what a link points to); False when it was not there.
+        """Remove one object (never a link's target); return False if it did not exist.
 
         Raises
         ------
         NotRegularError
-            If a folder has this name.
+            If the entry is a folder.
         StorageError
             If the storage failed.
         """
 
     @abstractmethod
-    def set_aside(self, name: str, target: str) -> bool:
-        """Move whatever stands at `name` (file, link, FIFO, folder) to `target`.
+    def quarantine(self, name: str, target: str) -> bool:
+        """Move the entry at `name` (file, link, FIFO, folder) to `target`.
 
-        The thing is renamed as it is: never followed, opened or recursed into. Where
-        :attr:`Properties.sets_aside` is False the object is deleted. False when nothing
-        was there.
+        The entry is renamed; it is never followed, opened or descended into. If
+        :attr:`Properties.can_quarantine` is False, the object is deleted instead. Returns False
+        if there was no entry.
 
         Raises
         ------
@@ -316,23 +323,22 @@ class Backend(ABC):
     def trim(self, folder: str, max_count: int, max_bytes: int) -> None:
         """Remove the first entries of `folder`, by name, until it is within both bounds.
 
-        For folders that :meth:`set_aside` fills with names that begin with a time.
-        Nothing is followed or recursed into: a folder that is not empty stays. Best effort.
+        For quarantine folders, whose names begin with a time. No entry is followed or descended
+        into; a folder that is not empty stays. Best effort.
         """
 
     def sweep(self, folder: str, older_than: float, is_ours: Callable[[str], bool]) -> int:
-        """Remove temporaries directly in `folder` that writers left when they were killed.
+        """Remove temporaries of killed writers directly in `folder`.
 
         Parameters
         ----------
         folder : str
-            Its subfolders are not looked at.
+            Its subfolders are skipped.
         older_than : float
             Seconds since the last change of a temporary; younger ones may be in use.
         is_ours : Callable
-            Asked with the name (without folder) that a temporary would have been given.
-            Regular files whose name is exactly that of a temporary and for which the answer
-            is true are removed, nothing else ever.
+            Called with the final name (without folder) of a temporary. A regular file is removed
+            only if its name is exactly that of a temporary and this function returns True.
 
         Returns
         -------
@@ -348,10 +354,10 @@ class Backend(ABC):
 
     @abstractmethod
     def touch(self, name: str) -> None:
-        """Note a use of the object (access time only, never its mtime). Best effort."""
+        """Record a use of the object: set its access time, never its mtime. Best effort."""
 
     def read_into(self, name: str, buffer: memoryview, offset: int = 0) -> int:
-        """Open, read `len(buffer)` bytes from `offset`, close; return the count read."""
+        """Open, read `len(buffer)` bytes from `offset`, close; return the number of bytes read."""
         with self.open(name) as reader:
             return reader.read_into(buffer, offset)
 
@@ -363,18 +369,18 @@ _TEMPORARY: Final = re.compile(r"\.(.+)\.[0-9a-f]{16}\.tmp", re.ASCII)
 
 
 def temporary_name(base: str) -> str:
-    """Return a fresh name, in the same folder, for an object until it is published."""
+    """Return a unique temporary name for an object, used until it is published."""
     return f".{base}.{os.urandom(8).hex()}.tmp"
 
 
 def final_name(temporary: str) -> str | None:
-    """Return the name that a temporary would have been given; None for other names."""
+    """Return the final name of a temporary; None if `temporary` is not a temporary's name."""
     found = _TEMPORARY.fullmatch(temporary)
     return found[1] if found else None
 
 
 def check_name(name: str) -> str:
-    """Return `name` if it is a safe relative name, else raise.
+    """Return `name` if it is a safe relative name.
 
     Raises
     ------

@@ -1,23 +1,24 @@
-"""Objects on any filesystem that fsspec knows: memory, Google Cloud, Azure, SFTP and others.
+"""Objects on any filesystem of fsspec: memory, Google Cloud, Azure, SFTP and others.
 
-Owns the translation between fsspec's many habits and the backend interface.
+Owns the translation between the differing behaviour of fsspec's filesystems and the backend
+interface.
 
 Contracts
 ---------
-* Object stores publish with one put, which is atomic. Elsewhere an object is written to a
-  temporary name and moved; whether that is atomic is up to the filesystem, see
-  :attr:`~kvshelf.backends.base.Properties.atomic_publish`. What arrives torn is found bad when
-  it is loaded.
-* ``create`` looks before it writes; of two racers both may be told CREATED. Equal names hold
-  equal bytes, so the later one does no harm.
-* A moderate object is read whole, in one request. One that has another size by then was replaced
-  meanwhile: an error that passes, never a mixture of two versions.
-* A connection over SSH that was lost is made again by the next call.
-* The filesystem's own listing cache is switched off: existence is never answered from it.
-* Neither ``url``, ``repr`` nor messages show the secrets of the URL or of the options.
+* Object stores publish with one put, which is atomic. On other filesystems an object is written to
+  a temporary name and moved; whether that is atomic depends on the filesystem, see
+  :attr:`~kvshelf.backends.base.Properties.atomic_publish`. A torn object fails verification when it
+  is loaded.
+* ``create`` probes before it writes, so two concurrent writers may both get CREATED. Equal names
+  hold equal bytes, so the second write does no harm.
+* An object of up to 256 MiB is read whole, in one request. If its size has changed, it was replaced
+  in the meantime: a retryable error, never a mixture of two versions.
+* After a lost SSH connection, the next call connects again.
+* The filesystem's own listing cache is off, so existence is never answered from it.
+* Neither ``url``, ``repr`` nor messages show secrets of the URL or of the options.
 
-fsspec is imported when the first backend is made. Methods may be called from several threads
-where the filesystem itself allows it; asynchronous filesystems run on fsspec's own thread.
+fsspec is imported when the first backend is made. Several threads may call methods if the
+filesystem itself allows it; asynchronous filesystems run on fsspec's own thread.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from urllib.parse import quote, unquote, urlsplit
 from kvshelf.backends.base import (
     NOT_REGULAR,
     Backend,
-    Buffer,
+    BytesLike,
     Deadlines,
     ObjectInfo,
     Properties,
@@ -75,9 +76,9 @@ _PACKAGES: Final = {
     "sftp": "kvshelf[sftp]",
     "ssh": "kvshelf[sftp]",
 }
-#: Protocols whose connection is made once and can be lost.
+#: Protocols that keep one connection, which can be lost.
 _SSH: Final = frozenset(("sftp", "ssh"))
-#: So long a connection may take to be made, and so often it is looked whether it still stands.
+#: Seconds to establish a connection, and seconds between keep-alive messages.
 _SSH_OPTIONS: Final = {"connect_timeout": 10, "keepalive_interval": 15}
 #: Objects up to this size are fetched in one request, so that all reads see one version.
 _WHOLE_BYTES: Final = 256 << 20
@@ -86,18 +87,18 @@ _PROBES_AT_ONCE: Final = 64
 _SECRET_OPTION: Final = re.compile(
     r"key|secret|token|passw|passphrase|credential|sas|connection_string|auth|sign", re.IGNORECASE
 )
-#: Errors of client libraries that do not derive from OSError but will pass.
-_PASSING: Final = re.compile(
+#: Class names of retryable errors of client libraries that do not derive from OSError.
+_RETRYABLE: Final = re.compile(
     r"timeout|timedout|connect|disconnect|endpoint|throttl|slowdown|unavailable|sftpfailure"
     r"|channelopen",
     re.IGNORECASE,
 )
-#: Errors after which a connection over SSH is of no use any more.
+#: Class names of errors after which an SSH connection has to be replaced.
 _LOST: Final = re.compile(r"connection|disconnect|channelopen|brokenpipe", re.IGNORECASE)
 
 
 class _WholeReader(Reader):
-    """Reads ranges, or fetches a moderate object whole at the first read."""
+    """Fetches an object whole at the first read, or reads ranges of a very large one."""
 
     def __init__(self, backend: GenericBackend, name: str, size: int) -> None:
         self._backend = backend
@@ -160,13 +161,11 @@ class GenericBackend(Backend):
             filesystem=protocol,
             atomic_publish=self._atomic_put or protocol in _ATOMIC_MOVE,
             conditional_create=False,
-            notifications=False,
-            cache_seconds=0.0,
             concurrency=32 if remote else 8,
             probes_at_once=self._probes_at_once(),
             probe_cost=20e-3 if remote else 50e-6,
             temporaries=not self._atomic_put,
-            # Opening a connection, and a client library's own retries, take their time.
+            # Includes the time to open a connection and the client library's own retries.
             deadlines=Deadlines(probe=5.0, read=15.0, write=15.0) if remote else Deadlines(),
         )
 
@@ -180,7 +179,7 @@ class GenericBackend(Backend):
         except ImportError as exc:
             raise ConfigError(f"{self.url} needs fsspec: pip install fsspec") from exc
         try:
-            # An instance of our own: switching its listing cache off concerns nobody else.
+            # A separate instance, so that switching off its listing cache affects no other user.
             fs, root = fsspec.core.url_to_fs(url, skip_instance_cache=True, **options)
         except ImportError as exc:
             package = _PACKAGES.get(protocol)
@@ -196,14 +195,14 @@ class GenericBackend(Backend):
             fs.dircache = DirCache(use_listings_cache=False)
         if protocol in _SSH and not getattr(fs, "async_impl", False):
             raise ConfigError(
-                f"{self.url}: fsspec's own client of SFTP mixes up the answers to several threads:"
+                f"{self.url}: fsspec's own SFTP client mixes up the answers to concurrent threads:"
                 f" pip install '{_PACKAGES[protocol]}'"
             )
         return fs, str(root)
 
     @property
     def _fs(self) -> Any:
-        """The filesystem, connected."""
+        """The filesystem, reconnected if the connection was lost."""
         if self._lost:
             with self._lock:
                 if self._lost:
@@ -213,7 +212,7 @@ class GenericBackend(Backend):
 
     @property
     def properties(self) -> Properties:
-        """What callers may rely on; the same at all times."""
+        """What callers may rely on; never changes."""
         return self._properties
 
     def _path(self, name: str) -> str:
@@ -229,7 +228,7 @@ class GenericBackend(Backend):
     def _translate(
         self, exc: Exception, what: str, name: str, *, writing: bool = False
     ) -> StorageError:
-        """Typed error for whatever the filesystem raised."""
+        """Return the typed error for an exception of the filesystem."""
         if isinstance(exc, StorageError):
             return exc
         if self._protocol in _SSH and _LOST.search(type(exc).__name__):
@@ -252,7 +251,7 @@ class GenericBackend(Backend):
         if "SFTPPermissionDenied" in names:
             kind = ReadOnlyStorageError if writing else PermanentStorageError
             return kind(errno.EACCES, message, path)
-        if isinstance(exc, OSError) or _PASSING.search(names):
+        if isinstance(exc, OSError) or _RETRYABLE.search(names):
             return TransientStorageError(errno.EIO, message, path)
         return PermanentStorageError(errno.EIO, message, path)
 
@@ -265,7 +264,7 @@ class GenericBackend(Backend):
         return _PROBES_AT_ONCE if asynchronous else 1
 
     def stat(self, names: Sequence[str]) -> StatResults:
-        """Probe many names; at once where the filesystem is asynchronous."""
+        """Probe many names, in parallel if the filesystem is asynchronous."""
         for name in names:
             check_name(name)
         from fsspec.asyn import sync
@@ -306,7 +305,7 @@ class GenericBackend(Backend):
         size = found.get("size")
         if size is None:
             return PermanentStorageError(
-                errno.EIO, "probing failed: the filesystem does not tell sizes", self.url
+                errno.EIO, "probing failed: the filesystem does not report sizes", self.url
             )
         return int(size)
 
@@ -323,14 +322,12 @@ class GenericBackend(Backend):
     # ------------------------------------------------------------------------------------- reads
 
     def open(self, name: str) -> Reader:
-        """Look at one object; the first read fetches it."""
-        answer = self.stat([name])[0]
+        """Probe one object; the first read fetches it."""
+        answer = self.probe(name)
         if answer is None:
             raise ObjectMissingError(
                 errno.ENOENT, "opening failed: no such object", f"{self.url}/{name}"
             )
-        if isinstance(answer, StorageError):
-            raise answer
         if not isinstance(answer, int):
             raise self._not_regular(name)
         return _WholeReader(self, name, answer)
@@ -342,7 +339,7 @@ class GenericBackend(Backend):
     def _fetch_whole(self, name: str, size: int) -> bytes:
         if not size:
             return b""
-        # One byte more shows an object that is longer by now.
+        # One more byte detects an object that has grown.
         data = self._cat(name, 0, size + 1)
         if len(data) != size:
             raise TransientStorageError(
@@ -363,18 +360,16 @@ class GenericBackend(Backend):
         if start >= end:
             return b""
         data = self._cat(name, start, end)
-        # A server that ignores ranges answers with the whole object from its start.
+        # A server that ignores ranges returns the whole object.
         return data if len(data) <= end - start else data[start:end]
 
     # ------------------------------------------------------------------------------------ writes
 
     def write(
-        self, name: str, buffers: Sequence[Buffer], mode: WriteMode = "create"
+        self, name: str, buffers: Sequence[BytesLike], mode: WriteMode = "create"
     ) -> WriteResult:
-        """Publish with one put, or a temporary name and a move."""
-        answer = self.stat([name])[0]
-        if isinstance(answer, StorageError):
-            raise answer
+        """Publish with one put, or with a temporary name and a move."""
+        answer = self.probe(name)
         if answer is not None and mode == "create":
             return WriteResult.EXISTED
         data = b"".join(memoryview(buffer).cast("B") for buffer in buffers)
@@ -383,7 +378,7 @@ class GenericBackend(Backend):
             if answer is NOT_REGULAR:
                 if self._fs.info(path).get("type") == "directory":
                     raise self._not_regular(name)
-                # A move would go through the link.
+                # A move could follow the link.
                 self._fs.rm_file(path)
             if self._atomic_put:
                 self._fs.pipe_file(path, data)
@@ -409,7 +404,7 @@ class GenericBackend(Backend):
             if size != len(data):
                 raise TransientStorageError(
                     errno.EIO,
-                    f"the storage kept {size} of {len(data)} bytes written; nothing was published",
+                    f"the storage has {size} of {len(data)} bytes written; nothing was published",
                     self.url,
                 )
             self._fs.mv(temporary, path)
@@ -417,13 +412,13 @@ class GenericBackend(Backend):
             try:
                 self._fs.rm_file(temporary)
             except Exception:  # noqa: BLE001, S110
-                pass  # it may not exist; the first error is the one to tell
+                pass  # it may not exist; the first error is the one to report
             raise
 
     # ---------------------------------------------------------------------------------- listings
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """Stream all objects below `prefix`, one listing for each folder."""
+        """Stream all objects below `prefix`, with one listing per folder."""
         pending = [check_name(prefix) if prefix else ""]
         while pending:
             folder = pending.pop()
@@ -458,7 +453,7 @@ class GenericBackend(Backend):
         for found in entries:
             full = str(found.get("name", "")).strip("/")
             base = full.rpartition("/")[2]
-            # Object stores list a folder's own marker too.
+            # Object stores also list the marker of the folder itself.
             if base and full != start:
                 yield base, found
 
@@ -466,11 +461,9 @@ class GenericBackend(Backend):
 
     def delete(self, name: str) -> bool:
         """Remove one object."""
-        answer = self.stat([name])[0]
+        answer = self.probe(name)
         if answer is None:
             return False
-        if isinstance(answer, StorageError):
-            raise answer
         path = self._path(name)
         try:
             if answer is NOT_REGULAR and self._fs.info(path).get("type") == "directory":
@@ -482,13 +475,13 @@ class GenericBackend(Backend):
             raise self._translate(exc, "deleting", name, writing=True) from exc
         return True
 
-    def set_aside(self, name: str, target: str) -> bool:
-        """Delete the object: most of these storages can move only by copying."""
+    def quarantine(self, name: str, target: str) -> bool:
+        """Delete the object: most of these filesystems can move only by copying."""
         check_name(target)
         return self.delete(name)
 
     def sweep(self, folder: str, older_than: float, is_ours: Callable[[str], bool]) -> int:
-        """Remove old temporaries where writing makes any and the filesystem tells times."""
+        """Remove old temporaries, if writes make any and the filesystem reports times."""
         if self._atomic_put:
             return 0
         limit = time.time() - older_than
@@ -510,11 +503,11 @@ class GenericBackend(Backend):
         return removed
 
     def touch(self, name: str) -> None:
-        """Do nothing: fsspec has no access times."""
+        """Do nothing: fsspec does not know access times."""
         check_name(name)
 
     def close(self) -> None:
-        """Nothing to release: fsspec's filesystems close their connections themselves."""
+        """Do nothing: fsspec's filesystems close their connections themselves."""
 
 
 # --------------------------------------------------------------------------------------- helpers

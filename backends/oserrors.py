@@ -1,4 +1,4 @@
-"""What the operating system's errors mean: the one table for backends that raise OSError.
+"""Maps errors of the operating system: the one table for backends that raise OSError.
 
 Owns the mapping from errno values to the classes of :mod:`kvshelf.errors`. Pure functions.
 """
@@ -51,16 +51,16 @@ _TRANSIENT: Final = frozenset(
 
 
 def storage_error(exc: OSError, what: str, path: str, *, writing: bool = False) -> StorageError:
-    """Translate `exc` to the class of :mod:`kvshelf.errors` that says what it means.
+    """Translate `exc` to a class of :mod:`kvshelf.errors`.
 
     Parameters
     ----------
     exc : OSError
-        As the operating system raised it.
+        Raised by the operating system.
     what : str
         What was being done, for the message: ``"reading"``.
     path : str
-        What it was done to.
+        The file or folder concerned.
     writing : bool
         A refused permission then means a read-only shelf.
 

@@ -1,24 +1,24 @@
 """Objects as files below a directory: local disks, tmpfs, NFS, FUSE mounts.
 
-Owns the publish recipe, the rule that nothing inside a shelf is reached through a
-symbolic link, and what is known of each kind of filesystem.
+Owns the publish protocol, the rule that no symbolic link inside a shelf is followed, and the
+facts about each kind of filesystem.
 
 Contracts
 ---------
-* An object appears whole or not at all: it is written to a temporary name in its own folder
-  and linked (or renamed) to its name after its size was checked and the file closed.
-* The root may be reached through links (it is resolved once, when the backend is made);
-  below it no link is followed, neither for a folder nor for a file.
-* Every call resolves names from the root's path again and keeps no folder open, so a shelf
-  that is deleted, moved away or mounted again while the process runs is noticed by itself.
-* Files and folders get the permissions and the group of the root whatever the umask, so that
+* An object appears whole or not at all: it is written to a temporary name in its folder, its size
+  is checked, the file is closed, and only then it is linked (or renamed) to its name.
+* The root's path may contain links, which are resolved once, when the backend is made. Below the
+  root no link is followed, neither to a folder nor to a file.
+* Every call resolves names from the root's path and keeps no folder open. A shelf that is deleted,
+  moved or remounted while the process runs therefore needs no special handling.
+* Files and folders get the permissions and the group of the root, whatever the umask, so that
   processes with other user ids share a shelf exactly as its root allows.
-* A missing folder means a missing object. A file or link where a *folder* belongs is an error
-  (:class:`~kvshelf.errors.PermanentStorageError`): no store could ever succeed there, so a
-  silent miss would hide it.
+* A missing folder means a missing object. A file or link in the place of a *folder* is an error
+  (:class:`~kvshelf.errors.PermanentStorageError`): no store could ever succeed there, so a silent
+  miss would hide it.
 
-All methods may be called from any number of threads; the state shared between them is a few
-flags whose races cost at most one needless system call.
+Any number of threads may call any method. The shared state is a few flags; a race on them costs
+at most one superfluous system call.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from itertools import islice
 from typing import Final
 
 from kvshelf.backends.base import (
-    CHEAP_PROBE,
+    HIGH_LATENCY_SECONDS,
     NOT_REGULAR,
     Backend,
-    Buffer,
+    BytesLike,
     ObjectInfo,
     Properties,
     Reader,
@@ -64,7 +64,7 @@ from kvshelf.errors import (
     TransientStorageError,
 )
 
-#: Seconds for which a refused write makes further writes fail without being tried.
+#: Seconds for which writes fail at once after the storage refused one.
 READ_ONLY_MEMORY: Final = 60.0
 
 _O_PATH: Final[int] = getattr(os, "O_PATH", os.O_RDONLY)
@@ -75,14 +75,14 @@ _READ: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _CREATE: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _IOV_MAX: Final = max(16, os.sysconf("SC_IOV_MAX"))
 _DOTS: Final = frozenset(("", ".", ".."))
-#: Ways to publish, the best first; a backend goes down this list and never up.
+#: Ways to publish, the best first; a backend only ever moves down this list.
 _LINK, _NOREPLACE, _RENAME = range(3)
-#: Most entries of one folder that a sweep looks at.
+#: Number of entries of one folder that a sweep examines.
 _SWEEP_ENTRIES: Final = 65536
 
-#: What `link` answers where the filesystem has no hard links.
+#: Errors of `link` if the filesystem has no hard links.
 _NO_LINKS: Final = frozenset((errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS))
-#: What `renameat2` answers where the filesystem cannot refuse to replace.
+#: Errors of `renameat2` if the filesystem does not support RENAME_NOREPLACE.
 _NO_NOREPLACE: Final = frozenset((errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP))
 
 # ------------------------------------------------------------- system calls Python does not have
@@ -130,7 +130,7 @@ _NUMBER: Final = ctypes.c_long(_SYS_OPENAT2)
 
 
 def _openat2(path: str, flags: int) -> int:
-    """Open an absolute path that has no symbolic link anywhere in it (else ELOOP)."""
+    """Open an absolute path without any symbolic link in it (else ELOOP)."""
     encoded, how = os.fsencode(path), _HOWS[flags]
     while True:
         fd: int = _libc.syscall(_NUMBER, _AT_FDCWD, encoded, how[1], _HOW_SIZE)
@@ -147,12 +147,12 @@ def _has_openat2() -> bool:
     try:
         os.close(_openat2("/", _FOLDER))
     except OSError:
-        return False  # an old kernel, or a sandbox that filters system calls it does not know
+        return False  # an old kernel, or a sandbox that blocks the system call
     return True
 
 
 def _rename_noreplace(source: str, target: str, dir_fd: int) -> None:
-    """`renameat2` inside one folder with RENAME_NOREPLACE; OSError EEXIST when occupied."""
+    """Call `renameat2` in one folder with RENAME_NOREPLACE; EEXIST if `target` exists."""
     if _renameat2 is None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), target)
     if _renameat2(dir_fd, source.encode(), dir_fd, target.encode(), _RENAME_NOREPLACE):
@@ -161,15 +161,15 @@ def _rename_noreplace(source: str, target: str, dir_fd: int) -> None:
 
 # ----------------------------------------------------------------------------------- filesystem
 
-#: Filesystems whose only clients are this machine's kernel: no caches that lie.
+#: Filesystems whose only client is this machine's kernel, so that no cache is outdated.
 _LOCAL: Final = frozenset(
     (
         *("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "bcachefs", "f2fs", "jfs"),
         *("tmpfs", "ramfs", "overlay", "apfs", "hfs", "ufs", "vfat", "exfat"),
     )
 )
-#: How long the caches of a client may lie, for those of which that is known when nothing is
-#: said at the mount: the attribute caches of NFS and SMB, the metadata caches of programs.
+#: Seconds for which a client's caches may be outdated by default: attribute caches of NFS and SMB,
+#: metadata caches of FUSE programs.
 _CACHE_SECONDS: Final = {
     # Clients of these hold locks on what they cache.
     **dict.fromkeys(("lustre", "gpfs", "ceph", "gfs2", "ocfs2"), 0.0),
@@ -178,14 +178,14 @@ _CACHE_SECONDS: Final = {
     "fuse.rclone": 300.0,
 }
 _USUAL_CACHE_SECONDS: Final = 60.0
-#: Where a reader may see parts of an object and of the one that replaces it.
+#: Filesystems on which a reader may see parts of an object and of its replacement.
 _TORN: Final = frozenset(("fuse.rclone",))
 _ATTRIBUTE_CACHES: Final = frozenset(("nfs", "nfs4", "cifs", "smb3"))
-#: What a probe costs at most where it is local, and at least where it is not.
-_LOCAL_PROBE_SECONDS: Final = CHEAP_PROBE / 2
-_FAR_PROBE_SECONDS: Final = CHEAP_PROBE
+#: Upper bound of a local mount's probe cost. That of any other mount is at least
+#: :data:`HIGH_LATENCY_SECONDS`.
+_LOCAL_PROBE_SECONDS: Final = HIGH_LATENCY_SECONDS / 2
 _MEASURED_PROBES: Final = 5
-#: No more probes are measured once so many seconds have passed.
+#: Time budget of the measurement, in seconds.
 _MEASURE_SECONDS: Final = 10e-3
 
 
@@ -196,7 +196,8 @@ class Mount:
     Attributes
     ----------
     kind : str
-        Kernel's name for the filesystem, such as ``ext4`` or ``fuse.rclone``; or ``unknown``.
+        The kernel's name for the filesystem, such as ``ext4`` or ``fuse.rclone``; or
+        ``unknown``.
     options : frozenset of str
         Of the mount and of the filesystem, such as ``ro`` or ``acdirmax=5``.
     """
@@ -206,12 +207,12 @@ class Mount:
 
     @property
     def local(self) -> bool:
-        """Whether nobody but this machine's kernel changes the files."""
+        """Whether this machine's kernel is the only one that changes the files."""
         return self.kind in _LOCAL
 
     @property
     def cache_seconds(self) -> float:
-        """How long the mount may show what is no longer so."""
+        """Seconds for which the mount may give outdated answers."""
         if self.local:
             return 0.0
         if self.kind in _ATTRIBUTE_CACHES:
@@ -230,7 +231,7 @@ class Mount:
 def find_mount(path: str) -> Mount:
     """Return the mount that holds an absolute path without links.
 
-    Asks the kernel's table, never the filesystem: a mount that hangs is found as well.
+    Reads the kernel's table and never the filesystem, so that it works for a mount that hangs.
     """
     best, found = "", Mount()
     try:
@@ -240,7 +241,7 @@ def find_mount(path: str) -> Mount:
                 fields, rest = before.split(" "), behind.split()
                 mount = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), fields[4])
                 inside = path == mount or path.startswith(mount.rstrip("/") + "/")
-                # Of mounts on one point the last line is the one on top.
+                # Of several mounts on one mount point, the last line is the topmost.
                 if inside and len(mount) >= len(best):
                     options = [*fields[5].split(","), *rest[-1].split(",")]
                     best, found = mount, Mount(rest[0], frozenset(options))
@@ -249,16 +250,11 @@ def find_mount(path: str) -> Mount:
     return found
 
 
-def filesystem_type(path: str) -> str:
-    """Kernel's name for the filesystem that holds `path`, such as ``ext4``; or ``unknown``."""
-    return find_mount(path).kind
-
-
 # --------------------------------------------------------------------------------------- reader
 
 
 class PosixReader(Reader):
-    """An open file; reads go on seeing it after its name was replaced or removed."""
+    """An open file; reads continue to see it after its name was replaced or removed."""
 
     def __init__(self, fd: int, size: int, path: str) -> None:
         self._fd = fd
@@ -284,7 +280,7 @@ class PosixReader(Reader):
         """Close the file. Idempotent."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
-            with contextlib.suppress(OSError):  # nothing was written: nothing can be lost
+            with contextlib.suppress(OSError):  # nothing was written, so nothing can be lost
                 os.close(fd)
 
 
@@ -297,23 +293,23 @@ class PosixBackend(Backend):
     Parameters
     ----------
     root : str or os.PathLike
-        The directory; ``~`` is expanded, a relative path is taken from the working directory,
-        links are resolved now.
+        The directory; ``~`` is expanded, a relative path starts at the working directory, and
+        links are resolved once, here.
     read_only : bool
         Refuse every change with :class:`~kvshelf.errors.ReadOnlyStorageError`.
     create : bool
-        Make the root if it is missing, now and whenever it vanishes later: private to this
-        user (0700) the first time, then as it was. False: writes without a root fail.
+        Make the root if it is missing, now or after it was deleted: with mode 0700 the first
+        time, later with its previous mode and group. False: writes without a root fail.
     fsync : bool
-        Flush each object and its folder to the disk before it is announced. Not needed for
-        correctness, loads verify what they read.
+        Flush each object and its folder to the disk before the write returns. Not needed for
+        correctness: loads verify every object.
 
     Raises
     ------
     ConfigError
-        If `root` is something other than a directory.
+        If `root` is not a directory.
     StorageError
-        If the root could not be made or looked at.
+        If the root could not be made or examined.
     """
 
     def __init__(
@@ -349,8 +345,8 @@ class PosixBackend(Backend):
                 f"{self._root!r} is not a directory: give the shelf a directory of its own"
             ) from exc
         mount = find_mount(self._root)
-        # Programs behind FUSE have taken "leave this time alone" for a time.
-        self._says_both_times = mount.kind.startswith("fuse")
+        # Some FUSE programs take UTIME_OMIT for a time, so pass both times explicitly.
+        self._sets_both_times = mount.kind.startswith("fuse")
         self._properties = Properties(
             filesystem=mount.kind,
             atomic_publish=mount.kind not in _TORN,
@@ -359,7 +355,7 @@ class PosixBackend(Backend):
             links=True,
             concurrency=8 if mount.local else 32,
             probe_cost=self._probe_cost(mount),
-            sets_aside=True,
+            can_quarantine=True,
             temporaries=True,
         )
 
@@ -373,22 +369,22 @@ class PosixBackend(Backend):
 
     @property
     def properties(self) -> Properties:
-        """What callers may rely on now; `read_only` is forgotten after a minute."""
+        """What callers may rely on at present; a refused write expires after a minute."""
         refused = self._option_read_only or time.monotonic() < self._refused_until
         conditional, links = self._how != _RENAME, self._how == _LINK
-        current = self._properties
-        if (current.read_only, current.conditional_create, current.links) != (
-            *(refused, conditional),
+        known = self._properties
+        if (known.read_only, known.conditional_create, known.links) != (
+            refused,
+            conditional,
             links,
         ):
-            current = replace(
-                current, read_only=refused, conditional_create=conditional, links=links
+            self._properties = known = replace(
+                known, read_only=refused, conditional_create=conditional, links=links
             )
-            self._properties = current
-        return current
+        return known
 
     def _probe_cost(self, mount: Mount) -> float:
-        """Seconds for a probe: the best of a few, for names that no cache can know."""
+        """Measure a probe, in seconds: the fastest of a few, for names that no cache can know."""
         best = math.inf
         end = time.perf_counter() + _MEASURE_SECONDS
         for _ in range(_MEASURED_PROBES):
@@ -402,16 +398,16 @@ class PosixBackend(Backend):
                 break
             if begin > end:
                 break
-        # Where the kernel knows all there is, a probe that had to wait says nothing of the next;
-        # elsewhere one may be answered from a cache that does not know the objects.
+        # On a local filesystem a slow probe was disturbed by other work. On any other, a fast
+        # one may have been answered from a cache that does not know the objects.
         if mount.local:
             return min(best, _LOCAL_PROBE_SECONDS)
-        return max(_FAR_PROBE_SECONDS, best if best < math.inf else 1e-3)
+        return max(HIGH_LATENCY_SECONDS, best if best < math.inf else 1e-3)
 
     # ---------------------------------------------------------------- root, folders, permissions
 
     def _learn_root(self, *, make: bool) -> None:
-        """Read mode and group of the root, making it if asked to; note a read-only mount."""
+        """Read mode and group of the root, make it if requested; detect a read-only mount."""
         writing = False
         try:
             try:
@@ -423,12 +419,10 @@ class PosixBackend(Backend):
                 os.makedirs(os.path.dirname(self._root), exist_ok=True)
                 with contextlib.suppress(FileExistsError):
                     os.mkdir(self._root, self._folder_mode)
-                    self._give(self._root, None, folder=True)
+                    self._give(self._root, folder=True)
                 info = os.stat(self._root)
             if not stat_module.S_ISDIR(info.st_mode):
-                raise NotADirectoryError(
-                    errno.ENOTDIR, "a file stands where the shelf's root belongs", self._root
-                )
+                raise NotADirectoryError(errno.ENOTDIR, "the shelf's root is a file", self._root)
             self._folder_mode = stat_module.S_IMODE(info.st_mode)
             self._file_mode = self._folder_mode & 0o666
             self._gid = info.st_gid
@@ -437,29 +431,20 @@ class PosixBackend(Backend):
         except OSError as exc:
             raise storage_error(exc, "opening the shelf", self._root, writing=writing) from exc
 
-    def _give(self, target: str | int, dir_fd: int | None, *, folder: bool) -> None:
-        """Give a thing that was just made the group and mode of the root, as far as we may."""
-        if isinstance(target, int):
-            info = os.fstat(target)
-        else:
-            info = os.stat(target, dir_fd=dir_fd, follow_symlinks=False)
+    def _give(self, target: str | int, *, folder: bool) -> None:
+        """Give a new file or folder the group and mode of the root, as far as possible."""
+        info = os.stat(target)
         if self._gid not in (-1, info.st_gid):
             with contextlib.suppress(OSError):
-                if isinstance(target, int):
-                    os.fchown(target, -1, self._gid)
-                else:
-                    os.chown(target, -1, self._gid, dir_fd=dir_fd, follow_symlinks=False)
+                os.chown(target, -1, self._gid)
         wanted = self._folder_mode if folder else self._file_mode
-        # Only add what the umask took: a default ACL may have granted more.
+        # Only add the bits that the umask removed: a default ACL may have granted more.
         if wanted & ~stat_module.S_IMODE(info.st_mode):
             with contextlib.suppress(OSError):
-                if isinstance(target, int):
-                    os.fchmod(target, wanted)
-                else:
-                    os.chmod(target, wanted, dir_fd=dir_fd)
+                os.chmod(target, wanted)
 
     def _open_folder(self, folder: str, flags: int = _FOLDER) -> int:
-        """File descriptor of a folder below the root, no link on the way; OSError if not."""
+        """Open a folder below the root without following links; OSError on failure."""
         if self._openat2:
             return _openat2(self._base + folder, flags)
         fd = os.open(self._root, flags if not folder else _FOLDER)
@@ -476,7 +461,7 @@ class PosixBackend(Backend):
         return fd
 
     def _make_folder(self, folder: str) -> int:
-        """Like :meth:`_open_folder`, making what is missing, the root included."""
+        """Like :meth:`_open_folder`, but make missing folders, the root included."""
         with self._lock:
             if not self._create and not os.path.isdir(self._root):
                 raise PermanentStorageError(
@@ -498,18 +483,18 @@ class PosixBackend(Backend):
             return fd
 
     def _give_folder(self, part: str, dir_fd: int) -> None:
-        # chmod has no form that refuses links, so go through a descriptor that does.
+        # chmod cannot refuse links, but opening a descriptor can.
         try:
             fd = os.open(part, _SCAN | os.O_NOFOLLOW, dir_fd=dir_fd)
         except OSError:
-            return  # without read permission in the root's mode there is nothing to hand on
+            return  # the root's mode has no read permission
         try:
-            self._give(fd, None, folder=True)
+            self._give(fd, folder=True)
         finally:
             os.close(fd)
 
     def _folder_error(self, exc: OSError, what: str, folder: str, *, writing: bool) -> StorageError:
-        """Typed error for a folder that could not be opened; names the part in the way."""
+        """Return the error for a folder that could not be opened; it names the offending part."""
         if isinstance(exc, StorageError) or exc.errno not in (errno.ELOOP, errno.ENOTDIR):
             return self._failed(exc, what, folder, writing=writing)
         path = self._root
@@ -521,13 +506,28 @@ class PosixBackend(Backend):
                 break
             if not stat_module.S_ISDIR(mode):
                 found = "a symbolic link" if stat_module.S_ISLNK(mode) else "a file"
-                text = f"{found} stands where a folder of the shelf belongs; remove it"
+                text = f"{found} is in the place of a folder of the shelf; remove it"
                 return PermanentStorageError(exc.errno, f"{what} failed: {text}", path)
-        text = "the way to its root now leads through a link; open the shelf again"
+        text = "the path to its root now contains a link; open the shelf again"
         return PermanentStorageError(exc.errno, f"{what} failed: {text}", self._root)
 
+    @contextlib.contextmanager
+    def _opened(self, folder: str, what: str) -> Iterator[int | None]:
+        """Open a folder to change its entries; None if it is missing."""
+        try:
+            fd = self._open_folder(folder)
+        except FileNotFoundError:
+            yield None
+            return
+        except OSError as exc:
+            raise self._folder_error(exc, what, folder, writing=True) from exc
+        try:
+            yield fd
+        finally:
+            os.close(fd)
+
     def _failed(self, exc: OSError, what: str, name: str, *, writing: bool = False) -> StorageError:
-        """Typed error; a write refused for the whole shelf is remembered for a while."""
+        """Return the typed error; remember a write that was refused for the whole shelf."""
         error = storage_error(exc, what, self._base + name, writing=writing)
         if isinstance(error, ReadOnlyStorageError) and (
             error.errno == errno.EROFS or not os.access(self._root, os.W_OK)
@@ -547,7 +547,7 @@ class PosixBackend(Backend):
     # ------------------------------------------------------------------------------------- probes
 
     def stat(self, names: Sequence[str]) -> StatResults:
-        """Probe many names; 2 µs each on a local disk when folders follow one another."""
+        """Probe many names; 2 µs each on a local disk if the names of a folder are adjacent."""
         answers: StatResults = []
         append = answers.append
         lstat = os.lstat
@@ -594,7 +594,7 @@ class PosixBackend(Backend):
         return answers
 
     def info(self, name: str) -> ObjectInfo | None:
-        """Size and times of what stands at `name`, links not followed."""
+        """Return size and times of the entry at `name`, without following links."""
         folder, _, base = check_name(name).rpartition("/")
         try:
             fd = self._open_folder(folder)
@@ -631,7 +631,7 @@ class PosixBackend(Backend):
         except OSError as exc:
             if exc.errno not in (errno.ELOOP, errno.ENOTDIR, errno.ENXIO):
                 raise storage_error(exc, "opening", path) from exc
-            # The object itself, or a folder on the way to it?
+            # Is it the object itself, or a folder on its path?
             try:
                 os.close(self._open_folder(folder))
             except OSError as folder_exc:
@@ -659,9 +659,9 @@ class PosixBackend(Backend):
     # ------------------------------------------------------------------------------------- writes
 
     def write(
-        self, name: str, buffers: Sequence[Buffer], mode: WriteMode = "create"
+        self, name: str, buffers: Sequence[BytesLike], mode: WriteMode = "create"
     ) -> WriteResult:
-        """Publish `buffers` as one file with a single `writev` where the kernel takes it."""
+        """Publish `buffers` as one file, with a single `writev` if the kernel accepts it."""
         self._check_writable(check_name(name))
         views = [view for view in map(_as_bytes, buffers) if len(view)]
         folder, _, base = name.rpartition("/")
@@ -669,14 +669,14 @@ class PosixBackend(Backend):
             try:
                 return self._write_once(folder, base, views, mode, make=False)
             except FileNotFoundError:
-                # No folder yet, or the shelf is being deleted under our hands.
+                # No folder yet, or the shelf is being deleted concurrently.
                 return self._write_once(folder, base, views, mode, make=True)
         except StorageError:
             raise
         except FileNotFoundError as exc:
             raise TransientStorageError(
                 exc.errno,
-                "writing failed: the folder vanished twice while it was written to",
+                "writing failed: the folder was deleted twice during the write",
                 self._base + name,
             ) from exc
         except OSError as exc:
@@ -700,19 +700,19 @@ class PosixBackend(Backend):
             fd = os.open(temporary, _CREATE, self._file_mode, dir_fd=dir_fd)
             left = True
             try:
-                self._give(fd, None, folder=False)
+                self._give(fd, folder=False)
                 total = _write_all(fd, views)
                 size = os.fstat(fd).st_size
                 if size != total:
                     raise TransientStorageError(
                         errno.EIO,
-                        f"the storage kept {size} of {total} bytes written; nothing was published",
+                        f"the storage has {size} of {total} bytes written; nothing was published",
                         base,
                     )
                 if self._fsync:
                     os.fsync(fd)
             finally:
-                # Before the name appears: NFS and FUSE report late write errors here.
+                # Before publishing: NFS and FUSE report delayed write errors here.
                 os.close(fd)
             if mode == "replace":
                 try:
@@ -731,12 +731,12 @@ class PosixBackend(Backend):
             return result
         finally:
             if left:
-                with contextlib.suppress(OSError):  # sweep() finds what stays behind
+                with contextlib.suppress(OSError):  # sweep() removes it later
                     os.unlink(temporary, dir_fd=dir_fd)
             os.close(dir_fd)
 
     def _publish(self, temporary: str, base: str, dir_fd: int) -> tuple[bool, bool]:
-        """Give a finished temporary its name; (created, the temporary is still there)."""
+        """Give a finished temporary its name; return (created, temporary still exists)."""
         if self._how == _LINK:
             try:
                 os.link(
@@ -744,7 +744,7 @@ class PosixBackend(Backend):
                 )
                 return True, True
             except FileExistsError:
-                # NFS may repeat a request whose answer was lost: then we are who made it.
+                # NFS repeats a request if the answer was lost: then the link is ours.
                 return os.lstat(temporary, dir_fd=dir_fd).st_nlink == 2, True
             except OSError as exc:
                 if exc.errno not in _NO_LINKS:
@@ -760,8 +760,8 @@ class PosixBackend(Backend):
                 if exc.errno not in _NO_NOREPLACE:
                     raise
                 self._how = _RENAME
-        # Two racers may both be told CREATED here (Properties.conditional_create is False);
-        # equal names hold equal bytes, so the later one does no harm.
+        # Two concurrent writers may both get CREATED here (Properties.conditional_create is
+        # False). Equal names hold equal bytes, so the second rename does no harm.
         if _occupied(base, dir_fd):
             return False, True
         os.rename(temporary, base, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
@@ -811,7 +811,7 @@ class PosixBackend(Backend):
         )
 
     def _scan(self, folder: str) -> Iterator[os.DirEntry[str]]:
-        """All entries of one folder; nothing when it is missing."""
+        """Stream the entries of one folder; none if it is missing."""
         try:
             fd = self._open_folder(folder, _SCAN)
         except FileNotFoundError:
@@ -837,63 +837,52 @@ class PosixBackend(Backend):
         """Unlink one file or link."""
         self._check_writable(check_name(name))
         folder, _, base = name.rpartition("/")
-        try:
-            fd = self._open_folder(folder)
-        except FileNotFoundError:
-            return False
-        except OSError as exc:
-            raise self._folder_error(exc, "deleting", folder, writing=True) from exc
-        try:
-            os.unlink(base, dir_fd=fd)
-        except FileNotFoundError:
-            return False
-        except OSError as exc:
-            if exc.errno == errno.EISDIR or (
-                exc.errno == errno.EPERM and stat_module.S_ISDIR(os.lstat(base, dir_fd=fd).st_mode)
-            ):
-                raise self._not_regular(exc.errno, "a folder", self._base + name) from exc
-            raise self._failed(exc, "deleting", name, writing=True) from exc
-        finally:
-            os.close(fd)
+        with self._opened(folder, "deleting") as fd:
+            if fd is None:
+                return False
+            try:
+                os.unlink(base, dir_fd=fd)
+            except FileNotFoundError:
+                return False
+            except OSError as exc:
+                if exc.errno == errno.EISDIR or (
+                    exc.errno == errno.EPERM
+                    and stat_module.S_ISDIR(os.lstat(base, dir_fd=fd).st_mode)
+                ):
+                    raise self._not_regular(exc.errno, "a folder", self._base + name) from exc
+                raise self._failed(exc, "deleting", name, writing=True) from exc
         return True
 
-    def set_aside(self, name: str, target: str) -> bool:
-        """Rename what stands at `name` to `target`, whatever it is."""
+    def quarantine(self, name: str, target: str) -> bool:
+        """Rename the entry at `name` to `target`, whatever its type."""
         self._check_writable(check_name(name))
         check_name(target)
         folder, _, base = name.rpartition("/")
         target_folder, _, target_base = target.rpartition("/")
-        try:
-            source_fd = self._open_folder(folder)
-        except FileNotFoundError:
-            return False
-        except OSError as exc:
-            raise self._folder_error(exc, "moving", folder, writing=True) from exc
-        try:
-            if not _occupied(base, source_fd):
-                return False
+        with self._opened(folder, "moving") as source_fd:
             try:
-                target_fd = self._make_folder(target_folder)
-            except (StorageError, FileNotFoundError):
+                if source_fd is None or not _occupied(base, source_fd):
+                    return False
+                try:
+                    target_fd = self._make_folder(target_folder)
+                except (StorageError, FileNotFoundError):
+                    raise
+                except OSError as exc:
+                    raise self._folder_error(exc, "moving", target_folder, writing=True) from exc
+                try:
+                    os.rename(base, target_base, src_dir_fd=source_fd, dst_dir_fd=target_fd)
+                finally:
+                    os.close(target_fd)
+            except StorageError:
                 raise
+            except FileNotFoundError:
+                return False
             except OSError as exc:
-                raise self._folder_error(exc, "moving", target_folder, writing=True) from exc
-            try:
-                os.rename(base, target_base, src_dir_fd=source_fd, dst_dir_fd=target_fd)
-            finally:
-                os.close(target_fd)
-        except StorageError:
-            raise
-        except FileNotFoundError:
-            return False
-        except OSError as exc:
-            raise self._failed(exc, "moving", name, writing=True) from exc
-        finally:
-            os.close(source_fd)
+                raise self._failed(exc, "moving", name, writing=True) from exc
         return True
 
     def trim(self, folder: str, max_count: int, max_bytes: int) -> None:
-        """Unlink the first entries of `folder`; empty folders among them are removed too."""
+        """Remove the first entries of `folder`, empty folders included."""
         check_name(folder)
         if self.properties.read_only:
             return
@@ -922,19 +911,19 @@ class PosixBackend(Backend):
             os.close(fd)
 
     def touch(self, name: str) -> None:
-        """Set the access time to now and leave the modification time alone."""
+        """Set the access time to now; keep the modification time."""
         folder, _, base = check_name(name).rpartition("/")
         if self.properties.read_only:
             return
         with contextlib.suppress(OSError):
             fd = self._open_folder(folder)
             try:
-                _touch(base, fd, explicit=self._says_both_times)
+                _touch(base, fd, explicit=self._sets_both_times)
             finally:
                 os.close(fd)
 
     def sweep(self, folder: str, older_than: float, is_ours: Callable[[str], bool]) -> int:
-        """Unlink old temporaries among the first 65536 entries of one folder."""
+        """Remove old temporaries among the first 65536 entries of one folder."""
         self._check_writable(check_name(folder) if folder else "")
         limit = time.time() - older_than
         stale: list[str] = []
@@ -944,49 +933,42 @@ class PosixBackend(Backend):
                 continue
             with contextlib.suppress(OSError):
                 info = entry.stat(follow_symlinks=False)
-                # A file that is linked or renamed changes its ctime only, and is in use too.
+                # Linking or renaming changes only the ctime; such a file is in use as well.
                 if stat_module.S_ISREG(info.st_mode) and max(info.st_mtime, info.st_ctime) < limit:
                     stale.append(entry.name)
         if not stale:
             return 0
-        try:
-            fd = self._open_folder(folder)
-        except FileNotFoundError:
-            return 0
-        except OSError as exc:
-            raise self._folder_error(exc, "sweeping", folder, writing=True) from exc
         removed = 0
-        try:
-            for name in stale:
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(name, dir_fd=fd)
-                    removed += 1
-        except OSError as exc:
-            raise self._failed(exc, "sweeping", folder, writing=True) from exc
-        finally:
-            os.close(fd)
+        with self._opened(folder, "sweeping") as fd:
+            try:
+                for name in stale if fd is not None else ():
+                    with contextlib.suppress(FileNotFoundError):
+                        os.unlink(name, dir_fd=fd)
+                        removed += 1
+            except OSError as exc:
+                raise self._failed(exc, "sweeping", folder, writing=True) from exc
         return removed
 
 
 # -------------------------------------------------------------------------------------- helpers
 
 
-def _as_bytes(buffer: Buffer) -> memoryview:
+def _as_bytes(buffer: BytesLike) -> memoryview:
     view = memoryview(buffer)
     return view if view.format == "B" and view.ndim == 1 else view.cast("B")
 
 
 def _write_all(fd: int, views: list[memoryview]) -> int:
-    """Write all `views` (none empty) to `fd`; return the number of bytes."""
+    """Write all `views` (none empty) to `fd`; return the number of bytes written."""
     written = 0
-    first, inside = 0, 0  # views before `first` and `inside` bytes of it are done
+    first, inside = 0, 0  # written: all views before `first`, and `inside` bytes of that one
     while first < len(views):
         batch = views[first : first + _IOV_MAX]
         if inside:
             batch[0] = batch[0][inside:]
         count = os.writev(fd, batch)
         if not count:
-            raise OSError(errno.EIO, "the storage took no bytes")
+            raise OSError(errno.EIO, "the storage accepted no bytes")
         written += count
         inside += count
         while first < len(views) and inside >= len(views[first]):

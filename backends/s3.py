@@ -1,28 +1,28 @@
-"""Objects in a bucket of S3 or of a store that speaks its protocol, by the obstore library.
+"""Objects in a bucket of S3 or of an S3-compatible store, through the obstore library.
 
-Owns the translation between S3 and the backend interface, and between the options that
-users of s3fs know and those of obstore, and what a store's answers mean, whoever asks. Where
-obstore is not installed, or an option is given that only s3fs knows, :func:`open_s3` opens the
-bucket through s3fs instead (:class:`S3fsBackend`).
+Owns the translation between S3 and the backend interface. :mod:`kvshelf.backends.s3_client` makes
+the client from the user's options, :mod:`kvshelf.backends.s3_errors` says what answers mean. If
+obstore is not installed, or an option needs s3fs, :func:`open_s3` opens the bucket through s3fs
+instead (:class:`S3fsBackend`).
 
 Contracts
 ---------
-* One request for each probe (HEAD) and load (GET of the whole object, read as it arrives). Of a
-  large object parts are asked for at once where one connection is seen to be slow and few
-  requests are under way, unless the server does not know ranges. A publication is a PUT, with
-  ``If-None-Match: *`` where nothing may be replaced. A store that ignores the condition would
-  overwrite: whether it does is learned once, from a small object that is written a second time
-  with the same bytes, and unless the store is known to heed it a HEAD goes before each PUT. A
-  body that nobody reads to its end is dropped, not fetched.
-* Stores that ignore ``If-None-Match`` may tell two writers CREATED. Equal names hold equal
-  bytes, so the later one does no harm.
-* obstore repeats what may pass (time-outs, 5xx, 429), with jitter, within a few seconds;
-  what still fails is one typed error that says what to do.
+* A probe is one HEAD request. A load is one GET of the whole object, read as it arrives. A large
+  object is fetched as several parts in parallel if one connection was measured to be slow, few
+  requests are in flight and the server supports ranges. A body that is not read to its end is
+  dropped.
+* A publication is one PUT, with ``If-None-Match: *`` unless the object may be replaced. A store
+  that ignores the condition would overwrite. Whether it honours the condition is learned once, by
+  writing a small object a second time with the same bytes. Until the store is known to honour the
+  condition, a HEAD precedes each PUT.
+* A store that ignores ``If-None-Match`` may tell two writers CREATED. Equal names hold equal bytes,
+  so the second write does no harm.
+* obstore retries timeouts, 5xx and 429, with jitter, for a few seconds. A request that still fails
+  becomes one typed error that says what to do.
 * Neither ``url``, ``repr`` nor messages show keys, secrets or tokens.
 
-Probes of many names, and parts of an object, are asked for at once on an event loop in a thread of
-the backend's own, started with the first of them. Everything else runs on the caller's thread,
-outside of the GIL.
+Batches of probes, and the parts of an object, run in parallel on an event loop in one thread of the
+backend, started when first needed. Everything else runs on the caller's thread, without the GIL.
 """
 
 from __future__ import annotations
@@ -30,21 +30,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import importlib.util
-import os
-import re
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from datetime import datetime, timedelta, timezone
 from typing import Any, Final
 from urllib.parse import urlsplit
 
 from kvshelf.backends.base import (
     Backend,
-    Buffer,
+    BytesLike,
     Deadlines,
     ObjectInfo,
     Properties,
@@ -57,110 +53,51 @@ from kvshelf.backends.base import (
 )
 from kvshelf.backends.generic import GenericBackend
 from kvshelf.backends.guard import THREAD_LIMIT, try_to_start
+from kvshelf.backends.s3_client import (
+    CONNECT_SECONDS,
+    OPTIONS,
+    READ_SECONDS,
+    endpoint_of,
+    is_installed,
+    make_store,
+    mapping_of,
+    unknown_options,
+)
+from kvshelf.backends.s3_errors import (
+    NO_CREDENTIALS,
+    RETRYABLE,
+    codes_of,
+    explain,
+    obstore_error,
+    unreachable_hint,
+)
 
 from kvshelf.errors import (
     ConfigError,
-    NoSpaceStorageError,
     ObjectMissingError,
-    PermanentStorageError,
-    ReadOnlyStorageError,
     StorageError,
     TransientStorageError,
 )
 from kvshelf.urls import shown_url
 
-#: Options in s3fs's words that are understood here; any other one is for s3fs itself.
-_OPTIONS: Final = frozenset(
-    (
-        "anon",
-        "key",
-        "secret",
-        "token",
-        "profile",
-        "endpoint_url",
-        "use_ssl",
-        "requester_pays",
-        "client_kwargs",
-        "config_kwargs",
-    )
-)
-_CLIENT_OPTIONS: Final = frozenset(("endpoint_url", "region_name", "verify"))
-_CONFIG_OPTIONS: Final = frozenset(
-    ("region_name", "connect_timeout", "read_timeout", "s3", "signature_version")
-)
 _PROBES_AT_ONCE: Final = 64
-_CONNECT_SECONDS: Final = 3.0
-_READ_SECONDS: Final = 10.0
-_RETRY_SECONDS: Final = 3.0
-_RETRIES: Final = 5
 #: A body arrives in pieces of about this size.
 _STREAM_BYTES: Final = 1 << 20
-#: Objects so large may be fetched in parts of about that size, ...
+#: Objects of at least this size may be fetched in parts of about that size, ...
 _LARGE_BYTES: Final = 16 << 20
 _PART_BYTES: Final = 8 << 20
-#: ... where a connection delivers fewer bytes in a second than this. A near server delivers
-#: more, and several requests for one object only cost it time.
+#: ... if a connection delivers fewer bytes per second than this. A server in the same network
+#: delivers more, and several requests for one object only take longer.
 _SLOW_RATE: Final = 150e6
-#: Most requests for bodies at once that are made by cutting objects.
+#: Objects are fetched in parts only up to so many concurrent requests for bodies.
 _BODIES_AT_ONCE: Final = 16
-#: Fewer bytes say little of a connection's rate.
+#: Smaller bodies are not used to measure a connection's rate.
 _RATE_BYTES: Final = 1 << 20
 _CONFLICTS: Final = 4
-#: What may be written twice to learn how the store takes that.
+#: Largest object that is written twice to learn whether the store honours If-None-Match.
 _SMALL_BYTES: Final = 64 << 10
-_REFRESH: Final = timedelta(minutes=5)
 
 _PART_ALIGNMENT: Final = 1 << 20
-_CODE: Final = re.compile(r"<Code>(\w+)</Code>")
-_STATUS: Final = re.compile(r"status code: (\d{3})")
-_REGION: Final = re.compile(r"<Region>([\w-]+)</Region>|expecting '([\w-]+)'")
-_BAD_KEYS: Final = frozenset(
-    (
-        "InvalidAccessKeyId",
-        "SignatureDoesNotMatch",
-        "InvalidToken",
-        "ExpiredToken",
-        "TokenRefreshRequired",
-        "AuthFailure",
-        "InvalidSecurity",
-    )
-)
-_OTHER_REGION: Final = frozenset(
-    (
-        "PermanentRedirect",
-        "AuthorizationHeaderMalformed",
-        "IllegalLocationConstraintException",
-        "TemporaryRedirect",
-    )
-)
-_FULL: Final = frozenset(
-    ("QuotaExceeded", "XMinioStorageFull", "InsufficientStorage", "StorageFull", "507")
-)
-_PASSING: Final = frozenset(
-    (
-        "SlowDown",
-        "ServiceUnavailable",
-        "InternalError",
-        "RequestTimeout",
-        "ThrottlingException",
-        "OperationAborted",
-        "408",
-        "409",
-        "429",
-        "500",
-        "502",
-        "503",
-        "504",
-    )
-)
-_NO_CREDENTIALS: Final = (
-    "no AWS credentials were found: set key and secret in storage_options, or AWS_ACCESS_KEY_ID"
-    " and AWS_SECRET_ACCESS_KEY, a profile or a role; for a public bucket set anon: true"
-)
-_RIGHTS: Final = (
-    "allow s3:ListBucket on the bucket, s3:GetObject and, for engines that store, s3:PutObject"
-    " on its objects"
-)
 
 
 def open_s3(url: str, storage_options: Mapping[str, Any] | None = None) -> Backend:
@@ -170,16 +107,16 @@ def open_s3(url: str, storage_options: Mapping[str, Any] | None = None) -> Backe
     ----------
     url : str
     storage_options : Mapping, optional
-        Those of s3fs, and ``client``: ``obstore``, ``s3fs`` or ``auto`` (obstore where it is
+        The options of s3fs, and ``client``: ``obstore``, ``s3fs`` or ``auto`` (obstore if it is
         installed and knows all options), ``checksum`` (bool: send a SHA-256 of each object, so
-        that a store which checks refuses damaged uploads; True by default).
+        that a store which checks it refuses damaged uploads; default True).
 
     Raises
     ------
     ConfigError
         If the options cannot be used, or there are no credentials.
     StorageError
-        If the bucket cannot be used; says why.
+        If the bucket cannot be used.
     """
     options = dict(storage_options or {})
     client = options.pop("client", "auto")
@@ -188,45 +125,19 @@ def open_s3(url: str, storage_options: Mapping[str, Any] | None = None) -> Backe
         raise ConfigError(
             "storage_options: client is auto, obstore or s3fs, and checksum is true or false"
         )
-    unknown = _unknown_options(options)
+    unknown = unknown_options(options)
     if client == "obstore" and unknown:
         raise ConfigError(
             f"storage_options: {', '.join(unknown)} can be used with client: s3fs only; obstore"
-            f" takes {', '.join(sorted(_OPTIONS))}"
+            f" takes {', '.join(sorted(OPTIONS))}"
         )
-    if client == "s3fs" or (client == "auto" and (unknown or not _installed("obstore"))):
+    if client == "s3fs" or (client == "auto" and (unknown or not is_installed("obstore"))):
         return S3fsBackend(url, options)
     return S3Backend(url, options, checksum=checksum)
 
 
-def _installed(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None
-
-
-def _unknown_options(options: Mapping[str, Any]) -> list[str]:
-    found = set(options) - _OPTIONS
-    found |= {f"client_kwargs.{name}" for name in _mapping(options, "client_kwargs")} - {
-        f"client_kwargs.{name}" for name in _CLIENT_OPTIONS
-    }
-    config = _mapping(options, "config_kwargs")
-    found |= {f"config_kwargs.{name}" for name in set(config) - _CONFIG_OPTIONS}
-    found |= {
-        f"config_kwargs.s3.{name}" for name in set(_mapping(config, "s3")) - {"addressing_style"}
-    }
-    return sorted(found)
-
-
-def _mapping(options: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    value = options.get(name)
-    if value is None:
-        return {}
-    if not isinstance(value, Mapping):
-        raise ConfigError(f"storage_options: {name} is {type(value).__name__}; expected a mapping")
-    return value
-
-
 class _StreamReader(Reader):
-    """Hands on the body of one GET as it arrives."""
+    """Reads the body of one GET as it arrives."""
 
     def __init__(self, backend: S3Backend, name: str, result: Any) -> None:
         meta = result.meta
@@ -265,7 +176,7 @@ class _StreamReader(Reader):
                 piece = next(self._body, None)
                 self._waited += time.monotonic() - begin
                 if piece is None:
-                    # The connection ended early: the caller finds too few bytes.
+                    # The connection ended early: the caller sees too few bytes.
                     break
                 self._rest = memoryview(piece).cast("B")
                 continue
@@ -292,7 +203,7 @@ class _StreamReader(Reader):
 
 
 class _PartsReader(Reader):
-    """Hands on an object whose parts were asked for at once."""
+    """Reads an object whose parts are fetched in parallel."""
 
     def __init__(
         self,
@@ -305,7 +216,7 @@ class _PartsReader(Reader):
         self.size = size
         self._backend = backend
         self._name = name
-        #: Parts that have come, and those that will, each with its first byte.
+        #: The current part and the later ones, each with the offset of its first byte.
         self._part = (0, first)
         self._later = deque(later)
         self._bodies = 1 + len(later)
@@ -323,7 +234,7 @@ class _PartsReader(Reader):
                     continue
                 piece = data[inside : inside + len(view) - done] if inside >= 0 else data[:0]
                 if not len(piece):
-                    # The object's end, or a part that came short.
+                    # The object's end, or a part with too few bytes.
                     break
                 view[done : done + len(piece)] = piece
                 done += len(piece)
@@ -341,22 +252,17 @@ class _PartsReader(Reader):
 
 
 class S3Backend(Backend):
-    """Objects below ``s3://bucket/prefix``, by obstore.
+    """Objects below ``s3://bucket/prefix``, through obstore.
 
     Parameters
     ----------
-    url : str
-    storage_options : Mapping, optional
+    url, storage_options, checksum
         See :func:`open_s3`.
-    checksum : bool
-        Send a SHA-256 of each object.
 
     Raises
     ------
-    ConfigError
-        If the options cannot be used, or there are no credentials.
-    StorageError
-        If the bucket cannot be used; says why.
+    ConfigError, StorageError
+        As :func:`open_s3`.
     """
 
     def __init__(
@@ -379,15 +285,15 @@ class S3Backend(Backend):
         self._secrets = [
             str(options[name]) for name in ("key", "secret", "token") if options.get(name)
         ]
-        self._endpoint = _endpoint(options)
-        self._store = _make_store(self._bucket, prefix, options, self._endpoint, checksum)
+        self._endpoint = endpoint_of(options)
+        self._store = make_store(self._bucket, prefix, options, self._endpoint, checksum)
         self._conditional = True
         self._knows_ranges = True
-        #: Bytes that one connection delivers in a second, and bodies under way.
+        #: Bytes per second that one connection delivers, and requests for bodies in flight.
         self._rate = 0.0
         self._bodies = 0
-        #: Whether the store heeds If-None-Match; None while that is not known.
-        self._heeds: bool | None = None
+        #: Whether the store honours If-None-Match; None while that is unknown.
+        self._honours_condition: bool | None = None
         self._learning = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._lock = threading.Lock()
@@ -401,19 +307,18 @@ class S3Backend(Backend):
         """What callers may rely on."""
         return Properties(
             filesystem="s3",
-            atomic_publish=True,
-            # A store that ignores the condition does not say so.
+            # A store that ignores If-None-Match does not say so.
             conditional_create=False,
             concurrency=_PROBES_AT_ONCE,
             probes_at_once=_PROBES_AT_ONCE,
             part_bytes=_LARGE_BYTES,
             probe_cost=10e-3,
-            # Opening a connection, and obstore's own retries, take their time.
+            # Includes the time to open a connection and obstore's own retries.
             deadlines=Deadlines(probe=5.0, read=15.0, write=15.0),
         )
 
     def _check(self) -> None:
-        """Find out at the start what would fail at every call."""
+        """Fail now if every later call would fail."""
         try:
             for _ in self._store.list(chunk_size=1):
                 break
@@ -425,40 +330,24 @@ class S3Backend(Backend):
     def _translate(
         self, exc: Exception, what: str, name: str, *, writing: bool = False
     ) -> StorageError:
-        """Typed error for what obstore raised."""
-        path = f"{self.url}/{name}" if name else self.url
-        text = str(exc).partition("\n\nDebug source")[0].strip() or type(exc).__name__
+        """Return the typed error for an exception of obstore."""
+        text = str(exc)
         for secret in self._secrets:
             text = text.replace(secret, "***")
-        status = _STATUS.search(text)
-        words = _statuses(text)
-        kind = type(exc).__name__
-        short = _shorten(text)
-
-        def error(make: type[StorageError], number: int, hint: str = "") -> StorageError:
-            return make(number, f"{what} failed: {short}{'; ' + hint if hint else ''}", path)
-
-        if "NoSuchBucket" not in words and isinstance(exc, FileNotFoundError):
-            return ObjectMissingError(errno.ENOENT, f"{what} failed: no such object", path)
-        if status is not None and status[1] in ("301", "307"):
-            words |= _OTHER_REGION
-        if kind in ("PermissionDeniedError", "UnauthenticatedError"):
-            words |= {"403"}
-        known = _meaning(words, text, self._bucket, self._endpoint, writing=writing)
-        if known is not None:
-            return error(*known)
-        if kind == "PreconditionError":
-            return error(TransientStorageError, errno.ESTALE, "the object was replaced meanwhile")
-        if words & _PASSING or status is None:
-            # Without an answer: no connection, a time-out, a body that ended early.
-            hint = "" if words else _unreachable(self._endpoint)
-            return error(TransientStorageError, errno.EIO, hint)
-        return error(PermanentStorageError, errno.EIO)
+        return obstore_error(
+            exc,
+            text,
+            what,
+            f"{self.url}/{name}" if name else self.url,
+            bucket=self._bucket,
+            endpoint=self._endpoint,
+            writing=writing,
+        )
 
     # ------------------------------------------------------------------------------------ probes
 
     def stat(self, names: Sequence[str]) -> StatResults:
-        """Probe many names at once, one HEAD for each."""
+        """Probe many names in parallel, with one HEAD request each."""
         for name in names:
             check_name(name)
         if len(names) == 1:
@@ -473,7 +362,7 @@ class S3Backend(Backend):
     def _head(self, name: str) -> Any:
         try:
             return self._store.head(name)
-        except Exception as exc:  # noqa: BLE001 - an answer, not the end of all probes
+        except Exception as exc:  # noqa: BLE001 - the answer for this name only
             return exc
 
     async def _head_all(self, names: Sequence[str]) -> list[Any]:
@@ -486,17 +375,11 @@ class S3Backend(Backend):
         return await asyncio.gather(*map(head, names), return_exceptions=True)
 
     def _running_loop(self) -> asyncio.AbstractEventLoop:
-        """Return the loop of the backend's own thread.
-
-        Raises
-        ------
-        TransientStorageError
-            If the thread cannot be started.
-        """
+        """Return the loop of the backend's own thread."""
         with self._lock:
             if self._loop is None:
                 loop = asyncio.new_event_loop()
-                # A daemon: a server that never answers must not keep the process alive.
+                # A daemon, so that a server which never answers cannot keep the process alive.
                 thread = threading.Thread(
                     target=_serve, args=(loop,), name="kvshelf-s3", daemon=True
                 )
@@ -504,7 +387,7 @@ class S3Backend(Backend):
                     loop.close()
                     raise TransientStorageError(
                         errno.EAGAIN,
-                        f"not asked: no thread can be started, {THREAD_LIMIT}",
+                        f"not tried: no thread could be started, {THREAD_LIMIT}",
                         self.url,
                     )
                 self._loop = loop
@@ -530,7 +413,7 @@ class S3Backend(Backend):
     # ------------------------------------------------------------------------------------- reads
 
     def open(self, name: str) -> Reader:
-        """Ask for one object; its body is fetched as it is read."""
+        """Request one object; its body is fetched as it is read."""
         check_name(name)
         try:
             found = self._store.get(name)
@@ -540,7 +423,7 @@ class S3Backend(Backend):
         return _StreamReader(self, name, found)
 
     def open_large(self, name: str, size: int) -> Reader:
-        """Ask for parts of one object at once, where that is faster."""
+        """Request the parts of one object in parallel if that is faster."""
         check_name(name)
         count = min(-(-size // _PART_BYTES), _BODIES_AT_ONCE - self._bodies)
         if count < 2 or not self._knows_ranges or not 0 < self._rate < _SLOW_RATE:
@@ -565,15 +448,15 @@ class S3Backend(Backend):
             if not isinstance(exc, Exception):
                 raise
             if "range" in str(exc).lower():
-                # Some servers answer with the whole object. So be it, from now on. Otherwise
-                # it has another size than it should have, which its reader finds out.
+                # A server that answers with the whole object does not support ranges: stop using
+                # them. Any other range error means the size is wrong; the reader will detect it.
                 self._knows_ranges = "non-partial" not in str(exc)
                 return self.open(name)
             raise self._translate(exc, "opening", name) from exc
         return _PartsReader(self, name, found, first, list(zip(starts, parts, strict=True))[1:])
 
     async def _get_part(self, name: str, start: int, end: int) -> tuple[int, memoryview]:
-        """Return the size of an object, and some of its bytes."""
+        """Return the size of an object and the bytes of one part."""
         found = await self._store.get_async(name, options={"range": (start, end)})
         begin = time.monotonic()
         data = memoryview(await found.buffer_async()).cast("B")
@@ -585,21 +468,19 @@ class S3Backend(Backend):
             self._bodies += more
 
     def _note_rate(self, nbytes: int, seconds: float) -> None:
-        """Learn what a connection delivers."""
+        """Update the measured rate of one connection."""
         if nbytes >= _RATE_BYTES:
             found = nbytes / max(seconds, 1e-6)
             known = self._rate or found
-            # The middle of rates that differ widely is that of the times.
+            # The harmonic mean, which one fast body hardly changes.
             self._rate = 1 / (0.75 / known + 0.25 / found)
 
     def read_into(self, name: str, buffer: memoryview, offset: int = 0) -> int:
-        """Read a part of one object, and only that."""
+        """Read part of one object, without fetching the rest."""
         if not offset:
             return super().read_into(name, buffer, offset)
         view = buffer.cast("B")
-        answer = self.stat([name])[0]
-        if isinstance(answer, StorageError):
-            raise answer
+        answer = self.probe(name)
         if answer is None:
             raise ObjectMissingError(
                 errno.ENOENT, "reading failed: no such object", f"{self.url}/{name}"
@@ -620,7 +501,7 @@ class S3Backend(Backend):
         except Exception as exc:
             if "range" not in str(exc).lower():
                 raise self._translate(exc, "reading", name) from exc
-        # Some servers answer a range with the whole object.
+        # Some servers answer a range request with the whole object.
         try:
             whole = self._store.get(name, options={"if_match": etag} if etag else {})
             return memoryview(whole.buffer()).cast("B")[offset : offset + length]
@@ -630,7 +511,7 @@ class S3Backend(Backend):
     # ------------------------------------------------------------------------------------ writes
 
     def write(
-        self, name: str, buffers: Sequence[Buffer], mode: WriteMode = "create"
+        self, name: str, buffers: Sequence[BytesLike], mode: WriteMode = "create"
     ) -> WriteResult:
         """Publish with one PUT."""
         check_name(name)
@@ -638,33 +519,29 @@ class S3Backend(Backend):
         data: Any = views[0] if len(views) == 1 else b"".join(views)
         if mode == "create":
             return self._create(name, data)
-        existed = self.stat([name])[0]
-        if isinstance(existed, StorageError):
-            raise existed
+        existed = self.probe(name)
         self._put(name, data, "overwrite")
         return WriteResult.CREATED if existed is None else WriteResult.REPLACED
 
     def _learn(self, name: str, data: Any) -> None:
-        """Write once more what is there already, if small: who heeds the condition refuses."""
-        if self._heeds is not None or len(data) > _SMALL_BYTES:
+        """Rewrite a small existing object: a store that honours If-None-Match rejects it."""
+        if self._honours_condition is not None or len(data) > _SMALL_BYTES:
             return
         if not self._learning.acquire(blocking=False):
             return
         try:
             self._store.put(name, data, mode="create", use_multipart=False)
-            self._heeds = False
-        except Exception as exc:  # noqa: BLE001 - it is only not known then
-            if type(exc).__name__ == "AlreadyExistsError" and "409" not in _statuses(str(exc)):
-                self._heeds = True
+            self._honours_condition = False
+        except Exception as exc:  # noqa: BLE001 - it stays unknown
+            if type(exc).__name__ == "AlreadyExistsError" and "409" not in codes_of(str(exc)):
+                self._honours_condition = True
         finally:
             self._learning.release()
 
     def _is_there(self, name: str, data: Any) -> bool:
-        """Look before a create, and learn from an object that is what it should be."""
-        existed = self.stat([name])[0]
-        if isinstance(existed, StorageError):
-            raise existed
-        if self._heeds is None and existed == len(data) <= _SMALL_BYTES:
+        """Probe before a create; learn about the condition from an object with equal bytes."""
+        existed = self.probe(name)
+        if self._honours_condition is None and existed == len(data) <= _SMALL_BYTES:
             found = bytearray(len(data))
             with contextlib.suppress(StorageError):
                 if self.read_into(name, memoryview(found)) == len(data) and found == data:
@@ -672,7 +549,7 @@ class S3Backend(Backend):
         return existed is not None
 
     def _create(self, name: str, data: Any) -> WriteResult:
-        if not self._heeds and self._is_there(name, data):
+        if not self._honours_condition and self._is_there(name, data):
             return WriteResult.EXISTED
         if not self._conditional:
             self._put(name, data, "overwrite")
@@ -684,19 +561,21 @@ class S3Backend(Backend):
                 return WriteResult.CREATED
             except Exception as exc:
                 kind, text = type(exc).__name__, str(exc)
-                if kind == "AlreadyExistsError" and "409" not in _statuses(text):
+                if kind == "AlreadyExistsError" and "409" not in codes_of(text):
                     return WriteResult.EXISTED
-                if kind == "NotSupportedError" or _statuses(text) & {"501", "NotImplemented"}:
+                if kind == "NotSupportedError" or codes_of(text) & {"501", "NotImplemented"}:
                     self._conditional = False
                     self._put(name, data, "overwrite")
                     return WriteResult.CREATED
                 if kind != "AlreadyExistsError":
                     raise self._translate(exc, "writing", name, writing=True) from exc
-            # 409: another writer of the same name is at it. Either it wins, or we try again.
+            # 409: another writer is creating the same name. Either it succeeds, or we retry.
             if self.stat([name])[0] is not None:
                 return WriteResult.EXISTED
         raise TransientStorageError(
-            errno.EBUSY, "writing failed: others write the same object", f"{self.url}/{name}"
+            errno.EBUSY,
+            "writing failed: other writers are creating the same object",
+            f"{self.url}/{name}",
         )
 
     def _put(self, name: str, data: Any, mode: str) -> None:
@@ -708,7 +587,7 @@ class S3Backend(Backend):
     # ---------------------------------------------------------------------------------- listings
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """Stream all objects below `prefix`, a thousand with each request."""
+        """Stream all objects below `prefix`, a thousand per request."""
         folder = check_name(prefix) + "/" if prefix else ""
         try:
             for rows in self._store.list(prefix or None, chunk_size=1000):
@@ -735,10 +614,7 @@ class S3Backend(Backend):
 
     def delete(self, name: str) -> bool:
         """Remove one object."""
-        answer = self.stat([name])[0]
-        if isinstance(answer, StorageError):
-            raise answer
-        if answer is None:
+        if self.probe(name) is None:
             return False
         try:
             self._store.delete(name)
@@ -748,8 +624,8 @@ class S3Backend(Backend):
             raise self._translate(exc, "deleting", name, writing=True) from exc
         return True
 
-    def set_aside(self, name: str, target: str) -> bool:
-        """Delete the object: S3 moves only by copying."""
+    def quarantine(self, name: str, target: str) -> bool:
+        """Delete the object: S3 can move only by copying."""
         check_name(target)
         return self.delete(name)
 
@@ -758,7 +634,7 @@ class S3Backend(Backend):
         check_name(name)
 
     def close(self) -> None:
-        """Stop the thread for probes."""
+        """Stop the event loop's thread."""
         with self._lock:
             loop, self._loop = self._loop, None
         if loop is not None:
@@ -766,39 +642,37 @@ class S3Backend(Backend):
 
 
 class S3fsBackend(GenericBackend):
-    """Objects below ``s3://bucket/prefix``, by s3fs.
+    """Objects below ``s3://bucket/prefix``, through s3fs.
 
     Parameters
     ----------
     url : str
     storage_options : Mapping, optional
-        Passed to s3fs, with time-outs where there are none.
+        Passed to s3fs, with default timeouts.
 
     Raises
     ------
-    ConfigError
-        If the options cannot be used.
-    StorageError
-        If the bucket cannot be used; says why.
+    ConfigError, StorageError
+        As :func:`open_s3`.
     """
 
     def __init__(self, url: str, storage_options: Mapping[str, Any] | None = None) -> None:
         options = dict(storage_options or {})
         self._bucket = urlsplit(url).netloc.rpartition("@")[2]
-        self._endpoint = _endpoint(options)
+        self._endpoint = endpoint_of(options)
         options["config_kwargs"] = {
-            "connect_timeout": _CONNECT_SECONDS,
-            "read_timeout": _READ_SECONDS,
-            # Objects are verified by their own hashes. A store that kept the checksum of an
-            # upload that was damaged on its way would make it an error, never to be repaired.
+            "connect_timeout": CONNECT_SECONDS,
+            "read_timeout": READ_SECONDS,
+            # Loads verify objects by their own hashes. Checking the store's checksum as well would
+            # turn a damaged object into a storage error, and such an object is never repaired.
             "response_checksum_validation": "when_required",
-            **_mapping(options, "config_kwargs"),
+            **mapping_of(options, "config_kwargs"),
         }
         super().__init__(url, options)
         self._check()
 
     def _check(self) -> None:
-        """Find out at the start what would fail at every call."""
+        """Fail now if every later call would fail."""
         prefix = self._root.partition("/")[2]
         try:
             self._fs.call_s3("list_objects_v2", Bucket=self._bucket, Prefix=prefix, MaxKeys=1)
@@ -808,78 +682,31 @@ class S3fsBackend(GenericBackend):
     def _translate(
         self, exc: Exception, what: str, name: str, *, writing: bool = False
     ) -> StorageError:
-        """Typed error by what the store answered, where it did."""
+        """Return the typed error for the store's answer, if there was one."""
         path = f"{self.url}/{name}" if name else self.url
         answer = getattr(exc.__cause__ or exc, "response", None)
         if not isinstance(answer, Mapping):
             if type(exc).__name__ == "NoCredentialsError":
-                raise ConfigError(_NO_CREDENTIALS) from exc
+                raise ConfigError(NO_CREDENTIALS) from exc
             error = super()._translate(exc, what, name, writing=writing)
             if isinstance(error, TransientStorageError) and "endpoint" in str(exc):
-                hint = _unreachable(self._endpoint)
+                hint = unreachable_hint(self._endpoint)
                 return TransientStorageError(errno.EIO, f"{what} failed: {hint}", path)
             return error
         said = answer.get("Error", {})
         status = answer.get("ResponseMetadata", {}).get("HTTPStatusCode")
-        words = {str(said.get("Code", "")), str(status)}
+        codes = {str(said.get("Code", "")), str(status)}
         text = self._clean(f"{said.get('Code', '')}: {said.get('Message', '')}")
-        known = _meaning(words, text, self._bucket, self._endpoint, writing=writing)
+        known = explain(codes, text, self._bucket, self._endpoint, writing=writing)
         if known is not None:
             make, number, hint = known
             return make(number, f"{what} failed: {text}; {hint}", path)
-        if words & _PASSING:
+        if codes & RETRYABLE:
             return TransientStorageError(errno.EIO, f"{what} failed: {text}", path)
         return super()._translate(exc, what, name, writing=writing)
 
 
 # --------------------------------------------------------------------------------------- helpers
-
-
-def _meaning(
-    words: set[str], text: str, bucket: str, endpoint: str | None, *, writing: bool
-) -> tuple[type[StorageError], int, str] | None:
-    """Say what an answer by a store means and what to do, where somebody has to do something.
-
-    Parameters
-    ----------
-    words : set of str
-        The answer's status and code.
-    text : str
-        What the store said.
-    """
-    if "NoSuchBucket" in words:
-        at = f" at {endpoint}" if endpoint else ""
-        return (
-            PermanentStorageError,
-            errno.ENOENT,
-            f"there is no bucket {bucket!r}{at}: create it, or correct the URL",
-        )
-    if words & _OTHER_REGION:
-        region = _REGION.search(text)
-        found = f", {region[1] or region[2]}," if region is not None else ""
-        return (
-            PermanentStorageError,
-            errno.EINVAL,
-            f"the bucket is in another region{found}: set client_kwargs.region_name in"
-            " storage_options, or AWS_REGION",
-        )
-    if words & _BAD_KEYS:
-        return (
-            PermanentStorageError,
-            errno.EACCES,
-            "the access key, its secret or its token is not accepted: correct key, secret and"
-            " token in storage_options, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
-        )
-    if words & {"403", "401"}:
-        refused = ReadOnlyStorageError if writing else PermanentStorageError
-        return refused, errno.EACCES, _RIGHTS
-    if words & _FULL:
-        return NoSpaceStorageError, errno.ENOSPC, "free some space or raise the quota"
-    return None
-
-
-def _unreachable(endpoint: str | None) -> str:
-    return f"is {endpoint or 'the endpoint of S3'} up and reachable?"
 
 
 def _serve(loop: asyncio.AbstractEventLoop) -> None:
@@ -891,27 +718,11 @@ def _serve(loop: asyncio.AbstractEventLoop) -> None:
 
 
 async def _drop_tasks() -> None:
-    """End what nobody waits for any more."""
+    """Cancel the tasks that are left when the backend is closed."""
     left = asyncio.all_tasks() - {asyncio.current_task()}
     for task in left:
         task.cancel()
     await asyncio.gather(*left, return_exceptions=True)
-
-
-def _shorten(text: str) -> str:
-    """Return what the server said, without the request and the XML around it."""
-    code = _CODE.search(text)
-    said = re.search(r"<Message>(.*?)</Message>", text, re.DOTALL)
-    if code is not None:
-        return f"{code[1]}: {said[1].strip()}" if said is not None and said[1] else code[1]
-    status = re.search(r"status code: (\d{3}[ \w]*)", text)
-    if status is not None:
-        return status[1].strip()
-    return text.splitlines()[0][-300:]
-
-
-def _statuses(text: str) -> set[str]:
-    return {found[1] for found in (_CODE.search(text), _STATUS.search(text)) if found is not None}
 
 
 def _is_listed(name: str) -> bool:
@@ -924,151 +735,3 @@ def _is_listed(name: str) -> bool:
 
 def _object_info(name: str, row: Any) -> ObjectInfo:
     return ObjectInfo(name, int(row["size"]), row["last_modified"].timestamp())
-
-
-def _endpoint(options: Mapping[str, Any]) -> str | None:
-    found = (
-        options.get("endpoint_url")
-        or _mapping(options, "client_kwargs").get("endpoint_url")
-        or os.environ.get("AWS_ENDPOINT_URL_S3")
-        or os.environ.get("AWS_ENDPOINT_URL")
-    )
-    if found is None:
-        return None
-    if urlsplit(str(found)).scheme not in ("http", "https"):
-        raise ConfigError(f"storage_options: endpoint_url is {found!r}; expected http(s)://host")
-    return str(found).rstrip("/")
-
-
-def _make_store(
-    bucket: str, prefix: str, options: Mapping[str, Any], endpoint: str | None, checksum: bool
-) -> Any:
-    try:
-        from obstore.store import S3Store
-    except ImportError as exc:
-        raise ConfigError("s3:// needs obstore or s3fs: pip install 'kvshelf[s3]'") from exc
-
-    client_kwargs = _mapping(options, "client_kwargs")
-    config_kwargs = _mapping(options, "config_kwargs")
-    config: dict[str, Any] = {}
-    client: dict[str, Any] = {
-        "connect_timeout": timedelta(
-            seconds=float(config_kwargs.get("connect_timeout", _CONNECT_SECONDS))
-        ),
-        "read_timeout": timedelta(seconds=float(config_kwargs.get("read_timeout", _READ_SECONDS))),
-        # Bodies are read as they arrive, as long as they do.
-        "timeout": timedelta(hours=1),
-    }
-    if endpoint is not None:
-        config["endpoint"] = endpoint
-        client["allow_http"] = endpoint.startswith("http://")
-    style = _mapping(config_kwargs, "s3").get("addressing_style", "auto")
-    if style not in ("auto", "path", "virtual"):
-        raise ConfigError(
-            f"storage_options: addressing_style is {style!r}; expected auto, path or virtual"
-        )
-    if style == "virtual":
-        config["virtual_hosted_style_request"] = True
-        if endpoint is not None:
-            scheme, _, host = endpoint.partition("://")
-            config["endpoint"] = f"{scheme}://{bucket}.{host}"
-    verify = client_kwargs.get("verify", os.environ.get("AWS_CA_BUNDLE"))
-    if verify is False:
-        client["allow_invalid_certificates"] = True
-    elif isinstance(verify, (str, os.PathLike)):
-        try:
-            with open(verify, "rb") as file:
-                client["root_certificate"] = file.read()
-        except OSError as exc:
-            raise ConfigError(
-                f"the CA bundle {os.fspath(verify)} cannot be read ({exc.strerror}): correct"
-                " client_kwargs.verify in storage_options, or AWS_CA_BUNDLE"
-            ) from exc
-    if checksum:
-        config["checksum_algorithm"] = "SHA256"
-    if options.get("requester_pays"):
-        config["request_payer"] = True
-    session = _botocore_session(options.get("profile"))
-    config["region"] = (
-        client_kwargs.get("region_name")
-        or config_kwargs.get("region_name")
-        or os.environ.get("AWS_REGION")
-        or os.environ.get("AWS_DEFAULT_REGION")
-        or (session.get_config_variable("region") if session is not None else None)
-        or "us-east-1"
-    )
-    provider = None
-    if options.get("anon") or config_kwargs.get("signature_version") == "unsigned":
-        config["skip_signature"] = True
-    elif options.get("key") or options.get("secret"):
-        if not (options.get("key") and options.get("secret")):
-            raise ConfigError("storage_options: key and secret belong together; found one of them")
-        config["access_key_id"] = options["key"]
-        config["secret_access_key"] = options["secret"]
-        if options.get("token"):
-            config["session_token"] = options["token"]
-    elif session is not None:
-        provider = _credentials(session)
-    try:
-        # Its options are typed dictionaries, ours are what users wrote.
-        make: Any = S3Store
-        return make(
-            bucket,
-            prefix=prefix or None,
-            config=config,
-            client_options=client,
-            credential_provider=provider,
-            retry_config={
-                "max_retries": _RETRIES,
-                "retry_timeout": timedelta(seconds=_RETRY_SECONDS),
-                "backoff": {
-                    "init_backoff": timedelta(milliseconds=50),
-                    "max_backoff": timedelta(seconds=1),
-                    "base": 2,
-                },
-            },
-        )
-    except Exception as exc:
-        raise ConfigError(f"s3://{bucket} cannot be opened: {_shorten(str(exc))}") from exc
-
-
-def _botocore_session(profile: Any) -> Any:
-    """Return botocore's session, which knows configuration files, roles and single sign-on."""
-    if not _installed("botocore"):
-        if profile:
-            raise ConfigError("storage_options: profile needs botocore: pip install botocore")
-        return None
-    from botocore.exceptions import BotoCoreError
-    from botocore.session import Session
-
-    try:
-        session = Session(profile=profile)
-        # Looks the profile up.
-        session.get_scoped_config()
-    except BotoCoreError as exc:
-        raise ConfigError(f"AWS configuration: {exc}") from exc
-    return session
-
-
-def _credentials(session: Any) -> Callable[[], dict[str, Any]]:
-    """Return a function that gives credentials from botocore's usual chain, and renews them."""
-    from botocore.exceptions import BotoCoreError
-
-    try:
-        found = session.get_credentials()
-    except BotoCoreError as exc:
-        # The chain ends at the network, where a role would be asked for.
-        raise ConfigError(f"{_NO_CREDENTIALS} ({type(exc).__name__})") from exc
-    if found is None:
-        raise ConfigError(_NO_CREDENTIALS)
-
-    def provide() -> dict[str, Any]:
-        now = found.get_frozen_credentials()
-        return {
-            "access_key_id": now.access_key,
-            "secret_access_key": now.secret_key,
-            "token": now.token,
-            "expires_at": datetime.now(timezone.utc) + _REFRESH,
-        }
-
-    return provide

@@ -1,7 +1,7 @@
-# What only a GPU can show. Included by the Makefile.
+# Targets that need a GPU. Included by the Makefile.
 #
 #   GPU_PYTHON      a Python with torch 2.11 or newer for that GPU
-#   GPU_PACK        folder with what the machine lacks, filled by `make gpu-pack`
+#   GPU_PACK        folder with the packages that the machine lacks, filled by `make gpu-pack`
 #   GPU_ARGS        further options, see cuda/gpu/gpu_run.py
 
 GPU_PYTHON ?= python3

@@ -7,6 +7,9 @@ own prefix cache is emptied before each, so whatever it does not compute comes f
 
 Run it: ``make demo``, or ``python examples/demo.py`` where vLLM and kvshelf are installed. The exit
 code is 0 if all answers are equal and something was loaded, 1 if not, 2 if an engine failed.
+
+Processors without bfloat16 instructions compute with it many times slower than with float32. The
+demo measures which of the two is faster here, and takes a smaller model where both are slow.
 """
 
 from __future__ import annotations
@@ -25,18 +28,23 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
+import torch
 from make_model import RECIPES, make_model
 from rich.console import Console
 from rich.table import Table
 
 CHUNK = 256
+DTYPES = ("bfloat16", "float32")
 ANSWER = 8
-ENGINE_TIMEOUT = 600.0
 DOCUMENT = {"demo": 4096, "tiny": 1024}
 # With random weights two next tokens can be nearly tied, and then rounding, which differs between
 # kinds of processors and sizes of batches, picks one. No answer to these questions is such a tie:
 # the best token is at least 0.37 nats ahead.
 QUESTIONS = {"demo": (14, 12, 1, 2), "tiny": (23, 5, 3, 17)}
+#: Floating-point operations of the first token of one prompt of the larger model, about, and how
+#: many seconds they may take: four prompts and two engines then end within three minutes.
+DEMO_OPERATIONS = 0.7e12
+DEMO_SECONDS = 20.0
 
 
 def make_prompts(recipe: str) -> tuple[list[int], list[list[int]]]:
@@ -50,6 +58,27 @@ def make_prompts(recipe: str) -> tuple[list[int], list[list[int]]]:
     document = tokens(0, DOCUMENT[recipe])
     questions = [tokens(seed, 20 + 4 * place) for place, seed in enumerate(QUESTIONS[recipe])]
     return tokens(-1, 200), [document + question for question in questions]
+
+
+def operations_per_second(dtype: torch.dtype) -> float:
+    """Measure how fast this machine multiplies matrices as the model has them."""
+    left, right = torch.ones(512, 512, dtype=dtype), torch.ones(512, 1024, dtype=dtype)
+    left @ right
+    times = []
+    for _ in range(7):
+        started = time.perf_counter()
+        left @ right
+        times.append(time.perf_counter() - started)
+    return 2 * 512 * 512 * 1024 / min(times)
+
+
+def suited_to_this_machine() -> tuple[str, str]:
+    """Return the model and the dtype that answer the demo's prompts in reasonable time here."""
+    speeds = {name: operations_per_second(getattr(torch, name)) for name in DTYPES}
+    # Processors with bfloat16 instructions are faster with them, others several times slower.
+    dtype = "float32" if speeds["float32"] > 2 * speeds["bfloat16"] else "bfloat16"
+    slow = DEMO_OPERATIONS / speeds[dtype] > DEMO_SECONDS
+    return "tiny" if slow else "demo", dtype
 
 
 # The engine's side: a process of its own for each engine.
@@ -69,11 +98,12 @@ def run_engine(job: dict[str, Any], report: TextIO) -> None:
 
     llm = LLM(
         model=job["model"],
+        dtype=job["dtype"],
         skip_tokenizer_init=True,
         enforce_eager=True,
         disable_log_stats=False,
         max_model_len=RECIPES[job["recipe"]].max_position,
-        kv_cache_memory_bytes=256 << 20,
+        kv_cache_memory_bytes=512 << 20,
         gpu_memory_utilization=0.1,
         kv_transfer_config=KVTransferConfig(
             kv_connector="SharedStorageConnector",
@@ -216,7 +246,10 @@ def main() -> int:
     """Command line; returns the exit code."""
     parser = argparse.ArgumentParser(description="Two vLLM engines, one shelf.")
     parser.add_argument("--folder", type=Path, default=Path(".demo"), help="for model, shelf, logs")
-    parser.add_argument("--recipe", choices=sorted(DOCUMENT), default="demo", help="which model")
+    parser.add_argument(
+        "--recipe", choices=sorted(DOCUMENT), help="which model; default: what suits this machine"
+    )
+    parser.add_argument("--dtype", choices=DTYPES, help="default: the one that is faster here")
     parser.add_argument("--engine", type=int, metavar="FD", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.engine is not None:
@@ -230,14 +263,24 @@ def main() -> int:
     # An old shelf would make the first engine warm.
     shutil.rmtree(shelf, ignore_errors=True)
     folder.mkdir(parents=True, exist_ok=True)
+    suited = suited_to_this_machine()
+    recipe, dtype = options.recipe or suited[0], options.dtype or suited[1]
     with console.status("making a model with random weights …"):
-        model = make_model(folder / f"model-{options.recipe}", options.recipe, replace=True)
-    millions = RECIPES[options.recipe].parameters / 1e6
-    console.print(f"Model: Llama-shaped, {millions:.1f} M random parameters", style="dim")
-    warm_up, prompts = make_prompts(options.recipe)
+        model = make_model(folder / f"model-{recipe}", recipe, replace=True)
+    millions = RECIPES[recipe].parameters / 1e6
+    console.print(f"Model: Llama-shaped, {millions:.1f} M random parameters, {dtype}", style="dim")
+    if (recipe, dtype) != ("demo", "bfloat16") and (recipe, dtype) == suited:
+        console.print(
+            "This processor computes slowly with bfloat16"
+            + (" and float32: the model and the prompts are small." if recipe == "tiny" else ".")
+            + (" The engines compute with float32." if dtype == "float32" else ""),
+            style="dim",
+        )
+    warm_up, prompts = make_prompts(recipe)
     job = {
         "model": str(model),
-        "recipe": options.recipe,
+        "recipe": recipe,
+        "dtype": dtype,
         "shelf": str(shelf),
         "warm_up": warm_up,
         "prompts": prompts,

@@ -3,7 +3,8 @@
     python examples/offline.py --shelf /tmp/my-shelf
     python examples/offline.py --shelf /tmp/my-shelf
 
-Without ``--model`` a tiny model with random weights is made on the spot.
+Without ``--model`` a tiny model with random weights is made on the spot, always in the same folder;
+``--seed`` gives it other weights there. Without ``--shelf`` everything is computed.
 """
 
 from __future__ import annotations
@@ -20,10 +21,20 @@ from vllm.config import KVTransferConfig
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description="Offline inference with a shelf.")
-    parser.add_argument("--shelf", required=True, help="directory that engines share")
+    parser.add_argument("--shelf", help="directory that engines share; default: no shelf")
     parser.add_argument("--model", help="a model; prompts are random tokens in any case")
+    parser.add_argument("--seed", type=int, default=0, help="of the tiny model's random weights")
+    parser.add_argument("--tensor-parallel-size", type=int, default=1, help="number of ranks")
+    parser.add_argument("--questions", type=int, default=3, help="number of prompts")
     options = parser.parse_args()
-    model = options.model or make_model(Path("build/models/tiny"), "tiny", replace=True)
+    model = options.model or make_model(
+        Path("build/models/tiny"), "tiny", seed=options.seed, replace=True
+    )
+    shelf = options.shelf and KVTransferConfig(
+        kv_connector="SharedStorageConnector",
+        kv_role="kv_both",
+        kv_connector_extra_config={"shared_storage_path": str(Path(options.shelf).absolute())},
+    )
 
     llm = LLM(
         model=str(model),
@@ -32,18 +43,15 @@ def main() -> None:
         max_model_len=4096,
         kv_cache_memory_bytes=256 << 20,
         gpu_memory_utilization=0.1,
-        kv_transfer_config=KVTransferConfig(
-            kv_connector="SharedStorageConnector",
-            kv_role="kv_both",
-            kv_connector_extra_config={"shared_storage_path": str(Path(options.shelf).absolute())},
-        ),
+        tensor_parallel_size=options.tensor_parallel_size,
+        kv_transfer_config=shelf,
     )
 
     generator = random.Random(0)
     document = [generator.randrange(2, 4096) for _ in range(2000)]
-    questions = [[generator.randrange(2, 4096) for _ in range(length)] for length in (20, 30, 40)]
     params = SamplingParams(temperature=0, max_tokens=8, detokenize=False)
-    for question in questions:
+    for number in range(options.questions):
+        question = [generator.randrange(2, 4096) for _ in range(20 + 10 * number)]
         # vLLM's own prefix cache would find the document from the second question on.
         llm.reset_prefix_cache()
         prompt = document + question

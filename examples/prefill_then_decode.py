@@ -1,8 +1,8 @@
 """Disaggregated prefill: one process computes a prompt's KV, another one generates from it.
 
 The producer (``kv_role`` ``kv_producer``) reads the prompt, stores its KV and ends. The consumer
-(``kv_consumer``) starts afterwards, loads the KV, and generates; it stores nothing. The two share a
-directory and nothing else, so they could as well run on two machines that mount it.
+(``kv_consumer``) starts afterwards, loads the KV, and generates; it stores nothing. The two share
+only a directory, so they could also run on two machines that mount it.
 
     python examples/prefill_then_decode.py --shelf /tmp/my-shelf
 """

@@ -1,7 +1,7 @@
 """Read objects of a shelf without kvshelf and without vLLM: safetensors and the standard library.
 
-Every object is a plain safetensors file, so anything that reads safetensors reads a shelf. This
-program prints the metadata of an object, and for each layer the shape and the norms of K and V.
+Every object is a plain safetensors file, so every program that reads safetensors can read a shelf.
+This program prints the metadata of an object, and for each layer the shape and norms of K and V.
 
     python examples/read_a_chunk.py /tmp/my-shelf            the first object of every namespace
     python examples/read_a_chunk.py path/to/an/object.safetensors

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Compute prompts on this machine, and upload what was stored with the AWS CLI.
+# Compute prompts on this machine, and upload the stored objects with the AWS CLI.
 #
 #   examples/seed_with_aws_cli.sh MODEL PROMPTS.jsonl FOLDER s3://bucket/kv [options of kvshelf seed]
 #
 # Run it again after adding prompts: only the new ones are computed, only their objects uploaded.
-# Credentials, region and endpoint as the AWS CLI takes them: AWS_PROFILE, AWS_ENDPOINT_URL, …
+# Credentials, region and endpoint are those of the AWS CLI: AWS_PROFILE, AWS_ENDPOINT_URL, …
 set -euo pipefail
 
 if [ $# -lt 4 ]; then
@@ -16,10 +16,10 @@ shift 4
 
 kvshelf seed "$prompts" --model "$model" --shelf "$folder" "$@"
 
-# What engines set aside as damaged stays here.
+# Quarantined objects stay here.
 sync=(aws s3 sync "$folder" "$url" --exclude '*.kvshelf/*' --no-progress)
 echo "uploaded $("${sync[@]}" | grep -c '^upload:' || true) files to $url"
 echo "a second upload brings $("${sync[@]}" | grep -c '^upload:' || true)"
 
-# The same configuration serves kvshelf: objects are looked at where they are now.
+# kvshelf uses the same configuration, and lists the objects in the bucket.
 kvshelf ls "$url" --long

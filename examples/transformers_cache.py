@@ -1,7 +1,7 @@
-"""Hugging Face transformers with KV from a shelf: the second time a prompt is not computed.
+"""Hugging Face transformers with KV from a shelf: a prompt is computed only the first time.
 
 No vLLM here: ``kvshelf.ChunkCache`` gives ``generate`` the KV of a prompt's beginning as
-``past_key_values``, and stores what was computed. The model is small and made on the spot.
+``past_key_values``, and stores the KV that was computed. The model is small and made on the spot.
 
 Run it: ``python examples/transformers_cache.py``
 Run it twice with ``--shelf DIR``, and the second process does not compute the prompt either.
@@ -27,7 +27,7 @@ from kvshelf.forms import empty_tuples
 
 @dataclass(frozen=True)
 class Answer:
-    """What one call of :func:`generate` gave.
+    """The result of one call of :func:`generate`.
 
     Attributes
     ----------
@@ -36,7 +36,7 @@ class Answer:
     hit : int
         Tokens of the prompt whose KV came from the shelf.
     seconds : float
-        Time until all tokens were there, loading included.
+        Time until all tokens were generated, including loading.
     """
 
     tokens: list[int]
@@ -47,7 +47,7 @@ class Answer:
 def generate(
     model: PreTrainedModel, cache: ChunkCache, prompt: list[int], new_tokens: int
 ) -> Answer:
-    """Generate greedily, with the prompt's beginning from the shelf; store what was missing."""
+    """Generate greedily with the prompt's beginning from the shelf; store missing chunks."""
     begin = time.perf_counter()
     kv = empty_tuples(cache.fmt, len(prompt))
     retrieved = int(cache.retrieve(prompt, kv=kv).sum())

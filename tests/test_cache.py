@@ -17,20 +17,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from faulty import CountingBackend, Fault, FaultyBackend
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvshelf.backends import Backend, Properties, open_backend
-from kvshelf.backends.wrappers import (
-    CountingBackend,
-    Fault,
-    FaultyBackend,
-    ReadOnlyBackend,
-    WrappedBackend,
-)
+from kvshelf.backends.wrappers import ReadOnlyBackend, WrappedBackend
 from parts import PATIENCE, posix, until
 
 from kvshelf import ChunkCache, Config, ModelFacts, PromptIdentity, Shelf
 from kvshelf.errors import ConfigError, TransientStorageError, UnsupportedError
+from kvshelf.format.keys import KeyChain, MultimodalItem
+from kvshelf.format.names import object_name
 from kvshelf.forms import (
     BlobKV,
     PagedKV,
@@ -40,9 +37,8 @@ from kvshelf.forms import (
     empty_tuples,
     tuples_of_blob,
 )
-from kvshelf.identity import KeyChain, MultimodalItem, object_name
-from kvshelf.layout import PagedLayout
-from kvshelf.tiers import DiskTier
+from kvshelf.kv.layout import PagedLayout
+from kvshelf.shelf.disk_tier import DiskTier
 
 LAYERS, HEADS, SIZE, CHUNK = 3, 4, 8, 16
 HIDDEN = HEADS * SIZE
@@ -486,7 +482,7 @@ def test_a_damaged_object_is_replaced_where_nothing_can_be_set_aside(make: Make)
     for _ in range(3):
         put(cache, tokens)
         fetch(cache, tokens)
-    assert cache.counters.snapshot()["store_repaired"] == len(objects(cache))
+    assert cache.counters.snapshot()["repaired_objects"] == len(objects(cache))
     assert fetch(cache, tokens) == 3 * CHUNK
 
 
@@ -712,7 +708,7 @@ def test_prefetching_may_begin_behind_what_the_caller_has(cache: ChunkCache) -> 
     assert cache.prefetch(tokens, mask) == CHUNK
     assert cache.lookup(tokens, tiers=["memory"]) == 0
     assert fetch(cache, tokens, mask=mask) == CHUNK
-    assert cache.counters.snapshot()["memory_objects"] == cache.fmt.shards
+    assert cache.counters.snapshot()["memory_tier_loaded_objects"] == cache.fmt.shards
 
 
 def test_no_memory_for_prefetching_is_no_prefetching(make: Make) -> None:
@@ -797,11 +793,11 @@ def test_masks_of_another_form_are_refused(
 @pytest.mark.parametrize(
     ("tokens", "problem"),
     [
-        ([1, -1], "no token id"),
-        ([1, 2**32], "no token id"),
-        ([1.5], "no token id"),
-        (["a"], "no token id"),
-        (torch.zeros(2), "no token id"),
+        ([1, -1], "not a token id"),
+        ([1, 2**32], "not a token id"),
+        ([1.5], "not a token id"),
+        (["a"], "not a token id"),
+        (torch.zeros(2), "not a token id"),
         (torch.zeros(1, 5, dtype=torch.int64), "one prompt at a time"),
     ],
 )

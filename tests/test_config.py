@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from kvshelf.config import PROCESS_VARIABLES, Config, cache_dir, default_shelf_path
 from kvshelf.errors import ConfigError, KVShelfError
-from kvshelf.shelf import open_shelf
+from kvshelf.shelf.shelf import open_shelf
 
 
 def load(extra: dict[str, object] | None = None, environ: dict[str, str] | None = None) -> Config:

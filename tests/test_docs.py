@@ -9,9 +9,10 @@ import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
+from config_page import render_page
 
 from kvshelf.cli.common import EXIT_CODES
-from kvshelf.config import Config, render_page
+from kvshelf.config import Config
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -41,6 +42,28 @@ def test_links_lead_to_files_that_exist(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text):
         if "://" not in target:
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_modules_and_files_that_the_documentation_names_exist() -> None:
+    pages = [page for page in PAGES if page.name != "CHANGELOG.md"]
+    text = "\n".join(page.read_text() for page in pages)
+    for path in set(re.findall(r"\b((?:src/|kvshelf/|backends/|benchmarks/)[\w/]+\.py)\b", text)):
+        folder = ROOT / "src" if path.startswith("kvshelf/") else ROOT
+        assert (folder / path).is_file(), path
+    names = set(re.findall(r"\bkvshelf(?:\.[A-Za-z_]\w*)+", text))
+    assert "kvshelf.backends" in names
+    for name in names:
+        place, (_, *rest) = ROOT / "src" / "kvshelf", name.split(".")
+        if rest[0] == "backends":
+            place = ROOT
+        while rest and (place / rest[0]).is_dir():
+            place /= rest.pop(0)
+        if rest and (place / f"{rest[0]}.py").is_file():
+            place /= f"{rest.pop(0)}.py"
+        source = (place if place.suffix else place / "__init__.py").read_text()
+        for part in rest:
+            defined = rf'^\s*((async )?def |class ){part}\b|^\s*"?{part}"?(,$|:| =)'
+            assert re.search(defined, source, re.MULTILINE), f"{name}: no {part} in {place}"
 
 
 @pytest.mark.parametrize("image", sorted((ROOT / "docs" / "images").glob("*.svg")), ids=str)

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(
 
 #: Programs and arguments; each has a shelf of its own.
 RUNS = {
-    "demo": ["demo.py", "--recipe", "tiny", "--folder", "demo"],
+    "demo": ["demo.py", "--recipe", "tiny", "--dtype", "bfloat16", "--folder", "demo"],
     "offline": ["offline.py", "--shelf", "offline"],
     "server": ["openai_server.py", "--shelf", "server"],
     "prefill_then_decode": ["prefill_then_decode.py", "--shelf", "handed over"],
@@ -162,6 +162,39 @@ def test_seeding_with_the_aws_cli_and_an_engine_on_the_bucket(tmp_path: Path) ->
             sys.executable, EXAMPLES / "s3" / "engine.py", url, prompts, "--model", model
         )
         assert loaded_tokens(said) == [768, 512, 768]
+
+
+@pytest.mark.slow
+def test_the_recipes_of_the_readme(tmp_path: Path) -> None:
+    """Hits are those in the README; answers are equal where the README's are."""
+    readme = (EXAMPLES.parent / "README.md").read_text()
+    recipes = re.findall(r"^\$ python (\S+) (.*)\n(.*)$", readme, re.MULTILINE)
+    assert len(recipes) == 5
+    cores = sorted(os.sched_getaffinity(0))
+    answers: dict[str, str] = {}
+    for program, line, promised in recipes:
+        arguments = line.replace("/tmp/kv", "kv").split()
+        ranks = int(arguments[-1]) if "--tensor-parallel-size" in arguments else 1
+        bound = "|".join(str(cores[rank % len(cores)]) for rank in range(ranks))
+        done = subprocess.run(
+            [sys.executable, str(EXAMPLES.parent / program), *arguments],
+            cwd=tmp_path,
+            env=os.environ
+            | {
+                "HF_HUB_OFFLINE": "1",
+                "VLLM_NO_USAGE_STATS": "1",
+                "VLLM_CPU_OMP_THREADS_BIND": bound,
+            },
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT,
+            check=False,
+        )
+        output = output_of(done)
+        assert loaded_tokens(output) == loaded_tokens(promised), line
+        [answer] = re.findall(r"answer (\[.*\])", output)
+        assert answers.setdefault(promised.partition("answer ")[2], answer) == answer, line
+    assert len(set(answers.values())) == len(answers)
 
 
 def test_make_model(folder: Path) -> None:

@@ -22,7 +22,7 @@ from kvshelf.metrics import (
     TIMES,
     Counters,
 )
-from kvshelf.shelf import Shelf
+from kvshelf.shelf.shelf import Shelf
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "metrics.md"
 
@@ -160,7 +160,7 @@ def rows() -> set[str]:
             found.add(row(f"{name}_total", "counter", "", meaning).replace("|  |", "| |"))
     for name, (meaning, _) in GAUGES.items():
         found.add(row(name, "gauge", "", meaning).replace("|  |", "| |"))
-    found.add(row(TIMES, "histogram", "`operation`", "seconds that one operation took"))
+    found.add(row(TIMES, "histogram", "`operation`", "duration of one operation in seconds"))
     found |= {f"| `{name}` | {meaning} |" for name, meaning in OPERATIONS.items()}
     return found
 

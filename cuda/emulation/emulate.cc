@@ -1,7 +1,7 @@
 // A device made of loops: every block and every thread of a launch, one after another, on the
 // host. Built by the tests only, from the same launch plan, kernel body and binding as the CUDA
-// library. Its memory can be watched: each load and each store is checked to be aligned and inside
-// what was declared, and counted for each byte; others are counted as violations and not made.
+// library. Its memory can be watched: each load and each store must be aligned and inside a
+// declared region, and is counted for each byte; others are counted as violations and not executed.
 //
 // Not thread-safe: the tests use it on one thread at a time.
 
@@ -62,10 +62,6 @@ struct WatchedMemory {
   void store(unsigned char* address, Vector value) const {
     if (note_vector(address, sizeof(Vector), true)) std::memcpy(address, &value, sizeof(Vector));
   }
-  int64_t slot(const int64_t* address) const {
-    return note(address, sizeof(int64_t), false) ? *address : kSkippedSlot;
-  }
-  void report(int64_t* address, int64_t value) const { *address = value; }
 
  private:
   static bool note_vector(const unsigned char* address, size_t bytes, bool store) {

@@ -27,12 +27,16 @@ import torch
 from kvshelf.backends import open_backend
 from torch import Tensor
 
-from kvshelf import ops
-from kvshelf.chunkfile import ObjectFormat
-from kvshelf.device import DevicePath, LayerCall
-from kvshelf.identity import FORMAT, Chunk, KeyChain, Namespace
-from kvshelf.layout import PagedLayout
-from kvshelf.shelf import Shelf
+from kvshelf.format.keys import Chunk, KeyChain
+from kvshelf.format.namespace import FORMAT, Namespace
+from kvshelf.format.objects import ObjectFormat
+from kvshelf.kv import ops
+from kvshelf.kv.caches import LayerCall
+from kvshelf.kv.device import DeviceKVCache
+from kvshelf.kv.layout import PagedLayout
+from kvshelf.kv.ops import compiled
+from kvshelf.shelf.shelf import Shelf
+from kvshelf.shelf.view import ObjectRef
 
 BLOCK = 16
 
@@ -88,7 +92,7 @@ class Row:
     gb_per_s : float
         Payload bytes per second (not counting that each is read and written).
     goal : float or None
-        Least ratio that was asked for.
+        Smallest ratio that meets the goal.
     """
 
     name: str
@@ -108,7 +112,7 @@ class Row:
 
 @dataclass
 class Results:
-    """All rows and what else was found."""
+    """All rows and further results."""
 
     rows: list[Row] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
@@ -162,12 +166,12 @@ class Clock:
         self.samples = sizes.samples
 
     def synchronize(self) -> None:
-        """Wait for everything."""
+        """Wait for all enqueued work."""
         if self.cuda:
             torch.cuda.synchronize(self.device)
 
     def wall(self, work: Callable[[], object], samples: int | None = None) -> float:
-        """Median seconds from the start of `work` to the end of all it enqueued."""
+        """Median seconds from the start of `work` to the end of its enqueued work."""
         work()
         times = []
         for _ in range(samples or self.samples):
@@ -263,7 +267,7 @@ def make_cache(form: str, sizes: Sizes, device: torch.device) -> Cache:
 
 
 def pool_that_fits(sizes: Sizes, device: torch.device) -> Sizes:
-    """Fewer chunks in the cache where the device has little memory."""
+    """Reduce the chunks in the cache if the device has little memory."""
     if device.type != "cuda":
         return sizes
     free, _ = torch.cuda.mem_get_info(device)
@@ -291,24 +295,23 @@ def calls(
     gather: bool,
     together: int = 1,
     shards: int = 1,
-) -> tuple[list[Callable[[], object]], Tensor]:
-    """Calls over different chunks, each of `together` chunks in one launch; and the flag."""
+) -> list[Callable[[], object]]:
+    """Calls over different chunks, each of `together` chunks."""
     sizes, layout = cache.sizes, cache.layout
     heads = layout.heads // shards
     size = sizes.layers * layout.chunk_bytes(sizes.tokens, heads)
-    flag = torch.zeros(1, dtype=torch.int64, device=device)
     works = []
     operate = ops.gather_kv if gather else ops.scatter_kv
     for i in range(max(2, sizes.rotate // together)):
         chunks = range(i * together, (i + 1) * together)
-        slots = torch.stack([cache.slots(chunk) for chunk in chunks]).to(device)
+        slots = torch.stack([cache.slots(chunk) for chunk in chunks])
         buffers = random_bytes(together * shards * size, device).view(together, shards, size)
         works.append(
             lambda slots=slots, buffers=buffers: operate(
-                cache.caches, slots, buffers, layout, 0, heads, bad_slot=flag
+                cache.caches, slots, buffers, layout, 0, heads
             )
         )
-    return works, flag
+    return works
 
 
 def on_the_device(results: Results, clock: Clock, sizes: Sizes, device: torch.device) -> None:
@@ -327,13 +330,12 @@ def on_the_device(results: Results, clock: Clock, sizes: Sizes, device: torch.de
             name = "gather" if gather else "scatter"
             variants = ((1, 1), (8, 1), (1, cache.layout.heads)) if main else ((1, 1),)
             for together, shards in variants:
-                works, flag = calls(cache, device, gather=gather, together=together, shards=shards)
+                works = calls(cache, device, gather=gather, together=together, shards=shards)
                 seconds = clock.launches(works)
-                assert not flag.any()
                 what = f"{name}, {form}"
                 goal = None
                 if together > 1:
-                    what += f", {together} chunks a launch"
+                    what += f", {together} chunks a call"
                     goal = 0.9
                 elif shards > 1:
                     what += f", {shards} shards"
@@ -351,16 +353,16 @@ def on_the_device(results: Results, clock: Clock, sizes: Sizes, device: torch.de
 def steps_of_threads(
     results: Results, clock: Clock, cache: Cache, device: torch.device, plain: float
 ) -> None:
-    """How many tokens each thread copies: what the library chooses, and each choice."""
+    """Tokens copied by each thread: the library's choice, and each alternative."""
     found: dict[str, float] = {}
     for together in (1, 8):
         for steps in (0, 4, 8, 16, 32):
-            ops._KERNEL_STEPS = steps
+            compiled.KERNEL_STEPS = steps
             try:
-                works, _ = calls(cache, device, gather=True, together=together)
+                works = calls(cache, device, gather=True, together=together)
                 found[f"{together} chunks, {steps or 'chosen'}"] = clock.launches(works)
             finally:
-                ops._KERNEL_STEPS = 0
+                compiled.KERNEL_STEPS = 0
     results.facts["tokens of a thread"] = {
         key: {"seconds": value, "of a device copy": int(key.split()[0]) * plain / value}
         for key, value in found.items()
@@ -370,7 +372,7 @@ def steps_of_threads(
 def other_ways(results: Results, clock: Clock, cache: Cache, device: torch.device) -> None:
     """Gather by index_select for each layer, and by a copy for each block."""
     sizes = cache.sizes
-    works, _ = calls(cache, device, gather=True)
+    works = calls(cache, device, gather=True)
     ours = clock.launches(works)
     slots = [cache.slots(i).to(device) for i in range(len(works))]
     out = torch.empty(
@@ -407,8 +409,8 @@ def other_ways(results: Results, clock: Clock, cache: Cache, device: torch.devic
 
 
 def time_on_the_host(results: Results, cache: Cache, device: torch.device) -> None:
-    """How long a call keeps the thread that makes it."""
-    works, _ = calls(cache, device, gather=True)
+    """Duration of a call on the calling thread."""
+    works = calls(cache, device, gather=True)
     times = []
     for _ in range(20):
         for work in works[:2]:
@@ -469,7 +471,7 @@ def use(streams: Sequence[Any], index: int) -> contextlib.AbstractContextManager
     return torch.cuda.stream(streams[index]) if streams else contextlib.nullcontext()
 
 
-def store_all(path: DevicePath, cache: Cache, host: Host, chunks: range) -> None:
+def store_all(path: DeviceKVCache, cache: Cache, host: Host, chunks: range) -> None:
     """Gather chunks as fast as device buffers become free, and wait for the last."""
     under_way = []
     for chunk in chunks:
@@ -481,7 +483,9 @@ def store_all(path: DevicePath, cache: Cache, host: Host, chunks: range) -> None
         copied.wait()
 
 
-def load_all(path: DevicePath, cache: Cache, host: Host, chunks: range, threads: int = 4) -> None:
+def load_all(
+    path: DeviceKVCache, cache: Cache, host: Host, chunks: range, threads: int = 4
+) -> None:
     """Scatter chunks from several threads."""
     fence = path.fence()
     numbers = iter(chunks)
@@ -505,7 +509,7 @@ def load_all(path: DevicePath, cache: Cache, host: Host, chunks: range, threads:
 def between_device_and_host(
     results: Results, clock: Clock, sizes: Sizes, device: torch.device
 ) -> dict[str, float]:
-    """Stores and loads, by each way."""
+    """Stores and loads, by each path."""
     host, large = large_copies(results, clock, sizes, device)
     # Each has a cache of its own, for which there is room when that before it is gone.
     for part in (over_the_ring, block_outermost, layers_inside_blocks):
@@ -524,7 +528,7 @@ def over_the_ring(
     """Store and load over device buffers; both at once; beside a compute load."""
     cache = make_cache("NHD", sizes, device)
     call = LayerCall(cache.caches, cache.layout, 0, sizes.chunk_bytes, sizes.heads)
-    path = DevicePath([call], 1, ring=4, loads=4)
+    path = DeviceKVCache({0: [call]}, ring=4, loads=4)
     every, total = range(sizes.chunks), sizes.chunks * sizes.chunk_bytes
     samples = min(5, sizes.samples)
 
@@ -559,7 +563,7 @@ def over_the_ring(
 def beside_compute(
     results: Results,
     clock: Clock,
-    path: DevicePath,
+    path: DeviceKVCache,
     cache: Cache,
     host: Host,
     device: torch.device,
@@ -633,19 +637,13 @@ def block_outermost(
     buffers = host.memory.view(sizes.chunks, -1)
     stream = torch.cuda.Stream(device)
 
-    def run(operate: Callable[..., None]) -> None:
+    def load() -> None:
         with torch.cuda.stream(stream):
-            operate([whole], order, buffers, layout)
+            ops.scatter_kv([whole], order, buffers, layout)
 
     total = sizes.chunks * sizes.chunk_bytes
-    for name, operate, way in (
-        ("store", ops.gather_kv, "out"),
-        ("load", ops.scatter_kv, "in"),
-    ):
-        seconds = clock.wall(lambda operate=operate: run(operate), 5)
-        results.add(
-            f"{name}, blocks of all layers, copy list", "one large copy", seconds, large[way], total
-        )
+    what = "load, blocks of all layers, copy list"
+    results.add(what, "one large copy", clock.wall(load, 5), large["in"], total)
 
 
 def layers_inside_blocks(
@@ -656,12 +654,12 @@ def layers_inside_blocks(
     host: Host,
     large: dict[str, float],
 ) -> None:
-    """Loads of a cache whose blocks hold all layers, by either way."""
+    """Loads of a cache whose blocks hold all layers, by both paths."""
     total = sizes.chunks * sizes.chunk_bytes
     cache = make_cache("MLA, layers inside blocks", sizes, device)
     call = LayerCall(cache.caches, cache.layout, 0, sizes.chunk_bytes, 1)
     for pinned, what in ((True, "copy list"), (False, "device buffers")):
-        path = DevicePath([call], 1, loads=4, pinned=pinned)
+        path = DeviceKVCache({0: [call]}, loads=4, pinned=pinned)
         seconds = clock.wall(lambda path=path: load_all(path, cache, host, range(sizes.chunks)), 5)
         results.add(
             f"load, MLA, layers inside blocks, {what}",
@@ -719,22 +717,23 @@ def from_files(
     views = [memoryview(image.numpy()) for image in images]
     cache = make_cache("NHD", sizes, device)
     call = LayerCall(cache.caches, cache.layout, 0, size - offset, sizes.heads)
-    path = DevicePath([call], 1, loads=threads)
+    path = DeviceKVCache({0: [call]}, loads=threads)
     with Shelf(open_backend(str(folder))) as shelf:
+        view = shelf.view(fmt)
         for chunk in chunks:
             copied = path.gather(cache.slots(chunk.index), [images[0][offset:]])
             while copied is None:
                 copied = path.gather(cache.slots(chunk.index), [images[0][offset:]])
             copied.wait()
             fmt.seal(views[0], chunk, 0)
-            shelf.write(fmt, chunk, 0, [views[0]])
+            view.publish(ObjectRef(chunk, 0), views[0])
         before = [part.clone() for part in cache.caches[:1]]
 
         def read(worker: int, chunk: Chunk) -> None:
-            shelf.load(fmt, chunk, 0, views[worker])
+            view.load(ObjectRef(chunk, 0), views[worker])
 
         def read_and_scatter(worker: int, chunk: Chunk) -> None:
-            shelf.load(fmt, chunk, 0, views[worker])
+            view.load(ObjectRef(chunk, 0), views[worker])
             path.scatter(0, cache.slots(chunk.index), images[worker][offset:], None)
 
         reading = clock.wall(lambda: spread(threads, chunks, read), 3)
@@ -786,7 +785,7 @@ def spread(threads: int, chunks: Sequence[Chunk], work: Callable[[int, Chunk], N
 def run_bench(
     device: torch.device, sizes: Sizes, *, seconds: float, folder: Path, threads: int = 8
 ) -> Results:
-    """Measure everything; what would begin after `seconds` is skipped by name."""
+    """Measure everything; rows that would begin after `seconds` are skipped and named."""
     results = Results()
     sizes = pool_that_fits(sizes, device)
     clock = Clock(device, sizes)

@@ -19,18 +19,21 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 from library_writers import Writer, flash_attn_writer, flashinfer_writer
 from torch import Tensor
 
-from kvshelf import ops
 from kvshelf.buffers import BufferPool
-from kvshelf.device import DevicePath, LayerCall
-from kvshelf.layout import PagedLayout
-from kvshelf.layout_learning import CacheShape, learn_layout
+from kvshelf.kv import ops
+from kvshelf.kv.caches import LayerCall
+from kvshelf.kv.device import DeviceKVCache
+from kvshelf.kv.layout import PagedLayout
+from kvshelf.kv.layout_learning import CacheShape, learn_layout
+from kvshelf.kv.ops import checks, dispatch
+from kvshelf.kv.ops import library as native
 
 FORMS = ("bhnc-hnd", "bhnc-nhd", "2bnhd", "b2nhd", "mla", "native")
 DTYPES = (
@@ -45,12 +48,12 @@ POISON = 0xAB
 
 
 class Skipped(Exception):  # noqa: N818  not an error
-    """A check that this device cannot run, and why."""
+    """The device cannot run the check; the message says why."""
 
 
 @dataclass
 class Report:
-    """What was checked.
+    """The results of the checks.
 
     Attributes
     ----------
@@ -109,7 +112,7 @@ class Pages:
     head_size: int
 
     def rows(self, cache: Tensor) -> Tensor:
-        """View of a cache as [slots or blocks, kvs, heads, row bytes], by its dimensions' names."""
+        """Return a cache as [slots or blocks, kv_planes, heads, row bytes], for any form."""
         if self.form == "native":
             blocks, heads = cache.shape[:2]
             named = cache.reshape(blocks, 1, heads, -1)
@@ -120,8 +123,8 @@ class Pages:
         elif self.form == "b2nhd":
             named = cache.permute(0, 2, 1, 3, 4).flatten(0, 1)
         else:
-            kvs = cache.unflatten(3, (2, self.head_size))
-            named = kvs.permute(0, 2, 3, 1, 4).flatten(0, 1)
+            kv_planes = cache.unflatten(3, (2, self.head_size))
+            named = kv_planes.permute(0, 2, 3, 1, 4).flatten(0, 1)
         return named.contiguous().view(torch.uint8)
 
     def gathered(self, slots: Tensor, first: int, heads: int, shards: int) -> Tensor:
@@ -131,13 +134,13 @@ class Pages:
             rows = self.rows(cache)[:, :, first : first + shards * heads]
             taken = rows[slots.clamp(min=0).to(rows.device)]
             taken[slots.to(rows.device) < 0] = 0
-            # [chunks, tokens, kvs, shards, heads, bytes] -> [chunks, shards, kvs, tokens, …]
+            # [chunks, tokens, planes, shards, heads, bytes] -> [chunks, shards, planes, tokens, …]
             split = taken.unflatten(3, (shards, heads)).permute(0, 3, 2, 1, 4, 5)
             of_layers.append(split.flatten(2))
         return torch.cat(of_layers, dim=2)
 
     def clone(self) -> Pages:
-        """Same caches in other memory."""
+        """Return the same caches in other memory."""
         memory = [part.clone() for part in self.memory]
         caches = []
         for part, cache in zip(memory, self.caches, strict=True):
@@ -203,7 +206,7 @@ def make_pages(
 
 
 def random_slots(pages: Pages, chunks: int, tokens: int, *, skip: bool, seed: int = 0) -> Tensor:
-    """int64 CPU [chunks, tokens], all different but for −1."""
+    """Return int64 CPU [chunks, tokens], all different except −1."""
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(pages.layout.num_slots, generator=generator)[: chunks * tokens]
     if skip:
@@ -221,7 +224,6 @@ def check_call(
     shards: int = 1,
     lead: int = 0,
     gap: int = 0,
-    on_device: bool = False,
     what: str = "",
 ) -> None:
     """Gather, and scatter other bytes, and compare everything."""
@@ -233,15 +235,13 @@ def check_call(
     memory = torch.full((lead + chunks * shards * step + 64,), POISON, dtype=torch.uint8)
     memory = memory.to(device)
     buffers = memory.as_strided((chunks, shards, size), (shards * step, step, 1), lead)
-    flag = torch.zeros(1, dtype=torch.int64, device=device) if on_device else None
-    mapping = slots.to(device) if on_device else slots
     arguments = (pages.layout, first, heads)
 
     expected = torch.full_like(memory, POISON)
     want = pages.gathered(slots, first, heads, shards)
     expected.as_strided(buffers.shape, buffers.stride(), lead).copy_(want)
     before = [part.clone() for part in pages.memory]
-    ops.gather_kv(pages.caches, mapping, buffers, *arguments, bad_slot=flag)
+    ops.gather_kv(pages.caches, slots, buffers, *arguments)
     report.equal(memory, expected, f"gather {what}")
     for part, old in zip(pages.memory, before, strict=True):
         report.equal(part, old, f"caches after gather {what}")
@@ -251,12 +251,10 @@ def check_call(
     target = pages.clone()
     after = pages.clone()
     place(after, slots, incoming, first, heads)
-    ops.scatter_kv(target.caches, mapping, buffers, *arguments, bad_slot=flag)
+    ops.scatter_kv(target.caches, slots, buffers, *arguments)
     for part, new in zip(target.memory, after.memory, strict=True):
         report.equal(part, new, f"scatter {what}")
     report.equal(buffers.contiguous(), incoming, f"buffers after scatter {what}")
-    if flag is not None and int(flag):
-        raise AssertionError(f"bad_slot is {int(flag)} after good slots, {what}")
 
 
 def place(pages: Pages, slots: Tensor, buffers: Tensor, first: int, heads: int) -> None:
@@ -267,9 +265,9 @@ def place(pages: Pages, slots: Tensor, buffers: Tensor, first: int, heads: int) 
     layers = len(pages.caches)
     item = pages.caches[0].element_size()
     split = buffers.contiguous().view(
-        chunks, shards, layers, layout.kvs, slots.shape[1], heads, layout.row_bytes
+        chunks, shards, layers, layout.kv_planes, slots.shape[1], heads, layout.row_bytes
     )
-    # [layers, chunks × tokens, kvs, shards × heads, bytes]
+    # [layers, chunks × tokens, kv_planes, shards × heads, bytes]
     rows = split.permute(2, 0, 4, 3, 1, 5, 6).flatten(4, 5).flatten(1, 2).contiguous()
     flat = slots.reshape(-1).to(device)
     kept = flat >= 0
@@ -297,7 +295,7 @@ def place(pages: Pages, slots: Tensor, buffers: Tensor, first: int, heads: int) 
 
 
 def forms_dtypes_widths(report: Report) -> None:
-    """Each form × dtype × what decides the width of the vectors."""
+    """Each form × dtype × cause of the vectors' width."""
     dtypes = DTYPES[:2] if report.small else DTYPES
     spoilers = {
         "aligned": {},
@@ -312,10 +310,10 @@ def forms_dtypes_widths(report: Report) -> None:
     for form, dtype, (name, options) in itertools.product(FORMS, dtypes, spoilers.items()):
         pages = make_pages(form, dtype, report.device, **options)  # type: ignore[arg-type]
         tokens = max(1, min(48, pages.layout.num_slots) // 2)
-        for on_device in (False, True):
-            slots = random_slots(pages, 1, tokens, skip=on_device)
+        for skip in (False, True):
+            slots = random_slots(pages, 1, tokens, skip=skip)
             what = f"{form} {dtype} {name}"
-            check_call(report, pages, slots, on_device=on_device, lead=16, what=what)
+            check_call(report, pages, slots, lead=16, what=what)
     for lead, form in itertools.product((1, 2, 4, 8, 16), FORMS):
         pages = make_pages(form, torch.bfloat16, report.device)
         slots = random_slots(pages, 1, 5, skip=True)
@@ -332,7 +330,7 @@ def chunks_shards_heads(report: Report) -> None:
         for gap in (0, 16, 5):
             slots = random_slots(pages, chunks, tokens, skip=True, seed=chunks)
             what = f"{form}, {chunks} chunks, {shards} shards, gap {gap}"
-            check_call(report, pages, slots, shards=shards, gap=gap, on_device=True, what=what)
+            check_call(report, pages, slots, shards=shards, gap=gap, what=what)
         for first in range(pages.layout.heads):
             slots = random_slots(pages, chunks, 3, skip=False, seed=first)
             check_call(report, pages, slots, first=first, heads=1, what=f"{form}, head {first}")
@@ -363,44 +361,33 @@ def sizes_of_models(report: Report) -> None:
         shards = pages.layout.heads
         for count in {1, shards}:
             what = f"{form}, {heads} heads of {size}, {count} shards"
-            check_call(report, pages, slots, shards=count, on_device=True, what=what)
+            check_call(report, pages, slots, shards=count, what=what)
 
 
 def deep_models(report: Report) -> None:
     """More layers than one launch takes."""
     pages = make_pages("mla", torch.uint8, report.device, layers=300, blocks=2, head_size=8)
-    check_call(report, pages, random_slots(pages, 2, 7, skip=True), on_device=True, what="deep")
+    check_call(report, pages, random_slots(pages, 2, 7, skip=True), what="deep")
 
 
-def bad_slots_are_flagged(report: Report) -> None:
-    """Slots outside the cache are skipped, the position of one is left in the flag."""
+def bad_slots_are_refused(report: Report) -> None:
+    """A slot outside the cache is refused before anything is launched."""
     pages = make_pages("bhnc-nhd", torch.bfloat16, report.device)
     size = len(pages.caches) * pages.layout.chunk_bytes(20)
     for bad in (pages.layout.num_slots, -2, 2**31, 2**32 + 1, 2**63 - 1, -(2**63)):
         slots = random_slots(pages, 2, 20, skip=True)
         slots[1, 7] = bad
-        skipped = slots.clone()
-        skipped[1, 7] = -1
-        flag = torch.zeros(1, dtype=torch.int64, device=report.device)
         out = torch.full((2, size), POISON, dtype=torch.uint8, device=report.device)
-        mapping = slots.to(report.device)
-        ops.gather_kv(pages.caches, mapping, out, pages.layout, bad_slot=flag)
-        want = pages.gathered(skipped, 0, pages.layout.heads, 1)[:, 0]
-        report.equal(out, want, f"gather with slot {bad}")
-        if int(flag) != 28:
-            raise AssertionError(f"the flag is {int(flag)} instead of 28 for slot {bad}")
-        flag.zero_()
-        target, after = pages.clone(), pages.clone()
-        incoming = torch.randint_like(out, 256)
-        place(after, skipped, incoming.unsqueeze(1), 0, pages.layout.heads)
-        ops.scatter_kv(target.caches, mapping, incoming, pages.layout, bad_slot=flag)
-        for part, new in zip(target.memory, after.memory, strict=True):
-            report.equal(part, new, f"scatter with slot {bad}")
-        if int(flag) != 28:
-            raise AssertionError(f"the flag is {int(flag)} instead of 28 for slot {bad}")
-        with contextlib.suppress(ValueError):
-            ops.gather_kv(pages.caches, slots, out, pages.layout)
-            raise AssertionError(f"slot {bad} in a mapping on the host was not refused")
+        untouched, target = out.clone(), pages.clone()
+        for operate in (ops.gather_kv, ops.scatter_kv):
+            try:
+                operate(target.caches, slots, out, pages.layout)
+            except ValueError:
+                continue
+            raise AssertionError(f"slot {bad} was not refused")
+        report.equal(out, untouched, f"buffers after slot {bad}")
+        for part, old in zip(target.memory, pages.memory, strict=True):
+            report.equal(part, old, f"caches after slot {bad}")
 
 
 def far_offsets(report: Report) -> None:
@@ -428,13 +415,10 @@ def far_offsets(report: Report) -> None:
     report.equal(out.view_as(known), known, "gather beyond 4 GiB")
     del out
     chosen = torch.arange(edge + 4096).remainder(2**16).to(report.device)
-    mapping = slots[0].to(report.device)[chosen].view(1, -1)
-    flag = torch.zeros(1, dtype=torch.int64, device=report.device)
+    mapping = slots[0][chosen.cpu()].view(1, -1)
     large = torch.empty(1, mapping.numel() * content, dtype=torch.uint8, device=report.device)
-    ops.gather_kv([cache], mapping, large, layout, bad_slot=flag)
+    ops.gather_kv([cache], mapping, large, layout)
     report.equal(large.view(-1, content)[-4096:], known[chosen[-4096:]], "buffer beyond 4 GiB")
-    if int(flag):
-        raise AssertionError(f"the flag is {int(flag)} after good slots")
 
 
 def the_same_as_torch(report: Report) -> None:
@@ -461,12 +445,12 @@ def the_same_as_torch(report: Report) -> None:
 @contextlib.contextmanager
 def plain_torch() -> Iterator[None]:
     """Use plain torch for everything."""
-    kept = ops._run_compiled
-    ops._run_compiled = lambda call, *, gather: False
+    kept = dispatch.run_compiled
+    dispatch.run_compiled = lambda call, *, gather: False
     try:
         yield
     finally:
-        ops._run_compiled = kept
+        dispatch.run_compiled = kept
 
 
 def operators(report: Report) -> None:
@@ -477,30 +461,27 @@ def operators(report: Report) -> None:
     slots = torch.tensor([2, -1, 0])
     size = len(pages.caches) * pages.layout.chunk_bytes(3, 1)
     out = torch.zeros(size, dtype=torch.uint8, device=report.device)
-    flag = torch.zeros(1, dtype=torch.int64, device=report.device)
     for name in ("gather_kv", "scatter_kv"):
         operator = getattr(torch.ops.kvshelf, name).default
-        for mapping, keywords in ((slots, {}), (slots.to(report.device), {"bad_slot": flag})):
-            arguments = (pages.caches, mapping, out, pages.layout.as_ints(), 1, 1)
-            results = torch.library.opcheck(operator, arguments, keywords)
-            report.comparisons += 1
-            if set(results.values()) != {"SUCCESS"}:
-                raise AssertionError(f"opcheck of {name}: {results}")
+        arguments = (pages.caches, slots, out, pages.layout.as_ints(), 1, 1)
+        results = torch.library.opcheck(operator, arguments)
+        report.comparisons += 1
+        if set(results.values()) != {"SUCCESS"}:
+            raise AssertionError(f"opcheck of {name}: {results}")
 
-    def move(caches: list[Tensor], mapping: Tensor, buffer: Tensor, bad: Tensor) -> Tensor:
-        ops.gather_kv(caches, mapping, buffer, pages.layout, 1, 1, bad_slot=bad)
-        return buffer.sum() + bad
+    def move(caches: list[Tensor], mapping: Tensor, buffer: Tensor) -> Tensor:
+        ops.gather_kv(caches, mapping, buffer, pages.layout, 1, 1)
+        return buffer.sum()
 
     compiled = torch.compile(move, fullgraph=True, backend="aot_eager")
-    mapping = slots.to(report.device)
-    got = int(compiled(pages.caches, mapping, out, flag))
+    got = int(compiled(pages.caches, slots, out))
     want = int(pages.gathered(slots.view(1, -1), 1, 1, 1).to(torch.int64).sum())
     if got != want:
         raise AssertionError(f"compiled: {got} instead of {want}")
 
 
 def graphs(report: Report) -> None:
-    """Captured once, replayed with other slots and other bytes, after all was forgotten."""
+    """Captured once, replayed with other bytes, after slots and known caches were cleared."""
     if report.device.type != "cuda":
         raise Skipped("CUDA graphs need CUDA")
     if ops.implementation(report.device) != "cuda":
@@ -508,26 +489,25 @@ def graphs(report: Report) -> None:
     pages = make_pages("bhnc-nhd", torch.bfloat16, report.device, layers=140)
     target = pages.clone()
     layout = pages.layout
-    mapping = random_slots(pages, 2, 20, skip=True).to(report.device)
-    back = random_slots(pages, 2, 20, skip=True, seed=9).to(report.device)
+    mapping = random_slots(pages, 2, 20, skip=True)
+    back = random_slots(pages, 2, 20, skip=True, seed=9)
+    slots, places = mapping.clone(), back.clone()
     size = len(pages.caches) * layout.chunk_bytes(20, 2)
     buffers = torch.full((2, 2, size), POISON, dtype=torch.uint8, device=report.device)
-    flag = torch.zeros(1, dtype=torch.int64, device=report.device)
     ops.prepare(pages.caches, layout)
     ops.prepare(target.caches, layout)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        ops.gather_kv(pages.caches, mapping, buffers, layout, 0, 2, bad_slot=flag)
-        ops.scatter_kv(target.caches, back, buffers, layout, 0, 2, bad_slot=flag)
+        ops.gather_kv(pages.caches, mapping, buffers, layout, 0, 2)
+        ops.scatter_kv(target.caches, back, buffers, layout, 0, 2)
+    # The slots travelled with the launches.
+    mapping.fill_(-1)
+    back.fill_(-1)
     # What the library remembers of the caches is not what a graph depends on.
-    ops._known_caches.clear()
+    checks._known_caches.clear()
     for seed in range(3 if report.small else 20):
-        slots = random_slots(pages, 2, 20, skip=True, seed=seed)
-        places = random_slots(pages, 2, 20, skip=True, seed=seed + 100)
         for part in pages.memory:
             part.random_(0, 256)
-        mapping.copy_(slots)
-        back.copy_(places)
         after = target.clone()
         want = pages.gathered(slots, 0, 2, 2)
         place(after, places, want, 0, 2)
@@ -535,12 +515,10 @@ def graphs(report: Report) -> None:
         report.equal(buffers, want, f"gather, replay {seed}")
         for part, new in zip(target.memory, after.memory, strict=True):
             report.equal(part, new, f"scatter, replay {seed}")
-    if int(flag):
-        raise AssertionError(f"the flag is {int(flag)} after good slots")
 
 
 def streams_and_threads(report: Report) -> None:
-    """Several threads, each on a stream of its own, with caches of their own."""
+    """Several threads, each with its own stream and caches."""
     if report.device.type != "cuda":
         raise Skipped("streams need CUDA")
     problems: list[BaseException] = []
@@ -551,7 +529,7 @@ def streams_and_threads(report: Report) -> None:
                 pages = make_pages("bhnc-hnd", torch.float16, report.device, seed=seed)
                 for round_ in range(2 if report.small else 20):
                     slots = random_slots(pages, 2, 30, skip=True, seed=round_)
-                    check_call(report, pages, slots, on_device=bool(round_ % 2), what="thread")
+                    check_call(report, pages, slots, what="thread")
         except BaseException as error:
             problems.append(error)
 
@@ -572,22 +550,17 @@ def buffers_in_host_memory(report: Report) -> None:
     whole = backing.view(9, 1, 1, -1)
     layout = PagedLayout.native_blocks(whole)
     mapping = torch.tensor([[5, 0, 2, 3, 4], [1, -1, 8, 7, 6]])
-    out = torch.full((2, layout.chunk_bytes(5)), POISON, dtype=torch.uint8, pin_memory=True)
-    want = backing.view(9, -1)[mapping.clamp(min=0).to(report.device)]
-    want[1, 1] = 0
+    rows = backing.view(9, -1)[mapping.clamp(min=0).to(report.device)]
+    chunk = rows.view(2, -1).cpu().pin_memory()
     for legacy in (False, True):
         for use_torch in (False, True):
-            out.fill_(POISON)
             target = torch.zeros_like(whole)
             stream = torch.cuda.default_stream() if legacy else torch.cuda.Stream(report.device)
             stream.wait_stream(torch.cuda.current_stream())
             torch.cuda.synchronize()
             context = plain_torch() if use_torch else contextlib.nullcontext()
             with torch.cuda.stream(stream), context:
-                ops.gather_kv([whole], mapping, out, layout)
-                stream.synchronize()
-                report.equal(out.view(2, 5, -1), want.cpu(), "gather to the host")
-                ops.scatter_kv([target], mapping, out, layout)
+                ops.scatter_kv([target], mapping, chunk, layout)
                 stream.synchronize()
             kept = mapping[mapping >= 0].to(report.device)
             report.equal(target[kept], whole[kept], "scatter from the host")
@@ -613,7 +586,12 @@ def the_way_to_staging(report: Report) -> None:
     call = LayerCall(pages.caches, pages.layout, 0, size, 2)
     back = LayerCall(target.caches, target.layout, 0, size, 2)
     want = pages.gathered(slots, 0, 2, shards)
-    path, path_back = (DevicePath([c], shards, loads=2) for c in (call, back))
+    path, path_back = (
+        DeviceKVCache(
+            {shard: [replace(c, first_head=shard * c.heads)] for shard in range(shards)}, loads=2
+        )
+        for c in (call, back)
+    )
     with compute_load(report.device) as step:
         under_way = []
         for chunk in range(chunks):
@@ -669,7 +647,7 @@ def blocks_that_hold_all_layers(report: Report) -> None:
     call = LayerCall(caches, layout, 0, layers * layout.chunk_bytes(tokens), 1)
     pinned = device.type == "cuda"
     for mapped in (True, False):
-        path = DevicePath([call], 1, pinned=mapped)
+        path = DeviceKVCache({0: [call]}, pinned=mapped)
         for seed in range(4):
             order = torch.randperm(9, generator=torch.Generator().manual_seed(seed))[:4]
             slots = (order.view(-1, 1) * 16 + torch.arange(16)).view(-1)
@@ -687,7 +665,7 @@ def blocks_that_hold_all_layers(report: Report) -> None:
 
 
 def registered_memory(report: Report) -> None:
-    """What the pool pins is page-locked for torch as well, and copies straight into blocks."""
+    """Memory pinned by the pool is page-locked for torch too, and copied directly to blocks."""
     if report.device.type != "cuda":
         raise Skipped("there is nothing to pin memory for")
     backing = torch.zeros(9, 4, 16, 48, dtype=torch.uint8, device=report.device)
@@ -717,7 +695,7 @@ def made_in_inference_mode(report: Report) -> None:
     size = len(pages.caches) * pages.layout.chunk_bytes(40)
     call = LayerCall(pages.caches, pages.layout, 0, size, pages.layout.heads)
     with torch.inference_mode():
-        path = DevicePath([call], 1)
+        path = DeviceKVCache({0: [call]})
     payload = torch.randint(0, 256, (size,), dtype=torch.uint8)
     after = pages.clone()
     place(after, slots, payload.view(1, 1, -1).to(report.device), 0, pages.layout.heads)
@@ -740,13 +718,13 @@ def made_in_inference_mode(report: Report) -> None:
 
 
 def overwritten_blocks(report: Report) -> None:
-    """What the engine writes after a gather was enqueued is not in the chunk."""
+    """The chunk does not contain what the engine writes after the gather was enqueued."""
     pages = make_pages("bhnc-nhd", torch.bfloat16, report.device, layers=4, blocks=64, heads=4)
     tokens = 256
     size = 4 * pages.layout.chunk_bytes(tokens)
     pinned = report.device.type == "cuda"
     call = LayerCall(pages.caches, pages.layout, 0, size, 4)
-    path = DevicePath([call], 1)
+    path = DeviceKVCache({0: [call]})
     for seed in range(4 if report.small else 32):
         staging = torch.full((size,), POISON, dtype=torch.uint8, pin_memory=pinned)
         slots = random_slots(pages, 1, tokens, skip=False, seed=seed)
@@ -799,7 +777,7 @@ def learn_all(
     head_size: int = 32,
     padding: int = 8,
 ) -> None:
-    """Learn the layout of each form by what `write` leaves in it, and compare."""
+    """Learn the layout of each form from the effect of `write`, and compare."""
     device = report.device
     for form, dtype in itertools.product(forms, dtypes):
         for gaps in ((0, 0, 0, 0, 0), (0, 0, 3, 0, padding)):
@@ -828,7 +806,7 @@ def learn_all(
                 block_size=block_size,
                 heads=rows[0].shape[2],
                 head_size=rows[0].shape[3],
-                kvs=len(rows),
+                kv_planes=len(rows),
                 dtype=dtype,
             )
             before = pages.memory[0].clone()
@@ -842,7 +820,7 @@ def learn_all(
 def learn_from(
     report: Report, library: str, make: Callable[[], Writer], block_size: int, head_size: int
 ) -> None:
-    """Learn layouts from what a library writes, where it can be used."""
+    """Learn layouts from a library's writes, if the library can be used."""
     try:
         write = make()
     except ImportError as error:
@@ -873,12 +851,12 @@ def learn_from(
 
 
 def layouts_learned_from_torch(report: Report) -> None:
-    """Layouts are learned from what indexing writes."""
+    """Layouts are learned from writes by indexing."""
     learn_all(report, one_by_one(write_by_torch))
 
 
 def layouts_learned_from_triton(report: Report) -> None:
-    """Layouts are learned from what a Triton kernel writes."""
+    """Layouts are learned from writes of a Triton kernel."""
     try:
         import triton_writer
     except ImportError as error:
@@ -889,18 +867,18 @@ def layouts_learned_from_triton(report: Report) -> None:
 
 
 def layouts_learned_from_flashinfer(report: Report) -> None:
-    """Layouts are learned from what FlashInfer writes."""
+    """Layouts are learned from FlashInfer's writes."""
     learn_from(report, "FlashInfer", flashinfer_writer, 16, 64)
 
 
 def layouts_learned_from_flash_attn(report: Report) -> None:
-    """Layouts are learned from what flash-attn writes, whose blocks are of 256 tokens."""
+    """Layouts are learned from flash-attn's writes, in blocks of 256 tokens."""
     learn_from(report, "flash-attn", flash_attn_writer, 256, 64)
 
 
 def kernel_attributes(report: Report) -> None:
     """Machine code for this device, without spilled registers."""
-    library = ops._kernels(report.device.index) if report.device.type == "cuda" else None
+    library = native.kernels(report.device.index) if report.device.type == "cuda" else None
     if library is None or library.device is None:
         raise Skipped("no kernels serve this device")
     major, _ = torch.cuda.get_device_capability(report.device)
@@ -923,7 +901,7 @@ GROUPS: tuple[Callable[[Report], None], ...] = (
     chunks_shards_heads,
     sizes_of_models,
     deep_models,
-    bad_slots_are_flagged,
+    bad_slots_are_refused,
     far_offsets,
     the_same_as_torch,
     operators,
@@ -944,8 +922,8 @@ GROUPS: tuple[Callable[[Report], None], ...] = (
 
 @contextlib.contextmanager
 def widths_noted(report: Report) -> Iterator[None]:
-    """Note the width of the vectors of each launch."""
-    kept = ops._kernels
+    """Record the vectors' width of each launch."""
+    kept = native.kernels
 
     def noting(function: Callable[..., int]) -> Callable[..., int]:
         def call(*arguments: object) -> int:
@@ -955,7 +933,7 @@ def widths_noted(report: Report) -> Iterator[None]:
 
         return call
 
-    def kernels(index: int | None) -> ops._Library | None:
+    def kernels(index: int | None) -> native.Library | None:
         library = kept(index)
         if library is None or library.device is None:
             return library
@@ -966,15 +944,15 @@ def widths_noted(report: Report) -> Iterator[None]:
         )
         return dataclasses.replace(library, device=noted)
 
-    ops._kernels = kernels
+    native.kernels = kernels
     try:
         yield
     finally:
-        ops._kernels = kept
+        native.kernels = kept
 
 
 def run_checks(device: torch.device, *, small: bool = False, seconds: float = 240) -> Report:
-    """Run all groups; those that would begin after `seconds` are skipped by name."""
+    """Run all groups; those that would begin after `seconds` are skipped and named."""
     report = Report(device, small)
     began = time.monotonic()
     with widths_noted(report):

@@ -39,7 +39,7 @@ def pip(*arguments: object) -> None:
 
 
 def download(folder: Path, python: str, package: str) -> None:
-    """Download one wheel, without what it needs."""
+    """Download one wheel without its dependencies."""
     platforms = [part for name in PLATFORMS for part in ("--platform", name)]
     pip(
         *("download", "--no-deps", "--only-binary=:all:", "--python-version", python),
@@ -48,7 +48,7 @@ def download(folder: Path, python: str, package: str) -> None:
 
 
 def size_of(folder: Path) -> int:
-    """Return the bytes of all files in a folder."""
+    """Return the total size of a folder's files, in bytes."""
     return sum(path.stat().st_size for path in folder.iterdir())
 
 

@@ -1,12 +1,12 @@
-"""Everything that only a GPU can show, in one command: ``make gpu``.
+"""All checks and measurements that need a GPU, in one command: ``make gpu``.
 
-Needs a GPU, a Python with torch 2.11 or newer built for it, and the folder that ``make gpu-pack``
-filled (or a CUDA compiler, cmake and the packages themselves); no network, no vLLM. Where
-something is missing it says what, and ends well. Stays inside a budget of time: checks first,
-then compute-sanitizer, then figures; what does not fit is skipped by name.
+Needs a GPU, a Python with torch 2.11 or newer built for it, and the folder filled by ``make
+gpu-pack`` (or a CUDA compiler, cmake and the packages themselves); no network, no vLLM. If
+something is missing, it is reported, and the exit status is 0. Runs within a time budget: checks
+first, then compute-sanitizer, then measurements; stages that do not fit are skipped and named.
 
-Output ends with a table and, on the last line, JSON of everything. The exit status is 1 when a
-check failed. A goal that was missed is marked in the table, and fails nothing.
+The output ends with a table and, on the last line, JSON of all results. The exit status is 1 if a
+check failed. A missed goal is marked in the table and does not fail the run.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ print(json.dumps(found))
 
 @dataclass
 class Run:
-    """One run: what is known of the machine, where things are, and what was found."""
+    """One run: the machine, the paths and the results."""
 
     python: str
     work: Path
@@ -63,12 +63,12 @@ class Run:
 
     @property
     def left(self) -> float:
-        """Seconds until the budget is used up."""
+        """Seconds left in the time budget."""
         return self.ends - time.monotonic()
 
     @property
     def environment(self) -> dict[str, str]:
-        """Environment of the stages: kvshelf and its packages first, nothing of the user's."""
+        """Environment of the stages: kvshelf and its packages first, no packages of the user."""
         kept = {name: value for name, value in os.environ.items() if "KVSHELF" not in name}
         folders = [str(self.work / "site"), kept.get("PYTHONPATH", "")]
         return kept | {"PYTHONPATH": os.pathsep.join(filter(None, folders))}
@@ -76,7 +76,7 @@ class Run:
     def stage(
         self, name: str, command: Sequence[object], seconds: float, *, json_file: Path | None = None
     ) -> dict[str, Any]:
-        """Run a stage for at most `seconds`; its output goes to ours."""
+        """Run a stage for at most `seconds`; it writes to our output."""
         began = time.monotonic()
         print(f"\n{name}", flush=True)
         if json_file is not None:
@@ -104,7 +104,7 @@ class Run:
 
 
 def reason_to_skip(found: dict[str, Any]) -> str | None:
-    """Why nothing can be run with this Python, or None."""
+    """Return why this Python cannot run the checks, or None."""
     if "torch" not in found:
         return f"this Python has no torch that works: {found.get('error', 'unknown')}"
     version = tuple(int(part) for part in found["torch"].split("+")[0].split(".")[:2])
@@ -133,7 +133,7 @@ def unpack(pack: Path, site: Path, python: str) -> list[str]:
 
 
 def take_sources(site: Path) -> None:
-    """Put the working tree's Python files in place of those of the wheel, if any."""
+    """Replace the wheel's Python files by those of the working tree, if there is one."""
     package = site / "kvshelf"
     shutil.copytree(ROOT / "src" / "kvshelf", package, dirs_exist_ok=True)
     shutil.copytree(ROOT / "backends", package / "backends", dirs_exist_ok=True)
@@ -176,7 +176,7 @@ def prepare(run: Run, pack: Path | None) -> str | None:
     tried = subprocess.run(
         [
             *(run.python, "-c"),
-            "from kvshelf import ops, device, shelf; import sys;"
+            "from kvshelf.kv import ops, device; from kvshelf.shelf import shelf; import sys;"
             "print(ops.implementation(sys.argv[1]), ops.kernel_problem(sys.argv[1]))",
             run.device,
         ],
@@ -266,7 +266,7 @@ def table(report: dict[str, Any]) -> list[str]:
 
 
 def failures(report: dict[str, Any]) -> list[str]:
-    """Return what failed, in words."""
+    """Return a description of the failures."""
     found = []
     checks = report.get("checks", {})
     if checks.get("failed") is True or isinstance(checks.get("failed"), str):

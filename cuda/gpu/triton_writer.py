@@ -1,4 +1,4 @@
-"""A cache writer that shares nothing with kvshelf: a Triton kernel like those of engines."""
+"""A cache writer independent of kvshelf: a Triton kernel like those of engines."""
 
 from __future__ import annotations
 

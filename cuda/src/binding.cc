@@ -1,5 +1,5 @@
-// What kvshelf.ops calls on the CPU: gather and scatter over plain addresses, exported through the
-// stable C ABI of apache-tvm-ffi (which releases the GIL around each call). No torch in here.
+// The CPU functions for kvshelf.kv.ops: gather and scatter with plain addresses, exported through
+// the stable C ABI of apache-tvm-ffi, which releases the GIL around each call. No torch.
 
 #include "kvshelf/binding.h"
 
@@ -15,35 +15,33 @@ namespace {
 
 using kvshelf::at;
 
-// Raised whenever the arguments of an exported function change, so that kvshelf.ops never calls a
-// library of another version; kvshelf.ops holds the same number.
-constexpr int64_t kLibraryVersion = 3;
+// Increased whenever the arguments of an exported function change, so that kvshelf.kv.ops never
+// calls a library of another version; kvshelf.kv.ops.library has the same number.
+constexpr int64_t kLibraryVersion = 4;
 
 int64_t version() { return kLibraryVersion; }
 
 // index: address of its 16 integers; caches: address of one address for each layer; slots:
-// address of chunks × tokens slots; buffers: address of the first buffer; bad_slot: address of an
-// int64, or 0. Returns -1, or the position of the first bad slot when nothing has been copied.
-int64_t gather(int64_t index, int64_t caches, int64_t slots, int64_t buffers, int64_t bad_slot) {
+// address of chunks × tokens slots; buffers: address of the first buffer. Returns -1, or the
+// position of the first bad slot when nothing has been copied.
+int64_t gather(int64_t index, int64_t caches, int64_t slots, int64_t buffers) {
   return kvshelf::gather_cpu(kvshelf::index_at(index), at<const int64_t>(caches),
-                             at<const int64_t>(slots), at<unsigned char>(buffers),
-                             at<int64_t>(bad_slot));
+                             at<const int64_t>(slots), at<unsigned char>(buffers));
 }
 
-int64_t scatter(int64_t index, int64_t caches, int64_t slots, int64_t buffers, int64_t bad_slot) {
+int64_t scatter(int64_t index, int64_t caches, int64_t slots, int64_t buffers) {
   return kvshelf::scatter_cpu(kvshelf::index_at(index), at<const int64_t>(caches),
-                              at<const int64_t>(slots), at<const unsigned char>(buffers),
-                              at<int64_t>(bad_slot));
+                              at<const int64_t>(slots), at<const unsigned char>(buffers));
 }
 
 // Gather and scatter of one chunk for caches that are permuted inside each (block, head). caches,
-// slots and the answer as above; chunk: address of the chunk buffer; tables: address of the int32
-// tables of all kvs, one behind the other; unit_k, unit_v: bytes of the units of each kv.
+// slots and the result as above; chunk: address of the chunk buffer; tables: address of the int32
+// tables of all KV planes, one after another; unit_k, unit_v: bytes of the units of each plane.
 kvshelf::PermutedIndex make_permuted_index(int64_t tables, int64_t layers, int64_t tokens,
                                            int64_t num_blocks, int64_t block_size,
-                                           int64_t block_stride, int64_t head_stride, int64_t kvs,
-                                           int64_t first_head, int64_t heads, int64_t row_bytes,
-                                           int64_t unit_k, int64_t unit_v) {
+                                           int64_t block_stride, int64_t head_stride,
+                                           int64_t kv_planes, int64_t first_head, int64_t heads,
+                                           int64_t row_bytes, int64_t unit_k, int64_t unit_v) {
   kvshelf::PermutedIndex index{};
   index.num_blocks = num_blocks;
   index.block_size = block_size;
@@ -51,13 +49,13 @@ kvshelf::PermutedIndex make_permuted_index(int64_t tables, int64_t layers, int64
   index.head_stride = head_stride;
   index.first_head = first_head;
   index.layers = layers;
-  index.kvs = kvs;
+  index.kv_planes = kv_planes;
   index.tokens = tokens;
   index.heads = heads;
   index.row_bytes = row_bytes;
   const int32_t* table = at<const int32_t>(tables);
-  const int64_t units[kvshelf::kMostKvs] = {unit_k, unit_v};
-  for (int64_t kv = 0; kv < kvs; ++kv) {
+  const int64_t units[kvshelf::kMaxKvPlanes] = {unit_k, unit_v};
+  for (int64_t kv = 0; kv < kv_planes; ++kv) {
     index.unit[kv] = units[kv];
     index.table[kv] = table;
     table += block_size * (row_bytes / units[kv]);
@@ -67,26 +65,27 @@ kvshelf::PermutedIndex make_permuted_index(int64_t tables, int64_t layers, int64
 
 int64_t gather_permuted(int64_t caches, int64_t slots, int64_t chunk, int64_t tables,
                         int64_t layers, int64_t tokens, int64_t num_blocks, int64_t block_size,
-                        int64_t block_stride, int64_t head_stride, int64_t kvs, int64_t first_head,
-                        int64_t heads, int64_t row_bytes, int64_t unit_k, int64_t unit_v) {
+                        int64_t block_stride, int64_t head_stride, int64_t kv_planes,
+                        int64_t first_head, int64_t heads, int64_t row_bytes, int64_t unit_k,
+                        int64_t unit_v) {
   return kvshelf::gather_permuted_cpu(
       make_permuted_index(tables, layers, tokens, num_blocks, block_size, block_stride,
-                          head_stride, kvs, first_head, heads, row_bytes, unit_k, unit_v),
+                          head_stride, kv_planes, first_head, heads, row_bytes, unit_k, unit_v),
       at<const int64_t>(caches), at<const int64_t>(slots), at<unsigned char>(chunk));
 }
 
 int64_t scatter_permuted(int64_t caches, int64_t slots, int64_t chunk, int64_t tables,
                          int64_t layers, int64_t tokens, int64_t num_blocks, int64_t block_size,
-                         int64_t block_stride, int64_t head_stride, int64_t kvs,
+                         int64_t block_stride, int64_t head_stride, int64_t kv_planes,
                          int64_t first_head, int64_t heads, int64_t row_bytes, int64_t unit_k,
                          int64_t unit_v) {
   return kvshelf::scatter_permuted_cpu(
       make_permuted_index(tables, layers, tokens, num_blocks, block_size, block_stride,
-                          head_stride, kvs, first_head, heads, row_bytes, unit_k, unit_v),
+                          head_stride, kv_planes, first_head, heads, row_bytes, unit_k, unit_v),
       at<const int64_t>(caches), at<const int64_t>(slots), at<const unsigned char>(chunk));
 }
 
-// Position of the first of `count` slots that is neither skipped nor one of `cache_slots`, or -1.
+// Position of the first of `count` slots that is neither skipped nor in the cache, or -1.
 int64_t check_slots(int64_t slots, int64_t count, int64_t cache_slots) {
   return kvshelf::first_bad_slot(at<const int64_t>(slots), count, cache_slots);
 }

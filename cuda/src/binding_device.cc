@@ -1,9 +1,9 @@
-// What kvshelf.ops calls for paged caches on a device. Compiled into the library where there is a
-// CUDA compiler, and by the tests together with an emulation of the device.
+// The functions for kvshelf.kv.ops with paged caches on a device. Part of the library if there is a
+// CUDA compiler; the tests compile them together with an emulation of the device.
 //
-// Each function that enqueues something takes an anchor first: a tensor on the caches' device, by
-// which apache-tvm-ffi tells the device and torch's current stream. A device that fails raises
-// RuntimeError with the driver's own words.
+// The first argument of each function that enqueues work is an anchor: a tensor on the caches'
+// device, from which apache-tvm-ffi gets the device and torch's current stream. A device error
+// raises RuntimeError with the driver's message.
 
 #include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/error.h>
@@ -13,7 +13,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <cstring>
 #include <vector>
 
 #include "kvshelf/binding.h"
@@ -38,50 +37,43 @@ void* stream_of(const TensorView& anchor) {
 
 // Buffers on the device: the kernels.
 //
-// slots: on the host, all checked before anything is launched; or, with on_device, on the device.
-// bad_slot: an address on the device, or 0. steps: tokens of each thread, 0 = choose. Returns the
-// width of the vectors in bytes; 0 when there was nothing to do; -1 when the counts exceed what
-// the kernels can count; -2 minus the position of the first bad slot on the host. Nothing was
-// launched when the answer is negative.
+// slots: on the host, all checked before anything is launched. steps: tokens of each thread, 0 =
+// choose. Returns the width of the vectors in bytes; 0 when there was nothing to do; -1 when the
+// counts exceed what the kernels can count; -2 minus the position of the first bad slot. Nothing
+// was launched when the answer is negative.
 template <bool kGather>
 int64_t launch(TensorView anchor, int64_t index_address, int64_t caches, int64_t slots_address,
-               bool on_device, int64_t buffers, int64_t bad_slot, int64_t steps) {
+               int64_t buffers, int64_t steps) {
   const kvshelf::PagedIndex index = kvshelf::index_at(index_address);
   const int64_t* const slots = at<const int64_t>(slots_address);
   const int device = anchor.device().device_id;
-  // Checked and used are two reads: should another thread write to the mapping in between, the
-  // kernels skip what is not in the cache.
-  if (!on_device) {
-    const int64_t bad = kvshelf::first_bad_slot(slots, index.chunks * index.tokens,
-                                                index.num_blocks * index.block_size);
-    if (bad != kvshelf::kAllSlotsGood) return -2 - bad;
-  }
+  // The slots are read twice, to check and to use them. If another thread changes the mapping in
+  // between, the launches skip slots that are not in the cache.
+  const int64_t bad = kvshelf::first_bad_slot(slots, index.chunks * index.tokens,
+                                              index.num_blocks * index.block_size);
+  if (bad != kvshelf::kAllSlotsGood) return -2 - bad;
   int64_t processors = 0;
   check(kvshelf::device_processors(device, &processors));
   const int64_t* const addresses = at<const int64_t>(caches);
   kvshelf::LaunchPlan plan =
-      kvshelf::make_plan(index, addresses, slots, !on_device, at<unsigned char>(buffers),
-                         at<int64_t>(bad_slot), processors, steps);
+      kvshelf::make_plan(index, addresses, slots, at<unsigned char>(buffers), processors, steps);
   if (plan.empty) return 0;
   if (plan.too_large) return -1;
   check(kvshelf::device_launch(kGather, plan, addresses, device, stream_of(anchor)));
   return plan.width;
 }
 
-// Buffers in page-locked host memory: one list of copies, no kernel. slots are on the host.
-// Returns -1, or the position of the first bad slot when nothing was done. Rows of skipped tokens
-// are zeroed at once.
-template <bool kGather>
-int64_t copy_pieces(TensorView anchor, int64_t index_address, int64_t caches, int64_t slots,
-                    int64_t buffers_address, int64_t bad_slot) {
+// Scatter from buffers in page-locked host memory: one list of copies, no kernel. slots are on the
+// host. Returns -1, or the position of the first bad slot when nothing was done.
+int64_t copy_in(TensorView anchor, int64_t index_address, int64_t caches, int64_t slots,
+                int64_t buffers_address) {
   kvshelf::PagedIndex index = kvshelf::index_at(index_address);
   kvshelf::step_over_single_slots(index);
   std::vector<kvshelf::Run> runs;
-  const int64_t bad =
-      kvshelf::find_runs(index, at<const int64_t>(slots), at<int64_t>(bad_slot), runs);
+  const int64_t bad = kvshelf::find_runs(index, at<const int64_t>(slots), runs);
   if (bad != kvshelf::kAllSlotsGood) return bad;
 
-  unsigned char* const buffers = at<unsigned char>(buffers_address);
+  const unsigned char* const buffers = at<const unsigned char>(buffers_address);
   std::vector<void*> to;
   std::vector<const void*> from;
   std::vector<size_t> sizes;
@@ -91,13 +83,11 @@ int64_t copy_pieces(TensorView anchor, int64_t index_address, int64_t caches, in
       kvshelf::for_each_piece(
           index, run, layer,
           [&](int64_t paged, int64_t buffer, int64_t bytes) {
-            to.push_back(kGather ? buffers + buffer : cache + paged);
-            from.push_back(kGather ? cache + paged : buffers + buffer);
+            to.push_back(cache + paged);
+            from.push_back(buffers + buffer);
             sizes.push_back(static_cast<size_t>(bytes));
           },
-          [&](int64_t buffer, int64_t bytes) {
-            if (kGather) std::memset(buffers + buffer, 0, static_cast<size_t>(bytes));
-          });
+          [](int64_t, int64_t) {});
     }
   }
   check(kvshelf::device_copies(to.data(), from.data(), sizes.data(), sizes.size(),
@@ -124,15 +114,14 @@ int64_t kernel_attribute(int64_t device, bool gather, int64_t width, int64_t whi
   return values[which];
 }
 
-// What the kernels were compiled for, in the words of CMake: "80-real 90-real 100".
+// The architectures of the kernels, in CMake's notation: "80-real 90-real 100".
 tvm::ffi::String architectures() { return KVSHELF_CUDA_ARCHITECTURES; }
 
 }  // namespace
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(device_gather, launch<true>);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(device_scatter, launch<false>);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(device_copy_out, copy_pieces<true>);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(device_copy_in, copy_pieces<false>);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(device_copy_in, copy_in);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(device_count, device_count);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(device_kernel, kernel_attribute);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(device_toolkit, kvshelf::device_toolkit);

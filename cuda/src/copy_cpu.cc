@@ -12,8 +12,8 @@
 namespace kvshelf {
 namespace {
 
-// C libraries switch to stores that bypass the caches somewhere near 1 MiB. Below that a copy is
-// up to a quarter faster here, and the chunk is still in the cache when it is hashed.
+// Near 1 MiB, C libraries switch to stores that bypass the caches. Smaller copies are up to a
+// quarter faster here, and leave the chunk in the cache for hashing.
 constexpr int64_t kMemcpyBytes = 256 * 1024;
 
 void copy_bytes(unsigned char* to, const unsigned char* from, int64_t bytes) {
@@ -25,11 +25,11 @@ void copy_bytes(unsigned char* to, const unsigned char* from, int64_t bytes) {
 
 template <bool kGather>
 int64_t run_all(PagedIndex index, const int64_t* caches, const int64_t* slots,
-                unsigned char* buffers, int64_t* bad_slot) {
+                unsigned char* buffers) {
   step_over_single_slots(index);
   std::vector<Run> runs;
   runs.reserve(static_cast<size_t>(index.chunks * index.tokens));
-  const int64_t bad = find_runs(index, slots, bad_slot, runs);
+  const int64_t bad = find_runs(index, slots, runs);
   if (bad != kAllSlotsGood) return bad;
 
   for (int64_t layer = 0; layer < index.layers; ++layer) {
@@ -55,13 +55,13 @@ int64_t run_all(PagedIndex index, const int64_t* caches, const int64_t* slots,
 }  // namespace
 
 int64_t gather_cpu(PagedIndex index, const int64_t* caches, const int64_t* slots,
-                   unsigned char* buffers, int64_t* bad_slot) {
-  return run_all<true>(index, caches, slots, buffers, bad_slot);
+                   unsigned char* buffers) {
+  return run_all<true>(index, caches, slots, buffers);
 }
 
 int64_t scatter_cpu(PagedIndex index, const int64_t* caches, const int64_t* slots,
-                    const unsigned char* buffers, int64_t* bad_slot) {
-  return run_all<false>(index, caches, slots, const_cast<unsigned char*>(buffers), bad_slot);
+                    const unsigned char* buffers) {
+  return run_all<false>(index, caches, slots, const_cast<unsigned char*>(buffers));
 }
 
 }  // namespace kvshelf

@@ -1,6 +1,6 @@
 // Gather and scatter kernels, and copies between device and host.
 //
-// No allocation and no synchronisation in here, so all launches can be captured in CUDA graphs.
+// No allocation and no synchronisation, so all launches can be captured in CUDA graphs.
 
 #include <cuda_runtime_api.h>
 
@@ -25,11 +25,6 @@ struct DeviceMemory {
   template <typename Vector>
   __device__ __forceinline__ void store(unsigned char* address, Vector value) const {
     *reinterpret_cast<Vector*>(address) = value;
-  }
-  __device__ __forceinline__ int64_t slot(const int64_t* address) const { return __ldg(address); }
-  __device__ __forceinline__ void report(int64_t* address, int64_t value) const {
-    atomicExch(reinterpret_cast<unsigned long long*>(address),
-               static_cast<unsigned long long>(value));
   }
 };
 
@@ -62,14 +57,14 @@ const void* kernel_of(bool gather, int64_t width) {
   return gather ? kernel_of<true>(width) : kernel_of<false>(width);
 }
 
-// Null, or what went wrong. The runtime's note of the error is taken back with it.
+// Null, or the error's text. Also clears the runtime's last error.
 const char* text_of(cudaError_t error) {
   if (error == cudaSuccess) return nullptr;
   static_cast<void>(cudaGetLastError());
   return cudaGetErrorString(error);
 }
 
-// Makes a device current, and the one before when it goes.
+// Makes a device current; the destructor restores the previous one.
 class DeviceGuard {
  public:
   explicit DeviceGuard(int device) : device_(device) {

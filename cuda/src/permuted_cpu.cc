@@ -1,5 +1,5 @@
-// Gather and scatter of permuted caches: unit by unit as the table says, and where a table turns
-// out to be a transposition or an interleaving, many units at a time.
+// Gather and scatter of permuted caches: unit by unit according to the table, or many units at a
+// time if the table is a transposition or an interleaving.
 
 #include "kvshelf/permuted_cpu.h"
 
@@ -19,7 +19,7 @@ namespace {
 
 using Byte = unsigned char;
 
-// Tokens that follow each other in the slot mapping and inside one block; or skipped tokens.
+// Tokens that are consecutive in the slot mapping and inside one block; or skipped tokens.
 struct Run {
   int64_t token;   // first token
   int64_t length;  // tokens
@@ -61,7 +61,7 @@ int64_t find_runs(const PermutedIndex& index, const int64_t* slots, int64_t long
   return kAllSlotsGood;
 }
 
-// What a table turned out to be.
+// The kind of a table.
 enum class Form {
   kUnits,        // anything
   kLinear,       // whole rows, one behind the other
@@ -390,23 +390,23 @@ int64_t run_all(const PermutedIndex& index, const int64_t* caches, const int64_t
                 Byte* chunk) {
   std::vector<Run> runs;
   runs.reserve(static_cast<size_t>(index.tokens));
-  // The rows of all heads are gone through once for each head: few enough stay in the cache.
+  // The rows of all heads are visited once for each head: few enough to stay in the cache.
   const int64_t longest = index.heads > 1 ? kTokensAtOnce : index.block_size;
   const int64_t bad = find_runs(index, slots, longest, runs);
   if (bad != kAllSlotsGood) return bad;
 
-  Form forms[kMostKvs] = {};
-  for (int64_t kv = 0; kv < index.kvs; ++kv) forms[kv] = form_of(index, kv);
+  Form forms[kMaxKvPlanes] = {};
+  for (int64_t kv = 0; kv < index.kv_planes; ++kv) forms[kv] = form_of(index, kv);
   const int64_t token_stride = index.heads * index.row_bytes;
   const int64_t kv_stride = index.tokens * token_stride;
   for (int64_t layer = 0; layer < index.layers; ++layer) {
     Byte* const cache = reinterpret_cast<Byte*>(caches[layer]);
-    Byte* const layer_rows = chunk + layer * index.kvs * kv_stride;
+    Byte* const layer_rows = chunk + layer * index.kv_planes * kv_stride;
     for (const Run& run : runs) {
       Byte* const run_rows = layer_rows + run.token * token_stride;
       if (run.offset == kSkippedSlot) {
         if constexpr (kGather) {
-          for (int64_t kv = 0; kv < index.kvs; ++kv) {
+          for (int64_t kv = 0; kv < index.kv_planes; ++kv) {
             std::memset(run_rows + kv * kv_stride, 0,
                         static_cast<size_t>(run.length * token_stride));
           }
@@ -415,7 +415,7 @@ int64_t run_all(const PermutedIndex& index, const int64_t* caches, const int64_t
       }
       for (int64_t head = 0; head < index.heads; ++head) {
         Byte* const region = cache + run.offset + (index.first_head + head) * index.head_stride;
-        for (int64_t kv = 0; kv < index.kvs; ++kv) {
+        for (int64_t kv = 0; kv < index.kv_planes; ++kv) {
           Byte* const rows = run_rows + kv * kv_stride + head * index.row_bytes;
           const int64_t unit = index.unit[kv];
           const int64_t units = index.row_bytes / unit;

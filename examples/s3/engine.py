@@ -1,9 +1,9 @@
-"""An engine on a bucket: what others have stored there it does not compute.
+"""An engine on a bucket: it loads what other engines have stored there instead of computing it.
 
     python examples/s3/engine.py s3://bucket/kv prompts.jsonl --model MODEL
 
 Run it twice, on one machine or on two. A line of the file is a JSON string, or a list of token ids.
-Credentials, region and endpoint come from where the AWS CLI takes them (AWS_PROFILE,
+Credentials, region and endpoint come from the sources of the AWS CLI (AWS_PROFILE,
 AWS_ENDPOINT_URL, the role of the machine, …), so none of them is in a command line.
 """
 

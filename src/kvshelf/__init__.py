@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     from kvshelf.cache import ChunkCache, PromptIdentity, StoreReport
     from kvshelf.config import Config
     from kvshelf.errors import KVShelfError
-    from kvshelf.forms import BlobKV, PagedKV, TupleKV
-    from kvshelf.layout import PagedLayout
-    from kvshelf.model import ModelFacts
-    from kvshelf.shelf import Shelf, open_shelf
+    from kvshelf.format.model import ModelFacts
+    from kvshelf.kv.layout import PagedLayout
+    from kvshelf.kv.sources import BlobKV, PagedKV, TupleKV
+    from kvshelf.shelf.shelf import Shelf, open_shelf
 
 __version__ = "0.1.0"
 
@@ -38,18 +38,18 @@ __all__ = [
 ]
 
 _HOME = {
-    "BlobKV": "kvshelf.forms",
+    "BlobKV": "kvshelf.kv.sources",
     "ChunkCache": "kvshelf.cache",
     "Config": "kvshelf.config",
     "KVShelfError": "kvshelf.errors",
-    "ModelFacts": "kvshelf.model",
-    "PagedKV": "kvshelf.forms",
-    "PagedLayout": "kvshelf.layout",
+    "ModelFacts": "kvshelf.format.model",
+    "PagedKV": "kvshelf.kv.sources",
+    "PagedLayout": "kvshelf.kv.layout",
     "PromptIdentity": "kvshelf.cache",
-    "Shelf": "kvshelf.shelf",
+    "Shelf": "kvshelf.shelf.shelf",
     "StoreReport": "kvshelf.cache",
-    "TupleKV": "kvshelf.forms",
-    "open_shelf": "kvshelf.shelf",
+    "TupleKV": "kvshelf.kv.sources",
+    "open_shelf": "kvshelf.shelf.shelf",
 }
 
 

@@ -1,19 +1,19 @@
-"""An allocator of memory for KV on its way: host, pinned or device.
+"""An allocator of staging and device memory for KV in transit: host, pinned or device.
 
-Owns the memory behind every pool of buffers: where it comes from, how it is cut into
-aligned pieces, and when a piece is free again.
+Owns the memory behind every pool of buffers: its allocation from the system, its division into
+aligned buffers, and the record of which parts are free.
 
 Contracts
 ---------
-* A pool never holds more than its capacity. It takes memory from the system in segments,
-  when it needs them, and gives it back when it is closed and nothing of it is in use.
+* A pool never holds more than its capacity. It allocates memory from the system in segments,
+  when it needs them, and frees it once the pool is closed and no buffer is in use.
 * Every buffer starts at a multiple of the pool's alignment, at least 512 bytes.
 * Bytes belong to one allocation until all its views are released; then they are free at
-  once, joined with free neighbours. Of free bytes those at the lowest address are handed
-  out first, so that memory which was touched before is used again before fresh memory.
-* A buffer that is never released is a leak: it is not taken back behind anybody's back,
-  since a copy into it may be under way. :meth:`BufferPool.live` lists what is out.
-* All methods may be called from any thread; none waits for memory to become free.
+  once, merged with free neighbours. The free range at the lowest address is used
+  first, so that memory which was touched before is used again before fresh memory.
+* A buffer that is never released is a leak. The pool does not reclaim it, since a copy into
+  it may be running. :meth:`BufferPool.live` lists the buffers in use.
+* Any thread may call all methods; none waits for memory to become free.
 """
 
 from __future__ import annotations
@@ -22,12 +22,10 @@ import ctypes
 import logging
 import mmap
 import threading
-import traceback
 from bisect import bisect_left
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Final, Literal, TypeAlias
 
 import torch
@@ -39,8 +37,8 @@ logger = logging.getLogger(__name__)
 
 Kind: TypeAlias = Literal["host", "pinned", "device"]
 
-#: Least alignment of buffers in bytes: what direct reads from storage to a GPU ask for.
-ALIGNMENT: Final = 512
+#: Minimum alignment of buffers in bytes: that of direct reads from storage to a GPU.
+BUFFER_ALIGNMENT: Final = 512
 _HUGE_PAGE: Final = 2 << 20
 
 
@@ -54,13 +52,10 @@ class Live:
         Bytes it takes, rounded up to the alignment.
     views : int
         How many views of it are not released.
-    where : str
-        The lines of code that allocated it, where the pool traces them; else empty.
     """
 
     nbytes: int
     views: int
-    where: str
 
 
 class _Segment:
@@ -79,8 +74,8 @@ class _Segment:
         self.starts = [0]
         self.ends = [self.nbytes]
 
-    def take(self, nbytes: int) -> int | None:
-        """Return the first offset with `nbytes` free bytes behind it, and take them."""
+    def allocate(self, nbytes: int) -> int | None:
+        """Allocate `nbytes` in the first free range that holds them; return their offset."""
         for i, start in enumerate(self.starts):
             end = self.ends[i]
             if end - start >= nbytes:
@@ -91,8 +86,8 @@ class _Segment:
                 return start
         return None
 
-    def give(self, start: int, nbytes: int) -> None:
-        """Make a range free, joined with the free ranges beside it."""
+    def free(self, start: int, nbytes: int) -> None:
+        """Free a range, and merge it with the free ranges beside it."""
         end = start + nbytes
         i = bisect_left(self.starts, start)
         joins_left = i > 0 and self.ends[i - 1] == start
@@ -112,14 +107,13 @@ class _Segment:
 class _Block:
     """One allocation, shared by its views."""
 
-    __slots__ = ("nbytes", "segment", "start", "views", "where")
+    __slots__ = ("nbytes", "segment", "start", "views")
 
-    def __init__(self, segment: _Segment, start: int, nbytes: int, where: str) -> None:
+    def __init__(self, segment: _Segment, start: int, nbytes: int) -> None:
         self.segment = segment
         self.start = start
         self.nbytes = nbytes
         self.views = 1
-        self.where = where
 
 
 class Buffer:
@@ -151,18 +145,8 @@ class Buffer:
     def __enter__(self) -> Buffer:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
-
-    @property
-    def released(self) -> bool:
-        """Whether this view was released."""
-        return self._block is None
 
     @property
     def tensor(self) -> Tensor:
@@ -181,7 +165,7 @@ class Buffer:
 
     @property
     def view(self) -> memoryview:
-        """The same bytes, writable, where they are host memory.
+        """The same bytes, writable, if they are host memory.
 
         Raises
         ------
@@ -217,18 +201,18 @@ class Buffer:
         size = self.nbytes - offset if nbytes is None else nbytes
         if offset < 0 or size < 1 or offset + size > self.nbytes:
             raise ValueError(
-                f"bytes {offset} … {offset + size} asked for; expected at least one byte of the "
-                f"view's {self.nbytes}"
+                f"bytes {offset} … {offset + size} were requested; expected at least one byte of "
+                f"the view's {self.nbytes}"
             )
         return self._pool._share(self, self._start + offset, size)
 
     def release(self) -> None:
-        """Give this view back.
+        """Release this view.
 
         Raises
         ------
         ValueError
-            If it was released before: somebody else may own the bytes now.
+            If it was released before: the bytes may belong to another buffer now.
         """
         self._pool._release(self)
 
@@ -242,25 +226,24 @@ class Buffer:
 
 
 class BufferPool:
-    """Cuts memory of one kind into aligned, reference-counted buffers.
+    """Divides memory of one kind into aligned, reference-counted buffers.
 
     Parameters
     ----------
     capacity : int
-        Most bytes that the pool may hold.
+        Upper limit of the bytes that the pool holds.
     kind : {"host", "pinned", "device"}
-        ``host``: ordinary memory. ``pinned``: host memory that a GPU can copy from and to
-        by itself. ``device``: memory of `device`.
+        ``host``: ordinary memory. ``pinned``: page-locked host memory, which a GPU copies from
+        and to without the CPU. ``device``: memory of `device`.
     device : torch.device or str, optional
         With kind ``device``: which one.
     segment_bytes : int, optional
-        Take memory from the system in pieces of so many bytes. When absent all of the
-        capacity is one piece; for ordinary memory that costs nothing before it is touched.
+        Allocate memory from the system in segments of so many bytes. When absent the whole
+        capacity is one segment; ordinary memory costs nothing before it is touched.
         A buffer is never larger than a segment, unless it has one to itself.
     alignment : int
-        Power of two, at least 512: where buffers start, and what sizes are rounded up to.
-    trace : bool
-        Remember where each buffer was allocated, for :meth:`live`. Costs microseconds each.
+        Power of two, at least 512: buffers start at its multiples, and their sizes are
+        rounded up to them.
 
     Attributes
     ----------
@@ -279,8 +262,8 @@ class BufferPool:
     >>> pool = BufferPool(1 << 20)
     >>> with pool.allocate(1000) as buffer:
     ...     _ = buffer.tensor.fill_(7)
-    ...     pool.allocated_bytes
-    1024
+    ...     pool.live()
+    [Live(nbytes=1024, views=1)]
     >>> pool.live()
     []
     """
@@ -292,12 +275,11 @@ class BufferPool:
         kind: Kind = "host",
         device: torch.device | str | None = None,
         segment_bytes: int | None = None,
-        alignment: int = ALIGNMENT,
-        trace: bool = False,
+        alignment: int = BUFFER_ALIGNMENT,
     ) -> None:
-        if alignment < ALIGNMENT or alignment & (alignment - 1):
+        if alignment < BUFFER_ALIGNMENT or alignment & (alignment - 1):
             raise ConfigError(
-                f"alignment is {alignment}; expected a power of two, at least {ALIGNMENT}"
+                f"alignment is {alignment}; expected a power of two, at least {BUFFER_ALIGNMENT}"
             )
         if kind not in ("host", "pinned", "device"):
             raise ConfigError(f"kind is {kind!r}; expected host, pinned or device")
@@ -318,41 +300,21 @@ class BufferPool:
                 f"{alignment} bytes each"
             )
         self._device = None if device is None else torch.device(device)
-        self._trace = trace
         self._lock = threading.Lock()
         self._segments: list[_Segment] = []
         self._live: dict[int, _Block] = {}
         self._held = 0
-        self._allocated = 0
         self._closed = False
         self._short = False
 
     def __repr__(self) -> str:
-        return f"BufferPool({self.kind}, {self._allocated} of {self.capacity} bytes)"
-
-    @property
-    def allocated_bytes(self) -> int:
-        """Bytes in buffers that are not free, rounded up to the alignment."""
-        return self._allocated
-
-    @property
-    def held_bytes(self) -> int:
-        """Bytes taken from the system so far."""
-        return self._held
-
-    def free_ranges(self) -> list[int]:
-        """Return the sizes of all free ranges of the memory held, in bytes."""
-        with self._lock:
-            return [
-                end - start
-                for segment in self._segments
-                for start, end in zip(segment.starts, segment.ends, strict=True)
-            ]
+        used = sum(entry.nbytes for entry in self.live())
+        return f"BufferPool({self.kind}, {used} of {self.capacity} bytes)"
 
     def live(self) -> list[Live]:
-        """Return what is not free, oldest first: after all work is done, the leaks."""
+        """Return the allocations in use, oldest first: after all work is done, the leaks."""
         with self._lock:
-            return [Live(block.nbytes, block.views, block.where) for block in self._live.values()]
+            return [Live(block.nbytes, block.views) for block in self._live.values()]
 
     def allocate(self, nbytes: int) -> Buffer | None:
         """Return a buffer of `nbytes` bytes, whose content is undefined.
@@ -360,7 +322,7 @@ class BufferPool:
         Returns
         -------
         Buffer or None
-            None when no free range is large enough and the pool cannot grow, the system
+            None if no free range is large enough and the pool cannot grow, the system
             gives no more memory, or the pool is closed.
 
         Raises
@@ -369,33 +331,31 @@ class BufferPool:
             If `nbytes` is less than one.
         """
         if nbytes < 1:
-            raise ValueError(f"a buffer of {nbytes} bytes was asked for; expected at least 1")
+            raise ValueError(f"a buffer of {nbytes} bytes was requested; expected at least 1")
         size = -(-nbytes // self.alignment) * self.alignment
-        where = _caller() if self._trace else ""
         with self._lock:
             if self._closed:
                 return None
             for segment in self._segments:
-                start = segment.take(size)
+                start = segment.allocate(size)
                 if start is not None:
                     break
             else:
                 grown = self._grow(size)
                 if grown is None:
                     return None
-                segment, start = grown, grown.take(size)
+                segment, start = grown, grown.allocate(size)
                 assert start is not None
-            block = _Block(segment, start, size, where)
+            block = _Block(segment, start, size)
             self._live[id(block)] = block
-            self._allocated += size
         return Buffer(self, block, 0, nbytes)
 
     def close(self) -> None:
-        """Refuse further requests, and give memory back as soon as none of it is in use."""
+        """Refuse further requests, and free the memory as soon as none of it is in use."""
         with self._lock:
             self._closed = True
             if not self._live:
-                self._give_back()
+                self._free_segments()
 
     # ----------------------------------------------------------------- inside
 
@@ -413,19 +373,19 @@ class BufferPool:
             if block.views:
                 return
             del self._live[id(block)]
-            self._allocated -= block.nbytes
-            block.segment.give(block.start, block.nbytes)
+            block.segment.free(block.start, block.nbytes)
             if self._closed and not self._live:
-                self._give_back()
+                self._free_segments()
 
     def _grow(self, least: int) -> _Segment | None:
-        """Take another segment from the system; None when that may or can not be."""
+        """Allocate a segment; None at the capacity, or if the system gives no more memory."""
         left = self.capacity - self._held
         if least > left:
             return None
         size = max(least, min(self._segment_bytes, left))
         try:
-            # What is made in an engine's step, in inference mode, no other thread may write to.
+            # vLLM's step runs under inference_mode. Other threads cannot write to tensors that
+            # are created there, so leave it while allocating.
             with torch.inference_mode(False):
                 segment = self._new_segment(size)
         except (OSError, MemoryError, RuntimeError) as error:
@@ -452,8 +412,8 @@ class BufferPool:
         close = _pin(tensor) if self.kind == "pinned" else None
         return _Segment(tensor, view, close)
 
-    def _give_back(self) -> None:
-        # Ordinary and device memory go when the last tensor that shows them does.
+    def _free_segments(self) -> None:
+        # Ordinary and device memory is freed with the last tensor that refers to it.
         for segment in self._segments:
             if segment.close is not None:
                 segment.close()
@@ -462,16 +422,10 @@ class BufferPool:
 
 
 def _map_huge(nbytes: int) -> memoryview:
-    """Return fresh memory that the kernel backs with huge pages where it has them.
-
-    Raises
-    ------
-    OSError
-        If the system gives no more memory.
-    """
-    # Private, where Python's default is shared: kernels give shared memory no huge pages unless
-    # mounted so, and then a first copy into it takes seven times as long. The part that only
-    # serves alignment is never touched, so it takes no memory.
+    """Return fresh memory that the kernel backs with huge pages where it has them."""
+    # Private, where Python's default is shared: the kernel backs shared memory with huge pages
+    # only if it is mounted so, and without them a first copy into it takes seven times as long.
+    # The part that only serves alignment is never touched, so it takes no memory.
     pages = mmap.mmap(-1, nbytes + _HUGE_PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         try:
@@ -483,10 +437,10 @@ def _map_huge(nbytes: int) -> memoryview:
 
 
 def _pin(tensor: Tensor) -> Callable[[], None]:
-    """Pin a tensor's memory where it is; return what undoes that.
+    """Page-lock a tensor's memory; return the function that undoes it.
 
-    torch's own pinned allocator rounds sizes up to powers of two, which for buffers of
-    some gigabytes is much.
+    torch's own pinned allocator rounds sizes up to powers of two, which wastes gigabytes
+    for a large pool.
     """
     address, runtime = tensor.data_ptr(), torch.cuda.cudart()  # type: ignore[no-untyped-call]
     # 1: pinned for every GPU, not only the current one.
@@ -494,7 +448,7 @@ def _pin(tensor: Tensor) -> Callable[[], None]:
     error = int(getattr(result, "value", result))
     if error:
         # CUDA keeps the error for this thread, and torch would raise it at the engine's next
-        # launch. Only such a launch takes it away: torch has no cudaGetLastError.
+        # launch. Only a launch clears it: torch has no cudaGetLastError.
         with suppress(RuntimeError):
             torch.zeros(1, device="cuda")
         raise RuntimeError(f"cudaHostRegister of {tensor.numel()} bytes failed with error {error}")
@@ -503,9 +457,3 @@ def _pin(tensor: Tensor) -> Callable[[], None]:
         runtime.cudaHostUnregister(address)
 
     return unpin
-
-
-def _caller() -> str:
-    """Return the lines of code that called the pool, innermost last."""
-    stack = traceback.extract_stack(limit=8)
-    return "".join(traceback.format_list([f for f in stack if f.filename != __file__][-4:]))

@@ -1,23 +1,21 @@
-"""``ChunkCache``: the KV of prompts on a shelf, for programs of any kind.
+"""``ChunkCache``: the KV of prompts on a shelf, for any program.
 
-Owns what an engine and a program without one both need to put together: a shelf, the
-format of one namespace, staging, the threads that look up, load and store, the memory of
-keys that failed, and a memory for what was prefetched. Above it the interface by tokens
-(:meth:`ChunkCache.store`, :meth:`~ChunkCache.retrieve`, :meth:`~ChunkCache.lookup`,
-:meth:`~ChunkCache.prefetch`), in a blocking form and as handles to poll.
+Owns the combination of a shelf, the format of one namespace, staging, the threads that look up,
+load and store, the record of failed keys, and a memory for prefetched chunks; and the interface
+by tokens (:meth:`ChunkCache.store`, :meth:`~ChunkCache.retrieve`, :meth:`~ChunkCache.lookup`,
+:meth:`~ChunkCache.prefetch`), blocking and as handles to poll.
 
 Contracts
 ---------
-* Only whole chunks are stored and retrieved; the rest of a prompt, shorter than a chunk,
-  never is.
-* What is not there, not good or not there in time is a miss. Storage trouble raises
-  nothing: it is counted, and the answer is smaller.
+* Only whole chunks are stored and retrieved, never the shorter rest of a prompt.
+* A chunk that is missing, invalid or late is a miss. Storage errors raise nothing: they are
+  counted, and the result is smaller.
 * ``submit_store`` has copied the KV when it returns. ``submit_retrieve`` may write to the
-  given memory until its handle is done; once it is done, or cancelled, or ``result`` has
-  returned, nothing touches that memory any more.
-* Blocking forms and ``result`` end after their time-out, the cache's own if none is given.
-* All methods may be called from any thread. The threads of the cache are daemons and start
-  when they are first needed.
+  given memory until its handle is done, cancelled, or ``result`` has returned; not after
+  that.
+* Blocking calls and ``result`` end after their timeout; the cache has a default timeout.
+* All methods may be called from any thread. The cache's threads are daemons and start when
+  they are first needed.
 """
 
 from __future__ import annotations
@@ -29,52 +27,49 @@ import time
 from array import array
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, fields
-from types import TracebackType
-from typing import Any, ClassVar, Final, Generic, NamedTuple, TypeAlias, TypeVar
+from typing import ClassVar, Final, Generic, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
-from kvshelf.chunkfile import ObjectFormat
-from kvshelf.config import Config, default_shelf_path
+from kvshelf.config import Config
 from kvshelf.errors import ConfigError
-from kvshelf.forms import (
+from kvshelf.format.keys import Chunk, KeyChain, MultimodalItem, salt_group_of
+from kvshelf.format.model import ModelFacts
+from kvshelf.format.namespace import Namespace
+from kvshelf.format.objects import ObjectFormat
+from kvshelf.kv.caches import KVCache, LayerRun
+from kvshelf.kv.layout import PagedLayout
+from kvshelf.kv.sources import (
     BlobKV,
-    KVForm,
-    OpenKV,
+    BoundKV,
+    KVSource,
     TupleKV,
-    check_slots,
     count_slots,
+    host_slot_mapping,
     open_paged,
     with_slots,
 )
-from kvshelf.identity import Chunk, KeyChain, MultimodalItem, Namespace, group_of_salt
-from kvshelf.layout import PagedLayout
 from kvshelf.metrics import Counters
-from kvshelf.model import ModelFacts
-from kvshelf.prefetch import IntoMemory, PrefetchMemory
-from kvshelf.probe import FailedKeys, Lookup, LookupService
-from kvshelf.shelf import Shelf, open_shelf
-from kvshelf.staging import StagingPool
-from kvshelf.tiers import DiskTier, FindsInTiers, LoadsFromTiers, Tier, open_behind
-from kvshelf.transfer import (
-    ChunkSlots,
-    Failure,
-    KVMemory,
-    LayerRun,
-    Load,
-    StoreResult,
-    Transfer,
-    useful_threads,
-)
+from kvshelf.shelf.disk_tier import DiskTier
+from kvshelf.shelf.failed_keys import FailedKeys
+from kvshelf.shelf.lookup import Lookup, LookupService
+from kvshelf.shelf.shelf import Shelf
+from kvshelf.shelf.tiers import Tier, TieredShelf, open_configured, shelf_url
+from kvshelf.transfer.context import ChunkSlots
+from kvshelf.transfer.loads import Failure, Load
+from kvshelf.transfer.prefetch import IntoMemory, PrefetchMemory
+from kvshelf.transfer.staging import StagingPool
+from kvshelf.transfer.stores import StoreOutcome, StoreResult
+from kvshelf.transfer.transfer import Transfer, default_io_threads
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-#: KV of a prompt: a form of :mod:`kvshelf.forms`, K and V of each layer as transformers
+#: KV of a prompt: a form of :mod:`kvshelf.kv.sources`, K and V of each layer as transformers
 #: has them, or a blob ``[2, layers, tokens, hidden]``.
-KVLike: TypeAlias = "KVForm | Tensor | Sequence[tuple[Tensor, Tensor]]"
+KVLike: TypeAlias = "KVSource | Tensor | Sequence[tuple[Tensor, Tensor]]"
 Tokens: TypeAlias = "Sequence[int] | Tensor"
 
 #: Where chunks may be, the nearest first.
@@ -86,16 +81,17 @@ _PREFETCH_BYTES: Final = 256 << 20
 
 @dataclass(frozen=True, slots=True)
 class PromptIdentity:
-    """What decides the KV of a prompt besides the model and the tokens.
+    """The parts of a request, besides model and tokens, that determine its KV.
 
     Attributes
     ----------
     salt : str
-        Keeps the chunks of one user or tenant from all others.
+        Separates the chunks of a user or tenant from all others.
     lora_digest : bytes
-        Digest of the LoRA adapter (:func:`kvshelf.identity.lora_digest`); empty without.
+        Digest of the LoRA adapter, see :func:`kvshelf.weights.fingerprints.lora_digest`; empty
+        without one.
     items : Sequence of MultimodalItem
-        Images, sounds and the like among the tokens.
+        Images, sounds and other items among the tokens.
     """
 
     salt: str = ""
@@ -116,20 +112,20 @@ class ChunkKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StoreReport:
-    """What became of the chunks of one store.
+    """The result of one store.
 
     Attributes
     ----------
     chunks : int
-        Whole chunks that the store was about.
+        Whole chunks of the call.
     published, existed : int
-        On the shelf now: by this store, or before it.
+        On the shelf now: published by this store, or before it.
     dropped : int
-        Not copied: staging was full, or the storage takes no writes.
+        Not copied: staging was full, or the storage is read-only.
     failed : int
-        The storage refused or failed.
+        Not published: the storage refused the write or failed.
     pending : int
-        Copied, and still on their way when the report was made.
+        Copied, but not yet published when the report was made.
     """
 
     chunks: int
@@ -146,37 +142,37 @@ class StoreReport:
 
 
 class Handle(Generic[T]):
-    """An operation under way."""
+    """A running operation."""
 
     def __init__(self, check: Callable[[], None], timeout: float) -> None:
         self._check = check
         self._timeout = timeout
-        self._over = threading.Event()
+        self._done = threading.Event()
 
     def poll(self) -> bool:
         """Whether the operation is done. Never waits."""
-        if not self._over.is_set():
+        if not self._done.is_set():
             self._check()
-        return self._over.is_set()
+        return self._done.is_set()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait for the end; return whether it came.
+        """Wait until the operation is done; return whether it is.
 
         Parameters
         ----------
         timeout : float, optional
-            Seconds to wait at most; for ever when absent.
+            Longest time to wait, in seconds; unlimited when absent.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         while not self.poll():
             left = _CHECK_SECONDS if deadline is None else deadline - time.monotonic()
             if left <= 0:
                 return False
-            self._over.wait(min(left, _CHECK_SECONDS))
+            self._done.wait(min(left, _CHECK_SECONDS))
         return True
 
     def cancel(self) -> None:
-        """End the operation with what it has achieved, and wait until it touches nothing."""
+        """End the operation with its partial result; wait until it touches no memory."""
         raise NotImplementedError
 
     def result(self, timeout: float | None = None) -> T:
@@ -185,7 +181,7 @@ class Handle(Generic[T]):
         Parameters
         ----------
         timeout : float, optional
-            Seconds; the cache's own time-out when absent.
+            Seconds; the cache's timeout when absent.
         """
         if not self.wait(self._timeout if timeout is None else timeout):
             self.cancel()
@@ -196,7 +192,7 @@ class Handle(Generic[T]):
 
 
 class _LookupHandle(Handle[int]):
-    """A search, or an answer that needed none."""
+    """A lookup, or a result that is known without one."""
 
     def __init__(self, cache: ChunkCache, timeout: float) -> None:
         super().__init__(cache._check, timeout)
@@ -205,30 +201,30 @@ class _LookupHandle(Handle[int]):
         self._chunk_size = cache.chunk_size
         self._hit = 0
 
-    def answer(self, chunks: int) -> None:
+    def set_result(self, chunks: int) -> None:
         self._hit = chunks
-        self._over.set()
+        self._done.set()
 
-    def found(self, lookup: Lookup) -> None:
-        if not self._over.is_set():
-            self.answer(lookup.hit_chunks)
+    def on_lookup_done(self, lookup: Lookup) -> None:
+        if not self._done.is_set():
+            self.set_result(lookup.hit_chunks)
 
     def cancel(self) -> None:
-        if not self._over.is_set():
+        if not self._done.is_set():
             if self._lookup is not None:
                 self._lookup.cancel()
             self._counters.add("lookup_timeouts")
-            self._over.set()
+            self._done.set()
 
     def _outcome(self) -> int:
         return self._hit * self._chunk_size
 
 
 class _LoadHandle(Handle[T]):
-    """A search and the load of what it finds.
+    """A lookup and the load of the chunks that it finds.
 
-    The look-up thread calls :meth:`found`, which starts the load; whatever thread ends the
-    load calls :meth:`_ended`. The lock is held for no call out of here.
+    The lookup thread calls :meth:`on_lookup_done`, which starts the load; the thread that ends
+    the load calls :meth:`_on_load_done`. No method of another object is called with the lock held.
     """
 
     _early = False
@@ -244,10 +240,10 @@ class _LoadHandle(Handle[T]):
         self._cancelled = threading.Event()
         self._leading = 0
 
-    def found(self, lookup: Lookup) -> None:
+    def on_lookup_done(self, lookup: Lookup) -> None:
         with self._lock:
             if self._cancelled.is_set() or lookup.chain is None or not lookup.hit_chunks:
-                self._over.set()
+                self._done.set()
                 return
             self._starting = True
         first = self._prompt.first_chunk
@@ -257,10 +253,10 @@ class _LoadHandle(Handle[T]):
                 self._cache._next_id(),
                 self._items(chunks),
                 early=self._early,
-                on_done=self._ended,
+                on_done=self._on_load_done,
             )
         except BaseException:  # the cache was closed
-            self._over.set()
+            self._done.set()
             raise
         with self._lock:
             self._starting = False
@@ -272,12 +268,12 @@ class _LoadHandle(Handle[T]):
     def _items(self, chunks: Sequence[Chunk]) -> list[ChunkSlots]:
         raise NotImplementedError
 
-    def _ended(self, load: Load) -> None:
+    def _on_load_done(self, load: Load) -> None:
         self._leading = load.leading
         for chunk, failure in load.failures:
             if failure is not Failure.UNAVAILABLE:
                 self._cache.failed.add(chunk.key, bad=failure is Failure.BAD)
-        self._over.set()
+        self._done.set()
 
     def cancel(self) -> None:
         with self._lock:
@@ -289,9 +285,9 @@ class _LoadHandle(Handle[T]):
         if load is not None:
             self._cache.transfer.cancel(load.request_id)
         elif idle:
-            self._over.set()
-        # A load that was just being started is cancelled by the thread that starts it.
-        self._over.wait()
+            self._done.set()
+        # If the load is just being started, the thread that starts it cancels it.
+        self._done.wait()
 
 
 class _RetrieveHandle(_LoadHandle[Tensor]):
@@ -300,7 +296,7 @@ class _RetrieveHandle(_LoadHandle[Tensor]):
         cache: ChunkCache,
         prompt: _Prompt,
         timeout: float,
-        opened: OpenKV,
+        opened: BoundKV,
         slots: list[Tensor],
     ) -> None:
         super().__init__(cache, prompt, timeout)
@@ -314,11 +310,11 @@ class _RetrieveHandle(_LoadHandle[Tensor]):
             for chunk, slots in zip(chunks, self._slots, strict=False)
         ]
 
-    def _ended(self, load: Load) -> None:
+    def _on_load_done(self, load: Load) -> None:
         tokens = load.leading * self._cache.chunk_size
         self._cache.counters.add("hit_tokens", len(load.items) * self._cache.chunk_size)
         self._cache.counters.add("loaded_tokens", tokens)
-        super()._ended(load)
+        super()._on_load_done(load)
 
     def _outcome(self) -> Tensor:
         start = self._prompt.first_chunk * self._cache.chunk_size
@@ -345,7 +341,7 @@ class _PrefetchHandle(_LoadHandle[int]):
         ]
 
     def _outcome(self) -> int:
-        # What was brought may have been pushed out again by other prompts.
+        # Other prompts may have evicted prefetched chunks.
         return self._memory.leading(self._chunks) * self._cache.chunk_size
 
 
@@ -363,39 +359,40 @@ class _StoreHandle(Handle[StoreReport]):
         with self._lock:
             self._counts[what] = self._counts.get(what, 0) + chunks
 
-    def queued(self) -> None:
+    def add_pending(self) -> None:
         with self._lock:
             self._pending += 1
 
-    def withdrawn(self, what: str) -> None:
-        """Count a chunk that was not queued after all."""
+    def resolve(self, what: str) -> None:
+        """Count a pending chunk whose store was not started."""
         self.count(what)
         with self._lock:
             self._pending -= 1
 
-    def ended(self, chunk: Chunk, result: StoreResult) -> None:
-        if result in ("published", "repaired"):
+    def on_chunk_done(self, chunk: Chunk, result: StoreResult) -> None:
+        if result in (StoreResult.PUBLISHED, StoreResult.REPAIRED):
             self._cache.failed.forget(chunk.key)
-        if result not in ("failed", "lost"):
+        lost = result in (StoreResult.FAILED, StoreResult.LOST)
+        if not lost:
             self._cache._note_stored(chunk.key)
-        names = {"repaired": "published", "lost": "failed"}
-        self.count(names.get(result, result))
+        existed = result is StoreResult.EXISTED
+        self.count("failed" if lost else "existed" if existed else "published")
         with self._lock:
             self._pending -= 1
             self._finish()
 
-    def submitted(self) -> None:
+    def all_submitted(self) -> None:
         with self._lock:
             self._submitted = True
             self._finish()
 
     def _finish(self) -> None:
         if self._submitted and not self._pending:
-            self._over.set()
+            self._done.set()
 
     def cancel(self) -> None:
-        """Stop waiting: what was copied is published all the same."""
-        self._over.set()
+        """Stop waiting. Chunks that were copied are still published."""
+        self._done.set()
 
     def _outcome(self) -> StoreReport:
         with self._lock:
@@ -411,7 +408,7 @@ class _StoreHandle(Handle[StoreReport]):
 
 @dataclass(frozen=True, slots=True)
 class _Prompt:
-    """A call's tokens, checked, and the chunk that its mask begins at."""
+    """The checked tokens of a call, and the first chunk that its mask selects."""
 
     tokens: array[int]
     first_chunk: int
@@ -426,23 +423,24 @@ class ChunkCache:
     shelf : Shelf
         Stays open when the cache is closed.
     namespace : Namespace or ObjectFormat
-        Names the model's KV; :class:`kvshelf.model.ModelFacts` makes one.
-    memory : KVMemory, optional
-        An engine's own caches, for calls that give no `kv`; see :meth:`bind`.
+        Identifies the model's KV; :class:`kvshelf.format.model.ModelFacts` makes one.
+    memory : KVCache, optional
+        An engine's own caches, for calls without `kv`; see :meth:`bind`.
     staging_bytes, group_by_salt, check_finite
         The options of these names.
     io_threads : int, optional
-        Threads that load; half as many store. When absent as many as help with the storage.
+        Threads that load; half as many store. When absent, depends on the storage.
     disk_tier : DiskTier, optional
-        A directory near in front of a shelf that is far. Stays open when the cache is closed.
+        A local directory that caches objects of a remote shelf. Stays open when the cache is
+        closed.
     prefetch_bytes : int
-        Most memory for what :meth:`prefetch` brings.
+        Largest memory for prefetched chunks.
     timeout_s : float
-        Seconds after which blocking calls end that give no time-out of their own.
+        Default timeout of blocking calls, in seconds.
     drain_s : float
-        Seconds that :meth:`close` waits for stores under way.
+        Seconds that :meth:`close` waits for unfinished stores.
     counters : Counters, optional
-        Where to count; the cache's own when absent.
+        The counters to use; new ones when absent.
     on_thread_start : Callable, optional
         Called first on each thread with ``"load"``, ``"store"`` or ``"lookup"``.
 
@@ -452,14 +450,14 @@ class ChunkCache:
     fmt : ObjectFormat
     counters : Counters
     failed : FailedKeys
-        Keys whose objects failed to load; they count as missing for a while.
+        Keys whose objects failed to load; they count as missing for some time.
     staging : StagingPool
-        Takes no memory before it is used, or warmed.
+        Allocates no memory before it is used or warmed.
 
     Raises
     ------
     ConfigError
-        If the namespace lays out no objects, or `staging_bytes` is too small for them.
+        If the namespace does not define objects, or `staging_bytes` is too small for them.
     """
 
     _instances: ClassVar[dict[str, tuple[Config, ModelFacts, ChunkCache]]] = {}
@@ -470,7 +468,7 @@ class ChunkCache:
         shelf: Shelf,
         namespace: Namespace | ObjectFormat,
         *,
-        memory: KVMemory | None = None,
+        memory: KVCache | None = None,
         staging_bytes: int = 1 << 30,
         io_threads: int | None = None,
         group_by_salt: bool = False,
@@ -493,7 +491,7 @@ class ChunkCache:
         self._threads = (
             (io_threads, max(1, io_threads // 2))
             if io_threads
-            else useful_threads(shelf.backend.properties)
+            else default_io_threads(shelf.backend.properties)
         )
         self._group_by_salt = group_by_salt
         self._check_finite = check_finite
@@ -510,7 +508,7 @@ class ChunkCache:
         self._tiers: dict[str, Tier] = {"memory": self._memory}
         self._disk_tier = disk_tier
         if disk_tier is not None:
-            disk_tier.keep_apart(shelf.backend)
+            disk_tier.check_disjoint(shelf.backend)
             self._tiers["disk"] = disk_tier
 
     def __repr__(self) -> str:
@@ -519,26 +517,21 @@ class ChunkCache:
     def __enter__(self) -> ChunkCache:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # -------------------------------------------------------------- instances
 
     @classmethod
     def open(cls, config: Config, model: ModelFacts, *, timeout_s: float = 30.0) -> ChunkCache:
-        """Open the shelf that `config` names, for the KV of `model`.
+        """Open the shelf of `config` for the KV of `model`.
 
-        May block: on storage, and while weight files are fingerprinted.
+        Blocks on storage and while weight files are fingerprinted.
 
         Parameters
         ----------
         config : Config
-            Of its options those about an engine's steps have no meaning here.
+            Options that concern an engine's steps have no effect.
         model : ModelFacts
         timeout_s : float
 
@@ -551,7 +544,7 @@ class ChunkCache:
         """
         if config.layout == "native" and model.layouts is None:
             raise ConfigError(
-                "layout is native, but the model's facts name no native layout: leave layout at"
+                "layout is native, but the model's facts state no native layout: set layout to"
                 " auto, or state layouts"
             )
         namespace = model.namespace(
@@ -560,29 +553,9 @@ class ChunkCache:
             version=config.version,
             weights=config.weights,
         )
-        url = config.shared_storage_path
-        if url is None:
-            url = str(default_shelf_path())
-            logger.warning(
-                "shared_storage_path is not set: KV is kept in %s, which only this user on this"
-                " machine can read",
-                url,
-            )
         counters = Counters()
-        options: dict[str, Any] = {
-            "storage_options": config.storage_options,
-            "read_only": config.read_only,
-            "counters": counters,
-            "deadlines": config.deadlines,
-        }
-        shelf = disk_tier = None
+        shelf, disk_tier = open_configured(shelf_url(config), config, counters)
         try:
-            if config.disk_tier is None:
-                shelf = open_shelf(url, **options)
-            else:
-                place = config.disk_tier
-                disk_tier = DiskTier(place.path, place.max_bytes, counters=counters)
-                shelf = open_behind(disk_tier, url, **options)
             cache = cls(
                 shelf,
                 namespace,
@@ -599,16 +572,16 @@ class ChunkCache:
                 counters=counters,
             )
         except BaseException:
-            for opened in (disk_tier, shelf):
-                if opened is not None:
-                    opened.close()
+            if disk_tier is not None:
+                disk_tier.close()
+            shelf.close()
             raise
         cache._owns_shelf = True
         return cache
 
     @classmethod
     def get_or_create(cls, instance_id: str, config: Config, model: ModelFacts) -> ChunkCache:
-        """Return the cache of this process with this name; open it when there is none.
+        """Return this process's cache of this name; open it if there is none.
 
         Parameters
         ----------
@@ -619,7 +592,7 @@ class ChunkCache:
         Raises
         ------
         ConfigError
-            A ValueError, if the cache exists with another configuration or other facts.
+            (A ValueError.) If the cache exists with another configuration or other facts.
         """
         with cls._instances_lock:
             found = cls._instances.get(instance_id)
@@ -637,14 +610,14 @@ class ChunkCache:
 
     @classmethod
     def get(cls, instance_id: str) -> ChunkCache | None:
-        """Return the cache of this process with this name, None when there is none."""
+        """Return this process's cache of this name, None if there is none."""
         with cls._instances_lock:
             found = cls._instances.get(instance_id)
         return None if found is None else found[2]
 
     @classmethod
     def destroy(cls, instance_id: str) -> None:
-        """Close the cache with this name and forget it. Does nothing when there is none."""
+        """Close and remove the cache of this name, if there is one."""
         with cls._instances_lock:
             found = cls._instances.pop(instance_id, None)
         if found is not None:
@@ -663,14 +636,14 @@ class ChunkCache:
         return self.fmt.namespace
 
     def bind(self, caches: Sequence[Tensor], layout: PagedLayout) -> None:
-        """Take paged caches for all calls that give a `slot_mapping` and no `kv`.
+        """Use these paged caches for all calls with a `slot_mapping` and without `kv`.
 
         Parameters
         ----------
         caches : Sequence[Tensor]
             The paged cache of each layer, in the order of the namespace's layers.
         layout : PagedLayout
-            How a block lies in each of them.
+            The layout of each of them.
 
         Raises
         ------
@@ -687,12 +660,12 @@ class ChunkCache:
         *,
         identity: PromptIdentity = _PLAIN,
     ) -> list[ChunkKey]:
-        """Return the whole chunks of a prompt that `mask` does not leave out, with their keys.
+        """Return the whole chunks of a prompt that `mask` selects, with their keys.
 
         Parameters
         ----------
         tokens : Sequence[int] or Tensor
-            Token ids of the prompt from its beginning; a tensor is one-dimensional.
+            Token ids of the prompt from its beginning; a one-dimensional tensor.
         mask : Tensor or Sequence[bool], optional
             bool [tokens]: a run of False, a multiple of the chunk size, then True.
         identity : PromptIdentity
@@ -700,7 +673,7 @@ class ChunkCache:
         Raises
         ------
         ValueError
-            If tokens are missing or no token ids, or the mask is not of this form.
+            If tokens are missing or are not token ids, or the mask does not have this form.
         """
         prompt = self._prompt("chunk_keys", tokens, mask, identity)
         size = self.chunk_size
@@ -724,10 +697,10 @@ class ChunkCache:
         tokens, identity
             As for :meth:`chunk_keys`.
         tiers : Collection[str], optional
-            Where to look: ``memory`` (prefetched), ``disk`` (the disk tier), ``shelf``, or
+            The tiers to search: ``memory`` (prefetched), ``disk`` (the disk tier), ``shelf``, or
             several of them; all by default.
         timeout : float, optional
-            Seconds, after which the answer is 0.
+            Seconds, after which the result is 0.
 
         Raises
         ------
@@ -743,7 +716,7 @@ class ChunkCache:
         tiers: Collection[str] | None = None,
         identity: PromptIdentity = _PLAIN,
     ) -> Handle[int]:
-        """Start what :meth:`lookup` does."""
+        """Start :meth:`lookup`."""
         prompt = self._prompt("lookup", tokens, None, identity)
         wanted = TIERS if tiers is None else tuple(tier for tier in TIERS if tier in tiers)
         unknown = sorted(set(tiers or ()) - set(TIERS))
@@ -753,9 +726,9 @@ class ChunkCache:
             )
         handle = _LookupHandle(self, self._timeout)
         if wanted == ("memory",):
-            handle.answer(self._memory.leading(self._chunks(prompt)))
+            handle.set_result(self._memory.leading(self._chunks(prompt)))
         else:
-            handle._lookup = self._search(prompt, handle.found, wanted)
+            handle._lookup = self._search(prompt, handle.on_lookup_done, wanted)
         return handle
 
     def store(
@@ -768,26 +741,26 @@ class ChunkCache:
         identity: PromptIdentity = _PLAIN,
         timeout: float | None = None,
     ) -> StoreReport:
-        """Store the whole chunks of a prompt that are not on the shelf; wait for the end.
+        """Store the whole chunks of a prompt that are not on the shelf; wait until they are stored.
 
-        Unlike :meth:`submit_store` it looks first which leading chunks are there, and waits
-        for staging instead of dropping chunks.
+        Unlike :meth:`submit_store` it first looks up the leading chunks, and waits for staging
+        instead of dropping chunks.
 
         Parameters
         ----------
         tokens, mask, identity
             As for :meth:`chunk_keys`.
         kv : PagedKV, TupleKV, BlobKV, Tensor or Sequence of (Tensor, Tensor)
-            The prompt's KV from position 0 on; more tokens than the prompt's do no harm.
+            The prompt's KV from position 0 on; further tokens are ignored.
         slot_mapping : Tensor
-            In place of `kv`, where paged caches are bound: the slot of each token.
+            In place of `kv`, if paged caches are bound: the slot of each token.
         timeout : float, optional
-            Seconds. Chunks that were copied by then are published all the same.
+            Seconds. Chunks that were copied by then are still published.
 
         Raises
         ------
         ValueError
-            If something is missing, does not fit the namespace or holds too few tokens.
+            If an argument is missing, does not fit the namespace or has too few tokens.
         """
         deadline = time.monotonic() + (self._timeout if timeout is None else timeout)
         prompt = self._prompt("store", tokens, mask, identity)
@@ -795,7 +768,7 @@ class ChunkCache:
         items = self._store_items(prompt, opened)
         handle = _StoreHandle(self, len(items), self._timeout)
         search = _LookupHandle(self, self._timeout)
-        search._lookup = self._search(prompt, search.found, ("shelf",))
+        search._lookup = self._search(prompt, search.on_lookup_done, ("shelf",))
         known = search.result(max(0.0, deadline - time.monotonic())) // self.chunk_size
         handle.count("existed", known)
         self._store_all(handle, items[known:], deadline)
@@ -810,9 +783,9 @@ class ChunkCache:
         slot_mapping: Tensor | None = None,
         identity: PromptIdentity = _PLAIN,
     ) -> Handle[StoreReport]:
-        """Copy the whole chunks of a prompt and have them stored in the background.
+        """Copy the whole chunks of a prompt and store them in the background.
 
-        Touches no storage. What does not fit into staging is dropped.
+        Touches no storage. Chunks that do not fit into staging are dropped.
 
         Parameters
         ----------
@@ -842,18 +815,18 @@ class ChunkCache:
         tokens, identity
             As for :meth:`chunk_keys`.
         mask : Tensor or Sequence[bool], optional
-            False for leading tokens whose KV the caller has already.
+            False for leading tokens whose KV the caller already has.
         kv, slot_mapping
-            Where to: as for :meth:`store`. Places of chunks behind those that are retrieved
-            may have been written to as well; what is there means nothing.
+            The destination: as for :meth:`store`. Places of chunks after the retrieved ones may
+            be overwritten with undefined content.
         timeout : float, optional
-            Seconds. What has not arrived by then is not retrieved.
+            Seconds. Chunks that have not arrived by then are not retrieved.
 
         Returns
         -------
         Tensor
-            bool [tokens] on the CPU: the tokens whose KV was written, a run from the first
-            token that `mask` does not leave out.
+            bool [tokens] on the CPU: the tokens whose KV was written, a run that begins with
+            the first token that `mask` selects.
 
         Raises
         ------
@@ -873,14 +846,14 @@ class ChunkCache:
         slot_mapping: Tensor | None = None,
         identity: PromptIdentity = _PLAIN,
     ) -> Handle[Tensor]:
-        """Start what :meth:`retrieve` does. The memory is written to until the handle is done."""
+        """Start :meth:`retrieve`. The memory may be written until the handle is done."""
         prompt = self._prompt("retrieve", tokens, mask, identity)
         opened = self._open("retrieve", kv, slot_mapping)
         slots = self._slots(prompt, opened)
         handle = _RetrieveHandle(self, prompt, self._timeout, opened, slots)
         size = self.chunk_size
-        self.counters.add("query_tokens", len(prompt.tokens) - prompt.first_chunk * size)
-        handle._lookup = self._search(prompt, handle.found, TIERS)
+        self.counters.add("lookup_tokens", len(prompt.tokens) - prompt.first_chunk * size)
+        handle._lookup = self._search(prompt, handle.on_lookup_done, TIERS)
         return handle
 
     def prefetch(
@@ -891,20 +864,20 @@ class ChunkCache:
         identity: PromptIdentity = _PLAIN,
         timeout: float | None = None,
     ) -> int:
-        """Bring the leading whole chunks of a prompt into memory, for a later retrieve.
+        """Load the leading whole chunks of a prompt into memory, for a later retrieve.
 
         Parameters
         ----------
         tokens, mask, identity
             As for :meth:`retrieve`.
         timeout : float, optional
-            Seconds. What has not arrived by then is given up.
+            Seconds. Chunks that have not arrived by then are not prefetched.
 
         Returns
         -------
         int
-            Number of tokens brought, counted from the first that `mask` does not leave out;
-            at most what ``prefetch_bytes`` holds.
+            Number of tokens in memory, counted from the first that `mask` selects; limited by
+            ``prefetch_bytes``.
 
         Raises
         ------
@@ -920,23 +893,23 @@ class ChunkCache:
         *,
         identity: PromptIdentity = _PLAIN,
     ) -> Handle[int]:
-        """Start what :meth:`prefetch` does."""
+        """Start :meth:`prefetch`."""
         prompt = self._prompt("prefetch", tokens, mask, identity)
         handle = _PrefetchHandle(self, prompt, self._timeout, self._memory)
-        handle._lookup = self._search(prompt, handle.found, TIERS)
+        handle._lookup = self._search(prompt, handle.on_lookup_done, TIERS)
         return handle
 
     # -------------------------------------------------------------- by chunks
 
     @property
     def transfer(self) -> Transfer:
-        """The store and load pipelines, for engines that follow requests chunk by chunk."""
+        """The store and load pipelines, for engines that track requests chunk by chunk."""
         with self._lock:
             self._check_open()
             if self._transfer is None:
+                shelf = TieredShelf(self.shelf, list(self._tiers.values()))
                 self._transfer = Transfer(
-                    LoadsFromTiers(self.shelf, list(self._tiers.values())),
-                    self.fmt,
+                    shelf.view(self.fmt),
                     self._bound,
                     self.staging,
                     counters=self.counters,
@@ -949,11 +922,11 @@ class ChunkCache:
 
     @property
     def lookups(self) -> LookupService:
-        """The look-ups over all tiers, for engines that follow requests themselves."""
+        """The lookups over all tiers, for engines that track requests themselves."""
         return self._service(TIERS)
 
     def close(self) -> None:
-        """Wait for stores under way for a bounded time, stop the threads. Idempotent."""
+        """Wait for unfinished stores for a bounded time, then stop the threads. Idempotent."""
         with self._lock:
             if self._closed:
                 return
@@ -985,9 +958,9 @@ class ChunkCache:
             if service is None:
                 started = self._on_thread_start
                 near = [tier for name, tier in self._tiers.items() if name in tiers]
+                shelf = TieredShelf(self.shelf, near)
                 service = self._lookups[tiers] = LookupService(
-                    FindsInTiers(self.shelf, near, ask_shelf="shelf" in tiers),
-                    self.fmt,
+                    shelf.view(self.fmt, ask_shelf="shelf" in tiers),
                     failed=self.failed,
                     counters=self.counters,
                     remembers="shelf" in tiers,
@@ -996,9 +969,9 @@ class ChunkCache:
             return service
 
     def _note_stored(self, key: bytes) -> None:
-        """Have look-ups find what was just published."""
+        """Let lookups find a chunk that was just published."""
         for service in list(self._lookups.values()):
-            service.stored((key,))
+            service.note_published((key,))
 
     def _next_id(self) -> str:
         return f"cache-{next(self._ids)}"
@@ -1029,7 +1002,7 @@ class ChunkCache:
             salt=identity.salt,
             lora_digest=identity.lora_digest,
             items=identity.items,
-            group=group_of_salt(identity.salt) if self._group_by_salt else "_",
+            salt_group=salt_group_of(identity.salt) if self._group_by_salt else "_",
         )
 
     def _chunks(self, prompt: _Prompt) -> list[Chunk]:
@@ -1047,7 +1020,7 @@ class ChunkCache:
             on_done=found,
         )
 
-    def _open(self, method: str, kv: KVLike | None, slot_mapping: Tensor | None) -> OpenKV:
+    def _open(self, method: str, kv: KVLike | None, slot_mapping: Tensor | None) -> BoundKV:
         if kv is not None:
             if slot_mapping is not None:
                 raise ValueError(
@@ -1062,10 +1035,10 @@ class ChunkCache:
             )
         if slot_mapping is None:
             raise ValueError(f"{method}() needs kv or slot_mapping, which are both missing")
-        return with_slots(self.fmt, self._bound, check_slots(slot_mapping), self._bound_slots)
+        return with_slots(self.fmt, self._bound, host_slot_mapping(slot_mapping), self._bound_slots)
 
-    def _slots(self, prompt: _Prompt, opened: OpenKV) -> list[Tensor]:
-        """Return the slots of each whole chunk that the prompt's mask does not leave out."""
+    def _slots(self, prompt: _Prompt, opened: BoundKV) -> list[Tensor]:
+        """Return the slots of each whole chunk that the prompt's mask selects."""
         size = self.chunk_size
         end = len(prompt.tokens) // size * size
         if opened.tokens < end:
@@ -1076,7 +1049,7 @@ class ChunkCache:
         starts = range(prompt.first_chunk * size, end, size)
         return [opened.slots(start, start + size) for start in starts]
 
-    def _store_items(self, prompt: _Prompt, opened: OpenKV) -> list[ChunkSlots]:
+    def _store_items(self, prompt: _Prompt, opened: BoundKV) -> list[ChunkSlots]:
         items = [
             ChunkSlots(chunk, slots, opened.memory)
             for chunk, slots in zip(self._chunks(prompt), self._slots(prompt, opened), strict=True)
@@ -1084,8 +1057,8 @@ class ChunkCache:
         for item in items:
             if bool((item.slots < 0).any()):
                 raise ValueError(
-                    f"slot_mapping is −1 for tokens of chunk {item.chunk.index}; what is not in"
-                    " the cache cannot be stored: give shorter tokens, or a mask"
+                    f"slot_mapping is −1 for tokens of chunk {item.chunk.index}, which are not in"
+                    " the cache and cannot be stored: pass fewer tokens, or a mask"
                 )
         return items
 
@@ -1094,39 +1067,33 @@ class ChunkCache:
     ) -> None:
         begin = time.monotonic()
         for number, item in enumerate(items):
-            handle.queued()
+            handle.add_pending()
             try:
                 outcome = self.transfer.store(
                     item,
                     repair=self.failed.is_bad(item.chunk.key),
                     age=time.monotonic() - begin,
                     wait=max(0.0, deadline - time.monotonic()) if deadline else 0.0,
-                    on_done=handle.ended,
+                    on_done=handle.on_chunk_done,
                 )
             except BaseException:
-                handle.withdrawn("failed")
+                handle.resolve("failed")
                 raise
-            if outcome == "known":
-                handle.withdrawn("existed")
-            elif outcome != "queued":
-                handle.withdrawn("dropped")
-                if outcome == "paused":
+            if outcome is StoreOutcome.KNOWN:
+                handle.resolve("existed")
+            elif outcome is not StoreOutcome.QUEUED:
+                handle.resolve("dropped")
+                if outcome is StoreOutcome.UNAVAILABLE:
                     handle.count("dropped", len(items) - number - 1)
                     break
-        handle.submitted()
+        handle.all_submitted()
 
 
 # ----------------------------------------------------------------------------- arguments
 
 
 def _token_ids(tokens: Tokens) -> array[int]:
-    """Return a copy of token ids.
-
-    Raises
-    ------
-    ValueError
-        If they are not one sequence of integers from 0 to 2^32−1.
-    """
+    """Return a copy of token ids; raise unless it is one sequence of integers that fit u32."""
     shape = getattr(tokens, "shape", None)
     if shape is not None and len(shape) != 1:
         raise ValueError(
@@ -1137,19 +1104,13 @@ def _token_ids(tokens: Tokens) -> array[int]:
         return array("I", ids)
     except (TypeError, OverflowError, ValueError) as error:
         raise ValueError(
-            f"tokens holds something that is no token id ({error}); expected integers from 0 to"
+            f"tokens contains a value that is not a token id ({error}); expected integers from 0 to"
             f" {2**32 - 1}"
         ) from error
 
 
 def _false_run(mask: Tensor | Sequence[bool], tokens: int, chunk_size: int) -> int:
-    """Return the number of False in front of a mask.
-
-    Raises
-    ------
-    ValueError
-        If it is not a run of False, then True, or the number does not fit the chunk size.
-    """
+    """Return the number of leading False of a mask; raise unless it fits the chunk size."""
     values = mask if isinstance(mask, Tensor) else torch.tensor(list(mask))
     if values.dtype != torch.bool and values.numel():
         raise ValueError(f"mask is {values.dtype}; expected bool")
@@ -1168,7 +1129,7 @@ def _false_run(mask: Tensor | Sequence[bool], tokens: int, chunk_size: int) -> i
     return false
 
 
-def _form(kv: KVLike) -> KVForm:
+def _form(kv: KVLike) -> KVSource:
     if isinstance(kv, Tensor):
         return BlobKV(kv)
     if isinstance(kv, Sequence):

@@ -1,8 +1,8 @@
 """Error types of kvshelf.
 
-Owns every exception class that kvshelf raises on purpose. Each class is also the
-builtin that a Python user would catch for the same trouble, so ``except
-FileNotFoundError`` works without knowing kvshelf. This module imports nothing.
+Owns every exception class that kvshelf raises deliberately, and :func:`short_repr` for their
+texts. Each class also derives from the builtin that a Python user would catch for the same
+problem, so ``except FileNotFoundError`` works without knowing kvshelf. This module imports nothing.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ class ConfigError(KVShelfError, ValueError):
 
 
 class UnsupportedError(KVShelfError, NotImplementedError):
-    """The engine, model or version is one that kvshelf does not serve."""
+    """kvshelf does not support the engine, model or version."""
 
 
 class DeviceUnavailableError(KVShelfError, RuntimeError):
-    """KV caches on a device are not used: it failed, or the engine sleeps or gave them up."""
+    """KV caches on a device cannot be used: it failed, or the engine sleeps or released them."""
 
 
 class ObjectNameError(KVShelfError, ValueError):
-    """A string is not the name of an object of a shelf."""
+    """A string is not the name of a shelf's object."""
 
 
 class StorageError(KVShelfError, OSError):
@@ -34,7 +34,7 @@ class StorageError(KVShelfError, OSError):
     Attributes
     ----------
     retryable : bool
-        True when the same call may succeed later without anybody's help.
+        True when the same call may succeed later without intervention.
     """
 
     retryable: bool = False
@@ -45,17 +45,17 @@ class ObjectMissingError(StorageError, FileNotFoundError):
 
 
 class TransientStorageError(StorageError):
-    """The storage could not answer now (EIO, ESTALE, a time-out, a short read)."""
+    """The storage could not answer now (EIO, ESTALE, a timeout, a short read)."""
 
     retryable = True
 
 
 class UnavailableStorageError(TransientStorageError):
-    """The storage is given a rest after it failed: nothing was asked of it."""
+    """The circuit breaker is open after failures: no request was sent to the storage."""
 
 
 class PermanentStorageError(StorageError):
-    """The storage refused, and will refuse again until somebody changes something."""
+    """The storage refused the call, and will refuse it again until something is changed."""
 
 
 class ReadOnlyStorageError(PermanentStorageError, PermissionError):
@@ -67,15 +67,21 @@ class NoSpaceStorageError(PermanentStorageError):
 
 
 class BadObjectError(KVShelfError, ValueError):
-    """The bytes of an object are not what its name and namespace demand.
+    """The bytes of an object are not those that its name and namespace require.
 
-    Subclasses, one for each way an object can be bad, are in
-    :mod:`kvshelf.chunkfile`.
+    Subclasses, one for each way an object can be invalid, are in
+    :mod:`kvshelf.format.invalid`.
     """
 
 
 class NotRegularError(StorageError, BadObjectError):
-    """Something that is not a regular file stands where an object belongs.
+    """Something other than a regular file has the name of an object.
 
-    A storage error when a backend meets it, and one of the ways an object can be bad.
+    A storage error when a backend meets it, and one of the ways an object can be invalid.
     """
+
+
+def short_repr(value: object) -> str:
+    """Return at most 200 characters of a value's repr, for messages that show any value."""
+    text = repr(value)
+    return text if len(text) <= 200 else text[:197] + "..."

@@ -1,10 +1,9 @@
-"""Counters, gauges and times that the parts of kvshelf report into.
+"""Counters, gauges and durations that the parts of kvshelf report.
 
-Owns the names of everything that is measured, and under which names and labels a monitoring
-system sees it. A :class:`Counters` is created by whoever assembles the parts (the vLLM
-connector, the command line, a test) and handed to them; no part keeps global counts. All
-methods may be called from any thread, cost about a microsecond and never block on more
-than a lock that is held for as long.
+Owns the name of every measurement, and the metric names and labels that a monitoring system
+sees. The code that assembles the parts (the vLLM connector, the command line, a test) creates
+a :class:`Counters` and passes it to them; there are no global counts. Any thread may call any
+method; a call takes about a microsecond, lock included.
 """
 
 from __future__ import annotations
@@ -14,120 +13,122 @@ from bisect import bisect_left
 from collections.abc import Mapping
 from typing import Any, Final, Literal
 
-#: What begins the name of every metric in a monitoring system. vLLM makes and removes
-#: metrics by the first five characters.
+#: Prefix of every metric name in a monitoring system. vLLM registers and removes metrics by the
+#: first five characters.
 METRIC_PREFIX: Final = "vllm:kvshelf_"
 
-#: Every counter, with what one unit of it means.
+#: Every counter, with what one unit of it means. The names of a family's counters
+#: (:data:`FAMILIES`) are the family's name and a reason.
 COUNTERS: Mapping[str, str] = {
-    "lookups": "look-ups of a request's stored prefix",
-    "lookup_timeouts": "look-ups that were not done in time and counted as misses",
-    "probes": "objects whose existence was asked for",
-    "probe_errors": "probes that the storage could not answer",
-    "hit_tokens": "tokens that look-ups found on the shelf",
-    "query_tokens": "tokens that look-ups asked for",
-    "loaded_tokens": "tokens whose KV was loaded from the shelf",
+    "lookups": "lookups of the stored prefix of a request",
+    "lookup_tokens": "tokens that lookups searched for",
+    "hit_tokens": "tokens that lookups found on the shelf",
+    "lookup_timeouts": "lookups that timed out and counted as misses",
+    "skipped_lookups": "requests not looked up because a circuit breaker was open",
+    "probes": "objects probed",
+    "probe_errors": "probes that failed",
+    "loaded_tokens": "tokens whose KV was loaded",
     "loaded_chunks": "chunks loaded",
     "loaded_bytes": "bytes of objects loaded",
-    "load_cancelled": "loads given up because their request was aborted",
-    "load_missing": "objects that were gone when a load came for them",
-    "load_bad": "objects that a load found to be bad",
-    "load_errors": "objects that the storage failed to deliver",
-    "load_stalled": "loads given up because the storage took too long",
-    "load_paused": "loads given up because the storage is given a rest",
-    "lookup_paused": "requests for which nothing was looked up, as the storage is given a rest",
-    "late_calls": "calls of the storage that took longer than their deadline",
-    "kept_threads": "threads that the storage kept beyond a deadline, and that were replaced",
-    "breaker_opened": "times that the storage was given a rest, or that its writes were stopped",
-    "breaker_closed": "times that the storage, or its writes, were used again",
-    "prefetched_objects": "objects brought into memory ahead of their use",
-    "prefetched_bytes": "bytes brought into memory ahead of their use",
-    "prefetch_unused_objects": "objects brought into memory for requests that then did not load",
-    "memory_objects": "objects that loads found in memory",
-    "disk_tier_objects": "objects that loads found in the disk tier",
-    "disk_tier_loaded_bytes": "bytes of objects that loads found in the disk tier",
-    "disk_tier_written_bytes": "bytes of objects copied to the disk tier",
-    "disk_tier_evicted_objects": "objects removed from the disk tier to make room",
-    "disk_tier_evicted_bytes": "bytes of objects removed from the disk tier to make room",
-    "disk_tier_bad": "bad copies found in the disk tier, and removed",
-    "disk_tier_dropped": "objects not copied to the disk tier, since it was at rest or too slow",
-    "disk_tier_rests": "times that the disk tier was given a rest, or that its writes were stopped",
+    "cancelled_loads": "loads cancelled because their request was aborted",
+    "load_failures_missing": "objects that were missing when a load read them",
+    "load_failures_bad": "objects that failed verification in a load",
+    "load_failures_error": "objects that a load could not read because of a storage error",
+    "load_failures_timeout": "loads that timed out",
+    "load_failures_unavailable": "loads refused because the read circuit breaker was open",
     "stored_chunks": "chunks published",
     "stored_bytes": "bytes of objects published",
-    "store_existed": "chunks that were on the shelf already when their store came",
-    "store_repaired": "bad objects replaced by good ones",
-    "store_dropped_full": "chunks not stored because staging was full",
-    "store_dropped_paused": "chunks not stored because the storage takes no writes for now",
-    "store_dropped_hole": "chunks not stored because one before them was not",
-    "store_not_finite": "chunks not stored because their KV holds NaN or infinity",
-    "store_errors": "chunks whose store failed",
-    "store_lost": "chunks not yet published at shutdown",
+    "existing_chunks": "chunks already on the shelf when their store began",
+    "repaired_objects": "bad objects replaced with good ones",
+    "dropped_chunks_staging_full": "chunks dropped because staging was full",
+    "dropped_chunks_unavailable": (
+        "chunks dropped because a circuit breaker was open, the storage was read-only, or every"
+        " store thread was stuck"
+    ),
+    "dropped_chunks_parent_dropped": "chunks dropped because a chunk before them was dropped",
+    "dropped_chunks_not_finite": "chunks dropped because their KV contains NaN or infinity",
+    "dropped_chunks_error": "chunks dropped because their store failed",
+    "dropped_chunks_shutdown": "chunks not yet published at shutdown",
+    "late_calls": "storage calls that missed their deadline",
+    "stuck_threads": "threads that got stuck in a storage call and were replaced",
+    "breaker_opens": "times that a circuit breaker opened",
+    "breaker_closes": "times that a circuit breaker closed again",
+    "prefetched_objects": "objects prefetched into the memory tier",
+    "prefetched_bytes": "bytes of objects prefetched into the memory tier",
+    "prefetched_unused_objects": "prefetched objects that no load used",
+    "memory_tier_loaded_objects": "objects that loads found in the memory tier",
+    "disk_tier_loaded_objects": "objects that loads found in the disk tier",
+    "disk_tier_loaded_bytes": "bytes of objects that loads found in the disk tier",
+    "disk_tier_stored_bytes": "bytes of objects copied to the disk tier",
+    "disk_tier_evicted_objects": "objects evicted from the disk tier",
+    "disk_tier_evicted_bytes": "bytes of objects evicted from the disk tier",
+    "disk_tier_bad_objects": "bad copies found in the disk tier and removed",
+    "disk_tier_dropped_objects": (
+        "objects not copied to the disk tier because it was unavailable, too slow or too small"
+    ),
+    "disk_tier_breaker_opens": "times that a circuit breaker of the disk tier opened",
 }
 
-#: Counters that a monitoring system sees as one metric with a label ``reason``: the metric's
-#: meaning, and its reasons with the counter of each. All others are metrics of their own.
+
+def _by_reason(family: str) -> dict[str, str]:
+    """Return the counters of a family by their reasons."""
+    prefix = f"{family}_"
+    return {name.removeprefix(prefix): name for name in COUNTERS if name.startswith(prefix)}
+
+
+#: Families of counters. A monitoring system sees each family as one metric with the label
+#: ``reason``: the metric's meaning, and the counter of each reason. Every other counter is a
+#: metric of its own.
 FAMILIES: Mapping[str, tuple[str, Mapping[str, str]]] = {
     "load_failures": (
-        "what kept loads from being complete, by reason",
-        {
-            "missing": "load_missing",
-            "bad": "load_bad",
-            "error": "load_errors",
-            "stalled": "load_stalled",
-        },
+        "failures that left loads incomplete, by reason",
+        _by_reason("load_failures"),
     ),
-    "chunks_not_stored": (
-        "chunks that were computed and not stored, by reason",
-        {
-            "staging_full": "store_dropped_full",
-            "paused": "store_dropped_paused",
-            "hole": "store_dropped_hole",
-            "not_finite": "store_not_finite",
-            "error": "store_errors",
-            "shutdown": "store_lost",
-        },
-    ),
+    "dropped_chunks": ("chunks computed but not stored, by reason", _by_reason("dropped_chunks")),
 }
 
-#: Every operation whose time is measured, with what is measured once.
+#: Every operation that is timed, with what one measurement covers.
 OPERATIONS: Mapping[str, str] = {
-    "probe": "asking the storage for the existence of a batch of objects",
-    "read": "waiting for the storage's bytes of one object",
-    "verify": "checking one object that is read",
+    "probe": "probing a batch of objects",
+    "read": "waiting for the bytes of one object",
+    "verify": "verifying one object",
     "scatter": "copying one object into the paged KV cache",
-    "gather": "copying one chunk out of the paged KV cache, within an engine's step",
+    "gather": "copying one chunk out of the paged KV cache, within an engine step",
     "publish": "writing one object",
 }
 
-#: Metric of the times of all operations.
-TIMES: Final = "operation_time_seconds"
+#: Metric that holds the durations of all operations.
+TIMES: Final = "operation_duration_seconds"
 
-#: Upper bounds, in seconds, of the buckets in which times are counted; one more has no bound.
+#: Upper bounds, in seconds, of the histogram's buckets; one more bucket has no bound.
 TIME_BOUNDS: tuple[float, ...] = (
     *(50e-6, 100e-6, 250e-6, 500e-6),
     *(1e-3, 2.5e-3, 5e-3, 10e-3, 25e-3, 50e-3, 100e-3, 250e-3, 500e-3),
     *(1.0, 2.5, 5.0, 10.0),
 )
 
-#: Every gauge: its meaning, and how those of several processes of an engine become one.
+#: Every gauge: its meaning, and how the values of an engine's processes become one.
 GAUGES: Mapping[str, tuple[str, Literal["sum", "max"]]] = {
-    "staging_used_bytes": ("bytes of staging in use when a step ended", "sum"),
-    "staging_limit_bytes": ("most bytes of staging that may be in use", "sum"),
-    "loads_breaker_state": ("whether the storage is asked: 0 yes, 1 being tried, 2 at rest", "max"),
-    "stores_breaker_state": ("whether stores are tried: 0 yes, 1 being tried, 2 at rest", "max"),
-    "disk_tier_bytes": ("bytes of all objects in the disk tier", "max"),
-    "calls_past_deadline": ("calls of the storage that are past their deadline now", "sum"),
+    "staging_used_bytes": ("bytes of staging in use at the end of the last step", "sum"),
+    "staging_limit_bytes": ("upper limit of staging in bytes", "sum"),
+    "read_breaker_state": ("read circuit breaker: 0 closed, 1 half-open, 2 open", "max"),
+    "write_breaker_state": ("write circuit breaker: 0 closed, 1 half-open, 2 open", "max"),
+    "disk_tier_used_bytes": ("bytes of all objects in the disk tier", "max"),
+    "pending_late_calls": ("storage calls past their deadline that have not returned", "sum"),
 }
 
 
 class Counters:
-    """Named sums, gauges and times, see :data:`COUNTERS`, :data:`GAUGES`, :data:`OPERATIONS`."""
+    """Counters, gauges and durations by name.
+
+    The names are in :data:`COUNTERS`, :data:`GAUGES` and :data:`OPERATIONS`.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._sums: dict[str, float] = {}
         self._gauges: dict[str, float] = {}
-        self._moved = False
+        self._gauges_changed = False
         self._times: dict[str, list[float]] = {}
 
     def add(self, name: str, amount: float = 1) -> None:
@@ -144,7 +145,7 @@ class Counters:
             self._sums[name] = self._sums.get(name, 0) + amount
 
     def set_gauge(self, name: str, value: float) -> None:
-        """Note that the gauge `name` now stands at `value`.
+        """Set the gauge `name` to `value`.
 
         Raises
         ------
@@ -156,10 +157,10 @@ class Counters:
         if self._gauges.get(name) != value:
             with self._lock:
                 self._gauges[name] = value
-                self._moved = True
+                self._gauges_changed = True
 
     def observe(self, operation: str, seconds: float) -> None:
-        """Count the time that one operation took.
+        """Record the duration of one operation, in seconds.
 
         Raises
         ------
@@ -177,33 +178,28 @@ class Counters:
             times[-1] += seconds
 
     def snapshot(self) -> dict[str, float]:
-        """Return all sums that are not zero."""
+        """Return all counters that are not zero."""
         with self._lock:
             return dict(self._sums)
 
-    def gauges(self) -> dict[str, float]:
-        """Return all gauges that were ever set."""
-        with self._lock:
-            return dict(self._gauges)
-
     def times(self) -> dict[str, list[float]]:
-        """Return, for each operation that took place, counts by bucket, then the sum of seconds."""
+        """Return the counts by bucket and then the total seconds of each recorded operation."""
         with self._lock:
             return {name: list(times) for name, times in self._times.items()}
 
     def take(self) -> dict[str, Any]:
-        """Return what came since the last call: plain data, by name.
+        """Return the measurements since the last call as plain data, by name.
 
         Returns
         -------
         dict
-            A number for each counter that is not zero and each gauge; for each operation
-            that took place a list: counts by bucket, then the sum of seconds. Counters and
-            times start again from zero. Empty when nothing was counted and no gauge moved.
+            A number for each counter that is not zero and for each gauge; for each recorded
+            operation a list: the counts by bucket, then the total seconds. Counters and
+            durations restart from zero. Empty when nothing was counted and no gauge changed.
         """
         with self._lock:
-            if not (self._sums or self._times or self._moved):
+            if not (self._sums or self._times or self._gauges_changed):
                 return {}
             taken: dict[str, Any] = {**self._sums, **self._times, **self._gauges}
-            self._sums, self._times, self._moved = {}, {}, False
+            self._sums, self._times, self._gauges_changed = {}, {}, False
             return taken

@@ -1,11 +1,11 @@
 """The backend suite: tests that every backend of kvshelf passes.
 
-Owns the tests of the contracts in :mod:`kvshelf.backends.base`, for kvshelf's own backends
-and for those of others. Needs pytest and hypothesis (``pip install 'kvshelf[test]'``); nothing
-else in kvshelf imports this module.
+Owns the tests of the contracts in :mod:`kvshelf.backends.base`, for kvshelf's own backends and for
+third-party ones. Needs pytest and hypothesis (``pip install 'kvshelf[test]'``); nothing else in
+kvshelf imports this module.
 
-To test a backend, derive a class in a test module and say how to open the backend and how to
-look at its storage without it::
+To test a backend, derive a class in a test module, with one fixture that opens the backend and one
+that accesses its storage without it::
 
     from kvshelf.testing import BackendSuite, FolderOracle
 
@@ -21,7 +21,7 @@ look at its storage without it::
             return FolderOracle(tmp_path)
 
 Call ``pytest.register_assert_rewrite("kvshelf.testing")`` in ``conftest.py`` for readable
-failures. An oracle must not use the code under test: what both get wrong, nobody sees.
+failures. An oracle must not use the code under test, or the tests miss errors that both share.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from kvshelf.backends.base import NOT_REGULAR, Backend, Buffer, WriteResult
+from kvshelf.backends.base import NOT_REGULAR, Backend, BytesLike, WriteResult
 from kvshelf.backends.wrappers import ReadOnlyBackend
 from kvshelf.errors import (
     NotRegularError,
@@ -60,7 +60,7 @@ from kvshelf.errors import (
 
 __all__ = ["BAD_NAMES", "BackendSuite", "FolderOracle", "MemoryOracle", "Oracle"]
 
-#: Names that every method of every backend refuses.
+#: Names that every method of every backend rejects.
 BAD_NAMES = (
     "",
     "/",
@@ -82,34 +82,34 @@ BAD_NAMES = (
 
 
 class Oracle(ABC):
-    """Raw access to the storage of a backend, past its code."""
+    """Raw access to a backend's storage, without the backend."""
 
-    #: Kinds of things that :meth:`put_special` can make: ``folder``, ``link``, ``fifo``.
+    #: Types of entries that :meth:`put_special` can make: ``folder``, ``link``, ``fifo``.
     specials: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod
     def get(self, name: str) -> bytes | None:
-        """Bytes of the object `name`; None when there is none."""
+        """Return the bytes of the object `name`; None if it does not exist."""
 
     @abstractmethod
     def put(self, name: str, data: bytes) -> None:
-        """Make the object `name`, and its folders, from `data`."""
+        """Create the object `name`, and its folders, with `data`."""
 
     @abstractmethod
     def names(self) -> set[str]:
-        """Names of everything that is not a folder, temporaries and dot files included."""
+        """Return the names of all entries but folders, temporaries and dot files included."""
 
     @abstractmethod
     def clear(self) -> None:
         """Remove everything below the root."""
 
     def put_special(self, name: str, kind: str) -> None:
-        """Make something at `name` that is not a regular file, see :attr:`specials`."""
+        """Create an entry at `name` that is not a regular file, see :attr:`specials`."""
         raise NotImplementedError(kind)
 
 
 class FolderOracle(Oracle):
-    """Looks at a directory.
+    """Accesses a directory.
 
     Parameters
     ----------
@@ -142,12 +142,12 @@ class FolderOracle(Oracle):
         }
 
     def clear(self) -> None:
-        """Remove all files; folders stay, as they do on a shelf."""
+        """Remove all files; folders stay, as on a shelf."""
         for name in self.names():
             (self.root / name).unlink()
 
     def put_special(self, name: str, kind: str) -> None:
-        """Make a folder with a file in it, a link to a file outside the root, or a FIFO."""
+        """Create a folder with a file in it, a link to a file outside the root, or a FIFO."""
         path = self.root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         if kind == "folder":
@@ -162,7 +162,7 @@ class FolderOracle(Oracle):
 
 
 class MemoryOracle(Oracle):
-    """Looks into fsspec's ``memory://``.
+    """Accesses fsspec's ``memory://``.
 
     Parameters
     ----------
@@ -187,7 +187,7 @@ class MemoryOracle(Oracle):
         self._new(self.root + name, data)
 
     def names(self) -> set[str]:
-        """All files below the root."""
+        """Return the names of all files below the root."""
         skip = len(self.root)
         return {name[skip:] for name in list(self._files) if name.startswith(self.root)}
 
@@ -230,8 +230,8 @@ def _every_call(backend: Backend, name: str) -> dict[str, Callable[[], object]]:
         "write": lambda: backend.write(name, [b"x"]),
         "replace": lambda: backend.write(name, [b"x"], "replace"),
         "delete": lambda: backend.delete(name),
-        "set_aside": lambda: backend.set_aside(name, "aside"),
-        "set_aside to": lambda: backend.set_aside("good", name),
+        "quarantine": lambda: backend.quarantine(name, "aside"),
+        "quarantine to": lambda: backend.quarantine("good", name),
         "touch": lambda: backend.touch(name),
     }
     if name:  # "" is the root in a listing
@@ -246,12 +246,12 @@ class BackendSuite:
     Attributes
     ----------
     examples : int
-        Sequences of operations that hypothesis tries against a dictionary.
+        Number of operation sequences that hypothesis compares with a dictionary.
     replaced_reads_fail : bool
-        Reads of an object that is replaced meanwhile may fail, as with stale file handles, or
-        where the server takes the object away for a moment.
+        Reads of an object that is being replaced may fail, as with stale file handles or a server
+        that removes the object for a moment.
     empty_objects : bool
-        An object of no bytes is there as soon as it is written. A shelf holds none.
+        An empty object exists as soon as it is written. A shelf has no empty objects.
     """
 
     examples: ClassVar[int] = 25
@@ -272,12 +272,12 @@ class BackendSuite:
     def reopen(self) -> Callable[[], Backend] | None:
         """Return a picklable callable that opens the same storage in another process.
 
-        None: the storage cannot be shared by processes.
+        None: processes cannot share the storage.
         """
         return None
 
     def assert_gone(self, backend: Backend, name: str) -> None:
-        """Assert that nothing is at `name`. For mounts whose caches lie: before long."""
+        """Assert that nothing is at `name`. Override to wait, for mounts with outdated caches."""
         assert backend.stat([name]) == [None]
 
     # ------------------------------------------------------------------------- write and read
@@ -288,7 +288,7 @@ class BackendSuite:
         """An object is the concatenation of bytes, bytearrays and memoryviews of any format."""
         integers = memoryview(bytearray(range(32))).cast("I")
         square = memoryview(bytearray(range(16))).cast("B", (4, 4))
-        pieces: list[Buffer] = [
+        pieces: list[BytesLike] = [
             b"head",
             bytearray(b"-"),
             memoryview(b"body"),
@@ -314,9 +314,9 @@ class BackendSuite:
 
     @pytest.mark.parametrize("buffers", [[], [b""], [b"", bytearray()]])
     def test_empty_object(self, backend: Backend, oracle: Oracle, buffers: list[bytes]) -> None:
-        """An object of no bytes exists."""
+        """An empty object exists."""
         if not self.empty_objects:
-            pytest.skip("this storage makes empty objects late")
+            pytest.skip("this storage creates empty objects late")
         assert backend.write("a/empty", buffers) is WriteResult.CREATED
         assert oracle.get("a/empty") == b""
         assert backend.stat(["a/empty"]) == [0]
@@ -324,13 +324,13 @@ class BackendSuite:
         assert backend.write("a/empty", [b"more"]) is WriteResult.EXISTED
 
     def test_create_leaves_what_exists(self, backend: Backend, oracle: Oracle) -> None:
-        """The second writer is told that the object existed, and changes nothing."""
+        """The second writer gets EXISTED and changes nothing."""
         oracle.put("a/x", b"first")
         assert backend.write("a/x", [b"second"]) is WriteResult.EXISTED
         assert oracle.get("a/x") == b"first"
 
     def test_replace(self, backend: Backend, oracle: Oracle) -> None:
-        """Replacing works whether or not something was there."""
+        """Replacing works whether or not the object existed."""
         assert backend.write("a/x", [b"one"], "replace") is WriteResult.CREATED
         assert backend.write("a/x", [b"longer two"], "replace") is WriteResult.REPLACED
         assert oracle.get("a/x") == b"longer two"
@@ -345,7 +345,7 @@ class BackendSuite:
         assert oracle.names() == {"a/b/x"}
 
     def test_racing_threads(self, backend: Backend, oracle: Oracle) -> None:
-        """Of many creators one wins; the object is whole and one of theirs."""
+        """One of many writers creates the object, whole."""
         racers, rounds = 8, 12
         barrier = threading.Barrier(racers)
 
@@ -368,7 +368,7 @@ class BackendSuite:
     def test_racing_processes(
         self, backend: Backend, oracle: Oracle, reopen: Callable[[], Backend] | None
     ) -> None:
-        """The same between processes."""
+        """One of two writing processes creates the object, whole."""
         if reopen is None:
             pytest.skip("this storage belongs to one process")
         names = [f"p/{turn}" for turn in range(40)]
@@ -396,7 +396,7 @@ class BackendSuite:
     def _check_race(
         backend: Backend, data: bytes | None, created: list[int], racers: int, size: int = 50_000
     ) -> None:
-        assert created, "nobody was told that the object was created"
+        assert created, "no writer got CREATED"
         if backend.properties.conditional_create:
             assert len(created) == 1
             assert data == bytes([created[0]]) * size
@@ -404,7 +404,7 @@ class BackendSuite:
             assert data in [bytes([number]) * size for number in range(racers)]
 
     def test_readers_never_see_a_torn_object(self, backend: Backend) -> None:
-        """While an object is replaced again and again, each read sees one whole version."""
+        """While an object is replaced repeatedly, each read sees one whole version."""
         if not backend.properties.atomic_publish:
             pytest.skip("this storage does not publish atomically")
         versions = [bytes([number]) * 200_000 for number in range(4)]
@@ -417,7 +417,7 @@ class BackendSuite:
                 try:
                     data = _read_all(backend, "a/x")
                 except TransientStorageError:
-                    # Replaced between the look at its size and the read.
+                    # Replaced between the probe of its size and the read.
                     continue
                 except StorageError:
                     if self.replaced_reads_fail:
@@ -439,7 +439,7 @@ class BackendSuite:
         assert not seen
 
     def test_reads_at_offsets(self, backend: Backend, oracle: Oracle) -> None:
-        """Any range can be read; fewer bytes come back only at the end."""
+        """Any range can be read; only at the end fewer bytes are returned."""
         data = _pattern(10_000)
         oracle.put("a/x", data)
         with backend.open("a/x") as reader:
@@ -471,7 +471,7 @@ class BackendSuite:
     # --------------------------------------------------------------------------------- probes
 
     def test_missing(self, backend: Backend) -> None:
-        """What is not there is missing for every method, before and after its folder exists."""
+        """A missing object is missing for every method, before and after its folder exists."""
         for name in ("x", "no/such/x"):
             assert backend.stat([name]) == [None]
             assert backend.info(name) is None
@@ -480,7 +480,7 @@ class BackendSuite:
             with pytest.raises(FileNotFoundError):
                 backend.read_into(name, memoryview(bytearray(1)))
             assert backend.delete(name) is False
-            assert backend.set_aside(name, "aside/x") is False
+            assert backend.quarantine(name, "aside/x") is False
             backend.touch(name)
         assert list(backend.list()) == []
         assert list(backend.list("no/such")) == []
@@ -489,7 +489,7 @@ class BackendSuite:
         assert backend.stat(["no/such/x"]) == [None]
 
     def test_stat_answers_each_name_in_order(self, backend: Backend, oracle: Oracle) -> None:
-        """A batch holds hits, misses and repeats, in folders that come and go."""
+        """A batch has existing, missing and repeated names, from alternating folders."""
         for number in range(0, 300, 3):
             oracle.put(f"{number % 7}/x{number}", b"." * number)
         names = [f"{number % 7}/x{number}" for number in range(300)]
@@ -512,7 +512,7 @@ class BackendSuite:
         assert info.mtime == 0 or before - 5 < info.mtime < time.time() + 5
 
     def test_touch_keeps_content_and_mtime(self, backend: Backend) -> None:
-        """A use is noted in the access time at most."""
+        """Recording a use changes nothing but the access time."""
         backend.write("a/x", [b"12345"])
         before = backend.info("a/x")
         backend.touch("a/x")
@@ -526,7 +526,7 @@ class BackendSuite:
 
     @pytest.mark.parametrize("name", BAD_NAMES)
     def test_unsafe_names_are_refused(self, backend: Backend, oracle: Oracle, name: str) -> None:
-        """No method takes a name that is empty, absolute, climbing, or not plain ASCII."""
+        """No method accepts a name that is empty, absolute, not ASCII, or has ``..`` in it."""
         oracle.put("good", b"good")
         for what, call in _every_call(backend, name).items():
             with pytest.raises(ObjectNameError):
@@ -536,7 +536,7 @@ class BackendSuite:
     # ------------------------------------------------------------------------------- listings
 
     def test_list(self, backend: Backend, oracle: Oracle) -> None:
-        """All objects or those of one folder, with sizes."""
+        """List all objects, or the objects of one folder, with their sizes."""
         objects = {"top": 1, "a/x": 2, "a/b/y": 3, "a/b/z": 0, "ab/x": 4, "a-0123/_/x": 5}
         for name, size in objects.items():
             oracle.put(name, b"." * size)
@@ -555,7 +555,7 @@ class BackendSuite:
         assert list(backend.folders("a/b")) == []
 
     def test_list_can_be_left_early(self, backend: Backend, oracle: Oracle) -> None:
-        """A listing is a stream; leaving it holds nothing open."""
+        """A listing is a stream that can be dropped at any point."""
         for number in range(50):
             oracle.put(f"{number % 5}/x{number}", b"")
         rows = backend.list()
@@ -566,7 +566,7 @@ class BackendSuite:
     def test_temporaries_and_reserved_folders_are_not_listed(
         self, backend: Backend, oracle: Oracle
     ) -> None:
-        """Names with a leading dot are the backend's and the shelf's own."""
+        """Names with a leading dot belong to the backend and the shelf."""
         oracle.put("a/x", b"1")
         oracle.put("a/.x.0123456789abcdef.tmp", b"torn")
         oracle.put("a/.kvshelf/bad/y", b"bad")
@@ -580,7 +580,7 @@ class BackendSuite:
     # ---------------------------------------------------------------------------- other changes
 
     def test_delete(self, backend: Backend, oracle: Oracle) -> None:
-        """Only the named object goes, once."""
+        """Only the named object is deleted, once."""
         oracle.put("a/x", b"1")
         oracle.put("a/y", b"2")
         assert backend.delete("a/x") is True
@@ -589,22 +589,22 @@ class BackendSuite:
         assert backend.stat(["a/x", "a/y"]) == [None, 1]
         assert backend.write("a/x", [b"again"]) is WriteResult.CREATED
 
-    def test_set_aside(self, backend: Backend, oracle: Oracle) -> None:
-        """The object leaves its name; where things can be moved it is kept."""
+    def test_quarantine(self, backend: Backend, oracle: Oracle) -> None:
+        """The object leaves its name; if the backend can move objects, it is kept."""
         oracle.put("a/x", b"bad")
-        assert backend.set_aside("a/x", "a/.kvshelf/bad/1-x") is True
+        assert backend.quarantine("a/x", "a/.kvshelf/bad/1-x") is True
         self.assert_gone(backend, "a/x")
-        kept = {"a/.kvshelf/bad/1-x"} if backend.properties.sets_aside else set()
+        kept = {"a/.kvshelf/bad/1-x"} if backend.properties.can_quarantine else set()
         assert oracle.names() == kept
-        assert backend.set_aside("a/x", "a/.kvshelf/bad/2-x") is False
+        assert backend.quarantine("a/x", "a/.kvshelf/bad/2-x") is False
 
     @pytest.mark.parametrize("kind", ["folder", "link", "fifo"])
     def test_things_that_are_no_regular_files(
         self, backend: Backend, oracle: Oracle, kind: str
     ) -> None:
-        """They are told apart, never opened, followed, listed or replaced by a create."""
+        """They are recognised, and never opened, followed, listed or replaced by a create."""
         if kind not in oracle.specials:
-            pytest.skip(f"this storage has nothing like a {kind}")
+            pytest.skip(f"this storage has no entry of type {kind}")
         oracle.put("a/y", b"good")
         oracle.put_special("a/x", kind)
         outside = oracle.get("a/x") if kind == "link" else None
@@ -631,20 +631,20 @@ class BackendSuite:
         assert not [name for name in oracle.names() if name.endswith(".tmp")]
 
     @pytest.mark.parametrize("kind", ["folder", "link", "fifo"])
-    def test_set_aside_of_things_that_are_no_regular_files(
+    def test_quarantine_of_things_that_are_no_regular_files(
         self, backend: Backend, oracle: Oracle, kind: str
     ) -> None:
-        """They are moved as they are."""
-        if kind not in oracle.specials or not backend.properties.sets_aside:
+        """They are moved unchanged."""
+        if kind not in oracle.specials or not backend.properties.can_quarantine:
             pytest.skip(f"this storage does not move a {kind}")
         oracle.put_special("a/x", kind)
-        assert backend.set_aside("a/x", "a/.kvshelf/bad/1") is True
+        assert backend.quarantine("a/x", "a/.kvshelf/bad/1") is True
         self.assert_gone(backend, "a/x")
         assert backend.stat(["a/.kvshelf/bad/1"]) == [NOT_REGULAR]
         assert backend.write("a/x", [b"object"]) is WriteResult.CREATED
 
     def test_read_only(self, backend: Backend, oracle: Oracle) -> None:
-        """Behind a read-only wrapper everything can be read and nothing changed."""
+        """Through a read-only wrapper everything can be read and nothing changed."""
         oracle.put("a/x", b"12345")
         fixed = ReadOnlyBackend(backend)
         assert fixed.properties.read_only
@@ -656,7 +656,7 @@ class BackendSuite:
             lambda: fixed.write("a/y", [b""]),
             lambda: fixed.write("a/x", [b""], "replace"),
             lambda: fixed.delete("a/x"),
-            lambda: fixed.set_aside("a/x", "aside"),
+            lambda: fixed.quarantine("a/x", "aside"),
         ):
             with pytest.raises(ReadOnlyStorageError):
                 change()
@@ -664,7 +664,7 @@ class BackendSuite:
         assert oracle.names() == {"a/x"}
 
     def test_close_twice(self, backend: Backend) -> None:
-        """Closing is idempotent, and a url is there for people."""
+        """Closing is idempotent, and the url is shown in the repr."""
         assert backend.url
         assert backend.url in repr(backend)
         backend.close()
@@ -673,7 +673,7 @@ class BackendSuite:
     # ------------------------------------------------------------------------- against a model
 
     def test_like_a_dictionary(self, backend: Backend, oracle: Oracle) -> None:
-        """Any sequence of operations has the outcome it would have on a dictionary."""
+        """Any sequence of operations has the same outcome as on a dictionary."""
         empty_objects = self.empty_objects
 
         class Machine(_Model):
@@ -740,8 +740,8 @@ class _Model(RuleBasedStateMachine):
         self.objects.pop(name, None)
 
     @rule(name=_NAMES)
-    def set_aside(self, name: str) -> None:
-        assert self.backend.set_aside(name, "q/.kvshelf/1") is (name in self.objects)
+    def quarantine(self, name: str) -> None:
+        assert self.backend.quarantine(name, "q/.kvshelf/1") is (name in self.objects)
         self.objects.pop(name, None)
 
     @rule(name=_NAMES, offset=st.integers(0, 100), length=st.integers(0, 100_000))

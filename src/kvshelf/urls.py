@@ -1,6 +1,6 @@
-"""What a shelf's URL says of itself: the directory it names, and what of it may be shown.
+"""Shelf URLs: the directory that a URL names, and its form without secrets.
 
-Owns the way in which URLs are shown in log lines and errors. Neither function touches storage.
+Owns how log lines and errors show URLs. Neither function touches storage.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ _HALF_URL: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 
 
 def shown_url(url: str | os.PathLike[str]) -> str:
-    """Return a URL as it may be shown: without user, password, query and fragment.
+    """Return a URL without its secrets: user, password, query and fragment.
 
-    Where it cannot be told what belongs to a password, nothing of it but the protocol is left.
-    Paths are returned as they are.
+    If the end of the password is ambiguous, only the protocol is left. Paths are returned
+    unchanged.
     """
     text = os.fspath(url)
     protocol, mark, rest = text.partition("://")
@@ -33,13 +33,13 @@ def shown_url(url: str | os.PathLike[str]) -> str:
     place = re.split("[/?#]", rest, maxsplit=1)[0]
     tail = rest[len(place) :]
     if ":" in place and "@" in tail:
-        # A password may have been given with a slash in it.
+        # The password may contain a slash.
         return f"{protocol}://…"
     return f"{protocol}://{place.rpartition('@')[2]}{re.split('[?#]', tail, maxsplit=1)[0]}"
 
 
 def directory_of(url: str | os.PathLike[str]) -> str | None:
-    """Return the path of the directory that `url` names; None for storage of another kind.
+    """Return the path of the directory that `url` names; None for other kinds of storage.
 
     Raises
     ------
@@ -65,7 +65,7 @@ def directory_of(url: str | os.PathLike[str]) -> str | None:
             f"{text!r} names the host {parts.netloc!r}: expected three slashes, as in "
             f"{protocol}:///{parts.netloc}{parts.path}"
         )
-    # urlsplit would cut a path at ? and #, which are plain characters of a path.
+    # urlsplit would cut the path at ? and #, which are ordinary characters in a path.
     path = unquote(text[scheme.end() + len(parts.netloc) :])
     if not path.startswith("/"):
         raise ConfigError(f"{text!r} has no path: expected {protocol}:///absolute/path")

@@ -9,9 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvshelf.chunkfile import ObjectFormat
-from kvshelf.identity import KeyChain, Namespace, group_of_salt
-from kvshelf.shelf import Shelf, open_shelf
+from kvshelf.format.keys import KeyChain, salt_group_of
+from kvshelf.format.namespace import Namespace
+from kvshelf.format.objects import ObjectFormat
+from kvshelf.shelf.shelf import Shelf, open_shelf
+from kvshelf.shelf.view import ObjectRef
 
 CHUNK = 32
 
@@ -45,15 +47,17 @@ def prompt(seed: int, chunks: int) -> list[int]:
 def store(shelf: Shelf, of: Namespace, tokens: Sequence[int], salt: str = "") -> int:
     """Store the chunks of a prompt, with bytes that depend on their keys; return the objects."""
     fmt = ObjectFormat(of)
-    group = group_of_salt(salt) if salt else "_"
+    group = salt_group_of(salt) if salt else "_"
     count = 0
-    for chunk in KeyChain(of.digest, CHUNK, salt=salt, group=group).extend(tokens):
+    for chunk in KeyChain(of.digest, CHUNK, salt=salt, salt_group=group).extend(tokens):
         for shard in range(fmt.shards):
             tensors = [
                 hashlib.shake_128(chunk.key + bytes([shard, number])).digest(tensor.nbytes)
                 for number, tensor in enumerate(fmt.tensors(shard))
             ]
-            shelf.write(fmt, chunk, shard, fmt.encode(chunk, shard, tensors))
+            shelf.view(fmt).publish(
+                ObjectRef(chunk, shard), b"".join(fmt.encode(chunk, shard, tensors))
+            )
             count += 1
     return count
 

@@ -24,12 +24,14 @@ from kvshelf.backends.posix import Mount, PosixBackend, find_mount
 from parts import PATIENCE, Rig, make_chunks, make_format, until
 from servers import command
 
-from kvshelf.chunkfile import ObjectFormat
 from kvshelf.errors import BadObjectError, ObjectMissingError
-from kvshelf.identity import KeyChain
+from kvshelf.format.keys import KeyChain
+from kvshelf.format.objects import ObjectFormat
 from kvshelf.metrics import Counters
-from kvshelf.probe import FailedKeys, LookupService
-from kvshelf.shelf import Shelf
+from kvshelf.shelf.failed_keys import FailedKeys
+from kvshelf.shelf.lookup import LookupService
+from kvshelf.shelf.shelf import Shelf
+from kvshelf.shelf.view import ObjectRef
 from kvshelf.testing import BackendSuite, FolderOracle, Oracle
 
 #: How long the caches of the mounts lie.
@@ -175,7 +177,9 @@ class Client:
         self.backend = PosixBackend(root)
         self.rig = Rig(self.backend, fmt=FMT)
         self.failed = FailedKeys()
-        self.service = LookupService(self.rig.shelf, FMT, failed=self.failed, counters=Counters())
+        self.service = LookupService(
+            self.rig.shelf.view(FMT), failed=self.failed, counters=Counters()
+        )
 
     def hit(self, tokens: list[int]) -> int:
         lookup = self.service.submit(tokens, lambda: KeyChain(FMT.namespace.digest, FMT.chunk_size))
@@ -225,7 +229,7 @@ def test_what_one_client_stores_the_other_finds_within_the_stated_time(
     assert one.hit(tokens) == other.hit(tokens) == 0
     one.rig.put(chunks)
     stored = time.monotonic()
-    one.service.stored(chunk.key for chunk in chunks)
+    one.service.note_published(chunk.key for chunk in chunks)
     assert one.hit(tokens) == 4, "the one who stores finds it at once"
     until(lambda: other.hit(tokens) == 4)
     assert time.monotonic() - stored < min(stated, CACHE_SECONDS) + MISSING_SECONDS + 2
@@ -243,8 +247,8 @@ def test_what_one_client_deletes_or_replaces_is_never_wrong_for_the_other(
     one.rig.put(chunks)
     until(lambda: other.hit(tokens) == 3)
     image = memoryview(bytearray(FMT.object_size(0)))
-    names = [one.rig.shelf.name(FMT, chunk, 0) for chunk in chunks]
-    other.rig.shelf.load(FMT, chunks[0], 0, image)
+    names = [one.rig.shelf.view(FMT).name(ObjectRef(chunk, 0)) for chunk in chunks]
+    other.rig.shelf.view(FMT).load(ObjectRef(chunks[0], 0), image)
     good = bytes(image)
     # A shorter and then a longer file in its place: the other's caches know the old size.
     for content in (good[: len(good) // 2], good + b"more"):
@@ -265,7 +269,7 @@ def test_what_one_client_deletes_or_replaces_is_never_wrong_for_the_other(
 
 def _load_all(shelf: Shelf, fmt: ObjectFormat, chunk: Any) -> None:
     image = memoryview(bytearray(fmt.object_size(0)))
-    shelf.load(fmt, chunk, 0, image)
+    shelf.view(fmt).load(ObjectRef(chunk, 0), image)
 
 
 def _loads(shelf: Shelf, chunk: Any) -> bool:

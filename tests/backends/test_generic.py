@@ -310,12 +310,12 @@ def test_folder_in_place_of_an_object(backend: GenericBackend) -> None:
     with pytest.raises(NotRegularError):
         backend.open("a/x")
     with pytest.raises(NotRegularError):
-        backend.set_aside("a/x", "b")
+        backend.quarantine("a/x", "b")
 
 
 def test_nothing_is_imported_before_it_is_needed() -> None:
     code = (
-        "import sys, kvshelf, kvshelf.backends, kvshelf.shelf;"
+        "import sys, kvshelf, kvshelf.backends, kvshelf.shelf.shelf;"
         "kvshelf.open_shelf('.', read_only=True).close();"
         "found = {'fsspec', 'torch', 'vllm', 'pytest', 'hypothesis', 'asyncio'} & set(sys.modules);"
         "sys.exit(repr(found) if found else 0)"

@@ -12,10 +12,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from faulty import CountingBackend, Fault, FaultyBackend
 from kvshelf.backends import Backend, Deadlines, Properties, Reader, guard
-from kvshelf.backends.guard import Backoff, Breaker, BreakerState, GuardedBackend
+from kvshelf.backends import breaker as breaker_module
+from kvshelf.backends.breaker import LEAST_FAILURES, WINDOW_SECONDS, Backoff, Breaker, BreakerState
+from kvshelf.backends.guard import GuardedBackend
 from kvshelf.backends.oserrors import storage_error
-from kvshelf.backends.wrappers import CountingBackend, Fault, FaultyBackend, WrappedBackend
+from kvshelf.backends.wrappers import WrappedBackend
 from parts import AT_ONCE, PATIENCE, SOON, posix, until
 from thread_limit import none_can_be_started
 
@@ -71,9 +74,10 @@ def rig(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Rig]:
 
 
 def make_clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Let the guard's clock stand, at what the list holds."""
+    """Let the clock of guard and breaker stand, at what the list holds."""
     now = [1000.0]
-    monkeypatch.setattr(guard, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    for module in (guard, breaker_module):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]))
     return now
 
 
@@ -101,7 +105,7 @@ def test_a_storage_that_fails_is_not_asked_any_more(
     rig: Rig, caplog: pytest.LogCaptureFixture
 ) -> None:
     rig.faults.add(Fault("open", error=eio))
-    rig.fail(guard.LEAST_FAILURES)
+    rig.fail(LEAST_FAILURES)
     assert rig.guard.reads.state is BreakerState.OPEN
     assert not rig.guard.properties.available
     rig.inner.counts.clear()
@@ -112,7 +116,7 @@ def test_a_storage_that_fails_is_not_asked_any_more(
         rig.guard.folders,
         lambda: list(rig.guard.list()),
         lambda: rig.guard.delete("o1"),
-        lambda: rig.guard.set_aside("o1", "o2"),
+        lambda: rig.guard.quarantine("o1", "o2"),
     ):
         with pytest.raises(UnavailableStorageError, match="not tried"):
             call()
@@ -121,31 +125,31 @@ def test_a_storage_that_fails_is_not_asked_any_more(
     assert len(answers) == len(rig.names)
     rig.guard.touch("o1")
     assert not rig.inner.counts
-    assert rig.counts == {"breaker_opened": 1}
+    assert rig.counts == {"breaker_opens": 1}
     (line,) = lines(caplog)
-    assert "fails ([Errno 5] EIO)" in line
+    assert "circuit breaker open ([Errno 5] EIO)" in line
 
 
 def test_it_is_used_again_by_itself_when_it_is_well(
     rig: Rig, caplog: pytest.LogCaptureFixture
 ) -> None:
     rig.faults.add(Fault("*", error=eio))
-    rig.fail(guard.LEAST_FAILURES)
-    until(lambda: rig.guard.reads.rests > 3)
+    rig.fail(LEAST_FAILURES)
+    until(lambda: rig.guard.reads.failed_trials > 2)
     rig.faults.heal()
-    until(lambda: "breaker_closed" in rig.counts)
+    until(lambda: "breaker_closes" in rig.counts)
     assert rig.guard.reads.state is BreakerState.CLOSED
     assert rig.read("o1") == b"o1"
     assert rig.guard.properties.available
-    assert rig.counts == {"breaker_opened": 1, "breaker_closed": 1}
+    assert rig.counts == {"breaker_opens": 1, "breaker_closes": 1}
     assert len(lines(caplog)) == 2
-    assert "answers again" in lines(caplog)[1]
+    assert "circuit breaker closed" in lines(caplog)[1]
 
 
 @pytest.mark.parametrize("rig", [(None, NEVER)], indirect=True)
 def test_probes_that_fail_open_it_too(rig: Rig) -> None:
     rig.faults.add(Fault("stat", "o7", error=eio))
-    for _ in range(guard.LEAST_FAILURES):
+    for _ in range(LEAST_FAILURES):
         answers = rig.guard.stat(rig.names)
         assert answers[:7] == [2] * 7
     assert rig.guard.reads.state is BreakerState.OPEN
@@ -180,7 +184,7 @@ def test_an_object_that_always_fails_does_not_keep_it_open(rig: Rig, well: str) 
     # It may have been well itself before.
     assert rig.read(well) == well.encode()
     rig.faults.add(Fault("open", "o0", error=eio))
-    for _ in range(guard.LEAST_FAILURES):
+    for _ in range(LEAST_FAILURES):
         with pytest.raises(TransientStorageError):
             rig.guard.open("o0")
     assert rig.guard.reads.opened == 1
@@ -192,12 +196,12 @@ def trials() -> list[threading.Thread]:
 
 
 def fail_then_wait(rig: Rig, pattern: str) -> threading.Event:
-    """Fail until reads are stopped; what is asked for then waits, and fails as well."""
+    """Fail until the read breaker opens; later opens wait, and fail as well."""
     assert rig.read("o1") == b"o1"
     gate = threading.Event()
-    rig.faults.add(Fault("open", pattern, error=eio, times=guard.LEAST_FAILURES))
+    rig.faults.add(Fault("open", pattern, error=eio, times=LEAST_FAILURES))
     rig.faults.add(Fault("open", pattern, wait=gate, error=eio))
-    for name in ("o0", "o2") * (guard.LEAST_FAILURES // 2):
+    for name in ("o0", "o2") * (LEAST_FAILURES // 2):
         with pytest.raises(TransientStorageError):
             rig.guard.open(name)
     return gate
@@ -206,11 +210,11 @@ def fail_then_wait(rig: Rig, pattern: str) -> threading.Event:
 def test_what_fails_after_something_was_well_does_not_stop_it_again(rig: Rig) -> None:
     gate = fail_then_wait(rig, "o[02]")
     until(lambda: rig.guard.reads.state is BreakerState.CLOSED)
-    until(lambda: len(trials()) == 2)
+    until(lambda: len(trials()) == 1)
     gate.set()
     until(lambda: not trials())
     assert rig.read("o1") == b"o1"
-    assert rig.counts == {"breaker_opened": 1, "breaker_closed": 1}
+    assert rig.counts == {"breaker_opens": 1, "breaker_closes": 1}
 
 
 @pytest.mark.parametrize("rig", [(SOON, AT_ONCE)], indirect=True)
@@ -218,7 +222,7 @@ def test_what_hangs_after_something_was_well_does_not_stop_it_again(rig: Rig) ->
     watch = Watch()
     rig.guard.watch(watch)
     gate = fail_then_wait(rig, "o[02]")
-    until(lambda: len(watch.late) == 2)
+    until(lambda: len(watch.late) == 1)
     assert rig.guard.reads.state is BreakerState.CLOSED
     assert rig.read("o1") == b"o1"
     assert rig.guard.reads.opened == 1
@@ -226,7 +230,7 @@ def test_what_hangs_after_something_was_well_does_not_stop_it_again(rig: Rig) ->
     until(lambda: not trials())
 
 
-def test_rests_grow_up_to_a_bound_and_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_backoff_grows_up_to_a_bound_and_differs(monkeypatch: pytest.MonkeyPatch) -> None:
     now = make_clock(monkeypatch)
     seen: set[float] = set()
     for _ in range(5):
@@ -237,16 +241,18 @@ def test_rests_grow_up_to_a_bound_and_differ(monkeypatch: pytest.MonkeyPatch) ->
             pause = breaker.retry_at - now[0]
             assert longest / 2 <= pause <= longest
             seen.add(round(pause / longest, 6))
-            assert not breaker.due()
+            assert not breaker.try_half_open()
             now[0] = breaker.retry_at
-            assert breaker.due()
+            assert breaker.try_half_open()
             assert breaker.state is BreakerState.HALF_OPEN
-            breaker.bad("read", "still broken")
+            breaker.record_failure("read", "still broken")
             assert breaker.state is BreakerState.OPEN
     assert len(seen) > 30
 
 
-def test_a_storage_that_fails_again_soon_rests_for_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_storage_that_fails_again_soon_stays_open_for_longer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     now = make_clock(monkeypatch)
     breaker = Breaker(["read"], Backoff(1.0, 60.0), lambda *_: None)
     for longest in (1.0, 2.0, 4.0, 8.0):
@@ -263,8 +269,8 @@ def test_failures_of_long_ago_do_not_count(monkeypatch: pytest.MonkeyPatch) -> N
     now = make_clock(monkeypatch)
     breaker = Breaker(["read"], AT_ONCE, lambda *_: None)
     for _ in range(20):
-        breaker.bad("read", "broken")
-        now[0] += guard.WINDOW_SECONDS / 2
+        breaker.record_failure("read", "broken")
+        now[0] += WINDOW_SECONDS / 2
     assert breaker.state is BreakerState.CLOSED
 
 
@@ -293,7 +299,7 @@ CALLS = {
     "folders": lambda rig: rig.guard.folders(),
     "write": lambda rig: rig.guard.write("new", [b"x"]),
     "delete": lambda rig: rig.guard.delete("o1"),
-    "set_aside": lambda rig: rig.guard.set_aside("o1", "o2"),
+    "quarantine": lambda rig: rig.guard.quarantine("o1", "o2"),
     "touch": lambda rig: rig.guard.touch("o1"),
     "sweep": lambda rig: rig.guard.sweep("folder", 3600.0, lambda name: False),
 }
@@ -307,11 +313,11 @@ class Watch:
         self.stopped = threading.Event()
         self._enough = enough
 
-    def thread_late(self, thread: int) -> bool:
+    def on_late_call(self, thread: int) -> bool:
         self.late.append(thread)
         return len(self.late) >= self._enough
 
-    def reads_stopped(self) -> None:
+    def on_reads_open(self) -> None:
         self.stopped.set()
 
 
@@ -346,7 +352,7 @@ def test_calls_that_never_return_open_the_breaker(rig: Rig, operation: str, brea
     rig.guard.watch(watch)
     for _ in range(2):
         start(rig, CALLS[operation])
-    until(lambda: getattr(rig.guard, breaker).stopped)
+    until(lambda: not getattr(rig.guard, breaker).is_closed)
     assert watch.stopped.wait(PATIENCE if breaker == "reads" else 0.0) is (breaker == "reads")
     if breaker == "writes":
         assert rig.read("o1") == b"o1"
@@ -357,12 +363,12 @@ def test_calls_that_never_return_open_the_breaker(rig: Rig, operation: str, brea
 
 
 @pytest.mark.parametrize("rig", [(SOON, NEVER)], indirect=True)
-def test_too_many_kept_threads_open_it_whatever_else_goes_well(rig: Rig) -> None:
+def test_too_many_stuck_threads_open_it_whatever_else_goes_well(rig: Rig) -> None:
     gate = threading.Event()
     rig.faults.add(Fault("read", "o0", wait=gate))
     rig.guard.watch(Watch(enough=1))
     start(rig, lambda rig: rig.read("o0"))
-    while not rig.guard.reads.stopped:
+    while rig.guard.reads.is_closed:
         with suppress(UnavailableStorageError):
             rig.read("o1")
     gate.set()
@@ -378,7 +384,7 @@ def test_a_frozen_storage_is_asked_by_few_threads_and_used_when_it_thaws(
     rig.faults.add(Fault("*", wait=gate))
     for name in ("o2", "o3"):
         start(rig, partial(Rig.read, name=name))
-    until(lambda: rig.guard.reads.rests > 4)
+    until(lambda: rig.guard.reads.failed_trials > 3)
     asking = trials()
     assert 0 < len(asking) <= 5
     gate.set()
@@ -392,10 +398,10 @@ class Panic(BaseException):
 
 
 def test_a_trial_that_panics_is_one_that_failed(rig: Rig) -> None:
-    rig.faults.add(Fault("open", error=eio, times=guard.LEAST_FAILURES))
+    rig.faults.add(Fault("open", error=eio, times=LEAST_FAILURES))
     rig.faults.add(Fault("*", error=Panic("broken")))
-    rig.fail(guard.LEAST_FAILURES)
-    until(lambda: rig.guard.reads.rests > 3)
+    rig.fail(LEAST_FAILURES)
+    until(lambda: rig.guard.reads.failed_trials > 2)
     rig.faults.heal()
     until(lambda: rig.guard.reads.state is BreakerState.CLOSED)
     assert rig.read("o1") == b"o1"
@@ -409,9 +415,9 @@ def test_trials_that_are_never_heard_of_again_have_failed(
     gate = threading.Event()
     with monkeypatch.context() as patch:
         # As when the thread is kept outside of any call.
-        patch.setattr(rig.guard, "_ask", lambda kind, name: gate.wait())
+        patch.setattr(rig.guard, "_call", lambda kind, name: gate.wait())
         rig.guard.reads.trip("it was so")
-        until(lambda: rig.guard.reads.rests > 1)
+        until(lambda: rig.guard.reads.failed_trials > 0)
     until(lambda: rig.guard.reads.state is BreakerState.CLOSED)
     assert rig.read("o1") == b"o1"
     gate.set()
@@ -483,7 +489,7 @@ def test_a_close_that_never_returns_is_noticed(rig: Rig, slow: SlowToClose) -> N
 
 
 @pytest.mark.parametrize("rig", [(SOON, NEVER)], indirect=True)
-def test_an_object_is_closed_also_while_the_storage_rests(rig: Rig, slow: SlowToClose) -> None:
+def test_an_object_is_closed_also_while_the_breaker_is_open(rig: Rig, slow: SlowToClose) -> None:
     with rig.guard.open("o1"):
         rig.guard.reads.trip("it was so")
     assert slow.closed == 1
@@ -496,7 +502,7 @@ def test_a_storage_whose_closes_hang_is_asked_until_they_do_not(
     gate = slow.gate = threading.Event()
     for _ in range(2):
         start(rig, CALLS["read"])
-    until(lambda: rig.guard.reads.rests > 2)
+    until(lambda: rig.guard.reads.failed_trials > 1)
     slow.gate = None
     until(lambda: rig.guard.reads.state is BreakerState.CLOSED)
     assert rig.read("o1") == b"o1"
@@ -504,7 +510,7 @@ def test_a_storage_whose_closes_hang_is_asked_until_they_do_not(
     until(lambda: not trials())
 
 
-def test_a_guard_that_is_closed_just_when_its_thread_rests_leaves_none(
+def test_a_guard_that_is_closed_just_when_its_thread_goes_idle_leaves_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Wake(threading.Event):
@@ -536,10 +542,10 @@ def test_it_is_asked_again_when_no_thread_could_be_started_for_it(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rig.faults.add(Fault("*", error=eio))
-    rig.fail(guard.LEAST_FAILURES)
+    rig.fail(LEAST_FAILURES)
     with none_can_be_started(monkeypatch, "kvshelf-"):
-        rests = rig.guard.reads.rests
-        until(lambda: rig.guard.reads.rests > rests + 2)
+        trials = rig.guard.reads.failed_trials
+        until(lambda: rig.guard.reads.failed_trials > trials + 2)
     rig.faults.heal()
     until(lambda: rig.guard.reads.state is BreakerState.CLOSED)
     assert rig.read("o1") == b"o1"
@@ -550,7 +556,7 @@ def test_nothing_is_asked_while_no_thread_can_watch_over_it(
 ) -> None:
     with none_can_be_started(monkeypatch, "kvshelf-"):
         for _ in range(3):
-            with pytest.raises(UnavailableStorageError, match="no thread can be started"):
+            with pytest.raises(UnavailableStorageError, match="no thread could be started"):
                 rig.read("o1")
     assert not rig.inner.counts
     assert rig.guard.late_calls == 0
@@ -577,8 +583,8 @@ def test_calls_of_a_process_that_was_stopped_are_not_late(
 ) -> None:
     clock = make_clock(monkeypatch)
     looks: list[float] = []
-    look = rig.guard._look
-    monkeypatch.setattr(rig.guard, "_look", lambda now: (looks.append(now), look(now)))
+    look = rig.guard._check_calls
+    monkeypatch.setattr(rig.guard, "_check_calls", lambda now: (looks.append(now), look(now)))
     gate = threading.Event()
     rig.faults.add(Fault("info", wait=gate))
     thread = start(rig, CALLS["info"])
@@ -625,8 +631,8 @@ def test_a_refused_write_stops_writes_for_a_while_and_nothing_else(
     until(stored)
     assert rig.guard.writes.state is BreakerState.CLOSED
     assert not rig.guard.properties.read_only
-    assert rig.counts == {"breaker_opened": 1, "breaker_closed": 1}
+    assert rig.counts == {"breaker_opens": 1, "breaker_closes": 1}
     first, second = lines(caplog)
-    assert "takes no writes" in first
+    assert "write circuit breaker open" in first
     assert code in first
-    assert "takes writes again" in second
+    assert "write circuit breaker closed" in second

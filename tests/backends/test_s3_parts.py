@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 from kvshelf.backends import s3
-from kvshelf.backends.guard import LEAST_FAILURES
+from kvshelf.backends.breaker import LEAST_FAILURES
 from kvshelf.backends.s3 import S3Backend
 from servers import BUCKET, S3Server, command, moto_s3, rclone_s3
 
-from kvshelf.bench.proxy import DelayingProxy
-from kvshelf.bench.samples import LARGE, fill, make_chunks, make_format
-from kvshelf.chunkfile import BadObjectError
-from kvshelf.errors import ObjectMissingError, TransientStorageError
-from kvshelf.shelf import Presence, Shelf
+from benchmarks.proxy import DelayingProxy
+from benchmarks.samples import LARGE, fill, make_chunks, make_format
+from kvshelf.errors import BadObjectError, ObjectMissingError, TransientStorageError
+from kvshelf.shelf.shelf import Shelf
+from kvshelf.shelf.view import ObjectRef, Presence
 
 if importlib.util.find_spec("obstore") is None:
     pytest.skip("obstore is not installed: pip install 'kvshelf[s3]'", allow_module_level=True)
@@ -44,8 +44,8 @@ class Far:
         self.image = memoryview(bytearray(SIZE))
         fill(self.image)
         FMT.seal(self.image, CHUNK, 0)
-        self.shelf.write(FMT, CHUNK, 0, [self.image])
-        self.name = self.shelf.name(FMT, CHUNK, 0)
+        self.shelf.view(FMT).publish(ObjectRef(CHUNK, 0), self.image)
+        self.name = self.shelf.view(FMT).name(ObjectRef(CHUNK, 0))
         self.is_slow()
 
     def is_slow(self) -> None:
@@ -53,7 +53,7 @@ class Far:
 
     def load(self) -> bytes:
         found = memoryview(bytearray(SIZE))
-        self.shelf.load(FMT, CHUNK, 0, found)
+        self.shelf.view(FMT).load(ObjectRef(CHUNK, 0), found)
         return bytes(found)
 
     def gets(self, work: Callable[[], Any]) -> int:
@@ -214,7 +214,7 @@ def test_probes_without_a_thread_for_them_fail_each_and_give_the_storage_a_rest(
     far: Far, no_loop: pytest.MonkeyPatch
 ) -> None:
     for _ in range(LEAST_FAILURES):
-        assert far.shelf.probe(FMT, [(CHUNK, 0), (CHUNK, 1)]) == [Presence.ERROR] * 2
+        assert far.shelf.view(FMT).probe([(CHUNK, 0), (CHUNK, 1)]) == [Presence.ERROR] * 2
     assert not far.shelf.available
     no_loop.undo()
     assert far.backend.stat([far.name, "a/gone"]) == [SIZE, None]
@@ -224,7 +224,7 @@ def test_parts_go_on_after_there_was_no_thread_for_them(
     far: Far, no_loop: pytest.MonkeyPatch
 ) -> None:
     for _ in range(3):
-        with pytest.raises(TransientStorageError, match="no thread can be started"):
+        with pytest.raises(TransientStorageError, match="no thread could be started"):
             far.backend.open_large(far.name, SIZE)
     no_loop.undo()
     assert far.gets(far.load) + 1 >= PARTS

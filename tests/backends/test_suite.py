@@ -10,11 +10,11 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from faulty import CountingBackend, FaultyBackend
 from kvshelf.backends import Backend, posix
 from kvshelf.backends.generic import GenericBackend
 from kvshelf.backends.guard import GuardedBackend
 from kvshelf.backends.posix import PosixBackend
-from kvshelf.backends.wrappers import CountingBackend, FaultyBackend
 
 from kvshelf.testing import BackendSuite, FolderOracle, MemoryOracle, Oracle
 

@@ -6,8 +6,8 @@ import threading
 from pathlib import Path
 
 import pytest
+from faulty import CountingBackend, Fault, FaultyBackend
 from kvshelf.backends.posix import PosixBackend
-from kvshelf.backends.wrappers import CountingBackend, Fault, FaultyBackend
 
 from kvshelf.errors import TransientStorageError
 
@@ -50,7 +50,7 @@ def test_errors_for_some_names_some_times(faulty: FaultyBackend) -> None:
         lambda: faulty.delete("a/x"),
         lambda: faulty.info("a/x"),
         lambda: faulty.touch("a/x"),
-        lambda: faulty.set_aside("a/x", "b"),
+        lambda: faulty.quarantine("a/x", "b"),
         lambda: list(faulty.list()),
     ):
         with pytest.raises(TransientStorageError):

@@ -20,17 +20,20 @@ from pathlib import Path
 from typing import Any, Final
 
 from faultfs import FaultMount
+from faulty import CountingBackend, Fault, FaultyBackend
 from kvshelf.backends import Backend, Deadlines, open_backend
 from kvshelf.backends.oserrors import storage_error
-from kvshelf.backends.wrappers import CountingBackend, Fault, FaultyBackend
 from parts import Rig, make_format
 from s3proxy import REFUSED, RESET, STALLED, STATUSES, WRONG_BYTES, WRONG_LENGTH, S3Proxy
 from servers import BUCKET, S3Server
 
-from kvshelf.chunkfile import ObjectFormat
-from kvshelf.identity import Chunk, KeyChain, object_name
-from kvshelf.probe import FailedKeys, LookupService
-from kvshelf.transfer import ChunkSlots, Failure
+from kvshelf.format.keys import Chunk, KeyChain
+from kvshelf.format.names import object_name
+from kvshelf.format.objects import ObjectFormat
+from kvshelf.shelf.failed_keys import FailedKeys
+from kvshelf.shelf.lookup import LookupService
+from kvshelf.transfer.context import ChunkSlots
+from kvshelf.transfer.loads import Failure
 
 MOMENTS: Final = ("probe", "read", "write", "publish", "list", "delete")
 BUCKETS: Final = ("s3 by obstore", "s3 by s3fs")
@@ -93,7 +96,7 @@ _WRAPPER_OPERATIONS: Final = {
     "write": ("write",),
     "publish": ("publish",),
     "list": ("list", "folders"),
-    "delete": ("delete", "set_aside"),
+    "delete": ("delete", "quarantine"),
 }
 
 
@@ -355,7 +358,7 @@ class EngineStandIn:
 
     def _start_lookups(self) -> LookupService:
         return LookupService(
-            self.rig.shelf, self.fmt, failed=self.failed, counters=self.rig.counters
+            self.rig.shelf.view(self.fmt), failed=self.failed, counters=self.rig.counters
         )
 
     def answer(self, prompt: Prompt) -> int:
@@ -369,7 +372,7 @@ class EngineStandIn:
         begin = time.monotonic()
         for key in self.rig.transfer.take_repaired():
             self.failed.forget(key)
-        self.lookups.stored(self.rig.transfer.take_published())
+        self.lookups.note_published(self.rig.transfer.take_published())
         hit, age = self._look_up(prompt)
         start = self._turn * CHUNKS * self.rig.per_chunk
         self._turn = (self._turn + 1) % 8

@@ -18,9 +18,11 @@ from typing import Any
 
 from kvshelf.backends import posix
 
-from kvshelf.chunkfile import ObjectFormat
-from kvshelf.identity import FORMAT, Chunk, KeyChain, Namespace
-from kvshelf.shelf import Shelf, open_shelf
+from kvshelf.format.keys import Chunk, KeyChain
+from kvshelf.format.namespace import FORMAT, Namespace
+from kvshelf.format.objects import ObjectFormat
+from kvshelf.shelf.shelf import Shelf, open_shelf
+from kvshelf.shelf.view import ObjectRef
 
 CHUNK = 16
 _WATCHED = frozenset(
@@ -111,12 +113,12 @@ def _run(
 def _step(shelf: Shelf, fmt: ObjectFormat, chunk: Chunk, shard: int, job: str) -> None:
     image = image_of(fmt, chunk, shard)
     if job == "write":
-        shelf.write(fmt, chunk, shard, [image])
+        shelf.view(fmt).publish(ObjectRef(chunk, shard), image)
     elif job == "repair":
-        shelf.repair(fmt, chunk, shard, [image])
+        shelf.view(fmt).publish(ObjectRef(chunk, shard), image, suspect=True)
     else:
         try:
-            shelf.load(fmt, chunk, shard, memoryview(image))
+            shelf.view(fmt).load(ObjectRef(chunk, shard), memoryview(image))
         except (OSError, ValueError):
             pass  # missing or bad: a miss
 

@@ -20,9 +20,10 @@ import pytest
 from kvshelf.backends import WriteResult
 from kvshelf.backends.base import final_name
 
-from kvshelf import shelf as shelf_module
 from kvshelf.errors import ObjectMissingError
-from kvshelf.shelf import Shelf, open_shelf
+from kvshelf.shelf import view as view_module
+from kvshelf.shelf.shelf import Shelf, open_shelf
+from kvshelf.shelf.view import ObjectRef
 
 FMT = crash_child.make_format()
 CHUNKS = crash_child.make_chunks(FMT)
@@ -75,7 +76,7 @@ def check(root: Path) -> None:
         for chunk, shard in ITEMS:
             image = bytearray(FMT.object_size(shard))
             try:
-                shelf.load(FMT, chunk, shard, memoryview(image))
+                shelf.view(FMT).load(ObjectRef(chunk, shard), memoryview(image))
             except ObjectMissingError:
                 continue
             assert image == crash_child.image_of(FMT, chunk, shard)
@@ -86,8 +87,8 @@ def check(root: Path) -> None:
         for chunk, shard in ITEMS:
             expected = WriteResult.EXISTED if (chunk.index, shard) in there else WriteResult.CREATED
             image = crash_child.image_of(FMT, chunk, shard)
-            assert shelf.write(FMT, chunk, shard, [image]) is expected
-        assert shelf.present(FMT, CHUNKS) == [True] * len(CHUNKS)
+            assert shelf.view(FMT).publish(ObjectRef(chunk, shard), image) is expected
+        assert shelf.view(FMT).present(CHUNKS) == [True] * len(CHUNKS)
     for left in temporaries(root):
         assert final_name(left.name) is not None
 
@@ -99,8 +100,8 @@ def temporaries(root: Path) -> list[Path]:
 def sweep_all(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Store as often as it takes to come through all folders once."""
     with monkeypatch.context() as patch:
-        patch.setattr(shelf_module, "_SWEEP_SECONDS", 0.0)
-        patch.setattr(shelf_module, "_SWEEP_AGE", -1.0)
+        patch.setattr(view_module, "_SWEEP_SECONDS", 0.0)
+        patch.setattr(view_module, "_SWEEP_AGE", -1.0)
         with open_shelf(root) as shelf:
             for _ in range(8):
                 store_all(shelf)
@@ -108,7 +109,7 @@ def sweep_all(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def store_all(shelf: Shelf) -> None:
     for chunk, shard in ITEMS:
-        shelf.write(FMT, chunk, shard, [crash_child.image_of(FMT, chunk, shard)])
+        shelf.view(FMT).publish(ObjectRef(chunk, shard), crash_child.image_of(FMT, chunk, shard))
 
 
 WAYS = {
@@ -146,7 +147,7 @@ def test_a_writer_killed_at_every_step_of_a_repair(run: Kill, tmp_path: Path) ->
     good = tmp_path / "good"
     with open_shelf(good) as shelf:
         store_all(shelf)
-        names = [shelf.name(FMT, chunk, shard) for chunk, shard in ITEMS]
+        names = [shelf.view(FMT).name(ObjectRef(chunk, shard)) for chunk, shard in ITEMS]
     for last in itertools.count():
         root = tmp_path / str(last)
         shutil.copytree(good, root)
@@ -160,7 +161,9 @@ def test_a_writer_killed_at_every_step_of_a_repair(run: Kill, tmp_path: Path) ->
         # What was bad is bad, missing, or repaired; a load never serves it.
         with open_shelf(root) as shelf:
             for chunk, shard in ITEMS:
-                shelf.repair(FMT, chunk, shard, [crash_child.image_of(FMT, chunk, shard)])
+                shelf.view(FMT).publish(
+                    ObjectRef(chunk, shard), crash_child.image_of(FMT, chunk, shard), suspect=True
+                )
         check(root)
         shutil.rmtree(root)
         if code == 0:
@@ -234,7 +237,7 @@ def test_a_young_temporary_is_left_alone(run: Kill, tmp_path: Path) -> None:
     old = time.time() - 7200
     os.utime(left, (old, old))  # only its date looks old: it was changed just now
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shelf_module, "_SWEEP_SECONDS", 0.0)
+        patch.setattr(view_module, "_SWEEP_SECONDS", 0.0)
         with open_shelf(root) as shelf:
             for _ in range(8):
                 store_all(shelf)

@@ -13,18 +13,20 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from crash_child import make_chunks, make_format
+from faulty import Fault, FaultyBackend
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from kvshelf.backends import Backend, Buffer, WriteMode, WriteResult, open_backend
+from kvshelf.backends import Backend, BytesLike, WriteMode, WriteResult, open_backend
 from kvshelf.backends.oserrors import storage_error
-from kvshelf.backends.wrappers import Fault, FaultyBackend, WrappedBackend
+from kvshelf.backends.wrappers import WrappedBackend
 
-from kvshelf import shelf as shelf_module
-from kvshelf.chunkfile import ObjectFormat
 from kvshelf.errors import BadObjectError, ObjectMissingError, StorageError
-from kvshelf.identity import Chunk, KeyChain
-from kvshelf.shelf import Presence, Shelf
+from kvshelf.format.keys import Chunk, KeyChain
+from kvshelf.format.objects import ObjectFormat
+from kvshelf.shelf import view as view_module
+from kvshelf.shelf.shelf import Shelf
+from kvshelf.shelf.view import ObjectRef, Presence
 
 FMT = make_format()
 OTHER = make_format("user:other")
@@ -35,7 +37,7 @@ Item = tuple[ObjectFormat, Chunk, int]
 
 def items() -> list[Item]:
     """Two shards of a chunk, a chunk of another namespace, a tail in a group."""
-    tails = KeyChain(FMT.namespace.digest, FMT.chunk_size, group="0123456789abcdef", salt="s")
+    tails = KeyChain(FMT.namespace.digest, FMT.chunk_size, salt_group="0123456789abcdef", salt="s")
     tails.extend(range(FMT.chunk_size + 5))
     tail = tails.tail()
     assert tail is not None
@@ -56,7 +58,7 @@ def cut(data: bytearray) -> None:
 
 
 any_item = st.sampled_from(ITEMS)
-OPERATIONS = ("stat", "open", "read", "write", "publish", "list", "folders", "delete", "set_aside")
+OPERATIONS = ("stat", "open", "read", "write", "publish", "list", "folders", "delete", "quarantine")
 ERRNOS = (errno.EIO, errno.ESTALE, errno.ENOSPC, errno.EROFS, errno.EACCES, errno.ENOENT)
 
 #: An operation of the backend, an errno value or what is done to its bytes, how often.
@@ -75,7 +77,7 @@ class Recorder(WrappedBackend):
         self.written: list[bytes] = []
 
     def write(
-        self, name: str, buffers: Sequence[Buffer], mode: WriteMode = "create"
+        self, name: str, buffers: Sequence[BytesLike], mode: WriteMode = "create"
     ) -> WriteResult:
         if name.endswith(".safetensors"):
             self.written.append(b"".join(buffers))
@@ -83,7 +85,7 @@ class Recorder(WrappedBackend):
 
 
 def restless(backend: Backend) -> Shelf:
-    """Open a shelf whose storage is never given a rest, since then it meets no faults."""
+    """Open a shelf whose breakers never open, because an open breaker hides the faults."""
     shelf = Shelf(backend)
     for breaker in (shelf.backend.reads, shelf.backend.writes):
         breaker.trip = lambda *_, **__: None  # type: ignore[method-assign]
@@ -106,7 +108,7 @@ class _Machine(RuleBasedStateMachine):
         self.there: dict[int, bytes] = {}
         self.trouble = False
         for number in data.draw(st.sets(st.integers(0, len(ITEMS) - 1))):
-            self.plain.write(*ITEMS[number], [self.right(ITEMS[number])])
+            self.publish(self.plain, ITEMS[number])
             self.there[number] = self.right(ITEMS[number])
 
     def make_storage(self) -> None:
@@ -115,7 +117,19 @@ class _Machine(RuleBasedStateMachine):
     # ------------------------------------------------------------------------------- the oracle
 
     def name(self, item: Item) -> str:
-        return self.plain.name(*item)
+        fmt, chunk, shard = item
+        return self.plain.view(fmt).name(ObjectRef(chunk, shard))
+
+    def publish(self, shelf: Shelf, item: Item, *, suspect: bool = False) -> WriteResult:
+        fmt, chunk, shard = item
+        ref = ObjectRef(chunk, shard)
+        return shelf.view(fmt).publish(ref, self.right(item), suspect=suspect)
+
+    def loaded(self, item: Item) -> bytes:
+        fmt, chunk, shard = item
+        buffer = bytearray(self.size(item))
+        self.shelf.view(fmt).load(ObjectRef(chunk, shard), memoryview(buffer))
+        return bytes(buffer)
 
     def size(self, item: Item) -> int:
         fmt, chunk, shard = item
@@ -151,14 +165,14 @@ class _Machine(RuleBasedStateMachine):
 
     # ------------------------------------------------------------------------------- operations
 
-    @rule(item=any_item, replace=st.booleans(), trouble=any_trouble)
-    def write(self, item: Item, replace: bool, trouble: Trouble | None) -> None:
+    @rule(item=any_item, trouble=any_trouble)
+    def write(self, item: Item, trouble: Trouble | None) -> None:
         self.arm(trouble)
         before, right = self.known(item), self.right(item)
         self.recorder.written.clear()
-        stays = before is not None and len(before) == len(right) and not replace
+        stays = before is not None and len(before) == len(right)
         try:
-            result = self.shelf.write(*item, [right], mode="replace" if replace else "create")
+            result = self.publish(self.shelf, item)
         except StorageError:
             assert self.trouble
             # A bad one may have been moved aside already, a write done but not answered.
@@ -179,9 +193,8 @@ class _Machine(RuleBasedStateMachine):
     def load(self, item: Item, trouble: Trouble | None) -> None:
         self.arm(trouble)
         before, right = self.known(item), self.right(item)
-        image = bytearray(len(right))
         try:
-            self.shelf.load(*item, memoryview(image))
+            loaded = self.loaded(item)
         except ObjectMissingError:
             assert before is None or self.trouble
             self.settle(item, before)
@@ -193,7 +206,7 @@ class _Machine(RuleBasedStateMachine):
             self.settle(item, before)
         else:
             assert before == right or self.trouble, "something was loaded that is not there"
-            assert image == right, "a load gave wrong bytes"
+            assert loaded == right, "a load gave wrong bytes"
             self.settle(item, before)
 
     @rule(item=any_item, trouble=any_trouble)
@@ -202,7 +215,7 @@ class _Machine(RuleBasedStateMachine):
         before, right = self.known(item), self.right(item)
         self.recorder.written.clear()
         try:
-            result = self.shelf.repair(*item, [right])
+            result = self.publish(self.shelf, item, suspect=True)
         except StorageError:
             assert self.trouble
             lost = (None,) if before != right or self.trouble else ()
@@ -226,7 +239,7 @@ class _Machine(RuleBasedStateMachine):
         self.arm(trouble)
         for fmt in (FMT, OTHER):
             mine = [item for item in chosen if item[0] is fmt]
-            answers = self.shelf.probe(fmt, [(chunk, shard) for _, chunk, shard in mine])
+            answers = self.shelf.view(fmt).probe([(chunk, shard) for _, chunk, shard in mine])
             for item, answer in zip(mine, answers, strict=True):
                 found = self.known(item)
                 if answer is Presence.ERROR:
@@ -277,7 +290,7 @@ class _Machine(RuleBasedStateMachine):
         if callable(what):
             fault.damage = what
         else:
-            writing = operation in ("write", "publish", "delete", "set_aside")
+            writing = operation in ("write", "publish", "delete", "quarantine")
             fault.error = storage_error(OSError(what, "made"), operation, "here", writing=writing)
         self.faulty.add(fault)
         self.trouble = True
@@ -325,10 +338,8 @@ class _Machine(RuleBasedStateMachine):
         self.faulty.heal()
         try:
             for item in ITEMS:
-                self.shelf.repair(*item, [self.right(item)])
-                image = bytearray(self.size(item))
-                self.shelf.load(*item, memoryview(image))
-                assert image == self.right(item)
+                self.publish(self.shelf, item, suspect=True)
+                assert self.loaded(item) == self.right(item)
         finally:
             self.shelf.close()
             self.plain.close()
@@ -336,16 +347,16 @@ class _Machine(RuleBasedStateMachine):
 
 class _OnFolder(_Machine):
     #: Younger files of wrong size may still be copied, and are not moved.
-    copy_seconds = shelf_module.COPY_SECONDS
+    copy_seconds = view_module.COPY_SECONDS
 
     def make_storage(self) -> None:
-        shelf_module.COPY_SECONDS = self.copy_seconds  # type: ignore[misc]
+        view_module.COPY_SECONDS = self.copy_seconds  # type: ignore[misc]
         self._folder = tempfile.TemporaryDirectory()
         self.url = str(Path(self._folder.name) / "shelf")
 
     def teardown(self) -> None:
         super().teardown()
-        shelf_module.COPY_SECONDS = _OnFolder.copy_seconds  # type: ignore[misc]
+        view_module.COPY_SECONDS = _OnFolder.copy_seconds  # type: ignore[misc]
         if hasattr(self, "_folder"):
             left = list(Path(self._folder.name).rglob("*.tmp"))
             self._folder.cleanup()

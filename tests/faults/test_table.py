@@ -37,7 +37,8 @@ from s3proxy import WRONG_BYTES, WRONG_LENGTH
 from servers import SECRET
 
 from kvshelf.errors import KVShelfError, UnavailableStorageError
-from kvshelf.shelf import Shelf
+from kvshelf.shelf.shelf import Shelf
+from kvshelf.shelf.view import ObjectRef
 
 FMT = make_format()
 
@@ -106,16 +107,20 @@ def counters_of(fault: str, moment: str) -> tuple[str, ...]:
         return () if fault in ("404", WRONG_LENGTH) else ("probe_errors", "late_calls")
     if moment == "read":
         if fault == "404":
-            return ("load_missing",)
+            return ("load_failures_missing",)
         if fault == WRONG_LENGTH:
             # A client that asks for the size first cannot tell it from an object just replaced.
-            return ("load_bad", "load_errors")
-        return ("load_bad",) if fault == WRONG_BYTES else ("load_errors", "load_stalled")
+            return ("load_failures_bad", "load_failures_error")
+        return (
+            ("load_failures_bad",)
+            if fault == WRONG_BYTES
+            else ("load_failures_error", "load_failures_timeout")
+        )
     if moment == "write" and fault in (WRONG_LENGTH, WRONG_BYTES):
         # What was damaged on its way is noticed by who loads it.
-        return ("load_bad", "store_repaired")
+        return ("load_failures_bad", "repaired_objects")
     if moment in ("write", "publish"):
-        return () if fault == "412" else ("store_errors", "late_calls")
+        return () if fault == "412" else ("dropped_chunks_error", "late_calls")
     return ()
 
 
@@ -156,8 +161,8 @@ def test_cell(
             assert engine.answer(prompt) == 0
             # At once, but for a machine so busy that a deadline is missed.
             eventually(loads_all(engine, prompt))
-        spoilt = engine.rig.shelf.name(FMT, victim.chunks[1], 0)
-        doomed = engine.rig.shelf.name(FMT, victim.chunks[2], 0)
+        spoilt = engine.rig.shelf.view(FMT).name(ObjectRef(victim.chunks[1], 0))
+        doomed = engine.rig.shelf.view(FMT).name(ObjectRef(victim.chunks[2], 0))
         damage(storage.plain, spoilt, lambda data: data.reverse(), old=True)
     with closing(EngineStandIn(storage.backend, deadline=storage.deadline)) as engine:
         if moment != "list":
@@ -234,7 +239,7 @@ def test_truncated_objects_are_misses_and_replaced(
     with closing(EngineStandIn(storage.backend, deadline=storage.deadline)) as engine:
         engine.answer(prompt)
         for old in (True, False):
-            name = engine.rig.shelf.name(FMT, prompt.chunks[1], int(old))
+            name = engine.rig.shelf.view(FMT).name(ObjectRef(prompt.chunks[1], int(old)))
             damage(storage.plain, name, cut_to(BOUNDARIES[boundary]), old=old)
             # The truncated object is not even found; one truncated behind the look-up's back
             # is a failed load of that chunk.
@@ -284,7 +289,7 @@ def outdated(
     prompt = make_prompt(FMT, 0)
     with closing(EngineStandIn(storage.plain)) as engine:
         engine.answer(prompt)
-        name = engine.rig.shelf.name(FMT, prompt.chunks[1], 0)
+        name = engine.rig.shelf.view(FMT).name(ObjectRef(prompt.chunks[1], 0))
     good = Path(storage.plain.url, name).read_bytes()
     damage(storage.plain, name, cut_to(4500), old=True)
     assert storage.backend.stat([name]) == [4500]

@@ -14,20 +14,23 @@ from pathlib import Path
 import pytest
 from crash_child import make_chunks, make_format
 from faultfs import FaultMount
+from faulty import CountingBackend
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from kvshelf.backends import WriteResult
 from kvshelf.backends.posix import PosixBackend
-from kvshelf.backends.wrappers import CountingBackend
 from parts import AT_ONCE, PATIENCE, SOON, Rig, posix, until
 from parts import make_chunks as make_prompt
 
 from kvshelf.errors import ObjectMissingError
-from kvshelf.identity import Chunk, object_name
+from kvshelf.format.keys import Chunk
+from kvshelf.format.names import object_name
 from kvshelf.metrics import Counters
-from kvshelf.shelf import Presence, Shelf
-from kvshelf.tiers import DiskTier, FindsInTiers, LoadsFromTiers
+from kvshelf.shelf.disk_tier import DiskTier
+from kvshelf.shelf.shelf import Shelf
+from kvshelf.shelf.tiers import TieredShelf
+from kvshelf.shelf.view import ObjectRef, Presence
 
 
 class Machine:
@@ -45,7 +48,7 @@ class Machine:
             self.remote,
             deadlines=SOON,
             staging_objects=64,
-            in_front=lambda shelf: LoadsFromTiers(shelf, [self.tier]),
+            in_front=lambda shelf: TieredShelf(shelf, [self.tier]),
         )
 
     def put(self, chunks: list[Chunk]) -> None:
@@ -87,11 +90,11 @@ def test_a_disk_that_takes_no_writes(
     with caplog.at_level(logging.INFO):
         machine.put(chunks)
         assert machine.load(chunks)
-    assert machine.count("disk_tier_dropped") > 0
-    assert machine.count("disk_tier_rests") == 1
+    assert machine.count("disk_tier_dropped_objects") > 0
+    assert machine.count("disk_tier_breaker_opens") == 1
     lines = [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert len(lines) == 1
-    assert "nothing more is copied to this disk tier" in caplog.text
+    assert "no objects are copied to the disk tier" in caplog.text
     # What is there is used meanwhile, and nothing of what failed is counted.
     before = machine.remote.counts["open"]
     assert machine.load(chunks[:2])
@@ -99,12 +102,12 @@ def test_a_disk_that_takes_no_writes(
     machine.mount.clear()
 
     def full() -> bool:
-        before = machine.count("disk_tier_objects")
+        before = machine.count("disk_tier_loaded_objects")
         assert machine.load(chunks)
-        return machine.count("disk_tier_objects") - before == 24
+        return machine.count("disk_tier_loaded_objects") - before == 24
 
     until(full)
-    assert "takes writes again" in caplog.text
+    assert "write circuit breaker closed" in caplog.text
     assert len(list(machine.place.rglob("*.safetensors"))) == 24
 
 
@@ -115,12 +118,12 @@ def test_a_disk_that_fails_reads(machine: Machine, caplog: pytest.LogCaptureFixt
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
             assert machine.load(chunks)
-    assert machine.count("disk_tier_objects") == 0
+    assert machine.count("disk_tier_loaded_objects") == 0
     assert caplog.text.count("the disk tier is not used") == 1
     assert not machine.tier.available
     machine.mount.clear()
     until(lambda: machine.tier.available)
-    until(lambda: machine.load(chunks) and machine.count("disk_tier_objects") > 0)
+    until(lambda: machine.load(chunks) and machine.count("disk_tier_loaded_objects") > 0)
 
 
 def test_a_disk_that_hangs_keeps_few_loads(machine: Machine) -> None:
@@ -135,7 +138,7 @@ def test_a_disk_that_hangs_keeps_few_loads(machine: Machine) -> None:
     assert machine.rig.shelf.backend.reads.opened == 0
     machine.mount.clear()
     until(lambda: machine.tier.available)
-    until(lambda: machine.load(chunks) and machine.count("disk_tier_objects") > 0)
+    until(lambda: machine.load(chunks) and machine.count("disk_tier_loaded_objects") > 0)
 
 
 # ---------------------------------------------------------------------------------- any sequence
@@ -171,8 +174,7 @@ class _Tiered(RuleBasedStateMachine):
     def open(self) -> None:
         self.tier = DiskTier(self.near, 3 * SIZE)
         self.shelf = Shelf(self.counting)
-        self.loads = LoadsFromTiers(self.shelf, [self.tier])
-        self.finds = FindsInTiers(self.shelf, [self.tier])
+        self.tiered = TieredShelf(self.shelf, [self.tier])
 
     def path(self, root: Path, number: int) -> Path:
         return root / FMT.namespace.folder / object_name(*ITEMS[number], FMT.shards)
@@ -186,7 +188,7 @@ class _Tiered(RuleBasedStateMachine):
 
     @rule(number=any_item)
     def store(self, number: int) -> None:
-        result = self.loads.write(FMT, *ITEMS[number], [image_of(number)])
+        result = self.tiered.view(FMT).publish(ObjectRef(*ITEMS[number]), image_of(number))
         assert (result is WriteResult.EXISTED) == (number in self.stored)
         self.stored.add(number)
         self.settle()
@@ -198,7 +200,7 @@ class _Tiered(RuleBasedStateMachine):
         self.counting.counts.clear()
         image = bytearray(SIZE)
         try:
-            self.loads.load(FMT, *ITEMS[number], memoryview(image))
+            self.tiered.view(FMT).load(ObjectRef(*ITEMS[number]), memoryview(image))
         except ObjectMissingError:
             assert not near
             assert number not in self.stored
@@ -213,12 +215,12 @@ class _Tiered(RuleBasedStateMachine):
     @rule()
     def probe(self) -> None:
         self.counting.counts.clear()
-        answers = self.finds.probe(FMT, ITEMS)
+        answers = self.tiered.view(FMT).find(ITEMS)
         there = {n for n, answer in enumerate(answers) if answer is Presence.PRESENT}
         whole = {n for n in self.copies() if self.path(self.near, n).stat().st_size == SIZE}
         assert there == self.stored | whole
         assert self.counting.counts["stat_names"] == len(ITEMS) - len(whole)
-        stored = self.loads.probe(FMT, ITEMS)
+        stored = self.tiered.view(FMT).probe(ITEMS)
         assert {n for n, a in enumerate(stored) if a is Presence.PRESENT} == self.stored
 
     @rule(number=any_item, how=st.sampled_from(["flip", "cut", "remove"]))
@@ -259,7 +261,7 @@ class _Tiered(RuleBasedStateMachine):
 
     @rule()
     def restart(self) -> None:
-        self.loads.close()
+        self.tiered.close()
         self.counting = CountingBackend(PosixBackend(self.remote))
         self.open()
 
@@ -278,7 +280,7 @@ class _Tiered(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         if hasattr(self, "stored"):
-            self.loads.close()
+            self.tiered.close()
             self._folder.cleanup()
 
 

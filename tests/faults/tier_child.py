@@ -18,9 +18,10 @@ from typing import Any
 from crash_child import CHUNK, make_format
 from kvshelf.backends import posix
 
-from kvshelf.identity import Chunk, KeyChain
+from kvshelf.format.keys import Chunk, KeyChain
 from kvshelf.metrics import Counters
-from kvshelf.tiers import DiskTier
+from kvshelf.shelf.disk_tier import DiskTier
+from kvshelf.shelf.view import ObjectRef
 
 FMT = make_format()
 
@@ -48,11 +49,11 @@ def write(path: str, max_bytes: int, writer: int, objects: int, half: bool) -> d
             _die_in_the_middle()
         chunk = make_chunk(writer, number)
         image = memoryview(image_of(chunk, 0))
-        tier.keep(FMT, chunk, 0, [image])
+        tier.keep(FMT, ObjectRef(chunk, 0), image)
         if not tier.drain(60.0):
             raise TimeoutError("the tier does not answer")
         if number % 3 == 0:
-            tier.load(FMT, make_chunk(writer, max(0, number - 2)), 0, image)
+            tier.load(FMT, ObjectRef(make_chunk(writer, max(0, number - 2)), 0), image)
     tier.close()
     return counters.snapshot()
 

@@ -21,8 +21,9 @@ from inspect import isclass, isfunction
 from pathlib import Path
 from typing import Any, Final
 
-from kvshelf import chunkfile, identity
 from kvshelf.errors import BadObjectError, ConfigError, TransientStorageError
+from kvshelf.format import invalid, keys, names, namespace, tensors
+from kvshelf.format import objects as encoding
 
 HERE: Final = Path(__file__).resolve().parent
 CORPUS: Final = HERE / "corpus"
@@ -49,12 +50,12 @@ _SHAPES: Final[list[dict[str, Any]]] = [
 
 
 @cache
-def objects() -> list[tuple[chunkfile.ObjectFormat, identity.Chunk, int]]:
+def objects() -> list[tuple[encoding.ObjectFormat, keys.Chunk, int]]:
     """All objects that an input may choose to be read as."""
     found = []
     for shape in _SHAPES:
         record: dict[str, Any] = {
-            "format": identity.FORMAT,
+            "format": namespace.FORMAT,
             "weights": "user:fuzz",
             "chunk_size": CHUNK,
             "shards": 2,
@@ -63,9 +64,9 @@ def objects() -> list[tuple[chunkfile.ObjectFormat, identity.Chunk, int]]:
             "layer_names": ["layers.0.attn", 'odd "name\\'],
             "layer_dtypes": ["BF16"] * 2,
         } | shape
-        record["data_offset"] = chunkfile.ObjectFormat.required_data_offset(record)
-        fmt = chunkfile.ObjectFormat(identity.Namespace(record, "fuzz"))
-        chain = identity.KeyChain(fmt.namespace.digest, CHUNK)
+        record["data_offset"] = encoding.ObjectFormat.required_data_offset(record)
+        fmt = encoding.ObjectFormat(namespace.Namespace(record, "fuzz"))
+        chain = keys.KeyChain(fmt.namespace.digest, CHUNK)
         chunks = list(chain.extend(range(2 * CHUNK + 3)))
         tail = chain.tail() if fmt.tails else None
         found += [
@@ -90,7 +91,7 @@ class Reader:
         return len(part)
 
 
-def image_of(fmt: chunkfile.ObjectFormat, chunk: identity.Chunk, shard: int) -> bytearray:
+def image_of(fmt: encoding.ObjectFormat, chunk: keys.Chunk, shard: int) -> bytearray:
     """The object as a writer makes it."""
     size = fmt.object_size(shard, chunk.tokens if chunk.tail else None)
     image = bytearray(number % 251 for number in range(size))
@@ -119,17 +120,17 @@ def run_one(data: bytes) -> None:
     _read(fmt, chunk, shard, body, right)
     _read(fmt, chunk, shard, body.ljust(right, b"\0")[:right], right)
     try:
-        chunkfile.describe_header(body)
+        invalid.describe_header(body)
     except BadObjectError as error:
         _is_short(error)
     try:
-        namespace = identity.Namespace.from_bytes(body)
+        found = namespace.Namespace.from_bytes(body)
     except ConfigError as error:
         _is_short(error)
     else:
-        assert namespace.encoded == body
+        assert found.encoded == body
     text = body[:300].decode("latin-1")
-    parsed = identity.parse_path(text)
+    parsed = names.parse_path(text)
     assert parsed is None or (parsed.namespace is not None and ".." not in text.split("/"))
 
 
@@ -138,7 +139,7 @@ def _is_short(error: Exception) -> None:
 
 
 def _read(
-    fmt: chunkfile.ObjectFormat, chunk: identity.Chunk, shard: int, body: bytes, size: int
+    fmt: encoding.ObjectFormat, chunk: keys.Chunk, shard: int, body: bytes, size: int
 ) -> None:
     expected = fmt.object_size(shard, chunk.tokens if chunk.tail else None)
     around = bytearray(expected + 2)
@@ -164,7 +165,7 @@ def seeds() -> dict[str, bytes]:
     fmt = objects()[0][0]
     made["namespace"] = bytes(PREFIX) + fmt.namespace.encoded
     chunk = objects()[0][1]
-    name = f"{fmt.namespace.folder}/{identity.object_name(chunk, 0, fmt.shards)}"
+    name = f"{fmt.namespace.folder}/{names.object_name(chunk, 0, fmt.shards)}"
     made["name"] = bytes(PREFIX) + name.encode()
     made["huge-header"] = bytes(PREFIX) + (100 << 30).to_bytes(8, "little") + b"{}"
     nested = b"[" * 2000
@@ -189,7 +190,7 @@ def _instrument(module: Any) -> None:
 def _with_atheris(seconds: int) -> None:
     import atheris
 
-    for module in (chunkfile, identity):
+    for module in (encoding, invalid, tensors, namespace, keys, names):
         _instrument(module)
     FOUND.joinpath("corpus").mkdir(parents=True, exist_ok=True)
     options = [

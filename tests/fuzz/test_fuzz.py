@@ -35,7 +35,7 @@ def test_the_target_notices_a_decoder_that_believes_anything(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(
-        fuzz_decoder.chunkfile.ObjectFormat,
+        fuzz_decoder.encoding.ObjectFormat,
         "read",
         lambda self, reader, chunk, shard, image: reader.read_into(image, 0),
     )

@@ -18,7 +18,9 @@ import pytest
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvshelf import ops
+from kvshelf.kv.ops import checks as checks_module
+from kvshelf.kv.ops import compiled as compiled_module
+from kvshelf.kv.ops import library as library_module
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = [
@@ -85,7 +87,7 @@ class Emulation:
     def __init__(self, path: Path) -> None:
         import tvm_ffi
 
-        self.library = ops._load_library(path)
+        self.library = library_module._load_library(path)
         module = tvm_ffi.load_module(path)
         self._watch = module.get_function("emulation_watch")
         self._unwatch = module.get_function("emulation_unwatch")
@@ -132,19 +134,20 @@ class Emulation:
     @contextlib.contextmanager
     def in_use(self, *, steps: int = 0, buffers_on_host: bool = False) -> Iterator[None]:
         """CPU tensors are on the emulated device."""
-        ops._known_caches.clear()
+        checks_module._known_caches.clear()
         with (
-            mock.patch.object(ops, "_KERNEL_DEVICES", frozenset({"cpu"})),
-            mock.patch.object(ops, "_KERNEL_STEPS", steps),
-            mock.patch.object(ops, "_library", return_value=self.library),
-            mock.patch.object(ops, "_load_kernels", return_value=self.library),
-            mock.patch.object(ops, "_in_host_memory", return_value=buffers_on_host),
-            mock.patch.object(Tensor, "is_pinned", return_value=True),
+            mock.patch.object(library_module, "KERNEL_DEVICES", frozenset({"cpu"})),
+            mock.patch.object(compiled_module, "KERNEL_STEPS", steps),
+            mock.patch.object(library_module, "compiled_library", return_value=self.library),
+            mock.patch.object(library_module, "_load_kernels", return_value=self.library),
+            mock.patch.object(checks_module, "_in_host_memory", return_value=buffers_on_host),
+            # torch looks at the names of a tensor's methods when it compiles: no Mock has one.
+            mock.patch.object(Tensor, "is_pinned", lambda *_: True),  # noqa: PT008
         ):
             try:
                 yield
             finally:
-                ops._known_caches.clear()
+                checks_module._known_caches.clear()
                 self.unwatch()
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvshelf.layout import PagedLayout, native_slots_of, slots_of
+from kvshelf.kv.layout import PagedLayout, native_slots_of, slots_of
 
 Bytes = NDArray[np.uint8]
 
@@ -58,7 +58,8 @@ class Paged:
     def gathered(self, slots: Sequence[int], first: int, heads: int) -> Bytes:
         layout = self.layout
         out = np.zeros(
-            (len(self.caches), layout.kvs, len(slots), heads, layout.row_bytes), dtype=np.uint8
+            (len(self.caches), layout.kv_planes, len(slots), heads, layout.row_bytes),
+            dtype=np.uint8,
         )
         for layer, kv, token, head in np.ndindex(*out.shape[:-1]):
             if slots[token] >= 0:
@@ -73,7 +74,9 @@ class Paged:
         """What all memory must be after a scatter."""
         before = [memory.copy() for memory in self.memory]
         layout = self.layout
-        rows = chunk.reshape(len(self.caches), layout.kvs, len(slots), heads, layout.row_bytes)
+        rows = chunk.reshape(
+            len(self.caches), layout.kv_planes, len(slots), heads, layout.row_bytes
+        )
         for layer, kv, token, head in np.ndindex(*rows.shape[:-1]):
             if slots[token] >= 0:
                 place = self.row(layer, slots[token], kv, first + head)

@@ -68,7 +68,7 @@ class SimulatedEvent:
 
 
 class SimulatedStreams:
-    """The streams of the device; see :class:`kvshelf.device.Streams`.
+    """The streams of the device; see :class:`kvshelf.kv.device.Streams`.
 
     Parameters
     ----------

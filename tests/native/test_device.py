@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,10 +18,11 @@ from emulation import emulation
 from fake_streams import FakeEvent, FakeStreams
 from paged import Case, Paged, make_paged
 
-from kvshelf import device, ops
-from kvshelf.device import DevicePath, LayerCall
 from kvshelf.errors import ConfigError, DeviceUnavailableError
-from kvshelf.layout import PagedLayout
+from kvshelf.kv import device, ops
+from kvshelf.kv.caches import LayerCall
+from kvshelf.kv.device import DeviceKVCache
+from kvshelf.kv.layout import PagedLayout
 
 SHARDS, TOKENS = 2, 6
 
@@ -31,7 +32,7 @@ class Rig:
     paged: list[Paged]
     calls: list[LayerCall]
     streams: FakeStreams
-    path: DevicePath
+    path: DeviceKVCache
     size: int
 
     def payloads(self) -> list[torch.Tensor]:
@@ -64,7 +65,11 @@ def make_rig(streams: FakeStreams | None = NEW, **options: Any) -> Rig:
         start = end
     if streams is NEW:
         streams = FakeStreams()
-    path = DevicePath(calls, SHARDS, streams=streams, **options)
+    by_shard = {
+        shard: [replace(call, first_head=shard * call.heads) for call in calls]
+        for shard in range(SHARDS)
+    }
+    path = DeviceKVCache(by_shard, streams=streams, **options)
     if streams is not None:
         streams.log.clear()
     return Rig(paged, calls, streams or FakeStreams(), path, start)
@@ -158,7 +163,7 @@ def test_blocks_that_hold_all_layers_are_filled_by_a_list_of_copies(pinned: bool
     with emulation().in_use(buffers_on_host=pinned):
         backing, call = interleaved()
         streams = FakeStreams()
-        path = DevicePath([call], 1, pinned=pinned, streams=streams)
+        path = DeviceKVCache({0: [call]}, pinned=pinned, streams=streams)
         before = backing.clone()
         slots = [12, 13, 14, 3, -1, 5]
         payload = torch.randint(0, 256, (call.end,), dtype=torch.uint8)
@@ -184,7 +189,7 @@ def test_other_caches_are_filled_by_kernels_from_buffers(form: str) -> None:
         paged = make_paged(form, torch.bfloat16, blocks=5)
         size = len(paged.caches) * paged.layout.chunk_bytes(TOKENS, 1)
         call = LayerCall(paged.caches, paged.layout, 0, size, 1)
-        path = DevicePath([call], 1, pinned=True, streams=FakeStreams())
+        path = DeviceKVCache({0: [call]}, pinned=True, streams=FakeStreams())
         launches, copies = emulation().launches, emulation().copies
         path.scatter(0, torch.tensor(SLOTS), torch.zeros(size, dtype=torch.uint8))
         assert emulation().launches > launches
@@ -407,7 +412,7 @@ def test_after_the_end_nothing_is_begun(rig: Rig) -> None:
     rig.path.gather(torch.tensor(SLOTS), rig.payloads())
     rig.path.close()
     assert rig.path.gather(torch.tensor(SLOTS), rig.payloads()) is None
-    with pytest.raises(DeviceUnavailableError, match="given them up"):
+    with pytest.raises(DeviceUnavailableError, match="has released them"):
         rig.path.scatter(0, torch.tensor(SLOTS), rig.payloads()[0])
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,11 @@ from parts import (
 )
 
 from kvshelf.errors import DeviceUnavailableError, UnsupportedError
-from kvshelf.layout import PermutedLayout, permutation_bytes
-from kvshelf.transfer import ChunkSlots, DeviceKVCache, LayerRun
+from kvshelf.kv.caches import LayerRun, PendingCopy, layer_calls
+from kvshelf.kv.device import DeviceKVCache
+from kvshelf.kv.layout import PermutedLayout, permutation_bytes
+from kvshelf.transfer.context import ChunkSlots
+from kvshelf.transfer.stores import StoreOutcome
 
 
 @contextmanager
@@ -68,7 +71,7 @@ def test_nothing_is_published_before_it_has_arrived(tmp_path: Path) -> None:
         (item,) = rig.items(make_chunks(rig.fmt, 1), 0)
         rig.fill(item)
         streams.ended.clear()
-        assert rig.transfer.store(item) == "queued"
+        assert rig.transfer.store(item) == StoreOutcome.QUEUED
         assert rig.transfer.drain(0.1) == 1
         assert not rig.path(item.chunk, 0).exists()
         streams.ended.set()
@@ -82,13 +85,18 @@ def test_stores_are_dropped_while_the_device_has_no_buffer(tmp_path: Path) -> No
         items = rig.items(make_chunks(rig.fmt, 4), 0)
         streams.ended.clear()
         answers = [rig.transfer.store(item) for item in items]
-        assert answers == ["queued", "queued", "full", "hole"]
-        assert rig.count("store_dropped_full") == 1
+        assert answers == [
+            StoreOutcome.QUEUED,
+            StoreOutcome.QUEUED,
+            StoreOutcome.STAGING_FULL,
+            StoreOutcome.PARENT_DROPPED,
+        ]
+        assert rig.count("dropped_chunks_staging_full") == 1
         assert rig.staging.in_use == 2 * rig.fmt.shards
         streams.ended.set()
         assert rig.transfer.drain(PATIENCE) == 0
         assert rig.staging.in_use == 0
-        assert rig.transfer.store(items[2]) == "queued"
+        assert rig.transfer.store(items[2]) == StoreOutcome.QUEUED
 
 
 def test_what_a_failed_device_copied_is_not_published(
@@ -102,9 +110,9 @@ def test_what_a_failed_device_copied_is_not_published(
         (item,) = rig.items(make_chunks(rig.fmt, 1), 0)
         streams.ended.clear()
         monkeypatch.setattr(FakeEvent, "synchronize", fail)
-        assert rig.transfer.store(item) == "queued"
+        assert rig.transfer.store(item) == StoreOutcome.QUEUED
         assert rig.transfer.drain(PATIENCE) == 0
-        assert rig.count("store_dropped_paused") == 1
+        assert rig.count("dropped_chunks_unavailable") == 1
         assert rig.staging.in_use == 0
         assert not rig.path(item.chunk, 0).exists()
 
@@ -130,7 +138,7 @@ def test_staging_is_not_given_back_while_a_device_copies_into_it(tmp_path: Path)
         items = rig.items(make_chunks(rig.fmt, 3), 0)
         streams.ended.clear()
         for item in items:
-            assert rig.transfer.store(item) == "queued"
+            assert rig.transfer.store(item) == StoreOutcome.QUEUED
         closing_ = threading.Thread(target=rig.transfer.close)
         closing_.start()
         closing_.join(0.2)
@@ -150,7 +158,7 @@ def test_permuted_caches_on_a_device_are_refused() -> None:
         block_size=BLOCK,
         block_stride=caches[0].stride(0) * 2,
         head_stride=caches[0].stride(1) * 2,
-        kvs=2,
+        kv_planes=2,
         heads=HEADS,
         head_size=HEAD_SIZE,
         item_bytes=2,
@@ -158,7 +166,7 @@ def test_permuted_caches_on_a_device_are_refused() -> None:
         permutation=permutation_bytes(positions),
     )
     with pytest.raises(UnsupportedError, match="permuted inside their blocks"):
-        DeviceKVCache(fmt, [LayerRun(0, caches, layout)], streams=FakeStreams())
+        DeviceKVCache(layer_calls(fmt, [LayerRun(0, caches, layout)]), streams=FakeStreams())
 
 
 def test_what_goes_to_memory_asks_nothing_of_the_device(
@@ -175,10 +183,12 @@ def test_what_goes_to_memory_asks_nothing_of_the_device(
         got: list[int] = []
 
         class Memory:
-            def gather(self, shard: int, slots: torch.Tensor, payload: torch.Tensor) -> None:
+            def gather(self, slots: torch.Tensor, payloads: Sequence[torch.Tensor]) -> PendingCopy:
                 raise AssertionError
 
-            def scatter(self, shard: int, slots: torch.Tensor, payload: torch.Tensor) -> None:
+            def scatter(
+                self, shard: int, slots: torch.Tensor, payload: torch.Tensor, fence: object = None
+            ) -> None:
                 got.append(shard)
 
         none, ended = torch.empty(0, dtype=torch.int64), threading.Event()

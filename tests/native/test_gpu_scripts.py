@@ -22,7 +22,7 @@ import pytest
 import torch
 from emulation import emulation
 
-from kvshelf import ops
+from kvshelf.kv import ops
 
 CPU = torch.device("cpu")
 SCRIPTS = Path(gpu_run.__file__).parent
@@ -61,7 +61,7 @@ def test_all_checks_pass_or_say_why_they_were_not_made(kernels: bool) -> None:
         *("layouts_learned_from_flashinfer", "layouts_learned_from_flash_attn"),
     }
     assert report.comparisons > 500
-    for name in ("forms_dtypes_widths", "bad_slots_are_flagged", "the_way_to_staging"):
+    for name in ("forms_dtypes_widths", "bad_slots_are_refused", "the_way_to_staging"):
         assert found[name] == "ok"
 
 

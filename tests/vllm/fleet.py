@@ -33,18 +33,19 @@ def _on_shelf(path: Path, **extra: Any) -> dict[str, Any]:
     }
 
 
+#: 23 blocks of 128 tokens, 384 tokens a step: requests wait for each other and are preempted.
+_SMALL = {"num_gpu_blocks_override": 24, "max_num_batched_tokens": 384, "max_model_len": 2048}
+
 #: Arguments of every engine that tests know by name, see :class:`harness.Engine`.
 ENGINES: dict[str, Callable[[Places], dict[str, Any]]] = {
     "inert": lambda at: {"model": at.model, "connector": INERT_CONNECTOR, "core": 0},
     "on_shelf": lambda at: {"model": at.model, **_on_shelf(at.shelf), "core": 1},
-    # 23 blocks of 128 tokens, 384 tokens a step: requests wait for each other and are preempted.
-    "small": lambda at: {
+    "small": lambda at: {"model": at.model, **_on_shelf(at.shelf), "core": 1, **_SMALL},
+    "small_inert": lambda at: {
         "model": at.model,
-        **_on_shelf(at.shelf),
-        "core": 1,
-        "num_gpu_blocks_override": 24,
-        "max_num_batched_tokens": 384,
-        "max_model_len": 2048,
+        "connector": INERT_CONNECTOR,
+        "core": 0,
+        **_SMALL,
     },
     # Its caches are taken for those of a device whose streams run behind.
     "beside_device": lambda at: {
@@ -109,8 +110,10 @@ class Engines:
 
     def start(self, name: str, **arguments: Any) -> Engine:
         """Start an engine that no other test knows; see :class:`harness.Engine`."""
+        # Where tests run side by side, engines of different tests begin with different cores.
+        first = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
         cores = sorted(os.sched_getaffinity(0))
-        arguments["core"] = cores[arguments.get("core", 0) % len(cores)]
+        arguments["core"] = cores[(first + arguments.get("core", 0)) % len(cores)]
         engine = Engine(log=self.places.root / "logs" / f"{name}.log", **arguments)
         self._started.setdefault(name, engine)
         return engine

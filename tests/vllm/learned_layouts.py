@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from test_layout_probe import choose, cpu_layer, mla_layer, probe
+from cpu_layers import FP8, cpu_layer, refusal
+from test_layout_discovery import choose, mla_layer, probe
 
 ROUNDS = 9
-FP8 = {"fp8_e4m3": "F8_E4M3", "fp8_e5m2": "F8_E5M2"}
 
 
 def row(kernel: str, make: Callable[[], Any], shown: str, block_size: int, **options: Any) -> str:
@@ -36,12 +36,14 @@ def row(kernel: str, make: Callable[[], Any], shown: str, block_size: int, **opt
 
 
 def main() -> None:
-    """Print the table."""
+    """Print the table, without the kernels that this processor does not have."""
     torch.set_num_threads(1)
     print("| kernel | dtype | block | learned as | writes | ms | next layer, ms | stored as |")
     print("|---|---|---:|---|---:|---:|---:|---|")
     for isa, head_size in (("vec", 64), ("vec", 128), ("vec16", 80), ("amx", 64), ("amx", 128)):
         for dtype in (torch.bfloat16, torch.float32):
+            if refusal(isa, dtype, "auto", 128, head_size):
+                continue
             print(
                 row(
                     f"{isa}, 2 heads of {head_size}",
@@ -54,6 +56,8 @@ def main() -> None:
                 )
             )
     for name in FP8:
+        if refusal("vec", torch.bfloat16, name):
+            continue
         print(
             row("vec, 2 heads of 64", lambda n=name: cpu_layer("vec", kv_cache_dtype=n), name, 128)
         )

@@ -13,24 +13,24 @@ from typing import Any
 
 import torch
 from kvshelf.backends import Backend, Deadlines
-from kvshelf.backends.guard import Backoff, GuardedBackend
+from kvshelf.backends.breaker import Backoff
+from kvshelf.backends.guard import GuardedBackend
 from kvshelf.backends.posix import PosixBackend
 
-from kvshelf.chunkfile import ObjectFormat
-from kvshelf.device import Streams
-from kvshelf.identity import FORMAT, Chunk, KeyChain, Namespace, object_name
-from kvshelf.layout import PagedLayout, native_slots_of, slots_of
+from kvshelf.format.keys import Chunk, KeyChain
+from kvshelf.format.names import object_name
+from kvshelf.format.namespace import FORMAT, Namespace
+from kvshelf.format.objects import ObjectFormat
+from kvshelf.kv.caches import HostKVCache, KVCache, LayerRun, layer_calls
+from kvshelf.kv.device import DeviceKVCache, Streams
+from kvshelf.kv.layout import PagedLayout, native_slots_of, slots_of
 from kvshelf.metrics import Counters
-from kvshelf.shelf import Shelf
-from kvshelf.staging import StagingPool
-from kvshelf.transfer import (
-    ChunkSlots,
-    DeviceKVCache,
-    LayerRun,
-    Load,
-    PagedKVCache,
-    Transfer,
-)
+from kvshelf.shelf.shelf import Shelf
+from kvshelf.transfer.context import ChunkSlots
+from kvshelf.transfer.loads import Load
+from kvshelf.transfer.staging import StagingPool
+from kvshelf.transfer.stores import StoreOutcome
+from kvshelf.transfer.transfer import Transfer
 
 LAYERS, HEADS, HEAD_SIZE, BLOCK = 3, 2, 8, 4
 #: Deadlines that a test can wait for, and that a busy machine keeps.
@@ -117,16 +117,16 @@ class Rig:
             if self.native
             else PagedLayout.from_bhnc(self.caches[0], HEAD_SIZE)
         )
-        runs = [LayerRun(0, self.caches, layout)]
-        cache: PagedKVCache | DeviceKVCache = PagedKVCache(self.fmt, runs)
+        calls = layer_calls(self.fmt, [LayerRun(0, self.caches, layout)])
+        cache: KVCache = HostKVCache(calls)
         if self.streams is not None:
-            cache = DeviceKVCache(self.fmt, runs, streams=self.streams, ring=self.ring)
+            cache = DeviceKVCache(calls, streams=self.streams, ring=self.ring)
         size = max(self.fmt.object_size(shard) for shard in range(self.fmt.shards))
         self.staging = StagingPool(
             self.staging_objects * -(-size // 4096) * 4096, size, together=self.fmt.shards
         )
         self.transfer = Transfer(
-            self.shelf, self.fmt, cache, self.staging, counters=self.counters, **self.options
+            self.shelf.view(self.fmt), cache, self.staging, counters=self.counters, **self.options
         )
 
     @property
@@ -173,7 +173,7 @@ class Rig:
         """Store chunks and wait until they are published."""
         for item in self.items(chunks, first_block):
             self.fill(item)
-            assert self.transfer.store(item) == "queued"
+            assert self.transfer.store(item) == StoreOutcome.QUEUED
         assert self.transfer.drain(PATIENCE) == 0
 
     def finished(self) -> Load:

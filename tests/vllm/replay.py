@@ -558,7 +558,6 @@ class MiniVllm:
             for cache in self.caches.values():
                 self.enqueue(cache[block].zero_)
         self.zeroed.clear()
-        worker.handle_preemptions(meta)
         worker.bind_connector_metadata(meta)
 
         def results() -> None:

@@ -4,15 +4,21 @@ A :class:`SimulatedEngine` has the caches, layers and cache updates of an engine
 :class:`~kvshelf.vllm.scheduler.SchedulerSide` and :class:`~kvshelf.vllm.worker.WorkerSide` in the
 order in which vLLM does. Instead of a forward pass it writes KV that is a function of the tokens so
 far, through the layer's own cache update.
+
+An engine may have several ranks: tensor-parallel ones, and those of prefill and decode context
+parallelism. Which tokens a rank holds, and where, is worked out here token by token.
 """
 
 from __future__ import annotations
 
 import hashlib
+import pickle  # noqa: TID251 - as vLLM does between its processes
 import random
 import time
 import warnings
+from collections import Counter
 from collections.abc import Sequence
+from functools import reduce
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,13 +32,13 @@ with warnings.catch_warnings():
     pytest.importorskip("vllm")
     from vllm.v1.attention.backend import AttentionImpl
 
-    from kvshelf.vllm.metadata import StepMetadata
+    from kvshelf.vllm.metadata import StepMetadata, WorkerMetadata
     from kvshelf.vllm.scheduler import SchedulerSide
     from kvshelf.vllm.worker import WorkerSide
 
 from kvshelf.config import Config
-from kvshelf.layout import packed_positions
-from kvshelf.shelf import open_shelf
+from kvshelf.kv.layout import packed_positions
+from kvshelf.shelf.shelf import open_shelf
 
 LAYERS, HEADS, SIZE = 2, 2, 16
 PATIENCE = 20.0
@@ -45,9 +51,10 @@ class Writing(AttentionImpl):  # type: ignore[type-arg]
 
     sliding_window = None
 
-    def __init__(self, form: str, block_size: int) -> None:
+    def __init__(self, form: str, block_size: int, heads: int = HEADS) -> None:
         self.form = form
         self.block_size = block_size
+        self.heads = heads
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError
@@ -59,41 +66,42 @@ class Writing(AttentionImpl):  # type: ignore[type-arg]
             self.put(kv_cache, slot_mapping, torch.stack((key, value)))
 
     def _places(self, cache: Tensor, slots: Tensor) -> tuple[Tensor, Any]:
-        """Return a view of the cache and the index of ``[tokens, kvs, heads, size]`` in it."""
+        """A view of the cache and the index of ``[tokens, kv_planes, heads, size]``."""
         block, token = slots // self.block_size, slots % self.block_size
         if self.form in ("vec", "amx"):
             order = packed_positions(self.form, self.block_size, SIZE, cache.element_size())
             assert order is not None
-            flat = cache.view(cache.shape[0], HEADS, -1)
+            flat = cache.view(cache.shape[0], self.heads, -1)
             inner = order.long()[:, token].movedim(0, 1).unsqueeze(2)
-            return flat, (block.view(-1, 1, 1, 1), torch.arange(HEADS).view(1, 1, -1, 1), inner)
+            heads = torch.arange(self.heads).view(1, 1, -1, 1)
+            return flat, (block.view(-1, 1, 1, 1), heads, inner)
         if self.form == "2BNHD":
             return cache.permute(1, 2, 0, 3, 4), (block, token)
         return cache.unflatten(-1, (2, SIZE)).permute(0, 2, 3, 1, 4), (block, token)
 
     def put(self, cache: Tensor, slots: Tensor, values: Tensor) -> None:
-        """Write ``[kvs, tokens, heads, size]``."""
+        """Write ``[kv_planes, tokens, heads, size]``."""
         view, index = self._places(cache, slots)
         view[index] = values.movedim(1, 0).to(cache.dtype)
 
     def get(self, cache: Tensor, slots: Tensor) -> Tensor:
-        """Read ``[kvs, tokens, heads, size]``."""
+        """Read ``[kv_planes, tokens, heads, size]``."""
         view, index = self._places(cache, slots)
         return view[index].movedim(0, 1)
 
 
-def make_cache(form: str, blocks: int, block_size: int) -> Tensor:
+def make_cache(form: str, blocks: int, block_size: int, heads: int = HEADS) -> Tensor:
     """A cache as it is registered, full of what was there before."""
     shape = {
-        "NHD": (blocks, block_size, HEADS, 2 * SIZE),
-        "2BNHD": (2, blocks, block_size, HEADS, SIZE),
-    }.get(form, (blocks, HEADS, block_size, 2 * SIZE))
+        "NHD": (blocks, block_size, heads, 2 * SIZE),
+        "2BNHD": (2, blocks, block_size, heads, SIZE),
+    }.get(form, (blocks, heads, block_size, 2 * SIZE))
     cache = torch.randn(shape).bfloat16()
     return cache.transpose(1, 2) if form == "NHD" else cache
 
 
 def kv_of(tokens: Sequence[int]) -> Tensor:
-    """KV of a prompt: bfloat16 ``[layers, kvs, tokens, heads, size]``, a function of prefixes."""
+    """KV of a prompt: bfloat16 ``[layers, kv_planes, tokens, heads, size]``, by prefix."""
     digest = hashlib.sha256()
     rows = []
     for token in tokens:
@@ -102,6 +110,93 @@ def kv_of(tokens: Sequence[int]) -> Tensor:
         rows.append(torch.Generator().manual_seed(seed))
     values = [torch.randn(LAYERS, 2, HEADS, SIZE, generator=row) for row in rows]
     return torch.stack(values, 2).bfloat16()
+
+
+class Rank:
+    """The caches of one worker, and its side of the connector.
+
+    Parameters
+    ----------
+    engine : SimulatedEngine
+    number : int
+        (prefill-context rank) × tensor-parallel degree + tensor-parallel rank.
+    """
+
+    def __init__(self, engine: SimulatedEngine, number: int, config: Config, blocks: int) -> None:
+        copy, rank = divmod(number, engine.tensor_parallel)
+        each = -(-HEADS // engine.tensor_parallel)
+        first = rank * HEADS // engine.tensor_parallel
+        self.heads = slice(first, first + each)
+        #: Its place among the ranks that share the tokens of each block.
+        self.place = (rank * engine.prefill_context + copy) % engine.decode_context
+        self.engine = engine
+        self.impl = Writing(engine.form, engine.block_size, each)
+        names = [f"model.layers.{i}.attn" for i in range(LAYERS)]
+        self.caches = {
+            name: make_cache(engine.form, blocks, engine.block_size, each) for name in names
+        }
+        self.layers = {
+            name: SimpleNamespace(
+                impl=self.impl,
+                kv_cache=cache,
+                num_kv_heads=each,
+                head_size=SIZE,
+                head_size_v=SIZE,
+                kv_sharing_target_layer_name=None,
+                kv_cache_dtype="auto",
+                attn_backend=SimpleNamespace(forward_includes_kv_cache_update=False),
+                _k_scale_float=1.0,
+                _v_scale_float=1.0,
+            )
+            for name, cache in self.caches.items()
+        }
+        self.vllm_config = SimpleNamespace(
+            compilation_config=SimpleNamespace(static_forward_context=self.layers),
+            cache_config=SimpleNamespace(
+                block_size=engine.block_size, cache_dtype="auto", num_gpu_blocks=blocks
+            ),
+            parallel_config=SimpleNamespace(
+                tensor_parallel_size=engine.tensor_parallel,
+                pipeline_parallel_size=1,
+                prefill_context_parallel_size=engine.prefill_context,
+                decode_context_parallel_size=engine.decode_context,
+                cp_kv_cache_interleave_size=engine.interleave,
+            ),
+            model_config=SimpleNamespace(
+                dtype=torch.bfloat16,
+                quantization=None,
+                hf_text_config=SimpleNamespace(),
+                served_model_name="simulated",
+                model="simulated",
+                max_model_len=4096,
+                get_total_num_kv_heads=lambda: HEADS,
+            ),
+        )
+        self.worker = WorkerSide(self.vllm_config, config, lambda: engine.shelf, rank=number)
+        self.worker.register(self.caches)
+
+    def slot(self, block_ids: Sequence[int], position: int) -> int:
+        """The slot of a token, −1 if another rank holds it."""
+        size, ranks, run = (
+            self.engine.block_size,
+            self.engine.decode_context,
+            self.engine.interleave,
+        )
+        block, inside = divmod(position, size * ranks)
+        if ranks > 1:
+            turn, token = divmod(inside, run)
+            if turn % ranks != self.place:
+                return -1
+            inside = turn // ranks * run + token
+        return block_ids[block] * size + inside
+
+    def held(self, block_ids: Sequence[int], start: int, end: int) -> tuple[Tensor, Tensor]:
+        """The tokens of ``[start, end)`` that this rank holds, from 0, and their slots."""
+        slots = torch.tensor(
+            [self.slot(block_ids, position) for position in range(start, end)], dtype=torch.int64
+        )
+        held = (slots >= 0).nonzero().flatten()
+        return held, slots[held]
 
 
 class SimulatedEngine:
@@ -113,8 +208,11 @@ class SimulatedEngine:
     form : str
         One of :data:`FORMS`, or ``odd``.
     block_size, blocks : int
+        Slots of a block in the cache of one rank; number of blocks.
     seed : int
         Decides which blocks a request gets.
+    tensor_parallel, prefill_context, decode_context, interleave : int
+        The engine's parallelism, as vLLM's options.
     **options
         kvshelf's configuration.
     """
@@ -127,73 +225,90 @@ class SimulatedEngine:
         *,
         blocks: int = 24,
         seed: int = 0,
+        tensor_parallel: int = 1,
+        prefill_context: int = 1,
+        decode_context: int = 1,
+        interleave: int = 1,
         **options: Any,
     ) -> None:
         self.form, self.block_size = form, block_size
+        self.tensor_parallel, self.prefill_context = tensor_parallel, prefill_context
+        self.decode_context, self.interleave = decode_context, interleave
         self.random = random.Random(seed)
         self.free = list(range(1, blocks))
         self.random.shuffle(self.free)
-        self.impl = Writing(form, block_size)
-        names = [f"model.layers.{i}.attn" for i in range(LAYERS)]
-        self.caches = {name: make_cache(form, blocks, block_size) for name in names}
-        self.layers = {
-            name: SimpleNamespace(
-                impl=self.impl,
-                kv_cache=cache,
-                num_kv_heads=HEADS,
-                head_size=SIZE,
-                head_size_v=SIZE,
-                kv_sharing_target_layer_name=None,
-                kv_cache_dtype="auto",
-                attn_backend=SimpleNamespace(forward_includes_kv_cache_update=False),
-                _k_scale_float=1.0,
-                _v_scale_float=1.0,
-            )
-            for name, cache in self.caches.items()
-        }
         config = Config(
             shared_storage_path=str(shelf), weights="simulated", staging_bytes=8 << 20, **options
         )
-        vllm_config = SimpleNamespace(
-            compilation_config=SimpleNamespace(static_forward_context=self.layers),
-            cache_config=SimpleNamespace(
-                block_size=block_size, cache_dtype="auto", num_gpu_blocks=blocks
-            ),
-            parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1),
-            model_config=SimpleNamespace(
-                dtype=torch.bfloat16,
-                quantization=None,
-                hf_text_config=SimpleNamespace(),
-                served_model_name="simulated",
-                model="simulated",
-                max_model_len=4096,
-                get_total_num_kv_heads=lambda: HEADS,
-            ),
-        )
         self.shelf = open_shelf(str(shelf))
+        ranks = tensor_parallel * prefill_context
+        self.ranks = [Rank(self, number, config, blocks) for number in range(ranks)]
+        vllm_config = self.ranks[0].vllm_config
         self.scheduler = SchedulerSide(
-            vllm_config, config, lambda: self.shelf, block_size=block_size
+            vllm_config,
+            config,
+            lambda: self.shelf,
+            block_size=self.block_tokens,
+            ranks=ranks,
+            may_store=decode_context == 1,
         )
-        self.worker = WorkerSide(vllm_config, config, lambda: self.shelf)
-        self.worker.register(self.caches)
         self.requests = 0
         #: Blocks that the last load left without KV.
         self.bad_blocks: set[int] = set()
-        # The worker's part of the namespace to the scheduler and back.
+        #: Ranks that reported a request's load.
+        self.reported: Counter[str] = Counter()
+        # The workers' part of the namespace to the scheduler and back.
         self.step([])
         self.step([])
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens in a block of the cache manager."""
+        return self.block_size * self.decode_context
+
+    @property
+    def worker(self) -> WorkerSide:
+        """The side of rank 0."""
+        return self.ranks[0].worker
+
+    @property
+    def impl(self) -> Writing:
+        """The attention of rank 0."""
+        return self.ranks[0].impl
+
+    @property
+    def layers(self) -> dict[str, Any]:
+        """The layers of rank 0."""
+        return self.ranks[0].layers
+
+    @property
+    def caches(self) -> dict[str, Tensor]:
+        """The caches of rank 0."""
+        return self.ranks[0].caches
+
+    @caches.setter
+    def caches(self, caches: dict[str, Tensor]) -> None:
+        self.ranks[0].caches = caches
+
+    def bind(self, caches: dict[str, Tensor]) -> None:
+        """Give the layers other memory, as after sleep."""
+        self.caches = caches
+        for name, cache in caches.items():
+            self.layers[name].kv_cache = cache
 
     def close(self) -> None:
         """Stop all threads."""
         self.scheduler.close()
-        self.worker.close()
+        for rank in self.ranks:
+            rank.worker.close()
         self.shelf.close()
 
     @property
     def namespace(self) -> bytes:
         """The namespace's record."""
-        assert self.worker._namespace is not None
-        return self.worker._namespace.encoded
+        namespace = self.worker._registration.namespace
+        assert namespace is not None
+        return namespace.encoded
 
     def step(
         self,
@@ -226,15 +341,24 @@ class SimulatedEngine:
         )
         meta = self.scheduler.step_metadata(output)
         assert isinstance(meta, StepMetadata)
-        self.worker.bind(meta)
-        self.worker.start_loads()
-        self.worker.save()
-        done = self.worker.finished_loads()
-        self.bad_blocks |= self.worker.take_bad_blocks()
-        answer = self.worker.worker_metadata()
-        self.worker.clear()
-        if answer is not None:
-            self.scheduler.worker_output(answer)
+        done: set[str] = set()
+        answers = []
+        for worker in (rank.worker for rank in self.ranks):
+            # As vLLM does between its processes.
+            worker.bind(pickle.loads(pickle.dumps(meta)))
+            worker.start_loads()
+            worker.save()
+            self.reported.update(worker.finished_loads())
+            (bad_blocks,) = worker.take_bad_blocks()
+            self.bad_blocks |= bad_blocks
+            answers.append(worker.worker_metadata())
+            worker.clear()
+        done = {name for name, count in self.reported.items() if count == len(self.ranks)}
+        for name in done:
+            del self.reported[name]
+        reports = [answer for answer in answers if answer is not None]
+        if reports:
+            self.scheduler.worker_output(reduce(WorkerMetadata.aggregate, reports))
         self.scheduler.loads_done(done)
         return done
 
@@ -260,30 +384,35 @@ class SimulatedEngine:
 
     def blocks_for(self, tokens: int) -> list[int]:
         """Take blocks for so many tokens, in no order."""
-        count = -(-tokens // self.block_size)
+        count = -(-tokens // self.block_tokens)
         taken, self.free = self.free[:count], self.free[count:]
         assert len(taken) == count, "the simulated cache is too small"
         return taken
 
-    def slots(self, block_ids: Sequence[int], start: int, end: int) -> Tensor:
-        """Slots of tokens ``[start, end)``, worked out one by one."""
-        size = self.block_size
-        return torch.tensor(
-            [block_ids[at // size] * size + at % size for at in range(start, end)],
-            dtype=torch.int64,
-        )
-
     def put(self, tokens: Sequence[int], block_ids: Sequence[int], start: int, end: int) -> None:
         """Compute tokens ``[start, end)``."""
         values = kv_of(tokens[:end])[:, :, start:]
-        slots = self.slots(block_ids, start, end)
-        for layer, cache in enumerate(self.caches.values()):
-            self.impl.put(cache, slots, values[layer])
+        for rank in self.ranks:
+            held, slots = rank.held(block_ids, start, end)
+            for layer, cache in enumerate(rank.caches.values()):
+                rank.impl.put(cache, slots, values[layer][:, held, rank.heads])
 
     def get(self, block_ids: Sequence[int], start: int, end: int) -> Tensor:
-        """Read tokens ``[start, end)``: ``[layers, kvs, tokens, heads, size]``."""
-        slots = self.slots(block_ids, start, end)
-        return torch.stack([self.impl.get(cache, slots) for cache in self.caches.values()])
+        """Read tokens ``[start, end)``: ``[layers, kv_planes, tokens, heads, size]``.
+
+        Ranks that hold the same must agree.
+        """
+        found = torch.full((LAYERS, 2, end - start, HEADS, SIZE), torch.nan, dtype=torch.bfloat16)
+        for rank in self.ranks:
+            held, slots = rank.held(block_ids, start, end)
+            for layer, cache in enumerate(rank.caches.values()):
+                values = rank.impl.get(cache, slots)
+                others = found[layer][:, held, rank.heads]
+                known = ~others.isnan()
+                assert torch.equal(values[known], others[known]), "replicas differ"
+                found[layer][:, held, rank.heads] = values
+        assert not found.isnan().any(), "no rank holds a token"
+        return found
 
     def matched(self, request: Any, computed: int) -> int:
         """Ask how many tokens the shelf has, until the answer is there."""
@@ -306,7 +435,8 @@ class SimulatedEngine:
             self.put(tokens, block_ids, start, end)
             self.step([(request.request_id, start, end - start)], block_ids)
             start = end
-        assert self.worker.drain(PATIENCE) == 0
+        for rank in self.ranks:
+            assert rank.worker.drain(PATIENCE) == 0
         self.scheduler.finished(request.request_id)
         return block_ids
 
@@ -317,7 +447,7 @@ class SimulatedEngine:
         block_ids = self.blocks_for(len(tokens))
         self.bad_blocks = set()
         if found:
-            self.scheduler.allocated(request, block_ids, found)
+            self.scheduler.allocated(request, (block_ids,), found)
             deadline = time.monotonic() + PATIENCE
             while request.request_id not in self.step([]):
                 assert time.monotonic() < deadline

@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,12 @@ from shelf_files import DAMAGE
 from simulated import FORMS, HEADS, SIZE, SimulatedEngine, kv_of
 
 from kvshelf.errors import ConfigError
-from kvshelf.identity import KeyChain, Namespace, object_name
+from kvshelf.format.keys import KeyChain
+from kvshelf.format.names import object_name
+from kvshelf.format.namespace import Namespace
+from kvshelf.kv.caches import LayerRun
+from kvshelf.kv.layout import PagedLayout
+from kvshelf.vllm.registered_caches import RegisteredCaches, cached_layers
 
 Start = Callable[..., SimulatedEngine]
 
@@ -47,8 +53,8 @@ def prompt(length: int, seed: int = 0) -> list[int]:
     return torch.randint(0, 1000, (length,), generator=generator).tolist()
 
 
-def snapshot(engine: SimulatedEngine) -> list[torch.Tensor]:
-    return [cache.clone() for cache in engine.caches.values()]
+def snapshot(engine: SimulatedEngine) -> list[list[torch.Tensor]]:
+    return [[cache.clone() for cache in rank.caches.values()] for rank in engine.ranks]
 
 
 def check_load(engine: SimulatedEngine, tokens: list[int], computed: int = 0) -> int:
@@ -59,10 +65,11 @@ def check_load(engine: SimulatedEngine, tokens: list[int], computed: int = 0) ->
     expected = kv_of(tokens)
     end = computed + found
     assert torch.equal(engine.get(block_ids, computed, end), expected[:, :, computed:end])
-    slots = engine.slots(block_ids, computed, end)
-    for cache, old in zip(engine.caches.values(), before, strict=True):
-        engine.impl.put(cache, slots, engine.impl.get(old, slots))
-        assert torch.equal(cache, old)
+    for rank, olds in zip(engine.ranks, before, strict=True):
+        _, slots = rank.held(block_ids, computed, end)
+        for cache, old in zip(rank.caches.values(), olds, strict=True):
+            rank.impl.put(cache, slots, rank.impl.get(old, slots))
+            assert torch.equal(cache, old)
     return found
 
 
@@ -219,7 +226,7 @@ def test_one_cache_shared_by_two_layers_is_stored_once(tmp_path: Path) -> None:
         layers = engine.layers
         first, second = layers
         layers[second].kv_sharing_target_layer_name = first
-        assert engine.worker._cached_layers(engine.caches) == [first]
+        assert cached_layers(engine.caches, engine.worker._vllm_config, None) == [first]
 
 
 def test_caches_that_come_back_from_sleep_are_compared(start: Start) -> None:
@@ -230,12 +237,47 @@ def test_caches_that_come_back_from_sleep_are_compared(start: Start) -> None:
         name: cache.clone(memory_format=torch.preserve_format)
         for name, cache in engine.caches.items()
     }
-    engine.caches = fresh
-    engine.worker.wake_up(fresh)
+    engine.bind(fresh)
+    engine.worker.wake_up()
     assert check_load(engine, tokens) == 96
-    engine.worker.wake_up({name: cache.contiguous() for name, cache in fresh.items()})
+    engine.bind({name: cache.contiguous() for name, cache in fresh.items()})
+    engine.worker.wake_up()
     engine.step([])
     assert engine.load(tokens)[0] == 0
+
+
+@pytest.mark.parametrize("bound", [None, [], torch.tensor([])])
+def test_caches_that_do_not_come_back_from_sleep_are_not_used(start: Start, bound: Any) -> None:
+    tokens = prompt(100)
+    engine = start("NHD", 16, chunk_size=32)
+    engine.prefill(tokens)
+    engine.layers[next(iter(engine.layers))].kv_cache = bound
+    engine.worker.wake_up()
+    engine.step([])
+    assert engine.load(tokens)[0] == 0
+
+
+def test_memory_that_came_back_elsewhere_is_viewed_as_it_was_registered() -> None:
+    """A layer may be bound to another view than the registered one, as those of MLA are."""
+    registered = torch.zeros(4, 1, 16, 24, dtype=torch.bfloat16)
+    layer = SimpleNamespace(kv_cache=registered.squeeze(1))
+    run = LayerRun(0, [registered], PagedLayout.from_mla(layer.kv_cache))
+    report: Any = None
+    caches = RegisteredCaches(("layer",), [layer.kv_cache], (run,), 1, report)
+    memory = torch.arange(5 * 16 * 24, dtype=torch.int16)
+    layer.kv_cache = memory.view(torch.bfloat16).view(5, 16, 24)[1:]
+    assert caches.rebind({"layer": layer})
+    [cache] = run.caches
+    assert (cache.shape, cache.stride(), cache.dtype) == (
+        registered.shape,
+        registered.stride(),
+        registered.dtype,
+    )
+    assert cache.data_ptr() == layer.kv_cache.data_ptr()
+    assert torch.equal(cache.view(torch.int16).flatten(), memory[16 * 24 :])
+    layer.kv_cache = layer.kv_cache[:3]
+    assert not caches.rebind({"layer": layer})
+    assert run.caches == [cache]
 
 
 def test_head_sizes_and_heads_are_those_of_the_model(start: Start) -> None:

@@ -17,17 +17,18 @@ import pytest
 pytest.importorskip("vllm")
 
 import torch
+from faulty import FaultyBackend
 from kvshelf.backends import Deadlines
 from kvshelf.backends.guard import GuardedBackend
-from kvshelf.backends.wrappers import FaultyBackend
 from parts import AT_ONCE, PATIENCE, posix, until
 from replay import MiniVllm, Request, bind, make_caches, make_config, make_groups, prompt
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
-from kvshelf.device import DevicePath
 from kvshelf.errors import UnsupportedError
-from kvshelf.shelf import Shelf
-from kvshelf.staging import StagingPool
+from kvshelf.kv.device import DeviceKVCache
+from kvshelf.shelf import tiers
+from kvshelf.shelf.shelf import Shelf
+from kvshelf.transfer.staging import StagingPool
 from kvshelf.vllm import connector, weight_changes
 from kvshelf.vllm.connector import SharedStorageConnector
 from kvshelf.vllm.worker import WorkerSide
@@ -43,8 +44,8 @@ def backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FaultyBackend:
         guarded = GuardedBackend(backend, replace(Deadlines(), **(deadlines or {})), AT_ONCE)
         return Shelf(guarded)
 
-    monkeypatch.setattr(connector, "open_shelf", open_shelf)
-    connector._next_logs.clear()
+    monkeypatch.setattr(tiers, "open_shelf", open_shelf)
+    connector._logs.clear()
     return backend
 
 
@@ -99,9 +100,9 @@ def test_all_memory_is_taken_when_caches_are_registered(
     start: Callable[..., MiniVllm], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     paths, pools = [], []
-    make_path, make_pool = DevicePath.__init__, StagingPool.__init__
+    make_path, make_pool = DeviceKVCache.__init__, StagingPool.__init__
 
-    def path(self: DevicePath, *args: Any, **options: Any) -> None:
+    def path(self: DeviceKVCache, *args: Any, **options: Any) -> None:
         paths.append(options["ring"])
         make_path(self, *args, **options)
 
@@ -109,7 +110,7 @@ def test_all_memory_is_taken_when_caches_are_registered(
         pools.append(options["pinned"])
         make_pool(self, *args, **options)
 
-    monkeypatch.setattr(DevicePath, "__init__", path)
+    monkeypatch.setattr(DeviceKVCache, "__init__", path)
     monkeypatch.setattr(StagingPool, "__init__", pool)
     start(room=8)
     engine = start(room=100)
@@ -125,10 +126,10 @@ def test_threads_that_load_are_as_many_as_idle_cores_allow(
     start: Callable[..., MiniVllm], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(96)))
-    assert side_of(start())._threads() == (8, 4)
-    assert side_of(start(runner="V1"))._threads() == (1, 1)
+    assert side_of(start())._registration.io_threads() == (8, 4)
+    assert side_of(start(runner="V1"))._registration.io_threads() == (1, 1)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4)))
-    assert side_of(start())._threads() == (2, 1)
+    assert side_of(start())._registration.io_threads() == (2, 1)
 
 
 @pytest.mark.parametrize("where", ["meta", "two devices"])
@@ -159,7 +160,7 @@ def test_blocks_of_an_aborted_load_are_free_only_when_the_device_has_left_them(
         engine.add(Request("r", prompt(41)))
         until(lambda: engine.step() is not None and engine.states["r"].status == "loading")
         assert side._transfer is not None
-        path = side._memory.cache._path  # type: ignore[union-attr]
+        path = side._registration.memory.cache  # type: ignore[union-attr]
         until(lambda: path._scattering > 0)
         before = len(engine.free)
         engine.abort("r")
@@ -222,14 +223,14 @@ def test_while_the_engine_sleeps_nothing_touches_the_caches(
     assert count(engine, "stored_chunks") == 5
     poison(engine)
     before = len(engine.device.ran)
-    path = side_of(engine)._memory.cache._path  # type: ignore[union-attr]
+    path = side_of(engine)._registration.memory.cache  # type: ignore[union-attr]
     assert path._paused
     Worker().wake_up(["weights"])
     assert path._paused
     if hooks != "of the connector":
         Worker().wake_up(["kv_cache"])
     if hooks != "of the worker":
-        engine.worker.restore_kv_caches(engine.caches)
+        engine.worker.restore_kv_caches()
     assert not path._paused
     assert len(engine.device.ran) == before
     assert run(engine, prompt(41)) == 40
@@ -244,7 +245,7 @@ def test_caches_that_come_back_elsewhere_are_used_there(start: Callable[..., Min
     old = engine.caches
     engine.caches = {name: torch.zeros_like(cache) for name, cache in old.items()}
     bind(engine.config, engine.caches)
-    engine.worker.restore_kv_caches(engine.caches)
+    engine.worker.restore_kv_caches()
     for cache in old.values():
         cache.zero_()
     assert run(engine, prompt(41)) == 40
@@ -264,9 +265,10 @@ def test_caches_that_come_back_in_another_layout_are_left_alone(
         name: cache.transpose(1, 2).contiguous().transpose(1, 2)
         for name, cache in engine.caches.items()
     }
-    engine.worker.restore_kv_caches(other)
-    engine.worker.restore_kv_caches()
-    assert side_of(engine)._memory.cache._path._paused  # type: ignore[union-attr]
+    bind(engine.config, other)
+    for _ in range(2):
+        engine.worker.restore_kv_caches()
+    assert side_of(engine)._registration.memory.cache._paused  # type: ignore[union-attr]
     for _ in range(2):
         run(engine, prompt(41))
         assert computed(engine) == 41
@@ -294,7 +296,7 @@ def test_after_a_device_failed_the_engine_goes_on_as_with_no_cache(
     assert computed(engine) == 41 or fault == "query"
     run(engine, prompt(41, 1))
     assert computed(engine) == 41
-    assert side_of(engine)._failed_device
+    assert "failed" in side_of(engine)._registration.disabled_reason
     engine.device.faults.clear()
     # What was enqueued before it failed may still run.
     engine.device.finish()
@@ -307,7 +309,7 @@ def test_after_a_device_failed_the_engine_goes_on_as_with_no_cache(
     lines = [record for record in caplog.records if record.levelname in ("ERROR", "CRITICAL")]
     assert len(lines) == 1
     assert f"cpu failed: CUDA error: {fault} failed" in lines[0].getMessage()
-    assert side_of(engine)._staging.in_use == 0  # type: ignore[union-attr]
+    assert side_of(engine)._registration.memory.staging.in_use == 0  # type: ignore[union-attr]
 
 
 def test_a_device_that_fails_for_good_stops_nothing_of_ours(

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from harness import Answer, Engine, assert_same
+from harness import NEAR_TIE, Answer, Engine, assert_same
 from shelf_files import ShelfFiles
 
-RELEASES = sorted(Path(__file__).parents[1].joinpath("golden").glob("v*"))
+RELEASES = sorted(Path(__file__).parents[1].joinpath("golden").glob("v[0-9]*"))
 
 
 @pytest.mark.parametrize("release", RELEASES, ids=lambda release: release.name)
@@ -32,4 +32,5 @@ def test_a_release_s_shelf_copied_into_place_is_loaded(
     engine.reset_prefix_cache()
     answer = engine.generate(prompt["tokens"])
     assert answer.shelf_tokens == prompt["chunks"] * 256
-    assert_same(answer, reference(prompt["tokens"]))
+    # Another processor may have computed it.
+    assert_same(answer, reference(prompt["tokens"]), NEAR_TIE)

@@ -7,16 +7,21 @@ without a cache.
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fleet import Engines, Places
-from harness import SHELF_CONNECTOR, Answer, Engine, assert_same
+from harness import NEAR_TIE, SHELF_CONNECTOR, Answer, Engine, assert_same
 from shelf_files import DAMAGE, ShelfFiles, wait_until
+from test_golden import RELEASES
 
-from kvshelf.identity import KeyChain, Namespace, object_name
+from kvshelf.format.keys import KeyChain
+from kvshelf.format.names import object_name
+from kvshelf.format.namespace import Namespace
 
 MakePrompt = Callable[[int], list[int]]
 Reference = Callable[..., Answer]
@@ -115,6 +120,22 @@ def test_a_shelf_written_with_one_block_size_is_read_with_another(
     answer = engine.generate(tokens)
     assert answer.shelf_tokens == 1280
     assert_same(answer, reference(tokens))
+
+
+@pytest.mark.parametrize("release", RELEASES, ids=lambda release: release.name)
+def test_a_release_s_canonical_shelf_is_loaded_on_every_processor(
+    by_block_size: dict[int, Engine], canonical: Shelf, reference: Reference, release: Path
+) -> None:
+    stored = json.loads((release / "prompt.json").read_text())
+    engine = by_block_size[64]
+    engine.generate([3] * 300, max_tokens=1)  # so that the engine's namespace is there
+    canonical.wait_for([3] * 300)
+    [folder] = canonical.namespaces()
+    shutil.copytree(release / "shelf" / folder.name, folder, dirs_exist_ok=True)
+    engine.reset_prefix_cache()
+    answer = engine.generate(stored["tokens"])
+    assert answer.shelf_tokens == stored["chunks"] * 256
+    assert_same(answer, reference(stored["tokens"]), NEAR_TIE)
 
 
 def test_canonical_and_native_are_bit_equal(

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from faultfs import mounted
 from harness import Answer, Engine, assert_same
-from shelf_files import DAMAGE, ShelfFiles, wait_until
+from shelf_files import DAMAGE, ShelfFiles, is_repaired, wait_until
 
 pytestmark = pytest.mark.named_failure
 
@@ -63,14 +63,14 @@ def test_damaged_object_bytes_are_never_served(
     answer = engine.generate(tokens)
     # Not a number would be found at the first token; equal logprobs show that none came in.
     assert_same(answer, reference(tokens))
-    assert engine.counters().get("load_bad", 0) > before.get("load_bad", 0)
+    assert engine.counters().get("load_failures_bad", 0) > before.get("load_failures_bad", 0)
     assert engine.log_lines("was not loaded")
 
     # What comes behind a bad chunk is not loaded, and so found bad by later requests only.
     def repaired() -> bool:
         engine.reset_prefix_cache()
         assert_same(engine.generate(tokens), reference(tokens))
-        return all(path.is_file() and path.read_bytes() == good[path] for path in good)
+        return all(is_repaired(path, content) for path, content in good.items())
 
     wait_until(repaired, "the repair of all chunks")
     wait_until(all_hit(engine, tokens, 1024, reference), "a hit on the repaired objects")
@@ -89,7 +89,7 @@ def test_a_truncated_object_is_repaired(
     answer = engine.generate(tokens)
     assert answer.shelf_tokens == 512
     assert_same(answer, reference(tokens))
-    wait_until(lambda: {path: path.read_bytes() for path in good} == good, "the repair")
+    wait_until(lambda: all(is_repaired(*item) for item in good.items()), "the repair")
     wait_until(all_hit(engine, tokens, 1024, reference), "a hit on the repaired object")
 
 

@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable
 
 import pytest
-from harness import NEAR_TIE, Answer, Engine, assert_mostly_same, assert_same
+from harness import NEAR_TIE, Answer, Engine, assert_same, assert_same_up_to_ties
 from shelf_files import ShelfFiles
 
 MakePrompt = Callable[[int], list[int]]
@@ -43,7 +43,11 @@ def test_prefill_chunks_do_not_show_in_objects(
 
 
 def test_many_requests_with_preemption(
-    small: Engine, shelf: ShelfFiles, reference: Reference, prompt: MakePrompt
+    small: Engine,
+    small_inert: Engine,
+    shelf: ShelfFiles,
+    reference: Reference,
+    prompt: MakePrompt,
 ) -> None:
     small.reset_prefix_cache()
     stems = [prompt(length) for length in (300, 520, 700, 900)]
@@ -51,11 +55,16 @@ def test_many_requests_with_preemption(
         small.generate(stem, max_tokens=1)
         shelf.wait_stored(stem)
     prompts = [stems[index % 4] + prompt(10 + 7 * index) for index in range(32)]
-    before = small.metrics()["vllm:num_preemptions_total"]
-    answers = small.generate_all(prompts, max_tokens=100, timeout=300)
-    assert small.metrics()["vllm:num_preemptions_total"] > before
-    assert all(answer.finish_reason == "length" for answer in answers)
-    assert_mostly_same(answers, [reference(tokens, max_tokens=100) for tokens in prompts])
+
+    def answers(engine: Engine) -> list[Answer]:
+        before = engine.metrics()["vllm:num_preemptions_total"]
+        answers = engine.generate_all(prompts, max_tokens=100, timeout=300)
+        assert engine.metrics()["vllm:num_preemptions_total"] > before
+        assert all(answer.finish_reason == "length" for answer in answers)
+        return answers
+
+    alone = [reference(tokens, max_tokens=100) for tokens in prompts]
+    assert_same_up_to_ties(answers(small), alone, answers(small_inert))
     # All blocks are free again.
     small.reset_prefix_cache()
     for tokens in prompts:
@@ -64,7 +73,11 @@ def test_many_requests_with_preemption(
 
 
 def test_aborts_among_many_requests(
-    small: Engine, shelf: ShelfFiles, reference: Reference, prompt: MakePrompt
+    small: Engine,
+    small_inert: Engine,
+    shelf: ShelfFiles,
+    reference: Reference,
+    prompt: MakePrompt,
 ) -> None:
     stems = [prompt(600), prompt(900)]
     for stem in stems:
@@ -73,20 +86,25 @@ def test_aborts_among_many_requests(
         shelf.wait_stored(stem)
     small.reset_prefix_cache()
     prompts = [stems[index % 2] + prompt(20 + index) for index in range(24)]
-    requests = [small.submit(tokens, max_tokens=40) for tokens in prompts]
-    generator = random.Random(3)
-    aborted = set(generator.sample(range(24), 12))
-    for index in sorted(aborted):
-        if generator.random() < 0.5:
-            requests[generator.randrange(24)].wait_first_token()
-        requests[index].abort()
-    kept = [index for index in range(24) if index not in aborted]
-    assert_mostly_same(
-        [requests[index].result(300) for index in kept],
+
+    def answers(engine: Engine) -> dict[int, Answer]:
+        """Abort half of the requests; return the answers of the other half."""
+        requests = [engine.submit(tokens, max_tokens=40) for tokens in prompts]
+        generator = random.Random(3)
+        aborted = set(generator.sample(range(24), 12))
+        for index in sorted(aborted):
+            if generator.random() < 0.5:
+                requests[generator.randrange(24)].wait_first_token()
+            requests[index].abort()
+        results = [request.result(300) for request in requests]
+        return {index: result for index, result in enumerate(results) if index not in aborted}
+
+    kept = answers(small)
+    assert_same_up_to_ties(
+        list(kept.values()),
         [reference(prompts[index], max_tokens=40) for index in kept],
+        list(answers(small_inert).values()),
     )
-    for index in aborted:
-        requests[index].result()
     small.reset_prefix_cache()
 
 

@@ -19,16 +19,17 @@ import torch
 
 pytest.importorskip("vllm")
 
+from faulty import Fault, FaultyBackend
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvshelf.backends import Deadlines
 from kvshelf.backends.guard import GuardedBackend
-from kvshelf.backends.wrappers import Fault, FaultyBackend
 from parts import AT_ONCE, PATIENCE, posix, until
 from replay import RUNNERS, MiniVllm, Request, adapter, image, make_config, prompt
 
 from kvshelf.errors import ObjectMissingError, TransientStorageError
-from kvshelf.shelf import Shelf
+from kvshelf.shelf import tiers
+from kvshelf.shelf.shelf import Shelf
 from kvshelf.vllm import adapters, connector
 
 BLOCK, CHUNK = 4, 8
@@ -43,14 +44,14 @@ def backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FaultyBackend:
         guarded = GuardedBackend(backend, replace(Deadlines(), **(deadlines or {})), AT_ONCE)
         return Shelf(guarded)
 
-    monkeypatch.setattr(connector, "open_shelf", open_shelf)
+    monkeypatch.setattr(tiers, "open_shelf", open_shelf)
     return backend
 
 
 @pytest.fixture(autouse=True)
 def nothing_contained(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     """No exception of ours was caught at vLLM's door."""
-    connector._next_logs.clear()
+    connector._logs.clear()
     yield
     for record in caplog.get_records("call"):
         assert "the engine goes on" not in record.getMessage()
@@ -368,7 +369,7 @@ def test_an_adapter_whose_files_cannot_be_read_in_time_holds_up_nobody(
         return digest(*args, **options)
 
     monkeypatch.setattr(adapters, "lora_digest", wait)
-    monkeypatch.setattr(adapters, "_LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(adapters, "_HASHING_SECONDS", 0.05)
     folder = make_adapter(tmp_path / "a", "a")
     engine = start(prefix_caching=False)
     for _ in range(2):
@@ -399,7 +400,7 @@ def test_an_adapter_that_is_loaded_again_before_it_was_looked_at_is_not_stored(
         assert gate.wait(PATIENCE)
         return digest(*args, **options)
 
-    monkeypatch.setattr(adapters, "_LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(adapters, "_HASHING_SECONDS", 0.05)
     monkeypatch.setattr(adapters, "lora_digest", wait_the_first_time)
     engine = start(prefix_caching=False)
     engine.adapters.use(adapter(folder))
@@ -722,8 +723,8 @@ def test_a_storage_that_fails_is_left_alone_and_used_again_when_it_is_well(
     side = engine.scheduler._scheduler
     assert side is not None
     counts = side.counters.snapshot()
-    assert counts["lookup_paused"] >= 1
-    assert counts["breaker_opened"] == 1
+    assert counts["skipped_lookups"] >= 1
+    assert counts["breaker_opens"] == 1
     backend.heal()
     until(lambda: all(shelf.available for shelf in shelves(engine)))
     # In its steps the worker says that it is well again.
@@ -747,9 +748,9 @@ def test_a_worker_that_leaves_the_storage_alone_tells_the_scheduler(
     assert own.available
     before = engine.worker._worker
     assert before is not None
-    refused = before.counters.snapshot().get("load_paused", 0)
+    refused = before.counters.snapshot().get("load_failures_unavailable", 0)
     assert run(engine, prompts[2]) == [0]
-    assert before.counters.snapshot().get("load_paused", 0) == refused
+    assert before.counters.snapshot().get("load_failures_unavailable", 0) == refused
     gate.set()
     backend.heal()
     until(lambda: worker_s.available)
@@ -827,7 +828,7 @@ def test_whatever_happens_no_block_is_wrong_and_every_request_ends(
 ) -> None:
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         backend = FaultyBackend(posix(Path(folder) / "shelf"))
-        patch.setattr(connector, "open_shelf", lambda url, **_: Shelf(backend))
+        patch.setattr(tiers, "open_shelf", lambda url, **_: Shelf(backend))
         _live(backend, data, runner)
 
 

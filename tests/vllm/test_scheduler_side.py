@@ -13,8 +13,8 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from faulty import CountingBackend, Fault, FaultyBackend
 from kvshelf.backends import Deadlines
-from kvshelf.backends.wrappers import CountingBackend, Fault, FaultyBackend, WrappedBackend
 from parts import PATIENCE, posix, until
 from replay import (
     HEAD_SIZE,
@@ -31,25 +31,28 @@ from thread_limit import none_can_be_started
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.core.sched.output import KVConnectorBlockState
 
-from kvshelf.chunkfile import ObjectFormat
 from kvshelf.config import Config
-from kvshelf.errors import ConfigError, TransientStorageError, UnsupportedError
-from kvshelf.identity import KeyChain, MultimodalItem, object_name
-from kvshelf.shelf import Shelf
+from kvshelf.errors import ConfigError, UnsupportedError
+from kvshelf.format.keys import KeyChain, MultimodalItem
+from kvshelf.format.names import object_name
+from kvshelf.format.objects import ObjectFormat
+from kvshelf.metrics import Counters
+from kvshelf.shelf import tiers
+from kvshelf.shelf.shelf import Shelf
 from kvshelf.vllm import check_vllm_version, connector
 from kvshelf.vllm.connector import SharedStorageConnector
 from kvshelf.vllm.metadata import (
     LoadFailure,
     StepMetadata,
     WorkerMetadata,
-    WorkerPart,
+    WorkerReport,
 )
 from kvshelf.vllm.namespace import build_namespace, default_shards
 from kvshelf.vllm.scheduler import SchedulerSide
 
 BLOCK, CHUNK = 4, 8
 
-PART = WorkerPart(
+PART = WorkerReport(
     layer_names=tuple(f"model.layers.{i}.self_attn.attn" for i in range(LAYERS)),
     layer_shapes=(f"2,*,{HEADS},{HEAD_SIZE}",) * LAYERS,
     layer_dtypes=("BF16",) * LAYERS,
@@ -88,7 +91,7 @@ class Side:
         namespace = build_namespace(self.config, self.side._config, [PART], "user:test")
         self.fmt = ObjectFormat(namespace)
         if known:
-            self.side.worker_output(WorkerMetadata(parts={0: PART}))
+            self.side.worker_output(WorkerMetadata(reports={0: PART}))
             self.side.worker_output(WorkerMetadata())
 
     def put(self, tokens: list[int], count: int | None = None, **options: Any) -> None:
@@ -197,7 +200,7 @@ def test_what_vllm_does_not_take_is_no_load(make: Callable[..., Side]) -> None:
     request = Request("r", prompt(20))
     assert side.ask(request) == (16, True)
     # Another connector loads, prompt log probabilities were asked for, …
-    side.side.allocated(request, [1, 2, 3, 4, 5], 0)
+    side.side.allocated(request, ([1, 2, 3, 4, 5],), 0)
     assert side.step().loads == []
     assert side.side.matched_tokens(request, 0) == (16, True)
 
@@ -207,11 +210,11 @@ def test_a_load_names_tokens_chunks_and_blocks(make: Callable[..., Side]) -> Non
     side.put(prompt(40))
     request = Request("r", prompt(40))
     assert side.ask(request, 12) == (24, True)
-    side.side.allocated(request, [*range(1, 11)], 24)
+    side.side.allocated(request, ([*range(1, 11)],), 24)
     (load,) = side.step().loads
     assert (load.request_id, load.start, load.end) == ("r", 12, 36)
     assert [chunk.index for chunk in load.chunks] == [1, 2, 3, 4]
-    assert load.block_ids == [*range(1, 11)]
+    assert load.block_ids == ([*range(1, 11)],)
     assert side.step().loads == []
 
 
@@ -220,7 +223,7 @@ def test_a_load_that_vllm_cut_is_planned_as_cut(make: Callable[..., Side]) -> No
     side.put(prompt(40))
     request = Request("r", prompt(40))
     assert side.ask(request) == (36, True)
-    side.side.allocated(request, [*range(1, 11)], 16)
+    side.side.allocated(request, ([*range(1, 11)],), 16)
     (load,) = side.step().loads
     assert (load.start, load.end, len(load.chunks)) == (0, 16, 2)
 
@@ -234,10 +237,10 @@ def test_a_failed_load_is_not_offered_again(make: Callable[..., Side]) -> None:
     side.put(tokens)
     request = Request("r", tokens)
     assert side.ask(request) == (36, True)
-    side.side.allocated(request, [*range(1, 11)], 36)
+    side.side.allocated(request, ([*range(1, 11)],), 36)
     side.step()
     chunk = side.side._requests["r"].lookup.chain.chunks[0]  # type: ignore[union-attr]
-    side.side.worker_output(WorkerMetadata(failures=[LoadFailure("r", 0, chunk.key, False)]))
+    side.side.worker_output(WorkerMetadata(failures=([LoadFailure("r", 0, chunk.key, False)],)))
     side.side.loads_done({"r"})
     assert side.side.matched_tokens(request, 0) == (0, False)
     # Another request does not run into the same hole either.
@@ -253,7 +256,7 @@ def test_a_load_of_which_nothing_is_known_is_not_offered_again(make: Callable[..
     side.put(prompt(40))
     request = Request("r", prompt(40))
     assert side.ask(request) == (36, True)
-    side.side.allocated(request, [*range(1, 11)], 36)
+    side.side.allocated(request, ([*range(1, 11)],), 36)
     side.side.loads_done({"r"})
     assert side.side.matched_tokens(request, 0) == (0, False)
     request.num_preemptions += 1
@@ -265,8 +268,8 @@ def test_the_rest_of_a_truncated_hit_is_used_after_preemption(make: Callable[...
     side.put(prompt(40))
     request = Request("r", prompt(40))
     assert side.ask(request) == (36, True)
-    side.side.allocated(request, [*range(1, 11)], 36)
-    side.side.worker_output(WorkerMetadata(failures=[LoadFailure("r", 2, b"k" * 32, True)]))
+    side.side.allocated(request, ([*range(1, 11)],), 36)
+    side.side.worker_output(WorkerMetadata(failures=([LoadFailure("r", 2, b"k" * 32, True)],)))
     side.side.loads_done({"r"})
     request.num_preemptions += 1
     assert side.ask(request) == (16, True)
@@ -281,7 +284,7 @@ def test_bad_objects_are_repaired_by_the_next_store(make: Callable[..., Side]) -
     keys = [chunk.key for chunk in side.side._requests["r"].lookup.chain.chunks]  # type: ignore[union-attr]
     side.side.worker_output(
         WorkerMetadata(
-            failures=[LoadFailure("r", 1, keys[1], True), LoadFailure("r", 3, keys[3], False)]
+            failures=([LoadFailure("r", 1, keys[1], True), LoadFailure("r", 3, keys[3], False)],)
         )
     )
     meta = side.step({"r": (0, 40)}, new=("r",))
@@ -299,7 +302,7 @@ def test_a_hole_is_stored_though_it_is_long_until_it_is_computed(
     request = Request("r", prompt(40))
     side.ask(request)
     key = side.side._requests["r"].lookup.chain.chunks[2].key  # type: ignore[union-attr]
-    side.side.worker_output(WorkerMetadata(failures=[LoadFailure("r", 2, key, False)]))
+    side.side.worker_output(WorkerMetadata(failures=([LoadFailure("r", 2, key, False)],)))
     side.side._failed.clear()
     meta = side.step({"r": (16, 24)})
     assert [op.chunk.index for op in meta.stores] == [2]
@@ -317,13 +320,13 @@ def test_vllm_49176_a_request_that_is_asked_again_and_again_is_not_loaded_for_ev
         found, _ = side.ask(request)
         offers.append(found)
         if found:
-            side.side.allocated(request, [*range(1, 11)], found)
+            side.side.allocated(request, ([*range(1, 11)],), found)
             side.step()
             # The last chunk of what was offered could not be loaded, and whatever comes, the
             # first is still there: vLLM asks again, and again after each preemption.
             index = -(-found // CHUNK) - 1
             failure = LoadFailure("r", index, b"", False)
-            side.side.worker_output(WorkerMetadata(failures=[failure]))
+            side.side.worker_output(WorkerMetadata(failures=([failure],)))
             side.side.loads_done({"r"})
             assert side.side.matched_tokens(request, 0) == (0, False)
         request.num_preemptions += 1
@@ -342,7 +345,7 @@ def test_while_the_storage_rests_nobody_waits_and_nothing_is_found(
     side.side.new_request(request)
     assert side.side.matched_tokens(request, 0) == (0, False)
     assert side.side.matched_tokens(request, 0) == (0, False)
-    assert side.side.counters.snapshot()["lookup_paused"] == 1
+    assert side.side.counters.snapshot()["skipped_lookups"] == 1
     # The keys are known all the same, for stores once it is well.
     lookup = side.side._requests["s"].lookup
     assert lookup is not None
@@ -359,12 +362,12 @@ def test_while_a_worker_rests_nothing_is_offered(
     side = make()
     side.put(prompt(40))
     side.step()
-    side.side.worker_output(WorkerMetadata(resting={0: True, 1: False}))
+    side.side.worker_output(WorkerMetadata(breaker_open={0: True, 1: False}))
     assert side.ask(Request("r", prompt(40))) == (0, False)
-    side.side.worker_output(WorkerMetadata(resting={0: False}))
+    side.side.worker_output(WorkerMetadata(breaker_open={0: False}))
     assert side.ask(Request("s", prompt(40))) == (36, True)
     # An engine without steps hears nothing of its workers.
-    side.side.worker_output(WorkerMetadata(resting={0: True}))
+    side.side.worker_output(WorkerMetadata(breaker_open={0: True}))
     monkeypatch.setattr("kvshelf.vllm.scheduler._STALE_SECONDS", 0.0)
     assert side.ask(Request("t", prompt(40))) == (36, True)
 
@@ -401,7 +404,7 @@ def test_only_chunks_that_the_step_completes_are_stored_and_only_once(
     assert [op.chunk.index for op in side.step({"r": (7, 12)}).stores] == [0, 1]
     meta = side.step({"r": (19, 11)})
     assert [op.chunk.index for op in meta.stores] == [2]
-    assert meta.stores[0].block_ids == [5, 6]
+    assert meta.stores[0].block_ids == ([5, 6],)
     assert side.step({"r": (30, 1)}).stores == []
 
 
@@ -420,7 +423,7 @@ def test_a_resumed_request_stores_what_it_had_not_stored(
     new = ("r",) if second_runner else ()
     meta = side.step({"r": (0, 30)}, new=new, blocks=lambda _: ([*range(50, 60)],))
     assert [op.chunk.index for op in meta.stores] == [2]
-    assert meta.stores[0].block_ids == [54, 55]
+    assert meta.stores[0].block_ids == ([54, 55],)
 
 
 def test_drafts_and_samples_in_flight_are_not_stored(make: Callable[..., Side]) -> None:
@@ -484,7 +487,7 @@ def test_stores_that_cannot_be_planned_do_not_hold_up_loads(
     other = Request("s", prompt(20, 1))
     side.ask(other)
     assert side.ask(request) == (16, True)
-    side.side.allocated(request, [1, 2, 3, 4, 5], 16)
+    side.side.allocated(request, ([1, 2, 3, 4, 5],), 16)
 
     def broken(request_id: str) -> tuple[list[int], ...]:
         raise KeyError(request_id)
@@ -505,17 +508,17 @@ def test_what_to_read_ahead_that_cannot_be_planned_does_not_hold_up_loads(
     side.step()
     request = Request("r", prompt(20))
     assert side.ask(request) == (16, True)
-    side.side.allocated(request, [1, 2, 3, 4, 5], 16)
+    side.side.allocated(request, ([1, 2, 3, 4, 5],), 16)
     side.side.finished("gone")
     _known(side, "s", prompt(20, 1))
 
     def broken(*_: object) -> int:
         raise KeyError("a chunk")
 
-    monkeypatch.setattr(side.side, "_is_resting", broken)
+    monkeypatch.setattr(side.side, "_breaker_is_open", broken)
     meta = side.step()
     assert len(meta.loads) == 1
-    assert meta.waited == ["gone"]
+    assert meta.prefetch_ended == ["gone"]
     assert "could not be planned" in caplog.text
 
 
@@ -580,7 +583,7 @@ def test_requests_wait_for_the_namespace_until_one_deadline(make: Callable[..., 
     side.side.new_request(second)
     assert side.side.matched_tokens(second, 0) == (0, False)
     # It is never too late for the namespace.
-    side.side.worker_output(WorkerMetadata(parts={0: PART}))
+    side.side.worker_output(WorkerMetadata(reports={0: PART}))
     side.put(prompt(20))
     assert side.ask(Request("t", prompt(20))) == (16, True)
 
@@ -588,7 +591,7 @@ def test_requests_wait_for_the_namespace_until_one_deadline(make: Callable[..., 
 def test_the_namespace_is_announced_until_the_worker_has_it(make: Callable[..., Side]) -> None:
     side = make(known=False)
     assert side.step().namespace is None
-    side.side.worker_output(WorkerMetadata(parts={0: PART}))
+    side.side.worker_output(WorkerMetadata(reports={0: PART}))
     encoded = (side.fmt.namespace.encoded, side.fmt.namespace.slug)
     assert side.step().namespace == encoded
     assert side.step().namespace == encoded
@@ -598,9 +601,9 @@ def test_the_namespace_is_announced_until_the_worker_has_it(make: Callable[..., 
 
 def test_weights_that_are_not_known_yet_are_waited_for(make: Callable[..., Side]) -> None:
     side = make(known=False)
-    side.side.worker_output(WorkerMetadata(parts={0: replace(PART, weights=None)}))
+    side.side.worker_output(WorkerMetadata(reports={0: replace(PART, weights=None)}))
     assert side.side.matched_tokens(Request("r", prompt(20)), 0) == (None, False)
-    side.side.worker_output(WorkerMetadata(parts={0: PART}))
+    side.side.worker_output(WorkerMetadata(reports={0: PART}))
     assert side.ask(Request("s", prompt(20))) == (0, False)
 
 
@@ -612,8 +615,8 @@ def test_a_worker_s_problem_ends_hits_and_stores_and_is_said_once(
     request = Request("r", prompt(30))
     assert side.ask(request) == (16, True)
     for _ in range(3):
-        problem = replace(PART, problem="the weights changed")
-        side.side.worker_output(WorkerMetadata(parts={0: problem}))
+        problem = replace(PART, disabled_reason="the weights changed")
+        side.side.worker_output(WorkerMetadata(reports={0: problem}))
     assert side.side.matched_tokens(request, 0) == (0, False)
     assert side.side.matched_tokens(Request("s", prompt(20)), 0) == (0, False)
     assert side.step({"r": (0, 30)}, new=("r",)).stores == []
@@ -625,10 +628,10 @@ def test_a_shelf_that_opens_late_is_used_from_then_on(make: Callable[..., Side])
     opened = side.side._shelf
     side.side._shelf = lambda: None
     side.put(prompt(20))
-    side.side.worker_output(WorkerMetadata(parts={0: PART}))
+    side.side.worker_output(WorkerMetadata(reports={0: PART}))
     assert side.side.matched_tokens(Request("r", prompt(20)), 0) == (None, False)
     side.side._shelf = opened
-    side.side.worker_output(WorkerMetadata(parts={0: PART}))
+    side.side.worker_output(WorkerMetadata(reports={0: PART}))
     assert side.ask(Request("s", prompt(20))) == (16, True)
 
 
@@ -640,7 +643,7 @@ def test_a_finished_request_leaves_nothing_behind(make: Callable[..., Side]) -> 
     side.put(prompt(20))
     request = Request("r", prompt(20))
     side.ask(request)
-    side.side.allocated(request, [1, 2, 3, 4, 5], 16)
+    side.side.allocated(request, ([1, 2, 3, 4, 5],), 16)
     assert len(side.step().loads) == 1
     side.side.finished("r")
     side.side.finished("r")
@@ -737,7 +740,7 @@ def test_resetting_asks_again_for_requests_that_wait(make: Callable[..., Side]) 
 
 @pytest.fixture
 def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
-    connector._next_logs.clear()
+    connector._logs.clear()
 
 
 def make_connector(root: Path, **options: Any) -> SharedStorageConnector:
@@ -759,8 +762,6 @@ def test_the_cache_config_is_optional(tmp_path: Path) -> None:
 def test_what_vllm_relies_on(tmp_path: Path) -> None:
     made = make_connector(tmp_path)
     assert made.requires_kv_delivery is False
-    assert made.get_finished_count() is None
-    assert not list(made.take_events())
     assert made.get_kv_connector_stats() is None
     made.shutdown()
     made.shutdown()
@@ -837,10 +838,8 @@ def _set(path: str, value: object) -> Callable[[SimpleNamespace], None]:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (_set("parallel_config.decode_context_parallel_size", 2), "--decode-context-parallel"),
-        (_set("parallel_config.prefill_context_parallel_size", 2), "--prefill-context-parallel"),
         (_ranks_on_their_own, "external_launcher each rank schedules for itself"),
-        (_drafts_in_stages, "no chunk would ever be stored whole"),
+        (_drafts_in_stages, "no chunk would ever be stored completely"),
         (_mla_without_chunked_prefill, "cannot continue a stored prefix with MLA"),
         (_set("model_config.is_encoder_decoder", True), "encoder-decoder"),
         (_set("model_config.is_diffusion", True), "cannot reuse KV"),
@@ -897,14 +896,31 @@ def test_a_shelf_that_is_a_file_is_refused(tmp_path: Path) -> None:
         make_connector(tmp_path / "file")
 
 
-def test_failed_loads_are_recomputed_whatever_vllm_s_default(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("option", "before", "after", "log"),
+    [
+        ({}, "fail", "recompute", "kv_load_failure_policy is set to recompute"),
+        ({}, "recompute", "recompute", ""),
+        ({"load_failure_policy": "recompute"}, "fail", "recompute", "is set to recompute"),
+        ({"load_failure_policy": "vllm"}, "fail", "fail", "kv_load_failure_policy stays fail"),
+        ({"load_failure_policy": "vllm"}, "recompute", "recompute", "stays recompute"),
+    ],
+)
+def test_failed_loads_are_recomputed_unless_that_is_left_to_vllm(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    option: dict[str, str],
+    before: str,
+    after: str,
+    log: str,
 ) -> None:
-    config = make_config(str(tmp_path))
-    config.kv_transfer_config.kv_load_failure_policy = "fail"
+    config = make_config(str(tmp_path), **option)
+    config.kv_transfer_config.kv_load_failure_policy = before
     with caplog.at_level("INFO", "kvshelf"):
         SharedStorageConnector(config, KVConnectorRole.SCHEDULER, make_groups(config)).shutdown()
-    assert config.kv_transfer_config.kv_load_failure_policy == "recompute"
+    assert config.kv_transfer_config.kv_load_failure_policy == after
+    assert log in caplog.text
+    assert log or "policy" not in caplog.text
 
 
 class MultiConnector:
@@ -920,6 +936,15 @@ def test_inside_multi_connector_the_policy_must_be_set_by_the_user(tmp_path: Pat
     with pytest.raises(ConfigError, match='"kv_load_failure_policy": "recompute"'):
         MultiConnector("fail", config)
     MultiConnector("recompute", config).child.shutdown()
+
+
+def test_inside_multi_connector_the_policy_may_be_left_to_vllm(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = make_config(str(tmp_path), load_failure_policy="vllm")
+    with caplog.at_level("INFO", "kvshelf"):
+        MultiConnector("fail", config).child.shutdown()
+    assert "kv_load_failure_policy stays fail" in caplog.text
 
 
 def test_the_real_multi_connector_sets_what_is_looked_at() -> None:
@@ -977,68 +1002,23 @@ def test_the_number_of_shards_is_a_function_of_the_model(heads: int, shards: int
 # ------------------------------------------------------------------------- opening
 
 
-def test_a_storage_that_does_not_answer_does_not_hold_up_the_start(
-    caplog: pytest.LogCaptureFixture,
+def test_log_lines_about_a_shelf_that_does_not_answer_show_no_secrets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from kvshelf.vllm.opening import OpeningShelf
-
     gate = threading.Event()
-    shelf: Any = object()
 
-    def hang() -> Shelf:
-        gate.wait()
-        return shelf  # type: ignore[no-any-return]
+    def hang(url: str, **_: Any) -> Shelf:
+        assert gate.wait(PATIENCE)
+        return Shelf(posix(tmp_path))
 
-    opening = OpeningShelf("sftp://user:hun@ter2@host/kv", hang, start_seconds=0.01)
-    assert opening.get() is None
-    assert "sftp://host/kv has not answered" in caplog.text
-    gate.set()
-    assert opening.wait(PATIENCE)
-    assert opening.get() is shelf
-    assert "ter2" not in caplog.text
-
-
-def test_a_shelf_that_opens_after_the_end_is_closed(tmp_path: Path) -> None:
-    from kvshelf.vllm.opening import OpeningShelf
-
-    gate, closed = threading.Event(), threading.Event()
-
-    class Late(WrappedBackend):
-        def close(self) -> None:
-            super().close()
-            closed.set()
-
-    def hang() -> Shelf:
-        gate.wait()
-        return Shelf(Late(posix(tmp_path)))
-
-    opening = OpeningShelf("nfs", hang, start_seconds=0.01)
+    monkeypatch.setattr(connector, "START_SECONDS", 0.01)
+    monkeypatch.setattr(tiers, "open_shelf", hang)
+    config = Config(shared_storage_path="sftp://user:hun@ter2@host/kv")
+    opening = connector._open(config, Counters())
     opening.close()
     gate.set()
-    assert closed.wait(PATIENCE)
-    assert opening.get() is None
-
-
-def test_trouble_that_may_pass_is_tried_again_and_other_trouble_stops_the_start() -> None:
-    from kvshelf.vllm.opening import OpeningShelf
-
-    answers: list[Any] = [TransientStorageError(116, "ESTALE"), object()]
-
-    def open_() -> Shelf:
-        answer = answers.pop(0)
-        if isinstance(answer, Exception):
-            raise answer
-        return answer  # type: ignore[no-any-return]
-
-    opening = OpeningShelf("nfs", open_, retry_seconds=0.01)
-    assert opening.wait(PATIENCE)
-    assert opening.get() is not None
-
-    def refuse() -> Shelf:
-        raise PermissionError("no")
-
-    with pytest.raises(PermissionError):
-        OpeningShelf("nfs", refuse)
+    assert "sftp://host/kv has not answered" in caplog.text
+    assert "ter2" not in caplog.text
 
 
 # ------------------------------------------------------------------------- several ranks
@@ -1049,7 +1029,7 @@ def _ranks(make: Callable[..., Side], stages: int = 1) -> Side:
     side = make(known=False)
     side.config.parallel_config.tensor_parallel_size = 2 // stages
     side.config.parallel_config.pipeline_parallel_size = stages
-    side.side._ranks = 2
+    side.side._handshake.ranks = 2
     return side
 
 
@@ -1057,11 +1037,11 @@ def test_the_namespace_waits_for_all_ranks(make: Callable[..., Side]) -> None:
     side = _ranks(make)
     request = Request("r", prompt(20))
     # Only rank 0 names the weights.
-    side.side.worker_output(WorkerMetadata(parts={1: replace(PART, weights=None)}))
+    side.side.worker_output(WorkerMetadata(reports={1: replace(PART, weights=None)}))
     assert side.side.matched_tokens(request, 0) == (None, False)
-    side.side.worker_output(WorkerMetadata(parts={0: replace(PART, weights=None)}))
+    side.side.worker_output(WorkerMetadata(reports={0: replace(PART, weights=None)}))
     assert side.side.matched_tokens(request, 0) == (None, False)
-    side.side.worker_output(WorkerMetadata(parts={0: PART}))
+    side.side.worker_output(WorkerMetadata(reports={0: PART}))
     # Shards do not depend on the degree, and so what one rank stored is found.
     side.put(prompt(20))
     assert side.ask(request) == (16, True)
@@ -1080,7 +1060,7 @@ def test_ranks_that_differ_share_nothing(
 ) -> None:
     side = _ranks(make)
     other = replace(PART, weights=None, **difference)
-    side.side.worker_output(WorkerMetadata(parts={0: PART, 1: other}))
+    side.side.worker_output(WorkerMetadata(reports={0: PART, 1: other}))
     assert side.side.matched_tokens(Request("r", prompt(20)), 0) == (0, False)
     assert "rank 1 differ from those of rank 0" in caplog.text
 
@@ -1090,9 +1070,9 @@ def test_stages_are_put_together_in_order(make: Callable[..., Side]) -> None:
     second = replace(
         PART, weights=None, layer_names=tuple(f"model.layers.{LAYERS + i}" for i in range(LAYERS))
     )
-    side.side.worker_output(WorkerMetadata(parts={1: second, 0: PART}))
-    assert side.side._namespace is not None
-    record = side.side._namespace.record
+    side.side.worker_output(WorkerMetadata(reports={1: second, 0: PART}))
+    assert side.side.namespace is not None
+    record = side.side.namespace.record
     assert record["layer_names"] == [*PART.layer_names, *second.layer_names]
     assert record["stages"] == [LAYERS, LAYERS]
     assert record["shards"] == 2 * default_shards(HEADS)
@@ -1102,17 +1082,17 @@ def test_a_bad_chunk_is_trusted_again_when_all_ranks_have_seen_to_it(
     make: Callable[..., Side],
 ) -> None:
     side = _ranks(make)
-    side.side.worker_output(WorkerMetadata(parts={0: PART, 1: replace(PART, weights=None)}))
+    side.side.worker_output(WorkerMetadata(reports={0: PART, 1: replace(PART, weights=None)}))
     side.put(prompt(20))
     request = Request("r", prompt(20))
     assert side.ask(request) == (16, True)
     key = side.side._requests["r"].lookup.chain.chunks[1].key  # type: ignore[union-attr]
-    side.side.worker_output(WorkerMetadata(failures=[LoadFailure("r", 1, key, True)]))
+    side.side.worker_output(WorkerMetadata(failures=([LoadFailure("r", 1, key, True)],)))
     for number, repaired in enumerate([[], [(key, 0)], [(key, 0)]]):
         side.side.worker_output(WorkerMetadata(repaired=repaired))
         assert side.ask(Request(f"before {number}", prompt(20))) == (8, True)
     # Found bad once more: what was repaired before counts no longer.
-    side.side.worker_output(WorkerMetadata(failures=[LoadFailure("r", 1, key, True)]))
+    side.side.worker_output(WorkerMetadata(failures=([LoadFailure("r", 1, key, True)],)))
     side.side.worker_output(WorkerMetadata(repaired=[(key, 1)]))
     assert side.ask(Request("still", prompt(20))) == (8, True)
     side.side.worker_output(WorkerMetadata(repaired=[(key, 0)]))
@@ -1190,13 +1170,13 @@ def test_chunks_of_a_request_that_steps_pass_over_are_named_once(
     assert _named(side.step()) == {}
     # It is admitted: the worker knows by its load that it waits no more.
     assert side.ask(request) == (32, True)
-    side.side.allocated(request, [*range(1, 11)], 32)
+    side.side.allocated(request, ([*range(1, 11)],), 32)
     meta = side.step()
-    assert (len(meta.loads), meta.waited) == (1, [])
+    assert (len(meta.loads), meta.prefetch_ended) == (1, [])
     assert _named(side.step()) == {}
     side.side.loads_done({"r"})
     side.side.finished("r")
-    assert side.step().waited == ["r"]
+    assert side.step().prefetch_ended == ["r"]
 
 
 def test_a_request_that_ends_while_it_waits_is_told(make: Callable[..., Side]) -> None:
@@ -1209,7 +1189,7 @@ def test_a_request_that_ends_while_it_waits_is_told(make: Callable[..., Side]) -
     side.step()
     side.side.finished("r")
     side.side.finished("nothing")
-    assert side.step().waited == ["r"]
+    assert side.step().prefetch_ended == ["r"]
 
 
 def test_what_runs_without_a_load_waits_no_more(make: Callable[..., Side]) -> None:
@@ -1219,7 +1199,7 @@ def test_what_runs_without_a_load_waits_no_more(make: Callable[..., Side]) -> No
     _known(side, "r", tokens)
     side.step()
     assert _named(side.step()) == {"r": [0, 1, 2, 3]}
-    assert side.step({"r": (32, 8)}, new=("r",)).waited == ["r"]
+    assert side.step({"r": (32, 8)}, new=("r",)).prefetch_ended == ["r"]
     side.side.finished("r")
 
 
@@ -1229,7 +1209,7 @@ def test_what_the_engine_has_at_hand_is_not_named(make: Callable[..., Side]) -> 
     side.put(tokens, 5)
     first = _known(side, "first", tokens[:24])
     assert side.ask(first) == (20, True)
-    side.side.allocated(first, [*range(1, 7)], 20)
+    side.side.allocated(first, ([*range(1, 7)],), 20)
     side.step()
     # Its first 8 tokens are in vLLM's own cache, of the 24 before it a load has come.
     second = _known(side, "second", tokens)
@@ -1245,7 +1225,7 @@ def test_what_the_engine_has_at_hand_is_not_named(make: Callable[..., Side]) -> 
 def test_a_step_names_a_bounded_number_of_chunks_oldest_requests_first(
     make: Callable[..., Side], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvshelf.vllm.scheduler._PREFETCHES_A_STEP", 3)
+    monkeypatch.setattr("kvshelf.vllm.read_ahead._CHUNKS_PER_STEP", 3)
     side = make(prefetch_bytes=1 << 20)
     prompts = {name: prompt(40, seed) for seed, name in enumerate("ab")}
     for name, tokens in prompts.items():
@@ -1273,9 +1253,9 @@ def test_nothing_is_named_without_memory_for_it_or_while_the_storage_rests(
     side = make(prefetch_bytes=1 << 20)
     _known(side, "r", tokens)
     side.step()
-    side.side.worker_output(WorkerMetadata(resting={0: True}))
+    side.side.worker_output(WorkerMetadata(breaker_open={0: True}))
     assert _named(side.step()) == {}
-    side.side.worker_output(WorkerMetadata(resting={0: False}))
+    side.side.worker_output(WorkerMetadata(breaker_open={0: False}))
     assert _named(side.step()) == {"r": [0, 1, 2, 3]}
 
 
@@ -1285,8 +1265,8 @@ def test_nothing_is_named_when_nothing_is_loaded_any_more(make: Callable[..., Si
     side.put(tokens, 4)
     _known(side, "r", tokens)
     side.step()
-    problem = replace(PART, problem="the weights changed")
-    side.side.worker_output(WorkerMetadata(parts={0: problem}))
+    problem = replace(PART, disabled_reason="the weights changed")
+    side.side.worker_output(WorkerMetadata(reports={0: problem}))
     assert [_named(side.step()) for _ in range(2)] == [{}, {}]
 
 
@@ -1300,7 +1280,7 @@ def test_what_could_not_be_brought_shortens_the_hit_before_it_is_announced(
     side.step()
     (op,) = side.step().prefetches
     failure = LoadFailure("r", 2, op.chunks[2].key, False)
-    side.side.worker_output(WorkerMetadata(failures=[failure]))
+    side.side.worker_output(WorkerMetadata(failures=([failure],)))
     assert side.ask(request) == (16, True)
 
 
@@ -1309,13 +1289,13 @@ def test_caches_that_are_made_anew_otherwise_share_nothing(
 ) -> None:
     side = make()
     side.put(prompt(20))
-    side.side.worker_output(WorkerMetadata(parts={0: PART}))
+    side.side.worker_output(WorkerMetadata(reports={0: PART}))
     assert side.ask(Request("a", prompt(20))) == (16, True)
     side.side.worker_output(
-        WorkerMetadata(parts={0: replace(PART, layouts=("canonical",) * LAYERS)})
+        WorkerMetadata(reports={0: replace(PART, layouts=("canonical",) * LAYERS)})
     )
     assert side.side.matched_tokens(Request("b", prompt(20)), 0) == (0, False)
-    assert "made anew with other layers" in caplog.text
+    assert "registered again with other layers" in caplog.text
 
 
 def test_look_ups_that_could_not_start_are_started_later(
@@ -1325,12 +1305,12 @@ def test_look_ups_that_could_not_start_are_started_later(
     side.put(prompt(20))
     with (
         none_can_be_started(monkeypatch, "kvshelf-lookup"),
-        pytest.raises(RuntimeError, match="limit of threads"),
+        pytest.raises(RuntimeError, match="thread limit"),
     ):
-        side.side.worker_output(WorkerMetadata(parts={0: PART}))
+        side.side.worker_output(WorkerMetadata(reports={0: PART}))
     assert side.step().namespace is None
     # So the worker says again who it is.
-    side.side.worker_output(WorkerMetadata(parts={0: PART}))
+    side.side.worker_output(WorkerMetadata(reports={0: PART}))
     assert side.step().namespace is not None
     assert side.ask(Request("r", prompt(20))) == (16, True)
 

@@ -86,16 +86,22 @@ def test_stats_travel_between_processes() -> None:
 
 
 def test_the_log_line_is_short_and_names_trouble() -> None:
-    quiet = stats("scheduler", hit_tokens=512, query_tokens=1024, lookups=3).reduce()
-    assert quiet == {"Hit tokens": 512, "Query tokens": 1024, "Loaded MB": 0.0, "Stored MB": 0.0}
-    loud = stats("rank 0", load_bad=2, store_dropped_full=1, stored_bytes=3 << 20, publish=[0.5])
+    quiet = stats("scheduler", hit_tokens=512, lookup_tokens=1024, lookups=3).reduce()
+    assert quiet == {"Hit tokens": 512, "Lookup tokens": 1024, "Loaded MB": 0.0, "Stored MB": 0.0}
+    loud = stats(
+        "rank 0",
+        load_failures_bad=2,
+        dropped_chunks_staging_full=1,
+        stored_bytes=3 << 20,
+        publish=[0.5],
+    )
     assert loud.reduce() == {
         "Hit tokens": 0,
-        "Query tokens": 0,
+        "Lookup tokens": 0,
         "Loaded MB": 0.0,
         "Stored MB": 3.0,
         "Load failures (bad)": 2,
-        "Chunks not stored (staging full)": 1,
+        "Dropped chunks (staging full)": 1,
         "Avg publish (ms)": 500.0,
     }
 
@@ -133,15 +139,15 @@ def exposed() -> Iterator[Exposed]:
 
 
 def test_counters_have_labels(exposed: Exposed) -> None:
-    exposed.metrics.observe(stats("scheduler", lookups=2, load_bad=1).data)
-    exposed.metrics.observe(stats("scheduler", lookups=1, store_dropped_full=4).data)
+    exposed.metrics.observe(stats("scheduler", lookups=2, load_failures_bad=1).data)
+    exposed.metrics.observe(stats("scheduler", lookups=1, dropped_chunks_staging_full=4).data)
     exposed.metrics.observe(stats("scheduler", lookups=9).data, 1)
     assert exposed.value("lookups_total") == 3
     assert exposed.value("lookups_total", engine=1) == 9
     assert exposed.value("load_failures_total", reason="bad") == 1
     assert exposed.value("load_failures_total", reason="missing") == 0
-    assert exposed.value("chunks_not_stored_total", reason="staging_full") == 4
-    assert exposed.value("load_bad_total") is None
+    assert exposed.value("dropped_chunks_total", reason="staging_full") == 4
+    assert exposed.value("load_failures_bad_total") is None
 
 
 def test_times_are_a_histogram(exposed: Exposed) -> None:
@@ -149,15 +155,15 @@ def test_times_are_a_histogram(exposed: Exposed) -> None:
     exposed.metrics.observe(stats("rank 0", read=[0.3]).data)
 
     def below(bound: str) -> float | None:
-        return exposed.value("operation_time_seconds_bucket", operation="read", le=bound)
+        return exposed.value("operation_duration_seconds_bucket", operation="read", le=bound)
 
     assert (below("5e-05"), below("0.001"), below("0.0025")) == (1, 1, 3)
     assert (below("10.0"), below("+Inf")) == (4, 5)
-    count = exposed.value("operation_time_seconds_count", operation="read")
-    total = exposed.value("operation_time_seconds_sum", operation="read")
+    count = exposed.value("operation_duration_seconds_count", operation="read")
+    total = exposed.value("operation_duration_seconds_sum", operation="read")
     assert count == 5
     assert total == pytest.approx(40e-6 + 4e-3 + 99.3)
-    assert exposed.value("operation_time_seconds_count", operation="verify") == 0
+    assert exposed.value("operation_duration_seconds_count", operation="verify") == 0
 
 
 def test_times_reach_histograms_that_take_single_values_only() -> None:
@@ -252,13 +258,13 @@ def test_an_engine_shows_what_kvshelf_does(
 
     objects = sum(len(chunk) for chunk in chunks)
     assert gained("vllm:kvshelf_hit_tokens_total") >= 512
-    assert gained("vllm:kvshelf_query_tokens_total") >= 1200
+    assert gained("vllm:kvshelf_lookup_tokens_total") >= 1200
     assert gained("vllm:kvshelf_probes_total") > 0
     assert gained("vllm:kvshelf_loaded_tokens_total") >= 512
     size = sum(path.stat().st_size for chunk in chunks for path in chunk)
     assert gained("vllm:kvshelf_stored_bytes_total") >= 0.9 * size
     assert gained("vllm:kvshelf_loaded_bytes_total") >= 0.9 * size
-    times = "vllm:kvshelf_operation_time_seconds"
+    times = "vllm:kvshelf_operation_duration_seconds"
     for operation, least in {
         "probe": 1,
         "read": objects,

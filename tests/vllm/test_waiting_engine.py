@@ -11,7 +11,7 @@ from harness import SHELF_CONNECTOR, Answer, assert_same
 from servers import BUCKET, S3Server, command, rclone_s3
 from shelf_files import ShelfFiles, wait_until
 
-from kvshelf.bench.proxy import DelayingProxy
+from benchmarks.proxy import DelayingProxy
 
 pytestmark = [
     pytest.mark.slow,
@@ -68,6 +68,6 @@ def test_a_request_that_waits_finds_its_objects_in_memory(
             assert proxy.counts()["requests"]["GET"] == requests["GET"]
             objects = sum(len(chunk) for chunk in shelf.wait_stored(second))
             engine.generate(prompt(5))
-            assert grown("memory_objects") == objects
+            assert grown("memory_tier_loaded_objects") == objects
             # ... and what the request that left was to find there is given back.
-            assert grown("prefetch_unused_objects") == stored - objects
+            assert grown("prefetched_unused_objects") == stored - objects

@@ -64,7 +64,7 @@ def test_weights_that_vllm_reloads(changing: Changing, prompt: MakePrompt) -> No
     engine.generate(prompt(600))
     engine.generate(prompt(20))
     assert shelf.objects() == before
-    (line,) = engine.log_lines("weights are changed in place")
+    (line,) = engine.log_lines("weights were changed in place")
     assert "reload_weights()" in line
 
 

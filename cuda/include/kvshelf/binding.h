@@ -1,4 +1,4 @@
-// What the files that export functions share: how kvshelf.ops hands its arguments over.
+// What the files that export functions share: how kvshelf.kv.ops hands its arguments over.
 //
 // The caller has checked everything but the slots' values: addresses are valid for the whole call
 // (or until the stream has passed it), strides stay inside the caches, the buffers have exactly
@@ -35,7 +35,7 @@ inline PagedIndex index_at(int64_t address) {
   index.tokens = fields[9];
   index.shards = fields[10];
   index.heads = fields[11];
-  index.kvs = fields[12];
+  index.kv_planes = fields[12];
   index.row_bytes = fields[13];
   index.chunk_stride = fields[14];
   index.shard_stride = fields[15];

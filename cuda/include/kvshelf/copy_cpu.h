@@ -12,15 +12,15 @@ namespace kvshelf {
 // Copies rows out of the paged caches into the buffers; rows of skipped tokens become zero.
 //
 // caches: index.layers addresses; slots: index.chunks × index.tokens slots; buffers: the first
-// buffer. Bad slots: as find_runs (kvshelf/pieces.h). When a position is returned, nothing has
-// been touched. One thread, no locks; allocates a list of at most as many entries as slots.
+// buffer. Returns kAllSlotsGood, or the position of the first bad slot when nothing has been
+// touched. One thread, no locks; allocates a list of at most as many entries as slots.
 int64_t gather_cpu(PagedIndex index, const int64_t* caches, const int64_t* slots,
-                   unsigned char* buffers, int64_t* bad_slot);
+                   unsigned char* buffers);
 
 // The other way round; skipped tokens are not written. Of a slot that occurs twice, the last
 // token's row stays.
 int64_t scatter_cpu(PagedIndex index, const int64_t* caches, const int64_t* slots,
-                    const unsigned char* buffers, int64_t* bad_slot);
+                    const unsigned char* buffers);
 
 }  // namespace kvshelf
 

@@ -1,8 +1,8 @@
-// What binding_device.cc needs of a device.
+// The device functions that binding_device.cc uses.
 //
-// Two implementations: src/copy_cuda.cu for CUDA, and emulation/emulate.cc, which carries the same
-// calls out on the host and is built by the tests only. Each function returns null, or the text
-// of an error that lives as long as the library.
+// Two implementations: src/copy_cuda.cu for CUDA, and emulation/emulate.cc, which executes the same
+// calls on the host and is built by the tests only. Each function returns null, or an error text
+// that stays valid as long as the library is loaded.
 
 #ifndef KVSHELF_DEVICE_H_
 #define KVSHELF_DEVICE_H_
@@ -28,8 +28,8 @@ const char* device_launch(bool gather, LaunchPlan& plan, const int64_t* caches, 
 const char* device_copies(void* const* to, const void* const* from, const size_t* bytes,
                           size_t count, int device, void* stream);
 
-// What the driver says of one kernel after loading it, which makes it ready for the capture of
-// graphs.
+// The driver's attributes of one kernel. Reading them loads the kernel, so that it can be captured
+// in graphs.
 struct KernelAttributes {
   int64_t registers;
   int64_t local_bytes;  // of each thread; more than 0 means spilled registers

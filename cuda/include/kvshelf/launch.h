@@ -20,13 +20,11 @@
 
 namespace kvshelf {
 
-// Addresses of the caches, and slots that are on the host, travel in the kernel's arguments: they
-// need no memory on the device that would have to be kept until the last launch, or the last
+// Addresses of the caches and the slots travel in the kernel's arguments: they need no memory on the device that would have to be kept until the last launch, or the last
 // replay of a graph, is over, and no copy to the device that would wait behind others. 4 KiB of
 // arguments are allowed everywhere; what does not fit takes another launch.
 constexpr int64_t kLayersPerLaunch = 128;
-constexpr int64_t kSlotsPerLaunch = 512;     // of a mapping on the host
-constexpr int64_t kChunksPerLaunch = 65535;  // a grid's z
+constexpr int64_t kSlotsPerLaunch = 512;
 
 constexpr int64_t kBlockThreads = 256;
 constexpr int64_t kInFlight = 4;   // loads of one thread under way at once
@@ -80,15 +78,12 @@ inline Divider divider_of(int64_t divisor) {
 // Arguments of one launch, by value.
 struct LaunchArguments {
   PagedIndex index;
-  int64_t cache_slots;  // slots in the cache
   int64_t first_chunk;  // of this launch
   int64_t first_layer;
   int64_t first_token;
 
   unsigned char* buffers;
-  const int64_t* slots;  // on the device; null: in slot_values
-  int64_t* bad_slot;     // null: bad slots are only skipped
-  int64_t buffer_step;   // bytes in a buffer from a thread's token to its next one
+  int64_t buffer_step;  // bytes in a buffer from a thread's token to its next one
 
   uint32_t tokens;  // of each chunk, in this launch
   uint32_t lanes;
@@ -100,7 +95,7 @@ struct LaunchArguments {
   Divider blocks;       // by block_size
   Divider lane_tiles;   // by the number of blocks that share tokens
   Divider row_vectors;  // by the vectors of a row
-  Divider inner;        // by the number of kvs or heads, whichever is inside
+  Divider inner;        // by the number of KV planes or heads, whichever is inside
   Divider shard_heads;  // by the heads of a shard
 
   int64_t caches[kLayersPerLaunch];
@@ -109,14 +104,15 @@ struct LaunchArguments {
 
 // The plan of all launches of a call.
 struct LaunchPlan {
-  LaunchArguments arguments;     // without what differs by launch
-  const int64_t* slots_on_host;  // null: the mapping is on the device
-  int64_t width;                 // bytes of a vector: 16, 8, 4, 2 or 1
-  int64_t launch_chunks;         // most chunks and tokens of a launch
+  LaunchArguments arguments;  // without what differs by launch
+  const int64_t* slots;       // on the host
+  int64_t cache_slots;        // slots in the cache
+  int64_t width;              // bytes of a vector: 16, 8, 4, 2 or 1
+  int64_t launch_chunks;      // most chunks and tokens of a launch
   int64_t launch_tokens;
   int64_t lane_tiles;
   bool empty;      // nothing to launch
-  bool too_large;  // more slots, tokens or lanes than 31 bits can count
+  bool too_large;  // more slots or lanes than 31 bits can count
 };
 
 // The widest vector that fits all addresses: every stride that is used, the row, every base.
@@ -131,7 +127,7 @@ inline int64_t vector_width(const PagedIndex& index, const int64_t* caches, uint
   all |= static_cast<uint64_t>(index.first_head * index.head_stride);
   add(index.num_blocks, index.block_stride);
   add(index.block_size, index.token_stride);
-  add(index.kvs, index.kv_stride);
+  add(index.kv_planes, index.kv_stride);
   add(index.heads * index.shards, index.head_stride);
   add(index.chunks, index.chunk_stride);
   add(index.shards, index.shard_stride);
@@ -139,40 +135,33 @@ inline int64_t vector_width(const PagedIndex& index, const int64_t* caches, uint
   return static_cast<int64_t>(all & (~all + 1));
 }
 
+constexpr int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // Plans the launches of a call.
 //
-// slots: good ones on the host, or any on the device. processors: multiprocessors of the device.
-// steps: tokens of each thread, a multiple of kInFlight; 0 = choose.
+// slots: good ones, on the host. processors: multiprocessors of the device. steps: tokens of each
+// thread, a multiple of kInFlight; 0 = choose.
 inline LaunchPlan make_plan(const PagedIndex& index, const int64_t* caches, const int64_t* slots,
-                            bool slots_on_host, unsigned char* buffers, int64_t* bad_slot,
-                            int64_t processors, int64_t steps) {
+                            unsigned char* buffers, int64_t processors, int64_t steps) {
   LaunchPlan plan{};
   plan.width = vector_width(index, caches, reinterpret_cast<uintptr_t>(buffers));
-  plan.slots_on_host = slots_on_host ? slots : nullptr;
+  plan.slots = slots;
+  plan.cache_slots = index.num_blocks * index.block_size;
   LaunchArguments& a = plan.arguments;
   a.index = index;
-  a.cache_slots = index.num_blocks * index.block_size;
   a.buffers = buffers;
-  a.slots = slots_on_host ? nullptr : slots;
-  a.bad_slot = bad_slot;
 
   const int64_t row_vectors = index.row_bytes / plan.width;
   const int64_t all_heads = index.shards * index.heads;
-  const int64_t lanes = index.kvs * all_heads * row_vectors;
+  const int64_t lanes = index.kv_planes * all_heads * row_vectors;
   plan.empty = lanes == 0 || index.tokens == 0 || index.chunks == 0 || index.layers == 0;
-  plan.too_large = lanes > INT32_MAX || index.tokens > INT32_MAX || a.cache_slots > INT32_MAX;
+  plan.too_large = lanes > INT32_MAX || plan.cache_slots > INT32_MAX;
   if (plan.empty || plan.too_large) return plan;
 
-  plan.launch_tokens = index.tokens;
-  plan.launch_chunks = kChunksPerLaunch;
-  if (slots_on_host) {
-    if (plan.launch_tokens > kSlotsPerLaunch) plan.launch_tokens = kSlotsPerLaunch;
-    plan.launch_chunks = kSlotsPerLaunch / plan.launch_tokens;
-    if (plan.launch_tokens < index.tokens) plan.launch_chunks = 1;
-  }
-  if (plan.launch_chunks > index.chunks) plan.launch_chunks = index.chunks;
+  plan.launch_tokens = smaller(index.tokens, kSlotsPerLaunch);
+  plan.launch_chunks = smaller(index.chunks, kSlotsPerLaunch / plan.launch_tokens);
 
   const int64_t lane_tiles = ceil_div(lanes, kBlockThreads);
   const int64_t lanes_per_block = ceil_div(lanes, lane_tiles);
@@ -202,7 +191,7 @@ inline LaunchPlan make_plan(const PagedIndex& index, const int64_t* caches, cons
   a.blocks = divider_of(index.block_size);
   a.lane_tiles = divider_of(lane_tiles);
   a.row_vectors = divider_of(row_vectors);
-  a.inner = divider_of(a.kv_inside_head ? index.kvs : all_heads);
+  a.inner = divider_of(a.kv_inside_head ? index.kv_planes : all_heads);
   a.shard_heads = divider_of(index.heads);
   return plan;
 }
@@ -210,8 +199,6 @@ inline LaunchPlan make_plan(const PagedIndex& index, const int64_t* caches, cons
 struct Grid {
   uint32_t x, y, z;
 };
-
-constexpr int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
 // Calls launch(arguments, grid, threads) for each launch of a plan; stops at the first that
 // returns false.
@@ -227,13 +214,11 @@ bool for_each_launch(LaunchPlan& plan, const int64_t* caches, const Launch& laun
       const int64_t tokens = smaller(plan.launch_tokens, index.tokens - token);
       a.first_token = token;
       a.tokens = static_cast<uint32_t>(tokens);
-      if (plan.slots_on_host != nullptr) {
-        for (int64_t i = 0; i < chunks * tokens; ++i) {
-          const int64_t at = (chunk + i / tokens) * index.tokens + token + i % tokens;
-          const int64_t slot = plan.slots_on_host[at];
-          a.slot_values[i] = static_cast<int32_t>(
-              slot >= 0 && slot < a.cache_slots ? slot : kSkippedSlot);
-        }
+      for (int64_t i = 0; i < chunks * tokens; ++i) {
+        const int64_t slot =
+            plan.slots[(chunk + i / tokens) * index.tokens + token + i % tokens];
+        a.slot_values[i] =
+            static_cast<int32_t>(slot >= 0 && slot < plan.cache_slots ? slot : kSkippedSlot);
       }
       const int64_t tiles = ceil_div(tokens, int64_t{a.rows_per_block} * a.steps);
       for (int64_t layer = 0; layer < index.layers; layer += kLayersPerLaunch) {
@@ -256,8 +241,7 @@ bool for_each_launch(LaunchPlan& plan, const int64_t* caches, const Launch& laun
 #define KVSHELF_UNROLL
 #endif
 
-// What one thread does. Memory has load<Vector>(address), store(address, value),
-// slot(address) and report(address, position + 1).
+// What one thread does. Memory has load<Vector>(address) and store(address, value).
 template <typename Vector, bool kGather, typename Memory>
 KVSHELF_HD void copy_thread(const LaunchArguments& a, const Grid& block, const Grid& thread,
                             Memory& memory) {
@@ -285,20 +269,18 @@ KVSHELF_HD void copy_thread(const LaunchArguments& a, const Grid& block, const G
                           index.buffer_offset(chunk, shard, layer, kv, a.first_token + token,
                                               head - shard * a.shard_heads.divisor) +
                           in_row;
-  const int64_t first_position = chunk * index.tokens + a.first_token;
   const uint32_t first_value = block.z * a.tokens;
 
   for (uint32_t done = 0; done < a.steps; done += kInFlight) {
     // Beyond the last token, that one's slot: loads without a condition are issued together.
     uint32_t tokens[kInFlight];
-    int64_t slots[kInFlight];
+    int32_t slots[kInFlight];
     KVSHELF_UNROLL
     for (int i = 0; i < kInFlight; ++i) {
       tokens[i] = token + static_cast<uint32_t>(i) * a.rows_per_block;
       const uint32_t last = a.tokens - 1;
       const uint32_t of_slot = tokens[i] < last ? tokens[i] : last;
-      slots[i] = a.slots != nullptr ? memory.slot(a.slots + first_position + of_slot)
-                                    : int64_t{a.slot_values[first_value + of_slot]};
+      slots[i] = a.slot_values[first_value + of_slot];
     }
 
     bool good[kInFlight];
@@ -306,8 +288,7 @@ KVSHELF_HD void copy_thread(const LaunchArguments& a, const Grid& block, const G
     Vector values[kInFlight];
     KVSHELF_UNROLL
     for (int i = 0; i < kInFlight; ++i) {
-      good[i] = tokens[i] < a.tokens &&
-                static_cast<uint64_t>(slots[i]) < static_cast<uint64_t>(a.cache_slots);
+      good[i] = tokens[i] < a.tokens && slots[i] >= 0;
       const uint32_t slot = good[i] ? static_cast<uint32_t>(slots[i]) : 0;
       const uint32_t id = a.blocks.quotient(slot);
       offsets[i] = index.slot_offset(id, slot - id * a.blocks.divisor);
@@ -324,15 +305,6 @@ KVSHELF_HD void copy_thread(const LaunchArguments& a, const Grid& block, const G
         if (tokens[i] < a.tokens) memory.store(buffer + i * a.buffer_step, values[i]);
       } else {
         if (good[i]) memory.store(paged + offsets[i], values[i]);
-      }
-    }
-
-    // Once for all threads that look at the same slots.
-    if (a.bad_slot != nullptr && lane == 0 && layer == 0) {
-      for (int i = 0; i < kInFlight; ++i) {
-        if (tokens[i] < a.tokens && !good[i] && slots[i] != kSkippedSlot) {
-          memory.report(a.bad_slot, first_position + tokens[i] + 1);
-        }
       }
     }
     token += kInFlight * a.rows_per_block;

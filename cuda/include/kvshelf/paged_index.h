@@ -1,17 +1,17 @@
-// Where the KV of a token lies: in a paged KV cache, and in chunk buffers.
+// The places of a token's KV in a paged KV cache and in chunk buffers.
 //
-// Owns all index arithmetic of gather and scatter. Host code and CUDA kernels include this one
-// header, so that they cannot disagree. Plain integers in, byte offsets out; nothing here touches
-// memory. All offsets are 64 bits wide.
+// Owns all index arithmetic of gather and scatter. Host code and CUDA kernels both include this
+// header, so they cannot disagree. Integers in, byte offsets out; nothing here touches memory. All
+// offsets are 64 bits wide.
 //
 // A paged cache is described by byte strides, so one descriptor covers every strided layout:
-// tokens outside or inside heads, K and V in front of, inside or beside each other, blocks of
-// any kernel block size, MLA (kvs = 1, heads = 1), and whole (block, head)s as opaque bytes
+// tokens outside or inside heads, K and V one after the other, nested or interleaved, blocks of
+// any kernel block size, MLA (kv_planes = 1, heads = 1), and whole (block, head)s as opaque bytes
 // (block_size = 1; a "slot" is then a block id).
 //
 // One call copies one or several chunks of equally many tokens, and of each chunk one or several
-// shards of equally many heads. Each (chunk, shard) has a buffer of its own: for each layer
-// [kvs, tokens, heads, row_bytes] without gaps, layers one after another.
+// shards of equally many heads. Each (chunk, shard) has its own buffer: for each layer
+// [kv_planes, tokens, heads, row_bytes] without gaps, layers one after another.
 
 #ifndef KVSHELF_PAGED_INDEX_H_
 #define KVSHELF_PAGED_INDEX_H_
@@ -26,10 +26,10 @@
 
 namespace kvshelf {
 
-// A slot mapping's way to say "skip this token".
+// The value in a slot mapping that means "skip this token".
 constexpr int64_t kSkippedSlot = -1;
 
-// Answer of whatever checks slots when every slot was good; else it is a bad one's position.
+// Result of a check of slots: all are valid. Any other result is the position of a bad slot.
 constexpr int64_t kAllSlotsGood = -1;
 
 struct PagedIndex {
@@ -48,7 +48,7 @@ struct PagedIndex {
   int64_t tokens;  // of each chunk
   int64_t shards;
   int64_t heads;  // of each shard
-  int64_t kvs;    // 2 = K and V, 1 = single content
+  int64_t kv_planes;  // 2 = K and V, 1 = single content
   int64_t row_bytes;  // one (token, kv, head)
 
   // From one (chunk, shard)'s buffer to the next chunk's and the next shard's, in bytes.
@@ -83,8 +83,7 @@ struct PagedIndex {
            head_in_shard * buffer_head_stride;
   }
 
-  // True when slots that follow each other are token_stride apart also from the last slot of a
-  // block to the first of the next one.
+  // True if consecutive slots are token_stride apart even across the border of two blocks.
   KVSHELF_HD bool blocks_are_linear() const { return block_stride == block_size * token_stride; }
 };
 
@@ -93,7 +92,7 @@ KVSHELF_HD void set_buffer_strides(PagedIndex& index) {
   index.buffer_head_stride = index.row_bytes;
   index.buffer_token_stride = index.heads * index.buffer_head_stride;
   index.buffer_kv_stride = index.tokens * index.buffer_token_stride;
-  index.buffer_layer_stride = index.kvs * index.buffer_kv_stride;
+  index.buffer_layer_stride = index.kv_planes * index.buffer_kv_stride;
 }
 
 }  // namespace kvshelf

@@ -1,7 +1,7 @@
 // Gather and scatter, on the CPU, of caches whose elements are permuted inside each (block, head).
 //
-// vLLM's CPU attention packs K (and on some processors V) of a block for its instruction set. Where
-// each element went has been learned; here it is a table of byte offsets.
+// vLLM's CPU attention packs K (and on some processors V) of a block for its instruction set. The
+// learned place of each element is given here as a table of byte offsets.
 
 #ifndef KVSHELF_PERMUTED_CPU_H_
 #define KVSHELF_PERMUTED_CPU_H_
@@ -10,9 +10,9 @@
 
 namespace kvshelf {
 
-// A table's entry is a unit: this many neighbouring bytes of a row that are neighbours in the
-// cache as well. 2 = K and V.
-constexpr int64_t kMostKvs = 2;
+// K and V. (The tables of a plane consist of units: bytes of a row that are also contiguous in the
+// cache.)
+constexpr int64_t kMaxKvPlanes = 2;
 
 struct PermutedIndex {
   // The paged cache of one layer; strides in bytes from the cache's first byte.
@@ -22,18 +22,18 @@ struct PermutedIndex {
   int64_t head_stride;
   int64_t first_head;  // the chunk's head 0 is this head of the cache
 
-  // What is copied: for each layer [kvs, tokens, heads, row_bytes] without gaps.
+  // What is copied: for each layer [kv_planes, tokens, heads, row_bytes] without gaps.
   int64_t layers;
-  int64_t kvs;
+  int64_t kv_planes;
   int64_t tokens;
   int64_t heads;
   int64_t row_bytes;
 
-  // For each kv: the size of its units, which divides row_bytes, and a table of int32
-  // [block_size, row_bytes / unit]: how far behind the first byte of its (block, head) each unit
-  // of a token's row lies.
-  int64_t unit[kMostKvs];
-  const int32_t* table[kMostKvs];
+  // For each KV plane: the size of its units, which divides row_bytes, and a table of int32
+  // [block_size, row_bytes / unit]: the byte offset of each unit of a token's row inside its
+  // (block, head).
+  int64_t unit[kMaxKvPlanes];
+  const int32_t* table[kMaxKvPlanes];
 };
 
 // As gather_cpu and scatter_cpu (copy_cpu.h): the position of the first bad slot, when nothing

@@ -34,25 +34,19 @@ struct Run {
 
 // Splits the slots of all chunks into runs.
 //
-// A slot that is neither kSkippedSlot nor in the cache is bad. Without bad_slot its position is
-// returned at once. With bad_slot it is treated as skipped, and its position + 1 is left there.
+// The position of a slot that is neither kSkippedSlot nor in the cache is returned at once.
 //
 // The slots are read exactly once, so what has been checked is what is used, whatever other
 // threads do to the mapping meanwhile.
-inline int64_t find_runs(const PagedIndex& index, const int64_t* slots, int64_t* bad_slot,
-                         std::vector<Run>& runs) {
+inline int64_t find_runs(const PagedIndex& index, const int64_t* slots, std::vector<Run>& runs) {
   const bool linear = index.blocks_are_linear();
   for (int64_t chunk = 0; chunk < index.chunks; ++chunk) {
     int64_t next = 0;       // slot that would continue the current run
     int64_t run_end = -1;   // first slot that cannot belong to it
     bool skipping = false;  // the current run is of skipped tokens
     for (int64_t token = 0; token < index.tokens; ++token) {
-      int64_t slot = slots[chunk * index.tokens + token];
-      if (slot != kSkippedSlot && !index.slot_in_cache(slot)) {
-        if (bad_slot == nullptr) return chunk * index.tokens + token;
-        *bad_slot = chunk * index.tokens + token + 1;
-        slot = kSkippedSlot;
-      }
+      const int64_t slot = slots[chunk * index.tokens + token];
+      if (slot != kSkippedSlot && !index.slot_in_cache(slot)) return chunk * index.tokens + token;
       if (slot == kSkippedSlot) {
         if (skipping) {
           ++runs.back().length;
@@ -80,14 +74,14 @@ inline int64_t find_runs(const PagedIndex& index, const int64_t* slots, int64_t*
 
 // The nested dimensions of one run in one buffer, contiguous ones merged into `bytes`.
 struct Shape {
-  int64_t kvs;
+  int64_t kv_planes;
   int64_t tokens;
   int64_t heads;
   int64_t bytes;
 };
 
 inline Shape merge(const PagedIndex& index, int64_t length) {
-  Shape shape{index.kvs, length, index.heads, index.row_bytes};
+  Shape shape{index.kv_planes, length, index.heads, index.row_bytes};
   const auto merges = [&shape](int64_t count, int64_t paged_stride, int64_t buffer_stride) {
     return count == 1 || (paged_stride == shape.bytes && buffer_stride == shape.bytes);
   };
@@ -97,9 +91,9 @@ inline Shape merge(const PagedIndex& index, int64_t length) {
   if (!merges(shape.tokens, index.token_stride, index.buffer_token_stride)) return shape;
   shape.bytes *= shape.tokens;
   shape.tokens = 1;
-  if (!merges(shape.kvs, index.kv_stride, index.buffer_kv_stride)) return shape;
-  shape.bytes *= shape.kvs;
-  shape.kvs = 1;
+  if (!merges(shape.kv_planes, index.kv_stride, index.buffer_kv_stride)) return shape;
+  shape.bytes *= shape.kv_planes;
+  shape.kv_planes = 1;
   return shape;
 }
 
@@ -115,7 +109,7 @@ void for_each_piece(const PagedIndex& index, const Run& run, int64_t layer, cons
   const int64_t start = index.buffer_offset(run.chunk, 0, layer, 0, run.token, 0);
   if (run.offset == kSkippedSlot) {
     for (int64_t shard = 0; shard < index.shards; ++shard) {
-      for (int64_t kv = 0; kv < index.kvs; ++kv) {
+      for (int64_t kv = 0; kv < index.kv_planes; ++kv) {
         skip(start + shard * index.shard_stride + kv * index.buffer_kv_stride,
              run.length * index.buffer_token_stride);
       }
@@ -130,7 +124,7 @@ void for_each_piece(const PagedIndex& index, const Run& run, int64_t layer, cons
                               index.row_offset(0, shard * index.heads + head);
         const int64_t buffer = start + shard * index.shard_stride +
                                token * index.buffer_token_stride + head * index.buffer_head_stride;
-        for (int64_t kv = 0; kv < shape.kvs; ++kv) {
+        for (int64_t kv = 0; kv < shape.kv_planes; ++kv) {
           copy(paged + kv * index.kv_stride, buffer + kv * index.buffer_kv_stride, shape.bytes);
         }
       }

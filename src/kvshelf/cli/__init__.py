@@ -1,8 +1,8 @@
 """The command ``kvshelf``.
 
-Owns the entry point. Each command is a module of its own in this package;
-:mod:`kvshelf.cli.common` holds what they share: exit codes, how a shelf is found, output.
-Commands run on one thread; only ``doctor`` uses others, to put a deadline on storage.
+Owns the entry point. Each command is a module of this package; :mod:`kvshelf.cli.common` has the
+exit codes, the choice of the shelf and the output. Commands run on one thread, except ``doctor``,
+which enforces deadlines on storage, and ``copy``.
 """
 
 from __future__ import annotations

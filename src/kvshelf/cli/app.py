@@ -20,7 +20,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    help="Look at a kvshelf store, copy or fill it, and check an installation of kvshelf.",
+    help="Inspect, copy and fill a kvshelf store, and check an installation of kvshelf.",
     epilog=f"Exit codes: {_CODES}.",
 )
 app.command()(guarded(ls))

@@ -1,11 +1,11 @@
-"""What the commands share: exit codes, how a shelf is found, output.
+"""Shared by the commands: exit codes, the choice of the shelf, output.
 
 Contracts
 ---------
 * Data goes to standard output, everything else to standard error. With ``--json`` nothing
   but JSON is on standard output.
-* A command ends by returning (exit code 0), by ``typer.Exit`` or by one of kvshelf's errors,
-  which :func:`guarded` turns into a message and an exit code.
+* A command ends by returning (exit code 0), by ``typer.Exit`` or by raising an error of
+  kvshelf, which :func:`guarded` turns into a message and an exit code.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import os
 import sys
 from collections.abc import Callable
 from datetime import datetime
-from typing import Annotated, Any, Final, ParamSpec, TypeAlias
+from typing import Annotated, Any, Final, NoReturn, ParamSpec, TypeAlias
 
 import typer
 from rich.console import Console
@@ -38,6 +38,7 @@ OK: Final = 0
 PROBLEM: Final = 1
 USAGE: Final = 2
 UNREACHABLE: Final = 3
+_INTERRUPTED: Final = 130
 
 EXIT_CODES: Final = {
     OK: "all is well",
@@ -71,8 +72,8 @@ def guarded(command: Callable[_P, None]) -> Callable[_P, None]:
             message(str(error))
             raise typer.Exit(exit_code(error)) from None
         except BrokenPipeError:
-            # The reader (head, less) has seen enough. What Python still wants to flush at
-            # exit must go somewhere else.
+            # The reader (head, less) closed the pipe. Python still flushes at exit, so standard
+            # output is redirected.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(OK) from None
 
@@ -80,7 +81,7 @@ def guarded(command: Callable[_P, None]) -> Callable[_P, None]:
 
 
 def exit_code(error: KVShelfError) -> int:
-    """Return the exit code that an error means."""
+    """Return the exit code for an error."""
     if isinstance(error, BadObjectError | ObjectMissingError | NotRegularError):
         return PROBLEM
     if isinstance(error, StorageError):
@@ -91,7 +92,7 @@ def exit_code(error: KVShelfError) -> int:
 
 
 def message(text: str) -> None:
-    """Tell the user something that is not data."""
+    """Print a message for the user on standard error."""
     Console(stderr=True, highlight=False).print(
         f"kvshelf: {text}", style="red", markup=False, soft_wrap=True
     )
@@ -99,24 +100,24 @@ def message(text: str) -> None:
 
 def write_json(value: object) -> None:
     """Write one JSON value on a line of its own."""
-    # ASCII: strings from a shelf may hold what no terminal should get, or lone surrogates.
+    # ASCII: strings from a shelf may contain control characters or lone surrogates.
     sys.stdout.write(json.dumps(value) + "\n")
 
 
 def printable(text: str) -> str:
-    """Return `text` with whatever is not printable escaped: it comes from a shelf."""
+    """Return `text`, which comes from a shelf, with unprintable characters escaped."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def find_shelf(shelf: str | None) -> tuple[str, dict[str, Any]]:
-    """Return URL and storage options of the shelf that a command is about.
+    """Return URL and storage options of the shelf for a command.
 
     Parameters
     ----------
     shelf : str or None
-        As given on the command line; None takes the configured one, else the private one.
+        The command line's shelf; None selects the configured shelf, else the private one.
 
     Raises
     ------
@@ -130,7 +131,7 @@ def find_shelf(shelf: str | None) -> tuple[str, dict[str, Any]]:
 
 
 def open_existing(url: str, storage_options: dict[str, Any]) -> Backend:
-    """Open a storage to read from it; nothing is created.
+    """Open a storage for reading; nothing is created.
 
     Raises
     ------
@@ -142,22 +143,53 @@ def open_existing(url: str, storage_options: dict[str, Any]) -> Backend:
     backend = open_backend(url, storage_options=storage_options, read_only=True)
     if is_missing(backend):
         backend.close()
-        raise StorageError(
-            f"{backend.url} does not exist; check the path, or mount what belongs there"
-        )
+        raise missing_error(backend)
     return backend
 
 
+def missing_error(backend: Backend) -> StorageError:
+    """Return the error for a directory that does not exist."""
+    return StorageError(f"{backend.url} does not exist; check the path, or mount the filesystem")
+
+
 def is_missing(backend: Backend) -> bool:
-    """Tell whether `backend` is a directory that is not there.
+    """Whether `backend` is a directory that does not exist.
 
     Other storages have no root that could be missing.
     """
     return isinstance(backend, PosixBackend) and not os.path.isdir(backend.root)
 
 
+def is_local(url: str) -> bool:
+    """Whether a shelf's path or URL names a directory of this machine."""
+    return "://" not in url or url.startswith(("file://", "local://"))
+
+
+def json_object(text: str, option: str) -> dict[str, Any]:
+    """Parse the JSON object that is the value of an option.
+
+    Raises
+    ------
+    ConfigError
+        If it is not a JSON object.
+    """
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{option}: not JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f'{option}: expected a JSON object, such as {{"name": "value"}}')
+    return value
+
+
+def exit_interrupted() -> NoReturn:
+    """Tell the user how to continue, and exit as after an interrupt."""
+    message("interrupted; start it again to continue")
+    raise typer.Exit(_INTERRUPTED)
+
+
 def size_text(count: int) -> str:
-    """Return a number of bytes for people."""
+    """Return a number of bytes as readable text."""
     amount = float(count)
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if amount < 1024:
@@ -167,5 +199,5 @@ def size_text(count: int) -> str:
 
 
 def time_text(seconds: float) -> str:
-    """Return a time since the epoch for people, in the local time zone."""
+    """Return a time since the epoch as readable text, in the local time zone."""
     return datetime.fromtimestamp(seconds).astimezone().strftime("%Y-%m-%d %H:%M")

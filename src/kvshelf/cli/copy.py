@@ -1,12 +1,11 @@
-"""``kvshelf copy``: a shelf, or a part of it, to another place.
+"""``kvshelf copy``: copies a shelf, or a part of it.
 
-The work is done by :mod:`kvshelf.copying`; here are the words of the command line, the progress
-bar (only on a terminal, on standard error) and the summary.
+Owns the command's options, the progress bar (only on a terminal, on standard error) and the
+summary; :mod:`kvshelf.tools.copying` does the work.
 """
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 import time
@@ -23,21 +22,23 @@ from kvshelf.backends import open_backend
 from kvshelf.cli.common import (
     PROBLEM,
     JsonOption,
+    exit_interrupted,
+    is_local,
     is_missing,
-    message,
+    json_object,
+    missing_error,
     printable,
     size_text,
     write_json,
 )
 from kvshelf.config import Config
-from kvshelf.copying import CopyReport, Selection, copy_shelf
 from kvshelf.errors import ConfigError, StorageError
-from kvshelf.identity import slugify
-from kvshelf.prompts import Prompt, read_prompts
-from kvshelf.shelf import Shelf, open_shelf
+from kvshelf.format.namespace import slugify
+from kvshelf.shelf.shelf import Shelf, open_shelf
+from kvshelf.tools.copying import CopyReport, Selection, copy_shelf
+from kvshelf.tools.prompts import Prompt, read_prompts
 
-_INTERRUPTED = 130
-#: A copy has nobody who waits for it: a slow storage is waited for, not given a rest.
+#: No request waits for a copy, so slow storage has long deadlines before the breaker opens.
 _DEADLINES = {"probe": 60.0, "read": 60.0, "write": 60.0, "bytes_per_second": 1e6}
 _AGE = re.compile(r"(\d+(?:\.\d+)?)([smhdw])", re.ASCII)
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
@@ -73,7 +74,7 @@ def copy(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Only the chunks of these prompts: a JSON list of token ids a line, or an object "
+            help="Only the chunks of these prompts: per line a list of token ids, or an object "
             "with tokens and cache_salt.",
         ),
     ] = None,
@@ -82,10 +83,12 @@ def copy(
     ] = None,
     verify_existing: Annotated[
         bool,
-        typer.Option("--verify-existing", help="Verify what DST has, and replace what is bad."),
+        typer.Option(
+            "--verify-existing", help="Verify the objects that DST has, and replace bad ones."
+        ),
     ] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Count what would be copied, change nothing.")
+        bool, typer.Option("--dry-run", help="Count what would be copied; change nothing.")
     ] = False,
     source_options: Annotated[
         str | None, typer.Option(metavar="JSON", help="storage_options of SRC.")
@@ -95,7 +98,7 @@ def copy(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Copy a shelf, or a part of it: verified, in parallel, and only what is missing."""
+    """Copy a shelf, or a part of it: verified, in parallel, and only missing objects."""
     selection = Selection(
         tuple(name.rstrip("/") for name in namespaces or ()),
         tuple(slugify(name) for name in models or ()),
@@ -143,8 +146,7 @@ def copy(
     else:
         sys.stdout.write(_summary(report, dry_run))
     if interrupted:
-        message("interrupted; start it again, and it goes on")
-        raise typer.Exit(_INTERRUPTED)
+        exit_interrupted()
     if not report.complete:
         raise typer.Exit(PROBLEM)
 
@@ -152,14 +154,12 @@ def copy(
 def _open(url: str, options: str | None, name: str, *, read_only: bool) -> Shelf:
     storage_options = _options(url, options, name)
     if read_only:
-        # Nothing is created, and what is not there is said.
+        # Opening it this way creates nothing, so a missing source is detected.
         backend = open_backend(url, storage_options=storage_options, read_only=True)
-        missing, where = is_missing(backend), backend.url
+        missing = is_missing(backend)
         backend.close()
         if missing and name == "--source-options":
-            raise StorageError(
-                f"{where} does not exist; check the path, or mount what belongs there"
-            )
+            raise missing_error(backend)
     return open_shelf(
         url, storage_options=storage_options, read_only=read_only, deadlines=_DEADLINES
     )
@@ -167,16 +167,9 @@ def _open(url: str, options: str | None, name: str, *, read_only: bool) -> Shelf
 
 def _options(url: str, text: str | None, name: str) -> dict[str, Any]:
     if text is None:
-        # The configured ones belong to a URL; a directory takes none of them.
-        is_folder = "://" not in url or url.startswith(("file://", "local://"))
-        return {} if is_folder else Config.load({"shared_storage_path": url}).storage_options
-    try:
-        options = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"{name}: not JSON ({error})") from None
-    if not isinstance(options, dict):
-        raise ConfigError(f'{name}: expected a JSON object, such as {{"endpoint_url": "…"}}')
-    return options
+        # The configured options belong to a URL; a directory uses none of them.
+        return {} if is_local(url) else Config.load({"shared_storage_path": url}).storage_options
+    return json_object(text, name)
 
 
 def _time(text: str | None, name: str) -> float | None:
@@ -186,7 +179,7 @@ def _time(text: str | None, name: str) -> float | None:
     try:
         if age is not None:
             return time.time() - timedelta(seconds=float(age[1]) * _UNITS[age[2]]).total_seconds()
-        # Without a zone it is the local time, as listings show it.
+        # Without a time zone it is local time, as in listings.
         return datetime.fromisoformat(text).astimezone().timestamp()
     except (ValueError, OverflowError):
         raise ConfigError(
@@ -200,14 +193,14 @@ def _token_prompts(path: Path) -> list[Prompt]:
     for prompt in prompts:
         if prompt.tokens is None:
             raise ConfigError(
-                f"{path}: line {prompt.line} is text; expected token ids, for a copy knows no "
+                f"{path}: line {prompt.line} is text; expected token ids, because a copy has no "
                 "tokenizer"
             )
     return prompts
 
 
 class _Display:
-    """The bar, and the names of what is not copied."""
+    """The progress bar, and the objects that were not copied."""
 
     def __init__(self, as_json: bool, dry_run: bool) -> None:
         self.problems: list[tuple[str, str]] = []

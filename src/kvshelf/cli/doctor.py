@@ -1,11 +1,11 @@
-"""``kvshelf doctor``: what is installed, and what a shelf answers.
+"""``kvshelf doctor``: checks the installation and the access to a shelf.
 
-Every check has a name, a state, what was found, how long it took, and, unless all is well, what
-to do. Checks of a shelf do what an engine does, one thing at a time, each on a daemon thread with
-a deadline: a mount that hangs is reported and cannot hang the command.
+Every check has a name, a state, a result, a duration, and a hint if there is a problem. The checks
+of a shelf perform the operations of an engine one by one, each on a daemon thread with a deadline,
+so a hanging mount is reported and cannot block the command.
 
-The only thing written is ``.kvshelf/doctor-<16 hex>`` at the root of the shelf, and of the disk
-tier where there is one, deleted at the end.
+The only file written is ``.kvshelf/doctor-<16 hex>`` at the root of the shelf, and of the disk
+tier if there is one; it is deleted at the end.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from rich.text import Text
 from kvshelf import __version__
 from kvshelf.backends import Backend, WriteResult, open_backend
 from kvshelf.backends.posix import PosixBackend
-from kvshelf.bounded import BoundedBackend
 from kvshelf.cli.common import (
     OK,
     PROBLEM,
     UNREACHABLE,
     JsonOption,
     ShelfArgument,
+    is_local,
     is_missing,
     size_text,
     write_json,
@@ -50,7 +50,8 @@ from kvshelf.errors import (
     StorageError,
     UnsupportedError,
 )
-from kvshelf.identity import parse_namespace_folder
+from kvshelf.format.names import parse_namespace_folder
+from kvshelf.shelf.usage_ledger import BoundedBackend
 
 _PACKAGES = (
     "torch",
@@ -82,11 +83,11 @@ class Check:
     name : str
     state : State
     found : str
-        What was found, for people.
+        The result, as text.
     hint : str or None
-        What to do.
+        Advice.
     seconds : float or None
-        How long it took, where that says something about the storage.
+        Duration, for checks whose duration depends on the storage.
     unreachable : bool
         The shelf cannot be reached.
     """
@@ -100,13 +101,14 @@ class Check:
 
 
 class _NoAnswerError(Exception):
-    """A check did not end before its deadline."""
+    """A check did not finish before its deadline."""
 
 
 def doctor(
     shelf: ShelfArgument = None,
     timeout: Annotated[
-        float, typer.Option("--timeout", min=0.1, help="Seconds that the shelf has for each step.")
+        float,
+        typer.Option("--timeout", min=0.1, help="Deadline of each step on the shelf, in seconds."),
     ] = 10.0,
     as_json: JsonOption = False,
 ) -> None:
@@ -203,7 +205,7 @@ def _engine() -> Check:
 
 def _ops() -> Check:
     try:
-        from kvshelf import ops
+        from kvshelf.kv import ops
 
         used = ops.implementation()
     except (ImportError, OSError, RuntimeError, KVShelfError) as error:
@@ -213,23 +215,23 @@ def _ops() -> Check:
             "gather/scatter",
             State.NOTE,
             "torch (slower)",
-            "to get the native library, reinstall kvshelf where there is a C++ compiler",
+            "to get the native library, reinstall kvshelf with a C++ compiler",
         )
     return Check("gather/scatter", State.OK, used)
 
 
 def _ops_on_gpus() -> Iterator[Check]:
-    """One check for each GPU; without any, one where there are kernels for GPUs."""
+    """Yield one check per GPU; without a GPU, one check if there are kernels."""
     try:
         import torch
 
-        from kvshelf import ops
+        from kvshelf.kv import ops
 
         build = ops.kernel_build()
         kernels = "" if build is None else f"CUDA {build.toolkit} for {build.architectures}"
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     except (ImportError, OSError, RuntimeError, KVShelfError):
-        return  # told by the check before
+        return  # reported by the previous check
     if not count and kernels:
         yield Check("kernels", State.OK, f"{kernels}; no GPU here")
     for index in range(count):
@@ -248,8 +250,8 @@ def _ops_on_gpus() -> Iterator[Check]:
                 name,
                 State.NOTE,
                 f"torch (slower): {problem}",
-                "to get the kernels, reinstall kvshelf where there is a CUDA compiler (nvcc 12 or "
-                "newer), and have a driver that is new enough for it",
+                "to get the kernels, reinstall kvshelf with a CUDA compiler (nvcc 12 or newer) and "
+                "a driver that supports it",
             )
 
 
@@ -272,10 +274,9 @@ def _shelf(shelf: str | None, timeout: float) -> Iterator[Check]:
             "kvshelf doctor SHELF checks one",
         )
         return
-    # A directory is not made here: under a mount point that nothing is mounted on, that
-    # would hide the trouble.
+    # Do not create a directory: below an empty mount point that would hide the problem.
     options = dict(config.storage_options)
-    if "://" not in url or url.startswith(("file://", "local://")):
+    if is_local(url):
         options["create"] = False
     yield from _Examination(url, options, config.read_only, timeout).run()
     if config.disk_tier is not None:
@@ -283,31 +284,31 @@ def _shelf(shelf: str | None, timeout: float) -> Iterator[Check]:
 
 
 def _disk_tier(tier: DiskTierConfig, timeout: float) -> Iterator[Check]:
-    """Examine the directory of the disk tier, and tell how full it is."""
+    """Check the directory of the disk tier, and report its usage."""
     name = "disk tier"
     try:
         found = _with_deadline(lambda: _fill_of(tier), timeout)
     except _NoAnswerError:
-        hint = "the disk hangs; engines go on without the tier"
+        hint = "the disk hangs; engines continue without the tier"
         yield Check(name, State.PROBLEM, f"{tier.path}: no answer within {timeout:g} s", hint)
         return
     except (KVShelfError, OSError) as error:
-        hint = "correct disk_tier.path; engines go on without the tier"
+        hint = "correct disk_tier.path; engines continue without the tier"
         yield Check(name, State.PROBLEM, str(error), hint)
         return
     if not found:
-        yield Check(name, State.NOTE, f"{tier.path} is missing", "the first engine makes it")
+        yield Check(name, State.NOTE, f"{tier.path} is missing", "the first engine creates it")
         return
     yield Check(name, State.OK, found)
     for check in _Examination(tier.path, {"create": False}, False, timeout).run():
         if check.state is not State.OK:
-            # Engines do without it.
+            # Engines work without the disk tier.
             found = f"{check.name}: {check.found}"
             yield replace(check, name=name, found=found, unreachable=False)
 
 
 def _fill_of(tier: DiskTierConfig) -> str:
-    """Tell how much a disk tier holds; empty where there is none."""
+    """Return the usage of a disk tier as text, empty if there is none."""
     if not os.path.lexists(tier.path):
         return ""
     backend = PosixBackend(tier.path, create=False)
@@ -320,10 +321,10 @@ def _fill_of(tier: DiskTierConfig) -> str:
 
 
 class _Examination:
-    """The steps of examining one shelf, in the order of :meth:`run`.
+    """The checks of one shelf, in the order of :meth:`run`.
 
-    A step returns what it found or raises. Steps run one after the other, each on a thread
-    of its own; what one leaves in an attribute the next may use.
+    A step returns its result as text or raises. Steps run one after another, each on its own
+    thread, and pass data to later steps in attributes.
     """
 
     def __init__(
@@ -339,11 +340,11 @@ class _Examination:
         self._written = False
 
     def run(self) -> Iterator[Check]:
-        """Yield the checks; ends at a step without which no other makes sense."""
+        """Yield the checks; stop after a failure that makes the other checks pointless."""
         try:
             for name, action, hint in (
                 ("open", self._open, "check the path, the URL and its options"),
-                ("root", self._root, "make the directory, or mount what belongs there"),
+                ("root", self._root, "create the directory, or mount the filesystem"),
                 ("storage", self._storage, ""),
                 ("list", self._list, "check the permission to list and read it"),
             ):
@@ -359,7 +360,7 @@ class _Examination:
                 ("read back", self._read_back, "the storage does not return what was written"),
                 ("probe", self._probe, "the storage does not find what was written"),
                 ("create again", self._again, "the storage fails where an object exists"),
-                ("delete", self._delete, f"remove {self._name} yourself"),
+                ("delete", self._delete, f"delete {self._name} yourself"),
             ):
                 if self._written:
                     yield self._step(name, action, hint)
@@ -370,18 +371,18 @@ class _Examination:
     def _step(
         self, name: str, action: Callable[[], str], hint: str, reaching: bool = False
     ) -> Check:
-        """Run one step; `reaching` means that its failure makes the shelf unreachable."""
+        """Run one step; `reaching` means that a failure counts as an unreachable shelf."""
         started = time.perf_counter()
         try:
             found = _with_deadline(action, self._timeout)
         except _NoAnswerError:
             self._written = False
             state, found = State.PROBLEM, f"no answer within {self._timeout:g} s"
-            hint = "the mount or the server behind it hangs; engines go on without the shelf"
+            hint = "the mount or its server hangs; engines continue without the shelf"
         except ReadOnlyStorageError as error:
-            what = "read-only, engines load and store nothing"
+            what = "read-only: engines load but do not store"
             if self._written:
-                what = "not allowed, which engines do not need"
+                what = "not permitted, but engines do not need it"
             state, found = State.NOTE, f"{what}: {error}"
         except (KVShelfError, OSError) as error:
             state, found = State.PROBLEM, str(error)
@@ -415,12 +416,12 @@ class _Examination:
 
     def _storage(self) -> str:
         known = self._backend.properties
-        lies = f"caches may lie for {known.cache_seconds:g} s"
+        cached = f"cached for up to {known.cache_seconds:g} s"
         return ", ".join(
             (
-                lies if known.cache_seconds else "no caches that lie",
+                cached if known.cache_seconds else "no stale caches",
                 "change notifications" if known.notifications else "no change notifications",
-                f"{known.probe_cost * 1e6:,.0f} µs for a probe",
+                f"{known.probe_cost * 1e6:,.0f} µs per probe",
             )
         )
 
@@ -444,7 +445,7 @@ class _Examination:
                 raise StorageError(f"found {reader.size} bytes, expected {len(found)}")
             count = reader.read_into(memoryview(found), 0)
         if count != len(found) or found != self._content:
-            raise StorageError("found other bytes than were written")
+            raise StorageError("the bytes read differ from those written")
         return "equal"
 
     def _probe(self) -> str:
@@ -452,19 +453,19 @@ class _Examination:
         expected = [len(self._content), None]
         if found != expected:
             raise StorageError(f"found {found}, expected {expected}")
-        return "found; and nothing found where nothing is"
+        return "found; a missing name is not found"
 
     def _again(self) -> str:
         result = self._backend.write(self._name, [self._content])
         if result is WriteResult.EXISTED:
-            return "left alone, as it must be"
+            return "the existing object was kept"
         if not self._backend.properties.conditional_create:
-            return "overwritten: this storage cannot tell; harmless, equal keys are equal bytes"
+            return "overwritten: no conditional create; harmless, since equal keys have equal bytes"
         raise StorageError(f"found {result.value}, expected existed")
 
     def _delete(self) -> str:
         if not self._backend.delete(self._name):
-            raise StorageError("it was gone before it was deleted")
+            raise StorageError("the object vanished before it was deleted")
         return "done"
 
     def _close(self) -> str:

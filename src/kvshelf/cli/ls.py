@@ -1,6 +1,6 @@
-"""``kvshelf ls``: the namespaces of a shelf, or the objects of one.
+"""``kvshelf ls``: lists the namespaces of a shelf, or the objects of one namespace.
 
-Rows are written while the shelf is being listed; no listing is held in memory.
+Rows are written while the shelf is listed; the listing is not kept in memory.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from kvshelf.cli.common import (
     write_json,
 )
 from kvshelf.errors import ConfigError
-from kvshelf.identity import parse_namespace_folder
-from kvshelf.shelf import NamespaceInfo, Shelf, ShelfObject
+from kvshelf.format.names import parse_namespace_folder
+from kvshelf.shelf.shelf import NamespaceInfo, Shelf, ShelfObject
 
 
 def ls(
@@ -40,7 +40,7 @@ def ls(
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """List the namespaces of a shelf, or the objects of one; with --json one object a line."""
+    """List the namespaces of a shelf, or the objects of one; --json writes one object per line."""
     url, options = find_shelf(shelf)
     with Shelf(open_existing(url, options)) as opened:
         if namespace is None:
@@ -140,7 +140,7 @@ def _object_json(found: ShelfObject) -> dict[str, Any]:
     return {
         "name": found.name,
         "namespace": parsed.namespace,
-        "group": parsed.group,
+        "group": parsed.salt_group,
         "key": parsed.key.hex(),
         "chunk": parsed.index,
         "tail_tokens": parsed.tail_tokens,

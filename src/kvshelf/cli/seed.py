@@ -1,7 +1,7 @@
-"""``kvshelf seed``: have an engine compute prompts, so that others find them on the shelf.
+"""``kvshelf seed``: an engine computes prompts and stores their KV on the shelf.
 
-The lines are read and checked before an engine is started. The engine is vLLM's
-(:mod:`kvshelf.vllm.seeding`), what it computes is decided by :mod:`kvshelf.seeding`.
+All prompts are read and checked before the engine starts. The engine is vLLM
+(:mod:`kvshelf.vllm.seeding`); :mod:`kvshelf.tools.seeding` decides what it computes.
 """
 
 from __future__ import annotations
@@ -16,12 +16,18 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from kvshelf.cli.common import PROBLEM, JsonOption, find_shelf, message, write_json
+from kvshelf.cli.common import (
+    PROBLEM,
+    JsonOption,
+    exit_interrupted,
+    find_shelf,
+    json_object,
+    message,
+    write_json,
+)
 from kvshelf.errors import ConfigError
-from kvshelf.prompts import read_prompts
-from kvshelf.seeding import SeedReport, seed_shelf
-
-_INTERRUPTED = 130
+from kvshelf.tools.prompts import read_prompts
+from kvshelf.tools.seeding import SeedReport, seed_shelf
 
 
 def seed(
@@ -50,7 +56,7 @@ def seed(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Compute prompts with an offline vLLM and store them; those that are stored are skipped."""
+    """Compute prompts with an offline vLLM and store them; stored prompts are skipped."""
     arguments = _engine_arguments(engine_args, engine_arg or [])
     wanted = read_prompts(prompts)
     url, _ = find_shelf(shelf)
@@ -74,8 +80,7 @@ def seed(
     else:
         sys.stdout.write(_summary(report))
     if interrupted:
-        message("interrupted; start it again, and it goes on")
-        raise typer.Exit(_INTERRUPTED)
+        exit_interrupted()
     if problems:
         raise typer.Exit(PROBLEM)
 
@@ -88,8 +93,8 @@ def _run(
     report: SeedReport,
     problems: list[tuple[int, str]],
 ) -> None:
-    from kvshelf.chunkfile import ObjectFormat
-    from kvshelf.shelf import open_shelf
+    from kvshelf.format.objects import ObjectFormat
+    from kvshelf.shelf.shelf import open_shelf
     from kvshelf.vllm.seeding import OfflineEngine
 
     console = Console(stderr=True, highlight=False)
@@ -133,14 +138,7 @@ def _bar(console: Console) -> Progress:
 
 
 def _engine_arguments(text: str | None, pairs: list[str]) -> dict[str, Any]:
-    arguments: dict[str, Any] = {}
-    if text is not None:
-        try:
-            arguments = json.loads(text)
-        except ValueError as error:
-            raise ConfigError(f"--engine-args: not JSON ({error})") from None
-        if not isinstance(arguments, dict):
-            raise ConfigError("--engine-args: expected a JSON object")
+    arguments = {} if text is None else json_object(text, "--engine-args")
     for pair in pairs:
         name, equals, value = pair.partition("=")
         if not equals or not name:

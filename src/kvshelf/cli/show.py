@@ -1,9 +1,8 @@
-"""``kvshelf show``: one object, and whether it is intact.
+"""``kvshelf show``: shows one object and verifies it.
 
-What is checked depends on what is at hand. With the record of the object's namespace beside it,
-the whole file is compared with what it must be, exactly as a load does. Without it, the tensors
-are compared with the hashes that the header holds. A safetensors file from elsewhere has no
-hashes, and is only shown.
+If the namespace record lies beside the object, the whole file is verified exactly as by a load.
+Without the record, the tensors are compared with the hashes in the header. A safetensors file of
+another program has no hashes, and is only shown.
 """
 
 from __future__ import annotations
@@ -18,13 +17,6 @@ import xxhash
 from rich.console import Console
 
 from kvshelf.backends import Backend, Reader
-from kvshelf.chunkfile import (
-    ObjectFormat,
-    TruncatedObject,
-    WrongSize,
-    describe_header,
-    header_length,
-)
 from kvshelf.cli.common import (
     PROBLEM,
     JsonOption,
@@ -37,23 +29,24 @@ from kvshelf.cli.common import (
 from kvshelf.errors import (
     BadObjectError,
     ConfigError,
-    NotRegularError,
     ObjectMissingError,
     ObjectNameError,
 )
-from kvshelf.identity import Namespace, ParsedName, parse_path
+from kvshelf.format.invalid import TruncatedObject, WrongSize, describe_header, header_length
+from kvshelf.format.names import ParsedName, parse_path
+from kvshelf.format.objects import ObjectFormat
+from kvshelf.shelf.shelf import read_namespace
 from kvshelf.urls import shown_url
 
 _NAME_PARTS = 4  # namespace folder, group, fan-out, file
-_RECORD_BYTES = 1 << 24
 _PIECE_BYTES = 1 << 20
-#: Larger objects are not checked in full: that needs as much memory, and none of ours are.
+#: Larger objects, which kvshelf does not write, are not checked: that needs as much memory.
 _CHECKED_BYTES = 4 << 30
 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where an object is: the root of its storage, its name there, what the name says."""
+    """The location of an object: the root of its storage, its name, and the parsed name."""
 
     url: str
     storage_options: dict[str, Any]
@@ -63,7 +56,7 @@ class _Place:
 
 @dataclass(slots=True)
 class _Report:
-    """What is known of an object; `checked` is ``all``, ``hashes`` or ``nothing``."""
+    """The properties of an object; `checked` is ``all``, ``hashes`` or ``nothing``."""
 
     object: str
     size: int
@@ -109,24 +102,24 @@ def _locate(text: str, shelf: str | None) -> _Place:
         return _Place(url, options, name, parsed)
     if shelf is not None:
         raise ConfigError(
-            "--shelf goes with a name as `kvshelf ls` prints it; "
-            f"{shown_url(text)!r} is a path or no object"
+            "--shelf needs an object's name as printed by `kvshelf ls`; "
+            f"{shown_url(text)!r} is a path or not an object"
         )
     if parsed is not None:
-        # The root of a local path "/" + name is "/", that of a relative one the working folder.
+        # The root of "/" + name is "/"; that of a relative name is the working directory.
         url, options = find_shelf(root or ("/" if text.startswith("/") else "."))
         return _Place(url, options, name, parsed)
     if not os.path.lexists(text):
         raise ConfigError(
             f"{shown_url(text)!r} is neither a file nor the name of an object; "
-            "expected one as `kvshelf ls --namespace X` prints it"
+            "expected a name as printed by `kvshelf ls --namespace X`"
         )
     folder, base = os.path.split(os.path.abspath(text))
     return _Place(folder, {}, base, None)
 
 
 def _split(text: str) -> tuple[str, str]:
-    """Split a path or URL into what is before an object's name and the name."""
+    """Split a path or URL into the root and the object's name."""
     parts = text.split("/")
     return "/".join(parts[:-_NAME_PARTS]), "/".join(parts[-_NAME_PARTS:])
 
@@ -158,17 +151,14 @@ def _read(reader: Reader, offset: int, length: int) -> bytes:
 
 
 def _format(backend: Backend, parsed: ParsedName) -> ObjectFormat | None:
-    """Return what the record beside an object says of it, None when there is none to trust."""
+    """Return the format of an object's namespace, None without a valid record beside it."""
     folder = str(parsed.namespace)
     try:
-        with backend.open(f"{folder}/namespace.json") as reader:
-            if reader.size > _RECORD_BYTES:
-                return None
-            namespace = Namespace.from_bytes(_read(reader, 0, reader.size))
+        namespace = read_namespace(backend, folder)
         if not folder.endswith(f"-{namespace.digest.hex()[:16]}"):
             return None
         return ObjectFormat(namespace)
-    except (ObjectMissingError, NotRegularError, ConfigError):
+    except (ObjectMissingError, ValueError):  # also NotRegularError and ConfigError
         return None
 
 

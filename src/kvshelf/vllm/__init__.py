@@ -1,7 +1,7 @@
 """kvshelf's vLLM connector: the only package of kvshelf that imports vllm.
 
-Owns the entry point that makes ``SharedStorageConnector`` known to vLLM, and the check
-of vLLM's version. Importing this package does not import vllm.
+Owns the entry point that registers ``SharedStorageConnector`` with vLLM, and the check of
+vLLM's version. Importing this package does not import vllm.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ SUPPORTED_VLLM = ((0, 32), (0, 34))
 
 
 def register() -> None:
-    """Make the connector known to vLLM; a ``vllm.general_plugins`` entry point.
+    """Register the connector with vLLM; a ``vllm.general_plugins`` entry point.
 
     vLLM calls this in each of its processes, perhaps more than once.
     """
@@ -37,7 +37,7 @@ def check_vllm_version(version: str) -> None:
     try:
         found = (int(parts[0]), int(parts[1]))
     except (IndexError, ValueError):
-        # Builds from source name no release; the interface is checked by use.
+        # Builds from source name no release.
         return
     if found == (0, 0) or "dev" in version:
         return

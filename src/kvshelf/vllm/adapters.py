@@ -1,30 +1,31 @@
-"""What the KV of requests with a LoRA adapter is addressed by.
+"""Digests of LoRA adapters, which enter the chunk keys of their requests.
 
 Owns the digests of the adapters that an engine uses: on the scheduler's side
-(:class:`AdapterDigests`) those of the files that a request names, which address its KV; on the
-worker's side (:class:`LoadedAdapters`) those of the files that vLLM loaded, with which KV is
+(:class:`AdapterDigests`) those of the files that a request names, which enter its chunk keys; on
+the worker's side (:class:`LoadedAdapters`) those of the files that vLLM loaded, with which KV is
 computed.
 
-vLLM knows an adapter by its integer id. It reads the files when an API server says so or when it
-first uses the adapter, again whenever it was dropped from memory meanwhile, and in every step for
-requests that say ``load_inplace``. Its own prefix cache knows an adapter by name and path. So files
-that change show in three ways, and in each of them nobody can tell any more what some KV was
-computed with:
+vLLM identifies an adapter by an integer id. It reads the adapter's files when an API server
+requests it or when it first uses the adapter, again after it evicted the adapter, and in every
+step for requests with ``load_inplace``. vLLM's own prefix cache identifies an adapter by name and
+path. If an adapter's files change, it can become unknown with which content some KV was computed,
+in three ways:
 
-* The files of an id change between two requests, or a worker loaded other content for an id than
-  the scheduler addresses KV by: then the worker neither stores nor loads for it, and says so.
-* An adapter with another id has the name and path of an earlier one, and other content. Blocks
-  that were computed with the one may be in vLLM's prefix cache for the other, until that is reset
-  together with the connector.
-* ``load_inplace``: content may change between two steps of one request.
+* The files of an id change between two requests, or a worker loads other content for an id than
+  the scheduler's digest stands for. The worker then neither stores nor loads for this id, and
+  reports it.
+* An adapter with another id has the name and path of an earlier one, and other content. Until
+  vLLM's prefix cache is reset together with the connector, it may serve blocks that were computed
+  with the one adapter to requests with the other.
+* ``load_inplace``: the content may change between two steps of one request.
 
-Requests with such an adapter are neither stored nor loaded.
+KV of requests with such an adapter is neither stored nor loaded.
 
 Contracts
 ---------
-* Files are looked at on threads of their own, at most one for each adapter and side. Nobody
-  waits for one longer than a second after it began, so that a storage that never answers costs
-  nothing but the adapter.
+* Files are hashed on threads of their own, at most one for each adapter and side. No caller waits
+  longer than a second after hashing began: if the files' storage never answers, only KV of this
+  adapter is not cached.
 * :class:`AdapterDigests` may be used from any thread, :class:`LoadedAdapters` from the worker's
   step thread.
 """
@@ -46,17 +47,17 @@ from typing import Any, Final
 
 from kvshelf.backends.guard import try_to_start
 from kvshelf.errors import ConfigError
-from kvshelf.identity import FingerprintCache, adapter_files, lora_digest
 from kvshelf.vllm.metadata import AdapterContent
+from kvshelf.weights.fingerprints import FingerprintCache, adapter_files, lora_digest
 
 logger = logging.getLogger(__name__)
 
-_LOOK_SECONDS: Final = 1.0
+_HASHING_SECONDS: Final = 1.0
 _MODULE = "vllm.lora.worker_manager"
 
 
 def adapter_settings(vllm_config: Any) -> bytes:
-    """Return what stands for how an engine applies adapters, empty when as their files say.
+    """Return the engine's settings that change how adapters apply; empty if all are defaults.
 
     Parameters
     ----------
@@ -82,14 +83,14 @@ def _digest(path: str, settings: bytes, cache: FingerprintCache) -> bytes:
     return hashlib.sha256(digest + settings).digest() if settings else digest
 
 
-class _Look:
-    """The digest of one adapter's files, found on a thread of its own."""
+class _Hashing:
+    """Computes the digest of one adapter's files on a thread of its own."""
 
     def __init__(self, work: Callable[[], bytes]) -> None:
         self.digest: bytes | None = None
         self.problem = ""
         self._done = threading.Event()
-        self._wait_until = time.monotonic() + _LOOK_SECONDS
+        self._wait_until = time.monotonic() + _HASHING_SECONDS
         thread = threading.Thread(
             target=self._run, args=(work,), name="kvshelf-adapter", daemon=True
         )
@@ -100,32 +101,32 @@ class _Look:
     def _run(self, work: Callable[[], bytes]) -> None:
         try:
             self.digest = work()
-        except Exception as error:  # noqa: BLE001 - there is nobody else to tell
+        except Exception as error:  # noqa: BLE001 - kept in `problem`
             self.problem = str(error) or repr(error)
         finally:
             self._done.set()
 
     @property
-    def over(self) -> bool:
-        """Whether it is over, in one way or another."""
+    def done(self) -> bool:
+        """Whether there is a digest or a problem."""
         return self._done.is_set()
 
     def wait(self) -> bool:
-        """Wait for as long as may be waited at all; whether it is over."""
+        """Wait until a second after the start at most; return whether hashing is done."""
         return self._done.wait(max(0.0, self._wait_until - time.monotonic()))
 
 
 class AdapterDigests:
-    """Digests of LoRA adapters, by the id that vLLM knows them by. Any thread.
+    """Digests of the LoRA adapters that requests name, by vLLM's id. Any thread.
 
     Parameters
     ----------
     cache : FingerprintCache
-        Where digests of files are remembered.
+        Remembers digests of files.
     settings : bytes
-        What :func:`adapter_settings` says.
+        From :func:`adapter_settings`.
     prefix_caching : bool
-        vLLM keeps KV under an adapter's name and path.
+        Whether vLLM's own prefix cache is on, which identifies adapters by name and path.
     """
 
     def __init__(
@@ -135,17 +136,17 @@ class AdapterDigests:
         self._settings = settings
         self._prefix_caching = prefix_caching
         self._lock = threading.Lock()
-        self._looks: dict[tuple[int, str], _Look] = {}
-        # Never forgotten: an id that changed would look new.
+        self._hashings: dict[tuple[int, str], _Hashing] = {}
+        # Never removed: the digest of an id that changed would pass for its first one.
         self._digests: dict[int, bytes] = {}
         self._untrusted: set[int] = set()
         self._warned: set[tuple[int, str]] = set()
-        #: What vLLM's prefix cache may hold KV of under a name and path: digests by id, empty
-        #: where they are not known; None: of several.
-        self._at_hand: dict[tuple[str, str], dict[int, bytes] | None] = {}
+        #: By name and path, the digests (by id; empty while unknown) of the adapters whose KV
+        #: vLLM's prefix cache may hold; None once these are several.
+        self._in_engine_cache: dict[tuple[str, str], dict[int, bytes] | None] = {}
 
     def digest(self, adapter: Any) -> bytes | None:
-        """Return the digest for a request's adapter; waits while it is being found.
+        """Return the digest for a request's adapter; waits while its files are being hashed.
 
         Parameters
         ----------
@@ -154,56 +155,56 @@ class AdapterDigests:
         Returns
         -------
         bytes or None
-            32 bytes; empty without an adapter; None when the request has no address.
+            32 bytes; empty without an adapter; None if the request can have no chunk keys.
         """
         if adapter is None:
             return b""
-        self._note_at_hand(adapter, b"")
+        self._note_in_engine_cache(adapter, b"")
         if adapter.load_inplace:
-            self._warn(adapter, "it is loaded anew for every step (load_inplace)")
+            self._warn(adapter, "it is loaded again for every step (load_inplace)")
             return None
         if not self.trusts(adapter):
             return None
-        look = self._look(adapter)
-        if not look.wait():
+        hashing = self._hash(adapter)
+        if not hashing.wait():
             self._warn(adapter, "its files have not been read in time")
             return None
-        if look.digest is None:
-            self._warn(adapter, f"its files cannot be read ({look.problem})")
+        if hashing.digest is None:
+            self._warn(adapter, f"its files cannot be read ({hashing.problem})")
             return None
-        known = self._digests.setdefault(int(adapter.lora_int_id), look.digest)
-        if known != look.digest:
+        known = self._digests.setdefault(int(adapter.lora_int_id), hashing.digest)
+        if known != hashing.digest:
             self._untrusted.add(int(adapter.lora_int_id))
             self._warn(
                 adapter, "its files changed; restart the engine, or load them under a new name"
             )
             return None
-        self._note_at_hand(adapter, known)
+        self._note_in_engine_cache(adapter, known)
         return known if self.trusts(adapter) else None
 
-    def _look(self, adapter: Any) -> _Look:
-        """Return a look at an adapter's files that began just now, or is not over yet."""
+    def _hash(self, adapter: Any) -> _Hashing:
+        """Return the hashing of an adapter's files that is running, or start it."""
         path = str(adapter.lora_path)
         name = int(adapter.lora_int_id), path
         with self._lock:
-            look = self._looks.get(name)
-            if look is None or look.over:
+            hashing = self._hashings.get(name)
+            if hashing is None or hashing.done:
                 work = functools.partial(_digest, path, self._settings, self._cache)
-                look = self._looks[name] = _Look(work)
-            return look
+                hashing = self._hashings[name] = _Hashing(work)
+            return hashing
 
-    def _note_at_hand(self, adapter: Any, digest: bytes) -> None:
-        """Note what vLLM's prefix cache will hold KV of; an empty digest means not known yet."""
+    def _note_in_engine_cache(self, adapter: Any, digest: bytes) -> None:
+        """Note that vLLM's prefix cache will hold KV of an adapter; an empty digest is unknown."""
         if not self._prefix_caching:
             return
         name = adapter.lora_name, adapter.lora_path
         with self._lock:
-            digests = self._at_hand.setdefault(name, {})
+            digests = self._in_engine_cache.setdefault(name, {})
             if digests is not None:
                 number = int(adapter.lora_int_id)
                 digests[number] = digest or digests.get(number, b"")
                 if len(set(digests.values())) > 1:
-                    self._at_hand[name] = digests = None
+                    self._in_engine_cache[name] = digests = None
         if digests is None:
             self._warn(
                 adapter,
@@ -212,57 +213,57 @@ class AdapterDigests:
             )
 
     def trusts(self, adapter: Any) -> bool:
-        """Whether what an adapter's KV is computed with is what its digest says."""
+        """Whether an adapter's KV is computed with the content that its digest stands for."""
         if adapter is None:
             return True
         if adapter.lora_int_id in self._untrusted:
             return False
-        return self._at_hand.get((adapter.lora_name, adapter.lora_path), {}) is not None
+        return self._in_engine_cache.get((adapter.lora_name, adapter.lora_path), {}) is not None
 
     def distrust(self, number: int) -> None:
-        """Use this id no more: a worker loaded other content for it."""
+        """Stop using this id: a worker loaded other content for it."""
         if number not in self._untrusted:
             self._untrusted.add(number)
             logger.warning(
-                "requests with the LoRA adapter of id %d are neither stored nor loaded: the files"
-                " that were loaded for it are not those that it was known by. Load it again under"
-                " a new name, or restart the engine",
+                "KV of requests with the LoRA adapter of id %d is neither stored nor loaded: a"
+                " worker loaded other files for it than the scheduler hashed. Load the adapter"
+                " again under a new name, or restart the engine",
                 number,
             )
 
     def prefix_cache_was_reset(self) -> None:
-        """Note that vLLM holds no KV any more."""
+        """Note that vLLM's prefix cache is empty."""
         with self._lock:
-            self._at_hand.clear()
+            self._in_engine_cache.clear()
 
     def _warn(self, adapter: Any, why: str) -> None:
         if (adapter.lora_int_id, why) not in self._warned:
             self._warned.add((adapter.lora_int_id, why))
             logger.warning(
-                "requests with LoRA adapter %r are neither stored nor loaded: %s",
+                "KV of requests with LoRA adapter %r is neither stored nor loaded: %s",
                 adapter.lora_name,
                 why,
             )
 
 
 class LoadedAdapters:
-    """What a worker loaded for each adapter id. Step thread only.
+    """Digests of what a worker loaded for each adapter id. Step thread only.
 
     Parameters
     ----------
     settings : bytes
-        What :func:`adapter_settings` says.
+        From :func:`adapter_settings`.
     """
 
     def __init__(self, settings: bytes = b"") -> None:
         self._settings = settings
-        #: By id; None: several contents, or one that nobody knows.
+        #: By id; None: several contents, or an unknown one.
         self._known: dict[int, bytes | None] = {}
-        self._looks: dict[int, _Look] = {}
+        self._hashings: dict[int, _Hashing] = {}
         self._others: set[int] = set()
 
     def watch(self, manager_class: type | None = None) -> bool:
-        """Hear of every adapter that this process loads from now on.
+        """Notice every adapter that this process loads from now on.
 
         Parameters
         ----------
@@ -272,7 +273,7 @@ class LoadedAdapters:
         Returns
         -------
         bool
-            False when there is no such class in this process. Then nothing is stored for adapters.
+            False if this process has no such class: then nothing is stored for adapters.
         """
         if manager_class is None:
             manager_class = getattr(sys.modules.get(_MODULE), "WorkerLoRAManager", None)
@@ -291,11 +292,11 @@ class LoadedAdapters:
         Parameters
         ----------
         adapter : LoRARequest
-        before : tuple
-            What told the state of its files before; None if they were not there yet.
+        before : tuple or None
+            The stamp of its files before vLLM read them; None if the files were missing.
         """
         number = int(adapter.lora_int_id)
-        unknown = number in self._looks and not self._take(number)
+        unknown = number in self._hashings and not self._take(number)
         if unknown or adapter.load_inplace:
             self._known[number] = None
         if adapter.load_inplace:
@@ -303,34 +304,34 @@ class LoadedAdapters:
         path = str(adapter.lora_path)
 
         def content() -> bytes:
-            # Nothing is remembered: the step thread may wait for this, and for no other file.
+            # Without a cache: the step thread may wait for this, and a cache is one file more.
             found = _digest(path, self._settings, FingerprintCache(None))
             if before is not None and _stamp(path) != before:
                 raise ConfigError("its files changed while they were loaded")
             return found
 
-        self._looks[number] = _Look(content)
+        self._hashings[number] = _Hashing(content)
 
     def _take(self, number: int, *, wait: bool = True) -> bool:
-        """Take over what was found for an id; False while it is not known."""
-        look = self._looks.get(number)
-        if look is None:
+        """Record the digest found for an id; return False while it is not known."""
+        hashing = self._hashings.get(number)
+        if hashing is None:
             return number in self._known
-        if not (look.wait() if wait else look.over):
+        if not (hashing.wait() if wait else hashing.done):
             return False
-        del self._looks[number]
-        found = look.digest
+        del self._hashings[number]
+        found = hashing.digest
         known = self._known.setdefault(number, found)
         if found is None or known != found:
             self._known[number] = None
         return True
 
     def may_store(self, content: AdapterContent | None) -> bool:
-        """Whether KV that was just computed is what this content makes of it."""
+        """Whether KV that was just computed was computed with this content."""
         return content is None or (self._take(content.number) and self._agrees(content))
 
     def may_load(self, content: AdapterContent | None) -> bool:
-        """Whether the worker computes what this content makes of KV, as far as it knows."""
+        """Whether the worker computes with this content, as far as it knows."""
         if content is None or not self._take(content.number, wait=False):
             return True
         return self._agrees(content)
@@ -342,7 +343,7 @@ class LoadedAdapters:
         return False
 
     def take_others(self) -> list[int]:
-        """Return the ids that turned out to stand for other content than the scheduler thinks."""
+        """Return the ids for which this worker loaded other content than the scheduler hashed."""
         others, self._others = self._others, set()
         return sorted(others)
 
@@ -362,7 +363,7 @@ def _watched(method: Any) -> Any:
             try:
                 listener.loaded(adapter, before)
             except Exception as error:
-                logger.error("an adapter that was loaded was not noted", exc_info=error)
+                logger.error("could not note that an adapter was loaded", exc_info=error)
         return made
 
     load.kvshelf_listeners = listeners  # type: ignore[attr-defined]
@@ -370,10 +371,10 @@ def _watched(method: Any) -> Any:
 
 
 def _stamp(path: str) -> _Stamp | None:
-    """Return what changes when an adapter's files do; None where there are none."""
+    """Return a value that changes when an adapter's files do; None if there are no files."""
     try:
         files = [(str(file), os.stat(file)) for file in adapter_files(_folder(path))]
-    except Exception:  # noqa: BLE001 - it is vLLM that says what is wrong with an adapter
+    except Exception:  # noqa: BLE001 - vLLM reports what is wrong with an adapter
         return None
     return tuple(
         (name, found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
@@ -382,7 +383,7 @@ def _stamp(path: str) -> _Stamp | None:
 
 
 def _folder(path: str) -> Path:
-    """Return the folder that vLLM reads an adapter from."""
+    """Return the folder from which vLLM reads an adapter."""
     folder = Path(path).expanduser()
     if folder.is_absolute() or folder.exists():
         return folder

@@ -1,12 +1,17 @@
-"""What the scheduler side and the worker side of the connector tell each other.
+"""The records that the scheduler side and the worker side of the connector exchange.
 
-Owns the records that travel with vLLM's steps: :class:`StepMetadata` from scheduler to
-workers at the start of a step, :class:`WorkerMetadata` back at its end. Both are
-pickled by vLLM when workers are other processes, and hold plain data only.
+Owns the records that travel with vLLM's steps: :class:`StepMetadata` from the scheduler to the
+workers at the start of a step, :class:`WorkerMetadata` back at its end. vLLM pickles both when
+workers are other processes, so they hold plain data only.
+
+Block ids and failures are tuples with one entry for each KV cache group of the engine, in vLLM's
+order, because a block id means something within its group only. Engines that kvshelf serves have
+one group.
 """
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -14,22 +19,23 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from kvshelf.identity import Chunk
+from kvshelf.format.keys import Chunk
 
-#: The block that stands for blocks which a request does not have (any more), such as those
-#: that a sliding window has left behind. Its content means nothing and is never touched.
+#: The block id that stands for a block which a request does not have (any more), such as one
+#: that its sliding window has passed. The block's content means nothing and is never touched.
 NULL_BLOCK = 0
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterContent:
-    """The LoRA adapter that KV is addressed by.
+    """The LoRA adapter that a request's chunk keys depend on.
 
     Attributes
     ----------
     number : int
-        vLLM's id of it.
+        vLLM's id of the adapter.
     digest : bytes
+        Digest of the adapter's files.
     """
 
     number: int
@@ -43,17 +49,17 @@ class StoreOp:
     Attributes
     ----------
     chunk : Chunk
-    block_ids : list of int
-        The blocks that hold the chunk's tokens, in order.
+    block_ids : tuple of list of int
+        For each cache group, the blocks that hold the chunk's tokens, in order.
     repair : bool
-        The object in place was found bad.
+        A load found the existing object damaged, so it must be replaced.
     age : float
-        Seconds since the chunk was seen missing.
+        Seconds since the lookup found the chunk missing.
     adapter : AdapterContent, optional
     """
 
     chunk: Chunk
-    block_ids: list[int]
+    block_ids: tuple[list[int], ...]
     repair: bool
     age: float
     adapter: AdapterContent | None = None
@@ -68,8 +74,8 @@ class LoadOp:
     chunks : list of Chunk
         All chunks that overlap the tokens, in order; empty when they are not known,
         which makes the load fail.
-    block_ids : list of int
-        The request's blocks from position 0 on.
+    block_ids : tuple of list of int
+        For each cache group, the request's blocks from position 0 on.
     adapter : AdapterContent, optional
     """
 
@@ -77,18 +83,18 @@ class LoadOp:
     start: int
     end: int
     chunks: list[Chunk]
-    block_ids: list[int]
+    block_ids: tuple[list[int], ...]
     adapter: AdapterContent | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class PrefetchOp:
-    """Bring chunks of a request into memory while it waits for its turn.
+    """Read chunks of a waiting request into host memory before its load.
 
     Attributes
     ----------
     chunks : list of Chunk
-        Some more of the request's chunks, in order.
+        Further chunks of the request, in order.
     """
 
     request_id: str
@@ -97,7 +103,7 @@ class PrefetchOp:
 
 @dataclass
 class StepMetadata(KVConnectorMetadata):
-    """Scheduler to workers, once a step.
+    """Scheduler to workers, once per step.
 
     Attributes
     ----------
@@ -105,11 +111,15 @@ class StepMetadata(KVConnectorMetadata):
         The step computes nothing, so the worker may wait for loads.
     namespace : tuple of (bytes, str), optional
         Record and slug of the namespace; sent until every worker has it.
+    stores : list of StoreOp
+    loads : list of LoadOp
+    cancelled : list of str
+        Requests that ended while their load was running.
     recheck_weights : bool
-        Look whether the weight files are still those that were fingerprinted.
+        Check whether the weight files still have the digests of the fingerprint.
     prefetches : list of PrefetchOp
-    waited : list of str
-        Requests that do not wait any more and were not loaded either.
+    prefetch_ended : list of str
+        Requests with prefetched chunks that no longer wait and need no load.
     """
 
     idle: bool = False
@@ -119,12 +129,12 @@ class StepMetadata(KVConnectorMetadata):
     cancelled: list[str] = field(default_factory=list)
     recheck_weights: bool = False
     prefetches: list[PrefetchOp] = field(default_factory=list)
-    waited: list[str] = field(default_factory=list)
+    prefetch_ended: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerPart:
-    """One worker's part of the namespace: what only a worker knows.
+class WorkerReport:
+    """What only a worker knows of the namespace: the layout of its layers' KV caches.
 
     Attributes
     ----------
@@ -133,13 +143,13 @@ class WorkerPart:
     head_sizes, sliding_windows : tuple of int
         One entry for each layer.
     kv_scales : tuple of float
-        The k and the v scale of each layer, empty for caches without.
+        The k and the v scale of each layer; empty for caches without scales.
     weights : str, optional
-        The weights fingerprint; None until it is known, and always but for rank 0.
-    problem : str
-        Why nothing may be loaded or stored; empty when all is well.
-    said : bool
-        The problem stands in this worker's log already.
+        The weights fingerprint; None until it is known, and on all ranks but rank 0.
+    disabled_reason : str
+        Why nothing may be loaded or stored; empty while the worker works.
+    already_logged : bool
+        The worker has already logged `disabled_reason`.
     """
 
     layer_names: tuple[str, ...]
@@ -151,8 +161,8 @@ class WorkerPart:
     sliding_windows: tuple[int, ...]
     kv_scales: tuple[float, ...] = ()
     weights: str | None = None
-    problem: str = ""
-    said: bool = False
+    disabled_reason: str = ""
+    already_logged: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +174,7 @@ class LoadFailure:
     request_id : str
     chunk_index : int
     key : bytes
-        Empty when no object is to blame.
+        Empty when the object is not the cause.
     bad : bool
         The object is damaged.
     """
@@ -177,40 +187,44 @@ class LoadFailure:
 
 @dataclass
 class WorkerMetadata(KVConnectorWorkerMetadata):
-    """Workers to scheduler, once a step; united over ranks by vLLM.
+    """Workers to scheduler, once per step; vLLM merges those of all ranks.
 
     Attributes
     ----------
-    parts : dict
-        Rank to its part of the namespace; sent until acknowledged by a namespace.
-    failures : list of LoadFailure
+    reports : dict
+        Rank to its report; sent until the scheduler answers with a namespace.
+    failures : tuple of list of LoadFailure
+        For each cache group; empty when there are none.
     repaired : list of (bytes, int)
-        Keys, and ranks that have replaced what they write of their bad objects.
+        Chunk keys, and the ranks that replaced their damaged objects of these chunks.
     published : list of bytes
-        Keys of chunks of which a rank has stored its part, where look-ups remember what was
-        missing.
-    resting : dict
-        Rank to whether it gives the storage a rest, so that its loads would fail; sent when
-        that changes, and with each load that failed for it.
+        Keys of chunks of which a rank has stored its objects; only where lookups remember
+        that chunks are missing.
+    breaker_open : dict
+        Rank to whether the breaker of its storage is open, so that its loads would fail; sent
+        when that changes, and with each load that failed for this reason.
     other_adapters : list of int
-        Ids of LoRA adapters for which a rank loaded other content than KV is addressed by.
+        Ids of LoRA adapters for which a rank loaded other files than chunk keys stand for.
     """
 
-    parts: dict[int, WorkerPart] = field(default_factory=dict)
-    failures: list[LoadFailure] = field(default_factory=list)
+    reports: dict[int, WorkerReport] = field(default_factory=dict)
+    failures: tuple[list[LoadFailure], ...] = ()
     repaired: list[tuple[bytes, int]] = field(default_factory=list)
     published: list[bytes] = field(default_factory=list)
-    resting: dict[int, bool] = field(default_factory=dict)
+    breaker_open: dict[int, bool] = field(default_factory=dict)
     other_adapters: list[int] = field(default_factory=list)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerMetadata:
-        """Unite with what another rank sent in the same step."""
+        """Merge with what another rank sent in the same step."""
         assert isinstance(other, WorkerMetadata)
+        none: list[LoadFailure] = []
+        groups = itertools.zip_longest(self.failures, other.failures, fillvalue=none)
+        failures = tuple(ours + theirs for ours, theirs in groups)
         return WorkerMetadata(
-            {**self.parts, **other.parts},
-            self.failures + other.failures,
+            {**self.reports, **other.reports},
+            failures,
             self.repaired + other.repaired,
             self.published + other.published,
-            {**self.resting, **other.resting},
+            {**self.breaker_open, **other.breaker_open},
             self.other_adapters + other.other_adapters,
         )

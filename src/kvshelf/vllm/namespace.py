@@ -1,9 +1,9 @@
 """Builds the namespace record of a vLLM engine.
 
-Owns the mapping from vLLM's configuration and a worker's registered caches to the
-fields of the namespace, and the fingerprint of the weights that vLLM loaded. The
-record is a pure function of model, weights and layout: nothing that differs between
-machines that run the same model may enter.
+Owns the mapping from vLLM's configuration and the workers' reports to the facts of which
+:mod:`kvshelf.format.model` makes the namespace record, and the background thread that
+fingerprints the weights that vLLM loaded. The record is a pure function of model, weights and
+layout: nothing that differs between machines that run the same model may enter.
 """
 
 from __future__ import annotations
@@ -21,22 +21,18 @@ from typing import Any
 
 import torch
 
-from kvshelf.chunkfile import ObjectFormat
 from kvshelf.config import Config, cache_dir
 from kvshelf.errors import ConfigError, UnsupportedError
-from kvshelf.identity import (
-    FORMAT,
-    FieldValue,
+from kvshelf.format.model import ModelFacts, default_shards, rope_text
+from kvshelf.format.namespace import Namespace
+from kvshelf.kv.topology import Topology
+from kvshelf.vllm.metadata import WorkerReport
+from kvshelf.weights.fingerprints import (
     FingerprintCache,
-    Namespace,
     sampled_fingerprint,
-    slugify,
     weight_files,
     weights_fingerprint,
 )
-from kvshelf.model import default_shards, rope_text
-from kvshelf.topology import Topology
-from kvshelf.vllm.metadata import WorkerPart
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +57,7 @@ def stored_dtype(cache_dtype: str, tensor_dtype: str) -> str:
     Raises
     ------
     UnsupportedError
-        For packed caches and caches with scales among the data.
+        For packed caches and caches that hold scales among the data.
     """
     if cache_dtype in _FP8:
         return _FP8[cache_dtype]
@@ -74,7 +70,7 @@ def stored_dtype(cache_dtype: str, tensor_dtype: str) -> str:
 
 
 def build_namespace(
-    vllm_config: Any, config: Config, stages: Sequence[WorkerPart], weights: str
+    vllm_config: Any, config: Config, stages: Sequence[WorkerReport], weights: str
 ) -> Namespace:
     """Return the namespace of an engine.
 
@@ -82,8 +78,8 @@ def build_namespace(
     ----------
     vllm_config : VllmConfig
     config : Config
-    stages : Sequence of WorkerPart
-        The part of one rank of each pipeline stage, in order.
+    stages : Sequence of WorkerReport
+        The report of one rank of each pipeline stage, in order.
     weights : str
         The weights fingerprint.
 
@@ -100,43 +96,42 @@ def build_namespace(
     layouts = joined("layouts")
     attention = joined("attention")
     topology = make_topology(vllm_config, config, len(stages), layouts, attention)
-    record: dict[str, FieldValue] = {
-        "format": FORMAT,
-        "weights": weights,
-        "layers": len(layouts),
-        "kv_heads": topology.kv_heads,
-        "head_sizes": joined("head_sizes"),
-        "rope": rope_text(model.hf_text_config, int(model.max_model_len)),
-        "sliding_windows": joined("sliding_windows"),
-        "attention": attention,
-        "compute_dtype": str(model.dtype).removeprefix("torch."),
-        "kv_dtype": _kv_dtype(vllm_config),
-        "chunk_size": config.chunk_size,
-        "shards": topology.shards,
-        "stages": [len(part.layer_names) for part in stages],
-        "layouts": layouts,
-        "layer_names": joined("layer_names"),
-        "layer_shapes": joined("layer_shapes"),
-        "layer_dtypes": joined("layer_dtypes"),
-    }
     rank = getattr(model.hf_text_config, "kv_lora_rank", None)
-    if "mla" in attention and rank:
-        record["mla_rank"] = int(rank)
-    if model.quantization:
-        record["quantization"] = str(model.quantization)
-    if scales := joined("kv_scales"):
-        # k and v of each layer, as little-endian float32.
-        record["kv_scales"] = hashlib.sha256(struct.pack(f"<{len(scales)}f", *scales)).hexdigest()
-    if overrides := config_overrides(model, config):
-        record["config_overrides"] = overrides
-    if config.version:
-        record["version"] = config.version
-    record["data_offset"] = ObjectFormat.required_data_offset(record)
-    return Namespace(record, slugify(str(model.served_model_name or model.model)))
+    facts = ModelFacts(
+        layers=len(layouts),
+        kv_heads=topology.kv_heads,
+        head_size=tuple(joined("head_sizes")),
+        dtype=_kv_dtype(vllm_config),
+        fingerprint=weights,
+        name=str(model.served_model_name or model.model),
+        compute_dtype=str(model.dtype).removeprefix("torch."),
+        rope=rope_text(model.hf_text_config, int(model.max_model_len)),
+        sliding_windows=tuple(joined("sliding_windows")),
+        attention=tuple(attention),
+        layer_names=tuple(joined("layer_names")),
+        layer_shapes=tuple(joined("layer_shapes")),
+        layer_dtypes=tuple(joined("layer_dtypes")),
+        layouts=tuple(layouts),
+        stages=tuple(len(part.layer_names) for part in stages),
+        mla_rank=int(rank) if "mla" in attention and rank else None,
+        quantization=str(model.quantization) if model.quantization else None,
+        kv_scales=_scales_digest(joined("kv_scales")),
+        config_overrides=config_overrides(model, config),
+    )
+    return facts.namespace(
+        chunk_size=config.chunk_size, shards=topology.shards, version=config.version or None
+    )
+
+
+def _scales_digest(scales: Sequence[float]) -> str | None:
+    """Return the SHA-256 of k and v scales as little-endian float32, None without any."""
+    if not scales:
+        return None
+    return hashlib.sha256(struct.pack(f"<{len(scales)}f", *scales)).hexdigest()
 
 
 def config_overrides(model: Any, config: Config) -> str | None:
-    """Return what stands for changes to the model's configuration, None when there are none.
+    """Return a digest of what changes the model's published configuration; None without changes.
 
     Parameters
     ----------
@@ -146,7 +141,7 @@ def config_overrides(model: Any, config: Config) -> str | None:
     Raises
     ------
     ConfigError
-        If a function changes the configuration, and no `version` stands for it.
+        If a function changes the configuration and no `version` stands for that change.
     """
     changes: dict[str, Any] = {}
     for name in ("hf_overrides", "model_class_overrides", "quantization_config"):
@@ -156,26 +151,26 @@ def config_overrides(model: Any, config: Config) -> str | None:
                 changes[name] = value
         elif not config.version:
             raise ConfigError(
-                f"{name} is a function, so what KV the model computes cannot be told from its"
-                " files: set the option version to a string that stands for what it changes"
+                f"{name} is a function, so the model's files do not tell which KV it computes:"
+                " set the option version to a string that stands for the change"
             )
     if path := getattr(model, "hf_config_path", None):
-        changes["hf_config"] = _files_that_say_how(str(path))
+        changes["hf_config"] = _config_file_digests(str(path))
     changes |= _multimodal_changes(getattr(model, "multimodal_config", None))
     if not changes:
         return None
-    # What JSON does not know is named by its repr: at worst nothing is shared.
+    # Values that JSON cannot encode enter by their repr: at worst, nothing is shared.
     return hashlib.sha256(json.dumps(changes, sort_keys=True, default=repr).encode()).hexdigest()
 
 
 def _multimodal_changes(settings: Any) -> dict[str, Any]:
-    """Return what decides the KV of an item beside the item: its identifier does not tell.
+    """Return the engine's settings that change the KV of images, audio and video.
 
-    See ``get_mm_hashes`` in vllm/multimodal/processing/inputs.py: it knows what a request says,
-    not what the engine was started with.
+    vLLM's identifier of an item covers the settings in its request, not those that the engine
+    was started with (``get_mm_hashes`` in vllm/multimodal/processing/inputs.py).
     """
     processor = dict(getattr(settings, "mm_processor_kwargs", None) or {})
-    # Where it runs, not what it does.
+    # Says where the processor runs, not what it computes.
     processor.pop("device", None)
     changes = {
         "mm_processor_kwargs": processor,
@@ -187,8 +182,8 @@ def _multimodal_changes(settings: Any) -> dict[str, Any]:
     return {name: value for name, value in changes.items() if value}
 
 
-def _files_that_say_how(path: str) -> dict[str, str] | str:
-    """Return digests of the files that configure a model, by name, or a hub's name for them."""
+def _config_file_digests(path: str) -> dict[str, str] | str:
+    """Return the digest of each configuration file by name; for a hub's repository its name."""
     folder = Path(path).expanduser()
     if not folder.is_dir():
         return path
@@ -199,12 +194,40 @@ def _files_that_say_how(path: str) -> dict[str, str] | str:
     }
 
 
-def manager_block_size(vllm_config: Any, kv_cache_config: Any) -> int:
-    """Return the number of tokens in a block of vLLM's cache manager."""
+def rank_block_size(vllm_config: Any, kv_cache_config: Any) -> int:
+    """Return the number of slots of a block in the cache of one rank."""
     groups = getattr(kv_cache_config, "kv_cache_groups", None)
     if groups:
         return int(groups[0].kv_cache_spec.block_size)
     return int(vllm_config.cache_config.block_size)
+
+
+def context_ranks(vllm_config: Any, kv_cache_config: Any) -> int:
+    """Return over how many ranks the tokens of a block are spread.
+
+    Only decode context parallelism spreads them; with prefill context parallelism alone every rank
+    holds all tokens.
+    """
+    groups = getattr(kv_cache_config, "kv_cache_groups", None)
+    if groups and not getattr(groups[0].kv_cache_spec, "dcp_sharded", True):
+        return 1
+    return int(getattr(vllm_config.parallel_config, "decode_context_parallel_size", 1))
+
+
+def manager_block_size(vllm_config: Any, kv_cache_config: Any) -> int:
+    """Return the number of tokens in a block of vLLM's cache manager."""
+    ranks = context_ranks(vllm_config, kv_cache_config)
+    return rank_block_size(vllm_config, kv_cache_config) * ranks
+
+
+def stage_ranks(vllm_config: Any) -> int:
+    """Return the number of ranks of each pipeline stage."""
+    parallel = vllm_config.parallel_config
+    return int(parallel.tensor_parallel_size) * _prefill_context(parallel)
+
+
+def _prefill_context(parallel: Any) -> int:
+    return int(getattr(parallel, "prefill_context_parallel_size", 1))
 
 
 def make_topology(
@@ -213,8 +236,10 @@ def make_topology(
     stages: int,
     layouts: Sequence[str],
     attention: Sequence[str],
+    *,
+    decode_context: int = 1,
 ) -> Topology:
-    """Return how an engine's workers divide heads and layers.
+    """Return how heads and layers are divided over an engine's workers.
 
     Parameters
     ----------
@@ -223,7 +248,9 @@ def make_topology(
     stages : int
         Pipeline stages.
     layouts, attention : Sequence of str
-        As in the namespace record, of all layers that are known.
+        As in the namespace record, one entry for each layer that is known.
+    decode_context : int
+        Ranks over which the tokens of a block are spread, see :func:`context_ranks`.
 
     Raises
     ------
@@ -234,11 +261,19 @@ def make_topology(
     kv_heads = total_kv_heads(vllm_config, attention)
     unknown = any(layout.startswith("opaque-") for layout in layouts)
     shards = config.shards or (ranks * stages if unknown else default_shards(kv_heads, stages))
-    return Topology(kv_heads, shards, ranks, stages, whole_ranks=unknown)
+    return Topology(
+        kv_heads,
+        shards,
+        ranks,
+        stages,
+        whole_ranks=unknown,
+        prefill_context=_prefill_context(vllm_config.parallel_config),
+        decode_context=decode_context,
+    )
 
 
 def total_kv_heads(vllm_config: Any, attention: Sequence[str]) -> int:
-    """Return the KV heads of the whole model; MLA keeps one content for all heads."""
+    """Return the number of KV heads of the whole model; MLA stores one content for all heads."""
     if "mla" in attention:
         return 1
     return int(vllm_config.model_config.get_total_num_kv_heads())
@@ -252,9 +287,9 @@ def _kv_dtype(vllm_config: Any) -> str:
 
 
 def kv_scales(layers: Mapping[str, Any], names: Iterable[str]) -> tuple[float, ...]:
-    """Return the scales of k and those of v of each layer: one each, or one for each head.
+    """Return the k and v scales of each layer: one of each, or one for each head.
 
-    Layers that keep something beside KV, such as an indexer's keys, have none.
+    Layers that store something other than KV, such as an indexer's keys, have no scales.
     """
     return tuple(
         float(value)
@@ -266,12 +301,12 @@ def kv_scales(layers: Mapping[str, Any], names: Iterable[str]) -> tuple[float, .
 
 
 def local_model_dir(vllm_config: Any) -> Path:
-    """Return the directory that vLLM loaded the weights from.
+    """Return the directory from which vLLM loaded the weights.
 
     Raises
     ------
     FileNotFoundError
-        If there is none on this machine.
+        If this machine has no such directory.
     """
     model = vllm_config.model_config
     path = Path(str(getattr(model, "model_weights", "") or model.model)).expanduser()
@@ -307,26 +342,28 @@ def _is_hub_link(file: Path) -> bool:
     return file.is_symlink() and Path(os.readlink(file)).parent.name == "blobs"
 
 
-def _links_on_the_way(path: Path) -> Iterator[Path]:
-    """Yield the symbolic links that a path leads through; it must lead somewhere."""
+def _links_along(path: Path) -> Iterator[Path]:
+    """Yield the symbolic links that resolving a path follows; the path must exist."""
     path = Path(os.path.abspath(path))
     for part in (*reversed(path.parents), path):
         if part.is_symlink():
             yield part
-            yield from _links_on_the_way(part.parent / os.readlink(part))
+            yield from _links_along(part.parent / os.readlink(part))
 
 
 class WeightsIdentity:
-    """Finds the weights fingerprint in the background of a worker.
+    """Finds the weights fingerprint on a background thread of a worker.
 
     Parameters
     ----------
     vllm_config : VllmConfig
     config : Config
     on_known : Callable[[str], None]
-        Called on the background thread with the fingerprint.
+        Called with the fingerprint, on the background thread, or in :meth:`start` where the user
+        gave it.
     on_problem : Callable[[str], None]
-        Called on the background thread when there can be none, with what to do.
+        Called on the background thread when there can be no fingerprint, with the reason and
+        what to do.
     on_thread_start : Callable, optional
         Called first on each thread that hashes.
     """
@@ -349,7 +386,7 @@ class WeightsIdentity:
         self._known: str | None = None
 
     def start(self) -> None:
-        """Begin; a string given by the user is known at once."""
+        """Start; a string that the user gave is reported before this returns."""
         given = self._config.weights
         if given not in ("content", "sampled"):
             self._known = f"user:{given}"
@@ -363,23 +400,23 @@ class WeightsIdentity:
         self._spawn(self._find)
 
     def recheck(self) -> None:
-        """Look in the background whether the files are still those of the fingerprint."""
+        """Check in the background whether the files still have the fingerprint."""
         if self._known is not None and not self._known.startswith("user:"):
             self._spawn(self._compare)
 
     def cancel(self) -> None:
-        """Give up."""
+        """Stop hashing; no problem is reported any more."""
         self._cancel.set()
 
     def _spawn(self, work: Callable[[], None]) -> None:
         def run() -> None:
             try:
                 work()
-            except Exception as error:  # noqa: BLE001 - there is nobody else to tell
+            except Exception as error:  # noqa: BLE001 - reported to on_problem
                 if not self._cancel.is_set():
                     self._on_problem(
                         f"the weights could not be fingerprinted ({error}); nothing is stored"
-                        " or loaded. Set `weights` to a string that names them"
+                        " or loaded. Set `weights` to a string that identifies them"
                     )
 
         threading.Thread(target=run, name="kvshelf-weights", daemon=True).start()
@@ -399,28 +436,28 @@ class WeightsIdentity:
     def _fingerprint(self, changed_since: float | None) -> str:
         load_format = str(getattr(self._vllm_config.load_config, "load_format", "auto"))
         if load_format == "dummy":
-            raise ConfigError("load_format=dummy makes random weights, which no file names")
+            raise ConfigError("load_format=dummy makes random weights, which no file identifies")
         model = getattr(self._vllm_config.model_config, "hf_config", None)
         for name in ("audio_model_id", "text_model_id"):
             if other := getattr(model, name, None):
-                raise ConfigError(f"a part of the weights is those of another model, {other}")
+                raise ConfigError(f"a part of the weights comes from another model, {other}")
         model_dir = local_model_dir(self._vllm_config)
         files = weight_files(model_dir, load_format)
         if changed_since is not None:
-            for link in _links_on_the_way(model_dir):
+            for link in _links_along(model_dir):
                 if link.lstat().st_ctime > changed_since:
                     raise ConfigError(
-                        f"the link {link} was made after the engine began to start, so what"
-                        " the engine loaded is not known"
+                        f"the link {link} was made after the engine began to start, so it is"
+                        " not known which files the engine loaded"
                     )
             for file in files:
-                # A hub snapshot's links may be made by the engine itself; they name content.
+                # The engine may have made the links of a hub snapshot; these name their content.
                 status = file.stat()
                 changed = max(status.st_mtime, status.st_ctime)
                 if not _is_hub_link(file) and changed > changed_since:
                     raise ConfigError(
-                        f"{file.name} was written after the engine began to start, so what"
-                        " the engine loaded is not known"
+                        f"{file.name} was written after the engine began to start, so it is"
+                        " not known which content the engine loaded"
                     )
         if self._config.weights == "sampled":
             return sampled_fingerprint(files)

@@ -1,10 +1,10 @@
 """An offline vLLM that fills a shelf: the engine behind ``kvshelf seed``.
 
-Owns the engine's start, the way from prompts to token ids (vLLM's own, so that chunks have the
-keys that a server's requests have), and the end of stores.
+Owns the engine's start, the conversion of prompts to token ids (by vLLM's own code, so that chunks
+get the same keys as those of a server's requests), and the wait until stores are done.
 
-The engine core runs in this process, so that the namespace and the end of stores can be asked
-for; workers of further ranks have processes of their own.
+The engine core runs in this process, which can so ask for the namespace and wait for stores;
+workers of further ranks have processes of their own.
 """
 
 from __future__ import annotations
@@ -16,23 +16,22 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Final
 
-from kvshelf.chunkfile import ObjectFormat
 from kvshelf.config import Config
 from kvshelf.errors import ConfigError, UnsupportedError
-from kvshelf.identity import Namespace
-from kvshelf.prompts import Prompt, tell_bad_lines
-from kvshelf.seeding import TokenPrompt
+from kvshelf.format.namespace import Namespace
+from kvshelf.format.objects import ObjectFormat
+from kvshelf.tools.prompts import Prompt, raise_bad_lines
+from kvshelf.tools.seeding import TokenPrompt
 from kvshelf.vllm import CONNECTOR_NAME, check_vllm_version
 
 _OURS: Final = ("model", "kv_transfer_config")
-#: What a seeder does whatever is configured for the engines beside it. A disk tier answers for
-#: chunks that the shelf does not have, and they would not be stored; `read_only` is for engines
-#: on a shelf that a seeder fills.
+#: Options that seeding overrides. With a disk tier, chunks that only the tier has would not be
+#: stored on the shelf; `read_only` is meant for engines on a shelf that a seeder fills.
 _SEEDER_OPTIONS: Final = types.MappingProxyType({"disk_tier": None, "read_only": False})
 _IDENTITY_PAUSE: Final = 0.05
-#: Seconds for the workers to fingerprint the weights: a large model from a slow disk.
+#: Seconds for the workers to fingerprint the weights: enough for a large model on a slow disk.
 _IDENTITY_SECONDS: Final = 1800.0
-#: Seconds for the stores of one batch to end.
+#: Seconds for the stores of one batch.
 _DRAIN_SECONDS: Final = 600.0
 
 
@@ -53,14 +52,14 @@ class OfflineEngine:
     ConfigError
         If the engine cannot be started with these arguments.
     UnsupportedError
-        If vLLM is missing, or is one that kvshelf does not serve.
+        If vLLM is missing, or kvshelf does not support its version.
     """
 
     def __init__(self, model: str, url: str, engine_args: Mapping[str, Any]) -> None:
         for name in _OURS:
             if name in engine_args:
                 raise ConfigError(f"{name} is not an engine argument here: kvshelf seed sets it")
-        # Both are read when vllm is imported, or when the engine starts.
+        # vLLM reads these when it is imported or when the engine starts.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
@@ -115,7 +114,7 @@ class OfflineEngine:
         Raises
         ------
         ConfigError
-            If the engine has none (the log says why), or after half an hour.
+            If the engine is disabled (the log says why), or after half an hour.
         """
         begin = time.monotonic()
         while True:
@@ -126,27 +125,27 @@ class OfflineEngine:
                 raise ConfigError("the engine cannot store on the shelf; the line above says why")
             if time.monotonic() - begin >= _IDENTITY_SECONDS:
                 raise ConfigError(
-                    "the engine's workers have not said within "
-                    f"{_IDENTITY_SECONDS:.0f} s which weights and which layout they have: see the "
-                    "log, or have less read by the option weights"
+                    "the engine's workers have not reported their weights and layout within "
+                    f"{_IDENTITY_SECONDS:.0f} s: see the log, or have less hashed by the option "
+                    "weights"
                 )
             # Workers report in steps only.
             self._generate([TokenPrompt(0, [1])])
             time.sleep(_IDENTITY_PAUSE)
 
     def batch_chunks(self, fmt: ObjectFormat) -> int:
-        """Return how many chunks half of the staging of all ranks has room for."""
+        """Return how many chunks fit into half of the staging of all ranks."""
         ranks = int(self._llm.llm_engine.vllm_config.parallel_config.world_size)
         chunk = sum(fmt.object_size(shard) for shard in range(fmt.shards))
         return max(1, self.config.staging_bytes * ranks // 2 // chunk)
 
     def render(self, prompts: Sequence[Prompt]) -> list[TokenPrompt]:
-        """Turn prompts into token ids, as vLLM's server does.
+        """Convert prompts to token ids, as vLLM's server does.
 
         Raises
         ------
         ConfigError
-            If there are prompts that the model does not take; tells all their lines.
+            If the model does not accept some prompts; the message names all their lines.
         """
         rendered: list[TokenPrompt] = []
         problems: list[tuple[int, str]] = []
@@ -155,7 +154,7 @@ class OfflineEngine:
                 rendered.append(self._render(prompt))
             except Exception as error:  # noqa: BLE001  whatever tokenizers and templates raise
                 problems.append((prompt.line, str(error) or type(error).__name__))
-        tell_bad_lines(problems)
+        raise_bad_lines(problems)
         return rendered
 
     def _render(self, prompt: Prompt) -> TokenPrompt:
@@ -182,7 +181,7 @@ class OfflineEngine:
         return TokenPrompt(prompt.line, tokens, prompt.salt)
 
     def compute(self, prompts: Sequence[TokenPrompt]) -> None:
-        """Compute prompts, and wait for the end of their stores."""
+        """Compute prompts, and wait until their chunks are stored."""
         self._generate(prompts)
         self._llm.collective_rpc(_drain, args=(_DRAIN_SECONDS,))
 
@@ -200,7 +199,7 @@ class OfflineEngine:
 
 
 def _drain(worker: object, seconds: float) -> int:
-    """Run in each worker: wait for the end of its stores; return how many are not over."""
+    """Run in each worker: wait for its stores; return how many chunks are not stored."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     connector: Any = get_kv_transfer_group()

@@ -1,9 +1,8 @@
 """kvshelf's measurements in vLLM's periodic log line and in its Prometheus metrics.
 
 Owns the conversion of :class:`kvshelf.metrics.Counters` to vLLM's ``KVConnectorStats`` and
-``KVConnectorPromMetrics``. Measuring happens in the workers and the scheduler; vLLM collects
-the stats of all of them at the end of a step, and brings them to the process of the API
-server, where everything else here runs.
+``KVConnectorPromMetrics``. The workers and the scheduler measure; vLLM collects their stats at the
+end of a step and sends them to the process of the API server, where everything else here runs.
 """
 
 from __future__ import annotations
@@ -37,9 +36,9 @@ class ShelfStats(KVConnectorStats):
     Attributes
     ----------
     data : dict
-        As :meth:`kvshelf.metrics.Counters.take` returns it, but each gauge is a dict with
-        its value in each process: stats are united over processes and over time by the
-        same method, and only the former adds gauges up.
+        As :meth:`kvshelf.metrics.Counters.take` returns it, but each gauge is a dict of its
+        value in each process: vLLM merges stats of several processes and of several intervals
+        by the same method, and gauges must be added up for the former only.
     """
 
     data: dict[str, Any] = field(default_factory=dict)
@@ -64,11 +63,11 @@ class ShelfStats(KVConnectorStats):
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """Return the fields of vLLM's log line: what every interval has, and any trouble."""
+        """Return the fields of vLLM's log line: traffic always, failures if there were any."""
         data = self.data
         fields: dict[str, int | float] = {
             "Hit tokens": data.get("hit_tokens", 0),
-            "Query tokens": data.get("query_tokens", 0),
+            "Lookup tokens": data.get("lookup_tokens", 0),
             "Loaded MB": round(data.get("loaded_bytes", 0) / _MB, 1),
             "Stored MB": round(data.get("stored_bytes", 0) / _MB, 1),
         }
@@ -83,7 +82,7 @@ class ShelfStats(KVConnectorStats):
                 fields[f"Avg {operation} (ms)"] = round(mean * 1e3, 3)
         for name in GAUGES:
             if name in data:
-                value = _united(name, data[name])
+                value = _merged(name, data[name])
                 if name.endswith("_bytes"):
                     fields[_words(name.removesuffix("_bytes")) + " MB"] = round(value / _MB, 1)
                 else:
@@ -96,14 +95,14 @@ class ShelfStats(KVConnectorStats):
 
 
 def stats_of(taken: dict[str, Any], source: str) -> ShelfStats | None:
-    """Return what was taken from counters as stats, None when that is nothing.
+    """Return stats of what was taken from counters; None if nothing was counted.
 
     Parameters
     ----------
     taken : dict
         From :meth:`kvshelf.metrics.Counters.take`.
     source : str
-        Names the process, different for all of one engine.
+        Names the process, unique in its engine.
     """
     if not taken:
         return None
@@ -116,7 +115,7 @@ def _words(name: str) -> str:
     return name.replace("_", " ").capitalize()
 
 
-def _united(name: str, values: Mapping[str, float]) -> float:
+def _merged(name: str, values: Mapping[str, float]) -> float:
     """Return one value of a gauge for all processes of an engine."""
     return sum(values.values()) if GAUGES[name][1] == "sum" else max(values.values())
 
@@ -124,8 +123,7 @@ def _united(name: str, values: Mapping[str, float]) -> float:
 class ShelfPromMetrics(KVConnectorPromMetrics):
     """kvshelf's metrics in Prometheus; ``docs/metrics.md`` lists them.
 
-    Without this class an engine whose kvshelf is inside MultiConnector would end at the
-    first count.
+    Inside MultiConnector, an engine without this class would fail at the first count.
 
     Parameters
     ----------
@@ -172,7 +170,7 @@ class ShelfPromMetrics(KVConnectorPromMetrics):
                     self._counters[engine, name] = metric.labels(*values)
         metric = self._histogram_cls(
             name=METRIC_PREFIX + TIMES,
-            documentation="kvshelf: time that one operation took, in seconds.",
+            documentation="kvshelf: duration of one operation in seconds.",
             labelnames=[*labelnames, "operation"],
             buckets=list(TIME_BOUNDS),
         )
@@ -200,15 +198,16 @@ class ShelfPromMetrics(KVConnectorPromMetrics):
             elif place in self._gauges:
                 standing = self._standing.setdefault(place, {})
                 standing.update(value)
-                self._gauges[place].set(_united(name, standing))
+                self._gauges[place].set(_merged(name, standing))
 
 
 def _add_times(histogram: Any, times: list[float]) -> None:
     """Add counts by bucket and their sum to a histogram.
 
-    Its interface takes one value at a time, which after a burst would hold up the API server
-    for as long as that burst had operations; so the buckets are added to where they can be
-    seen. Where they cannot (Ray), each operation counts as the mean, moved into its bucket.
+    The public interface takes one value at a time, so a burst of operations would keep the API
+    server busy for long. So this adds to the histogram's buckets themselves where they are
+    accessible. Where they are not (Ray), each operation counts as the mean of all, moved into the
+    operation's bucket.
     """
     *counts, total = times
     buckets: Any = getattr(histogram, "_buckets", None)

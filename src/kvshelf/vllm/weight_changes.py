@@ -1,16 +1,15 @@
-"""Learns of weights that change, and memory that goes away, inside a running worker.
+"""Notices that a running worker changes its weights, or frees the memory of its KV cache.
 
-vLLM tells a connector nothing when it loads new weights into a running engine, or throws them
-away (sleep level 2), and only from 0.33 on that the KV cache's memory goes (sleep of any level)
-and comes back. The methods of its worker that do so have names, though, and every engine
-command reaches them as attributes of the worker's class; there :func:`watch` puts itself in
-front of them. It owns these wrappers, one for each method and process.
+vLLM does not tell a connector that it loads new weights into a running engine or discards them
+(sleep level 2). Only from 0.33 on it tells that the memory of the KV cache is freed (sleep of any
+level) and allocated again. But all engine commands call named methods of the worker's class, so
+:func:`watch` wraps these methods. This module owns the wrappers, one for each method and process.
 
-Whoever changes weights in another way, such as a worker extension that writes into parameters,
-has to say so: :meth:`kvshelf.vllm.connector.SharedStorageConnector.weights_changed`.
+Code that changes weights in another way, such as a worker extension that writes into parameters,
+has to call :meth:`kvshelf.vllm.connector.SharedStorageConnector.weights_changed`.
 
-Listeners are called on the worker's step thread, before the weights change or the memory goes,
-and after it came back.
+Listeners are called on the worker's step thread: before weights change or memory is freed, and
+after memory was allocated again.
 """
 
 from __future__ import annotations
@@ -29,16 +28,16 @@ _DISCARDING_SLEEP = 2
 
 
 class Listener(Protocol):
-    """What wants to know."""
+    """An object that is told of these events."""
 
     def weights_changed(self, how: str) -> None:
-        """Weights are about to change, by what `how` says."""
+        """Weights are about to change; `how` names the method."""
 
     def fall_asleep(self) -> None:
-        """Leave the KV cache alone: its memory is about to go away."""
+        """Stop using the KV cache: its memory is about to be freed."""
 
     def wake_up(self) -> None:
-        """Use the KV cache again: its memory is back."""
+        """Use the KV cache again: its memory is allocated."""
 
 
 _listeners: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -53,16 +52,16 @@ def _never(*_: Any, **__: Any) -> bool:
 
 
 def _discards(level: int = 1, *_: Any, **__: Any) -> bool:
-    """Whether a sleep of this level throws the weights away."""
+    """Whether a sleep of this level discards the weights."""
     return level >= _DISCARDING_SLEEP
 
 
 def _with_cache(tags: list[str] | None = None) -> bool:
-    """Whether waking up with these tags brings the KV cache's memory back."""
+    """Whether waking up with these tags allocates the KV cache's memory."""
     return tags is None or "kv_cache" in tags
 
 
-#: Methods of vLLM's worker that change weights, with the question whether a call does.
+#: Methods of vLLM's worker that may change weights, and whether a call with some arguments does.
 _METHODS: dict[str, Callable[..., bool]] = {
     "start_weight_update": _always,
     "update_weights": _always,
@@ -74,55 +73,55 @@ _METHODS: dict[str, Callable[..., bool]] = {
 
 
 def watch(listener: Listener, worker_class: type | None = None) -> bool:
-    """Call ``listener.weights_changed`` before the weights of this process change.
+    """Tell `listener` when the weights or the KV cache's memory of this process change.
 
     Parameters
     ----------
     listener : Listener
         Held weakly.
     worker_class : type, optional
-        The class to watch; vLLM's worker, of which all others are subclasses, when absent.
+        The class to wrap; vLLM's worker, the base class of all others, when absent.
 
     Returns
     -------
     bool
-        False when there is no such class in this process.
+        False if this process has no such class.
     """
     if worker_class is None:
         worker_class = getattr(sys.modules.get(_MODULE), "Worker", None)
     if worker_class is None:
         return False
     _listeners.add(listener)
-    for name, question in _METHODS.items():
+    for name, changes in _METHODS.items():
         method = worker_class.__dict__.get(name)
-        if callable(method) and not hasattr(method, "_kvshelf_watches"):
-            setattr(worker_class, name, _watched(name, method, question))
+        if callable(method) and not hasattr(method, "_kvshelf_wrapped"):
+            setattr(worker_class, name, _wrapped(name, method, changes))
     return True
 
 
-def _watched(
-    name: str, method: Callable[..., Any], question: Callable[..., bool]
+def _wrapped(
+    name: str, method: Callable[..., Any], changes: Callable[..., bool]
 ) -> Callable[..., Any]:
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if _asked(question, args, kwargs):
+        if _applies(changes, args, kwargs):
             _tell("weights_changed", f"{name}()")
         if name == "sleep":
             _tell("fall_asleep")
         answer = method(self, *args, **kwargs)
-        if name == "wake_up" and _asked(_with_cache, args, kwargs):
+        if name == "wake_up" and _applies(_with_cache, args, kwargs):
             _tell("wake_up")
         return answer
 
-    call._kvshelf_watches = True  # type: ignore[attr-defined]
+    call._kvshelf_wrapped = True  # type: ignore[attr-defined]
     return call
 
 
-def _asked(question: Callable[..., bool], args: Any, kwargs: Any) -> bool:
+def _applies(condition: Callable[..., bool], args: Any, kwargs: Any) -> bool:
     try:
-        return question(*args, **kwargs)
+        return condition(*args, **kwargs)
     except TypeError as error:
-        logger.error("a call was not understood", exc_info=error)
+        logger.error("could not parse the arguments of a hooked vLLM call", exc_info=error)
         return False
 
 
@@ -131,4 +130,4 @@ def _tell(what: str, *about: str) -> None:
         try:
             getattr(listener, what)(*about)
         except Exception as error:
-            logger.error("a change of weights or memory was not noted", exc_info=error)
+            logger.error("a listener for changes of weights or memory failed", exc_info=error)

@@ -1,6 +1,6 @@
 """The object format a second time: an implementation made from its description alone.
 
-It shares no line with ``kvshelf.identity`` and ``kvshelf.chunkfile``, is written to be read
+It shares no line with ``kvshelf.format``, is written to be read
 rather than to be fast, and makes the golden vectors. Run it to write them again::
 
     python tests/golden/format/reference.py

@@ -1,0 +1,184 @@
+"""What the answers of an S3 store mean: the one table for obstore and s3fs.
+
+Owns the mapping from status codes, error codes and exceptions to the classes of
+:mod:`kvshelf.errors`, and the hints that tell users what to correct. Pure functions.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+from typing import Final
+
+from kvshelf.errors import (
+    NoSpaceStorageError,
+    ObjectMissingError,
+    PermanentStorageError,
+    ReadOnlyStorageError,
+    StorageError,
+    TransientStorageError,
+)
+
+_CODE: Final = re.compile(r"<Code>(\w+)</Code>")
+_STATUS: Final = re.compile(r"status code: (\d{3})")
+_REGION: Final = re.compile(r"<Region>([\w-]+)</Region>|expecting '([\w-]+)'")
+_BAD_KEYS: Final = frozenset(
+    (
+        "InvalidAccessKeyId",
+        "SignatureDoesNotMatch",
+        "InvalidToken",
+        "ExpiredToken",
+        "TokenRefreshRequired",
+        "AuthFailure",
+        "InvalidSecurity",
+    )
+)
+_OTHER_REGION: Final = frozenset(
+    (
+        "PermanentRedirect",
+        "AuthorizationHeaderMalformed",
+        "IllegalLocationConstraintException",
+        "TemporaryRedirect",
+    )
+)
+_FULL: Final = frozenset(
+    ("QuotaExceeded", "XMinioStorageFull", "InsufficientStorage", "StorageFull", "507")
+)
+RETRYABLE: Final = frozenset(
+    (
+        "SlowDown",
+        "ServiceUnavailable",
+        "InternalError",
+        "RequestTimeout",
+        "ThrottlingException",
+        "OperationAborted",
+        "408",
+        "409",
+        "429",
+        "500",
+        "502",
+        "503",
+        "504",
+    )
+)
+NO_CREDENTIALS: Final = (
+    "no AWS credentials were found: set key and secret in storage_options, or AWS_ACCESS_KEY_ID"
+    " and AWS_SECRET_ACCESS_KEY, a profile or a role; for a public bucket set anon: true"
+)
+_RIGHTS: Final = (
+    "allow s3:ListBucket on the bucket, s3:GetObject and, for engines that store, s3:PutObject"
+    " on its objects"
+)
+
+
+def obstore_error(
+    exc: Exception,
+    text: str,
+    what: str,
+    path: str,
+    *,
+    bucket: str,
+    endpoint: str | None,
+    writing: bool = False,
+) -> StorageError:
+    """Translate an exception of obstore.
+
+    Parameters
+    ----------
+    exc, what, path, writing
+        As for :func:`~kvshelf.backends.oserrors.storage_error`; `path` is the object's URL.
+    text : str
+        The exception's text, without secrets.
+    bucket, endpoint : str
+        Where it came from, for advice; endpoint None is AWS.
+    """
+    text = text.partition("\n\nDebug source")[0].strip() or type(exc).__name__
+    status = _STATUS.search(text)
+    codes = codes_of(text)
+    kind = type(exc).__name__
+    short = shorten(text)
+
+    def error(make: type[StorageError], number: int, hint: str = "") -> StorageError:
+        return make(number, f"{what} failed: {short}{'; ' + hint if hint else ''}", path)
+
+    if "NoSuchBucket" not in codes and isinstance(exc, FileNotFoundError):
+        return ObjectMissingError(errno.ENOENT, f"{what} failed: no such object", path)
+    if status is not None and status[1] in ("301", "307"):
+        codes |= _OTHER_REGION
+    if kind in ("PermissionDeniedError", "UnauthenticatedError"):
+        codes |= {"403"}
+    known = explain(codes, text, bucket, endpoint, writing=writing)
+    if known is not None:
+        return error(*known)
+    if kind == "PreconditionError":
+        return error(TransientStorageError, errno.ESTALE, "the object was replaced meanwhile")
+    if codes & RETRYABLE or status is None:
+        # No status: no connection, a timeout, or a body that ended early.
+        hint = "" if codes else unreachable_hint(endpoint)
+        return error(TransientStorageError, errno.EIO, hint)
+    return error(PermanentStorageError, errno.EIO)
+
+
+def explain(
+    codes: set[str], text: str, bucket: str, endpoint: str | None, *, writing: bool
+) -> tuple[type[StorageError], int, str] | None:
+    """Return error class, errno and hint for an answer that a user has to act on, else None.
+
+    Parameters
+    ----------
+    codes : set of str
+        Status and error code of the answer.
+    text : str
+        The answer's text.
+    """
+    if "NoSuchBucket" in codes:
+        at = f" at {endpoint}" if endpoint else ""
+        return (
+            PermanentStorageError,
+            errno.ENOENT,
+            f"there is no bucket {bucket!r}{at}: create it, or correct the URL",
+        )
+    if codes & _OTHER_REGION:
+        region = _REGION.search(text)
+        found = f", {region[1] or region[2]}," if region is not None else ""
+        return (
+            PermanentStorageError,
+            errno.EINVAL,
+            f"the bucket is in another region{found}: set client_kwargs.region_name in"
+            " storage_options, or AWS_REGION",
+        )
+    if codes & _BAD_KEYS:
+        return (
+            PermanentStorageError,
+            errno.EACCES,
+            "the access key, its secret or its token is not accepted: correct key, secret and"
+            " token in storage_options, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
+        )
+    if codes & {"403", "401"}:
+        refused = ReadOnlyStorageError if writing else PermanentStorageError
+        return refused, errno.EACCES, _RIGHTS
+    if codes & _FULL:
+        return NoSpaceStorageError, errno.ENOSPC, "free some space or raise the quota"
+    return None
+
+
+def unreachable_hint(endpoint: str | None) -> str:
+    """Return what to check when there was no answer."""
+    return f"is {endpoint or 'the endpoint of S3'} up and reachable?"
+
+
+def shorten(text: str) -> str:
+    """Return the code and message of an answer, without the request and the XML around them."""
+    code = _CODE.search(text)
+    said = re.search(r"<Message>(.*?)</Message>", text, re.DOTALL)
+    if code is not None:
+        return f"{code[1]}: {said[1].strip()}" if said is not None and said[1] else code[1]
+    status = re.search(r"status code: (\d{3}[ \w]*)", text)
+    if status is not None:
+        return status[1].strip()
+    return text.splitlines()[0][-300:]
+
+
+def codes_of(text: str) -> set[str]:
+    """Return the error code and the status in a message."""
+    return {found[1] for found in (_CODE.search(text), _STATUS.search(text)) if found is not None}

@@ -1,0 +1,381 @@
+"""From facts about a model to its namespace, without an engine.
+
+Owns :class:`ModelFacts`, and the rules by which facts that an engine would read from a
+model's configuration become fields of the namespace record.
+
+Contracts
+---------
+* The record is a pure function of the facts and of chunk size, shards and version. Equal
+  facts give equal bytes: a program that states the facts that an engine found shares chunks
+  with that engine.
+* Nothing is guessed. A fact that is not stated is absent from the record, so the record
+  differs from one that states it.
+* Only :meth:`ModelFacts.namespace` reads files, those of the weights. It blocks while they
+  are hashed, so it must not run on an engine's step thread.
+* No torch, no vLLM, no transformers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from kvshelf.config import cache_dir
+from kvshelf.errors import ConfigError, UnsupportedError
+from kvshelf.format.namespace import FORMAT, FieldValue, Namespace, slugify
+from kvshelf.format.objects import ObjectFormat
+from kvshelf.weights.fingerprints import (
+    FingerprintCache,
+    sampled_fingerprint,
+    weight_files,
+    weights_fingerprint,
+)
+
+#: Shards of one stage are the largest divisor of the model's KV heads up to this number.
+MAX_SHARDS: Final = 8
+
+#: safetensors dtype of each dtype that a KV cache may have.
+STORED_DTYPES: Final[Mapping[str, str]] = {
+    "bfloat16": "BF16",
+    "float16": "F16",
+    "float32": "F32",
+    "fp8_e4m3": "F8_E4M3",
+    "fp8_e5m2": "F8_E5M2",
+}
+
+_ROPE_FIELDS: Final = (
+    "rope_parameters",
+    "rope_scaling",
+    "rope_theta",
+    "rope_local_base_freq",
+    "rotary_pct",
+    "rotary_dim",
+    "partial_rotary_factor",
+    "rotary_emb_base",
+    "rotary_base",
+    "mrope_section",
+)
+# Kinds of RoPE whose factors, and so KV, depend on the longest prompt that is served.
+_LENGTH_DEPENDENT_ROPE: Final = ("dynamic", "longrope", "su")
+
+
+def default_shards(kv_heads: int, stages: int = 1) -> int:
+    """Return the number of shards of a model: a function of the model and its stages only."""
+    per_stage = max(d for d in range(1, MAX_SHARDS + 1) if kv_heads % d == 0)
+    return per_stage * stages
+
+
+def rope_text(config: Any, max_model_len: int | None = None) -> str:
+    """Return the RoPE parameters that KV depends on, as compact JSON with sorted keys.
+
+    Parameters
+    ----------
+    config : object
+        Configuration of the decoder, with the attributes that Hugging Face gives it.
+    max_model_len : int, optional
+        Tokens of the longest prompt that is served, for the kinds of RoPE whose factors
+        depend on it.
+
+    Raises
+    ------
+    ConfigError
+        If the kind of RoPE needs `max_model_len` and it is absent.
+    """
+    found: dict[str, Any] = {}
+    for name in _ROPE_FIELDS:
+        value = getattr(config, name, None)
+        if value is not None:
+            found[name] = value
+    text = json.dumps(found, sort_keys=True, default=str)
+    if any(f'"{kind}"' in text for kind in _LENGTH_DEPENDENT_ROPE):
+        if max_model_len is None:
+            raise ConfigError(
+                "the model's RoPE depends on the longest prompt that is served: pass max_model_len"
+            )
+        found["max_model_len"] = int(max_model_len)
+        found["original_max_position_embeddings"] = getattr(
+            config, "original_max_position_embeddings", None
+        )
+    return json.dumps(found, sort_keys=True, separators=(",", ":"), default=str)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFacts:
+    """The facts about a model, besides tokens, that determine its KV.
+
+    State every fact that determines KV values. Two programs that state the same facts share
+    KV, so a fact that is left out, or stated wrongly, can make one load KV of another model.
+
+    Attributes
+    ----------
+    layers : int
+        Layers that have KV of their own.
+    kv_heads : int
+        KV heads of the whole model.
+    head_size : int or tuple of int
+        Elements of one K, and of one V: one number for all layers, or one for each.
+    dtype : str
+        Dtype of the KV cache: ``bfloat16``, ``float16``, ``float32``, ``fp8_e4m3``,
+        ``fp8_e5m2``. Any other name needs `layer_dtypes`.
+    weights : str or path or tuple of paths, optional
+        Identifies the weights. A string is their name: you promise that equal names mean
+        equal weights, as with the option ``weights``. A path (a model's folder or a weight
+        file) or a tuple of paths (the weight files) is fingerprinted.
+    fingerprint : str, optional
+        In place of `weights`: the field ``weights`` of a namespace record.
+    name : str
+        Readable prefix of the namespace's folder; not part of its identity.
+    compute_dtype : str, optional
+        Dtype in which the model computes; `dtype` when absent.
+    rope : str, optional
+        RoPE parameters as :func:`rope_text` returns them.
+    sliding_windows : tuple of int, optional
+        Window of each layer in tokens, −1 for none; no windows when absent.
+    attention : tuple of str, optional
+        Kind of attention of each layer; ``full`` or ``sliding`` by the windows when absent.
+    layer_names : tuple of str, optional
+        Names of the layers, and so of the stored tensors;
+        ``model.layers.<i>.self_attn.attn`` when absent, vLLM's names for most models.
+    layer_shapes : tuple of str, optional
+        Needed unless all layers hold K and V of `kv_heads` heads: the shape of each, as in
+        the namespace record (``*,<content>`` for MLA).
+    layer_dtypes : tuple of str, optional
+        safetensors dtype in which each layer is stored; that of `dtype` when absent.
+    layouts : tuple of str, optional
+        Layout id of each layer; ``canonical`` for all when absent.
+    stages : tuple of int, optional
+        Layers of each pipeline stage; one stage when absent.
+    mla_rank : int, optional
+    quantization : str, optional
+        Quantization of the weights.
+    kv_scales : str, optional
+        SHA-256, 64 hex, of the scales of an fp8 cache.
+    config_overrides : str, optional
+        Text that identifies changes to the model's published configuration.
+    """
+
+    layers: int
+    kv_heads: int
+    head_size: int | tuple[int, ...]
+    dtype: str
+    weights: str | os.PathLike[str] | tuple[str | os.PathLike[str], ...] | None = None
+    fingerprint: str | None = None
+    name: str = "model"
+    compute_dtype: str | None = None
+    rope: str | None = None
+    sliding_windows: tuple[int, ...] | None = None
+    attention: tuple[str, ...] | None = None
+    layer_names: tuple[str, ...] | None = None
+    layer_shapes: tuple[str, ...] | None = None
+    layer_dtypes: tuple[str, ...] | None = None
+    layouts: tuple[str, ...] | None = None
+    stages: tuple[int, ...] | None = None
+    mla_rank: int | None = None
+    quantization: str | None = None
+    kv_scales: str | None = None
+    config_overrides: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.weights is not None and self.fingerprint is not None:
+            raise ConfigError("weights and fingerprint are both given: leave one out")
+        if self.layer_dtypes is None and self.dtype not in STORED_DTYPES:
+            raise ConfigError(
+                f"dtype is {self.dtype!r}; expected one of {', '.join(STORED_DTYPES)}"
+            )
+        for field in ("layers", "kv_heads"):
+            if getattr(self, field) < 1:
+                raise ConfigError(f"{field} is {getattr(self, field)}; expected at least 1")
+        for field in (
+            "head_size",
+            "sliding_windows",
+            "attention",
+            "layer_names",
+            "layer_shapes",
+            "layer_dtypes",
+            "layouts",
+        ):
+            value = getattr(self, field)
+            if isinstance(value, tuple) and len(value) != self.layers:
+                raise ConfigError(f"{field} has {len(value)} entries for {self.layers} layers")
+
+    @classmethod
+    def from_transformers(
+        cls,
+        config: Any,
+        *,
+        weights: str | os.PathLike[str] | None = None,
+        fingerprint: str | None = None,
+        dtype: str | None = None,
+        name: str | None = None,
+        max_model_len: int | None = None,
+    ) -> ModelFacts:
+        """Read the facts from a Hugging Face configuration.
+
+        Parameters
+        ----------
+        config : transformers.PretrainedConfig
+            Configuration of a decoder whose layers all keep K and V.
+        weights, fingerprint
+            As for the class.
+        dtype : str, optional
+            Dtype of the KV cache; the configuration's when absent.
+        name : str, optional
+            The configuration's ``name_or_path`` when absent.
+        max_model_len : int, optional
+            See :func:`rope_text`.
+
+        Raises
+        ------
+        UnsupportedError
+            If a layer keeps anything other than K and V of each token.
+        ConfigError
+            If a fact is missing.
+        """
+        text = config.get_text_config() if hasattr(config, "get_text_config") else config
+        if getattr(text, "kv_lora_rank", None):
+            raise UnsupportedError(
+                "this model keeps latent KV (MLA): state its facts with ModelFacts(…)"
+            )
+        layers = int(text.num_hidden_layers)
+        windows = _windows(text, layers)
+        heads = int(text.num_attention_heads)
+        found = dtype or str(getattr(text, "dtype", None) or getattr(config, "dtype", None))
+        kv_dtype = found.removeprefix("torch.")
+        if kv_dtype == "None":
+            raise ConfigError("the configuration names no dtype: pass dtype")
+        head_size = getattr(text, "head_dim", None) or int(text.hidden_size) // heads
+        quantization = getattr(config, "quantization_config", None) or {}
+        if not isinstance(quantization, Mapping):
+            quantization = {"quant_method": getattr(quantization, "quant_method", "")}
+        method = quantization.get("quant_method") or ""
+        return cls(
+            layers=layers,
+            kv_heads=int(getattr(text, "num_key_value_heads", None) or heads),
+            head_size=int(head_size),
+            dtype=kv_dtype,
+            weights=weights,
+            fingerprint=fingerprint,
+            name=slugify(name or str(getattr(config, "name_or_path", "") or "model")),
+            rope=rope_text(text, max_model_len),
+            sliding_windows=windows,
+            quantization=str(getattr(method, "value", method)) or None,
+        )
+
+    def namespace(
+        self,
+        *,
+        chunk_size: int = 256,
+        shards: int | None = None,
+        version: str | None = None,
+        weights: str = "content",
+    ) -> Namespace:
+        """Return the namespace of this model's KV. Blocks while weight files are hashed.
+
+        Parameters
+        ----------
+        chunk_size, shards, version
+            The options of these names.
+        weights : str
+            The option of this name: ``content`` or ``sampled`` selects how weight files are
+            fingerprinted; any other string replaces the facts' name of the weights.
+
+        Raises
+        ------
+        ConfigError
+            If facts are missing or contradict each other, or the files cannot be used.
+        OSError
+            If a weight file cannot be read.
+        """
+        stages = (self.layers,) if self.stages is None else self.stages
+        heads = self.layer_shapes is None
+        count = shards
+        if count is None:
+            count = default_shards(self.kv_heads, len(stages)) if heads else len(stages)
+        size = self.head_size
+        head_sizes = list(size) if isinstance(size, tuple) else [size] * self.layers
+        windows = list(self.sliding_windows or [-1] * self.layers)
+        record: dict[str, FieldValue] = {
+            "format": FORMAT,
+            "weights": self._weights_field(weights),
+            "layers": self.layers,
+            "kv_heads": self.kv_heads,
+            "head_sizes": head_sizes,
+            "sliding_windows": windows,
+            "attention": list(
+                self.attention or ["full" if window < 0 else "sliding" for window in windows]
+            ),
+            "compute_dtype": self.compute_dtype or self.dtype,
+            "kv_dtype": self.dtype,
+            "chunk_size": chunk_size,
+            "shards": count,
+            "stages": list(stages),
+            "layouts": list(self.layouts or ["canonical"] * self.layers),
+            "layer_names": list(
+                self.layer_names or [f"model.layers.{i}.self_attn.attn" for i in range(self.layers)]
+            ),
+            "layer_shapes": list(
+                self.layer_shapes or [f"2,*,{self.kv_heads},{size}" for size in head_sizes]
+            ),
+            "layer_dtypes": list(self.layer_dtypes or [STORED_DTYPES[self.dtype]] * self.layers),
+        }
+        optional: dict[str, FieldValue | None] = {
+            "rope": self.rope,
+            "mla_rank": self.mla_rank,
+            "quantization": self.quantization,
+            "kv_scales": self.kv_scales,
+            "config_overrides": self.config_overrides,
+            "version": version,
+        }
+        record |= {field: value for field, value in optional.items() if value is not None}
+        record["data_offset"] = ObjectFormat.required_data_offset(record)
+        return Namespace(record, slugify(self.name))
+
+    def _weights_field(self, option: str) -> str:
+        if option not in ("content", "sampled"):
+            return f"user:{option}"
+        if self.fingerprint is not None:
+            return self.fingerprint
+        if isinstance(self.weights, str):
+            return f"user:{self.weights}"
+        if self.weights is None:
+            raise ConfigError(
+                "weights is missing: name the weights, or give the model's folder as a Path"
+            )
+        files = _files(self.weights)
+        if option == "sampled":
+            return sampled_fingerprint(files)
+        return weights_fingerprint(files, cache=FingerprintCache(cache_dir() / "fingerprints.json"))
+
+
+def _files(
+    weights: os.PathLike[str] | Sequence[str | os.PathLike[str]],
+) -> list[Path]:
+    if isinstance(weights, os.PathLike):
+        return weight_files(Path(weights))
+    return [Path(file) for file in weights]
+
+
+def _windows(text: Any, layers: int) -> tuple[int, ...]:
+    """Return the sliding window of each layer of a Hugging Face configuration, −1 for none."""
+    window = getattr(text, "sliding_window", None)
+    kinds = getattr(text, "layer_types", None)
+    if kinds is None:
+        if not getattr(text, "use_sliding_window", True):
+            window = None
+        return (int(window) if window else -1,) * layers
+    windows = []
+    for kind in kinds:
+        if kind == "full_attention":
+            windows.append(-1)
+        elif kind == "sliding_attention" and window:
+            windows.append(int(window))
+        else:
+            raise UnsupportedError(
+                f"the model has layers of kind {kind!r}; only full and sliding attention keep K "
+                "and V of each token: state the facts with ModelFacts(…)"
+            )
+    return tuple(windows)

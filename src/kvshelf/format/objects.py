@@ -1,0 +1,714 @@
+"""One object: a shard of a chunk as a safetensors file, encoded, decoded, verified.
+
+Owns
+----
+* the bytes of each object of a namespace (:class:`ObjectFormat`);
+* sealing: hashing the payload and writing the header before it;
+* verified reads into the caller's buffer.
+
+Contracts
+---------
+* The header is a pure function of namespace, chunk, shard and payload hashes. A reader
+  rebuilds it and compares bytes; the typed errors only explain a difference.
+* No byte that was read is executed, and no payload is copied: bytes go from the reader into
+  the caller's buffer, and from the caller's buffers to the writer.
+* When :meth:`ObjectFormat.read` returns, every byte of the object buffer has been checked.
+  When it raises, the buffer's content is undefined.
+* No storage (a reader is anything with `size` and `read_into`), no torch, no vLLM.
+
+Threads
+-------
+Any number of threads may use an :class:`ObjectFormat` at once. Methods that touch a payload block
+while they read or hash it. Both release the GIL; the Python code between them takes a few
+microseconds per tensor.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from math import prod
+from typing import Final, Protocol, TypeAlias
+
+import xxhash
+
+from kvshelf.errors import (
+    BadObjectError,
+    ConfigError,
+    ObjectNameError,
+    TransientStorageError,
+    UnsupportedError,
+)
+from kvshelf.format.invalid import (
+    MAX_HEADER,
+    METADATA,
+    EmptyObject,
+    HeaderNotCanonical,
+    HeaderTooLarge,
+    PayloadDamaged,
+    TruncatedObject,
+    WrongHeaderLength,
+    WrongSize,
+    compare_metadata,
+    compare_tensors,
+    parse_header,
+)
+from kvshelf.format.keys import Chunk, check_chunk_size
+from kvshelf.format.names import ParsedName
+from kvshelf.format.namespace import FORMAT, FieldValue, Namespace
+from kvshelf.format.tensors import DTYPE_BYTES, TensorSpec, parse_layer, required_field
+
+BytesLike: TypeAlias = "bytes | bytearray | memoryview"
+
+#: The payload starts at a multiple of this many bytes.
+PAYLOAD_ALIGNMENT: Final = 4096
+
+#: Largest payload of an object. Real ones are far smaller; a forged namespace may name any size.
+_MAX_PAYLOAD: Final = 1 << 36
+
+# The size of the reads decides whether an object's bytes are still in cache when they are hashed.
+# Measured with 1 MiB of level-2 and 32 MiB of level-3 cache: an object much smaller than level 3
+# is fastest in few reads; a larger one is fastest when each span is hashed out of level 2, and a
+# tensor larger than level 2 when it is streamed, although streaming costs more per byte.
+_SMALL_OBJECT: Final = 8 << 20
+_SMALL_OBJECT_READ: Final = 1 << 20
+_READ: Final = 512 << 10
+_ONE_SHOT: Final = 1 << 20
+
+_HEX: Final = b"0123456789abcdef"
+_HASH_CHARS: Final = 32
+_KEY_CHARS: Final = 64
+_BEFORE_PARENT: Final = b'","parent":"'
+_TEMPLATES_KEPT: Final = 1024
+
+
+class ReaderLike(Protocol):
+    """What :meth:`ObjectFormat.read` needs of an opened object."""
+
+    @property
+    def size(self) -> int:
+        """Size in bytes."""
+
+    def read_into(self, buffer: memoryview, offset: int) -> int:
+        """Fill `buffer` from `offset`; return the bytes read, fewer only at the end."""
+
+
+#: One read: where in the object buffer (a slice and its first byte) and how many bytes.
+_Read: TypeAlias = "tuple[slice, int, int]"
+
+
+@dataclass(frozen=True, slots=True)
+class _ReadSpan:
+    """Contiguous bytes of an object that are read, then hashed."""
+
+    reads: tuple[_Read, ...]
+    #: The tensors that are complete afterwards, as slices of the object buffer.
+    tensors: tuple[slice, ...]
+    #: Index of the first of these tensors.
+    first: int
+    #: The span is exactly one tensor, and each read is hashed as it arrives.
+    streamed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Template:
+    """The parts of an object that do not depend on key, parent, index and hashes."""
+
+    specs: tuple[TensorSpec, ...]
+    size: int
+    slices: tuple[slice, ...]
+    before_key: bytes
+    before_hashes: bytes
+    hash_chars: int
+    after_hashes: bytes
+    spans: tuple[_ReadSpan, ...]
+
+
+class _Plan:
+    """The layers of each stage, and the headers of their objects."""
+
+    def __init__(self, record: Mapping[str, FieldValue]) -> None:
+        self.chunk_size = check_chunk_size(required_field(record, "chunk_size"))
+        self.shards: int = required_field(record, "shards")
+        stages: list[int] = list(required_field(record, "stages"))
+        names: list[str] = list(required_field(record, "layer_names"))
+        lists = {
+            field: list(required_field(record, field))
+            for field in ("layouts", "layer_shapes", "layer_dtypes")
+        }
+        if not stages or min(stages) < 1 or sum(stages) != len(names):
+            raise ConfigError(
+                f"namespace record: stages {stages} do not cover {len(names)} layer_names"
+            )
+        if self.shards < 1 or self.shards % len(stages) or self.shards > 2**32 - 1:
+            raise ConfigError(
+                f"namespace record: shards is {self.shards}, expected a positive multiple of the "
+                f"{len(stages)} stages"
+            )
+        for field, values in lists.items():
+            if len(values) != len(names):
+                raise ConfigError(
+                    f"namespace record: {field} has {len(values)} entries for {len(names)} layers"
+                )
+        if len(set(names)) != len(names) or METADATA in names or "" in names:
+            raise ConfigError("namespace record: layer_names must be unique and not empty")
+        if record.get("layers", len(names)) != len(names):
+            raise ConfigError(
+                f"namespace record: layers is {record['layers']}, but there are {len(names)} names"
+            )
+        self.split = self.shards // len(stages)
+        layers = [
+            parse_layer(name, layout, shape, dtype, self.split, self.chunk_size)
+            for name, layout, shape, dtype in zip(
+                names,
+                lists["layouts"],
+                lists["layer_shapes"],
+                lists["layer_dtypes"],
+                strict=True,
+            )
+        ]
+        ends = list(accumulate(stages))
+        self.stages = [layers[end - count : end] for count, end in zip(stages, ends, strict=True)]
+        self.tails = all(layer.kind != "blocks" for layer in layers)
+        largest = max(
+            sum(spec.nbytes for spec in self.specs(stage * self.split, self.chunk_size, True))
+            for stage in range(len(stages))
+        )
+        if largest > _MAX_PAYLOAD:
+            raise ConfigError(
+                f"namespace record: an object would hold {largest} bytes, more than "
+                f"{_MAX_PAYLOAD}; make the chunk size smaller or take more shards"
+            )
+
+    def specs(self, shard: int, tokens: int, native: bool) -> tuple[TensorSpec, ...]:
+        """Lay out one object; `native` selects the stored form where a layer has two."""
+        specs = []
+        offset = 0
+        for layer in self.stages[shard // self.split]:
+            size = DTYPE_BYTES[layer.dtype]
+            dtype = layer.dtype
+            shape: tuple[int, ...]
+            if layer.kind == "blocks":
+                shape = (layer.blocks, layer.width)
+            elif layer.kind == "content":
+                shape = (tokens, layer.width)
+            elif layer.block_size and native:
+                dtype = "U8"
+                shape = (layer.blocks, layer.heads, 2 * layer.block_size * layer.width * size)
+            else:
+                shape = (2, tokens, layer.heads, layer.width)
+            nbytes = prod(shape) * DTYPE_BYTES[dtype]
+            specs.append(TensorSpec(layer.name, dtype, shape, nbytes, offset))
+            offset += nbytes
+        return tuple(specs)
+
+    def parts(
+        self, digest: str, shard: int, tokens: int, specs: Sequence[TensorSpec]
+    ) -> tuple[bytes, bytes, bytes]:
+        """Return the header's text before the key, from tokens to hashes, and after the hashes."""
+        tensors = ",".join(
+            f'{json.dumps(spec.name, ensure_ascii=False)}:{{"dtype":"{spec.dtype}",'
+            f'"shape":[{",".join(map(str, spec.shape))}],'
+            f'"data_offsets":[{spec.offset},{spec.offset + spec.nbytes}]}}'
+            for spec in specs
+        )
+        return (
+            f'{{"{METADATA}":{{"format":"{FORMAT}","namespace":"{digest}","key":"'.encode(),
+            f'","tokens":"{tokens}","shard":"{shard}","shards":"{self.shards}","xxh3":"'.encode(),
+            f'"}},{tensors}}}'.encode(),
+        )
+
+    def data_offset(self) -> int:
+        """Return the smallest aligned offset after the longest header of the namespace."""
+        longest = 0
+        # Within a stage, headers differ only in the digits of the shard.
+        for shard in range(self.split - 1, self.shards, self.split):
+            for native in (True, False) if self.tails else (True,):
+                specs = self.specs(shard, self.chunk_size, native)
+                parts = self.parts("0" * 64, shard, self.chunk_size, specs)
+                length = (
+                    sum(map(len, parts))
+                    + len(_between_key_and_tokens(b"\0" * 32, b"\0" * 32, 2**32 - 1))
+                    + len(specs) * (_HASH_CHARS + 1)
+                    - 1
+                )
+                longest = max(longest, length)
+        return -(-(8 + longest) // PAYLOAD_ALIGNMENT) * PAYLOAD_ALIGNMENT
+
+
+def _between_key_and_tokens(key: bytes, parent: bytes, index: int) -> bytes:
+    return f'{key.hex()}","parent":"{parent.hex()}","chunk":"{index}'.encode()
+
+
+def _cut(start: int, end: int, size: int) -> tuple[_Read, ...]:
+    return tuple(
+        (slice(at, min(at + size, end)), at, min(size, end - at)) for at in range(start, end, size)
+    )
+
+
+def _read_spans(slices: Sequence[slice], data_offset: int) -> tuple[_ReadSpan, ...]:
+    """Cut an object into read spans: small neighbouring tensors share one, a large one is alone.
+
+    The first span includes the header region.
+    """
+    small = slices[-1].stop <= _SMALL_OBJECT
+    size = _SMALL_OBJECT_READ if small else _READ
+    # A single tensor that is hashed in one call is best read at once, with the header region.
+    most = max(size, _ONE_SHOT) + data_offset
+    spans: list[_ReadSpan] = []
+    start = 0
+    end = data_offset
+    first = 0
+    for number, tensor in enumerate(slices):
+        streamed = not small and tensor.stop - tensor.start > _ONE_SHOT
+        full = first < number and tensor.stop - max(start, data_offset) > size
+        if full or (streamed and start < end):
+            spans.append(
+                _ReadSpan(_cut(start, end, most), tuple(slices[first:number]), first, False)
+            )
+            start, first = end, number
+        if streamed:
+            spans.append(_ReadSpan(_cut(tensor.start, tensor.stop, _READ), (tensor,), number, True))
+            start, first = tensor.stop, number + 1
+        end = tensor.stop
+    if start < end:
+        spans.append(_ReadSpan(_cut(start, end, most), tuple(slices[first:]), first, False))
+    return tuple(spans)
+
+
+class ObjectFormat:
+    """Encodes, decodes and verifies the objects of one namespace.
+
+    An *object buffer* is a writable buffer of exactly :meth:`object_size` bytes that holds one
+    object as it is stored: the header region, `data_offset` bytes, then the payload.
+
+    Parameters
+    ----------
+    namespace : Namespace
+        Its record must contain chunk_size, shards, stages, layer_names, layouts, layer_shapes,
+        layer_dtypes and data_offset.
+
+    Attributes
+    ----------
+    namespace : Namespace
+    data_offset : int
+        Where the payload starts, in bytes; a multiple of 4096.
+    chunk_size : int
+        Tokens per chunk.
+    shards : int
+        Number of shards, over all stages.
+    tails : bool
+        Whether tails can be stored: not if a layer has an unknown layout.
+
+    Raises
+    ------
+    ConfigError
+        If a field is missing, or fields contradict each other.
+    """
+
+    def __init__(self, namespace: Namespace) -> None:
+        record = namespace.record
+        self._plan = _Plan(record)
+        self.namespace = namespace
+        self.chunk_size = self._plan.chunk_size
+        self.shards = self._plan.shards
+        self.tails = self._plan.tails
+        needed = self._plan.data_offset()
+        self.data_offset: int = required_field(record, "data_offset")
+        if self.data_offset != needed:
+            raise ConfigError(
+                f"namespace record: data_offset is {self.data_offset}, but its layers need {needed}"
+            )
+        self._templates: dict[tuple[int, int], _Template] = {}
+
+    @staticmethod
+    def required_data_offset(record: Mapping[str, FieldValue]) -> int:
+        """Return the data offset, in bytes, that a record (still without it) must have."""
+        # Making a namespace checks the record and normalises its strings.
+        return _Plan(Namespace({"format": FORMAT, **record}).record).data_offset()
+
+    def tensors(
+        self, shard: int, tokens: int | None = None, tail: bool = False
+    ) -> tuple[TensorSpec, ...]:
+        """Return the tensors of one object in layer order.
+
+        Parameters
+        ----------
+        shard : int
+            Shard, counted from 0 over all stages.
+        tokens : int or None
+            Number of tokens of a tail; None, or the chunk size, for a whole chunk.
+        tail : bool
+            Whether `tokens` must be a tail's.
+
+        Raises
+        ------
+        ValueError
+            If there is no such shard, or `tokens` is out of range.
+        UnsupportedError
+            If a tail is requested but a layer has an unknown layout.
+        """
+        return self._template(shard, self._tokens(tokens, tail)).specs
+
+    def payload_size(self, shard: int, tokens: int | None = None) -> int:
+        """Return the size of one object's payload in bytes."""
+        return self.object_size(shard, tokens) - self.data_offset
+
+    def object_size(self, shard: int, tokens: int | None = None) -> int:
+        """Return the size of one object in bytes, header included."""
+        return self._template(shard, self._tokens(tokens, False)).size
+
+    def seal(self, buffer: memoryview, chunk: Chunk, shard: int) -> None:
+        """Hash the payload in an object buffer and write the header before it.
+
+        Raises
+        ------
+        ValueError
+            If `buffer` is not a writable buffer of this object's size, or `chunk` does not
+            belong to this namespace.
+        """
+        template = self._template_of(chunk, shard)
+        view = self._object_view(buffer, template)
+        digest = xxhash.xxh3_128_hexdigest
+        hashes = [digest(view[tensor]) for tensor in template.slices]
+        view[: self.data_offset] = self._header(template, chunk, hashes)
+
+    def encode(self, chunk: Chunk, shard: int, tensors: Sequence[BytesLike]) -> list[BytesLike]:
+        """Return one object as buffers for ``writev``: the header, then the given buffers.
+
+        Parameters
+        ----------
+        chunk, shard
+            The object.
+        tensors : Sequence of buffers
+            The bytes of each tensor, C-contiguous, in layer order. Not copied.
+
+        Raises
+        ------
+        ValueError
+            If the number of buffers or the size of one is wrong.
+        """
+        template = self._template_of(chunk, shard)
+        if len(tensors) != len(template.specs):
+            raise ValueError(f"found {len(tensors)} buffers for {len(template.specs)} tensors")
+        buffers: list[BytesLike] = [b""]
+        hashes = []
+        for spec, data in zip(template.specs, tensors, strict=True):
+            view = memoryview(data)
+            if view.nbytes != spec.nbytes or not view.c_contiguous:
+                raise ValueError(
+                    f"tensor {spec.name!r}: found {view.nbytes} bytes"
+                    f"{'' if view.c_contiguous else ', not contiguous'}; expected {spec.nbytes} "
+                    "contiguous bytes"
+                )
+            hashes.append(xxhash.xxh3_128_hexdigest(view))
+            buffers.append(view if view.format == "B" and view.ndim == 1 else view.cast("B"))
+        buffers[0] = self._header(template, chunk, hashes)
+        return buffers
+
+    def read(self, reader: ReaderLike, chunk: Chunk, shard: int, buffer: memoryview) -> None:
+        """Read one object into `buffer` and verify all of it.
+
+        The header is checked before the payload is read. Each tensor is hashed directly after
+        its bytes were read, while they are in cache.
+
+        Parameters
+        ----------
+        reader : ReaderLike
+            The opened object.
+        chunk, shard
+            The object expected.
+        buffer : memoryview
+            Writable, contiguous, of :meth:`object_size` bytes.
+
+        Raises
+        ------
+        BadObjectError
+            A subclass that says what is wrong.
+        TransientStorageError
+            If fewer bytes were read than the object has.
+        StorageError
+            If the storage failed.
+        ValueError
+            If `buffer` or `chunk` does not fit this namespace.
+        """
+        template = self._template_of(chunk, shard)
+        view = self._object_view(buffer, template)
+        self._check_size(reader.size, view.nbytes)
+        read_into = reader.read_into
+        digest = xxhash.xxh3_128_hexdigest
+        hashes: list[str] = []
+        for span in template.spans:
+            state = xxhash.xxh3_128() if span.streamed else None
+            for where, start, length in span.reads:
+                part = view[where]
+                count = read_into(part, start)
+                if count != length:
+                    raise TransientStorageError(
+                        f"short read: found {count} bytes at {start}, expected {length}; "
+                        "the object was replaced or its storage is failing"
+                    )
+                if state is not None:
+                    state.update(part)
+                elif not hashes:
+                    hashes = self._check_header(view, template, chunk, shard)
+            first = span.first
+            expected = hashes[first : first + len(span.tensors)]
+            if state is not None:
+                found = [state.hexdigest()]
+            else:
+                found = [digest(view[tensor]) for tensor in span.tensors]
+            if found != expected:
+                raise self._damaged(template, first, found, expected)
+
+    def named_chunk(self, parsed: ParsedName, parent: bytes = bytes(32)) -> Chunk:
+        """Return the chunk that an object's name identifies.
+
+        A name holds everything but the parent. Without the parent a chunk can be found, but not
+        verified.
+
+        Raises
+        ------
+        ObjectNameError
+            If no object of this namespace has such a name.
+        """
+        tail = parsed.tail_tokens is not None
+        tokens = self.chunk_size if parsed.tail_tokens is None else parsed.tail_tokens
+        if parsed.shards != self.shards:
+            raise ObjectNameError(
+                f"the name has {parsed.shards} shards, but its namespace has {self.shards}"
+            )
+        try:
+            self._tokens(tokens, tail)
+        except (ValueError, UnsupportedError) as error:
+            raise ObjectNameError(f"its namespace has no object of this name: {error}") from None
+        return Chunk(parsed.key, parent, parsed.index, tokens, tail, parsed.salt_group)
+
+    def read_named(self, reader: ReaderLike, parsed: ParsedName, buffer: memoryview) -> Chunk:
+        """Read and verify an object of which only the name is known.
+
+        The parent is taken from the object itself. Everything else is verified as by
+        :meth:`read`; engines use :meth:`read`, with the parent that they expect.
+
+        Parameters
+        ----------
+        reader, buffer
+            As for :meth:`read`.
+        parsed : ParsedName
+            The object's name.
+
+        Returns
+        -------
+        Chunk
+            The chunk, its parent included.
+
+        Raises
+        ------
+        ObjectNameError
+            If no object of this namespace has such a name.
+        BadObjectError, StorageError, ValueError
+            As for :meth:`read`.
+        """
+        chunk = self.named_chunk(parsed)
+        template = self._template_of(chunk, parsed.shard)
+        view = self._object_view(buffer, template)
+        self._check_size(reader.size, view.nbytes)
+        region = view[: self.data_offset]
+        count = reader.read_into(region, 0)
+        first = len(template.before_key) + _KEY_CHARS + len(_BEFORE_PARENT)
+        parent = region[first : first + _KEY_CHARS].tobytes()
+        # If this is not a key, the comparison of headers fails and explains why.
+        if not parent.translate(None, _HEX):
+            chunk = replace(chunk, parent=bytes.fromhex(parent.decode("ascii")))
+        self.read(_Continued(reader, count), chunk, parsed.shard, view)
+        return chunk
+
+    def verify_buffer(self, buffer: memoryview, chunk: Chunk, shard: int) -> None:
+        """Verify an object that is already in memory.
+
+        Raises
+        ------
+        BadObjectError
+            A subclass that says what is wrong.
+        """
+        template = self._template_of(chunk, shard)
+        view = memoryview(buffer).cast("B")
+        self._check_size(view.nbytes, template.size)
+        expected = self._check_header(view, template, chunk, shard)
+        found = [xxhash.xxh3_128_hexdigest(view[tensor]) for tensor in template.slices]
+        if found != expected:
+            raise self._damaged(template, 0, found, expected)
+
+    # ----------------------------------------------------------------- inside
+
+    def _tokens(self, tokens: int | None, tail: bool) -> int:
+        if tokens is None or (tokens == self.chunk_size and not tail):
+            if tail:
+                raise ValueError("a tail needs its number of tokens")
+            return self.chunk_size
+        if not 1 <= tokens < self.chunk_size:
+            raise ValueError(
+                f"{tokens} tokens: expected {self.chunk_size}, or fewer (at least 1) in a tail"
+            )
+        if not self.tails:
+            raise UnsupportedError(
+                "tails cannot be stored: the layout of this namespace's KV cache is unknown"
+            )
+        return tokens
+
+    def _template_of(self, chunk: Chunk, shard: int) -> _Template:
+        if chunk.tail != (chunk.tokens != self.chunk_size):
+            raise ValueError(
+                f"chunk {chunk.index} of {chunk.tokens} tokens (tail: {chunk.tail}) does not "
+                f"belong to a namespace with {self.chunk_size} tokens per chunk"
+            )
+        return self._templates.get((shard, chunk.tokens)) or self._template(
+            shard, self._tokens(chunk.tokens, chunk.tail)
+        )
+
+    def _template(self, shard: int, tokens: int) -> _Template:
+        known = self._templates.get((shard, tokens))
+        if known is not None:
+            return known
+        if not 0 <= shard < self.shards:
+            raise ValueError(f"shard {shard}: expected 0 to {self.shards - 1}")
+        specs = self._plan.specs(shard, tokens, native=tokens == self.chunk_size)
+        before_key, before_hashes, after_hashes = self._plan.parts(
+            self.namespace.digest.hex(), shard, tokens, specs
+        )
+        base = self.data_offset
+        slices = tuple(
+            slice(base + spec.offset, base + spec.offset + spec.nbytes) for spec in specs
+        )
+        template = _Template(
+            specs,
+            slices[-1].stop,
+            slices,
+            (base - 8).to_bytes(8, "little") + before_key,
+            before_hashes,
+            len(specs) * (_HASH_CHARS + 1) - 1,
+            after_hashes,
+            _read_spans(slices, base),
+        )
+        # Tails have many lengths, so this is bounded; whole chunks are added again when needed.
+        if len(self._templates) >= _TEMPLATES_KEPT:
+            self._templates.clear()
+        self._templates[shard, tokens] = template
+        return template
+
+    def _object_view(self, buffer: memoryview, template: _Template) -> memoryview:
+        view = memoryview(buffer)
+        expected = template.size
+        if view.readonly or not view.c_contiguous or view.nbytes != expected:
+            raise ValueError(
+                f"object buffer of {view.nbytes} bytes (writable: {not view.readonly}, contiguous: "
+                f"{view.c_contiguous}): expected {expected} writable contiguous bytes"
+            )
+        return view if view.format == "B" and view.ndim == 1 else view.cast("B")
+
+    def _before_hashes(self, template: _Template, chunk: Chunk) -> bytes:
+        return b"".join(
+            (
+                template.before_key,
+                _between_key_and_tokens(chunk.key, chunk.parent, chunk.index),
+                template.before_hashes,
+            )
+        )
+
+    def _header(self, template: _Template, chunk: Chunk, hashes: Sequence[str]) -> bytes:
+        """Return the header region, `data_offset` bytes."""
+        if len(chunk.key) != 32 or len(chunk.parent) != 32 or not 0 <= chunk.index < 2**32:
+            raise ValueError(f"{chunk} is not a chunk: key and parent are 32 bytes, index a u32")
+        return b"".join(
+            (
+                self._before_hashes(template, chunk),
+                ",".join(hashes).encode(),
+                template.after_hashes,
+            )
+        ).ljust(self.data_offset)
+
+    def _check_size(self, found: int, expected: int) -> None:
+        if found == expected:
+            return
+        if found == 0:
+            raise EmptyObject(f"empty object: expected {expected} bytes")
+        if found < expected:
+            raise TruncatedObject(f"truncated object: found {found} bytes, expected {expected}")
+        raise WrongSize(f"object too long: found {found} bytes, expected {expected}")
+
+    def _check_header(
+        self, view: memoryview, template: _Template, chunk: Chunk, shard: int
+    ) -> list[str]:
+        """Compare the header region with the only valid one; return its hashes."""
+        region = view[: self.data_offset].tobytes()
+        before = self._before_hashes(template, chunk)
+        first = len(before)
+        last = first + template.hash_chars
+        # The spaces after the JSON are part of the comparison.
+        after = template.after_hashes.ljust(self.data_offset - last)
+        if region.startswith(before) and region[last:] == after:
+            text = region[first:last]
+            commas = b"," * (len(template.specs) - 1)
+            if text.translate(None, _HEX) == commas == text[_HASH_CHARS :: _HASH_CHARS + 1]:
+                return text.decode("ascii").split(",")
+        raise self._explain(region, template, chunk, shard)
+
+    def _damaged(
+        self, template: _Template, first: int, found: Sequence[str], expected: Sequence[str]
+    ) -> PayloadDamaged:
+        number = next(n for n, hash_ in enumerate(found) if hash_ != expected[n])
+        name = template.specs[first + number].name
+        return PayloadDamaged(
+            f"payload damaged: tensor {name!r} has hash {found[number]}, expected "
+            f"{expected[number]}"
+        )
+
+    def _explain(
+        self, region: bytes, template: _Template, chunk: Chunk, shard: int
+    ) -> BadObjectError:
+        """Return the typed error for a header region that is not the expected one."""
+        try:
+            length = int.from_bytes(region[:8], "little")
+            if length > max(MAX_HEADER, template.size - 8):
+                raise HeaderTooLarge(
+                    f"header of {length} bytes: larger than the file or than {MAX_HEADER} bytes"
+                )
+            if length != self.data_offset - 8:
+                raise WrongHeaderLength(
+                    f"header of {length} bytes: expected {self.data_offset - 8}"
+                )
+            header = parse_header(region[8:])
+            expected = {
+                "format": FORMAT,
+                "namespace": self.namespace.digest.hex(),
+                "key": chunk.key.hex(),
+                "parent": chunk.parent.hex(),
+                "chunk": str(chunk.index),
+                "tokens": str(chunk.tokens),
+                "shard": str(shard),
+                "shards": str(self.shards),
+            }
+            compare_metadata(header.pop(METADATA, None), expected, len(template.specs))
+            compare_tensors(header, template.specs)
+        except BadObjectError as error:
+            return error
+        return HeaderNotCanonical(
+            "the header is equivalent but not canonical (spacing, order or escapes)"
+        )
+
+
+class _Continued:
+    """A reader for a buffer that already holds the object's first bytes."""
+
+    __slots__ = ("_done", "_reader", "size")
+
+    def __init__(self, reader: ReaderLike, done: int) -> None:
+        self._reader = reader
+        self._done = done
+        self.size = reader.size
+
+    def read_into(self, buffer: memoryview, offset: int) -> int:
+        done = max(0, self._done - offset)
+        return done + self._reader.read_into(buffer[done:], offset + done)

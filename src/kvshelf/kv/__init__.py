@@ -1,0 +1,1 @@
+"""The layout of KV in memory, and the copies between its forms. Independent of storage."""

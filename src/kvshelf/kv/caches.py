@@ -1,0 +1,255 @@
+"""The paged KV caches of one worker, as the objects of a namespace see them.
+
+Owns the interface that all KV caches implement (:class:`KVCache`), the record of one copy
+call (:class:`LayerCall`), the computation of those calls from the layers of a worker
+(:func:`layer_calls`), and the implementation for caches in host memory
+(:class:`HostKVCache`). :mod:`kvshelf.kv.device` has the one for caches on a GPU.
+
+Contracts
+---------
+* A copy touches only the slots given.
+* A copy of caches in host memory has ended when the call returns; one of caches on a device
+  has ended when :meth:`PendingCopy.wait` of its result returns.
+* ``gather`` and ``fence`` never wait: the engine's step thread calls them. ``scatter``,
+  ``pause`` and ``close`` may wait. Any thread may call all of them.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from torch import Tensor
+
+from kvshelf.errors import ConfigError
+from kvshelf.format.objects import ObjectFormat
+from kvshelf.kv import ops
+from kvshelf.kv.layout import PagedLayout, PermutedLayout
+from kvshelf.kv.topology import ShardPlan
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRun:
+    """Consecutive layers of a stage whose paged caches have one layout.
+
+    Attributes
+    ----------
+    first_layer : int
+        Index of the first of them in the namespace's order of layers.
+    caches : list of Tensor
+        The paged cache of each layer.
+    layout : PagedLayout or PermutedLayout
+        How a block lies in each of them.
+    """
+
+    first_layer: int
+    caches: list[Tensor]
+    layout: PagedLayout | PermutedLayout
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCall:
+    """Layers of one layout and their part of a shard's payload: one call of the copy code.
+
+    Attributes
+    ----------
+    caches : list of Tensor
+        The cache of each layer.
+    layout : PagedLayout or PermutedLayout
+        How rows lie in each of them.
+    start, end : int
+        Their bytes in the payload.
+    heads : int
+        Number of the shard's KV heads.
+    first_head : int
+        The first of these heads in the caches.
+    """
+
+    caches: list[Tensor]
+    layout: PagedLayout | PermutedLayout
+    start: int
+    end: int
+    heads: int
+    first_head: int = 0
+
+
+class PendingCopy:
+    """A gather that has begun. This class is one that has ended, see :data:`DONE`."""
+
+    def wait(self) -> None:
+        """Wait until the staging buffers are filled.
+
+        Raises
+        ------
+        DeviceUnavailableError
+            The content of the staging buffers must not be used.
+        """
+
+
+#: A gather that had ended when the call returned.
+DONE: Final = PendingCopy()
+
+
+class KVMemory(ABC):
+    """Memory from which KV is gathered and to which it is scattered, shard by shard."""
+
+    @abstractmethod
+    def gather(self, slots: Tensor, payloads: Sequence[Tensor]) -> PendingCopy | None:
+        """Copy one chunk's KV into staging buffers, or begin to.
+
+        Parameters
+        ----------
+        slots : Tensor
+            int64 [tokens], CPU; for native layouts a block id for each block.
+        payloads : Sequence[Tensor]
+            uint8 [payload bytes] in host memory, for each shard that the memory holds.
+
+        Returns
+        -------
+        PendingCopy or None
+            :data:`DONE` if the copy has ended. None if there is no room for it now; nothing
+            has happened then.
+
+        Raises
+        ------
+        ValueError
+            If an argument does not fit.
+        DeviceUnavailableError
+            The caches cannot be used; nothing uses the staging buffers any more.
+        """
+
+    @abstractmethod
+    def scatter(self, shard: int, slots: Tensor, payload: Tensor, fence: object = None) -> None:
+        """Copy one shard of a chunk into its slots, and wait until it is there.
+
+        Parameters
+        ----------
+        shard : int
+            Number of the shard among all shards of the namespace.
+        slots : Tensor
+            As for :meth:`gather`; −1 = skip.
+        payload : Tensor
+            uint8 [payload bytes] in host memory.
+        fence : object
+            What :meth:`KVCache.fence` returned when the load began.
+
+        Raises
+        ------
+        ValueError
+            If an argument does not fit.
+        DeviceUnavailableError
+            The caches cannot be used; nothing reads `payload` or writes to them any more.
+        """
+
+
+class KVCache(KVMemory):
+    """The paged KV cache of one worker: a :class:`KVMemory` that an engine owns."""
+
+    @property
+    def problem(self) -> str:
+        """How the device of the caches failed; empty while it works."""
+        return ""
+
+    def fence(self) -> object:
+        """Return a mark of the engine's work so far, which a scatter has to wait for.
+
+        Raises
+        ------
+        DeviceUnavailableError
+        """
+        return None
+
+    def pause(self) -> None:
+        """Wait for the copies that run and begin no more: the caches' memory goes away."""
+
+    def resume(self) -> None:
+        """Go on after :meth:`pause`: the caches are back, at the same addresses or others."""
+
+    def close(self) -> None:
+        """Wait for the copies that run and free the buffers. Idempotent."""
+
+
+class HostKVCache(KVCache):
+    """KV caches in host memory.
+
+    Parameters
+    ----------
+    calls : Mapping[int, Sequence[LayerCall]]
+        The copy calls of each shard, in the order of the shards.
+    """
+
+    def __init__(self, calls: Mapping[int, Sequence[LayerCall]]) -> None:
+        self._calls = calls
+
+    def gather(self, slots: Tensor, payloads: Sequence[Tensor]) -> PendingCopy:
+        """See :meth:`KVMemory.gather`: it has ended when this method returns."""
+        if len(payloads) != len(self._calls):
+            raise ValueError(f"{len(payloads)} payloads for {len(self._calls)} shards")
+        for calls, payload in zip(self._calls.values(), payloads, strict=True):
+            for call in calls:
+                part = payload[call.start : call.end]
+                ops.gather_kv(call.caches, slots, part, call.layout, call.first_head, call.heads)
+        return DONE
+
+    def scatter(self, shard: int, slots: Tensor, payload: Tensor, fence: object = None) -> None:
+        """See :meth:`KVMemory.scatter`."""
+        for call in self._calls[shard]:
+            part = payload[call.start : call.end]
+            ops.scatter_kv(call.caches, slots, part, call.layout, call.first_head, call.heads)
+
+
+def layer_calls(
+    fmt: ObjectFormat, runs: Sequence[LayerRun], plan: ShardPlan | None = None
+) -> dict[int, list[LayerCall]]:
+    """Return the copy calls of each shard that a worker holds.
+
+    Parameters
+    ----------
+    fmt : ObjectFormat
+    runs : Sequence[LayerRun]
+        All layers of the worker's stage, in order.
+    plan : ShardPlan, optional
+        The shards whose heads the worker holds; all of them when absent.
+
+    Raises
+    ------
+    ConfigError
+        If layers and heads do not match those of the namespace.
+    """
+    shards = (plan or ShardPlan.whole(fmt.shards)).shards
+    layers = sum(len(run.caches) for run in runs)
+    calls = {}
+    for place, shard in enumerate(shards):
+        specs = fmt.tensors(shard)
+        if layers != len(specs):
+            raise ConfigError(
+                f"{layers} layers are registered, but objects of this namespace hold"
+                f" {len(specs)}: the engine's model does not match the namespace"
+            )
+        calls[shard] = [_call(fmt, run, shard, place, len(shards)) for run in runs]
+    return calls
+
+
+def _call(fmt: ObjectFormat, run: LayerRun, shard: int, place: int, shards: int) -> LayerCall:
+    """Return the call for one run of layers of the worker's shard number `place` of `shards`."""
+    specs = fmt.tensors(shard)
+    start = specs[run.first_layer].offset
+    last = specs[run.first_layer + len(run.caches) - 1]
+    end = last.offset + last.nbytes
+    heads = run.layout.heads // shards
+    if heads * shards != run.layout.heads:
+        raise ConfigError(
+            f"{run.layout.heads} KV heads cannot be split over {shards} shards: set `shards` to a"
+            " divisor"
+        )
+    row = run.layout.chunk_bytes(1, heads)
+    slots, rest = divmod(end - start, len(run.caches) * row)
+    if rest or fmt.chunk_size % max(1, slots):
+        raise ConfigError(
+            f"objects of this namespace hold {end - start} bytes of {len(run.caches)} layers,"
+            f" which are not a whole number of rows of {row} bytes of the registered caches: the"
+            " engine's model does not match the namespace"
+        )
+    return LayerCall(run.caches, run.layout, start, end, heads, place * heads)

@@ -1,0 +1,402 @@
+"""The checks of a call, before any memory is touched.
+
+Owns :class:`Call`, a checked call, and the bounded record of caches that have passed their checks,
+which keeps no cache alive. Safe to call from any thread.
+"""
+
+from __future__ import annotations
+
+import weakref
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from kvshelf.kv.layout import PagedLayout
+from kvshelf.kv.ops import library
+from kvshelf.kv.ops.permuted import PermutedSizes
+
+Layout = TypeVar("Layout", PagedLayout, PermutedSizes)
+
+
+@dataclass(frozen=True, slots=True)
+class Caches(Generic[Layout]):
+    """Paged caches that have passed :func:`_check_caches` with a layout.
+
+    Holds no strong references to the caches.
+    """
+
+    layout: Layout
+    addresses: array[int]
+    device: torch.device
+    on_cpu: bool
+    kernels: bool  # the kernels support such caches on their device
+    indexes: dict[tuple[int, ...], array[int]]  # of earlier calls, by what differs between calls
+    anchor: Tensor  # empty, on their device
+    references: tuple[weakref.ref[Tensor], ...]
+
+
+@dataclass(eq=False, slots=True)  # not frozen: that would cost 2 µs per call
+class Call(Generic[Layout]):
+    """A checked call, except for the slots' values. Never changed."""
+
+    caches: Sequence[Tensor]
+    slots: Tensor
+    buffers: Tensor
+    chunks: int
+    tokens: int
+    shards: int
+    chunk_stride: int
+    shard_stride: int
+    layout: Layout
+    known: Caches[Layout]
+    first_head: int
+    num_heads: int
+    from_host: bool  # the caches are on a GPU, the buffers in host memory
+
+    def buffer(self, chunk: int, shard: int) -> Tensor:
+        """Return the one-dimensional buffer of a chunk and a shard."""
+        if self.buffers.dim() == 1:
+            return self.buffers
+        of_chunk = self.buffers[chunk]
+        return of_chunk if of_chunk.dim() == 1 else of_chunk[shard]
+
+
+#: Caches that were checked before, by the ids of the tensors and the layout's integers. An entry is
+#: removed when the first of its tensors is freed, so the ids are those of the same live objects.
+#: The addresses are compared too, so a cache that was resized is checked again.
+_known_caches: Final[dict[tuple[tuple[int, ...], tuple[int, ...]], Caches[Any]]] = {}
+MAX_KNOWN: Final = 64
+
+
+def known_caches_of(
+    caches: Sequence[Tensor],
+    layout_ints: Sequence[int],
+    parse: Callable[[Sequence[int]], Layout],
+) -> Caches[Layout]:
+    """Return caches with their layout; check them unless they passed before.
+
+    Raises
+    ------
+    ValueError
+        If they do not fit.
+    """
+    key = (tuple(map(id, caches)), tuple(layout_ints))
+    addresses = array("q", [cache.data_ptr() for cache in caches])
+    known: Caches[Layout] | None = _known_caches.get(key)
+    if known is None or known.addresses != addresses:
+        known = _check_caches(caches, addresses, key, parse)
+    return known
+
+
+def checked(
+    caches: Sequence[Tensor],
+    slots: Tensor,
+    buffers: Tensor,
+    layout_ints: Sequence[int],
+    first_head: int,
+    num_heads: int,
+    parse: Callable[[Sequence[int]], Layout],
+    *,
+    gather: bool,
+) -> Call[Layout]:
+    """Check a call except for its slots' values.
+
+    Raises
+    ------
+    ValueError
+        If an argument does not fit.
+    """
+    known = known_caches_of(caches, layout_ints, parse)
+    layout = known.layout
+    name = _buffers_name(gather)
+
+    if not slots.is_cpu or slots.dtype != torch.int64 or slots.dim() not in (1, 2):
+        raise ValueError(
+            f"slot_mapping is {describe(slots)}; expected an int64 CPU tensor [tokens] or "
+            "[chunks, tokens]"
+        )
+    if not slots.is_contiguous():
+        raise ValueError(
+            f"slot_mapping has strides {list(slots.stride())}; expected a contiguous tensor: "
+            "pass slot_mapping.contiguous()"
+        )
+    from_host = known.kernels and _in_host_memory(buffers, known)
+    if from_host and gather:
+        raise ValueError(
+            f"{name} is {describe(buffers)}, but the caches are on {known.device}: gather into a"
+            " buffer there and copy that"
+        )
+    shape = buffers.shape
+    dimensions = len(shape)
+    if (
+        not (from_host or buffers.device == known.device)
+        or buffers.dtype != torch.uint8
+        or not 1 <= dimensions <= 3
+    ):
+        raise ValueError(
+            f"{name} is {describe(buffers)}; expected a uint8 tensor [bytes], [chunks, bytes] or "
+            f"[chunks, shards, bytes] on {known.device}, where the caches are"
+        )
+    chunks, tokens = (1, slots.numel()) if slots.dim() == 1 else slots.shape
+    shards = shape[1] if dimensions == 3 else 1
+    if (shape[0] if dimensions > 1 else 1) != chunks:
+        raise ValueError(
+            f"{name} is {describe(buffers)}, but slot_mapping is {describe(slots)}: there is one "
+            f"buffer for each chunk, so expected {chunks} of them"
+        )
+    if first_head < 0 or num_heads < 1 or first_head + shards * num_heads > layout.heads:
+        raise ValueError(
+            f"{_heads_text(shards, num_heads)} from head {first_head} on requested, but the cache "
+            f"has heads 0 … {layout.heads - 1}; first_head and num_heads must name at least one of "
+            "them"
+        )
+    expected = len(caches) * layout.chunk_bytes(tokens, num_heads)
+    if shape[-1] != expected:
+        raise ValueError(
+            f"{name} has {shape[-1]} bytes; expected {expected} = {len(caches)} layers × "
+            f"{layout.kv_planes} KV planes × {tokens} tokens × {num_heads} heads × "
+            f"{layout.row_bytes} bytes"
+        )
+    if dimensions == 1 and buffers.is_contiguous():
+        chunk_stride = shard_stride = 0
+    else:
+        chunk_stride, shard_stride = _check_buffers(buffers, name, expected)
+    if from_host and isinstance(layout, PagedLayout):
+        _check_host_buffers(buffers, name, layout, num_heads)
+    return Call(
+        caches,
+        slots,
+        buffers,
+        chunks,
+        tokens,
+        shards,
+        chunk_stride,
+        shard_stride,
+        layout,
+        known,
+        first_head,
+        num_heads,
+        from_host,
+    )
+
+
+def _buffers_name(gather: bool) -> str:
+    """Return the name of the argument that holds the buffers."""
+    return "out" if gather else "chunk"
+
+
+def _in_host_memory(buffers: Tensor, known: Caches[Any]) -> bool:
+    return buffers.is_cpu and known.device.type != "cpu"
+
+
+def _heads_text(shards: int, num_heads: int) -> str:
+    return f"{num_heads} heads" if shards == 1 else f"{shards} shards of {num_heads} heads"
+
+
+def _check_buffers(buffers: Tensor, name: str, size: int) -> tuple[int, int]:
+    """Check that buffers are contiguous and disjoint; return the strides of chunks and shards."""
+    strides = buffers.stride()
+    if buffers.shape[-1] > 1 and strides[-1] != 1:
+        raise ValueError(
+            f"{name} has strides {list(strides)}; expected contiguous buffers: allocate them "
+            "with torch.empty(shape, dtype=torch.uint8)"
+        )
+    if buffers.dim() == 1:
+        return 0, 0
+    end = size
+    for stride, count in sorted(zip(strides[:-1], buffers.shape[:-1], strict=True)):
+        if count > 1 and stride < end:
+            raise ValueError(
+                f"{name} has strides {list(strides)}, so that buffers of {size} bytes overlap; "
+                "pass a tensor in which each buffer has its own memory"
+            )
+        end += max(0, count - 1) * stride
+    return (strides[0], 0) if buffers.dim() == 2 else (strides[0], strides[1])
+
+
+def _check_host_buffers(buffers: Tensor, name: str, layout: PagedLayout, num_heads: int) -> None:
+    if not blocks_in_one_piece(layout, num_heads):
+        raise ValueError(
+            f"{name} is in host memory, but the bytes of a block are not contiguous in the "
+            "cache: copy it to the device and scatter from there"
+        )
+    if not buffers.is_pinned():
+        raise ValueError(
+            f"{name} is in host memory that is not page-locked, so copies would not be "
+            "asynchronous: allocate it with pin_memory=True"
+        )
+
+
+def _check_caches(
+    caches: Sequence[Tensor],
+    addresses: array[int],
+    key: tuple[tuple[int, ...], tuple[int, ...]],
+    parse: Callable[[Sequence[int]], Layout],
+) -> Caches[Layout]:
+    """Check that all caches are of one kind and contain all bytes that the layout uses."""
+    layout = parse(key[1])
+    if not caches:
+        raise ValueError("caches is empty; expected the paged cache of at least one layer")
+    first = caches[0]
+    shape, strides, dtype, device = first.shape, first.stride(), first.dtype, first.device
+    item = first.element_size()
+    length = 0
+    if first.numel():
+        length = item * (1 + sum((n - 1) * step for n, step in zip(shape, strides, strict=True)))
+    extent = layout.extent
+    if extent > length:
+        raise ValueError(
+            f"the layout reaches {extent} bytes into each cache, but they are {length} bytes long "
+            f"({describe(first)} with strides {list(strides)}); make the layout from these caches"
+        )
+    for index, cache in enumerate(caches):
+        if (
+            cache.shape != shape
+            or cache.dtype != dtype
+            or cache.device != device
+            or cache.stride() != strides
+        ):
+            raise ValueError(
+                f"caches[{index}] is {describe(cache)} with strides {list(cache.stride())}, but "
+                f"caches[0] is {describe(first)} with strides {list(strides)}; one call takes "
+                "layers of one kind: call once for each kind"
+            )
+        start = cache.storage_offset() * item
+        size = cache.untyped_storage().nbytes()
+        if start + extent > size:
+            raise ValueError(
+                f"caches[{index}] reaches from byte {start} to {start + extent} of a storage of "
+                f"only {size} bytes; its memory was released: bind the caches again"
+            )
+
+    def forget(_: object) -> None:
+        _known_caches.pop(key, None)
+
+    references = tuple(weakref.ref(cache, forget) for cache in caches)
+    kernels = device.type in library.KERNEL_DEVICES and not isinstance(layout, PermutedSizes)
+    anchor = torch.empty(0, dtype=torch.uint8, device=device)
+    known = Caches(layout, addresses, device, first.is_cpu, kernels, {}, anchor, references)
+    if len(_known_caches) >= MAX_KNOWN:
+        _known_caches.clear()
+    _known_caches[key] = known
+    return known
+
+
+def describe(tensor: Tensor) -> str:
+    """Return a tensor's dtype, shape and device as text."""
+    return f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
+
+
+def bad_slot_error(slot: int, position: int, layout: PagedLayout | PermutedSizes) -> ValueError:
+    """Return the error about a slot that is not in the cache."""
+    return ValueError(
+        f"slot_mapping[{position}] is {slot}; expected −1 (skip) or 0 … {layout.num_slots - 1}: "
+        f"the cache has {layout.num_blocks} blocks of {layout.block_size} slots"
+    )
+
+
+def check_slot_values(slots: Tensor, layout: PagedLayout | PermutedSizes) -> None:
+    """Check by plain torch that each slot is −1 or one of the layout's."""
+    if slots.numel() == 0:
+        return
+    low, high = (int(bound) for bound in torch.aminmax(slots))
+    if low < -1 or high >= layout.num_slots:
+        flat = slots.reshape(-1)
+        position = int(((flat < -1) | (flat >= layout.num_slots)).nonzero()[0])
+        raise bad_slot_error(int(flat[position]), position, layout)
+
+
+def check_slots(slot_mapping: Tensor, layout: PagedLayout) -> None:
+    """Check the slots of a mapping on the CPU, as every call does.
+
+    Parameters
+    ----------
+    slot_mapping : Tensor
+        int64, CPU, contiguous.
+    layout : PagedLayout
+        Of the caches that the slots are meant for.
+
+    Raises
+    ------
+    ValueError
+        If a slot is neither −1 nor one of the layout's slots.
+    """
+    if not slot_mapping.is_cpu or slot_mapping.dtype != torch.int64:
+        raise ValueError(f"slot_mapping is {describe(slot_mapping)}; expected an int64 CPU tensor")
+    slots = slot_mapping.contiguous()
+    compiled = library.compiled_library()
+    if compiled is None:
+        check_slot_values(slots, layout)
+        return
+    position = compiled.check_slots(slots.data_ptr(), slots.numel(), layout.num_slots)
+    if position >= 0:
+        raise bad_slot_error(int(slots.view(-1)[position]), position, layout)
+
+
+def blocks_in_one_piece(layout: PagedLayout, num_heads: int) -> bool:
+    """Whether K and V of `num_heads` heads of a block are each contiguous in the cache.
+
+    If so, the buffers of a scatter to caches on a GPU may lie in page-locked host memory.
+    """
+    return (num_heads == 1 or layout.head_stride == layout.row_bytes) and (
+        layout.block_size == 1 or layout.token_stride == num_heads * layout.row_bytes
+    )
+
+
+def checked_permuted(
+    caches: Sequence[Tensor],
+    slots: Tensor,
+    buffer: Tensor,
+    tables: Tensor,
+    sizes: Sequence[int],
+    first_head: int,
+    num_heads: int,
+    *,
+    gather: bool,
+) -> Call[PermutedSizes]:
+    """Check a call on permuted caches except for its slots' values.
+
+    Raises
+    ------
+    ValueError
+        If an argument does not fit.
+    """
+    name = _buffers_name(gather)
+    for tensor, what, dtype in ((slots, "slot_mapping", torch.int64), (buffer, name, torch.uint8)):
+        if tensor.dim() != 1 or tensor.dtype != dtype:
+            raise ValueError(
+                f"{what} is {describe(tensor)}; permuted caches take one chunk and one shard a "
+                f"call: expected a one-dimensional {str(dtype)[6:]} tensor"
+            )
+    parse = PermutedSizes.from_ints
+    call = checked(caches, slots, buffer, sizes, first_head, num_heads, parse, gather=gather)
+    _check_tables(tables, call.layout)
+    return call
+
+
+def _check_tables(tables: Tensor, sizes: PermutedSizes) -> None:
+    """Check that a permutation's tables have their form and stay inside a (block, head)."""
+    if not tables.is_cpu or tables.dtype != torch.int32 or tables.dim() != 1:
+        raise ValueError(
+            f"tables is {describe(tables)}; expected a one-dimensional int32 CPU tensor: pass "
+            "that of permuted_tables()"
+        )
+    if not tables.is_contiguous() or tables.numel() != sizes.table_entries:
+        raise ValueError(
+            f"tables has {tables.numel()} entries with stride {tables.stride(0)}; expected "
+            f"{sizes.table_entries} contiguous ones: pass that of permuted_tables()"
+        )
+    first = 0
+    for unit in sizes.units:
+        count = sizes.block_size * (sizes.row_bytes // unit)
+        low, high = torch.aminmax(tables[first : first + count])
+        if int(low) < 0 or int(high) + unit > sizes.region_bytes:
+            raise ValueError(
+                f"tables reach from byte {int(low)} to {int(high) + unit} of a (block, head) of "
+                f"{sizes.region_bytes} bytes: pass that of permuted_tables()"
+            )
+        first += count

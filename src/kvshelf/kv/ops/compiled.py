@@ -1,0 +1,135 @@
+"""Gather and scatter by the compiled library.
+
+Passes the fields of a checked call as plain addresses. The library releases the GIL while it
+copies. Safe to call from any thread.
+"""
+
+from __future__ import annotations
+
+import functools
+from array import array
+from collections.abc import Callable
+
+from torch import Tensor
+
+from kvshelf.kv.layout import PagedLayout
+from kvshelf.kv.ops import library
+from kvshelf.kv.ops.checks import MAX_KNOWN, Call, bad_slot_error
+from kvshelf.kv.ops.permuted import PermutedSizes
+
+#: Tokens per thread of a kernel; 0: the library chooses.
+KERNEL_STEPS: int = 0
+
+
+def run_compiled(call: Call[PagedLayout], *, gather: bool) -> bool:
+    """Execute a call by the compiled library; return False if the library does not support it."""
+    if not call.known.kernels:
+        compiled = library.compiled_library() if call.known.on_cpu else None
+        if compiled is None:
+            return False
+        _call_host(compiled.gather if gather else compiled.scatter, call)
+        return True
+    compiled = library.kernels(call.known.device.index)
+    if compiled is None or compiled.device is None:
+        return False
+    if call.from_host:
+        _call_host(functools.partial(compiled.device.copy_in, call.known.anchor), call)
+        return True
+    return _call_kernel(compiled.device.gather if gather else compiled.device.scatter, call)
+
+
+def _index_of(call: Call[PagedLayout]) -> array[int]:
+    """Return the fields of kvshelf::PagedIndex, in order of declaration."""
+    layout, indexes = call.layout, call.known.indexes
+    key = (
+        call.first_head,
+        call.chunks,
+        call.tokens,
+        call.shards,
+        call.num_heads,
+        call.chunk_stride,
+        call.shard_stride,
+    )
+    index = indexes.get(key)
+    if index is not None:
+        return index
+    index = array(
+        "q",
+        (
+            layout.num_blocks,
+            layout.block_size,
+            layout.block_stride,
+            layout.token_stride,
+            layout.kv_stride,
+            layout.head_stride,
+            call.first_head,
+            len(call.known.addresses),
+            call.chunks,
+            call.tokens,
+            call.shards,
+            call.num_heads,
+            layout.kv_planes,
+            layout.row_bytes,
+            call.chunk_stride,
+            call.shard_stride,
+        ),
+    )
+    if len(indexes) >= MAX_KNOWN:
+        indexes.clear()
+    indexes[key] = index
+    return index
+
+
+def _call_host(function: Callable[..., int], call: Call[PagedLayout]) -> None:
+    index = _index_of(call)
+    position = function(
+        index.buffer_info()[0],
+        call.known.addresses.buffer_info()[0],
+        call.slots.data_ptr(),
+        call.buffers.data_ptr(),
+    )
+    if position >= 0:
+        raise bad_slot_error(int(call.slots.view(-1)[position]), position, call.layout)
+
+
+def _call_kernel(function: Callable[..., int], call: Call[PagedLayout]) -> bool:
+    index = _index_of(call)
+    answer = function(
+        call.known.anchor,
+        index.buffer_info()[0],
+        call.known.addresses.buffer_info()[0],
+        call.slots.data_ptr(),
+        call.buffers.data_ptr(),
+        KERNEL_STEPS,
+    )
+    if answer < -1:
+        position = -2 - answer
+        raise bad_slot_error(int(call.slots.view(-1)[position]), position, call.layout)
+    return answer >= 0
+
+
+def run_compiled_permuted(
+    function: Callable[..., int], call: Call[PermutedSizes], tables: Tensor
+) -> None:
+    """Execute a call on permuted caches by a function of the compiled library."""
+    sizes = call.layout
+    position = function(
+        call.known.addresses.buffer_info()[0],
+        call.slots.data_ptr(),
+        call.buffers.data_ptr(),
+        tables.data_ptr(),
+        len(call.known.addresses),
+        call.tokens,
+        sizes.num_blocks,
+        sizes.block_size,
+        sizes.block_stride,
+        sizes.head_stride,
+        sizes.kv_planes,
+        call.first_head,
+        call.num_heads,
+        sizes.row_bytes,
+        sizes.unit_k,
+        sizes.unit_v,
+    )
+    if position >= 0:
+        raise bad_slot_error(int(call.slots[position]), position, sizes)

@@ -1,0 +1,234 @@
+"""The operators ``kvshelf::gather_kv`` etc.: registration, and the choice of implementation.
+
+:mod:`kvshelf.kv.ops` states their contracts.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Final, cast
+
+import torch
+from torch import Tensor
+
+from kvshelf.kv.layout import PagedLayout, PermutedLayout
+from kvshelf.kv.ops import library
+from kvshelf.kv.ops.checks import checked, checked_permuted, known_caches_of
+from kvshelf.kv.ops.compiled import run_compiled, run_compiled_permuted
+from kvshelf.kv.ops.permuted import permuted_tables
+from kvshelf.kv.ops.torch_permuted import gather_permuted_torch, scatter_permuted_torch
+from kvshelf.kv.ops.torch_strided import gather_torch, scatter_torch
+
+_LIBRARY: Final = cast(Any, torch.library).Library("kvshelf", "DEF")
+
+
+def gather_kv(
+    caches: Sequence[Tensor],
+    slot_mapping: Tensor,
+    out: Tensor,
+    layout: PagedLayout | PermutedLayout,
+    first_head: int = 0,
+    num_heads: int | None = None,
+) -> None:
+    """Copy the KV of tokens out of paged caches into buffers.
+
+    Parameters
+    ----------
+    caches : sequence of Tensor
+        One paged cache for each layer; all of the same shape, strides, dtype and device.
+    slot_mapping : Tensor
+        int64 [tokens] or [chunks, tokens], contiguous; each −1 or
+        ``0 <= slot < layout.num_slots``. On the CPU.
+    out : Tensor
+        uint8 [bytes], [chunks, bytes] or [chunks, shards, bytes] with bytes = layers ×
+        kv_planes × tokens × num_heads × row_bytes, each buffer contiguous, on the caches'
+        device. Every byte is written; those of −1 slots become zero.
+    layout : PagedLayout or PermutedLayout
+        How rows lie in each cache.
+    first_head : int, optional
+        The first KV head to copy; it belongs to the first shard.
+    num_heads : int, optional
+        KV heads of each shard; when absent, all heads from ``first_head`` on.
+
+    Raises
+    ------
+    ValueError
+        If an argument does not fit; nothing has been written then.
+    RuntimeError
+        If the GPU or its driver fails.
+    """
+    heads = _heads_of_a_shard(layout, out, first_head, num_heads)
+    if isinstance(layout, PermutedLayout):
+        sizes, tables = permuted_tables(layout)
+        torch.ops.kvshelf.gather_permuted_kv.default(
+            caches, slot_mapping, out, tables, sizes, first_head, heads
+        )
+        return
+    if _unwatched(out):
+        _copy(True, caches, slot_mapping, out, layout.as_ints(), first_head, heads)
+    else:
+        torch.ops.kvshelf.gather_kv.default(
+            caches, slot_mapping, out, layout.as_ints(), first_head, heads
+        )
+
+
+def scatter_kv(
+    caches: Sequence[Tensor],
+    slot_mapping: Tensor,
+    chunk: Tensor,
+    layout: PagedLayout | PermutedLayout,
+    first_head: int = 0,
+    num_heads: int | None = None,
+) -> None:
+    """Copy the KV of tokens from buffers into paged caches.
+
+    Parameters
+    ----------
+    caches, layout, first_head, num_heads
+        As for :func:`gather_kv`.
+    slot_mapping : Tensor
+        As for :func:`gather_kv`; −1 = skip. What a slot that occurs twice receives is not
+        defined.
+    chunk : Tensor
+        As the buffers of :func:`gather_kv`; where a block is contiguous they may also lie in
+        page-locked host memory.
+
+    Raises
+    ------
+    ValueError, RuntimeError
+        As for :func:`gather_kv`.
+    """
+    heads = _heads_of_a_shard(layout, chunk, first_head, num_heads)
+    if isinstance(layout, PermutedLayout):
+        sizes, tables = permuted_tables(layout)
+        torch.ops.kvshelf.scatter_permuted_kv.default(
+            caches, slot_mapping, chunk, tables, sizes, first_head, heads
+        )
+        return
+    if _unwatched(chunk):
+        _copy(False, caches, slot_mapping, chunk, layout.as_ints(), first_head, heads)
+    else:
+        torch.ops.kvshelf.scatter_kv.default(
+            caches, slot_mapping, chunk, layout.as_ints(), first_head, heads
+        )
+
+
+def _unwatched(chunk: Tensor) -> bool:
+    """Whether no compiler, dispatch mode or tensor subclass observes the operator.
+
+    Then it is called without torch's dispatcher, which takes as long as copying 100 KB.
+    """
+    return (
+        type(chunk) is Tensor
+        and chunk.is_cpu
+        and not torch.compiler.is_compiling()
+        and not torch._C._len_torch_dispatch_stack()
+    )
+
+
+def prepare(caches: Sequence[Tensor], layout: PagedLayout) -> None:
+    """Check caches and load their implementation, so that the next call only copies.
+
+    Parameters
+    ----------
+    caches : sequence of Tensor
+        As for :func:`gather_kv`.
+    layout : PagedLayout
+        How rows lie in each cache.
+
+    Raises
+    ------
+    ValueError
+        If the caches are not of one kind or the layout reaches beyond them.
+    """
+    known = known_caches_of(caches, layout.as_ints(), PagedLayout.from_ints)
+    if known.kernels:
+        library.kernels(known.device.index)
+    else:
+        library.compiled_library()
+
+
+def _heads_of_a_shard(
+    layout: PagedLayout | PermutedLayout, buffers: Tensor, first_head: int, num_heads: int | None
+) -> int:
+    if num_heads is not None:
+        return num_heads
+    if buffers.dim() != 3:
+        return layout.heads - first_head
+    shards = buffers.shape[1]
+    left = layout.heads - first_head
+    if shards < 1 or left % shards:
+        raise ValueError(
+            f"the buffers have {shards} shards, which do not divide the {left} heads from head "
+            f"{first_head} on; pass num_heads, the heads of each shard"
+        )
+    return left // shards
+
+
+def _copy(
+    gather: bool,
+    caches: Sequence[Tensor],
+    slot_mapping: Tensor,
+    buffers: Tensor,
+    layout: Sequence[int],
+    first_head: int,
+    num_heads: int,
+) -> None:
+    parse = PagedLayout.from_ints
+    call = checked(
+        caches, slot_mapping, buffers, layout, first_head, num_heads, parse, gather=gather
+    )
+    if not run_compiled(call, gather=gather):
+        (gather_torch if gather else scatter_torch)(call)
+
+
+def _copy_permuted(
+    gather: bool,
+    caches: Sequence[Tensor],
+    slot_mapping: Tensor,
+    buffer: Tensor,
+    tables: Tensor,
+    sizes: Sequence[int],
+    first_head: int,
+    num_heads: int,
+) -> None:
+    call = checked_permuted(
+        caches, slot_mapping, buffer, tables, sizes, first_head, num_heads, gather=gather
+    )
+    compiled = library.compiled_library() if call.known.on_cpu else None
+    if compiled is not None:
+        function = compiled.gather_permuted if gather else compiled.scatter_permuted
+        run_compiled_permuted(function, call, tables)
+    else:
+        (gather_permuted_torch if gather else scatter_permuted_torch)(call, tables)
+
+
+def _fake(*_: object) -> None:
+    """Shape function of all operators: they return nothing and only write."""
+
+
+# The layout argument contains the caches' strides, so a compiler must pass the caches on with
+# exactly these strides.
+_TAGS: Final = (
+    torch.Tag.pt2_compliant_tag,
+    getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order),
+)
+
+
+def _register(name: str, tensors: str, copy: Callable[..., None]) -> None:
+    """Define ``gather_<name>`` and ``scatter_<name>``, which take `tensors` after the buffers."""
+    for gather, form in (
+        (True, "gather_{}(Tensor[] caches, Tensor slot_mapping, Tensor(a!) out"),
+        (False, "scatter_{}(Tensor(a!)[] caches, Tensor slot_mapping, Tensor chunk"),
+    ):
+        schema = f"{form.format(name)}, {tensors}, int first_head, int num_heads) -> ()"
+        operator = _LIBRARY.define(schema, tags=_TAGS)
+        _LIBRARY.impl(operator, functools.partial(copy, gather), "CompositeExplicitAutograd")
+        # Kernels of the meta device serve fake tensors, like ``torch.library.register_fake``,
+        # which searches all loaded modules for the source of each function: 10 ms each at import.
+        _LIBRARY.impl(operator, _fake, "Meta")
+
+
+_register("kv", "int[] layout", _copy)
+_register("permuted_kv", "Tensor tables, int[] sizes", _copy_permuted)

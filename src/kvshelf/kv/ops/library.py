@@ -1,0 +1,256 @@
+"""The compiled library: whether it is used, and whether its kernels support a device.
+
+Owns the choice of implementation, made once per process (``KVSHELF_OPS``), and the functions that
+the library exports. Safe to call from any thread. The first call loads the library, and the first
+call for a device its kernels.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal, TypeAlias
+
+import torch
+
+from kvshelf.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+Implementation: TypeAlias = Literal["cuda", "cpp", "torch"]
+
+#: Version of the functions that the compiled library exports. A library of another version, for
+#: instance of an older installation, is not used.
+_LIBRARY_VERSION: Final = 4
+_LIBRARY_NAME: Final = "libkvshelf_ops.so"
+
+#: Device types that the kernels support.
+KERNEL_DEVICES: frozenset[str] = frozenset({"cuda"})
+
+
+def implementation(device: torch.device | str = "cpu") -> Implementation:
+    """Return the implementation that is used for caches on a device.
+
+    Parameters
+    ----------
+    device : torch.device or str
+        ``cpu``, ``cuda``, ``cuda:1``, …
+
+    Raises
+    ------
+    ConfigError
+        If ``KVSHELF_OPS`` has an unknown value, or names an implementation that is missing.
+    """
+    device = torch.device(device)
+    if device.type in KERNEL_DEVICES:
+        return "torch" if kernels(device.index) is None else "cuda"
+    if device.type == "cpu":
+        return "torch" if compiled_library() is None else "cpp"
+    return "torch"
+
+
+@dataclass(frozen=True, slots=True)
+class KernelBuild:
+    """The toolkit and the architectures of the GPU kernels in the compiled library.
+
+    Attributes
+    ----------
+    toolkit : str
+        Version of CUDA, for instance ``13.0``.
+    architectures : str
+        For instance ``80-real 90-real 100``: machine code for compute capability 8.0 to 10.0,
+        and PTX of 10.0 for later devices.
+    """
+
+    toolkit: str
+    architectures: str
+
+
+def kernel_build() -> KernelBuild | None:
+    """Return how the kernels were built; None without kernels.
+
+    Raises
+    ------
+    ConfigError
+        If ``KVSHELF_OPS`` has an unknown value, or names an implementation that is missing.
+    """
+    library = compiled_library()
+    if library is None or library.device is None:
+        return None
+    version = library.device.toolkit()
+    return KernelBuild(f"{version // 1000}.{version % 1000 // 10}", library.device.architectures())
+
+
+def kernel_problem(device: torch.device | str = "cuda") -> str | None:
+    """Return why the kernels do not support a device, as text; None if they do."""
+    kernels(torch.device(device).index)
+    return _kernel_problems.get(_kernel_device(torch.device(device).index))
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceFunctions:
+    """Functions for caches on a device; see cuda/src/binding_device.cc for their arguments."""
+
+    gather: Callable[..., int]
+    scatter: Callable[..., int]
+    copy_in: Callable[..., int]
+    count: Callable[[], int]
+    kernel: Callable[[int, bool, int, int], int]
+    toolkit: Callable[[], int]
+    architectures: Callable[[], str]
+
+
+@dataclass(frozen=True, slots=True)
+class Library:
+    """Functions of the compiled library; see cuda/src/binding.cc for their arguments."""
+
+    path: Path
+    gather: Callable[..., int]
+    scatter: Callable[..., int]
+    gather_permuted: Callable[..., int]
+    scatter_permuted: Callable[..., int]
+    check_slots: Callable[[int, int, int], int]
+    device: DeviceFunctions | None
+
+
+def _choice() -> str:
+    choice = os.environ.get("KVSHELF_OPS", "auto") or "auto"
+    if choice not in ("auto", "cpp", "cuda", "torch"):
+        raise ConfigError(f"KVSHELF_OPS is {choice!r}; expected auto, cpp, cuda or torch")
+    return choice
+
+
+@functools.lru_cache(maxsize=1)
+def compiled_library() -> Library | None:
+    """Return the library if it is used. The first call loads it.
+
+    Raises
+    ------
+    ConfigError
+        If ``KVSHELF_OPS`` has an unknown value, or names an implementation that is missing.
+    """
+    choice = _choice()
+    if choice == "torch":
+        logger.info("gather and scatter on cpu: torch, by KVSHELF_OPS")
+        return None
+    problem = "it is not installed (no C++ compiler was found when kvshelf was installed)"
+    for path in _library_paths():
+        try:
+            library = _load_library(path)
+        except Exception as error:  # noqa: BLE001  torch replaces a broken library
+            problem = f"{path} cannot be used: {error}"
+            if choice == "auto":
+                warnings.warn(
+                    f"kvshelf's compiled copy functions {problem}; using plain torch, which is "
+                    "slower. Reinstall kvshelf to rebuild them, or set KVSHELF_OPS=torch to "
+                    "silence this",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+                return None
+        else:
+            logger.info("gather and scatter on cpu: cpp, %s", path)
+            return library
+    if choice != "auto":
+        raise ConfigError(
+            f"KVSHELF_OPS={choice} requires kvshelf's compiled library, but {problem}; reinstall "
+            "kvshelf with a C++ compiler, or unset KVSHELF_OPS"
+        )
+    logger.info("gather and scatter on cpu: torch, the compiled library is not installed")
+    return None
+
+
+def _library_paths() -> list[Path]:
+    # In an editable install the Python files lie in the repository and the library in
+    # site-packages; the package's __path__ names both.
+    package = sys.modules["kvshelf"]
+    paths = [Path(entry) / _LIBRARY_NAME for entry in package.__path__]
+    return [path for path in paths if path.is_file()]
+
+
+def _load_library(path: Path) -> Library:
+    import tvm_ffi
+
+    module = tvm_ffi.load_module(path)
+    version = module.get_function("version")()
+    if version != _LIBRARY_VERSION:
+        raise RuntimeError(f"it has version {version}, expected {_LIBRARY_VERSION}")
+    function = module.get_function
+    device = None
+    if module.implements_function("device_gather"):
+        device = DeviceFunctions(
+            gather=function("device_gather"),
+            scatter=function("device_scatter"),
+            copy_in=function("device_copy_in"),
+            count=function("device_count"),
+            kernel=function("device_kernel"),
+            toolkit=function("device_toolkit"),
+            architectures=function("device_architectures"),
+        )
+    return Library(
+        path,
+        function("gather"),
+        function("scatter"),
+        function("gather_permuted"),
+        function("scatter_permuted"),
+        function("check_slots"),
+        device,
+    )
+
+
+#: Why the kernels do not support a device, by its index.
+_kernel_problems: Final[dict[int, str]] = {}
+_WIDTHS: Final = (16, 8, 4, 2, 1)
+
+
+def _kernel_device(index: int | None) -> int:
+    if index is not None:
+        return index
+    return torch.cuda.current_device() if torch.cuda.is_available() else 0
+
+
+def kernels(index: int | None) -> Library | None:
+    """Return the library if its kernels support this device. The first call loads them."""
+    return _load_kernels(_kernel_device(index))
+
+
+@functools.cache
+def _load_kernels(index: int) -> Library | None:
+    library = compiled_library()
+    choice = _choice()
+    name = f"cuda:{index}"
+    if library is None:
+        problem = "the compiled library is not used"
+    elif library.device is None:
+        problem = "the compiled library was built without a CUDA compiler"
+    else:
+        try:
+            if index >= library.device.count():
+                raise RuntimeError("there is no such device")
+            for gather in (True, False):
+                for width in _WIDTHS:
+                    code = library.device.kernel(index, gather, width, 3)
+        except RuntimeError as error:
+            problem = str(error).strip()
+        else:
+            logger.info(
+                "gather and scatter on %s: cuda, machine code of sm_%d, built for %s",
+                name,
+                code,
+                library.device.architectures(),
+            )
+            return library
+    _kernel_problems[index] = problem
+    if choice == "cuda":
+        raise ConfigError(
+            f"KVSHELF_OPS=cuda requires kvshelf's kernels, but they cannot be used on {name}: "
+            f"{problem}; reinstall kvshelf with a CUDA compiler, or unset KVSHELF_OPS"
+        )
+    logger.info("gather and scatter on %s: torch, %s", name, problem)
+    return None

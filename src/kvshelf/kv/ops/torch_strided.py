@@ -1,0 +1,140 @@
+"""Gather and scatter of strided caches by plain torch. Safe to call from any thread."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from kvshelf.kv.layout import PagedLayout
+from kvshelf.kv.ops.checks import Call, check_slot_values
+
+#: Widths of words in bytes, the widest first.
+WORDS: Final = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))
+
+
+def gather_torch(call: Call[PagedLayout]) -> None:
+    """Execute a checked gather."""
+    with torch.inference_mode():
+        for part, skipped, index in _parts(call):
+            pieces = _chunk_view(part)
+            if skipped is not None and skipped.numel() == call.tokens:
+                pieces.zero_()
+            else:
+                for layer, cache in enumerate(call.caches):
+                    view = _paged_view(part, cache, pieces.dtype)
+                    for kv in range(call.layout.kv_planes):
+                        torch.index_select(view[kv], 0, index, out=pieces[layer, kv])
+                if skipped is not None:
+                    pieces.index_fill_(2, _sent(skipped, pieces.device), 0)
+
+
+def scatter_torch(call: Call[PagedLayout]) -> None:
+    """Execute a checked scatter."""
+    with torch.inference_mode():
+        for part, skipped, index in _parts(call):
+            if call.from_host:
+                on_device = part.buffers.to(call.known.device, non_blocking=True)
+                part = replace(part, buffers=on_device)
+            pieces = _chunk_view(part)
+            if skipped is not None:
+                kept = _sent((part.slots >= 0).nonzero().view(-1), pieces.device)
+                if kept.numel() == 0:
+                    continue
+                index = index.index_select(0, kept)
+                pieces = pieces.index_select(2, kept)
+            for layer, cache in enumerate(call.caches):
+                view = _paged_view(part, cache, pieces.dtype)
+                for kv in range(call.layout.kv_planes):
+                    view[kv].index_copy_(0, index, pieces[layer, kv])
+
+
+def _parts(
+    call: Call[PagedLayout],
+) -> Iterator[tuple[Call[PagedLayout], Tensor | None, Tensor]]:
+    """Check the slots' values, then split a call into one for each (chunk, shard) with tokens.
+
+    Beside each part is the result of :func:`_index_slots` for its slots.
+    """
+    slots = call.slots.view(call.chunks, call.tokens)
+    check_slot_values(slots, call.layout)
+    if slots.numel() == 0:
+        return
+    for chunk in range(call.chunks):
+        skipped, index = _index_slots(call, slots[chunk])
+        for shard in range(call.shards):
+            part = replace(
+                call,
+                slots=slots[chunk],
+                buffers=call.buffer(chunk, shard),
+                first_head=call.first_head + shard * call.num_heads,
+            )
+            yield part, skipped, index
+
+
+def _index_slots(call: Call[PagedLayout], slots: Tensor) -> tuple[Tensor | None, Tensor]:
+    """Return the positions of −1 slots, int64 CPU, None without; and each token's index.
+
+    The index is one into :func:`_paged_view`, int64 on the caches' device; 0 for skipped tokens.
+    """
+    layout = call.layout
+    skipped = (slots < 0).nonzero().view(-1)
+    if skipped.numel():
+        slots = slots.clamp(min=0)
+    unit = _unit(layout)
+    if layout.block_size * layout.token_stride != layout.block_stride or layout.block_size == 1:
+        blocks = torch.div(slots, layout.block_size, rounding_mode="floor")
+        slots = blocks * (layout.block_stride // unit) + (slots - blocks * layout.block_size) * (
+            layout.token_stride // unit
+        )
+    return (skipped if skipped.numel() else None), _sent(slots, call.known.device)
+
+
+def _sent(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy a small CPU tensor to a device, in the order of the current stream."""
+    if device.type == "cuda":
+        # A copy from pageable memory waits for the stream, on a step thread for the forward pass.
+        # torch keeps page-locked memory until the copies from it are done.
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
+def _unit(layout: PagedLayout) -> int:
+    # The largest step in bytes that divides the strides of blocks and tokens, so that one index
+    # dimension covers both.
+    if layout.block_size * layout.token_stride == layout.block_stride:
+        return layout.token_stride or 1
+    return math.gcd(layout.block_stride, layout.token_stride) or 1
+
+
+def _paged_view(part: Call[PagedLayout], cache: Tensor, word: torch.dtype) -> Tensor:
+    """[kv_planes, indexes, heads, words] view of the heads to copy; see :func:`_index_slots`."""
+    layout, width = part.layout, word.itemsize
+    unit = _unit(layout)
+    reach = (layout.num_blocks - 1) * layout.block_stride
+    reach += (layout.block_size - 1) * layout.token_stride
+    start = int(cache.storage_offset()) * cache.element_size()
+    start += part.first_head * layout.head_stride
+    return torch.empty(0, dtype=word, device=cache.device).set_(
+        cache.untyped_storage(),
+        start // width,
+        (layout.kv_planes, reach // unit + 1, part.num_heads, layout.row_bytes // width),
+        (layout.kv_stride // width, unit // width, layout.head_stride // width, 1),
+    )
+
+
+def _chunk_view(part: Call[PagedLayout]) -> Tensor:
+    """[layers, kv_planes, tokens, heads, words] view of the chunk buffer, in the widest words."""
+    layout = part.layout
+    steps = layout.block_stride | layout.token_stride | layout.kv_stride | layout.head_stride
+    steps |= layout.row_bytes | int(part.buffers.storage_offset()) | part.buffers.data_ptr()
+    for cache in part.caches:
+        steps |= int(cache.storage_offset()) * cache.element_size() | cache.data_ptr()
+    word = next(dtype for width, dtype in WORDS if steps % width == 0)
+    return part.buffers.view(word).view(
+        len(part.caches), layout.kv_planes, part.tokens, part.num_heads, -1
+    )

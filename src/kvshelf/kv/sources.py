@@ -1,0 +1,588 @@
+"""The sources of KV: the three forms in which a program may hold the KV of a prompt.
+
+Owns the translation of these forms into the arguments of the copy code (caches, a layout of
+strides, a slot for each token), the checks that they fit a namespace, and helpers that
+convert one form into another:
+
+* :class:`PagedKV`: paged caches, one for each layer, with a slot mapping;
+* :class:`TupleKV`: K and V of each layer as two tensors, as Hugging Face transformers
+  hands them around;
+* :class:`BlobKV`: one tensor ``[2, layers, tokens, hidden]``.
+
+Contracts
+---------
+* KV is never copied to be checked: all three forms are strides over the caller's memory.
+* A form that does not fit the namespace in layers, heads, sizes or dtype is refused with a
+  ValueError before anything is read or written.
+* Tuples and blobs are always in the canonical layout; a namespace of another layout refuses
+  them.
+* Pure functions, safe on any thread; the memory belongs to a gather or scatter while it runs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Final, Literal, Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+from kvshelf.errors import ConfigError, UnsupportedError
+from kvshelf.format.objects import ObjectFormat
+from kvshelf.format.tensors import native_block_size
+from kvshelf.kv.caches import HostKVCache, KVMemory, LayerCall, LayerRun, layer_calls
+from kvshelf.kv.layout import PagedLayout
+
+#: Order of a tuple's dimensions: ``HTD`` = [heads, tokens, head size], as in transformers;
+#: ``THD`` = [tokens, heads, head size].
+Order: TypeAlias = Literal["HTD", "THD"]
+
+#: torch dtype of each dtype that stored KV may have.
+TORCH_DTYPES: Final = {
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F32": torch.float32,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "U8": torch.uint8,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class BoundKV:
+    """A source that was checked against a namespace.
+
+    Attributes
+    ----------
+    memory : KVMemory
+        Gathers and scatters the source's KV.
+    tokens : int
+        Number of tokens for which it has room.
+    slots : Callable[[int, int], Tensor]
+        Slots of tokens [start, end), whole chunks, as `memory` takes them.
+    """
+
+    memory: KVMemory
+    tokens: int
+    slots: Callable[[int, int], Tensor]
+
+
+class KVSource(Protocol):
+    """KV of one prompt, in the form in which a program holds it."""
+
+    def open(self, fmt: ObjectFormat) -> BoundKV:
+        """Check that the source fits a namespace.
+
+        Raises
+        ------
+        ValueError
+            If it does not.
+        """
+
+
+class PagedKV:
+    """Paged caches and the slot of each token.
+
+    Parameters
+    ----------
+    caches : Sequence[Tensor]
+        The paged cache of each layer, in the order of the namespace's layers.
+    layout : PagedLayout
+        How a block lies in each of them. With :meth:`PagedLayout.native_blocks` blocks are
+        copied as they are; the namespace must name a native layout then.
+    slot_mapping : Tensor
+        int64 [tokens], CPU: block id × block size + offset of each token of the prompt
+        from position 0 on. −1: not in the cache; such a token is skipped by loads and
+        cannot be stored.
+
+    Raises
+    ------
+    ValueError
+        If something is missing, or the slot mapping is not of this kind.
+    """
+
+    def __init__(
+        self,
+        caches: Sequence[Tensor] | None = None,
+        layout: PagedLayout | None = None,
+        slot_mapping: Tensor | None = None,
+    ) -> None:
+        missing = [
+            name
+            for name, value in (
+                ("caches", caches),
+                ("layout", layout),
+                ("slot_mapping", slot_mapping),
+            )
+            if value is None
+        ]
+        if missing:
+            raise ValueError(f"a paged KV cache needs {' and '.join(missing)}, which is missing")
+        assert caches is not None and layout is not None and slot_mapping is not None
+        self.caches = caches
+        self.layout = layout
+        self.slot_mapping = host_slot_mapping(slot_mapping)
+
+    def open(self, fmt: ObjectFormat) -> BoundKV:
+        """See :class:`KVSource`."""
+        memory = open_paged(fmt, [LayerRun(0, list(self.caches), self.layout)])
+        return with_slots(fmt, memory, self.slot_mapping, count_slots(fmt, self.layout))
+
+
+class TupleKV:
+    """K and V of each layer as separate tensors.
+
+    Parameters
+    ----------
+    layers : Sequence of (Tensor, Tensor)
+        K and V of each layer, ``[heads, tokens, head size]`` or in the other order, with or
+        without a batch dimension of one in front. For layers with a single content (MLA)
+        one tensor ``[tokens, content]`` in place of the pair.
+    order : {"HTD", "THD"}
+        Order of their dimensions.
+
+    Raises
+    ------
+    ValueError
+        If the tensors are not of this form.
+    """
+
+    def __init__(
+        self, layers: Sequence[tuple[Tensor, Tensor] | Tensor], *, order: Order = "HTD"
+    ) -> None:
+        if order not in ("HTD", "THD"):
+            raise ValueError(f"order is {order!r}; expected HTD or THD")
+        self.layers = [
+            (_one_sequence(layer, 2, f"layers[{i}]"),)
+            if isinstance(layer, Tensor)
+            else tuple(_one_sequence(tensor, 3, f"layers[{i}]") for tensor in layer)
+            for i, layer in enumerate(layers)
+        ]
+        self.order: Order = order
+        counts = {self._count(tensor) for tensors in self.layers for tensor in tensors}
+        if len(counts) != 1:
+            raise ValueError(
+                f"the layers hold {sorted(counts)} tokens; expected the same number in all of them"
+            )
+        [self.tokens] = counts
+
+    def _count(self, tensor: Tensor) -> int:
+        return tensor.shape[1 if self.order == "HTD" and tensor.dim() == 3 else 0]
+
+    def open(self, fmt: ObjectFormat) -> BoundKV:
+        """See :class:`KVSource`."""
+        swap = self.order == "HTD"
+        layers = [
+            [t.transpose(0, 1) if swap and t.dim() == 3 else t for t in tensors]
+            for tensors in self.layers
+        ]
+        names = [f"layers[{i}]" for i in range(len(layers))]
+        return _open_dense(fmt, layers, names, self.tokens)
+
+
+class BlobKV:
+    """The KV of all layers in one tensor.
+
+    Parameters
+    ----------
+    blob : Tensor
+        ``[2, layers, tokens, hidden]``, K then V, with hidden = heads × head size; for MLA
+        ``[1, layers, tokens, content]``.
+
+    Raises
+    ------
+    ValueError
+        If the tensor is not of this form.
+    """
+
+    def __init__(self, blob: Tensor) -> None:
+        if blob.dim() != 4 or blob.shape[0] not in (1, 2):
+            raise ValueError(
+                f"the blob has shape {list(blob.shape)}; expected [2, layers, tokens, hidden]"
+            )
+        self.blob = blob
+
+    def open(self, fmt: ObjectFormat) -> BoundKV:
+        """See :class:`KVSource`."""
+        kv_planes, layers, tokens, hidden = self.blob.shape
+        spec = _one_kind(_specs(fmt))
+        if (kv_planes, hidden) != (2 if spec.heads else 1, math.prod(spec.shape)):
+            raise ValueError(
+                f"the blob has shape {list(self.blob.shape)}; expected [{2 if spec.heads else 1}, "
+                f"layers, tokens, {math.prod(spec.shape)}] in this namespace"
+            )
+        split = self.blob.view(kv_planes, layers, tokens, *spec.shape)
+        names = [f"blob[:, {layer}]" for layer in range(layers)]
+        parts = [[split[kv, layer] for kv in range(kv_planes)] for layer in range(layers)]
+        return _open_dense(fmt, parts, names, tokens)
+
+
+# ------------------------------------------------------------------------- conversions
+
+
+def empty_tuples(
+    fmt: ObjectFormat, tokens: int, *, order: Order = "HTD", batch: bool = True
+) -> list[tuple[Tensor, Tensor]]:
+    """Return zeroed K and V tensors for all layers of a namespace, to load into.
+
+    Parameters
+    ----------
+    fmt : ObjectFormat
+    tokens : int
+        Tokens for which they have room.
+    order : {"HTD", "THD"}
+    batch : bool
+        Put a batch dimension of one in front.
+    """
+    result = []
+    for spec in _specs(fmt):
+        if not spec.heads:
+            raise ValueError(f"layer {spec.name} keeps a single content, no K and V")
+        shape = [spec.heads, tokens] if order == "HTD" else [tokens, spec.heads]
+        shape = [*([1] if batch else []), *shape, spec.width]
+        dtype = TORCH_DTYPES[spec.dtype]
+        result.append((torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)))
+    return result
+
+
+def empty_blob(fmt: ObjectFormat, tokens: int) -> Tensor:
+    """Return a zeroed blob for all layers of a namespace, to load into.
+
+    Raises
+    ------
+    ValueError
+        If the layers are not alike.
+    """
+    specs = _specs(fmt)
+    spec = _one_kind(specs)
+    shape = (2 if spec.heads else 1, len(specs), tokens, math.prod(spec.shape))
+    return torch.zeros(shape, dtype=TORCH_DTYPES[spec.dtype])
+
+
+def tuples_of_blob(
+    blob: Tensor, kv_heads: int, *, order: Order = "HTD", batch: bool = True
+) -> list[tuple[Tensor, Tensor]]:
+    """Return K and V of each layer of a blob, as views of it.
+
+    Parameters
+    ----------
+    blob : Tensor
+        ``[2, layers, tokens, hidden]``.
+    kv_heads : int
+    order, batch
+        As for :func:`empty_tuples`.
+
+    Raises
+    ------
+    ValueError
+        If the blob is not of this form.
+    """
+    if blob.dim() != 4 or blob.shape[0] != 2 or blob.shape[3] % kv_heads:
+        raise ValueError(
+            f"the blob has shape {list(blob.shape)}; expected [2, layers, tokens, hidden] with "
+            f"hidden a multiple of {kv_heads} heads"
+        )
+    split = blob.view(*blob.shape[:3], kv_heads, blob.shape[3] // kv_heads)
+    if order == "HTD":
+        split = split.transpose(2, 3)
+    if batch:
+        split = split.unsqueeze(2)
+    return [(split[0, layer], split[1, layer]) for layer in range(blob.shape[1])]
+
+
+def blob_of_tuples(layers: Sequence[tuple[Tensor, Tensor]], *, order: Order = "HTD") -> Tensor:
+    """Return a new blob ``[2, layers, tokens, hidden]`` with a copy of K and V of each layer.
+
+    Raises
+    ------
+    ValueError
+        If the layers are not alike.
+    """
+    form = TupleKV(layers, order=order)
+    shapes = {tuple(tensor.shape) for tensors in form.layers for tensor in tensors}
+    if len(shapes) != 1:
+        raise ValueError(f"the layers have shapes {sorted(shapes)}; a blob needs one for all")
+    both = torch.stack([torch.stack([tensors[kv] for tensors in form.layers]) for kv in range(2)])
+    if order == "HTD":
+        both = both.transpose(2, 3)
+    return both.flatten(3).contiguous()
+
+
+# ---------------------------------------------------------------------------- inside
+
+
+def host_slot_mapping(slot_mapping: Tensor) -> Tensor:
+    """Return a copy of a slot mapping as contiguous int64 [tokens] on the CPU.
+
+    Raises
+    ------
+    ValueError
+        If it is not one-dimensional or holds no integers.
+    """
+    if (
+        slot_mapping.dim() != 1
+        or slot_mapping.is_floating_point()
+        or slot_mapping.dtype == torch.bool
+    ):
+        raise ValueError(
+            f"slot_mapping is {slot_mapping.dtype} {list(slot_mapping.shape)}; expected one "
+            "integer for each token, int64 [tokens]"
+        )
+    return slot_mapping.to("cpu", torch.int64, copy=True).contiguous()
+
+
+def open_paged(fmt: ObjectFormat, runs: Sequence[LayerRun]) -> HostKVCache:
+    """Return paged caches as the objects of a namespace see them, dtypes and sizes checked.
+
+    Raises
+    ------
+    ValueError
+        If they do not fit the namespace.
+    """
+    calls = layer_calls(fmt, runs)
+    slots = fmt.chunk_size // _block_size(fmt)
+    dtypes = _strings(fmt, "layer_dtypes")
+    for run in runs:
+        size = run.layout.chunk_bytes(slots, run.layout.heads // fmt.shards)
+        for number, cache in enumerate(run.caches, run.first_layer):
+            spec = fmt.tensors(0)[number]
+            _check_tensor(cache, f"caches[{number}]", dtypes[number])
+            if size != spec.nbytes:
+                raise ConfigError(
+                    f"a chunk of layer {spec.name} takes {spec.nbytes} bytes a shard in this"
+                    f" namespace, but {size} in the cache: layout, heads or head size are not"
+                    " those of the namespace"
+                )
+    return HostKVCache(calls)
+
+
+def count_slots(fmt: ObjectFormat, layout: PagedLayout) -> int:
+    """Return the number of token slots in caches of a layout."""
+    return layout.num_slots * _block_size(fmt)
+
+
+def with_slots(
+    fmt: ObjectFormat, memory: KVMemory, slot_mapping: Tensor, num_slots: int | None = None
+) -> BoundKV:
+    """Join paged caches with the slots of one prompt's tokens.
+
+    Parameters
+    ----------
+    fmt : ObjectFormat
+    memory : KVMemory
+    slot_mapping : Tensor
+        As :func:`host_slot_mapping` returns it.
+    num_slots : int, optional
+        Slots in the caches, where that is known.
+
+    Raises
+    ------
+    ValueError
+        If there is no such slot.
+    """
+    if num_slots is not None and slot_mapping.numel():
+        low, high = (int(bound) for bound in torch.aminmax(slot_mapping))
+        if low < -1 or high >= num_slots:
+            raise ValueError(
+                f"slot_mapping holds {low if low < -1 else high}; expected −1 (skip) or 0 …"
+                f" {num_slots - 1}"
+            )
+    size = _block_size(fmt)
+
+    def slots(start: int, end: int) -> Tensor:
+        part = slot_mapping[start:end]
+        return part if size == 1 else _blocks_of(part, size, start)
+
+    return BoundKV(memory, slot_mapping.numel(), slots)
+
+
+def _blocks_of(slots: Tensor, size: int, start: int) -> Tensor:
+    """Return the block ids of the slots of whole blocks; −1 where all slots are."""
+    rows = slots.view(-1, size)
+    first = rows[:, 0]
+    skipped = (rows == -1).all(1)
+    whole = (rows == first.unsqueeze(1) + torch.arange(size)).all(1) & (first % size == 0)
+    wrong = ~(whole | skipped)
+    if bool(wrong.any()):
+        token = start + int(wrong.nonzero()[0]) * size
+        raise ValueError(
+            f"the slots of tokens {token} … {token + size - 1} are not one whole block of {size};"
+            " this namespace stores blocks as they are: give the slots of whole blocks, or use the"
+            " canonical layout"
+        )
+    return torch.where(skipped, -1, first // size)
+
+
+def _strings(fmt: ObjectFormat, field: str) -> list[str]:
+    value = fmt.namespace.record[field]
+    assert isinstance(value, list)
+    return [str(item) for item in value]
+
+
+def _block_size(fmt: ObjectFormat) -> int:
+    """Return the tokens in a stored block of a native namespace, 1 for canonical ones."""
+    sizes = set()
+    for layout in _strings(fmt, "layouts"):
+        size = native_block_size(layout)
+        if size is None and layout != "canonical":
+            raise UnsupportedError(
+                f"layout {layout} is known only to the engine that has it: its KV cannot be "
+                "stored or loaded from outside"
+            )
+        sizes.add(size or 1)
+    if len(sizes) != 1:
+        raise UnsupportedError(
+            f"this namespace stores blocks of several sizes ({sorted(sizes)}); expected one"
+        )
+    return sizes.pop()
+
+
+@dataclass(frozen=True, slots=True)
+class _LayerSpec:
+    """One layer of a canonical namespace: a content of `width` elements where `heads` is 0."""
+
+    name: str
+    heads: int
+    width: int
+    dtype: str
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of one token."""
+        return (self.heads, self.width) if self.heads else (self.width,)
+
+
+def _specs(fmt: ObjectFormat) -> list[_LayerSpec]:
+    """Return all layers of a canonical namespace, with all heads."""
+    for layout in _strings(fmt, "layouts"):
+        if layout != "canonical":
+            raise ConfigError(
+                f"this namespace stores blocks as they lie in an engine (layout {layout}); tuples"
+                " and blobs need one with the canonical layout"
+            )
+    split = fmt.shards // len(_strings(fmt, "stages"))
+    return [
+        _LayerSpec(
+            spec.name,
+            split * spec.shape[2] if len(spec.shape) == 4 else 0,
+            spec.shape[-1],
+            spec.dtype,
+        )
+        for shard in range(0, fmt.shards, split)
+        for spec in fmt.tensors(shard)
+    ]
+
+
+def _one_kind(specs: Sequence[_LayerSpec]) -> _LayerSpec:
+    """Return the spec that all layers share; raise if they differ."""
+    first = specs[0]
+    for spec in specs:
+        if (spec.shape, spec.dtype) != (first.shape, first.dtype):
+            raise ValueError(
+                f"layers {first.name} and {spec.name} differ in heads, size or dtype: a blob "
+                "cannot hold both, use tuples"
+            )
+    return first
+
+
+def _one_sequence(tensor: Tensor, dimensions: int, where: str) -> Tensor:
+    """Remove a batch dimension of one."""
+    if tensor.dim() == dimensions + 1 and tensor.shape[0] == 1:
+        return tensor[0]
+    if tensor.dim() != dimensions:
+        raise ValueError(
+            f"{where} has shape {list(tensor.shape)}; expected {dimensions} dimensions, with or "
+            "without a batch dimension of 1 in front: one sequence at a time"
+        )
+    return tensor
+
+
+def _check_tensor(tensor: Tensor, where: str, dtype: str) -> None:
+    if not tensor.is_cpu:
+        raise UnsupportedError(
+            f"{where} lies on {tensor.device}; this version copies KV in host memory: pass it on "
+            "the CPU"
+        )
+    expected = TORCH_DTYPES[dtype]
+    # vLLM keeps 8-bit floats in caches of uint8.
+    if tensor.dtype != expected and (tensor.dtype, expected.itemsize) != (torch.uint8, 1):
+        raise ConfigError(f"{where} is {tensor.dtype}; expected {expected}, as in the namespace")
+
+
+def _open_dense(
+    fmt: ObjectFormat, layers: Sequence[Sequence[Tensor]], names: Sequence[str], tokens: int
+) -> BoundKV:
+    """Make one form of the tensors of all layers, each ``[tokens, heads, size]`` or content."""
+    specs = _specs(fmt)
+    if len(layers) != len(specs):
+        raise ValueError(f"KV of {len(layers)} layers was given; this namespace has {len(specs)}")
+    for tensors, spec, where in zip(layers, specs, names, strict=True):
+        if len(tensors) != (2 if spec.heads else 1):
+            raise ValueError(
+                f"{where} holds {len(tensors)} tensors; layer {spec.name} keeps "
+                + ("K and V" if spec.heads else "a single content")
+            )
+        for tensor in tensors:
+            if tuple(tensor.shape) != (tokens, *spec.shape):
+                raise ValueError(
+                    f"{where} has shape {list(tensor.shape)}, as [tokens, …]; expected "
+                    f"{[tokens, *spec.shape]} for layer {spec.name}"
+                )
+            _check_tensor(tensor, where, spec.dtype)
+    number = {spec.name: i for i, spec in enumerate(specs)}
+    split = fmt.shards // len(_strings(fmt, "stages"))
+    calls: dict[int, list[LayerCall]] = {}
+    for shard in range(fmt.shards if tokens else 0):
+        calls[shard] = []
+        for stored in fmt.tensors(shard):
+            i = number[stored.name]
+            heads = max(1, specs[i].heads // split)
+            size = stored.nbytes // len(layers[i])
+            for kv, tensor in enumerate(layers[i]):
+                layout = _dense_layout(tensor, names[i])
+                start = stored.offset + kv * size
+                first_head = shard % split * heads
+                _append(
+                    calls[shard],
+                    LayerCall([tensor], layout, start, start + size, heads, first_head),
+                )
+    return BoundKV(HostKVCache(calls), tokens, torch.arange)
+
+
+def _append(calls: list[LayerCall], call: LayerCall) -> None:
+    """Append a call for one tensor, or join it with the last one where one call can do both."""
+    last = calls[-1] if calls else None
+    if (
+        last is not None
+        and (last.layout, last.heads) == (call.layout, call.heads)
+        and last.caches[0].stride() == call.caches[0].stride()
+        and last.caches[0].dtype == call.caches[0].dtype
+    ):
+        last.caches.extend(call.caches)
+        calls[-1] = replace(last, end=call.end)
+    else:
+        calls.append(call)
+
+
+def _dense_layout(tensor: Tensor, where: str) -> PagedLayout:
+    """Describe a tensor [tokens, heads, size] or [tokens, content] as a cache of one block."""
+    if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        raise ValueError(
+            f"the elements of a row of {where} are {tensor.stride(-1)} elements apart; expected a "
+            "last dimension that is contiguous"
+        )
+    item = tensor.element_size()
+    tokens, heads = tensor.shape[0], tensor.shape[1] if tensor.dim() == 3 else 1
+    return PagedLayout(
+        block_size=tokens,
+        block_stride=0,
+        token_stride=tensor.stride(0) * item if tokens > 1 else 0,
+        kv_stride=0,
+        head_stride=tensor.stride(1) * item if heads > 1 else 0,
+        kv_planes=1,
+        heads=heads,
+        row_bytes=tensor.shape[-1] * item,
+        num_blocks=1,
+    )

@@ -1,0 +1,192 @@
+"""The shards of a chunk that each worker of an engine reads and writes.
+
+Owns the arithmetic that maps tensor-parallel ranks and pipeline stages to shards. It is pure and
+independent of engines, tensors and storage.
+
+A shard belongs to one pipeline stage and one group of KV heads. The workers of an engine
+hold KV heads as vLLM lays them out (``QKVParallelLinear`` in
+``vllm/model_executor/layers/linear.py``): with at least as many heads as ranks, rank r
+holds heads [r·H/T, (r+1)·H/T); with fewer, T/H neighbouring ranks hold the same head.
+Caches with one content for all heads (MLA) are the same on every rank.
+
+Prefill context parallelism multiplies the ranks of a stage; all of them hold the heads of their
+tensor-parallel rank. Decode context parallelism divides the tokens of ranks with the same heads
+among groups of them. vLLM numbers the ranks of a stage by prefill-context rank, then by
+tensor-parallel rank, and fills the groups in the other order (``initialize_model_parallel`` in
+``vllm/distributed/parallel_state.py``).
+
+Contracts
+---------
+* A worker reads exactly the shards of its heads. Together the workers read every shard, and
+  those of replicated heads once per replica.
+* Each shard of a chunk is written by exactly one worker, or by one group of workers that share
+  its tokens. Replicas take turns by chunk index.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import lcm
+
+from kvshelf.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class ShardPlan:
+    """The shards of one worker.
+
+    Attributes
+    ----------
+    shards : tuple of int
+        The shards of this worker's heads, counted over all stages, in the order of its
+        heads, with equally many heads each.
+    replicas : int
+        Number of workers, or of groups of workers that share tokens, that hold these shards.
+    replica : int
+        The index of this worker, or of its group, among them, from 0.
+    context_ranks : int
+        Number of workers in a group that share the tokens of each block.
+    context_rank : int
+        This worker's index in its group, from 0.
+    """
+
+    shards: tuple[int, ...]
+    replicas: int = 1
+    replica: int = 0
+    context_ranks: int = 1
+    context_rank: int = 0
+
+    @classmethod
+    def whole(cls, shards: int) -> ShardPlan:
+        """Return the plan of a worker that holds all heads of all layers."""
+        return cls(tuple(range(shards)))
+
+    def writes(self, chunk_index: int) -> tuple[int, ...]:
+        """Return the shards of one chunk that this worker, or its group, writes."""
+        return self.shards if chunk_index % self.replicas == self.replica else ()
+
+
+def head_groups(kv_heads: int, tensor_parallel: int) -> int:
+    """Return how many tensor-parallel ranks hold KV heads of their own."""
+    return min(kv_heads, tensor_parallel)
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """How an engine's workers divide heads and layers.
+
+    Parameters
+    ----------
+    kv_heads : int
+        KV heads of the whole model; 1 where all heads share one content.
+    shards : int
+        Shards of a chunk, over all stages.
+    tensor_parallel : int
+        Tensor-parallel ranks of each stage.
+    stages : int
+        Pipeline stages.
+    whole_ranks : bool
+        Each rank stores its KV as one shard, as it does if the layout is unknown.
+    prefill_context : int
+        Ranks of each stage for each tensor-parallel rank.
+    decode_context : int
+        Ranks that share the tokens of each block.
+
+    Raises
+    ------
+    ConfigError
+        If the shards cannot be spread over the ranks; the message names a number that can.
+    """
+
+    kv_heads: int
+    shards: int
+    tensor_parallel: int = 1
+    stages: int = 1
+    whole_ranks: bool = False
+    prefill_context: int = 1
+    decode_context: int = 1
+
+    def __post_init__(self) -> None:
+        ranks, heads = self.tensor_parallel, self.kv_heads
+        split, rest = divmod(self.shards, self.stages)
+        if rest or split < 1:
+            raise ConfigError(
+                f"shards={self.shards} is not a multiple of the {self.stages} pipeline stages:"
+                " leave it out or set a multiple"
+            )
+        if self.whole_ranks:
+            if self.decode_context > 1:
+                raise ConfigError(
+                    "decode_context_parallel_size spreads the tokens of a block over ranks, so"
+                    " blocks of an unknown layout cannot be stored: set it to 1"
+                )
+            if split != ranks:
+                raise ConfigError(
+                    f"shards={self.shards} is not possible: the layout of the KV cache is unknown,"
+                    f" so each of the {ranks * self.stages} ranks stores whole blocks."
+                    " Leave shards out"
+                )
+            return
+        if heads % split:
+            possible = [n * self.stages for n in range(1, heads + 1) if heads % n == 0]
+            raise ConfigError(
+                f"shards={self.shards} does not divide the model's {heads} KV heads over"
+                f" {self.stages} stages: leave it out or set one of {possible}"
+            )
+        if heads % ranks and ranks % heads:
+            raise ConfigError(
+                f"{heads} KV heads cannot be spread over tensor_parallel_size={ranks}"
+            )
+        # Ranks that hold the same heads count as one.
+        distinct = head_groups(heads, ranks)
+        if split % distinct:
+            both = lcm(split, distinct)
+            fitting = both if heads % both == 0 else distinct
+            raise ConfigError(
+                f"a chunk's {split} shards cannot be spread over"
+                f" {distinct} tensor-parallel ranks with KV heads of their own: set"
+                f" shards={fitting * self.stages} alike on all engines that share the shelf"
+            )
+        if self._holders % self.decode_context:
+            raise ConfigError(
+                f"decode_context_parallel_size={self.decode_context} would spread the tokens of a"
+                f" block over ranks with different KV heads: set it to a divisor of {self._holders}"
+            )
+
+    @property
+    def workers(self) -> int:
+        """Number of workers of one stage."""
+        return self.tensor_parallel * self.prefill_context
+
+    @property
+    def _holders(self) -> int:
+        """Number of workers of one stage with the same heads."""
+        return self.workers // head_groups(self.kv_heads, self.tensor_parallel)
+
+    def plan(self, worker: int) -> ShardPlan:
+        """Return the shards of one worker.
+
+        Parameters
+        ----------
+        worker : int
+            (stage × prefill-context ranks + prefill-context rank) × tensor-parallel ranks
+            + tensor-parallel rank.
+        """
+        stage, inside = divmod(worker, self.workers)
+        copy, rank = divmod(inside, self.tensor_parallel)
+        split = self.shards // self.stages
+        first = stage * split
+        if self.whole_ranks:
+            return ShardPlan((first + rank,), self.prefill_context, copy)
+        distinct = head_groups(self.kv_heads, self.tensor_parallel)
+        group, holder = divmod(rank * self.prefill_context + copy, self._holders)
+        replica, context_rank = divmod(holder, self.decode_context)
+        each = split // distinct
+        begin = first + group * each
+        return ShardPlan(
+            tuple(range(begin, begin + each)),
+            self._holders // self.decode_context,
+            replica,
+            self.decode_context,
+            context_rank,
+        )

@@ -1,0 +1,458 @@
+"""The disk tier: a directory on this machine with copies of the objects of a high-latency shelf.
+
+Owns the directory, which is a shelf itself: its objects have the names that they have on the
+shelf. It is filled with the objects that loads have fetched and verified, and with those that are
+stored. It is bounded (:mod:`kvshelf.shelf.usage_ledger`), and any number of processes may share it.
+
+Contracts
+---------
+* What is read from the tier is verified like any object. A bad copy is removed; the load goes on
+  from the shelf, and brings a new copy.
+* One thread of the tier writes to it. The objects that wait for this thread take a bounded amount
+  of memory; an object that finds no room there is not copied. Neither loads nor stores wait.
+* A directory that fails or takes no writes has a circuit breaker of its own. While it is open only
+  the copies are missing. A thread that is stuck in the directory counts as stuck in the shelf
+  behind, whose watchers replace it.
+* All methods may be called from any thread but an engine's step thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from kvshelf.backends import Backend, BytesLike, WriteResult
+from kvshelf.backends.breaker import DEFAULT_BACKOFF, Backoff
+from kvshelf.backends.guard import GuardedBackend
+from kvshelf.backends.posix import PosixBackend
+from kvshelf.buffers import Buffer, BufferPool
+from kvshelf.errors import (
+    BadObjectError,
+    ConfigError,
+    NoSpaceStorageError,
+    ObjectMissingError,
+    ReadOnlyStorageError,
+    StorageError,
+)
+from kvshelf.format.objects import ObjectFormat
+from kvshelf.logs import RateLimitedLog
+from kvshelf.metrics import Counters
+from kvshelf.shelf.opening import START_SECONDS, Opening
+from kvshelf.shelf.shelf import Shelf
+from kvshelf.shelf.threads import StorageThreads
+from kvshelf.shelf.usage_ledger import LEDGER, BoundedBackend, FullError, share_files
+from kvshelf.shelf.view import NamespaceView, ObjectRef, Presence
+
+logger = logging.getLogger(__name__)
+
+#: Most host memory for objects that wait to be copied to a disk tier.
+QUEUE_BYTES: Final = 256 << 20
+#: Most uses of objects that wait to be noted.
+_QUEUED_USES: Final = 4096
+_NOTE_SECONDS: Final = 0.5
+_CLOSE_SECONDS: Final = 1.0
+
+
+class _TierGuard(GuardedBackend):
+    """A guard whose log lines name the effect on a disk tier."""
+
+    without_reads = (
+        "the disk tier is not used, objects are loaded from the shelf; it is retried in the"
+        " background"
+    )
+    without_writes = (
+        "no objects are copied to the disk tier until a write succeeds again; loads from it"
+        " continue"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """An object that waits to be written to the tier."""
+
+    fmt: ObjectFormat
+    ref: ObjectRef
+    buffer: Buffer
+
+
+class _PassOn:
+    """Tells the watchers of the storages behind a tier which threads the tier keeps."""
+
+    def __init__(self, tier: DiskTier) -> None:
+        self._tier = tier
+
+    def on_late_call(self, thread: int) -> bool:
+        guards = [guard for known in self._tier._before if (guard := known()) is not None]
+        # Tell every watcher, also after one has answered yes.
+        late = [watcher.on_late_call(thread) for guard in guards for watcher in guard.watchers]
+        return any(late)
+
+    def on_reads_open(self) -> None:
+        """Do nothing: objects are loaded from the shelf."""
+
+
+class DiskTier:
+    """A local directory with copies of a shelf's objects.
+
+    It is opened on a thread of its own. The tier is not used while it is not open.
+
+    Parameters
+    ----------
+    path : str or os.PathLike
+        A directory on this machine; made when it is missing.
+    max_bytes : int
+        Most bytes of all objects there, of all processes.
+    counters : Counters, optional
+    queue_bytes : int
+        Most host memory for objects that wait to be copied to it.
+    open_seconds : float or None
+        How long to wait for the directory to be open; None: until :meth:`wait_open` is called.
+    backoff : Backoff
+        How long its circuit breaker stays open.
+    on_thread_start : Callable, optional
+        Called first on its thread, to set its processors.
+
+    Raises
+    ------
+    ConfigError
+        If `path` is something other than a directory.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        max_bytes: int,
+        *,
+        counters: Counters | None = None,
+        queue_bytes: int = QUEUE_BYTES,
+        open_seconds: float | None = START_SECONDS,
+        backoff: Backoff = DEFAULT_BACKOFF,
+        on_thread_start: Callable[[], None] | None = None,
+    ) -> None:
+        self.path = os.fspath(path)
+        self.max_bytes = max_bytes
+        self._counters = Counters() if counters is None else counters
+        self._backoff = backoff
+        self._on_thread_start = on_thread_start
+        self._pool = BufferPool(queue_bytes)
+        self._work = threading.Condition()
+        self._copies: deque[_Copy] = deque()
+        #: Objects whose use is to be noted, all at once and not before a moment has passed: a
+        #: thread that wakes after each load takes the GIL from the next.
+        self._uses: dict[tuple[bytes, int], tuple[ObjectFormat, ObjectRef]] = {}
+        self._note_at = 0.0
+        self._busy = 0
+        self._log = RateLimitedLog(logger)
+        #: Replaced, never changed. Weak, since a tier may outlive many shelves.
+        self._before: list[weakref.ref[GuardedBackend]] = []
+        #: Shelves to compare the directory with when it is open.
+        self._shelves: list[Backend] = []
+        self._refused = False
+        self._threads: StorageThreads | None = None
+        self._bounded: BoundedBackend | None = None
+        self._closing = threading.Event()
+        self._opening = Opening(
+            f"the disk tier {self.path}",
+            self._open,
+            passes=lambda error: isinstance(error, StorageError),
+        )
+        if open_seconds is not None:
+            self.wait_open(open_seconds)
+
+    def __repr__(self) -> str:
+        return f"DiskTier({self.path!r}, {self.max_bytes})"
+
+    # ---------------------------------------------------------------------------------- opening
+
+    def wait_open(self, seconds: float) -> bool:
+        """Wait for the first attempt to open the directory; return whether it is open.
+
+        Raises
+        ------
+        ConfigError
+            If the path is something other than a directory.
+        """
+        return self._opening.first(seconds, "it is not used") is not None
+
+    def _open(self) -> Shelf:
+        bounded = BoundedBackend(PosixBackend(self.path), self.max_bytes)
+        with self._work:
+            shelves, self._shelves = self._shelves, []
+            self._bounded = bounded
+        for shelf in shelves:
+            self.check_disjoint(shelf)
+        guard = _TierGuard(bounded, backoff=self._backoff)
+        guard.count_into(self._count)
+        guard.watch(_PassOn(self))
+        return Shelf(guard)
+
+    def check_disjoint(self, backend: Backend) -> None:
+        """Refuse to stand before a shelf that has files in common with this directory.
+
+        They would be taken for copies, and removed when there are too many. A directory that is
+        not open yet is looked at when it is. May block on both.
+
+        Raises
+        ------
+        ConfigError
+            If one is the other or lies in it. The tier is not used from then on.
+        """
+        with self._work:
+            bounded = self._bounded
+            if bounded is None:
+                self._shelves.append(backend)
+                return
+        if share_files(bounded, backend):
+            with self._work:
+                self._refused = True
+            raise ConfigError(
+                f"the disk tier {self.path} and the shelf {backend.url} are one directory, or one"
+                " is inside the other, perhaps by a link or a mount: a disk tier removes what it"
+                " has no room for. Give disk_tier.path a directory of its own"
+            )
+
+    def _count(self, name: str) -> None:
+        if name == "breaker_opens":
+            self._counters.add("disk_tier_breaker_opens")
+
+    def attach(self, guard: GuardedBackend) -> None:
+        """Tell the watchers of `guard` which of their threads this directory keeps.
+
+        Raises
+        ------
+        ConfigError
+            See :meth:`check_disjoint`.
+        """
+        self.check_disjoint(guard)
+        with self._work:
+            others = [known for known in self._before if known() not in (None, guard)]
+            self._before = [*others, weakref.ref(guard)]
+
+    # ------------------------------------------------------------------------------------ loads
+
+    @property
+    def available(self) -> bool:
+        """Whether the tier is open and its circuit breaker is not."""
+        shelf = self.usable
+        return shelf is not None and shelf.available
+
+    @property
+    def usable(self) -> Shelf | None:
+        """The directory as a shelf; None while it is not open, or if it must not be used."""
+        return None if self._refused else self._opening.get()
+
+    @property
+    def guard(self) -> GuardedBackend | None:
+        """What all calls of the directory go through; None while it is not open."""
+        shelf = self._opening.get()
+        return None if shelf is None else shelf.backend
+
+    def holds(self, fmt: ObjectFormat, refs: Sequence[ObjectRef]) -> list[bool]:
+        """Tell of which objects there are copies of the right size."""
+        shelf = self.usable
+        if shelf is None or not shelf.available:
+            return [False] * len(refs)
+        return [found is Presence.PRESENT for found in shelf.view(fmt).probe(refs)]
+
+    def load(self, fmt: ObjectFormat, ref: ObjectRef, buffer: memoryview) -> bool:
+        """Read and verify a copy. A bad one is removed, and counts as none."""
+        shelf = self.usable
+        if shelf is None or not shelf.available:
+            return False
+        view = shelf.view(fmt)
+        try:
+            view.load(ref, buffer)
+        except ObjectMissingError:
+            return False
+        except BadObjectError as error:
+            self._remove_bad(view, ref, error)
+            return False
+        except StorageError as error:
+            logger.debug("a copy could not be read: %s", error)
+            return False
+        self._counters.add("disk_tier_loaded_objects")
+        self._counters.add("disk_tier_loaded_bytes", len(buffer))
+        self._note_use(fmt, ref)
+        return True
+
+    def _note_use(self, fmt: ObjectFormat, ref: ObjectRef) -> None:
+        with self._work:
+            if len(self._uses) >= _QUEUED_USES or self._closing.is_set():
+                return
+            if not self._uses:
+                if not self._start_thread():
+                    return
+                self._note_at = time.monotonic() + _NOTE_SECONDS
+                self._work.notify_all()
+            self._uses[ref.chunk.key, ref.shard] = fmt, ref
+
+    def _remove_bad(self, view: NamespaceView, ref: ObjectRef, error: BadObjectError) -> None:
+        self._counters.add("disk_tier_bad_objects")
+        self._log.warning("a copy in the disk tier %s was bad and is removed: %s", self.path, error)
+        try:
+            view.backend.delete(view.name(ref))
+        except StorageError as failure:
+            logger.debug("a bad copy could not be removed: %s", failure)
+
+    # ----------------------------------------------------------------------------------- copies
+
+    def keep(self, fmt: ObjectFormat, ref: ObjectRef, buffer: BytesLike) -> None:
+        """Copy an object into the queue of those to write, if there is room."""
+        shelf = self.usable
+        if shelf is None or not shelf.available or shelf.read_only or self._closing.is_set():
+            self._counters.add("disk_tier_dropped_objects")
+            return
+        view = memoryview(buffer)
+        copy = self._pool.allocate(view.nbytes)
+        if copy is None:
+            self._counters.add("disk_tier_dropped_objects")
+            return
+        if view.readonly:
+            copy.view[:] = view.cast("B")
+        else:
+            # By torch, which releases the GIL meanwhile.
+            copy.tensor.copy_(torch.frombuffer(view, dtype=torch.uint8))
+        with self._work:
+            if not self._closing.is_set() and self._start_thread():
+                self._copies.append(_Copy(fmt, ref, copy))
+                self._work.notify_all()
+                return
+        copy.release()
+        self._counters.add("disk_tier_dropped_objects")
+
+    def _start_thread(self) -> bool:
+        """Start the thread when it is needed; whether there is one. Holds the lock."""
+        if self._threads is None:
+            guard = self.guard
+            assert guard is not None
+            self._threads = StorageThreads(
+                "kvshelf-tier",
+                1,
+                self._run,
+                guard,
+                count_stuck=lambda: self._counters.add("stuck_threads"),
+                on_thread_start=self._on_thread_start,
+            )
+            try:
+                self._threads.start()
+            except RuntimeError as error:
+                # Copies are not worth a load or a store; the next one tries again.
+                logger.debug("nothing is copied to the disk tier: %s", error)
+                self._threads = None
+                return False
+        return self._threads.ready()
+
+    def _next(self) -> _Copy | list[tuple[ObjectFormat, ObjectRef]] | None:
+        """Wait for a copy to write or for uses to note; None at the end."""
+        with self._work:
+            while True:
+                if self._copies:
+                    self._busy += 1
+                    return self._copies.popleft()
+                if self._closing.is_set():
+                    return None
+                left = self._note_at - time.monotonic()
+                if self._uses and left <= 0:
+                    self._busy += 1
+                    uses, self._uses = list(self._uses.values()), {}
+                    return uses
+                self._work.wait(left if self._uses else None)
+
+    def _run(self) -> None:
+        shelf = self._opening.get()
+        assert self._threads is not None and shelf is not None
+        while not self._threads.replaced() and (item := self._next()) is not None:
+            try:
+                if isinstance(item, _Copy):
+                    self._write(shelf, item)
+                else:
+                    for fmt, ref in item:
+                        shelf.backend.touch(shelf.view(fmt).name(ref))
+            except StorageError as error:
+                # The guard says so where the whole directory takes no writes or fails.
+                spoken_of = error.retryable or isinstance(
+                    error, FullError | NoSpaceStorageError | ReadOnlyStorageError
+                )
+                if spoken_of:
+                    logger.debug("the disk tier was not written to: %s", error)
+                else:
+                    self._log.warning("the disk tier %s was not written to: %s", self.path, error)
+                if isinstance(item, _Copy):
+                    self._counters.add("disk_tier_dropped_objects")
+            except Exception as error:
+                logger.error("the disk tier was not written to", exc_info=error)
+            finally:
+                if isinstance(item, _Copy):
+                    item.buffer.release()
+                with self._work:
+                    self._busy -= 1
+                    self._work.notify_all()
+
+    def _write(self, shelf: Shelf, item: _Copy) -> None:
+        bounded = self._bounded
+        assert bounded is not None
+        size = len(item.buffer)
+        if size > self.max_bytes or self._refused:
+            self._counters.add("disk_tier_dropped_objects")
+            return
+        with shelf.backend.tracked_write(LEDGER):
+            recent = bounded.scanned_recently
+        if not recent:
+            self._evict(shelf, bounded, size)
+        view = shelf.view(item.fmt)
+        try:
+            result = view.publish(item.ref, item.buffer.view)
+        except FullError:
+            self._evict(shelf, bounded, size)
+            result = view.publish(item.ref, item.buffer.view)
+        if result is not WriteResult.EXISTED:
+            self._counters.add("disk_tier_stored_bytes", size)
+        with shelf.backend.tracked_write(LEDGER):
+            use = bounded.ledger.read()
+        if use is not None:
+            self._counters.set_gauge("disk_tier_used_bytes", use.used)
+
+    def _evict(self, shelf: Shelf, bounded: BoundedBackend, size: int) -> None:
+        guard = shelf.backend
+        removed, freed = bounded.evict(size, guard, lambda: guard.tracked_write(LEDGER))
+        if removed:
+            self._counters.add("disk_tier_evicted_objects", removed)
+            self._counters.add("disk_tier_evicted_bytes", freed)
+
+    # ---------------------------------------------------------------------------------- the end
+
+    def drain(self, seconds: float) -> bool:
+        """Wait until all copies are written and all uses noted; whether it was in time."""
+        with self._work:
+            self._note_at = 0.0
+            self._work.notify_all()
+            return self._work.wait_for(
+                lambda: not (self._copies or self._uses or self._busy), seconds
+            )
+
+    def close(self) -> None:
+        """Write what waits for at most a second, stop the thread. Idempotent."""
+        if self._closing.is_set():
+            return
+        if self.available:
+            self.drain(_CLOSE_SECONDS)
+        self._closing.set()
+        with self._work:
+            for copy in self._copies:
+                copy.buffer.release()
+            self._copies.clear()
+            self._work.notify_all()
+        if self._threads is not None:
+            self._threads.close()
+            self._threads.join(_CLOSE_SECONDS)
+        self._pool.close()
+        self._opening.close()

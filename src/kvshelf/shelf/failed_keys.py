@@ -1,0 +1,106 @@
+"""The chunk keys that loads failed for.
+
+Owns how long a failed key counts as missing. It has no thread and does not call the storage; all
+methods may be called from any thread, an engine's step thread too.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+
+
+class FailedKeys:
+    """Keys that a load failed for; lookups treat them as missing for a while.
+
+    A *bad* key's object is damaged. The key stays failed until the object is replaced or
+    `bad_seconds` are over; other failures (a missing object, a storage error) pass sooner. A key
+    that fails again soon after it was released stays failed for twice as long, so that no object
+    is tried again and again at a cost to every request.
+
+    Parameters
+    ----------
+    bad_seconds, other_seconds : float
+        How long a key stays failed at first, unless :meth:`forget` is called before.
+    most_seconds : float
+        How long at most.
+    limit : int
+        Most keys remembered; the oldest are forgotten first.
+    """
+
+    def __init__(
+        self,
+        bad_seconds: float = 300.0,
+        other_seconds: float = 10.0,
+        limit: int = 65536,
+        most_seconds: float = 1800.0,
+    ) -> None:
+        self._seconds = {True: bad_seconds, False: other_seconds}
+        self._most_seconds = most_seconds
+        self._limit = limit
+        #: Until when a key is failed, whether it is bad, and for how long it was failed.
+        self._keys: OrderedDict[bytes, tuple[float, bool, float]] = OrderedDict()
+        self._lock = threading.Lock()
+        self._listeners: list[Callable[[bytes], None]] = []
+
+    def __contains__(self, key: object) -> bool:
+        return isinstance(key, bytes) and self._get(key) is not None
+
+    def __len__(self) -> int:
+        return sum(key in self for key in list(self._keys))
+
+    def is_bad(self, key: bytes) -> bool:
+        """Whether `key` failed because its object is damaged."""
+        return self._get(key) is True
+
+    def _get(self, key: bytes) -> bool | None:
+        found = self._keys.get(key)
+        if found is None:
+            return None
+        until, bad, seconds = found
+        late = time.monotonic() - until
+        if late > seconds:
+            with self._lock:
+                if self._keys.get(key) is found:
+                    del self._keys[key]
+        return None if late >= 0 else bad
+
+    def subscribe(self, listener: Callable[[bytes], None]) -> None:
+        """Call `listener` with each key that is added from now on. It must not block."""
+        self._listeners.append(listener)
+
+    def add(self, key: bytes, *, bad: bool) -> None:
+        """Remember `key`."""
+        for listener in self._listeners:
+            listener(key)
+        now = time.monotonic()
+        with self._lock:
+            seconds = self._seconds[bad]
+            known = self._keys.get(key)
+            if known is not None and known[0] <= now <= known[0] + known[2]:
+                seconds = min(max(seconds, 2 * known[2]), max(seconds, self._most_seconds))
+            elif known is not None and now < known[0]:
+                # Several loads of the same object failed together.
+                seconds = max(seconds, known[2])
+            self._keys[key] = (now + seconds, bad, seconds)
+            self._keys.move_to_end(key)
+            while len(self._keys) > self._limit:
+                self._keys.popitem(last=False)
+
+    def forget(self, key: bytes) -> None:
+        """Let `key` be tried again, since a good object has been published.
+
+        A key that fails again after that waits: its objects are not the cause.
+        """
+        with self._lock:
+            known = self._keys.get(key)
+            if known is not None and known[2] <= self._seconds[known[1]]:
+                # The entry is kept for as long again, so that a second failure counts as one.
+                self._keys[key] = (min(known[0], time.monotonic()), known[1], known[2])
+
+    def clear(self) -> None:
+        """Forget all keys."""
+        with self._lock:
+            self._keys.clear()

@@ -1,0 +1,286 @@
+"""A shelf: one storage with any number of namespaces. Opens it, lists and deletes its objects.
+
+Owns the listings and the read of a namespace's description. The objects of one namespace are
+probed, published and loaded by a view (:meth:`Shelf.view`, :mod:`kvshelf.shelf.view`).
+
+Contracts
+---------
+* All methods but :meth:`Shelf.view` block on storage. All may be called from any number of
+  threads; those that block never from an engine's step thread.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from kvshelf.backends import Backend, Deadlines, open_backend
+from kvshelf.backends.guard import GuardedBackend
+from kvshelf.errors import (
+    BadObjectError,
+    ConfigError,
+    ObjectMissingError,
+    ObjectNameError,
+    StorageError,
+)
+from kvshelf.format.names import ParsedName, parse_namespace_folder, parse_path
+from kvshelf.format.namespace import Namespace
+from kvshelf.format.objects import ObjectFormat
+from kvshelf.metrics import Counters
+from kvshelf.shelf.view import DESCRIPTION, NamespaceView
+
+#: Most bytes read of a ``namespace.json``.
+_DESCRIPTION_BYTES: Final = 16 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class NamespaceInfo:
+    """One namespace folder of a shelf.
+
+    Attributes
+    ----------
+    folder : str
+        Its name.
+    namespace : Namespace or None
+        What its ``namespace.json`` says; None when that is missing or does not fit the folder.
+    problem : str or None
+        Why `namespace` is None.
+    """
+
+    folder: str
+    namespace: Namespace | None
+    problem: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ShelfObject:
+    """One object in a listing.
+
+    Attributes
+    ----------
+    name : str
+        Relative to the shelf's root.
+    parsed : ParsedName
+        What the name says, the namespace folder included.
+    size : int
+        Bytes.
+    mtime, atime : float
+        Seconds since the epoch; `atime` is None where the storage has none.
+    """
+
+    name: str
+    parsed: ParsedName
+    size: int
+    mtime: float
+    atime: float | None = None
+
+
+class Shelf:
+    """A store of chunks: one backend, any number of namespaces.
+
+    Parameters
+    ----------
+    backend : Backend
+        Closed together with the shelf.
+    counters : Counters, optional
+        Gets the times of probes, reads, verifications and writes.
+    deadlines : Deadlines, optional
+        How long its calls may take; those of its properties when absent. Of no meaning for a
+        backend that is guarded already.
+
+    Attributes
+    ----------
+    backend : GuardedBackend
+        `backend` itself, or around it: all calls have deadlines, and a circuit breaker opens when
+        the storage fails.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        counters: Counters | None = None,
+        *,
+        deadlines: Deadlines | None = None,
+    ) -> None:
+        self.backend = (
+            backend if isinstance(backend, GuardedBackend) else GuardedBackend(backend, deadlines)
+        )
+        self._counters = Counters() if counters is None else counters
+        self._views: dict[bytes, NamespaceView] = {}
+
+    def __repr__(self) -> str:
+        return f"Shelf({self.url!r})"
+
+    def __enter__(self) -> Shelf:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def url(self) -> str:
+        """Where the shelf is, without secrets."""
+        return self.backend.url
+
+    @property
+    def read_only(self) -> bool:
+        """Whether writes are known to be refused, by option or by the storage."""
+        return self.backend.properties.read_only
+
+    @property
+    def available(self) -> bool:
+        """Whether anything can be loaded: False while the breaker is open."""
+        return self.backend.reads.is_closed
+
+    def close(self) -> None:
+        """Release what the backend holds. Idempotent."""
+        self.backend.close()
+
+    def view(self, fmt: ObjectFormat) -> NamespaceView:
+        """Return the objects of one namespace; the same view each time.
+
+        Parameters
+        ----------
+        fmt : ObjectFormat
+            Format of the namespace's objects.
+        """
+        digest = fmt.namespace.digest
+        view = self._views.get(digest)
+        if view is None:
+            fresh = NamespaceView(self.backend, fmt, self._counters)
+            # Another thread may have been faster.
+            view = self._views.setdefault(digest, fresh)
+        return view
+
+    # ---------------------------------------------------------------------------------- listings
+
+    def namespaces(self) -> Iterator[NamespaceInfo]:
+        """Yield the namespace folders of the shelf, by name.
+
+        Raises
+        ------
+        StorageError
+            If the storage failed; trouble with one description is that entry's `problem`.
+        """
+        for folder in self.backend.folders():
+            tag = parse_namespace_folder(folder)
+            if tag is None:
+                continue
+            try:
+                namespace = read_namespace(self.backend, folder)
+            except ObjectMissingError:
+                yield NamespaceInfo(folder, None, f"it has no {DESCRIPTION}")
+            except (StorageError, ConfigError, BadObjectError, ValueError) as exc:
+                yield NamespaceInfo(folder, None, f"its {DESCRIPTION} cannot be used: {exc}")
+            else:
+                if namespace.digest.hex()[:16] == tag:
+                    yield NamespaceInfo(folder, namespace)
+                else:
+                    problem = (
+                        f"its {DESCRIPTION} belongs to the digest {namespace.digest.hex()[:16]}"
+                    )
+                    yield NamespaceInfo(folder, None, problem)
+
+    def objects(self, namespace_folder: str | None = None) -> Iterator[ShelfObject]:
+        """Stream the objects of one namespace folder or of all; foreign files are skipped.
+
+        Parameters
+        ----------
+        namespace_folder : str, optional
+            Name of the folder, as in :class:`NamespaceInfo`.
+
+        Raises
+        ------
+        ObjectNameError
+            If `namespace_folder` is not the name of a namespace folder.
+        StorageError
+            If the storage failed.
+        """
+        if namespace_folder is None:
+            folders = [f for f in self.backend.folders() if parse_namespace_folder(f) is not None]
+        elif parse_namespace_folder(namespace_folder) is None:
+            raise ObjectNameError(
+                f"{namespace_folder!r} is not a namespace folder: expected <slug>-<16 hex>"
+            )
+        else:
+            folders = [namespace_folder]
+        for folder in folders:
+            for info in self.backend.list(folder):
+                parsed = parse_path(info.name)
+                if parsed is not None:
+                    yield ShelfObject(info.name, parsed, info.size, info.mtime, info.atime)
+
+    def delete(self, name: str) -> bool:
+        """Delete one object by its name in a listing; False when it was not there.
+
+        Raises
+        ------
+        ObjectNameError
+            If `name` is not that of an object: nothing else is ever deleted.
+        StorageError
+            If the storage failed.
+        """
+        if parse_path(name) is None:
+            raise ObjectNameError(f"{name!r} is not the name of an object of a shelf")
+        return self.backend.delete(name)
+
+
+def read_namespace(backend: Backend, folder: str) -> Namespace:
+    """Read the description in a namespace folder.
+
+    Raises
+    ------
+    ConfigError, ValueError
+        If it is not one.
+    StorageError
+        If there is none, or it cannot be read.
+    """
+    with backend.open(f"{folder}/{DESCRIPTION}") as reader:
+        if reader.size > _DESCRIPTION_BYTES:
+            raise ValueError(f"found {reader.size} bytes, expected a few thousand")
+        data = bytearray(reader.size)
+        count = reader.read_into(memoryview(data), 0)
+    return Namespace.from_bytes(bytes(data[:count]), folder[:-17])
+
+
+def open_shelf(
+    url: str | os.PathLike[str],
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+    read_only: bool = False,
+    counters: Counters | None = None,
+    deadlines: Mapping[str, float] | None = None,
+) -> Shelf:
+    """Open the shelf at `url`.
+
+    Parameters
+    ----------
+    url : str or os.PathLike
+        A directory or a URL, see :func:`kvshelf.backends.open_backend`.
+    storage_options : Mapping, optional
+        Options of the storage.
+    read_only : bool
+        Refuse every change.
+    counters : Counters, optional
+        Gets the times of probes, reads, verifications and writes.
+    deadlines : Mapping, optional
+        Fields of :class:`~kvshelf.backends.Deadlines` that replace those of the storage.
+
+    Raises
+    ------
+    ConfigError
+        If the URL or the options cannot be used.
+    StorageError
+        If the storage could not be opened.
+
+    Examples
+    --------
+    >>> with open_shelf("memory://example") as shelf:
+    ...     list(shelf.objects())
+    []
+    """
+    backend = open_backend(url, storage_options=storage_options, read_only=read_only)
+    wanted = replace(backend.properties.deadlines, **(deadlines or {}))
+    return Shelf(backend, counters, deadlines=wanted)

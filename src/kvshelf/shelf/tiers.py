@@ -1,0 +1,292 @@
+"""Joins tiers and a shelf. A tier is a faster copy in front of a shelf.
+
+Owns the shape of a tier (:class:`Tier`), the shelf that looks into tiers first
+(:class:`TieredShelf`), and how a shelf is opened together with its disk tier
+(:func:`open_configured`). The disk tier is :mod:`kvshelf.shelf.disk_tier`, the memory tier
+:mod:`kvshelf.transfer.prefetch`.
+
+Contracts
+---------
+* The shelf decides what is stored: stores ask the shelf alone, and an object that it did not take
+  does not get into a tier. Loads and lookups ask the tiers first, and ask the shelf only for the
+  objects that are in no tier. So an object that was deleted from the shelf is found until it is
+  gone from the tiers as well.
+* All methods may be called from any thread but an engine's step thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+
+from kvshelf.backends import Backend, BytesLike, WriteResult, open_backend
+from kvshelf.backends.guard import GuardedBackend
+from kvshelf.config import Config, default_shelf_path
+from kvshelf.format.objects import ObjectFormat
+from kvshelf.metrics import Counters
+from kvshelf.shelf.opening import TIERED_SECONDS, LateBackend, Opening
+from kvshelf.shelf.shelf import Shelf, open_shelf
+from kvshelf.shelf.view import ObjectRef, Presence, ShelfView
+from kvshelf.urls import shown_url
+
+if TYPE_CHECKING:
+    from kvshelf.shelf.disk_tier import DiskTier
+
+logger = logging.getLogger(__name__)
+
+
+class Tier(Protocol):
+    """Something in front of a shelf that has copies of some of its objects."""
+
+    @property
+    def available(self) -> bool:
+        """Whether anything can be loaded from it."""
+
+    def holds(self, fmt: ObjectFormat, refs: Sequence[ObjectRef]) -> list[bool]:
+        """Tell which of these objects are here."""
+
+    def load(self, fmt: ObjectFormat, ref: ObjectRef, buffer: memoryview) -> bool:
+        """Fill `buffer`, or at least its payload; False when the object is not here or is bad."""
+
+    def keep(self, fmt: ObjectFormat, ref: ObjectRef, buffer: BytesLike) -> None:
+        """Take a copy of an object that is on the shelf, if there is room. Never waits."""
+
+    def attach(self, guard: GuardedBackend) -> None:
+        """Report to the watchers of `guard` which of their threads are stuck in the tier."""
+
+    def close(self) -> None:
+        """Release what it holds. Idempotent."""
+
+
+class TieredView(ShelfView):
+    """A view of a shelf with tiers in front of it; has no state of its own.
+
+    Parameters
+    ----------
+    shelf : ShelfView
+    tiers : Sequence of Tier
+        The nearest first.
+    ask_shelf : bool
+        False: :meth:`find` finds only the objects in the tiers.
+    """
+
+    def __init__(self, shelf: ShelfView, tiers: Sequence[Tier], *, ask_shelf: bool = True) -> None:
+        super().__init__(shelf.backend, shelf.fmt)
+        self._shelf = shelf
+        self._tiers = tiers
+        self._ask_shelf = ask_shelf
+
+    @property
+    def available(self) -> bool:
+        """Whether anything can be loaded from a tier or from the shelf."""
+        return any(tier.available for tier in self._tiers) or self._shelf.available
+
+    def probe(self, refs: Sequence[ObjectRef]) -> list[Presence]:
+        """Probe the shelf alone: a store must know whether an object is there."""
+        return self._shelf.probe(refs)
+
+    def find(self, refs: Sequence[ObjectRef]) -> list[Presence]:
+        """Ask each tier for the objects that those before it do not have, then the shelf."""
+        answers = [Presence.MISSING] * len(refs)
+        asked: Sequence[int] = range(len(refs))
+        for tier in self._tiers:
+            if not asked:
+                return answers
+            held = tier.holds(self.fmt, [refs[i] for i in asked])
+            for i, here in zip(asked, held, strict=True):
+                if here:
+                    answers[i] = Presence.PRESENT
+            asked = [i for i, here in zip(asked, held, strict=True) if not here]
+        if asked and self._ask_shelf:
+            found = self._shelf.find([refs[i] for i in asked])
+            for i, answer in zip(asked, found, strict=True):
+                answers[i] = answer
+        return answers
+
+    def load(self, ref: ObjectRef, buffer: memoryview) -> None:
+        """Read and verify one object, from the first tier that has it, else from the shelf.
+
+        From some tiers the payload comes without the header.
+        """
+        for tier in self._tiers:
+            if tier.load(self.fmt, ref, buffer):
+                return
+        self._shelf.load(ref, buffer)
+        for tier in self._tiers:
+            tier.keep(self.fmt, ref, buffer)
+
+    def publish(self, ref: ObjectRef, buffer: BytesLike, *, suspect: bool = False) -> WriteResult:
+        """Publish to the shelf, then copy to the tiers.
+
+        A suspect object is repaired on the shelf alone: a copy in a tier is verified when read.
+        """
+        result = self._shelf.publish(ref, buffer, suspect=suspect)
+        if not suspect:
+            for tier in self._tiers:
+                tier.keep(self.fmt, ref, buffer)
+        return result
+
+
+class TieredShelf:
+    """A shelf with tiers in front of it; closes them all.
+
+    Parameters
+    ----------
+    shelf : Shelf
+    tiers : Sequence of Tier
+        The nearest first.
+
+    Raises
+    ------
+    ConfigError
+        If a tier and the shelf have files in common. May block on both.
+    """
+
+    def __init__(self, shelf: Shelf, tiers: Sequence[Tier]) -> None:
+        self._shelf = shelf
+        self._tiers = tiers
+        for tier in tiers:
+            tier.attach(shelf.backend)
+
+    @property
+    def backend(self) -> GuardedBackend:
+        """The storage of the shelf."""
+        return self._shelf.backend
+
+    @property
+    def available(self) -> bool:
+        """Whether anything can be loaded from a tier or from the shelf."""
+        return any(tier.available for tier in self._tiers) or self._shelf.available
+
+    def view(self, fmt: ObjectFormat, *, ask_shelf: bool = True) -> TieredView:
+        """Return the objects of one namespace, see :class:`TieredView`. Does not block."""
+        return TieredView(self._shelf.view(fmt), self._tiers, ask_shelf=ask_shelf)
+
+    def close(self) -> None:
+        """Close the tiers and the shelf. Idempotent."""
+        for tier in self._tiers:
+            tier.close()
+        self._shelf.close()
+
+
+#: A shelf with or without tiers.
+AnyShelf: TypeAlias = Shelf | TieredShelf
+
+
+def open_behind(
+    tier: DiskTier,
+    url: str | os.PathLike[str],
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+    read_only: bool = False,
+    counters: Counters | None = None,
+    deadlines: Mapping[str, float] | None = None,
+    open_seconds: float = TIERED_SECONDS,
+) -> Shelf:
+    """Open the shelf behind a disk tier, also when it does not answer now.
+
+    The objects in the tier can be loaded meanwhile.
+
+    Parameters
+    ----------
+    tier : DiskTier
+    url, storage_options, read_only, counters, deadlines
+        As for :func:`kvshelf.shelf.shelf.open_shelf`.
+    open_seconds : float
+        How long to wait for it.
+
+    Raises
+    ------
+    ConfigError, StorageError
+        If the shelf cannot be opened, and waiting would not help.
+    """
+
+    def make() -> Backend:
+        opened = open_backend(url, storage_options=storage_options, read_only=read_only)
+        try:
+            tier.check_disjoint(opened)
+        except BaseException:
+            opened.close()
+            raise
+        return opened
+
+    opening = Opening(shown_url(url), make)
+    meanwhile = f"only objects in the disk tier {tier.path} can be loaded"
+    backend = opening.first(open_seconds, meanwhile) or LateBackend(opening)
+    wanted = replace(backend.properties.deadlines, **(deadlines or {}))
+    return Shelf(backend, counters, deadlines=wanted)
+
+
+def shelf_url(config: Config) -> str:
+    """Return where the shelf of `config` is; logs a warning if it is a default."""
+    if config.shared_storage_path is not None:
+        return config.shared_storage_path
+    url = str(default_shelf_path())
+    logger.warning(
+        "shared_storage_path is not set: KV is kept in %s, which only this user on this machine"
+        " can read. Set it to a directory or URL that your engines share.",
+        url,
+    )
+    return url
+
+
+def open_configured(
+    url: str,
+    config: Config,
+    counters: Counters,
+    *,
+    on_thread_start: Callable[[], None] | None = None,
+) -> tuple[Shelf, DiskTier | None]:
+    """Open the shelf of a configuration, and its disk tier if it has one. May block.
+
+    Behind a disk tier the shelf may open later, see :func:`open_behind`.
+
+    Parameters
+    ----------
+    url : str
+        Where the shelf is, see :func:`shelf_url`.
+    config : Config
+    counters : Counters
+        Counts what both do.
+    on_thread_start : Callable, optional
+        Called first on the tier's thread, to set its processors.
+
+    Raises
+    ------
+    ConfigError, StorageError
+        If the shelf or the tier cannot be opened, and waiting would not help; without a disk
+        tier also if the storage does not answer.
+    """
+    options: dict[str, Any] = {
+        "storage_options": config.storage_options,
+        "read_only": config.read_only,
+        "counters": counters,
+        "deadlines": config.deadlines,
+    }
+    place = config.disk_tier
+    if place is None:
+        return open_shelf(url, **options), None
+    # It needs torch, and most engines do not need it.
+    from kvshelf.shelf.disk_tier import DiskTier
+
+    begin = time.monotonic()
+    with contextlib.ExitStack() as undo:
+        tier = DiskTier(
+            place.path,
+            place.max_bytes,
+            counters=counters,
+            open_seconds=None,
+            on_thread_start=on_thread_start,
+        )
+        undo.callback(tier.close)
+        shelf = open_behind(tier, url, **options)
+        undo.callback(shelf.close)
+        # Both are opened at the same time.
+        tier.wait_open(max(0.0, begin + TIERED_SECONDS - time.monotonic()))
+        undo.pop_all()
+    return shelf, tier

@@ -1,0 +1,598 @@
+"""The objects of one namespace on a shelf: probe, publish, load, repair.
+
+Owns the rules about objects that are not what they should be: what counts as present, when a bad
+object is replaced, when it is quarantined and how much is kept in quarantine. It also owns the
+namespace's description (``namespace.json``) and the search for the namespace's folders.
+
+Contracts
+---------
+* Nothing here is decided from what another process wrote except after verification; a bad object
+  costs a miss and is replaced only when the same object is published again.
+* I/O errors (:class:`~kvshelf.errors.StorageError`) never delete, move or replace anything.
+* A folder belongs to a namespace by the 16 hex at its end, whatever the slug before them. Objects
+  are read from all such folders and written to one.
+* A namespace that is written to is swept of the temporaries of killed writers: one folder at a
+  time, seconds apart, after a write and on its thread.
+* All methods block on storage and may be called from any number of threads, never from an engine's
+  step thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import random
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from enum import Enum
+from itertools import product
+from typing import Final, NamedTuple, TypeVar
+
+from kvshelf.backends import NOT_REGULAR, BytesLike, WriteResult
+from kvshelf.backends.guard import GuardedBackend
+from kvshelf.errors import (
+    BadObjectError,
+    NotRegularError,
+    ObjectMissingError,
+    PermanentStorageError,
+    StorageError,
+)
+from kvshelf.format.invalid import EmptyObject, TruncatedObject, WrongSize
+from kvshelf.format.keys import Chunk
+from kvshelf.format.names import ParsedName, object_name, parse_namespace_folder, parse_path
+from kvshelf.format.objects import ObjectFormat, ReaderLike
+from kvshelf.logs import RateLimitedLog
+from kvshelf.metrics import Counters
+
+logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+
+#: An object of wrong size that changed within so many seconds may still be copied to its place.
+COPY_SECONDS: Final = 60.0
+#: Most entries kept in a namespace's quarantine, ``.kvshelf/bad``.
+BAD_COUNT: Final = 32
+#: Most bytes kept there.
+BAD_BYTES: Final = 1 << 30
+#: Name of a namespace's description in its folder.
+DESCRIPTION: Final = "namespace.json"
+
+_BAD: Final = ".kvshelf/bad"
+#: Most folders of one namespace that are looked into: each costs a round of probes.
+_MAX_FOLDERS: Final = 8
+_FOLDERS_SECONDS: Final = 60.0
+_NO_FOLDER_SECONDS: Final = 5.0
+_DESCRIPTION_SECONDS: Final = 60.0
+#: A temporary of a killed writer is removed when nothing has changed it for so long.
+_SWEEP_AGE: Final = 3600.0
+#: Seconds from the sweep of one folder to that of the next, and from one round to the next.
+_SWEEP_SECONDS: Final = 10.0
+_SWEEP_ROUND_SECONDS: Final = 3600.0
+#: Ways to be bad that a file of the right size does not have.
+_WRONG_SIZE_OR_KIND: Final = (EmptyObject, TruncatedObject, WrongSize, NotRegularError)
+
+
+class ObjectRef(NamedTuple):
+    """One object of a namespace: a chunk's key, index and length name it, and a shard."""
+
+    chunk: Chunk
+    shard: int
+
+
+class Presence(Enum):
+    """What a probe found in an object's place; all but PRESENT are misses for a load."""
+
+    MISSING = "missing"
+    PRESENT = "present"
+    WRONG_SIZE = "wrong size"
+    NOT_REGULAR = "not a regular file"
+    ERROR = "error"
+
+
+class ShelfView(ABC):
+    """The part of a shelf that stores, loads and lookups of one namespace need.
+
+    Parameters
+    ----------
+    backend : GuardedBackend
+        The storage.
+    fmt : ObjectFormat
+        Format of the namespace's objects.
+    """
+
+    def __init__(self, backend: GuardedBackend, fmt: ObjectFormat) -> None:
+        self.backend = backend
+        self.fmt = fmt
+
+    @property
+    def available(self) -> bool:
+        """Whether anything can be loaded: False while the breaker is open."""
+        return self.backend.reads.is_closed
+
+    @abstractmethod
+    def probe(self, refs: Sequence[ObjectRef]) -> list[Presence]:
+        """Tell for many objects what stands in their places.
+
+        Parameters
+        ----------
+        refs : Sequence of ObjectRef
+            Cheapest when shards of one chunk follow one another.
+
+        Returns
+        -------
+        list of Presence
+            One for each object, in order. Storage trouble is ERROR, never an exception.
+        """
+
+    def find(self, refs: Sequence[ObjectRef]) -> list[Presence]:
+        """Probe the storage and the tiers in front of it: an object in a tier is present."""
+        return self.probe(refs)
+
+    def present(self, chunks: Sequence[Chunk], shards: Sequence[int] | None = None) -> list[bool]:
+        """Tell for each of `chunks` whether all its objects are found with the right size.
+
+        Parameters
+        ----------
+        chunks : Sequence of Chunk
+        shards : Sequence of int, optional
+            Look at these shards only; default all.
+        """
+        wanted = range(self.fmt.shards) if shards is None else shards
+        step = len(wanted)
+        # Quicker than a call of the class for each, which lookups would notice.
+        answers = self.find(list(map(ObjectRef._make, product(chunks, wanted))))
+        there = Presence.PRESENT
+        return [
+            all(answer is there for answer in answers[i * step : i * step + step])
+            for i in range(len(chunks))
+        ]
+
+    @abstractmethod
+    def load(self, ref: ObjectRef, buffer: memoryview) -> None:
+        """Read and verify one object.
+
+        Parameters
+        ----------
+        ref : ObjectRef
+        buffer : memoryview
+            Writable, of the object's size; holds the whole file afterwards. After an exception its
+            content means nothing.
+
+        Raises
+        ------
+        ObjectMissingError
+            If there is no such object.
+        BadObjectError
+            If it is bad, also when read again through a fresh open. It was quarantined where the
+            storage can do that and the shelf is writable.
+        StorageError
+            If the storage failed; the object may be good.
+        """
+
+    @abstractmethod
+    def publish(self, ref: ObjectRef, buffer: BytesLike, *, suspect: bool = False) -> WriteResult:
+        """Publish one object, or replace what stands in its place if that is bad.
+
+        Parameters
+        ----------
+        ref : ObjectRef
+        buffer : BytesLike
+            The whole file, header included.
+        suspect : bool
+            What stands in the object's place may be bad. It is read and verified first, and left
+            alone only if it is good: another engine may have replaced it already. Otherwise an
+            object of the right size is left alone. In both cases an object of wrong size is
+            replaced, and something that is not a regular file is moved out of the way.
+
+        Returns
+        -------
+        WriteResult
+            CREATED; EXISTED when the object was left alone; REPLACED when something else had stood
+            in its place.
+
+        Raises
+        ------
+        ValueError
+            If `buffer` does not have the object's size.
+        StorageError
+            If the storage refused or failed, also while verifying: nothing is replaced then.
+        """
+
+
+class NamespaceView(ShelfView):
+    """The objects of one namespace on one storage; made by :meth:`kvshelf.shelf.shelf.Shelf.view`.
+
+    Races of its threads only repeat a look at the storage.
+
+    Parameters
+    ----------
+    backend, fmt
+        As for :class:`ShelfView`.
+    counters : Counters
+        Gets the times of probes, reads, verifications and writes.
+    """
+
+    def __init__(self, backend: GuardedBackend, fmt: ObjectFormat, counters: Counters) -> None:
+        super().__init__(backend, fmt)
+        self._counters = counters
+        self._log = RateLimitedLog(logger)
+        self._lock = threading.Lock()
+        self._folders: tuple[str, ...] = (fmt.namespace.folder,)
+        self._folders_until = 0.0
+        self._described_until = 0.0
+        self._sizes = tuple(fmt.object_size(shard) for shard in range(fmt.shards))
+        self._tail_sizes: dict[tuple[int, int], int] = {}
+        #: Ends of the names of a chunk's objects, by shard.
+        self._ends = tuple(f"{shard}of{fmt.shards}.safetensors" for shard in range(fmt.shards))
+        #: Folders of this round that are not swept yet; taken from the end.
+        self._unswept: list[str] = []
+        self._swept_until = 0.0
+
+    def __repr__(self) -> str:
+        return f"NamespaceView({self.backend.url!r}, {self.fmt.namespace.folder!r})"
+
+    # ------------------------------------------------------------------------------------ naming
+
+    def _find_folders(self) -> tuple[str, ...]:
+        """Folders of the namespace, the one to write to first."""
+        now = time.monotonic()
+        if now < self._folders_until:
+            return self._folders
+        if self._folders_until:
+            # One caller looks, the others go on. So do all of them where the listing fails: reads
+            # and probes work, and failed listings of each caller must not open the breaker.
+            self._folders_until = now + _FOLDERS_SECONDS
+        own = self.fmt.namespace.folder
+        tag = self.fmt.namespace.digest.hex()[:16]
+        try:
+            found = [f for f in self.backend.folders() if parse_namespace_folder(f) == tag]
+        except PermanentStorageError:
+            # Listing may be forbidden where reading is not.
+            found = [own]
+        except StorageError:
+            if self._folders_until:
+                return self._folders
+            raise
+        if own in found:
+            found.remove(own)
+            found.insert(0, own)
+        self._folders = tuple(found[:_MAX_FOLDERS]) or (own,)
+        self._folders_until = now + (_FOLDERS_SECONDS if found else _NO_FOLDER_SECONDS)
+        return self._folders
+
+    def _base(self, ref: ObjectRef) -> str:
+        """Name relative to the namespace's folder."""
+        return object_name(ref.chunk, ref.shard, self.fmt.shards)
+
+    def name(self, ref: ObjectRef) -> str:
+        """Name, relative to the shelf's root, under which a store writes this object."""
+        return f"{self._find_folders()[0]}/{self._base(ref)}"
+
+    def _size(self, chunk: Chunk, shard: int) -> int:
+        if not chunk.tail:
+            return self._sizes[shard]
+        key = (shard, chunk.tokens)
+        size = self._tail_sizes.get(key)
+        if size is None:
+            size = self._tail_sizes[key] = self.fmt.object_size(shard, chunk.tokens)
+        return size
+
+    # ------------------------------------------------------------------------------------ probes
+
+    def probe(self, refs: Sequence[ObjectRef]) -> list[Presence]:
+        """Tell for many objects what stands in their places, see :meth:`ShelfView.probe`."""
+        names: list[str] = []
+        sizes: list[int] = []
+        last: Chunk | None = None
+        start = ""
+        cut = len(self._ends[0])
+        for chunk, shard in refs:
+            if chunk is not last:
+                # Only the end of the name differs between the shards of a chunk.
+                start, last = object_name(chunk, 0, self.fmt.shards)[:-cut], chunk
+            names.append(start + self._ends[shard])
+            sizes.append(self._size(chunk, shard))
+        try:
+            folders = self._find_folders()
+        except StorageError as exc:
+            self._log_failed_probe(exc)
+            return [Presence.ERROR] * len(names)
+        answers = self._probe(folders[0], names, sizes)
+        for folder in folders[1:]:
+            open_ = [i for i, answer in enumerate(answers) if answer is not Presence.PRESENT]
+            if not open_:
+                break
+            others = self._probe(folder, [names[i] for i in open_], [sizes[i] for i in open_])
+            for i, other in zip(open_, others, strict=True):
+                if other is Presence.PRESENT:
+                    answers[i] = other
+        return answers
+
+    def _probe(self, folder: str, names: list[str], sizes: list[int]) -> list[Presence]:
+        start = folder + "/"
+        answers: list[Presence] = []
+        begin = time.perf_counter()
+        stats = self.backend.stat([start + name for name in names])
+        self._counters.observe("probe", time.perf_counter() - begin)
+        error: StorageError | None = None
+        for found, size in zip(stats, sizes, strict=True):
+            if found == size:
+                answers.append(Presence.PRESENT)
+            elif found is None:
+                answers.append(Presence.MISSING)
+            elif found is NOT_REGULAR:
+                answers.append(Presence.NOT_REGULAR)
+            elif isinstance(found, int):
+                answers.append(Presence.WRONG_SIZE)
+            else:
+                error = found
+                answers.append(Presence.ERROR)
+        if error is not None:
+            self._log_failed_probe(error)
+        return answers
+
+    def _log_failed_probe(self, error: StorageError) -> None:
+        """Log that the storage did not answer probes."""
+        if error.retryable:
+            # If the trouble lasts, the breaker opens and its guard logs that.
+            logger.debug("a probe failed: %s", error)
+        else:
+            self._log.warning(
+                "could not probe the shelf; objects are treated as missing: %s", error
+            )
+
+    # ------------------------------------------------------------------------------------ writes
+
+    def publish(self, ref: ObjectRef, buffer: BytesLike, *, suspect: bool = False) -> WriteResult:
+        """Publish one object, or replace a bad one, see :meth:`ShelfView.publish`."""
+        size = self._size(*ref)
+        given = memoryview(buffer).nbytes
+        if given != size:
+            raise ValueError(f"the buffer holds {given} bytes: expected {size}, the object's size")
+        bad = False
+        if suspect:
+            try:
+                self._read(ref, memoryview(bytearray(size)))
+            except ObjectMissingError:
+                pass
+            except BadObjectError as error:
+                bad = True
+                with self._best_effort():
+                    self.quarantine(ref, error)
+            else:
+                return WriteResult.EXISTED
+        begin = time.perf_counter()
+        folder = self._find_folders()[0]
+        self._describe(folder)
+        name = f"{folder}/{self._base(ref)}"
+        if bad:
+            result = self._replace(folder, name, buffer)
+        else:
+            result = self._create(folder, name, buffer, size)
+        self._counters.observe("publish", time.perf_counter() - begin)
+        self._sweep(folder)
+        return result
+
+    def _create(self, folder: str, name: str, buffer: BytesLike, size: int) -> WriteResult:
+        """Write a file unless one of its size is there."""
+        result = self.backend.write(name, [buffer])
+        if result is not WriteResult.EXISTED:
+            return result
+        found = self.backend.probe(name)
+        if found == size:
+            return result
+        if found is None:
+            return self.backend.write(name, [buffer])
+        # While its size is no evidence of damage, replacing it is right all the same: a copier
+        # goes on with a file that has no name any more.
+        if found is NOT_REGULAR or (
+            self.backend.properties.can_quarantine and self._is_surely_of_wrong_size(name)
+        ):
+            with self._best_effort():
+                self._quarantine(folder, name)
+        return self._replace(folder, name, buffer)
+
+    def _replace(self, folder: str, name: str, buffer: BytesLike) -> WriteResult:
+        try:
+            self.backend.write(name, [buffer], "replace")
+        except NotRegularError:
+            self._quarantine(folder, name)
+            self.backend.write(name, [buffer], "replace")
+        return WriteResult.REPLACED
+
+    def describe(self) -> None:
+        """Publish the namespace's description if it is not there; `publish` does so as well.
+
+        Raises
+        ------
+        StorageError
+            If the storage refused or failed.
+        """
+        self._describe(self._find_folders()[0])
+
+    def _describe(self, folder: str) -> None:
+        if time.monotonic() < self._described_until:
+            return
+        name = f"{folder}/{DESCRIPTION}"
+        encoded = self.fmt.namespace.encoded
+        high_latency = self.backend.properties.high_latency
+        # On a high-latency storage the create serves as the first probe: a backend learns from it.
+        first = high_latency and not self._described_until
+        if first or self.backend.stat([name])[0] != len(encoded):
+            self._create(folder, name, encoded, len(encoded))
+        if high_latency:
+            self._described_until = time.monotonic() + _DESCRIPTION_SECONDS
+
+    def _sweep(self, namespace_folder: str) -> None:
+        """Now and then, remove the temporaries of killed writers in one more folder."""
+        if not self.backend.properties.temporaries:
+            return
+        with self._lock:
+            now = time.monotonic()
+            if now < self._swept_until:
+                return
+            if not self._unswept:
+                self._unswept.append(namespace_folder)
+            folder = self._unswept.pop()
+            self._swept_until = now + _SWEEP_SECONDS
+        try:
+            self.backend.sweep(
+                folder,
+                _SWEEP_AGE,
+                lambda name: name == DESCRIPTION or parse_path(f"{folder}/{name}") is not None,
+            )
+            # Objects lie in <namespace>/<group>/<2 hex>.
+            inner = [] if folder.count("/") == 2 else list(self.backend.folders(folder))
+        except StorageError as exc:
+            logger.debug("temporaries could not be removed: %s", exc)
+            return
+        # Of many engines that begin a round at once each begins elsewhere.
+        random.shuffle(inner)
+        with self._lock:
+            self._unswept += [f"{folder}/{name}" for name in inner]
+            if not self._unswept:
+                self._swept_until = now + _SWEEP_ROUND_SECONDS
+
+    # ------------------------------------------------------------------------------------- loads
+
+    def load(self, ref: ObjectRef, buffer: memoryview) -> None:
+        """Read and verify one object, see :meth:`ShelfView.load`."""
+        try:
+            self._read(ref, buffer)
+        except BadObjectError as bad:
+            with self._best_effort():
+                self.quarantine(ref, bad)
+            raise
+
+    def load_named(self, parsed: ParsedName, buffer: memoryview) -> Chunk:
+        """Read and verify one object of which only the name is known; nothing is quarantined.
+
+        Parameters
+        ----------
+        parsed : ParsedName
+            The object's name; its namespace folder is of no meaning.
+        buffer : memoryview
+            As for :meth:`load`.
+
+        Returns
+        -------
+        Chunk
+            Its parent is the one that the object names, see :meth:`ObjectFormat.read_named`.
+
+        Raises
+        ------
+        ObjectNameError
+            If no object of this namespace has such a name.
+        ObjectMissingError, BadObjectError, StorageError
+            As for :meth:`load`.
+        """
+        fmt = self.fmt
+        name = object_name(fmt.named_chunk(parsed), parsed.shard, fmt.shards)
+        return self._read_from(
+            name, len(buffer), lambda reader: fmt.read_named(reader, parsed, buffer)
+        )
+
+    def _read(self, ref: ObjectRef, buffer: memoryview) -> None:
+        self._read_from(
+            self._base(ref), len(buffer), lambda reader: self.fmt.read(reader, *ref, buffer)
+        )
+
+    def _read_from(self, name: str, size: int, read: Callable[[ReaderLike], _T]) -> _T:
+        folders = self._find_folders()
+        for folder in folders[:-1]:
+            with contextlib.suppress(ObjectMissingError):
+                return self._read_twice(f"{folder}/{name}", size, read)
+        return self._read_twice(f"{folders[-1]}/{name}", size, read)
+
+    def _read_twice(self, name: str, size: int, read: Callable[[ReaderLike], _T]) -> _T:
+        try:
+            return self._read_once(name, size, read)
+        except BadObjectError:
+            # Caches of network filesystems show old sizes and contents to an old open.
+            return self._read_once(name, size, read)
+
+    def _read_once(self, name: str, size: int, read: Callable[[ReaderLike], _T]) -> _T:
+        begin = time.monotonic()
+        # Not known before a storage is open that is opened late.
+        least = self.backend.properties.part_bytes
+        large = least and size >= least
+        backend = self.backend
+        with backend.open_large(name, size) if large else backend.open(name) as reader:
+            result = read(reader)
+            end = time.monotonic()
+        self._counters.observe("read", reader.seconds)
+        self._counters.observe("verify", end - begin - reader.seconds)
+        return result
+
+    # ------------------------------------------------------------------------------- bad objects
+
+    def quarantine(self, ref: ObjectRef, bad: BadObjectError) -> bool:
+        """Move an object that was found bad to ``.kvshelf/bad`` of its namespace folder.
+
+        Does nothing where the storage cannot move things or takes no writes. A file of wrong size
+        stays where it is, to be replaced by a store, if it changed within the last minute (it may
+        still be copied to its place) or if caches of the storage may show the size of an earlier
+        file: the file that stands there now may be good. An object that was found bad for its size
+        or kind also stays if it is a file of the right size now: another stands in its place. The
+        newest 32 entries and 1 GiB are kept in quarantine.
+
+        Parameters
+        ----------
+        ref : ObjectRef
+        bad : BadObjectError
+            What was found wrong with it.
+
+        Returns
+        -------
+        bool
+            Whether something was moved.
+
+        Raises
+        ------
+        StorageError
+            If the storage failed.
+        """
+        properties = self.backend.properties
+        if properties.read_only or not properties.can_quarantine:
+            return False
+        for folder in self._find_folders():
+            name = f"{folder}/{self._base(ref)}"
+            found = self.backend.probe(name)
+            if found is None:
+                continue
+            if isinstance(found, int):
+                if found != self._size(*ref):
+                    if not self._is_surely_of_wrong_size(name):
+                        return False
+                elif isinstance(bad, _WRONG_SIZE_OR_KIND):
+                    return False
+            return self._quarantine(folder, name)
+        return False
+
+    @staticmethod
+    @contextlib.contextmanager
+    def _best_effort() -> Iterator[None]:
+        """Go on when a bad object cannot be quarantined: keeping it is a courtesy."""
+        try:
+            yield
+        except StorageError as exc:
+            logger.debug("a bad object could not be quarantined: %s", exc)
+
+    def _is_surely_of_wrong_size(self, name: str) -> bool:
+        """Whether a wrong size that was seen shows that the object is bad."""
+        if self.backend.properties.cache_seconds:
+            return False
+        info = self.backend.info(name)
+        return info is None or abs(time.time() - info.mtime) >= COPY_SECONDS
+
+    def _quarantine(self, folder: str, name: str) -> bool:
+        # The time makes names sort by age, which is how trim() finds the oldest.
+        bad = f"{folder}/{_BAD}"
+        target = f"{bad}/{time.time_ns():020d}-{os.urandom(4).hex()}-{name.rpartition('/')[2]}"
+        moved = self.backend.quarantine(name, target)
+        if moved:
+            self.backend.trim(bad, BAD_COUNT, BAD_BYTES)
+        return moved

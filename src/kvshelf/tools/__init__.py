@@ -1,0 +1,1 @@
+"""The work behind the command line: copying, seeding, lists of prompts."""

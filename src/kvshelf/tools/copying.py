@@ -1,0 +1,560 @@
+"""Copies objects from one shelf to another and verifies each of them.
+
+Owns the selection of objects (:class:`Selection`), what happens to each, and the counts of a copy
+(:class:`CopyReport`). The shelf publishes and repairs objects.
+
+Contracts
+---------
+* Only verified objects are published: header, size and the hash of every tensor. An object
+  that fails is left out, counted and reported.
+* An object that the target has with the right size is not touched, unless existing objects
+  are verified and it is bad. One with the wrong size is replaced.
+* An interrupted copy continues when it is started again: published objects are complete, and
+  are skipped.
+* The source is never changed. Objects that vanish from it during the copy are not a failure; a
+  namespace folder that vanishes is an error, because the source may have been unmounted.
+* Only objects and ``namespace.json`` are copied; marks, quarantine and foreign files are not.
+  An existing folder of the namespace at the target is used, whatever its slug.
+* A storage error with one object is retried after growing pauses, then counted and reported.
+  The copy ends with an error if the target is read-only or full, or if every object fails.
+
+Threads
+-------
+:func:`copy_shelf` lists and probes on the calling thread and copies on daemon threads of its
+own, each with one buffer that it reuses. `on_progress` and `on_problem` are called on any of these
+threads, one call at a time.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import Final, TypeVar
+
+from kvshelf.errors import (
+    BadObjectError,
+    ConfigError,
+    NoSpaceStorageError,
+    NotRegularError,
+    ObjectMissingError,
+    ObjectNameError,
+    ReadOnlyStorageError,
+    StorageError,
+    TransientStorageError,
+)
+from kvshelf.format.keys import Chunk, KeyChain, salt_group_of
+from kvshelf.format.names import ParsedName, object_name, parse_namespace_folder
+from kvshelf.format.objects import ObjectFormat
+from kvshelf.shelf.shelf import Shelf
+from kvshelf.shelf.view import ObjectRef, Presence
+from kvshelf.tools.prompts import Prompt
+
+#: Objects that are probed at the target at once.
+_BATCH: Final = 256
+_MAX_JOBS: Final = 16
+_QUEUE_LENGTH: Final = 1024
+#: Seconds between the attempts for one object.
+_PAUSES: Final = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
+#: Seconds that an interrupted copy waits for the objects in progress.
+_INTERRUPT_SECONDS: Final = 5.0
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Which objects of a shelf to copy; all of them by default.
+
+    Attributes
+    ----------
+    namespaces : Sequence of str
+        Folders of namespaces, or the 16 hex digits at their ends.
+    slugs : Sequence of str
+        Namespaces whose folder begins with one of these.
+    since, until : float or None
+        Range of the objects' modification times, in seconds since the epoch.
+    prompts : Sequence of Prompt or None
+        Only the whole chunks of these prompts, which must be token ids. They are probed by
+        their keys; nothing is listed.
+    """
+
+    namespaces: Sequence[str] = ()
+    slugs: Sequence[str] = ()
+    since: float | None = None
+    until: float | None = None
+    prompts: Sequence[Prompt] | None = None
+
+    def has_folder(self, folder: str) -> bool:
+        """Whether a namespace folder is selected."""
+        tag = folder[-16:]
+        if self.namespaces and not {folder, tag} & set(self.namespaces):
+            return False
+        return not self.slugs or folder[:-17] in self.slugs
+
+    def has_time(self, mtime: float) -> bool:
+        """Whether an object with this modification time is selected."""
+        return (self.since is None or mtime >= self.since) and (
+            self.until is None or mtime < self.until
+        )
+
+
+@dataclass(slots=True)
+class CopyReport:
+    """The result of a copy. Counts objects, except `bytes` and `seconds`.
+
+    Attributes
+    ----------
+    found : int
+        Selected at the source.
+    copied : int
+        Published by this copy, or by the copy that a dry run predicts.
+    repaired : int
+        Of these, the ones that replaced a bad object.
+    existed : int
+        Already at the target.
+    bad : int
+        Not copied: the source's object is invalid.
+    failed : int
+        Not copied: the storage failed, or the target has a folder of that name.
+    gone : int
+        Vanished from the source before they were read.
+    skipped_namespaces : int
+        Left out, because without a namespace record objects cannot be verified.
+    bytes : int
+        Total size of the objects in `copied`.
+    seconds : float
+    """
+
+    found: int = 0
+    copied: int = 0
+    repaired: int = 0
+    existed: int = 0
+    bad: int = 0
+    failed: int = 0
+    gone: int = 0
+    skipped_namespaces: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+
+    @property
+    def done(self) -> int:
+        """Objects that are finished."""
+        return self.copied + self.existed + self.bad + self.failed + self.gone
+
+    @property
+    def complete(self) -> bool:
+        """Whether the target now has all selected objects."""
+        return not (self.bad or self.failed or self.skipped_namespaces)
+
+
+@dataclass(frozen=True, slots=True)
+class _Item:
+    """One selected object; `chunk` has its parent only if `parent_known`."""
+
+    fmt: ObjectFormat
+    name: str
+    parsed: ParsedName
+    chunk: Chunk
+    size: int
+    parent_known: bool = False
+    present: bool = False
+
+
+@dataclass(slots=True)
+class _State:
+    """The state shared by the threads of one copy."""
+
+    report: CopyReport
+    on_progress: Callable[[CopyReport], None]
+    on_problem: Callable[[str, str], None]
+    #: Namespace folders at the source.
+    folders: list[str] = field(default_factory=list)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    stop: threading.Event = field(default_factory=threading.Event)
+    error: BaseException | None = None
+    successes: int = 0
+
+    def count(self, name: str, more: int = 1, nbytes: int = 0) -> None:
+        with self.lock:
+            setattr(self.report, name, getattr(self.report, name) + more)
+            self.report.bytes += nbytes
+            self.on_progress(self.report)
+
+    def problem(self, kind: str, name: str, text: str) -> None:
+        with self.lock:
+            setattr(self.report, kind, getattr(self.report, kind) + 1)
+            self.on_problem(name, text)
+            self.on_progress(self.report)
+
+    def end(self, error: BaseException) -> None:
+        with self.lock:
+            if self.error is None:
+                self.error = error
+        self.stop.set()
+
+
+def copy_shelf(
+    source: Shelf,
+    target: Shelf,
+    selection: Selection = Selection(),
+    *,
+    jobs: int | None = None,
+    verify_existing: bool = False,
+    dry_run: bool = False,
+    report: CopyReport | None = None,
+    on_progress: Callable[[CopyReport], None] = lambda report: None,
+    on_problem: Callable[[str, str], None] = lambda name, text: None,
+) -> CopyReport:
+    """Copy the selected objects that the target does not have.
+
+    Parameters
+    ----------
+    source, target : Shelf
+        Open the source read-only if possible.
+    selection : Selection
+        The objects to copy.
+    jobs : int, optional
+        Objects copied at once; by default the useful concurrency of both storages, at most 16.
+    verify_existing : bool
+        Read and verify the target's existing objects, and replace bad ones.
+    dry_run : bool
+        Only count: do not change the target and do not read objects.
+    report : CopyReport, optional
+        Updated during the copy, so that it is available after an interruption.
+    on_progress : Callable
+        Called with the report after each change.
+    on_problem : Callable
+        Called with an object's name and a description of the problem.
+
+    Returns
+    -------
+    CopyReport
+
+    Raises
+    ------
+    ConfigError
+        If the selection names a namespace or a model that the source does not have.
+    StorageError
+        If a shelf cannot be listed, a namespace vanishes from the source, or the target accepts
+        no objects.
+    """
+    begin = time.monotonic()
+    report = CopyReport() if report is None else report
+    state = _State(report, on_progress, on_problem)
+    count = jobs or max(
+        1,
+        min(
+            _MAX_JOBS,
+            source.backend.properties.concurrency,
+            target.backend.properties.concurrency,
+        ),
+    )
+    work: queue.Queue[_Item | None] = queue.Queue(_QUEUE_LENGTH)
+    workers = [
+        _Worker(source, target, state, work, f"kvshelf-copy-{number}")
+        for number in range(0 if dry_run else count)
+    ]
+    for worker in workers:
+        worker.thread.start()
+    try:
+        for item in _find(source, target, selection, state, describe=not dry_run):
+            if dry_run:
+                if item.present:
+                    state.count("existed")
+                else:
+                    state.count("copied", nbytes=item.size)
+            elif item.present and not verify_existing:
+                state.count("existed")
+            else:
+                _put(work, item, state)
+            if state.stop.is_set():
+                break
+        for _ in workers:
+            _put(work, None, state)
+        for worker in workers:
+            worker.ended.wait()
+        if state.error is None and report.gone:
+            _check_there(source, state.folders)
+    except BaseException:
+        # After an interrupt or a failed listing, let the objects in progress finish.
+        state.stop.set()
+        deadline = time.monotonic() + _INTERRUPT_SECONDS
+        for worker in workers:
+            worker.ended.wait(max(0.0, deadline - time.monotonic()))
+        raise
+    finally:
+        report.seconds = time.monotonic() - begin
+    if state.error is not None:
+        raise state.error
+    return report
+
+
+def _put(work: queue.Queue[_Item | None], item: _Item | None, state: _State) -> None:
+    while not state.stop.is_set():
+        try:
+            work.put(item, timeout=0.1)
+        except queue.Full:
+            continue
+        return
+
+
+# --------------------------------------------------------------------------- what to copy
+
+
+def _find(
+    source: Shelf, target: Shelf, selection: Selection, state: _State, *, describe: bool
+) -> Iterator[_Item]:
+    """Yield the selected objects, and whether the target has each of them."""
+    formats = _formats(source, target, selection, state)
+    described: set[bytes] = set()
+    for folder, fmt in formats:
+        if selection.prompts is None:
+            items = _listed(source, folder, fmt, selection, state)
+        else:
+            items = _of_prompts(source, fmt, selection.prompts)
+        for batch in _batches(items, _BATCH):
+            state.count("found", len(batch))
+            if describe and fmt.namespace.digest not in described:
+                _describe(target, fmt, state)
+                described.add(fmt.namespace.digest)
+            answers = target.view(fmt).probe(
+                [ObjectRef(item.chunk, item.parsed.shard) for item in batch]
+            )
+            for item, answer in zip(batch, answers, strict=True):
+                # If the probe gave no answer, the write will detect an existing object.
+                yield replace(item, present=answer is Presence.PRESENT)
+        state.folders.append(folder)
+        _check_there(source, [folder])
+
+
+def _check_there(source: Shelf, folders: Sequence[str]) -> None:
+    """Raise if a folder vanished from the source: its listing would just end, without an error."""
+    there = set(source.backend.folders())
+    for folder in folders:
+        if folder not in there:
+            raise StorageError(
+                f"{source.url}: {folder} vanished while it was copied; check that the source is "
+                "still mounted, and start it again"
+            )
+
+
+def _describe(target: Shelf, fmt: ObjectFormat, state: _State) -> None:
+    for pause in _PAUSES:
+        try:
+            return target.view(fmt).describe()
+        except TransientStorageError:
+            if state.stop.wait(pause):
+                return None
+    return target.view(fmt).describe()
+
+
+def _batches(items: Iterable[_T], size: int) -> Iterator[list[_T]]:
+    iterator = iter(items)
+    while batch := list(islice(iterator, size)):
+        yield batch
+
+
+def _formats(
+    source: Shelf, target: Shelf, selection: Selection, state: _State
+) -> list[tuple[str, ObjectFormat]]:
+    found = []
+    infos = list(source.namespaces())
+    known = [info.folder for info in infos]
+    for info in infos:
+        if not selection.has_folder(info.folder):
+            continue
+        namespace, problem = info.namespace, info.problem
+        if namespace is None:
+            # In a partly copied tree the record may be in another folder of the namespace, or at
+            # the target.
+            tag = parse_namespace_folder(info.folder)
+            namespace = next(
+                (
+                    other.namespace
+                    for other in (*infos, *target.namespaces())
+                    if other.namespace is not None and other.namespace.digest.hex()[:16] == tag
+                ),
+                None,
+            )
+        try:
+            if namespace is None:
+                raise ConfigError(str(problem))
+            found.append((info.folder, ObjectFormat(namespace)))
+        except ConfigError as error:
+            state.problem(
+                "skipped_namespaces",
+                info.folder,
+                f"its objects cannot be verified, and are left out: {error}; an engine that"
+                " stores to it writes a new namespace.json",
+            )
+    names = {part for folder in known for part in (folder, folder[-16:])}
+    slugs = {folder[:-17] for folder in known}
+    missing = [f"namespace {name}" for name in selection.namespaces if name not in names]
+    missing += [f"namespace of a model {slug}" for slug in selection.slugs if slug not in slugs]
+    if missing:
+        there = ", ".join(known[:10]) or "none"
+        raise ConfigError(f"no {missing[0]} on {source.url}; it has: {there}")
+    return found
+
+
+def _listed(
+    source: Shelf, folder: str, fmt: ObjectFormat, selection: Selection, state: _State
+) -> Iterator[_Item]:
+    for row in source.objects(folder):
+        if not selection.has_time(row.mtime):
+            continue
+        try:
+            chunk = fmt.named_chunk(row.parsed)
+        except ObjectNameError as error:
+            state.count("found")
+            state.problem("bad", row.name, str(error))
+            continue
+        yield _Item(fmt, row.name, row.parsed, chunk, row.size)
+
+
+def _of_prompts(source: Shelf, fmt: ObjectFormat, prompts: Sequence[Prompt]) -> Iterator[_Item]:
+    """Yield the objects of the prompts that the source has."""
+    seen: set[tuple[bytes, str]] = set()
+
+    def wanted() -> Iterator[ObjectRef]:
+        for prompt in prompts:
+            groups = ["_", salt_group_of(prompt.salt)] if prompt.salt else ["_"]
+            for group in groups:
+                chain = KeyChain(
+                    fmt.namespace.digest, fmt.chunk_size, salt=prompt.salt, salt_group=group
+                )
+                for chunk in chain.extend(prompt.tokens or ()):
+                    if (chunk.key, group) not in seen:
+                        seen.add((chunk.key, group))
+                        for shard in range(fmt.shards):
+                            yield ObjectRef(chunk, shard)
+
+    for batch in _batches(wanted(), _BATCH):
+        for (chunk, shard), answer in zip(batch, source.view(fmt).probe(batch), strict=True):
+            # Objects of the wrong size are yielded too, so that they are reported as bad.
+            if answer is Presence.MISSING:
+                continue
+            yield _Item(
+                fmt,
+                f"{fmt.namespace.folder}/{object_name(chunk, shard, fmt.shards)}",
+                ParsedName(chunk.key, chunk.index, shard, fmt.shards, salt_group=chunk.salt_group),
+                chunk,
+                fmt.object_size(shard),
+                parent_known=True,
+            )
+
+
+# --------------------------------------------------------------------------- copying
+
+
+class _Worker:
+    """A thread that copies one object after another."""
+
+    def __init__(
+        self,
+        source: Shelf,
+        target: Shelf,
+        state: _State,
+        work: queue.Queue[_Item | None],
+        name: str,
+    ) -> None:
+        self._source = source
+        self._target = target
+        self._state = state
+        self._work = work
+        self._buffer = bytearray()
+        # In some versions of Python an interrupted join() marks the thread as finished.
+        self.ended = threading.Event()
+        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def _run(self) -> None:
+        try:
+            self._process_queue()
+        finally:
+            self.ended.set()
+
+    def _process_queue(self) -> None:
+        state = self._state
+        while not state.stop.is_set():
+            try:
+                item = self._work.get(timeout=0.1)
+            except queue.Empty:
+                continue
+            if item is None:
+                return
+            try:
+                self._copy_with_retries(item)
+            except BaseException as error:  # noqa: BLE001  raised again by the caller's thread
+                state.end(error)
+
+    def _copy_with_retries(self, item: _Item) -> None:
+        """Copy one object; retry after errors that may be transient."""
+        state = self._state
+        before = state.successes
+        pauses = iter(_PAUSES)
+        while True:
+            try:
+                return self._copy(item)
+            except ObjectMissingError:
+                return state.count("gone")
+            except (ReadOnlyStorageError, NoSpaceStorageError):
+                raise
+            except BadObjectError as error:
+                return state.problem("bad", item.name, f"{type(error).__name__}: {error}")
+            except StorageError as error:
+                pause = next(pauses, None) if isinstance(error, TransientStorageError) else None
+                if pause is not None and not state.stop.wait(pause):
+                    continue
+                if state.stop.is_set():
+                    return None
+                if state.successes == before and error.retryable:
+                    # No thread succeeded during all these pauses.
+                    raise
+                return state.problem("failed", item.name, str(error))
+
+    def _copy(self, item: _Item) -> None:
+        size = item.fmt.object_size(item.parsed.shard, item.parsed.tail_tokens)
+        if len(self._buffer) < size:
+            self._buffer = bytearray(size)
+        buffer = memoryview(self._buffer)[:size]
+        bad = False
+        if item.present:
+            try:
+                self._read(self._target, item, buffer)
+            except ObjectMissingError:
+                pass
+            except BadObjectError:
+                bad = True
+            else:
+                return self._succeeded("existed")
+        chunk = self._read(self._source, item, buffer)
+        ref = ObjectRef(chunk, item.parsed.shard)
+        try:
+            result = self._target.view(item.fmt).publish(ref, buffer, suspect=bad)
+        except NotRegularError as error:
+            return self._state.problem(
+                "failed",
+                item.name,
+                f"it cannot be published: {error}; remove it, then start the copy again",
+            )
+        if result.value == "existed":
+            return self._succeeded("existed")
+        if result.value == "replaced":
+            self._state.count("repaired")
+        return self._succeeded("copied", size)
+
+    @staticmethod
+    def _read(shelf: Shelf, item: _Item, buffer: memoryview) -> Chunk:
+        chunk = shelf.view(item.fmt).load_named(item.parsed, buffer)
+        if item.parent_known and chunk != item.chunk:
+            item.fmt.verify_buffer(buffer, item.chunk, item.parsed.shard)
+        return chunk
+
+    def _succeeded(self, name: str, nbytes: int = 0) -> None:
+        # A lost update only causes more retries.
+        self._state.successes += 1
+        self._state.count(name, nbytes=nbytes)

@@ -1,0 +1,216 @@
+"""The engine-independent part of ``kvshelf seed``: which prompts to compute, in which batches.
+
+Owns the plan and the counts of a seeding. :class:`Computer` is the interface of the engine;
+:mod:`kvshelf.vllm.seeding` implements it with vLLM.
+
+Contracts
+---------
+* A prompt is not computed if all its chunks are on the shelf, so an interrupted seeding
+  continues when it is started again.
+* A prompt counts as stored when all its chunks were found on the shelf. A prompt with dropped
+  chunks (stores never wait for storage) is computed again, a few times.
+* Only whole chunks are stored: a prompt shorter than a chunk stores nothing.
+
+Everything here runs on one thread.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from kvshelf.format.keys import Chunk, KeyChain, salt_group_of
+from kvshelf.format.objects import ObjectFormat
+from kvshelf.shelf.shelf import Shelf
+
+_ATTEMPTS: Final = 3
+_MAX_PROMPTS: Final = 64
+_PROBE_BATCH: Final = 256
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPrompt:
+    """A prompt for the engine: its line in the file, its token ids and its cache_salt."""
+
+    line: int
+    tokens: Sequence[int]
+    salt: str = ""
+
+
+@dataclass(slots=True)
+class SeedReport:
+    """The result of a seeding.
+
+    Attributes
+    ----------
+    prompts : int
+        All prompts.
+    existed : int
+        Not computed: all their chunks were on the shelf.
+    short : int
+        Not computed: shorter than a chunk.
+    stored : int
+        Computed, and now on the shelf.
+    failed : int
+        Computed, but not completely stored: the storage was too slow, or failed.
+    chunks : int
+        Chunks that were added to the shelf.
+    tokens : int
+        Tokens of the prompts that were computed.
+    seconds : float
+        Duration, without the start of the engine.
+    """
+
+    prompts: int = 0
+    existed: int = 0
+    short: int = 0
+    stored: int = 0
+    failed: int = 0
+    chunks: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+
+    @property
+    def done(self) -> int:
+        """Prompts that are finished."""
+        return self.existed + self.short + self.stored + self.failed
+
+
+class Computer(Protocol):
+    """An engine that stores to the shelf."""
+
+    def compute(self, prompts: Sequence[TokenPrompt]) -> None:
+        """Compute prompts; return when their stores have finished or failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Todo:
+    prompt: TokenPrompt
+    chunks: Sequence[Chunk]
+
+
+def seed_shelf(
+    shelf: Shelf,
+    fmt: ObjectFormat,
+    prompts: Sequence[TokenPrompt],
+    computer: Computer,
+    *,
+    batch_chunks: int,
+    group_by_salt: bool = False,
+    report: SeedReport | None = None,
+    on_progress: Callable[[SeedReport], None] = lambda report: None,
+    on_problem: Callable[[int, str], None] = lambda line, text: None,
+) -> SeedReport:
+    """Let an engine compute the prompts whose chunks are missing from a shelf.
+
+    Parameters
+    ----------
+    shelf : Shelf
+        The shelf that the engine stores to.
+    fmt : ObjectFormat
+        Format of the engine's namespace.
+    prompts : Sequence of TokenPrompt
+    computer : Computer
+        The engine.
+    batch_chunks : int
+        Largest number of chunks to compute at once: the capacity of staging. A longer prompt
+        is computed alone.
+    group_by_salt : bool
+        The engine's option of this name.
+    report : SeedReport, optional
+        Updated during the seeding.
+    on_progress : Callable
+        Called with the report after each change.
+    on_problem : Callable
+        Called with the line of a failed prompt and a description of the problem.
+
+    Raises
+    ------
+    StorageError
+        If the shelf cannot be probed.
+    """
+    begin = time.monotonic()
+    report = SeedReport() if report is None else report
+    report.prompts = len(prompts)
+    # Prompts with a common prefix share chunks: each counts once.
+    counted: set[tuple[bytes, str]] = set()
+    try:
+        for batch in _prompt_batches(shelf, fmt, prompts, batch_chunks, group_by_salt, report):
+            new = {
+                (chunk.key, chunk.salt_group)
+                for todo, known in batch
+                for chunk, there in zip(todo.chunks, known, strict=True)
+                if not there
+            } - counted
+            left = [todo for todo, _ in batch]
+            report.tokens += sum(len(todo.prompt.tokens) for todo in left)
+            for _ in range(_ATTEMPTS):
+                computer.compute([todo.prompt for todo in left])
+                before, left = left, []
+                for todo in before:
+                    present = shelf.view(fmt).present(todo.chunks)
+                    arrived = {
+                        (chunk.key, chunk.salt_group)
+                        for chunk, there in zip(todo.chunks, present, strict=True)
+                        if there
+                    } & new
+                    report.chunks += len(arrived)
+                    counted |= arrived
+                    new -= arrived
+                    if all(present):
+                        report.stored += 1
+                    else:
+                        left.append(todo)
+                on_progress(report)
+                if not left:
+                    break
+            for todo in left:
+                report.failed += 1
+                on_problem(
+                    todo.prompt.line,
+                    "computed, but not all of its chunks were stored: the storage is too slow or "
+                    "fails; see the log, and raise staging_bytes or deadlines",
+                )
+            on_progress(report)
+    finally:
+        report.seconds = time.monotonic() - begin
+    on_progress(report)
+    return report
+
+
+def _prompt_batches(
+    shelf: Shelf,
+    fmt: ObjectFormat,
+    prompts: Sequence[TokenPrompt],
+    batch_chunks: int,
+    group_by_salt: bool,
+    report: SeedReport,
+) -> Iterator[list[tuple[_Todo, list[bool]]]]:
+    """Yield batches of prompts to compute, each with the presence of its chunks."""
+    batch: list[tuple[_Todo, list[bool]]] = []
+    missing = 0
+    for prompt in prompts:
+        group = salt_group_of(prompt.salt) if group_by_salt and prompt.salt else "_"
+        chain = KeyChain(fmt.namespace.digest, fmt.chunk_size, salt=prompt.salt, salt_group=group)
+        chunks = chain.extend(prompt.tokens)
+        if not chunks:
+            report.short += 1
+            continue
+        present = [
+            there
+            for start in range(0, len(chunks), _PROBE_BATCH)
+            for there in shelf.view(fmt).present(chunks[start : start + _PROBE_BATCH])
+        ]
+        if all(present):
+            report.existed += 1
+            continue
+        needed = present.count(False)
+        if batch and (missing + needed > batch_chunks or len(batch) == _MAX_PROMPTS):
+            yield batch
+            batch, missing = [], 0
+        batch.append((_Todo(prompt, chunks), present))
+        missing += needed
+    if batch:
+        yield batch

@@ -1,0 +1,157 @@
+"""The objects that the stores and the loads of one transfer share, and what they have alike.
+
+:class:`TransferContext` is immutable, its parts have their own locks: any thread may use it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from kvshelf.format.keys import Chunk
+from kvshelf.kv.caches import KVCache, KVMemory
+from kvshelf.kv.topology import ShardPlan
+from kvshelf.logs import RateLimitedLog
+from kvshelf.metrics import Counters
+from kvshelf.shelf.threads import StorageThreads
+from kvshelf.shelf.view import ShelfView
+from kvshelf.transfer.staging import StagingBuffer, StagingPool
+
+logger = logging.getLogger("kvshelf.transfer")
+
+_LINES_PER_MINUTE = 10
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkSlots:
+    """One chunk and its slots in the paged cache.
+
+    Attributes
+    ----------
+    chunk : Chunk
+    slots : Tensor
+        int64 CPU tensor: a slot for each token, or for native layouts a block id for
+        each block of the chunk; −1 = skip (loads only).
+    memory : KVMemory, optional
+        The memory that has these slots; the transfer's own paged cache when absent.
+    """
+
+    chunk: Chunk
+    slots: torch.Tensor
+    memory: KVMemory | None = None
+
+
+class TransferContext:
+    """The shelf, the format, the caches and the staging of one transfer.
+
+    Parameters
+    ----------
+    shelf, cache, staging, counters, plan, on_thread_start
+        See :class:`kvshelf.transfer.transfer.Transfer`.
+
+    Attributes
+    ----------
+    log : RateLimitedLog
+        At most ten lines a minute, and one for each object.
+    """
+
+    def __init__(
+        self,
+        shelf: ShelfView,
+        cache: KVCache | None,
+        staging: StagingPool,
+        counters: Counters,
+        plan: ShardPlan,
+        on_thread_start: Callable[[str], None] | None,
+    ) -> None:
+        self.shelf = shelf
+        self.fmt = shelf.fmt
+        self.cache = cache
+        self.staging = staging
+        self.counters = counters
+        self.plan = plan
+        self.log = RateLimitedLog(logger, _LINES_PER_MINUTE)
+        self._on_thread_start = on_thread_start
+
+    def memory(self, item: ChunkSlots) -> KVMemory:
+        """Return the memory that has a chunk's slots."""
+        memory = self.cache if item.memory is None else item.memory
+        if memory is None:
+            raise ValueError("this transfer has no paged cache: the chunk must name its memory")
+        return memory
+
+    def payload(self, buffer: StagingBuffer, shard: int) -> torch.Tensor:
+        """Return the part of a staging buffer that holds the payload of a shard's object."""
+        return buffer.tensor[self.fmt.data_offset : self.fmt.object_size(shard)]
+
+    def threads(
+        self,
+        kind: str,
+        count: int,
+        run: Callable[[], None],
+        *,
+        on_stuck: Callable[[int], None],
+        on_stop: Callable[[], None],
+    ) -> StorageThreads:
+        """Return the threads of one half of the transfer, not yet started."""
+        prepare = self._on_thread_start
+        return StorageThreads(
+            f"kvshelf-{kind}",
+            count,
+            run,
+            self.shelf.backend,
+            count_stuck=lambda: self.counters.add("stuck_threads"),
+            on_stuck=on_stuck,
+            on_stop=on_stop,
+            on_thread_start=None if prepare is None else lambda: prepare(kind),
+        )
+
+    def notify(self, callback: Callable[..., None], *values: object) -> None:
+        """Call a completion callback; an exception that it raises must not end the thread."""
+        try:
+            callback(*values)
+        except Exception as error:
+            self.log.error(
+                "a completion callback raised", exc_info=error, about=("callback", type(error))
+            )
+
+
+class TransferHalf:
+    """What the stores and the loads of a transfer have alike: each has its own lock and threads.
+
+    Parameters
+    ----------
+    context : TransferContext
+    """
+
+    _threads: StorageThreads
+
+    def __init__(self, context: TransferContext) -> None:
+        self._context = context
+        self._shelf = context.shelf
+        self._fmt = context.fmt
+        self._staging = context.staging
+        self._counters = context.counters
+        self._log = context.log
+        self._closing = False
+        self._lock = threading.Lock()
+        #: There is work, or the half is closed.
+        self._work = threading.Condition(self._lock)
+
+    def start(self) -> None:
+        """Start the threads.
+
+        Raises
+        ------
+        RuntimeError
+            If the system allows none.
+        """
+        self._threads.start()
+
+    def join(self, seconds: float) -> None:
+        """Wait for the threads that are not stuck."""
+        self._threads.join(seconds)

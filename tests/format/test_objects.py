@@ -1,0 +1,874 @@
+"""Chunk files: other readers read them, and no damage goes unnoticed."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import importlib.util
+import json
+import os
+import re
+import threading
+import time
+import tracemalloc
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvshelf.errors import (
+    BadObjectError,
+    ConfigError,
+    TransientStorageError,
+    UnsupportedError,
+)
+from kvshelf.format import objects
+from kvshelf.format.invalid import (
+    DuplicateKey,
+    EmptyObject,
+    HeaderNotCanonical,
+    HeaderNotJson,
+    HeaderTooLarge,
+    MalformedTensor,
+    PayloadDamaged,
+    TensorGap,
+    TensorOverlap,
+    TruncatedObject,
+    WrongDtype,
+    WrongHeaderLength,
+    WrongKey,
+    WrongMetadata,
+    WrongNamespace,
+    WrongShape,
+    WrongSize,
+    WrongTensorName,
+    WrongTensorOrder,
+    WrongTensorSize,
+    describe_header,
+    header_length,
+)
+from kvshelf.format.keys import Chunk, KeyChain
+from kvshelf.format.names import object_name
+from kvshelf.format.namespace import Namespace
+from kvshelf.format.objects import ObjectFormat
+from kvshelf.format.tensors import DTYPE_BYTES
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "format"
+VECTORS: dict[str, Any] = json.loads((GOLDEN / "vectors.json").read_text())
+
+
+def load_reference() -> Any:
+    spec = importlib.util.spec_from_file_location("kvshelf_reference", GOLDEN / "reference.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+reference = load_reference()
+
+
+class BytesReader:
+    """An opened object in memory, which notes what was read of it."""
+
+    def __init__(self, data: bytes, size: int | None = None) -> None:
+        self.data = data
+        self.size = len(data) if size is None else size
+        self.reads: list[tuple[int, int]] = []
+
+    def read_into(self, buffer: memoryview, offset: int) -> int:
+        part = self.data[offset : offset + len(buffer)]
+        buffer[: len(part)] = part
+        self.reads.append((offset, len(buffer)))
+        return len(part)
+
+
+def make_format(
+    layers: int = 3,
+    shape: str = "2,*,4,8",
+    dtype: str = "BF16",
+    layout: str = "canonical",
+    **fields: Any,
+) -> ObjectFormat:
+    record: dict[str, Any] = {
+        "format": "kvshelf/1",
+        "chunk_size": 8,
+        "shards": 2,
+        "stages": [layers],
+        "layouts": [layout] * layers,
+        "layer_names": [f"model.layers.{i}.self_attn.attn" for i in range(layers)],
+        "layer_shapes": [shape] * layers,
+        "layer_dtypes": [dtype] * layers,
+        **fields,
+    }
+    record.setdefault("data_offset", ObjectFormat.required_data_offset(record))
+    return ObjectFormat(Namespace(record, "test"))
+
+
+def make_chunks(fmt: ObjectFormat, tokens: int = 21) -> list[Chunk]:
+    """Chunks of a prompt of `tokens` tokens, its tail last."""
+    chain = KeyChain(fmt.namespace.digest, fmt.chunk_size)
+    chain.extend(range(tokens))
+    tail = chain.tail()
+    return [*chain.chunks, *([tail] if tail else [])]
+
+
+def make_object(fmt: ObjectFormat, chunk: Chunk, shard: int = 0) -> bytearray:
+    image = bytearray(os.urandom(fmt.object_size(shard, chunk.tokens)))
+    fmt.seal(memoryview(image), chunk, shard)
+    return image
+
+
+def read(fmt: ObjectFormat, data: bytes, chunk: Chunk, shard: int = 0) -> bytearray:
+    image = bytearray(fmt.object_size(shard, chunk.tokens))
+    fmt.read(BytesReader(data), chunk, shard, memoryview(image))
+    return image
+
+
+FORMATS = {
+    "bf16": make_format,
+    "f16": lambda: make_format(dtype="F16"),
+    "f32": lambda: make_format(dtype="F32"),
+    "fp8 e4m3": lambda: make_format(dtype="F8_E4M3"),
+    "fp8 e5m2": lambda: make_format(dtype="F8_E5M2"),
+    "two stages": lambda: make_format(stages=[2, 1], shards=8),
+    "mla": lambda: make_format(shape="*,40", shards=1),
+    "mla, two stages": lambda: make_format(shape="*,40", shards=2, stages=[1, 2]),
+    "native": lambda: make_format(layout="cpu-vec16-bf16-b4"),
+    "opaque": lambda: make_format(layout="opaque-0123456789abcdef", shape="2,48", dtype="U8"),
+    "mixed": lambda: make_format(
+        layouts=["canonical", "cpu-amx-bf16-b8", "canonical"],
+        layer_shapes=["2,*,4,8", "2,*,2,16", "2,*,8,4"],
+        layer_dtypes=["BF16", "F32", "F8_E4M3"],
+    ),
+}
+
+
+def objects_of(fmt: ObjectFormat) -> list[tuple[Chunk, int]]:
+    chunks = [chunk for chunk in make_chunks(fmt) if fmt.tails or not chunk.tail]
+    return [(chunk, shard) for chunk in chunks for shard in range(fmt.shards)]
+
+
+# --------------------------------------------------------------------------- it is safetensors
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_safetensors_library_reads_every_object(name: str, tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    from safetensors import safe_open
+    from safetensors.torch import load_file
+
+    dtypes = {
+        "BF16": torch.bfloat16,
+        "F16": torch.float16,
+        "F32": torch.float32,
+        "F8_E4M3": torch.float8_e4m3fn,
+        "F8_E5M2": torch.float8_e5m2,
+        "U8": torch.uint8,
+    }
+    fmt = FORMATS[name]()
+    path = tmp_path / "object.safetensors"
+    for chunk, shard in objects_of(fmt):
+        image = make_object(fmt, chunk, shard)
+        path.write_bytes(image)
+        payload = image[fmt.data_offset :]
+        specs = fmt.tensors(shard, chunk.tokens, chunk.tail)
+        expected = {
+            spec.name: torch.frombuffer(
+                bytearray(payload[spec.offset : spec.offset + spec.nbytes]),
+                dtype=dtypes[spec.dtype],
+            ).reshape(spec.shape)
+            for spec in specs
+        }
+        loaded = load_file(path)
+        with safe_open(path, framework="pt") as opened:
+            metadata = opened.metadata()
+            sliced = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
+        for found in (loaded, sliced):
+            assert found.keys() == expected.keys()
+            for key, tensor in expected.items():
+                assert found[key].dtype == tensor.dtype
+                assert found[key].shape == tensor.shape
+                assert torch.equal(found[key].view(torch.uint8), tensor.view(torch.uint8))
+        assert metadata["format"] == "kvshelf/1"
+        assert metadata["namespace"] == fmt.namespace.digest.hex()
+        assert metadata["key"] == chunk.key.hex()
+        assert metadata["parent"] == chunk.parent.hex()
+        assert metadata["chunk"] == str(chunk.index)
+        assert metadata["tokens"] == str(chunk.tokens)
+        assert (metadata["shard"], metadata["shards"]) == (str(shard), str(fmt.shards))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_what_is_written_is_read(name: str) -> None:
+    fmt = FORMATS[name]()
+    for chunk, shard in objects_of(fmt):
+        image = make_object(fmt, chunk, shard)
+        assert read(fmt, image, chunk, shard) == image
+        fmt.verify_buffer(memoryview(image), chunk, shard)
+        specs = fmt.tensors(shard, chunk.tokens)
+        parts = [
+            image[fmt.data_offset + spec.offset : fmt.data_offset + spec.offset + spec.nbytes]
+            for spec in specs
+        ]
+        buffers = fmt.encode(chunk, shard, parts)
+        assert b"".join(buffers) == image
+        # The very buffers, not copies.
+        parts[-1][-1] ^= 1
+        assert b"".join(buffers) != image
+        assert fmt.data_offset % 4096 == 0
+        assert len(buffers[0]) == fmt.data_offset
+        assert fmt.payload_size(shard, chunk.tokens) == sum(map(len, parts))
+
+
+# --------------------------------------------------------------------------- golden
+
+
+@pytest.mark.parametrize("file", VECTORS["objects"])
+def test_golden_objects(file: str) -> None:
+    vector = VECTORS["objects"][file]
+    golden = (GOLDEN / file).read_bytes()
+    assert hashlib.sha256(golden).hexdigest() == vector["sha256"]
+    assert len(golden) == vector["size"]
+    namespace = Namespace(VECTORS["namespaces"][vector["namespace"]]["record"])
+    fmt = ObjectFormat(namespace)
+    chain = KeyChain(namespace.digest, fmt.chunk_size)
+    chain.extend(vector["prompt"])
+    chunk = chain.tail() if vector["tail"] else chain.chunks[vector["chunk"]]
+    assert chunk is not None
+    assert (chunk.key.hex(), chunk.parent.hex()) == (vector["key"], vector["parent"])
+    shard = vector["shard"]
+    assert object_name(chunk, shard, fmt.shards) == vector["name"]
+    assert read(fmt, golden, chunk, shard) == golden
+    image = bytearray(golden)
+    image[: fmt.data_offset] = bytes(fmt.data_offset)
+    fmt.seal(memoryview(image), chunk, shard)
+    assert image == golden
+
+
+def test_the_second_implementation_still_makes_the_vectors() -> None:
+    vectors, files = reference.make()
+    assert vectors == VECTORS
+    for name, content in files.items():
+        assert (GOLDEN / name).read_bytes() == content
+
+
+def test_hashes_are_canonical_xxh3_128() -> None:
+    assert VECTORS["xxh3_128"][""] == "99aa06d3014798d86001c324468d497f"
+    for text, digest in VECTORS["xxh3_128"].items():
+        assert xxhash.xxh3_128_hexdigest(text.encode()) == digest
+
+
+LAYERS = st.sampled_from(
+    [
+        ("canonical", "2,*,8,4", "BF16"),
+        ("canonical", "2,*,16,2", "F8_E5M2"),
+        ("cpu-vec-bf16-b4", "2,*,8,4", "BF16"),
+        ("cpu-amx-f8-b2", "2,*,8,4", "F8_E4M3"),
+    ]
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    stages=st.lists(st.lists(LAYERS, min_size=1, max_size=40), min_size=1, max_size=3),
+    split=st.sampled_from([1, 2, 8]),
+    index=st.integers(0, 2**32 - 1),
+    tail=st.none() | st.integers(1, 7),
+    data=st.data(),
+)
+def test_objects_as_the_second_implementation_writes_them(
+    stages: list[list[tuple[str, str, str]]],
+    split: int,
+    index: int,
+    tail: int | None,
+    data: st.DataObject,
+) -> None:
+    layers = [layer for stage in stages for layer in stage]
+    record: dict[str, Any] = {
+        "format": "kvshelf/1",
+        "chunk_size": 8,
+        "shards": split * len(stages),
+        "stages": [len(stage) for stage in stages],
+        "layouts": [layer[0] for layer in layers],
+        "layer_names": [f"{'ö' * (n % 5)}.{n}" for n in range(len(layers))],
+        "layer_shapes": [layer[1] for layer in layers],
+        "layer_dtypes": [layer[2] for layer in layers],
+    }
+    record = reference.with_data_offset(record)
+    assert ObjectFormat.required_data_offset(record) == record["data_offset"]
+    fmt = ObjectFormat(Namespace(record))
+    shard = data.draw(st.integers(0, fmt.shards - 1))
+    tokens = tail or 8
+    chunk = Chunk(os.urandom(32), os.urandom(32), index, tokens, tail is not None)
+    payload = [os.urandom(spec.nbytes) for spec in fmt.tensors(shard, tokens)]
+    expected = reference.encode(record, chunk.key, chunk.parent, index, tokens, shard, payload)
+    assert b"".join(fmt.encode(chunk, shard, payload)) == expected
+    assert read(fmt, expected, chunk, shard) == expected
+
+
+# --------------------------------------------------------------------------- damage
+
+
+@pytest.fixture(scope="module")
+def fmt() -> ObjectFormat:
+    return make_format()
+
+
+@pytest.fixture(scope="module")
+def chunk(fmt: ObjectFormat) -> Chunk:
+    return make_chunks(fmt)[1]
+
+
+@pytest.fixture(scope="module")
+def image(fmt: ObjectFormat, chunk: Chunk) -> bytes:
+    return bytes(make_object(fmt, chunk))
+
+
+def both_ways(fmt: ObjectFormat, data: bytes, chunk: Chunk, shard: int = 0) -> BadObjectError:
+    """The error of reading `data`; verifying it in memory must say the same."""
+    with pytest.raises(BadObjectError) as from_reader:
+        read(fmt, data, chunk, shard)
+    with pytest.raises(BadObjectError) as in_memory:
+        fmt.verify_buffer(memoryview(bytearray(data)), chunk, shard)
+    assert type(from_reader.value) is type(in_memory.value)
+    return from_reader.value
+
+
+def test_every_flipped_byte_is_noticed(fmt: ObjectFormat, chunk: Chunk, image: bytes) -> None:
+    damaged = bytearray(image)
+    target = memoryview(bytearray(len(image)))
+    for place in range(len(image)):
+        damaged[place] ^= 1 + place % 255
+        with pytest.raises(BadObjectError):
+            fmt.read(BytesReader(damaged), chunk, 0, target)
+        damaged[place] = image[place]
+    fmt.read(BytesReader(damaged), chunk, 0, target)
+
+
+@settings(max_examples=300)
+@given(data=st.data(), mask=st.integers(1, 255))
+@pytest.mark.parametrize("name", ["mla", "native", "opaque", "two stages"])
+def test_any_flipped_byte_is_noticed(name: str, data: st.DataObject, mask: int) -> None:
+    fmt = FORMATS[name]()
+    chunk, shard = data.draw(st.sampled_from(objects_of(fmt)))
+    damaged = make_object(fmt, chunk, shard)
+    place = data.draw(st.integers(0, len(damaged) - 1))
+    damaged[place] ^= mask
+    both_ways(fmt, damaged, chunk, shard)
+
+
+@given(st.data())
+def test_any_truncation_is_noticed(
+    fmt: ObjectFormat, chunk: Chunk, image: bytes, data: st.DataObject
+) -> None:
+    length = data.draw(st.integers(1, len(image) - 1))
+    assert type(both_ways(fmt, image[:length], chunk)) is TruncatedObject
+
+
+@given(extra=st.binary(min_size=1, max_size=9000))
+def test_trailing_bytes_are_noticed(
+    fmt: ObjectFormat, chunk: Chunk, image: bytes, extra: bytes
+) -> None:
+    assert type(both_ways(fmt, image + extra, chunk)) is WrongSize
+
+
+def test_an_empty_object_is_noticed(fmt: ObjectFormat, chunk: Chunk) -> None:
+    assert type(both_ways(fmt, b"", chunk)) is EmptyObject
+
+
+def rewrite(image: bytes, change: Callable[[str], str | bytes]) -> bytes:
+    """Change the header's JSON, spaces and payload as they were."""
+    length = int.from_bytes(image[:8], "little")
+    text = change(image[8 : 8 + length].decode().rstrip(" "))
+    encoded = text.encode() if isinstance(text, str) else text
+    assert len(encoded) <= length
+    return image[:8] + encoded.ljust(length) + image[8 + length :]
+
+
+def edit(change: Callable[[dict[str, Any]], object]) -> Callable[[str], str]:
+    """Change the header as a dictionary."""
+
+    def apply(text: str) -> str:
+        header = json.loads(text)
+        change(header)
+        return json.dumps(header, separators=(",", ":"))
+
+    return apply
+
+
+def substitute(pattern: str, replacement: str) -> Callable[[str], str]:
+    def apply(text: str) -> str:
+        changed, count = re.subn(pattern, replacement, text, count=1)
+        assert count == 1
+        return changed
+
+    return apply
+
+
+def reorder(text: str) -> str:
+    header = json.loads(text)
+    names = list(header)
+    order = [names[0], names[2], names[1], *names[3:]]
+    return json.dumps({name: header[name] for name in order}, separators=(",", ":"))
+
+
+def metadata(**fields: Any) -> Callable[[str], str]:
+    return edit(lambda header: header["__metadata__"].update(fields))
+
+
+def tensor(number: int, **fields: Any) -> Callable[[str], str]:
+    return edit(lambda header: list(header.values())[number + 1].update(fields))
+
+
+LAYER = "model.layers.0.self_attn.attn"
+HEADERS: dict[str, tuple[Callable[[str], str | bytes], type[BadObjectError]]] = {
+    "not UTF-8": (lambda text: text.encode().replace(b"BF16", b"\xff\xff\xff\xff"), HeaderNotJson),
+    "cut off": (lambda text: text[:-1], HeaderNotJson),
+    "two values": (lambda text: text + "{}", HeaderNotJson),
+    "a list": (lambda text: "[]", HeaderNotJson),
+    "nothing": (lambda text: "", HeaderNotJson),
+    "too deep": (lambda text: "[" * 4000, HeaderNotJson),
+    "zeros behind it": (lambda text: text + "\0", HeaderNotJson),
+    "a tensor twice": (substitute(r"layers\.1", "layers.0"), DuplicateKey),
+    "a metadata field twice": (substitute('"parent"', '"key"'), DuplicateKey),
+    "metadata twice": (substitute(LAYER.replace(".", r"\."), "__metadata__"), DuplicateKey),
+    "spaces": (substitute(":", ": "), HeaderNotCanonical),
+    "another line break": (lambda text: text + "\n", HeaderNotCanonical),
+    "escapes": (substitute("model", r"\\u006dodel"), HeaderNotCanonical),
+    "metadata last": (
+        edit(lambda h: h.update(__metadata__=h.pop("__metadata__"))),
+        HeaderNotCanonical,
+    ),
+    "fields in another order": (
+        edit(lambda h: h["__metadata__"].update(key=h["__metadata__"].pop("key"))),
+        HeaderNotCanonical,
+    ),
+    "no metadata": (edit(lambda header: header.pop("__metadata__")), WrongMetadata),
+    "metadata of another kind": (edit(lambda h: h.update(__metadata__=[])), WrongMetadata),
+    "another format": (metadata(format="kvshelf/2"), WrongMetadata),
+    "another namespace": (metadata(namespace="0" * 64), WrongNamespace),
+    "another key": (metadata(key="0" * 64), WrongKey),
+    "the key in capitals": (substitute('"key":"[0-9a-f]*"', f'"key":"{"A" * 64}"'), WrongKey),
+    "another parent": (metadata(parent="0" * 64), WrongMetadata),
+    "another chunk": (metadata(chunk="01"), WrongMetadata),
+    "a number": (metadata(chunk=1), WrongMetadata),
+    "other tokens": (metadata(tokens="7"), WrongMetadata),
+    "another shard": (metadata(shard="1"), WrongMetadata),
+    "other shards": (metadata(shards="4"), WrongMetadata),
+    "a field too much": (metadata(model="x"), WrongMetadata),
+    "no hashes": (edit(lambda h: h["__metadata__"].pop("xxh3")), WrongMetadata),
+    "too few hashes": (metadata(xxh3="0" * 32), WrongMetadata),
+    "hashes in capitals": (metadata(xxh3=",".join(["A" * 32] * 3)), WrongMetadata),
+    "hashes cut elsewhere": (metadata(xxh3=f"{'0' * 31},{'0' * 33},{'0' * 32}"), WrongMetadata),
+    "no dtype": (edit(lambda header: header[LAYER].pop("dtype")), MalformedTensor),
+    "a field too much in a tensor": (tensor(0, more=1), MalformedTensor),
+    "negative offsets": (tensor(0, data_offsets=[-1, 512]), MalformedTensor),
+    "one offset": (tensor(0, data_offsets=[0]), MalformedTensor),
+    "offsets as text": (tensor(0, data_offsets=["0", "512"]), MalformedTensor),
+    "offsets that are true": (tensor(0, data_offsets=[False, 512]), MalformedTensor),
+    "a shape that is no list": (tensor(0, shape=8), MalformedTensor),
+    "a tensor that is no object": (edit(lambda h: h.update({LAYER: 1})), MalformedTensor),
+    "a tensor too few": (edit(lambda header: header.pop(LAYER)), WrongTensorName),
+    "a tensor too much": (
+        edit(lambda h: h.update(x={"dtype": "U8", "shape": [0], "data_offsets": [0, 0]})),
+        WrongTensorName,
+    ),
+    "another name": (substitute(r"layers\.1", "layers.9"), WrongTensorName),
+    "another order": (reorder, WrongTensorOrder),
+    "another dtype": (tensor(1, dtype="F16"), WrongDtype),
+    "another shape": (tensor(1, shape=[2, 2, 8, 8]), WrongShape),
+    "overlapping offsets": (tensor(1, data_offsets=[511, 1023]), TensorOverlap),
+    "all offsets alike": (tensor(1, data_offsets=[0, 512]), TensorOverlap),
+    "a gap": (tensor(1, data_offsets=[513, 1025]), TensorGap),
+    "a gap in front": (tensor(0, data_offsets=[1, 513]), TensorGap),
+    "offsets too far apart": (tensor(2, data_offsets=[1024, 2**60]), WrongTensorSize),
+    "offsets backwards": (tensor(2, data_offsets=[1024, 0]), WrongTensorSize),
+    "another hash": (metadata(xxh3=",".join(["0" * 32] * 3)), PayloadDamaged),
+}
+
+
+@pytest.mark.parametrize("name", HEADERS)
+def test_each_bad_header_has_its_error(
+    fmt: ObjectFormat, chunk: Chunk, image: bytes, name: str
+) -> None:
+    change, expected = HEADERS[name]
+    assert [spec.nbytes for spec in fmt.tensors(0)] == [512, 512, 512]
+    damaged = rewrite(image, change)
+    error = both_ways(fmt, damaged, chunk)
+    assert type(error) is expected
+    assert isinstance(error, ValueError)
+    again = copy.copy(error)
+    assert type(again) is expected
+    assert vars(again) == vars(error)
+
+
+@pytest.mark.parametrize(
+    ("length", "expected"),
+    [
+        (100 * 10**9, HeaderTooLarge),
+        (2**64 - 1, HeaderTooLarge),
+        (100_000_001, HeaderTooLarge),
+        (0, WrongHeaderLength),
+        (4087, WrongHeaderLength),
+        (8192, WrongHeaderLength),
+    ],
+)
+def test_wrong_header_lengths_cost_nothing(
+    fmt: ObjectFormat, chunk: Chunk, image: bytes, length: int, expected: type[BadObjectError]
+) -> None:
+    damaged = length.to_bytes(8, "little") + image[8:]
+    target = memoryview(bytearray(len(image)))
+    tracemalloc.start()
+    try:
+        with pytest.raises(expected):
+            fmt.read(BytesReader(damaged), chunk, 0, target)
+        assert tracemalloc.get_traced_memory()[1] < 200_000
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    ("field", "number"), [("chunk", 0), ("tokens", 2), ("namespace", 0), ("key", 0)]
+)
+def test_another_object_in_its_place_is_named(
+    fmt: ObjectFormat, chunk: Chunk, field: str, number: int
+) -> None:
+    other_fmt = make_format(version="other") if field == "namespace" else fmt
+    other = make_chunks(other_fmt)[number]
+    if field == "chunk":
+        other = replace(chunk, index=7)
+    elif field == "tokens":
+        other_fmt = make_format(chunk_size=16, version="x")
+        other = make_chunks(other_fmt, 16)[0]
+    data = make_object(other_fmt, other)
+    if field == "tokens":
+        assert type(both_ways(fmt, data, chunk)) is WrongSize
+        return
+    error = both_ways(fmt, data, chunk)
+    assert isinstance(error, WrongMetadata)
+    assert str(error).startswith(f"{field}: ")
+
+
+def test_the_other_shard_in_its_place_is_named(
+    fmt: ObjectFormat, chunk: Chunk, image: bytes
+) -> None:
+    error = both_ways(fmt, image, chunk, shard=1)
+    assert isinstance(error, WrongMetadata)
+    assert str(error).startswith("shard: ")
+
+
+def test_a_damaged_tensor_is_named(fmt: ObjectFormat, chunk: Chunk, image: bytes) -> None:
+    for number, spec in enumerate(fmt.tensors(0)):
+        damaged = bytearray(image)
+        damaged[fmt.data_offset + spec.offset + number] ^= 0x80
+        error = both_ways(fmt, damaged, chunk)
+        assert isinstance(error, PayloadDamaged)
+        assert repr(spec.name) in str(error)
+
+
+# --------------------------------------------------------------------------- reading
+
+
+def test_no_payload_is_read_behind_a_bad_header() -> None:
+    fmt = make_format(layers=20, shape="2,*,8,256", dtype="F32", chunk_size=64)
+    chunk = make_chunks(fmt, 64)[0]
+    image = make_object(fmt, chunk)
+    assert len(image) > 5_000_000
+    image[200] ^= 1
+    reader = BytesReader(image)
+    with pytest.raises(BadObjectError):
+        fmt.read(reader, chunk, 0, memoryview(bytearray(len(image))))
+    assert len(reader.reads) == 1
+    assert reader.reads[0][1] <= fmt.data_offset + (1 << 20)
+
+
+#: (layers, head size): objects of one small read, many tensors a read, one a read, streamed.
+READS = [(3, 8), (30, 256), (9, 2048), (3, 16384), (2, 32768), (1, 131072)]
+
+
+@pytest.mark.parametrize(("layers", "head_size"), READS)
+def test_every_byte_is_read_once_in_order_and_verified(layers: int, head_size: int) -> None:
+    fmt = make_format(layers, f"2,*,2,{head_size}", "F32", chunk_size=16)
+    chunk = make_chunks(fmt, 16)[0]
+    image = make_object(fmt, chunk)
+    reader = BytesReader(image)
+    target = bytearray(len(image))
+    tracemalloc.start()
+    try:
+        fmt.read(reader, chunk, 0, memoryview(target))
+        # BytesReader itself holds one piece.
+        assert tracemalloc.get_traced_memory()[1] < (2 << 20)
+    finally:
+        tracemalloc.stop()
+    assert target == image
+    place = 0
+    for offset, length in reader.reads:
+        assert offset == place
+        assert length <= fmt.data_offset + (1 << 20)
+        place += length
+    assert place == len(image)
+    for spec in fmt.tensors(0):
+        for where in (spec.offset, spec.offset + spec.nbytes - 1):
+            image[fmt.data_offset + where] ^= 1
+            error = both_ways(fmt, image, chunk)
+            assert isinstance(error, PayloadDamaged)
+            assert repr(spec.name) in str(error)
+            image[fmt.data_offset + where] ^= 1
+
+
+@given(st.data())
+def test_short_reads_are_the_storages_fault(
+    fmt: ObjectFormat, chunk: Chunk, image: bytes, data: st.DataObject
+) -> None:
+    length = data.draw(st.integers(0, len(image) - 1))
+    reader = BytesReader(image[:length], size=len(image))
+    with pytest.raises(TransientStorageError, match="short read"):
+        fmt.read(reader, chunk, 0, memoryview(bytearray(len(image))))
+
+
+def test_errors_of_the_storage_pass(fmt: ObjectFormat, chunk: Chunk, image: bytes) -> None:
+    class Failing(BytesReader):
+        def read_into(self, buffer: memoryview, offset: int) -> int:
+            raise TransientStorageError("EIO")
+
+    with pytest.raises(TransientStorageError, match="EIO"):
+        fmt.read(Failing(image), chunk, 0, memoryview(bytearray(len(image))))
+
+
+def test_one_format_serves_many_threads() -> None:
+    fmt = make_format(chunk_size=64)
+    chunks = [make_chunks(fmt, n)[-1] for n in range(1, 65)]
+    failures: list[BaseException] = []
+
+    def work(shard: int) -> None:
+        try:
+            for chunk in chunks:
+                image = make_object(fmt, chunk, shard)
+                assert read(fmt, image, chunk, shard) == image
+        except BaseException as error:  # noqa: BLE001 - whatever it is, the test fails
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(n % 2,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+def test_templates_of_many_tails_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(objects, "_TEMPLATES_KEPT", 4)
+    fmt = make_format(chunk_size=64)
+    for chunk in [make_chunks(fmt, n)[-1] for n in range(1, 65)]:
+        image = make_object(fmt, chunk)
+        assert read(fmt, image, chunk) == image
+    assert len(fmt._templates) <= 4
+
+
+# --------------------------------------------------------------------------- misuse
+
+
+def test_object_buffers_must_fit(fmt: ObjectFormat, chunk: Chunk, image: bytes) -> None:
+    for wrong in (
+        memoryview(bytearray(len(image) + 1)),
+        memoryview(bytearray(len(image) - 1)),
+        memoryview(image),
+        memoryview(bytearray(2 * len(image)))[::2],
+    ):
+        with pytest.raises(ValueError, match="object buffer"):
+            fmt.seal(wrong, chunk, 0)
+        with pytest.raises(ValueError, match="object buffer"):
+            fmt.read(BytesReader(image), chunk, 0, wrong)
+    # Any element type will do.
+    words = memoryview(bytearray(image)).cast("I")
+    fmt.seal(words, chunk, 0)
+    fmt.read(BytesReader(image), chunk, 0, words)
+    assert words.tobytes() == image
+
+
+def test_buffers_must_fit(fmt: ObjectFormat, chunk: Chunk) -> None:
+    parts = [bytes(spec.nbytes) for spec in fmt.tensors(0)]
+    with pytest.raises(ValueError, match="2 buffers for 3 tensors"):
+        fmt.encode(chunk, 0, parts[:-1])
+    with pytest.raises(ValueError, match="expected 512"):
+        fmt.encode(chunk, 0, [*parts[:-1], bytes(511)])
+    with pytest.raises(ValueError, match="contiguous"):
+        fmt.encode(chunk, 0, [*parts[:-1], memoryview(bytes(1024))[::2]])
+    halves = memoryview(bytearray(512)).cast("H", (16, 16))
+    assert b"".join(fmt.encode(chunk, 0, [*parts[:-1], halves])).endswith(bytes(512))
+
+
+def test_chunks_and_shards_must_fit(fmt: ObjectFormat, chunk: Chunk, image: bytes) -> None:
+    view = memoryview(bytearray(image))
+    for wrong in (
+        replace(chunk, tokens=7),
+        replace(chunk, tail=True),
+        replace(chunk, tokens=9, tail=True),
+        replace(chunk, tokens=0, tail=True),
+        replace(chunk, key=b"short"),
+        replace(chunk, parent=b""),
+        replace(chunk, index=2**32),
+        replace(chunk, index=-1),
+    ):
+        with pytest.raises(ValueError, match=r"chunk|tokens|image"):
+            fmt.seal(view, wrong, 0)
+    for shard in (-1, 2):
+        with pytest.raises(ValueError, match="shard"):
+            fmt.seal(view, chunk, shard)
+        with pytest.raises(ValueError, match="shard"):
+            fmt.object_size(shard)
+    with pytest.raises(ValueError, match="tail needs"):
+        fmt.tensors(0, tail=True)
+    with pytest.raises(ValueError, match="tokens"):
+        fmt.tensors(0, 8, tail=True)
+    assert fmt.tensors(0, 8) == fmt.tensors(0)
+
+
+def test_unknown_layouts_have_no_tails() -> None:
+    fmt = FORMATS["opaque"]()
+    assert not fmt.tails
+    with pytest.raises(UnsupportedError, match="tails"):
+        fmt.tensors(0, 3, tail=True)
+    assert FORMATS["native"]().tails
+
+
+# --------------------------------------------------------------------------- namespaces
+
+
+@pytest.mark.parametrize("missing", ["chunk_size", "shards", "stages", "layouts", "data_offset"])
+def test_missing_fields_are_named(missing: str) -> None:
+    record = make_format().namespace.record
+    del record[missing]
+    with pytest.raises(ConfigError, match=missing):
+        ObjectFormat(Namespace(record))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"shards": 3}, "divisor of 4"),
+        ({"shards": 0}, "shards"),
+        ({"stages": [2, 1], "shards": 3}, "multiple of the 2 stages"),
+        ({"stages": [2]}, "stages"),
+        ({"stages": [3, 0]}, "stages"),
+        ({"stages": []}, "stages"),
+        ({"chunk_size": 0}, "chunk_size"),
+        ({"layouts": ["canonical"]}, "layouts"),
+        ({"layer_names": ["a", "a", "b"]}, "layer_names"),
+        ({"layer_names": ["a", "__metadata__", "b"]}, "layer_names"),
+        ({"dtype": "I8"}, "dtype"),
+        ({"layout": "strided"}, "layout"),
+        ({"layout": "cpu-vec-bf16"}, "layout"),
+        ({"layout": "cpu-vec-bf16-b3"}, "multiple of the block size"),
+        ({"layout": "cpu-vec-bf16-b4", "shape": "*,40", "shards": 1}, "shape"),
+        ({"layout": "opaque-0123456789abcdef"}, "opaque"),
+        ({"layout": "opaque-0123456789abcdef", "shape": "2,48"}, "opaque"),
+        ({"shape": "2,8,4,8"}, "shape"),
+        ({"shape": "2,*,04,8"}, "shape"),
+        ({"shape": "*,40"}, "set `shards`"),
+        ({"shape": "2,48", "dtype": "U8"}, "shape"),
+        ({"data_offset": 8192}, "data_offset"),
+        ({"data_offset": 4095}, "data_offset"),
+    ],
+)
+def test_contradictions_are_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_format(**fields)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"chunk_size": 2**32 - 1},
+        {"layer_shapes": ["2,*,100000000000000,100000000000000"] * 2},
+        {"shards": 2**32 - 2, "layer_shapes": ["2,*,4294967294,8"] * 2, "data_offset": 8192},
+    ],
+)
+def test_a_namespace_of_any_size_costs_nothing(fields: dict[str, Any]) -> None:
+    """Its record may be forged."""
+    record = make_format(2).namespace.record | fields
+    begin = time.process_time()
+    with pytest.raises(ConfigError, match=r"an object would hold|data_offset is 8192"):
+        ObjectFormat(Namespace(record))
+    assert time.process_time() - begin < 1
+
+
+def test_the_number_of_layers_must_agree() -> None:
+    record = make_format().namespace.record
+    assert ObjectFormat(Namespace({**record, "layers": 3})).data_offset == 4096
+    with pytest.raises(ConfigError, match="layers is 4"):
+        ObjectFormat(Namespace({**record, "layers": 4}))
+
+
+def test_shards_are_stage_major_and_hold_their_heads() -> None:
+    fmt = make_format(layers=3, stages=[2, 1], shards=4, shape="2,*,4,8")
+    names = [[spec.name[13] for spec in fmt.tensors(shard)] for shard in range(4)]
+    assert names == [["0", "1"], ["0", "1"], ["2"], ["2"]]
+    assert {spec.shape for shard in range(4) for spec in fmt.tensors(shard)} == {(2, 8, 2, 8)}
+
+
+def test_stored_shapes() -> None:
+    native = FORMATS["native"]()
+    assert {(s.dtype, s.shape) for s in native.tensors(0)} == {("U8", (2, 2, 2 * 4 * 8 * 2))}
+    assert {(s.dtype, s.shape) for s in native.tensors(0, 3)} == {("BF16", (2, 3, 2, 8))}
+    mla = FORMATS["mla"]()
+    assert {(s.dtype, s.shape) for s in mla.tensors(0)} == {("BF16", (8, 40))}
+    assert {(s.dtype, s.shape) for s in mla.tensors(0, 3)} == {("BF16", (3, 40))}
+    opaque = FORMATS["opaque"]()
+    assert {(s.dtype, s.shape) for s in opaque.tensors(1)} == {("U8", (2, 48))}
+    for fmt in (native, mla, opaque):
+        for spec in fmt.tensors(0):
+            count = DTYPE_BYTES[spec.dtype]
+            for extent in spec.shape:
+                count *= extent
+            assert spec.nbytes == count
+
+
+# --------------------------------------------------------------------------- describing
+
+
+def test_headers_can_be_described(fmt: ObjectFormat, chunk: Chunk, image: bytes) -> None:
+    assert header_length(image[:8]) == fmt.data_offset - 8
+    found = describe_header(image[: fmt.data_offset])
+    assert found["data_offset"] == fmt.data_offset
+    assert found["metadata"]["key"] == chunk.key.hex()
+    assert [entry["name"] for entry in found["tensors"]] == [s.name for s in fmt.tensors(0)]
+    assert found["tensors"][1]["data_offsets"] == [512, 1024]
+    assert found["tensors"][1]["shape"] == [2, 8, 2, 8]
+
+
+@pytest.mark.parametrize(
+    ("raw", "expected"),
+    [
+        (b"", EmptyObject),
+        (b"1234567", TruncatedObject),
+        (b"\xff" * 8, HeaderTooLarge),
+        (((16 << 20) + 1).to_bytes(8, "little"), HeaderTooLarge),
+        (b"\x08" + bytes(7) + b"{}", TruncatedObject),
+        (b"\x02" + bytes(7) + b"[]", HeaderNotJson),
+        (b"\x02" + bytes(7) + b"\xff{", HeaderNotJson),
+        (b"\x0d" + bytes(7) + b'{"a":1,"a":1}', DuplicateKey),
+        (b"\x07" + bytes(7) + b'{"a":1}', MalformedTensor),
+        (b"\x13" + bytes(7) + b'{"__metadata__":[]}', WrongMetadata),
+        (b"\x1a" + bytes(7) + b'{"__metadata__":{"key":1}}', WrongMetadata),
+    ],
+)
+def test_bad_headers_are_described_by_errors(raw: bytes, expected: type[BadObjectError]) -> None:
+    with pytest.raises(expected):
+        describe_header(raw)
+
+
+@given(st.binary(max_size=200))
+def test_describing_anything_is_safe(raw: bytes) -> None:
+    length = len(raw).to_bytes(8, "little")
+    try:
+        describe_header(length + raw)
+    except BadObjectError:
+        pass

@@ -1,0 +1,424 @@
+"""Tensor-parallel ranks and pipeline stages: every head in one shard, every shard on one shelf.
+
+Whole engines are simulated: the caches of all workers are filled from one KV, by an oracle of
+its own for each cache form; one engine gathers, the other scatters into other blocks.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, note, settings
+from hypothesis import strategies as st
+from kvshelf.backends import open_backend
+from parts import PATIENCE
+
+from kvshelf.errors import ConfigError
+from kvshelf.format.keys import Chunk, KeyChain
+from kvshelf.format.model import default_shards
+from kvshelf.format.namespace import FORMAT, Namespace
+from kvshelf.format.objects import ObjectFormat
+from kvshelf.kv.caches import HostKVCache, LayerRun, layer_calls
+from kvshelf.kv.layout import (
+    PagedLayout,
+    PermutedLayout,
+    packed_positions,
+    permutation_bytes,
+    slots_of,
+)
+from kvshelf.kv.topology import ShardPlan, Topology
+from kvshelf.metrics import Counters
+from kvshelf.shelf.shelf import Shelf
+from kvshelf.transfer.context import ChunkSlots
+from kvshelf.transfer.staging import StagingPool
+from kvshelf.transfer.transfer import Transfer
+
+CHUNK = 16
+CHUNKS = 2
+HEAD_SIZE = 8
+CONTENT = 24
+BLOCKS = 20
+
+# ------------------------------------------------------------------------- who has what
+
+
+@pytest.mark.parametrize(
+    ("topology", "expected"),
+    [
+        (Topology(8, 8), [ShardPlan(tuple(range(8)))]),
+        (Topology(8, 8, 2), [ShardPlan((0, 1, 2, 3)), ShardPlan((4, 5, 6, 7))]),
+        (Topology(4, 4, 4), [ShardPlan((rank,)) for rank in range(4)]),
+        # Fewer heads than ranks: neighbours hold the same one, and take turns.
+        (Topology(2, 2, 4), [ShardPlan((rank // 2,), 2, rank % 2) for rank in range(4)]),
+        # MLA: one content, the same on every rank.
+        (Topology(1, 1, 8), [ShardPlan((0,), 8, rank) for rank in range(8)]),
+        # Stage by stage.
+        (
+            Topology(4, 8, 2, 2),
+            [ShardPlan(s) for s in ((0, 1), (2, 3), (4, 5), (6, 7))],
+        ),
+        # Replicas of prefill context parallelism follow those of all tensor-parallel ranks.
+        (
+            Topology(2, 2, 2, prefill_context=2),
+            [ShardPlan((n % 2,), 2, n // 2) for n in range(4)],
+        ),
+        # Two groups of two hold each head; the ranks of a group share tokens.
+        (
+            Topology(2, 2, 8, decode_context=2),
+            [ShardPlan((n // 4,), 2, n // 2 % 2, 2, n % 2) for n in range(8)],
+        ),
+        (
+            Topology(1, 1, 2, prefill_context=2, decode_context=4),
+            [ShardPlan((0,), 1, 0, 4, n) for n in (0, 2, 1, 3)],
+        ),
+        (
+            Topology(1, 1, 1, whole_ranks=True, prefill_context=2),
+            [ShardPlan((0,), 2, n) for n in range(2)],
+        ),
+        # Blocks of an unknown layout are not split, nor shared by replicas.
+        (Topology(1, 4, 2, 2, whole_ranks=True), [ShardPlan((n,)) for n in range(4)]),
+    ],
+)
+def test_plans(topology: Topology, expected: list[ShardPlan]) -> None:
+    assert [topology.plan(worker) for worker in range(len(expected))] == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        # Twelve heads make six shards, which four ranks cannot divide; twelve they can.
+        ({"kv_heads": 12, "shards": 6, "tensor_parallel": 4}, "set shards=12 alike on all engines"),
+        # A rank would hold half a shard.
+        ({"kv_heads": 16, "shards": 8, "tensor_parallel": 16}, "set shards=16 alike"),
+        ({"kv_heads": 12, "shards": 4, "tensor_parallel": 6}, "set shards=12 alike"),
+        ({"kv_heads": 30, "shards": 6, "tensor_parallel": 5}, "set shards=30 alike"),
+        ({"kv_heads": 16, "shards": 16, "tensor_parallel": 16, "stages": 2}, "set shards=32 alike"),
+        ({"kv_heads": 8, "shards": 3}, r"leave it out or set one of \[1, 2, 4, 8\]"),
+        ({"kv_heads": 8, "shards": 3, "stages": 2}, "not a multiple of the 2 pipeline stages"),
+        ({"kv_heads": 6, "shards": 2, "tensor_parallel": 4}, "cannot be spread over"),
+        (
+            {"kv_heads": 4, "shards": 4, "tensor_parallel": 2, "whole_ranks": True},
+            "Leave shards out",
+        ),
+        (
+            {"kv_heads": 2, "shards": 2, "tensor_parallel": 12, "decode_context": 4},
+            "different KV heads: set it to a divisor of 6",
+        ),
+        (
+            {"kv_heads": 1, "shards": 2, "tensor_parallel": 2, "whole_ranks": True}
+            | {"decode_context": 2},
+            "blocks of an unknown layout cannot be stored: set it to 1",
+        ),
+    ],
+)
+def test_shards_that_do_not_fit_are_refused_with_a_number_that_does(
+    arguments: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Topology(**arguments)
+
+
+# ------------------------------------------------------------------------- caches of all forms
+
+
+@dataclass(frozen=True)
+class Form:
+    """One way in which a paged cache may lie, and how to read a token's KV from it by hand."""
+
+    make: Callable[[int, int, int], torch.Tensor]
+    layout: Callable[[torch.Tensor], PagedLayout | PermutedLayout]
+    #: (cache, block, offset) -> view [kv_planes, heads, width]
+    at: Callable[[torch.Tensor, int, int], torch.Tensor]
+
+
+def _int16(*shape: int) -> torch.Tensor:
+    # The bytes of bfloat16, in a dtype whose values compare as bytes do.
+    return torch.full(shape, -1, dtype=torch.int16)
+
+
+def _vec(cache: torch.Tensor) -> PermutedLayout:
+    blocks, heads, size, _ = cache.shape
+    positions = packed_positions("vec", size, HEAD_SIZE, 2)
+    assert positions is not None
+    return PermutedLayout(
+        size,
+        cache.stride(0) * 2,
+        cache.stride(1) * 2,
+        2,
+        heads,
+        HEAD_SIZE,
+        2,
+        blocks,
+        permutation_bytes(positions),
+    )
+
+
+def _vec_at(cache: torch.Tensor, block: int, offset: int) -> torch.Tensor:
+    # K transposed, then V. K and V have different strides, so this is a copy: see `write`.
+    blocks, heads, size, _ = cache.shape
+    flat = cache.view(blocks, heads, -1)[block]
+    keys = flat[:, : size * HEAD_SIZE].view(heads, HEAD_SIZE, size)[:, :, offset]
+    values = flat[:, size * HEAD_SIZE :].view(heads, size, HEAD_SIZE)[:, offset]
+    return torch.stack((keys, values))
+
+
+FORMS = {
+    "HND": Form(
+        lambda b, h, n: _int16(b, h, n, 2 * HEAD_SIZE),
+        lambda cache: PagedLayout.from_bhnc(cache, HEAD_SIZE),
+        lambda c, b, o: c[b, :, o].view(-1, 2, HEAD_SIZE).transpose(0, 1),
+    ),
+    "NHD": Form(
+        lambda b, h, n: _int16(b, n, h, 2 * HEAD_SIZE).transpose(1, 2),
+        lambda cache: PagedLayout.from_bhnc(cache, HEAD_SIZE),
+        lambda c, b, o: c[b, :, o].view(-1, 2, HEAD_SIZE).transpose(0, 1),
+    ),
+    "2BNHD": Form(
+        lambda b, h, n: _int16(2, b, n, h, HEAD_SIZE),
+        PagedLayout.from_2bnhd,
+        lambda c, b, o: c[:, b, o],
+    ),
+    "B2NHD": Form(
+        lambda b, h, n: _int16(b, 2, n, h, HEAD_SIZE),
+        PagedLayout.from_b2nhd,
+        lambda c, b, o: c[b, :, o],
+    ),
+    "vec": Form(lambda b, h, n: _int16(b, h, n, 2 * HEAD_SIZE), _vec, _vec_at),
+}
+MLA = Form(
+    lambda b, h, n: _int16(b, n, CONTENT),
+    PagedLayout.from_mla,
+    lambda c, b, o: c[b, o].view(1, 1, CONTENT),
+)
+
+
+def write(name: str, cache: torch.Tensor, block: int, offset: int, kv: torch.Tensor) -> None:
+    form = FORMS.get(name, MLA)
+    if name == "vec":
+        blocks, heads, size, _ = cache.shape
+        flat = cache.view(blocks, heads, -1)[block]
+        flat[:, : size * HEAD_SIZE].view(heads, HEAD_SIZE, size)[:, :, offset] = kv[0]
+        flat[:, size * HEAD_SIZE :].view(heads, size, HEAD_SIZE)[:, offset] = kv[1]
+    else:
+        form.at(cache, block, offset)[:] = kv
+
+
+class SimulatedEngine:
+    """The paged caches of all workers of an engine."""
+
+    def __init__(
+        self, topology: Topology, fmt: ObjectFormat, stages: list[int], form: str, block: int
+    ) -> None:
+        self.topology, self.fmt, self.form, self.block = topology, fmt, form, block
+        self.stages = stages
+        held = -(-topology.kv_heads // topology.tensor_parallel)
+        how = FORMS.get(form, MLA)
+        self.caches = [
+            [how.make(BLOCKS * 16 // block, held, block) for _ in range(stages[stage])]
+            for stage in range(topology.stages)
+            for _ in range(topology.tensor_parallel)
+        ]
+        self.memories = [
+            HostKVCache(
+                layer_calls(
+                    fmt, [LayerRun(0, caches, how.layout(caches[0]))], topology.plan(worker)
+                )
+            )
+            for worker, caches in enumerate(self.caches)
+        ]
+
+    def heads(self, worker: int) -> slice:
+        """The heads that vLLM gives this worker."""
+        ranks, heads = self.topology.tensor_parallel, self.topology.kv_heads
+        rank = worker % ranks
+        if heads < ranks:
+            first = rank // (ranks // heads)
+            return slice(first, first + 1)
+        return slice(rank * heads // ranks, (rank + 1) * heads // ranks)
+
+    def slots(self, seed: int, chunk: int) -> torch.Tensor:
+        """Slots of one chunk in scattered blocks, other ones for each seed."""
+        order = torch.randperm(
+            BLOCKS * 16 // self.block, generator=torch.Generator().manual_seed(seed)
+        )
+        return slots_of(order.tolist(), self.block, chunk * CHUNK, CHUNK)
+
+    def each(self) -> list[tuple[int, int, int, torch.Tensor]]:
+        """(worker, layer of the model, layer of the worker, cache)."""
+        found = []
+        for worker, caches in enumerate(self.caches):
+            first = sum(self.stages[: worker // self.topology.tensor_parallel])
+            found += [(worker, first + n, n, cache) for n, cache in enumerate(caches)]
+        return found
+
+    def fill(self, kv: torch.Tensor, seed: int) -> None:
+        """Put ``kv[layer, kv, token, head, element]`` where a model would."""
+        for chunk in range(CHUNKS):
+            for position, slot in enumerate(self.slots(seed, chunk).tolist()):
+                for worker, layer, _, cache in self.each():
+                    token = kv[layer, :, chunk * CHUNK + position, self.heads(worker)]
+                    write(self.form, cache, slot // self.block, slot % self.block, token)
+
+    def holds(self, kv: torch.Tensor, seed: int) -> bool:
+        at = FORMS.get(self.form, MLA).at
+        return all(
+            torch.equal(
+                at(cache, slot // self.block, slot % self.block),
+                kv[layer, :, chunk * CHUNK + position, self.heads(worker)],
+            )
+            for chunk in range(CHUNKS)
+            for position, slot in enumerate(self.slots(seed, chunk).tolist())
+            for worker, layer, _, cache in self.each()
+        )
+
+
+def make_format(kv_heads: int, shards: int, stages: list[int], mla: bool) -> ObjectFormat:
+    layers = sum(stages)
+    record: dict[str, Any] = {
+        "format": FORMAT,
+        "weights": "user:test",
+        "layers": layers,
+        "kv_heads": kv_heads,
+        "chunk_size": CHUNK,
+        "shards": shards,
+        "stages": stages,
+        "layouts": ["canonical"] * layers,
+        "layer_names": [f"layers.{i}.attn" for i in range(layers)],
+        "layer_shapes": [f"*,{CONTENT}" if mla else f"2,*,{kv_heads},{HEAD_SIZE}"] * layers,
+        "layer_dtypes": ["BF16"] * layers,
+    }
+    record["data_offset"] = ObjectFormat.required_data_offset(record)
+    return ObjectFormat(Namespace(record, "test"))
+
+
+def make_chunks(fmt: ObjectFormat) -> list[Chunk]:
+    return KeyChain(fmt.namespace.digest, CHUNK).extend(list(range(CHUNKS * CHUNK)))
+
+
+def random_kv(layers: int, kv_heads: int, mla: bool, seed: int) -> torch.Tensor:
+    return torch.randint(
+        0,
+        2**15,
+        (layers, 1 if mla else 2, CHUNKS * CHUNK, kv_heads, CONTENT if mla else HEAD_SIZE),
+        dtype=torch.int16,
+        generator=torch.Generator().manual_seed(seed),
+    )
+
+
+@st.composite
+def pairings(draw: st.DrawFn) -> tuple[ObjectFormat, list[int], list[Topology], bool]:
+    """Two engines of one model that can share a shelf."""
+    mla = draw(st.booleans())
+    kv_heads = 1 if mla else draw(st.sampled_from([1, 2, 3, 4, 6, 8, 12, 16]))
+    stages = draw(st.lists(st.integers(1, 2), min_size=1, max_size=3))
+    degrees = [n for n in (1, 2, 4, 8) if kv_heads % n == 0 or n % kv_heads == 0]
+    pair = [draw(st.sampled_from(degrees)) for _ in range(2)]
+    possible = [n for n in range(1, kv_heads + 1) if kv_heads % n == 0]
+    chosen = [default_shards(kv_heads), *possible]
+    fitting = [
+        split * len(stages)
+        for split in chosen
+        if all(split % min(ranks, kv_heads) == 0 for ranks in pair)
+    ]
+    shards = draw(st.sampled_from(fitting))
+    topologies = [Topology(kv_heads, shards, ranks, len(stages)) for ranks in pair]
+    return make_format(kv_heads, shards, stages, mla), stages, topologies, mla
+
+
+@settings(max_examples=150, deadline=None)
+@given(pairings(), st.data())
+def test_what_one_topology_stores_another_loads(
+    pairing: tuple[ObjectFormat, list[int], list[Topology], bool], data: st.DataObject
+) -> None:
+    fmt, stages, topologies, mla = pairing
+    note(f"{topologies}")
+    forms = st.just("MLA") if mla else st.sampled_from(sorted(FORMS))
+    writer, reader = (
+        SimulatedEngine(
+            topology, fmt, stages, data.draw(forms), data.draw(st.sampled_from([4, 8, 16]))
+        )
+        for topology in topologies
+    )
+    kv = random_kv(sum(stages), topologies[0].kv_heads, mla, data.draw(st.integers(0, 99)))
+    writer.fill(kv, seed=1)
+    for index in range(CHUNKS):
+        payloads: dict[int, torch.Tensor] = {}
+        for worker, memory in enumerate(writer.memories):
+            shards = topologies[0].plan(worker).writes(index)
+            assert not set(shards) & set(payloads), "written twice"
+            fresh = [torch.zeros(fmt.payload_size(shard), dtype=torch.uint8) for shard in shards]
+            if shards:
+                memory.gather(writer.slots(1, index), fresh)
+            payloads.update(zip(shards, fresh, strict=True))
+        assert sorted(payloads) == list(range(fmt.shards))
+        # Format: tokens outside heads, K in front of V, heads of the shard in order.
+        for shard, payload in payloads.items():
+            split = fmt.shards // len(stages)
+            per_shard = topologies[0].kv_heads // split
+            first = shard % split * per_shard
+            stage = shard // split
+            tokens = slice(index * CHUNK, (index + 1) * CHUNK)
+            expected = kv[
+                sum(stages[:stage]) : sum(stages[: stage + 1]),
+                :,
+                tokens,
+                first : first + per_shard,
+            ]
+            assert torch.equal(payload.view(torch.int16), expected.reshape(-1))
+        for worker, memory in enumerate(reader.memories):
+            for shard in topologies[1].plan(worker).shards:
+                memory.scatter(shard, reader.slots(2, index), payloads[shard])
+    assert reader.holds(kv, seed=2)
+
+
+# ------------------------------------------------------------------------- through a shelf
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "ranks", "stages"),
+    [(4, (4, 1), [2]), (4, (1, 2), [2]), (2, (4, 8), [1, 2]), (1, (8, 2), [2])],
+)
+def test_stores_of_all_ranks_make_one_chunk_that_other_ranks_load(
+    kv_heads: int, ranks: tuple[int, int], stages: list[int]
+) -> None:
+    shards = default_shards(kv_heads, len(stages))
+    fmt = make_format(kv_heads, shards, stages, mla=False)
+    shelf = Shelf(open_backend(f"memory://topology-{kv_heads}-{ranks[0]}-{ranks[1]}"))
+    writer, reader = (
+        SimulatedEngine(Topology(kv_heads, shards, n, len(stages)), fmt, stages, form, 8)
+        for n, form in zip(ranks, ("vec", "NHD"), strict=True)
+    )
+    kv = random_kv(sum(stages), kv_heads, mla=False, seed=5)
+    writer.fill(kv, seed=1)
+    chunks = make_chunks(fmt)
+    written: Counter[str] = Counter()
+    for engine, stores in ((writer, True), (reader, False)):
+        for worker, memory in enumerate(engine.memories):
+            plan = engine.topology.plan(worker)
+            staging = StagingPool(
+                1 << 20, fmt.object_size(plan.shards[0]), together=len(plan.shards)
+            )
+            counters = Counters()
+            with closing(
+                Transfer(shelf.view(fmt), memory, staging, counters=counters, plan=plan)
+            ) as transfer:
+                if stores:
+                    for chunk in chunks:
+                        transfer.store(ChunkSlots(chunk, writer.slots(1, chunk.index)))
+                    assert transfer.drain(PATIENCE) == 0
+                    written["bytes"] += counters.take().get("stored_bytes", 0)
+                    continue
+                items = [ChunkSlots(chunk, reader.slots(2, chunk.index)) for chunk in chunks]
+                transfer.load("r", items)
+                while not (loads := transfer.poll(0.01)):
+                    assert transfer.loading
+                assert loads[0].failed_at is None
+    # Nothing was written twice, not even what several ranks hold.
+    assert written["bytes"] == CHUNKS * sum(fmt.object_size(n) for n in range(shards))
+    assert reader.holds(kv, seed=2)

@@ -1,0 +1,73 @@
+"""What is built where there is no compiler, and what travels in the source archive."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+pytest.importorskip("scikit_build_core")
+
+
+def test_without_a_compiler_the_wheel_is_pure_python_and_says_so_once(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "pip", "wheel", "-v", "--no-build-isolation", "--no-deps"),
+            *("--no-index", "--wheel-dir", tmp_path, ROOT),
+        ],
+        env=os.environ | {"CXX": "/nonexistent/c++"},
+        cwd=tmp_path,
+        check=False,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.count("no working C++ compiler was found") == 1
+    (wheel,) = tmp_path.glob("kvshelf-*.whl")
+    assert "-py3-none-" in wheel.name
+    names = zipfile.ZipFile(wheel).namelist()
+    assert not [name for name in names if name.endswith(".so")]
+    assert names.count("kvshelf/kv/ops/dispatch.py") == 1
+    assert [name for name in names if name.endswith("backends/base.py")] == [
+        "kvshelf/backends/base.py"
+    ]
+
+
+def test_the_source_archive_holds_what_a_build_needs(tmp_path: Path) -> None:
+    subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            f"import scikit_build_core.build as b; b.build_sdist({str(tmp_path)!r})",
+        ],
+        cwd=ROOT,
+        check=True,
+        stdout=subprocess.DEVNULL,
+    )
+    (archive,) = tmp_path.glob("kvshelf-*.tar.gz")
+    with tarfile.open(archive) as content:
+        names = {name.partition("/")[2] for name in content.getnames()}
+    assert {
+        "pyproject.toml",
+        "LICENSE",
+        "README.md",
+        "backends/base.py",
+        "src/kvshelf/kv/ops/dispatch.py",
+        "cuda/CMakeLists.txt",
+        "cuda/cmake/check_headers.cc",
+        "cuda/include/kvshelf/launch.h",
+        "cuda/include/kvshelf/paged_index.h",
+        "cuda/src/binding_device.cc",
+        "cuda/src/copy_cpu.cc",
+        "cuda/src/copy_cuda.cu",
+    } <= names
+    outside = {name for name in names if name.startswith((".ci", ".git/", "build", ".venv"))}
+    assert not outside

@@ -1,0 +1,763 @@
+"""Look-ups: the longest stored prefix, found with few probes, never waited for in vain."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from faulty import CountingBackend, Fault, FaultyBackend
+from hypothesis import given
+from hypothesis import strategies as st
+from kvshelf.backends import Deadlines, Properties, open_backend
+from kvshelf.backends.base import Backend, StatResults
+from kvshelf.backends.guard import GuardedBackend
+from kvshelf.backends.wrappers import WrappedBackend
+from parts import AT_ONCE, PATIENCE, SOON, make_format, posix, until
+from thread_limit import none_can_be_started
+
+from benchmarks.samples import LARGE
+from benchmarks.samples import make_format as make_large_format
+from kvshelf.errors import TransientStorageError
+from kvshelf.format.keys import Chunk, KeyChain
+from kvshelf.format.names import object_name
+from kvshelf.format.objects import ObjectFormat
+from kvshelf.metrics import Counters
+from kvshelf.shelf.failed_keys import FailedKeys
+from kvshelf.shelf.lookup import Lookup, LookupService
+from kvshelf.shelf.search import RoundCosts
+from kvshelf.shelf.shelf import Shelf
+
+FMT = make_format(shards=2)
+SIZE = FMT.chunk_size
+
+
+class Remote(WrappedBackend):
+    """A storage whose probes are dear."""
+
+    @property
+    def properties(self) -> Properties:
+        return replace(self.inner.properties, probe_cost=0.02, probes_at_once=8)
+
+
+class Distant(WrappedBackend):
+    """A storage that takes its time for each call, however many names it is about.
+
+    Objects are names in a dictionary, with their sizes. What is asked while `gate` is closed
+    is answered, by what was there when it was asked, once it is open.
+    """
+
+    def __init__(self, seconds: float = 0.0, probe_cost: float = 0.02) -> None:
+        super().__init__(open_backend(f"memory://distant-{os.urandom(8).hex()}"))
+        self.sizes: dict[str, int] = {}
+        self.asked: list[list[str]] = []
+        self.listed = 0
+        self.gate = threading.Event()
+        self.gate.set()
+        self._seconds = seconds
+        self._probe_cost = probe_cost
+
+    @property
+    def properties(self) -> Properties:
+        found = self.inner.properties
+        return replace(found, probe_cost=self._probe_cost, probes_at_once=64)
+
+    def stat(self, names: Sequence[str]) -> StatResults:
+        self.asked.append(list(names))
+        answers: StatResults = [self.sizes.get(name) for name in names]
+        time.sleep(self._seconds)
+        self.gate.wait()
+        return answers
+
+    def folders(self, prefix: str = "") -> Sequence[str]:
+        self.listed += 1
+        return []
+
+    @property
+    def rounds(self) -> int:
+        """Times that somebody waited for the storage."""
+        return len(self.asked) + self.listed
+
+    @property
+    def heads(self) -> int:
+        return sum(map(len, self.asked))
+
+
+class Far:
+    """Look-ups of chunks with many shards on a distant storage."""
+
+    def __init__(self, seconds: float = 0.0, fmt: ObjectFormat = FMT) -> None:
+        self.fmt = fmt
+        self.backend = Distant(seconds)
+        self.failed = FailedKeys()
+        self.counters = Counters()
+        self.service = LookupService(
+            Shelf(self.backend).view(fmt), failed=self.failed, counters=self.counters
+        )
+
+    def chunks(self, tokens: Sequence[int]) -> list[Chunk]:
+        return KeyChain(self.fmt.namespace.digest, self.fmt.chunk_size).extend(tokens)
+
+    def put(self, chunks: Iterable[Chunk], shards: Iterable[int] | None = None) -> None:
+        for chunk in chunks:
+            for shard in range(self.fmt.shards) if shards is None else shards:
+                self.backend.sizes[self.name(chunk, shard)] = self.fmt.object_size(shard)
+
+    def delete(self, chunk: Chunk, shard: int = 0) -> None:
+        del self.backend.sizes[self.name(chunk, shard)]
+
+    def name(self, chunk: Chunk, shard: int) -> str:
+        name = object_name(chunk, shard, self.fmt.shards)
+        return f"{self.fmt.namespace.folder}/{name}"
+
+    def submit(self, tokens: Sequence[int]) -> Lookup:
+        return self.service.submit(
+            tokens, lambda: KeyChain(self.fmt.namespace.digest, self.fmt.chunk_size)
+        )
+
+    def hit(self, tokens: Sequence[int]) -> int:
+        lookup = self.submit(tokens)
+        assert lookup.wait(PATIENCE)
+        return lookup.hit_chunks
+
+
+class Rig:
+    """A shelf, look-ups on it, and objects that appear and vanish without being written."""
+
+    def __init__(self, backend: Backend, deadlines: Deadlines | None = None) -> None:
+        self.counting = CountingBackend(backend)
+        self.shelf = Shelf(GuardedBackend(self.counting, deadlines, AT_ONCE))
+        self.failed = FailedKeys()
+        self.counters = Counters()
+        self.service = LookupService(
+            self.shelf.view(FMT), failed=self.failed, counters=self.counters
+        )
+
+    def chain(self, tokens: list[int]) -> KeyChain:
+        chain = KeyChain(FMT.namespace.digest, SIZE)
+        chain.extend(tokens)
+        return chain
+
+    def put(self, tokens: list[int], index: int, shard: int, missing: int = 0) -> None:
+        chunk = self.chain(tokens).chunks[index]
+        name = f"{FMT.namespace.folder}/{object_name(chunk, shard, FMT.shards)}"
+        self.counting.inner.write(name, [bytes(FMT.object_size(shard) - missing)], "replace")
+
+    def submit(self, tokens: list[int]) -> Lookup:
+        return self.service.submit(tokens, lambda: KeyChain(FMT.namespace.digest, SIZE))
+
+    def look(self, tokens: list[int]) -> Lookup:
+        lookup = self.submit(tokens)
+        assert lookup.wait(PATIENCE)
+        return lookup
+
+
+def prompt(chunks: int, rest: int = 0, seed: int = 0) -> list[int]:
+    return random.Random(seed).choices(range(1000), k=chunks * SIZE + rest)
+
+
+@pytest.fixture(params=["near", "far"])
+def rig(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Rig]:
+    backend = posix(tmp_path / "shelf")
+    rig = Rig(backend if request.param == "near" else Remote(backend))
+    yield rig
+    rig.service.close()
+
+
+@pytest.mark.parametrize("stored", [0, 1, 2, 9, 20])
+@pytest.mark.parametrize("rest", [0, 3])
+def test_the_longest_stored_prefix_is_found(rig: Rig, stored: int, rest: int) -> None:
+    tokens = prompt(20, rest)
+    for index in range(stored):
+        for shard in range(FMT.shards):
+            rig.put(tokens, index, shard)
+    lookup = rig.look(tokens)
+    assert lookup.hit_chunks == stored
+    assert lookup.chain is not None
+    assert lookup.chain.chunks == rig.chain(tokens).chunks
+    assert lookup.chain.tokens == len(tokens)
+
+
+def test_an_empty_prompt_and_a_short_one_hit_nothing(rig: Rig) -> None:
+    assert rig.look([]).hit_chunks == 0
+    assert rig.look(prompt(0, SIZE - 1)).hit_chunks == 0
+
+
+def test_a_chunk_of_which_a_shard_is_missing_or_of_wrong_size_ends_the_hit(rig: Rig) -> None:
+    tokens = prompt(6)
+    for index in range(6):
+        rig.put(tokens, index, 0)
+        if index < 3:
+            rig.put(tokens, index, 1)
+        else:
+            rig.put(tokens, index, 1, missing=1)
+    assert rig.look(tokens).hit_chunks == 3
+
+
+def test_a_shelf_with_only_some_shards_costs_a_bounded_number_of_probes(
+    tmp_path: Path,
+) -> None:
+    rig = Rig(Remote(posix(tmp_path / "shelf")))
+    tokens = prompt(200)
+    for index in range(200):
+        rig.put(tokens, index, 0)
+    rig.counting.counts.clear()
+    assert rig.look(tokens).hit_chunks == 0
+    assert rig.counting.counts["stat_names"] < 200
+    rig.service.close()
+
+
+def test_a_first_chunk_that_misses_a_shard_is_no_hit(rig: Rig) -> None:
+    tokens = prompt(5)
+    for index in range(5):
+        for shard in range(FMT.shards):
+            if (index, shard) != (0, 1):
+                rig.put(tokens, index, shard)
+    assert rig.look(tokens).hit_chunks == 0
+
+
+@pytest.fixture
+def far() -> Iterator[Far]:
+    far = Far()
+    yield far
+    far.backend.gate.set()
+    far.service.close()
+
+
+@pytest.mark.parametrize("stored", [0, 1, 7, 100, 301, 511, 512])
+def test_few_rounds_find_a_long_prefix_far_away(stored: int) -> None:
+    far = Far(seconds=20e-3, fmt=make_large_format(LARGE, 8))
+    tokens = random.Random(1).choices(range(1000), k=512 * far.fmt.chunk_size)
+    far.put(far.chunks(tokens)[:stored])
+    assert far.hit(tokens) == stored
+    assert far.backend.rounds <= 4
+    if stored == 512:
+        assert far.backend.rounds == 2, "one to find the folder, one for the chunks"
+        assert far.backend.heads <= 100
+    far.service.close()
+
+
+@given(
+    st.integers(0, 300),
+    st.floats(0, 1),
+    st.floats(1e-6, 1.0),
+    st.floats(1e-6, 1.0),
+    st.booleans(),
+)
+def test_any_prefix_is_found_whatever_a_round_costs(
+    count: int, part: float, latency: float, each: float, whole: bool
+) -> None:
+    far = Far()
+    far.service._costs.latency, far.service._costs.each = latency, each
+    tokens = prompt(count)
+    chunks = far.chunks(tokens)
+    stored = round(part * count)
+    far.put(chunks[:stored])
+    if not whole:
+        # A copy of some files only.
+        far.put(chunks, [0])
+    assert far.hit(tokens) == stored
+    assert len(far.backend.asked) <= 20
+    far.service.close()
+
+
+def test_the_width_of_a_search_follows_from_what_rounds_take() -> None:
+    waits, works = RoundCosts(0.05, 64), RoundCosts(1e-3, 1)
+    assert waits.points(512, 1) > works.points(512, 1) >= 1
+    for _ in range(100):
+        for questions in (1, 20, 64):
+            waits.note(questions, questions * 1e-3)
+            works.note(questions, 0.02 + questions * 1e-5)
+    assert waits.points(512, 1) < works.points(512, 1)
+    assert works.latency == pytest.approx(0.02, rel=0.2)
+    before = works.points(512, 1)
+    works.note(8, 30.0)
+    for _ in range(20):
+        works.note(8, 0.02)
+    assert works.points(512, 1) == pytest.approx(before, rel=0.5)
+
+
+def test_what_was_found_is_not_asked_for_again_and_only_the_rest_of_a_longer_prompt(
+    far: Far,
+) -> None:
+    tokens = prompt(400)
+    chunks = far.chunks(tokens)
+    far.put(chunks[:300])
+    assert far.hit(tokens[: 200 * SIZE]) == 200
+    far.backend.asked.clear()
+    assert far.hit(tokens[: 200 * SIZE]) == 200
+    assert not far.backend.asked
+    assert far.hit(tokens) == 300
+    asked = {name for names in far.backend.asked for name in names}
+    assert not asked & {far.name(chunk, shard) for chunk in chunks[1:199] for shard in (0, 1)}
+    far.backend.asked.clear()
+    # Another end of the same beginning.
+    assert far.hit(tokens[: 90 * SIZE] + prompt(5, seed=1)) == 90
+    assert far.name(chunks[89], 1) in far.backend.asked[0], "where the hit ends it is confirmed"
+    assert len(far.backend.asked) == 1
+
+
+def test_what_we_store_is_found_at_once(far: Far) -> None:
+    tokens = prompt(3)
+    assert far.hit(tokens) == 0
+    far.put(far.chunks(tokens))
+    far.service.note_published(chunk.key for chunk in far.chunks(tokens))
+    assert far.hit(tokens) == 3
+
+
+def test_what_others_store_is_found_soon(far: Far) -> None:
+    tokens = prompt(3)
+    assert far.hit(tokens) == 0
+    far.put(far.chunks(tokens))
+    far.backend.asked.clear()
+    assert far.hit(tokens) == 0
+    assert not far.backend.asked, "a miss is not asked for again at once"
+    until(lambda: far.hit(tokens) == 3)
+
+
+def test_what_we_store_while_an_older_answer_is_on_its_way_is_found(far: Far) -> None:
+    tokens = prompt(3)
+    far.backend.gate.clear()
+    late = far.submit(tokens)
+    until(lambda: bool(far.backend.asked))
+    far.put(far.chunks(tokens))
+    far.service.note_published(chunk.key for chunk in far.chunks(tokens))
+    later = far.submit(tokens)
+    until(lambda: len(far.backend.asked) == 2)
+    far.backend.gate.set()
+    assert late.wait(PATIENCE)
+    assert later.wait(PATIENCE)
+    assert later.hit_chunks == 3
+    assert far.hit(tokens) == 3
+
+
+def test_a_hit_that_is_gone_is_asked_for_afresh_and_remembered_as_a_hole(
+    far: Far, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = prompt(40)
+    chunks = far.chunks(tokens)
+    far.put(chunks)
+    assert far.hit(tokens) == 40
+    far.delete(chunks[11], 1)
+    assert far.hit(tokens) == 40, "what is remembered may be gone"
+    far.failed.add(chunks[11].key, bad=False)
+    assert far.hit(tokens) == 11
+    # It is not taken for missing any more.
+    far.failed.clear()
+    far.backend.asked.clear()
+    assert far.hit(tokens) == 11
+    assert far.name(chunks[11], 1) in far.backend.asked[0]
+    # The memo's time is over: a search alone would be fooled by the gap again.
+    now = time.monotonic()
+    monkeypatch.setattr("kvshelf.shelf.presence.time.monotonic", lambda: now + 120)
+    assert far.hit(tokens) == 11
+    far.put(chunks[11:12])
+    far.service.note_published([chunks[11].key])
+    assert far.hit(tokens) == 40
+
+
+def test_look_ups_that_wait_share_rounds_and_questions(far: Far) -> None:
+    tokens = prompt(30)
+    far.put(far.chunks(tokens))
+    far.backend.gate.clear()
+    # One for each thread, so that those behind wait.
+    first = [far.submit(prompt(1, seed=7)), far.submit(prompt(1, seed=8))]
+    until(lambda: len(far.backend.asked) + far.backend.listed >= 2)
+    waiting = [far.submit(tokens) for _ in range(8)] + [far.submit(tokens[: 9 * SIZE])]
+    far.backend.gate.set()
+    assert all(lookup.wait(PATIENCE) for lookup in [*first, *waiting])
+    assert [lookup.hit_chunks for lookup in waiting] == [30] * 8 + [9]
+    names = [name for names in far.backend.asked for name in names]
+    assert len(names) == len(set(names)), "a question was asked twice"
+    assert len(far.backend.asked) <= 6
+
+
+def test_what_another_thread_asks_is_not_asked_again(far: Far) -> None:
+    tokens = prompt(30)
+    far.put(far.chunks(tokens))
+    assert far.hit(prompt(1, seed=3)) == 0
+    far.backend.asked.clear()
+    far.backend.gate.clear()
+    one = far.submit(tokens)
+    until(lambda: len(far.backend.asked) == 1)
+    other = far.submit(tokens)
+    # The other thread has taken it, and has nothing of its own to ask.
+    until(lambda: sum(len(lookups) for _, lookups in far.service._busy.values()) == 2)
+    far.backend.gate.set()
+    assert one.wait(PATIENCE)
+    assert other.wait(PATIENCE)
+    assert one.hit_chunks == other.hit_chunks == 30
+    assert len(far.backend.asked) == 1
+
+
+def test_a_probe_that_fails_is_counted_and_nothing_is_concluded_from_it(far: Far) -> None:
+    tokens = prompt(3)
+    far.put(far.chunks(tokens))
+    stat, trouble = far.backend.stat, TransientStorageError(116, "ESTALE")
+    far.backend.stat = lambda names: [trouble] * len(names)  # type: ignore[method-assign]
+    assert far.hit(tokens) == 0
+    assert far.counters.snapshot()["probe_errors"] > 0
+    far.backend.stat = stat  # type: ignore[method-assign]
+    assert far.hit(tokens) == 3
+
+
+def test_forgetting_asks_again(far: Far) -> None:
+    tokens = prompt(3)
+    far.put(far.chunks(tokens))
+    assert far.hit(tokens) == 3
+    far.delete(far.chunks(tokens)[2])
+    assert far.hit(tokens) == 3
+    far.service.forget()
+    assert far.hit(tokens) == 2
+
+
+def test_a_busy_thread_with_ever_new_look_ups_is_not_stalled(far: Far) -> None:
+    far.backend.gate.clear()
+    lookups = [far.submit(prompt(2, seed=seed)) for seed in range(5)]
+    until(lambda: len(far.backend.asked) + far.backend.listed >= 1)
+    assert not far.service.stalled(60.0)
+    far.backend.gate.set()
+    assert all(lookup.wait(PATIENCE) for lookup in lookups)
+    until(lambda: not far.service._busy)
+    assert not far.service.stalled(0.0)
+
+
+@given(st.sets(st.integers(0, 11)), st.sets(st.integers(0, 11), max_size=3))
+def test_a_near_storage_is_never_believed_beyond_a_hole(holes: set[int], failed: set[int]) -> None:
+    rig = Rig(open_backend("memory://probe"))
+    tokens = prompt(12, seed=len(holes) * 100 + sum(holes))
+    for index in set(range(12)) - holes:
+        for shard in range(FMT.shards):
+            rig.put(tokens, index, shard)
+    chunks = rig.chain(tokens).chunks
+    for index in failed:
+        rig.failed.add(chunks[index].key, bad=True)
+    rig.service._high_latency = False
+    assert rig.look(tokens).hit_chunks == min({12} | holes | failed)
+    for chunk in chunks:
+        rig.failed.forget(chunk.key)
+        for shard in range(FMT.shards):
+            name = f"{FMT.namespace.folder}/{object_name(chunk, shard, FMT.shards)}"
+            rig.counting.inner.delete(name)
+    rig.service.close()
+
+
+def test_only_the_present_length_of_a_growing_prompt_is_looked_at(tmp_path: Path) -> None:
+    gate = threading.Event()
+    rig = Rig(FaultyBackend(posix(tmp_path / "shelf"), Fault("stat", wait=gate)))
+    tokens = prompt(2, 3)
+    before = rig.chain(tokens).chunks
+    lookup = rig.submit(tokens)
+    tokens += prompt(2, seed=1)
+    gate.set()
+    assert lookup.wait(PATIENCE)
+    assert lookup.chain is not None
+    assert lookup.chain.chunks == before
+    rig.service.close()
+
+
+def test_storage_trouble_is_a_miss_and_passes(tmp_path: Path) -> None:
+    backend = FaultyBackend(posix(tmp_path / "shelf"))
+    rig = Rig(backend)
+    tokens = prompt(3)
+    for index in range(3):
+        for shard in range(FMT.shards):
+            rig.put(tokens, index, shard)
+    backend.add(Fault("*", error=TransientStorageError(116, "ESTALE")))
+    assert rig.look(tokens).hit_chunks == 0
+    backend.heal()
+    assert rig.look(tokens).hit_chunks == 3
+    rig.service.close()
+
+
+def test_a_prompt_without_address_is_a_miss(rig: Rig) -> None:
+    lookup = rig.service.submit(prompt(3), lambda: None)
+    assert lookup.wait(PATIENCE)
+    assert lookup.hit_chunks == 0
+    assert lookup.chain is None
+
+
+def test_a_look_up_that_raises_is_a_miss_and_logged_once(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken() -> KeyChain:
+        raise RuntimeError("broken")
+
+    for _ in range(3):
+        lookup = rig.service.submit(prompt(3), broken)
+        assert lookup.wait(PATIENCE)
+        assert (lookup.hit_chunks, lookup.chain) == (0, None)
+    bad_tokens = rig.look([-1] * SIZE)
+    assert (bad_tokens.hit_chunks, bad_tokens.chain) == (0, None)
+    assert rig.counters.snapshot()["probe_errors"] == 4
+    assert len(caplog.records) == 1
+    assert rig.look(prompt(1)).chain is not None
+
+
+def test_a_callback_that_raises_ends_no_thread(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    def fail(lookup: Lookup) -> None:
+        raise KeyError("nobody knows it")
+
+    for seed in range(5):
+        lookup = rig.service.submit(prompt(1, seed), lambda: rig.chain([]), on_done=fail)
+        assert lookup.wait(PATIENCE)
+    until(lambda: "a completion callback of a lookup raised" in caplog.text)
+    assert rig.look(prompt(1)).chain is not None
+    assert (
+        len(
+            [
+                r
+                for r in caplog.records
+                if "a completion callback of a lookup raised" in r.getMessage()
+            ]
+        )
+        == 1
+    )
+
+
+def test_cancelled_look_ups_cost_nothing(tmp_path: Path) -> None:
+    gate = threading.Event()
+    rig = Rig(FaultyBackend(posix(tmp_path / "shelf"), Fault("stat", wait=gate)))
+    first = rig.submit(prompt(2))
+    others = [rig.submit(prompt(2, seed=i)) for i in range(10)]
+    for lookup in [first, *others]:
+        lookup.cancel()
+    gate.set()
+    assert all(lookup.wait(PATIENCE) for lookup in [first, *others])
+    assert rig.counters.snapshot().get("lookups", 0) <= 1
+    rig.service.close()
+
+
+@pytest.mark.parametrize("wrap", [lambda backend: backend, Remote])
+def test_closing_works_off_what_was_submitted_and_later_look_ups_end_at_once(
+    tmp_path: Path, wrap: Callable[[Backend], Backend]
+) -> None:
+    gate = threading.Event()
+    faults = FaultyBackend(posix(tmp_path / "shelf"), Fault("stat", wait=gate))
+    rig = Rig(wrap(faults))
+    before = [rig.submit(prompt(2, seed)) for seed in range(40)]
+    rig.service.close()
+    after = rig.submit(prompt(2))
+    # Though what hangs still does.
+    assert after.wait(PATIENCE)
+    assert after.given_up
+    assert not before[0].done
+    gate.set()
+    assert all(lookup.wait(PATIENCE) for lookup in before)
+    assert not any(lookup.given_up for lookup in before)
+    until(lambda: not rig.service._threads.any)
+    assert rig.submit(prompt(2)).given_up
+
+
+def test_cancelled_look_ups_that_wait_hold_no_prompts(tmp_path: Path) -> None:
+    class Prompt(list[int]):
+        """One to which there are weak references."""
+
+    gate = threading.Event()
+    rig = Rig(FaultyBackend(posix(tmp_path / "shelf"), Fault("stat", wait=gate)))
+    first = rig.submit(prompt(2))
+    tokens = Prompt(prompt(2, seed=1))
+    held = weakref.ref(tokens)
+    second = rig.service.submit(tokens, lambda tokens=tokens: rig.chain(tokens))
+    del tokens
+    assert held() is not None
+    second.cancel()
+    assert held() is None
+    gate.set()
+    assert first.wait(PATIENCE)
+    assert second.wait(PATIENCE)
+    rig.service.close()
+
+
+def test_a_storage_that_hangs_is_noticed_and_its_return_too(tmp_path: Path) -> None:
+    gate = threading.Event()
+    rig = Rig(FaultyBackend(posix(tmp_path / "shelf"), Fault("stat", wait=gate)))
+    assert not rig.service.stalled(0.0)
+    first = rig.submit(prompt(2))
+    assert not first.wait(0.02)
+    assert rig.service.stalled(0.01)
+    assert not rig.service.stalled(60.0)
+    second = rig.submit(prompt(2, seed=1))
+    gate.set()
+    assert first.wait(PATIENCE)
+    assert second.wait(PATIENCE)
+    assert rig.look(prompt(1)).done
+    until(lambda: not rig.service.stalled(0.0))
+    rig.service.close()
+
+
+def test_a_look_up_that_hangs_ends_and_others_go_on(tmp_path: Path) -> None:
+    gate = threading.Event()
+    faults = FaultyBackend(posix(tmp_path / "shelf"))
+    rig = Rig(faults, SOON)
+    tokens, others = prompt(2), prompt(2, seed=1)
+    for index in range(2):
+        for shard in range(FMT.shards):
+            rig.put(tokens, index, shard)
+            rig.put(others, index, shard)
+    rig.look(others)
+    first = rig.chain(tokens).chunks[0]
+    faults.add(Fault("stat", f"*{first.key.hex()}*", wait=gate))
+    hangs = rig.submit(tokens)
+    behind = rig.submit(others)
+    assert hangs.wait(PATIENCE)
+    assert hangs.given_up
+    assert (hangs.hit_chunks, hangs.chain) == (0, None)
+    assert behind.wait(PATIENCE)
+    assert behind.hit_chunks == 2
+    counts = rig.counters.snapshot()
+    assert counts["stuck_threads"] == counts["late_calls"] == 1
+    gate.set()
+    # The thread that comes back does not answer a second time.
+    until(lambda: rig.service._threads.stuck == 0)
+    assert hangs.hit_chunks == 0
+    faults.heal()
+    assert rig.look(tokens).hit_chunks == 2
+    rig.service.close()
+
+
+def test_look_ups_go_on_when_threads_can_be_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = threading.Event()
+    faults = FaultyBackend(posix(tmp_path / "shelf"))
+    rig = Rig(faults, SOON)
+    tokens, others = prompt(1), prompt(1, seed=1)
+    for shard in range(FMT.shards):
+        rig.put(others, 0, shard)
+    first = rig.chain(tokens).chunks[0]
+    faults.add(Fault("stat", f"*{first.key.hex()}*", wait=gate))
+    with none_can_be_started(monkeypatch, "kvshelf-lookup"):
+        hangs = rig.submit(tokens)
+        behind = [rig.submit(others) for _ in range(3)]
+        assert hangs.wait(PATIENCE)
+        # No thread is left that could come to them.
+        assert all(lookup.wait(PATIENCE) and lookup.given_up for lookup in behind)
+        assert not rig.service.available
+        assert rig.look(others).given_up
+    until(lambda: rig.service.available)
+    assert rig.look(others).hit_chunks == 1
+    gate.set()
+    rig.service.close()
+
+
+def test_while_the_storage_rests_look_ups_make_keys_and_find_nothing(tmp_path: Path) -> None:
+    gate = threading.Event()
+    faults = FaultyBackend(posix(tmp_path / "shelf"))
+    rig = Rig(faults, SOON)
+    tokens = prompt(3)
+    for index in range(3):
+        for shard in range(FMT.shards):
+            rig.put(tokens, index, shard)
+    assert rig.look(tokens).hit_chunks == 3
+    faults.add(Fault("*", wait=gate))
+    hanging = [rig.submit(tokens) for _ in range(5)]
+    assert all(lookup.wait(PATIENCE) for lookup in hanging)
+    assert not rig.service.available
+    asked = rig.counting.counts["stat"]
+    lookup = rig.look(prompt(3, seed=1))
+    assert lookup.hit_chunks == 0
+    assert lookup.chain is not None
+    assert len(lookup.chain.chunks) == 3
+    assert rig.counting.counts["stat"] - asked <= 3  # Only those that try whether it is well.
+    gate.set()
+    until(lambda: rig.service.available)
+    assert rig.look(tokens).hit_chunks == 3
+    rig.service.close()
+
+
+class TestFailedKeys:
+    def test_keys_that_fail_again_back_off_to_a_bound(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        now = [1000.0]
+        monkeypatch.setattr("kvshelf.shelf.failed_keys.time.monotonic", lambda: now[0])
+        keys = FailedKeys(other_seconds=10, most_seconds=60)
+        for seconds in (10, 20, 40, 60, 60):
+            keys.add(b"k", bad=False)
+            # A second load that was under way makes no difference.
+            keys.add(b"k", bad=False)
+            now[0] += seconds - 1
+            assert b"k" in keys
+            now[0] += 1
+            assert b"k" not in keys
+        now[0] += 61
+        keys.add(b"k", bad=False)
+        now[0] += 10
+        assert b"k" not in keys
+
+    def test_a_key_that_fails_again_after_it_was_repaired_waits(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        now = [1000.0]
+        monkeypatch.setattr("kvshelf.shelf.failed_keys.time.monotonic", lambda: now[0])
+        keys = FailedKeys(bad_seconds=300)
+        keys.add(b"k", bad=True)
+        keys.forget(b"k")
+        assert b"k" not in keys
+        keys.add(b"k", bad=True)
+        keys.forget(b"k")
+        assert keys.is_bad(b"k")
+        now[0] += 600
+        assert b"k" not in keys
+
+    def test_bad_keys_stay_longer_than_others(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        now = [1000.0]
+        monkeypatch.setattr("kvshelf.shelf.failed_keys.time.monotonic", lambda: now[0])
+        keys = FailedKeys(bad_seconds=300, other_seconds=10)
+        keys.add(b"bad", bad=True)
+        keys.add(b"gone", bad=False)
+        assert keys.is_bad(b"bad")
+        assert b"gone" in keys
+        assert not keys.is_bad(b"gone")
+        now[0] += 11
+        assert b"gone" not in keys
+        assert b"bad" in keys
+        now[0] += 300
+        assert b"bad" not in keys
+        assert len(keys) == 0
+
+    def test_forgetting(self) -> None:
+        keys = FailedKeys()
+        keys.add(b"a", bad=True)
+        keys.add(b"b", bad=True)
+        keys.forget(b"a")
+        keys.forget(b"never there")
+        assert b"a" not in keys
+        keys.clear()
+        assert b"b" not in keys
+
+    def test_memory_is_bounded_and_the_newest_stay(self) -> None:
+        keys = FailedKeys(limit=3)
+        for i in range(10):
+            keys.add(bytes([i]), bad=True)
+        assert len(keys) == 3
+        assert [bytes([i]) in keys for i in range(10)] == [False] * 7 + [True] * 3
+
+
+@pytest.mark.parametrize(
+    ("first", "hits"), [(0, 0), (1, 0), (2, 5), (4, 3), (7, 0), (9, 0), (50, 0)]
+)
+def test_a_search_may_begin_behind_what_the_caller_has(rig: Rig, first: int, hits: int) -> None:
+    tokens = prompt(9, 2)
+    for index in range(2, 7):
+        for shard in range(FMT.shards):
+            rig.put(tokens, index, shard)
+    done: list[Lookup] = []
+    lookup = rig.service.submit(
+        tokens,
+        lambda: KeyChain(FMT.namespace.digest, SIZE),
+        first_chunk=first,
+        on_done=done.append,
+    )
+    assert lookup.wait(PATIENCE)
+    assert lookup.hit_chunks == hits
+    assert lookup.chain is not None
+    assert lookup.chain.chunks == rig.chain(tokens).chunks
+    until(lambda: done == [lookup])

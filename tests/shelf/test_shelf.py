@@ -1,0 +1,816 @@
+"""The shelf's rules: presence, publishing, verified loads, bad objects, listings."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from faulty import CountingBackend, Fault, FaultyBackend
+from kvshelf.backends import WriteResult, open_backend
+from kvshelf.backends.base import StatResults
+from parts import PATIENCE, until
+
+from kvshelf.errors import (
+    BadObjectError,
+    NotRegularError,
+    ObjectMissingError,
+    ObjectNameError,
+    PermanentStorageError,
+    ReadOnlyStorageError,
+    StorageError,
+    TransientStorageError,
+)
+from kvshelf.format.invalid import PayloadDamaged, WrongKey
+from kvshelf.format.keys import Chunk, KeyChain
+from kvshelf.format.namespace import Namespace
+from kvshelf.format.objects import ObjectFormat
+from kvshelf.shelf import view as view_module
+from kvshelf.shelf.shelf import Shelf, open_shelf
+from kvshelf.shelf.view import ObjectRef, Presence
+
+CHUNK = 16
+SHARDS = 2
+
+
+def make_format(weights: str = "user:test", slug: str = "tiny") -> ObjectFormat:
+    record: dict[str, Any] = {
+        "format": "kvshelf/1",
+        "weights": weights,
+        "layers": 2,
+        "kv_heads": 2,
+        "head_sizes": [8, 8],
+        "attention": ["full", "full"],
+        "sliding_windows": [-1, -1],
+        "compute_dtype": "bfloat16",
+        "kv_dtype": "bfloat16",
+        "chunk_size": CHUNK,
+        "shards": SHARDS,
+        "stages": [2],
+        "layouts": ["canonical", "canonical"],
+        "layer_names": ["layers.0", "layers.1"],
+        "layer_shapes": ["2,*,2,8", "2,*,2,8"],
+        "layer_dtypes": ["BF16", "BF16"],
+    }
+    record["data_offset"] = ObjectFormat.required_data_offset(record)
+    return ObjectFormat(Namespace(record, slug))
+
+
+@pytest.fixture(scope="module")
+def fmt() -> ObjectFormat:
+    return make_format()
+
+
+@pytest.fixture(scope="module")
+def chunks(fmt: ObjectFormat) -> list[Chunk]:
+    return KeyChain(fmt.namespace.digest, CHUNK).extend(range(CHUNK * 48))
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "shelf"
+
+
+@pytest.fixture
+def shelf(root: Path) -> Iterator[Shelf]:
+    with open_shelf(root) as shelf:
+        yield shelf
+
+
+@pytest.fixture(params=["directory", "memory"])
+def any_shelf(request: pytest.FixtureRequest, root: Path) -> Iterator[Shelf]:
+    url = root if request.param == "directory" else f"memory://{uuid.uuid4().hex}"
+    with open_shelf(url) as shelf:
+        yield shelf
+
+
+def image(fmt: ObjectFormat, chunk: Chunk, shard: int = 0, fill: int = 7) -> bytearray:
+    tokens = chunk.tokens if chunk.tail else None
+    data = bytearray([fill + shard]) * fmt.object_size(shard, tokens)
+    fmt.seal(memoryview(data), chunk, shard)
+    return data
+
+
+def store(shelf: Shelf, fmt: ObjectFormat, chunk: Chunk, shard: int = 0) -> WriteResult:
+    return shelf.view(fmt).publish(ObjectRef(chunk, shard), image(fmt, chunk, shard))
+
+
+def load(shelf: Shelf, fmt: ObjectFormat, chunk: Chunk, shard: int = 0) -> bytearray:
+    data = bytearray(fmt.object_size(shard, chunk.tokens if chunk.tail else None))
+    shelf.view(fmt).load(ObjectRef(chunk, shard), memoryview(data))
+    return data
+
+
+def path_of(shelf: Shelf, fmt: ObjectFormat, chunk: Chunk, shard: int = 0) -> Path:
+    return Path(shelf.url) / shelf.view(fmt).name(ObjectRef(chunk, shard))
+
+
+def flip(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        last = file.read(1)[0]
+        file.seek(-1, os.SEEK_END)
+        file.write(bytes([last ^ 1]))
+
+
+def age(path: Path, seconds: float) -> None:
+    then = time.time() - seconds
+    os.utime(path, (then, then))
+
+
+def bad_folder(shelf: Shelf, fmt: ObjectFormat) -> Path:
+    return Path(shelf.url) / fmt.namespace.folder / ".kvshelf" / "bad"
+
+
+def quarantined(shelf: Shelf, fmt: ObjectFormat) -> list[str]:
+    folder = bad_folder(shelf, fmt)
+    return sorted(path.name for path in folder.iterdir()) if folder.exists() else []
+
+
+# ------------------------------------------------------------------------------ store and load
+
+
+def test_stored_chunks_are_present_and_load_equal(
+    any_shelf: Shelf, fmt: ObjectFormat, chunks: list[Chunk]
+) -> None:
+    chain = KeyChain(fmt.namespace.digest, CHUNK, salt="s", salt_group="0123456789abcdef")
+    chain.extend(range(CHUNK + 5))
+    tail = chain.tail()
+    assert tail is not None
+    wanted = [chunks[0], chunks[1], chain.chunks[0], tail]
+    assert any_shelf.view(fmt).present(wanted) == [False] * 4
+    for chunk in wanted:
+        assert store(any_shelf, fmt, chunk, 0) is WriteResult.CREATED
+        assert any_shelf.view(fmt).present([chunk]) == [False]
+        assert any_shelf.view(fmt).present([chunk], [0]) == [True]
+        assert store(any_shelf, fmt, chunk, 1) is WriteResult.CREATED
+        assert store(any_shelf, fmt, chunk, 1) is WriteResult.EXISTED
+    assert any_shelf.view(fmt).present([*wanted, chunks[2]]) == [True] * 4 + [False]
+    for chunk in wanted:
+        for shard in range(SHARDS):
+            assert load(any_shelf, fmt, chunk, shard) == image(fmt, chunk, shard)
+
+
+def test_probe_answers_each_item_in_order(
+    any_shelf: Shelf, fmt: ObjectFormat, chunks: list[Chunk]
+) -> None:
+    for chunk in chunks[::2]:
+        store(any_shelf, fmt, chunk, 1)
+    items = [(chunk, shard) for shard in (1, 0) for chunk in chunks]
+    expected = [Presence.PRESENT, Presence.MISSING] * (len(chunks) // 2)
+    assert any_shelf.view(fmt).probe(items) == expected + [Presence.MISSING] * len(chunks)
+    assert any_shelf.view(fmt).probe([]) == []
+
+
+def test_missing_object(any_shelf: Shelf, fmt: ObjectFormat, chunks: list[Chunk]) -> None:
+    with pytest.raises(ObjectMissingError):
+        load(any_shelf, fmt, chunks[0])
+    store(any_shelf, fmt, chunks[0])
+    with pytest.raises(ObjectMissingError):
+        load(any_shelf, fmt, chunks[0], 1)
+    assert any_shelf.view(fmt).quarantine(ObjectRef(chunks[1], 0), BadObjectError("bad")) is False
+
+
+def test_namespace_describes_itself(
+    any_shelf: Shelf, fmt: ObjectFormat, chunks: list[Chunk]
+) -> None:
+    assert list(any_shelf.namespaces()) == []
+    store(any_shelf, fmt, chunks[0])
+    (info,) = any_shelf.namespaces()
+    assert info.folder == fmt.namespace.folder
+    assert info.namespace == fmt.namespace
+    assert info.problem is None
+
+
+def test_buffers_of_wrong_size_are_the_callers_mistake(
+    shelf: Shelf, fmt: ObjectFormat, chunks: list[Chunk], root: Path
+) -> None:
+    with pytest.raises(ValueError, match="expected"):
+        shelf.view(fmt).publish(ObjectRef(chunks[0], 0), image(fmt, chunks[0]) + b"x")
+    assert list(root.iterdir()) == []
+
+
+def test_namespaces_do_not_mix(shelf: Shelf, fmt: ObjectFormat, chunks: list[Chunk]) -> None:
+    other = make_format("user:other")
+    store(shelf, fmt, chunks[0])
+    assert shelf.view(other).present(chunks[:1], [0]) == [False]
+    place = path_of(shelf, other, chunks[0])
+    place.parent.mkdir(parents=True)
+    shutil.copy(path_of(shelf, fmt, chunks[0]), place)
+    with pytest.raises(BadObjectError):
+        load(shelf, other, chunks[0])
+
+
+def test_object_under_the_name_of_another(
+    shelf: Shelf, fmt: ObjectFormat, chunks: list[Chunk]
+) -> None:
+    store(shelf, fmt, chunks[0])
+    place = path_of(shelf, fmt, chunks[1])
+    place.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copy(path_of(shelf, fmt, chunks[0]), place)
+    with pytest.raises(WrongKey):
+        load(shelf, fmt, chunks[1])
+
+
+# ---------------------------------------------------------------------------- vanishing shelves
+
+
+def test_shelf_deleted_while_running(
+    shelf: Shelf, fmt: ObjectFormat, chunks: list[Chunk], root: Path
+) -> None:
+    store(shelf, fmt, chunks[0])
+    shutil.rmtree(root)
+    assert shelf.view(fmt).present(chunks[:1], [0]) == [False]
+    with pytest.raises(ObjectMissingError):
+        load(shelf, fmt, chunks[0])
+    assert store(shelf, fmt, chunks[0]) is WriteResult.CREATED
+    assert load(shelf, fmt, chunks[0]) == image(fmt, chunks[0])
+    assert [info.namespace for info in shelf.namespaces()] == [fmt.namespace]
+
+
+def test_damaged_description_is_written_again(
+    shelf: Shelf, fmt: ObjectFormat, chunks: list[Chunk], root: Path
+) -> None:
+    store(shelf, fmt, chunks[0])
+    description = root / fmt.namespace.folder / "namespace.json"
+    description.write_bytes(b"")
+    store(shelf, fmt, chunks[1])
+    assert description.read_bytes() == fmt.namespace.encoded
+
+
+def test_folder_is_found_by_its_digest_whatever_the_slug(
+    shelf: Shelf, fmt: ObjectFormat, chunks: list[Chunk], root: Path
+) -> None:
+    store(shelf, fmt, chunks[0])
+    other = make_format(slug="renamed")
+    assert other.namespace == fmt.namespace
+    with open_shelf(root) as fresh:
+        assert fresh.view(other).present(chunks[:1], [0]) == [True]
+        assert load(fresh, other, chunks[0]) == image(fmt, chunks[0])
+        store(fresh, other, chunks[1])
+    assert [path.name for path in root.iterdir()] == [fmt.namespace.folder]
+
+
+def test_two_folders_of_one_namespace_are_read_as_one(
+    shelf: Shelf, fmt: ObjectFormat, chunks: list[Chunk], root: Path
+) -> None:
+    other = make_format(slug="aaa")
+    store(shelf, fmt, chunks[0])
+    with open_shelf(root.parent / "elsewhere") as elsewhere:
+        store(elsewhere, other, chunks[1])
+    shutil.copytree(root.parent / "elsewhere", root, dirs_exist_ok=True)
+    for mine in (fmt, other, make_format(slug="zzz")):
+        with open_shelf(root) as fresh:
+            assert fresh.view(mine).present(chunks[:3], [0]) == [True, True, False]
+            for chunk in chunks[:2]:
+                assert load(fresh, mine, chunk) == image(fmt, chunk)
+            with pytest.raises(ObjectMissingError):
+                load(fresh, mine, chunks[2])
+    assert len(list(root.iterdir())) == 2
+
+
+def test_many_folders_of_one_namespace_cost_a_bounded_number_of_probes(
+    root: Path, fmt: ObjectFormat, chunks: list[Chunk]
+) -> None:
+    counting = CountingBackend(open_backend(root))
+    with Shelf(counting) as shelf:
+        store(shelf, fmt, chunks[0])
+        for number in range(100):
+            (root / f"a{number}-{fmt.namespace.digest.hex()[:16]}").mkdir()
+    with Shelf(counting) as shelf:
+        counting.counts.clear()
+        assert shelf.view(fmt).present(chunks[:2], [0]) == [True, False]
+        assert counting.counts["stat"] <= 8
+
+
+def test_linked_namespace_folder_is_an_error_not_a_way_out(
+    shelf: Shelf, fmt: ObjectFormat, chunks: list[Chunk], root: Path
+) -> None:
+    store(shelf, fmt, chunks[0])
+    moved = root.parent / "moved"
+    (root / fmt.namespace.folder).rename(moved)
+    (root / fmt.namespace.folder).symlink_to(moved)
+    with open_shelf(root) as fresh:
+        assert fresh.view(fmt).probe([(chunks[0], 0)]) == [Presence.ERROR]
+        with pytest.raises(PermanentStorageError):
+            load(fresh, fmt, chunks[0])
+        with pytest.raises(PermanentStorageError):
+            store(fresh, fmt, chunks[1])
+
+
+# ------------------------------------------------------------------------------------ wrong size
+
+
+@pytest.mark.parametrize("size", [0, 100, 1_000_000])
+@pytest.mark.parametrize("old", [False, True])
+def test_wrong_size_is_a_miss_and_replaced_by_a_store(
+    shelf: Shelf, fmt: ObjectFormat, chunks: list[Chunk], size: int, old: bool
+) -> None:
+    store(shelf, fmt, chunks[0])
+    path = path_of(shelf, fmt, chunks[0])
+    os.truncate(path, size)
+    age(path, 61 if old else 5)
+    assert shelf.view(fmt).probe([(chunks[0], 0)]) == [Presence.WRONG_SIZE]
+    assert store(shelf, fmt, chunks[0]) is WriteResult.REPLACED
+    assert load(shelf, fmt, chunks[0]) == image(fmt, chunks[0])
+    # A young one may be a copy that is still running: it is no evidence of damage.
+    assert len(quarantined(shelf, fmt)) == (1 if old else 0)
+
+
+def test_a_running_copy_is_not_moved_by_a_load(
+    shelf: Shelf, fmt: ObjectFormat, chunks: list[Chunk]
+) -> None:
+    data = image(fmt, chunks[0])
+    path = path_of(shelf, fmt, chunks[0])
+    path.parent.mkdir(parents=True)
+    with path.open("wb") as copy:
+        copy.write(data[:5000])
+        copy.flush()
+        with pytest.raises(BadObjectError):
+            load(shelf, fmt, chunks[0])
+        copy.write(data[5000:])
+    assert load(shelf, fmt, chunks[0]) == data
+    os.truncate(path, 5000)
+    age(path, 61)
+    with pytest.raises(BadObjectError):
+        load(shelf, fmt, chunks[0])
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("stood", ["short", "long", "folder"])
+def test_a_file_that_another_writer_put_right_is_not_moved_by_a_load(
+    root: Path, fmt: ObjectFormat, chunks: list[Chunk], stood: str
+) -> None:
+    good = image(fmt, chunks[0])
+
+    class Corrected(CountingBackend):
+        """What was read is replaced just before it is looked at again."""
+
+        def stat(self, names: Sequence[str]) -> StatResults:
+            if path.is_dir():
+                path.rmdir()
+            path.write_bytes(good)
+            age(path, 61)
+            return super().stat(names)
+
+    with Shelf(Corrected(open_backend(root))) as shelf:
+        path = path_of(shelf, fmt, chunks[0])
+        path.parent.mkdir(parents=True)
+        if stood == "folder":
+            path.mkdir()
+        else:
+            path.write_bytes(good[:5000] if stood == "short" else good + b"more")
+            age(path, 61)
+        with pytest.raises(BadObjectError):
+            load(shelf, fmt, chunks[0])
+        assert load(shelf, fmt, chunks[0]) == good
+
+
+# ----------------------------------------------------------------------------------- bad objects
+
+
+def test_bad_object_is_moved_aside_by_a_load_and_stored_again(
+    shelf: Shelf, fmt: ObjectFormat, chunks: list[Chunk]
+) -> None:
+    store(shelf, fmt, chunks[0])
+    path = path_of(shelf, fmt, chunks[0])
+    flip(path)
+    damaged = path.read_bytes()
+    assert shelf.view(fmt).present(chunks[:1], [0]) == [True]
+    with pytest.raises(PayloadDamaged):
+        load(shelf, fmt, chunks[0])
+    assert shelf.view(fmt).present(chunks[:1], [0]) == [False]
+    (kept,) = quarantined(shelf, fmt)
+    assert (bad_folder(shelf, fmt) / kept).read_bytes() == damaged
+    assert store(shelf, fmt, chunks[0]) is WriteResult.CREATED
+    assert load(shelf, fmt, chunks[0]) == image(fmt, chunks[0])
+
+
+def test_bad_object_on_an_object_store_stays_until_repaired(
+    fmt: ObjectFormat, chunks: list[Chunk]
+) -> None:
+    with open_shelf(f"memory://{uuid.uuid4().hex}") as shelf:
+        bad = image(fmt, chunks[0])
+        bad[-1] ^= 1
+        shelf.view(fmt).publish(ObjectRef(chunks[0], 0), bad)
+        with pytest.raises(PayloadDamaged):
+            load(shelf, fmt, chunks[0])
+        assert shelf.view(fmt).present(chunks[:1], [0]) == [True]
+        good = image(fmt, chunks[0])
+        assert (
+            shelf.view(fmt).publish(ObjectRef(chunks[0], 0), good, suspect=True)
+            is WriteResult.REPLACED
+        )
+        assert load(shelf, fmt, chunks[0]) == good
+
+
+def test_bad_object_stays_on_a_read_only_shelf(
+    shelf: Shelf, fmt: ObjectFormat, chunks: list[Chunk], root: Path
+) -> None:
+    store(shelf, fmt, chunks[0])
+    flip(path_of(shelf, fmt, chunks[0]))
+    with open_shelf(root, read_only=True) as reader:
+        assert reader.read_only
+        with pytest.raises(PayloadDamaged):
+            load(reader, fmt, chunks[0])
+        with pytest.raises(ReadOnlyStorageError):
+            store(reader, fmt, chunks[1])
+    assert path_of(shelf, fmt, chunks[0]).exists()
+    assert quarantined(shelf, fmt) == []
+
+
+def test_bad_read_is_repeated_once(root: Path, fmt: ObjectFormat, chunks: list[Chunk]) -> None:
+    faulty = FaultyBackend(open_backend(root))
+    counting = CountingBackend(faulty)
+
+    def damage(data: bytearray) -> None:
+        data[-1] ^= 1
+
+    with Shelf(counting) as shelf:
+        store(shelf, fmt, chunks[0])
+        faulty.add(Fault("read", "*/_/*", damage=damage, times=1))
+        assert load(shelf, fmt, chunks[0]) == image(fmt, chunks[0])
+        assert counting.counts["open"] == 2
+        faulty.add(Fault("read", "*/_/*", damage=damage))
+        with pytest.raises(BadObjectError):
+            load(shelf, fmt, chunks[0])
+        assert counting.counts["open"] == 4
+
+
+@pytest.mark.parametrize("operation", ["open", "read"])
+def test_io_errors_change_nothing(
+    root: Path, fmt: ObjectFormat, chunks: list[Chunk], operation: str
+) -> None:
+    faulty = FaultyBackend(open_backend(root))
+    counting = CountingBackend(faulty)
+    with Shelf(counting) as shelf:
+        store(shelf, fmt, chunks[0])
+        flip(path_of(shelf, fmt, chunks[0]))
+        damaged = path_of(shelf, fmt, chunks[0]).read_bytes()
+        counting.counts.clear()
+        faulty.add(Fault(operation, "*/_/*", error=lambda: TransientStorageError(5, "EIO")))
+        with pytest.raises(TransientStorageError):
+            load(shelf, fmt, chunks[0])
+        with pytest.raises(TransientStorageError):
+            shelf.view(fmt).publish(ObjectRef(chunks[0], 0), image(fmt, chunks[0]), suspect=True)
+        assert not counting.counts.keys() & {"write", "delete", "quarantine"}
+        assert path_of(shelf, fmt, chunks[0]).read_bytes() == damaged
+
+
+def test_probe_errors_are_answers(root: Path, fmt: ObjectFormat, chunks: list[Chunk]) -> None:
+    faulty = FaultyBackend(open_backend(root))
+    with Shelf(faulty) as shelf:
+        store(shelf, fmt, chunks[0])
+        store(shelf, fmt, chunks[1])
+        key = chunks[0].key.hex()
+        faulty.add(Fault("stat", f"*{key}*", error=TransientStorageError(5, "EIO")))
+        answers = shelf.view(fmt).probe([(chunks[0], 0), (chunks[1], 0)])
+        assert answers == [Presence.ERROR, Presence.PRESENT]
+        with pytest.raises(TransientStorageError):
+            store(shelf, fmt, chunks[0])
+    faulty = FaultyBackend(open_backend(root))
+    faulty.add(Fault("folders", error=lambda: TransientStorageError(5, "EIO"), times=1))
+    with Shelf(faulty) as shelf:
+        assert shelf.view(fmt).probe([(chunks[0], 0)]) == [Presence.ERROR]
+        assert shelf.view(fmt).probe([(chunks[0], 0)]) == [Presence.PRESENT]
+
+
+def test_listing_may_be_forbidden(root: Path, fmt: ObjectFormat, chunks: list[Chunk]) -> None:
+    faulty = FaultyBackend(open_backend(root))
+    faulty.add(Fault("folders", error=lambda: PermanentStorageError(13, "denied")))
+    with Shelf(faulty) as shelf:
+        store(shelf, fmt, chunks[0])
+        assert load(shelf, fmt, chunks[0]) == image(fmt, chunks[0])
+
+
+class Listed:
+    """A shelf with one chunk, whose folders are known and to be looked for again."""
+
+    def __init__(
+        self, root: Path, fmt: ObjectFormat, chunk: Chunk, patch: pytest.MonkeyPatch
+    ) -> None:
+        self.now = 1000.0
+        self.faulty = FaultyBackend(open_backend(root))
+        self.counting = CountingBackend(self.faulty)
+        self.shelf = Shelf(self.counting)
+        self._fmt = fmt
+        self._chunk = chunk
+        clock = SimpleNamespace(
+            monotonic=lambda: self.now, perf_counter=time.perf_counter, time=time.time
+        )
+        patch.setattr(view_module, "time", clock)
+        store(self.shelf, fmt, chunk)
+        self.now += 61.0
+        self.use()
+        self.now += 61.0
+        self.counting.counts.clear()
+
+    def use(self) -> None:
+        """Look for the chunk, and read it."""
+        assert self.shelf.view(self._fmt).probe([(self._chunk, 0)]) == [Presence.PRESENT]
+        assert load(self.shelf, self._fmt, self._chunk) == image(self._fmt, self._chunk)
+
+
+def test_listings_that_fail_do_not_stop_what_can_be_read(
+    root: Path, fmt: ObjectFormat, chunks: list[Chunk], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed = Listed(root, fmt, chunks[0], monkeypatch)
+    listed.faulty.add(Fault("folders", error=lambda: TransientStorageError(5, "503")))
+    with listed.shelf as shelf:
+        for minute in range(1, 4):
+            for _ in range(10):
+                listed.use()
+            assert listed.counting.counts["folders"] == minute
+            listed.now += 61.0
+        assert shelf.available
+
+
+def test_a_listing_that_hangs_holds_up_one_caller(
+    root: Path, fmt: ObjectFormat, chunks: list[Chunk], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed = Listed(root, fmt, chunks[0], monkeypatch)
+    gate = threading.Event()
+    listed.faulty.add(Fault("folders", wait=gate))
+    with listed.shelf:
+        held, other = (threading.Thread(target=listed.use, daemon=True) for _ in range(2))
+        held.start()
+        until(lambda: listed.counting.counts["folders"] == 1)
+        other.start()
+        other.join(PATIENCE)
+        assert held.is_alive()
+        assert not other.is_alive()
+        gate.set()
+        held.join(PATIENCE)
+
+
+def test_repair_verifies_before_it_replaces(
+    any_shelf: Shelf, fmt: ObjectFormat, chunks: list[Chunk]
+) -> None:
+    good = image(fmt, chunks[0])
+    assert (
+        any_shelf.view(fmt).publish(ObjectRef(chunks[0], 0), good, suspect=True)
+        is WriteResult.CREATED
+    )
+    # Also a good object, but another: it shows whether it was replaced.
+    other = image(fmt, chunks[0], fill=99)
+    assert (
+        any_shelf.view(fmt).publish(ObjectRef(chunks[0], 0), other, suspect=True)
+        is WriteResult.EXISTED
+    )
+    assert load(any_shelf, fmt, chunks[0]) == good
+    bad = bytearray(good)
+    bad[-1] ^= 1
+    any_shelf.backend.write(any_shelf.view(fmt).name(ObjectRef(chunks[0], 0)), [bad], "replace")
+    assert (
+        any_shelf.view(fmt).publish(ObjectRef(chunks[0], 0), other, suspect=True)
+        is WriteResult.REPLACED
+    )
+    assert load(any_shelf, fmt, chunks[0]) == other
+
+
+@pytest.mark.parametrize("how", ["write", "repair", "load first"])
+@pytest.mark.parametrize("good", [True, False])
+def test_a_hard_link_to_a_file_outside_is_read_but_never_written(
+    shelf: Shelf, fmt: ObjectFormat, chunks: list[Chunk], how: str, good: bool
+) -> None:
+    right = image(fmt, chunks[0])
+    outside = Path(shelf.url).parent / "outside"
+    outside.write_bytes(right if good else bytes(len(right)))
+    before = outside.read_bytes(), outside.stat().st_mtime_ns, outside.stat().st_mode
+    path = path_of(shelf, fmt, chunks[0])
+    path.parent.mkdir(parents=True)
+    os.link(outside, path)
+    if how == "load first" and not good:
+        with pytest.raises(BadObjectError):
+            load(shelf, fmt, chunks[0])
+    suspect = how == "repair" or not good
+    shelf.view(fmt).publish(ObjectRef(chunks[0], 0), right, suspect=suspect)
+    assert load(shelf, fmt, chunks[0]) == right
+    assert (outside.read_bytes(), outside.stat().st_mtime_ns, outside.stat().st_mode) == before
+
+
+@pytest.mark.parametrize("kind", ["folder", "link", "fifo"])
+@pytest.mark.parametrize("how", ["write", "repair", "load first"])
+def test_something_else_in_an_objects_place(
+    shelf: Shelf, fmt: ObjectFormat, chunks: list[Chunk], kind: str, how: str
+) -> None:
+    store(shelf, fmt, chunks[0])
+    path = path_of(shelf, fmt, chunks[0])
+    outside = Path(shelf.url).parent / "outside"
+    path.rename(outside)  # a link to a good object is no object either
+    if kind == "folder":
+        path.mkdir()
+        (path / "inside").write_bytes(b"")
+    elif kind == "link":
+        path.symlink_to(outside)
+    else:
+        os.mkfifo(path)
+    before = outside.read_bytes()
+    assert shelf.view(fmt).probe([(chunks[0], 0)]) == [Presence.NOT_REGULAR]
+    good = image(fmt, chunks[0], fill=50)
+    if how == "write":
+        assert shelf.view(fmt).publish(ObjectRef(chunks[0], 0), good) is WriteResult.REPLACED
+    elif how == "repair":
+        assert (
+            shelf.view(fmt).publish(ObjectRef(chunks[0], 0), good, suspect=True)
+            is WriteResult.REPLACED
+        )
+    else:
+        with pytest.raises(BadObjectError) as caught:
+            load(shelf, fmt, chunks[0])
+        assert isinstance(caught.value, NotRegularError)
+        assert isinstance(caught.value, StorageError)
+        assert shelf.view(fmt).publish(ObjectRef(chunks[0], 0), good) is WriteResult.CREATED
+    assert load(shelf, fmt, chunks[0]) == good
+    assert outside.read_bytes() == before
+    assert len(quarantined(shelf, fmt)) == 1
+
+
+def test_what_is_moved_aside_is_bounded(
+    shelf: Shelf, fmt: ObjectFormat, chunks: list[Chunk], monkeypatch: Any
+) -> None:
+    for chunk in chunks[:40]:
+        store(shelf, fmt, chunk)
+        flip(path_of(shelf, fmt, chunk))
+        with pytest.raises(BadObjectError):
+            load(shelf, fmt, chunk)
+    kept = quarantined(shelf, fmt)
+    assert len(kept) == view_module.BAD_COUNT == 32
+    assert kept[-1].endswith(Path(shelf.view(fmt).name(ObjectRef(chunks[39], 0))).name)
+    monkeypatch.setattr(view_module, "BAD_BYTES", 3 * fmt.object_size(0))
+    store(shelf, fmt, chunks[40])
+    flip(path_of(shelf, fmt, chunks[40]))
+    with pytest.raises(BadObjectError):
+        load(shelf, fmt, chunks[40])
+    assert len(quarantined(shelf, fmt)) == 3
+
+
+def test_bad_folder_that_is_a_link_does_not_break_a_load(
+    shelf: Shelf, fmt: ObjectFormat, chunks: list[Chunk], tmp_path: Path
+) -> None:
+    store(shelf, fmt, chunks[0])
+    flip(path_of(shelf, fmt, chunks[0]))
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "shelf" / fmt.namespace.folder / ".kvshelf").symlink_to(tmp_path / "outside")
+    with pytest.raises(PayloadDamaged):
+        load(shelf, fmt, chunks[0])
+    assert list((tmp_path / "outside").iterdir()) == []
+    good = image(fmt, chunks[0])
+    assert (
+        shelf.view(fmt).publish(ObjectRef(chunks[0], 0), good, suspect=True) is WriteResult.REPLACED
+    )
+    assert load(shelf, fmt, chunks[0]) == good
+
+
+# ---------------------------------------------------------------------- what killed writers leave
+
+
+def temporaries(root: Path) -> set[Path]:
+    return {path for path in root.rglob("*.tmp") if not path.is_dir()}
+
+
+@pytest.mark.parametrize("place", ["folder", "group", "fan-out"])
+def test_stores_sweep_the_namespace_of_old_temporaries(
+    shelf: Shelf, fmt: ObjectFormat, chunks: list[Chunk], monkeypatch: Any, place: str
+) -> None:
+    store(shelf, fmt, chunks[0])
+    path = path_of(shelf, fmt, chunks[0])
+    if place == "folder":
+        left = path.parents[2] / ".namespace.json.0123456789abcdef.tmp"
+    elif place == "group":
+        # Nothing of ours is ever here.
+        left = path.parents[1] / f".{path.name}.0123456789abcdef.tmp"
+    else:
+        left = path.parent / f".{path.name}.0123456789abcdef.tmp"
+    foreign = {path.parent / name for name in (".notes.0123456789abcdef.tmp", f".{path.name}.tmp")}
+    for file in (left, *foreign):
+        file.write_bytes(b"begun")
+    monkeypatch.setattr(view_module, "_SWEEP_SECONDS", 0.0)
+    monkeypatch.setattr(view_module, "_SWEEP_ROUND_SECONDS", 0.0)
+    with open_shelf(shelf.url) as fresh:
+        for chunk in chunks[1:5]:
+            store(fresh, fmt, chunk)
+        assert left in temporaries(Path(shelf.url)), "it may still be written to"
+        monkeypatch.setattr(view_module, "_SWEEP_AGE", -1.0)
+        folders = {path_of(shelf, fmt, chunk).parent for chunk in chunks[:40]}
+        for chunk in chunks[5:40]:
+            store(fresh, fmt, chunk)
+        for _ in range(2 * len(folders)):
+            store(fresh, fmt, chunks[0])
+        assert left.exists() == (place == "group")
+        assert temporaries(Path(shelf.url)) - {left} == foreign
+        assert load(fresh, fmt, chunks[0]) == image(fmt, chunks[0])
+
+
+def test_sweeps_are_rare(root: Path, fmt: ObjectFormat, chunks: list[Chunk]) -> None:
+    counting = CountingBackend(open_backend(root))
+    with Shelf(counting) as shelf:
+        for chunk in chunks[:20]:
+            store(shelf, fmt, chunk)
+    assert counting.counts["sweep"] == 1
+
+
+def test_a_sweep_that_fails_is_no_failed_store(
+    root: Path, fmt: ObjectFormat, chunks: list[Chunk]
+) -> None:
+    faulty = FaultyBackend(open_backend(root))
+    faulty.add(Fault("sweep", error=lambda: TransientStorageError(5, "EIO")))
+    with Shelf(faulty) as shelf:
+        assert store(shelf, fmt, chunks[0]) is WriteResult.CREATED
+
+
+# -------------------------------------------------------------------------------------- listings
+
+
+def test_listing(any_shelf: Shelf, fmt: ObjectFormat, chunks: list[Chunk]) -> None:
+    other = make_format("user:other", slug="second")
+    for shard in range(SHARDS):
+        store(any_shelf, fmt, chunks[0], shard)
+    chain = KeyChain(other.namespace.digest, CHUNK)
+    chain.extend(range(CHUNK + 3))
+    tail = chain.tail()
+    assert tail is not None
+    store(any_shelf, other, tail)
+    found = {item.name: item for item in any_shelf.objects()}
+    assert set(found) == {
+        any_shelf.view(fmt).name(ObjectRef(chunks[0], 0)),
+        any_shelf.view(fmt).name(ObjectRef(chunks[0], 1)),
+        any_shelf.view(other).name(ObjectRef(tail, 0)),
+    }
+    item = found[any_shelf.view(other).name(ObjectRef(tail, 0))]
+    assert item.parsed.key == tail.key
+    assert item.parsed.tail_tokens == 3
+    assert item.parsed.namespace == other.namespace.folder
+    assert item.size == other.object_size(0, 3)
+    assert abs(item.mtime - time.time()) < 60
+    assert [o.name for o in any_shelf.objects(other.namespace.folder)] == [item.name]
+    assert {info.folder for info in any_shelf.namespaces()} == {
+        fmt.namespace.folder,
+        other.namespace.folder,
+    }
+    with pytest.raises(ObjectNameError):
+        list(any_shelf.objects("../elsewhere"))
+    assert any_shelf.delete(item.name) is True
+    assert any_shelf.delete(item.name) is False
+    assert list(any_shelf.objects(other.namespace.folder)) == []
+
+
+def test_foreign_files_are_skipped_and_kept(
+    shelf: Shelf, fmt: ObjectFormat, chunks: list[Chunk], root: Path
+) -> None:
+    store(shelf, fmt, chunks[0])
+    folder = root / fmt.namespace.folder
+    foreign = [
+        "README.md",
+        "lost+found/x",
+        f"{fmt.namespace.folder}/notes.txt",
+        f"{fmt.namespace.folder}/_/zz/x.safetensors",
+        f"{fmt.namespace.folder}/.kvshelf/bad/x.safetensors",
+    ]
+    for name in foreign:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(b"")
+    shutil.copytree(folder / "_", root / "not-a-namespace" / "_")
+    assert [item.name for item in shelf.objects()] == [
+        shelf.view(fmt).name(ObjectRef(chunks[0], 0))
+    ]
+    assert [info.folder for info in shelf.namespaces()] == [fmt.namespace.folder]
+    for name in [*foreign, f"{fmt.namespace.folder}/namespace.json", "../x", ""]:
+        with pytest.raises(ObjectNameError):
+            shelf.delete(name)
+    for name in foreign:
+        assert (root / name).exists()
+
+
+def test_descriptions_that_cannot_be_used(shelf: Shelf, fmt: ObjectFormat, root: Path) -> None:
+    other = make_format("user:other").namespace
+    for number, content in enumerate([None, b"", b"{}", b"\xff", other.encoded]):
+        folder = root / f"n{number}-{number:016x}"
+        folder.mkdir()
+        if content is not None:
+            (folder / "namespace.json").write_bytes(content)
+    fifo = root / "n8-0000000000000008"
+    fifo.mkdir()
+    os.mkfifo(fifo / "namespace.json")
+    huge = root / "n9-0000000000000009"
+    huge.mkdir()
+    (huge / "namespace.json").touch()
+    os.truncate(huge / "namespace.json", 100 << 30)
+    found = list(shelf.namespaces())
+    assert len(found) == 7
+    assert all(info.namespace is None and info.problem for info in found)
+    assert found[0].problem == "it has no namespace.json"
+    assert other.digest.hex()[:16] in str(found[4].problem)
+
+
+def test_shelf_shows_where_it_is(shelf: Shelf, root: Path) -> None:
+    assert shelf.url == str(root)
+    assert str(root) in repr(shelf)
+    assert not shelf.read_only

@@ -1,0 +1,883 @@
+"""The disk tier: copies near in front of a shelf that is far."""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import os
+import random
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tier_child
+from faulty import CountingBackend, Fault, FaultyBackend
+from kvshelf.backends import Backend, Properties, Reader
+from kvshelf.backends.guard import GuardedBackend
+from kvshelf.backends.wrappers import WrappedBackend
+from parts import AT_ONCE, PATIENCE, SOON, Rig, make_chunks, make_format, posix, until
+from thread_limit import none_can_be_started
+from typer.testing import CliRunner
+
+from kvshelf.cli.app import app
+from kvshelf.errors import (
+    ConfigError,
+    NoSpaceStorageError,
+    PermanentStorageError,
+    TransientStorageError,
+)
+from kvshelf.format.keys import Chunk, KeyChain
+from kvshelf.format.names import object_name
+from kvshelf.metrics import Counters
+from kvshelf.shelf import disk_tier as tier_module
+from kvshelf.shelf import opening as opening_module
+from kvshelf.shelf import tiers as tiers_module
+from kvshelf.shelf.disk_tier import DiskTier
+from kvshelf.shelf.failed_keys import FailedKeys
+from kvshelf.shelf.lookup import LookupService
+from kvshelf.shelf.shelf import Shelf, open_shelf
+from kvshelf.shelf.tiers import TieredShelf, open_behind
+from kvshelf.shelf.usage_ledger import LEDGER, Ledger, Use
+from kvshelf.shelf.view import ObjectRef
+from kvshelf.transfer.stores import StoreOutcome
+
+FMT = make_format()
+SHARDS = range(FMT.shards)
+ROOM = 1 << 30
+
+
+class Far(WrappedBackend):
+    """A storage whose probes are dear."""
+
+    @property
+    def properties(self) -> Properties:
+        return replace(self.inner.properties, probe_cost=0.02, concurrency=8)
+
+
+class Machine:
+    """One machine with a disk tier in front of a shelf that others share."""
+
+    def __init__(self, remote: Backend, tier: Path, **options: Any) -> None:
+        self.counters = Counters()
+        self.tier = DiskTier(
+            tier, options.pop("max_bytes", ROOM), counters=self.counters, backoff=AT_ONCE, **options
+        )
+        self.rig = Rig(
+            remote,
+            fmt=FMT,
+            deadlines=SOON,
+            in_front=lambda shelf: TieredShelf(shelf, [self.tier]),
+        )
+        self.lookups = LookupService(
+            TieredShelf(Shelf(GuardedBackend(remote, SOON, AT_ONCE)), [self.tier]).view(FMT),
+            failed=FailedKeys(),
+            counters=Counters(),
+        )
+
+    def put(self, chunks: list[Chunk]) -> None:
+        self.rig.put(chunks)
+        assert self.tier.drain(PATIENCE)
+
+    def load(self, chunks: list[Chunk]) -> bool:
+        """Whether all of a load came, and was right."""
+        for cache in self.rig.caches:
+            cache.zero_()
+        load, items = self.rig.load(chunks, 20)
+        assert self.tier.drain(PATIENCE)
+        assert all(self.rig.holds(item) for item in items[: load.failed_at])
+        return load.failed_at is None
+
+    def hit(self, tokens: list[int]) -> int:
+        """Chunks that a look-up finds."""
+        lookup = self.lookups.submit(tokens, lambda: KeyChain(FMT.namespace.digest, FMT.chunk_size))
+        assert lookup.wait(PATIENCE)
+        return lookup.hit_chunks
+
+    def count(self, name: str) -> float:
+        return self.counters.snapshot().get(name, 0)
+
+    def close(self) -> None:
+        self.lookups.close()
+        self.rig.transfer.close(0.0)
+        self.tier.close()
+        self.rig.guard.close()
+
+
+@pytest.fixture
+def remote(tmp_path: Path) -> CountingBackend:
+    return CountingBackend(Far(posix(tmp_path / "remote")))
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Machine]]:
+    """Start machines; they end with the test."""
+    started: list[Machine] = []
+
+    def make(remote: Backend, tier: Path | str = "tier", **options: Any) -> Machine:
+        started.append(Machine(remote, tmp_path / tier, **options))
+        return started[-1]
+
+    yield make
+    for machine in started:
+        machine.close()
+
+
+def tokens_of(seed: int, chunks: int) -> list[int]:
+    return random.Random(seed).choices(range(1000), k=chunks * FMT.chunk_size)
+
+
+def files(root: Path) -> dict[str, bytes]:
+    """What a shelf holds, by name; no files of kvshelf's own."""
+    return {
+        str(path.relative_to(root)): path.read_bytes()
+        for path in root.rglob("*")
+        if path.is_file() and ".kvshelf" not in path.parts
+    }
+
+
+def copy_of(root: Path, chunk: Chunk, shard: int) -> Path:
+    return root / FMT.namespace.folder / object_name(chunk, shard, FMT.shards)
+
+
+# ------------------------------------------------------------------------- what it is good for
+
+
+def test_a_second_load_reads_nothing_from_the_shelf(
+    remote: CountingBackend, start: Callable[..., Machine], tmp_path: Path
+) -> None:
+    chunks, tokens = make_chunks(FMT, 4), tokens_of(0, 4)
+    with closing(Rig(remote.inner, fmt=FMT)) as elsewhere:
+        elsewhere.put(chunks)
+    first = start(remote)
+    assert first.hit(tokens) == 4
+    assert first.load(chunks)
+    assert first.count("disk_tier_loaded_objects") == 0
+    assert remote.counts["open"] == 8
+    remote.counts.clear()
+    # Also in another process, which knows nothing of the first.
+    for machine in (first, start(remote)):
+        assert machine.hit(tokens) == 4
+        assert machine.load(chunks)
+        assert remote.counts["open"] == remote.counts["read"] == remote.counts["stat"] == 0
+        assert machine.count("disk_tier_loaded_objects") == 8
+    assert machine.count("disk_tier_loaded_bytes") == sum(map(FMT.object_size, SHARDS)) * 4
+    assert files(tmp_path / "tier") == files(tmp_path / "remote")
+
+
+def test_what_is_stored_is_in_the_tier_while_the_shelf_is_away(
+    remote: CountingBackend, start: Callable[..., Machine]
+) -> None:
+    faulty = FaultyBackend(remote)
+    machine = start(faulty)
+    chunks = make_chunks(FMT, 4)
+    machine.put(chunks)
+    faulty.add(Fault("*", error=TransientStorageError(5, "away")))
+    # The shelf's breaker may be closed, about to open or open by now.
+    for _ in range(8):
+        assert machine.hit(tokens_of(0, 4)) == 4
+        assert machine.load(chunks)
+        # What only the shelf may have is computed.
+        assert machine.hit(tokens_of(1, 4)) == 0
+        assert not machine.load(make_chunks(FMT, 4, seed=1))
+    assert machine.rig.guard.reads.opened == 1
+    assert machine.rig.shelf.available
+    assert machine.hit(tokens_of(0, 4)) == 4
+    assert machine.load(chunks)
+    faulty.heal()
+
+
+def test_a_prompt_of_which_a_part_is_near_is_loaded_from_both(
+    remote: CountingBackend, start: Callable[..., Machine]
+) -> None:
+    chunks = make_chunks(FMT, 6)
+    start(remote, "other tier").put(chunks)
+    machine = start(remote)
+    assert machine.load(chunks[:3])
+    remote.counts.clear()
+    assert machine.hit(tokens_of(0, 6)) == 6
+    assert machine.load(chunks)
+    assert remote.counts["open"] == 6
+    assert machine.count("disk_tier_loaded_objects") == 6
+
+
+def test_what_the_shelf_does_not_take_is_not_stored(
+    remote: CountingBackend, start: Callable[..., Machine], tmp_path: Path
+) -> None:
+    faulty = FaultyBackend(remote, Fault("write", error=NoSpaceStorageError(28, "full")))
+    machine = start(faulty)
+    (chunk,) = make_chunks(FMT, 1)
+    (item,) = machine.rig.items([chunk], 0)
+    machine.rig.fill(item)
+    ended: list[str] = []
+    assert (
+        machine.rig.transfer.store(item, on_done=lambda _, result: ended.append(result.value))
+        == StoreOutcome.QUEUED
+    )
+    machine.rig.transfer.drain(PATIENCE)
+    assert machine.tier.drain(PATIENCE)
+    assert ended == ["failed"]
+    assert files(tmp_path / "tier") == {}
+
+
+def test_a_chunk_that_is_gone_from_the_shelf_is_stored_there_again(
+    remote: CountingBackend, start: Callable[..., Machine], tmp_path: Path
+) -> None:
+    machine = start(remote)
+    (chunk,) = make_chunks(FMT, 1)
+    machine.put([chunk])
+    for shard in SHARDS:
+        copy_of(tmp_path / "remote", chunk, shard).unlink()
+    # Found it is; but who computes it all the same does not store it in vain.
+    assert machine.hit(tokens_of(0, 1)) == 1
+    machine.rig.transfer.forget_stored()
+    machine.put([chunk])
+    assert files(tmp_path / "tier") == files(tmp_path / "remote")
+
+
+def test_a_tier_is_a_shelf(
+    remote: CountingBackend, start: Callable[..., Machine], tmp_path: Path
+) -> None:
+    chunks = make_chunks(FMT, 3)
+    start(remote).put(chunks)
+    with open_shelf(tmp_path / "tier", read_only=True) as shelf:
+        assert [info.namespace for info in shelf.namespaces()] == [FMT.namespace]
+        assert len(list(shelf.objects())) == 3 * FMT.shards
+    shown = CliRunner().invoke(app, ["ls", str(tmp_path / "tier"), "--json"])
+    assert shown.exit_code == 0
+    assert json.loads(shown.stdout)["namespace"] == FMT.namespace.folder
+    with closing(Rig(posix(tmp_path / "tier"), fmt=FMT)) as rig:
+        load, items = rig.load(chunks, 20)
+        assert load.failed_at is None
+        assert all(rig.holds(item) for item in items)
+
+
+def test_a_thread_that_a_tier_keeps_is_replaced(
+    remote: CountingBackend, start: Callable[..., Machine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = start(remote)
+    chunks, others = make_chunks(FMT, 1), make_chunks(FMT, 2, seed=1)
+    machine.put([*chunks, *others])
+    guard = machine.tier.guard
+    assert guard is not None
+    guard.deadlines = SOON
+    gate, real = threading.Event(), guard.inner.open
+
+    def hanging(name: str) -> Reader:
+        if chunks[0].key.hex() in name:
+            assert gate.wait(PATIENCE)
+        return real(name)
+
+    monkeypatch.setattr(guard.inner, "open", hanging)
+    # Of whichever shelf behind the tier.
+    TieredShelf(Shelf(Far(machine.rig.backend)), [machine.tier])
+    assert machine.rig.load(chunks, 20)[0].failed_at == 0
+    until(lambda: machine.rig.count("stuck_threads") == FMT.shards)
+    assert machine.load(others)
+    gate.set()
+
+
+def test_a_tier_holds_on_to_no_shelf_that_is_gone(tmp_path: Path) -> None:
+    with closing(DiskTier(tmp_path / "tier", ROOM)) as tier:
+        gone = []
+        for number in range(3):
+            shelf = Shelf(posix(tmp_path / f"shelf-{number}"))
+            gone.append(weakref.ref(shelf.backend))
+            TieredShelf(shelf, [tier])
+            shelf.close()
+        del shelf
+        gc.collect()
+        assert [guard() for guard in gone] == [None] * 3
+
+
+def test_two_shelves_may_have_one_tier(
+    remote: CountingBackend, start: Callable[..., Machine], tmp_path: Path
+) -> None:
+    chunks = make_chunks(FMT, 2)
+    start(remote).put(chunks)
+    other = start(posix(tmp_path / "other remote"))
+    assert other.hit(tokens_of(0, 2)) == 2
+    assert other.load(chunks)
+
+
+# ----------------------------------------------------------------------------------- never wrong
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "empty", "folder", "link"])
+def test_a_bad_copy_is_dropped_and_the_load_goes_on(
+    remote: CountingBackend,
+    start: Callable[..., Machine],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    damage: str,
+) -> None:
+    machine = start(remote)
+    chunks = make_chunks(FMT, 2)
+    machine.put(chunks)
+    before = files(tmp_path / "remote")
+    path = copy_of(tmp_path / "tier", chunks[1], 1)
+    data = path.read_bytes()
+    if damage in ("folder", "link"):
+        path.unlink()
+        path.mkdir() if damage == "folder" else path.symlink_to("/etc/passwd")
+    else:
+        path.write_bytes(
+            {"flip": data[:-1] + bytes([data[-1] ^ 1]), "cut": data[:-9], "empty": b""}[damage]
+        )
+    remote.counts.clear()
+    with caplog.at_level(logging.WARNING):
+        assert machine.load(chunks)
+    assert remote.counts["open"] == 1
+    assert files(tmp_path / "remote") == before
+    assert machine.count("disk_tier_bad_objects") == 1
+    assert "was bad and is removed" in caplog.text
+    if damage == "folder":
+        return
+    assert path.read_bytes() == data
+    remote.counts.clear()
+    assert machine.load(chunks)
+    assert remote.counts["open"] == 0
+
+
+def test_a_bad_copy_of_what_the_shelf_lost_is_a_miss(
+    remote: CountingBackend, start: Callable[..., Machine], tmp_path: Path
+) -> None:
+    machine = start(remote)
+    chunks = make_chunks(FMT, 2)
+    machine.put(chunks)
+    copy_of(tmp_path / "remote", chunks[1], 0).unlink()
+    copy = copy_of(tmp_path / "tier", chunks[1], 0)
+    copy.write_bytes(bytes(copy.stat().st_size))
+    assert not machine.load(chunks)
+    assert not copy.exists()
+
+
+def test_a_bad_object_of_the_shelf_does_not_get_into_the_tier(
+    remote: CountingBackend, start: Callable[..., Machine], tmp_path: Path
+) -> None:
+    chunks = make_chunks(FMT, 1)
+    with closing(Rig(remote.inner, fmt=FMT)) as elsewhere:
+        elsewhere.put(chunks)
+    bad = copy_of(tmp_path / "remote", chunks[0], 0)
+    bad.write_bytes(bytes(bad.stat().st_size))
+    assert not start(remote).load(chunks)
+    assert not copy_of(tmp_path / "tier", chunks[0], 0).exists()
+
+
+# ----------------------------------------------------------------------------------- never stuck
+
+
+def test_a_load_does_not_wait_for_its_copies(
+    remote: CountingBackend, start: Callable[..., Machine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chunks = make_chunks(FMT, 6)
+    start(remote, "other tier").put(chunks)
+    go = threading.Event()
+    writing = tier_module.BoundedBackend.write
+
+    def held(*args: Any) -> Any:
+        assert go.wait(PATIENCE)
+        return writing(*args)
+
+    monkeypatch.setattr(tier_module.BoundedBackend, "write", held)
+    room = 5 * max(map(FMT.object_size, SHARDS))
+    machine = start(remote, queue_bytes=room)
+    load, items = machine.rig.load(chunks, 20)
+    assert load.failed_at is None
+    assert all(machine.rig.holds(item) for item in items)
+    # There is memory for five copies, or for a few less where they are aligned.
+    assert machine.count("disk_tier_dropped_objects") in (7, 8)
+    go.set()
+    assert machine.tier.drain(PATIENCE)
+    monkeypatch.undo()
+    assert machine.load(chunks)
+    assert machine.count("disk_tier_loaded_objects") in (4, 5)
+
+
+def test_a_tier_that_cannot_be_opened_is_used_when_it_can(
+    remote: CountingBackend,
+    start: Callable[..., Machine],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(opening_module, "_RETRY_SECONDS", 0.01)
+    well, real = threading.Event(), tier_module.PosixBackend
+
+    def opening(path: str) -> Any:
+        if not well.is_set():
+            raise TransientStorageError(5, "the disk is away")
+        return real(path)
+
+    monkeypatch.setattr(tier_module, "PosixBackend", opening)
+    machine = start(remote)
+    chunks = make_chunks(FMT, 2)
+    machine.put(chunks)
+    assert machine.load(chunks)
+    assert machine.hit(tokens_of(0, 2)) == 2
+    assert not machine.tier.available
+    assert caplog.text.count("cannot be opened") == 1
+    well.set()
+    while not machine.tier.available:
+        threading.Event().wait(0.001)
+    assert machine.load(chunks)
+    assert machine.load(chunks)
+    assert machine.count("disk_tier_loaded_objects") == 4
+
+
+def test_without_a_thread_for_the_tier_only_copies_are_missing(
+    remote: CountingBackend, start: Callable[..., Machine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, new = make_chunks(FMT, 2), make_chunks(FMT, 2, seed=1)
+    start(remote).put(old)
+    machine = start(remote)
+    with none_can_be_started(monkeypatch, "kvshelf-tier"):
+        machine.put(new)
+        # The one from the tier, whose use cannot be noted, the other from the shelf.
+        assert machine.load(old)
+        assert machine.load(new)
+    assert machine.rig.count("stored_chunks") == 2
+    assert (
+        machine.rig.count("dropped_chunks_error") == machine.rig.count("load_failures_error") == 0
+    )
+    assert machine.count("disk_tier_loaded_objects") == 4
+    assert machine.count("disk_tier_dropped_objects") == 8
+    assert machine.tier._pool.live() == []
+    # Threads can be had again: what is loaded now is copied.
+    assert machine.load(new)
+    remote.counts.clear()
+    assert machine.load(new)
+    assert remote.counts["open"] == 0
+
+
+def test_copies_go_on_when_the_thread_of_the_tier_is_kept_and_another_can_be_started_later(
+    remote: CountingBackend, start: Callable[..., Machine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = start(remote)
+    first, second = make_chunks(FMT, 1), make_chunks(FMT, 1, seed=1)
+    guard = machine.tier.guard
+    assert guard is not None
+    guard.deadlines = SOON
+    go, reading = threading.Event(), Ledger.read
+    kept: list[int] = []
+
+    def hanging_once(self: Ledger) -> Use | None:
+        if not kept:
+            kept.append(threading.get_ident())
+        if threading.get_ident() in kept:
+            assert go.wait(PATIENCE)
+        return reading(self)
+
+    monkeypatch.setattr(Ledger, "read", hanging_once)
+    machine.rig.put(first)
+    with none_can_be_started(monkeypatch, "kvshelf-tier"):
+        until(lambda: machine.count("stuck_threads") == 1)
+    until(lambda: guard.reads.state.value == "closed" and guard.writes.allows())
+    machine.rig.put(second)
+    until(lambda: machine.tier.holds(FMT, [(second[0], s) for s in SHARDS]) == [True] * FMT.shards)
+    go.set()
+    assert machine.tier.drain(PATIENCE)
+
+
+def test_a_tier_that_does_not_open_holds_up_nothing(
+    remote: CountingBackend, start: Callable[..., Machine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go, real = threading.Event(), tier_module.PosixBackend
+
+    def hanging(path: str) -> Any:
+        assert go.wait(PATIENCE)
+        return real(path)
+
+    monkeypatch.setattr(tier_module, "PosixBackend", hanging)
+    machine = start(remote, open_seconds=0.01)
+    chunks = make_chunks(FMT, 2)
+    machine.put(chunks)
+    assert machine.load(chunks)
+    go.set()
+
+
+def test_a_shelf_that_cannot_be_opened_is_done_without_until_it_can(
+    remote: CountingBackend,
+    start: Callable[..., Machine],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    chunks = make_chunks(FMT, 3)
+    start(remote).put(chunks[:2])
+    with closing(Rig(remote.inner, fmt=FMT)) as elsewhere:
+        elsewhere.put(chunks)
+    well = threading.Event()
+
+    def opening(url: str, **_: Any) -> Backend:
+        if not well.is_set():
+            raise TransientStorageError(5, "nobody answers")
+        return remote
+
+    monkeypatch.setattr(opening_module, "_RETRY_SECONDS", 0.02)
+    monkeypatch.setattr(tiers_module, "open_backend", opening)
+    with closing(DiskTier(tmp_path / "tier", ROOM)) as tier:
+        shelf = open_behind(tier, "s3://key:se@cret@bucket/kv", deadlines={"probe": 0.5})
+        assert shelf.url == "s3://bucket/kv"
+        assert shelf.backend.deadlines.probe == 0.5
+        near = TieredShelf(shelf, [tier])
+        assert near.view(FMT).present(chunks) == [True, True, False]
+        with closing(TieredShelf(shelf, [tier])) as loads:
+            image = memoryview(bytearray(FMT.object_size(0)))
+            loads.view(FMT).load(ObjectRef(chunks[0], 0), image)
+            with pytest.raises(TransientStorageError):
+                loads.view(FMT).load(ObjectRef(chunks[2], 0), image)
+            well.set()
+            until(lambda: near.view(FMT).present(chunks) == [True] * 3)
+            loads.view(FMT).load(ObjectRef(chunks[2], 0), image)
+
+
+class InParts(Far):
+    """A storage that brings objects in parts."""
+
+    def __init__(self, inner: Backend) -> None:
+        super().__init__(inner)
+        self.large: list[str] = []
+
+    @property
+    def properties(self) -> Properties:
+        return replace(super().properties, part_bytes=1)
+
+    def open_large(self, name: str, size: int) -> Reader:
+        self.large.append(name)
+        return self.inner.open(name)
+
+
+def test_a_shelf_that_is_opened_late_is_read_in_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (chunk,) = make_chunks(FMT, 1)
+    storage = InParts(posix(tmp_path / "remote"))
+    with closing(Rig(storage.inner, fmt=FMT)) as elsewhere:
+        elsewhere.put([chunk])
+    answers: list[Any] = [TransientStorageError(5, "nobody answers")]
+
+    def opening(url: str, **_: Any) -> Backend:
+        if answers:
+            raise answers.pop()
+        return CountingBackend(FaultyBackend(storage))
+
+    monkeypatch.setattr(opening_module, "_RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(tiers_module, "open_backend", opening)
+    with (
+        closing(DiskTier(tmp_path / "tier", ROOM)) as tier,
+        closing(open_behind(tier, "s3://bucket/kv")) as shelf,
+    ):
+        until(lambda: shelf.view(FMT).present([chunk]) == [True])
+        shelf.view(FMT).load(ObjectRef(chunk, 0), memoryview(bytearray(FMT.object_size(0))))
+    assert len(storage.large) == 1
+
+
+def test_a_shelf_that_will_not_open_is_a_mistake(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def opening(url: str, **_: Any) -> Backend:
+        raise PermanentStorageError(2, "there is no bucket")
+
+    monkeypatch.setattr(tiers_module, "open_backend", opening)
+    with (
+        closing(DiskTier(tmp_path / "tier", ROOM)) as tier,
+        pytest.raises(PermanentStorageError, match="bucket"),
+    ):
+        open_behind(tier, "s3://bucket/kv")
+
+
+def test_a_folder_in_place_of_the_ledger_is_spoken_of(
+    remote: CountingBackend,
+    start: Callable[..., Machine],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    machine = start(remote)
+    (tmp_path / "tier" / LEDGER).mkdir(parents=True)
+    chunks = make_chunks(FMT, 3)
+    machine.put(chunks)
+    assert machine.load(chunks)
+    assert machine.count("disk_tier_dropped_objects") == 12
+    assert caplog.text.count("was not written to") == 1
+    assert LEDGER in caplog.text
+
+
+def test_a_ledger_that_fails_stops_the_copies(
+    remote: CountingBackend,
+    start: Callable[..., Machine],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def failing(self: Ledger) -> Use:
+        raise TransientStorageError(5, "the disk fails")
+
+    monkeypatch.setattr(Ledger, "read", failing)
+    machine = start(remote)
+    guard = machine.tier.guard
+    assert guard is not None
+    chunks = make_chunks(FMT, 3)
+    machine.put(chunks)
+    assert guard.writes.opened >= 1
+    assert "write circuit breaker open" in caplog.text
+    assert machine.load(chunks)
+
+
+def test_a_ledger_that_hangs_is_noticed(
+    remote: CountingBackend, start: Callable[..., Machine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go, reading = threading.Event(), Ledger.read
+
+    def hanging(self: Ledger) -> Use | None:
+        assert go.wait(PATIENCE)
+        return reading(self)
+
+    machine = start(remote)
+    guard = machine.tier.guard
+    assert guard is not None
+    guard.deadlines = SOON
+    monkeypatch.setattr(Ledger, "read", hanging)
+    machine.rig.put(make_chunks(FMT, 3))
+    until(lambda: guard.late_calls > 0)
+    go.set()
+    assert machine.tier.drain(PATIENCE)
+
+
+def test_a_tier_is_used_while_its_shelf_hangs_at_opening(
+    remote: CountingBackend,
+    start: Callable[..., Machine],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    chunks = make_chunks(FMT, 2)
+    start(remote).put(chunks[:1])
+    with closing(Rig(remote.inner, fmt=FMT)) as elsewhere:
+        elsewhere.put(chunks)
+    go = threading.Event()
+
+    def hanging(url: str, **_: Any) -> Backend:
+        assert go.wait(PATIENCE)
+        return remote
+
+    monkeypatch.setattr(tiers_module, "open_backend", hanging)
+    with (
+        closing(DiskTier(tmp_path / "tier", ROOM)) as tier,
+        closing(open_behind(tier, "s3://bucket/kv", open_seconds=0.01)) as shelf,
+    ):
+        assert "s3://bucket/kv has not answered yet" in caplog.text
+        near = TieredShelf(shelf, [tier])
+        assert near.view(FMT).present(chunks) == [True, False]
+        go.set()
+        until(lambda: near.view(FMT).present(chunks) == [True, True])
+
+
+@pytest.mark.parametrize("error", [ConfigError("the key is wrong"), ValueError("it is wrong")])
+def test_a_mistake_that_a_shelf_finds_late_is_spoken_of(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    error: Exception,
+) -> None:
+    go = threading.Event()
+
+    def hanging(url: str, **_: Any) -> Backend:
+        assert go.wait(PATIENCE)
+        raise error
+
+    monkeypatch.setattr(tiers_module, "open_backend", hanging)
+    with (
+        closing(DiskTier(tmp_path / "tier", ROOM)) as tier,
+        closing(open_behind(tier, "s3://bucket/kv", open_seconds=0.01)),
+    ):
+        go.set()
+        until(lambda: f"s3://bucket/kv cannot be used: {error}" in caplog.text)
+
+
+def test_a_shelf_that_opens_after_it_was_closed_is_closed(
+    remote: CountingBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go, closed = threading.Event(), threading.Event()
+
+    def hanging(url: str, **_: Any) -> Backend:
+        assert go.wait(PATIENCE)
+        return remote
+
+    monkeypatch.setattr(tiers_module, "open_backend", hanging)
+    monkeypatch.setattr(remote, "close", closed.set)
+    with closing(DiskTier(tmp_path / "tier", ROOM)) as tier:
+        open_behind(tier, "s3://bucket/kv", open_seconds=0.01).close()
+        go.set()
+        assert closed.wait(PATIENCE)
+
+
+def test_a_tier_that_opens_after_it_was_closed_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go, closed, real = threading.Event(), threading.Event(), tier_module.PosixBackend
+
+    def hanging(path: str) -> Any:
+        assert go.wait(PATIENCE)
+        backend = real(path)
+        monkeypatch.setattr(backend, "close", closed.set)
+        return backend
+
+    monkeypatch.setattr(tier_module, "PosixBackend", hanging)
+    tier = DiskTier(tmp_path / "tier", ROOM, open_seconds=0.01)
+    tier.close()
+    go.set()
+    assert closed.wait(PATIENCE)
+    assert not tier.available
+
+
+def test_a_file_in_place_of_the_tier_is_a_mistake(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a directory")
+    with pytest.raises(ConfigError, match="not a directory"):
+        DiskTier(tmp_path / "file", ROOM)
+
+
+@pytest.mark.parametrize("within", ["", "near", ".."])
+@pytest.mark.parametrize("order", ["tier first", "shelf first", "given both"])
+def test_a_tier_that_is_the_shelf_by_another_name_removes_nothing(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    within: str,
+    order: str,
+) -> None:
+    root = tmp_path / "all" / "shelf"
+    root.parent.mkdir()
+    chunks = make_chunks(FMT, 3)
+    with closing(Rig(posix(root), fmt=FMT)) as rig:
+        rig.put(chunks)
+    before = files(root)
+    (root / "near").mkdir()
+    (tmp_path / "link").symlink_to((root / within).resolve())
+    go, real, seconds = threading.Event(), tier_module.PosixBackend, PATIENCE
+    if order == "shelf first":
+
+        def opening(path: str) -> Any:
+            assert go.wait(PATIENCE)
+            return real(path)
+
+        seconds = 0.01
+        monkeypatch.setattr(tier_module, "PosixBackend", opening)
+    with closing(DiskTier(tmp_path / "link", 1, open_seconds=seconds)) as tier:
+        if order == "tier first":
+            with pytest.raises(ConfigError, match="a directory of its own"):
+                open_behind(tier, f"file://{root}")
+        elif order == "shelf first":
+            shelf = open_behind(tier, f"file://{root}")
+            go.set()
+            until(lambda: "a directory of its own" in caplog.text)
+            shelf.close()
+        else:
+            with (
+                closing(Shelf(posix(root))) as shelf,
+                pytest.raises(ConfigError, match="a directory of its own"),
+            ):
+                TieredShelf(shelf, [tier])
+        assert not tier.available
+        image = copy_of(root, chunks[0], 0).read_bytes()
+        tier.keep(FMT, ObjectRef(chunks[0], 0), image)
+        assert tier.drain(PATIENCE)
+    assert files(root) == before
+
+
+def test_a_mistake_that_the_tier_finds_late_is_spoken_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    go = threading.Event()
+
+    def hanging(path: str) -> Any:
+        assert go.wait(PATIENCE)
+        raise ConfigError(f"{path} is not a directory")
+
+    monkeypatch.setattr(tier_module, "PosixBackend", hanging)
+    with closing(DiskTier(tmp_path / "tier", ROOM, open_seconds=0.01)) as tier:
+        go.set()
+        until(lambda: "cannot be used" in caplog.text)
+        assert f"{tmp_path}/tier is not a directory" in caplog.text
+        assert not tier.available
+
+
+# ------------------------------------------------------------------------------- many processes
+
+
+def run_child(tier: Path, **job: Any) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, tier_child.__file__, json.dumps({"path": str(tier), **job})],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def used_bytes(root: Path) -> int:
+    """Bytes of all objects and temporaries at this moment."""
+    total = 0
+    for folder, _, names in os.walk(root):
+        for name in names:
+            if ".safetensors" in name:
+                try:
+                    total += os.lstat(f"{folder}/{name}").st_size
+                except FileNotFoundError:
+                    continue
+    return total
+
+
+def check_tier(root: Path) -> int:
+    """Assert that all that is there is good; return the number of objects."""
+    count = 0
+    with open_shelf(root, read_only=True) as shelf:
+        for found in shelf.objects():
+            count += 1
+            data = (root / found.name).read_bytes()
+            assert len(data) == tier_child.FMT.object_size(found.parsed.shard)
+    return count
+
+
+def test_the_bound_holds_for_many_processes(tmp_path: Path) -> None:
+    size = tier_child.FMT.object_size(0)
+    most = 40 * size + 17
+    child = run_child(tmp_path / "tier", max_bytes=most, writers=4, objects=80)
+    highest = 0
+    while child.poll() is None:
+        highest = max(highest, used_bytes(tmp_path / "tier"))
+    counts = json.loads(child.communicate()[0])
+    assert child.returncode == 0
+    assert all(counts), "a writer failed"
+    written = sum(c["disk_tier_stored_bytes"] for c in counts)
+    evicted = sum(c.get("disk_tier_evicted_bytes", 0) for c in counts)
+    left = used_bytes(tmp_path / "tier")
+    # What is seen while others go on: a temporary that is linked has two names for a moment,
+    # and what was removed behind the look may have made room for something before it.
+    assert highest <= most + 8 * size
+    assert left <= most
+    assert left == check_tier(tmp_path / "tier") * size
+    # Nothing is removed that need not be: what is left is what eviction leaves at least.
+    assert left >= 0.9 * most - 5 * size
+    assert written == left + evicted
+
+
+@pytest.mark.parametrize("objects", [1, 30])
+def test_a_writer_that_is_killed_leaves_a_tier_that_works(tmp_path: Path, objects: int) -> None:
+    size = tier_child.FMT.object_size(0)
+    job = {"max_bytes": 20 * size, "writers": 1}
+    killed = run_child(tmp_path / "tier", **job, objects=objects, half=True)
+    out, _ = killed.communicate(timeout=60)
+    assert json.loads(out) == [None]
+    assert len(list(tmp_path.rglob(".*.tmp"))) == 1
+    before = check_tier(tmp_path / "tier")
+    assert before == min(objects - 1, before)
+    after = run_child(tmp_path / "tier", **job, objects=50)
+    (counts,) = json.loads(after.communicate(timeout=60)[0])
+    assert counts["disk_tier_stored_bytes"] + before * size >= 50 * size
+    assert counts.get("disk_tier_dropped_objects", 0) == 0
+    assert used_bytes(tmp_path / "tier") - size <= 20 * size
+    assert check_tier(tmp_path / "tier") >= 17

@@ -1,0 +1,48 @@
+"""RateLimitedLog: how many lines come through."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import pytest
+
+from kvshelf.logs import RateLimitedLog
+
+logger = logging.getLogger("kvshelf.tests.logs")
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [row.getMessage() for row in caplog.records if row.levelno == logging.WARNING]
+
+
+def test_one_line_in_an_interval_the_others_are_debug_lines(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    log = RateLimitedLog(logger)
+    log.warning("line %d", 1)
+    log.warning("line %d", 2)
+    assert warnings(caplog) == ["line 1"]
+    assert [row.getMessage() for row in caplog.records] == ["line 1", "line 2"]
+    assert {row.filename for row in caplog.records} == {"test_logs.py"}
+    later = time.monotonic() + 61
+    monkeypatch.setattr(time, "monotonic", lambda: later)
+    log.warning("line %d", 3)
+    assert warnings(caplog) == ["line 1", "line 3"]
+
+
+def test_one_line_about_each_subject() -> None:
+    log = RateLimitedLog(logger, lines=3)
+    assert [log.allows(about) for about in ("a", "a", "b", None, None)] == [
+        True,
+        False,
+        True,
+        True,
+        False,
+    ]
+
+
+def test_an_error_shows_its_exception(caplog: pytest.LogCaptureFixture) -> None:
+    RateLimitedLog(logger).error("failed", exc_info=ValueError("why"))
+    assert "ValueError: why" in caplog.text

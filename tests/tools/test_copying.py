@@ -1,0 +1,516 @@
+"""``kvshelf copy``: what arrives, what is left out, and that it goes on where it ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from filled import CHUNK, contents, fill, namespace, prompt, store, times
+from kvshelf.backends import (
+    BytesLike,
+    ObjectInfo,
+    WriteMode,
+    WriteResult,
+    open_backend,
+)
+from kvshelf.backends.base import StatResults
+from kvshelf.backends.wrappers import WrappedBackend
+from servers import BUCKET, S3Server, command, rclone_s3
+from typer.testing import CliRunner, Result
+
+from kvshelf.cli.app import app
+from kvshelf.errors import NoSpaceStorageError, StorageError, TransientStorageError
+from kvshelf.format.keys import salt_group_of
+from kvshelf.shelf.shelf import Shelf, open_shelf
+from kvshelf.tools.copying import CopyReport, Selection, copy_shelf
+from kvshelf.tools.prompts import Prompt
+
+OTHER = namespace("Org/Other", weights="user:other")
+FOLDER = namespace().folder
+
+
+def run(*args: object, code: int = 0) -> Result:
+    result = CliRunner().invoke(app, ["copy", *map(str, args)])
+    assert result.exit_code == code, result.output
+    return result
+
+
+def report(*args: object, code: int = 0) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(run(*args, "--json", code=code).stdout)
+    return found
+
+
+def objects(root: Path) -> list[Path]:
+    return sorted(root.rglob("*.safetensors"))
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    root = tmp_path / "source"
+    fill(root, namespace(), prompt(0, 3), prompt(1, 2))
+    fill(root, OTHER, prompt(0, 2))
+    return root
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    pytest.importorskip("obstore", reason="obstore is missing: pip install 'kvshelf[s3]'")
+    if command("rclone") is None:
+        pytest.skip("rclone is not installed")
+    with rclone_s3(tmp_path_factory.mktemp("bucket")) as server:
+        yield server
+
+
+# -------------------------------------------------------------------------------- what arrives
+
+
+def test_a_whole_shelf_arrives_byte_for_byte_and_the_source_stays(
+    source: Path, tmp_path: Path
+) -> None:
+    before = times(source)
+    (source / FOLDER / "_" / "notes.txt").write_text("foreign")
+    first = run(source, tmp_path / "target")
+    assert first.stdout.startswith("copied 14 objects, ")
+    (source / FOLDER / "_" / "notes.txt").unlink()
+    assert contents(tmp_path / "target") == contents(source)
+    assert times(source) == before
+
+
+def test_a_second_copy_reads_nothing_and_changes_no_time(source: Path, tmp_path: Path) -> None:
+    run(source, tmp_path / "target")
+    before = times(tmp_path / "target")
+    for path in objects(source):
+        path.chmod(0)  # for users who are not root
+    second = report(source, tmp_path / "target")
+    assert (second["copied"], second["existed"], second["bytes"]) == (0, 14, 0)
+    assert times(tmp_path / "target") == before
+
+
+def test_only_what_is_missing_or_of_wrong_size_is_copied(source: Path, tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    run(source, target)
+    gone, short, link = objects(target)[::5]
+    gone.unlink()
+    os.truncate(short, 1000)
+    link.unlink()
+    link.symlink_to("/etc/hostname")
+    again = report(source, target)
+    assert (again["copied"], again["repaired"], again["existed"]) == (3, 2, 11)
+    good = {name: data for name, data in contents(target).items() if "/.kvshelf/" not in name}
+    assert good == contents(source)
+
+
+def test_verify_existing_replaces_what_is_bad(source: Path, tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    run(source, target)
+    bad = objects(target)[3]
+    data = bytearray(bad.read_bytes())
+    data[-5] ^= 1
+    bad.write_bytes(data)
+    assert report(source, target)["copied"] == 0
+    before = times(target)
+    again = report(source, target, "--verify-existing")
+    assert (again["copied"], again["repaired"], again["existed"]) == (1, 1, 13)
+    assert bad.read_bytes() == (source / bad.relative_to(target)).read_bytes()
+    name = str(bad.relative_to(target))
+    after = {k: v for k, v in times(target).items() if "/.kvshelf/" not in k and k != name}
+    assert after == {k: v for k, v in before.items() if k != name}
+
+
+@pytest.mark.parametrize("damage", ["payload", "header", "short", "long", "empty", "foreign"])
+def test_a_bad_object_is_left_out_named_and_keeps_nothing_else(
+    source: Path, tmp_path: Path, damage: str
+) -> None:
+    bad = objects(source)[4]
+    data = bytearray(bad.read_bytes())
+    if damage == "payload":
+        data[-1] ^= 1
+    elif damage == "header":
+        data[100] ^= 1
+    elif damage == "short":
+        del data[-1:]
+    elif damage == "long":
+        data += b"x"
+    elif damage == "empty":
+        data.clear()
+    else:
+        data[:] = objects(source)[5].read_bytes()
+    bad.write_bytes(data)
+    found = report(source, tmp_path / "target", code=1)
+    name = str(bad.relative_to(source))
+    assert (found["bad"], found["copied"]) == (1, 13)
+    assert [row["name"] for row in found["problems"]] == [name]
+    arrived = contents(tmp_path / "target")
+    assert name not in arrived
+    assert arrived == {key: value for key, value in contents(source).items() if key != name}
+    # Without --json the name is on standard error.
+    assert name in run(source, tmp_path / "target", code=1).stderr
+
+
+def test_a_bad_object_does_not_replace_one_of_wrong_size(source: Path, tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    run(source, target)
+    name = objects(source)[0].relative_to(source)
+    os.truncate(target / name, 5000)
+    with open(source / name, "r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"?")
+    assert report(source, target, code=1)["bad"] == 1
+    assert (target / name).stat().st_size == 5000
+
+
+def test_a_namespace_goes_to_the_folder_that_it_has(source: Path, tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    fill(target, namespace("renamed"), prompt(9, 1))
+    run(source, target, "-n", FOLDER[-16:])
+    assert [path.name for path in target.iterdir()] == [namespace("renamed").folder]
+    assert report(target, source, "--dry-run")["existed"] == 10
+
+
+def test_a_tree_without_description_is_verified_by_that_of_the_target(
+    source: Path, tmp_path: Path
+) -> None:
+    target = tmp_path / "target"
+    (source / FOLDER / "namespace.json").unlink()
+    left_out = report(source, target, code=1)
+    assert (left_out["skipped_namespaces"], left_out["copied"]) == (1, 4)
+    assert [row["name"] for row in left_out["problems"]] == [FOLDER]
+    fill(target, namespace(), prompt(0, 1))
+    assert report(source, target)["copied"] == 8
+    assert contents(source).items() <= contents(target).items()
+
+
+def test_a_folder_without_description_is_verified_by_another_of_its_namespace(
+    source: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(source / FOLDER, source / namespace("renamed").folder)
+    (source / FOLDER / "namespace.json").unlink()
+    for path in objects(source / FOLDER)[:4]:
+        path.unlink()
+    for path in objects(source / namespace("renamed").folder)[4:]:
+        path.unlink()
+    assert report(source, tmp_path / "target")["copied"] == 14
+
+
+# -------------------------------------------------------------------------------- selections
+
+
+def test_namespaces_and_models(source: Path, tmp_path: Path) -> None:
+    for number, choice in enumerate((["-n", FOLDER], ["-n", FOLDER + "/"], ["-n", FOLDER[-16:]])):
+        target = tmp_path / f"target{number}"
+        assert report(source, target, *choice)["copied"] == 10
+        assert [path.name for path in target.iterdir()] == [FOLDER]
+    assert report(source, tmp_path / "by model", "--model", "Elsewhere/OTHER")["copied"] == 4
+    assert report(source, tmp_path / "both", "-n", FOLDER, "-n", OTHER.folder)["copied"] == 14
+    for choice in (["-n", "0" * 16], ["--model", "Org/Othr"], ["-n", FOLDER, "--model", "Typo"]):
+        wrong = run(source, tmp_path / "none", *choice, code=2)
+        assert FOLDER in wrong.stderr
+    assert not objects(tmp_path / "none")
+
+
+def test_times(source: Path, tmp_path: Path) -> None:
+    old = objects(source / FOLDER)[:3]
+    for path in old:
+        os.utime(path, (0, time.time() - 3 * 86400))
+    names = {str(path.relative_to(source)) for path in old}
+    recent = report(source, tmp_path / "recent", "--since", "2d")
+    assert recent["copied"] == 11
+    assert not names & contents(tmp_path / "recent").keys()
+    assert report(source, tmp_path / "old", "--until", "1d")["copied"] == 3
+    assert names < contents(tmp_path / "old").keys()
+    assert report(source, tmp_path / "date", "--since", "2020-01-01")["copied"] == 14
+    for wrong in ("yesterday", "99999999999d", f"{'9' * 400}s"):
+        told = run(source, tmp_path / "x", "--since", wrong, "--dry-run", code=2).stderr
+        assert "12h" in told, wrong
+
+
+def test_the_prefixes_of_some_prompts(source: Path, tmp_path: Path) -> None:
+    with open_shelf(source) as shelf:
+        store(shelf, namespace(), prompt(7, 2), salt="tenant")
+    lines = [
+        # The same beginning twice, and more than is stored.
+        json.dumps(prompt(0, 3)[: 2 * CHUNK + 5]),
+        json.dumps({"tokens": prompt(0, 3)[:CHUNK] + prompt(5, 4)}),
+        "",
+        json.dumps({"prompt_token_ids": prompt(7, 2), "cache_salt": "tenant"}),
+        json.dumps({"tokens": prompt(1, 2)[: CHUNK - 1]}),
+    ]
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("\n".join(lines))
+    found = report(source, tmp_path / "target", "--tokens", file)
+    # Two chunks of the first, for each of the namespaces; two of the salted one.
+    assert found["copied"] == 2 * (2 + 2 + 2)
+    assert contents(tmp_path / "target").items() <= contents(source).items()
+    salted = f"{FOLDER}/{salt_group_of('tenant')}"
+    assert len(objects(tmp_path / "target" / salted)) == 4
+
+
+def test_bad_lines_are_told_by_number_before_anything_is_copied(
+    source: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('[1, 2]\n[1, -2]\n{"tokens": []}\nnothing\n{"tokens": [1], "lora": "x"}\n')
+    result = run(source, tmp_path / "target", "--tokens", file, code=2)
+    assert "4 bad lines" in result.stderr
+    for number in (2, 3, 4, 5):
+        assert f"line {number}: " in result.stderr
+    assert not (tmp_path / "target").exists()
+    file.write_text('[1]\n"text"\n')
+    assert "line 2 is text" in run(source, "x", "--tokens", file, code=2).stderr
+
+
+def test_dry_run_changes_nothing(source: Path, tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    whole = sum(path.stat().st_size for path in objects(source))
+    found = report(source, target, "--dry-run")
+    assert (found["copied"], found["bytes"]) == (14, whole)
+    assert not target.exists()
+    fill(target, OTHER, prompt(0, 1))
+    before = contents(target), times(target)
+    assert run(source, target, "--dry-run").stdout.startswith("would copy 12 objects")
+    assert (contents(target), times(target)) == before
+
+
+# -------------------------------------------------------------------------------- places
+
+
+def test_to_s3_and_back(
+    source: Path, tmp_path: Path, server: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = json.dumps(server.options())
+    assert server.folder is not None
+    bucket = f"s3://{BUCKET}/copied"
+    there = report(source, bucket, "--target-options", options)
+    assert there["copied"] == 14
+    assert contents(server.folder / BUCKET / "copied") == contents(source)
+    # What is configured belongs to the side that is a URL.
+    monkeypatch.setenv("KVSHELF_STORAGE_OPTIONS", options)
+    assert report(source, bucket)["existed"] == 14
+    assert report(bucket, tmp_path / "back")["copied"] == 14
+    assert contents(tmp_path / "back") == contents(source)
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(json.dumps(prompt(0, 1)))
+    assert report(bucket, tmp_path / "one", "--tokens", file)["copied"] == 4
+
+
+def test_to_any_filesystem_of_fsspec(source: Path) -> None:
+    with open_shelf(source, read_only=True) as here, open_shelf("memory://copied") as there:
+        assert copy_shelf(here, there).copied == 14
+        assert copy_shelf(here, there).existed == 14
+        with open_shelf(source.parent / "back") as back:
+            assert copy_shelf(there, back).copied == 14
+    assert contents(source.parent / "back") == contents(source)
+
+
+def test_places_that_cannot_be_used(source: Path, tmp_path: Path) -> None:
+    assert "does not exist" in run(tmp_path / "nothing", tmp_path / "x", code=3).stderr
+    assert "two places" in run(source, f"{source}/", code=2).stderr
+    assert "not JSON" in run(source, "x", "--target-options", "{", code=2).stderr
+
+
+# -------------------------------------------------------------------------------- trouble
+
+
+def large(root: Path, chunks: int) -> int:
+    """Fill a shelf with objects of 1 MiB, so that copying takes a while."""
+    of = namespace(layer_shapes=["2,*,4,2048"] * 2, head_sizes=[2048, 2048])
+    fill(root, of, prompt(0, chunks))
+    return 2 * chunks
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+def test_a_copy_that_is_broken_off_goes_on(tmp_path: Path, how: signal.Signals) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    count = large(source, 100)
+    # It must not be at the end before the signal comes, on a machine that is busy.
+    process = subprocess.Popen(
+        ["nice", "-n", "15", sys.executable, "-m", "kvshelf", "copy", source, target, "-j", "1"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # Shells have what they start in the background ignore it.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509
+    )
+    deadline = time.monotonic() + 60
+    while not (target.exists() and objects(target)) and time.monotonic() < deadline:
+        assert process.poll() is None, process.communicate()
+    process.send_signal(how)
+    output, errors = process.communicate(timeout=30)
+    arrived = {path.relative_to(target): path.read_bytes() for path in objects(target)}
+    assert 0 < len(arrived) < count
+    assert all((source / name).read_bytes() == data for name, data in arrived.items())
+    if how is signal.SIGINT:
+        assert process.returncode == 130
+        assert "start it again" in errors
+        assert output.startswith(f"copied {len(arrived)} objects")
+    before = times(target)
+    again = report(source, target)
+    assert (again["existed"], again["copied"]) == (len(arrived), count - len(arrived))
+    after = times(target)
+    assert all(after[name] == mtime for name, mtime in before.items() if name in after)
+    for name, data in contents(source).items():
+        assert (target / name).read_bytes() == data
+
+
+class Troubled(WrappedBackend):
+    """Writes of objects that fail as a test says."""
+
+    def __init__(self, url: str, trouble: Callable[[int], Exception | None]) -> None:
+        super().__init__(open_backend(url))
+        self._trouble = trouble
+        self._lock = threading.Lock()
+        self.writes = 0
+
+    def write(
+        self, name: str, buffers: Sequence[BytesLike], mode: WriteMode = "create"
+    ) -> WriteResult:
+        with self._lock:
+            number, self.writes = self.writes, self.writes + 1
+        if (error := self._trouble(number)) is not None:
+            raise error
+        return super().write(name, buffers, mode)
+
+
+def test_trouble_that_passes_is_waited_for(source: Path, tmp_path: Path) -> None:
+    def trouble(number: int) -> Exception | None:
+        return TransientStorageError(5, "try again") if number in (2, 5) else None
+
+    target = Shelf(Troubled(str(tmp_path / "target"), trouble))
+    with open_shelf(source, read_only=True) as here, target:
+        found = copy_shelf(here, target, jobs=2)
+    assert (found.copied, found.failed) == (14, 0)
+    assert contents(tmp_path / "target") == contents(source)
+
+
+def test_a_target_without_room_ends_the_copy(source: Path, tmp_path: Path) -> None:
+    def trouble(number: int) -> Exception | None:
+        return NoSpaceStorageError(28, "full") if number > 4 else None
+
+    found = CopyReport()
+    target = Shelf(Troubled(str(tmp_path / "target"), trouble))
+    with (
+        open_shelf(source, read_only=True) as here,
+        target,
+        pytest.raises(NoSpaceStorageError, match="full"),
+    ):
+        copy_shelf(here, target, jobs=1, report=found)
+    assert 0 < found.copied < 14
+
+
+@pytest.mark.parametrize("verify_existing", [False, True])
+def test_a_folder_in_the_place_of_an_object_is_no_fault_of_the_source(
+    source: Path, tmp_path: Path, verify_existing: bool
+) -> None:
+    class Stuck(WrappedBackend):
+        """Moves no folder."""
+
+        def quarantine(self, name: str, target: str) -> bool:
+            return False
+
+    name = objects(source)[2].relative_to(source)
+    place = tmp_path / "target" / name
+    (place / "inside").mkdir(parents=True)
+    problems: list[tuple[str, str]] = []
+    target = Shelf(Stuck(open_backend(tmp_path / "target")))
+    with open_shelf(source, read_only=True) as here, target:
+        found = copy_shelf(
+            here,
+            target,
+            verify_existing=verify_existing,
+            on_problem=lambda *of: problems.append(of),
+        )
+    assert (found.bad, found.failed, found.copied) == (0, 1, 13)
+    assert not found.complete
+    [(said, text)] = problems
+    assert said == str(name) and "found a folder where an object" in text and str(place) in text
+
+
+def test_objects_that_vanish_meanwhile_are_no_failure(source: Path, tmp_path: Path) -> None:
+    def trouble(number: int) -> Exception | None:
+        if number == 3:
+            for path in objects(source):
+                path.unlink()
+        return None
+
+    target = Shelf(Troubled(str(tmp_path / "target"), trouble))
+    with open_shelf(source, read_only=True) as here, target:
+        found = copy_shelf(here, target, jobs=1)
+    assert found.gone > 0
+    assert found.complete
+    assert found.copied + found.gone == found.found
+
+
+def test_a_source_that_vanishes_while_it_is_read_is_a_failure(source: Path, tmp_path: Path) -> None:
+    """As with a mount that ends: every object is missing, and so is its namespace."""
+
+    def trouble(number: int) -> Exception | None:
+        if number == 3:
+            source.rename(tmp_path / "elsewhere")
+            source.mkdir()
+        return None
+
+    target = Shelf(Troubled(str(tmp_path / "target"), trouble))
+    with (
+        open_shelf(source, read_only=True) as here,
+        target,
+        pytest.raises(StorageError, match="vanished"),
+    ):
+        copy_shelf(here, target, jobs=1)
+
+
+@pytest.mark.parametrize("of_prompts", [False, True])
+def test_a_source_that_vanishes_while_it_is_listed_is_a_failure(
+    source: Path, tmp_path: Path, of_prompts: bool
+) -> None:
+    class Vanishing(WrappedBackend):
+        """Ends as a mount does, before the first look at what a namespace has."""
+
+        def _vanish(self) -> None:
+            if not (tmp_path / "elsewhere").exists():
+                source.rename(tmp_path / "elsewhere")
+                source.mkdir()
+
+        def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+            self._vanish()
+            return super().list(prefix)
+
+        def stat(self, names: Sequence[str]) -> StatResults:
+            self._vanish()
+            return super().stat(names)
+
+    selection = Selection(prompts=[Prompt(1, tokens=prompt(0, 3))] if of_prompts else None)
+    with (
+        Shelf(Vanishing(open_backend(source, read_only=True))) as here,
+        open_shelf(tmp_path / "target") as there,
+        pytest.raises(StorageError, match="vanished"),
+    ):
+        copy_shelf(here, there, selection)
+
+
+def test_a_chunk_with_another_parent_than_the_prompt_says_is_bad(
+    source: Path, tmp_path: Path
+) -> None:
+    """The parent is not in the name: only who knows the tokens can tell."""
+    second = next(path for path in objects(source / FOLDER) if "-1-" in path.name)
+    data = second.read_bytes()
+    where = data.index(b'"parent":"') + len(b'"parent":"')
+    digit = b"1" if data[where : where + 1] == b"0" else b"0"
+    second.write_bytes(data[:where] + digit + data[where + 1 :])
+    selection = Selection(prompts=[Prompt(1, tokens=prompt(0, 3)), Prompt(2, tokens=prompt(1, 2))])
+    problems: list[str] = []
+    with open_shelf(source, read_only=True) as here, open_shelf(tmp_path / "target") as there:
+        found = copy_shelf(
+            here, there, selection, on_problem=lambda name, text: problems.append(text)
+        )
+    assert found.bad == 1
+    assert "parent" in problems[0]

@@ -1,0 +1,308 @@
+"""``kvshelf seed`` up to the engine: lines, what is skipped, batches, what was not stored."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from filled import CHUNK, fill, namespace, prompt, store
+from typer.testing import CliRunner, Result
+
+from kvshelf.cli.app import app
+from kvshelf.config import Config
+from kvshelf.errors import ConfigError
+from kvshelf.format.keys import salt_group_of
+from kvshelf.format.namespace import Namespace
+from kvshelf.format.objects import ObjectFormat
+from kvshelf.shelf.shelf import open_shelf
+from kvshelf.tools.prompts import parse_prompts, read_prompts
+from kvshelf.tools.seeding import SeedReport, TokenPrompt, seed_shelf
+from kvshelf.vllm.seeding import OfflineEngine
+
+FORMAT = ObjectFormat(namespace())
+
+
+class Engine:
+    """Stores the chunks of prompts, but drops those that a test says."""
+
+    def __init__(self, root: Path, drops: Sequence[int] = ()) -> None:
+        self.root = root
+        self.calls: list[list[int]] = []
+        self._drops = list(drops)
+
+    def compute(self, prompts: Sequence[TokenPrompt]) -> None:
+        self.calls.append([prompt.line for prompt in prompts])
+        with open_shelf(self.root) as shelf:
+            for one in prompts:
+                if one.line in self._drops:
+                    self._drops.remove(one.line)
+                    store(shelf, namespace(), one.tokens[: len(one.tokens) - CHUNK], one.salt)
+                else:
+                    store(shelf, namespace(), one.tokens, one.salt)
+
+
+def seed(
+    root: Path, prompts: Sequence[TokenPrompt], engine: Engine, batch_chunks: int = 100
+) -> tuple[SeedReport, list[int]]:
+    problems: list[int] = []
+    with open_shelf(root) as shelf:
+        report = seed_shelf(
+            shelf,
+            FORMAT,
+            prompts,
+            engine,
+            batch_chunks=batch_chunks,
+            group_by_salt=True,
+            on_problem=lambda line, text: problems.append(line),
+        )
+    assert report.done == report.prompts
+    return report, problems
+
+
+def test_what_is_on_the_shelf_is_not_computed(tmp_path: Path) -> None:
+    fill(tmp_path, namespace(), prompt(0, 3))
+    with open_shelf(tmp_path) as shelf:
+        store(shelf, namespace(), prompt(5, 2), salt="tenant")
+    prompts = [
+        TokenPrompt(1, prompt(0, 3)),
+        TokenPrompt(2, prompt(0, 3)[: 2 * CHUNK + 7]),
+        TokenPrompt(3, prompt(0, 3) + prompt(1, 2)),
+        TokenPrompt(4, prompt(2, 1)[:-1]),
+        TokenPrompt(5, prompt(5, 2), "tenant"),
+        TokenPrompt(6, prompt(5, 2), "another"),
+    ]
+    engine = Engine(tmp_path)
+    report, problems = seed(tmp_path, prompts, engine)
+    assert engine.calls == [[3, 6]]
+    assert not problems
+    assert (report.existed, report.short, report.stored, report.chunks) == (3, 1, 2, 4)
+    assert report.tokens == 7 * CHUNK
+    assert (tmp_path / namespace().folder / salt_group_of("another")).is_dir()
+    # Started again, it goes on: there is nothing left to do.
+    again, _ = seed(tmp_path, prompts, engine)
+    assert len(engine.calls) == 1
+    assert (again.existed, again.short, again.chunks) == (5, 1, 0)
+
+
+def test_one_lost_object_is_computed_again(tmp_path: Path) -> None:
+    fill(tmp_path, namespace(), prompt(0, 3))
+    next(tmp_path.rglob("*-2-1of2.safetensors")).unlink()
+    engine = Engine(tmp_path)
+    report, _ = seed(tmp_path, [TokenPrompt(1, prompt(0, 3))], engine)
+    assert (report.stored, report.chunks) == (1, 1)
+
+
+def test_batches_hold_what_staging_has_room_for(tmp_path: Path) -> None:
+    shared = prompt(9, 4)
+    prompts = [TokenPrompt(line, shared + prompt(line, 1)) for line in range(1, 6)]
+    engine = Engine(tmp_path)
+    report, _ = seed(tmp_path, prompts, engine, batch_chunks=10)
+    # Five chunks each; once the shared ones are there, one.
+    assert engine.calls == [[1, 2], [3, 4, 5]]
+    assert (report.stored, report.chunks) == (5, 4 + 5)
+
+
+def test_a_prompt_longer_than_a_batch_is_computed_alone(tmp_path: Path) -> None:
+    engine = Engine(tmp_path)
+    prompts = [TokenPrompt(n, prompt(n, length)) for n, length in ((1, 1), (2, 8), (3, 1))]
+    report, _ = seed(tmp_path, prompts, engine, batch_chunks=2)
+    assert engine.calls == [[1], [2], [3]]
+    assert report.stored == 3
+
+
+def test_what_the_engine_dropped_is_computed_again(tmp_path: Path) -> None:
+    engine = Engine(tmp_path, drops=[2])
+    prompts = [TokenPrompt(line, prompt(line, 3)) for line in (1, 2, 3)]
+    report, problems = seed(tmp_path, prompts, engine)
+    assert engine.calls == [[1, 2, 3], [2]]
+    assert (report.stored, report.failed, report.chunks) == (3, 0, 9)
+    assert not problems
+
+
+def test_what_is_dropped_again_and_again_is_named(tmp_path: Path) -> None:
+    engine = Engine(tmp_path, drops=[2] * 10)
+    prompts = [TokenPrompt(line, prompt(line, 3)) for line in (1, 2, 3)]
+    report, problems = seed(tmp_path, prompts, engine)
+    assert problems == [2]
+    assert (report.stored, report.failed, report.chunks) == (2, 1, 8)
+
+
+# -------------------------------------------------------------------------------- lines
+
+
+def test_every_form_of_a_line(tmp_path: Path) -> None:
+    chat = [{"role": "user", "content": "Hi"}]
+    tool = [{"type": "function", "function": {"name": "f"}}]
+    file = tmp_path / "prompts.jsonl"
+    lines = [
+        "text",
+        [1, 2, 3],
+        chat,
+        {"prompt": "text", "id": "x"},
+        {"prompt": [4, 5]},
+        {"text": "text", "cache_salt": "s"},
+        {"tokens": [6]},
+        {"prompt_token_ids": [7], "cache_salt": None},
+        {"messages": chat, "tools": tool, "chat_template_kwargs": {"thinking": False}},
+    ]
+    file.write_text("\n".join(map(json.dumps, lines)) + "\n\n")
+    found = read_prompts(file)
+    assert [one.line for one in found] == list(range(1, 10))
+    assert [one.text for one in found if one.text] == ["text"] * 3
+    assert [list(one.tokens) for one in found if one.tokens] == [[1, 2, 3], [4, 5], [6], [7]]
+    assert [one.messages for one in found if one.messages] == [chat, chat]
+    assert [one.salt for one in found] == ["", "", "", "", "", "s", "", "", ""]
+    assert found[-1].chat == {"tools": tool, "chat_template_kwargs": {"thinking": False}}
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("{", "not JSON"),
+        ("[" * 10**5, "not JSON"),
+        ("7", "expected a string"),
+        ('""', "empty"),
+        ("[]", "list of token ids"),
+        ("[1, true]", "token 1 is True"),
+        ("[1, 4294967296]", "token 1 is 4294967296"),
+        ('[{"role": "user", "content": 3}]', "neither text nor a list"),
+        ('[{"role": "user"}, {"content": "x"}]', "message 1"),
+        ("{}", "expected one of prompt"),
+        ('{"prompt": "a", "messages": []}', "found prompt and messages"),
+        ('{"prompt": "a", "lora": "b"}', "unknown field 'lora'"),
+        ('{"text": [1]}', "text is"),
+        ('{"tokens": [1], "tools": []}', "unknown field 'tools'"),
+        ('{"tokens": [1], "cache_salt": 7}', "cache_salt is 7"),
+        ('{"prompt": {"prompt": "x"}}', "list of token ids"),
+    ],
+)
+def test_bad_lines(line: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=r"file: 1 bad line\n  line 2: ") as error:
+        parse_prompts(["[1]", line, "[2]"], "file")
+    assert told in str(error.value)
+
+
+def test_many_bad_lines_are_told_together() -> None:
+    with pytest.raises(ConfigError, match="30 bad lines") as error:
+        parse_prompts(["nothing"] * 30, "file")
+    assert "line 20: " in str(error.value)
+    assert "and 10 more" in str(error.value)
+    with pytest.raises(ConfigError, match="no prompts"):
+        parse_prompts(["", " \n"], "file")
+
+
+# -------------------------------------------------------------------------------- command line
+
+
+def run(*args: object) -> Result:
+    return CliRunner().invoke(app, ["seed", *map(str, args)])
+
+
+def test_what_is_wrong_is_said_before_an_engine_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_engine(*_: object) -> None:
+        raise AssertionError("an engine was started")
+
+    monkeypatch.setattr("kvshelf.vllm.seeding.OfflineEngine", no_engine)
+    file = tmp_path / "prompts.jsonl"
+    for arguments, told in (
+        ([file, "--model", "m"], "cannot be read"),
+        ([os.devnull, "--model", "m"], "no prompts"),
+    ):
+        result = run(*arguments, "--shelf", tmp_path / "shelf")
+        assert (result.exit_code, told in result.stderr) == (2, True), result.output
+    file.write_text("[1, 2]\n{}\n")
+    result = run(file, "--model", "m", "--shelf", tmp_path / "shelf")
+    assert result.exit_code == 2
+    assert "line 2: " in result.stderr
+    file.write_text("[1, 2]\n")
+    for option, value, told in (
+        ("--engine-args", "{", "not JSON"),
+        ("--engine-args", "[]", "JSON object"),
+        ("--engine-arg", "seed", "NAME=VALUE"),
+    ):
+        result = run(file, "--model", "m", "--shelf", tmp_path / "shelf", option, value)
+        assert (result.exit_code, told in result.stderr) == (2, True), result.output
+    assert not (tmp_path / "shelf").exists()
+
+
+class FakeConnector:
+    """The connector of an engine, with the configuration that vLLM hands over."""
+
+    namespace: Namespace | None = None
+    disabled = False
+
+    def __init__(self, extra: Mapping[str, Any]) -> None:
+        self.config = Config.load(extra)
+
+
+class FakeLLM:
+    """As much of ``vllm.LLM`` as an :class:`OfflineEngine` starts and asks."""
+
+    def __init__(self, *, model: str, kv_transfer_config: SimpleNamespace) -> None:
+        connector = FakeConnector(kv_transfer_config.kv_connector_extra_config)
+        core = SimpleNamespace(scheduler=SimpleNamespace(connector=connector))
+        self.llm_engine = SimpleNamespace(engine_core=SimpleNamespace(engine_core=core))
+        self.steps = 0
+
+    def generate(self, inputs: object, parameters: object, *, use_tqdm: bool) -> None:
+        self.steps += 1
+
+
+@pytest.fixture
+def fake_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    vllm: Any = ModuleType("vllm")
+    config: Any = ModuleType("vllm.config")
+    vllm.__version__ = "0.32.0"
+    vllm.LLM, vllm.SamplingParams = FakeLLM, SimpleNamespace
+    vllm.config, config.KVTransferConfig = config, SimpleNamespace
+    monkeypatch.setitem(sys.modules, "vllm", vllm)
+    monkeypatch.setitem(sys.modules, "vllm.config", config)
+    # The engine sets them for the process.
+    for name in (
+        "VLLM_ENABLE_V1_MULTIPROCESSING",
+        "VLLM_LOGGING_STREAM",
+        "VLLM_LOGGING_LEVEL",
+    ):
+        monkeypatch.setenv(name, os.environ.get(name, ""))
+
+
+@pytest.mark.usefixtures("fake_vllm")
+@pytest.mark.parametrize("where", ["file", "environment"])
+def test_a_seeder_stores_on_the_shelf_itself_whatever_is_configured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """Chunks of a disk tier would not be stored, and a shelf that is only read never fills."""
+    options = {
+        "disk_tier": {"path": str(tmp_path / "tier"), "max_bytes": 1 << 30},
+        "read_only": True,
+        "chunk_size": 128,
+    }
+    if where == "file":
+        file = tmp_path / "kvshelf.yaml"
+        file.write_text(json.dumps(options))
+        monkeypatch.setenv("KVSHELF_CONFIG", str(file))
+    else:
+        for name, value in options.items():
+            monkeypatch.setenv(f"KVSHELF_{name.upper()}", json.dumps(value))
+    engine = OfflineEngine("m", str(tmp_path / "shelf"), {})
+    assert (engine.config.disk_tier, engine.config.read_only) == (None, False)
+    assert engine.config.chunk_size == 128
+
+
+@pytest.mark.usefixtures("fake_vllm")
+def test_workers_that_never_name_their_weights_end_the_seeding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvshelf.vllm.seeding._IDENTITY_SECONDS", 0.2)
+    engine = OfflineEngine("m", str(tmp_path / "shelf"), {})
+    with pytest.raises(ConfigError, match="have not reported their weights"):
+        engine.namespace()
+    assert engine._llm.steps > 0

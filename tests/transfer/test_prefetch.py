@@ -1,0 +1,320 @@
+"""Memory for requests that wait: what comes in, what there is room for, when it is given back."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from faulty import CountingBackend, Fault, FaultyBackend
+from parts import Rig, make_chunks, posix, until
+
+from kvshelf.errors import TransientStorageError
+from kvshelf.format.keys import Chunk
+from kvshelf.kv.caches import HostKVCache
+from kvshelf.shelf.tiers import TieredShelf
+from kvshelf.transfer import prefetch
+from kvshelf.transfer.loads import Failure
+from kvshelf.transfer.prefetch import Prefetcher, PrefetchMemory
+from kvshelf.transfer.transfer import Transfer
+
+
+class Waiting:
+    """A rig whose transfer looks into memory first."""
+
+    def __init__(self, root: Path, chunks: float) -> None:
+        self.faults = FaultyBackend(posix(root))
+        self.counting = CountingBackend(self.faults)
+        self.rig = Rig(self.counting, blocks=200, staging_objects=32)
+        fmt = self.rig.fmt
+        size = sum(-(-fmt.payload_size(s) // 512) * 512 for s in range(fmt.shards))
+        self.budget = int(chunks * size)
+        self.memory = PrefetchMemory(fmt, self.budget, self.rig.counters, evict=False)
+        cache = self.rig.transfer._context.cache
+        assert isinstance(cache, HostKVCache)
+        self.rig.transfer.close()
+        self.rig.staging = type(self.rig.staging)(
+            32 * self.rig.staging.buffer_bytes, self.rig.staging.buffer_bytes, together=fmt.shards
+        )
+        self.rig.transfer = Transfer(
+            TieredShelf(self.rig.shelf, [self.memory]).view(fmt),
+            cache,
+            self.rig.staging,
+            counters=self.rig.counters,
+        )
+        self.prefetcher = Prefetcher(self.rig.transfer, self.memory)
+
+    def put(self, seed: int, count: int = 3) -> list[Chunk]:
+        chunks = make_chunks(self.rig.fmt, count, seed)
+        self.rig.put(chunks)
+        return chunks
+
+    def here(self, chunks: list[Chunk]) -> int:
+        """Leading chunks in memory, after what was asked for has come."""
+        self.prefetcher.take_failures()
+        return self.memory.leading(chunks)
+
+    def opened(self) -> int:
+        return self.counting.counts["open"]
+
+    def close(self) -> None:
+        self.faults.heal()
+        self.rig.close()
+        self.memory.close()
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Callable[..., Waiting]]:
+    made: list[Waiting] = []
+
+    def make(chunks: float = 100) -> Waiting:
+        made.append(Waiting(tmp_path / "shelf", chunks))
+        return made[-1]
+
+    yield make
+    for waiting in made:
+        waiting.close()
+
+
+def test_a_request_that_waited_reads_nothing_when_its_turn_comes(
+    make: Callable[..., Waiting],
+) -> None:
+    waiting = make()
+    chunks = waiting.put(0)
+    waiting.prefetcher.add("r", chunks[:2])
+    waiting.prefetcher.add("r", chunks[2:])
+    objects = 3 * waiting.rig.fmt.shards
+    # Objects are there a moment before they are counted.
+    until(lambda: waiting.rig.counters.snapshot().get("prefetched_objects") == objects)
+    assert waiting.here(chunks) == 3
+    waiting.counting.counts.clear()
+    load, items = waiting.rig.load(chunks, 20)
+    waiting.prefetcher.release("r")
+    assert load.failed_at is None
+    assert all(waiting.rig.holds(item) for item in items)
+    assert waiting.opened() == 0
+    counters = waiting.rig.counters.snapshot()
+    assert counters["prefetched_objects"] == counters["memory_tier_loaded_objects"] == objects
+    assert counters["prefetched_bytes"] == objects * waiting.rig.fmt.payload_size(0)
+    assert counters["loaded_chunks"] == 3
+    assert "prefetched_unused_objects" not in counters
+    assert not waiting.memory.available
+
+
+def test_memory_is_never_more_than_it_may_be_and_goes_to_who_came_first(
+    make: Callable[..., Waiting],
+) -> None:
+    waiting = make(4)
+    first, second, third = (waiting.put(seed) for seed in range(3))
+    for name, chunks in (("first", first), ("second", second), ("third", third)):
+        waiting.prefetcher.add(name, chunks)
+    until(lambda: (waiting.here(first), waiting.here(second)) == (3, 1))
+    assert waiting.memory.leading(third) == 0
+    used = sum(entry.nbytes for entry in waiting.memory._pool.live())
+    assert 0 < used <= waiting.budget
+    read = waiting.opened()
+    assert read == 4 * waiting.rig.fmt.shards
+    # When the first has been served there is room for the others.
+    assert waiting.rig.load(first, 20)[0].failed_at is None
+    waiting.prefetcher.release("first")
+    until(lambda: (waiting.here(second), waiting.here(third)) == (3, 1))
+    assert waiting.memory.leading(first) == 0
+
+
+def test_what_a_request_that_ends_left_is_dropped(make: Callable[..., Waiting]) -> None:
+    waiting = make()
+    chunks = waiting.put(0)
+    waiting.prefetcher.add("r", chunks)
+    until(lambda: waiting.here(chunks) == 3)
+    waiting.prefetcher.release("r")
+    assert not waiting.memory.available
+    assert waiting.rig.count("prefetched_unused_objects") == 3 * waiting.rig.fmt.shards
+    waiting.prefetcher.release("r")
+
+
+def test_what_another_request_wants_too_is_read_once_and_stays(
+    make: Callable[..., Waiting],
+) -> None:
+    waiting = make()
+    chunks = waiting.put(0)
+    waiting.prefetcher.add("one", chunks)
+    waiting.prefetcher.add("other", chunks)
+    until(lambda: waiting.here(chunks) == 3)
+    assert waiting.opened() == 3 * waiting.rig.fmt.shards
+    waiting.prefetcher.release("one")
+    assert waiting.here(chunks) == 3
+    waiting.prefetcher.release("other")
+    assert not waiting.memory.available
+
+
+def test_a_request_that_ends_while_it_is_read_for_leaves_nothing(
+    make: Callable[..., Waiting],
+) -> None:
+    waiting = make()
+    chunks = waiting.put(0)
+    gate = threading.Event()
+    waiting.faults.add(Fault("read", wait=gate))
+    waiting.prefetcher.add("r", chunks)
+    until(lambda: waiting.rig.staging.in_use == 1)
+    waiting.prefetcher.release("r")
+    gate.set()
+    until(lambda: waiting.rig.staging.in_use == 0)
+    assert waiting.opened() == 1
+    assert waiting.here(chunks) == 0
+    assert not waiting.memory.available
+    assert not waiting.prefetcher._users
+
+
+def test_a_load_takes_over_what_is_being_read(make: Callable[..., Waiting]) -> None:
+    waiting = make()
+    chunks = waiting.put(0, 6)
+    gate = threading.Event()
+    waiting.faults.add(Fault("read", wait=gate))
+    waiting.prefetcher.add("r", chunks)
+    until(lambda: waiting.rig.staging.in_use == 1)
+    items = waiting.rig.items(chunks, 20)
+    waiting.rig.transfer.load("r", items)
+    waiting.prefetcher.cancel_reads("r")
+    gate.set()
+    assert waiting.rig.finished().failed_at is None
+    waiting.prefetcher.release("r")
+    assert all(waiting.rig.holds(item) for item in items)
+    assert waiting.opened() == 6 * waiting.rig.fmt.shards
+    until(lambda: waiting.here(chunks) == 0 and not waiting.memory.available)
+
+
+def _broken() -> Exception:
+    return TransientStorageError(5, "EIO")
+
+
+@pytest.mark.parametrize(
+    ("damage", "failure"),
+    [
+        (lambda w, chunk: w.rig.path(chunk, 0).unlink(), Failure.MISSING),
+        (lambda w, chunk: w.rig.path(chunk, 1).write_bytes(b"no"), Failure.BAD),
+        (
+            lambda w, chunk: w.faults.add(Fault("open", f"*{chunk.key.hex()}*", error=_broken)),
+            Failure.ERROR,
+        ),
+    ],
+)
+def test_what_cannot_be_had_is_known_before_the_load_comes(
+    make: Callable[..., Waiting], damage: Callable[[Waiting, Chunk], Any], failure: Failure
+) -> None:
+    waiting = make()
+    chunks = waiting.put(0)
+    damage(waiting, chunks[1])
+    waiting.prefetcher.add("a#b", chunks)
+    found: list[tuple[str, Chunk, Failure]] = []
+    until(lambda: bool(found.extend(waiting.prefetcher.take_failures()) or found))
+    assert found == [("a#b", chunks[1], failure)]
+    assert waiting.here(chunks) == 1
+
+
+def test_a_storage_at_rest_is_blamed_for_nothing(make: Callable[..., Waiting]) -> None:
+    waiting = make()
+    chunks = waiting.put(0)
+    waiting.rig.guard.reads.trip("broken", 1000.0)
+    waiting.prefetcher.add("r", chunks)
+    assert waiting.prefetcher.take_failures() == []
+    waiting.prefetcher.release("r")
+    assert not waiting.prefetcher._users
+
+
+def test_what_did_not_come_at_a_bad_moment_is_read_again(make: Callable[..., Waiting]) -> None:
+    waiting = make(3)
+    chunks, others = waiting.put(0), waiting.put(1)
+    # As when stores have taken all staging.
+    buffers = [waiting.rig.staging.acquire_for_load(0.0) for _ in range(32)]
+    waiting.prefetcher.add("r", chunks)
+    until(lambda: all(load.finished for load in waiting.prefetcher._requests["r"].loads))
+    assert waiting.here(chunks) == 0
+    for buffer in buffers:
+        assert buffer is not None
+        waiting.rig.staging.release(buffer)
+    until(lambda: waiting.here(chunks) == 3)
+    assert waiting.opened() == 3 * waiting.rig.fmt.shards
+    # Nothing of its room is lost.
+    waiting.prefetcher.add("s", others)
+    waiting.prefetcher.release("r")
+    until(lambda: waiting.here(others) == 3)
+
+
+def test_while_the_storage_rests_it_is_tried_again_each_second(
+    make: Callable[..., Waiting], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waiting = make()
+    chunks = waiting.put(0)
+    waiting.rig.guard.reads.trip("broken", 1000.0)
+    now = [1000.0]
+    monkeypatch.setattr(prefetch, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    names: list[str] = []
+    load = waiting.rig.transfer.load
+
+    def count(name: str, *args: Any, **options: Any) -> Any:
+        names.append(name)
+        return load(name, *args, **options)
+
+    monkeypatch.setattr(waiting.rig.transfer, "load", count)
+    waiting.prefetcher.add("r", chunks[:2])
+    waiting.prefetcher.add("r", chunks[2:])
+    assert len(names) == 2
+    for second in range(5):
+        for _ in range(100):
+            assert waiting.prefetcher.take_failures() == []
+        assert len(names) == 2 + second
+        now[0] += 1.0
+    assert len(set(names)) == len(names)
+    # What a request keeps does not grow with the time it waits.
+    assert len(waiting.prefetcher._requests["r"].loads) == 1
+    waiting.rig.guard.reads.close()
+    until(lambda: waiting.here(chunks) == 3)
+
+
+def test_a_prefix_that_was_read_for_a_request_that_went_is_read_for_the_next(
+    make: Callable[..., Waiting],
+) -> None:
+    waiting = make()
+    chunks = waiting.put(0)
+    gate = threading.Event()
+    waiting.faults.add(Fault("read", wait=gate))
+    waiting.prefetcher.add("one", chunks)
+    waiting.prefetcher.add("other", chunks)
+    until(lambda: waiting.rig.staging.in_use == 1)
+    waiting.prefetcher.release("one")
+    gate.set()
+    until(lambda: waiting.here(chunks) == 3)
+    waiting.prefetcher.release("other")
+    until(lambda: waiting.here(chunks) == 0 and not waiting.memory.available)
+    assert not waiting.prefetcher._users
+
+
+def test_all_who_want_what_cannot_be_had_learn_it_and_give_up_what_is_behind(
+    make: Callable[..., Waiting],
+) -> None:
+    waiting = make(4)
+    chunks, others = waiting.put(0, 4), waiting.put(1)
+    waiting.rig.path(chunks[1], 0).unlink()
+    for name in ("one", "other"):
+        waiting.prefetcher.add(name, chunks)
+    waiting.prefetcher.add("third", others)
+    found: list[tuple[str, Chunk, Failure]] = []
+    until(lambda: bool(found.extend(waiting.prefetcher.take_failures()) or found))
+    assert found == [(name, chunks[1], Failure.MISSING) for name in ("one", "other")]
+    # There is room for others now.
+    until(lambda: (waiting.here(chunks), waiting.here(others)) == (1, 3))
+
+
+def test_many_chunks_are_given_back_in_several_steps(make: Callable[..., Waiting]) -> None:
+    waiting = make()
+    chunks = [chunk for seed in range(5) for chunk in waiting.put(seed, 9)]
+    waiting.prefetcher.add("r", chunks)
+    until(lambda: waiting.here(chunks) == 45)
+    waiting.prefetcher.release("r")
+    assert waiting.memory.available
+    for _ in range(3):
+        waiting.prefetcher.take_failures()
+    assert not waiting.memory.available

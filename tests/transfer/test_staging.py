@@ -1,0 +1,222 @@
+"""The pool of host buffers: bounded, never waiting for stores, always something for loads."""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from kvshelf import buffers
+from kvshelf.errors import ConfigError
+from kvshelf.transfer.staging import STAGING_ALIGNMENT, StagingPool
+
+SIZE = 10_000
+ROUNDED = 12_288
+
+
+def test_buffers_are_aligned_and_writable_both_ways() -> None:
+    pool = StagingPool(16 * ROUNDED, SIZE)
+    buffer = pool.acquire_for_load()
+    assert buffer is not None
+    assert buffer.tensor.data_ptr() % STAGING_ALIGNMENT == 0
+    assert len(buffer.view) == buffer.tensor.numel() == ROUNDED
+    buffer.view[5] = 7
+    assert int(buffer.tensor[5]) == 7
+
+
+def test_memory_is_bounded_and_reused() -> None:
+    pool = StagingPool(16 * ROUNDED, SIZE)
+    for _ in range(100):
+        buffer = pool.acquire_for_load()
+        assert buffer is not None
+        pool.release(buffer)
+    assert pool.in_use == 0
+    taken = [pool.acquire_for_load(0) for _ in range(16)]
+    assert all(taken)
+    assert pool.acquire_for_load(0) is None
+    assert pool._made * pool.buffer_bytes == 16 * ROUNDED
+    assert pool.in_use == 16
+
+
+def test_the_buffer_used_last_is_handed_out_first() -> None:
+    pool = StagingPool(16 * ROUNDED, SIZE)
+    first, second = pool.acquire_for_load(), pool.acquire_for_load()
+    assert first is not None
+    assert second is not None
+    pool.release(first)
+    pool.release(second)
+    assert pool.acquire_for_load() is second
+
+
+def test_stores_leave_a_share_for_loads_and_never_wait() -> None:
+    pool = StagingPool(16 * ROUNDED, SIZE)
+    stores = [pool.acquire_for_store() for _ in range(12)]
+    assert all(stores)
+    assert pool.acquire_for_store() is None
+    loads = [pool.acquire_for_load(0) for _ in range(4)]
+    assert all(loads)
+
+
+def test_the_buffers_of_one_store_come_all_or_none() -> None:
+    pool = StagingPool(16 * ROUNDED, SIZE, together=8)
+    taken = pool.acquire_for_store(8)
+    assert taken is not None
+    assert pool.acquire_for_store(8) is None
+    assert pool.in_use == 8
+    for buffer in taken:
+        pool.release(buffer)
+    assert pool.acquire_for_store(8) is not None
+
+
+def test_a_waiting_load_gets_what_a_store_gives_back() -> None:
+    pool = StagingPool(4 * ROUNDED, SIZE)
+    stores = pool.acquire_for_store(3)
+    assert stores is not None
+    assert pool.acquire_for_load() is not None
+    got: list[object] = []
+    thread = threading.Thread(target=lambda: got.append(pool.acquire_for_load(20)))
+    thread.start()
+    pool.release(stores[0])
+    thread.join(20)
+    assert got == [stores[0]]
+
+
+def test_closing_wakes_loads_and_refuses_everything() -> None:
+    pool = StagingPool(4 * ROUNDED, SIZE)
+    while pool.acquire_for_load(0):
+        pass
+    got: list[object] = []
+    thread = threading.Thread(target=lambda: got.append(pool.acquire_for_load(20)))
+    thread.start()
+    pool.close()
+    thread.join(20)
+    assert got == [None]
+    assert pool.acquire_for_store() is None
+    assert pool.acquire_for_load() is None
+
+
+def test_warming_takes_no_more_than_asked_for() -> None:
+    pool = StagingPool(64 * ROUNDED, SIZE)
+    pool.warm(0)
+    assert pool._made * pool.buffer_bytes == 0
+    pool.warm(8 * ROUNDED)
+    assert pool._made * pool.buffer_bytes == 8 * ROUNDED
+    pool.warm(1 << 40)
+    assert pool._made * pool.buffer_bytes == 32 * ROUNDED
+    assert pool.in_use == 0
+    buffer = pool.acquire_for_load(0)
+    assert buffer is not None
+    assert not buffer.tensor.any()
+
+
+def test_a_store_finds_buffers_while_the_pool_is_warmed(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = StagingPool(16 * ROUNDED, SIZE)
+    grow = pool._grow
+    found: list[object] = []
+
+    def spy(most: int) -> object:
+        fresh = grow(most)
+        monkeypatch.undo()
+        if fresh:
+            # What was made just now is not in the pool yet.
+            pool._changed.release()
+            found.append(pool.acquire_for_store())
+            pool._changed.acquire()
+        return fresh
+
+    monkeypatch.setattr(pool, "_grow", spy)
+    pool.warm(1 << 40)
+    assert found
+    assert found[0] is not None
+
+
+@pytest.mark.parametrize("together", [1, 2, 8])
+def test_too_little_staging_is_refused_with_the_number_that_is_enough(together: int) -> None:
+    with pytest.raises(ConfigError, match="set staging_bytes to") as info:
+        StagingPool(3 * ROUNDED, SIZE, together=together)
+    enough = int(str(info.value).split("set staging_bytes to ")[1].split()[0])
+    assert StagingPool(enough, SIZE, together=together).acquire_for_store(together) is not None
+    with pytest.raises(ConfigError):
+        StagingPool(enough - 1, SIZE, together=together)
+
+
+def test_a_system_without_memory_is_a_full_pool(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*args: object) -> mmap.mmap:
+        raise OSError(12, "Cannot allocate memory")
+
+    pool = StagingPool(16 * ROUNDED, SIZE)
+    monkeypatch.setattr(mmap, "mmap", refuse)
+    assert pool.acquire_for_store() is None
+    assert pool.acquire_for_load(0) is None
+    pool.warm(1 << 30)
+    assert len(caplog.records) == 1
+    monkeypatch.undo()
+    assert pool.acquire_for_store() is not None
+
+
+def test_a_store_that_may_wait_gets_what_comes_back() -> None:
+    pool = StagingPool(4 * ROUNDED, SIZE)
+    stores = pool.acquire_for_store(3)
+    assert stores is not None
+    assert pool.acquire_for_store(1, 0.01) is None
+    got: list[object] = []
+    thread = threading.Thread(target=lambda: got.append(pool.acquire_for_store(2, 20)))
+    thread.start()
+    for buffer in stores:
+        pool.release(buffer)
+    thread.join(20)
+    assert len(got) == 1
+    assert got[0] is not None
+
+
+@pytest.mark.usefixtures("no_leaks")
+def test_a_closed_pool_has_given_all_its_memory_back() -> None:
+    pool = StagingPool(16 * ROUNDED, SIZE)
+    pool.warm(1 << 30)
+    late = pool.acquire_for_load()
+    assert late is not None
+    pool.close()
+    late.view[0] = 1
+    pool.release(late)
+    pool.close()
+
+
+def test_staging_of_a_gpu_is_page_locked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    locked: list[int] = []
+
+    def pin(tensor: torch.Tensor) -> Callable[[], None]:
+        locked.append(tensor.numel())
+        return locked.clear
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(buffers, "_pin", pin)
+    pool = StagingPool(16 * ROUNDED, SIZE, pinned=True)
+    assert locked == [16 * ROUNDED]
+    assert pool._made * pool.buffer_bytes == 16 * ROUNDED
+    taken = pool.acquire_for_store()
+    assert taken is not None
+    pool.close()
+    # A copy may still be under way.
+    assert locked
+    pool.release(taken[0])
+    assert not locked
+
+
+def test_staging_that_cannot_be_page_locked_is_ordinary_memory(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(_: torch.Tensor) -> Callable[[], None]:
+        raise RuntimeError("cudaHostRegister failed")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(buffers, "_pin", refuse)
+    pool = StagingPool(16 * ROUNDED, SIZE, pinned=True)
+    assert "could not pin staging memory" in caplog.text
+    assert pool.acquire_for_load(0) is not None
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert StagingPool(16 * ROUNDED, SIZE, pinned=True).acquire_for_load(0) is not None

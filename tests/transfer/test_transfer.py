@@ -1,0 +1,949 @@
+"""Stores and loads between a paged cache and a shelf: right, or not at all; never stuck."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import torch
+from faulty import Fault, FaultyBackend
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kvshelf.backends import Deadlines, open_backend
+from kvshelf.backends.breaker import Backoff
+from kvshelf.backends.wrappers import ReadOnlyBackend
+from parts import PATIENCE, SOON, Rig, content, make_chunks, make_format, posix, until
+from thread_limit import none_can_be_started
+
+from kvshelf.errors import (
+    ConfigError,
+    NoSpaceStorageError,
+    ReadOnlyStorageError,
+    TransientStorageError,
+)
+from kvshelf.kv.caches import DONE, LayerRun, PendingCopy, layer_calls
+from kvshelf.shelf import threads as threads_module
+from kvshelf.transfer import stores
+from kvshelf.transfer.context import ChunkSlots
+from kvshelf.transfer.loads import Failure, Load
+from kvshelf.transfer.stores import StoreOutcome
+from kvshelf.transfer.transfer import Transfer
+
+
+@pytest.fixture
+def backend(tmp_path: Path) -> FaultyBackend:
+    return FaultyBackend(posix(tmp_path / "shelf"))
+
+
+@pytest.fixture
+def rig(backend: FaultyBackend) -> Iterator[Rig]:
+    with closing(Rig(backend)) as rig:
+        yield rig
+
+
+# ------------------------------------------------------------------------- what works
+
+
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize("url", ["memory://transfer-{native}-{shards}", "{tmp_path}"])
+def test_what_was_stored_comes_back_into_other_blocks(
+    tmp_path: Path, native: bool, shards: int, url: str
+) -> None:
+    fmt = make_format(native=native, shards=shards)
+    backend = open_backend(url.format(tmp_path=tmp_path, native=native, shards=shards))
+    with closing(Rig(backend, fmt, native)) as rig:
+        chunks = make_chunks(fmt, 5)
+        rig.put(chunks)
+        load, items = rig.load(chunks, 20)
+        assert load.failed_at is None
+        assert all(rig.holds(item) for item in items)
+        assert rig.untouched(rig.items(chunks[:1], 40)[0])
+        assert rig.count("stored_chunks") == rig.count("loaded_chunks") == 5
+    with closing(Rig(backend, fmt, native)) as other:
+        load, items = other.load(chunks, 0)
+        assert load.failed_at is None
+        assert all(other.holds(item) for item in items)
+
+
+def test_skipped_slots_stay_as_they_are(rig: Rig) -> None:
+    (chunk,) = make_chunks(rig.fmt, 1)
+    rig.put([chunk])
+    whole = rig.items([chunk], 20)[0]
+    half = ChunkSlots(chunk, whole.slots.clone())
+    half.slots[0] = -1
+    rig.transfer.load("r", [half])
+    assert rig.finished().failed_at is None
+    kept, loaded = rig.block_ids(whole)
+    assert not any(cache[kept].any() for cache in rig.caches)
+    assert all(cache[loaded].any() for cache in rig.caches)
+
+
+def test_a_load_of_nothing_is_over_at_once(rig: Rig) -> None:
+    rig.transfer.load("r", [])
+    assert [load.request_id for load in rig.transfer.poll()] == ["r"]
+    assert not rig.transfer.loading
+
+
+def test_layers_that_do_not_fit_the_namespace_are_refused() -> None:
+    rig = Rig(open_backend("memory://unused"))
+    rig.close()
+    layout = rig.transfer._context.cache._calls[0][0].layout
+    with pytest.raises(ConfigError, match="2 layers are registered"):
+        layer_calls(rig.fmt, [LayerRun(0, rig.caches[:2], layout)])
+
+
+# ------------------------------------------------------------------------- what is stored once
+
+
+def test_a_chunk_in_flight_or_published_is_not_gathered_again(
+    rig: Rig, backend: FaultyBackend
+) -> None:
+    gate = threading.Event()
+    backend.add(Fault("write", wait=gate))
+    (item,) = rig.items(make_chunks(rig.fmt, 1), 0)
+    assert rig.transfer.store(item, age=60.0) == StoreOutcome.QUEUED
+    assert rig.transfer.store(item, age=60.0) == StoreOutcome.KNOWN
+    gate.set()
+    assert rig.transfer.drain(PATIENCE) == 0
+    assert rig.transfer.store(item, age=60.0) == StoreOutcome.KNOWN
+    # Seen missing after it was published: somebody deleted it.
+    assert rig.transfer.store(item, age=0.0) == StoreOutcome.QUEUED
+    rig.transfer.drain(PATIENCE)
+    rig.transfer.forget_stored()
+    assert rig.transfer.store(item, age=60.0) == StoreOutcome.QUEUED
+    assert rig.transfer.drain(PATIENCE) == 0
+    assert rig.count("stored_chunks") == 1
+    assert rig.count("existing_chunks") == 2
+
+
+def test_a_deleted_chunk_is_stored_again(rig: Rig) -> None:
+    chunks = make_chunks(rig.fmt, 1)
+    rig.put(chunks)
+    rig.path(chunks[0], 1).unlink()
+    assert rig.load(chunks, 20)[0].failures == [(chunks[0], Failure.MISSING)]
+    rig.put(chunks)
+    assert rig.load(chunks, 20)[0].failed_at is None
+
+
+def test_two_engines_storing_the_same_chunks_at_once_leave_one_good_object_each(
+    tmp_path: Path,
+) -> None:
+    backend = posix(tmp_path / "shelf")
+    with closing(Rig(backend)) as one, closing(Rig(backend)) as two:
+        chunks = make_chunks(one.fmt, 4)
+        for rig in (one, two):
+            for item in rig.items(chunks, 0):
+                rig.fill(item)
+        for a, b in zip(one.items(chunks, 0), two.items(chunks, 0), strict=True):
+            assert one.transfer.store(a) == two.transfer.store(b) == StoreOutcome.QUEUED
+        assert one.transfer.drain(PATIENCE) == two.transfer.drain(PATIENCE) == 0
+        assert one.load(chunks, 20)[0].failed_at is None
+    assert len(list((tmp_path / "shelf").rglob("*.safetensors"))) == 4 * one.fmt.shards
+    assert not list((tmp_path / "shelf").rglob("*.tmp"))
+
+
+# ------------------------------------------------------------------------- bad objects
+
+
+def _flip(at: int) -> Callable[[Path], None]:
+    def damage(path: Path) -> None:
+        data = bytearray(path.read_bytes())
+        data[at] ^= 1
+        path.write_bytes(data)
+
+    return damage
+
+
+def _replace(make: Callable[[Path], object]) -> Callable[[Path], None]:
+    def damage(path: Path) -> None:
+        path.unlink()
+        make(path)
+
+    return damage
+
+
+def _overlap(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    names = [name for name in header if name != "__metadata__"]
+    header[names[1]]["data_offsets"] = header[names[0]]["data_offsets"]
+    text = json.dumps(header, separators=(",", ":")).encode()
+    data[8 : 8 + length] = text.ljust(length)
+    path.write_bytes(data)
+
+
+def _of_another(path: Path, **options: object) -> None:
+    """Put an object of equal size but another namespace or chunk there."""
+    fmt = make_format(**options)  # type: ignore[arg-type]
+    with tempfile.TemporaryDirectory() as folder, closing(Rig(posix(Path(folder)), fmt)) as rig:
+        chunks = make_chunks(rig.fmt, 5, seed=99)
+        rig.put(chunks)
+        path.write_bytes(rig.path(chunks[2], 1).read_bytes())
+
+
+DAMAGES: dict[str, Callable[[Path], None]] = {
+    "a flipped byte of the payload": _flip(-1),
+    "a flipped byte at the payload's start": _flip(4096),
+    "a flipped byte of the header": _flip(50),
+    "truncated": lambda path: os.truncate(path, path.stat().st_size // 2),
+    "truncated inside the header": lambda path: os.truncate(path, 100),
+    "empty": lambda path: os.truncate(path, 0),
+    "too long": lambda path: os.truncate(path, path.stat().st_size + 1),
+    "all zeros": lambda path: path.write_bytes(bytes(path.stat().st_size)) and None,
+    "a header of 100 GB": lambda path: (
+        path.write_bytes((100 << 30).to_bytes(8, "little") + path.read_bytes()[8:]) and None
+    ),
+    "overlapping offsets": _overlap,
+    "of another namespace": lambda path: _of_another(path, weights="user:othr"),
+    "of another chunk": _of_another,
+    "a directory": _replace(Path.mkdir),
+    "a directory with a file": _replace(
+        lambda path: (path.mkdir(), (path / "keep").write_text("me"))
+    ),
+    "a FIFO": _replace(os.mkfifo),
+    "a symbolic link": _replace(lambda path: path.symlink_to("/dev/zero")),
+    "a symbolic link to a good object": _replace(
+        lambda path: path.symlink_to(path.with_name(path.name.replace("1of2", "0of2")))
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", list(DAMAGES))
+def test_a_bad_object_is_a_miss_from_there_on_and_repaired_by_the_next_store(
+    rig: Rig, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    chunks = make_chunks(rig.fmt, 5)
+    rig.put(chunks)
+    DAMAGES[damage](rig.path(chunks[2], 1))
+
+    load, items = rig.load(chunks, 20)
+    assert load.failed_at == 2
+    assert (chunks[2], Failure.BAD) in load.failures
+    assert [rig.holds(item) for item in items[:2]] == [True, True]
+    for item in items[2:]:
+        # Of each shard there is what must be there, or nothing.
+        for i, block in enumerate(rig.block_ids(item)):
+            for layer, cache in enumerate(rig.caches):
+                for found, right in zip(cache[block], content(item.chunk, layer, i), strict=True):
+                    assert not found.any() or torch.equal(found, right)
+    assert rig.count("load_failures_bad") == 1
+    assert len([r for r in caplog.records if "was not loaded" in r.message]) == 1
+
+    rig.load(chunks, 20)
+    assert len([r for r in caplog.records if chunks[2].key.hex() in r.getMessage()]) == 1
+
+    item = rig.items(chunks, 0)[2]
+    assert rig.transfer.store(item, repair=True, age=1e9) == StoreOutcome.QUEUED
+    assert rig.transfer.drain(PATIENCE) == 0
+    assert rig.transfer.take_repaired() == [chunks[2].key]
+    assert rig.transfer.take_repaired() == []
+    load, items = rig.load(chunks, 40)
+    assert load.failed_at is None
+    assert all(rig.holds(item) for item in items)
+
+
+def test_what_was_repaired_is_remembered_within_bounds(
+    backend: FaultyBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stores, "_PUBLISHED_MEMORY", 2)
+    with closing(Rig(backend)) as rig:
+        chunks = make_chunks(rig.fmt, 3)
+        rig.put(chunks)
+        for item in rig.items(chunks, 0):
+            assert rig.transfer.store(item, repair=True) == StoreOutcome.QUEUED
+            assert rig.transfer.drain(PATIENCE) == 0
+        assert rig.transfer.take_repaired() == [chunk.key for chunk in chunks[1:]]
+        assert rig.transfer.take_repaired() == []
+
+
+def test_a_good_object_is_never_replaced_by_a_repair(rig: Rig) -> None:
+    (chunk,) = make_chunks(rig.fmt, 1)
+    rig.put([chunk])
+    before = rig.path(chunk, 0).stat()
+    (item,) = rig.items([chunk], 0)
+    assert rig.transfer.store(item, repair=True) == StoreOutcome.QUEUED
+    rig.transfer.drain(PATIENCE)
+    after = rig.path(chunk, 0).stat()
+    assert (before.st_ino, before.st_mtime_ns) == (after.st_ino, after.st_mtime_ns)
+    assert rig.count("repaired_objects") == 0
+    assert rig.transfer.take_repaired() == [chunk.key]
+
+
+def test_an_object_that_is_damaged_while_it_is_read_is_read_again(
+    rig: Rig, backend: FaultyBackend
+) -> None:
+    chunks = make_chunks(rig.fmt, 2)
+    rig.put(chunks)
+    backend.add(Fault("read", damage=lambda data: data.reverse(), times=1))
+    load, items = rig.load(chunks, 20)
+    assert load.failed_at is None
+    assert all(rig.holds(item) for item in items)
+
+
+@pytest.mark.parametrize("operation", ["open", "read"])
+def test_storage_errors_are_misses_that_change_nothing(
+    rig: Rig, backend: FaultyBackend, operation: str
+) -> None:
+    chunks = make_chunks(rig.fmt, 3)
+    rig.put(chunks)
+    names = {path for path in Path(backend.url).rglob("*") if path.is_file()}
+    pattern = f"*{chunks[1].key.hex()}*"
+    backend.add(Fault(operation, pattern, error=lambda: TransientStorageError(5, "EIO")))
+    load, items = rig.load(chunks, 20)
+    assert load.failed_at == 1
+    assert {failure for _, failure in load.failures} == {Failure.ERROR}
+    assert rig.holds(items[0])
+    assert rig.untouched(items[1])
+    assert {path for path in Path(backend.url).rglob("*") if path.is_file()} == names
+    backend.heal()
+    assert rig.load(chunks, 40)[0].failed_at is None
+
+
+def test_log_lines_are_few(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    for seed in range(40):
+        rig.load(make_chunks(rig.fmt, 1, seed), 20)
+    assert rig.count("load_failures_missing") >= 40
+    # A thread may have been told that it may, and not have written its line yet.
+    until(lambda: len(caplog.records) >= 10)
+    assert len(caplog.records) == 10
+
+
+def test_a_callback_that_raises_ends_no_thread(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    def fail(*_: object) -> None:
+        raise KeyError("nobody knows it")
+
+    chunks = make_chunks(rig.fmt, 4)
+    for item in rig.items(chunks, 0):
+        rig.fill(item)
+        assert rig.transfer.store(item, on_done=fail) == StoreOutcome.QUEUED
+    assert rig.transfer.drain(PATIENCE) == 0
+    for number, item in enumerate(rig.items(chunks, 20)):
+        load = rig.transfer.load(str(number), [item], on_done=fail)
+        until(lambda load=load: load.finished)
+        assert load.failed_at is None
+    rig.put(make_chunks(rig.fmt, 1, 7))
+    assert len([r for r in caplog.records if "a completion callback raised" in r.getMessage()]) == 1
+    assert rig.count("dropped_chunks_error") == rig.count("load_failures_error") == 0
+
+
+# ------------------------------------------------------------------------- staging
+
+
+def test_a_full_pool_drops_stores_and_keeps_loads_going(rig: Rig, backend: FaultyBackend) -> None:
+    stored = make_chunks(rig.fmt, 2)
+    rig.put(stored)
+    gate = threading.Event()
+    backend.add(Fault("write", wait=gate))
+    outcomes = [rig.transfer.store(item) for item in rig.items(make_chunks(rig.fmt, 12, 7), 0)]
+    assert outcomes.count(StoreOutcome.STAGING_FULL) > 0
+    assert outcomes.index(StoreOutcome.STAGING_FULL) == outcomes.count(StoreOutcome.QUEUED)
+    assert rig.count("dropped_chunks_staging_full") == outcomes.count(StoreOutcome.STAGING_FULL)
+    load, items = rig.load(stored, 40)
+    assert load.failed_at is None
+    assert all(rig.holds(item) for item in items)
+    gate.set()
+    assert rig.transfer.drain(PATIENCE) == 0
+    assert rig.staging.in_use == 0
+
+
+def test_once_a_chunk_is_dropped_those_behind_it_are_too_and_others_are_not(
+    rig: Rig, backend: FaultyBackend
+) -> None:
+    gate = threading.Event()
+    backend.add(Fault("write", wait=gate))
+    long, other = make_chunks(rig.fmt, 10), make_chunks(rig.fmt, 2, 7)
+    began = time.monotonic()
+
+    def store(item: ChunkSlots) -> str:
+        rig.fill(item)
+        return rig.transfer.store(item, age=time.monotonic() - began)
+
+    outcomes = [store(item) for item in rig.items(long, 0)]
+    full = outcomes.index(StoreOutcome.STAGING_FULL)
+    assert outcomes == [StoreOutcome.QUEUED] * full + [StoreOutcome.STAGING_FULL] + [
+        StoreOutcome.PARENT_DROPPED
+    ] * (10 - full - 1)
+    gate.set()
+    assert rig.transfer.drain(PATIENCE) == 0
+    # There is room again. No lookup could find children of the dropped chunk.
+    items = rig.items(long, 0)
+    assert store(items[full + 1]) == StoreOutcome.PARENT_DROPPED
+    assert [store(item) for item in rig.items(other, 40)] == [
+        StoreOutcome.QUEUED,
+        StoreOutcome.QUEUED,
+    ]
+    # A request that stores the dropped chunk may store its children.
+    assert [store(item) for item in items[full:]] == [StoreOutcome.QUEUED] * (10 - full)
+    assert rig.transfer.drain(PATIENCE) == 0
+    assert rig.count("dropped_chunks_staging_full") == 1
+    assert rig.count("dropped_chunks_parent_dropped") == 10 - full - 1 + 1
+    assert rig.load(long, 20)[0].failed_at is None
+
+
+def test_a_hole_does_not_hold_for_who_looked_later(rig: Rig, backend: FaultyBackend) -> None:
+    chunks = make_chunks(rig.fmt, 3)
+    for item in rig.items(chunks, 0):
+        rig.fill(item)
+    first, second, third = rig.items(chunks, 0)
+    refused = Fault("write", error=TransientStorageError(5, "EIO"), times=1)
+    backend.add(refused)
+    assert rig.transfer.store(first, age=60.0) == StoreOutcome.QUEUED
+    assert rig.transfer.drain(PATIENCE) == 0
+    assert rig.transfer.store(second, age=60.0) == StoreOutcome.PARENT_DROPPED
+    # This request's look-up has found the chunk before it, which another engine stored.
+    rig.transfer._stores._dropped_at[chunks[1].key] -= 10.0
+    assert rig.transfer.store(third, age=5.0) == StoreOutcome.QUEUED
+    assert rig.transfer.drain(PATIENCE) == 0
+
+
+def test_a_store_that_fails_takes_those_behind_it_out_of_the_queue(
+    rig: Rig, backend: FaultyBackend
+) -> None:
+    gate = threading.Event()
+    chunks = make_chunks(rig.fmt, 4)
+    error = TransientStorageError(5, "EIO")
+    backend.add(Fault("write", f"*{chunks[1].key.hex()}*", wait=gate, error=error))
+    ended: list[str] = []
+    for item in rig.items(chunks, 0):
+        rig.fill(item)
+        outcome = rig.transfer.store(
+            item,
+            age=60.0,
+            on_done=lambda chunk, result: ended.append(f"{chunk.index} {result.value}"),
+        )
+        assert outcome == StoreOutcome.QUEUED
+    gate.set()
+    assert rig.transfer.drain(PATIENCE) == 0
+    until(lambda: len(ended) == 4)
+    assert ended == ["0 published", "1 failed", "2 failed", "3 failed"]
+    assert rig.count("dropped_chunks_error") == 1
+    assert rig.count("dropped_chunks_parent_dropped") == 2
+    assert not rig.path(chunks[3], 0).exists()
+    assert rig.staging.in_use == 0
+
+
+@pytest.mark.alone
+def test_memory_is_bounded_and_steps_are_short_while_stores_hang(
+    backend: FaultyBackend,
+) -> None:
+    with closing(Rig(backend, blocks=1024, deadlines=SOON)) as rig:
+        gate = threading.Event()
+        backend.add(Fault("write", wait=gate))
+        most = rig.staging.limit * rig.staging.buffer_bytes
+        slowest = []
+        for seed in range(100):
+            for item in rig.items(make_chunks(rig.fmt, 4, seed), 0):
+                begin = time.perf_counter()
+                rig.transfer.store(item)
+                slowest.append(time.perf_counter() - begin)
+            assert rig.staging._made * rig.staging.buffer_bytes <= most
+        # Far from what a write takes that hangs; `make bench` measures how far.
+        assert statistics.median(slowest) < 0.01
+        gate.set()
+        until(lambda: rig.staging.in_use == 0)
+
+
+def test_a_gather_that_fails_gives_its_buffers_back(rig: Rig) -> None:
+    (chunk,) = make_chunks(rig.fmt, 1)
+    with pytest.raises(ValueError, match="slot_mapping"):
+        rig.transfer.store(ChunkSlots(chunk, torch.tensor([0, 10_000])))
+    assert rig.staging.in_use == 0
+    rig.put([chunk])
+    assert rig.load([chunk], 20)[0].failed_at is None
+
+
+def test_a_load_ends_when_a_scatter_fails_of_an_object_that_was_given_up(rig: Rig) -> None:
+    chunks = make_chunks(rig.fmt, 1)
+    rig.put(chunks)
+
+    class Late:
+        def gather(self, slots: torch.Tensor, payloads: Sequence[torch.Tensor]) -> PendingCopy:
+            raise AssertionError
+
+        def scatter(
+            self, shard: int, slots: torch.Tensor, payload: torch.Tensor, fence: object = None
+        ) -> None:
+            # The storage had answered at the very moment at which it was too late.
+            rig.transfer._loads._give_up_task(threading.get_ident())
+            raise RuntimeError("broken")
+
+    (item,) = rig.items(chunks, 20)
+    rig.transfer.load("r", [ChunkSlots(item.chunk, item.slots, Late())])
+    until(lambda: bool(rig.transfer._loads._finished))
+    assert rig.finished().failed_at == 0
+
+
+def test_a_scatter_that_fails_is_a_failed_load(rig: Rig) -> None:
+    (chunk,) = make_chunks(rig.fmt, 1)
+    rig.put([chunk])
+    rig.transfer.load("r", [ChunkSlots(chunk, torch.tensor([0, 10_000]))])
+    assert rig.finished().failed_at == 0
+    assert rig.load([chunk], 20)[0].failed_at is None
+    # The thread of another shard may have ended a moment after the load was given up.
+    rig.transfer.close()
+    assert rig.staging.in_use == 0
+
+
+# ------------------------------------------------------------------------- storage that is no help
+
+
+@pytest.mark.parametrize(
+    "error", [ReadOnlyStorageError(30, "EROFS"), NoSpaceStorageError(28, "ENOSPC")]
+)
+def test_a_storage_that_takes_no_writes_pauses_stores_only(
+    rig: Rig, backend: FaultyBackend, error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    stored = make_chunks(rig.fmt, 1)
+    rig.put(stored)
+    backend.add(Fault("write", error=error))
+    first, second, third = rig.items(make_chunks(rig.fmt, 3, 7), 0)
+    assert rig.transfer.store(first) == StoreOutcome.QUEUED
+    assert rig.transfer.drain(PATIENCE) == 0
+    assert rig.transfer.store(second) == StoreOutcome.UNAVAILABLE
+    assert rig.transfer.store(third) == StoreOutcome.UNAVAILABLE
+    assert rig.count("dropped_chunks_error") == 1
+    assert rig.count("dropped_chunks_unavailable") == 2
+    assert len([r for r in caplog.records if "write circuit breaker open" in r.getMessage()]) == 1
+    assert rig.load(stored, 40)[0].failed_at is None
+
+
+def test_a_read_only_shelf_costs_no_gather(tmp_path: Path) -> None:
+    with closing(Rig(posix(tmp_path / "shelf"))) as writer:
+        chunks = make_chunks(writer.fmt, 2)
+        writer.put(chunks)
+    with closing(Rig(ReadOnlyBackend(posix(tmp_path / "shelf")))) as rig:
+        assert (
+            rig.transfer.store(rig.items(make_chunks(rig.fmt, 1, 7), 0)[0])
+            == StoreOutcome.UNAVAILABLE
+        )
+        assert rig.staging._made * rig.staging.buffer_bytes == 0
+        assert rig.load(chunks, 20)[0].failed_at is None
+
+
+def test_a_shelf_that_vanishes_is_a_miss_and_comes_back(tmp_path: Path) -> None:
+    with closing(Rig(posix(tmp_path / "shelf"))) as rig:
+        chunks = make_chunks(rig.fmt, 3)
+        rig.put(chunks)
+        (tmp_path / "shelf").rename(tmp_path / "elsewhere")
+        load, items = rig.load(chunks, 20)
+        assert load.failed_at == 0
+        assert all(rig.untouched(item) for item in items)
+        (tmp_path / "elsewhere").rename(tmp_path / "shelf")
+        assert rig.load(chunks, 20)[0].failed_at is None
+
+
+def test_stores_that_hang_hold_up_no_load(rig: Rig, backend: FaultyBackend) -> None:
+    stored = make_chunks(rig.fmt, 3)
+    rig.put(stored)
+    gate = threading.Event()
+    backend.add(Fault("write", wait=gate))
+    rig.transfer.store(rig.items(make_chunks(rig.fmt, 1, 7), 0)[0])
+    assert rig.load(stored, 20)[0].failed_at is None
+    gate.set()
+
+
+def test_a_cancelled_load_ends_though_its_read_hangs_and_touches_nothing_later(
+    rig: Rig, backend: FaultyBackend
+) -> None:
+    chunks = make_chunks(rig.fmt, 3)
+    rig.put(chunks)
+    gate = threading.Event()
+    items = rig.items(chunks, 20)
+    backend.add(Fault("read", wait=gate))
+    rig.transfer.load("r", items)
+    rig.transfer.cancel("r")
+    load = rig.finished()
+    assert load.cancelled
+    assert load.request_id == "r"
+    rig.transfer.cancel("r")
+    gate.set()
+    assert rig.load(chunks, 40)[0].failed_at is None
+    assert all(rig.untouched(item) for item in items)
+
+
+def _note(event: threading.Event) -> Exception:
+    event.set()
+    return TransientStorageError(5, "EIO")
+
+
+def test_loads_that_hang_are_given_up_and_later_ones_fail_at_once(
+    backend: FaultyBackend, caplog: pytest.LogCaptureFixture
+) -> None:
+    with closing(Rig(backend, deadlines=SOON, options={"load_threads": 2})) as rig:
+        chunks = make_chunks(rig.fmt, 3)
+        rig.put(chunks)
+        gate = threading.Event()
+        backend.add(Fault("read", wait=gate))
+        items = rig.items(chunks, 20)
+        rig.transfer.load("r", items)
+        load = _end(rig)
+        assert load.failed_at == 0
+        assert (chunks[0], Failure.ERROR) in load.failures
+        # Two reads that do not come back are enough: nobody is sent after them.
+        until(lambda: not rig.shelf.available)
+        rig.transfer.load("s", items)
+        (load,) = rig.transfer.poll()
+        assert load.failures == [(chunks[0], Failure.UNAVAILABLE)]
+        assert rig.count("load_failures_unavailable") == 1
+        assert rig.count("late_calls") >= rig.count("stuck_threads") >= 2
+        assert (
+            rig.transfer.store(rig.items(make_chunks(rig.fmt, 1, 7), 0)[0])
+            == StoreOutcome.UNAVAILABLE
+        )
+        rig.let_go(gate)
+        until(lambda: rig.shelf.available)
+        until(lambda: rig.staging.in_use == 0)
+        assert all(rig.untouched(item) for item in items)
+        assert rig.load(chunks, 40)[0].failed_at is None
+        until(lambda: rig.count("breaker_closes") == 1)
+        assert len([r for r in caplog.records if r.name == "kvshelf.backends.guard"]) == 2
+
+
+def test_loads_go_on_when_threads_can_be_started_again(
+    backend: FaultyBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with closing(Rig(backend, deadlines=SOON, options={"load_threads": 1})) as rig:
+        chunks, others = make_chunks(rig.fmt, 1), make_chunks(rig.fmt, 2, 7)
+        rig.put(chunks)
+        rig.put(others)
+        gate = threading.Event()
+        backend.add(Fault("read", f"*{chunks[0].key.hex()}*", wait=gate))
+        with none_can_be_started(monkeypatch, "kvshelf-load"):
+            assert rig.load(chunks, 20)[0].failed_at == 0
+            until(lambda: rig.guard.reads.closed > 0)
+            assert rig.load(others, 30)[0].failures == [(others[0], Failure.UNAVAILABLE)]
+        # What hangs still does.
+        load, items = rig.load(others, 40)
+        assert load.failed_at is None
+        assert all(rig.holds(item) for item in items)
+        assert rig.transfer._loads._threads.stuck == 1
+        rig.let_go(gate)
+
+
+def test_the_buffer_of_a_read_that_hangs_is_not_used_until_it_returns(
+    backend: FaultyBackend,
+) -> None:
+    with closing(Rig(backend, deadlines=SOON, options={"load_threads": 1})) as rig:
+        chunks, others = make_chunks(rig.fmt, 1), make_chunks(rig.fmt, 6, 7)
+        rig.put(chunks)
+        rig.put(others)
+        gate = threading.Event()
+        backend.add(Fault("read", f"*{chunks[0].key.hex()}-0-0of*", wait=gate))
+        rig.transfer.load("r", rig.items(chunks, 20))
+        assert _end(rig).failed_at == 0
+        until(lambda: rig.staging.in_use == 1)
+        for _ in range(3):
+            assert rig.load(others, 40)[0].failed_at is None
+            assert rig.staging.in_use == 1
+        rig.let_go(gate)
+        until(lambda: rig.staging.in_use == 0)
+        assert rig.load(chunks, 20)[0].failed_at is None
+
+
+def test_a_load_as_a_whole_has_a_deadline(backend: FaultyBackend) -> None:
+    slow = Deadlines(read=0.3, bytes_per_second=1e12)
+    options = {"load_threads": 1}
+    with closing(Rig(backend, deadlines=slow, staging_objects=64, options=options)) as rig:
+        chunks = make_chunks(rig.fmt, 12)
+        rig.put(chunks)
+        # Each object is in time, all together are not.
+        backend.add(Fault("read", wait=0.1))
+        items = rig.items(chunks, 24)
+        rig.transfer.load("r", items)
+        load = _end(rig)
+        assert load.failed_at is not None
+        assert 0 < load.failed_at < 12
+        assert all(rig.holds(item) for item in items[: load.failed_at])
+        assert rig.shelf.available
+
+
+def _end(rig: Rig) -> Load:
+    """Poll as steps of an engine do until one load has ended."""
+    while not (loads := rig.transfer.poll(0.01)):
+        assert rig.transfer.loading
+    return loads[0]
+
+
+def test_one_object_that_hangs_does_not_fail_the_loads_of_others(
+    backend: FaultyBackend,
+) -> None:
+    with closing(Rig(backend, deadlines=SOON, options={"load_threads": 2})) as rig:
+        chunks, others = make_chunks(rig.fmt, 2), make_chunks(rig.fmt, 4, 7)
+        rig.put(chunks)
+        rig.put(others)
+        gate = threading.Event()
+        backend.add(Fault("read", f"*{chunks[1].key.hex()}-1-0of*", wait=gate))
+        rig.transfer.load("hangs", rig.items(chunks, 20))
+        rig.transfer.load("goes on", rig.items(others, 40))
+        loads = {}
+        while len(loads) < 2:
+            loads |= {load.request_id: load.failed_at for load in rig.transfer.poll(0.01)}
+        assert loads == {"hangs": 1, "goes on": None}
+        assert rig.shelf.available
+        gate.set()
+
+
+def test_stores_that_hang_are_given_up_and_loads_go_on(
+    backend: FaultyBackend, caplog: pytest.LogCaptureFixture
+) -> None:
+    with closing(Rig(backend, deadlines=SOON, backoff=Backoff(1000.0, 1000.0))) as rig:
+        stored = make_chunks(rig.fmt, 2)
+        rig.put(stored)
+        gate = threading.Event()
+        backend.add(Fault("write", wait=gate))
+        ended: list[str] = []
+        prompts = [make_chunks(rig.fmt, 1, seed)[0] for seed in (7, 8)]
+        for item in rig.items(prompts, 0):
+            rig.fill(item)
+            outcome = rig.transfer.store(item, on_done=lambda _, result: ended.append(result.value))
+            assert outcome == StoreOutcome.QUEUED
+        until(lambda: ended == ["failed", "failed"])
+        until(lambda: rig.shelf.read_only)
+        # Nobody waits for what the storage keeps, nor uses its buffers.
+        assert rig.transfer.drain(PATIENCE) == 0
+        assert rig.staging.in_use == 2 * rig.fmt.shards
+        assert rig.transfer.store(rig.items(prompts, 0)[0]) == StoreOutcome.UNAVAILABLE
+        assert rig.load(stored, 20)[0].failed_at is None
+        rig.let_go(gate)
+        until(lambda: rig.staging.in_use == 0)
+        rig.guard.writes.retry_at = 0.0
+        rig.put(prompts)
+        assert rig.load(prompts, 40)[0].failed_at is None
+        assert rig.guard.writes.state.value == "closed"
+
+
+def test_no_store_is_taken_that_no_thread_is_left_for(
+    backend: FaultyBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(threads_module, "MAX_STUCK", 1)
+    with closing(Rig(backend, deadlines=SOON)) as rig:
+        gate = threading.Event()
+        backend.add(Fault("write", wait=gate))
+        ended: dict[int, str] = {}
+        chunks = make_chunks(rig.fmt, 3)
+        *items, late = rig.items(chunks, 0)
+        for item in items:
+            rig.fill(item)
+            # Seen missing later than any chunk was dropped: no parent was dropped after it.
+            outcome = rig.transfer.store(
+                item, age=-60.0, on_done=lambda c, result: ended.__setitem__(c.index, result.value)
+            )
+            assert outcome == StoreOutcome.QUEUED
+        # The only thread is stuck; the queued store ends as well, and its memory is free.
+        until(lambda: ended == {0: "failed", 1: "failed"})
+        assert rig.transfer.drain(PATIENCE) == 0
+        assert rig.staging.in_use == rig.fmt.shards
+        assert not rig.shelf.read_only
+        assert rig.transfer.store(late, age=-60.0) == StoreOutcome.UNAVAILABLE
+        assert rig.count("dropped_chunks_error") == 1
+        assert rig.count("dropped_chunks_unavailable") == 2
+        rig.let_go(gate)
+        until(lambda: rig.staging.in_use == 0)
+        rig.put(chunks)
+        assert rig.load(chunks, 20)[0].failed_at is None
+
+
+def test_a_failed_chunk_waits_for_those_before_it(rig: Rig, backend: FaultyBackend) -> None:
+    chunks = make_chunks(rig.fmt, 4)
+    rig.put(chunks)
+    gate = threading.Event()
+    failed = threading.Event()
+    backend.add(Fault("read", f"*{chunks[0].key.hex()}-0-0of*", wait=gate))
+    backend.add(Fault("open", f"*{chunks[2].key.hex()}*", error=lambda: _note(failed)))
+    items = rig.items(chunks, 20)
+    rig.transfer.load("r", items)
+    assert failed.wait(PATIENCE)
+    assert rig.transfer.poll() == []
+    gate.set()
+    load = rig.finished()
+    assert load.failed_at == 2
+    assert rig.holds(items[0])
+    assert rig.holds(items[1])
+
+
+# ------------------------------------------------------------------------- the end
+
+
+def test_closing_publishes_what_is_staged(rig: Rig) -> None:
+    chunks = make_chunks(rig.fmt, 5)
+    for item in rig.items(chunks, 0):
+        rig.fill(item)
+        rig.transfer.store(item)
+    assert rig.transfer.close(PATIENCE) == 0
+    assert all(rig.path(chunk, s).is_file() for chunk in chunks for s in range(rig.fmt.shards))
+
+
+def test_closing_waits_for_a_bounded_time_and_says_what_was_lost(
+    rig: Rig, backend: FaultyBackend
+) -> None:
+    gate = threading.Event()
+    backend.add(Fault("write", wait=gate))
+    for item in rig.items(make_chunks(rig.fmt, 3), 0):
+        rig.transfer.store(item)
+    assert rig.transfer.close(0.05) == 3
+    assert rig.count("dropped_chunks_shutdown") == 3
+    # Whether or not the thread has come back by now.
+    assert (
+        rig.transfer.store(rig.items(make_chunks(rig.fmt, 1, 9), 0)[0]) == StoreOutcome.UNAVAILABLE
+    )
+    gate.set()
+    assert (
+        rig.transfer.store(rig.items(make_chunks(rig.fmt, 1, 9), 0)[0]) == StoreOutcome.UNAVAILABLE
+    )
+
+
+def test_a_store_that_closing_overtakes_is_dropped_with_its_memory(
+    rig: Rig, backend: FaultyBackend
+) -> None:
+    inside, gate, hold = threading.Event(), threading.Event(), threading.Event()
+    backend.add(Fault("write", wait=hold))
+
+    class Slow:
+        def gather(self, slots: torch.Tensor, payloads: Sequence[torch.Tensor]) -> PendingCopy:
+            inside.set()
+            assert gate.wait(PATIENCE)
+            return DONE
+
+        def scatter(
+            self, shard: int, slots: torch.Tensor, payload: torch.Tensor, fence: object = None
+        ) -> None:
+            raise AssertionError
+
+    hangs, item = rig.items(make_chunks(rig.fmt, 2), 0)
+    slow = ChunkSlots(item.chunk, item.slots, Slow())
+    with ThreadPoolExecutor() as step:
+        assert rig.transfer.store(hangs) == StoreOutcome.QUEUED
+        until(lambda: bool(rig.transfer._stores._running))
+        outcome = step.submit(rig.transfer.store, slow)
+        assert inside.wait(PATIENCE)
+        assert rig.transfer.close() == 1
+        gate.set()
+        assert outcome.result(PATIENCE) == StoreOutcome.UNAVAILABLE
+    # That of the store that hangs.
+    assert rig.staging.in_use == rig.fmt.shards
+    assert rig.count("dropped_chunks_unavailable") == 1
+    hold.set()
+    assert rig.transfer.drain(PATIENCE) == 0
+
+
+def test_closing_ends_the_loads_that_hang(rig: Rig, backend: FaultyBackend) -> None:
+    chunks = make_chunks(rig.fmt, 2)
+    rig.put(chunks)
+    gate = threading.Event()
+    backend.add(Fault("read", wait=gate))
+    items = rig.items(chunks, 20)
+    rig.transfer.load("r", items)
+    assert rig.transfer.close(0.0) == 0
+    (load,) = rig.transfer.poll()
+    assert load.failed_at == 0
+    gate.set()
+    assert all(rig.untouched(item) for item in items)
+
+
+def test_where_no_thread_can_store_none_is_left_that_loads(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = set(threading.enumerate()), rig.guard.watchers
+    with (
+        none_can_be_started(monkeypatch, "kvshelf-store"),
+        pytest.raises(RuntimeError, match="no thread kvshelf-store could be started"),
+    ):
+        Transfer(rig.shelf.view(rig.fmt), None, rig.staging, counters=rig.counters)
+    assert rig.guard.watchers == before[1]
+    until(lambda: set(threading.enumerate()) <= before[0])
+
+
+# ------------------------------------------------------------------------- anything
+
+PROMPTS = 3
+LENGTH = 3
+
+
+@settings(max_examples=40)
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(st.just("store"), st.integers(0, PROMPTS - 1), st.booleans()),
+            st.tuples(st.just("load"), st.integers(0, PROMPTS - 1), st.booleans()),
+            st.tuples(st.just("damage"), st.integers(0, PROMPTS - 1), st.integers(0, 2**16)),
+            st.tuples(st.just("fault"), st.sampled_from(["open", "read", "write", "stat"])),
+            st.tuples(st.just("heal")),
+            st.tuples(st.just("poll")),
+            st.tuples(st.just("drain")),
+        ),
+        max_size=25,
+    )
+)
+def test_whatever_happens_a_load_delivers_the_right_bytes_or_says_from_where_not(
+    steps: list[tuple[object, ...]],
+) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        backend = FaultyBackend(posix(Path(folder) / "shelf"))
+        with closing(Rig(backend, blocks=400)) as rig:
+            _live(rig, backend, steps)
+            assert rig.transfer.drain(PATIENCE) == 0
+            # Reads of cancelled loads end a little later than the loads.
+            until(lambda: rig.staging.in_use == 0)
+
+
+def _live(rig: Rig, backend: FaultyBackend, steps: list[tuple[object, ...]]) -> None:
+    prompts = [make_chunks(rig.fmt, LENGTH, seed) for seed in range(PROMPTS)]
+    home = [rig.items(chunks, i * LENGTH * rig.per_chunk) for i, chunks in enumerate(prompts)]
+    for items in home:
+        for item in items:
+            rig.fill(item)
+    free = PROMPTS * LENGTH * rig.per_chunk
+    running: dict[str, tuple[list[ChunkSlots], bool]] = {}
+
+    def check(wait: float = 0.0) -> None:
+        for load in rig.transfer.poll(wait):
+            items, cancelled = running.pop(load.request_id)
+            good = len(items) if load.failed_at is None else load.failed_at
+            if not load.cancelled:
+                assert all(rig.holds(item) for item in items[:good])
+            assert load.cancelled <= cancelled
+            assert bool(load.failures) == (load.failed_at is not None)
+
+    for number, (action, *arguments) in enumerate(steps):
+        if action == "store":
+            prompt, repair = arguments
+            for item in home[prompt]:
+                outcome = rig.transfer.store(item, repair=repair)
+                assert isinstance(outcome, StoreOutcome)
+        elif action == "load" and free + LENGTH * rig.per_chunk <= rig.blocks:
+            prompt, cancel = arguments
+            items = rig.items(prompts[prompt], free)
+            free += LENGTH * rig.per_chunk
+            running[str(number)] = items, cancel
+            rig.transfer.load(str(number), items)
+            if cancel:
+                rig.transfer.cancel(str(number))
+        elif action == "damage":
+            prompt, seed = arguments
+            chance = random.Random(seed)
+            path = rig.path(chance.choice(prompts[prompt]), chance.randrange(rig.fmt.shards))
+            if path.is_file():
+                _flip(chance.randrange(path.stat().st_size))(path)
+        elif action == "fault":
+            error = TransientStorageError(5, "EIO")
+            backend.add(Fault(str(arguments[0]), error=error, times=3))
+        elif action == "heal":
+            backend.heal()
+        elif action == "poll":
+            check()
+        elif action == "drain":
+            assert rig.transfer.drain(PATIENCE) == 0
+    while running:
+        check(PATIENCE)

@@ -1,0 +1,459 @@
+"""Loads of many requests at once: who goes first, what is read, and what is not."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import torch
+from faulty import Fault, FaultyBackend
+from kvshelf.backends import Reader
+from kvshelf.backends.base import Deadlines, Properties
+from kvshelf.backends.wrappers import WrappedBackend
+from parts import PATIENCE, SOON, Rig, make_chunks, posix, until
+
+from kvshelf.format.keys import Chunk
+from kvshelf.kv.caches import PendingCopy
+from kvshelf.transfer.context import ChunkSlots
+from kvshelf.transfer.loads import Failure, Load
+from kvshelf.transfer.staging import StagingBuffer
+from kvshelf.transfer.transfer import default_io_threads
+
+
+class Gate(WrappedBackend):
+    """Holds every object back until the test lets it go."""
+
+    def __init__(self, inner: FaultyBackend) -> None:
+        super().__init__(inner)
+        self.faults = inner
+        self.opened: list[str] = []
+        self._free = threading.Semaphore(0)
+        self._shut = False
+
+    def open(self, name: str) -> Reader:
+        self.opened.append(name)
+        if self._shut:
+            assert self._free.acquire(timeout=PATIENCE)
+        return self.inner.open(name)
+
+    def shut(self) -> None:
+        self.opened.clear()
+        self._shut = True
+
+    def let(self, objects: int) -> None:
+        self._free.release(objects)
+
+    def lift(self) -> None:
+        self._shut = False
+        self._free.release(1000)
+
+    def reads_of(self, chunks: list[Chunk]) -> int:
+        """How many of the objects of `chunks` were opened."""
+        return sum(any(chunk.key.hex() in name for chunk in chunks) for name in self.opened)
+
+
+@pytest.fixture
+def gate(tmp_path: Path) -> Gate:
+    return Gate(FaultyBackend(posix(tmp_path / "shelf")))
+
+
+@pytest.fixture
+def rig(gate: Gate) -> Iterator[Rig]:
+    with closing(Rig(gate, blocks=400, staging_objects=32, options={"load_threads": 2})) as rig:
+        yield rig
+        gate.lift()
+
+
+def _next_open(gate: Gate, before: int) -> None:
+    """Let one object go, and wait until a thread has come for the next."""
+    gate.let(1)
+    until(lambda: len(gate.opened) > before)
+
+
+def test_a_short_load_is_not_held_up_by_a_long_one(rig: Rig, gate: Gate) -> None:
+    long, short = make_chunks(rig.fmt, 60), make_chunks(rig.fmt, 2, 7)
+    for chunks in (long, short):
+        for first in range(0, len(chunks), 10):
+            rig.put(chunks[first : first + 10])
+    gate.shut()
+    rig.transfer.load("long", rig.items(long, 20))
+    until(lambda: len(gate.opened) == 2)
+    rig.transfer.load("short", rig.items(short, 200))
+    # The short one takes turns with the long one until it is over.
+    for taken in range(2, 2 + 2 * 2 * rig.fmt.shards):
+        _next_open(gate, taken)
+    while not (ended := rig.transfer.poll(0.01)):
+        gate.let(1)
+    assert [(load.request_id, load.failed_at) for load in ended] == [("short", None)]
+    assert gate.reads_of(short) == 2 * rig.fmt.shards
+    assert gate.reads_of(long) < 60
+    gate.lift()
+    assert rig.finished().request_id == "long"
+
+
+def test_equal_loads_end_one_after_the_other(rig: Rig, gate: Gate) -> None:
+    prompts = [make_chunks(rig.fmt, 4, seed) for seed in range(3)]
+    for chunks in prompts:
+        rig.put(chunks)
+    gate.shut()
+    for number, chunks in enumerate(prompts):
+        rig.transfer.load(str(number), rig.items(chunks, 20 + 20 * number))
+    gate.lift()
+    until(lambda: len(gate.opened) == 12 * rig.fmt.shards)
+    owners = [
+        next(n for n, chunks in enumerate(prompts) if any(c.key.hex() in name for c in chunks))
+        for name in gate.opened
+    ]
+    # Two threads may come in either order.
+    first_of_last = owners.index(2)
+    assert owners[: first_of_last - 1].count(0) == 4 * rig.fmt.shards
+    ended = []
+    while len(ended) < 3:
+        ended += rig.transfer.poll(PATIENCE)
+    assert all(load.failed_at is None for load in ended)
+
+
+def test_the_oldest_load_comes_to_its_end_whatever_comes_after_it(rig: Rig, gate: Gate) -> None:
+    oldest = make_chunks(rig.fmt, 12)
+    rig.put(oldest)
+    others = [make_chunks(rig.fmt, 1, seed) for seed in range(1, 40)]
+    for chunks in others:
+        rig.put(chunks)
+    gate.shut()
+    rig.transfer.load("oldest", rig.items(oldest, 20))
+    for number, chunks in enumerate(others):
+        rig.transfer.load(f"short {number}", rig.items(chunks, 100 + 4 * number))
+    gate.lift()
+    until(lambda: not rig.transfer._loads._queue)
+    last = max(n for n, name in enumerate(gate.opened) if any(c.key.hex() in name for c in oldest))
+    # Every other object is one of the oldest load's.
+    assert last <= 2 * len(oldest) * rig.fmt.shards + 2
+
+
+def test_objects_come_in_the_order_of_the_prompt_and_what_is_there_is_usable(
+    rig: Rig, gate: Gate
+) -> None:
+    chunks = make_chunks(rig.fmt, 6)
+    rig.put(chunks)
+    gate.shut()
+    items = rig.items(chunks, 20)
+    load = rig.transfer.load("r", items)
+    places = []
+    for taken in range(2, 2 * 6 - 1):
+        _next_open(gate, taken)
+        places = [next(i for i, c in enumerate(chunks) if c.key.hex() in n) for n in gate.opened]
+        assert all(abs(place - n // 2) <= 1 for n, place in enumerate(places))
+        until(lambda taken=taken: load.leading >= (taken - 2) // 2)  # type: ignore[misc]
+        assert all(rig.holds(item) for item in items[: load.leading])
+    gate.lift()
+    assert rig.finished().failed_at is None
+
+
+def test_an_aborted_load_makes_no_further_reads(rig: Rig, gate: Gate) -> None:
+    chunks, others = make_chunks(rig.fmt, 20), make_chunks(rig.fmt, 2, 7)
+    rig.put(chunks[:10])
+    rig.put(chunks[10:])
+    rig.put(others)
+    gate.shut()
+    items = rig.items(chunks, 20)
+    rig.transfer.load("r", items)
+    until(lambda: len(gate.opened) == 2)
+    assert rig.staging.in_use == 2
+    rig.transfer.cancel("r")
+    assert rig.finished().cancelled
+    # What the reads under way write to is nobody else's before they return.
+    assert rig.staging.in_use == 2
+    rig.transfer.load("s", rig.items(others, 100))
+    gate.lift()
+    assert rig.finished().failed_at is None
+    until(lambda: rig.staging.in_use == 0)
+    assert gate.reads_of(chunks) == 2
+    assert all(rig.untouched(item) for item in items)
+
+
+# ------------------------------------------------------------------------- one read for several
+
+
+def test_what_two_loads_want_is_read_once(rig: Rig, gate: Gate) -> None:
+    chunks = make_chunks(rig.fmt, 3)
+    rig.put(chunks)
+    gate.shut()
+    items = [rig.items(chunks, first) for first in (20, 40, 60)]
+    for number, wanted in enumerate(items):
+        rig.transfer.load(str(number), wanted)
+    until(lambda: len(gate.opened) == 2)
+    gate.lift()
+    ended: list[Load] = []
+    while len(ended) < 3:
+        ended += rig.transfer.poll(PATIENCE)
+    assert all(load.failed_at is None for load in ended)
+    assert all(rig.holds(item) for wanted in items for item in wanted)
+    assert len(gate.opened) == 3 * rig.fmt.shards
+    assert rig.count("loaded_chunks") == 9
+
+
+def test_a_read_goes_on_for_others_when_its_own_load_is_aborted(rig: Rig, gate: Gate) -> None:
+    chunks = make_chunks(rig.fmt, 1)
+    rig.put(chunks)
+    gate.shut()
+    first, second = rig.items(chunks, 20), rig.items(chunks, 40)
+    rig.transfer.load("first", first)
+    until(lambda: len(gate.opened) == 2)
+    rig.transfer.load("second", second)
+    rig.transfer.cancel("first")
+    assert rig.finished().cancelled
+    gate.lift()
+    load = rig.finished()
+    assert (load.request_id, load.failed_at) == ("second", None)
+    assert rig.holds(second[0])
+    assert rig.untouched(first[0])
+    assert len(gate.opened) == rig.fmt.shards
+
+
+def test_all_who_share_a_read_that_fails_learn_it(rig: Rig, gate: Gate) -> None:
+    chunks = make_chunks(rig.fmt, 2)
+    rig.put(chunks)
+    rig.path(chunks[1], 0).unlink()
+    gate.shut()
+    for number in range(2):
+        rig.transfer.load(str(number), rig.items(chunks, 20 + 20 * number))
+    gate.lift()
+    ended: list[Load] = []
+    while len(ended) < 2:
+        ended += rig.transfer.poll(PATIENCE)
+    assert [load.failures for load in ended] == [[(chunks[1], Failure.MISSING)]] * 2
+
+
+def test_all_who_share_a_read_that_hangs_are_given_up_and_later_ones_read_anew(
+    gate: Gate,
+) -> None:
+    with closing(Rig(gate, deadlines=SOON, options={"load_threads": 2})) as rig:
+        chunks = make_chunks(rig.fmt, 1)
+        rig.put(chunks)
+        hold = threading.Event()
+        gate.faults.add(Fault("read", f"*{chunks[0].key.hex()}-0-0of*", wait=hold, times=1))
+        items = [rig.items(chunks, first) for first in (20, 40)]
+        for number, wanted in enumerate(items):
+            rig.transfer.load(str(number), wanted)
+        ended: list[Load] = []
+        while len(ended) < 2:
+            ended += rig.transfer.poll(0.01)
+        assert [load.failed_at for load in ended] == [0, 0]
+        until(lambda: rig.count("stuck_threads") == 1)
+        assert rig.load(chunks, 44)[0].failed_at is None
+        before = [cache.clone() for cache in rig.caches]
+        hold.set()
+        until(lambda: rig.staging.in_use == 0)
+        assert all(map(torch.equal, before, rig.caches))
+
+
+def test_a_thread_that_is_taken_for_kept_while_it_waits_is_watched_over_all_the_same(
+    gate: Gate,
+) -> None:
+    with closing(Rig(gate, deadlines=SOON, options={"load_threads": 1})) as rig:
+        chunks = make_chunks(rig.fmt, 1)
+        rig.put(chunks)
+        # Its call came back after it was seen to be late, and before anybody was told.
+        (thread,) = rig.transfer._loads._threads.working
+        assert not rig.transfer._loads._threads.on_late_call(thread)
+        until(lambda: len(rig.transfer._loads._threads.working) == 1)
+        hold = threading.Event()
+        gate.shut()
+        gate.faults.add(Fault("read", f"*{chunks[0].key.hex()}*", wait=hold, times=2))
+        rig.transfer.load("r", rig.items(chunks, 20))
+        # Both threads come for an object each.
+        until(lambda: len(gate.opened) == 2)
+        gate.lift()
+        assert _ended(rig).failed_at == 0
+        until(lambda: rig.guard.reads.closed > 0)
+        load = rig.transfer.load("s", rig.items(chunks, 40))
+        assert _ended(rig) is load
+        assert load.failed_at is None
+        rig.let_go(hold)
+        until(lambda: rig.staging.in_use == 0)
+
+
+def _ended(rig: Rig) -> Load:
+    """Poll as steps of an engine do until one load has ended."""
+    while not (loads := rig.transfer.poll(0.01)):
+        assert rig.transfer.loading
+    return loads[0]
+
+
+# ------------------------------------------------------------------------- early loads
+
+
+class Kept:
+    """Memory that early loads fill."""
+
+    def __init__(self) -> None:
+        self.got: list[int] = []
+
+    def gather(self, slots: torch.Tensor, payloads: Sequence[torch.Tensor]) -> PendingCopy:
+        raise AssertionError
+
+    def scatter(
+        self, shard: int, slots: torch.Tensor, payload: torch.Tensor, fence: object = None
+    ) -> None:
+        self.got.append(shard)
+
+
+def _early(rig: Rig, chunks: list[Chunk], ended: list[Load], name: str = "early") -> Kept:
+    kept = Kept()
+    none = torch.empty(0, dtype=torch.int64)
+    items = [ChunkSlots(chunk, none, kept) for chunk in chunks]
+    rig.transfer.load(name, items, early=True, on_done=ended.append)
+    return kept
+
+
+def test_early_loads_leave_a_thread_to_others_and_go_on_behind_them(rig: Rig, gate: Gate) -> None:
+    early, urgent = make_chunks(rig.fmt, 4), make_chunks(rig.fmt, 2, 7)
+    rig.put(early)
+    rig.put(urgent)
+    gate.shut()
+    ended: list[Load] = []
+    kept = _early(rig, early, ended)
+    until(lambda: len(gate.opened) == 1)
+    assert not rig.transfer.loading
+    rig.transfer.load("r", rig.items(urgent, 20))
+    until(lambda: len(gate.opened) == 2)
+    assert gate.reads_of(urgent) == 1
+    gate.lift()
+    assert rig.finished().failed_at is None
+    until(lambda: bool(ended))
+    assert len(kept.got) == 4 * rig.fmt.shards
+    names = [any(c.key.hex() in name for c in urgent) for name in gate.opened]
+    assert names.index(True) == 1
+    assert all(names[1:4])
+
+
+def test_an_early_load_is_dropped_with_its_request(rig: Rig, gate: Gate) -> None:
+    chunks = make_chunks(rig.fmt, 5)
+    rig.put(chunks)
+    gate.shut()
+    ended: list[Load] = []
+    kept = _early(rig, chunks, ended)
+    until(lambda: len(gate.opened) == 1)
+    rig.transfer.cancel("early")
+    assert [load.cancelled for load in ended] == [True]
+    gate.lift()
+    until(lambda: rig.staging.in_use == 0)
+    assert (kept.got, len(gate.opened)) == ([], 1)
+    assert rig.count("cancelled_loads") == 0
+
+
+def test_a_load_takes_over_what_is_read_early(rig: Rig, gate: Gate) -> None:
+    chunks = make_chunks(rig.fmt, 3)
+    rig.put(chunks)
+    gate.shut()
+    ended: list[Load] = []
+    _early(rig, chunks, ended, "r")
+    until(lambda: len(gate.opened) == 1)
+    items = rig.items(chunks, 20)
+    rig.transfer.load("r", items)
+    gate.lift()
+    assert rig.finished().failed_at is None
+    assert all(rig.holds(item) for item in items)
+    assert len(gate.opened) == 3 * rig.fmt.shards
+
+
+def test_what_could_not_be_prefetched_is_not_said_to_be_computed(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    chunks = make_chunks(rig.fmt, 1)
+    rig.put(chunks)
+    rig.path(chunks[0], 0).unlink()
+    ended: list[Load] = []
+    _early(rig, chunks, ended)
+    until(lambda: bool(ended))
+    assert "was not prefetched" in caplog.text
+    assert "computed" not in caplog.text
+    assert rig.load(chunks, 20)[0].failed_at == 0
+    assert "its tokens are computed instead" in caplog.text
+
+
+class _UsedUp:
+    """Staging that has nothing at the first request, until the test lets it answer."""
+
+    def __init__(self, rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._acquire = rig.staging.acquire_for_load
+        self.asked, self.answer = threading.Event(), threading.Event()
+        monkeypatch.setattr(rig.staging, "acquire_for_load", self._none_at_first)
+
+    def _none_at_first(self, timeout: float | None = None) -> StagingBuffer | None:
+        if self.asked.is_set():
+            return self._acquire(timeout)
+        self.asked.set()
+        assert self.answer.wait(PATIENCE)
+        return None
+
+
+def test_a_load_does_not_fail_because_an_early_read_got_no_memory(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chunks = make_chunks(rig.fmt, 3)
+    rig.put(chunks)
+    staging = _UsedUp(rig, monkeypatch)
+    ended: list[Load] = []
+    kept = _early(rig, chunks, ended)
+    assert staging.asked.wait(PATIENCE)
+    items = rig.items(chunks, 20)
+    rig.transfer.load("r", items)
+    staging.answer.set()
+    assert rig.finished().failed_at is None
+    assert all(rig.holds(item) for item in items)
+    until(lambda: bool(ended))
+    assert len(kept.got) == 3 * rig.fmt.shards
+
+
+def test_a_load_that_has_time_waits_for_memory_when_the_one_it_joined_has_none(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chunks = make_chunks(rig.fmt, 1)
+    rig.put(chunks)
+    staging = _UsedUp(rig, monkeypatch)
+    first = rig.transfer.load("first", rig.items(chunks, 20))
+    assert staging.asked.wait(PATIENCE)
+    rig.transfer.load("second", rig.items(chunks, 40))
+    first._deadline = 0.0
+    staging.answer.set()
+    ended: list[Load] = []
+    while len(ended) < 2:
+        ended += rig.transfer.poll(PATIENCE)
+    assert {load.request_id: load.failed_at for load in ended}["second"] is None
+    assert rig.count("load_failures_error") == 0
+
+
+def test_early_loads_of_a_storage_at_rest_are_no_trouble(rig: Rig, gate: Gate) -> None:
+    chunks = make_chunks(rig.fmt, 2)
+    rig.put(chunks)
+    rig.guard.reads.trip("broken", 1000.0)
+    ended: list[Load] = []
+    _early(rig, chunks, ended)
+    assert [load.failures for load in ended] == [[(chunks[0], Failure.UNAVAILABLE)]]
+    assert rig.count("load_failures_unavailable") == 0
+
+
+# ------------------------------------------------------------------------- how many threads
+
+
+def test_threads_follow_the_storage() -> None:
+    assert default_io_threads(Properties("ext4", concurrency=8, probe_cost=5e-6)) == (2, 1)
+    assert default_io_threads(Properties("s3", concurrency=64, probe_cost=10e-3)) == (16, 4)
+    assert default_io_threads(Properties("sftp", concurrency=4, probe_cost=10e-3)) == (4, 1)
+    assert default_io_threads(Properties("odd", concurrency=1, probe_cost=10e-3)) == (2, 1)
+
+
+def test_a_load_has_the_time_that_later_ones_may_take_from_it(gate: Gate) -> None:
+    with closing(Rig(gate, deadlines=Deadlines(read=5.0, bytes_per_second=1e3))) as rig:
+        chunks = make_chunks(rig.fmt, 2)
+        rig.put(chunks)
+        gate.shut()
+        first = rig.transfer.load("first", rig.items(chunks, 20))
+        second = rig.transfer.load("second", rig.items(chunks, 40))
+        size = 2 * rig.fmt.shards * rig.fmt.object_size(0)
+        assert second._deadline - first._deadline == pytest.approx(2 * size / 1e3, abs=1.0)
+        gate.lift()

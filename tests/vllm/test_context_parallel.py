@@ -1,0 +1,347 @@
+"""Decode and prefill context parallelism. Simulated engines: no CPU engine has either."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from replay import KVConnectorRole, SharedStorageConnector, make_config, make_groups
+from shelf_files import DAMAGE
+from simulated import FORMS, SimulatedEngine, kv_of
+from test_blocks_and_chunks import check_load, objects, prompt
+from vllm.v1.worker import block_table
+from vllm.v1.worker.gpu import block_table as block_table_of_v2
+
+from kvshelf.errors import ConfigError, UnsupportedError
+from kvshelf.format.namespace import Namespace
+from kvshelf.kv.interleave import InterleavedBlocks
+from kvshelf.kv.topology import Topology
+from kvshelf.vllm import registration
+
+# ------------------------------------------------------------------------- vLLM's own arithmetic
+
+
+@dataclass
+class Pointer:
+    """An address inside an array, as Triton's kernels use it."""
+
+    array: Any
+    index: Any = 0
+
+    def __add__(self, offset: Any) -> Pointer:
+        return Pointer(self.array, self.index + offset)
+
+
+class Triton:
+    """What vLLM's slot mapping kernels use of Triton's language, for one program at a time."""
+
+    constexpr = int
+    int64 = torch.int64
+    int32 = torch.int32
+    arange = staticmethod(torch.arange)
+    where = staticmethod(torch.where)
+
+    def __init__(self) -> None:
+        self.program, self.programs = (0, 0), (1, 1)
+
+    def program_id(self, axis: int) -> int:
+        return self.program[axis]
+
+    def num_programs(self, axis: int) -> int:
+        return self.programs[axis]
+
+    def load(self, pointer: Pointer, mask: Any = None, other: Any = 0) -> Any:
+        index = torch.as_tensor(pointer.index)
+        if mask is None:
+            return pointer.array[index]
+        return torch.where(mask, pointer.array[torch.where(mask, index, 0)], other)
+
+    def store(self, pointer: Pointer, value: Any, mask: Any) -> None:
+        index = torch.as_tensor(pointer.index)
+        pointer.array[index[mask]] = torch.as_tensor(value).expand(index.shape)[mask]
+
+
+def kernel(module: Any, name: str, tl: Triton) -> Callable[..., None]:
+    """Return a kernel of vLLM as a Python function, made from its source."""
+    [found] = [
+        node
+        for node in ast.walk(ast.parse(inspect.getsource(module)))
+        if isinstance(node, ast.FunctionDef) and node.name == name
+    ]
+    found.decorator_list = []
+    scope: dict[str, Any] = {"tl": tl, "_load_ptr": lambda pointer, _: pointer.array[pointer.index]}
+    exec(compile(ast.Module([found], []), module.__file__, "exec"), scope)
+    function: Callable[..., None] = scope[name]
+    return function
+
+
+def slots_of_v1(ids: list[int], blocks: InterleavedBlocks, start: int, count: int) -> list[int]:
+    tl = Triton()
+    run = kernel(block_table, "kernel", tl)
+    tl.program, tl.programs = (0,), (2,)
+    slots = torch.full((count,), -7)
+    run(
+        count,
+        count,
+        Pointer(torch.tensor([0, count])),
+        Pointer(torch.arange(start, start + count)),
+        Pointer(torch.tensor(ids)),
+        len(ids),
+        Pointer(slots),
+        KV_CACHE_BLOCK_SIZE=blocks.block_size,
+        TOTAL_CP_WORLD_SIZE=blocks.ranks,
+        TOTAL_CP_RANK=blocks.rank,
+        CP_KV_CACHE_INTERLEAVE_SIZE=blocks.interleave,
+        PAD_ID=-1,
+        BLOCK_SIZE=64,
+    )
+    return slots.tolist()
+
+
+def slots_of_v2(ids: list[int], blocks: InterleavedBlocks, start: int, count: int) -> list[int]:
+    tl = Triton()
+    run = kernel(block_table_of_v2, "_compute_slot_mappings_kernel", tl)
+    tl.program, tl.programs = (0, 0), (1, 2)
+    slots = torch.full((count,), -7)
+    run(
+        count,
+        Pointer(torch.tensor([0])),
+        Pointer(torch.tensor([0, count])),
+        Pointer(torch.arange(start, start + count)),
+        Pointer([Pointer(torch.tensor(ids))]),
+        Pointer(torch.tensor([len(ids)])),
+        Pointer(torch.tensor([blocks.block_size])),
+        Pointer(torch.tensor([True])),
+        Pointer(torch.tensor([True])),
+        Pointer(slots),
+        count,
+        blocks.rank,
+        CP_SIZE=blocks.ranks,
+        CP_INTERLEAVE=blocks.interleave,
+        PAD_ID=-1,
+        TRITON_BLOCK_SIZE=64,
+    )
+    return slots.tolist()
+
+
+@pytest.mark.parametrize("slots_of_vllm", [slots_of_v1, slots_of_v2])
+@pytest.mark.parametrize(
+    ("size", "ranks", "interleave"),
+    [(16, 1, 1), (16, 2, 1), (16, 8, 1), (16, 4, 4), (64, 2, 64), (12, 3, 2)],
+)
+def test_slots_are_those_of_vllms_kernels(
+    slots_of_vllm: Callable[..., list[int]], size: int, ranks: int, interleave: int
+) -> None:
+    ids = [5, 2, 9, 7, 1, 8]
+    for rank in range(ranks):
+        blocks = InterleavedBlocks(size, ranks, rank, interleave)
+        for start, count in ((0, 6 * size * ranks), (size, 3 * size * ranks + 5)):
+            count = min(count, 6 * size * ranks - start)
+            slots = blocks.slots_of(ids, start, count).tolist()
+            assert slots == slots_of_vllm(ids, blocks, start, count)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "prefill", "decode", "stages"),
+    [(8, 1, 2, 1), (8, 1, 8, 2), (4, 2, 2, 1), (2, 2, 4, 2), (1, 4, 4, 1), (4, 2, 1, 2)],
+)
+def test_ranks_of_a_group_are_those_of_vllm(
+    tensor: int, prefill: int, decode: int, stages: int
+) -> None:
+    """As ``initialize_model_parallel`` makes the groups in vllm/distributed/parallel_state.py."""
+    ranks = torch.arange(stages * prefill * tensor).reshape(1, 1, stages, prefill, tensor)
+    if decode > 1:
+        ranks = ranks.transpose(-1, -2)
+    topology = Topology(1, stages, tensor, stages, prefill_context=prefill, decode_context=decode)
+    for group in ranks.reshape(-1, decode).tolist():
+        plans = [topology.plan(rank) for rank in group]
+        assert [plan.context_rank for plan in plans] == list(range(decode))
+        assert len({(plan.shards, plan.replica) for plan in plans}) == 1
+
+
+class Group:
+    world_size = 4
+    rank_in_group = 1
+
+
+def test_a_group_of_another_order_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registration, "model_parallel_is_initialized", lambda: True)
+    monkeypatch.setattr(registration, "get_dcp_group", Group)
+    topology = Topology(1, 1, 8, decode_context=4)
+    for rank in (1, 5):
+        registration._check_context_group(topology.plan(rank))
+    registration._check_context_group(Topology(1, 1, 8).plan(3))
+    with pytest.raises(UnsupportedError, match=r"rank 1 of 4 .* expects rank 2 of 4: set decode_"):
+        registration._check_context_group(topology.plan(2))
+
+
+# ------------------------------------------------------------------------- engines on one shelf
+
+#: Two heads over so many ranks. With prefill context parallelism alone each rank holds all tokens.
+PARALLEL: list[dict[str, int]] = [
+    {"tensor_parallel": 4, "decode_context": 2},
+    {"tensor_parallel": 8, "decode_context": 2},
+    {"tensor_parallel": 8, "decode_context": 4},
+    {"tensor_parallel": 4, "prefill_context": 2, "decode_context": 2},
+    {"tensor_parallel": 2, "prefill_context": 2},
+    {"prefill_context": 3},
+]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """So small operations only wait for each other on several threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@given(
+    forms=st.tuples(st.sampled_from(FORMS), st.sampled_from(FORMS)),
+    parallel=st.sampled_from(PARALLEL),
+    block=st.sampled_from([16, 32, 48]),
+    interleave=st.sampled_from([1, 2, 16]),
+    chunk_size=st.integers(5, 150),
+    length=st.integers(1, 300),
+    computed=st.integers(0, 3),
+    longer=st.integers(0, 40),
+)
+@settings(max_examples=30, deadline=None)
+def test_each_rank_loads_its_own_tokens(
+    forms: tuple[str, str],
+    parallel: dict[str, int],
+    block: int,
+    interleave: int,
+    chunk_size: int,
+    length: int,
+    computed: int,
+    longer: int,
+) -> None:
+    tokens = prompt(length)
+    options = {"chunk_size": chunk_size, "layout": "canonical"}
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        shelf = Path(folder)
+        writer = SimulatedEngine(shelf, forms[0], 32, **options)
+        stack.enter_context(closing(writer))
+        writer.prefill(tokens)
+        reader = SimulatedEngine(
+            shelf, forms[1], block, seed=1, interleave=interleave, **parallel, **options
+        )
+        stack.enter_context(closing(reader))
+        assert reader.namespace == writer.namespace
+        asked = tokens + prompt(longer, seed=9)
+        unit = reader.block_tokens
+        start = min(computed * unit, length // unit * unit)
+        found = check_load(reader, asked, start)
+        hit = min(length // chunk_size * chunk_size, len(asked) - 1)
+        assert found == max(0, hit - hit % unit - start)
+
+
+Start = Callable[..., SimulatedEngine]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Start engines on one shelf, which are closed at the end."""
+    with ExitStack() as stack:
+
+        def make(form: str = "NHD", block_size: int = 16, **options: Any) -> SimulatedEngine:
+            options = {"chunk_size": 40, "layout": "canonical", **options}
+            engine = SimulatedEngine(tmp_path / "shelf", form, block_size, **options)
+            return stack.enter_context(closing(engine))
+
+        yield make
+
+
+@pytest.mark.parametrize("parallel", PARALLEL)
+def test_blocks_from_a_failed_chunk_on_are_bad(start: Start, parallel: dict[str, int]) -> None:
+    tokens = prompt(300)
+    writer = start()
+    writer.prefill(tokens)
+    engine = start(seed=1, **parallel)
+    # Every rank that needs the object finds the damage, and only one can move it aside.
+    DAMAGE["flipped byte of the payload"](objects(writer, tokens, 40)[3][0])
+    found, block_ids = engine.load(tokens)
+    unit = engine.block_tokens
+    assert found == 280 - 280 % unit
+    first_bad = 120 // unit
+    assert engine.bad_blocks == set(block_ids[first_bad : found // unit])
+    good = first_bad * unit
+    assert torch.equal(engine.get(block_ids, 0, good), kv_of(tokens)[:, :, :good])
+
+
+@pytest.mark.parametrize("parallel", PARALLEL[-2:])
+def test_ranks_with_all_tokens_store_each_chunk_once(
+    start: Start, parallel: dict[str, int]
+) -> None:
+    tokens = prompt(300)
+    engine = start(**parallel)
+    engine.prefill(tokens)
+    stored = sum(rank.worker.counters.take().get("stored_chunks", 0) for rank in engine.ranks)
+    # Ranks with different heads store different shards of a chunk.
+    assert stored == 7 * parallel.get("tensor_parallel", 1)
+    assert check_load(start(seed=3), tokens) == 272
+
+
+def test_ranks_that_share_tokens_store_nothing(start: Start) -> None:
+    tokens = prompt(300)
+    engine = start(**PARALLEL[0])
+    engine.prefill(tokens)
+    assert start(seed=3).load(tokens)[0] == 0
+
+
+def test_blocks_are_not_stored_whole(start: Start) -> None:
+    """A rank's block does not hold neighbouring tokens."""
+    options = {"chunk_size": 64, **PARALLEL[0]}
+    layouts = Namespace.from_bytes(start("vec", layout="auto", **options).namespace).record
+    assert set(layouts["layouts"]) == {"canonical"}
+    with pytest.raises(ConfigError, match="layout=native cannot be used: decode context para"):
+        start("vec", layout="native", **options)
+    with pytest.raises(ConfigError, match=r"is unknown.*set decode_context_parallel_size to 1"):
+        start("odd", layout="auto", **options)
+    # With prefill context parallelism alone it does.
+    native = start("vec", layout="native", chunk_size=64, blocks=40, prefill_context=2)
+    native.prefill(tokens := prompt(200))
+    assert check_load(native, tokens) == 192
+    unknown = start("odd", layout="auto", chunk_size=64, blocks=40, prefill_context=2)
+    record = Namespace.from_bytes(unknown.namespace).record
+    assert record["shards"] == 1
+    unknown.prefill(tokens)
+    assert unknown.load(tokens)[0] == 192
+
+
+def test_an_engine_says_that_it_only_loads(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for size, role, warned in ((1, "kv_both", 0), (2, "kv_both", 1), (2, "kv_consumer", 0)):
+        config = make_config(str(tmp_path), role=role)
+        config.parallel_config.decode_context_parallel_size = size
+        caplog.clear()
+        connector = SharedStorageConnector(config, KVConnectorRole.SCHEDULER, make_groups(config))
+        with closing(SimpleNamespace(close=connector.shutdown)):
+            side = connector._as_scheduler()
+            assert side._may_store == (size == 1)
+            assert side._block_size == 4 * size
+        lines = [line for line in caplog.messages if "stores none" in line]
+        assert len(lines) == warned
+
+
+def test_caches_that_vllm_does_not_spread_are_whole(start: Start) -> None:
+    """Such as those of layers whose cache spec says so."""
+    config = start(**PARALLEL[0]).ranks[0].vllm_config
+    for spread, expected in ((True, 2), (False, 1)):
+        spec = SimpleNamespace(block_size=16, dcp_sharded=spread)
+        groups = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)])
+        assert registration.context_ranks(config, groups) == expected

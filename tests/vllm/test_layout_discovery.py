@@ -1,0 +1,577 @@
+"""Layouts learned through vLLM's own cache updates, and what is stored of them. No engine."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+with warnings.catch_warnings():
+    # vLLM's own imports are not ours to judge.
+    warnings.simplefilter("ignore")
+    pytest.importorskip("vllm")
+    from cpu_layers import (
+        BLOCKS,
+        DTYPES,
+        FP8,
+        FP8_SHAPE,
+        HEADS,
+        PACKINGS,
+        cpu_layer,
+        refusal,
+    )
+    from vllm.v1.attention.backend import AttentionImpl
+    from vllm.v1.attention.backends.composite import (
+        MMPrefixAttentionRouting,
+        create_composite_attention_backend,
+    )
+    from vllm.v1.attention.backends.cpu_attn import (
+        CPUAttentionBackend,
+        CPUAttentionBackendImpl,
+    )
+    from vllm.v1.attention.backends.mla.cpu_mla import CPUMLAImpl
+
+    from kvshelf.vllm.layout_discovery import (
+        LayerCache,
+        StoredLayout,
+        choose_layout,
+        discover_layouts,
+    )
+
+from kvshelf.errors import ConfigError, UnsupportedError
+from kvshelf.kv import ops
+from kvshelf.kv.layout import PagedLayout, PermutedLayout
+
+ENGINE = {"num_blocks": BLOCKS, "vllm": "0.32.0", "tensor_parallel_size": 1, "block_size": 128}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """So small operations only wait for each other on several threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def probe(
+    *layers: Any, dtype: torch.dtype = torch.bfloat16, block_size: int = 0
+) -> list[LayerCache]:
+    named = {f"layers.{i}": layer for i, layer in enumerate(layers)}
+    caches = {name: getattr(layer, "registered", layer.kv_cache) for name, layer in named.items()}
+    return discover_layouts(
+        named,
+        caches,
+        list(named),
+        num_blocks=BLOCKS,
+        block_size=block_size or layers[0].kv_cache.shape[2],
+        cache_dtype="auto",
+        compute_dtype=dtype,
+    )
+
+
+def choose(
+    layers: list[LayerCache], option: str = "auto", chunk_size: int = 256, **engine: object
+) -> StoredLayout:
+    return choose_layout(
+        layers, option, chunk_size=chunk_size, block_size=128, engine={**ENGINE, **engine}
+    )
+
+
+def written(layer: Any, dtype: torch.dtype, count: int) -> tuple[Tensor, Tensor]:
+    """Write random K and V through the layer, return (slots, values [2, tokens, heads, size])."""
+    slots = torch.randperm(2 * layer.kv_cache.shape[2])[:count] + layer.kv_cache.shape[2]
+    values = torch.randint(-8, 8, (2, count, HEADS, layer.head_size)).to(dtype)
+    layer.impl.do_kv_cache_update(layer, values[0], values[1], layer.kv_cache, slots)
+    return slots, values
+
+
+# --------------------------------------------------------------------------- packings
+# Each packing is written by vLLM's own kernel where this processor has it, and on every machine by
+# the recording of that kernel.
+
+NAMES = {"vec": "vec", "vec16": "vec", "amx": "amx"}
+sources = pytest.mark.parametrize("recorded", [False, True], ids=["kernel", "recorded"])
+
+
+def skip_refused(isa: str, *arguments: Any) -> None:
+    if why := refusal(isa, *arguments):
+        pytest.skip(why)
+
+
+@sources
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("isa", "block_size", "head_size"), PACKINGS)
+def test_packings_of_vllm_are_learned(
+    isa: str, block_size: int, head_size: int, dtype: torch.dtype, recorded: bool
+) -> None:
+    if not recorded:
+        skip_refused(isa, dtype, "auto", block_size, head_size)
+    shape = {"block_size": block_size, "head_size": head_size, "recorded": recorded}
+    layer = cpu_layer(isa, dtype=dtype, **shape)
+    before = layer.kv_cache.clone()
+    [found] = probe(layer, dtype=dtype)
+    layout = found.learned.layout
+    assert isinstance(layout, PermutedLayout), found.learned.reason
+    assert (layout.packing, layout.block_size) == (NAMES[isa], block_size)
+    assert torch.equal(layer.kv_cache.view(torch.uint8), before.view(torch.uint8))
+
+    slots, values = written(layer, dtype, 50)
+    out = torch.empty(layout.chunk_bytes(50), dtype=torch.uint8)
+    ops.gather_kv([layer.kv_cache], slots, out, layout)
+    assert torch.equal(out.view(dtype).view(values.shape), values)
+    # What is scattered is what vLLM would have written.
+    other = cpu_layer(isa, dtype=dtype, **shape)
+    other.kv_cache.copy_(before)
+    ops.scatter_kv([other.kv_cache], slots, out, layout)
+    assert torch.equal(other.kv_cache.view(torch.uint8), layer.kv_cache.view(torch.uint8))
+
+
+@sources
+@pytest.mark.parametrize("scale", [1.0, 0.0123, 7.0])
+@pytest.mark.parametrize("kv_cache_dtype", FP8)
+@pytest.mark.parametrize("isa", ["vec", "amx"])
+def test_packings_of_fp8_caches_are_learned(
+    isa: str, kv_cache_dtype: str, scale: float, recorded: bool
+) -> None:
+    if not recorded:
+        skip_refused(isa, torch.bfloat16, kv_cache_dtype, *FP8_SHAPE)
+    layer = cpu_layer(isa, kv_cache_dtype=kv_cache_dtype, scale=scale, recorded=recorded)
+    [found] = probe(layer)
+    assert isinstance(found.learned.layout, PermutedLayout), found.learned.reason
+    assert found.learned.layout.packing == isa
+    expected = {"fp8_e4m3": "F8_E4M3", "fp8_e5m2": "F8_E5M2"}[kv_cache_dtype]
+    assert choose([found]).ids == (f"cpu-{isa}-{expected.lower()}-b128",)
+    assert choose([found], chunk_size=96).dtypes == (expected,)
+
+
+@pytest.mark.parametrize(
+    ("isa", "dtype", "kv_cache_dtype", "block_size", "head_size"),
+    [(isa, dtype, "auto", *shape) for isa, *shape in PACKINGS for dtype in DTYPES]
+    + [(isa, torch.bfloat16, name, *FP8_SHAPE) for isa in ("vec", "amx") for name in FP8],
+)
+def test_a_recording_is_what_the_kernel_does(
+    isa: str, dtype: torch.dtype, kv_cache_dtype: str, block_size: int, head_size: int
+) -> None:
+    skip_refused(isa, dtype, kv_cache_dtype, block_size, head_size)
+    real, recording = (
+        cpu_layer(
+            isa,
+            dtype=dtype,
+            kv_cache_dtype=kv_cache_dtype,
+            block_size=block_size,
+            head_size=head_size,
+            recorded=recorded,
+        )
+        for recorded in (False, True)
+    )
+    recording.kv_cache.copy_(real.kv_cache)
+    slots, values = written(real, dtype, 2 * block_size // 3)
+    recording.impl.do_kv_cache_update(recording, *values, recording.kv_cache, slots)
+    assert torch.equal(real.kv_cache.view(torch.uint8), recording.kv_cache.view(torch.uint8))
+
+
+def test_layers_of_one_kind_are_learned_once() -> None:
+    found = probe(*(cpu_layer("vec") for _ in range(4)), cpu_layer("amx", recorded=True))
+    assert [layer.learned.writes > 5 for layer in found] == [True, False, False, False, True]
+    assert [layer.learned.writes for layer in found[1:4]] == [1, 1, 1]
+    assert found[3].learned.layout == found[0].learned.layout
+
+
+def mla_layer(rank: int = 32, rope: int = 16, block_size: int = 16) -> Any:
+    impl = CPUMLAImpl.__new__(CPUMLAImpl)
+    impl.kv_cache_dtype = "auto"
+    registered = torch.zeros(BLOCKS, 1, block_size, rank + rope, dtype=torch.bfloat16)
+    return SimpleNamespace(
+        impl=impl,
+        registered=registered,
+        kv_cache=registered.squeeze(1),
+        kv_lora_rank=rank,
+        qk_rope_head_dim=rope,
+        head_size=rank + rope,
+        kv_cache_dtype="auto",
+        _k_scale=torch.tensor(1.0),
+        hisparse_cache=None,
+    )
+
+
+def test_mla_is_learned_through_its_own_call() -> None:
+    layer = mla_layer()
+    [found] = probe(layer, block_size=16)
+    assert found.learned.layout == PagedLayout.from_mla(layer.kv_cache), found.learned.reason
+    stored = choose([found])
+    assert (stored.kind, stored.shapes, stored.dtypes) == ("canonical", ("*,48",), ("BF16",))
+
+
+class Causal(CPUAttentionBackend):
+    """Another backend, for a composite that is none of one and the same."""
+
+
+def test_composites_are_learned_through_their_part_that_writes() -> None:
+    composite = create_composite_attention_backend(
+        CPUAttentionBackend,
+        Causal,
+        name="Composite",
+        backend_name="CUSTOM",
+        module=__name__,
+        routing_policy=MMPrefixAttentionRouting,
+    )
+    plain = cpu_layer("vec")
+    layer = cpu_layer("vec", attn_backend=composite)
+    implementation = composite.get_impl_cls()
+    layer.impl = implementation.__new__(implementation)
+    layer.impl.general_impl = layer.impl.causal_impl = plain.impl
+    [found], [expected] = probe(layer), probe(plain)
+    assert found.learned.layout is not None, found.learned.reason
+    assert found.learned == expected.learned
+    # Composites of different backends have a name in common.
+    assert found.backend == expected.backend
+
+
+# --------------------------------------------------------------------------- not written to
+
+
+class Counting(AttentionImpl):  # type: ignore[type-arg]
+    """An implementation that counts how often it is asked to write."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+    def do_kv_cache_update(
+        self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+    ) -> None:
+        self.calls += 1
+
+
+class OtherSignature(Counting):
+    def do_kv_cache_update(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
+        self.calls += 1
+
+
+class OneMore(Counting):
+    def do_kv_cache_update(  # type: ignore[override]
+        self, layer: Any, key: Any, value: Any, kv_cache: Any, slot_mapping: Any, scale: Any
+    ) -> None:
+        self.calls += 1
+
+
+class OneLess(Counting):
+    def do_kv_cache_update(  # type: ignore[override]
+        self, layer: Any, key: Any, value: Any, kv_cache: Any
+    ) -> None:
+        self.calls += 1
+
+
+class Renamed(Counting):
+    def do_kv_cache_update(  # type: ignore[override]
+        self, layer: Any, value: Any, key: Any, kv_cache: Any, slot_mapping: Any
+    ) -> None:
+        self.calls += 1
+
+
+class KeywordsOnly(Counting):
+    def do_kv_cache_update(  # type: ignore[override]
+        self, *, layer: Any, key: Any, value: Any, kv_cache: Any, slot_mapping: Any
+    ) -> None:
+        self.calls += 1
+
+
+class LaterCPU(CPUAttentionBackendImpl):
+    """vLLM's class with parameters that a later version could add."""
+
+    def do_kv_cache_update(
+        self,
+        layer: Any,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        slot_mapping: Tensor,
+        skip_scale: bool = False,
+        *,
+        other: int = 0,
+    ) -> None:
+        assert not skip_scale and not other
+        super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
+
+
+class LaterMLA(CPUMLAImpl):
+    """vLLM's class as of version 0.33."""
+
+    def do_kv_cache_update(
+        self,
+        kv_c_normed: Tensor,
+        k_pe: Tensor,
+        kv_cache: Tensor,
+        slot_mapping: Tensor,
+        kv_cache_dtype: str,
+        k_scale: Tensor,
+        skip_scale: bool = False,
+    ) -> None:
+        assert not skip_scale
+        super().do_kv_cache_update(
+            kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale
+        )
+
+
+class NeedsMoreMLA(CPUMLAImpl):
+    """An MLA implementation that has to be told more than is known."""
+
+    def do_kv_cache_update(
+        self,
+        kv_c_normed: Tensor,
+        k_pe: Tensor,
+        kv_cache: Tensor,
+        slot_mapping: Tensor,
+        kv_cache_dtype: str,
+        k_scale: Tensor,
+        scales: Tensor,
+    ) -> None:
+        raise AssertionError("called without knowing what it means")
+
+
+@pytest.mark.parametrize("kind", [LaterCPU, LaterMLA])
+def test_further_parameters_with_defaults_change_nothing(kind: type) -> None:
+    layer, size = (cpu_layer("vec"), 0) if kind is LaterCPU else (mla_layer(), 16)
+    [expected] = probe(layer, block_size=size)
+    layer.impl.__class__ = kind
+    [found] = probe(layer, block_size=size)
+    assert found.learned.layout is not None, found.learned.reason
+    assert found.learned == expected.learned
+    assert choose([found]).ids == choose([expected]).ids
+
+
+def test_an_mla_update_that_needs_further_arguments_is_unknown() -> None:
+    layer = mla_layer()
+    layer.impl.__class__ = NeedsMoreMLA
+    [found] = probe(layer, block_size=16)
+    assert "k_scale, scales), expected" in found.learned.reason
+    assert found.learned.writes == 0
+
+
+class Failing(Counting):
+    def do_kv_cache_update(
+        self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+    ) -> None:
+        raise RuntimeError("needs a graph")
+
+
+class Updating(CPUAttentionBackend):
+    forward_includes_kv_cache_update = True
+
+
+class PerHead(Counting):
+    """Divides by the scale of each head, as vLLM's kernels for CUDA do."""
+
+    def do_kv_cache_update(
+        self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+    ) -> None:
+        size = kv_cache.shape[2]
+        caches = kv_cache.view(torch.uint8).transpose(1, 2).split(layer.head_size, -1)
+        scales = self.used(layer._k_scale), self.used(layer._v_scale)
+        for cache, rows, scale in zip(caches, (key, value), scales, strict=True):
+            stored = (rows.float() / scale.view(1, -1, 1)).to(torch.float8_e4m3fn)
+            cache[slot_mapping // size, slot_mapping % size] = stored.view(torch.uint8)
+
+    def used(self, scale: Tensor) -> Tensor:
+        return scale
+
+
+class OneForAll(PerHead):
+    """Divides by the scale of the first head, as a kernel that expects a single one does."""
+
+    def used(self, scale: Tensor) -> Tensor:
+        return scale[:1]
+
+
+def scaled_layer(impl: Counting, k_scale: list[float], v_scale: list[float]) -> Any:
+    return cpu_layer(
+        "vec",
+        kv_cache_dtype="fp8_e4m3",
+        impl=impl,
+        _k_scale=torch.tensor(k_scale),
+        _v_scale=torch.tensor(v_scale),
+        _k_scale_float=max(k_scale),
+        _v_scale_float=max(v_scale),
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("k_scale", "v_scale"),
+    [([0.0123, 7.0], [0.3, 0.4]), ([0.3, 0.5], [1.0, 0.7]), ([2.0, 0.5], [1.0, 4.0])],
+)
+def test_caches_with_scales_for_each_head_are_learned(
+    k_scale: list[float], v_scale: list[float], dtype: torch.dtype
+) -> None:
+    layer = scaled_layer(PerHead(), k_scale, v_scale)
+    [found] = probe(layer, dtype=dtype)
+    assert found.learned.layout == PagedLayout.from_bhnc(layer.kv_cache, layer.head_size)
+
+
+@pytest.mark.parametrize(
+    ("impl", "scale"),
+    [(OneForAll(), [0.1, 0.3]), (PerHead(), [0.1, 0.2, 0.3]), (PerHead(), [0.1, 0.0])],
+)
+def test_scales_that_do_not_fit_are_unknown(impl: Counting, scale: list[float]) -> None:
+    [found] = probe(scaled_layer(impl, scale, scale))
+    assert found.learned.kind == "unknown"
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"impl": OtherSignature()}, "its cache update takes (args, kwargs)"),
+        ({"impl": OneMore()}, "slot_mapping, scale)"),
+        ({"impl": OneLess()}, "kv_cache), expected"),
+        ({"impl": Renamed()}, "(layer, value, key,"),
+        ({"impl": KeywordsOnly()}, "defaults for further ones"),
+        ({"impl": SimpleNamespace()}, "not a known kind of attention"),
+        ({"impl": Counting(), "kv_sharing_target_layer_name": "layers.0"}, "shares another"),
+        ({"impl": Counting(), "attn_backend": Updating}, "inside attention"),
+        ({"impl": Counting(), "head_size_v": 32}, "different sizes"),
+        ({"impl": Counting(), "kv_cache_dtype": "nvfp4"}, "nvfp4"),
+        ({"impl": Counting(), "kv_cache_dtype": "int8_per_token_head"}, "int8_per_token_head"),
+        ({"impl": Counting(), "kv_cache_dtype": "fp8_ds_mla"}, "fp8_ds_mla"),
+        ({"impl": Counting(), "_k_scale_float": 0.0, "kv_cache_dtype": "fp8"}, "scales"),
+    ],
+)
+def test_what_is_not_known_is_not_written_to(changes: dict[str, Any], reason: str) -> None:
+    packed = str(changes.get("kv_cache_dtype", "auto"))
+    cache = torch.zeros(
+        BLOCKS, HEADS, 128, 128, dtype=torch.bfloat16 if packed == "auto" else torch.uint8
+    )
+    layer = cpu_layer("vec", registered=cache, **{"kv_cache": cache, **changes})
+    [found] = probe(layer, block_size=128)
+    assert found.learned.kind == "unknown"
+    assert reason in found.learned.reason
+    assert found.learned.writes == 0
+    assert getattr(layer.impl, "calls", 0) == 0
+
+
+@pytest.mark.parametrize(
+    "bound",
+    [torch.tensor([]), torch.zeros(4, 2, 128, 128, dtype=torch.bfloat16), [torch.zeros(4)], None],
+)
+def test_a_layer_that_uses_other_memory_is_refused(bound: Any) -> None:
+    layer = cpu_layer("vec", impl=Counting())
+    layer.registered, layer.kv_cache = layer.kv_cache, bound
+    with pytest.raises(UnsupportedError, match="not the one that is bound"):
+        probe(layer, block_size=128)
+    assert layer.impl.calls == 0
+
+
+@pytest.mark.parametrize(
+    ("impl", "reason"), [(Counting(), "nothing that was written"), (Failing(), "needs a graph")]
+)
+def test_an_update_that_does_nothing_or_fails_is_unknown(impl: Any, reason: str) -> None:
+    [found] = probe(cpu_layer("vec", impl=impl))
+    assert found.learned.kind == "unknown"
+    assert reason in found.learned.reason
+
+
+# --------------------------------------------------------------------------- what is stored
+
+
+def test_auto_is_native_where_chunks_are_whole_blocks() -> None:
+    layers = probe(cpu_layer("vec"), cpu_layer("vec"))
+    stored = choose(layers)
+    assert stored.kind == "native"
+    assert stored.unit_tokens == 128
+    assert stored.ids == ("cpu-vec-bf16-b128",) * 2
+    assert stored.shapes == ("2,*,2,64",) * 2
+    assert stored.dtypes == ("BF16",) * 2
+    [run] = stored.runs
+    assert run.layout == PagedLayout.native_blocks(layers[0].cache)
+
+
+@pytest.mark.parametrize(
+    ("option", "chunk_size"), [("auto", 96), ("auto", 200), ("canonical", 256)]
+)
+def test_canonical_where_it_is_asked_for_or_chunks_are_no_whole_blocks(
+    option: str, chunk_size: int
+) -> None:
+    stored = choose(probe(cpu_layer("vec"), cpu_layer("vec")), option, chunk_size)
+    assert (stored.kind, stored.unit_tokens) == ("canonical", 1)
+    assert stored.ids == ("canonical",) * 2
+    [run] = stored.runs
+    assert isinstance(run.layout, PermutedLayout)
+
+
+def test_native_that_cannot_be_is_refused() -> None:
+    with pytest.raises(ConfigError, match="200 is not a multiple of the block size 128"):
+        choose(probe(cpu_layer("vec")), "native", 200)
+    with pytest.raises(ConfigError, match="not permuted"):
+        choose(probe(mla_layer(), block_size=16), "native")
+    mixed = probe(cpu_layer("vec", block_size=64), block_size=64)
+    mixed += probe(cpu_layer("vec", block_size=128))
+    with pytest.raises(ConfigError, match="blocks of different size"):
+        choose(mixed, "native")
+    assert choose(mixed).kind == "canonical"
+    assert len(choose(mixed).runs) == 2
+
+
+def test_one_unknown_layer_makes_all_of_them_opaque(caplog: pytest.LogCaptureFixture) -> None:
+    layers = probe(cpu_layer("vec"), cpu_layer("vec", impl=Counting()), cpu_layer("vec"))
+    stored = choose(layers)
+    assert (stored.kind, stored.unit_tokens) == ("opaque", 128)
+    assert stored.shapes == (f"2,{HEADS * 128 * 128 * 2}",) * 3
+    assert stored.dtypes == ("U8",) * 3
+    assert "layers.1" in caplog.text and "only engines exactly like this one" in caplog.text
+    with pytest.raises(ConfigError, match="chunk_size=200 is not a multiple"):
+        choose(layers, chunk_size=200)
+    for option in ("canonical", "native"):
+        with pytest.raises(ConfigError, match=f"layout={option} cannot be"):
+            choose(layers, option)
+
+
+def test_the_id_of_an_opaque_layout_covers_what_could_matter() -> None:
+    def opaque_id(layer: Any, **engine: object) -> str:
+        [name] = choose(probe(layer, block_size=128), **engine).ids
+        assert name.startswith("opaque-") and len(name) == 7 + 16
+        return name
+
+    def unknown(**changes: Any) -> Any:
+        return cpu_layer("vec", impl=Counting(), **changes)
+
+    plain = opaque_id(unknown())
+    assert opaque_id(unknown()) == plain
+    different = {
+        plain,
+        opaque_id(cpu_layer("vec", impl=Failing())),
+        opaque_id(unknown(head_size=32)),
+        opaque_id(unknown(dtype=torch.float16)),
+        opaque_id(unknown(), tensor_parallel_size=2),
+        opaque_id(unknown(), vllm="0.33.0"),
+        opaque_id(unknown(), block_size=64),
+        opaque_id(unknown(), instructions="AVX2"),
+    }
+    assert len(different) == 8
+
+
+def test_opaque_blocks_do_not_depend_on_how_many_there_are() -> None:
+    ids = set()
+    for blocks in (4, 9):
+        cache = torch.zeros(2, blocks, 128, HEADS, 64, dtype=torch.bfloat16)
+        [found] = probe(cpu_layer("vec", impl=Counting(), kv_cache=cache), block_size=128)
+        layer = replace(found, cache=cache)
+        stored = choose([layer], num_blocks=blocks)
+        assert stored.shapes == (f"2,{2 * HEADS * 128 * 64 * 2}",)
+        ids |= set(stored.ids)
+    assert len(ids) == 1
+
+
+def test_blocks_that_are_scattered_over_memory_cannot_be_stored_whole() -> None:
+    whole = torch.zeros(HEADS, 2, BLOCKS, 128, 64, dtype=torch.bfloat16)
+    cache = whole.permute(2, 0, 1, 3, 4)
+    [found] = probe(cpu_layer("vec", impl=Counting(), kv_cache=cache), block_size=128)
+    with pytest.raises(UnsupportedError, match="scattered over memory"):
+        choose([found])

@@ -1,0 +1,418 @@
+"""Fingerprints of weights: what golden vectors and a second implementation say."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from golden_format import VECTORS, reference
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvshelf.errors import ConfigError, KVShelfError, TransientStorageError
+from kvshelf.weights import fingerprints
+from kvshelf.weights.fingerprints import (
+    FingerprintCache,
+    FingerprintCancelledError,
+    lora_digest,
+    sampled_fingerprint,
+    weight_files,
+    weights_fingerprint,
+)
+
+
+def touch(folder: Path, *names: str) -> None:
+    for name in names:
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(name.encode())
+
+
+def write_index(folder: Path, *files: str, name: str = "model.safetensors.index.json") -> None:
+    weight_map = {f"weight{i}": file for i, file in enumerate(files)}
+    (folder / name).write_text(json.dumps({"weight_map": weight_map}))
+
+
+MODELS: list[tuple[list[str], list[str], str, list[str]]] = [
+    # files, files of the index, load format, expected
+    (["model.safetensors"], [], "auto", ["model.safetensors"]),
+    (["b.safetensors", "a.safetensors"], [], "auto", ["a.safetensors", "b.safetensors"]),
+    (["a.safetensors", "b.safetensors"], ["a.safetensors"], "auto", ["a.safetensors"]),
+    (["a.safetensors", "pytorch_model.bin"], [], "auto", ["a.safetensors"]),
+    (["model.safetensors", "consolidated.safetensors"], [], "auto", ["consolidated.safetensors"]),
+    (
+        ["model.safetensors", "consolidated.safetensors"],
+        [],
+        "mistral",
+        ["consolidated.safetensors"],
+    ),
+    (
+        ["model.safetensors", "consolidated.safetensors"],
+        ["model.safetensors"],
+        "hf",
+        ["model.safetensors"],
+    ),
+    (["a.bin", "b.bin", "training_args.bin", "optimizer.bin"], [], "auto", ["a.bin", "b.bin"]),
+    (["a.bin", "b.pt"], [], "auto", ["a.bin"]),
+    (["b.pt", "scheduler.pt"], [], "auto", ["b.pt"]),
+    (["a.bin", "b.pt"], [], "pt", ["b.pt"]),
+    (["a.bin", "b.safetensors"], [], "npcache", ["a.bin"]),
+    (["a.bin", "b.safetensors"], [], "safetensors", ["b.safetensors"]),
+    ([".hidden.safetensors", "a.safetensors"], [], "auto", ["a.safetensors"]),
+    (["a.safetensors", "sub/b.safetensors"], [], "auto", ["a.safetensors"]),
+]
+
+
+@pytest.mark.parametrize(("files", "index", "load_format", "expected"), MODELS)
+def test_weight_files(
+    tmp_path: Path, files: list[str], index: list[str], load_format: str, expected: list[str]
+) -> None:
+    touch(tmp_path, "config.json", *files)
+    if index:
+        write_index(tmp_path, *index)
+    assert [path.name for path in weight_files(tmp_path, load_format)] == expected
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")
+def test_weight_files_are_those_of_vllm(tmp_path: Path) -> None:
+    pytest.importorskip("vllm")
+    from vllm.config.load import LoadConfig
+    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+    for number, (files, index, load_format, _) in enumerate(MODELS):
+        folder = tmp_path / str(number)
+        touch(folder, "config.json", *files)
+        if index:
+            write_index(folder, *index)
+        loader = DefaultModelLoader(LoadConfig(load_format=load_format))
+        _, theirs, _, _ = loader._prepare_weights(str(folder), None, None, True, None)
+        assert weight_files(folder, load_format) == sorted(map(Path, theirs))
+
+
+def test_one_gguf_file_is_its_own_weights(tmp_path: Path) -> None:
+    touch(tmp_path, "model.gguf", "other.gguf")
+    assert weight_files(tmp_path / "model.gguf") == [tmp_path / "model.gguf"]
+    assert len(weight_files(tmp_path, "gguf")) == 2
+
+
+def test_models_without_weight_files_say_what_to_set(tmp_path: Path) -> None:
+    touch(tmp_path, "config.json")
+    with pytest.raises(ConfigError, match="weights"):
+        weight_files(tmp_path)
+    with pytest.raises(ConfigError, match="weights"):
+        weight_files(tmp_path / "absent")
+    touch(tmp_path, "a.safetensors")
+    for load_format in ("dummy", "tensorizer", "my-plugin"):
+        with pytest.raises(ConfigError, match="weights"):
+            weight_files(tmp_path, load_format)
+    write_index(tmp_path, "a.safetensors", "gone.safetensors")
+    with pytest.raises(ConfigError, match=r"gone\.safetensors"):
+        weight_files(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text("[]")
+    with pytest.raises(ConfigError, match="index"):
+        weight_files(tmp_path)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> list[Path]:
+    """Two weight files whose content is their name."""
+    folder = tmp_path / "model"
+    touch(folder, "model-1.safetensors", "model-2.safetensors")
+    return weight_files(folder)
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> FingerprintCache:
+    return FingerprintCache(tmp_path / "cache" / "kvshelf" / "fingerprints.json")
+
+
+@pytest.fixture
+def later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the files of the test be a minute old."""
+    now = time.time_ns
+    monkeypatch.setattr(fingerprints.time, "time_ns", lambda: now() + 60 * 10**9)
+
+
+def test_golden_fingerprint(tmp_path: Path) -> None:
+    vector = VECTORS["weights"]
+    blobs = tmp_path / "blobs"
+    snapshot = tmp_path / "snapshots" / "main"
+    blobs.mkdir()
+    snapshot.mkdir(parents=True)
+    for name, value in vector["files"].items():
+        algorithm, digest = value.split(":")
+        if algorithm == "sha256":
+            (blobs / digest).write_bytes(b"not even read")
+            (snapshot / name).symlink_to(Path("../../blobs") / digest)
+        else:
+            (snapshot / name).write_bytes(b"file")
+    files = weight_files(snapshot)
+    assert weights_fingerprint(files, cache=FingerprintCache(None)) == vector["fingerprint"]
+    assert weights_fingerprint(list(reversed(files))) == vector["fingerprint"]
+
+
+def test_links_that_are_no_hub_blobs_are_hashed(tmp_path: Path) -> None:
+    touch(tmp_path, "model/a.safetensors", "elsewhere/blobs/" + "z" * 64)
+    plain = weights_fingerprint(weight_files(tmp_path / "model"))
+    (tmp_path / "linked").mkdir()
+    link = tmp_path / "linked" / "a.safetensors"
+    link.symlink_to(tmp_path / "model" / "a.safetensors")
+    assert weights_fingerprint([link]) == plain
+    link.unlink()
+    link.symlink_to(tmp_path / "elsewhere" / "blobs" / ("0" * 64))
+    with pytest.raises(FileNotFoundError):
+        weights_fingerprint([link])
+
+
+def test_content_and_names_decide_and_nothing_else(model: list[Path], tmp_path: Path) -> None:
+    first = weights_fingerprint(model)
+    copied = [tmp_path / path.name for path in model]
+    for path, other in zip(model, copied, strict=True):
+        other.write_bytes(path.read_bytes())
+    assert weights_fingerprint(copied) == first
+    renamed = copied[0].rename(tmp_path / "renamed.safetensors")
+    assert weights_fingerprint([renamed, copied[1]]) != first
+    model[1].write_bytes(model[1].read_bytes()[:-1] + b"X")
+    assert weights_fingerprint(model) != first
+
+
+@pytest.mark.usefixtures("later")
+def test_hashes_are_remembered_until_the_file_changes(
+    model: list[Path], cache: FingerprintCache
+) -> None:
+    assert cache.path is not None
+    first = weights_fingerprint(model, cache=cache)
+    content = json.loads(cache.path.read_text())
+    assert len(content["xxh3-128"]) == 2
+    # Proof that the memory is used: a false memory gives a false fingerprint.
+    lies = dict.fromkeys(content["xxh3-128"], "0" * 32)
+    cache.path.write_text(json.dumps({"xxh3-128": lies}))
+    false = weights_fingerprint(model, cache=cache)
+    assert false != first
+    for path in model:
+        path.write_bytes(path.read_bytes())
+    assert weights_fingerprint(model, cache=cache) == first
+
+
+def test_a_file_written_just_now_is_not_remembered(
+    model: list[Path], cache: FingerprintCache
+) -> None:
+    weights_fingerprint(model, cache=cache)
+    assert cache.path is not None
+    assert not cache.path.exists()
+
+
+@pytest.mark.usefixtures("later")
+@pytest.mark.parametrize(
+    "damage",
+    [b"", b"\xff", b"[]", b"{}", b'{"xxh3-128":[]}', b'{"xxh3-128":{"a":1}}', b"[" * 100_000],
+)
+def test_a_damaged_cache_only_costs_hashing_again(
+    model: list[Path], cache: FingerprintCache, damage: bytes
+) -> None:
+    first = weights_fingerprint(model, cache=cache)
+    assert cache.path is not None
+    cache.path.write_bytes(damage)
+    assert weights_fingerprint(model, cache=cache) == first
+    assert len(json.loads(cache.path.read_text())["xxh3-128"]) == 2
+
+
+@pytest.mark.usefixtures("later")
+def test_a_cache_that_cannot_be_written_is_no_error(model: list[Path], tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    fingerprint = weights_fingerprint(model)
+    unwritable = FingerprintCache(tmp_path / "file" / "fingerprints.json")
+    assert weights_fingerprint(model, cache=unwritable) == fingerprint
+
+
+@pytest.mark.usefixtures("later")
+def test_the_cache_is_private(model: list[Path], cache: FingerprintCache) -> None:
+    weights_fingerprint(model, cache=cache)
+    assert cache.path is not None
+    assert cache.path.parent.stat().st_mode & 0o077 == 0
+    assert {path.name for path in cache.path.parent.iterdir()} == {
+        "fingerprints.json",
+        "fingerprints.json.lock",
+    }
+
+
+def test_several_processes_share_a_cache(tmp_path: Path, cache: FingerprintCache) -> None:
+    code = (
+        "import os, sys\n"
+        "from kvshelf.weights.fingerprints import FingerprintCache\n"
+        "cache = FingerprintCache(sys.argv[1])\n"
+        "for path in sys.argv[2:]:\n"
+        "    cache.put([(os.stat(path), '0' * 32)])\n"
+    )
+    touch(tmp_path, *(f"{n}" for n in range(24)))
+    files = [str(tmp_path / f"{n}") for n in range(24)]
+    processes = [
+        subprocess.Popen([sys.executable, "-c", code, str(cache.path), *files[n::3]])
+        for n in range(3)
+    ]
+    assert [process.wait(60) for process in processes] == [0, 0, 0]
+    assert cache._entries() == {cache._name(os.stat(path)): "0" * 32 for path in files}
+
+
+def test_a_file_that_changes_while_it_is_hashed_is_hashed_again(
+    model: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.readv
+    changes = iter([b"first change", b"second change"])
+    ends = []
+
+    def readv(descriptor: int, buffers: Any) -> int:
+        count = real(descriptor, buffers)
+        change = next(changes, None)
+        if change is not None:
+            model[0].write_bytes(change)
+            ends.append(change)
+        return count
+
+    monkeypatch.setattr(fingerprints.os, "readv", readv)
+    found = weights_fingerprint(model, threads=1)
+    monkeypatch.undo()
+    assert ends == [b"first change", b"second change"]
+    assert found == weights_fingerprint(model)
+
+
+def test_a_file_that_never_rests_is_an_error(
+    model: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.readv
+    number = iter(range(10**9))
+
+    def readv(descriptor: int, buffers: Any) -> int:
+        model[0].write_bytes(b"x" * (1 + next(number) % 7))
+        return real(descriptor, buffers)
+
+    monkeypatch.setattr(fingerprints.os, "readv", readv)
+    with pytest.raises(TransientStorageError, match="keeps changing"):
+        weights_fingerprint(model[:1])
+
+
+def test_cancelling_does_not_wait_for_a_read_that_hangs(
+    model: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reading = threading.Event()
+    release = threading.Event()
+
+    def readv(descriptor: int, buffers: Any) -> int:
+        reading.set()
+        release.wait(60)
+        return 0
+
+    monkeypatch.setattr(fingerprints.os, "readv", readv)
+    cancel = threading.Event()
+    outcome: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            weights_fingerprint(model, cancel=cancel)
+        except KVShelfError as error:
+            outcome.append(error)
+
+    caller = threading.Thread(target=work, daemon=True)
+    caller.start()
+    assert reading.wait(60)
+    cancel.set()
+    caller.join(30)
+    try:
+        assert not caller.is_alive()
+        assert isinstance(outcome[0], FingerprintCancelledError)
+    finally:
+        release.set()
+
+
+@pytest.mark.alone
+def test_hashing_on_other_processors_gives_the_same(model: list[Path]) -> None:
+    own = os.sched_getaffinity(0)
+    aside = weights_fingerprint(
+        model, threads=2, on_thread_start=lambda: os.sched_setaffinity(0, {min(own)})
+    )
+    assert aside == weights_fingerprint(model)
+    # Only the hashing threads step aside.
+    assert os.sched_getaffinity(0) == own
+
+
+def test_files_larger_than_the_read_buffer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(os.urandom(100_000))
+    whole = weights_fingerprint([path])
+    monkeypatch.setattr(fingerprints, "_READ_BYTES", 4096)
+    assert weights_fingerprint([path]) == whole
+
+
+def test_what_cannot_be_fingerprinted(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no weight files"):
+        weights_fingerprint([])
+    with pytest.raises(ConfigError, match="no weight files"):
+        sampled_fingerprint([])
+    with pytest.raises(FileNotFoundError):
+        weights_fingerprint([tmp_path / "gone.safetensors"])
+    fifo = tmp_path / "pipe.safetensors"
+    os.mkfifo(fifo)
+    with pytest.raises(ConfigError, match="regular file"):
+        weights_fingerprint([fifo])
+    touch(tmp_path, "a\nb.safetensors")
+    with pytest.raises(ConfigError, match="line break"):
+        weights_fingerprint([tmp_path / "a\nb.safetensors"])
+
+
+def test_samples_see_size_start_and_end(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    content = bytearray(os.urandom(2_000_000))
+    path.write_bytes(content)
+    first = sampled_fingerprint([path])
+    assert first.startswith("sampled:")
+    assert sampled_fingerprint([path]) == first
+    seen = {first}
+    for place in (0, len(content) - 1):
+        content[place] ^= 1
+        path.write_bytes(content)
+        seen.add(sampled_fingerprint([path]))
+    path.write_bytes(content + b"\0")
+    seen.add(sampled_fingerprint([path]))
+    assert len(seen) == 4
+
+
+def test_lora_adapters_by_content(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        touch(tmp_path / name, "adapter_config.json", "adapter_model.safetensors", "README.md")
+    first = lora_digest(tmp_path / "one")
+    assert len(first) == 32
+    assert lora_digest(tmp_path / "two") == first
+    (tmp_path / "two" / "README.md").write_text("other")
+    touch(tmp_path / "two", "adapter_model.bin")
+    assert lora_digest(tmp_path / "two") == first
+    (tmp_path / "two" / "adapter_config.json").write_text("{}")
+    assert lora_digest(tmp_path / "two") != first
+    (tmp_path / "one" / "adapter_model.safetensors").write_bytes(b"")
+    assert lora_digest(tmp_path / "one") != first
+    (tmp_path / "one" / "adapter_config.json").unlink()
+    with pytest.raises(ConfigError, match="adapter_config"):
+        lora_digest(tmp_path / "one")
+
+
+@settings(max_examples=20)
+@given(st.dictionaries(st.from_regex(r"[a-z]{1,8}\.bin", fullmatch=True), st.binary(), min_size=1))
+def test_fingerprints_as_the_second_implementation_makes_them(
+    tmp_path_factory: pytest.TempPathFactory, contents: dict[str, bytes]
+) -> None:
+    folder = tmp_path_factory.mktemp("model")
+    for name, content in contents.items():
+        (folder / name).write_bytes(content)
+    digests = {
+        name: "xxh3-128:" + reference.xxhash.xxh3_128(content).hexdigest()
+        for name, content in contents.items()
+    }
+    files = [folder / name for name in contents]
+    assert weights_fingerprint(files) == reference.fingerprint(digests)
