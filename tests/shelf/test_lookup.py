@@ -407,6 +407,20 @@ def test_a_probe_that_fails_is_counted_and_nothing_is_concluded_from_it(far: Far
     assert far.hit(tokens) == 3
 
 
+def test_a_probe_of_a_directory_that_fails_is_counted(tmp_path: Path) -> None:
+    faulty = FaultyBackend(open_backend(tmp_path / "shelf"))
+    rig = Rig(faulty)
+    tokens = prompt(3)
+    for index in range(3):
+        for shard in range(FMT.shards):
+            rig.put(tokens, index, shard)
+    faulty.add(Fault("stat", error=lambda: TransientStorageError(116, "ESTALE"), times=1))
+    assert rig.look(tokens).hit_chunks < 3
+    assert rig.counters.snapshot()["probe_errors"] == 1
+    assert rig.look(tokens).hit_chunks == 3
+    rig.service.close()
+
+
 def test_forgetting_asks_again(far: Far) -> None:
     tokens = prompt(3)
     far.put(far.chunks(tokens))

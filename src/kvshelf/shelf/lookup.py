@@ -32,6 +32,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from itertools import product
 
 from kvshelf.format.keys import Chunk, KeyChain
 from kvshelf.logs import RateLimitedLog
@@ -372,10 +373,17 @@ class LookupService:
             if chunk.key in self._failed:
                 usable = i
                 break
-        self._counters.add("probes", usable * self._fmt.shards)
-        for i, present in enumerate(self._shelf.present(chunks[:usable])):
-            if not present:
-                return i
+        shards = self._fmt.shards
+        # Quicker than a call of the class for each, which lookups would notice.
+        refs = list(map(ObjectRef._make, product(chunks[:usable], range(shards))))
+        self._counters.add("probes", len(refs))
+        answers = self._shelf.find(refs)
+        errors = answers.count(Presence.ERROR)
+        if errors:
+            self._counters.add("probe_errors", errors)
+        for i, answer in enumerate(answers):
+            if answer is not Presence.PRESENT:
+                return i // shards
         return usable
 
     def _ask(self, questions: dict[Question, Chunk]) -> Answers:
