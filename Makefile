@@ -36,9 +36,10 @@ PYTHON ?= $(shell $(find_python))
 # backends/ is the package kvshelf.backends; tools that look at files see it in its place here.
 TREE := build/tree
 
-# First all tests that can run side by side, then those that must be alone. Exit code 5: none selected.
+# First all tests that can run side by side, then those that must be alone. Tests of a file share what
+# they start, so one process runs them. Exit code 5: none selected.
 run_tests = mkdir -p build; export NOT_TESTED=build/not-tested.json; rm -f $$NOT_TESTED; \
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup \
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder \
 		-m "not alone $(1)" $(PYTEST_ARGS) || [ $$? = 5 ]; \
 	$(BIN)/python -m pytest -m "alone $(1)" $(PYTEST_ARGS) || [ $$? = 5 ]
 

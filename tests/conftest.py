@@ -31,13 +31,16 @@ _NO_VLLM = (
 pytest_terminal_summary = not_tested.pytest_terminal_summary
 
 
-def pytest_itemcollected(item: pytest.Item) -> None:
-    """Mark tests with engines. Those of a file share its engines, so one process runs them."""
-    if "engines" in getattr(item, "fixturenames", ()) or item.path.name == "test_examples.py":
-        item.add_marker("vllm")
-        item.add_marker(pytest.mark.xdist_group(item.path.stem))
-        if _NO_VLLM:
-            item.add_marker(pytest.mark.skip(reason=_NO_VLLM))
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark tests with engines, and let their files run first: they take longest."""
+    with_engines = set()
+    for item in items:
+        if "engines" in getattr(item, "fixturenames", ()) or item.path.name == "test_examples.py":
+            with_engines.add(item.path)
+            item.add_marker("vllm")
+            if _NO_VLLM:
+                item.add_marker(pytest.mark.skip(reason=_NO_VLLM))
+    items.sort(key=lambda item: item.path not in with_engines)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -99,7 +99,9 @@ class Engines:
         if len(self._started) > 1:
             engine.wait_ready()
         following = [other for other in self._order if other not in self._started]
-        if following and _free_memory() > _ROOM:
+        # Another process may run the tests of that engine, and uses the other core already.
+        alone = "PYTEST_XDIST_WORKER" not in os.environ
+        if alone and following and _free_memory() > _ROOM:
             self._start(following[0])
         return engine.wait_ready()
 
