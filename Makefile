@@ -36,12 +36,12 @@ PYTHON ?= $(shell $(find_python))
 # backends/ is the package kvshelf.backends; tools that look at files see it in its place here.
 TREE := build/tree
 
-# First all tests that can run side by side, then those that must be alone. Tests of a file share what
-# they start, so one process runs them. Exit code 5: none selected.
+# Tests of the marks $(1), below $(2), started by $(3): first all that can run side by side, then those that
+# must be alone. Tests of a file share what they start, so one process runs them. Exit code 5: none selected.
 run_tests = mkdir -p build; export NOT_TESTED=build/not-tested.json; rm -f $$NOT_TESTED; \
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder \
-		-m "not alone $(1)" $(PYTEST_ARGS) || [ $$? = 5 ]; \
-	$(BIN)/python -m pytest -m "alone $(1)" $(PYTEST_ARGS) || [ $$? = 5 ]
+	$(3) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder \
+		-m "not alone $(1)" $(PYTEST_ARGS) $(2) || [ $$? = 5 ]; \
+	$(3) $(BIN)/python -m pytest -m "alone $(1)" $(PYTEST_ARGS) $(2) || [ $$? = 5 ]
 
 .PHONY: help
 help:  ## show this list
@@ -66,8 +66,8 @@ test-all: venv lint  ## the same with the slow tests, and engines as on lesser p
 .PHONY: test-held-back
 test-held-back: venv  ## tests of engines as if without AVX-512, and as if without bfloat16 and AMX
 	@for processor in avx2 avx512; do echo "as if the processor were one with $$processor"; \
-		$(BIN)/python tests/held_back/run.py $$processor \
-			$(BIN)/python -m pytest tests/vllm tests/test_examples.py -m "not slow" $(PYTEST_ARGS) || exit 1; done
+		$(call run_tests,and not slow,tests/vllm tests/test_examples.py,$(BIN)/python tests/held_back/run.py $$processor); \
+		done
 
 .PHONY: bench
 bench: venv  ## measure; prints a table
