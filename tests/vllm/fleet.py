@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness import INERT_CONNECTOR, SHELF_CONNECTOR, Engine
+from fork_server import ForkServer
+from harness import INERT_CONNECTOR, SHELF_CONNECTOR, Engine, engine_environment
 
 _TESTS = Path(__file__).parents[1]
 #: Memory that must be free, in bytes, before an engine is started ahead of its tests.
@@ -92,6 +93,7 @@ class Engines:
         self.places = places
         self._order = order
         self._started: dict[str, Engine] = {}
+        self._forks = ForkServer(places.root / "logs" / "fork server.log", engine_environment())
 
     def __getitem__(self, name: str) -> Engine:
         """Return the engine, ready."""
@@ -116,7 +118,8 @@ class Engines:
         first = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
         cores = sorted(os.sched_getaffinity(0))
         arguments["core"] = cores[(first + arguments.get("core", 0)) % len(cores)]
-        engine = Engine(log=self.places.root / "logs" / f"{name}.log", **arguments)
+        log = self.places.root / "logs" / f"{name}.log"
+        engine = Engine(log=log, forks=self._forks, **arguments)
         self._started.setdefault(name, engine)
         return engine
 
@@ -124,6 +127,7 @@ class Engines:
         """Stop the engines; those that tests have stopped already are left alone."""
         for engine in self._started.values():
             engine.stop(at_once=True)
+        self._forks.stop()
 
 
 def _free_memory() -> int:

@@ -28,6 +28,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fork_server import ForkedProcess, ForkServer
+
 START_TIMEOUT = 240.0
 REQUEST_TIMEOUT = 120.0
 STOP_TIMEOUT = 30.0
@@ -150,6 +152,8 @@ class Engine:
     heed_permissions : bool
         Give up root's privilege to write where permissions forbid it; see
         :attr:`heeds_permissions`.
+    forks : ForkServer, optional
+        Forks the engine, unless `env` or `heed_permissions` need a program started anew.
     **arguments
         Fields of vLLM's ``AsyncEngineArgs`` on top of the harness's.
 
@@ -176,6 +180,7 @@ class Engine:
         core: int | None = None,
         env: Mapping[str, str] | None = None,
         heed_permissions: bool = False,
+        forks: ForkServer | None = None,
         **arguments: Any,
     ) -> None:
         self.log_path = Path(log)
@@ -205,17 +210,22 @@ class Engine:
             }
         ours, theirs = socket.socketpair()
         command = [sys.executable, str(Path(__file__).with_name("engine_process.py"))]
+        environment = engine_environment(core, env)
         self.started = time.monotonic()
+        self.process: subprocess.Popen[bytes] | ForkedProcess
         with self.log_path.open("ab") as output, theirs:
-            self.process = subprocess.Popen(
-                [*command, str(theirs.fileno()), *["--heed-permissions"] * heed_permissions],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=_environment(core, env),
-                start_new_session=True,
-            )
+            if forks is not None and not env and not heed_permissions:
+                self.process = forks.start(environment, theirs.fileno(), output.fileno())
+            else:
+                self.process = subprocess.Popen(
+                    [*command, str(theirs.fileno()), *["--heed-permissions"] * heed_permissions],
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    env=environment,
+                    start_new_session=True,
+                )
         self._socket = ours
         self._send_lock = threading.Lock()
         self._numbers = itertools.count(1)
@@ -454,7 +464,9 @@ class Engine:
         return f"end of {self.log_path}:\n{tail}"
 
 
-def _environment(core: int | None, env: Mapping[str, str] | None) -> dict[str, str]:
+def engine_environment(
+    core: int | None = None, env: Mapping[str, str] | None = None
+) -> dict[str, str]:
     """Environment of an engine: offline, quiet, small."""
     environment = dict(os.environ) | {
         "HF_HUB_OFFLINE": "1",
