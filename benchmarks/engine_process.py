@@ -157,7 +157,9 @@ def _time_step_thread(
             max_model_len=1 << 20,
         ),
         cache_config=SimpleNamespace(cache_dtype="auto"),
-        parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1),
+        parallel_config=SimpleNamespace(
+            tensor_parallel_size=1, pipeline_parallel_size=1, data_parallel_size=1
+        ),
     )
     part = WorkerReport(
         layer_names=tuple(record["layer_names"]),

@@ -146,6 +146,7 @@ def make_config(
             world_size=1,
             tensor_parallel_size=1,
             pipeline_parallel_size=1,
+            data_parallel_size=1,
             decode_context_parallel_size=1,
             prefill_context_parallel_size=1,
         ),

@@ -158,6 +158,7 @@ class Rank:
             parallel_config=SimpleNamespace(
                 tensor_parallel_size=engine.tensor_parallel,
                 pipeline_parallel_size=1,
+                data_parallel_size=1,
                 prefill_context_parallel_size=engine.prefill_context,
                 decode_context_parallel_size=engine.decode_context,
                 cp_kv_cache_interleave_size=engine.interleave,

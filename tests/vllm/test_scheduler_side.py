@@ -548,6 +548,56 @@ def test_all_waiting_in_one_step_is_within_the_budget(make: Callable[..., Side])
     gate.set()
 
 
+@pytest.mark.parametrize(
+    ("ranks", "stages", "asynchronous", "waits"),
+    [
+        (1, 1, False, [False, True, True]),
+        # The step before may still be computed when the next one begins.
+        (1, 1, True, [False, False, True]),
+        (2, 1, False, [False, False, False]),
+        (2, 1, True, [False, False, False]),
+        (1, 2, False, [False, False, False]),
+        (1, 4, True, [False, False, False]),
+    ],
+)
+def test_a_step_waits_only_where_it_holds_up_nobody(
+    make: Callable[..., Side], ranks: int, stages: int, asynchronous: bool, waits: list[bool]
+) -> None:
+    def change(config: SimpleNamespace) -> None:
+        config.parallel_config.data_parallel_size = ranks
+        config.parallel_config.pipeline_parallel_size = stages
+        config.scheduler_config.async_scheduling = asynchronous
+
+    side = make(known=stages == 1, change=change, lookup_budget_ms=0.2)
+    side.side.new_request(Request("busy", prompt(20)))
+    found = [side.step({"busy": (0, 1)}), side.step(), side.step()]
+    assert [meta.idle for meta in found] == waits
+    assert (side.side._budget_left > 0.2e-3) is waits[-1]
+    # Once the last request has ended nothing is in flight.
+    side.step({"busy": (1, 1)})
+    side.side.finished("busy")
+    assert side.step().idle is waits[-1]
+
+
+def test_a_look_up_is_not_waited_for_in_vain_where_other_ranks_wait(
+    make: Callable[..., Side],
+) -> None:
+    side = make(change=_set("parallel_config.data_parallel_size", 2))
+    gate = threading.Event()
+    side.faults.add(Fault("stat", wait=gate))
+    request = Request("r", prompt(20))
+    side.side.new_request(request)
+    lookup = side.side._requests["r"].lookup
+    assert lookup is not None
+    waits: list[float] = []
+    lookup.wait = lambda seconds: _sleep(seconds, waits)  # type: ignore[method-assign]
+    for _ in range(5):
+        side.step()
+        assert side.side.matched_tokens(request, 0) == (None, False)
+    gate.set()
+    assert all(wait <= 0.2e-3 for wait in waits)
+
+
 def _sleep(seconds: float, waits: list[float]) -> bool:
     waits.append(seconds)
     threading.Event().wait(seconds)

@@ -108,7 +108,8 @@ class StepMetadata(KVConnectorMetadata):
     Attributes
     ----------
     idle : bool
-        The step computes nothing, so the worker may wait for loads.
+        Nothing is computed, and no other rank or pipeline stage waits for this worker's step, so
+        the worker may wait for loads.
     namespace : tuple of (bytes, str), optional
         Record and slug of the namespace; sent until every worker has it.
     stores : list of StoreOp

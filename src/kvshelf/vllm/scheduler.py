@@ -25,7 +25,10 @@ Contracts
 * Until the namespace is known there are no hits and no stores.
 * While a storage breaker of the scheduler or of a worker is open there are no hits, and no
   request waits.
-* All waits for lookups in one step together take at most the lookup budget.
+* All waits for lookups in one step together take at most the lookup budget. Steps that compute
+  nothing may take longer, and workers may then wait for loads, but only where no other rank or
+  pipeline stage waits for this engine's step: not with several stages, nor with data parallelism
+  over the experts of one model, whose ranks step together.
 * A preempted and resumed request gets a new lookup.
 * What is computed while another connector (inside MultiConnector) loads synchronously is not
   stored until the outcome of that load is known: it may depend on blocks without KV.
@@ -44,7 +47,7 @@ import logging
 import sys
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from kvshelf.config import Config, cache_dir
@@ -187,13 +190,19 @@ class SchedulerSide:
         self._cancelled: list[str] = []
         self._recheck = False
         self._budget = config.lookup_budget_ms * 1e-3
-        self._budget_left = max(self._budget, _IDLE_LOOKUP_SECONDS)
-        self._idle = True
         # With asynchronous scheduling or pipeline stages, later steps are scheduled before earlier
         # ones finish.
         scheduling = getattr(vllm_config, "scheduler_config", None)
         stages = int(vllm_config.parallel_config.pipeline_parallel_size)
         self._steps_in_flight = stages + bool(getattr(scheduling, "async_scheduling", False))
+        # vLLM sets data_parallel_size to 1 where the ranks do not depend on each other. It divides
+        # batches into micro-batches only where it is more.
+        ranks_step_together = int(vllm_config.parallel_config.data_parallel_size) > 1
+        self._holds_up_others = stages > 1 or ranks_step_together
+        #: Steps since the last one that computed anything, and the requests of that one.
+        self._idle_steps = self._steps_in_flight
+        self._computed: Iterable[str] = ()
+        self._budget_left = self._budget_of_step()
         #: For so many steps more, what is computed may depend on a load whose outcome is unknown.
         self._unsettled_steps = 0
         self._log = RateLimitedLog(logger)
@@ -293,12 +302,24 @@ class SchedulerSide:
         state = self._requests[request.request_id] = _Request(request, addressable)
         return state
 
+    @property
+    def _may_wait(self) -> bool:
+        """Whether nothing is computed, and nobody waits for this engine's steps."""
+        if self._holds_up_others or self._idle_steps == 0:
+            return False
+        # A step that computes may still be in flight, unless its requests have ended.
+        in_flight = self._idle_steps < self._steps_in_flight
+        return not in_flight or self._requests.keys().isdisjoint(self._computed)
+
+    def _budget_of_step(self) -> float:
+        return max(self._budget, _IDLE_LOOKUP_SECONDS) if self._may_wait else self._budget
+
     def _wait(self, lookups: LookupService, lookup: Lookup) -> bool:
         """Wait within the step's budget; return whether the lookup is done."""
         if self._budget_left <= 0:
             return False
         # A wait in vain takes longer than its timeout: until the lookup thread releases the GIL.
-        if not self._idle and not lookups.may_be_done_within(lookup, self._budget_left):
+        if not self._may_wait and not lookups.may_be_done_within(lookup, self._budget_left):
             return False
         begin = time.monotonic()
         done = lookup.wait(self._budget_left)
@@ -404,11 +425,14 @@ class SchedulerSide:
 
     def step_metadata(self, output: Any) -> StepMetadata:
         """Return what the workers have to do in this step, and forget it."""
-        self._idle = output.total_num_scheduled_tokens == 0
+        idle = output.total_num_scheduled_tokens == 0
+        self._idle_steps = self._idle_steps + 1 if idle else 0
+        if not idle:
+            self._computed = output.num_scheduled_tokens
         self._stepped_at = time.monotonic()
-        self._budget_left = max(self._budget, _IDLE_LOOKUP_SECONDS) if self._idle else self._budget
+        self._budget_left = self._budget_of_step()
         meta = StepMetadata(
-            idle=self._idle,
+            idle=self._may_wait,
             loads=self._loads,
             cancelled=self._cancelled,
             recheck_weights=self._recheck,

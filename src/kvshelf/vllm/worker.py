@@ -61,8 +61,8 @@ from kvshelf.vllm.registration import Registration, State
 
 logger = logging.getLogger(__name__)
 
-# How long a step that computes nothing waits for a load: the next such step would cost it
-# 2 to 3 ms. A new request that arrives meanwhile waits as long.
+# How long a step waits for a load where the scheduler allows it: the next step that computes
+# nothing would cost the load 2 to 3 ms. A new request that arrives meanwhile waits as long.
 _IDLE_WAIT_SECONDS = 10e-3
 # Breaker states as numbers, for metrics.
 _STATES = {BreakerState.CLOSED: 0, BreakerState.HALF_OPEN: 1, BreakerState.OPEN: 2}
