@@ -565,8 +565,7 @@ class MiniVllm:
             moved = worker.get_transfer_results(output.finished_req_ids)
             result.finished_recving = moved.finished_recving
             assert not moved.finished_sending
-            # No window leaves blocks out here.
-            assert not moved.failed_recving
+            result.failed_recving = moved.failed_recving
             result.invalid_block_ids = worker.get_block_ids_with_load_errors()
             result.kv_connector_stats = worker.get_kv_connector_stats()
             result.kv_connector_worker_meta = worker.build_connector_worker_meta()
@@ -615,6 +614,11 @@ class MiniVllm:
     def _update(self, output: SimpleNamespace, result: KVConnectorOutput) -> None:
         bad = result.invalid_block_ids
         assert NULL not in bad
+        for request_id in result.failed_recving or ():
+            state = self.states.get(request_id)
+            if state is not None and state.status == "loading":
+                state.request.num_computed_tokens = 0
+                state.load_failed = True
         for state in self.states.values():
             # Only blocks of running loads can be bad: nothing else may be touched.
             if state.status == "loading":

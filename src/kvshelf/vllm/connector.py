@@ -9,7 +9,8 @@ The interface is ``vllm/distributed/kv_transfer/kv_connector/v1/base.py`` of vLL
 
 An exception from a method that vLLM calls in a step would end the engine. So each of these
 methods is contained: the error is logged, and vLLM gets the answer of a connector without any
-KV. The constructor and ``register_kv_caches`` do raise: a wrong configuration stops the start.
+KV. The loads that vLLM waits for are reported all the same. The constructor and
+``register_kv_caches`` do raise: a wrong configuration stops the start.
 """
 
 from __future__ import annotations
@@ -291,7 +292,11 @@ class SharedStorageConnector(KVConnectorBase_V1):
         """Return how many further tokens the shelf has; None while that is not known."""
         return self._as_scheduler().matched_tokens(request, num_computed_tokens)
 
-    @_contained(_nothing)
+    @_contained(
+        lambda self, request, blocks, num_external_tokens: self._as_scheduler().fail_load(
+            request.request_id, num_external_tokens
+        )
+    )
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
@@ -299,6 +304,7 @@ class SharedStorageConnector(KVConnectorBase_V1):
         if num_external_tokens:
             self._as_scheduler().allocated(request, blocks.get_block_ids(), num_external_tokens)
 
+    @_contained(lambda self, scheduler_output: self._as_scheduler().failed_step())
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """Return the step's loads and stores; `scheduler_output` is only read."""
         return self._as_scheduler().step_metadata(scheduler_output)

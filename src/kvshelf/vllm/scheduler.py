@@ -20,6 +20,7 @@ A request's life
 Contracts
 ---------
 * A hit ends at a block boundary and leaves at least one token to compute.
+* What vLLM or the workers must hear of stays on a list until it is handed out, whatever raises.
 * There is one load for each time that a request is admitted: what the load did not deliver is
   computed, so no request can loop.
 * Until the namespace is known there are no hits and no stores.
@@ -414,12 +415,19 @@ class SchedulerSide:
         lookup = state.lookup
         chain = lookup.chain if lookup is not None and lookup.done else None
         chunks = [] if chain is None else chain.chunks[start // size : -(-end // size)]
-        self._loads.append(
-            LoadOp(
-                request.request_id, start, end, chunks, tuple(map(list, block_ids)), state.adapter
-            )
-        )
+        blocks = tuple(map(list, block_ids))
+        op = LoadOp(request.request_id, start, end, chunks, blocks, state.adapter)
         self._read_ahead.note_in_engine_cache(chunks)
+        self._loads.append(op)
+
+    def fail_load(self, request_id: str, external: int) -> None:
+        """Plan a load after an error in :meth:`allocated`: the workers report it as failed."""
+        if external > 0:
+            state = self._requests.get(request_id)
+            if state is not None:
+                state.loaded = state.loading = True
+            # Without its blocks, the workers have all tokens of the request computed.
+            self._loads.append(LoadOp(request_id, 0, external, [], ([],)))
 
     # ------------------------------------------------------------- steps
 
@@ -431,21 +439,13 @@ class SchedulerSide:
             self._computed = output.num_scheduled_tokens
         self._stepped_at = time.monotonic()
         self._budget_left = self._budget_of_step()
-        meta = StepMetadata(
-            idle=self._may_wait,
-            loads=self._loads,
-            cancelled=self._cancelled,
-            recheck_weights=self._recheck,
-        )
-        self._loads, self._cancelled, self._recheck = [], [], False
+        meta = StepMetadata(idle=self._may_wait)
         try:
             meta.prefetches = self._read_ahead.plan(
                 output.num_scheduled_tokens, self._loadable, paused=self._loads_are_paused
             )
         except Exception as error:  # noqa: BLE001 - the loads must reach the worker
             self._log.error("prefetches of a step could not be planned", exc_info=error)
-        meta.prefetch_ended = self._read_ahead.take_ended()
-        meta.namespace = self._handshake.announcement
         if self._whole_items:
             self._note_cuts(output)
         if getattr(output, "has_sync_kv_loads", False):
@@ -459,6 +459,27 @@ class SchedulerSide:
             except Exception as error:  # noqa: BLE001 - the loads must reach the worker
                 meta.stores = []
                 self._log.error("stores of a step could not be planned", exc_info=error)
+        return self._hand_out(meta)
+
+    def failed_step(self) -> StepMetadata:
+        """Return what the workers have to do after an error in :meth:`step_metadata`.
+
+        What the step computes is not known, so nothing more is stored of the requests that may be
+        part of it.
+        """
+        self._idle_steps = 0
+        self._unsettled_steps = self._steps_in_flight
+        for state in self._requests.values():
+            state.cut = 0
+        return self._hand_out(StepMetadata())
+
+    def _hand_out(self, meta: StepMetadata) -> StepMetadata:
+        """Add what every step must bring to the workers."""
+        meta.namespace = self._handshake.announcement
+        meta.prefetch_ended = self._read_ahead.take_ended()
+        meta.loads, self._loads = self._loads, []
+        meta.cancelled, self._cancelled = self._cancelled, []
+        meta.recheck_weights, self._recheck = self._recheck, False
         return meta
 
     def _loads_are_paused(self) -> bool:

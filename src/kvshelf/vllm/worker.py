@@ -23,7 +23,9 @@ Contracts
   that failed is not used again: the engine goes on without a cache.
 * A block counts as loaded only when all of its tokens that the hit covers are loaded.
 * Every load that the scheduler planned is reported as finished, whether it succeeded or not, and
-  the blocks that it left without KV no later than that.
+  the blocks that it left without KV no later than that. It stays on the list until vLLM takes the
+  report. Where an error hides which blocks those are, all tokens of the request are computed.
+* A step waits for loads only where the scheduler says that nobody waits for the step.
 * Where a sliding window leaves blocks out of a hit, a load succeeds as a whole or not at all: the
   tokens computed behind a part of the hit would read blocks that are not there.
 * What a failed step left in the cache is never stored.
@@ -35,6 +37,7 @@ Contracts
 
 from __future__ import annotations
 
+import functools
 import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -120,11 +123,13 @@ class WorkerSide:
         self._prefetcher: Prefetcher | None = None
         self._prefetched: PrefetchMemory | None = None
         self._meta: StepMetadata | None = None
-        self._loads_started = False
+        #: Loads that the scheduler planned and that have not started.
+        self._planned: list[LoadOp] = []
         self._ops: dict[Load, LoadOp] = {}
         #: Loads whose KV must not be used, whatever their transfer reports.
         self._invalidated: set[Load] = set()
-        self._refused: set[str] = set()
+        #: Requests whose loads are over, until vLLM is told.
+        self._finished: set[str] = set()
         #: For each cache group.
         self._bad_blocks: tuple[set[int], ...] = (set(),)
         #: Requests of which all tokens must be computed, including those that were loaded.
@@ -251,7 +256,7 @@ class WorkerSide:
     def bind(self, meta: StepMetadata) -> None:
         """Begin a step."""
         self._meta = meta
-        self._loads_started = False
+        self._planned += meta.loads
         if meta.namespace is not None:
             self._open_namespace(*meta.namespace)
         if meta.recheck_weights:
@@ -275,12 +280,9 @@ class WorkerSide:
             self.start_loads()
 
     def start_loads(self) -> None:
-        """Start this step's loads, once."""
-        meta = self._meta
-        if meta is None or self._loads_started:
-            return
-        self._loads_started = True
-        for op in meta.loads:
+        """Start the loads that the scheduler planned, once."""
+        planned, self._planned = self._planned, []
+        for op in planned:
             load = None
             try:
                 usable = self._serving and self._adapters.may_load(op.adapter)
@@ -305,8 +307,16 @@ class WorkerSide:
 
     def _refuse(self, op: LoadOp) -> None:
         """Report a load as finished that delivers nothing."""
-        self._refused.add(op.request_id)
-        self._note_nothing(op)
+        self._report(op, functools.partial(self._note_nothing, op))
+
+    def _report(self, op: LoadOp, note: Callable[[], None]) -> None:
+        """Report a load as finished, after `note` has noted what it did not deliver."""
+        try:
+            note()
+        except Exception as error:
+            self._failed_requests.add(op.request_id)
+            logger.error("all tokens of a request are computed after an error", exc_info=error)
+        self._finished.add(op.request_id)
 
     def _note_nothing(self, op: LoadOp) -> None:
         """Note that none of a load's blocks has KV."""
@@ -384,20 +394,19 @@ class WorkerSide:
 
     def finished_loads(self) -> set[str]:
         """Return the requests whose loads are finished, and note what failed."""
-        done, self._refused = self._refused, set()
-        if self._transfer is None or not self._transfer.loading:
-            return done
-        idle = self._meta is not None and self._meta.idle and not done
-        for load in self._transfer.poll(_IDLE_WAIT_SECONDS if idle else 0.0):
-            op = self._ops.pop(load, None)
-            if op is not None:
-                done.add(load.request_id)
+        if self._transfer is not None and self._transfer.loading:
+            idle = self._meta is not None and self._meta.idle and not self._finished
+            for load in self._transfer.poll(_IDLE_WAIT_SECONDS if idle else 0.0):
+                op = self._ops.pop(load, None)
+                if op is None:
+                    continue
+                note = functools.partial(self._note, load, op)
                 if load in self._invalidated:
                     self._invalidated.remove(load)
-                    self._note_nothing(op)
-                else:
-                    self._note(load, op)
+                    note = functools.partial(self._note_nothing, op)
+                self._report(op, note)
                 self._end_read_ahead(load.request_id)
+        done, self._finished = self._finished, set()
         return done
 
     def _note(self, load: Load, op: LoadOp) -> None:
@@ -426,6 +435,9 @@ class WorkerSide:
             return
         for known, block_ids in zip(self._bad_blocks, op.block_ids, strict=True):
             blocks = block_ids[: -(-op.end // self._block_size)]
+            if len(blocks) * self._block_size < op.end:
+                # The scheduler did not come to know the blocks.
+                self._failed_requests.add(op.request_id)
             if NULL_BLOCK in blocks:
                 # vLLM left out the blocks that the window of the token behind the hit does not
                 # reach. The window of the first bad token may reach them, so the whole hit is
@@ -446,20 +458,19 @@ class WorkerSide:
 
     def worker_metadata(self) -> WorkerMetadata | None:
         """Return what the scheduler has to know of this step."""
+        meta = WorkerMetadata()
+        report = self._registration.take_report()
+        if report is not None:
+            meta.reports = {self.rank: report}
+        shelf = self._shelf()
         if self._prefetcher is not None:
             self._failures += [
                 LoadFailure(request_id, chunk.index, chunk.key, failure is Failure.BAD)
                 for request_id, chunk, failure in self._prefetcher.take_failures()
             ]
-        meta = WorkerMetadata(
-            failures=(self._failures,) if self._failures else (),
-            other_adapters=self._adapters.take_others(),
-        )
-        self._failures = []
-        report = self._registration.take_report()
-        if report is not None:
-            meta.reports = {self.rank: report}
-        shelf = self._shelf()
+        if self._failures:
+            meta.failures, self._failures = (self._failures,), []
+        meta.other_adapters = self._adapters.take_others()
         if self._transfer is not None and shelf is not None:
             meta.repaired = [(key, self.rank) for key in self._transfer.take_repaired()]
             meta.published = self._transfer.take_published()
