@@ -206,6 +206,7 @@ class Request:
         self.prompt_embeds = None
         self.prompt_is_token_ids = None
         self.resumable = False
+        self.skip_reading_prefix_cache = False
         self.cache_salt: str | None = None
         self.lora_request: Any = None
         self.mm_features: list[Any] = []

@@ -375,6 +375,7 @@ class SimulatedEngine:
             prompt_embeds=None,
             prompt_is_token_ids=None,
             resumable=False,
+            skip_reading_prefix_cache=False,
             cache_salt=None,
             lora_request=None,
             mm_features=[],

@@ -344,3 +344,22 @@ def test_metrics_of_vllm(engine: Engine, shelf: ShelfFiles, prompt: MakePrompt) 
     after = engine.metrics()
     name = "vllm:external_prefix_cache_hits_total"
     assert after[name] - before[name] == 512
+
+
+def test_a_prompt_whose_log_probabilities_are_wanted_is_stored_and_not_loaded(
+    engine: Engine, shelf: ShelfFiles, prompt: MakePrompt
+) -> None:
+    tokens = prompt(600)
+    cold = engine.generate(tokens, prompt_logprobs=0)
+    shelf.wait_stored(tokens)
+    engine.reset_prefix_cache()
+    before = engine.counters()
+    again = engine.generate(tokens, prompt_logprobs=0)
+    assert again.shelf_tokens == 0
+    assert len(again.prompt_logprobs) == len(tokens)
+    assert_same(again, cold)
+    engine.reset_prefix_cache()
+    assert engine.generate(tokens).shelf_tokens == 512
+    # The second request counts as no hit.
+    after = engine.counters()
+    assert after["hit_tokens"] - before.get("hit_tokens", 0) == 512

@@ -228,6 +228,48 @@ def test_a_load_that_vllm_cut_is_planned_as_cut(make: Callable[..., Side]) -> No
     assert (load.start, load.end, len(load.chunks)) == (0, 16, 2)
 
 
+@pytest.mark.parametrize("why", ["the request", "the engine"])
+def test_what_vllm_would_not_use_is_not_offered_held_or_counted_but_stored(
+    make: Callable[..., Side], why: str
+) -> None:
+    def change(config: SimpleNamespace) -> None:
+        # As in vllm/config/aux_output.py.
+        config.aux_output_config = SimpleNamespace(enabled=why == "the engine")
+
+    side = make(change=change, prefetch_bytes=1 << 20)
+    side.put(prompt(40), 3)
+    gate = threading.Event()
+    side.faults.add(Fault("stat", wait=gate))
+    request = Request("r", prompt(40), skip_reading_prefix_cache=why == "the request")
+    side.side.new_request(request)
+    for _ in range(3):
+        assert side.side.matched_tokens(request, 0) == (0, False)
+        assert side.step().prefetches == []
+    gate.set()
+    lookup = side.side._requests["r"].lookup
+    assert lookup is not None
+    assert lookup.wait(PATIENCE)
+    assert side.side.matched_tokens(request, 0) == (0, False)
+    for _ in range(3):
+        assert side.step().prefetches == []
+    assert side.side.counters.snapshot().get("hit_tokens", 0) == 0
+    meta = side.step({"r": (0, 40)}, new=("r",))
+    assert [op.chunk.index for op in meta.stores] == [3, 4]
+    # Nor after a preemption.
+    request.num_preemptions = 1
+    assert side.side.matched_tokens(request, 0) == (0, False)
+    assert side.step().prefetches == []
+
+
+def test_no_request_waits_for_a_namespace_that_it_does_not_need(make: Callable[..., Side]) -> None:
+    side = make(known=False)
+    request = Request("r", prompt(40), skip_reading_prefix_cache=True)
+    side.side.new_request(request)
+    assert side.side.matched_tokens(request, 0) == (0, False)
+    other = Request("s", prompt(40))
+    assert side.side.matched_tokens(other, 0) == (None, False)
+
+
 # ------------------------------------------------------------------------- failed loads
 
 

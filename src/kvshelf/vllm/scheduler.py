@@ -20,6 +20,10 @@ A request's life
 Contracts
 ---------
 * A hit ends at a block boundary and leaves at least one token to compute.
+* A request of which vLLM would not use a hit is not held, not read ahead and not counted; it is
+  stored like others. Such are requests that skip the prefix cache, as those for log probabilities
+  of the prompt do, and all requests of engines that return the routed experts: vLLM takes KV only
+  together with the experts of its tokens, which a shelf does not have.
 * What vLLM or the workers must hear of stays on a list until it is handed out, whatever raises.
 * There is one load for each time that a request is admitted: what the load did not deliver is
   computed, so no request can loop.
@@ -99,13 +103,16 @@ class _Request:
         "lookup",
         "next_store",
         "offered_from",
+        "reads",
         "request",
         "waiting_since",
     )
 
-    def __init__(self, request: Any, addressable: bool) -> None:
+    def __init__(self, request: Any, addressable: bool, reads: bool) -> None:
         self.request = request
         self.addressable = addressable
+        #: Whether a hit would be used.
+        self.reads = addressable and reads
         self.adapter: AdapterContent | None = None
         # A request that was preempted since then is admitted anew.
         self.admission: int = request.num_preemptions
@@ -214,6 +221,13 @@ class SchedulerSide:
                 " images, audio and video instead of naming them by content, so KV of requests with"
                 " them is neither loaded nor stored. Set --mm-processor-cache-gb above 0"
             )
+        outputs = getattr(vllm_config, "aux_output_config", None)
+        self._hits_are_used = outputs is None or not outputs.enabled
+        if not self._hits_are_used:
+            logger.warning(
+                "the engine returns the experts of all tokens (enable_return_routed_experts), and"
+                " a shelf does not have them: this engine stores KV and loads none"
+            )
         self._whole_items = bool(getattr(vllm_config.model_config, "is_mm_prefix_lm", False))
         self._adapters = AdapterDigests(
             FingerprintCache(cache_dir() / "fingerprints.json"),
@@ -236,7 +250,8 @@ class SchedulerSide:
     def new_request(self, request: Any) -> None:
         """Start the lookup of a request that was just added."""
         state = self._add(request)
-        self._read_ahead.wait(request.request_id)
+        if state.reads:
+            self._read_ahead.wait(request.request_id)
         if self._lookups is not None and state.addressable and not self.disabled:
             self._start_lookup(self._lookups, state)
 
@@ -248,8 +263,9 @@ class SchedulerSide:
         state = self._state_of(request)
         if state.admission != request.num_preemptions:
             state.admit_again()
-            self._read_ahead.wait(request.request_id)
-        if not state.addressable or state.loaded or state.gave_up or self.disabled:
+            if state.reads:
+                self._read_ahead.wait(request.request_id)
+        if not state.reads or state.loaded or state.gave_up or self.disabled:
             return 0, False
         lookups = self._lookups
         if lookups is None:
@@ -300,7 +316,8 @@ class SchedulerSide:
         addressable = _has_address(request) and (
             self._items_have_content or not request.mm_features
         )
-        state = self._requests[request.request_id] = _Request(request, addressable)
+        reads = self._hits_are_used and not request.skip_reading_prefix_cache
+        state = self._requests[request.request_id] = _Request(request, addressable, reads)
         return state
 
     @property
