@@ -1332,6 +1332,51 @@ def test_a_step_names_a_bounded_number_of_chunks_oldest_requests_first(
     ]
 
 
+def test_requests_that_cannot_be_admitted_do_not_starve_those_behind_them(
+    make: Callable[..., Side],
+) -> None:
+    side = make(prefetch_bytes=1 << 20)
+    tokens = prompt(40)
+    side.put(tokens, 4)
+    # Their grammar is not compiled, or no step has room for their adapter: vLLM asks for none.
+    blocked = [_known(side, f"blocked {i}", prompt(40, i + 1)) for i in range(100)]
+    # These have no keys, or take nothing from a cache.
+    for i in range(100):
+        side.side.new_request(Request(f"embeds {i}", prompt(40), prompt_embeds=object()))
+        side.side.new_request(Request(f"logprobs {i}", prompt(40), skip_reading_prefix_cache=True))
+    first, _ = (_known(side, name, tokens) for name in ("first", "second"))
+    assert side.ask(first) == (32, True)
+    assert _named(side.step()) == {}
+    assert _named(side.step()) == {"first": [0, 1, 2, 3], "second": [0, 1, 2, 3]}
+    # What is blocked no more is looked at again.
+    assert side.ask(blocked[5]) == (0, False)
+    assert side.side._read_ahead._waiting["blocked 5"].passed_over
+    side.step()
+    assert not side.side._read_ahead._waiting["blocked 5"].passed_over
+    assert side.side._read_ahead._waiting["blocked 4"].passed_over
+    # The first is admitted, and one that waits before it is still passed over.
+    assert side.ask(first) == (32, True)
+    side.side.allocated(first, ([*range(1, 11)],), 32)
+    side.step()
+    assert side.side._read_ahead._waiting["blocked 5"].passed_over
+    assert not side.side._read_ahead._waiting["second"].passed_over
+
+
+def test_a_preempted_request_waits_before_all_others(make: Callable[..., Side]) -> None:
+    side = make(prefetch_bytes=1 << 20)
+    tokens = prompt(40)
+    side.put(tokens, 4)
+    preempted, other = (_known(side, name, tokens) for name in ("preempted", "other"))
+    side.ask(preempted)
+    side.step({"preempted": (0, 40)}, new=("preempted",))
+    preempted.num_preemptions = 1
+    # There are no blocks for it, so that vLLM does not come to the other one.
+    for _ in range(3):
+        side.ask(preempted)
+        side.step()
+    assert not side.side._read_ahead._waiting[other.request_id].passed_over
+
+
 def test_nothing_is_named_without_memory_for_it_or_while_the_storage_rests(
     make: Callable[..., Side],
 ) -> None:

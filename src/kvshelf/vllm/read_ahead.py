@@ -10,6 +10,9 @@ Contracts
 ---------
 * Oldest requests first; a step looks at a bounded number of requests and names a bounded number
   of chunks.
+* A request that vLLM passes over is not looked at until vLLM asks for it again. vLLM asks for
+  requests in the order in which they wait, and passes over those that it cannot admit yet, such as
+  one whose grammar is not compiled or for whose LoRA adapter a step has no room.
 * A chunk is named at most once for each time that its request is admitted.
 * The workers learn of each request with named chunks when it stops waiting: by its load, or by
   :meth:`ReadAhead.take_ended`.
@@ -21,6 +24,7 @@ from __future__ import annotations
 import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 from kvshelf.format.keys import Chunk
@@ -33,13 +37,37 @@ _CHUNKS_PER_STEP: Final = 64
 _ENGINE_CHUNKS: Final = 4096
 
 
+@dataclass(slots=True)
+class _Waiting:
+    """A request that vLLM has not admitted.
+
+    Attributes
+    ----------
+    place : int
+        Grows with the order in which vLLM asks for requests.
+    ready : bool
+        A step has passed since its lookup was done.
+    asked : bool
+        vLLM has asked for it since the last step.
+    passed_over : bool
+        vLLM has asked for others behind it and not for it.
+    """
+
+    place: int
+    ready: bool = False
+    asked: bool = False
+    passed_over: bool = False
+
+
 class ReadAhead:
     """Plans prefetches; does nothing until :meth:`enable` is called."""
 
     def __init__(self) -> None:
         self._enabled = False
-        #: Waiting requests by age; whether a step has passed since their lookup was done.
-        self._waiting: OrderedDict[str, bool] = OrderedDict()
+        #: By age.
+        self._waiting: OrderedDict[str, _Waiting] = OrderedDict()
+        #: The highest place of a request for which vLLM has asked since the last step.
+        self._last_asked: int | None = None
         #: Number of leading chunks of each request that were named or need not be.
         self._named: dict[str, int] = {}
         self._ended: list[str] = []
@@ -60,10 +88,24 @@ class ReadAhead:
         if engine_chunks is not None:
             self._most_engine_chunks = engine_chunks
 
-    def wait(self, request_id: str) -> None:
-        """Add a request that waits to be admitted, for the first time or after a preemption."""
-        self._waiting[request_id] = False
+    def wait(self, request_id: str, *, first: bool = False) -> None:
+        """Add a request that waits to be admitted: as the last, or after a preemption `first`."""
+        self._waiting.pop(request_id, None)
+        others = self._waiting.values()
+        if first:
+            self._waiting[request_id] = _Waiting(next(iter(others)).place - 1 if others else 0)
+            self._waiting.move_to_end(request_id, last=False)
+        else:
+            self._waiting[request_id] = _Waiting(next(reversed(others)).place + 1 if others else 0)
         self._named.pop(request_id, None)
+
+    def asked(self, request_id: str) -> None:
+        """Note that vLLM could admit a request in this step, as far as it depends on vLLM."""
+        waiting = self._waiting.get(request_id)
+        if waiting is not None:
+            waiting.asked = True
+            last = self._last_asked
+            self._last_asked = waiting.place if last is None else max(last, waiting.place)
 
     def loading(self, request_id: str) -> None:
         """Remove a request whose load was planned."""
@@ -100,11 +142,13 @@ class ReadAhead:
             Whether nothing can be loaded now.
         """
         planned: list[PrefetchOp] = []
+        self._note_passed_over()
         if not self._enabled:
             return planned
         stopped = paused()
         left = _CHUNKS_PER_STEP
-        for request_id in list(itertools.islice(self._waiting, _REQUESTS_PER_STEP)):
+        candidates = (one for one in self._waiting.items() if not one[1].passed_over)
+        for request_id, waiting in list(itertools.islice(candidates, _REQUESTS_PER_STEP)):
             if request_id in scheduled:
                 # Admitted without a load: vLLM had what the shelf has, or the shelf has nothing.
                 self.end(request_id)
@@ -112,9 +156,9 @@ class ReadAhead:
             found = loadable(request_id)
             if found is None:
                 continue
-            if not self._waiting[request_id]:
+            if not waiting.ready:
                 # The next step may admit it.
-                self._waiting[request_id] = True
+                waiting.ready = True
                 continue
             if stopped or left <= 0:
                 continue
@@ -128,6 +172,14 @@ class ReadAhead:
             if wanted:
                 planned.append(PrefetchOp(request_id, wanted))
         return planned
+
+    def _note_passed_over(self) -> None:
+        """Note which requests vLLM left waiting while it asked for one behind them."""
+        last, self._last_asked = self._last_asked, None
+        for waiting in self._waiting.values():
+            if last is None or waiting.place > last:
+                break
+            waiting.passed_over, waiting.asked = not waiting.asked, False
 
     def note_in_engine_cache(self, chunks: Iterable[Chunk]) -> None:
         """Note that the engine's prefix cache is about to hold these chunks."""

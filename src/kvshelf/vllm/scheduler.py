@@ -264,7 +264,8 @@ class SchedulerSide:
         if state.admission != request.num_preemptions:
             state.admit_again()
             if state.reads:
-                self._read_ahead.wait(request.request_id)
+                self._read_ahead.wait(request.request_id, first=True)
+        self._read_ahead.asked(request.request_id)
         if not state.reads or state.loaded or state.gave_up or self.disabled:
             return 0, False
         lookups = self._lookups
