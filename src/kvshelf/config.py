@@ -273,7 +273,8 @@ class Config(BaseSettings):
         default=False,
         description=(
             "Also store chunks that are completed while the answer is generated. Useful for "
-            "conversations, where the answer is part of the next prompt."
+            "conversations, where the answer is part of the next prompt. Off for models whose "
+            "tokens see only a window of the answer (R-SWA)."
         ),
     )
     check_finite: bool = Field(

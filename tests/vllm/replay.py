@@ -192,6 +192,7 @@ def make_groups(
     return SimpleNamespace(
         kv_cache_groups=[group] * count,
         num_blocks=blocks or config.cache_config.num_gpu_blocks,
+        prefix_cacheable_group_ids=tuple(range(count)),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +28,7 @@ from replay import (
     prompt,
 )
 from thread_limit import none_can_be_started
+from vllm.config.aux_output import AuxOutputConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.core.sched.output import KVConnectorBlockState
 
@@ -966,6 +967,48 @@ def test_other_than_one_cache_group_is_refused(tmp_path: Path, groups: int) -> N
     config = make_config(str(tmp_path))
     with pytest.raises(UnsupportedError, match=f"{groups} KV cache groups"):
         SharedStorageConnector(config, KVConnectorRole.SCHEDULER, make_groups(config, groups))
+
+
+@pytest.mark.parametrize("role", list(KVConnectorRole))
+def test_a_cache_without_prefixes_is_refused(tmp_path: Path, role: KVConnectorRole) -> None:
+    config = make_config(str(tmp_path / "shelf"))
+    groups = make_groups(config)
+    groups.prefix_cacheable_group_ids = ()
+    with pytest.raises(UnsupportedError, match=r"cannot cache prefixes .* remove --kv-transfer"):
+        SharedStorageConnector(config, role, groups)
+    assert not (tmp_path / "shelf").exists()
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("windowed", [True, False])
+def test_answers_that_see_a_window_are_not_stored(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, windowed: bool, whole: bool
+) -> None:
+    config = make_config(str(tmp_path), save_decode=True)
+    groups = make_groups(config)
+    spec = groups.kv_cache_groups[0].kv_cache_spec
+    if windowed:
+        spec.rswa_window = 128
+    if not whole:
+        # As UniformTypeKVCacheSpecs of vllm/v1/kv_cache_interface.py.
+        specs = {"model.layers.0.self_attn.attn": spec}
+        groups.kv_cache_groups[0].kv_cache_spec = SimpleNamespace(
+            block_size=spec.block_size, kv_cache_specs=specs
+        )
+    for role in KVConnectorRole:
+        made = SharedStorageConnector(config, role, groups)
+        assert made.config.save_decode is not windowed
+        made.shutdown()
+    assert caplog.text.count("save_decode is off") == windowed
+
+
+def test_vllm_says_which_caches_have_no_prefixes_or_windows_of_answers() -> None:
+    import vllm.v1.kv_cache_interface as interface
+
+    assert interface.HiSparseHotSpec.prefix_cacheable.fget(None) is False
+    assert "rswa_window" in {one.name for one in fields(interface.RSWASpec)}
+    assert "kv_cache_specs" in {one.name for one in fields(interface.UniformTypeKVCacheSpecs)}
+    assert AuxOutputConfig(enable_return_routed_experts=True).enabled
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ KV. The loads that vLLM waits for are reported all the same. The constructor and
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import sys
 from collections.abc import Callable
@@ -136,6 +137,13 @@ class SharedStorageConnector(KVConnectorBase_V1):
         transfer = vllm_config.kv_transfer_config
         self._config = Config.load(transfer.kv_connector_extra_config)
         _check_engine(vllm_config, kv_cache_config)
+        if self._config.save_decode and _answers_see_a_window(kv_cache_config):
+            self._config = self._config.model_copy(update={"save_decode": False})
+            if role is KVConnectorRole.SCHEDULER:
+                logger.warning(
+                    "save_decode is off for this model: a token sees the whole prompt and a window"
+                    " of the answer, so the KV of an answer depends on where the prompt ended"
+                )
         _apply_load_failure_policy(transfer, self._config.load_failure_policy)
         self._counters = Counters()
         self._shelf = _open(self._config, self._counters)
@@ -445,6 +453,12 @@ def _check_engine(vllm_config: Any, kv_cache_config: Any) -> None:
             f"the model has {len(groups)} KV cache groups; this version of kvshelf serves models"
             " with one. Start vLLM with --disable-hybrid-kv-cache-manager where the model allows"
         )
+    if groups is not None and not kv_cache_config.prefix_cacheable_group_ids:
+        raise UnsupportedError(
+            "vLLM cannot cache prefixes in the KV cache of this model"
+            f" ({type(groups[0].kv_cache_spec).__name__}), so nothing of it can be stored; remove"
+            " --kv-transfer-config for this model"
+        )
     speculative = vllm_config.speculative_config
     if speculative is not None and speculative.method not in _DRAFTS_WITHOUT_KV:
         raise UnsupportedError(
@@ -457,6 +471,15 @@ def _check_engine(vllm_config: Any, kv_cache_config: Any) -> None:
             " only, so no chunk would ever be stored completely. Use tensor parallelism, or no"
             " speculative decoding"
         )
+
+
+def _answers_see_a_window(kv_cache_config: Any) -> bool:
+    """Whether the model has R-SWA layers (RSWASpec of vllm/v1/kv_cache_interface.py)."""
+    groups = getattr(kv_cache_config, "kv_cache_groups", ())
+    specs = [group.kv_cache_spec for group in groups]
+    # A group of layers whose caches differ in size has a specification for each layer.
+    layers = [getattr(spec, "kv_cache_specs", {}).values() or [spec] for spec in specs]
+    return any(hasattr(spec, "rswa_window") for spec in itertools.chain.from_iterable(layers))
 
 
 def _tokens_are_together(ranks: int) -> bool:
