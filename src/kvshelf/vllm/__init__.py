@@ -6,23 +6,62 @@ vLLM's version. Importing this package does not import vllm.
 
 from __future__ import annotations
 
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
 from kvshelf.errors import UnsupportedError
+
+logger = logging.getLogger(__name__)
 
 CONNECTOR_NAME = "SharedStorageConnector"
 SUPPORTED_VLLM = ((0, 32), (0, 34))
+
+#: What vLLM calls for a connector's class, by the name in ``--kv-transfer-config``.
+_Loader = Callable[[], Any]
+#: The loaders that :func:`register` put into vLLM's registry.
+_registered: set[_Loader] = set()
 
 
 def register() -> None:
     """Register the connector with vLLM; a ``vllm.general_plugins`` entry point.
 
-    vLLM calls this in each of its processes, perhaps more than once.
+    vLLM calls this in each of its processes, perhaps more than once. A connector of that name that
+    vLLM itself ships keeps the name, and says so when it is used (vLLM
+    ``distributed/kv_transfer/kv_connector/factory.py``).
     """
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-    if CONNECTOR_NAME not in KVConnectorFactory._registry:
+    loaders = KVConnectorFactory._registry
+    if CONNECTOR_NAME not in loaders:
         KVConnectorFactory.register_connector(
             CONNECTOR_NAME, "kvshelf.vllm.connector", CONNECTOR_NAME
         )
+    elif loaders[CONNECTOR_NAME] not in _registered:
+        loaders[CONNECTOR_NAME] = _warning(loaders[CONNECTOR_NAME])
+    _registered.add(loaders[CONNECTOR_NAME])
+
+
+def _warning(theirs: _Loader) -> _Loader:
+    """Return a loader of another connector of this name, which warns on its first call."""
+
+    @functools.cache
+    def warn(place: str) -> None:
+        logger.warning(
+            "kv_connector names %s, and this vLLM has one of its own under that name (%s), which"
+            " it uses. To use kvshelf, add to --kv-transfer-config:"
+            ' "kv_connector_module_path": "kvshelf.vllm.connector"',
+            CONNECTOR_NAME,
+            place,
+        )
+
+    def load() -> Any:
+        found = theirs()
+        warn(found.__module__)
+        return found
+
+    return load
 
 
 def check_vllm_version(version: str) -> None:

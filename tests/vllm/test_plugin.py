@@ -1,0 +1,67 @@
+"""The plugin that vLLM loads in each of its processes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+import simulated  # noqa: F401 - imports vLLM without its warnings
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+from kvshelf.vllm import CONNECTOR_NAME, register
+
+MODULE = "kvshelf.vllm.connector"
+
+
+class SharedStorageConnector:
+    """One of the same name that vLLM ships."""
+
+    def __init__(self, config: Any, role: Any, kv_cache_config: Any) -> None: ...
+
+
+@pytest.fixture
+def loaders(monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable[[], Any]]:
+    """vLLM's connectors by name, without those that kvshelf has registered."""
+    found: dict[str, Callable[[], Any]] = dict(KVConnectorFactory._registry)
+    found.pop(CONNECTOR_NAME, None)
+    monkeypatch.setattr(KVConnectorFactory, "_registry", found)
+    return found
+
+
+def connector_of(**settings: Any) -> Any:
+    config = KVTransferConfig(kv_connector=CONNECTOR_NAME, kv_role="kv_both", **settings)
+    return KVConnectorFactory.get_connector_class(config)
+
+
+def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING]
+
+
+def test_the_name_is_kvshelf_s(
+    loaders: dict[str, Callable[[], Any]], caplog: pytest.LogCaptureFixture
+) -> None:
+    register()
+    register()
+    assert connector_of().__module__ == MODULE
+    assert warnings_in(caplog) == []
+
+
+def test_a_connector_of_vllm_s_own_keeps_its_name_and_one_warning_says_so(
+    loaders: dict[str, Callable[[], Any]], caplog: pytest.LogCaptureFixture
+) -> None:
+    loaders[CONNECTOR_NAME] = lambda: SharedStorageConnector
+    register()
+    register()
+    assert warnings_in(caplog) == [], "an engine without this connector has nothing to learn"
+    assert connector_of() is SharedStorageConnector
+    assert connector_of() is SharedStorageConnector
+    (warning,) = warnings_in(caplog)
+    assert f'"kv_connector_module_path": "{MODULE}"' in warning
+    assert connector_of(kv_connector_module_path=MODULE).__module__ == MODULE
+    assert len(warnings_in(caplog)) == 1
