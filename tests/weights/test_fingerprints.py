@@ -250,7 +250,7 @@ def test_several_processes_share_a_cache(tmp_path: Path, cache: FingerprintCache
         "from kvshelf.weights.fingerprints import FingerprintCache\n"
         "cache = FingerprintCache(sys.argv[1])\n"
         "for path in sys.argv[2:]:\n"
-        "    cache.put([(os.stat(path), '0' * 32)])\n"
+        "    cache.put(os.stat(path), '0' * 32)\n"
     )
     touch(tmp_path, *(f"{n}" for n in range(24)))
     files = [str(tmp_path / f"{n}") for n in range(24)]
