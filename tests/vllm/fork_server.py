@@ -22,6 +22,7 @@ import importlib.util
 import json
 import multiprocessing
 import os
+import re
 import select
 import socket
 import subprocess
@@ -82,7 +83,7 @@ class ForkServer:
 
     def __init__(self, log: Path, environment: Mapping[str, str]) -> None:
         self._log = log
-        self._environment = {**environment, "LD_PRELOAD": _preloaded()}
+        self._environment = {**environment, "LD_PRELOAD": _preloaded(), "OMP_NUM_THREADS": "1"}
         self._socket: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -170,6 +171,20 @@ def _import_vllm() -> None:
     gc.freeze()
 
 
+def _bind_worker() -> None:
+    """Bind a worker as OpenMP does where it starts anew, with the same number of threads.
+
+    Source: ``vllm/utils/ompmultiprocessing.py``, which sets one of these for workers only.
+    """
+    places = os.environ.get("GOMP_CPU_AFFINITY") or os.environ.get("OMP_PLACES")
+    if places:
+        import torch
+
+        cores = [int(core) for core in re.findall(r"\d+", places)]
+        os.sched_setaffinity(0, cores)
+        torch.set_num_threads(len(cores))
+
+
 def _serve(control: socket.socket) -> tuple[dict[str, str], int, int] | None:
     """Fork an engine for each message; return its message in an engine, None at the end."""
     while True:
@@ -198,6 +213,7 @@ def _become_engine(environment: dict[str, str], connection: int, log: int) -> No
     os.close(log)
     # Only this process speaks with the tests: they see its end although its children live on.
     os.register_at_fork(after_in_child=functools.partial(os.close, connection))
+    os.register_at_fork(after_in_child=_bind_worker)
     for name in set(os.environ) - set(environment) - {"LD_PRELOAD"}:
         del os.environ[name]
     os.environ.update(environment)
