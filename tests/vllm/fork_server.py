@@ -217,6 +217,8 @@ def _become_engine(environment: dict[str, str], connection: int, log: int) -> No
     for name in set(os.environ) - set(environment) - {"LD_PRELOAD"}:
         del os.environ[name]
     os.environ.update(environment)
+    paths = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
+    sys.path[1:1] = [path for path in paths if path not in sys.path]
     sys.argv = ["engine_process.py", str(connection)]
     asyncio.run(engine_process.main())
 

@@ -39,6 +39,9 @@ NEAR_TIE = 0.15
 SHELF_CONNECTOR = ("SharedStorageConnector", "kvshelf.vllm.connector")
 INERT_CONNECTOR = ("InertConnector", "benchmarks.inert")
 
+#: Environment variables that engines read after vLLM is imported.
+_READ_LATE = {"PYTHONPATH", "VLLM_CPU_OMP_THREADS_BIND"}
+
 
 class EngineError(RuntimeError):
     """An engine did not start, died, or answered a command with an error."""
@@ -153,7 +156,7 @@ class Engine:
         Give up root's privilege to write where permissions forbid it; see
         :attr:`heeds_permissions`.
     forks : ForkServer, optional
-        Forks the engine, unless `env` or `heed_permissions` need a program started anew.
+        Forks the engine, unless `heed_permissions` or `env` need a program started anew.
     **arguments
         Fields of vLLM's ``AsyncEngineArgs`` on top of the harness's.
 
@@ -214,7 +217,8 @@ class Engine:
         self.started = time.monotonic()
         self.process: subprocess.Popen[bytes] | ForkedProcess
         with self.log_path.open("ab") as output, theirs:
-            if forks is not None and not env and not heed_permissions:
+            anew = heed_permissions or set(env or ()) - _READ_LATE
+            if forks is not None and not anew:
                 self.process = forks.start(environment, theirs.fileno(), output.fileno())
             else:
                 self.process = subprocess.Popen(
