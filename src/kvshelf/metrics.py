@@ -47,6 +47,10 @@ COUNTERS: Mapping[str, str] = {
     ),
     "dropped_chunks_parent_dropped": "chunks dropped because a chunk before them was dropped",
     "dropped_chunks_not_finite": "chunks dropped because their KV contains NaN or infinity",
+    "dropped_chunks_adapter_unknown": (
+        "chunks dropped because the worker had not hashed the files of their LoRA adapter yet, or"
+        " had loaded other files"
+    ),
     "dropped_chunks_error": "chunks dropped because their store failed",
     "dropped_chunks_shutdown": "chunks not yet published at shutdown",
     "late_calls": "storage calls that missed their deadline",

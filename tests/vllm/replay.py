@@ -22,6 +22,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from parts import PATIENCE
 from simulated_device import SimulatedStreams
 
 with warnings.catch_warnings():
@@ -348,6 +349,8 @@ class MiniVllm:
         self.preempted_ids: set[str] = set()
         self.steps = 0
         self.forward_error: Exception | None = None
+        #: Whether a forward pass takes as long as the worker needs to hash adapters.
+        self.patient = True
         self.written: list[tuple[str, int, int]] = []
         #: New blocks, which the runner zeroes before it binds the step.
         self.zeroed: list[int] = []
@@ -598,6 +601,9 @@ class MiniVllm:
     def _forward(self, output: SimpleNamespace) -> None:
         for request_id in output.num_scheduled_tokens:
             self.adapters.use(self.states[request_id].request.lora_request)
+        if self.patient:
+            for hashing in self.worker._worker._adapters._hashings.values():
+                assert hashing._done.wait(PATIENCE)
         for request_id, count in output.num_scheduled_tokens.items():
             state = self.states[request_id]
             computed = state.request.num_computed_tokens

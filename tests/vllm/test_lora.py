@@ -77,6 +77,8 @@ def test_adapters_are_told_apart_by_content(
     tokens = prompt(600)
     cold = []
     for number, adapter in enumerate(adapters, 1):
+        # Loads the adapter, so that the worker knows its digest when there is something to store.
+        adapted.generate(prompt(20), lora=adapter)
         adapted.reset_prefix_cache()
         cold.append(adapted.generate(tokens, lora=adapter))
         assert cold[-1].shelf_tokens == 0

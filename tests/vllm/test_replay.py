@@ -28,6 +28,7 @@ from parts import AT_ONCE, PATIENCE, posix, until
 from replay import RUNNERS, MiniVllm, Request, adapter, image, make_config, prompt
 
 from kvshelf.errors import ObjectMissingError, TransientStorageError
+from kvshelf.metrics import Counters
 from kvshelf.shelf import tiers
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.vllm import adapters, connector
@@ -372,6 +373,7 @@ def test_an_adapter_whose_files_cannot_be_read_in_time_holds_up_nobody(
     monkeypatch.setattr(adapters, "_HASHING_SECONDS", 0.05)
     folder = make_adapter(tmp_path / "a", "a")
     engine = start(prefix_caching=False)
+    engine.patient = False
     for _ in range(2):
         assert run(engine, prompt(20), lora_request=adapter(folder)) == [0]
     assert not objects(backend)
@@ -384,6 +386,72 @@ def test_an_adapter_whose_files_cannot_be_read_in_time_holds_up_nobody(
         return len(objects(backend)) == 4
 
     until(stored)
+
+
+def test_no_step_waits_for_the_digest_of_an_adapter(
+    start: Callable[..., MiniVllm],
+    backend: FaultyBackend,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gate, read = threading.Event(), []
+    digest, folder = adapters.lora_digest, make_adapter(tmp_path / "a", "a")
+
+    def wait(*args: Any, cache: Any) -> bytes:
+        if cache.path is None:
+            # The worker, whose digests are cached nowhere.
+            read.append(args)
+            assert gate.wait(PATIENCE)
+        return digest(*args, cache=cache)
+
+    monkeypatch.setattr(adapters, "lora_digest", wait)
+    waits, counted = note_waits(monkeypatch), note_counts(monkeypatch)
+    engine = start(prefix_caching=False)
+    engine.patient = False
+    assert run(engine, prompt(20), lora_request=adapter(folder)) == [0]
+    # Others push it out, and it is loaded again while its files are being hashed.
+    engine.adapters.loaded.clear()
+    assert run(engine, prompt(20), lora_request=adapter(folder)) == [0]
+    assert not objects(backend)
+    assert counted.count("dropped_chunks_adapter_unknown") == 4
+    gate.set()
+    engine.patient = True
+    run(engine, prompt(20), lora_request=adapter(folder))
+    assert len(objects(backend)) == 4
+    # Nor is anything dropped when the same files are loaded once more.
+    engine.adapters.loaded.clear()
+    assert run(engine, prompt(20), lora_request=adapter(folder)) == [16]
+    run(engine, prompt(20, 1), lora_request=adapter(folder))
+    assert len(objects(backend)) == 8
+    assert counted.count("dropped_chunks_adapter_unknown") == 4
+    assert len(read) == 1
+    assert waits == []
+
+
+def note_counts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Note what is counted, whoever takes the counters."""
+    add, names = Counters.add, []
+
+    def noted(counters: Counters, name: str, amount: float = 1) -> None:
+        names.append(name)
+        add(counters, name, amount)
+
+    monkeypatch.setattr(Counters, "add", noted)
+    return names
+
+
+def note_waits(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Note each time that the step thread waits for a digest."""
+    step, waits = threading.current_thread(), []
+    wait = adapters._Hashing.wait
+
+    def noted(hashing: Any) -> bool:
+        if threading.current_thread() is step:
+            waits.append("a wait")
+        return wait(hashing)
+
+    monkeypatch.setattr(adapters._Hashing, "wait", noted)
+    return waits
 
 
 def test_an_adapter_that_is_loaded_again_before_it_was_looked_at_is_not_stored(

@@ -23,9 +23,10 @@ KV of requests with such an adapter is neither stored nor loaded.
 
 Contracts
 ---------
-* Files are hashed on threads of their own, at most one for each adapter and side. No caller waits
-  longer than a second after hashing began: if the files' storage never answers, only KV of this
-  adapter is not cached.
+* Files are hashed on threads of their own, at most one for each adapter and side. Only lookup
+  threads wait for them, until a second after hashing began: if the files' storage never answers,
+  only KV of this adapter is not cached. A worker stores nothing for an adapter until it has hashed
+  the files.
 * :class:`AdapterDigests` may be used from any thread, :class:`LoadedAdapters` from the worker's
   step thread.
 """
@@ -260,6 +261,8 @@ class LoadedAdapters:
         #: By id; None: several contents, or an unknown one.
         self._known: dict[int, bytes | None] = {}
         self._hashings: dict[int, _Hashing] = {}
+        #: By id, the stamp of the files that were loaded last; None if they changed meanwhile.
+        self._stamps: dict[int, _Stamp | None] = {}
         self._others: set[int] = set()
 
     def watch(self, manager_class: type | None = None) -> bool:
@@ -295,16 +298,20 @@ class LoadedAdapters:
         before : tuple or None
             The stamp of its files before vLLM read them; None if the files were missing.
         """
-        number = int(adapter.lora_int_id)
+        number, path = int(adapter.lora_int_id), str(adapter.lora_path)
+        stamp = before if before is not None and before == _stamp(path) else None
+        if stamp is not None and stamp == self._stamps.get(number):
+            # The digest that is known or being computed is that of these files.
+            return
         unknown = number in self._hashings and not self._take(number)
         if unknown or adapter.load_inplace:
             self._known[number] = None
+        self._stamps[number] = None if adapter.load_inplace else stamp
         if adapter.load_inplace:
             return
-        path = str(adapter.lora_path)
 
         def content() -> bytes:
-            # Without a cache: the step thread may wait for this, and a cache is one file more.
+            # Without a cache, which would be one file more to read: stores are dropped meanwhile.
             found = _digest(path, self._settings, FingerprintCache(None))
             if before is not None and _stamp(path) != before:
                 raise ConfigError("its files changed while they were loaded")
@@ -312,12 +319,12 @@ class LoadedAdapters:
 
         self._hashings[number] = _Hashing(content)
 
-    def _take(self, number: int, *, wait: bool = True) -> bool:
+    def _take(self, number: int) -> bool:
         """Record the digest found for an id; return False while it is not known."""
         hashing = self._hashings.get(number)
         if hashing is None:
             return number in self._known
-        if not (hashing.wait() if wait else hashing.done):
+        if not hashing.done:
             return False
         del self._hashings[number]
         found = hashing.digest
@@ -327,12 +334,12 @@ class LoadedAdapters:
         return True
 
     def may_store(self, content: AdapterContent | None) -> bool:
-        """Whether KV that was just computed was computed with this content."""
+        """Whether KV that was just computed is known to be computed with this content."""
         return content is None or (self._take(content.number) and self._agrees(content))
 
     def may_load(self, content: AdapterContent | None) -> bool:
         """Whether the worker computes with this content, as far as it knows."""
-        if content is None or not self._take(content.number, wait=False):
+        if content is None or not self._take(content.number):
             return True
         return self._agrees(content)
 

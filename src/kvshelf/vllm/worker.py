@@ -380,7 +380,10 @@ class WorkerSide:
         size = self._config.chunk_size
         for op in stores:
             (block_ids,) = op.block_ids
-            if NULL_BLOCK in block_ids or not self._adapters.may_store(op.adapter):
+            if NULL_BLOCK in block_ids:
+                continue
+            if not self._adapters.may_store(op.adapter):
+                self.counters.add("dropped_chunks_adapter_unknown")
                 continue
             try:
                 # The first of these blocks may begin with tokens of the chunk before.
