@@ -725,6 +725,7 @@ def old_files(monkeypatch: pytest.MonkeyPatch) -> None:
 def with_model(backend: FaultyBackend, model: Path, **options: Any) -> SimpleNamespace:
     config = make_config(backend.url, weights="content", **options)
     config.model_config.model = str(model)
+    config.model_config.revision = config.load_config.download_dir = None
     return config
 
 
@@ -1049,8 +1050,13 @@ def test_a_worker_of_vllm_tells_the_connector(
     ("change", "message"),
     [
         (lambda config: setattr(config.load_config, "load_format", "dummy"), "random weights"),
-        (lambda config: setattr(config.model_config, "model", "/nowhere/at/all"), "fingerprint"),
+        (lambda config: setattr(config.model_config, "model", "/nowhere/at/all"), "nowhere"),
+        (lambda config: setattr(config.model_config, "model", "qwen/Qwen2"), "cache of Hugging"),
         (lambda config: setattr(config.load_config, "load_format", "tensorizer"), "tensorizer"),
+        (
+            lambda config: setattr(config.model_config, "model_weights", "s3://a-bucket/model"),
+            "come from s3://a-bucket/model",
+        ),
     ],
 )
 def test_weights_without_a_name_are_a_problem_that_says_what_to_do(

@@ -26,6 +26,7 @@ from kvshelf.errors import ConfigError, UnsupportedError
 from kvshelf.format.model import ModelFacts, default_shards, rope_text
 from kvshelf.format.namespace import Namespace
 from kvshelf.kv.topology import Topology
+from kvshelf.urls import shown_url
 from kvshelf.vllm.metadata import WorkerReport
 from kvshelf.weights.fingerprints import (
     FingerprintCache,
@@ -305,23 +306,30 @@ def local_model_dir(vllm_config: Any) -> Path:
 
     Raises
     ------
-    FileNotFoundError
+    ConfigError
         If this machine has no such directory.
     """
     model = vllm_config.model_config
-    path = Path(str(getattr(model, "model_weights", "") or model.model)).expanduser()
+    source = str(getattr(model, "model_weights", "") or model.model)
+    if "://" in source:
+        raise ConfigError(f"they come from {shown_url(source)}, not from files of this machine")
+    path = Path(source).expanduser()
     if path.exists():
         return path
     from huggingface_hub import snapshot_download
 
-    return Path(
-        snapshot_download(
-            str(path),
+    try:
+        found = snapshot_download(
+            source,
             revision=model.revision,
             cache_dir=vllm_config.load_config.download_dir,
             local_files_only=True,
         )
-    )
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{source} is neither a folder nor a snapshot in this machine's cache of Hugging Face"
+        ) from error
+    return Path(found)
 
 
 def process_start_time() -> float:
@@ -436,7 +444,10 @@ class WeightsIdentity:
     def _fingerprint(self, changed_since: float | None) -> str:
         load_format = str(getattr(self._vllm_config.load_config, "load_format", "auto"))
         if load_format == "dummy":
-            raise ConfigError("load_format=dummy makes random weights, which no file identifies")
+            # Objects of such weights would fill the shelf, and no later engine could load them.
+            raise ConfigError(
+                "load_format is dummy: nobody else has a use for these random weights"
+            )
         model = getattr(self._vllm_config.model_config, "hf_config", None)
         for name in ("audio_model_id", "text_model_id"):
             if other := getattr(model, name, None):
