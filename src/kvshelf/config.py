@@ -269,6 +269,15 @@ class Config(BaseSettings):
             "share chunks, with or without this option."
         ),
     )
+    trust_uuids: bool = Field(
+        default=False,
+        description=(
+            "A client may name an image, audio or video by a `uuid` of its own. Another client "
+            "that sends the same `uuid` with another content would get wrong KV, so a request "
+            "with one is loaded and stored only if it has a `cache_salt`. `true` serves all: you "
+            "promise that all clients of all engines use a `uuid` for one content only."
+        ),
+    )
     save_decode: bool = Field(
         default=False,
         description=(

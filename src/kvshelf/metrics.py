@@ -25,6 +25,10 @@ COUNTERS: Mapping[str, str] = {
     "hit_tokens": "tokens that lookups found on the shelf",
     "lookup_timeouts": "lookups that timed out and counted as misses",
     "skipped_lookups": "requests not looked up because a circuit breaker was open",
+    "uuid_requests": (
+        "requests neither loaded nor stored because a client may have chosen the id of an image,"
+        " audio or video in them"
+    ),
     "probes": "objects probed",
     "probe_errors": "probes that failed",
     "loaded_tokens": "tokens whose KV was loaded",

@@ -64,7 +64,9 @@ SUBJECTS: Final = {
     "vllm.model_executor.layers.attention.attention": ("Attention", "set_default_quant_scales"),
     "vllm.model_executor.layers.attention.mla_attention": ("MLAAttention",),
     "vllm.model_executor.models.utils": ("extract_layer_index",),
+    "vllm.multimodal.hasher": ("MultiModalHasher",),
     "vllm.multimodal.inputs": ("MultiModalFeatureSpec", "PlaceholderRange"),
+    "vllm.multimodal.processing.inputs": ("ProcessorInputs",),
     "vllm.v1.attention.backend": (
         "AttentionBackend",
         "AttentionImpl",
@@ -78,6 +80,8 @@ SUBJECTS: Final = {
         "NewRequestData",
         "SchedulerOutput",
     ),
+    "vllm.v1.engine": ("EngineCoreRequest",),
+    "vllm.v1.engine.input_processor": ("InputProcessor",),
     "vllm.v1.kv_cache_interface": (
         "AttentionSpec",
         "FullAttentionSpec",

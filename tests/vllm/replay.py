@@ -34,6 +34,7 @@ with warnings.catch_warnings():
     from vllm.v1.outputs import KVConnectorOutput
 
     from kvshelf.vllm.connector import SharedStorageConnector
+    from kvshelf.vllm.item_ids import CONTENT
 
 #: The order of a runner's calls, and whether its caches are on a device that runs behind.
 RUNNERS = ["V1", "V1 speculative", "V2", "V1 on a device", "V2 on a device"]
@@ -825,9 +826,11 @@ def _empty_output() -> SimpleNamespace:
 
 
 def image(identifier: str, offset: int, length: int) -> SimpleNamespace:
-    """A multimodal item as vLLM describes it."""
+    """A multimodal item as vLLM describes it, named by its content."""
     position = SimpleNamespace(offset=offset, length=length)
-    return SimpleNamespace(identifier=identifier, mm_position=position)
+    return SimpleNamespace(
+        identifier=identifier, mm_position=position, mm_hash=f"{CONTENT}{identifier}"
+    )
 
 
 def adapter(path: object, number: int = 1, **options: Any) -> SimpleNamespace:

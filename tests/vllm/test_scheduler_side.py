@@ -42,6 +42,7 @@ from kvshelf.shelf import tiers
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.vllm import check_vllm_version, connector
 from kvshelf.vllm.connector import SharedStorageConnector
+from kvshelf.vllm.item_ids import CLIENT, CONTENT
 from kvshelf.vllm.metadata import (
     LoadFailure,
     StepMetadata,
@@ -774,6 +775,89 @@ def test_images_that_vllm_only_numbers_are_neither_looked_up_nor_stored(
     assert bool(meta.stores) is stored
 
 
+def named(identifier: str, mm_hash: str) -> SimpleNamespace:
+    """An image with these names."""
+    position = SimpleNamespace(offset=3, length=4)
+    return SimpleNamespace(identifier=identifier, mm_position=position, mm_hash=mm_hash)
+
+
+#: Images with an id that a client may have chosen, and what the log says of them.
+UNTRUSTED = {
+    "a uuid": (named(f"{CLIENT}cat", f"{CLIENT}cat"), "by a uuid of its own"),
+    "a uuid, adapter for images": (named(f"a:{CLIENT}cat", f"{CLIENT}cat"), "by a uuid of its own"),
+    "no marks": (named("cat", "cat"), "does not mark ids"),
+    "no marks, and a uuid that feigns one": (named(f"{CONTENT}cat", f"{CONTENT}cat"), "not mark"),
+    "no second name": (named("cat", None), "does not mark ids"),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("case", UNTRUSTED)
+def test_an_image_by_an_id_that_a_client_may_have_chosen_needs_a_salt(
+    make: Callable[..., Side], case: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    item, said = UNTRUSTED[case]
+    side = make()
+    tokens = prompt(24)
+    for salt in ("", "a tenant's"):
+        side.put(tokens, items=[MultimodalItem(item.identifier, 3, 4)], salt=salt)
+    for name, salt in (("one", None), ("two", None), ("salted", "a tenant's")):
+        request = Request(name, tokens, cache_salt=salt, mm_features=[item])
+        assert (side.ask(request)[0] > 0) is (salt is not None)
+    assert side.side.counters.snapshot()["uuid_requests"] == 2
+    assert caplog.text.count("neither loaded nor stored") == 1
+    assert said in caplog.text
+    assert "trust_uuids" in caplog.text
+
+    fresh = Request("fresh", prompt(24, 2), mm_features=[item])
+    salted = Request("fresh, salted", prompt(24, 3), mm_features=[item], cache_salt="a tenant's")
+    for request in (fresh, salted):
+        side.ask(request)
+    meta = side.step({"fresh": (0, 24), "fresh, salted": (0, 24)}, new=("fresh", "fresh, salted"))
+    assert len(meta.stores) == 3
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        named("cat", f"{CONTENT}cat"),
+        named("an adapter:cat", f"{CONTENT}cat"),
+    ],
+)
+def test_an_image_by_its_content_needs_no_salt(
+    make: Callable[..., Side], item: SimpleNamespace, caplog: pytest.LogCaptureFixture
+) -> None:
+    side = make()
+    tokens = prompt(24)
+    side.put(tokens, items=[MultimodalItem(item.identifier, 3, 4)])
+    assert side.ask(Request("r", tokens, mm_features=[item]))[0] > 0
+    assert "neither loaded nor stored" not in caplog.text
+
+
+def test_encoders_in_other_engines_know_images_by_ids_without_marks(
+    make: Callable[..., Side], caplog: pytest.LogCaptureFixture
+) -> None:
+    def change(config: SimpleNamespace) -> None:
+        config.ec_transfer_config = SimpleNamespace()
+
+    side = make(change=change)
+    tokens = prompt(24)
+    side.put(tokens, items=[MultimodalItem("cat", 3, 4)])
+    assert side.ask(Request("r", tokens, mm_features=[image("cat", 3, 4)])) == (0, False)
+    assert "ec_transfer_config" in caplog.text
+
+
+@pytest.mark.parametrize("case", UNTRUSTED)
+def test_uuids_that_are_trusted_have_the_keys_that_they_had(
+    make: Callable[..., Side], case: str
+) -> None:
+    item, _ = UNTRUSTED[case]
+    side = make(trust_uuids=True)
+    tokens = prompt(24)
+    side.put(tokens, items=[MultimodalItem(item.identifier.replace(CLIENT, ""), 3, 4)])
+    assert side.ask(Request("r", tokens, mm_features=[item]))[0] > 0
+    assert "uuid_requests" not in side.side.counters.snapshot()
+
+
 @pytest.mark.parametrize(("asynchronous", "stages"), [(False, 1), (True, 1), (False, 2), (True, 2)])
 def test_what_stands_on_another_connector_s_load_is_stored_when_its_outcome_is_known(
     make: Callable[..., Side], asynchronous: bool, stages: int
@@ -1258,6 +1342,7 @@ def test_images_are_part_of_the_address(make: Callable[..., Side]) -> None:
                     modality="image",
                     identifier=identifier,
                     mm_position=PlaceholderRange(offset=offset, length=length),
+                    mm_hash=f"{CONTENT}{identifier}",
                 )
                 for identifier, offset, length in items
             ],

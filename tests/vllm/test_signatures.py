@@ -132,7 +132,9 @@ ATTRIBUTES = {
         "video_pruning_method",
         "video_pruning_rate",
     ),
-    "MultiModalFeatureSpec": ("identifier", "mm_position"),
+    "EngineCoreRequest": ("mm_features",),
+    "InputProcessor": ("vllm_config",),
+    "MultiModalFeatureSpec": ("data", "identifier", "mm_hash", "mm_position"),
     "NewRequestData": ("num_computed_tokens", "req_id"),
     "ParallelConfig": (
         "cp_kv_cache_interleave_size",
@@ -380,6 +382,15 @@ def test_methods_that_are_wrapped_exist(version: dict[str, Any]) -> None:
     assert "tags" in signature(worker["wake_up"]).parameters
     load = the_class(version, "WorkerLoRAManager")["methods"]["_load_adapter"]
     without_self(load).bind("an adapter")
+
+
+def test_ids_of_images_can_be_marked(version: dict[str, Any]) -> None:
+    hashing = the_class(version, "MultiModalHasher")["methods"]["hash_kwargs"]
+    without_self(hashing).bind("blake3", model_id="a model", image="an image")
+    inputs = the_class(version, "ProcessorInputs")
+    assert "mm_uuid_items" in inputs["attributes"]
+    without_self(inputs["methods"]["get_mm_hashes"]).bind("a model", "blake3")
+    assert "process_inputs" in the_class(version, "InputProcessor")["methods"]
 
 
 def test_the_connector_can_be_registered(version: dict[str, Any]) -> None:

@@ -1,7 +1,8 @@
 """kvshelf's vLLM connector: the only package of kvshelf that imports vllm.
 
-Owns the entry point that registers ``SharedStorageConnector`` with vLLM, and the check of
-vLLM's version. Importing this package does not import vllm.
+Owns the plugin, which registers ``SharedStorageConnector`` with vLLM and has ids of multimodal
+items marked (:mod:`kvshelf.vllm.item_ids`), and the check of vLLM's version. Importing this package
+does not import vllm.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvshelf.errors import UnsupportedError
+from kvshelf.vllm.item_ids import mark_ids
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +27,7 @@ _registered: set[_Loader] = set()
 
 
 def register() -> None:
-    """Register the connector with vLLM; a ``vllm.general_plugins`` entry point.
+    """Prepare a process of vLLM; a ``vllm.general_plugins`` entry point.
 
     vLLM calls this in each of its processes, perhaps more than once. A connector of that name that
     vLLM itself ships keeps the name, and says so when it is used (vLLM
@@ -41,6 +43,10 @@ def register() -> None:
     elif loaders[CONNECTOR_NAME] not in _registered:
         loaders[CONNECTOR_NAME] = _warning(loaders[CONNECTOR_NAME])
     _registered.add(loaders[CONNECTOR_NAME])
+    try:
+        mark_ids()
+    except (ImportError, AttributeError) as error:
+        logger.warning("ids of images, audio and video are not marked: %r", error)
 
 
 def _warning(theirs: _Loader) -> _Loader:

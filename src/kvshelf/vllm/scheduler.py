@@ -65,6 +65,7 @@ from kvshelf.shelf.lookup import Lookup, LookupService
 from kvshelf.shelf.tiers import AnyShelf
 from kvshelf.vllm.adapters import AdapterDigests, adapter_settings
 from kvshelf.vllm.handshake import Handshake
+from kvshelf.vllm.item_ids import ItemIds
 from kvshelf.vllm.metadata import (
     NULL_BLOCK,
     AdapterContent,
@@ -214,13 +215,7 @@ class SchedulerSide:
         #: For so many steps more, what is computed may depend on a load whose outcome is unknown.
         self._unsettled_steps = 0
         self._log = RateLimitedLog(logger)
-        self._items_have_content = _items_have_content(vllm_config)
-        if not self._items_have_content:
-            logger.warning(
-                "prefix caching and the multimodal processor cache are both off: vLLM then numbers"
-                " images, audio and video instead of naming them by content, so KV of requests with"
-                " them is neither loaded nor stored. Set --mm-processor-cache-gb above 0"
-            )
+        self._item_ids = ItemIds(vllm_config, config.trust_uuids, self.counters)
         outputs = getattr(vllm_config, "aux_output_config", None)
         self._hits_are_used = outputs is None or not outputs.enabled
         if not self._hits_are_used:
@@ -314,9 +309,7 @@ class SchedulerSide:
         return state
 
     def _add(self, request: Any) -> _Request:
-        addressable = _has_address(request) and (
-            self._items_have_content or not request.mm_features
-        )
+        addressable = _has_address(request) and self._item_ids.may_enter_keys(request)
         reads = self._hits_are_used and not request.skip_reading_prefix_cache
         state = self._requests[request.request_id] = _Request(request, addressable, reads)
         return state
@@ -401,7 +394,7 @@ class SchedulerSide:
                 lora_digest=adapter,
                 items=[
                     MultimodalItem(
-                        feature.identifier,
+                        self._item_ids.in_key(feature),
                         feature.mm_position.offset,
                         feature.mm_position.length,
                     )
@@ -683,16 +676,6 @@ def _items(request: Any) -> list[tuple[int, int]]:
     """Return where the multimodal items of a request begin and end, in order."""
     positions = [feature.mm_position for feature in request.mm_features]
     return sorted((found.offset, found.offset + found.length) for found in positions)
-
-
-def _items_have_content(vllm_config: Any) -> bool:
-    """Whether vLLM names multimodal items by their content (vllm/renderers/base.py)."""
-    multimodal = getattr(vllm_config.model_config, "multimodal_config", None)
-    return (
-        multimodal is None
-        or multimodal.mm_processor_cache_gb > 0
-        or bool(vllm_config.cache_config.enable_prefix_caching)
-    )
 
 
 def _has_address(request: Any) -> bool:

@@ -1,0 +1,225 @@
+"""Ids of images, audio and video: which name a content, and which a client chose.
+
+vLLM names an item by a hash of its content, or, where the client sent one, by a ``uuid``. With
+arguments for the processor it hashes the ``uuid`` with them, so an id's form does not tell where
+it comes from. Whoever guesses another client's ``uuid`` could send it with another image: KV
+under this id would be wrong for the other client, on all engines and for as long as the shelf
+lasts. So kvshelf's plugin marks ids where vLLM makes them, in the processes that prepare requests,
+and the scheduler side leaves out requests with ids that may be a client's, unless their
+``cache_salt`` keeps them apart.
+
+The marks
+---------
+* An id that stems from a ``uuid`` begins with :data:`CLIENT`, in vLLM's caches too. There it can
+  no longer be equal to the hash of another client's image.
+* An id by content is what it is without kvshelf. But ``mm_hash``, under which the API process and
+  the engine's process exchange the processed item, begins with :data:`CONTENT`. A process without
+  the marks never makes an ``mm_hash`` that is longer than the id by this mark, whatever a client
+  sends, so it proves that the ids of a request are marked.
+* An id that came with prepared inputs (``/inference/v1/generate``) is a client's.
+* Where encoders run in engines of their own (``ec_transfer_config``), ids name their outputs among
+  engines, so they stay unmarked, and no id is trusted.
+
+vLLM: ``multimodal/processing/inputs.py`` (``get_mm_hashes``), ``multimodal/hasher.py``
+(``hash_kwargs``), ``v1/engine/input_processor.py`` (``process_inputs``).
+
+Threads
+-------
+The marks run on the threads that prepare requests and share nothing. :class:`ItemIds` runs on the
+engine's step thread and on lookup threads, which only read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+from typing import Any, Final
+
+from kvshelf.metrics import Counters
+
+logger = logging.getLogger(__name__)
+
+CLIENT: Final = "kvshelf-client-id-"
+CONTENT: Final = "kvshelf-content-"
+
+_TRUST: Final = (
+    "Requests with a cache_salt are served; trust_uuids: true serves all, if every client may be"
+    " trusted to send each uuid with one content only"
+)
+
+
+class _ContentHash(str):
+    """An id that this process computed from content, and nothing that a client sent as an id."""
+
+    __slots__ = ()
+
+
+@functools.cache
+def mark_ids() -> None:
+    """Have vLLM mark the ids that it makes in this process. Idempotent.
+
+    Raises
+    ------
+    ImportError, AttributeError
+        If this vLLM makes ids elsewhere: they stay unmarked, so none is trusted.
+    """
+    from vllm.multimodal.hasher import MultiModalHasher
+    from vllm.multimodal.processing.inputs import ProcessorInputs
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    hash_kwargs: Any = MultiModalHasher.hash_kwargs
+    get_mm_hashes: Any = ProcessorInputs.get_mm_hashes
+    process_inputs: Any = InputProcessor.process_inputs
+
+    @functools.wraps(hash_kwargs)
+    def marked_hash(cls: Any, *args: Any, **kwargs: Any) -> str:
+        plain = {name: _unmarked(value) for name, value in kwargs.items()}
+        digest = str(hash_kwargs.__func__(cls, *args, **plain))
+        if any(_is_client_id(value) for value in kwargs.values()):
+            return CLIENT + digest
+        return _ContentHash(CONTENT + digest)
+
+    @functools.wraps(get_mm_hashes)
+    def marked_hashes(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.mm_uuid_items:
+            marked = {
+                modality: [None if uuid is None else f"{CLIENT}{uuid}" for uuid in uuids]
+                for modality, uuids in self.mm_uuid_items.items()
+            }
+            self = dataclasses.replace(self, mm_uuid_items=marked)
+        return get_mm_hashes(self, *args, **kwargs)
+
+    @functools.wraps(process_inputs)
+    def marked_request(self: Any, *args: Any, **kwargs: Any) -> Any:
+        request = process_inputs(self, *args, **kwargs)
+        shared = _ids_are_shared(self.vllm_config)
+        for feature in request.mm_features or ():
+            _mark(feature, shared)
+        return request
+
+    MultiModalHasher.hash_kwargs = classmethod(marked_hash)
+    ProcessorInputs.get_mm_hashes = marked_hashes
+    InputProcessor.process_inputs = marked_request
+
+
+def _is_client_id(value: object) -> bool:
+    return isinstance(value, str) and value.startswith(CLIENT)
+
+
+def _unmarked(value: Any) -> Any:
+    """Return an id as vLLM would have made it; anything else as it is."""
+    if isinstance(value, _ContentHash):
+        return value[len(CONTENT) :]
+    return value[len(CLIENT) :] if _is_client_id(value) else value
+
+
+def _mark(feature: Any, shared: bool) -> None:
+    """Mark the ids of an item in a request that vLLM has prepared.
+
+    Parameters
+    ----------
+    feature : MultiModalFeatureSpec
+        ``identifier`` is ``mm_hash``, or ends with it after a LoRA adapter's name.
+    shared : bool
+        Whether other engines know the item by this id.
+    """
+    name = feature.mm_hash
+    adapter = feature.identifier[: len(feature.identifier) - len(name)]
+    if shared or isinstance(name, _ContentHash):
+        feature.identifier = adapter + _unmarked(name)
+    elif not _is_client_id(name):
+        feature.identifier = adapter + CLIENT + name
+        # Items in shared memory are signed with their name, and processes keep none of them.
+        if name.startswith(CONTENT) and "signature" not in (feature.data or ()):
+            name = CLIENT + name
+    # A request is encoded for the engine's process, which knows no subclasses of str.
+    feature.mm_hash = str(name)
+
+
+def _ids_are_shared(vllm_config: Any) -> bool:
+    """Whether other engines know items by the ids of this one."""
+    return getattr(vllm_config, "ec_transfer_config", None) is not None
+
+
+def _is_content(feature: Any) -> bool:
+    """Whether marks prove that an item is named by its content."""
+    name = feature.mm_hash or ""
+    digest = name.removeprefix(CONTENT)
+    if digest == name:
+        return False
+    return bool(feature.identifier == digest or feature.identifier.endswith(f":{digest}"))
+
+
+class ItemIds:
+    """Judges the ids of the items in requests, and gives them as they enter keys.
+
+    Parameters
+    ----------
+    vllm_config : VllmConfig
+    trust : bool
+        The option ``trust_uuids``.
+    counters : Counters
+    """
+
+    def __init__(self, vllm_config: Any, trust: bool, counters: Counters) -> None:
+        self._trust = trust
+        self._counters = counters
+        self._shared = _ids_are_shared(vllm_config)
+        self._said: set[str] = set()
+        self._numbered = _items_are_numbered(vllm_config)
+        if self._numbered:
+            logger.warning(
+                "prefix caching and the multimodal processor cache are both off: vLLM then numbers"
+                " images, audio and video instead of naming them by content, so KV of requests with"
+                " them is neither loaded nor stored. Set --mm-processor-cache-gb above 0"
+            )
+
+    def may_enter_keys(self, request: Any) -> bool:
+        """Whether a request may be loaded and stored; says once why one may not."""
+        features = request.mm_features
+        if not features:
+            return True
+        if self._numbered:
+            return False
+        if self._trust or request.cache_salt:
+            return True
+        if not self._shared and all(map(_is_content, features)):
+            return True
+        self._counters.add("uuid_requests")
+        if self._shared:
+            self._say("ids of images, audio and video come from other engines (ec_transfer_config)")
+        elif any(CLIENT in feature.identifier for feature in features):
+            self._say("a client names images, audio or video by a uuid of its own")
+        else:
+            self._say(
+                "the process that prepared a request with images, audio or video does not mark ids"
+                " that clients choose. vLLM's API server does where kvshelf is installed beside it"
+                " and VLLM_PLUGINS does not leave it out; vLLM's frontend in Rust cannot"
+            )
+        return False
+
+    def _say(self, reason: str) -> None:
+        if reason not in self._said:
+            self._said.add(reason)
+            logger.warning(
+                "requests with an image, audio or video whose id a client may have chosen are"
+                " neither loaded nor stored: %s. %s",
+                reason,
+                _TRUST,
+            )
+
+    def in_key(self, feature: Any) -> str:
+        """Return the id of an item as it enters a key."""
+        identifier = str(feature.identifier)
+        return identifier.replace(CLIENT, "", 1) if self._trust else identifier
+
+
+def _items_are_numbered(vllm_config: Any) -> bool:
+    """Whether vLLM numbers items instead of naming them by content (vllm/renderers/base.py)."""
+    multimodal = getattr(vllm_config.model_config, "multimodal_config", None)
+    return (
+        multimodal is not None
+        and multimodal.mm_processor_cache_gb <= 0
+        and not vllm_config.cache_config.enable_prefix_caching
+    )

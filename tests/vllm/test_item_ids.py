@@ -1,0 +1,237 @@
+"""Ids of images through vLLM's own code: made, marked, sent to the engine's process, judged."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+import simulated  # noqa: F401 - imports vLLM without its warnings
+from fleet import Places
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+from vllm import SamplingParams
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.inputs import mm_input
+from vllm.lora.request import LoRARequest
+from vllm.multimodal.hasher import MultiModalHasher
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.multimodal.parse import ImageProcessorItems, MultiModalDataItems
+from vllm.multimodal.processing.inputs import ProcessorInputs
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine.input_processor import InputProcessor
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+from kvshelf.metrics import Counters
+from kvshelf.vllm import item_ids, register
+from kvshelf.vllm.item_ids import CLIENT, CONTENT, ItemIds
+
+register()
+MODEL, ALGORITHM = "a model", "blake3"
+CAT, DOG = (Image.new("RGB", (8, 8), colour) for colour in ("black", "brown"))
+#: Texts that clients may send, among them marks.
+TEXTS = st.text(st.characters(codec="utf-8")) | st.sampled_from([CLIENT, CONTENT]).flatmap(
+    lambda mark: st.text("abc-:").map(lambda text: mark + text)
+)
+
+
+def hashes(
+    *images: Image.Image | None,
+    uuids: list[str | None] | None = None,
+    arguments: Mapping[str, object] | None = None,
+    marked: bool = True,
+) -> list[str]:
+    """The ids that vLLM makes of images, with kvshelf's marks or as without kvshelf."""
+    inputs = ProcessorInputs(
+        prompt=[],
+        mm_data_items=MultiModalDataItems({"image": ImageProcessorItems(list(images))}),
+        mm_uuid_items=None if uuids is None else {"image": uuids},
+        hf_processor_mm_kwargs=arguments or {},
+    )
+    if marked:
+        return inputs.get_mm_hashes(MODEL, ALGORITHM)["image"]
+    hashing: Any = MultiModalHasher.hash_kwargs
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            MultiModalHasher, "hash_kwargs", classmethod(hashing.__func__.__wrapped__.__func__)
+        )
+        making: Any = ProcessorInputs.get_mm_hashes
+        found: list[str] = making.__wrapped__(inputs, MODEL, ALGORITHM)["image"]
+        return found
+
+
+def unmarked(name: str) -> str:
+    return name.removeprefix(CLIENT).removeprefix(CONTENT)
+
+
+def judge(*features: Any, trust: bool = False, shared: bool = False) -> bool:
+    """Whether the scheduler side would load and store a request with these items."""
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(), ec_transfer_config=object() if shared else None
+    )
+    request = SimpleNamespace(mm_features=features, cache_salt=None)
+    return ItemIds(config, trust, Counters()).may_enter_keys(request)
+
+
+# ------------------------------------------------------------------------- made and marked
+
+
+@pytest.mark.parametrize("arguments", [{}, {"size": 4}])
+def test_ids_are_those_of_vllm_behind_their_marks(arguments: dict[str, object]) -> None:
+    uuids = ["one", None, "two"]
+    made = hashes(CAT, DOG, None, uuids=uuids, arguments=arguments)
+    assert [unmarked(name) for name in made] == hashes(
+        CAT, DOG, None, uuids=uuids, arguments=arguments, marked=False
+    )
+    assert [name.startswith(CLIENT) for name in made] == [True, False, True]
+    assert [name.startswith(CONTENT) for name in made] == [False, True, False]
+
+
+def test_a_uuid_is_never_the_id_of_another_client_s_image() -> None:
+    (cat,) = hashes(CAT)
+    plain = unmarked(cat)
+    for uuid in (plain, cat, CONTENT + cat):
+        assert hashes(DOG, uuids=[uuid]) == [CLIENT + uuid]
+
+
+def test_ids_that_models_derive_keep_their_marks() -> None:
+    """As Qwen3-VL and DeepSeek-VL2 do: a hash of the id and of what the model adds to it."""
+    cat, dog = hashes(CAT, DOG, uuids=[None, "dog"])
+    derived = [
+        MultiModalHasher.hash_kwargs(ALGORITHM, mm_hash=name, cropping=True) for name in (cat, dog)
+    ]
+    assert derived[0].startswith(CONTENT)
+    assert derived[1].startswith(CLIENT)
+    hashing: Any = MultiModalHasher.hash_kwargs
+    original = hashing.__func__.__wrapped__
+    assert [unmarked(name) for name in derived] == [
+        original(ALGORITHM, mm_hash=unmarked(name), cropping=True) for name in (cat, dog)
+    ]
+
+
+# ------------------------------------------------------------------------- sent
+
+
+@pytest.fixture(scope="module")
+def config(places: Places) -> VllmConfig:
+    arguments = EngineArgs(
+        model=str(places.model), skip_tokenizer_init=True, max_model_len=128, enforce_eager=True
+    )
+    return arguments.create_engine_config()
+
+
+@pytest.fixture
+def processor(config: VllmConfig) -> InputProcessor:
+    made = InputProcessor(config)
+    # As for a model that takes images.
+    made.mm_encoder_cache_size = 100
+    return made
+
+
+def sent(
+    processor: InputProcessor, names: list[str], lora: LoRARequest | None = None
+) -> list[MultiModalFeatureSpec]:
+    """Images under these ids as they arrive in the engine's process."""
+    ranges = [PlaceholderRange(offset=4 * index, length=4) for index in range(len(names))]
+    prepared = mm_input(
+        prompt_token_ids=[1] * 4 * len(names),
+        mm_kwargs={"image": [None] * len(names)},  # type: ignore[arg-type]
+        mm_hashes={"image": names},
+        mm_placeholders={"image": ranges},
+    )
+    request = processor.process_inputs(
+        "a request",
+        prepared,
+        SamplingParams(max_tokens=1, detokenize=False),
+        ("generate",),
+        lora_request=lora,
+    )
+    arrived = MsgpackDecoder(EngineCoreRequest).decode(MsgpackEncoder().encode(request))
+    features = arrived.mm_features
+    assert features is not None
+    return list(features)
+
+
+def test_the_engine_s_process_gets_content_ids_as_without_kvshelf(
+    processor: InputProcessor,
+) -> None:
+    made = hashes(CAT, DOG, uuids=[None, "dog"])
+    cat, dog = sent(processor, made)
+    assert [cat.identifier] == hashes(CAT, marked=False)
+    assert dog.identifier == f"{CLIENT}dog"
+    # The processed item is cached under this name on both sides.
+    assert [cat.mm_hash, dog.mm_hash] == made
+    assert judge(cat)
+    assert not judge(cat, dog)
+    assert judge(cat, dog, trust=True)
+    assert not judge(cat, shared=True)
+
+
+def test_adapters_for_images_stand_before_the_ids(
+    processor: InputProcessor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = SimpleNamespace(enable_tower_connector_lora=True)
+    monkeypatch.setattr(processor, "lora_config", settings)
+    monkeypatch.setattr(processor, "_validate_lora", lambda _: None)
+    lora = LoRARequest("an adapter", 1, "/a/path")
+    cat, dog = sent(processor, hashes(CAT, DOG, uuids=[None, "dog"]), lora)
+    (plain,) = hashes(CAT, marked=False)
+    assert cat.identifier == f"an adapter:{plain}"
+    assert dog.identifier == f"an adapter:{CLIENT}dog"
+    assert judge(cat)
+    assert not judge(dog)
+
+
+def test_ids_that_come_with_prepared_inputs_are_a_client_s(processor: InputProcessor) -> None:
+    (cat,) = hashes(CAT)
+    plain = unmarked(cat)
+    # A client of /inference/v1/generate sends strings.
+    for name in (plain, "".join(cat), "a name"):
+        (feature,) = sent(processor, [name])
+        assert feature.identifier == CLIENT + name
+        assert feature.mm_hash != cat
+        assert not judge(feature)
+
+
+def test_a_reference_to_shared_memory_keeps_the_name_that_is_signed() -> None:
+    feature = SimpleNamespace(
+        identifier=f"{CONTENT}x", mm_hash=f"{CONTENT}x", data={"signature": object()}
+    )
+    item_ids._mark(feature, shared=False)
+    assert feature.mm_hash == f"{CONTENT}x"
+    assert not judge(feature)
+
+
+def test_ids_stay_as_they_are_where_encoders_run_in_other_engines(
+    processor: InputProcessor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processor.vllm_config, "ec_transfer_config", object())
+    made = hashes(CAT, DOG, uuids=[None, "dog"])
+    features = sent(processor, [*made, "a name"])
+    assert [feature.identifier for feature in features] == [
+        *hashes(CAT, DOG, uuids=[None, "dog"], marked=False),
+        "a name",
+    ]
+
+
+# ------------------------------------------------------------------------- judged
+
+
+@given(name=TEXTS, adapter=TEXTS.map(lambda text: f"{text}:") | st.just(""))
+def test_no_client_makes_an_id_that_is_trusted(name: str, adapter: str) -> None:
+    # A process without kvshelf: both names are the client's.
+    assert not judge(SimpleNamespace(identifier=adapter + name, mm_hash=name))
+    # A process with kvshelf.
+    (cat,) = hashes(CAT)
+    for given_name in (name, *hashes(DOG, uuids=[name])):
+        feature = SimpleNamespace(identifier=adapter + given_name, mm_hash=given_name, data=None)
+        item_ids._mark(feature, shared=False)
+        assert not judge(feature)
+        assert feature.identifier != adapter + unmarked(cat)
+        assert feature.mm_hash != cat
