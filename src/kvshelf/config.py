@@ -228,8 +228,9 @@ class Config(BaseSettings):
         ge=1,
         description=(
             "Number of objects per chunk, each with an equal part of the KV heads. If it is not "
-            "set, kvshelf uses the largest divisor of the model's KV heads up to 8, which "
-            "depends on the model only. Set the same value on all engines."
+            "set, kvshelf uses the largest divisor of the model's KV heads up to 8 (of those of "
+            "each layer, where layers differ), which depends on the model only. Set the same "
+            "value on all engines."
         ),
     )
     layout: Literal["auto", "native", "canonical"] = Field(

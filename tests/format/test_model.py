@@ -129,6 +129,8 @@ def test_shards_follow_from_the_model(heads: int, stages: int, shards: int) -> N
         ({"dtype": "int8"}, "'int8'"),
         ({"layers": 0}, "layers is 0"),
         ({"kv_heads": 0}, "kv_heads is 0"),
+        ({"kv_heads": (8, 0)}, r"kv_heads is \(8, 0\)"),
+        ({"kv_heads": (8,)}, "kv_heads has 1 entries for 2 layers"),
         ({"head_size": (64,)}, "head_size has 1 entries for 2 layers"),
         ({"layer_names": ("a",)}, "layer_names has 1 entries"),
         ({"dtype": "int8", "layer_dtypes": ("U8",)}, "layer_dtypes has 1 entries"),
@@ -190,6 +192,27 @@ def test_a_real_configuration_is_understood() -> None:
     assert found.dtype == "bfloat16"
     assert json.loads(found.rope or "")["rope_parameters"]["rope_theta"] == 10000.0
     assert found.sliding_windows == (-1, -1, -1)
+
+
+def test_heads_are_those_of_each_layer() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.Gemma4TextConfig(
+        num_hidden_layers=2,
+        layer_types=["sliding_attention", "full_attention"],
+        sliding_window=100,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=32,
+        num_global_key_value_heads=2,
+        global_head_dim=64,
+        attention_k_eq_v=True,
+        dtype="bfloat16",
+    )
+    found = ModelFacts.from_transformers(config, weights="w")
+    assert (found.kv_heads, found.head_size) == ((8, 2), (32, 64))
+    record = found.namespace().record
+    assert record["layer_shapes"] == ["2,*,8,32", "2,*,2,64"]
+    assert (record["kv_heads"], record["shards"]) == (8, 2)
 
 
 def test_windows_are_those_of_each_layer() -> None:

@@ -7,9 +7,11 @@ its own for each cache form; one engine gathers, the other scatters into other b
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from itertools import groupby
+from math import gcd
 from typing import Any
 
 import pytest
@@ -24,7 +26,8 @@ from kvshelf.format.keys import Chunk, KeyChain
 from kvshelf.format.model import default_shards
 from kvshelf.format.namespace import FORMAT, Namespace
 from kvshelf.format.objects import ObjectFormat
-from kvshelf.kv.caches import HostKVCache, LayerRun, layer_calls
+from kvshelf.kv.caches import HostKVCache, KVCache, LayerRun, layer_calls
+from kvshelf.kv.device import DeviceKVCache
 from kvshelf.kv.layout import (
     PagedLayout,
     PermutedLayout,
@@ -81,6 +84,16 @@ BLOCKS = 20
             Topology(1, 1, 1, whole_ranks=True, prefill_context=2),
             [ShardPlan((0,), 2, n) for n in range(2)],
         ),
+        # Layers with 4 and with 2 heads: two ranks hold whole shards.
+        (
+            Topology(2, 2, 2, most_kv_heads=4),
+            [ShardPlan((0,)), ShardPlan((1,))],
+        ),
+        # Four ranks hold one head of four each, and copies of one of two.
+        (
+            Topology(2, 2, 4, most_kv_heads=4),
+            [ShardPlan((n // 2,), 2, n % 2, divided=True) for n in range(4)],
+        ),
         # Blocks of an unknown layout are not split, nor shared by replicas.
         (Topology(1, 4, 2, 2, whole_ranks=True), [ShardPlan((n,)) for n in range(4)]),
     ],
@@ -109,6 +122,11 @@ def test_plans(topology: Topology, expected: list[ShardPlan]) -> None:
         (
             {"kv_heads": 2, "shards": 2, "tensor_parallel": 12, "decode_context": 4},
             "different KV heads: set it to a divisor of 6",
+        ),
+        (
+            {"kv_heads": 2, "shards": 2, "tensor_parallel": 8, "decode_context": 4}
+            | {"most_kv_heads": 4},
+            "different KV heads: set it to a divisor of 2",
         ),
         (
             {"kv_heads": 1, "shards": 2, "tensor_parallel": 2, "whole_ranks": True}
@@ -213,29 +231,39 @@ class SimulatedEngine:
     """The paged caches of all workers of an engine."""
 
     def __init__(
-        self, topology: Topology, fmt: ObjectFormat, stages: list[int], form: str, block: int
+        self,
+        topology: Topology,
+        fmt: ObjectFormat,
+        stages: list[int],
+        form: str,
+        block: int,
+        heads: Sequence[int],
+        *,
+        on_device: bool = False,
     ) -> None:
         self.topology, self.fmt, self.form, self.block = topology, fmt, form, block
-        self.stages = stages
-        held = -(-topology.kv_heads // topology.tensor_parallel)
+        self.stages, self.heads = stages, heads
         how = FORMS.get(form, MLA)
-        self.caches = [
-            [how.make(BLOCKS * 16 // block, held, block) for _ in range(stages[stage])]
-            for stage in range(topology.stages)
-            for _ in range(topology.tensor_parallel)
-        ]
-        self.memories = [
-            HostKVCache(
-                layer_calls(
-                    fmt, [LayerRun(0, caches, how.layout(caches[0]))], topology.plan(worker)
-                )
-            )
-            for worker, caches in enumerate(self.caches)
-        ]
+        self.caches: list[list[torch.Tensor]] = []
+        self.memories: list[KVCache] = []
+        for worker in range(topology.stages * topology.tensor_parallel):
+            stage = worker // topology.tensor_parallel
+            first = sum(stages[:stage])
+            of_stage = heads[first : first + stages[stage]]
+            counts = [max(1, count // topology.tensor_parallel) for count in of_stage]
+            caches = [how.make(BLOCKS * 16 // block, count, block) for count in counts]
+            runs = []
+            for _, numbers in groupby(range(len(counts)), key=of_stage.__getitem__):
+                alike = list(numbers)
+                layout = how.layout(caches[alike[0]])
+                runs.append(LayerRun(alike[0], [caches[n] for n in alike], layout))
+            calls = layer_calls(fmt, runs, topology.plan(worker))
+            self.caches.append(caches)
+            self.memories.append(DeviceKVCache(calls) if on_device else HostKVCache(calls))
 
-    def heads(self, worker: int) -> slice:
-        """The heads that vLLM gives this worker."""
-        ranks, heads = self.topology.tensor_parallel, self.topology.kv_heads
+    def held(self, worker: int, layer: int) -> slice:
+        """The heads of a layer that vLLM gives this worker."""
+        ranks, heads = self.topology.tensor_parallel, self.heads[layer]
         rank = worker % ranks
         if heads < ranks:
             first = rank // (ranks // heads)
@@ -262,7 +290,7 @@ class SimulatedEngine:
         for chunk in range(CHUNKS):
             for position, slot in enumerate(self.slots(seed, chunk).tolist()):
                 for worker, layer, _, cache in self.each():
-                    token = kv[layer, :, chunk * CHUNK + position, self.heads(worker)]
+                    token = kv[layer, :, chunk * CHUNK + position, self.held(worker, layer)]
                     write(self.form, cache, slot // self.block, slot % self.block, token)
 
     def holds(self, kv: torch.Tensor, seed: int) -> bool:
@@ -270,7 +298,7 @@ class SimulatedEngine:
         return all(
             torch.equal(
                 at(cache, slot // self.block, slot % self.block),
-                kv[layer, :, chunk * CHUNK + position, self.heads(worker)],
+                kv[layer, :, chunk * CHUNK + position, self.held(worker, layer)],
             )
             for chunk in range(CHUNKS)
             for position, slot in enumerate(self.slots(seed, chunk).tolist())
@@ -278,19 +306,21 @@ class SimulatedEngine:
         )
 
 
-def make_format(kv_heads: int, shards: int, stages: list[int], mla: bool) -> ObjectFormat:
+def make_format(
+    heads: Sequence[int], shards: int, stages: list[int], *, mla: bool = False
+) -> ObjectFormat:
     layers = sum(stages)
     record: dict[str, Any] = {
         "format": FORMAT,
         "weights": "user:test",
         "layers": layers,
-        "kv_heads": kv_heads,
+        "kv_heads": max(heads),
         "chunk_size": CHUNK,
         "shards": shards,
         "stages": stages,
         "layouts": ["canonical"] * layers,
         "layer_names": [f"layers.{i}.attn" for i in range(layers)],
-        "layer_shapes": [f"*,{CONTENT}" if mla else f"2,*,{kv_heads},{HEAD_SIZE}"] * layers,
+        "layer_shapes": [f"*,{CONTENT}" if mla else f"2,*,{h},{HEAD_SIZE}" for h in heads],
         "layer_dtypes": ["BF16"] * layers,
     }
     record["data_offset"] = ObjectFormat.required_data_offset(record)
@@ -311,41 +341,65 @@ def random_kv(layers: int, kv_heads: int, mla: bool, seed: int) -> torch.Tensor:
     )
 
 
+@dataclass(frozen=True)
+class Pairing:
+    """Two engines of one model that can share a shelf; the first can store."""
+
+    fmt: ObjectFormat
+    stages: list[int]
+    heads: list[int]
+    topologies: list[Topology]
+    mla: bool
+
+
 @st.composite
-def pairings(draw: st.DrawFn) -> tuple[ObjectFormat, list[int], list[Topology], bool]:
-    """Two engines of one model that can share a shelf."""
+def pairings(draw: st.DrawFn) -> Pairing:
     mla = draw(st.booleans())
-    kv_heads = 1 if mla else draw(st.sampled_from([1, 2, 3, 4, 6, 8, 12, 16]))
     stages = draw(st.lists(st.integers(1, 2), min_size=1, max_size=3))
-    degrees = [n for n in (1, 2, 4, 8) if kv_heads % n == 0 or n % kv_heads == 0]
-    pair = [draw(st.sampled_from(degrees)) for _ in range(2)]
-    possible = [n for n in range(1, kv_heads + 1) if kv_heads % n == 0]
-    chosen = [default_shards(kv_heads), *possible]
+    several = st.sampled_from([[2, 4], [2, 8], [4, 16], [1, 2], [4, 6], [3, 12]])
+    one = st.sampled_from([1, 2, 3, 4, 6, 8, 12, 16]).map(lambda heads: [heads])
+    kinds = draw(several | one)
+    layers = sum(stages)
+    heads = [1] * layers if mla else [draw(st.sampled_from(kinds)) for _ in range(layers)]
+    common = gcd(*heads)
+    degrees = [n for n in (1, 2, 4, 8) if all(h % n == 0 or n % h == 0 for h in heads)]
+    whole = [n for n in degrees if n <= common or max(heads) == common]
+    pair = [draw(st.sampled_from(whole)), draw(st.sampled_from(degrees))]
+    possible = [n for n in range(1, common + 1) if common % n == 0]
+    chosen = [default_shards(common), *possible]
     fitting = [
         split * len(stages)
         for split in chosen
-        if all(split % min(ranks, kv_heads) == 0 for ranks in pair)
+        if all(split % min(ranks, common) == 0 for ranks in pair)
     ]
     shards = draw(st.sampled_from(fitting))
-    topologies = [Topology(kv_heads, shards, ranks, len(stages)) for ranks in pair]
-    return make_format(kv_heads, shards, stages, mla), stages, topologies, mla
+    topologies = [
+        Topology(common, shards, ranks, len(stages), most_kv_heads=max(heads)) for ranks in pair
+    ]
+    return Pairing(make_format(heads, shards, stages, mla=mla), stages, heads, topologies, mla)
 
 
 @settings(max_examples=150, deadline=None)
 @given(pairings(), st.data())
-def test_what_one_topology_stores_another_loads(
-    pairing: tuple[ObjectFormat, list[int], list[Topology], bool], data: st.DataObject
-) -> None:
-    fmt, stages, topologies, mla = pairing
-    note(f"{topologies}")
-    forms = st.just("MLA") if mla else st.sampled_from(sorted(FORMS))
-    writer, reader = (
-        SimulatedEngine(
-            topology, fmt, stages, data.draw(forms), data.draw(st.sampled_from([4, 8, 16]))
-        )
-        for topology in topologies
+def test_what_one_topology_stores_another_loads(pairing: Pairing, data: st.DataObject) -> None:
+    fmt, stages, heads, topologies = (
+        pairing.fmt,
+        pairing.stages,
+        pairing.heads,
+        pairing.topologies,
     )
-    kv = random_kv(sum(stages), topologies[0].kv_heads, mla, data.draw(st.integers(0, 99)))
+    note(f"{heads} {topologies}")
+    forms = st.just("MLA") if pairing.mla else st.sampled_from(sorted(FORMS))
+    engines = []
+    for topology in topologies:
+        form = data.draw(forms)
+        block = data.draw(st.sampled_from([4, 8, 16]))
+        on_device = form != "vec" and data.draw(st.booleans())
+        engines.append(
+            SimulatedEngine(topology, fmt, stages, form, block, heads, on_device=on_device)
+        )
+    writer, reader = engines
+    kv = random_kv(sum(stages), max(heads), pairing.mla, data.draw(st.integers(0, 99)))
     writer.fill(kv, seed=1)
     for index in range(CHUNKS):
         payloads: dict[int, torch.Tensor] = {}
@@ -354,27 +408,29 @@ def test_what_one_topology_stores_another_loads(
             assert not set(shards) & set(payloads), "written twice"
             fresh = [torch.zeros(fmt.payload_size(shard), dtype=torch.uint8) for shard in shards]
             if shards:
-                memory.gather(writer.slots(1, index), fresh)
+                copy = memory.gather(writer.slots(1, index), fresh)
+                assert copy is not None
+                copy.wait()
             payloads.update(zip(shards, fresh, strict=True))
         assert sorted(payloads) == list(range(fmt.shards))
         # Format: tokens outside heads, K in front of V, heads of the shard in order.
         for shard, payload in payloads.items():
             split = fmt.shards // len(stages)
-            per_shard = topologies[0].kv_heads // split
-            first = shard % split * per_shard
-            stage = shard // split
+            stage, place = divmod(shard, split)
             tokens = slice(index * CHUNK, (index + 1) * CHUNK)
-            expected = kv[
-                sum(stages[:stage]) : sum(stages[: stage + 1]),
-                :,
-                tokens,
-                first : first + per_shard,
+            expected = [
+                kv[layer, :, tokens, place * heads[layer] // split :][
+                    :, :, : heads[layer] // split
+                ].reshape(-1)
+                for layer in range(sum(stages[:stage]), sum(stages[: stage + 1]))
             ]
-            assert torch.equal(payload.view(torch.int16), expected.reshape(-1))
+            assert torch.equal(payload.view(torch.int16), torch.cat(expected))
         for worker, memory in enumerate(reader.memories):
             for shard in topologies[1].plan(worker).shards:
                 memory.scatter(shard, reader.slots(2, index), payloads[shard])
     assert reader.holds(kv, seed=2)
+    for memory in (*writer.memories, *reader.memories):
+        memory.close()
 
 
 # ------------------------------------------------------------------------- through a shelf
@@ -388,10 +444,11 @@ def test_stores_of_all_ranks_make_one_chunk_that_other_ranks_load(
     kv_heads: int, ranks: tuple[int, int], stages: list[int]
 ) -> None:
     shards = default_shards(kv_heads, len(stages))
-    fmt = make_format(kv_heads, shards, stages, mla=False)
+    heads = [kv_heads] * sum(stages)
+    fmt = make_format(heads, shards, stages)
     shelf = Shelf(open_backend(f"memory://topology-{kv_heads}-{ranks[0]}-{ranks[1]}"))
     writer, reader = (
-        SimulatedEngine(Topology(kv_heads, shards, n, len(stages)), fmt, stages, form, 8)
+        SimulatedEngine(Topology(kv_heads, shards, n, len(stages)), fmt, stages, form, 8, heads)
         for n, form in zip(ranks, ("vec", "NHD"), strict=True)
     )
     kv = random_kv(sum(stages), kv_heads, mla=False, seed=5)

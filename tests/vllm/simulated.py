@@ -30,6 +30,7 @@ from torch import Tensor
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     pytest.importorskip("vllm")
+    from vllm.config.model_arch import ModelArchitectureConfig
     from vllm.v1.attention.backend import AttentionImpl
 
     from kvshelf.vllm.metadata import StepMetadata, WorkerMetadata
@@ -100,16 +101,54 @@ def make_cache(form: str, blocks: int, block_size: int, heads: int = HEADS) -> T
     return cache.transpose(1, 2) if form == "NHD" else cache
 
 
-def kv_of(tokens: Sequence[int]) -> Tensor:
-    """KV of a prompt: bfloat16 ``[layers, kv_planes, tokens, heads, size]``, by prefix."""
+def kv_of(tokens: Sequence[int], heads: Sequence[int] = (HEADS,) * LAYERS) -> Tensor:
+    """KV of a prompt: bfloat16 ``[layers, kv_planes, tokens, heads, size]``, by prefix.
+
+    Layers with fewer heads than others have zeros in place of those that they lack.
+    """
     digest = hashlib.sha256()
     rows = []
     for token in tokens:
         digest.update(token.to_bytes(4, "little"))
         seed = int.from_bytes(digest.digest()[:7], "little")
         rows.append(torch.Generator().manual_seed(seed))
-    values = [torch.randn(LAYERS, 2, HEADS, SIZE, generator=row) for row in rows]
-    return torch.stack(values, 2).bfloat16()
+    values = [torch.randn(len(heads), 2, max(heads), SIZE, generator=row) for row in rows]
+    kv = torch.stack(values, 2).bfloat16()
+    for layer, count in enumerate(heads):
+        kv[layer, :, :, count:] = 0
+    return kv
+
+
+def stated_heads(heads: Sequence[int]) -> ModelArchitectureConfig:
+    """What vLLM's configuration states of a model whose layers have these KV heads."""
+    layers = [
+        ModelArchitectureConfig(
+            architectures=["Simulated"],
+            model_type="simulated",
+            text_model_type=None,
+            hidden_size=64,
+            total_num_hidden_layers=len(heads),
+            total_num_attention_heads=max(heads),
+            head_size=SIZE,
+            vocab_size=1000,
+            total_num_kv_heads=count,
+            num_experts=0,
+            num_experts_per_token=0,
+            quantization_config=None,
+            is_deepseek_mla=False,
+            is_mm_prefix_lm=False,
+            rswa_window=None,
+            derived_max_model_len_and_key=(4096.0, None),
+        )
+        for count in heads
+    ]
+    return ModelArchitectureConfig.from_layers(layers)
+
+
+def _held(heads: int, rank: int, ranks: int) -> slice:
+    """The heads that vLLM gives a tensor-parallel rank."""
+    first = rank * heads // ranks
+    return slice(first, first + max(1, heads // ranks))
 
 
 class Rank:
@@ -124,22 +163,22 @@ class Rank:
 
     def __init__(self, engine: SimulatedEngine, number: int, config: Config, blocks: int) -> None:
         copy, rank = divmod(number, engine.tensor_parallel)
-        each = -(-HEADS // engine.tensor_parallel)
-        first = rank * HEADS // engine.tensor_parallel
-        self.heads = slice(first, first + each)
+        #: The heads of each layer that this rank holds.
+        self.heads = [_held(heads, rank, engine.tensor_parallel) for heads in engine.heads]
+        counts = [held.stop - held.start for held in self.heads]
         #: Its place among the ranks that share the tokens of each block.
         self.place = (rank * engine.prefill_context + copy) % engine.decode_context
         self.engine = engine
-        self.impl = Writing(engine.form, engine.block_size, each)
-        names = [f"model.layers.{i}.attn" for i in range(LAYERS)]
+        self.impls = [Writing(engine.form, engine.block_size, count) for count in counts]
         self.caches = {
-            name: make_cache(engine.form, blocks, engine.block_size, each) for name in names
+            f"model.layers.{i}.attn": make_cache(engine.form, blocks, engine.block_size, count)
+            for i, count in enumerate(counts)
         }
         self.layers = {
             name: SimpleNamespace(
-                impl=self.impl,
+                impl=impl,
                 kv_cache=cache,
-                num_kv_heads=each,
+                num_kv_heads=impl.heads,
                 head_size=SIZE,
                 head_size_v=SIZE,
                 kv_sharing_target_layer_name=None,
@@ -148,7 +187,7 @@ class Rank:
                 _k_scale_float=1.0,
                 _v_scale_float=1.0,
             )
-            for name, cache in self.caches.items()
+            for (name, cache), impl in zip(self.caches.items(), self.impls, strict=True)
         }
         self.vllm_config = SimpleNamespace(
             compilation_config=SimpleNamespace(static_forward_context=self.layers),
@@ -170,7 +209,8 @@ class Rank:
                 served_model_name="simulated",
                 model="simulated",
                 max_model_len=4096,
-                get_total_num_kv_heads=lambda: HEADS,
+                get_total_num_kv_heads=lambda: max(engine.heads),
+                model_arch_config=engine.arch,
             ),
         )
         self.worker = WorkerSide(self.vllm_config, config, lambda: engine.shelf, rank=number)
@@ -212,6 +252,10 @@ class SimulatedEngine:
         Slots of a block in the cache of one rank; number of blocks.
     seed : int
         Decides which blocks a request gets.
+    heads : tuple of int
+        KV heads of each layer.
+    stated : bool
+        vLLM's configuration states the heads of each layer, not only the most of them.
     tensor_parallel, prefill_context, decode_context, interleave : int
         The engine's parallelism, as vLLM's options.
     **options
@@ -226,6 +270,8 @@ class SimulatedEngine:
         *,
         blocks: int = 24,
         seed: int = 0,
+        heads: tuple[int, ...] = (HEADS,) * LAYERS,
+        stated: bool = True,
         tensor_parallel: int = 1,
         prefill_context: int = 1,
         decode_context: int = 1,
@@ -233,6 +279,8 @@ class SimulatedEngine:
         **options: Any,
     ) -> None:
         self.form, self.block_size = form, block_size
+        self.heads = heads
+        self.arch = stated_heads(heads) if stated else None
         self.tensor_parallel, self.prefill_context = tensor_parallel, prefill_context
         self.decode_context, self.interleave = decode_context, interleave
         self.random = random.Random(seed)
@@ -275,7 +323,7 @@ class SimulatedEngine:
     @property
     def impl(self) -> Writing:
         """The attention of rank 0."""
-        return self.ranks[0].impl
+        return self.ranks[0].impls[0]
 
     @property
     def layers(self) -> dict[str, Any]:
@@ -393,26 +441,28 @@ class SimulatedEngine:
 
     def put(self, tokens: Sequence[int], block_ids: Sequence[int], start: int, end: int) -> None:
         """Compute tokens ``[start, end)``."""
-        values = kv_of(tokens[:end])[:, :, start:]
+        values = kv_of(tokens[:end], self.heads)[:, :, start:]
         for rank in self.ranks:
             held, slots = rank.held(block_ids, start, end)
             for layer, cache in enumerate(rank.caches.values()):
-                rank.impl.put(cache, slots, values[layer][:, held, rank.heads])
+                rank.impls[layer].put(cache, slots, values[layer][:, held, rank.heads[layer]])
 
     def get(self, block_ids: Sequence[int], start: int, end: int) -> Tensor:
         """Read tokens ``[start, end)``: ``[layers, kv_planes, tokens, heads, size]``.
 
         Ranks that hold the same must agree.
         """
-        found = torch.full((LAYERS, 2, end - start, HEADS, SIZE), torch.nan, dtype=torch.bfloat16)
+        found = torch.zeros_like(kv_of([0], self.heads).expand(-1, -1, end - start, -1, -1))
+        for layer, heads in enumerate(self.heads):
+            found[layer, :, :, :heads] = torch.nan
         for rank in self.ranks:
             held, slots = rank.held(block_ids, start, end)
             for layer, cache in enumerate(rank.caches.values()):
-                values = rank.impl.get(cache, slots)
-                others = found[layer][:, held, rank.heads]
+                values = rank.impls[layer].get(cache, slots)
+                others = found[layer][:, held, rank.heads[layer]]
                 known = ~others.isnan()
                 assert torch.equal(values[known], others[known]), "replicas differ"
-                found[layer][:, held, rank.heads] = values
+                found[layer][:, held, rank.heads[layer]] = values
         assert not found.isnan().any(), "no rank holds a token"
         return found
 

@@ -62,13 +62,13 @@ def check_load(engine: SimulatedEngine, tokens: list[int], computed: int = 0) ->
     before = snapshot(engine)
     found, block_ids = engine.load(tokens, computed)
     assert not engine.bad_blocks
-    expected = kv_of(tokens)
+    expected = kv_of(tokens, engine.heads)
     end = computed + found
     assert torch.equal(engine.get(block_ids, computed, end), expected[:, :, computed:end])
     for rank, olds in zip(engine.ranks, before, strict=True):
         _, slots = rank.held(block_ids, computed, end)
-        for cache, old in zip(rank.caches.values(), olds, strict=True):
-            rank.impl.put(cache, slots, rank.impl.get(old, slots))
+        for impl, cache, old in zip(rank.impls, rank.caches.values(), olds, strict=True):
+            impl.put(cache, slots, impl.get(old, slots))
             assert torch.equal(cache, old)
     return found
 

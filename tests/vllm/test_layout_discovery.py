@@ -80,7 +80,12 @@ def choose(
     layers: list[LayerCache], option: str = "auto", chunk_size: int = 256, **engine: object
 ) -> StoredLayout:
     return choose_layout(
-        layers, option, chunk_size=chunk_size, block_size=128, engine={**ENGINE, **engine}
+        layers,
+        option,
+        chunk_size=chunk_size,
+        block_size=128,
+        engine={**ENGINE, **engine},
+        kv_heads=[layer.heads for layer in layers],
     )
 
 

@@ -21,6 +21,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import gcd
 from pathlib import Path
 from typing import Any, Final
 
@@ -64,7 +65,10 @@ _LENGTH_DEPENDENT_ROPE: Final = ("dynamic", "longrope", "su")
 
 
 def default_shards(kv_heads: int, stages: int = 1) -> int:
-    """Return the number of shards of a model: a function of the model and its stages only."""
+    """Return the number of shards of a model: a function of the model and its stages only.
+
+    `kv_heads` is the greatest common divisor of the numbers of KV heads of the model's layers.
+    """
     per_stage = max(d for d in range(1, MAX_SHARDS + 1) if kv_heads % d == 0)
     return per_stage * stages
 
@@ -114,8 +118,8 @@ class ModelFacts:
     ----------
     layers : int
         Layers that have KV of their own.
-    kv_heads : int
-        KV heads of the whole model.
+    kv_heads : int or tuple of int
+        KV heads of the whole model: one number for all layers, or one for each.
     head_size : int or tuple of int
         Elements of one K, and of one V: one number for all layers, or one for each.
     dtype : str
@@ -159,7 +163,7 @@ class ModelFacts:
     """
 
     layers: int
-    kv_heads: int
+    kv_heads: int | tuple[int, ...]
     head_size: int | tuple[int, ...]
     dtype: str
     weights: str | os.PathLike[str] | tuple[str | os.PathLike[str], ...] | None = None
@@ -186,10 +190,10 @@ class ModelFacts:
             raise ConfigError(
                 f"dtype is {self.dtype!r}; expected one of {', '.join(STORED_DTYPES)}"
             )
-        for field in ("layers", "kv_heads"):
-            if getattr(self, field) < 1:
-                raise ConfigError(f"{field} is {getattr(self, field)}; expected at least 1")
+        if self.layers < 1:
+            raise ConfigError(f"layers is {self.layers}; expected at least 1")
         for field in (
+            "kv_heads",
             "head_size",
             "sliding_windows",
             "attention",
@@ -201,6 +205,14 @@ class ModelFacts:
             value = getattr(self, field)
             if isinstance(value, tuple) and len(value) != self.layers:
                 raise ConfigError(f"{field} has {len(value)} entries for {self.layers} layers")
+        if min(self._heads) < 1:
+            raise ConfigError(f"kv_heads is {self.kv_heads}; expected at least 1")
+
+    @property
+    def _heads(self) -> tuple[int, ...]:
+        """KV heads of each layer."""
+        heads = self.kv_heads
+        return heads if isinstance(heads, tuple) else (heads,) * self.layers
 
     @classmethod
     def from_transformers(
@@ -242,20 +254,28 @@ class ModelFacts:
             )
         layers = int(text.num_hidden_layers)
         windows = _windows(text, layers)
-        heads = int(text.num_attention_heads)
         found = dtype or str(getattr(text, "dtype", None) or getattr(config, "dtype", None))
         kv_dtype = found.removeprefix("torch.")
         if kv_dtype == "None":
             raise ConfigError("the configuration names no dtype: pass dtype")
-        head_size = getattr(text, "head_dim", None) or int(text.hidden_size) // heads
+        # Reading a field that differs by layer from the whole configuration is an error.
+        each = list(text.per_layer_config) if getattr(text, "is_heterogeneous", False) else [text]
+        head_sizes = [
+            int(getattr(one, "head_dim", None) or one.hidden_size // one.num_attention_heads)
+            for one in each
+        ]
+        kv_heads = [
+            int(getattr(one, "num_key_value_heads", None) or one.num_attention_heads)
+            for one in each
+        ]
         quantization = getattr(config, "quantization_config", None) or {}
         if not isinstance(quantization, Mapping):
             quantization = {"quant_method": getattr(quantization, "quant_method", "")}
         method = quantization.get("quant_method") or ""
         return cls(
             layers=layers,
-            kv_heads=int(getattr(text, "num_key_value_heads", None) or heads),
-            head_size=int(head_size),
+            kv_heads=kv_heads[0] if len(each) == 1 else tuple(kv_heads),
+            head_size=head_sizes[0] if len(each) == 1 else tuple(head_sizes),
             dtype=kv_dtype,
             weights=weights,
             fingerprint=fingerprint,
@@ -294,7 +314,8 @@ class ModelFacts:
         heads = self.layer_shapes is None
         count = shards
         if count is None:
-            count = default_shards(self.kv_heads, len(stages)) if heads else len(stages)
+            common = gcd(*self._heads)
+            count = default_shards(common, len(stages)) if heads else len(stages)
         size = self.head_size
         head_sizes = list(size) if isinstance(size, tuple) else [size] * self.layers
         windows = list(self.sliding_windows or [-1] * self.layers)
@@ -302,7 +323,7 @@ class ModelFacts:
             "format": FORMAT,
             "weights": self._weights_field(weights),
             "layers": self.layers,
-            "kv_heads": self.kv_heads,
+            "kv_heads": max(self._heads),
             "head_sizes": head_sizes,
             "sliding_windows": windows,
             "attention": list(
@@ -318,7 +339,8 @@ class ModelFacts:
                 self.layer_names or [f"model.layers.{i}.self_attn.attn" for i in range(self.layers)]
             ),
             "layer_shapes": list(
-                self.layer_shapes or [f"2,*,{self.kv_heads},{size}" for size in head_sizes]
+                self.layer_shapes
+                or [f"2,*,{h},{s}" for h, s in zip(self._heads, head_sizes, strict=True)]
             ),
             "layer_dtypes": list(self.layer_dtypes or [STORED_DTYPES[self.dtype]] * self.layers),
         }

@@ -92,6 +92,12 @@ def native_block_size(layout: str) -> int | None:
     return None if native is None else int(native[1])
 
 
+def shape_heads(shape: str) -> int | None:
+    """Return the KV heads of a layer shape; None for shapes without heads."""
+    found = _HEADS_SHAPE.fullmatch(shape)
+    return None if found is None else int(found[1])
+
+
 def parse_layer(
     name: str, layout: str, shape: str, dtype: str, split: int, chunk_size: int
 ) -> Layer:

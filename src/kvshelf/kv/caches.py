@@ -32,7 +32,7 @@ from kvshelf.kv.topology import ShardPlan
 
 @dataclass(frozen=True, slots=True)
 class LayerRun:
-    """Consecutive layers of a stage whose paged caches have one layout.
+    """Consecutive layers of a stage with as many KV heads and paged caches of one layout.
 
     Attributes
     ----------
@@ -65,6 +65,9 @@ class LayerCall:
         Number of the shard's KV heads.
     first_head : int
         The first of these heads in the caches.
+    parts, part : int
+        The payload holds `heads` heads `parts` times in a row, and the caches hold only the
+        `part`-th of these groups of heads.
     """
 
     caches: list[Tensor]
@@ -73,6 +76,27 @@ class LayerCall:
     end: int
     heads: int
     first_head: int = 0
+    parts: int = 1
+    part: int = 0
+
+    def rows(self, slots: Tensor) -> Tensor:
+        """Return the slot of each row of the payload, −1 for heads that the caches do not hold.
+
+        Parameters
+        ----------
+        slots : Tensor
+            int64 [tokens], as for :meth:`KVMemory.scatter`.
+
+        Returns
+        -------
+        Tensor
+            int64 [tokens × parts].
+        """
+        if self.parts == 1:
+            return slots
+        rows = slots.new_full((len(slots), self.parts), -1)
+        rows[:, self.part] = slots
+        return rows.view(-1)
 
 
 class PendingCopy:
@@ -196,8 +220,8 @@ class HostKVCache(KVCache):
     def scatter(self, shard: int, slots: Tensor, payload: Tensor, fence: object = None) -> None:
         """See :meth:`KVMemory.scatter`."""
         for call in self._calls[shard]:
-            part = payload[call.start : call.end]
-            ops.scatter_kv(call.caches, slots, part, call.layout, call.first_head, call.heads)
+            part, rows = payload[call.start : call.end], call.rows(slots)
+            ops.scatter_kv(call.caches, rows, part, call.layout, call.first_head, call.heads)
 
 
 def layer_calls(
@@ -218,24 +242,26 @@ def layer_calls(
     ConfigError
         If layers and heads do not match those of the namespace.
     """
-    shards = (plan or ShardPlan.whole(fmt.shards)).shards
+    plan = plan or ShardPlan.whole(fmt.shards)
     layers = sum(len(run.caches) for run in runs)
     calls = {}
-    for place, shard in enumerate(shards):
+    for place, shard in enumerate(plan.shards):
         specs = fmt.tensors(shard)
         if layers != len(specs):
             raise ConfigError(
                 f"{layers} layers are registered, but objects of this namespace hold"
                 f" {len(specs)}: the engine's model does not match the namespace"
             )
-        calls[shard] = [_call(fmt, run, shard, place, len(shards)) for run in runs]
+        calls[shard] = [_call(fmt, run, plan, place) for run in runs]
     return calls
 
 
-def _call(fmt: ObjectFormat, run: LayerRun, shard: int, place: int, shards: int) -> LayerCall:
-    """Return the call for one run of layers of the worker's shard number `place` of `shards`."""
-    specs = fmt.tensors(shard)
-    start = specs[run.first_layer].offset
+def _call(fmt: ObjectFormat, run: LayerRun, plan: ShardPlan, place: int) -> LayerCall:
+    """Return the call for one run of layers of the worker's shard number `place`."""
+    shards = len(plan.shards)
+    specs = fmt.tensors(plan.shards[place])
+    first = specs[run.first_layer]
+    start = first.offset
     last = specs[run.first_layer + len(run.caches) - 1]
     end = last.offset + last.nbytes
     heads = run.layout.heads // shards
@@ -244,7 +270,9 @@ def _call(fmt: ObjectFormat, run: LayerRun, shard: int, place: int, shards: int)
             f"{run.layout.heads} KV heads cannot be split over {shards} shards: set `shards` to a"
             " divisor"
         )
-    row = run.layout.chunk_bytes(1, heads)
+    # Shapes with heads are [2, tokens, heads, head size] and [blocks, heads, bytes].
+    parts = max(1, first.shape[-2] // heads) if plan.divided and len(first.shape) > 2 else 1
+    row = run.layout.chunk_bytes(1, heads) * parts
     slots, rest = divmod(end - start, len(run.caches) * row)
     if rest or fmt.chunk_size % max(1, slots):
         raise ConfigError(
@@ -252,4 +280,5 @@ def _call(fmt: ObjectFormat, run: LayerRun, shard: int, place: int, shards: int)
             f" which are not a whole number of rows of {row} bytes of the registered caches: the"
             " engine's model does not match the namespace"
         )
-    return LayerCall(run.caches, run.layout, start, end, heads, place * heads)
+    part = plan.part(parts)
+    return LayerCall(run.caches, run.layout, start, end, heads, place * heads, parts, part)

@@ -451,7 +451,7 @@ class DeviceKVCache(KVCache):
                     streams.enqueue(
                         ops.scatter_kv,
                         call.caches,
-                        slots,
+                        call.rows(slots),
                         source[call.start : call.end],
                         call.layout,
                         call.first_head,
@@ -507,7 +507,8 @@ def _strided(call: LayerCall) -> PagedLayout:
 
 def _in_blocks(call: LayerCall, layout: PagedLayout) -> bool:
     """Whether the layers lie inside blocks, each with a shard's part in one piece."""
-    if len(call.caches) < 2 or not ops.blocks_in_one_piece(layout, call.heads):
+    one_piece = call.parts == 1 and ops.blocks_in_one_piece(layout, call.heads)
+    if len(call.caches) < 2 or not one_piece:
         return False
     starts = [cache.data_ptr() for cache in call.caches]
     return max(starts) - min(starts) < layout.block_stride

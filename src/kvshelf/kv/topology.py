@@ -20,7 +20,9 @@ Contracts
 * A worker reads exactly the shards of its heads. Together the workers read every shard, and
   those of replicated heads once per replica.
 * Each shard of a chunk is written by exactly one worker, or by one group of workers that share
-  its tokens. Replicas take turns by chunk index.
+  its tokens. Replicas take turns by chunk index. Where layers have different numbers of KV heads,
+  and there are more ranks than all layers have heads in common, no worker holds a whole shard, and
+  none writes (:attr:`Topology.divided`).
 """
 
 from __future__ import annotations
@@ -48,6 +50,9 @@ class ShardPlan:
         Number of workers in a group that share the tokens of each block.
     context_rank : int
         This worker's index in its group, from 0.
+    divided : bool
+        The workers hold different heads of these shards in layers with more KV heads than others.
+        Each loads the heads that it holds, and none can write the shards.
     """
 
     shards: tuple[int, ...]
@@ -55,6 +60,7 @@ class ShardPlan:
     replica: int = 0
     context_ranks: int = 1
     context_rank: int = 0
+    divided: bool = False
 
     @classmethod
     def whole(cls, shards: int) -> ShardPlan:
@@ -63,7 +69,14 @@ class ShardPlan:
 
     def writes(self, chunk_index: int) -> tuple[int, ...]:
         """Return the shards of one chunk that this worker, or its group, writes."""
-        return self.shards if chunk_index % self.replicas == self.replica else ()
+        if self.divided or chunk_index % self.replicas != self.replica:
+            return ()
+        return self.shards
+
+    def part(self, parts: int) -> int:
+        """Return which of `parts` equal parts of a shard's heads this worker holds."""
+        holder = self.replica * self.context_ranks + self.context_rank
+        return holder * parts // (self.replicas * self.context_ranks)
 
 
 def head_groups(kv_heads: int, tensor_parallel: int) -> int:
@@ -78,7 +91,8 @@ class Topology:
     Parameters
     ----------
     kv_heads : int
-        KV heads of the whole model; 1 where all heads share one content.
+        KV heads of the whole model; where layers have different numbers, their greatest common
+        divisor; 1 where all heads share one content.
     shards : int
         Shards of a chunk, over all stages.
     tensor_parallel : int
@@ -91,6 +105,8 @@ class Topology:
         Ranks of each stage for each tensor-parallel rank.
     decode_context : int
         Ranks that share the tokens of each block.
+    most_kv_heads : int, optional
+        KV heads of the layer that has most; `kv_heads` when absent.
 
     Raises
     ------
@@ -105,6 +121,7 @@ class Topology:
     whole_ranks: bool = False
     prefill_context: int = 1
     decode_context: int = 1
+    most_kv_heads: int | None = None
 
     def __post_init__(self) -> None:
         ranks, heads = self.tensor_parallel, self.kv_heads
@@ -147,10 +164,11 @@ class Topology:
                 f" {distinct} tensor-parallel ranks with KV heads of their own: set"
                 f" shards={fitting * self.stages} alike on all engines that share the shelf"
             )
-        if self._holders % self.decode_context:
+        alike = self.workers // head_groups(self.most_kv_heads or heads, ranks)
+        if alike % self.decode_context:
             raise ConfigError(
                 f"decode_context_parallel_size={self.decode_context} would spread the tokens of a"
-                f" block over ranks with different KV heads: set it to a divisor of {self._holders}"
+                f" block over ranks with different KV heads: set it to a divisor of {alike}"
             )
 
     @property
@@ -159,9 +177,24 @@ class Topology:
         return self.tensor_parallel * self.prefill_context
 
     @property
+    def divided(self) -> bool:
+        """Whether ranks hold parts of shards, so that they load and cannot store.
+
+        So it is with more ranks than the layers have KV heads in common: some layers have a head
+        for each rank, and others have one for several.
+        """
+        most = self.most_kv_heads or self.kv_heads
+        return not self.whole_ranks and self._groups < head_groups(most, self.tensor_parallel)
+
+    @property
+    def _groups(self) -> int:
+        """Number of groups of ranks of one stage that hold the same shards."""
+        return head_groups(self.kv_heads, self.tensor_parallel)
+
+    @property
     def _holders(self) -> int:
-        """Number of workers of one stage with the same heads."""
-        return self.workers // head_groups(self.kv_heads, self.tensor_parallel)
+        """Number of workers of one stage that hold the same shards."""
+        return self.workers // self._groups
 
     def plan(self, worker: int) -> ShardPlan:
         """Return the shards of one worker.
@@ -178,10 +211,9 @@ class Topology:
         first = stage * split
         if self.whole_ranks:
             return ShardPlan((first + rank,), self.prefill_context, copy)
-        distinct = head_groups(self.kv_heads, self.tensor_parallel)
         group, holder = divmod(rank * self.prefill_context + copy, self._holders)
         replica, context_rank = divmod(holder, self.decode_context)
-        each = split // distinct
+        each = split // self._groups
         begin = first + group * each
         return ShardPlan(
             tuple(range(begin, begin + each)),
@@ -189,4 +221,5 @@ class Topology:
             replica,
             self.decode_context,
             context_rank,
+            self.divided,
         )

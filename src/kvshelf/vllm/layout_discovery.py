@@ -388,7 +388,7 @@ def choose_layout(
     chunk_size: int,
     block_size: int,
     engine: Mapping[str, object],
-    head_groups: int = 1,
+    kv_heads: Sequence[int],
     context_ranks: int = 1,
 ) -> StoredLayout:
     """Decide how the layers of a worker are stored.
@@ -403,9 +403,9 @@ def choose_layout(
         Tokens in a chunk, and slots of a block in the caches of this worker.
     engine : Mapping
         Facts on which an unknown layout could depend, see :func:`opaque_id`.
-    head_groups : int
-        Number of tensor-parallel ranks that hold heads of their own. Shapes are those of the
-        whole model, except for unknown layouts.
+    kv_heads : Sequence of int
+        KV heads of each layer in the whole model. Shapes are those of the whole model, except for
+        unknown layouts.
     context_ranks : int
         Number of ranks over which the tokens of a block are spread. More than one store
         canonically, since a rank's block is not a block of neighbouring tokens.
@@ -428,8 +428,8 @@ def choose_layout(
             f"layout=native cannot be used: {obstacle}. Set layout to auto or canonical"
         )
     if option == "canonical" or obstacle:
-        return _canonical(layers, head_groups)
-    return _native(layers, head_groups)
+        return _canonical(layers, kv_heads)
+    return _native(layers, kv_heads)
 
 
 def _check_opaque(
@@ -479,7 +479,7 @@ def _obstacle_to_native(layers: Sequence[LayerCache], chunk_size: int, context_r
     return ""
 
 
-def _canonical(layers: Sequence[LayerCache], head_groups: int) -> StoredLayout:
+def _canonical(layers: Sequence[LayerCache], kv_heads: Sequence[int]) -> StoredLayout:
     layouts = []
     for layer in layers:
         assert layer.learned.layout is not None
@@ -487,14 +487,14 @@ def _canonical(layers: Sequence[LayerCache], head_groups: int) -> StoredLayout:
     return StoredLayout(
         "canonical",
         1,
-        _runs(layers, layouts),
+        _runs(layers, layouts, kv_heads),
         ("canonical",) * len(layers),
-        tuple(_shape(layer, head_groups) for layer in layers),
+        tuple(map(_shape, layers, kv_heads)),
         tuple(layer.dtype for layer in layers),
     )
 
 
-def _native(layers: Sequence[LayerCache], head_groups: int) -> StoredLayout:
+def _native(layers: Sequence[LayerCache], kv_heads: Sequence[int]) -> StoredLayout:
     layouts, ids = [], []
     block_size = 0
     for layer in layers:
@@ -506,17 +506,17 @@ def _native(layers: Sequence[LayerCache], head_groups: int) -> StoredLayout:
     return StoredLayout(
         "native",
         block_size,
-        _runs(layers, layouts),
+        _runs(layers, layouts, kv_heads),
         tuple(ids),
-        tuple(_shape(layer, head_groups) for layer in layers),
+        tuple(map(_shape, layers, kv_heads)),
         tuple(layer.dtype for layer in layers),
     )
 
 
-def _shape(layer: LayerCache, head_groups: int) -> str:
+def _shape(layer: LayerCache, kv_heads: int) -> str:
     if layer.kv_planes == 1:
         return f"*,{layer.head_size}"
-    return f"2,*,{layer.heads * head_groups},{layer.head_size}"
+    return f"2,*,{kv_heads},{layer.head_size}"
 
 
 def _opaque(
@@ -557,7 +557,7 @@ def _opaque(
     return StoredLayout(
         "opaque",
         units.pop(),
-        _runs(layers, layouts),
+        _runs(layers, layouts, [0] * len(layers)),
         tuple(ids),
         tuple(shapes),
         ("U8",) * len(layers),
@@ -595,13 +595,23 @@ def opaque_id(layer: LayerCache, block_dim: int, engine: Mapping[str, object]) -
 
 
 def _runs(
-    layers: Sequence[LayerCache], layouts: Sequence[PagedLayout | PermutedLayout]
+    layers: Sequence[LayerCache],
+    layouts: Sequence[PagedLayout | PermutedLayout],
+    kv_heads: Sequence[int],
 ) -> tuple[LayerRun, ...]:
-    """Join neighbouring layers whose caches have the same layout and form."""
+    """Join neighbouring layers with as many KV heads and caches of the same layout and form.
+
+    Caches of one form can hold one of many heads of one layer, and one of few of another.
+    """
     runs: list[LayerRun] = []
     for number, (layer, layout) in enumerate(zip(layers, layouts, strict=True)):
         last = runs[-1] if runs else None
-        if last is not None and last.layout == layout and same_form(last.caches[0], layer.cache):
+        if (
+            last is not None
+            and last.layout == layout
+            and same_form(last.caches[0], layer.cache)
+            and kv_heads[number - 1] == kv_heads[number]
+        ):
             runs[-1] = LayerRun(last.first_layer, [*last.caches, layer.cache], layout)
         else:
             runs.append(LayerRun(number, [layer.cache], layout))

@@ -16,6 +16,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from math import gcd
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,8 @@ from kvshelf.config import Config, cache_dir
 from kvshelf.errors import ConfigError, UnsupportedError
 from kvshelf.format.model import ModelFacts, default_shards, rope_text
 from kvshelf.format.namespace import Namespace
-from kvshelf.kv.topology import Topology
+from kvshelf.format.tensors import shape_heads
+from kvshelf.kv.topology import Topology, head_groups
 from kvshelf.urls import shown_url
 from kvshelf.vllm.metadata import WorkerReport
 from kvshelf.weights.fingerprints import (
@@ -95,12 +97,13 @@ def build_namespace(
         return [value for part in stages for value in getattr(part, field)]
 
     layouts = joined("layouts")
+    shapes = joined("layer_shapes")
     attention = joined("attention")
-    topology = make_topology(vllm_config, config, len(stages), layouts, attention)
+    topology = make_topology(vllm_config, config, len(stages), layouts, shapes, attention)
     rank = getattr(model.hf_text_config, "kv_lora_rank", None)
     facts = ModelFacts(
         layers=len(layouts),
-        kv_heads=topology.kv_heads,
+        kv_heads=total_kv_heads(vllm_config, attention),
         head_size=tuple(joined("head_sizes")),
         dtype=_kv_dtype(vllm_config),
         fingerprint=weights,
@@ -110,7 +113,7 @@ def build_namespace(
         sliding_windows=tuple(joined("sliding_windows")),
         attention=tuple(attention),
         layer_names=tuple(joined("layer_names")),
-        layer_shapes=tuple(joined("layer_shapes")),
+        layer_shapes=tuple(shapes),
         layer_dtypes=tuple(joined("layer_dtypes")),
         layouts=tuple(layouts),
         stages=tuple(len(part.layer_names) for part in stages),
@@ -236,6 +239,7 @@ def make_topology(
     config: Config,
     stages: int,
     layouts: Sequence[str],
+    shapes: Sequence[str],
     attention: Sequence[str],
     *,
     decode_context: int = 1,
@@ -248,8 +252,9 @@ def make_topology(
     config : Config
     stages : int
         Pipeline stages.
-    layouts, attention : Sequence of str
-        As in the namespace record, one entry for each layer that is known.
+    layouts, shapes, attention : Sequence of str
+        The fields `layouts`, `layer_shapes` and `attention` of the namespace record, one entry
+        for each layer that is known.
     decode_context : int
         Ranks over which the tokens of a block are spread, see :func:`context_ranks`.
 
@@ -258,19 +263,107 @@ def make_topology(
     ConfigError
         If the option `shards` does not fit.
     """
-    ranks = int(vllm_config.parallel_config.tensor_parallel_size)
     kv_heads = total_kv_heads(vllm_config, attention)
+    return _topology(
+        vllm_config, kv_heads, config.shards, stages, layouts, shapes, decode_context=decode_context
+    )
+
+
+def topology_of(
+    vllm_config: Any, record: Mapping[str, Any], *, decode_context: int = 1
+) -> Topology:
+    """Return how heads and layers of a namespace are divided over an engine's workers.
+
+    Parameters
+    ----------
+    vllm_config : VllmConfig
+    record : Mapping
+        The namespace record.
+    decode_context : int
+        As for :func:`make_topology`.
+
+    Raises
+    ------
+    ConfigError
+        If the namespace is of another engine.
+    """
+    return _topology(
+        vllm_config,
+        record["kv_heads"],
+        record["shards"],
+        len(record["stages"]),
+        record["layouts"],
+        record["layer_shapes"],
+        decode_context=decode_context,
+    )
+
+
+def _topology(
+    vllm_config: Any,
+    kv_heads: int,
+    shards: int | None,
+    stages: int,
+    layouts: Sequence[str],
+    shapes: Sequence[str],
+    *,
+    decode_context: int,
+) -> Topology:
+    parallel = vllm_config.parallel_config
+    ranks = int(parallel.tensor_parallel_size)
     unknown = any(layout.startswith("opaque-") for layout in layouts)
-    shards = config.shards or (ranks * stages if unknown else default_shards(kv_heads, stages))
+    # All layers of the model, also those of other stages.
+    heads = {kv_heads, *(count for shape in shapes if (count := shape_heads(shape)))}
+    if kv_heads > 1:
+        heads |= _stated_kv_heads(vllm_config.model_config)
+    common = gcd(*heads)
+    if shards is None:
+        shards = ranks * stages if unknown else default_shards(common, stages)
     return Topology(
-        kv_heads,
+        common,
         shards,
         ranks,
         stages,
         whole_ranks=unknown,
-        prefill_context=_prefill_context(vllm_config.parallel_config),
+        prefill_context=_prefill_context(parallel),
         decode_context=decode_context,
+        most_kv_heads=max(heads),
     )
+
+
+def _stated_kv_heads(model: Any) -> set[int]:
+    """Return the numbers of KV heads that vLLM's configuration states for single layers."""
+    arch = getattr(model, "model_arch_config", None)
+    overrides = getattr(arch, "per_layer_overrides", None) or ()
+    return {int(one["total_num_kv_heads"]) for one in overrides if one.get("total_num_kv_heads")}
+
+
+def layer_kv_heads(vllm_config: Any, name: str, heads: int) -> int | None:
+    """Return the KV heads of one layer in the whole model.
+
+    Parameters
+    ----------
+    vllm_config : VllmConfig
+    name : str
+        The layer's name.
+    heads : int
+        The layer's heads on one rank.
+
+    Returns
+    -------
+    int or None
+        None if vLLM's configuration does not tell of which head ranks hold a copy.
+    """
+    model = vllm_config.model_config
+    ranks = int(vllm_config.parallel_config.tensor_parallel_size)
+    stated = int(model.get_total_num_kv_heads())
+    numbers = [int(part) for part in name.split(".") if part.isdigit()]
+    arch = getattr(model, "model_arch_config", None)
+    if len(numbers) == 1 and numbers[0] < len(getattr(arch, "per_layer_overrides", None) or ()):
+        stated = int(arch[numbers[0]].total_num_kv_heads)  # type: ignore[index]
+    if heads == max(1, stated // ranks):
+        return heads * head_groups(stated, ranks)
+    # Only a rank's single head can be a copy (vllm/model_executor/layers/linear.py).
+    return None if heads == 1 and ranks > 1 else heads * ranks
 
 
 def total_kv_heads(vllm_config: Any, attention: Sequence[str]) -> int:

@@ -11,7 +11,7 @@ import logging
 import platform
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ import vllm
 from kvshelf.config import Config
 from kvshelf.errors import UnsupportedError
 from kvshelf.kv.caches import LayerRun
-from kvshelf.kv.topology import head_groups
+from kvshelf.kv.layout_learning import LearnedLayout
 from kvshelf.vllm.layout_discovery import (
     LayerCache,
     StoredLayout,
@@ -29,7 +29,7 @@ from kvshelf.vllm.layout_discovery import (
     same_form,
 )
 from kvshelf.vllm.metadata import WorkerReport
-from kvshelf.vllm.namespace import context_ranks, kv_scales, rank_block_size, total_kv_heads
+from kvshelf.vllm.namespace import context_ranks, kv_scales, layer_kv_heads, rank_block_size
 
 logger = logging.getLogger(__name__)
 
@@ -130,6 +130,7 @@ def describe_caches(
         sum(layer.seconds for layer in layers) * 1e3,
         ", ".join(sorted({layer.learned.kind for layer in layers})),
     )
+    layers, kv_heads = _kv_heads(layers, vllm_config)
     parallel = vllm_config.parallel_config
     stored = choose_layout(
         layers,
@@ -146,17 +147,30 @@ def describe_caches(
             "tensor_parallel_size": parallel.tensor_parallel_size,
             "pipeline_parallel_size": parallel.pipeline_parallel_size,
         },
-        head_groups=head_groups(
-            total_kv_heads(
-                vllm_config, ["mla" if one.kv_planes == 1 else "full" for one in layers]
-            ),
-            int(parallel.tensor_parallel_size),
-        ),
+        kv_heads=kv_heads,
         context_ranks=context_ranks(vllm_config, kv_cache_config),
     )
     report = _report(layers, stored, context, str(cache_config.cache_dtype))
     bound = [context[name].kv_cache for name in names]
     return RegisteredCaches(tuple(names), bound, stored.runs, stored.unit_tokens, report)
+
+
+def _kv_heads(layers: Sequence[LayerCache], vllm_config: Any) -> tuple[list[LayerCache], list[int]]:
+    """Return the layers, and the KV heads of each in the whole model.
+
+    The layout of a layer counts as unknown where its heads are: its blocks are stored whole then.
+    """
+    told, kv_heads = [], []
+    for layer in layers:
+        heads: int | None = layer.heads
+        if layer.kv_planes == 2 and layer.learned.layout is not None:
+            heads = layer_kv_heads(vllm_config, layer.name, layer.heads)
+        if heads is None:
+            reason = "a rank holds one KV head, and vLLM's configuration does not state which"
+            layer = replace(layer, learned=LearnedLayout(None, reason), dtype="U8")
+        told.append(layer)
+        kv_heads.append(heads or 0)
+    return told, kv_heads
 
 
 def _in_memory_of(bound: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:

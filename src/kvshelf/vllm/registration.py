@@ -55,7 +55,7 @@ from kvshelf.kv import ops
 from kvshelf.kv.caches import HostKVCache, KVCache, layer_calls
 from kvshelf.kv.device import DEFAULT_RING, DeviceKVCache, Streams
 from kvshelf.kv.interleave import InterleavedBlocks
-from kvshelf.kv.topology import ShardPlan, Topology
+from kvshelf.kv.topology import ShardPlan
 from kvshelf.transfer.staging import StagingPool
 from kvshelf.transfer.transfer import default_io_threads
 from kvshelf.vllm.affinity import widen_cpu_affinity
@@ -68,6 +68,7 @@ from kvshelf.vllm.namespace import (
     make_topology,
     rank_block_size,
     stage_ranks,
+    topology_of,
 )
 from kvshelf.vllm.registered_caches import RegisteredCaches, describe_caches
 
@@ -239,6 +240,7 @@ class Registration:
                 self._config,
                 stages,
                 report.layouts,
+                report.layer_shapes,
                 report.attention,
                 decode_context=self._context_ranks,
             )
@@ -412,15 +414,8 @@ class Registration:
         assert self.caches is not None
         record: Mapping[str, Any] = fmt.namespace.record
         parallel = self._vllm_config.parallel_config
-        plan = Topology(
-            record["kv_heads"],
-            fmt.shards,
-            int(parallel.tensor_parallel_size),
-            len(record["stages"]),
-            whole_ranks=any(layout.startswith("opaque-") for layout in record["layouts"]),
-            prefill_context=stage_ranks(self._vllm_config) // int(parallel.tensor_parallel_size),
-            decode_context=self._context_ranks,
-        ).plan(self._rank)
+        topology = topology_of(self._vllm_config, record, decode_context=self._context_ranks)
+        plan = topology.plan(self._rank)
         _check_context_group(plan)
         blocks = InterleavedBlocks(
             rank_block_size(self._vllm_config, self._kv_cache_config),
@@ -429,6 +424,7 @@ class Registration:
             int(getattr(parallel, "cp_kv_cache_interleave_size", 1)),
         )
         on_device = self.on_device
+        chunk_bytes = sum(fmt.object_size(shard) for shard in plan.shards)
         staging = StagingPool(
             int(self._config.staging_bytes),
             max(fmt.object_size(shard) for shard in plan.shards),
@@ -443,7 +439,8 @@ class Registration:
             else:
                 cache = DeviceKVCache(
                     calls,
-                    ring=self._ring(sum(fmt.object_size(shard) for shard in plan.shards)),
+                    # A worker with parts of shards never gathers.
+                    ring=1 if plan.divided else self._ring(chunk_bytes),
                     loads=self.io_threads()[0],
                     pinned=staging.pinned,
                     streams=self._streams(),

@@ -58,6 +58,7 @@ from typing import Any
 from kvshelf.config import Config, cache_dir
 from kvshelf.format.keys import Chunk, KeyChain, MultimodalItem, salt_group_of
 from kvshelf.format.namespace import Namespace
+from kvshelf.format.objects import ObjectFormat
 from kvshelf.logs import RateLimitedLog
 from kvshelf.metrics import Counters
 from kvshelf.shelf.failed_keys import FailedKeys
@@ -74,6 +75,7 @@ from kvshelf.vllm.metadata import (
     StoreOp,
     WorkerMetadata,
 )
+from kvshelf.vllm.namespace import topology_of
 from kvshelf.vllm.read_ahead import ReadAhead
 from kvshelf.weights.fingerprints import FingerprintCache
 
@@ -616,6 +618,7 @@ class SchedulerSide:
         fmt = self._handshake.unite()
         if fmt is None:
             return
+        self._check_whole_shards(fmt)
         # If no thread can be started, the next report tries again: nothing is settled yet.
         self._lookups = LookupService(
             shelf.view(fmt),
@@ -628,6 +631,21 @@ class SchedulerSide:
         if self._config.prefetch_budget(probe_cost) > 0:
             self._read_ahead.enable(self._engine_chunks())
         logger.info("shelf %s, namespace %s", shelf.backend.url, fmt.namespace.folder)
+
+    def _check_whole_shards(self, fmt: ObjectFormat) -> None:
+        """Plan no stores where no rank holds all heads of a shard."""
+        topology = topology_of(self._vllm_config, fmt.namespace.record)
+        if self._may_store and topology.divided:
+            self._may_store = False
+            logger.warning(
+                "tensor_parallel_size=%d is more than the %d KV heads that all layers of this model"
+                " have in common, so each rank holds only a part of a shard: this engine loads KV"
+                " from the shelf and stores none. Other engines must store it, with"
+                " tensor_parallel_size of at most %d",
+                topology.tensor_parallel,
+                topology.kv_heads,
+                topology.kv_heads,
+            )
 
     def _engine_chunks(self) -> int | None:
         """Return how many chunks vLLM's prefix cache has room for; None if that is not known."""
