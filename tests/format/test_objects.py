@@ -142,6 +142,9 @@ FORMATS = {
     "mla, two stages": lambda: make_format(shape="*,40", shards=2, stages=[1, 2]),
     "native": lambda: make_format(layout="cpu-vec16-bf16-b4"),
     "opaque": lambda: make_format(layout="opaque-0123456789abcdef", shape="2,48", dtype="U8"),
+    "replicated": lambda: make_format(
+        layout="replicated-0123456789abcdef", shape="2,48", dtype="U8", shards=2, stages=[1, 2]
+    ),
     "mixed": lambda: make_format(
         layouts=["canonical", "cpu-amx-bf16-b8", "canonical"],
         layer_shapes=["2,*,4,8", "2,*,2,16", "2,*,8,4"],
@@ -732,10 +735,11 @@ def test_chunks_and_shards_must_fit(fmt: ObjectFormat, chunk: Chunk, image: byte
 
 
 def test_unknown_layouts_have_no_tails() -> None:
-    fmt = FORMATS["opaque"]()
-    assert not fmt.tails
-    with pytest.raises(UnsupportedError, match="tails"):
-        fmt.tensors(0, 3, tail=True)
+    for name in ("opaque", "replicated"):
+        fmt = FORMATS[name]()
+        assert not fmt.tails
+        with pytest.raises(UnsupportedError, match="tails"):
+            fmt.tensors(0, 3, tail=True)
     assert FORMATS["native"]().tails
 
 
@@ -770,6 +774,12 @@ def test_missing_fields_are_named(missing: str) -> None:
         ({"layout": "cpu-vec-bf16-b4", "shape": "*,40", "shards": 1}, "shape"),
         ({"layout": "opaque-0123456789abcdef"}, "opaque"),
         ({"layout": "opaque-0123456789abcdef", "shape": "2,48"}, "opaque"),
+        ({"layout": "replicated-0123456789abcdef"}, "replicated"),
+        (
+            {"layout": "replicated-0123456789abcdef", "shape": "2,48", "dtype": "U8"},
+            "set `shards` to the number of stages",
+        ),
+        ({"layout": "replicated-0123", "shape": "2,48", "dtype": "U8"}, "layout"),
         ({"shape": "2,8,4,8"}, "shape"),
         ({"shape": "2,*,04,8"}, "shape"),
         ({"shape": "*,40"}, "set `shards`"),

@@ -32,6 +32,7 @@ with warnings.catch_warnings():
     pytest.importorskip("vllm")
     from vllm.config.model_arch import ModelArchitectureConfig
     from vllm.v1.attention.backend import AttentionImpl
+    from vllm.v1.kv_cache_interface import MLAAttentionSpec, UniformTypeKVCacheSpecs
 
     from kvshelf.vllm.metadata import StepMetadata, WorkerMetadata
     from kvshelf.vllm.scheduler import SchedulerSide
@@ -213,7 +214,13 @@ class Rank:
                 model_arch_config=engine.arch,
             ),
         )
-        self.worker = WorkerSide(self.vllm_config, config, lambda: engine.shelf, rank=number)
+        self.worker = WorkerSide(
+            self.vllm_config,
+            config,
+            lambda: engine.shelf,
+            kv_cache_config=engine.latent_groups(blocks) if engine.latent else None,
+            rank=number,
+        )
         self.worker.register(self.caches)
 
     def slot(self, block_ids: Sequence[int], position: int) -> int:
@@ -256,6 +263,8 @@ class SimulatedEngine:
         KV heads of each layer.
     stated : bool
         vLLM's configuration states the heads of each layer, not only the most of them.
+    latent : bool
+        vLLM states that all ranks hold the same KV, as it does of MLA and of sparse indexers.
     tensor_parallel, prefill_context, decode_context, interleave : int
         The engine's parallelism, as vLLM's options.
     **options
@@ -272,6 +281,7 @@ class SimulatedEngine:
         seed: int = 0,
         heads: tuple[int, ...] = (HEADS,) * LAYERS,
         stated: bool = True,
+        latent: bool = False,
         tensor_parallel: int = 1,
         prefill_context: int = 1,
         decode_context: int = 1,
@@ -280,6 +290,7 @@ class SimulatedEngine:
     ) -> None:
         self.form, self.block_size = form, block_size
         self.heads = heads
+        self.latent = latent
         self.arch = stated_heads(heads) if stated else None
         self.tensor_parallel, self.prefill_context = tensor_parallel, prefill_context
         self.decode_context, self.interleave = decode_context, interleave
@@ -314,6 +325,22 @@ class SimulatedEngine:
     def block_tokens(self) -> int:
         """Tokens in a block of the cache manager."""
         return self.block_size * self.decode_context
+
+    def latent_groups(self, blocks: int) -> Any:
+        """vLLM's configuration of the caches of a model with MLA, of which some are larger."""
+        specs = {
+            f"model.layers.{i}.attn": MLAAttentionSpec(
+                block_size=self.block_size,
+                num_kv_heads=1,
+                head_size=SIZE * (i + 1),
+                dtype=torch.uint8,
+                max_tp_shards=1,
+            )
+            for i in range(len(self.heads))
+        }
+        spec = UniformTypeKVCacheSpecs(block_size=self.block_size, kv_cache_specs=specs)
+        group = SimpleNamespace(layer_names=list(specs), kv_cache_spec=spec)
+        return SimpleNamespace(num_blocks=blocks, kv_cache_groups=[group])
 
     @property
     def worker(self) -> WorkerSide:

@@ -77,7 +77,11 @@ def probe(
 
 
 def choose(
-    layers: list[LayerCache], option: str = "auto", chunk_size: int = 256, **engine: object
+    layers: list[LayerCache],
+    option: str = "auto",
+    chunk_size: int = 256,
+    replicated: bool = False,
+    **engine: object,
 ) -> StoredLayout:
     return choose_layout(
         layers,
@@ -86,6 +90,7 @@ def choose(
         block_size=128,
         engine={**ENGINE, **engine},
         kv_heads=[layer.heads for layer in layers],
+        replicated=replicated,
     )
 
 
@@ -560,6 +565,20 @@ def test_the_id_of_an_opaque_layout_covers_what_could_matter() -> None:
         opaque_id(unknown(), instructions="AVX2"),
     }
     assert len(different) == 8
+
+
+def test_the_id_of_a_replicated_layout_covers_all_but_the_degree() -> None:
+    def layout_id(**engine: Any) -> str:
+        [name] = choose(probe(cpu_layer("vec", impl=Counting())), replicated=True, **engine).ids
+        return name
+
+    plain = layout_id()
+    assert plain.startswith("replicated-") and len(plain) == 11 + 16
+    assert layout_id(tensor_parallel_size=8) == plain
+    assert layout_id(pipeline_parallel_size=2) != plain
+    assert layout_id(vllm="0.33.0") != plain
+    # What is known is stored canonically, replicated or not.
+    assert choose(probe(mla_layer(), block_size=16), replicated=True).ids == ("canonical",)
 
 
 def test_opaque_blocks_do_not_depend_on_how_many_there_are() -> None:

@@ -25,7 +25,7 @@ DTYPE_BYTES: Final[Mapping[str, int]] = {
 }
 
 _NATIVE: Final = re.compile(r"cpu-[A-Za-z0-9_]+-[A-Za-z0-9_]+-b([1-9][0-9]{0,8})", re.ASCII)
-_OPAQUE: Final = re.compile(r"opaque-[0-9a-f]{16}", re.ASCII)
+_WHOLE: Final = re.compile(r"(?:opaque|replicated)-[0-9a-f]{16}", re.ASCII)
 _NUMBER: Final = r"([1-9][0-9]{0,14})"
 _HEADS_SHAPE: Final = re.compile(rf"2,\*,{_NUMBER},{_NUMBER}", re.ASCII)
 _CONTENT_SHAPE: Final = re.compile(rf"\*,{_NUMBER}", re.ASCII)
@@ -107,18 +107,20 @@ def parse_layer(
     if size is None:
         raise ConfigError(f"{where}: dtype {dtype!r}, expected one of {', '.join(DTYPE_BYTES)}")
     block_size = native_block_size(layout)
-    if _OPAQUE.fullmatch(layout):
+    if _WHOLE.fullmatch(layout):
         found = _BLOCKS_SHAPE.fullmatch(shape)
         if found is None or dtype != "U8":
             raise ConfigError(
                 f"{where}: layout {layout} needs dtype U8 and shape '<blocks>,<bytes>', "
                 f"found {dtype} and {shape!r}"
             )
+        if layout.startswith("replicated-"):
+            _check_not_split(where, split)
         return Layer(name, dtype, "blocks", 1, int(found[2]), int(found[1]), 0)
     if layout != "canonical" and block_size is None:
         raise ConfigError(
             f"{where}: layout {layout!r}, expected 'canonical', 'cpu-<packing>-<dtype>-b<block "
-            "size>' or 'opaque-<16 hex>'"
+            "size>', 'opaque-<16 hex>' or 'replicated-<16 hex>'"
         )
     heads_shape = _HEADS_SHAPE.fullmatch(shape)
     if heads_shape is not None:
@@ -143,9 +145,13 @@ def parse_layer(
             f"{where}: shape {shape!r} does not fit layout {layout}; expected "
             "'2,*,<heads>,<head size>'" + ("" if block_size else " or '*,<content>'")
         )
+    _check_not_split(where, split)
+    return Layer(name, dtype, "content", 1, int(content_shape[1]), 0, 0)
+
+
+def _check_not_split(where: str, split: int) -> None:
     if split != 1:
         raise ConfigError(
             f"{where}: a layer without heads cannot be split over {split} shards of a stage; set "
             "`shards` to the number of stages"
         )
-    return Layer(name, dtype, "content", 1, int(content_shape[1]), 0, 0)

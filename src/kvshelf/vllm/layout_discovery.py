@@ -389,6 +389,7 @@ def choose_layout(
     block_size: int,
     engine: Mapping[str, object],
     kv_heads: Sequence[int],
+    replicated: bool = False,
     context_ranks: int = 1,
 ) -> StoredLayout:
     """Decide how the layers of a worker are stored.
@@ -406,6 +407,8 @@ def choose_layout(
     kv_heads : Sequence of int
         KV heads of each layer in the whole model. Shapes are those of the whole model, except for
         unknown layouts.
+    replicated : bool
+        All ranks of a stage hold the same in all layers.
     context_ranks : int
         Number of ranks over which the tokens of a block are spread. More than one store
         canonically, since a rank's block is not a block of neighbouring tokens.
@@ -421,7 +424,13 @@ def choose_layout(
     unknown = next((layer for layer in layers if layer.learned.layout is None), None)
     if unknown is not None:
         _check_opaque(unknown, option, chunk_size, block_size, context_ranks)
-        return _opaque(layers, chunk_size, block_size, engine)
+        logger.warning(
+            "%s. Whole blocks are stored instead, which only engines exactly like this one%s can"
+            " load",
+            _unknown_text(unknown),
+            ", with any number of tensor-parallel ranks," if replicated else "",
+        )
+        return _opaque(layers, chunk_size, block_size, engine, replicated)
     obstacle = _obstacle_to_native(layers, chunk_size, context_ranks)
     if option == "native" and obstacle:
         raise ConfigError(
@@ -435,7 +444,7 @@ def choose_layout(
 def _check_opaque(
     layer: LayerCache, option: str, chunk_size: int, block_size: int, context_ranks: int
 ) -> None:
-    where = f"the layout of layer {layer.name} ({layer.backend}) is unknown: {layer.learned.reason}"
+    where = _unknown_text(layer)
     if option != "auto":
         raise ConfigError(f"layout={option} cannot be used: {where}. Set layout to auto")
     if context_ranks > 1:
@@ -449,10 +458,10 @@ def _check_opaque(
             f"{where}. So only whole blocks can be stored, but chunk_size={chunk_size} is not a"
             f" multiple of the block size {block_size}: set chunk_size to a multiple"
         )
-    logger.warning(
-        "%s. Whole blocks are stored instead, which only engines exactly like this one can load",
-        where,
-    )
+
+
+def _unknown_text(layer: LayerCache) -> str:
+    return f"the layout of layer {layer.name} ({layer.backend}) is unknown: {layer.learned.reason}"
 
 
 def _obstacle_to_native(layers: Sequence[LayerCache], chunk_size: int, context_ranks: int) -> str:
@@ -524,6 +533,7 @@ def _opaque(
     chunk_size: int,
     block_size: int,
     engine: Mapping[str, object],
+    replicated: bool,
 ) -> StoredLayout:
     layouts, ids, shapes = [], [], []
     units = set()
@@ -547,7 +557,7 @@ def _opaque(
             )
         units.add(unit)
         layouts.append(layout)
-        ids.append(opaque_id(layer, block_dim, engine))
+        ids.append(opaque_id(layer, block_dim, engine, replicated=replicated))
         shapes.append(f"{chunk_size // unit},{layout.heads * layout.row_bytes}")
     if len(units) > 1:
         raise UnsupportedError(
@@ -568,13 +578,17 @@ def _block_dimension(cache: Tensor) -> int:
     return 1 if cache.dim() == 5 and cache.shape[0] == 2 else 0
 
 
-def opaque_id(layer: LayerCache, block_dim: int, engine: Mapping[str, object]) -> str:
+def opaque_id(
+    layer: LayerCache, block_dim: int, engine: Mapping[str, object], *, replicated: bool = False
+) -> str:
     """Return the layout id of a cache whose layout is unknown.
 
     It is a digest of everything on which the meaning of a block's bytes could depend: `engine`
     (versions, parallelism, block sizes, dtypes, instruction set), the attention implementation,
-    and shape and order of the cache's dimensions, but not the number of blocks.
+    and shape and order of the cache's dimensions, but not the number of blocks. Of a cache that is
+    `replicated` on all ranks, the number of ranks says nothing.
     """
+    ignored = {"num_blocks", "tensor_parallel_size"} if replicated else {"num_blocks"}
     cache = layer.cache
     inside = [dimension for dimension in range(cache.dim()) if dimension != block_dim]
     block_stride = cache.stride(block_dim)
@@ -588,10 +602,11 @@ def opaque_id(layer: LayerCache, block_dim: int, engine: Mapping[str, object]) -
             for dimension in inside
         ],
         "order": sorted(range(cache.dim()), key=lambda dimension: -cache.stride()[dimension]),
-        "engine": {name: str(value) for name, value in engine.items() if name != "num_blocks"},
+        "engine": {name: str(value) for name, value in engine.items() if name not in ignored},
     }
     text = json.dumps(described, sort_keys=True)
-    return "opaque-" + hashlib.sha256(text.encode()).hexdigest()[:16]
+    kind = "replicated-" if replicated else "opaque-"
+    return kind + hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _runs(

@@ -148,6 +148,7 @@ def describe_caches(
             "pipeline_parallel_size": parallel.pipeline_parallel_size,
         },
         kv_heads=kv_heads,
+        replicated=_are_replicated(names, kv_cache_config),
         context_ranks=context_ranks(vllm_config, kv_cache_config),
     )
     report = _report(layers, stored, context, str(cache_config.cache_dtype))
@@ -171,6 +172,21 @@ def _kv_heads(layers: Sequence[LayerCache], vllm_config: Any) -> tuple[list[Laye
         told.append(layer)
         kv_heads.append(heads or 0)
     return told, kv_heads
+
+
+def _are_replicated(names: Sequence[str], kv_cache_config: Any) -> bool:
+    """Whether vLLM states of each layer that all tensor-parallel ranks hold the same KV.
+
+    It does of the latent KV of MLA and of sparse indexers, by the field `max_tp_shards` of
+    ``AttentionSpec`` in vllm/v1/kv_cache_interface.py.
+    """
+    groups = getattr(kv_cache_config, "kv_cache_groups", None)
+    if not groups:
+        return False
+    spec = groups[0].kv_cache_spec
+    # Layers with blocks of different bytes keep their own specs.
+    specs = getattr(spec, "kv_cache_specs", None) or dict.fromkeys(names, spec)
+    return all(getattr(specs.get(name), "max_tp_shards", None) == 1 for name in names)
 
 
 def _in_memory_of(bound: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
@@ -229,8 +245,8 @@ def _check_layers(
             )
 
 
-def _content_kind(layer: LayerCache) -> str:
-    return "mla" if layer.kv_planes == 1 else "full"
+def _content_kind(layer: LayerCache, layout: str) -> str:
+    return "mla" if layer.kv_planes == 1 or layout.startswith("replicated-") else "full"
 
 
 def _device_facts(device: torch.device) -> dict[str, object]:
@@ -250,11 +266,11 @@ def _report(
     cache_dtype: str,
 ) -> WorkerReport:
     windows, kinds, head_sizes = [], [], []
-    for layer in layers:
+    for layer, layout in zip(layers, stored.ids, strict=True):
         # The layer's own attribute: attention backends convert the window.
         window = getattr(context[layer.name], "sliding_window", None)
         windows.append(-1 if window is None else int(window))
-        kind = _content_kind(layer)
+        kind = _content_kind(layer, layout)
         kinds.append("sliding" if kind == "full" and windows[-1] >= 0 else kind)
         # An indexer has a cache and no heads.
         size = layer.head_size or getattr(context[layer.name], "head_size", None)

@@ -21,6 +21,7 @@ import xxhash
 
 HERE = Path(__file__).parent
 ITEM_SIZES = {"BF16": 2, "F16": 2, "F32": 4, "F8_E4M3": 1, "F8_E5M2": 1, "U8": 1}
+WHOLE_BLOCKS = ("opaque-", "replicated-")
 
 
 # ------------------------------------------------------------------- canonical JSON
@@ -141,7 +142,7 @@ def tensors(
         dtype = record["layer_dtypes"][layer]
         layout = record["layouts"][layer]
         parts = record["layer_shapes"][layer].split(",")
-        if layout.startswith("opaque-"):
+        if layout.startswith(WHOLE_BLOCKS):
             shape = [int(parts[0]), int(parts[1])]
         elif len(parts) == 2:
             shape = [tokens, int(parts[1])]
@@ -203,7 +204,7 @@ def header(
 
 def data_offset(record: dict[str, Any]) -> int:
     """Return where the payload starts in every object of a namespace."""
-    opaque = any(layout.startswith("opaque-") for layout in record["layouts"])
+    opaque = any(layout.startswith(WHOLE_BLOCKS) for layout in record["layouts"])
     longest = 0
     for shard in range(record["shards"]):
         for tail in (False,) if opaque else (False, True):
@@ -346,6 +347,21 @@ def namespaces() -> dict[str, dict[str, Any]]:
         "layer_shapes": ["2,48"],
         "layer_dtypes": ["U8"],
     }
+    replicated = {
+        "format": "kvshelf/1",
+        "weights": "user:sparse",
+        "layers": 3,
+        "kv_heads": 1,
+        "mla_rank": 8,
+        "attention": ["mla"] * 3,
+        "chunk_size": 4,
+        "shards": 2,
+        "stages": [2, 1],
+        "layouts": [f"replicated-{n}123456789abcdef" for n in "010"],
+        "layer_names": ["layers.0.attn", "layers.0.indexer", "layers.1.attn"],
+        "layer_shapes": ["2,40", "2,12", "2,40"],
+        "layer_dtypes": ["U8"] * 3,
+    }
     names = {
         **mla,
         "version": 'e\u0301 "quoted" back\\slash / \u2028 \u007f \U0001f600 \n\t\x01',
@@ -370,6 +386,7 @@ def namespaces() -> dict[str, dict[str, Any]]:
         "opaque": opaque,
         "unicode": names,
         "wide": wide,
+        "replicated": replicated,
     }
     return {name: with_data_offset(record) for name, record in records.items()}
 
@@ -402,6 +419,7 @@ def object_cases() -> dict[str, dict[str, Any]]:
         "native-shard-1.safetensors": {"namespace": "native", "shard": 1, "chunk": 0},
         "native-tail-of-5.safetensors": {"namespace": "native", "shard": 0, "chunk": 2},
         "opaque.safetensors": {"namespace": "opaque", "shard": 1, "chunk": 1},
+        "replicated-stage-0.safetensors": {"namespace": "replicated", "shard": 0, "chunk": 1},
     }
 
 

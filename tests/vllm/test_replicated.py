@@ -1,0 +1,86 @@
+"""Caches of unknown layout that are the same on all ranks: sparse MLA. Simulated engines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from simulated import SimulatedEngine
+from test_blocks_and_chunks import check_load, prompt
+
+from kvshelf.errors import ConfigError
+from kvshelf.format.namespace import Namespace
+
+Start = Callable[..., SimulatedEngine]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """So small operations only wait for each other on several threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Start engines with MLA of unknown layout on one shelf; they are closed at the end."""
+    with ExitStack() as stack:
+
+        def make(ranks: int, **options: Any) -> SimulatedEngine:
+            options = {"latent": True, "chunk_size": 32, "blocks": 48, "heads": (1, 1), **options}
+            engine = SimulatedEngine(
+                tmp_path / "shelf", "odd", 16, tensor_parallel=ranks, **options
+            )
+            return stack.enter_context(closing(engine))
+
+        yield make
+
+
+@pytest.mark.parametrize(("writing", "loading"), [(1, 1), (1, 4), (4, 1), (4, 4), (2, 8), (8, 2)])
+def test_one_rank_writes_and_ranks_of_every_degree_load(
+    start: Start, tmp_path: Path, writing: int, loading: int
+) -> None:
+    tokens = prompt(200)
+    writer = start(writing)
+    writer.prefill(tokens)
+    # Ranks take turns, so each chunk is one object that one rank wrote.
+    stored = [rank.worker.counters.take().get("stored_chunks", 0) for rank in writer.ranks]
+    assert sum(stored) == len(list(tmp_path.glob("shelf/*/_/*/*.safetensors"))) == 6
+    assert max(stored) - min(stored) <= 1
+    reader = start(loading, seed=1)
+    assert reader.namespace == writer.namespace
+    assert check_load(reader, tokens) == 192
+
+
+def test_the_record_says_that_ranks_hold_the_same(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    record = Namespace.from_bytes(start(4).namespace).record
+    assert all(layout.startswith("replicated-") for layout in record["layouts"])
+    assert record["attention"] == ["mla", "mla"]
+    assert (record["shards"], record["kv_heads"]) == (1, 1)
+    assert "exactly like this one, with any number of tensor-parallel ranks," in caplog.text
+    # Where vLLM does not say so, each rank writes a copy of its own.
+    alone = Namespace.from_bytes(start(4, latent=False).namespace).record
+    assert all(layout.startswith("opaque-") for layout in alone["layouts"])
+    assert alone["shards"] == 4
+
+
+def test_replicas_of_prefill_context_parallelism_take_turns_too(start: Start) -> None:
+    tokens = prompt(200)
+    writer = start(2, prefill_context=2)
+    writer.prefill(tokens)
+    stored = [rank.worker.counters.take().get("stored_chunks", 0) for rank in writer.ranks]
+    assert sorted(stored) == [1, 1, 2, 2]
+    assert check_load(start(1, seed=1), tokens) == 192
+
+
+def test_tokens_that_are_spread_over_ranks_are_refused(start: Start) -> None:
+    with pytest.raises(ConfigError, match=r"is unknown.*set decode_context_parallel_size to 1"):
+        start(2, decode_context=2)
