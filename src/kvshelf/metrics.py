@@ -55,6 +55,9 @@ COUNTERS: Mapping[str, str] = {
         "chunks dropped because the worker had not hashed the files of their LoRA adapter yet, or"
         " had loaded other files"
     ),
+    "dropped_chunks_weights_changed": (
+        "chunks dropped because the weights may have changed since their store was planned"
+    ),
     "dropped_chunks_error": "chunks dropped because their store failed",
     "dropped_chunks_shutdown": "chunks not yet published at shutdown",
     "late_calls": "storage calls that missed their deadline",

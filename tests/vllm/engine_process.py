@@ -171,6 +171,14 @@ class EngineProcess:
         done = await self.engine.reset_prefix_cache(reset_connector=connector)
         await self.reply(number, done=bool(done))
 
+    async def do_pause(self, number: int) -> None:
+        await self.engine.pause_generation()
+        await self.reply(number)
+
+    async def do_resume(self, number: int) -> None:
+        await self.engine.resume_generation()
+        await self.reply(number)
+
     async def do_metrics(self, number: int) -> None:
         from prometheus_client import REGISTRY, generate_latest
 

@@ -223,6 +223,18 @@ class Request:
         return len(self._all_token_ids)
 
 
+class Model(torch.nn.Module):
+    """Weights that can be told apart, and vLLM's way to load others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(300), requires_grad=False)
+        self.register_buffer("scale", torch.ones(3))
+
+    def load_weights(self, weights: float) -> None:
+        self.weight.data.fill_(weights)
+
+
 @dataclass
 class State:
     """What the miniature scheduler and runner know of a request."""
@@ -234,6 +246,10 @@ class State:
     in_worker: bool = False
     loaded: int = 0
     loads: int = 0
+    #: For each token, the weights that its KV was computed with.
+    history: list[float] = field(default_factory=list)
+    #: Blocks that the connector was told of.
+    told: int = 0
 
 
 class Adapters:
@@ -333,6 +349,9 @@ class MiniVllm:
         config.scheduler_config.max_num_batched_tokens = room
         groups = make_groups(config, blocks=blocks)
         kind = type("OfThisEngine", (ConnectorOnADevice,), {"device": self.device})
+        self.model = Model()
+        #: For each block, the weights of all tokens up to its last one.
+        self.made: dict[int, list[float]] = {}
         self.worker = kind(config, KVConnectorRole.WORKER, groups)
         self.caches = make_caches(blocks, self.block_size)
         bind(config, self.caches)
@@ -379,6 +398,31 @@ class MiniVllm:
             state.request.num_preemptions += 1
             self.waiting.insert(0, request_id)
             self.preempted_ids.add(request_id)
+
+    def get_model(self) -> Model:
+        """As vLLM's model runners have it."""
+        return self.model
+
+    @property
+    def weights(self) -> float:
+        return float(self.model.weight[0])
+
+    @property
+    def loading(self) -> bool:
+        """Whether any request waits for its load: vLLM then refuses to reset running ones."""
+        return any(state.status == "loading" for state in self.states.values())
+
+    def reset_prefix_cache(self, *, running: bool = False, connector: bool = True) -> bool:
+        """Reset as vLLM's scheduler does, which resets the connector whatever else failed."""
+        if running:
+            for request_id in reversed(self.running.copy()):
+                self.preempt(request_id)
+        done = not any(self.users.values())
+        if done:
+            self.cached.clear()
+        if connector:
+            done = self.scheduler.reset_cache() is not False and done
+        return done
 
     def drop_prefix_cache(self) -> None:
         assert not self.running
@@ -496,6 +540,7 @@ class MiniVllm:
                 if block in self.free:
                     self.free.remove(block)
             state.blocks = list(local)
+            state.history = list(self.made[local[-1]]) if local else []
         if external and len(self.free) < self._still_needed() + self._needs(state):
             self._give_back(state)
             return False
@@ -509,6 +554,7 @@ class MiniVllm:
             state.loads += 1
             state.loaded = external
             state.status = "loading"
+            self._note_made(state, computed - external, computed)
             return True
         self.waiting.remove(request_id)
         self.running.append(request_id)
@@ -529,6 +575,10 @@ class MiniVllm:
             # The second model runner is given resumed requests as if they were new.
             new, resumed = new + resumed, []
         cached = [*continued, *resumed]
+        told = [None if s.told == len(s.blocks) else (s.blocks[s.told :],) for s in continued]
+        told += [(list(s.blocks),) for s in resumed]
+        for state in (*new, *cached):
+            state.told = len(state.blocks)
         output = SimpleNamespace(
             scheduled_new_reqs=[
                 SimpleNamespace(
@@ -541,7 +591,7 @@ class MiniVllm:
             scheduled_cached_reqs=SimpleNamespace(
                 req_ids=[s.request.request_id for s in cached],
                 resumed_req_ids={s.request.request_id for s in resumed},
-                new_block_ids=[None for _ in cached],
+                new_block_ids=told,
                 num_computed_tokens=[s.request.num_computed_tokens for s in cached],
             ),
             num_scheduled_tokens=scheduled,
@@ -612,12 +662,13 @@ class MiniVllm:
             if self.forward_error is not None:
                 raise self.forward_error
             self.written.append((request_id, computed, computed + count))
+            self._note_made(state, computed, computed + count)
             first, last = computed // self.block_size, -(-(computed + count) // self.block_size)
             for i in range(first, last):
                 end = min(computed + count, (i + 1) * self.block_size)
                 assert self.users[state.blocks[i]] == 1, "a shared block is written"
                 for layer, cache in enumerate(self.caches.values()):
-                    content = self.content(state.request, layer, end)
+                    content = self.content(state.request, layer, end, state.history)
                     self.enqueue(cache[state.blocks[i]].copy_, content)
 
     def _update(self, output: SimpleNamespace, result: KVConnectorOutput) -> None:
@@ -686,7 +737,16 @@ class MiniVllm:
 
     # Blocks
 
-    def content(self, request: Request, layer: int, end: int) -> torch.Tensor:
+    def _note_made(self, state: State, start: int, end: int) -> None:
+        """Note that a request's tokens from `start` on get the KV of the weights of now."""
+        state.history = state.history[:start] + [self.weights] * (end - start)
+        for i in range(start // self.block_size, -(-end // self.block_size)):
+            if state.blocks[i] != NULL:
+                self.made[state.blocks[i]] = state.history[: (i + 1) * self.block_size]
+
+    def content(
+        self, request: Request, layer: int, end: int, history: Sequence[float]
+    ) -> torch.Tensor:
         """What the block that ends at token `end` holds: for each token a function of its prefix.
 
         Packed as the layers' implementation does it.
@@ -694,7 +754,7 @@ class MiniVllm:
         size = self.block_size
         first = (end - 1) // size * size
         digests = [
-            hashlib.shake_128(self._prefix(request, token + 1) + bytes([layer]))
+            hashlib.shake_128(self._prefix(request, token + 1, history) + bytes([layer]))
             for token in range(first, end)
         ]
         data = bytearray(b"".join(digest.digest(4 * HEADS * HEAD_SIZE) for digest in digests))
@@ -717,7 +777,8 @@ class MiniVllm:
                 continue
             end = min(computed, (i + 1) * self.block_size)
             for layer, cache in enumerate(self.caches.values()):
-                right = self.content(state.request, layer, end).view(torch.int16)
+                history = self.made[state.blocks[i]]
+                right = self.content(state.request, layer, end, history).view(torch.int16)
                 what = f"block {i} of {state.request.request_id}, layer {layer}"
                 self.enqueue(self._holds, cache[state.blocks[i]].view(torch.int16), right, what)
         self.enqueue(self._null_is_empty)
@@ -729,9 +790,10 @@ class MiniVllm:
     def _null_is_empty(self) -> None:
         assert not any(cache[NULL].any() for cache in self.caches.values()), "the null block"
 
-    def _prefix(self, request: Request, end: int) -> bytes:
+    def _prefix(self, request: Request, end: int, history: Sequence[float]) -> bytes:
         """What decides the KV of a token."""
-        return _digest(request, end, self.adapters.content(request.lora_request))
+        tokens = _digest(request, end, self.adapters.content(request.lora_request))
+        return tokens + repr(history[:end]).encode()
 
     def _local_hit(self, request: Request) -> list[int]:
         blocks: list[int] = []
@@ -818,7 +880,9 @@ def _items(request: Request) -> list[object]:
 def _empty_output() -> SimpleNamespace:
     return SimpleNamespace(
         scheduled_new_reqs=[],
-        scheduled_cached_reqs=SimpleNamespace(req_ids=[], num_computed_tokens=[]),
+        scheduled_cached_reqs=SimpleNamespace(
+            req_ids=[], num_computed_tokens=[], new_block_ids=[], resumed_req_ids=set()
+        ),
         num_scheduled_tokens={},
         total_num_scheduled_tokens=0,
         kv_connector_block_state=None,

@@ -170,6 +170,8 @@ class Rank:
         #: Its place among the ranks that share the tokens of each block.
         self.place = (rank * engine.prefill_context + copy) % engine.decode_context
         self.engine = engine
+        self.model = torch.nn.Linear(4, 4)
+        self.model.requires_grad_(False).weight.fill_(number)
         self.impls = [Writing(engine.form, engine.block_size, count) for count in counts]
         self.caches = {
             f"model.layers.{i}.attn": make_cache(engine.form, blocks, engine.block_size, count)
@@ -222,6 +224,10 @@ class Rank:
             rank=number,
         )
         self.worker.register(self.caches)
+
+    def get_model(self) -> torch.nn.Module:
+        """As vLLM's model runners have it."""
+        return self.model
 
     def slot(self, block_ids: Sequence[int], position: int) -> int:
         """The slot of a token, −1 if another rank holds it."""
@@ -412,6 +418,8 @@ class SimulatedEngine:
             scheduled_cached_reqs=SimpleNamespace(
                 req_ids=[name for name, _, _ in scheduled],
                 num_computed_tokens=[computed for _, computed, _ in scheduled],
+                new_block_ids=[(list(block_ids),) for _ in scheduled],
+                resumed_req_ids={name for name, computed, _ in scheduled if not computed},
             ),
             kv_connector_block_state=SimpleNamespace(get_block_ids=lambda name: (list(block_ids),)),
         )
@@ -455,6 +463,7 @@ class SimulatedEngine:
             lora_request=None,
             mm_features=[],
             num_preemptions=0,
+            num_computed_tokens=0,
         )
         self.scheduler.new_request(request)
         return request

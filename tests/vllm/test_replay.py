@@ -352,6 +352,7 @@ def test_an_adapter_under_the_name_of_another_is_not_stored_before_a_reset(
     assert objects(backend) == before
     engine.drop_prefix_cache()
     engine.scheduler.reset_cache()
+    settle(engine)
     assert run(engine, prompt(20), lora_request=late) == [0]
     assert run(start(), prompt(20), lora_request=adapter(folder)) == [16]
 
@@ -881,9 +882,230 @@ def test_resetting_forgets_what_was_known_of_the_shelf(start: Callable[..., Mini
     engine.add(Request("r", prompt(20)))
     assert engine.scheduler.reset_cache() is True
     meta = engine.step()
-    assert meta.recheck_weights
-    assert not engine.step().recheck_weights
+    assert meta.reset
+    assert not engine.step().reset
     engine.run()
+
+
+# ------------------------------------------------------------------------- other weights
+
+
+def settle(engine: MiniVllm) -> None:
+    """Let a request's steps bring the workers' reports to the scheduler and back."""
+    run(engine, prompt(3, 99), max_tokens=12)
+
+
+def namespace(engine: MiniVllm) -> str:
+    assert engine.scheduler.namespace is not None
+    return str(engine.scheduler.namespace.record["weights"])
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.parametrize("paused", [True, False])
+def test_each_set_of_weights_has_a_cache_of_its_own(
+    start: Callable[..., MiniVllm], backend: FaultyBackend, runner: str, paused: bool
+) -> None:
+    engine = start(runner=runner, prefix_caching=False)
+    tokens = prompt(40)
+    assert run(engine, tokens) == [0]
+    assert run(engine, tokens) == [hit(40)]
+    names = [namespace(engine)]
+    assert names == ["user:test"]
+    for weights, found in ((1.0, 0), (2.0, 0), (1.0, hit(40)), (0.0, hit(40))):
+        if paused:
+            engine.reset_prefix_cache()
+        engine.model.load_weights(weights)
+        before = objects(backend)
+        settle(engine)
+        assert objects(backend) == before
+        assert run(engine, tokens) == [found]
+        assert run(engine, tokens) == [hit(40)]
+        names.append(namespace(engine))
+    assert names[1] == names[3] != names[2]
+    assert names[1].startswith("params:") and names[4] == "user:test"
+    # An engine that gets there in another way finds what this one stored.
+    other = start(runner=runner, prefix_caching=False)
+    other.model.load_weights(2.0)
+    settle(other)
+    assert run(other, tokens) == [hit(40)]
+
+
+def test_the_first_request_after_a_pause_is_stored(start: Callable[..., MiniVllm]) -> None:
+    engine = start(prefix_caching=False)
+    run(engine, prompt(20))
+    engine.reset_prefix_cache()
+    engine.model.load_weights(1.0)
+    # Its chunks are stored once the weights have their name.
+    run(engine, prompt(40), max_tokens=12)
+    assert run(engine, prompt(40)) == [hit(40)]
+
+
+@pytest.mark.parametrize("noticed", [True, False])
+def test_a_reset_finds_weights_that_were_written_in_any_way(
+    start: Callable[..., MiniVllm], noticed: bool
+) -> None:
+    engine = start(prefix_caching=False)
+    run(engine, prompt(40))
+    engine.model.scale[1] += 0.5
+    if noticed:
+        engine.worker.weights_changed()
+    else:
+        engine.reset_prefix_cache()
+    settle(engine)
+    assert run(engine, prompt(40)) == [0]
+    assert namespace(engine).startswith("params:")
+
+
+def test_a_reset_without_a_change_keeps_the_namespace_and_what_is_running(
+    start: Callable[..., MiniVllm], backend: FaultyBackend
+) -> None:
+    engine = start(prefix_caching=False, budget=8)
+    settle(engine)
+    engine.add(Request("long", prompt(80), max_tokens=1))
+    for _ in range(3):
+        engine.step()
+    engine.reset_prefix_cache()
+    engine.run()
+    drain(engine)
+    assert namespace(engine) == "user:test"
+    # Two shards of each chunk.
+    assert len(objects(backend)) == 2 * 10
+    assert run(engine, prompt(80)) == [hit(80)]
+
+
+@pytest.mark.parametrize("how", ["load", "write"])
+def test_nothing_is_stored_of_a_request_that_was_running_when_weights_changed(
+    start: Callable[..., MiniVllm], backend: FaultyBackend, how: str
+) -> None:
+    engine = start(prefix_caching=False, budget=8)
+    settle(engine)
+    engine.add(Request("long", prompt(120), max_tokens=1))
+    for _ in range(3):
+        engine.step()
+    drain(engine)
+    before = objects(backend)
+    if how == "load":
+        engine.model.load_weights(1.0)
+    else:
+        engine.model.weight.data.fill_(1.0)
+        engine.reset_prefix_cache()
+    engine.run()
+    drain(engine)
+    assert namespace(engine).startswith("params:")
+    assert objects(backend) == before
+    # Preempted by a reset, it is computed anew, and stored.
+    engine.add(Request("again", prompt(120), max_tokens=1))
+    for _ in range(3):
+        engine.step()
+    engine.model.load_weights(2.0)
+    engine.reset_prefix_cache(running=True)
+    engine.run()
+    drain(engine)
+    assert len(objects(backend)) == len(before) + 2 * 15
+
+
+def test_nothing_is_stored_behind_old_blocks_of_vllm_s_own_prefix_cache(
+    start: Callable[..., MiniVllm], backend: FaultyBackend
+) -> None:
+    engine = start()
+    run(engine, prompt(40))
+    engine.model.load_weights(1.0)
+    settle(engine)
+    before = objects(backend)
+    # The first 40 tokens come from the engine's own cache, which nobody has reset.
+    run(engine, prompt(40) + prompt(40, 1))
+    # So do these, computed with the new weights behind old ones.
+    run(engine, prompt(40) + prompt(40, 1) + prompt(16, 2))
+    assert objects(backend) == before
+    run(engine, prompt(40, 3))
+    run(engine, prompt(40, 3) + prompt(16, 4))
+    assert len(objects(backend)) == len(before) + 2 * 7
+    engine.drop_prefix_cache()
+    assert run(engine, prompt(40, 3) + prompt(16, 4)) == [hit(56)]
+
+
+@pytest.mark.parametrize("delivered", [True, False])
+def test_a_load_in_flight_when_weights_change_is_computed_instead(
+    start: Callable[..., MiniVllm], backend: FaultyBackend, delivered: bool
+) -> None:
+    engine = start(prefix_caching=False)
+    run(engine, prompt(40))
+    gate = threading.Event()
+    backend.add(Fault("read", wait=gate))
+    engine.add(Request("r", prompt(40)))
+    while engine.states["r"].status != "loading":
+        engine.step()
+    if delivered:
+        gate.set()
+        transfer = engine.worker._worker._transfer
+        until(lambda: bool(transfer._loads._finished))
+    engine.model.load_weights(1.0)
+    gate.set()
+    # The replay checks that all its blocks are of the new weights.
+    engine.run()
+    settle(engine)
+    assert namespace(engine).startswith("params:")
+
+
+def test_weights_that_change_again_while_they_are_read(start: Callable[..., MiniVllm]) -> None:
+    engine = start(prefix_caching=False)
+    run(engine, prompt(40))
+    engine.model.load_weights(1.0)
+    engine.add(Request("r", prompt(40), max_tokens=20))
+    for _ in range(2):
+        engine.step()
+    # Perhaps this rank has reported its digest, and the scheduler names it at this moment.
+    engine.model.load_weights(2.0)
+    engine.run()
+    settle(engine)
+    two = namespace(engine)
+    engine.model.load_weights(1.0)
+    settle(engine)
+    assert namespace(engine) != two
+    engine.model.load_weights(2.0)
+    settle(engine)
+    assert namespace(engine) == two
+
+
+def test_what_is_queued_is_published_where_it_belongs(
+    start: Callable[..., MiniVllm], backend: FaultyBackend
+) -> None:
+    engine = start(prefix_caching=False)
+    settle(engine)
+    gate = threading.Event()
+    backend.add(Fault("write", wait=gate))
+    engine.add(Request("r", prompt(40)))
+    engine.run()
+    engine.model.load_weights(1.0)
+    # Meanwhile the other namespace is opened, and takes stores.
+    for name, tokens in (("settle", prompt(3, 99)), ("s", prompt(40))):
+        engine.add(Request(name, tokens, max_tokens=12))
+        engine.run()
+    assert namespace(engine).startswith("params:")
+    gate.set()
+    drain(engine)
+    assert run(engine, prompt(40)) == [hit(40)]
+    engine.model.load_weights(0.0)
+    settle(engine)
+    assert run(engine, prompt(40)) == [hit(40)]
+
+
+def test_a_version_names_the_weights(
+    start: Callable[..., MiniVllm], caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = start(prefix_caching=False)
+    run(engine, prompt(40))
+    for value, version, name in (
+        (1.0, "step 1", "version:step 1"),
+        (0.0, "", "user:test"),
+        (1.0, "", "version:step 1"),
+        (2.0, "step 1", "params:"),
+    ):
+        engine.worker.weights_changed(version=version)
+        engine.model.load_weights(value)
+        settle(engine)
+        assert namespace(engine).startswith(name)
+    assert "was the name of other weights before" in caplog.text
 
 
 # ------------------------------------------------------------------------- anything
@@ -923,6 +1145,7 @@ def _live(backend: FaultyBackend, data: st.DataObject, runner: str) -> None:
         for _ in range(2)
     ]
     actions = ["add", "add", "step", "step", "step", "abort", "preempt", "damage", "fault", "heal"]
+    actions += ["load weights", "write weights"]
     try:
         for number in range(data.draw(st.integers(0, 40), "actions")):
             engine = engines[data.draw(st.integers(0, 1), "engine")]
@@ -947,6 +1170,16 @@ def _live(backend: FaultyBackend, data: st.DataObject, runner: str) -> None:
                 backend.add(Fault(operation, error=error, times=5))
             elif action == "heal":
                 backend.heal()
+            elif action == "load weights":
+                engine.model.load_weights(seed % 3)
+            elif action == "write weights":
+                # No hook sees this, but a reset comes before the next step: before or after.
+                running = data.draw(st.booleans(), "reset running") and not engine.loading
+                if seed % 2:
+                    engine.reset_prefix_cache(running=running)
+                engine.model.weight.data.fill_(seed % 3)
+                if not seed % 2:
+                    engine.reset_prefix_cache(running=running)
         for engine in engines:
             engine.run()
     finally:

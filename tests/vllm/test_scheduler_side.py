@@ -907,7 +907,7 @@ def test_resetting_asks_again_for_requests_that_wait(make: Callable[..., Side]) 
     assert side.side.reset() is True
     assert b"k" not in side.side._failed
     meta = side.step({"x": (12, 8)})
-    assert meta.recheck_weights
+    assert meta.reset
     assert [op.chunk.index for op in meta.stores] == [0, 1]
     assert side.ask(waiting) == (16, True)
 

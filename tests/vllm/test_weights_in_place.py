@@ -1,93 +1,131 @@
-"""Weights that change while a real engine runs: nothing is loaded or stored from then on."""
+"""Weights that change while a real engine runs: each set has a cache of its own."""
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from fleet import Engines, Places
-from harness import SHELF_CONNECTOR, Engine
+from harness import INERT_CONNECTOR, NEAR_TIE, SHELF_CONNECTOR, Engine, assert_same
 from shelf_files import ShelfFiles, wait_until
 
 MakePrompt = Callable[[int], list[int]]
 
 
-Changing = tuple[Engine, ShelfFiles, Path]
+class Trained:
+    """An engine on a shelf and one without, whose weights a trainer changes in both."""
+
+    def __init__(self, engine: Engine, inert: Engine, shelf: ShelfFiles, model: Path) -> None:
+        self.engine, self.inert, self.shelf, self.model = engine, inert, shelf, model
+
+    def update(self, method: str, **arguments: int) -> None:
+        """A trainer's order of calls: pause, update, resume."""
+        for engine in (self.engine, self.inert):
+            engine.call("pause")
+            engine.call("worker", method=method, **arguments)
+            engine.call("resume")
+        # Its steps are enough to compare the weights.
+        self.check([7] * 20, 0, max_tokens=24)
+
+    def check(self, tokens: list[int], shelf_tokens: int, max_tokens: int = 8) -> None:
+        """Ask both engines, without their own prefix caches, and compare."""
+        for engine in (self.engine, self.inert):
+            engine.reset_prefix_cache()
+        answer = self.engine.generate(tokens, max_tokens=max_tokens)
+        assert_same(answer, self.inert.generate(tokens, max_tokens=max_tokens), NEAR_TIE)
+        assert answer.shelf_tokens == shelf_tokens
+
+    def cold(self, tokens: list[int]) -> set[Path]:
+        """Ask for a prompt of two chunks that the shelf does not have; return what was stored."""
+        before = self.shelf.objects()
+        self.check(tokens, 0)
+        wait_until(lambda: are_two_chunks(self.shelf.objects() - before), "two chunks")
+        return self.shelf.objects() - before
+
+    def warm(self, tokens: list[int]) -> None:
+        """Ask for the same prompt again."""
+        self.check(tokens, 512)
+
+    def weights(self) -> set[str]:
+        """What the namespaces on the shelf call their weights."""
+        return {
+            json.loads((folder / "namespace.json").read_text())["weights"]
+            for folder in self.shelf.namespaces()
+        }
+
+
+def are_two_chunks(objects: set[Path]) -> bool:
+    """Whether these are all objects of two chunks; each names the number of its chunk's shards."""
+    return bool(objects) and len(objects) == 2 * int(min(objects).stem.rpartition("of")[2])
 
 
 @pytest.fixture(scope="module")
-def both(
+def trained(
     engines: Engines, places: Places, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[list[Changing]]:
-    """Two engines, started side by side, each with a model and a shelf of its own."""
-    found = []
-    for core in (0, 1):
-        folder = tmp_path_factory.mktemp("changing")
-        model = Path(shutil.copytree(places.model, folder / "model"))
-        shelf = ShelfFiles(folder / "shelf")
-        engine = engines.start(
-            f"changing {core}",
-            model=model,
-            connector=SHELF_CONNECTOR,
-            extra_config={"shared_storage_path": str(shelf.root)},
-            core=core,
-        )
-        found.append((engine, shelf, model))
-    unchanged = list(found)
-    yield unchanged
-    for engine, *_ in found:
-        engine.stop(at_once=True)
+) -> Iterator[Trained]:
+    folder = tmp_path_factory.mktemp("trained")
+    model = Path(shutil.copytree(places.model, folder / "model"))
+    shelf = ShelfFiles(folder / "shelf")
+    common = {
+        "model": model,
+        "worker_extension_cls": "trainer_extension.TrainerExtension",
+    }
+    engine = engines.start(
+        "trained",
+        connector=SHELF_CONNECTOR,
+        extra_config={"shared_storage_path": str(shelf.root)},
+        core=1,
+        **common,
+    )
+    inert = engines.start("trained inert", connector=INERT_CONNECTOR, core=0, **common)
+    yield Trained(engine, inert, shelf, model)
+    for started in (engine, inert):
+        started.stop(at_once=True)
 
 
-@pytest.fixture
-def changing(both: list[Changing]) -> Changing:
-    """One of them, which no other test has changed."""
-    return both.pop()
-
-
-def test_weights_that_vllm_reloads(changing: Changing, prompt: MakePrompt) -> None:
-    engine, shelf, _ = changing
+def test_a_trainer_updates_twice_and_goes_back(trained: Trained, prompt: MakePrompt) -> None:
     tokens = prompt(600)
-    engine.generate(tokens)
-    shelf.wait_stored(tokens)
-    engine.reset_prefix_cache()
-    assert engine.generate(tokens).shelf_tokens == 512
-    engine.call("worker", method="reload_weights")
-    engine.reset_prefix_cache()
-    # This one may still be planned: the worker does not load it.
-    engine.generate(tokens)
-    engine.reset_prefix_cache()
-    assert engine.generate(tokens).shelf_tokens == 0
-    before = shelf.objects()
-    engine.generate(prompt(600))
-    engine.generate(prompt(20))
-    assert shelf.objects() == before
-    (line,) = engine.log_lines("weights were changed in place")
-    assert "reload_weights()" in line
+    stored = {0: trained.cold(tokens)}
+    trained.warm(tokens)
+    for step in (1, 2):
+        trained.update("load_step", step=step)
+        stored[step] = trained.cold(tokens)
+        trained.warm(tokens)
+    for step in (1, 0):
+        trained.update("load_step", step=step)
+        trained.warm(tokens)
+    # Nothing was stored but these, each set of weights in a namespace of its own.
+    assert trained.shelf.objects() == set().union(*stored.values())
+    folders = [
+        {path.relative_to(trained.shelf.root).parts[0] for path in s} for s in stored.values()
+    ]
+    assert [len(names) for names in folders] == [1, 1, 1]
+    assert len(set().union(*folders)) == 3
+    names = trained.weights()
+    assert len(names) == 3
+    assert len([name for name in names if name.startswith("params:")]) == 2
+    trained.shelf.check_all()
 
 
-def test_weight_files_that_are_replaced_are_noticed_at_a_reset(
-    changing: Changing, prompt: MakePrompt
-) -> None:
-    engine, shelf, model = changing
+def test_weights_that_are_written_into_parameters(trained: Trained, prompt: MakePrompt) -> None:
     tokens = prompt(600)
-    engine.generate(tokens)
-    shelf.wait_stored(tokens)
-    engine.reset_prefix_cache(connector=True)
-    assert engine.generate(tokens).shelf_tokens == 512
-    (file,) = model.glob("*.safetensors")
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    # A new file, as tools make one: the engine may have mapped the old one.
-    file.unlink()
-    file.write_bytes(content)
-    engine.reset_prefix_cache(connector=True)
+    trained.cold(tokens)
+    trained.warm(tokens)
+    # No hook sees this; the pause resets the connector's cache, and the first step compares.
+    trained.update("write_step", step=3)
+    trained.cold(tokens)
+    trained.update("write_step", step=0)
+    trained.warm(tokens)
 
-    def ended() -> bool:
-        engine.reset_prefix_cache()
-        return engine.generate(tokens).shelf_tokens == 0
 
-    wait_until(ended, "the end of hits")
-    assert engine.log_lines("weight files changed since the engine loaded them")
+def test_weights_that_vllm_reloads(trained: Trained, prompt: MakePrompt) -> None:
+    tokens = prompt(600)
+    trained.cold(tokens)
+    trained.warm(tokens)
+    # The layers' packed weights are new objects, so they count as other weights.
+    trained.update("reload_weights")
+    trained.cold(tokens)
+    trained.warm(tokens)

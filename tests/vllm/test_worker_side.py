@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from inspect import signature
 from pathlib import Path
@@ -915,22 +916,6 @@ def test_what_happens_while_a_namespace_is_made_ready_is_not_lost(
         rig.connector.shutdown()
 
 
-@pytest.mark.usefixtures("old_files")
-def test_weights_that_change_later_end_hits_and_stores_when_they_are_checked(
-    make: Callable[..., Rig], backend: FaultyBackend, model: Path
-) -> None:
-    rig = make(config=with_model(backend, model), opened=False)
-    assert wait_for(rig, "weights")
-    rig.step(StepMetadata(namespace=rig.namespace()))
-    rig.step(StepMetadata(namespace=rig.namespace()))
-    rig.step(StepMetadata(recheck_weights=True))
-    (model / "model.safetensors").write_bytes(b"other weights")
-    # Either check may find it, and is reported once: perhaps with this very step.
-    _, _, meta = rig.step(StepMetadata(recheck_weights=True))
-    reason = meta.reports[0].disabled_reason if meta is not None and meta.reports else ""
-    assert "weight files changed" in (reason or wait_for(rig, "disabled_reason"))
-
-
 # ----------------------------------------------------------- weights that change in place
 
 
@@ -953,8 +938,14 @@ class FakeWorker:
     def start_weight_update(self) -> None:
         self.calls.append(("start_weight_update", None))
 
+    def start_draft_weight_update(self) -> None:
+        self.calls.append(("start_draft_weight_update", None))
+
     def update_weights(self, update_info: object) -> None:
         self.calls.append(("update_weights", update_info))
+
+    def finish_weight_update(self) -> None:
+        self.calls.append(("finish_weight_update", None))
 
     def reset_weights(self) -> None:
         self.calls.append(("reset_weights", None))
@@ -978,7 +969,9 @@ def test_the_methods_that_are_watched_are_vllm_s() -> None:
         (lambda worker: worker.sleep(level=2), True),
         (lambda worker: worker.reload_weights(weights_path="/new"), True),
         (lambda worker: worker.start_weight_update(), True),
+        (lambda worker: worker.start_draft_weight_update(), True),
         (lambda worker: worker.update_weights({"names": []}), True),
+        (lambda worker: worker.finish_weight_update(), True),
         (lambda worker: worker.reset_weights(), True),
     ],
 )
@@ -1005,6 +998,60 @@ def test_ways_in_which_vllm_changes_weights_are_noticed(
     assert len(worker.calls) == 1
     assert len(heard) == changes
     assert kind().reload_weights() == "reloaded"
+
+
+class Loadable(torch.nn.Linear):
+    """A model with vLLM's way to load weights."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.loaded: list[object] = []
+
+    def load_weights(self, weights: object) -> set[str]:
+        self.loaded.append(weights)
+        return {"weight"}
+
+
+def test_weights_that_a_worker_extension_loads_are_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    heard: list[str] = []
+
+    class Ear:
+        def weights_changed(self, how: str) -> None:
+            heard.append(how)
+
+        def fall_asleep(self) -> None: ...
+
+        def wake_up(self) -> None: ...
+
+    class Loader:
+        def __init__(self, model: object) -> None:
+            self.model = model
+
+        def load_weights(self, weights: object, *, mapper: object = None) -> object:
+            return self.model, weights, mapper
+
+    monkeypatch.setattr(weight_changes, "_listeners", weakref.WeakSet())
+    ear, model, other = Ear(), Loadable(), Loadable()
+    for _ in range(2):
+        weight_changes.watch_loading(ear, model, Loader)
+    assert model.load_weights([1]) == {"weight"}
+    assert model.loaded == [[1]]
+    assert heard == ["load_weights()"]
+    # Another model of the same class is not the engine's.
+    other.load_weights([2])
+    assert len(heard) == 1
+    weight_changes.watch(ear, type("Fresh", (FakeWorker,), {}))
+    assert Loader("m").load_weights("w", mapper=3) == ("m", "w", 3)
+    assert len(heard) == 2
+
+
+def test_vllm_s_loader_of_weights_is_watched() -> None:
+    from vllm.model_executor.models.utils import AutoWeightsLoader
+
+    assert AutoWeightsLoader.__module__ == weight_changes._LOADER_MODULE
+    assert callable(AutoWeightsLoader.__dict__["load_weights"])
 
 
 def test_weights_that_change_in_place_end_loads_and_stores_at_once(

@@ -71,6 +71,10 @@ class FailedKeys:
         """Call `listener` with each key that is added from now on. It must not block."""
         self._listeners.append(listener)
 
+    def unsubscribe(self, listener: Callable[[bytes], None]) -> None:
+        """Call `listener` no more. Nothing happens to one that was not subscribed."""
+        self._listeners = [other for other in self._listeners if other != listener]
+
     def add(self, key: bytes, *, bad: bool) -> None:
         """Remember `key`."""
         for listener in self._listeners:

@@ -257,6 +257,7 @@ class LookupService:
 
     def close(self) -> None:
         """Stop the threads once they have worked off what was submitted."""
+        self._failed.unsubscribe(self._cache.note_failed)
         self._threads.close()
         with self._submitting:
             self._closed = True

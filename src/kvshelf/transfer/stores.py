@@ -456,6 +456,12 @@ class Stores(TransferHalf):
                 self._idle.wait(left)
             return len(self._queue) + len(self._running)
 
+    def retire(self) -> None:
+        """Take no more stores; the threads end when the queued ones are published."""
+        self._closing = True
+        with self._lock:
+            self._work.notify_all()
+
     def close(self) -> None:
         """Drop the queued stores and tell the threads to end."""
         self._closing = True

@@ -122,6 +122,21 @@ class Transfer:
         """Whether any load is running or not yet polled, early ones apart."""
         return self._loads.loading
 
+    def retire(self) -> None:
+        """Fail what is being loaded, and publish what is queued, in the background.
+
+        The caches and the staging stay open, for another transfer of the same engine. Nothing may
+        be loaded or stored any more. Once nothing is left to :meth:`drain`, the caller calls
+        :meth:`end`.
+        """
+        self._loads.close()
+        self._stores.retire()
+
+    def end(self, join_seconds: float = 0.0) -> None:
+        """Tell the threads of a transfer that was retired to end; drop what is queued."""
+        self._stores.close()
+        self._stores.join(join_seconds)
+
     def close(self, drain_seconds: float = 0.0) -> int:
         """Drain, stop the threads, and return how many chunks were lost.
 

@@ -209,13 +209,21 @@ class SharedStorageConnector(KVConnectorBase_V1):
         """After sleep (vLLM 0.33): compare layouts, and use the caches again."""
         self._as_worker().wake_up()
 
-    def weights_changed(self) -> None:
-        """Load and store nothing any more, because this worker's weights change in place.
+    def weights_changed(self, version: str = "") -> None:
+        """Say that this worker's weights are about to change in place.
 
-        kvshelf notices when vLLM's own methods change weights. Code that changes them otherwise,
-        such as a worker extension, must call this in every worker before it begins.
+        kvshelf notices when vLLM's own methods change weights, or the model's ``load_weights``.
+        Code that changes them otherwise, such as a worker extension that writes into parameters,
+        calls this in every worker before it begins.
+
+        Parameters
+        ----------
+        version : str
+            A name of the new weights, the same in every worker. Engines whose weights have the
+            same name share KV, whatever their tensor-parallel degree. Without it the content of
+            the parameters names the weights.
         """
-        self._as_worker().weights_changed("weights_changed()")
+        self._as_worker().weights_changed("weights_changed()", version)
 
     @_contained(_nothing)
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
@@ -336,7 +344,7 @@ class SharedStorageConnector(KVConnectorBase_V1):
 
     @_contained(lambda *_: False)
     def reset_cache(self) -> bool | None:
-        """Forget lookups' results and have the weight files checked; objects stay."""
+        """Forget lookups' results and have the workers compare their weights; objects stay."""
         return self._as_scheduler().reset()
 
     # ------------------------------------------------------------- both

@@ -1,7 +1,8 @@
 """Unites the workers' reports into the engine's namespace, on the scheduler's side.
 
-Owns the reports (:class:`~kvshelf.vllm.metadata.WorkerReport`), the check that the ranks of a
-pipeline stage agree, the namespace that follows from them, and whether the engine is disabled.
+Owns the reports (:class:`~kvshelf.vllm.metadata.WorkerReport` and
+:class:`~kvshelf.vllm.metadata.WeightsReport`), the check that the ranks of a pipeline stage agree,
+the names of weights, the namespace that follows from all this, and whether the engine is disabled.
 
 The hand-shake
 --------------
@@ -13,6 +14,17 @@ The hand-shake
    brings no report: then all workers have it.
 4. A worker whose caches are registered again reports again, and has to report the same.
 
+Rounds
+------
+When the weights may have changed, :meth:`Handshake.begin_round` has all ranks digest their weights
+(:mod:`kvshelf.vllm.loaded_weights`); until all have reported, :attr:`Handshake.checking` is true.
+The digests of all ranks together name the weights:
+
+* the digests of the start: the name that the weights had then;
+* a `version` that the trainer gave to all ranks: ``version:<version>``;
+* other ones: ``params:<SHA-256>`` of the digests of all ranks in order, the parallelism that
+  decides what a rank holds, and the quantization.
+
 Contracts
 ---------
 * Requests wait for the namespace until one deadline at most, which the first of them sets.
@@ -22,9 +34,10 @@ Contracts
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -32,7 +45,7 @@ from kvshelf.config import Config
 from kvshelf.errors import KVShelfError
 from kvshelf.format.namespace import Namespace
 from kvshelf.format.objects import ObjectFormat
-from kvshelf.vllm.metadata import WorkerReport
+from kvshelf.vllm.metadata import WeightsReport, WorkerReport
 from kvshelf.vllm.namespace import build_namespace, stage_ranks
 
 logger = logging.getLogger(__name__)
@@ -51,8 +64,12 @@ class Handshake:
     Attributes
     ----------
     ranks : int
+    round : int
+        Number of the last round; 0 before the first.
+    checking : bool
+        A round is under way: nothing may be loaded or stored.
     namespace : Namespace or None
-        None until :meth:`settle`.
+        None until :meth:`settle`; the last one during a round.
     disabled : bool
         Nothing is ever loaded or stored; the log says why.
     """
@@ -63,7 +80,19 @@ class Handshake:
         self.ranks = ranks
         self.namespace: Namespace | None = None
         self.disabled = False
+        self.round = 0
+        self.checking = False
         self._reports: dict[int, WorkerReport] = {}
+        #: The reports of the current round.
+        self._weights: dict[int, WeightsReport] = {}
+        #: Digest of each rank at the start.
+        self._first: dict[int, str] = {}
+        #: Digests of all ranks together: of this round, and of the last one that was settled. The
+        #: empty one stands for the start.
+        self._united = self._settled_united = ""
+        #: The names of weights by digest, and the digests of versions.
+        self._names: dict[str, str] = {}
+        self._versions: dict[str, str] = {}
         #: One report of each pipeline stage, as the namespace was built from them.
         self._stages: list[WorkerReport] = []
         self._announcing = False
@@ -76,21 +105,62 @@ class Handshake:
             self._deadline = now + self._config.identity_wait_s
         return now < self._deadline
 
-    def receive(self, reports: Mapping[int, WorkerReport]) -> None:
-        """Take the reports of some ranks; no reports acknowledge the namespace."""
-        if not reports:
+    def receive(
+        self, reports: Mapping[int, WorkerReport], weights: Mapping[int, WeightsReport]
+    ) -> bool:
+        """Take the reports of some ranks; no reports acknowledge the namespace.
+
+        Returns
+        -------
+        bool
+            Whether weights changed since the round began, so that there must be another.
+        """
+        if not reports and not weights:
             self._announcing = False
         self._reports.update(reports)
         for report in reports.values():
             if report.disabled_reason:
                 self._disable(report.disabled_reason, already_logged=report.already_logged)
+        current = {rank: found for rank, found in weights.items() if found.round == self.round}
+        self._weights.update(current)
+        self._first.update({rank: found.first for rank, found in weights.items()})
+        again = any(found.again for found in current.values())
+        if again and not self.watched:
+            self._disable(
+                "the engine's weights were changed in place, and not all ranks can tell to what:"
+                " restart the engine"
+            )
+        return again
+
+    @property
+    def watched(self) -> bool:
+        """Whether all ranks can tell whether their weights changed."""
+        return len(self._first) == self.ranks
+
+    @property
+    def weights_changed(self) -> bool:
+        """Whether the weights are not those of the round before, or were not for a while."""
+        return self._united != self._settled_united or self._change_noticed
+
+    @property
+    def _change_noticed(self) -> bool:
+        return any(found.noticed for found in self._weights.values())
+
+    def begin_round(self) -> None:
+        """Have all ranks digest their weights."""
+        self.round += 1
+        self.checking = True
+        self._weights.clear()
 
     def unite(self) -> ObjectFormat | None:
-        """Return the format of a namespace that became known; None when there is no new one."""
+        """Return the format of a namespace that became known; None when there is no new one.
+
+        At the end of a round it may be the namespace of before.
+        """
         if self.disabled or len(self._reports) < self.ranks:
             return None
         reports = [self._reports[rank] for rank in sorted(self._reports)]
-        weights = reports[0].weights
+        weights = self._name_of_weights()
         if weights is None:
             return None
         # Ranks are numbered stage by stage.
@@ -113,7 +183,9 @@ class Handshake:
                     "the KV caches were registered again with other layers, shapes, layout or"
                     " scales: restart the engine"
                 )
-            return None
+                return None
+            if not self.checking:
+                return None
         try:
             fmt = ObjectFormat(build_namespace(self._vllm_config, self._config, stages, weights))
         except KVShelfError as error:
@@ -122,15 +194,96 @@ class Handshake:
         self._stages = stages
         return fmt
 
+    def _name_of_weights(self) -> str | None:
+        """Return what the namespace calls the weights; None while that is not known."""
+        at_start = self._reports[0].weights
+        if not self.checking:
+            return at_start
+        found = [self._weights.get(rank) for rank in range(self.ranks)]
+        reports = [report for report in found if report is not None]
+        digests = [report.digest for report in reports if report.digest is not None]
+        if len(digests) < self.ranks:
+            return None
+        first = self._unite_digests([self._first[rank] for rank in range(self.ranks)])
+        united = self._unite_digests(digests)
+        self._united = "" if united == first else united
+        if self._holds_a_part and self.weights_changed:
+            name = self._version_of(united, reports)
+            if name is None:
+                self._disable(
+                    "the weights changed in place, and with expert parallelism over several engines"
+                    " each engine sees a part of them: give the new weights a version by"
+                    " weights_changed(version=...), or restart the engine"
+                )
+                return None
+            self._names[united] = name
+            return name
+        version = self._version_of(united, reports)
+        if version is not None:
+            self._names[united] = version
+        elif united == first and first not in self._names:
+            return at_start
+        elif united not in self._names:
+            if any(report.packed for report in reports):
+                # The digests stand for packed weights only in this engine and its like.
+                if at_start is None:
+                    return None
+                name = hashlib.sha256(f"{united}\n{at_start}\n".encode()).hexdigest()
+            else:
+                name = united
+            self._names[united] = f"params:{name}"
+        return self._names[united]
+
+    def _version_of(self, united: str, reports: Sequence[WeightsReport]) -> str | None:
+        """Return the name that the trainer gave; None without one, or if it had other weights."""
+        versions = {report.version for report in reports}
+        version = versions.pop()
+        if versions or not version:
+            return None
+        if self._versions.setdefault(version, united) != united:
+            logger.warning(
+                "version %r was the name of other weights before, so it is not used; give each set"
+                " of weights a version of its own",
+                version,
+            )
+            return None
+        return f"version:{version}"
+
+    def _unite_digests(self, digests: Sequence[str]) -> str:
+        """Return the digest of all ranks together."""
+        parallel = self._vllm_config.parallel_config
+        degrees = [
+            getattr(parallel, name, 1)
+            for name in (
+                "tensor_parallel_size",
+                "pipeline_parallel_size",
+                "prefill_context_parallel_size",
+            )
+        ]
+        quantization = self._vllm_config.model_config.quantization
+        lines = [" ".join(map(str, degrees)), str(quantization), *digests]
+        return hashlib.sha256("".join(f"{line}\n" for line in lines).encode()).hexdigest()
+
+    @property
+    def _holds_a_part(self) -> bool:
+        """Whether other engines hold a part of the weights that this one computes with."""
+        parallel = self._vllm_config.parallel_config
+        return bool(
+            getattr(parallel, "enable_expert_parallel", False)
+            and int(getattr(parallel, "data_parallel_size", 1)) > 1
+        )
+
     def settle(self, namespace: Namespace) -> None:
         """Announce the namespace to the workers from now on."""
         self.namespace = namespace
+        self._settled_united = self._united
+        self.checking = False
         self._announcing = True
 
     @property
     def announcement(self) -> tuple[bytes, str] | None:
         """Record and slug of the namespace, while workers may not have it."""
-        if self.namespace is None or not self._announcing:
+        if self.namespace is None or self.checking or not self._announcing:
             return None
         return self.namespace.encoded, self.namespace.slug
 

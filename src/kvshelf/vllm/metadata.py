@@ -56,6 +56,9 @@ class StoreOp:
     age : float
         Seconds since the lookup found the chunk missing.
     adapter : AdapterContent, optional
+    round : int
+        The weights round in whose namespace the chunk is; a worker that is in another drops the
+        store.
     """
 
     chunk: Chunk
@@ -63,6 +66,7 @@ class StoreOp:
     repair: bool
     age: float
     adapter: AdapterContent | None = None
+    round: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +81,9 @@ class LoadOp:
     block_ids : tuple of list of int
         For each cache group, the request's blocks from position 0 on.
     adapter : AdapterContent, optional
+    round : int
+        The weights round in whose namespace the chunks are; a worker that is in another reports
+        the load as failed.
     """
 
     request_id: str
@@ -85,6 +92,7 @@ class LoadOp:
     chunks: list[Chunk]
     block_ids: tuple[list[int], ...]
     adapter: AdapterContent | None = None
+    round: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +124,10 @@ class StepMetadata(KVConnectorMetadata):
     loads : list of LoadOp
     cancelled : list of str
         Requests that ended while their load was running.
-    recheck_weights : bool
-        Check whether the weight files still have the digests of the fingerprint.
+    weights_round : int
+        The current round, see :mod:`kvshelf.vllm.loaded_weights`.
+    reset : bool
+        Forget what is known of the shelf.
     prefetches : list of PrefetchOp
     prefetch_ended : list of str
         Requests with prefetched chunks that no longer wait and need no load.
@@ -128,7 +138,8 @@ class StepMetadata(KVConnectorMetadata):
     stores: list[StoreOp] = field(default_factory=list)
     loads: list[LoadOp] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
-    recheck_weights: bool = False
+    weights_round: int = 0
+    reset: bool = False
     prefetches: list[PrefetchOp] = field(default_factory=list)
     prefetch_ended: list[str] = field(default_factory=list)
 
@@ -167,6 +178,37 @@ class WorkerReport:
 
 
 @dataclass(frozen=True, slots=True)
+class WeightsReport:
+    """What a rank's weights are now, see :mod:`kvshelf.vllm.loaded_weights`.
+
+    Attributes
+    ----------
+    round : int
+        The last round that this rank was told of.
+    first : str
+        Digest of its parameters and buffers at the start, 64 hex digits.
+    digest : str, optional
+        Digest of them in this round; None until it is known.
+    packed : bool
+        Some weights cannot be read; the digest says only whether they are those of the start.
+    noticed : bool
+        A change was noticed since loads and stores stopped.
+    again : bool
+        A change was noticed since the round began, so there must be another.
+    version : str
+        The name that the trainer gave these weights; empty without one.
+    """
+
+    round: int
+    first: str
+    digest: str | None
+    packed: bool = False
+    noticed: bool = False
+    again: bool = False
+    version: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class LoadFailure:
     """One chunk that a worker could not load.
 
@@ -194,6 +236,9 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
     ----------
     reports : dict
         Rank to its report; sent until the scheduler answers with a namespace.
+    weights : dict
+        Rank to the report about its weights; sent at the start, and from the moment when they may
+        have changed until the scheduler answers with a namespace.
     failures : tuple of list of LoadFailure
         For each cache group; empty when there are none.
     repaired : list of (bytes, int)
@@ -214,6 +259,7 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
     published: list[bytes] = field(default_factory=list)
     breaker_open: dict[int, bool] = field(default_factory=dict)
     other_adapters: list[int] = field(default_factory=list)
+    weights: dict[int, WeightsReport] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerMetadata:
         """Merge with what another rank sent in the same step."""
@@ -228,4 +274,5 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
             self.published + other.published,
             {**self.breaker_open, **other.breaker_open},
             self.other_adapters + other.other_adapters,
+            {**self.weights, **other.weights},
         )

@@ -484,14 +484,12 @@ class WeightsIdentity:
         self._on_problem = on_problem
         self._on_thread_start = on_thread_start
         self._cancel = threading.Event()
-        self._known: str | None = None
 
     def start(self) -> None:
         """Start; a string that the user gave is reported before this returns."""
         given = self._config.weights
         if given not in ("content", "sampled"):
-            self._known = f"user:{given}"
-            self._on_known(self._known)
+            self._on_known(f"user:{given}")
             return
         if given == "sampled":
             logger.warning(
@@ -499,11 +497,6 @@ class WeightsIdentity:
                 " that differ elsewhere would share KV. Use it for files that never change."
             )
         self._spawn(self._find)
-
-    def recheck(self) -> None:
-        """Check in the background whether the files still have the fingerprint."""
-        if self._known is not None and not self._known.startswith("user:"):
-            self._spawn(self._compare)
 
     def cancel(self) -> None:
         """Stop hashing; no problem is reported any more."""
@@ -523,18 +516,9 @@ class WeightsIdentity:
         threading.Thread(target=run, name="kvshelf-weights", daemon=True).start()
 
     def _find(self) -> None:
-        self._known = self._fingerprint(changed_since=process_start_time())
-        self._on_known(self._known)
+        self._on_known(self._fingerprint(process_start_time()))
 
-    def _compare(self) -> None:
-        found = self._fingerprint(changed_since=None)
-        if found != self._known:
-            self._on_problem(
-                "the weight files changed since the engine loaded them; nothing is stored or"
-                " loaded until the engine is restarted"
-            )
-
-    def _fingerprint(self, changed_since: float | None) -> str:
+    def _fingerprint(self, changed_since: float) -> str:
         load_format = str(getattr(self._vllm_config.load_config, "load_format", "auto"))
         if load_format == "dummy":
             # Objects of such weights would fill the shelf, and no later engine could load them.
@@ -547,22 +531,21 @@ class WeightsIdentity:
                 raise ConfigError(f"a part of the weights comes from another model, {other}")
         model_dir = local_model_dir(self._vllm_config)
         files = weight_files(model_dir, load_format)
-        if changed_since is not None:
-            for link in _links_along(model_dir):
-                if link.lstat().st_ctime > changed_since:
-                    raise ConfigError(
-                        f"the link {link} was made after the engine began to start, so it is"
-                        " not known which files the engine loaded"
-                    )
-            for file in files:
-                # The engine may have made the links of a hub snapshot; these name their content.
-                status = file.stat()
-                changed = max(status.st_mtime, status.st_ctime)
-                if not _is_hub_link(file) and changed > changed_since:
-                    raise ConfigError(
-                        f"{file.name} was written after the engine began to start, so it is"
-                        " not known which content the engine loaded"
-                    )
+        for link in _links_along(model_dir):
+            if link.lstat().st_ctime > changed_since:
+                raise ConfigError(
+                    f"the link {link} was made after the engine began to start, so it is"
+                    " not known which files the engine loaded"
+                )
+        for file in files:
+            # The engine may have made the links of a hub snapshot; these name their content.
+            status = file.stat()
+            changed = max(status.st_mtime, status.st_ctime)
+            if not _is_hub_link(file) and changed > changed_since:
+                raise ConfigError(
+                    f"{file.name} was written after the engine began to start, so it is"
+                    " not known which content the engine loaded"
+                )
         if self._config.weights == "sampled":
             return sampled_fingerprint(files)
         return weights_fingerprint(

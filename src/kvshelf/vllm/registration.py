@@ -12,7 +12,9 @@ state      means                                           next
 UNKNOWN    no caches are registered                        ``register`` → REPORTING
 REPORTING  each step's metadata carries the report; rank   ``serve`` → SERVING, once the
            0 adds the weights fingerprint when it is known  scheduler has sent a namespace
-SERVING    the namespace is known, KV moves                ``register`` → REPORTING
+SERVING    the namespace is known, KV moves                ``register`` → REPORTING;
+                                                           ``put_back`` → REPORTING, when the
+                                                           weights have another namespace
 DISABLED   nothing is loaded or stored any more; the       none: the engine must be restarted
            report says why
 ========== =============================================== ===================================
@@ -255,11 +257,6 @@ class Registration:
         if self._identity is not None:
             self._identity.cancel()
 
-    def recheck_weights(self) -> None:
-        """Check in the background whether the weight files still have the fingerprint."""
-        if self._identity is not None:
-            self._identity.recheck()
-
     def _weights_known(self, generation: int, weights: str) -> None:
         """Complete the report, and prepare memory for the namespace that it makes."""
         with self._lock:
@@ -280,6 +277,8 @@ class Registration:
             current = generation == self._generation
             if current:
                 self._weights = weights
+                # The engine may serve other weights already, and come back to these.
+                self._reported = False
                 self._ready = ready
                 if ready is not None:
                     self._start_warming(ready.staging)
@@ -338,7 +337,7 @@ class Registration:
 
     def put_back(self, memory: TransferMemory) -> None:
         """Keep memory that no transfer uses for the next call of :meth:`take_memory`."""
-        self._ready = memory
+        self._ready, self.memory = memory, None
 
     def serve(self, memory: TransferMemory) -> None:
         """Note that a transfer uses `memory`."""

@@ -28,6 +28,9 @@ Contracts
 * There is one load for each time that a request is admitted: what the load did not deliver is
   computed, so no request can loop.
 * Until the namespace is known there are no hits and no stores.
+* While the weights are compared (:mod:`kvshelf.vllm.handshake`) there are neither, and no request
+  waits. After a change nothing is stored that was computed before it, or behind blocks that were
+  (:mod:`kvshelf.vllm.block_weights`).
 * While a storage breaker of the scheduler or of a worker is open there are no hits, and no
   request waits.
 * All waits for lookups in one step together take at most the lookup budget. Steps that compute
@@ -65,6 +68,7 @@ from kvshelf.shelf.failed_keys import FailedKeys
 from kvshelf.shelf.lookup import Lookup, LookupService
 from kvshelf.shelf.tiers import AnyShelf
 from kvshelf.vllm.adapters import AdapterDigests, adapter_settings
+from kvshelf.vllm.block_weights import BlockWeights
 from kvshelf.vllm.handshake import Handshake
 from kvshelf.vllm.item_ids import ItemIds
 from kvshelf.vllm.metadata import (
@@ -106,6 +110,7 @@ class _Request:
         "lookup",
         "next_store",
         "offered_from",
+        "period",
         "reads",
         "request",
         "waiting_since",
@@ -134,6 +139,8 @@ class _Request:
         #: From this token on the KV does not depend on the prefix alone.
         self.cut = sys.maxsize
         self.offered_from = 0
+        #: The oldest period of its blocks, see :mod:`kvshelf.vllm.block_weights`.
+        self.period = 0
 
     def admit_again(self) -> None:
         self.admission = self.request.num_preemptions
@@ -188,6 +195,7 @@ class SchedulerSide:
         self._on_thread_start = on_thread_start
         self.counters = Counters() if counters is None else counters
         self._handshake = Handshake(vllm_config, config, ranks)
+        self._blocks = BlockWeights()
         self._read_ahead = ReadAhead()
         self._failed = FailedKeys()
         #: Ranks that replaced their objects of a damaged chunk, until all ranks have.
@@ -199,7 +207,7 @@ class SchedulerSide:
         self._requests: dict[str, _Request] = {}
         self._loads: list[LoadOp] = []
         self._cancelled: list[str] = []
-        self._recheck = False
+        self._reset = False
         self._budget = config.lookup_budget_ms * 1e-3
         # With asynchronous scheduling or pipeline stages, later steps are scheduled before earlier
         # ones finish.
@@ -249,7 +257,8 @@ class SchedulerSide:
         state = self._add(request)
         if state.reads:
             self._read_ahead.wait(request.request_id)
-        if self._lookups is not None and state.addressable and not self.disabled:
+        usable = state.addressable and not self.disabled and not self._handshake.checking
+        if self._lookups is not None and usable:
             self._start_lookup(self._lookups, state)
 
     def matched_tokens(self, request: Any, computed: int) -> tuple[int | None, bool]:
@@ -264,6 +273,8 @@ class SchedulerSide:
                 self._read_ahead.wait(request.request_id, first=True)
         self._read_ahead.asked(request.request_id)
         if not state.reads or state.loaded or state.gave_up or self.disabled:
+            return 0, False
+        if self._handshake.checking:
             return 0, False
         lookups = self._lookups
         if lookups is None:
@@ -429,7 +440,16 @@ class SchedulerSide:
         chain = lookup.chain if lookup is not None and lookup.done else None
         chunks = [] if chain is None else chain.chunks[start // size : -(-end // size)]
         blocks = tuple(map(list, block_ids))
-        op = LoadOp(request.request_id, start, end, chunks, blocks, state.adapter)
+        state.period = self._blocks.admit(blocks[0], -(-start // self._block_size))
+        op = LoadOp(
+            request.request_id,
+            start,
+            end,
+            chunks,
+            blocks,
+            state.adapter,
+            self._handshake.round,
+        )
         self._read_ahead.note_in_engine_cache(chunks)
         self._loads.append(op)
 
@@ -453,6 +473,12 @@ class SchedulerSide:
         self._stepped_at = time.monotonic()
         self._budget_left = self._budget_of_step()
         meta = StepMetadata(idle=self._may_wait)
+        if self._blocks.period:
+            try:
+                self._note_blocks(output)
+            except Exception as error:  # noqa: BLE001 - the loads must reach the worker
+                self._blocks.lose()
+                self._log.error("it is not known which blocks a step filled", exc_info=error)
         try:
             meta.prefetches = self._read_ahead.plan(
                 output.num_scheduled_tokens, self._loadable, paused=self._loads_are_paused
@@ -466,7 +492,7 @@ class SchedulerSide:
         if self._unsettled_steps:
             # A later step stores the chunks of requests that are still running then.
             self._unsettled_steps -= 1
-        elif self._may_store and self.namespace is not None and not self.disabled:
+        elif self._may_store and self._serving:
             try:
                 self._plan_stores(output, meta)
             except Exception as error:  # noqa: BLE001 - the loads must reach the worker
@@ -482,6 +508,7 @@ class SchedulerSide:
         """
         self._idle_steps = 0
         self._unsettled_steps = self._steps_in_flight
+        self._blocks.lose()
         for state in self._requests.values():
             state.cut = 0
         return self._hand_out(StepMetadata())
@@ -492,12 +519,39 @@ class SchedulerSide:
         meta.prefetch_ended = self._read_ahead.take_ended()
         meta.loads, self._loads = self._loads, []
         meta.cancelled, self._cancelled = self._cancelled, []
-        meta.recheck_weights, self._recheck = self._recheck, False
+        meta.reset, self._reset = self._reset, False
+        meta.weights_round = self._handshake.round
         return meta
+
+    @property
+    def _serving(self) -> bool:
+        """Whether KV may be loaded and stored."""
+        return self.namespace is not None and not self.disabled and not self._handshake.checking
+
+    def _note_blocks(self, output: Any) -> None:
+        """Note which requests got which blocks, and in which period."""
+        for new in output.scheduled_new_reqs:
+            state = self._requests.get(new.req_id)
+            period = self._blocks.admit(
+                new.block_ids[0], -(-new.num_computed_tokens // self._block_size)
+            )
+            if state is not None:
+                state.period = period
+        cached = output.scheduled_cached_reqs
+        for req_id, computed, blocks in zip(
+            cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True
+        ):
+            state = self._requests.get(req_id)
+            if state is None or not blocks:
+                continue
+            if req_id in cached.resumed_req_ids:
+                state.period = self._blocks.admit(blocks[0], -(-computed // self._block_size))
+            else:
+                self._blocks.take(blocks[0], state.period)
 
     def _loads_are_paused(self) -> bool:
         lookups = self._lookups
-        return self.disabled or lookups is None or self._breaker_is_open(lookups)
+        return not self._serving or lookups is None or self._breaker_is_open(lookups)
 
     def _loadable(self, request_id: str) -> tuple[Sequence[Chunk], int, int] | None:
         """Return a request's chunks, and the first and the end of those to load now."""
@@ -525,7 +579,7 @@ class SchedulerSide:
 
     def _plan_request(self, req_id: str, computed: int, output: Any, meta: StepMetadata) -> None:
         state = self._requests.get(req_id)
-        if state is None or not state.addressable:
+        if state is None or not state.addressable or not self._blocks.is_valid(state.period):
             return
         request, lookup = state.request, state.lookup
         if not self._adapters.trusts(request.lora_request):
@@ -564,7 +618,9 @@ class SchedulerSide:
                 # vLLM has freed blocks that the sliding window has passed.
                 continue
             repair = state.failures.get(chunk.key, False) or self._failed.is_bad(chunk.key)
-            meta.stores.append(StoreOp(chunk, block_ids, repair, age, state.adapter))
+            meta.stores.append(
+                StoreOp(chunk, block_ids, repair, age, state.adapter, self._handshake.round)
+            )
         state.next_store = complete
 
     def worker_output(self, meta: WorkerMetadata) -> None:
@@ -591,8 +647,9 @@ class SchedulerSide:
             self._adapters.distrust(number)
         for rank, is_open in meta.breaker_open.items():
             (self._open_breakers.add if is_open else self._open_breakers.discard)(rank)
-        self._handshake.receive(meta.reports)
-        shelf = self._shelf() if meta.reports else None
+        if self._handshake.receive(meta.reports, meta.weights):
+            self._compare_weights()
+        shelf = self._shelf() if meta.reports or meta.weights else None
         if shelf is not None:
             self._open_namespace(shelf)
 
@@ -619,6 +676,17 @@ class SchedulerSide:
         if fmt is None:
             return
         self._check_whole_shards(fmt)
+        changed = self._handshake.weights_changed
+        if self.namespace is not None:
+            if self.namespace.encoded == fmt.namespace.encoded:
+                self._blocks.settle(changed=changed)
+                self._handshake.settle(self.namespace)
+                self._look_up_again()
+                return
+            # Chunk keys of the namespace of before.
+            for state in self._requests.values():
+                state.drop_lookup()
+        previous = self._lookups
         # If no thread can be started, the next report tries again: nothing is settled yet.
         self._lookups = LookupService(
             shelf.view(fmt),
@@ -626,7 +694,11 @@ class SchedulerSide:
             counters=self.counters,
             on_thread_start=self._on_thread_start,
         )
+        self._blocks.settle(changed=changed)
         self._handshake.settle(fmt.namespace)
+        if previous is not None:
+            previous.close()
+            self._look_up_again()
         probe_cost = shelf.backend.properties.probe_cost
         if self._config.prefetch_budget(probe_cost) > 0:
             self._read_ahead.enable(self._engine_chunks())
@@ -646,6 +718,14 @@ class SchedulerSide:
                 topology.kv_heads,
                 topology.kv_heads,
             )
+
+    def _look_up_again(self) -> None:
+        """Start the lookups of waiting requests that came while there were none."""
+        assert self._lookups is not None
+        for state in self._requests.values():
+            waits = state.request.num_computed_tokens == 0 and not state.loading
+            if state.lookup is None and state.addressable and waits:
+                self._start_lookup(self._lookups, state)
 
     def _engine_chunks(self) -> int | None:
         """Return how many chunks vLLM's prefix cache has room for; None if that is not known."""
@@ -669,7 +749,7 @@ class SchedulerSide:
             self._cancelled.append(request_id)
 
     def reset(self) -> bool:
-        """Forget everything known of the shelf, and have the weight files checked again.
+        """Forget everything known of the shelf, and have the workers compare their weights.
 
         Requests that are being computed keep their chunk keys, under which they store.
         """
@@ -681,8 +761,15 @@ class SchedulerSide:
         for state in self._requests.values():
             if state.request.num_computed_tokens == 0 and not state.loading:
                 state.drop_lookup()
-        self._recheck = True
+        self._reset = True
+        if self._handshake.watched:
+            self._compare_weights()
         return True
+
+    def _compare_weights(self) -> None:
+        """Load and store nothing until it is known which weights the engine has."""
+        self._handshake.begin_round()
+        self._blocks.begin()
 
     def close(self) -> None:
         """Stop the lookup threads."""

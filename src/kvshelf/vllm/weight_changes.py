@@ -3,10 +3,13 @@
 vLLM does not tell a connector that it loads new weights into a running engine or discards them
 (sleep level 2). Only from 0.33 on it tells that the memory of the KV cache is freed (sleep of any
 level) and allocated again. But all engine commands call named methods of the worker's class, so
-:func:`watch` wraps these methods. This module owns the wrappers, one for each method and process.
+:func:`watch` wraps these methods. Worker extensions load weights by the model's ``load_weights``
+or by vLLM's ``AutoWeightsLoader``, which :func:`watch_loading` wraps. This module owns the
+wrappers, one for each method.
 
 Code that changes weights in another way, such as a worker extension that writes into parameters,
-has to call :meth:`kvshelf.vllm.connector.SharedStorageConnector.weights_changed`.
+is noticed at the next reset of the connector's cache, or has to call
+:meth:`kvshelf.vllm.connector.SharedStorageConnector.weights_changed`.
 
 Listeners are called on the worker's step thread: before weights change or memory is freed, and
 after memory was allocated again.
@@ -24,6 +27,7 @@ from typing import Any, Protocol
 logger = logging.getLogger(__name__)
 
 _MODULE = "vllm.v1.worker.gpu_worker"
+_LOADER_MODULE = "vllm.model_executor.models.utils"
 _DISCARDING_SLEEP = 2
 
 
@@ -64,7 +68,9 @@ def _with_cache(tags: list[str] | None = None) -> bool:
 #: Methods of vLLM's worker that may change weights, and whether a call with some arguments does.
 _METHODS: dict[str, Callable[..., bool]] = {
     "start_weight_update": _always,
+    "start_draft_weight_update": _always,
     "update_weights": _always,
+    "finish_weight_update": _always,
     "reload_weights": _always,
     "reset_weights": _always,
     "sleep": _discards,
@@ -99,6 +105,41 @@ def watch(listener: Listener, worker_class: type | None = None) -> bool:
     return True
 
 
+def watch_loading(listener: Listener, model: Any, loader_class: type | None = None) -> None:
+    """Tell `listener` when weights are loaded into `model`, and all listeners of vLLM's loader.
+
+    Parameters
+    ----------
+    listener : Listener
+        Held weakly.
+    model : Module
+        The loaded model.
+    loader_class : type, optional
+        The class whose ``load_weights`` is wrapped too; vLLM's ``AutoWeightsLoader``
+        (vllm/model_executor/models/utils.py) when absent.
+    """
+    if loader_class is None:
+        loader_class = getattr(sys.modules.get(_LOADER_MODULE), "AutoWeightsLoader", None)
+    mine: weakref.WeakSet[Any] = weakref.WeakSet([listener])
+    owners: list[tuple[Any, weakref.WeakSet[Any]]] = [(model, mine), (loader_class, _listeners)]
+    for owner, listeners in owners:
+        method = getattr(owner, "load_weights", None)
+        if callable(method) and not hasattr(method, "_kvshelf_wrapped"):
+            owner.load_weights = _telling(method, listeners)
+
+
+def _telling(method: Callable[..., Any], listeners: weakref.WeakSet[Any]) -> Callable[..., Any]:
+    """Wrap a method, bound or of a class, that loads weights."""
+
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        _tell("weights_changed", "load_weights()", listeners=listeners)
+        return method(*args, **kwargs)
+
+    call._kvshelf_wrapped = True  # type: ignore[attr-defined]
+    return call
+
+
 def _wrapped(
     name: str, method: Callable[..., Any], changes: Callable[..., bool]
 ) -> Callable[..., Any]:
@@ -125,8 +166,8 @@ def _applies(condition: Callable[..., bool], args: Any, kwargs: Any) -> bool:
         return False
 
 
-def _tell(what: str, *about: str) -> None:
-    for listener in list(_listeners):
+def _tell(what: str, *about: str, listeners: weakref.WeakSet[Any] = _listeners) -> None:
+    for listener in list(listeners):
         try:
             getattr(listener, what)(*about)
         except Exception as error:

@@ -29,8 +29,10 @@ Contracts
 * Where a sliding window leaves blocks out of a hit, a load succeeds as a whole or not at all: the
   tokens computed behind a part of the hit would read blocks that are not there.
 * What a failed step left in the cache is never stored.
-* Once weights have changed in place, nothing is loaded or stored from that moment on: chunk keys
-  stand for the weights that were loaded from files.
+* From the moment when weights may have changed in place, nothing is loaded or stored until the
+  scheduler has named the namespace of the weights that are there now
+  (:mod:`kvshelf.vllm.loaded_weights`). A load or store that was planned in an earlier round is
+  dropped. What was gathered before is published.
 * On CPUs the engine's threads are bound to cores of their own; kvshelf's threads may also use the
   cores to which no rank is bound. The scheduler has no such binding.
 """
@@ -58,7 +60,15 @@ from kvshelf.transfer.transfer import Transfer
 from kvshelf.vllm import weight_changes
 from kvshelf.vllm.adapters import LoadedAdapters, adapter_settings
 from kvshelf.vllm.affinity import widen_cpu_affinity
-from kvshelf.vllm.metadata import NULL_BLOCK, LoadFailure, LoadOp, StepMetadata, WorkerMetadata
+from kvshelf.vllm.loaded_weights import LoadedWeights, enclosing_model
+from kvshelf.vllm.metadata import (
+    NULL_BLOCK,
+    LoadFailure,
+    LoadOp,
+    StepMetadata,
+    StoreOp,
+    WorkerMetadata,
+)
 from kvshelf.vllm.namespace import context_ranks, rank_block_size
 from kvshelf.vllm.registration import Registration, State
 
@@ -67,12 +77,14 @@ logger = logging.getLogger(__name__)
 # How long a step waits for a load where the scheduler allows it: the next step that computes
 # nothing would cost the load 2 to 3 ms. A new request that arrives meanwhile waits as long.
 _IDLE_WAIT_SECONDS = 10e-3
+# How long the end of an engine waits for threads that publish KV of earlier weights.
+_JOIN_SECONDS = 0.5
 # Breaker states as numbers, for metrics.
 _STATES = {BreakerState.CLOSED: 0, BreakerState.HALF_OPEN: 1, BreakerState.OPEN: 2}
 _WEIGHTS_CHANGED = (
-    "the engine's weights were changed in place ({}), so KV that is computed from now on does not"
-    " belong to the weight files; restart the engine, with a `version` of its own or from files of"
-    " the new weights"
+    "the engine's weights were changed in place ({}), and it is not known to what: this vLLM"
+    " version does not show its model; restart the engine, with a `version` of its own or from"
+    " files of the new weights"
 )
 
 
@@ -119,7 +131,10 @@ class WorkerSide:
         #: Tokens in a block of the cache manager.
         self._block_size = self._rank_block_size * context_ranks(vllm_config, kv_cache_config)
         self._registration = Registration(vllm_config, config, kv_cache_config, rank, streams)
+        self._weights: LoadedWeights | None = None
         self._transfer: Transfer | None = None
+        #: Transfers of earlier weights that still publish.
+        self._retired: list[Transfer] = []
         self._prefetcher: Prefetcher | None = None
         self._prefetched: PrefetchMemory | None = None
         self._meta: StepMetadata | None = None
@@ -158,6 +173,8 @@ class WorkerSide:
         self._ops.clear()
         self._invalidated.clear()
         weight_changes.watch(self)
+        if self._weights is None:
+            self._watch_weights(enclosing_model())
         if getattr(self._vllm_config, "lora_config", None) and not self._adapters.watch():
             logger.warning(
                 "this vLLM version does not expose which LoRA adapters it loads, so KV of requests"
@@ -165,12 +182,43 @@ class WorkerSide:
             )
         self._registration.register(kv_caches)
 
-    def weights_changed(self, how: str) -> None:
-        """Load and store nothing any more: `how` changes or discards the weights.
+    def _watch_weights(self, model: torch.nn.Module | None) -> None:
+        """Read the weights for the first time, and notice when they are loaded anew."""
+        self._weights = LoadedWeights(model)
+        if self._weights.watched:
+            weight_changes.watch_loading(self, model)
+        else:
+            logger.warning(
+                "changes of weights in a running engine are noticed only where vLLM's own methods"
+                " make them, and end caching: %s",
+                self._weights.problem or "this vLLM version does not show its model",
+            )
+
+    def weights_changed(self, how: str, version: str = "") -> None:
+        """Load and store nothing until the weights are known: `how` changes or discards them.
 
         What was gathered before is still valid, and is published.
+
+        Parameters
+        ----------
+        how : str
+            Names the method that changes them.
+        version : str
+            What the new weights are called; empty where only their content tells.
         """
-        self._registration.disable(_WEIGHTS_CHANGED.format(how))
+        weights = self._weights
+        if weights is None or not weights.watched:
+            self._registration.disable(_WEIGHTS_CHANGED.format(how))
+        else:
+            if weights.settled:
+                logger.info(
+                    "the weights change (%s): nothing is loaded or stored until they are compared",
+                    how,
+                )
+            weights.changed(version)
+        self._stop_loads()
+
+    def _stop_loads(self) -> None:
         self._invalidate_loads()
         if self._prefetcher is not None:
             self._prefetcher.release_all()
@@ -201,7 +249,28 @@ class WorkerSide:
 
     @property
     def _serving(self) -> bool:
-        return self._registration.state is State.SERVING
+        settled = self._weights is None or self._weights.settled
+        return settled and self._registration.state is State.SERVING
+
+    def _is_current(self, op: LoadOp | StoreOp) -> bool:
+        """Whether an operation was planned in the namespace that is open."""
+        return self._weights is None or op.round == self._weights.round
+
+    def _begin_round(self, number: int) -> None:
+        """Compare the weights, because the scheduler asks for it."""
+        if self._weights is None or number <= self._weights.round:
+            return
+        self._weights.begin(number)
+        self._stop_loads()
+
+    def _agree(self, number: int, encoded: bytes, slug: str) -> None:
+        """Go on in the namespace that the scheduler has named in a round."""
+        if self._weights is not None and not self._weights.agree(number):
+            return
+        self._open_namespace(encoded, slug)
+        namespace = self._registration.namespace
+        if self._weights is not None and namespace is not None and namespace.encoded == encoded:
+            self._weights.settle()
 
     def _open_namespace(self, encoded: bytes, slug: str) -> None:
         registration = self._registration
@@ -212,7 +281,10 @@ class WorkerSide:
             # The scheduler announces the namespace until this worker's reports end.
             return
         if self._transfer is not None:
-            self._close_transfer(0.0)
+            if self._ops:
+                # Their blocks may still be written to. All are cancelled, so they end soon.
+                return
+            self._retire_transfer()
         memory = registration.take_memory(encoded, slug)
         if memory is None:
             return
@@ -243,13 +315,35 @@ class WorkerSide:
         self._prefetcher = Prefetcher(self._transfer, prefetched) if budget else None
         registration.serve(memory)
 
+    def _retire_transfer(self) -> None:
+        """Keep the memory for a transfer of other weights; publish the rest in the background."""
+        transfer, self._transfer, self._prefetcher = self._transfer, None, None
+        memory = self._registration.memory
+        assert transfer is not None and memory is not None
+        transfer.retire()
+        self._retired.append(transfer)
+        if self._prefetched is not None:
+            self._prefetched.close()
+        self._registration.put_back(memory)
+
+    def _end_retired(self) -> None:
+        """Stop the threads of retired transfers that have published everything."""
+        for transfer in [old for old in self._retired if not old.drain(0.0)]:
+            transfer.end()
+            self._retired.remove(transfer)
+
     def _close_transfer(self, drain_seconds: float) -> int:
         """Stop the threads, free the memory; return how many chunks were lost."""
+        lost_before = 0
+        for old in self._retired:
+            lost_before += old.drain(drain_seconds)
+            old.end(_JOIN_SECONDS)
+        self._retired.clear()
         transfer, self._transfer, self._prefetcher = self._transfer, None, None
         lost = 0 if transfer is None else transfer.close(drain_seconds)
         if self._prefetched is not None:
             self._prefetched.close()
-        return lost
+        return lost_before + lost
 
     # ------------------------------------------------------------- steps
 
@@ -257,12 +351,13 @@ class WorkerSide:
         """Begin a step."""
         self._meta = meta
         self._planned += meta.loads
+        self._begin_round(meta.weights_round)
         if meta.namespace is not None:
-            self._open_namespace(*meta.namespace)
-        if meta.recheck_weights:
-            self._registration.recheck_weights()
-            if self._transfer is not None:
-                self._transfer.forget_stored()
+            self._agree(meta.weights_round, *meta.namespace)
+        if self._retired:
+            self._end_retired()
+        if meta.reset and self._transfer is not None:
+            self._transfer.forget_stored()
         if self._transfer is not None:
             for request_id in meta.cancelled:
                 self._transfer.cancel(request_id)
@@ -285,7 +380,9 @@ class WorkerSide:
         for op in planned:
             load = None
             try:
-                usable = self._serving and self._adapters.may_load(op.adapter)
+                usable = (
+                    self._serving and self._is_current(op) and self._adapters.may_load(op.adapter)
+                )
                 if self._transfer is not None and usable:
                     load = self._transfer.load(op.request_id, self._load_items(op))
                     self._ops[load] = op
@@ -371,14 +468,17 @@ class WorkerSide:
             return
         stores, meta.stores = meta.stores, []
         caches = self._registration.caches
-        if caches is None or not self._serving:
+        if caches is None or self._registration.state is not State.SERVING:
             return
+        current = [op for op in stores if self._is_current(op)] if self._serving else []
+        if len(current) < len(stores):
+            self.counters.add("dropped_chunks_weights_changed", len(stores) - len(current))
         if sys.exc_info()[0] is not None:
             # vLLM also calls this while an exception leaves the forward pass. It is not known
             # then which layers have written their KV.
             return
         size = self._config.chunk_size
-        for op in stores:
+        for op in current:
             (block_ids,) = op.block_ids
             if NULL_BLOCK in block_ids:
                 continue
@@ -462,9 +562,18 @@ class WorkerSide:
     def worker_metadata(self) -> WorkerMetadata | None:
         """Return what the scheduler has to know of this step."""
         meta = WorkerMetadata()
+        weights = self._weights
+        if weights is not None and not weights.settled:
+            weights.advance(idle=self._meta is None or self._meta.idle)
+            if weights.problem:
+                self._registration.disable(weights.problem)
         report = self._registration.take_report()
         if report is not None:
             meta.reports = {self.rank: report}
+        if weights is not None and (report is not None or not weights.settled):
+            found = weights.report()
+            if found is not None:
+                meta.weights = {self.rank: found}
         shelf = self._shelf()
         if self._prefetcher is not None:
             self._failures += [
@@ -482,7 +591,7 @@ class WorkerSide:
                 self._breaker_open = breaker_open
                 meta.breaker_open = {self.rank: breaker_open}
         news = meta.reports or meta.failures or meta.repaired or meta.published or meta.breaker_open
-        if not news and not meta.other_adapters:
+        if not news and not meta.other_adapters and not meta.weights:
             return WorkerMetadata() if self._meta and self._meta.namespace else None
         return meta
 
@@ -508,12 +617,13 @@ class WorkerSide:
 
     def drain(self, seconds: float) -> int:
         """Wait until stores are published; return how many chunks are not."""
-        return 0 if self._transfer is None else self._transfer.drain(seconds)
+        transfers = [*self._retired, *([] if self._transfer is None else [self._transfer])]
+        return sum(transfer.drain(seconds) for transfer in transfers)
 
     def close(self) -> None:
         """Publish what is in flight for a bounded time, log what was lost, stop all threads."""
         self._registration.cancel_weights()
-        if self._transfer is not None:
+        if self._transfer is not None or self._retired:
             lost = self._close_transfer(self._config.shutdown_drain_s)
             if lost:
                 logger.warning(

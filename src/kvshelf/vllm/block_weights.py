@@ -1,0 +1,74 @@
+"""Which blocks of the engine hold KV of the weights that it has now.
+
+Owns, for each block of vLLM's cache, the *period* in which its KV was computed or loaded. A new
+period begins with each round of :mod:`kvshelf.vllm.handshake`. When the round shows that the
+weights changed, the blocks of all earlier periods are old, and so is everything that is computed
+behind them: requests that were running, and requests that get old blocks from vLLM's own prefix
+cache, which is not always reset.
+
+Runs on the scheduler's step thread. Until the first round it does nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvshelf.vllm.metadata import NULL_BLOCK
+
+
+class BlockWeights:
+    """The period of each block.
+
+    Attributes
+    ----------
+    period : int
+        The current period; 0 until the first round.
+    """
+
+    def __init__(self) -> None:
+        self.period = 0
+        self._first_valid = 0
+        self._blocks: dict[int, int] = {}
+
+    def begin(self) -> None:
+        """Begin a period: the weights may be others from now on."""
+        self.period += 1
+
+    def settle(self, *, changed: bool) -> None:
+        """Note whether the current period has other weights than the one before."""
+        if changed:
+            self._first_valid = self.period
+
+    def lose(self) -> None:
+        """Note that it is not known which blocks a step filled: none of before counts any more."""
+        if self.period:
+            self.begin()
+            self.settle(changed=True)
+
+    def is_valid(self, period: int) -> bool:
+        """Whether KV of a period belongs to the current weights."""
+        return period >= self._first_valid
+
+    def admit(self, block_ids: Sequence[int], reused: int) -> int:
+        """Return the period of a request that is admitted now.
+
+        Parameters
+        ----------
+        block_ids : Sequence of int
+            All its blocks.
+        reused : int
+            How many of the first ones held KV already.
+        """
+        if not self.period:
+            return 0
+        known = self._blocks
+        # Blocks that a sliding window has passed say nothing. Those behind them do.
+        held = (block for block in block_ids[:reused] if block != NULL_BLOCK)
+        period = min([self.period, *(known.get(block, 0) for block in held)])
+        self.take(block_ids[reused:], period)
+        return period
+
+    def take(self, block_ids: Sequence[int], period: int) -> None:
+        """Note that blocks were given to a request of a period."""
+        if self.period:
+            self._blocks.update(dict.fromkeys(block_ids, period))

@@ -1,0 +1,219 @@
+"""The weights that a worker computes with: where they are, and what they are now.
+
+Owns the digest of the loaded model's parameters and buffers at the start and in each *round*, a
+comparison of the weights of all ranks that the scheduler asks for, and whether a change was noticed
+since. What the digests mean, :mod:`kvshelf.vllm.handshake` decides.
+
+A round
+-------
+1. Something may have changed: a hook noticed it (:mod:`kvshelf.vllm.weight_changes`), or vLLM
+   reset its caches. Nothing is loaded or stored from that moment on.
+2. The scheduler begins a round with a step's metadata. The worker then reads all parameters in
+   slices, one at the end of each step.
+3. The worker reports its digest. If a change was noticed meanwhile, it asks for another round.
+4. When all ranks have reported, the scheduler names a namespace, and loads and stores go on in it.
+
+Threads
+-------
+Everything runs on the worker's step thread, on which vLLM also changes weights, runs the methods
+of worker extensions and puts the engine to sleep. So no slice reads a tensor that is being
+written. A change between two slices that no hook notices would leave a digest of a mixture: such a
+change is not noticed by any means but a later reset, see ``docs/changing-weights.md``.
+
+On CPUs vLLM packs the weights of most linear layers into memory of its own, and leaves an empty
+parameter. That memory cannot be read; but vLLM can replace it only as a whole. Such a layer counts
+as it was at the start while it has the same packed weights, and later as one of a kind.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import uuid
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from kvshelf.vllm.metadata import WeightsReport
+from kvshelf.weights.parameters import ParameterDigest
+
+#: How long a slice may take: in a step that computes something, and in an empty one.
+_STEP_SECONDS = 5e-3
+_IDLE_SECONDS = 20e-3
+
+
+def enclosing_model() -> torch.nn.Module | None:
+    """Return the model of the runner that is registering its caches; None if there is none.
+
+    vLLM hands a connector its caches, not its model, but its model runner makes the call
+    (vllm/v1/worker/gpu_model_runner.py and vllm/v1/worker/gpu/model_runner.py).
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        get_model = getattr(frame.f_locals.get("self"), "get_model", None)
+        if callable(get_model):
+            model = get_model()
+            if isinstance(model, torch.nn.Module):
+                return model
+        frame = frame.f_back
+    return None
+
+
+def _plain(name: str, tensor: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors with the bytes of a parameter; some kinds keep them in inner tensors."""
+    if isinstance(partitions := getattr(tensor, "partitions", None), dict):
+        for key, part in partitions.items():
+            yield from _plain(f"{name}.{key}", part)
+    elif is_traceable_wrapper_subclass(tensor):
+        for attribute in tensor.__tensor_flatten__()[0]:
+            yield from _plain(f"{name}.{attribute}", getattr(tensor, attribute))
+    elif not tensor.is_meta:
+        yield name, tensor
+
+
+class LoadedWeights:
+    """The weights of one worker.
+
+    Parameters
+    ----------
+    model : Module, optional
+        The loaded model; without one no round can be answered.
+
+    Attributes
+    ----------
+    model : Module or None
+    round : int
+        The last round that the scheduler began; 0 before the first.
+    problem : str
+        Why the weights cannot be read; empty while they can.
+    settled : bool
+        Whether loads and stores may use the namespace that is open.
+    """
+
+    def __init__(self, model: torch.nn.Module | None) -> None:
+        self.model = model
+        self.round = 0
+        self.problem = ""
+        self.settled = True
+        self._noticed = False
+        #: A change was noticed since the round began.
+        self._again = False
+        self._version = ""
+        self._digest: ParameterDigest | None = None
+        #: Packed weights by layer, as they were at the start, and the names of later ones.
+        self._packed = dict(self._packed_layers())
+        self._later: dict[str, tuple[object, str]] = {}
+        self._result: str | None = None
+        if model is not None:
+            self._begin_digest()
+            self._read_all()
+        self._first: str | None = self._result
+
+    @property
+    def watched(self) -> bool:
+        """Whether changes can be told by digests."""
+        return self._first is not None and not self.problem
+
+    def changed(self, version: str = "") -> None:
+        """Note that the weights are about to change, to those that `version` names if given."""
+        self.settled = False
+        self._noticed = self._again = True
+        self._version = version or self._version
+        self._digest = self._result = None
+
+    def begin(self, number: int) -> None:
+        """Begin a round."""
+        self.round = number
+        self.settled = self._again = False
+        self._result = None
+        if self.model is not None:
+            self._begin_digest()
+
+    def advance(self, *, idle: bool) -> None:
+        """Read on, for a few milliseconds at most."""
+        if self._digest is None:
+            return
+        try:
+            self._digest.advance(_IDLE_SECONDS if idle else _STEP_SECONDS)
+            result = self._digest.result()
+            if result is not None:
+                self._result, self._digest = self._named(result), None
+        except Exception as error:  # noqa: BLE001 - reported to the scheduler
+            self._give_up(error)
+
+    def agree(self, number: int) -> bool:
+        """Whether a namespace that the scheduler named in round `number` may be used."""
+        return self.settled or (
+            number == self.round and not self._again and self._result is not None
+        )
+
+    def settle(self) -> None:
+        """Note that loads and stores go on."""
+        self.settled = True
+        self._noticed = self._again = False
+        self._version = ""
+
+    def report(self) -> WeightsReport | None:
+        """Return what the scheduler has to know; None where the weights are not watched."""
+        if self._first is None:
+            return None
+        return WeightsReport(
+            round=self.round,
+            first=self._first,
+            digest=self._result,
+            packed=bool(self._packed),
+            noticed=self._noticed,
+            again=self._again,
+            version=self._version,
+        )
+
+    def _begin_digest(self) -> None:
+        assert self.model is not None
+        try:
+            self._digest = ParameterDigest(
+                entry
+                for group in (self.model.named_parameters(), self.model.named_buffers())
+                for name, tensor in group
+                for entry in _plain(name, tensor)
+            )
+        except Exception as error:  # noqa: BLE001 - reported to the scheduler
+            self._give_up(error)
+
+    def _read_all(self) -> None:
+        if self._digest is not None:
+            try:
+                self._result, self._digest = self._named(self._digest.wait()), None
+            except Exception as error:  # noqa: BLE001 - logged by the owner
+                self._give_up(error)
+
+    def _give_up(self, error: Exception) -> None:
+        self._digest = None
+        self.problem = f"the model's weights cannot be read ({type(error).__name__}: {error})"
+
+    def _packed_layers(self) -> Iterator[tuple[str, object]]:
+        """Yield the layers whose weights vLLM has packed away, and what holds them."""
+        if self.model is None:
+            return
+        for name, module in self.model.named_modules():
+            weight = getattr(module, "weight", None)
+            packed = getattr(module, "cpu_linear", None)
+            if packed is not None and weight is not None and not weight.numel():
+                yield name, packed
+
+    def _named(self, digest: str) -> str:
+        """Add the packed layers to a digest of the parameters."""
+        lines = []
+        for name, packed in self._packed_layers():
+            state = "as at the start"
+            if packed is not self._packed.get(name):
+                known, state = self._later.get(name, (None, ""))
+                if packed is not known:
+                    state = uuid.uuid4().hex
+                    self._later[name] = packed, state
+            lines.append(f"{name} {state}\n")
+        if not lines:
+            return digest
+        return hashlib.sha256("".join([digest, "\n", *lines]).encode()).hexdigest()
