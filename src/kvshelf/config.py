@@ -250,8 +250,9 @@ class Config(BaseSettings):
         description=(
             "How the model's weights are identified. `content` reads the weight files once, in "
             "the background, and caches the result until a file changes. `sampled` reads "
-            "parts of them: faster, but it can miss a change. Any other string is the name of "
-            "the weights: you promise that equal names mean equal weights."
+            "parts of them: faster, but it can miss a change. Both use the loaded parameters where "
+            "vLLM reads no files of this machine. Any other string is the name of the weights: "
+            "you promise that equal names mean equal weights."
         ),
     )
     version: str | None = Field(

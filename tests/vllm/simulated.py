@@ -205,12 +205,14 @@ class Rank:
                 decode_context_parallel_size=engine.decode_context,
                 cp_kv_cache_interleave_size=engine.interleave,
             ),
+            # No file of this machine.
+            load_config=SimpleNamespace(load_format="auto"),
             model_config=SimpleNamespace(
                 dtype=torch.bfloat16,
                 quantization=None,
                 hf_text_config=SimpleNamespace(),
                 served_model_name="simulated",
-                model="simulated",
+                model="s3://a-bucket/simulated",
                 max_model_len=4096,
                 get_total_num_kv_heads=lambda: max(engine.heads),
                 model_arch_config=engine.arch,
@@ -304,7 +306,12 @@ class SimulatedEngine:
         self.free = list(range(1, blocks))
         self.random.shuffle(self.free)
         config = Config(
-            shared_storage_path=str(shelf), weights="simulated", staging_bytes=8 << 20, **options
+            **{
+                "shared_storage_path": str(shelf),
+                "weights": "simulated",
+                "staging_bytes": 8 << 20,
+                **options,
+            }
         )
         self.shelf = open_shelf(str(shelf))
         ranks = tensor_parallel * prefill_context

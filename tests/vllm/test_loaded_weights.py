@@ -13,12 +13,13 @@ import torch
 
 pytest.importorskip("vllm")
 
+from parts import until
 from simulated import SimulatedEngine
 
 from kvshelf.vllm.block_weights import BlockWeights
 from kvshelf.vllm.handshake import Handshake
 from kvshelf.vllm.loaded_weights import LoadedWeights
-from kvshelf.vllm.metadata import WeightsReport
+from kvshelf.vllm.metadata import BY_PARAMETERS, WeightsReport
 
 CHUNK = 256
 
@@ -83,6 +84,30 @@ def test_a_change_in_any_rank_gives_all_ranks_another_namespace(
     assert names[0] == names[2] != names[1]
     assert all(name.startswith("params:") for name in names)
     assert first == "user:simulated"
+
+
+def test_weights_that_no_file_identifies_are_named_by_their_parameters(
+    start: Callable[..., SimulatedEngine],
+) -> None:
+    def begin(seed: int) -> SimulatedEngine:
+        torch.manual_seed(seed)
+        engine = start(ranks=2, weights="content")
+        until(lambda: (engine.step([]), engine.scheduler.namespace is not None)[1])
+        return engine
+
+    one, same, other = begin(1), begin(1), begin(2)
+    first = named(one)
+    assert first.startswith("params:")
+    assert named(same) == first != named(other)
+    one.prefill(prompt(1))
+    assert same.load(prompt(1))[0] == 512
+    assert other.load(prompt(1))[0] == 0
+    # Changed in place, and back.
+    bias = float(one.ranks[1].model.bias[0])
+    change(one, bias + 1.0, (1,))
+    assert named(one) != first
+    change(one, bias, (1,))
+    assert named(one) == first
 
 
 def test_engines_of_other_degrees_share_a_version_and_nothing_else(
@@ -218,6 +243,35 @@ def test_an_engine_that_holds_a_part_of_the_experts_cannot_name_changed_weights(
     assert name(made, "aa", noticed=True) is None
     assert made.disabled
     assert name(handshake(**parts), "bb", noticed=True, version="v") == "version:v"
+
+
+@pytest.mark.parametrize(
+    ("parallel", "report", "problem"),
+    [
+        ({}, {0: WeightsReport(0, "aa", None, packed=True)}, "packed"),
+        ({}, {}, "not all ranks"),
+        (
+            {"enable_expert_parallel": True, "data_parallel_size": 2},
+            {0: WeightsReport(0, "aa", None)},
+            "other engines hold a part",
+        ),
+    ],
+)
+def test_where_parameters_cannot_name_weights_one_line_says_what_to_set(
+    parallel: dict[str, Any],
+    report: dict[int, WeightsReport],
+    problem: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    made = handshake(**parallel)
+    made._reports = {0: SimpleNamespace(weights=BY_PARAMETERS)}  # type: ignore[dict-item]
+    made.receive({}, report)
+    for _ in range(2):
+        assert made.unite() is None
+    assert made.disabled
+    (line,) = caplog.messages
+    assert problem in line
+    assert "Set `weights`" in line
 
 
 def test_the_period_of_a_block_is_that_of_the_oldest_block_before_it() -> None:

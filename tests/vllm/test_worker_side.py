@@ -34,6 +34,7 @@ from kvshelf.transfer.staging import StagingPool
 from kvshelf.vllm import connector, weight_changes
 from kvshelf.vllm.connector import SharedStorageConnector
 from kvshelf.vllm.metadata import (
+    BY_PARAMETERS,
     LoadFailure,
     LoadOp,
     PrefetchOp,
@@ -763,7 +764,9 @@ def test_weights_written_while_the_engine_started_are_not_trusted(
     backend: FaultyBackend,
     model: Path,
     monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    caplog.set_level("INFO")
     started = (model / "model.safetensors").stat().st_mtime + 5
     monkeypatch.setattr("kvshelf.vllm.namespace.process_start_time", lambda: started)
     rig = make(config=with_model(backend, model), opened=False)
@@ -772,7 +775,8 @@ def test_weights_written_while_the_engine_started_are_not_trusted(
     monkeypatch.setattr("kvshelf.vllm.namespace.process_start_time", lambda: started - 10)
     os.utime(model / "model.safetensors", (0, 0))
     rig = make(config=with_model(backend, model), opened=False)
-    assert "was written after the engine began to start" in wait_for(rig, "disabled_reason")
+    assert wait_for(rig, "weights") == BY_PARAMETERS
+    assert "was written after the engine began to start" in caplog.text
 
 
 @pytest.mark.parametrize("depth", ["the folder", "above it"])
@@ -782,7 +786,9 @@ def test_weights_behind_a_link_that_was_switched_meanwhile_are_not_trusted(
     model: Path,
     monkeypatch: pytest.MonkeyPatch,
     depth: str,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    caplog.set_level("INFO")
     link = model.parent / "current"
     target, path = (model, link) if depth == "the folder" else (model.parent, link / model.name)
     link.symlink_to(target)
@@ -793,20 +799,20 @@ def test_weights_behind_a_link_that_was_switched_meanwhile_are_not_trusted(
     os.utime(model / "model.safetensors", (0, 0))
     monkeypatch.setattr("kvshelf.vllm.namespace.process_start_time", lambda: made - 5)
     rig = make(config=with_model(backend, path), opened=False)
-    problem = wait_for(rig, "disabled_reason")
-    assert f"the link {link} was made after the engine began to start" in problem
+    assert wait_for(rig, "weights") == BY_PARAMETERS
+    assert f"the link {link} was made after the engine began to start" in caplog.text
 
 
 @pytest.mark.usefixtures("old_files")
-def test_weights_of_which_a_part_is_another_models_have_no_name(
-    make: Callable[..., Rig], backend: FaultyBackend, model: Path
+def test_weights_of_which_a_part_is_another_models_are_not_named_by_files(
+    make: Callable[..., Rig], backend: FaultyBackend, model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level("INFO")
     config = with_model(backend, model)
     config.model_config.hf_config = SimpleNamespace(audio_model_id=None, text_model_id="a/b")
     rig = make(config=config, opened=False)
-    problem = wait_for(rig, "disabled_reason")
-    assert "comes from another model, a/b" in problem
-    assert "Set `weights`" in problem
+    assert wait_for(rig, "weights") == BY_PARAMETERS
+    assert "comes from another model, a/b" in caplog.text
 
 
 def test_layers_that_keep_something_beside_kv_are_stored_as_well(
@@ -1093,10 +1099,19 @@ def test_a_worker_of_vllm_tells_the_connector(
     assert meta is not None and "restart the engine" in meta.reports[0].disabled_reason
 
 
+def test_random_weights_are_of_use_to_nobody_else(
+    make: Callable[..., Rig], backend: FaultyBackend, model: Path
+) -> None:
+    config = with_model(backend, model)
+    config.load_config.load_format = "dummy"
+    problem = wait_for(make(config=config, opened=False), "disabled_reason")
+    assert "random weights" in problem
+    assert "Set `weights`" in problem
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda config: setattr(config.load_config, "load_format", "dummy"), "random weights"),
         (lambda config: setattr(config.model_config, "model", "/nowhere/at/all"), "nowhere"),
         (lambda config: setattr(config.model_config, "model", "qwen/Qwen2"), "cache of Hugging"),
         (lambda config: setattr(config.load_config, "load_format", "tensorizer"), "tensorizer"),
@@ -1106,21 +1121,21 @@ def test_a_worker_of_vllm_tells_the_connector(
         ),
     ],
 )
-def test_weights_without_a_name_are_a_problem_that_says_what_to_do(
+def test_weights_from_elsewhere_are_named_by_the_loaded_parameters(
     make: Callable[..., Rig],
     backend: FaultyBackend,
     model: Path,
     change: Callable[[SimpleNamespace], None],
     message: str,
     monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    caplog.set_level("INFO")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     config = with_model(backend, model)
     change(config)
-    rig = make(config=config, opened=False)
-    problem = wait_for(rig, "disabled_reason")
-    assert message in problem
-    assert "Set `weights`" in problem
+    assert wait_for(make(config=config, opened=False), "weights") == BY_PARAMETERS
+    assert message in caplog.text
 
 
 # ------------------------------------------------------------------------- the end

@@ -20,7 +20,8 @@ When the weights may have changed, :meth:`Handshake.begin_round` has all ranks d
 (:mod:`kvshelf.vllm.loaded_weights`); until all have reported, :attr:`Handshake.checking` is true.
 The digests of all ranks together name the weights:
 
-* the digests of the start: the name that the weights had then;
+* the digests of the start: the name that the weights had then, from the files that vLLM loaded,
+  or, where these are unknown, from the digests as in the last case;
 * a `version` that the trainer gave to all ranks: ``version:<version>``;
 * other ones: ``params:<SHA-256>`` of the digests of all ranks in order, the parallelism that
   decides what a rank holds, and the quantization.
@@ -45,7 +46,7 @@ from kvshelf.config import Config
 from kvshelf.errors import KVShelfError
 from kvshelf.format.namespace import Namespace
 from kvshelf.format.objects import ObjectFormat
-from kvshelf.vllm.metadata import WeightsReport, WorkerReport
+from kvshelf.vllm.metadata import BY_PARAMETERS, WeightsReport, WorkerReport
 from kvshelf.vllm.namespace import build_namespace, stage_ranks
 
 logger = logging.getLogger(__name__)
@@ -87,6 +88,8 @@ class Handshake:
         self._weights: dict[int, WeightsReport] = {}
         #: Digest of each rank at the start.
         self._first: dict[int, str] = {}
+        #: Some weights of some rank are not in its digest.
+        self._packed = False
         #: Digests of all ranks together: of this round, and of the last one that was settled. The
         #: empty one stands for the start.
         self._united = self._settled_united = ""
@@ -124,6 +127,7 @@ class Handshake:
         current = {rank: found for rank, found in weights.items() if found.round == self.round}
         self._weights.update(current)
         self._first.update({rank: found.first for rank, found in weights.items()})
+        self._packed = self._packed or any(found.packed for found in weights.values())
         again = any(found.again for found in current.values())
         if again and not self.watched:
             self._disable(
@@ -196,7 +200,7 @@ class Handshake:
 
     def _name_of_weights(self) -> str | None:
         """Return what the namespace calls the weights; None while that is not known."""
-        at_start = self._reports[0].weights
+        at_start = self._name_at_start()
         if not self.checking:
             return at_start
         found = [self._weights.get(rank) for rank in range(self.ranks)]
@@ -204,8 +208,7 @@ class Handshake:
         digests = [report.digest for report in reports if report.digest is not None]
         if len(digests) < self.ranks:
             return None
-        first = self._unite_digests([self._first[rank] for rank in range(self.ranks)])
-        united = self._unite_digests(digests)
+        first, united = self._united_first, self._unite_digests(digests)
         self._united = "" if united == first else united
         if self._holds_a_part and self.weights_changed:
             name = self._version_of(united, reports)
@@ -233,6 +236,29 @@ class Handshake:
                 name = united
             self._names[united] = f"params:{name}"
         return self._names[united]
+
+    def _name_at_start(self) -> str | None:
+        """Return the name of the weights of the start; None while there is none."""
+        name = self._reports[0].weights
+        if name != BY_PARAMETERS:
+            return name
+        if not self.watched:
+            problem = "not all ranks can read their parameters"
+        elif self._packed:
+            problem = "vLLM has packed parameters into memory that cannot be read"
+        elif self._holds_a_part:
+            problem = "other engines hold a part of them (expert parallelism)"
+        else:
+            return f"params:{self._united_first}"
+        self._disable(
+            "the log of rank 0 says why no file identifies the weights, and the loaded parameters"
+            f" cannot: {problem}. Set `weights` to a string that identifies them"
+        )
+        return None
+
+    @property
+    def _united_first(self) -> str:
+        return self._unite_digests([self._first[rank] for rank in range(self.ranks)])
 
     def _version_of(self, united: str, reports: Sequence[WeightsReport]) -> str | None:
         """Return the name that the trainer gave; None without one, or if it had other weights."""

@@ -144,6 +144,10 @@ class StepMetadata(KVConnectorMetadata):
     prefetch_ended: list[str] = field(default_factory=list)
 
 
+#: Stands for a weights fingerprint: the weights are named by the digests of all ranks at the start.
+BY_PARAMETERS = "params"
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerReport:
     """What only a worker knows of the namespace: the layout of its layers' KV caches.
@@ -158,6 +162,7 @@ class WorkerReport:
         The k and the v scale of each layer; empty for caches without scales.
     weights : str, optional
         The weights fingerprint; None until it is known, and on all ranks but rank 0.
+        :data:`BY_PARAMETERS` where no file has one.
     disabled_reason : str
         Why nothing may be loaded or stored; empty while the worker works.
     already_logged : bool

@@ -23,13 +23,13 @@ from typing import Any
 import torch
 
 from kvshelf.config import Config, cache_dir
-from kvshelf.errors import ConfigError, UnsupportedError
+from kvshelf.errors import ConfigError, TransientStorageError, UnsupportedError
 from kvshelf.format.model import ModelFacts, default_shards, rope_text
 from kvshelf.format.namespace import Namespace
 from kvshelf.format.tensors import shape_heads
 from kvshelf.kv.topology import Topology, head_groups
 from kvshelf.urls import shown_url
-from kvshelf.vllm.metadata import WorkerReport
+from kvshelf.vllm.metadata import BY_PARAMETERS, WorkerReport
 from kvshelf.weights.fingerprints import (
     FingerprintCache,
     sampled_fingerprint,
@@ -461,7 +461,8 @@ class WeightsIdentity:
     config : Config
     on_known : Callable[[str], None]
         Called with the fingerprint, on the background thread, or in :meth:`start` where the user
-        gave it.
+        gave it. It is :data:`~kvshelf.vllm.metadata.BY_PARAMETERS` where no file tells what vLLM
+        loaded.
     on_problem : Callable[[str], None]
         Called on the background thread when there can be no fingerprint, with the reason and
         what to do.
@@ -516,15 +517,20 @@ class WeightsIdentity:
         threading.Thread(target=run, name="kvshelf-weights", daemon=True).start()
 
     def _find(self) -> None:
-        self._on_known(self._fingerprint(process_start_time()))
-
-    def _fingerprint(self, changed_since: float) -> str:
         load_format = str(getattr(self._vllm_config.load_config, "load_format", "auto"))
         if load_format == "dummy":
             # Objects of such weights would fill the shelf, and no later engine could load them.
             raise ConfigError(
                 "load_format is dummy: nobody else has a use for these random weights"
             )
+        try:
+            found = self._fingerprint(load_format, process_start_time())
+        except (ConfigError, TransientStorageError, OSError) as error:
+            logger.info("the weights are named by the loaded parameters, not by files: %s", error)
+            found = BY_PARAMETERS
+        self._on_known(found)
+
+    def _fingerprint(self, load_format: str, changed_since: float) -> str:
         model = getattr(self._vllm_config.model_config, "hf_config", None)
         for name in ("audio_model_id", "text_model_id"):
             if other := getattr(model, name, None):
