@@ -74,6 +74,7 @@ ATTRIBUTES = {
         "sliding_window",
     ),
     "AttentionBackend": ("forward_includes_kv_cache_update",),
+    "AttentionSpec": ("max_tp_shards",),
     "CacheConfig": ("enable_prefix_caching", "num_gpu_blocks"),
     "CachedRequestData": ("num_computed_tokens", "req_ids"),
     "CacheHitSource": ("DISK",),
@@ -104,6 +105,7 @@ ATTRIBUTES = {
         "qk_rope_head_dim",
     ),
     "MLAAttentionImpl": ("hisparse_cache",),
+    "ModelArchitectureConfig": ("per_layer_overrides", "total_num_kv_heads"),
     "ModelConfig": (
         "hf_config",
         "hf_config_path",
@@ -114,6 +116,7 @@ ATTRIBUTES = {
         "is_mm_prefix_lm",
         "is_prefix_caching_supported",
         "model",
+        "model_arch_config",
         "model_class_overrides",
         "model_weights",
         "multimodal_config",
@@ -157,6 +160,7 @@ ATTRIBUTES = {
         "total_num_scheduled_tokens",
     ),
     "SpeculativeConfig": ("method",),
+    "UniformTypeKVCacheSpecs": ("kv_cache_specs",),
     "set_default_quant_scales": ("_k_scale", "_k_scale_float", "_v_scale", "_v_scale_float"),
 }
 
