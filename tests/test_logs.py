@@ -32,6 +32,13 @@ def test_one_line_in_an_interval_the_others_are_debug_lines(
     assert warnings(caplog) == ["line 1", "line 3"]
 
 
+def test_without_lines_all_are_debug_lines(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    RateLimitedLog(logger, 0).warning("line %d", 1)
+    assert warnings(caplog) == []
+    assert [row.getMessage() for row in caplog.records] == ["line 1"]
+
+
 def test_one_line_about_each_subject() -> None:
     log = RateLimitedLog(logger, lines=3)
     assert [log.allows(about) for about in ("a", "a", "b", None, None)] == [

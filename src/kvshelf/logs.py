@@ -23,7 +23,7 @@ class RateLimitedLog:
     logger : Logger
         Where the lines go.
     lines : int
-        Most lines in `seconds`.
+        Most lines in `seconds`; 0 for debug lines only.
     seconds : float
         The length of the interval.
     """
@@ -46,6 +46,8 @@ class RateLimitedLog:
         """
         now = time.monotonic()
         with self._lock:
+            if not self._times.maxlen:
+                return False
             full = len(self._times) == self._times.maxlen and now < self._times[0] + self._seconds
             if full or about in self._subjects:
                 return False

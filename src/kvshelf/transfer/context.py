@@ -50,13 +50,13 @@ class TransferContext:
 
     Parameters
     ----------
-    shelf, cache, staging, counters, plan, on_thread_start
+    shelf, cache, staging, counters, plan, on_thread_start, quiet
         See :class:`kvshelf.transfer.transfer.Transfer`.
 
     Attributes
     ----------
     log : RateLimitedLog
-        At most ten lines a minute, and one for each object.
+        At most ten lines a minute, and one for each object; none where `quiet`.
     """
 
     def __init__(
@@ -67,6 +67,7 @@ class TransferContext:
         counters: Counters,
         plan: ShardPlan,
         on_thread_start: Callable[[str], None] | None,
+        quiet: bool = False,
     ) -> None:
         self.shelf = shelf
         self.fmt = shelf.fmt
@@ -74,7 +75,7 @@ class TransferContext:
         self.staging = staging
         self.counters = counters
         self.plan = plan
-        self.log = RateLimitedLog(logger, _LINES_PER_MINUTE)
+        self.log = RateLimitedLog(logger, 0 if quiet else _LINES_PER_MINUTE)
         self._on_thread_start = on_thread_start
 
     def memory(self, item: ChunkSlots) -> KVMemory:

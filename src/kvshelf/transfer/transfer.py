@@ -65,6 +65,8 @@ class Transfer:
         Do not store chunks that hold NaN or infinity.
     on_thread_start : Callable, optional
         Called first on each thread with ``"load"`` or ``"store"``, to set its processors.
+    quiet : bool
+        Write failures to the debug log only: nobody depends on these chunks.
 
     Attributes
     ----------
@@ -91,10 +93,11 @@ class Transfer:
         store_threads: int = 1,
         check_finite: bool = False,
         on_thread_start: Callable[[str], None] | None = None,
+        quiet: bool = False,
     ) -> None:
         plan = plan or ShardPlan.whole(shelf.fmt.shards)
         self._context = context = TransferContext(
-            shelf, cache, staging, counters, plan, on_thread_start
+            shelf, cache, staging, counters, plan, on_thread_start, quiet
         )
         shelf.backend.count_into(counters.add)
         self._loads = loads = Loads(context, load_threads)
