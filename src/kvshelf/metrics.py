@@ -42,6 +42,8 @@ COUNTERS: Mapping[str, str] = {
     "load_failures_unavailable": "loads refused because the read circuit breaker was open",
     "stored_chunks": "chunks published",
     "stored_bytes": "bytes of objects published",
+    "draft_stored_chunks": "chunks of a drafter's KV published",
+    "draft_loaded_chunks": "chunks of a drafter's KV loaded",
     "existing_chunks": "chunks already on the shelf when their store began",
     "repaired_objects": "bad objects replaced with good ones",
     "dropped_chunks_staging_full": "chunks dropped because staging was full",

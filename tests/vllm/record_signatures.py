@@ -63,6 +63,7 @@ SUBJECTS: Final = {
     "vllm.lora.worker_manager": ("WorkerLoRAManager", "LRUCacheWorkerLoRAManager"),
     "vllm.model_executor.layers.attention.attention": ("Attention", "set_default_quant_scales"),
     "vllm.model_executor.layers.attention.mla_attention": ("MLAAttention",),
+    "vllm.model_executor.layers.attention_layer_base": ("AttentionLayerBase",),
     "vllm.model_executor.models.utils": ("extract_layer_index",),
     "vllm.multimodal.hasher": ("MultiModalHasher",),
     "vllm.multimodal.inputs": ("MultiModalFeatureSpec", "PlaceholderRange"),
@@ -95,6 +96,8 @@ SUBJECTS: Final = {
     "vllm.v1.metrics.cache_hit_source": ("CacheHitSource",),
     "vllm.v1.outputs": ("KVConnectorOutput",),
     "vllm.v1.request": ("Request",),
+    "vllm.v1.spec_decode.llm_base_proposer": ("SpecDecodeBaseProposer",),
+    "vllm.v1.worker.gpu.spec_decode.speculator": ("DraftModelSpeculator",),
     "vllm.v1.worker.gpu_worker": ("Worker",),
 }
 #: Packages with a list of what they offer, which is defined elsewhere.

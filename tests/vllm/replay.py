@@ -178,6 +178,20 @@ def make_config(
     )
 
 
+def speculation(method: str, **fields: Any) -> SimpleNamespace:
+    """What the connector reads of a ``SpeculativeConfig``."""
+    known = {
+        "method": method,
+        "num_speculative_tokens": 3,
+        "num_speculative_tokens_per_batch_size": None,
+        "draft_model_config": None,
+        "draft_parallel_config": None,
+        "draft_load_config": None,
+        "kv_cache_dtype": None,
+    }
+    return SimpleNamespace(**known | fields)
+
+
 def bind(config: SimpleNamespace, caches: Mapping[str, torch.Tensor]) -> None:
     """Give each layer its cache, as vLLM does before it registers them."""
     for name, cache in caches.items():

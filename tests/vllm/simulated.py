@@ -43,9 +43,25 @@ from kvshelf.kv.layout import packed_positions
 from kvshelf.shelf.shelf import open_shelf
 
 LAYERS, HEADS, SIZE = 2, 2, 16
+#: An EAGLE drafter numbers its layers behind those of the model.
+DRAFT_LAYER = f"model.layers.{LAYERS}.attn"
 PATIENCE = 20.0
 #: Layouts by which engines differ. Of "odd" nothing can be learned.
 FORMS = ("NHD", "HND", "2BNHD", "vec", "amx")
+
+
+def model_config(name: str = "simulated", **fields: Any) -> SimpleNamespace:
+    """What the connector reads of a ``ModelConfig``."""
+    known = {
+        "dtype": torch.bfloat16,
+        "quantization": None,
+        "hf_text_config": SimpleNamespace(),
+        "served_model_name": name,
+        "model": f"s3://a-bucket/{name}",
+        "max_model_len": 4096,
+        "get_total_num_kv_heads": lambda: HEADS,
+    }
+    return SimpleNamespace(**known | fields)
 
 
 class Writing(AttentionImpl):  # type: ignore[type-arg]
@@ -152,6 +168,16 @@ def _held(heads: int, rank: int, ranks: int) -> slice:
     return slice(first, first + max(1, heads // ranks))
 
 
+def block_hashes(tokens: Sequence[int], block_size: int) -> list[bytes]:
+    """vLLM's hashes of the blocks of a request."""
+    digest = hashlib.sha256()
+    hashes = []
+    for start in range(0, len(tokens) - block_size + 1, block_size):
+        digest.update(repr(tokens[start : start + block_size]).encode())
+        hashes.append(digest.digest())
+    return hashes
+
+
 class Rank:
     """The caches of one worker, and its side of the connector.
 
@@ -177,6 +203,15 @@ class Rank:
             f"model.layers.{i}.attn": make_cache(engine.form, blocks, engine.block_size, count)
             for i, count in enumerate(counts)
         }
+        #: The drafter's layer, which vLLM registers with the model's.
+        self.draft_heads = _held(HEADS, rank, engine.tensor_parallel)
+        each = self.draft_heads.stop - self.draft_heads.start
+        self.draft_impl = Writing(engine.form, engine.block_size, each)
+        self.draft_caches: dict[str, Tensor] = {}
+        if engine.speculative_config is not None:
+            cache = make_cache(engine.form, blocks, engine.block_size, each)
+            self.draft_caches[DRAFT_LAYER] = cache
+        impls = [*self.impls, self.draft_impl]
         self.layers = {
             name: SimpleNamespace(
                 impl=impl,
@@ -189,8 +224,9 @@ class Rank:
                 attn_backend=SimpleNamespace(forward_includes_kv_cache_update=False),
                 _k_scale_float=1.0,
                 _v_scale_float=1.0,
+                is_draft_layer=name == DRAFT_LAYER,
             )
-            for (name, cache), impl in zip(self.caches.items(), self.impls, strict=True)
+            for (name, cache), impl in zip(self.all_caches.items(), impls, strict=False)
         }
         self.vllm_config = SimpleNamespace(
             compilation_config=SimpleNamespace(static_forward_context=self.layers),
@@ -207,16 +243,11 @@ class Rank:
             ),
             # No file of this machine.
             load_config=SimpleNamespace(load_format="auto"),
-            model_config=SimpleNamespace(
-                dtype=torch.bfloat16,
-                quantization=None,
-                hf_text_config=SimpleNamespace(),
-                served_model_name="simulated",
-                model="s3://a-bucket/simulated",
-                max_model_len=4096,
-                get_total_num_kv_heads=lambda: max(engine.heads),
-                model_arch_config=engine.arch,
+            model_config=model_config(
+                get_total_num_kv_heads=lambda: max(engine.heads), model_arch_config=engine.arch
             ),
+            scheduler_config=SimpleNamespace(max_num_batched_tokens=4096),
+            speculative_config=engine.speculative_config,
         )
         self.worker = WorkerSide(
             self.vllm_config,
@@ -225,7 +256,12 @@ class Rank:
             kv_cache_config=engine.latent_groups(blocks) if engine.latent else None,
             rank=number,
         )
-        self.worker.register(self.caches)
+        self.worker.register(self.all_caches)
+
+    @property
+    def all_caches(self) -> dict[str, Tensor]:
+        """The caches of the model and of its drafter, as they are registered."""
+        return self.caches | self.draft_caches
 
     def get_model(self) -> torch.nn.Module:
         """As vLLM's model runners have it."""
@@ -275,6 +311,8 @@ class SimulatedEngine:
         vLLM states that all ranks hold the same KV, as it does of MLA and of sparse indexers.
     tensor_parallel, prefill_context, decode_context, interleave : int
         The engine's parallelism, as vLLM's options.
+    speculative_config : SpeculativeConfig, optional
+        The engine has a drafter with one attention layer.
     **options
         kvshelf's configuration.
     """
@@ -294,8 +332,10 @@ class SimulatedEngine:
         prefill_context: int = 1,
         decode_context: int = 1,
         interleave: int = 1,
+        speculative_config: Any = None,
         **options: Any,
     ) -> None:
+        self.speculative_config = speculative_config
         self.form, self.block_size = form, block_size
         self.heads = heads
         self.latent = latent
@@ -471,6 +511,7 @@ class SimulatedEngine:
             mm_features=[],
             num_preemptions=0,
             num_computed_tokens=0,
+            block_hashes=block_hashes(tokens, self.block_tokens),
         )
         self.scheduler.new_request(request)
         return request
@@ -489,6 +530,8 @@ class SimulatedEngine:
             held, slots = rank.held(block_ids, start, end)
             for layer, cache in enumerate(rank.caches.values()):
                 rank.impls[layer].put(cache, slots, values[layer][:, held, rank.heads[layer]])
+            for cache in rank.draft_caches.values():
+                rank.draft_impl.put(cache, slots, -values[0][:, held, rank.draft_heads])
 
     def get(self, block_ids: Sequence[int], start: int, end: int) -> Tensor:
         """Read tokens ``[start, end)``: ``[layers, kv_planes, tokens, heads, size]``.
@@ -508,6 +551,17 @@ class SimulatedEngine:
                 found[layer][:, held, rank.heads[layer]] = values
         assert not found.isnan().any(), "no rank holds a token"
         return found
+
+    def has_drafts(self, tokens: Sequence[int], block_ids: Sequence[int]) -> list[bool]:
+        """Whether the drafter's KV of each token is that of the prompt."""
+        expected = -kv_of(tokens)[0]
+        found = torch.ones(len(tokens), dtype=torch.bool)
+        for rank in self.ranks:
+            held, slots = rank.held(block_ids, 0, len(tokens))
+            for cache in rank.draft_caches.values():
+                same = rank.draft_impl.get(cache, slots) == expected[:, held, rank.draft_heads]
+                found[held] &= same.all(dim=(0, 2, 3))
+        return found.tolist()
 
     def matched(self, request: Any, computed: int) -> int:
         """Ask how many tokens the shelf has, until the answer is there."""

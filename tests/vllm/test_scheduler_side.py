@@ -26,6 +26,7 @@ from replay import (
     make_config,
     make_groups,
     prompt,
+    speculation,
 )
 from thread_limit import none_can_be_started
 from vllm.config.aux_output import AuxOutputConfig
@@ -51,6 +52,7 @@ from kvshelf.vllm.metadata import (
 )
 from kvshelf.vllm.namespace import build_namespace, default_shards
 from kvshelf.vllm.scheduler import SchedulerSide
+from kvshelf.vllm.speculation import METHODS_WITH_KV, METHODS_WITHOUT_KV
 
 BLOCK, CHUNK = 4, 8
 
@@ -1021,8 +1023,10 @@ def _set(path: str, value: object) -> Callable[[SimpleNamespace], None]:
         (_set("model_config.is_encoder_decoder", True), "encoder-decoder"),
         (_set("model_config.is_diffusion", True), "cannot reuse KV"),
         (_set("model_config.is_prefix_caching_supported", False), "cannot reuse KV"),
-        (_set("speculative_config", SimpleNamespace(method="eagle3")), "'eagle3' keeps KV"),
-        (_set("speculative_config", SimpleNamespace(method="draft_model")), "keeps KV"),
+        (
+            _set("speculative_config", SimpleNamespace(method="extract_hidden_states")),
+            r"'extract_hidden_states'.*; use one of custom_class, dflash, .*suffix",
+        ),
     ],
 )
 @pytest.mark.parametrize("role", list(KVConnectorRole))
@@ -1039,10 +1043,21 @@ def test_engines_that_are_not_served_do_not_start(
     assert not (tmp_path / "shelf").exists()
 
 
-@pytest.mark.parametrize("method", ["ngram", "ngram_gpu", "suffix"])
-def test_drafts_without_kv_are_served(tmp_path: Path, method: str) -> None:
+@pytest.mark.parametrize("method", sorted(METHODS_WITHOUT_KV | METHODS_WITH_KV))
+def test_speculative_methods_are_served(tmp_path: Path, method: str) -> None:
     config = make_config(str(tmp_path))
-    config.speculative_config = SimpleNamespace(method=method)
+    config.speculative_config = speculation(method)
+    SharedStorageConnector(config, KVConnectorRole.SCHEDULER, make_groups(config)).shutdown()
+
+
+@pytest.mark.parametrize("method", ["ngram", "eagle3"])
+def test_drafts_with_stages_are_served_by_the_second_model_runner(
+    tmp_path: Path, method: str
+) -> None:
+    config = make_config(str(tmp_path))
+    _drafts_in_stages(config)
+    config.speculative_config = speculation(method)
+    config.use_v2_model_runner = True
     SharedStorageConnector(config, KVConnectorRole.SCHEDULER, make_groups(config)).shutdown()
 
 

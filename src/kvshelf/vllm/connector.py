@@ -52,6 +52,7 @@ from kvshelf.vllm.affinity import widen_cpu_affinity
 from kvshelf.vllm.metadata import StepMetadata, WorkerMetadata
 from kvshelf.vllm.namespace import context_ranks, manager_block_size
 from kvshelf.vllm.scheduler import SchedulerSide
+from kvshelf.vllm.speculation import check_speculation
 from kvshelf.vllm.stats import ShelfPromMetrics, ShelfStats, stats_of
 
 if TYPE_CHECKING:
@@ -70,9 +71,6 @@ if TYPE_CHECKING:
     from kvshelf.vllm.worker import WorkerSide
 
 logger = logging.getLogger(__name__)
-
-# Methods of speculative decoding whose drafts have no KV of their own.
-_DRAFTS_WITHOUT_KV = {"ngram", "ngram_gpu", "suffix"}
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -467,18 +465,7 @@ def _check_engine(vllm_config: Any, kv_cache_config: Any) -> None:
             f" ({type(groups[0].kv_cache_spec).__name__}), so nothing of it can be stored; remove"
             " --kv-transfer-config for this model"
         )
-    speculative = vllm_config.speculative_config
-    if speculative is not None and speculative.method not in _DRAFTS_WITHOUT_KV:
-        raise UnsupportedError(
-            f"speculative decoding by {speculative.method!r} keeps KV of its own, which this"
-            f" version of kvshelf does not store; use one of {sorted(_DRAFTS_WITHOUT_KV)}"
-        )
-    if speculative is not None and int(parallel.pipeline_parallel_size) > 1:
-        raise UnsupportedError(
-            "with speculative decoding vLLM ends a connector's step on the last pipeline stage"
-            " only, so no chunk would ever be stored completely. Use tensor parallelism, or no"
-            " speculative decoding"
-        )
+    check_speculation(vllm_config)
 
 
 def _answers_see_a_window(kv_cache_config: Any) -> bool:

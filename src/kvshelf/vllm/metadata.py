@@ -59,6 +59,8 @@ class StoreOp:
     round : int
         The weights round in whose namespace the chunk is; a worker that is in another drops the
         store.
+    draft : Chunk, optional
+        The same chunk in the drafter's namespace, if its KV is to be stored as well.
     """
 
     chunk: Chunk
@@ -67,6 +69,7 @@ class StoreOp:
     age: float
     adapter: AdapterContent | None = None
     round: int = 0
+    draft: Chunk | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +87,8 @@ class LoadOp:
     round : int
         The weights round in whose namespace the chunks are; a worker that is in another reports
         the load as failed.
+    drafts : list of Chunk
+        The same chunks in the drafter's namespace; empty without one.
     """
 
     request_id: str
@@ -93,6 +98,7 @@ class LoadOp:
     block_ids: tuple[list[int], ...]
     adapter: AdapterContent | None = None
     round: int = 0
+    drafts: list[Chunk] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +126,8 @@ class StepMetadata(KVConnectorMetadata):
         the worker may wait for loads.
     namespace : tuple of (bytes, str), optional
         Record and slug of the namespace; sent until every worker has it.
+    draft_namespace : tuple of (bytes, str), optional
+        The same of the drafter's namespace.
     stores : list of StoreOp
     loads : list of LoadOp
     cancelled : list of str
@@ -135,6 +143,7 @@ class StepMetadata(KVConnectorMetadata):
 
     idle: bool = False
     namespace: tuple[bytes, str] | None = None
+    draft_namespace: tuple[bytes, str] | None = None
     stores: list[StoreOp] = field(default_factory=list)
     loads: list[LoadOp] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
@@ -256,6 +265,10 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
         when that changes, and with each load that failed for this reason.
     other_adapters : list of int
         Ids of LoRA adapters for which a rank loaded other files than chunk keys stand for.
+    draft_reports : dict
+        As `reports`, for the drafter's layers; only of ranks of the last pipeline stage.
+    without_drafts : list of (str, int)
+        Requests of whose loads the drafter's KV is not complete, and the first token without it.
     """
 
     reports: dict[int, WorkerReport] = field(default_factory=dict)
@@ -265,6 +278,8 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
     breaker_open: dict[int, bool] = field(default_factory=dict)
     other_adapters: list[int] = field(default_factory=list)
     weights: dict[int, WeightsReport] = field(default_factory=dict)
+    draft_reports: dict[int, WorkerReport] = field(default_factory=dict)
+    without_drafts: list[tuple[str, int]] = field(default_factory=list)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerMetadata:
         """Merge with what another rank sent in the same step."""
@@ -280,4 +295,6 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
             {**self.breaker_open, **other.breaker_open},
             self.other_adapters + other.other_adapters,
             {**self.weights, **other.weights},
+            {**self.draft_reports, **other.draft_reports},
+            self.without_drafts + other.without_drafts,
         )

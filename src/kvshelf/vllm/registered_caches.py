@@ -30,6 +30,7 @@ from kvshelf.vllm.layout_discovery import (
 )
 from kvshelf.vllm.metadata import WorkerReport
 from kvshelf.vllm.namespace import context_ranks, kv_scales, layer_kv_heads, rank_block_size
+from kvshelf.vllm.speculation import draft_layers
 
 logger = logging.getLogger(__name__)
 
@@ -88,9 +89,14 @@ class RegisteredCaches:
 
 
 def describe_caches(
-    kv_caches: Mapping[str, torch.Tensor], vllm_config: Any, config: Config, kv_cache_config: Any
+    kv_caches: Mapping[str, torch.Tensor],
+    vllm_config: Any,
+    config: Config,
+    kv_cache_config: Any,
+    *,
+    of_drafter: bool = False,
 ) -> RegisteredCaches:
-    """Learn the layout of an engine's caches.
+    """Learn the layout of the caches of an engine's model, or of its drafter.
 
     Parameters
     ----------
@@ -99,6 +105,7 @@ def describe_caches(
     vllm_config : VllmConfig
     config : Config
     kv_cache_config : KVCacheConfig or None
+    of_drafter : bool
 
     Raises
     ------
@@ -107,7 +114,12 @@ def describe_caches(
     ConfigError
         If the chunk size or the option `layout` does not fit the layout.
     """
-    names = cached_layers(kv_caches, vllm_config, kv_cache_config)
+    drafts = draft_layers(vllm_config)
+    names = [
+        name
+        for name in cached_layers(kv_caches, vllm_config, kv_cache_config)
+        if (name in drafts) is of_drafter
+    ]
     context = vllm_config.compilation_config.static_forward_context
     _check_layers(names, context, kv_caches)
     cache_config = vllm_config.cache_config

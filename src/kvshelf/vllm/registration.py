@@ -143,6 +143,8 @@ class Registration:
     rank : int
     streams : Callable[[torch.device], Streams or None], optional
         Returns the streams to use on a device; its own where the answer is None.
+    of_drafter : bool
+        The caches are those of the drafter's layers, not of the model's.
 
     Attributes
     ----------
@@ -160,11 +162,14 @@ class Registration:
         kv_cache_config: Any,
         rank: int,
         streams: Callable[[torch.device], Streams | None] | None = None,
+        *,
+        of_drafter: bool = False,
     ) -> None:
         self._vllm_config = vllm_config
         self._config = config
         self._kv_cache_config = kv_cache_config
         self._rank = rank
+        self._of_drafter = of_drafter
         self._context_ranks = context_ranks(vllm_config, kv_cache_config)
         self._streams_of = streams
         self._lock = threading.Lock()
@@ -212,7 +217,11 @@ class Registration:
         # Loads the compiled code now, so that no step has to.
         ops.implementation()
         caches = self.caches = describe_caches(
-            kv_caches, self._vllm_config, self._config, self._kv_cache_config
+            kv_caches,
+            self._vllm_config,
+            self._config,
+            self._kv_cache_config,
+            of_drafter=self._of_drafter,
         )
         ops.implementation(caches.device)
         self._check_fit(caches)

@@ -44,6 +44,8 @@ Contracts
   on which of its tokens one step computes. So no hit ends within an image, because a later step
   would have to continue it; and where vLLM divided an image all the same, nothing from its first
   token on is stored.
+* A drafter's KV is stored and loaded beside the model's (:mod:`kvshelf.vllm.draft_scheduler`). It
+  never changes what is a hit.
 * Only tokens that can no longer change are stored: those of the prompt and those that vLLM has
   accepted, never drafts or samples in flight.
 """
@@ -55,7 +57,7 @@ import logging
 import sys
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from kvshelf.config import Config, cache_dir
@@ -69,6 +71,7 @@ from kvshelf.shelf.lookup import Lookup, LookupService
 from kvshelf.shelf.tiers import AnyShelf
 from kvshelf.vllm.adapters import AdapterDigests, adapter_settings
 from kvshelf.vllm.block_weights import BlockWeights
+from kvshelf.vllm.draft_scheduler import DraftScheduler
 from kvshelf.vllm.handshake import Handshake
 from kvshelf.vllm.item_ids import ItemIds
 from kvshelf.vllm.metadata import (
@@ -81,6 +84,7 @@ from kvshelf.vllm.metadata import (
 )
 from kvshelf.vllm.namespace import topology_of
 from kvshelf.vllm.read_ahead import ReadAhead
+from kvshelf.vllm.speculation import draft_engine
 from kvshelf.weights.fingerprints import FingerprintCache
 
 logger = logging.getLogger(__name__)
@@ -196,6 +200,9 @@ class SchedulerSide:
         self.counters = Counters() if counters is None else counters
         self._handshake = Handshake(vllm_config, config, ranks)
         self._blocks = BlockWeights()
+        self._drafts: DraftScheduler | None = None
+        if draft_engine(vllm_config) is not None:
+            self._drafts = DraftScheduler(vllm_config, config, block_size)
         self._read_ahead = ReadAhead()
         self._failed = FailedKeys()
         #: Ranks that replaced their objects of a damaged chunk, until all ranks have.
@@ -272,6 +279,8 @@ class SchedulerSide:
             if state.reads:
                 self._read_ahead.wait(request.request_id, first=True)
         self._read_ahead.asked(request.request_id)
+        if self._drafts is not None:
+            self._drafts.asked(request, computed)
         if not state.reads or state.loaded or state.gave_up or self.disabled:
             return 0, False
         if self._handshake.checking:
@@ -400,7 +409,9 @@ class SchedulerSide:
             if adapter:
                 state.adapter = AdapterContent(int(request.lora_request.lora_int_id), adapter)
             salt = request.cache_salt or ""
-            return KeyChain(
+            make: Callable[..., KeyChain]
+            make = KeyChain if self._drafts is None else self._drafts.chain
+            return make(
                 digest,
                 self._config.chunk_size,
                 salt=salt,
@@ -450,6 +461,8 @@ class SchedulerSide:
             state.adapter,
             self._handshake.round,
         )
+        if self._drafts is not None:
+            op.drafts.extend(self._drafts.to_load(request.request_id, chain, start, end))
         self._read_ahead.note_in_engine_cache(chunks)
         self._loads.append(op)
 
@@ -485,6 +498,12 @@ class SchedulerSide:
             )
         except Exception as error:  # noqa: BLE001 - the loads must reach the worker
             self._log.error("prefetches of a step could not be planned", exc_info=error)
+        if self._drafts is not None:
+            try:
+                self._drafts.begin_step(self._computed_by(output))
+            except Exception as error:  # noqa: BLE001 - the loads must reach the worker
+                self._drafts = None
+                self._log.error("KV of the drafter is left out from now on", exc_info=error)
         if self._whole_items:
             self._note_cuts(output)
         if getattr(output, "has_sync_kv_loads", False):
@@ -516,6 +535,8 @@ class SchedulerSide:
     def _hand_out(self, meta: StepMetadata) -> StepMetadata:
         """Add what every step must bring to the workers."""
         meta.namespace = self._handshake.announcement
+        if self._drafts is not None:
+            meta.draft_namespace = self._drafts.announcement
         meta.prefetch_ended = self._read_ahead.take_ended()
         meta.loads, self._loads = self._loads, []
         meta.cancelled, self._cancelled = self._cancelled, []
@@ -566,16 +587,16 @@ class SchedulerSide:
         return lookup.chain.chunks, state.offered_from // size, end
 
     def _plan_stores(self, output: Any, meta: StepMetadata) -> None:
-        scheduled = output.num_scheduled_tokens
-        # vLLM's second model runner lists resumed requests among the new ones, its first among
-        # the cached ones; both lists say how many tokens were computed before the step.
-        for new in output.scheduled_new_reqs:
-            self._plan_request(
-                new.req_id, new.num_computed_tokens + scheduled[new.req_id], output, meta
-            )
-        cached = output.scheduled_cached_reqs
-        for req_id, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
-            self._plan_request(req_id, computed + scheduled[req_id], output, meta)
+        for req_id, _, computed in _scheduled(output):
+            self._plan_request(req_id, computed, output, meta)
+
+    def _computed_by(self, output: Any) -> list[tuple[Any, int, int]]:
+        """Return the requests of a step, with their tokens with KV before and after it."""
+        return [
+            (self._requests[req_id].request, before, after)
+            for req_id, before, after in _scheduled(output)
+            if req_id in self._requests
+        ]
 
     def _plan_request(self, req_id: str, computed: int, output: Any, meta: StepMetadata) -> None:
         state = self._requests.get(req_id)
@@ -618,8 +639,11 @@ class SchedulerSide:
                 # vLLM has freed blocks that the sliding window has passed.
                 continue
             repair = state.failures.get(chunk.key, False) or self._failed.is_bad(chunk.key)
+            draft = None
+            if self._drafts is not None:
+                draft = self._drafts.to_store(req_id, chain, chunk.index)
             meta.stores.append(
-                StoreOp(chunk, block_ids, repair, age, state.adapter, self._handshake.round)
+                StoreOp(chunk, block_ids, repair, age, state.adapter, self._handshake.round, draft)
             )
         state.next_store = complete
 
@@ -652,6 +676,10 @@ class SchedulerSide:
         shelf = self._shelf() if meta.reports or meta.weights else None
         if shelf is not None:
             self._open_namespace(shelf)
+        if self._drafts is not None:
+            self._drafts.receive(meta.draft_reports, self.namespace)
+            for request_id, token in meta.without_drafts:
+                self._drafts.missing(request_id, token)
 
     def _note_repaired(self, key: bytes, rank: int) -> None:
         """Trust a damaged chunk again once every rank has replaced its objects."""
@@ -743,6 +771,8 @@ class SchedulerSide:
         if state is None:
             return
         self._read_ahead.end(request_id)
+        if self._drafts is not None:
+            self._drafts.finished(state.request)
         if state.lookup is not None:
             state.lookup.cancel()
         if state.loading:
@@ -775,6 +805,21 @@ class SchedulerSide:
         """Stop the lookup threads."""
         if self._lookups is not None:
             self._lookups.close()
+
+
+def _scheduled(output: Any) -> Iterator[tuple[str, int, int]]:
+    """Yield the requests of a step, with their tokens with KV before and after it.
+
+    vLLM's second model runner lists resumed requests among the new ones, its first among the
+    cached ones; both lists say how many tokens were computed before the step.
+    """
+    scheduled = output.num_scheduled_tokens
+    for new in output.scheduled_new_reqs:
+        computed = new.num_computed_tokens
+        yield new.req_id, computed, computed + scheduled[new.req_id]
+    cached = output.scheduled_cached_reqs
+    for req_id, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
+        yield req_id, computed, computed + scheduled[req_id]
 
 
 def _items(request: Any) -> list[tuple[int, int]]:

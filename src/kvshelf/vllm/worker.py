@@ -4,10 +4,8 @@ Owns the :class:`~kvshelf.transfer.transfer.Transfer` that runs this worker's st
 memory for what is read ahead for waiting requests, and the account of loads that vLLM waits for.
 :mod:`kvshelf.vllm.registration` owns the caches and the way to the namespace.
 
-A slot mapping has one entry for each token where chunks are stored canonically, and one for each
-block where blocks are stored whole. vLLM's blocks and kvshelf's chunks need not end together.
-Tokens that a load must not touch are −1: vLLM has them already, the hit ends before them, or, with
-decode context parallelism, another rank holds them (:mod:`kvshelf.kv.interleave`).
+Owns also the :class:`~kvshelf.vllm.draft_worker.DraftWorker` of a worker with a drafter.
+:mod:`kvshelf.vllm.slots` maps tokens to slots.
 
 The device that holds the caches is a parameter: chunks move between caches in host memory and
 staging at once, between caches on a GPU and staging by :mod:`kvshelf.kv.device`.
@@ -42,7 +40,8 @@ from __future__ import annotations
 import functools
 import logging
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -50,7 +49,6 @@ import torch
 from kvshelf.backends.breaker import BreakerState
 from kvshelf.config import Config
 from kvshelf.kv.device import Streams
-from kvshelf.kv.layout import native_slots_of
 from kvshelf.metrics import Counters
 from kvshelf.shelf.tiers import AnyShelf, TieredView
 from kvshelf.transfer.context import ChunkSlots
@@ -60,6 +58,7 @@ from kvshelf.transfer.transfer import Transfer
 from kvshelf.vllm import weight_changes
 from kvshelf.vllm.adapters import LoadedAdapters, adapter_settings
 from kvshelf.vllm.affinity import widen_cpu_affinity
+from kvshelf.vllm.draft_worker import DraftWorker
 from kvshelf.vllm.loaded_weights import LoadedWeights, enclosing_model
 from kvshelf.vllm.metadata import (
     NULL_BLOCK,
@@ -69,8 +68,9 @@ from kvshelf.vllm.metadata import (
     StoreOp,
     WorkerMetadata,
 )
-from kvshelf.vllm.namespace import context_ranks, rank_block_size
+from kvshelf.vllm.namespace import manager_block_size
 from kvshelf.vllm.registration import Registration, State
+from kvshelf.vllm.slots import slots_of, slots_to_load
 
 logger = logging.getLogger(__name__)
 
@@ -127,11 +127,19 @@ class WorkerSide:
         self._shelf = shelf
         self.rank = rank
         self.counters = Counters() if counters is None else counters
-        self._rank_block_size = rank_block_size(vllm_config, kv_cache_config)
         #: Tokens in a block of the cache manager.
-        self._block_size = self._rank_block_size * context_ranks(vllm_config, kv_cache_config)
+        self._block_size = manager_block_size(vllm_config, kv_cache_config)
         self._registration = Registration(vllm_config, config, kv_cache_config, rank, streams)
         self._weights: LoadedWeights | None = None
+        self._drafts = DraftWorker.of(
+            vllm_config,
+            config,
+            shelf,
+            kv_cache_config=kv_cache_config,
+            rank=rank,
+            counters=self.counters,
+            streams=streams,
+        )
         self._transfer: Transfer | None = None
         #: Transfers of earlier weights that still publish.
         self._retired: list[Transfer] = []
@@ -181,6 +189,8 @@ class WorkerSide:
                 " with one is not stored"
             )
         self._registration.register(kv_caches)
+        if self._drafts is not None:
+            self._drafts.register(kv_caches)
 
     def _watch_weights(self, model: torch.nn.Module | None) -> None:
         """Read the weights for the first time, and notice when they are loaded anew."""
@@ -217,11 +227,15 @@ class WorkerSide:
                 )
             weights.changed(version)
         self._stop_loads()
+        if self._drafts is not None:
+            self._drafts.disable("the engine's weights were changed in place")
 
     def _stop_loads(self) -> None:
         self._invalidate_loads()
         if self._prefetcher is not None:
             self._prefetcher.release_all()
+        if self._drafts is not None:
+            self._drafts.stop_loads()
 
     def fall_asleep(self) -> None:
         """Publish what is staged, and stop using the caches: their memory goes. Idempotent.
@@ -232,10 +246,14 @@ class WorkerSide:
         self._invalidate_loads()
         self.drain(self._config.shutdown_drain_s)
         self._registration.pause()
+        if self._drafts is not None:
+            self._drafts.fall_asleep(self._config.shutdown_drain_s)
 
     def wake_up(self) -> None:
         """Use the caches again after the engine slept, see :meth:`Registration.resume`."""
         self._registration.resume()
+        if self._drafts is not None:
+            self._drafts.wake_up()
 
     def _invalidate_loads(self) -> None:
         """Fail all loads that are not reported: what they have scattered is no longer valid."""
@@ -354,6 +372,8 @@ class WorkerSide:
         self._begin_round(meta.weights_round)
         if meta.namespace is not None:
             self._agree(meta.weights_round, *meta.namespace)
+        if self._drafts is not None:
+            self._drafts.begin_step(meta)
         if self._retired:
             self._end_retired()
         if meta.reset and self._transfer is not None:
@@ -386,6 +406,8 @@ class WorkerSide:
                 if self._transfer is not None and usable:
                     load = self._transfer.load(op.request_id, self._load_items(op))
                     self._ops[load] = op
+                    if self._drafts is not None:
+                        self._drafts.load(op)
             except Exception as error:
                 logger.error("a load was not started", exc_info=error)
             if load is None:
@@ -423,43 +445,9 @@ class WorkerSide:
         )
 
     def _load_items(self, op: LoadOp) -> list[ChunkSlots]:
-        """Return slot mappings of a load's chunks, −1 outside its tokens and in null blocks.
-
-        Chunks of which no token is wanted are left out: a sliding window has passed them, or other
-        ranks of a context-parallel group hold all their tokens.
-        """
-        caches = self._registration.caches
-        assert caches is not None
-        size, unit = self._config.chunk_size, caches.unit_tokens
-        first = op.start // size
-        count = -(-op.end // size) - first
-        if len(op.chunks) != count:
-            raise ValueError(
-                f"{len(op.chunks)} chunks cannot fill tokens {op.start} to {op.end} of a request"
-            )
         (block_ids,) = op.block_ids
-        ids = self._slots_of(block_ids, op.start, op.end - op.start)
-        # All requests share the null block.
-        ids[ids // (self._rank_block_size // unit) == NULL_BLOCK] = -1
-        slots = torch.full((count * size // unit,), -1, dtype=torch.int64)
-        at = (op.start - first * size) // unit
-        slots[at : at + len(ids)] = ids
-        rows = slots.view(count, -1)
-        wanted = (rows >= 0).any(dim=1).tolist()
-        return [
-            ChunkSlots(chunk, row)
-            for chunk, row, is_wanted in zip(op.chunks, rows.unbind(), wanted, strict=True)
-            if is_wanted
-        ]
-
-    def _slots_of(self, block_ids: Sequence[int], start: int, count: int) -> torch.Tensor:
-        """Return slots of a request's tokens, or ids of whole blocks where these are stored."""
-        caches, memory = self._registration.caches, self._registration.memory
-        assert caches is not None and memory is not None
-        unit = caches.unit_tokens
-        if unit == 1:
-            return memory.blocks.slots_of(block_ids, start, count)
-        return native_slots_of(block_ids, self._rank_block_size, unit, start, count)
+        size = self._config.chunk_size
+        return slots_to_load(self._registration, op.chunks, block_ids, op.start, op.end, size)
 
     def save(self) -> None:
         """Gather the chunks that this step completed. Runs after the forward pass."""
@@ -485,10 +473,13 @@ class WorkerSide:
             if not self._adapters.may_store(op.adapter):
                 self.counters.add("dropped_chunks_adapter_unknown")
                 continue
+            if self._drafts is not None:
+                # First, so that who finds the model's KV finds the drafter's as well.
+                self._drafts.store(op)
             try:
                 # The first of these blocks may begin with tokens of the chunk before.
                 start = op.chunk.index * size % self._block_size
-                slots = self._slots_of(block_ids, start, size)
+                slots = slots_of(self._registration, block_ids, start, size)
                 self._transfer.store(ChunkSlots(op.chunk, slots), repair=op.repair, age=op.age)
             except Exception as error:
                 self.counters.add("dropped_chunks_error")
@@ -509,7 +500,11 @@ class WorkerSide:
                     note = functools.partial(self._note_nothing, op)
                 self._report(op, note)
                 self._end_read_ahead(load.request_id)
-        done, self._finished = self._finished, set()
+        done = self._finished
+        if self._drafts is not None:
+            # The blocks of these are still written to.
+            done = done - self._drafts.loading()
+        self._finished = self._finished - done
         return done
 
     def _note(self, load: Load, op: LoadOp) -> None:
@@ -583,6 +578,9 @@ class WorkerSide:
         if self._failures:
             meta.failures, self._failures = (self._failures,), []
         meta.other_adapters = self._adapters.take_others()
+        if self._drafts is not None:
+            meta.draft_reports = self._drafts.take_report()
+            meta.without_drafts = self._drafts.take_missing()
         if self._transfer is not None and shelf is not None:
             meta.repaired = [(key, self.rank) for key in self._transfer.take_repaired()]
             meta.published = self._transfer.take_published()
@@ -591,8 +589,11 @@ class WorkerSide:
                 self._breaker_open = breaker_open
                 meta.breaker_open = {self.rank: breaker_open}
         news = meta.reports or meta.failures or meta.repaired or meta.published or meta.breaker_open
-        if not news and not meta.other_adapters and not meta.weights:
-            return WorkerMetadata() if self._meta and self._meta.namespace else None
+        of_drafter = meta.draft_reports or meta.without_drafts
+        if not (news or meta.other_adapters or meta.weights or of_drafter):
+            # The scheduler side takes an answer without a report for an acknowledgement.
+            announced = self._meta and (self._meta.namespace or self._meta.draft_namespace)
+            return WorkerMetadata() if announced else None
         return meta
 
     def set_gauges(self) -> None:
@@ -618,11 +619,13 @@ class WorkerSide:
     def drain(self, seconds: float) -> int:
         """Wait until stores are published; return how many chunks are not."""
         transfers = [*self._retired, *([] if self._transfer is None else [self._transfer])]
-        return sum(transfer.drain(seconds) for transfer in transfers)
+        left = sum(transfer.drain(seconds) for transfer in transfers)
+        return left + (0 if self._drafts is None else self._drafts.drain(seconds))
 
     def close(self) -> None:
         """Publish what is in flight for a bounded time, log what was lost, stop all threads."""
         self._registration.cancel_weights()
+        deadline = time.monotonic() + self._config.shutdown_drain_s
         if self._transfer is not None or self._retired:
             lost = self._close_transfer(self._config.shutdown_drain_s)
             if lost:
@@ -631,4 +634,6 @@ class WorkerSide:
                     lost,
                     self._config.shutdown_drain_s,
                 )
+        if self._drafts is not None:
+            self._drafts.close(max(0.0, deadline - time.monotonic()))
         self._registration.close()

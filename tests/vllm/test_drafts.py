@@ -1,0 +1,540 @@
+"""Drafters with attention layers, in simulated engines."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from replay import speculation
+from simulated import (
+    DRAFT_LAYER,
+    FORMS,
+    PATIENCE,
+    SimulatedEngine,
+    block_hashes,
+    model_config,
+)
+from test_blocks_and_chunks import check_load, prompt
+
+from kvshelf.config import Config
+from kvshelf.errors import UnsupportedError
+from kvshelf.format.namespace import Namespace
+from kvshelf.metrics import Counters
+from kvshelf.vllm.draft_scheduler import DraftedChain, DraftScheduler
+from kvshelf.vllm.draft_worker import DraftWorker
+from kvshelf.vllm.speculation import draft_layers
+
+SIZE = 32
+BLOCK = 16
+
+
+def drafter(**fields: Any) -> SimpleNamespace:
+    """An MTP drafter: its layers are in the model's checkpoint."""
+    return speculation("mtp", **{"draft_model_config": model_config()} | fields)
+
+
+class Drafting:
+    """A simulated engine with vLLM's prefix cache, whose drafter reads KV of all tokens before."""
+
+    def __init__(self, shelf: Path, *, blocks: int = 400, **options: Any) -> None:
+        options = {"speculative_config": drafter(), "chunk_size": SIZE} | options
+        self.engine = SimulatedEngine(shelf, "NHD", BLOCK, blocks=blocks, **options)
+        self.cached: dict[bytes, int] = {}
+        # The drafter's namespace follows from the model's.
+        for _ in range(3):
+            self.engine.step([])
+
+    def serve(self, tokens: list[int], pieces: tuple[int, ...] = (), others: int = 0) -> int:
+        """Serve one prompt; return how many tokens came from the shelf.
+
+        Parameters
+        ----------
+        tokens : list of int
+        pieces : tuple of int
+            Where steps end.
+        others : int
+            Tokens that another connector has loaded, without KV of the drafter.
+        """
+        engine = self.engine
+        request = engine.request(tokens)
+        block_ids = []
+        for block in request.block_hashes[: (len(tokens) - 1) // BLOCK]:
+            if block not in self.cached:
+                break
+            block_ids.append(self.cached[block])
+        at_hand = len(block_ids) * BLOCK
+        found = engine.matched(request, at_hand)
+        block_ids += engine.blocks_for(len(tokens) - at_hand)
+        start = at_hand
+        if found and not others:
+            engine.scheduler.allocated(request, (block_ids,), found)
+            deadline = time.monotonic() + PATIENCE
+            while request.request_id not in engine.step([]):
+                assert time.monotonic() < deadline
+            start += found
+        if others:
+            engine.put(tokens, block_ids, start, others)
+            self.spoil(block_ids, start, others)
+            start, found = others, 0
+        for end in sorted({*(end for end in pieces if start < end < len(tokens)), len(tokens)}):
+            good = all(engine.has_drafts(tokens, block_ids)[:start])
+            engine.put(tokens, block_ids, start, end)
+            if not good:
+                self.spoil(block_ids, start, end)
+            engine.step([(request.request_id, start, end - start)], block_ids)
+            start = end
+        for rank in engine.ranks:
+            assert rank.worker.drain(PATIENCE) == 0
+        engine.scheduler.finished(request.request_id)
+        self.cached |= dict(zip(request.block_hashes, block_ids, strict=False))
+        self.block_ids = block_ids
+        return found
+
+    def spoil(self, block_ids: list[int], start: int, end: int) -> None:
+        """Write KV of the drafter that belongs to no prefix."""
+        for rank in self.engine.ranks:
+            held, slots = rank.held(block_ids, start, end)
+            for cache in rank.draft_caches.values():
+                noise = torch.randn(2, len(held), rank.draft_impl.heads, 16)
+                rank.draft_impl.put(cache, slots, noise)
+
+    def drafts_of(self, tokens: list[int]) -> list[bool]:
+        """Whether the drafter's KV of each token of the last prompt is right."""
+        return self.engine.has_drafts(tokens, self.block_ids)
+
+    def close(self) -> None:
+        self.engine.close()
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Callable[..., Drafting]]:
+    """Make engines on one shelf."""
+    with ExitStack() as stack:
+
+        def engine(**options: Any) -> Drafting:
+            return stack.enter_context(closing(Drafting(tmp_path / "shelf", **options)))
+
+        yield engine
+
+
+def namespaces(shelf: Path) -> dict[str, dict[str, bytes]]:
+    """All objects of a shelf: namespace folder, name, content."""
+    return {
+        folder.name: {
+            str(file.relative_to(folder)): file.read_bytes()
+            for file in folder.rglob("*.safetensors")
+        }
+        for folder in shelf.iterdir()
+        if not folder.name.startswith(".")
+    }
+
+
+def of_drafter(engine: Drafting, shelf: Path) -> dict[str, bytes]:
+    """The objects in the namespace of an engine's drafter."""
+    drafts = engine.engine.scheduler._drafts
+    assert drafts is not None and drafts.namespace is not None
+    return namespaces(shelf).get(drafts.namespace.folder, {})
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_drafter_changes_neither_namespace_nor_objects(tmp_path: Path, form: str) -> None:
+    tokens = prompt(70, 1)
+    for place, config in (("with", drafter()), ("without", None)):
+        engine = SimulatedEngine(
+            tmp_path / place, form, BLOCK, chunk_size=SIZE, speculative_config=config
+        )
+        engine.prefill(tokens, [40])
+        engine.close()
+    [(folder, files)] = namespaces(tmp_path / "without").items()
+    found = namespaces(tmp_path / "with")
+    assert files and found.pop(folder) == files
+    assert len(found) <= 1
+
+
+def test_engines_with_and_without_a_drafter_share_chunks(make: Callable[..., Drafting]) -> None:
+    plain, drafting = make(speculative_config=None), make()
+    tokens, others = prompt(70, 1), prompt(70, 2)
+    plain.serve(tokens)
+    drafting.serve(others)
+    assert check_load(drafting.engine, tokens) == check_load(plain.engine, others) == 64
+
+
+# ------------------------------------------------------------------------- the drafter's KV
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_drafters_kv_is_loaded_with_the_models(
+    make: Callable[..., Drafting], tmp_path: Path, ranks: int
+) -> None:
+    tokens = prompt(70)
+    first = make(tensor_parallel=ranks)
+    first.serve(tokens, (20, 50))
+    assert len(of_drafter(first, tmp_path / "shelf")) == 2 * 2
+    second = make()
+    assert second.serve(tokens) == 64
+    assert all(second.drafts_of(tokens))
+    counters = second.engine.worker.counters.snapshot()
+    assert counters["draft_loaded_chunks"] == counters["loaded_chunks"] == 2
+    assert counters["loaded_tokens"] == 64
+
+
+def test_a_namespace_of_a_drafter_names_the_models(
+    make: Callable[..., Drafting], tmp_path: Path
+) -> None:
+    engine = make()
+    engine.serve(prompt(70))
+    drafts = engine.engine.scheduler._drafts
+    assert drafts is not None and drafts.namespace is not None
+    record = drafts.namespace.record
+    target = Namespace.from_bytes(engine.engine.namespace)
+    assert record["version"] == f"drafter of {target.digest.hex()}"
+    assert record["layer_names"] == [DRAFT_LAYER]
+    assert target.record["layer_names"] != record["layer_names"]
+
+
+def test_missing_kv_of_a_drafter_shortens_no_hit_and_is_never_followed_by_stores(
+    make: Callable[..., Drafting], tmp_path: Path
+) -> None:
+    plain, drafting = make(speculative_config=None), make()
+    beginning, other = prompt(64, 1), prompt(100, 2)
+    plain.serve([*beginning, 1])
+    longer = [*beginning, *prompt(70, 3)]
+    assert drafting.serve(longer) == 64
+    assert not any(drafting.drafts_of(longer)[:64])
+    assert of_drafter(drafting, tmp_path / "shelf") == {}
+    # vLLM's prefix cache has the same KV, as a whole or up to the middle of a chunk.
+    for tail in (prompt(70, 4), [*prompt(70, 3)[:20], *prompt(70, 5)]):
+        drafting.serve([*beginning, *tail])
+        assert of_drafter(drafting, tmp_path / "shelf") == {}
+    drafting.serve(other)
+    assert len(of_drafter(drafting, tmp_path / "shelf")) == 3 * 2
+
+
+def test_what_the_drafter_computes_anew_is_stored(
+    make: Callable[..., Drafting], tmp_path: Path
+) -> None:
+    plain, drafting = make(speculative_config=None), make()
+    tokens = prompt(70)
+    plain.serve(tokens)
+    drafting.serve(tokens)
+    for folder in (tmp_path / "shelf").iterdir():
+        shutil.rmtree(folder)
+    drafting.cached.clear()
+    fresh = make()
+    assert fresh.serve([*tokens[:40], 1]) == 0
+    assert drafting.serve([*tokens, *prompt(70, 1)], (35, 64)) == 32
+    assert all(drafting.drafts_of([*tokens, *prompt(70, 1)]))
+    # Its blocks are in vLLM's prefix cache, without a mark.
+    drafting.serve([*tokens, *prompt(70, 2)])
+    assert len(of_drafter(drafting, tmp_path / "shelf")) == (1 + 3 + 2) * 2
+
+
+def test_damaged_kv_of_a_drafter_costs_no_hit(
+    make: Callable[..., Drafting], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokens = prompt(100)
+    first = make()
+    first.serve(tokens)
+    drafts = first.engine.scheduler._drafts
+    assert drafts is not None and drafts.namespace is not None
+    folder = tmp_path / "shelf" / drafts.namespace.folder
+    for file in folder.rglob("*-1-*.safetensors"):
+        file.write_bytes(bytes(file.stat().st_size))
+    second = make()
+    assert second.serve(tokens) == 96
+    assert all(second.drafts_of(tokens)[:32])
+    assert not all(second.drafts_of(tokens)[32:64])
+    assert not second.engine.bad_blocks
+    assert not [one for one in caplog.records if one.name == "kvshelf.transfer"]
+
+
+def test_kv_behind_what_another_connector_loaded_is_not_stored(
+    make: Callable[..., Drafting], tmp_path: Path
+) -> None:
+    drafting = make()
+    drafting.serve(prompt(100), others=40)
+    assert of_drafter(drafting, tmp_path / "shelf") == {}
+    drafting.serve([*prompt(100), *prompt(70, 1)])
+    assert of_drafter(drafting, tmp_path / "shelf") == {}
+
+
+def test_kv_of_steps_without_drafts_is_not_stored(
+    make: Callable[..., Drafting], tmp_path: Path
+) -> None:
+    config = drafter(draft_model_config=model_config(max_model_len=70))
+    drafting = make(speculative_config=config)
+    # Three drafts and one more token fit behind 66 tokens.
+    drafting.serve(prompt(80), (64,))
+    assert len(of_drafter(drafting, tmp_path / "shelf")) == 2 * 2
+    drafting.serve(prompt(80, 1), (40,))
+    assert len(of_drafter(drafting, tmp_path / "shelf")) == 3 * 2
+
+
+def test_after_other_weights_the_drafter_is_left_out(
+    make: Callable[..., Drafting], caplog: pytest.LogCaptureFixture
+) -> None:
+    drafts = make().engine.scheduler._drafts
+    assert drafts is not None
+    assert drafts.namespace is not None
+    before = drafts._target
+    assert isinstance(drafts.chain(before, SIZE), DraftedChain)
+    changed: Any = SimpleNamespace(digest=bytes(32))
+    drafts.receive({}, changed)
+    assert "weights were changed in place" in caplog.text
+    for digest in (changed.digest, before):
+        assert not isinstance(drafts.chain(digest, SIZE), DraftedChain)
+    assert drafts.announcement is None
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"draft_parallel_config": SimpleNamespace(tensor_parallel_size=2)},
+        {"num_speculative_tokens_per_batch_size": [(1, 3)]},
+        {"draft_model_config": None},
+    ],
+)
+def test_drafters_that_are_left_out_change_nothing_else(
+    make: Callable[..., Drafting],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    fields: dict[str, Any],
+) -> None:
+    tokens = prompt(70)
+    make(speculative_config=drafter(**fields)).serve(tokens)
+    assert make(speculative_config=drafter(**fields)).serve(tokens) == 64
+    assert len(namespaces(tmp_path / "shelf")) == 1
+    assert "fewer drafts are accepted" in caplog.text
+
+
+def test_a_drafter_whose_layout_is_refused_is_left_out(
+    make: Callable[..., Drafting], caplog: pytest.LogCaptureFixture
+) -> None:
+    config = drafter(draft_model_config=model_config(get_total_num_kv_heads=lambda: 3))
+    engine = make(speculative_config=config, tensor_parallel=2)
+    tokens = prompt(70)
+    engine.serve(tokens)
+    assert "fewer drafts are accepted" in caplog.text
+    assert make(speculative_config=None).serve(tokens) == 64
+
+
+def test_a_drafter_whose_weights_no_file_identifies_is_left_out(
+    make: Callable[..., Drafting], caplog: pytest.LogCaptureFixture
+) -> None:
+    # The option `weights` names those of the model, which is another checkpoint.
+    config = drafter(draft_model_config=model_config("another"))
+    engine = make(speculative_config=config)
+    drafts = engine.engine.scheduler._drafts
+    assert drafts is not None
+    deadline = time.monotonic() + PATIENCE
+    while not drafts._disabled:
+        assert time.monotonic() < deadline
+        engine.engine.step([])
+    assert "no file of this machine identifies its weights" in caplog.text
+    tokens = prompt(70)
+    engine.serve(tokens)
+    assert make(speculative_config=None).serve(tokens) == 64
+
+
+def test_only_the_last_stage_has_a_drafter(tmp_path: Path) -> None:
+    for rank, has in ((0, False), (1, True)):
+        parallel = SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=2)
+        config = SimpleNamespace(
+            parallel_config=parallel,
+            cache_config=SimpleNamespace(block_size=16, cache_dtype="auto", num_gpu_blocks=4),
+            model_config=model_config(),
+            load_config=None,
+            scheduler_config=None,
+            compilation_config=None,
+            speculative_config=drafter(),
+        )
+        side = DraftWorker.of(
+            config,
+            Config(),
+            lambda: None,
+            kv_cache_config=None,
+            rank=rank,
+            counters=Counters(),
+            streams=None,
+        )
+        assert (side is not None) is has
+
+
+@settings(max_examples=5, deadline=None)
+@given(data=st.data())
+def test_what_is_stored_of_a_drafter_belongs_to_its_prefix(data: st.DataObject) -> None:
+    """Whatever engines do, a fresh engine gets right KV of the drafter, or none."""
+    branches = [prompt(48, seed) for seed in range(3)]
+    with ExitStack() as stack:
+        shelf = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+
+        def make(**options: Any) -> Drafting:
+            return stack.enter_context(closing(Drafting(shelf, **options)))
+
+        engines = [make(), make(), make(speculative_config=None)]
+        served = []
+        for _ in range(data.draw(st.integers(1, 8), label="requests")):
+            chosen = data.draw(st.lists(st.integers(0, 2), min_size=1, max_size=3))
+            tokens = [token for branch in chosen for token in branches[branch]] + [7]
+            engine = engines[data.draw(st.integers(0, 2), label="engine")]
+            pieces = data.draw(st.lists(st.integers(1, len(tokens)), max_size=2))
+            if data.draw(st.booleans(), label="reset"):
+                engine.cached.clear()
+            engine.serve(tokens, tuple(pieces))
+            served.append(tokens)
+        for tokens in served:
+            fresh = make()
+            found = fresh.serve(tokens)
+            drafts = fresh.engine.worker.counters.snapshot().get("draft_loaded_chunks", 0)
+            assert all(fresh.drafts_of(tokens)[: int(min(drafts * SIZE, found))])
+
+
+# ------------------------------------------------------------------------- whose layer is it
+
+
+class Runner:
+    """A model runner, which registers its caches."""
+
+    def __init__(self, **drafter: Any) -> None:
+        self.__dict__.update(drafter)
+
+    def register(self, config: Any) -> frozenset[str]:
+        return draft_layers(config)
+
+
+@pytest.fixture
+def config() -> SimpleNamespace:
+    names = ["model.layers.0.attn", DRAFT_LAYER]
+    layers = {name: SimpleNamespace() for name in names}
+    return SimpleNamespace(
+        speculative_config=speculation("eagle"),
+        compilation_config=SimpleNamespace(static_forward_context=layers),
+    )
+
+
+def test_marked_layers_are_the_drafters(config: SimpleNamespace) -> None:
+    layer = config.compilation_config.static_forward_context[DRAFT_LAYER]
+    layer.is_draft_layer = True
+    assert draft_layers(config) == {DRAFT_LAYER}
+
+
+@pytest.mark.parametrize(
+    ("runner", "expected"),
+    [
+        (Runner(drafter=SimpleNamespace(_draft_attn_layer_names={DRAFT_LAYER})), {DRAFT_LAYER}),
+        # Gemma 4's drafter reads the model's own KV.
+        (Runner(drafter=SimpleNamespace(_draft_attn_layer_names=set())), set()),
+        (Runner(speculator=SimpleNamespace(draft_attn_layer_names={DRAFT_LAYER})), {DRAFT_LAYER}),
+        # A stage without a drafter.
+        (Runner(speculator=None), set()),
+    ],
+)
+def test_the_model_runner_knows_the_drafters_layers(
+    config: SimpleNamespace, runner: Runner, expected: set[str]
+) -> None:
+    assert runner.register(config) == expected
+
+
+@pytest.mark.parametrize("runner", [Runner(), Runner(drafter=SimpleNamespace())])
+def test_an_engine_that_does_not_tell_its_drafters_layers_is_refused(
+    config: SimpleNamespace, runner: Runner
+) -> None:
+    with pytest.raises(UnsupportedError, match=r"does not tell which layers .* method 'eagle'"):
+        runner.register(config)
+
+
+def test_without_a_drafter_all_layers_are_the_models(config: SimpleNamespace) -> None:
+    config.speculative_config = None
+    assert draft_layers(config) == frozenset()
+
+
+# ------------------------------------------------------------------------- vLLM's prefix cache
+
+
+class Rows:
+    """The scheduler side of a drafter, and requests for the same 64 tokens."""
+
+    def __init__(self) -> None:
+        engine = SimpleNamespace(
+            parallel_config=SimpleNamespace(tensor_parallel_size=1),
+            cache_config=SimpleNamespace(block_size=BLOCK, cache_dtype="auto", num_gpu_blocks=9),
+            model_config=model_config(),
+            load_config=None,
+            scheduler_config=None,
+            compilation_config=None,
+            speculative_config=drafter(),
+        )
+        self.side = DraftScheduler(engine, Config(), BLOCK)
+        self.chain = DraftedChain(bytes(32), bytes(32), SIZE)
+        self.chain.extend(prompt(64))
+
+    def request(self, name: str, at_hand: int = 0, **fields: Any) -> Any:
+        hashes = block_hashes(prompt(64), BLOCK)
+        made = SimpleNamespace(request_id=name, block_hashes=hashes, **fields)
+        self.side.asked(made, at_hand)
+        return made
+
+    def load_without_drafts(self, name: str) -> Any:
+        request = self.request(name)
+        self.side.to_load(name, self.chain, 0, 48)
+        self.side.missing(name, 0)
+        self.side.begin_step([(request, 48, 64)])
+        return request
+
+    def compute(self, request: Any, start: int = 0) -> None:
+        self.side.begin_step([(request, start, 48)])
+        self.side.begin_step([(request, 48, 64)])
+
+    def stored(self, request: Any) -> bool:
+        return self.side.to_store(request.request_id, self.chain, 0) is not None
+
+
+def test_computing_blocks_anew_after_they_left_the_cache_makes_them_good() -> None:
+    rows = Rows()
+    assert not rows.stored(rows.load_without_drafts("loaded"))
+    again = rows.request("again")
+    rows.compute(again)
+    assert rows.stored(again)
+    later = rows.request("later", at_hand=48)
+    rows.side.begin_step([(later, 48, 64)])
+    assert rows.stored(later)
+
+
+@pytest.mark.parametrize("order", ["before", "without reading the cache"])
+def test_spoiled_blocks_that_are_still_in_the_cache_stay_so(order: str) -> None:
+    rows = Rows()
+    if order == "before":
+        other = rows.request("other")
+        rows.side.begin_step([(other, 0, 16)])
+        rows.load_without_drafts("loaded")
+        rows.compute(other, 16)
+    else:
+        rows.load_without_drafts("loaded")
+        other = rows.request("other", skip_reading_prefix_cache=True)
+        rows.compute(other)
+    assert rows.stored(other)
+    later = rows.request("later", at_hand=48)
+    rows.side.begin_step([(later, 48, 64)])
+    assert not rows.stored(later)
+
+
+def test_a_spoiled_block_is_remembered_once_it_has_a_hash() -> None:
+    rows = Rows()
+    request = rows.request("growing")
+    hashes, request.block_hashes = request.block_hashes, []
+    rows.side.begin_step([(request, 0, 5000)])
+    request.block_hashes = hashes
+    rows.side.finished(request)
+    later = rows.request("later", at_hand=48)
+    rows.side.begin_step([(later, 48, 64)])
+    assert not rows.stored(later)
