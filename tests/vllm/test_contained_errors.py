@@ -48,7 +48,6 @@ METHODS: dict[type, dict[str, bool]] = {
         "_note": False,
         "_note_bad": True,
         "_note_nothing": False,
-        "_slots_of": False,
     },
 }
 
