@@ -167,7 +167,7 @@ class _Tiered(RuleBasedStateMachine):
         self.near = root / "tier"
         self.counting = CountingBackend(PosixBackend(self.remote))
         self.stored: set[int] = set()
-        #: Copies that are surely right, if they are there.
+        #: Copies whose bytes are wrong, if they are there.
         self.damaged: set[int] = set()
         self.open()
 
@@ -188,11 +188,16 @@ class _Tiered(RuleBasedStateMachine):
 
     @rule(number=any_item)
     def store(self, number: int) -> None:
+        copy = self.path(self.near, number)
+        cut = copy.exists() and copy.stat().st_size != SIZE
         result = self.tiered.view(FMT).publish(ObjectRef(*ITEMS[number]), image_of(number))
         assert (result is WriteResult.EXISTED) == (number in self.stored)
         self.stored.add(number)
         self.settle()
         assert number in self.copies()
+        if cut:
+            assert copy.read_bytes() == image_of(number), "a copy of a wrong size was kept"
+            self.damaged.discard(number)
 
     @rule(number=any_item)
     def load(self, number: int) -> None:
@@ -282,6 +287,18 @@ class _Tiered(RuleBasedStateMachine):
         if hasattr(self, "stored"):
             self.tiered.close()
             self._folder.cleanup()
+
+
+def test_a_store_replaces_a_copy_that_was_cut() -> None:
+    machine = _Tiered()
+    machine.start()
+    try:
+        machine.store(0)
+        machine.damage(0, "cut")
+        machine.store(0)
+        machine.load(0)
+    finally:
+        machine.teardown()
 
 
 TestTiered = _Tiered.TestCase
