@@ -29,6 +29,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 #: Where the engine core's and the worker's time goes when they start.
 _IMPORTS = (
@@ -166,9 +167,27 @@ def _import_vllm() -> None:
     system_utils.get_mp_context = lambda: fork  # type: ignore[assignment,return-value]
     for name in _IMPORTS:
         importlib.import_module(name)
+    _spin_shortly()
     gc.collect()
     # Pages of what is there now stay shared with the engines.
     gc.freeze()
+
+
+def _spin_shortly() -> None:
+    """Let idle workers sleep after 5 ms; vLLM's take a core for a second after each step.
+
+    Several engines share the cores of a machine that runs tests.
+    Source: ``vllm/distributed/device_communicators/shm_broadcast.py``, ``SpinCondition``.
+    """
+    from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
+
+    made = SpinCondition.__init__
+
+    def make(self: SpinCondition, *arguments: Any, **named: Any) -> None:
+        made(self, *arguments, **named)
+        self.busy_loop_s = min(self.busy_loop_s, 0.005)
+
+    SpinCondition.__init__ = make
 
 
 def _bind_worker() -> None:
