@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+from filled import CHUNK, namespace, store
 from kvshelf.backends.posix import PosixBackend
 from typer.testing import CliRunner, Result
 
@@ -29,8 +30,6 @@ from kvshelf.shelf.disk_tier import DiskTier
 from kvshelf.shelf.shelf import open_shelf
 from kvshelf.shelf.view import ObjectRef
 
-CHUNK = 32
-
 
 def run(*args: object, env: dict[str, str] | None = None) -> Result:
     return CliRunner().invoke(app, [str(arg) for arg in args], env=env)
@@ -41,35 +40,9 @@ def lines(result: Result) -> list[dict[str, Any]]:
     return [json.loads(line) for line in result.stdout.splitlines()]
 
 
-def namespace(**changes: Any) -> Namespace:
-    record: dict[str, Any] = {
-        "format": "kvshelf/1",
-        "weights": "user:test",
-        "layers": 2,
-        "kv_heads": 4,
-        "head_sizes": [16, 16],
-        "kv_dtype": "bfloat16",
-        "chunk_size": CHUNK,
-        "shards": 2,
-        "stages": [2],
-        "layouts": ["canonical"] * 2,
-        "layer_names": ["model.layers.0.attn", "model.layers.1.attn"],
-        "layer_shapes": ["2,*,4,16"] * 2,
-        "layer_dtypes": ["BF16"] * 2,
-    } | changes
-    record["data_offset"] = ObjectFormat.required_data_offset(record)
-    return Namespace(record, "Org/Tiny-Llama")
-
-
 def fill(root: Path, described: Namespace, chunks: int) -> None:
-    fmt = ObjectFormat(described)
     with open_shelf(str(root)) as shelf:
-        for chunk in KeyChain(described.digest, CHUNK).extend(range(CHUNK * chunks)):
-            for shard in range(fmt.shards):
-                tensors = [os.urandom(tensor.nbytes) for tensor in fmt.tensors(shard)]
-                shelf.view(fmt).publish(
-                    ObjectRef(chunk, shard), b"".join(fmt.encode(chunk, shard, tensors))
-                )
+        store(shelf, described, range(CHUNK * chunks))
 
 
 @pytest.fixture
