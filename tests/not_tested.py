@@ -32,6 +32,8 @@ def pytest_terminal_summary(
     ``make test`` runs pytest twice. The environment variable ``NOT_TESTED`` names the file through
     which the first run hands its reasons to the second, which prints all of them.
     """
+    if hasattr(config, "workerinput"):
+        return  # One of several processes of a run; the process that started them prints.
     reasons = Counter(_reason(report) for report in terminalreporter.stats.get("skipped", ()))
     if os.environ.get("NOT_TESTED"):
         file = Path(os.environ["NOT_TESTED"])
