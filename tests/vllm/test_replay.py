@@ -973,6 +973,22 @@ def test_a_reset_without_a_change_keeps_the_namespace_and_what_is_running(
     assert run(engine, prompt(80)) == [hit(80)]
 
 
+@pytest.mark.parametrize("written", [True, False])
+def test_a_reset_before_the_first_step_compares_the_weights(
+    start: Callable[..., MiniVllm], written: bool
+) -> None:
+    engine, other = (start(prefix_caching=False) for _ in range(2))
+    engine.reset_prefix_cache()
+    if written:
+        engine.model.weight.data.fill_(1.0)
+    settle(engine)
+    assert namespace(engine).startswith("params:" if written else "user:test")
+    assert run(engine, prompt(40)) == [0]
+    assert run(engine, prompt(40)) == [hit(40)]
+    # The replay checks that loaded blocks are of the engine's own weights.
+    assert run(other, prompt(40)) == [0 if written else hit(40)]
+
+
 @pytest.mark.parametrize("how", ["load", "write"])
 def test_nothing_is_stored_of_a_request_that_was_running_when_weights_changed(
     start: Callable[..., MiniVllm], backend: FaultyBackend, how: str

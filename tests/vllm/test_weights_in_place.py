@@ -30,18 +30,26 @@ class Trained:
         # Its steps are enough to compare the weights.
         self.check([7] * 20, 0, max_tokens=24)
 
-    def check(self, tokens: list[int], shelf_tokens: int, max_tokens: int = 8) -> None:
-        """Ask both engines, without their own prefix caches, and compare."""
+    def check(self, tokens: list[int], *shelf_tokens: int, max_tokens: int = 8) -> int:
+        """Ask both engines, without their own prefix caches, and compare.
+
+        Return how many tokens came from the shelf, one of `shelf_tokens`.
+        """
         for engine in (self.engine, self.inert):
             engine.reset_prefix_cache()
         answer = self.engine.generate(tokens, max_tokens=max_tokens)
         assert_same(answer, self.inert.generate(tokens, max_tokens=max_tokens), NEAR_TIE)
-        assert answer.shelf_tokens == shelf_tokens
+        assert answer.shelf_tokens in shelf_tokens
+        return answer.shelf_tokens
 
     def cold(self, tokens: list[int]) -> set[Path]:
         """Ask for a prompt of two chunks that the shelf does not have; return what was stored."""
         before = self.shelf.objects()
         self.check(tokens, 0)
+        return self.wait_stored(before)
+
+    def wait_stored(self, before: set[Path]) -> set[Path]:
+        """Wait for two more chunks; return their objects."""
         wait_until(lambda: are_two_chunks(self.shelf.objects() - before), "two chunks")
         return self.shelf.objects() - before
 
@@ -125,7 +133,10 @@ def test_weights_that_vllm_reloads(trained: Trained, prompt: MakePrompt) -> None
     tokens = prompt(600)
     trained.cold(tokens)
     trained.warm(tokens)
-    # The layers' packed weights are new objects, so they count as other weights.
     trained.update("reload_weights")
-    trained.cold(tokens)
+    # Where vLLM packs weights for the processor they count as other ones now: packed they cannot
+    # be read. Elsewhere they are known to be the same.
+    before = trained.shelf.objects()
+    if trained.check(tokens, 0, 512) == 0:
+        trained.wait_stored(before)
     trained.warm(tokens)

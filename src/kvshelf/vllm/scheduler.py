@@ -215,6 +215,8 @@ class SchedulerSide:
         self._loads: list[LoadOp] = []
         self._cancelled: list[str] = []
         self._reset = False
+        #: The cache was reset before all workers had told that they can compare their weights.
+        self._reset_early = False
         self._budget = config.lookup_budget_ms * 1e-3
         # With asynchronous scheduling or pipeline stages, later steps are scheduled before earlier
         # ones finish.
@@ -671,7 +673,9 @@ class SchedulerSide:
             self._adapters.distrust(number)
         for rank, is_open in meta.breaker_open.items():
             (self._open_breakers.add if is_open else self._open_breakers.discard)(rank)
-        if self._handshake.receive(meta.reports, meta.weights):
+        again = self._handshake.receive(meta.reports, meta.weights)
+        if again or (self._reset_early and self._handshake.watched):
+            self._reset_early = False
             self._compare_weights()
         shelf = self._shelf() if meta.reports or meta.weights else None
         if shelf is not None:
@@ -794,6 +798,8 @@ class SchedulerSide:
         self._reset = True
         if self._handshake.watched:
             self._compare_weights()
+        else:
+            self._reset_early = True
         return True
 
     def _compare_weights(self) -> None:
