@@ -1,68 +1,498 @@
-"""The programs of ``make gpu`` and ``make gpu-pack``, as far as they go without a GPU."""
+"""``first_light.py`` on an emulated device, honest and with seeded faults; and its verdict."""
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import json
 import os
-import stat
+import signal
 import subprocess
 import sys
 import time
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import gpu_bench
+import first_light
+import gpu_box
 import gpu_checks
+import gpu_design
+import gpu_figures
+import gpu_measure
 import gpu_pack
-import gpu_run
-import library_writers
+import gpu_tools
 import pytest
 import torch
 from emulation import emulation
+from gpu_decisions import DECISIONS
+from gpu_groups import Context, Timing
+from gpu_parts import PARTS, SECONDS
+from gpu_verdict import verdict
 
 from kvshelf.kv import ops
 
 CPU = torch.device("cpu")
-SCRIPTS = Path(gpu_run.__file__).parent
+SCRIPTS = Path(first_light.__file__).parent
+DEVICE = Path(__file__).with_name("emulated_device.py")
+Reports = dict[str, dict[str, Any]]
+
+# --- runs on the emulated device ---------------------------------------------------
 
 
-def states(report: gpu_checks.Report) -> dict[str, str]:
-    return {
-        str(group["name"]): next((key for key in ("failed", "skipped") if key in group), "ok")
-        for group in report.groups
-    }
+def command(part: str, out: Path, *options: object) -> list[str]:
+    arguments = ("--part", part, "--out", out, "--work", out.parent / "work", *options)
+    return [sys.executable, str(SCRIPTS / "first_light.py"), *map(str, arguments)]
 
 
-# --- checks ------------------------------------------------------------------------
+def environment(fault: str = "") -> dict[str, str]:
+    emulation()  # builds it, so that no time limit runs meanwhile
+    paths = [str(SCRIPTS), *filter(None, sys.path)]
+    return os.environ | {"SEEDED_FAULT": fault, "PYTHONPATH": os.pathsep.join(paths)}
+
+
+def run_part(part: str, out: Path, *options: object, fault: str = "") -> tuple[int, str]:
+    done = subprocess.run(
+        command(part, out, "--emulated", DEVICE, *options),
+        env=environment(fault),
+        check=False,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    return done.returncode, done.stdout
+
+
+def report_of(out: Path, part: str = "smoke") -> dict[str, Any]:
+    report: dict[str, Any] = json.loads((out / f"{part}.json").read_text())
+    assert {path.name for path in out.iterdir()} == {f"{part}.json", f"{part}.log"}
+    return report
+
+
+@contextlib.contextmanager
+def begun(part: str, out: Path, group: str, *options: object, fault: str) -> Iterator[Any]:
+    """A run that has come to a group, which hangs."""
+    process = subprocess.Popen(
+        command(part, out, "--emulated", DEVICE, *options),
+        env=environment(fault),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        while True:
+            assert process.poll() is None
+            with contextlib.suppress(OSError):
+                if group in json.loads((out / f"{part}.json").read_text())["groups"]:
+                    break
+            time.sleep(0.05)
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def is_running(process: str) -> bool:
+    try:
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in "ZX"
+
+
+def made_reports(device: str = "cuda") -> Reports:
+    """Reports as a good run writes them."""
+    row = {"name": "a row", "ratio": 0.9, "goal": 0.85, "met": True}
+    reports = {}
+    for part, groups in PARTS.items():
+        reports[part] = {
+            "kvshelf_first_light": 1,
+            "part": part,
+            "device": device,
+            "began": "2026-01-01T00:00:00+00:00",
+            "state": "complete",
+            "seconds": 60.0,
+            "sources": gpu_box.all_sources(),
+            "planned": [group.name for group in groups],
+            "machine": {"gpu": "a GPU", "torch": "2.11.0+cu130"},
+            "library": {"library": "packed", "served": "cuda"},
+            "groups": {
+                group.name: {
+                    "state": "ok",
+                    "serves": group.serves,
+                    "served": group.serves,
+                    "launches": 7,
+                    "comparisons": 3,
+                    "seconds": 1.0,
+                    "rows": [dict(row)],
+                }
+                for group in groups
+            },
+        }
+    return reports
+
+
+def written(reports: Reports, folder: Path) -> Path:
+    folder.mkdir(exist_ok=True)
+    for part, report in reports.items():
+        (folder / f"{part}.json").write_text(json.dumps(report))
+    return folder
+
+
+def judged_with(out: Path, tmp_path: Path) -> tuple[bool, str]:
+    """The verdict on a report of an emulated device beside good ones of all other parts."""
+    good = written(made_reports("emulated"), tmp_path / "good")
+    passed, lines = verdict([good, out], emulated=True)
+    return passed, "\n".join(lines)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kernels", [False, True], ids=["cpu", "emulated"])
-def test_all_checks_pass_or_say_why_they_were_not_made(kernels: bool) -> None:
-    if kernels:
-        with emulation().in_use():
-            report = gpu_checks.run_checks(CPU, small=True)
-        assert report.widths >= {16, 8, 4, 2, 1}
-    else:
-        report = gpu_checks.run_checks(CPU, small=True)
-    found = states(report)
-    assert not report.failed, report.groups
-    skipped = {name for name, state in found.items() if state == "skipped"}
-    assert skipped <= {
-        *("kernel_attributes", "far_offsets", "operators", "graphs", "streams_and_threads"),
-        *(
-            "buffers_in_host_memory",
-            "registered_memory",
-            "the_same_as_torch",
-            "layouts_learned_from_triton",
+def test_an_honest_run_of_all_parts_passes_but_not_as_one_on_a_gpu(tmp_path: Path) -> None:
+    folders = []
+    for part in PARTS:
+        out = tmp_path / part
+        code, output = run_part(part, out)
+        assert code == 0, output
+        assert len(output) <= first_light.MOST_PRINTED
+        report = report_of(out, part)
+        assert report["state"] == "complete"
+        folders.append(out)
+    assert verdict(folders)[0] is False
+    passed, lines = verdict(folders, emulated=True)
+    assert passed, lines
+    assert lines[-1].startswith("verdict: PASS, by an emulated device, which says nothing")
+    told = "\n".join(lines)
+    assert "memcheck: an emulated device has no tools" in told
+    assert "decision B2" in told
+    assert "open" not in told, "all figures for the decisions were measured"
+    done = subprocess.run(
+        [sys.executable, str(SCRIPTS / "first_light.py"), "--verdict", *map(str, folders)],
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1
+    assert "FAILED smoke: it ran on a device that is emulated, not cuda" in done.stdout
+    assert done.stdout.splitlines()[-1].startswith("verdict: FAIL (")
+
+
+def test_an_honest_part_passes(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    code, output = run_part("smoke", out)
+    assert code == 0, output
+    groups = report_of(out)["groups"]
+    assert groups["forms_dtypes_widths"]["widths"] == [1, 2, 4, 8, 16]
+    assert groups["forms_dtypes_widths"]["comparisons"] > 500
+    passed, told = judged_with(out, tmp_path)
+    assert passed, told
+
+
+@pytest.mark.parametrize(
+    ("fault", "group", "why"),
+    [
+        ("unloadable", "kernel_attributes", "KVSHELF_OPS=cuda requires"),
+        ("one_byte", "deep_models", "bytes differ, first at"),
+        pytest.param(
+            *("illegal_address", "forms_dtypes_widths", "illegal memory access"),
+            marks=pytest.mark.slow,
         ),
-        *("layouts_learned_from_flashinfer", "layouts_learned_from_flash_attn"),
+        pytest.param("crash", "deep_models", "signal 11", marks=pytest.mark.slow),
+        pytest.param("refused", "deep_models", "left", marks=pytest.mark.slow),
+    ],
+)
+def test_a_faulty_device_never_passes(tmp_path: Path, fault: str, group: str, why: str) -> None:
+    out = tmp_path / "out"
+    code, output = run_part("smoke", out, fault=fault)
+    assert code == 1
+    report = report_of(out)
+    assert report["state"] == "complete"
+    assert set(report["groups"]) == {group.name for group in PARTS["smoke"]}
+    assert report["groups"][group]["state"] == "failed"
+    assert why in report["groups"][group]["why"]
+    assert group in output
+    passed, told = judged_with(out, tmp_path)
+    assert not passed
+    assert f"FAILED smoke: {group} failed" in told
+    assert told.splitlines()[-1].startswith("verdict: FAIL, by an emulated device")
+
+
+def test_a_group_that_hangs_is_ended_and_the_others_run(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    code, _ = run_part("smoke", out, "--limit", 8, fault="hang")
+    assert code == 1
+    groups = report_of(out)["groups"]
+    assert "took too long" in groups["forms_dtypes_widths"]["why"]
+    assert groups["deep_models"]["state"] == "ok"
+    passed, told = judged_with(out, tmp_path)
+    assert not passed
+    assert "forms_dtypes_widths failed: it took too long" in told
+
+
+def test_a_part_ends_in_time_and_names_what_it_left_out(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    code, _ = run_part("smoke", out, "--seconds", 14, fault="hang")
+    assert code == 1
+    report = report_of(out)
+    assert report["state"] == "complete"
+    assert report["groups"]["deep_models"]["why"] == "no time was left for it"
+    assert not judged_with(out, tmp_path)[0]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_killed_part_leaves_a_report_that_says_so(tmp_path: Path, number: int) -> None:
+    out = tmp_path / "out"
+    with begun("smoke", out, "forms_dtypes_widths", fault="hang") as process:
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        process.send_signal(number)
+        process.wait()
+    report = json.loads((out / "smoke.json").read_text())
+    ended = "running" if number == signal.SIGKILL else "ended: signal 15"
+    assert report["state"] == ended
+    assert report["groups"]["kernel_attributes"]["state"] == "needs a GPU"
+    assert report["groups"]["forms_dtypes_widths"]["state"] == "running"
+    # Nothing goes on to use the device.
+    assert children
+    while any(map(is_running, children)):
+        time.sleep(0.05)
+    passed, told = judged_with(out, tmp_path)
+    assert not passed
+    assert f"FAILED smoke: not complete: {ended}" in told
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_a_part_fails(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    done = subprocess.run(command("smoke", out), check=False, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "sees no GPU" in done.stdout
+    assert report_of(out)["state"].startswith("ended: torch")
+    passed, lines = verdict([written(made_reports(), tmp_path / "good"), out])
+    assert not passed
+    assert any("sees no GPU" in line for line in lines)
+
+
+def fake_tool(folder: Path, body: str) -> str:
+    tool = folder / "tool"
+    tool.write_text(
+        '#!/bin/sh\nfor a; do [ "$b" = --events ] && f=$a; b=$a; done\n'
+        f'say() {{ echo "$1" >> "$f"; }}\n{body}\n'
+    )
+    tool.chmod(0o755)
+    return str(tool)
+
+
+BEGIN = """say '{"event": "begin", "name": "memcheck"}'\n"""
+OK = """say '{"event": "end", "result": {"state": "ok", "served": "cuda", "launches": 1}}'\n"""
+
+
+@pytest.mark.parametrize(
+    ("body", "state", "why"),
+    [
+        (BEGIN + OK, "ok", ""),
+        (BEGIN + OK + "exit 77", "failed", "memcheck found errors"),
+        (BEGIN + OK + "exit 3", "failed", "exit status 3"),
+        (BEGIN + OK + "sleep 1000", "failed", "took too long"),
+        (BEGIN + "kill -9 $$", "failed", "signal 9"),
+        ("exit 1", "failed", "exit status 1"),
+        ("sleep 1000", "failed", "took too long"),
+        (None, "not run", "memcheck: refused"),
+    ],
+)
+def test_what_a_checking_tool_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str | None, state: str, why: str
+) -> None:
+    monkeypatch.setitem(PARTS, "checks", PARTS["checks"][-1:])
+    monkeypatch.setattr(first_light.Part, "_prepare", lambda self: "")
+    tool = ([], "refused") if body is None else ([fake_tool(tmp_path, body)], "")
+    monkeypatch.setattr(gpu_tools, "command", lambda *_: tool)
+    asleep = "sleep" in (body or "")
+    monkeypatch.setattr(first_light, "_START_SECONDS", 0.1 if asleep and OK not in body else 30)
+    monkeypatch.setattr(first_light, "_END_SECONDS", 0.1 if asleep else 30)
+    box = gpu_box.Box(sys.executable, tmp_path / "work", tmp_path / "pack")
+    part = first_light.Part("checks", tmp_path / "out", box, emulated=None, seconds=60, limit=5)
+    assert part.run() is (state != "failed")
+    result = report_of(tmp_path / "out", "checks")["groups"]["memcheck"]
+    assert result["state"] == state
+    assert why in result.get("why", "")
+
+
+def test_what_is_printed_is_bounded(capsys: pytest.CaptureFixture[str]) -> None:
+    screen = first_light.Screen()
+    for _ in range(1000):
+        screen.line("x" * 300)
+    screen.line("the end", last=True)
+    printed = capsys.readouterr().out
+    assert len(printed) <= first_light.MOST_PRINTED
+    assert printed.endswith("the end\n")
+
+
+def test_parts_fit_into_their_time() -> None:
+    assert SECONDS["smoke"] + 10 < 120 + 5
+    assert all(seconds + 10 < 480 for seconds in SECONDS.values())
+    for part, groups in PARTS.items():
+        assert len({group.name for group in groups}) == len(groups)
+        assert all(group.seconds < SECONDS[part] for group in groups)
+
+
+# --- the verdict -------------------------------------------------------------------
+
+
+def test_good_reports_of_a_gpu_pass(tmp_path: Path) -> None:
+    folders = []
+    for part, report in made_reports().items():
+        folders.append(written({part: report}, tmp_path / part))
+    passed, lines = verdict(folders)
+    assert passed, lines
+    assert lines[-1] == "verdict: PASS (0 failures)"
+
+
+def spoiled_reports() -> dict[str, tuple[Callable[[Reports], object], str]]:
+    def group(reports: Reports, part: str, name: str) -> dict[str, Any]:
+        found: dict[str, Any] = reports[part]["groups"][name]
+        return found
+
+    return {
+        "a part is missing": (lambda r: r.pop("design"), "design: there is no report"),
+        "an emulated device": (
+            lambda r: r["checks"].update(device="emulated"),
+            "checks: it ran on a device that is emulated",
+        ),
+        "killed": (lambda r: r["figures"].update(state="running"), "figures: not complete"),
+        "other sources": (lambda r: r["smoke"].update(sources="x"), "of different sources"),
+        "other groups": (lambda r: r["smoke"]["planned"].pop(), "not those of this version"),
+        "a group is missing": (
+            lambda r: r["checks"]["groups"].pop("graphs"),
+            "checks: graphs missing",
+        ),
+        "a group failed": (
+            lambda r: group(r, "checks", "graphs").update(state="failed", why="why"),
+            "checks: graphs failed: why",
+        ),
+        "a group was not run": (
+            lambda r: group(r, "checks", "registered_memory").update(state="not run", why="why"),
+            "checks: registered_memory not run: why",
+        ),
+        "a group needs a GPU": (
+            lambda r: group(r, "checks", "graphs").update(state="needs a GPU", why="why"),
+            "checks: graphs needs a GPU",
+        ),
+        "torch served": (
+            lambda r: group(r, "checks", "graphs").update(served="torch"),
+            "checks: graphs was served by torch, not cuda",
+        ),
+        "torch serves the library's probe": (
+            lambda r: r["smoke"].update(library={"served": "torch", "problem": "why"}),
+            "smoke: the kernels did not serve",
+        ),
+        "no kernel was launched": (
+            lambda r: [one.update(launches=0) for one in r["smoke"]["groups"].values()],
+            "smoke: no kernel was launched",
+        ),
+        "no GPU": (lambda r: r["smoke"]["machine"].pop("gpu"), "smoke: it names no GPU"),
+        "half a report": (lambda r: r["smoke"].pop("state"), "smoke: its report is damaged"),
     }
-    assert report.comparisons > 500
-    for name in ("forms_dtypes_widths", "bad_slots_are_refused", "the_way_to_staging"):
-        assert found[name] == "ok"
+
+
+@pytest.mark.parametrize("what", spoiled_reports())
+def test_whatever_is_wrong_fails(tmp_path: Path, what: str) -> None:
+    reports = made_reports()
+    spoil, told = spoiled_reports()[what]
+    spoil(reports)
+    passed, lines = verdict([written(reports, tmp_path / "out")])
+    assert not passed
+    assert any(line.startswith("FAILED ") and told in line for line in lines), lines
+    assert lines[-1].startswith("verdict: FAIL (")
+
+
+def test_a_report_cut_off_is_a_failure(tmp_path: Path) -> None:
+    out = written(made_reports(), tmp_path / "out")
+    (out / "smoke.json").write_text('{"part": "smo')
+    passed, lines = verdict([out])
+    assert not passed
+    assert any("is no report" in line for line in lines)
+
+
+def test_what_a_machine_lacks_is_named_and_passes(tmp_path: Path) -> None:
+    reports = made_reports()
+    reports["checks"]["groups"]["memcheck"] = {"state": "not run", "why": "memcheck: refused"}
+    reports["checks"]["groups"]["far_offsets"] = {"state": "not run", "why": "too little memory"}
+    reports["figures"]["groups"]["mla"]["rows"][0] |= {"ratio": 0.5, "met": False}
+    passed, lines = verdict([written(reports, tmp_path / "out")])
+    assert passed
+    told = "\n".join(lines)
+    assert "checks: not run: far_offsets (too little memory); memcheck (memcheck: refused)" in told
+    assert "MISSED a row: 0.50, not 0.85" in told
+
+
+def test_of_two_reports_of_a_part_the_last_one_counts(tmp_path: Path) -> None:
+    old = made_reports()
+    old["smoke"]["state"] = "running"
+    new = copy.deepcopy(made_reports()["smoke"]) | {"began": "2026-01-02T00:00:00+00:00"}
+    folders = [written({"smoke": new}, tmp_path / "new"), written(old, tmp_path / "old")]
+    assert verdict(folders)[0]
+    assert verdict(folders[::-1])[0]
+    assert not verdict(folders[1:])[0]
+
+
+def loads(**gains: float) -> dict[str, Any]:
+    """Seconds of direct loads that are so many times as fast, by KiB."""
+    ways = {
+        int(key[1:]) * 1024: {"alone": [1.0, gain], "beside products": [1.0, gain]}
+        for key, gain in gains.items()
+    }
+    return {"direct_loads": {"loads": ways}}
+
+
+def batches(**gains: float) -> dict[str, Any]:
+    """Seconds of batches with other attributes, which are so many times as fast, by KiB."""
+    measured, now = {}, {}
+    for key, gain in gains.items():
+        piece = int(key[1:]) * 1024
+        now[piece] = gpu_design.attributes_now(piece)
+        measured[piece] = dict.fromkeys(gpu_design.ATTRIBUTES, 9.0)
+        measured[piece] |= {now[piece]: 1.0, "stream, default": 1 / gain}
+    return {"copies_by_piece": {"in": measured, "attributes now": now}}
+
+
+@pytest.mark.parametrize(
+    ("key", "facts", "expected"),
+    [
+        ("B2", {}, "open"),
+        ("B2", loads(), "open"),
+        ("B2", loads(_32=0.5, _64=1.0, _128=1.3, _1024=1.3), "keep direct loads of pieces from 65"),
+        ("B2", loads(_32=1.0, _64=1.3, _1024=1.0), "direct loads of pieces from 32768 bytes on"),
+        ("B2", loads(_64=0.5, _128=1.0, _1024=1.3), "direct loads of pieces from 131072 bytes on"),
+        ("B2", loads(_72=0.1, _64=1.3, _1024=1.3), "keep"),
+        ("B2", loads(_4=9.0, _64=1.1, _1024=1.1), "remove direct loads: at most 1.10"),
+        ("B2", loads(_64=1.3, _1024=0.5), "remove direct loads: the largest"),
+        ("B3", {}, "open"),
+        ("B3", batches(_4=2.0, _64=1.0, _1024=1.2), "keep them: stream, default is 1.00 times"),
+        ("B3", batches(_4=0.5, _64=1.1, _1024=1.2), "change: stream, default is 1.10 times"),
+        ("B8", {"fallback_cuda": {"seconds of a step": 0.001}}, "open"),
+        (
+            "B8",
+            {
+                "fallback_cuda": {"seconds of a step": 0.001},
+                "fallback_torch": {"seconds of a step": 0.15},
+            },
+            "plain torch on a GPU stores only if it is told to: cuda 1.0 ms, torch 150.0 ms",
+        ),
+        (
+            "B8",
+            {
+                "fallback_cuda": {"seconds of a step": 0.001},
+                "fallback_torch": {"seconds of a step": 0.02},
+            },
+            "plain torch on a GPU stores, with a warning",
+        ),
+    ],
+)
+def test_what_figures_decide(key: str, facts: dict[str, Any], expected: str) -> None:
+    (decision,) = (one for one in DECISIONS if one.key == key)
+    assert decision.decide(json.loads(json.dumps(facts))).startswith(expected)
+
+
+# --- groups ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("wrong", ["one byte", "a byte beside", "not the last token"])
@@ -80,130 +510,28 @@ def test_checks_notice_what_is_wrong(monkeypatch: pytest.MonkeyPatch, wrong: str
             torch.empty(0, dtype=torch.uint8).set_(out.untyped_storage())[-1] = 0
 
     monkeypatch.setattr(ops, "gather_kv", spoiled)
-    monkeypatch.setattr(gpu_checks, "GROUPS", (gpu_checks.deep_models,))
-    report = gpu_checks.run_checks(CPU, small=True)
-    assert report.failed
-    assert "bytes differ" in str(report.groups[0]["failed"])
-
-
-def test_checks_that_would_begin_too_late_are_skipped() -> None:
-    report = gpu_checks.run_checks(CPU, small=True, seconds=-1)
-    assert set(states(report).values()) == {"skipped"}
-    assert not report.failed
+    with pytest.raises(AssertionError, match="bytes differ"):
+        gpu_checks.deep_models(Context(CPU, small=True))
 
 
 def test_layouts_are_learned_from_writers_of_their_own() -> None:
-    report = gpu_checks.Report(CPU)
-    gpu_checks.layouts_learned_from_torch(report)
-    assert report.comparisons == 5 * 2 * 2
-
-
-class PagedLibrary:
-    """What the writers use of FlashInfer and flash-attn, as their documentation has it."""
-
-    @staticmethod
-    def append_paged_kv_cache(
-        append_key: torch.Tensor,
-        append_value: torch.Tensor,
-        batch_indices: torch.Tensor,
-        positions: torch.Tensor,
-        paged_kv_cache: tuple[torch.Tensor, torch.Tensor],
-        kv_indices: torch.Tensor,
-        kv_indptr: torch.Tensor,
-        kv_last_page_len: torch.Tensor,
-        kv_layout: str = "NHD",
-    ) -> None:
-        assert kv_layout == "NHD"
-        size = paged_kv_cache[0].shape[1]
-        for i, (batch, position) in enumerate(
-            zip(batch_indices.tolist(), positions.tolist(), strict=True)
-        ):
-            first, end = kv_indptr[batch : batch + 2].tolist()
-            pages = kv_indices[first:end].tolist()
-            assert position < (len(pages) - 1) * size + int(kv_last_page_len[batch])
-            page, offset = pages[position // size], position % size
-            paged_kv_cache[0][page, offset] = append_key[i]
-            paged_kv_cache[1][page, offset] = append_value[i]
-
-    @staticmethod
-    def flash_attn_with_kvcache(
-        q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        *,
-        cache_seqlens: torch.Tensor,
-        block_table: torch.Tensor,
-    ) -> None:
-        size = k_cache.shape[1]
-        assert size % 256 == 0
-        assert q.shape[0] == len(cache_seqlens) == len(block_table)
-        for i, length in enumerate(cache_seqlens.tolist()):
-            for j in range(k.shape[1]):
-                page = int(block_table[i, (length + j) // size])
-                k_cache[page, (length + j) % size] = k[i, j]
-                v_cache[page, (length + j) % size] = v[i, j]
-
-
-@pytest.mark.parametrize(
-    ("module", "make", "block_size"),
-    [
-        ("flashinfer", library_writers.flashinfer_writer, 16),
-        ("flash_attn", library_writers.flash_attn_writer, 256),
-    ],
-)
-def test_libraries_are_called_as_their_documentation_has_it(
-    monkeypatch: pytest.MonkeyPatch,
-    module: str,
-    make: Callable[[], library_writers.Writer],
-    block_size: int,
-) -> None:
-    monkeypatch.setitem(sys.modules, module, PagedLibrary)
-    report = gpu_checks.Report(CPU)
-    gpu_checks.learn_all(
-        report,
-        make(),
-        forms=("2bnhd", "bhnc-hnd"),
-        dtypes=[torch.bfloat16],
-        block_size=block_size,
-        head_size=8,
-        padding=16,
-    )
-    assert report.comparisons == 4
-
-
-@pytest.mark.parametrize(
-    ("check", "module"),
-    [
-        (gpu_checks.layouts_learned_from_flashinfer, "flashinfer"),
-        (gpu_checks.layouts_learned_from_flash_attn, "flash_attn"),
-    ],
-)
-def test_libraries_that_cannot_be_used_are_named(
-    monkeypatch: pytest.MonkeyPatch, check: Callable[[gpu_checks.Report], None], module: str
-) -> None:
-    monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(gpu_checks.Skipped, match=r"^no Flash|^no flash-attn"):
-        check(gpu_checks.Report(CPU))
-    monkeypatch.setitem(sys.modules, module, PagedLibrary)
-    with pytest.raises(gpu_checks.Skipped, match="need a GPU"):
-        check(gpu_checks.Report(CPU))
+    ctx = Context(CPU)
+    gpu_checks.layouts_learned_from_torch(ctx)
+    assert ctx.comparisons == 5 * 2 * 2
 
 
 @pytest.mark.slow
 def test_the_triton_writer_writes_what_indexing_writes() -> None:
     pytest.importorskip("triton")
     code = """
-import torch, gpu_checks, triton_writer
-report = gpu_checks.Report(torch.device("cpu"))
-gpu_checks.learn_all(report, gpu_checks.one_by_one(triton_writer.write))
-assert report.comparisons == 20
+import torch, gpu_checks, gpu_groups, triton_writer
+ctx = gpu_groups.Context(torch.device("cpu"))
+gpu_checks.learn_all(ctx, gpu_checks.one_by_one(triton_writer.write))
+assert ctx.comparisons == 20
 """
-    paths = os.pathsep.join([str(SCRIPTS), *filter(None, sys.path)])
     done = subprocess.run(
         [sys.executable, "-c", code],
-        env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": paths},
+        env=environment() | {"TRITON_INTERPRET": "1"},
         check=False,
         text=True,
         capture_output=True,
@@ -211,262 +539,243 @@ assert report.comparisons == 20
     assert done.returncode == 0, done.stderr
 
 
-# --- figures -----------------------------------------------------------------------
+def test_figures_stand_beside_floors() -> None:
+    said: list[dict[str, Any]] = []
+    ctx = Context(CPU, emulated=True, small=True, say=said.append)
+    for group in (gpu_figures.store_and_load, gpu_figures.mla, gpu_design.step_of_stores):
+        group(ctx)
+    rows = [what["row"] for what in said if what["event"] == "row"]
+    assert len(rows) == 3 + 4 + 2
+    for row in rows:
+        assert row["seconds"] > 0
+        assert row["ratio"] == pytest.approx(row["floor_seconds"] / row["seconds"])
+        assert (row["met"] is None) == (row["goal"] is None)
+        assert first_light.line_of(row)
+    json.dumps(said, allow_nan=False)
 
 
-def test_figures_stand_beside_floors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    results = gpu_bench.run_bench(CPU, gpu_bench.TINY, seconds=60, folder=tmp_path, threads=2)
-    names = " ".join(row.name for row in results.rows)
-    for what in ("gather, NHD", "scatter, HND", "MLA", "8 chunks", "2 shards", "store, paged"):
-        assert what in names
-    for what in ("load, page-locked", "store and load at once", "matmul loop", "files → paged"):
-        assert what in names
-    for row in results.rows:
-        assert row.seconds > 0
-        assert row.ratio == pytest.approx(row.floor_seconds / row.seconds)
-        assert (row.met is None) == (row.goal is None)
-    assert {"device copy, one chunk", "large copies", "tokens of a thread"} <= set(results.facts)
-    assert results.skipped == {"block-outermost": "needs a device that is apart from the host"}
-    json.dumps(results.facts)
-    assert "files → paged" in capsys.readouterr().out
+def test_shapes_are_those_of_production() -> None:
+    llama, deepseek = gpu_measure.LLAMA, gpu_measure.DEEPSEEK
+    assert (llama.chunk_bytes, llama.object_bytes) == (32 << 20, 4 << 20)
+    assert (deepseek.block * deepseek.row, 64 * deepseek.row) == (18 << 10, 72 << 10)
+    assert {18 << 10, 72 << 10} < set(gpu_design.PIECES)
 
 
-def test_figures_that_would_begin_too_late_are_skipped(tmp_path: Path) -> None:
-    results = gpu_bench.run_bench(CPU, gpu_bench.TINY, seconds=-1, folder=tmp_path)
-    assert set(results.skipped) == {"on the device", "between device and host", "from files"}
+def test_times_are_medians_with_their_spread() -> None:
+    assert gpu_measure.timing_of([1.0]) == Timing(1.0, 0.0)
+    assert gpu_measure.timing_of([1.0, 2.0, 3.0, 100.0, 2.0]).seconds == 2.0
 
 
-def test_a_chunk_of_the_measured_model_is_32_mib() -> None:
-    assert gpu_bench.Sizes().chunk_bytes == 32 << 20
+def test_errors_of_threads_are_raised() -> None:
+    def fail(worker: int, item: int) -> None:
+        raise RuntimeError(f"item {item}")
+
+    with pytest.raises(RuntimeError, match="item"):
+        gpu_measure.spread(2, range(5), fail)
 
 
-# --- one command -------------------------------------------------------------------
+# --- the machine -------------------------------------------------------------------
 
 
-GPU = {"torch": "2.11.0+cu130", "available": True, "gpu": "a GPU", "capability": [9, 0]}
-
-
-@pytest.mark.parametrize(
-    ("found", "reason"),
-    [
-        (GPU, None),
-        (GPU | {"torch": "3.0"}, None),
-        ({"error": "No module named 'torch'"}, "no torch that works: No module named"),
-        (GPU | {"torch": "2.10.1"}, r"torch 2.10.1 is older than 2.11"),
-        ({"torch": "2.13.0+cpu", "available": False}, "torch 2.13.0.cpu sees no GPU"),
-        (GPU | {"capability": [7, 5]}, "compute capability"),
-    ],
-)
-def test_why_nothing_is_run(found: dict[str, Any], reason: str | None) -> None:
-    answer = gpu_run.reason_to_skip(found)
-    if reason is None:
-        assert answer is None
-    else:
-        assert answer is not None
-        assert reason.replace(".cpu", "+cpu") in answer
-
-
-def run(*arguments: object) -> tuple[int, str, dict[str, Any]]:
-    done = subprocess.run(
-        [sys.executable, str(SCRIPTS / "gpu_run.py"), *map(str, arguments)],
-        check=False,
-        capture_output=True,
-        text=True,
-    )
-    lines = done.stdout.strip().splitlines()
-    assert lines, done.stderr
-    return done.returncode, done.stdout + done.stderr, json.loads(lines[-1])
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_it_says_so_and_ends_well(tmp_path: Path) -> None:
-    code, output, report = run("--work", tmp_path)
-    assert code == 0, output
-    assert "skipped: " in output
-    assert report["skipped"].endswith("sees no GPU") or "older than" in report["skipped"]
-    assert json.loads((tmp_path / "report.json").read_text()) == report
-
-
-def test_a_python_without_torch_is_named(tmp_path: Path) -> None:
-    python = tmp_path / "python"
-    python.write_text('#!/bin/sh\necho \'{"python": "3.12.1", "error": "no torch"}\'\n')
-    python.chmod(0o755)
-    code, output, report = run("--work", tmp_path / "work", "--python", python)
-    assert code == 0, output
-    assert report["skipped"] == "this Python has no torch that works: no torch"
-
-
-@pytest.mark.slow
-def test_the_whole_run_on_a_cpu(tmp_path: Path) -> None:
-    code, output, report = run("--work", tmp_path, "--device", "cpu", "--tiny", "--budget", 300)
-    assert code == 0, output
-    assert report["checks"]["failed"] is False
-    assert report["checks"]["exit"] == 0
-    assert len(report["bench"]["rows"]) > 10
-    assert "files → paged, verified" in output
-    assert "comparisons, all equal" in output
-
-
-def make_run(tmp_path: Path, seconds: float = 1000) -> gpu_run.Run:
-    return gpu_run.Run(sys.executable, tmp_path, "cpu", time.monotonic() + seconds)
-
-
-def make_tool(folder: Path, body: str) -> None:
-    tool = folder / "compute-sanitizer"
-    tool.write_text(
-        f"#!/bin/sh\n[ $1 = --help ] && echo 'options: --kernel-name' && exit\n{body}\n"
-    )
-    tool.chmod(tool.stat().st_mode | stat.S_IXUSR)
-
-
-@pytest.mark.parametrize(
-    ("body", "expected"),
-    [
-        ("exit 77", {"failed": "the tool reported errors"}),
-        ("exit 1", {"skipped": "the tool does not run here (exit status 1)"}),
-        # Ran the program, which found nothing.
-        ('for last; do :; done; echo \'{"failed": false}\' > "$last"', {}),
-        ('for last; do :; done; echo \'{"failed": true}\' > "$last"', {"failed": "bytes differed"}),
-    ],
-)
-def test_what_compute_sanitizer_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, expected: dict[str, str]
-) -> None:
-    make_tool(tmp_path, body)
-    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    results = gpu_run.sanitize(make_run(tmp_path))
-    assert set(results) == {"tool", "memcheck", "racecheck"}
-    for check in ("memcheck", "racecheck"):
-        found = {key: results[check].get(key) for key in ("failed", "skipped")}
-        assert {key: value for key, value in found.items() if value is not None} == expected
-    failed = gpu_run.failures({"sanitizer": results})
-    assert len(failed) == (2 if "failed" in expected else 0)
-
-
-def test_without_compute_sanitizer_or_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_run, "find_sanitizer", lambda site: None)
-    assert "no compute-sanitizer" in gpu_run.sanitize(make_run(tmp_path))["skipped"]
-    make_tool(tmp_path, "exit 77")
-    monkeypatch.setattr(gpu_run, "find_sanitizer", lambda site: str(tmp_path / "compute-sanitizer"))
-    results = gpu_run.sanitize(make_run(tmp_path, seconds=20))
-    assert results["memcheck"] == results["racecheck"] == {"skipped": "no time left"}
-
-
-def test_a_stage_that_hangs_is_ended(tmp_path: Path) -> None:
-    result = make_run(tmp_path).stage("hangs", [sys.executable, "-c", "input()"], 0.1)
-    # Without a terminal input() may end by itself, but not with success.
-    assert result["exit"] != 0
-    result = make_run(tmp_path).stage("sleeps", ["sleep", "30"], 0.1)
-    assert result["exit"] is None
-    assert "not finished" in result["failed"]
-    assert "figures: not finished" in gpu_run.failures({"bench": result})[0]
-
-
-@pytest.mark.parametrize(
-    ("report", "expected"),
-    [
-        ({"checks": {"failed": False, "exit": 0}, "bench": {"exit": 0}}, []),
-        (
-            {
-                "checks": {
-                    "failed": True,
-                    "exit": 1,
-                    "groups": [{"name": "a"}, {"name": "b", "failed": "x"}],
-                }
-            },
-            ["b: x"],
-        ),
-        ({"checks": {"exit": -11}}, ["checks: exit status -11"]),
-        ({"checks": {"exit": None, "failed": "not finished after 9 s"}}, ["checks: not finished"]),
-        ({"bench": {"exit": 1}}, ["figures: 1"]),
-    ],
-)
-def test_what_counts_as_failed(report: dict[str, Any], expected: list[str]) -> None:
-    found = gpu_run.failures(report)
-    assert len(found) == len(expected)
-    for one, start in zip(found, expected, strict=True):
-        assert one.startswith(start)
-
-
-def test_goals_are_marked_in_the_table() -> None:
-    row = {"name": "gather", "floor": "device copy", "seconds": 2e-5, "gb_per_s": 1677.0}
-    row |= {"ratio": 0.8, "goal": 0.85, "met": False, "note": ""}
-    lines = gpu_run.table({"bench": {"rows": [row, row | {"met": True, "goal": 0.7}]}})
-    assert "MISSED" in lines[1]
-    assert lines[2].endswith("≥ 0.70 ok")
-    assert gpu_run.table({}) == ["nothing was measured"]
-
-
-def make_wheel(path: Path, content: str = "kvshelf/x.py") -> Path:
+def make_wheel(path: Path, content: str = "x.py") -> Path:
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr(content, "x = 1\n")
     return path
 
 
-def test_wheels_of_another_python_are_left_out(tmp_path: Path) -> None:
-    pack, site = tmp_path / "pack", tmp_path / "site"
-    pack.mkdir()
+MACHINE = {"python": "3.12.3", "capability": [9, 0]}
+
+
+@pytest.fixture
+def box(tmp_path: Path) -> gpu_box.Box:
+    (tmp_path / "pack").mkdir()
+    return gpu_box.Box(sys.executable, tmp_path / "work", tmp_path / "pack")
+
+
+def pack_library(box: gpu_box.Box, content: bytes, origin: str = "") -> None:
+    (box.pack / gpu_box.LIBRARY).write_bytes(content)
+    (box.pack / gpu_box.BUILT_FROM).write_text(origin or gpu_box.library_sources())
+
+
+@pytest.fixture
+def builds(monkeypatch: pytest.MonkeyPatch, box: gpu_box.Box) -> list[str]:
+    """The architectures for which libraries were built; only a library "built" serves."""
+    made: list[str] = []
+
+    def build(python: str, folder: Path, architectures: str, *_: object) -> str:
+        made.append(architectures)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / gpu_box.LIBRARY).write_bytes(b"built")
+        return ""
+
+    def served(self: gpu_box.Box, ends: float) -> dict[str, Any]:
+        good = (self.site / "kvshelf" / gpu_box.LIBRARY).read_bytes() in (b"built", b"good")
+        return {"served": "cuda" if good else "torch", "problem": "" if good else "cannot load"}
+
+    monkeypatch.setattr(gpu_box, "build_library", build)
+    monkeypatch.setattr(gpu_box.Box, "_served", served)
+    return made
+
+
+def test_wheels_of_another_python_are_left_out(box: gpu_box.Box, builds: list[str]) -> None:
     for name in ("a-1-py3-none-any", "b-1-cp312-cp312-linux_x86_64", "c-1-cp38-abi3-linux_x86_64"):
-        make_wheel(pack / f"{name}.whl", f"{name[0]}.py")
-    assert len(gpu_run.unpack(pack, site, "3.12.3")) == 3
-    assert sorted(path.name for path in site.iterdir()) == ["a.py", "b.py", "c.py"]
-    assert len(gpu_run.unpack(pack, tmp_path / "other", "3.13.0")) == 2
+        make_wheel(box.pack / f"{name}.whl", f"{name[0]}.py")
+    assert len(box.prepare(MACHINE, 60)["wheels"]) == 3
+    assert {"a.py", "b.py", "c.py", "kvshelf"} == {path.name for path in box.site.iterdir()}
+    assert (box.site / "kvshelf" / "backends" / "base.py").is_file()
+    assert len(box.prepare(MACHINE | {"python": "3.13.0"}, 60)["wheels"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("content", "origin", "library", "rebuilt"),
+    [
+        (b"good", "", "packed", False),
+        (b"does not load", "", "built here", True),
+        (b"good", "other sources", "built here", False),
+        (None, "", "built here", False),
+    ],
+)
+def test_which_library_is_used(
+    box: gpu_box.Box,
+    builds: list[str],
+    content: bytes | None,
+    origin: str,
+    library: str,
+    rebuilt: bool,
+) -> None:
+    if content is not None:
+        pack_library(box, content, origin)
+    found = box.prepare(MACHINE, 60)
+    assert (found["library"], found["served"]) == (library, "cuda")
+    assert ("rebuilt_because" in found) is rebuilt
+    assert builds == ([] if library == "packed" else ["90-real"])
+    if builds:
+        assert box.prepare(MACHINE, 60)["library"] == "built here before"
+        assert builds == ["90-real"]
+
+
+def test_a_library_that_cannot_be_built_is_no_success(
+    box: gpu_box.Box, builds: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pack_library(box, b"does not load")
+    monkeypatch.setattr(gpu_box, "build_library", lambda *_: "no CUDA compiler")
+    found = box.prepare(MACHINE, 60)
+    assert (found["served"], found["problem"]) == ("nothing", "no CUDA compiler")
+    assert found["rebuilt_because"] == "cannot load"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_the_site_is_complete_and_says_why_no_kernels_serve(box: gpu_box.Box) -> None:
+    pack_library(box, b"\x7fELF, and nothing more")
+    found = box.prepare({"python": "3.12.3"}, 120)
+    assert found["served"] == "nothing"
+    assert "cannot be used" in found["rebuilt_because"]
+    assert found["problem"] == "there is no GPU to build for"
+
+
+def test_builds_that_fail_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cmake = tmp_path / "cmake"
+    cmake.write_text("#!/bin/sh\necho no compiler; exit 1\n")
+    cmake.chmod(0o755)
+    told = gpu_box.build_library("python", tmp_path / "b", "90", 9, {"PATH": str(tmp_path)})
+    assert told == "the library cannot be built: no compiler"
+    assert "no cmake" in gpu_box.build_library("python", tmp_path, "90", 9, {"PATH": "/nowhere"})
+
+
+def test_a_command_that_hangs_is_ended() -> None:
+    code, told = gpu_box.run(["sleep", "30"], 0.1)
+    assert code is None
+    assert "not finished" in told
+
+
+@pytest.mark.parametrize(
+    ("tool", "body", "refused"),
+    [
+        ("memcheck", "exit 77", ""),
+        ("memcheck", "exit 0", "it did not see a planted error"),
+        ("memcheck", "echo Device not supported; exit 1", "Device not supported"),
+        ("ncu", "exit 0", "it does not run here"),
+        ("ncu", 'printf \'%s\' "$CSV" > "$f"', ""),
+        ("ncu", "echo ERR_NVGPUCTRPERM; exit 1", "ERR_NVGPUCTRPERM"),
+    ],
+)
+def test_tools_are_tried_first(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    box: gpu_box.Box,
+    tool: str,
+    body: str,
+    refused: str,
+) -> None:
+    program = fake_tool(tmp_path, body.replace('"$f"', str(tmp_path / "log")))
+    monkeypatch.setattr(gpu_tools, "_find", lambda name: program)
+    monkeypatch.setenv("CSV", NCU)
+    found, why = gpu_tools.command(box, tool, tmp_path / "log", 10)
+    assert refused in why
+    assert bool(why) is bool(refused)
+    assert bool(found) is not bool(refused)
+    if tool == "memcheck":
+        assert gpu_tools.environment(box, tool)["PYTORCH_NO_CUDA_MEMORY_CACHING"] == "1"
+
+
+def test_missing_tools_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, box: gpu_box.Box
+) -> None:
+    monkeypatch.setattr(gpu_tools, "_find", lambda name: None)
+    assert gpu_tools.command(box, "ncu", tmp_path / "log", 10) == ([], "there is no ncu")
+
+
+NCU = """==PROF== Connected
+"ID","Process ID","Kernel Name","Metric Name","Metric Unit","Metric Value"
+"0","7","copy_kernel<uint4, 1>","gpu__time_duration.sum","us","15.6"
+"0","7","copy_kernel<uint4, 1>","launch__registers_per_thread","register/thread","40"
+"1","7","copy_kernel<uint4, 0>","gpu__time_duration.sum","us","16.1"
+"""
+
+
+def test_figures_of_ncu_are_read(tmp_path: Path) -> None:
+    (tmp_path / "log").write_text(NCU)
+    first, second = gpu_tools.ncu_figures(tmp_path / "log")
+    assert first["launch__registers_per_thread"] == "40 register/thread"
+    assert second == {"kernel": "copy_kernel<uint4, 0>", "gpu__time_duration.sum": "16.1 us"}
+    assert gpu_tools.ncu_figures(tmp_path / "none") == []
 
 
 # --- what travels ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("sanitizer", "program", "tree", "code", "kept"),
-    [
-        (1000, True, 1000, 0, True),
-        (1000, False, 1000, 0, False),
-        (60 << 20, True, 10 << 20, 0, False),
-        (None, True, 0, 0, False),
-        (9, True, 65 << 20, 1, False),
-    ],
+    ("tree", "problem", "code"), [(1000, "", 0), (65 << 20, "", 1), (0, "no CUDA compiler", 1)]
 )
 def test_what_is_packed(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    sanitizer: int | None,
-    program: bool,
-    tree: int,
-    code: int,
-    kept: bool,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tree: int, problem: str, code: int
 ) -> None:
     folder = tmp_path / "pack"
+    monkeypatch.setattr(gpu_pack, "ROOT", tmp_path)
 
-    def pip(command: str, *arguments: object) -> None:
-        assert command == "wheel"
-        make_wheel(folder / "kvshelf-0.1.0-py3-none-linux_x86_64.whl")
+    def build(python: str, built: Path, *_: object) -> str:
+        built.mkdir(parents=True)
+        (built / gpu_box.LIBRARY).write_bytes(b"library")
+        return problem
 
     def download(to: Path, python: str, package: str) -> None:
         assert python == "3.12"
-        if package in gpu_pack.SANITIZERS:
-            if sanitizer is None:
-                raise subprocess.CalledProcessError(1, "pip")
-            to.mkdir()
-            with zipfile.ZipFile(to / "sanitizer.whl", "w") as archive:
-                archive.writestr("nvidia/libsanitizer.so", bytes(sanitizer))
-                if program:
-                    archive.writestr("nvidia/bin/compute-sanitizer", b"")
-        else:
-            make_wheel(to / f"{package.partition('>')[0]}.whl")
+        make_wheel(to / f"{package.partition('>')[0]}.whl")
 
-    monkeypatch.setattr(gpu_pack, "pip", pip)
+    monkeypatch.setattr(gpu_pack, "build_library", build)
     monkeypatch.setattr(gpu_pack, "download", download)
     monkeypatch.setattr(gpu_pack, "tree_bytes", lambda: tree)
     monkeypatch.setattr(sys, "argv", ["gpu_pack.py", str(folder)])
     assert gpu_pack.main() == code
-    names = {path.name for path in folder.iterdir()}
-    assert names - {"sanitizer.whl"} == {
-        *("kvshelf-0.1.0-py3-none-linux_x86_64.whl", "apache-tvm-ffi.whl", "xxhash.whl"),
-        *("safetensors.whl", "fsspec.whl"),
-    }
-    assert ("sanitizer.whl" in names) is kept
-    assert ("left out" in capsys.readouterr().out) is not kept
+    if not problem:
+        names = {"apache-tvm-ffi.whl", "xxhash.whl", "safetensors.whl", "fsspec.whl"}
+        assert {path.name for path in folder.iterdir()} == {
+            *names,
+            gpu_box.LIBRARY,
+            gpu_box.BUILT_FROM,
+        }
+        assert (folder / gpu_box.BUILT_FROM).read_text() == gpu_box.library_sources()
 
 
 def test_the_working_tree_is_counted() -> None:

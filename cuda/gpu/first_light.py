@@ -1,0 +1,403 @@
+"""Checks and measures kvshelf on a machine with a GPU: ``first_light.py --part PART``.
+
+Needs a Python with torch 2.11 or newer for the GPU, a copy of this repository, and beside them
+what ``make gpu-pack`` collected, or a CUDA compiler and cmake. No make, no network, no vLLM. The
+parts are smoke, checks, figures and design. Each stands by itself, ends within eight minutes
+(smoke: two), and writes two files: ``PART.json``, the report, and ``PART.log``, what its processes
+printed.
+
+The groups of a part run in processes of their own, with time limits. After each result the report
+is replaced as a whole, so it is valid, and says how far the part came, after whatever ended it.
+
+``first_light.py --verdict FOLDER ...`` reads reports, on any machine, and says PASS only if every
+part is there, complete and without a failure, and nothing but the CUDA kernels copied.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime as dt
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any, Final
+
+import gpu_tools
+from gpu_box import HERE, LEAST_TORCH, ROOT, Box, all_sources
+from gpu_parts import PARTS, SECONDS, Group
+from gpu_verdict import verdict
+
+SCHEMA: Final = 1
+#: Characters that one call prints at most.
+MOST_PRINTED: Final = 8000
+_KEPT_FOR_THE_END: Final = 1200
+#: A process has this long to import torch and find the device, and afterwards to end.
+_START_SECONDS: Final = 60
+_END_SECONDS: Final = 15
+_MOST_LOG_BYTES: Final = 4 << 20
+
+
+class Ended(BaseException):
+    """A signal asked this process to end."""
+
+
+class Screen:
+    """Prints at most :data:`MOST_PRINTED` characters."""
+
+    def __init__(self) -> None:
+        self._left = MOST_PRINTED
+
+    def line(self, text: str, *, last: bool = False) -> None:
+        """Print a line, or nothing if there is no room; some room is for the `last` ones."""
+        text = text.rstrip()[:400] + "\n"
+        if len(text) <= self._left - (0 if last else _KEPT_FOR_THE_END):
+            self._left -= len(text)
+            sys.stdout.write(text)
+            sys.stdout.flush()
+
+
+class Report:
+    """The report of a part: one file that is whole at every moment."""
+
+    def __init__(self, path: Path, content: dict[str, Any]) -> None:
+        self.path = path
+        self.content = content
+        self.write()
+
+    def write(self) -> None:
+        """Replace the file."""
+        temporary = self.path.with_name(f"{self.path.name}.new")
+        with temporary.open("w") as file:
+            json.dump(self.content, file, indent=1, allow_nan=False)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(self.path)
+
+
+class Part:
+    """One run of one part.
+
+    Parameters
+    ----------
+    name : str
+    out : Path
+        Folder of the report.
+    box : Box
+    emulated : Path or None
+        Python file that makes an emulated device, see :mod:`gpu_groups`.
+    seconds, limit : float
+        What the part, and each group, may take at most.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        out: Path,
+        box: Box,
+        *,
+        emulated: Path | None,
+        seconds: float,
+        limit: float,
+    ) -> None:
+        self.groups = PARTS[name]
+        self.out = out
+        self.name = name
+        self.box = box
+        self.emulated = emulated
+        self.limit = limit
+        self.began = time.monotonic()
+        self.ends = self.began + seconds
+        self.screen = Screen()
+        out.mkdir(parents=True, exist_ok=True)
+        box.work.mkdir(parents=True, exist_ok=True)
+        self.log = out / f"{name}.log"
+        self.log.write_bytes(b"")
+        self.results: dict[str, dict[str, Any]] = {}
+        self.report = Report(
+            out / f"{name}.json",
+            {
+                "kvshelf_first_light": SCHEMA,
+                "part": name,
+                "device": "cuda" if emulated is None else "emulated",
+                "began": dt.datetime.now(dt.timezone.utc).isoformat(timespec="seconds"),
+                "state": "running",
+                "sources": all_sources(),
+                "planned": [group.name for group in self.groups],
+                "groups": self.results,
+            },
+        )
+
+    @property
+    def left(self) -> float:
+        """Seconds left."""
+        return self.ends - time.monotonic()
+
+    def run(self) -> bool:
+        """Run everything; return whether all groups that could run succeeded."""
+        state = "complete"
+        try:
+            problem = self._prepare()
+            if problem:
+                state = f"ended: {problem}"
+            else:
+                self._run_all()
+        except Ended as reason:
+            state = f"ended: {reason}"
+        finally:
+            self._say(state=state, seconds=round(time.monotonic() - self.began, 1))
+        states = [result["state"] for result in self.results.values()]
+        wrong = states.count("failed") + states.count("running")
+        missing = len(self.groups) - len(states)
+        self.screen.line(
+            f"{self.name}: {state}, {time.monotonic() - self.began:.0f} s, "
+            f"{len(states)} groups, {wrong} failed, {missing} missing; {self.report.path}",
+            last=True,
+        )
+        return state == "complete" and not wrong and not missing
+
+    def _say(self, **facts: Any) -> None:
+        self.report.content |= facts
+        self.report.write()
+
+    def _prepare(self) -> str:
+        """Find out what the machine is, and make kvshelf usable; return why that failed."""
+        if self.emulated is not None:
+            self._say(machine={"gpu": "emulated"}, library={"library": "emulated"})
+            return ""
+        machine = self.box.machine()
+        self._say(machine=machine)
+        told = {key: machine.get(key) for key in ("gpu", "torch", "python", "cpus", "error")}
+        self.screen.line(f"machine: {json.dumps(told)}")
+        if "gpu" not in machine:
+            return f"torch {machine.get('torch')} sees no GPU {machine.get('error', '')}".strip()
+        version = tuple(int(part) for part in machine["torch"].split("+")[0].split(".")[:2])
+        if version < LEAST_TORCH or machine["capability"][0] < 8:
+            return f"torch {machine['torch']} or {machine['gpu']} is too old"
+        library = self.box.prepare(machine, min(150.0, self.left - 20))
+        self._say(library=library)
+        self.screen.line(f"library: {json.dumps(library)}")
+        if library["served"] != "cuda":
+            return f"served by {library['served']}: {library['problem']}"
+        return ""
+
+    def _run_all(self) -> None:
+        waiting = list(self.groups)
+        while waiting:
+            kind = (waiting[0].tool, waiting[0].serves)
+            others = (i for i, group in enumerate(waiting) if (group.tool, group.serves) != kind)
+            together = waiting[: next(others, None)]
+            before = len(self.results)
+            self._run_process(together)
+            del waiting[: len(self.results) - before]
+
+    def _command(self, group: Group) -> tuple[list[str], str]:
+        if not group.tool:
+            return [], ""
+        if self.emulated is not None:
+            return [], "an emulated device has no tools"
+        log = self.box.work / f"{group.tool}.csv"
+        log.unlink(missing_ok=True)
+        return gpu_tools.command(self.box, group.tool, log, min(90.0, self.left))
+
+    def _run_process(self, groups: list[Group]) -> None:
+        """Run groups in one process until one of them fails; at least one gets a result."""
+        first = groups[0]
+        if self.left < 2:
+            for group in groups:
+                self._end(group, {"state": "failed", "why": "no time was left for it"})
+            return
+        under, refused = self._command(first)
+        if refused:
+            self._end(first, {"state": "not run", "why": f"{first.tool}: {refused}"})
+            return
+        events = self.box.work / f"{self.name}.events"
+        events.write_bytes(b"")
+        command = [*under, self.box.python, str(HERE / "gpu_groups.py"), "--part", self.name]
+        command += ["--groups", ",".join(group.name for group in groups), "--events", str(events)]
+        if self.emulated is not None:
+            command += ["--emulated", str(self.emulated)]
+        env = gpu_tools.environment(self.box, first.tool) | {"KVSHELF_OPS": first.serves}
+        with self.log.open("ab") as log, events.open() as lines:
+            process = subprocess.Popen(
+                command,
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+            try:
+                why = self._follow(process, lines, groups, slow=3.0 if first.tool else 1.0)
+            finally:
+                _kill(process)
+        self._trim_log()
+        self._judge(process, groups, why)
+
+    def _judge(self, process: subprocess.Popen[bytes], groups: list[Group], why: str) -> None:
+        """Blame a process that did not end well on the group that ran, or that ran last."""
+        begun = [group for group in groups if group.name in self.results]
+        last = begun[-1] if begun else groups[0]
+        result = self.results.get(last.name, {"state": "running"})
+        if result["state"] == "running" or (process.returncode and result["state"] != "failed"):
+            if last.tool and process.returncode == gpu_tools.FOUND:
+                why = f"{last.tool} found errors"
+            why = why or f"its process ended with {_status(process)}"
+            self._end(last, {"state": "failed", "why": f"{why}; see {self.log.name}"})
+        elif last.tool == "ncu":
+            kernels = gpu_tools.ncu_figures(self.box.work / "ncu.csv")
+            self._end(last, {"facts": {"kernels": kernels}})
+
+    def _follow(
+        self, process: subprocess.Popen[bytes], lines: Any, groups: list[Group], *, slow: float
+    ) -> str:
+        """Take in what a process reports until it ends; return why it was ended, or nothing."""
+        limits = {group.name: group for group in groups}
+        running: Group | None = None
+        ends = min(self.ends, time.monotonic() + _START_SECONDS * slow)
+        partial = ""
+        while True:
+            over = process.poll() is not None
+            text = partial + lines.read()
+            *whole, partial = text.split("\n")
+            for line in whole:
+                event = json.loads(line)
+                if event["event"] == "begin":
+                    running = limits[event["name"]]
+                    self.results[running.name] = {"state": "running"}
+                    self.report.write()
+                    ends = min(self.ends, time.monotonic() + min(self.limit, running.seconds))
+                elif running is not None:
+                    self._take(running, event)
+                    if event["event"] == "end":
+                        ends = min(self.ends, time.monotonic() + _END_SECONDS * slow)
+            if over:
+                return ""
+            if time.monotonic() > ends:
+                return "it took too long, and its process was ended"
+            try:
+                process.wait(0.05)
+            except subprocess.TimeoutExpired:
+                pass
+
+    def _take(self, group: Group, event: dict[str, Any]) -> None:
+        result = self.results[group.name]
+        if event["event"] == "row":
+            row = event["row"]
+            result.setdefault("rows", []).append(row)
+            self.screen.line(line_of(row))
+            self.report.write()
+        elif event["event"] == "fact":
+            result.setdefault("facts", {})[event["name"]] = event["value"]
+            if event["line"]:
+                self.screen.line(f"  {event['line']}")
+            self.report.write()
+        else:
+            self._end(group, event["result"])
+
+    def _end(self, group: Group, result: dict[str, Any]) -> None:
+        kept = self.results.get(group.name, {})
+        self.results[group.name] = kept | {"serves": group.serves} | result
+        self.report.write()
+        result = self.results[group.name]
+        self.screen.line(
+            f"{group.name}: {result['state']} {result.get('seconds', '')} "
+            f"{str(result.get('why', '')).strip()[:300]}"
+        )
+
+    def _trim_log(self) -> None:
+        if self.log.stat().st_size > _MOST_LOG_BYTES:
+            with self.log.open("rb") as log:
+                log.seek(-_MOST_LOG_BYTES // 2, os.SEEK_END)
+                kept = log.read()
+            self.log.write_bytes(b"[the beginning was too long]\n" + kept)
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    try:
+        # A process inside a driver call that hangs may never end.
+        process.wait(10)
+    except subprocess.TimeoutExpired:
+        pass
+
+
+def _status(process: subprocess.Popen[bytes]) -> str:
+    code = process.returncode
+    return f"signal {-code}" if code is not None and code < 0 else f"exit status {code}"
+
+
+def line_of(row: dict[str, Any]) -> str:
+    """Return the line of a figure."""
+    goal = ""
+    if row["goal"] is not None:
+        goal = f"(goal {row['goal']:.2f}{'' if row['met'] else ', MISSED'})"
+    return (
+        f"  {row['name']}: {row['seconds'] * 1e3:.3f} ms ±{row['spread'] * 100:.0f}%, "
+        f"{row['gb_per_s']:.1f} GB/s, {row['ratio']:.2f} of {row['floor']} {goal} {row['note']}"
+    )
+
+
+def _end_by_signal(number: int, _: FrameType | None) -> None:
+    # Only the first: the report is written in peace.
+    for name in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGALRM):
+        signal.signal(name, signal.SIG_IGN)
+    raise Ended(f"signal {number}")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run as a script."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    task = parser.add_mutually_exclusive_group(required=True)
+    task.add_argument("--part", choices=PARTS)
+    task.add_argument("--verdict", nargs="+", type=Path, metavar="FOLDER")
+    parser.add_argument(
+        "--out", type=Path, help="where the report goes; default: $OUT, else build/gpu"
+    )
+    parser.add_argument("--python", default=sys.executable, help="a Python with torch")
+    parser.add_argument("--pack", type=Path, default=ROOT / "build" / "gpu-pack")
+    parser.add_argument("--work", type=Path, default=ROOT / "build" / "gpu-work")
+    parser.add_argument("--seconds", type=float, help="for the part; default: 112 or 465")
+    parser.add_argument("--limit", type=float, default=600, help="seconds for each group at most")
+    parser.add_argument("--emulated", type=Path, help="for tests: a file that makes a device")
+    parser.add_argument(
+        "--accept-emulated", action="store_true", help="for tests: reports of no GPU can pass"
+    )
+    options = parser.parse_args(arguments)
+    if options.verdict:
+        passed, lines = verdict(options.verdict, emulated=options.accept_emulated)
+        screen = Screen()
+        for line in lines[:-1]:
+            screen.line(line)
+        screen.line(lines[-1], last=True)
+        return 0 if passed else 1
+    for name in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGALRM):
+        signal.signal(name, _end_by_signal)
+    seconds = options.seconds or SECONDS[options.part]
+    signal.alarm(int(seconds) + 10)
+    out = options.out or Path(os.environ.get("OUT") or ROOT / "build" / "gpu")
+    python = shutil.which(options.python) or options.python
+    part = Part(
+        options.part,
+        out,
+        Box(python, options.work, options.pack),
+        emulated=options.emulated,
+        seconds=seconds,
+        limit=options.limit,
+    )
+    return 0 if part.run() else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

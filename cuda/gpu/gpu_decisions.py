@@ -1,0 +1,111 @@
+"""What the figures of the part ``design`` decide, written down before they are measured.
+
+Defaults change by these rules only. Sizes are bytes, times seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+Facts = Mapping[str, Mapping[str, Any]]
+
+#: Direct loads: smallest piece now, and what they have to gain to be kept at all.
+DIRECT_BYTES: Final = 64 << 10
+DIRECT_GAIN: Final = 1.2
+DIRECT_LOSS: Final = 1.05
+#: Another combination of attributes has to be faster by this factor.
+ATTRIBUTES_GAIN: Final = 1.05
+#: A step of 8192 tokens may spend this long on the gathers of its chunks: 10 % of a prefill
+#: of 200 ms.
+FALLBACK_SECONDS: Final = 0.020
+
+
+@dataclass(frozen=True)
+class Decision:
+    """One default, the rule, and the function that applies it to the facts of all groups."""
+
+    key: str
+    rule: str
+    apply: Callable[[Facts], str]
+
+    def decide(self, facts: Facts) -> str:
+        """Return what follows from the facts."""
+        try:
+            return self.apply(facts)
+        except (KeyError, ValueError, TypeError) as error:
+            return f"open, the figures are missing ({type(error).__name__}: {error})"
+
+
+def _direct(facts: Facts) -> str:
+    # {piece: {"alone": [direct, over buffers], "beside products": [direct, over buffers]}}
+    measured = {int(piece): ways for piece, ways in facts["direct_loads"]["loads"].items()}
+    if not measured:
+        raise ValueError("no piece was measured")
+    gains = {
+        piece: [buffers / direct for direct, buffers in ways.values()]
+        for piece, ways in measured.items()
+        if piece & (piece - 1) == 0
+    }
+    best = max((max(gain) for piece, gain in gains.items() if piece >= DIRECT_BYTES), default=0.0)
+    if best < DIRECT_GAIN:
+        return f"remove direct loads: at most {best:.2f} times as fast as over device buffers"
+    least = None
+    for piece in sorted(gains, reverse=True):
+        if min(gains[piece]) < 1 / DIRECT_LOSS:
+            break
+        least = piece
+    if least is None:
+        return "remove direct loads: the largest pieces are slower than over device buffers"
+    if least == DIRECT_BYTES:
+        return f"keep direct loads of pieces from {DIRECT_BYTES} bytes on"
+    return f"direct loads of pieces from {least} bytes on, instead of {DIRECT_BYTES}"
+
+
+def _attributes(facts: Facts) -> str:
+    # {piece: {attributes: seconds of the same bytes}}, {piece: the library's attributes}
+    measured = facts["copies_by_piece"]["in"]
+    now = facts["copies_by_piece"]["attributes now"]
+    large = [piece for piece in measured if int(piece) >= DIRECT_BYTES]
+    if not large:
+        raise ValueError("no large piece was measured")
+    gains = {
+        name: min(measured[piece][now[piece]] / measured[piece][name] for piece in large)
+        for name in measured[large[0]]
+    }
+    best = max(gains, key=lambda name: gains[name])
+    told = f"{best} is {gains[best]:.2f} times as fast as those of now, in the worst case"
+    return f"change: {told}" if gains[best] >= ATTRIBUTES_GAIN else f"keep them: {told}"
+
+
+def _fallback(facts: Facts) -> str:
+    took = {name: facts[f"fallback_{name}"]["seconds of a step"] for name in ("cuda", "torch")}
+    told = ", ".join(f"{name} {seconds * 1e3:.1f} ms" for name, seconds in took.items())
+    if took["torch"] > FALLBACK_SECONDS:
+        return f"plain torch on a GPU stores only if it is told to: {told}"
+    return f"plain torch on a GPU stores, with a warning: {told}"
+
+
+DECISIONS: Final = (
+    Decision(
+        "B2",
+        "Loads go from page-locked staging directly into blocks if, for a piece of 64 KiB or more, "
+        "that is at least 1.2 times as fast as over device buffers, alone or beside matrix "
+        "products; then from the smallest power of two on from which it is nowhere slower "
+        "by more than 5 %. Otherwise that path is removed.",
+        _direct,
+    ),
+    Decision(
+        "B3",
+        "The attributes of batched copies to the device change to those that are at least 5 % "
+        "faster for every measured piece of 64 KiB or more.",
+        _attributes,
+    ),
+    Decision(
+        "B8",
+        "Plain torch on a GPU stores by default if the gathers of a step of 8192 tokens, "
+        "31 chunks of 32 MiB in 8 shards, take the step thread at most 20 ms.",
+        _fallback,
+    ),
+)

@@ -1,0 +1,86 @@
+"""The parts of a run on a GPU, and their groups. Imports neither torch nor kvshelf.
+
+A part is one call of ``first_light.py`` of at most eight minutes. A group is one function of a
+module beside this one; it succeeds or fails as a whole.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+
+@dataclass(frozen=True)
+class Group:
+    """One function that runs on the GPU, in a process that it may share with others.
+
+    Attributes
+    ----------
+    name : str
+        Its name in the report.
+    where : str
+        ``module.function``.
+    seconds : int
+        The process is ended if the group takes longer.
+    small : bool
+        Fewer and smaller cases.
+    optional : bool
+        A machine may lack what it needs.
+    serves : str
+        What has to carry out all gathers and scatters: the value of ``KVSHELF_OPS``.
+    tool : str
+        The program under which it runs; a machine may refuse it.
+    """
+
+    name: str
+    where: str
+    seconds: int = 60
+    small: bool = False
+    optional: bool = False
+    serves: str = "cuda"
+    tool: str = ""
+
+
+def _checks(*names: str, **options: int | bool | str) -> tuple[Group, ...]:
+    return tuple(Group(name, f"gpu_checks.{name}", **options) for name in names)  # type: ignore[arg-type]
+
+
+PARTS: Final[dict[str, tuple[Group, ...]]] = {
+    "smoke": (
+        *_checks("kernel_attributes", seconds=40),
+        *_checks("forms_dtypes_widths", "the_way_to_staging", small=True, seconds=30),
+        *_checks("registered_memory", "deep_models", seconds=20),
+    ),
+    "checks": (
+        *_checks("kernel_attributes", seconds=40),
+        *_checks("forms_dtypes_widths", seconds=120),
+        *_checks("chunks_shards_heads", "sizes_of_models", "deep_models"),
+        *_checks("bad_slots_are_refused", "graphs", "streams_and_threads"),
+        *_checks("far_offsets", optional=True),
+        *_checks("buffers_in_host_memory", "blocks_that_hold_all_layers", "registered_memory"),
+        *_checks("made_in_inference_mode", "layouts_learned_from_torch"),
+        *_checks("layouts_learned_from_triton", seconds=120, optional=True),
+        *_checks("overwritten_blocks", "the_way_to_staging"),
+        Group("fallback", "gpu_checks.fallback", small=True, serves="torch"),
+        Group("memcheck", "gpu_checks.under_memcheck", 150, small=True, tool="memcheck"),
+    ),
+    "figures": (
+        Group("on_the_device", "gpu_figures.on_the_device", 90),
+        Group("on_the_host", "gpu_figures.on_the_host"),
+        Group("store_and_load", "gpu_figures.store_and_load", 90),
+        Group("mla", "gpu_figures.mla", 90),
+        Group("from_files", "gpu_figures.from_files", 90),
+        Group("ncu", "gpu_figures.under_ncu", 120, tool="ncu"),
+    ),
+    "design": (
+        Group("copies_by_piece", "gpu_design.copies_by_piece", 90),
+        Group("direct_loads", "gpu_design.direct_loads", 90),
+        Group("fallback_cuda", "gpu_design.step_of_stores", 60),
+        Group("fallback_torch", "gpu_design.step_of_stores", 60, serves="torch"),
+        Group("steps", "gpu_design.steps", 120),
+        Group("registered_memory", "gpu_design.registered_memory", 60),
+    ),
+}
+
+#: Seconds that a part takes at most, with all that it prepares.
+SECONDS: Final = {"smoke": 112, "checks": 465, "figures": 465, "design": 465}
