@@ -6,11 +6,8 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstring>
+#include <utility>
 #include <vector>
-
-#if defined(__SSE2__)
-#include <emmintrin.h>
-#endif
 
 #include "kvshelf/paged_index.h"
 
@@ -65,10 +62,11 @@ int64_t find_runs(const PermutedIndex& index, const int64_t* slots, int64_t long
 enum class Form {
   kUnits,        // anything
   kLinear,       // whole rows, one behind the other
-  kTransposed,   // kTile neighbouring tokens of a unit are neighbours in the cache
-  kInterleaved,  // two neighbouring tokens alternate, for kTile units
+  kTransposed,   // neighbouring tokens of a unit are neighbours in the cache, for a line
+  kInterleaved,  // two neighbouring tokens alternate, for two lines
 };
-constexpr int64_t kTile = 8;
+// Bytes of a line: what one instruction moves on all processors.
+constexpr int64_t kLine = 16;
 
 Form form_of(const PermutedIndex& index, int64_t kv) {
   const int64_t unit = index.unit[kv];
@@ -81,12 +79,13 @@ Form form_of(const PermutedIndex& index, int64_t kv) {
     }
     if (different == 0) return Form::kLinear;
   }
-  if (unit > 4 || units % kTile != 0) return Form::kUnits;
-  if (index.block_size % kTile == 0) {
+  const int64_t tile = kLine / unit;
+  if (unit > 4 || units % tile != 0) return Form::kUnits;
+  if (index.block_size % tile == 0) {
     int32_t different = 0;
-    for (int64_t token = 0; token < index.block_size && different == 0; token += kTile) {
+    for (int64_t token = 0; token < index.block_size && different == 0; token += tile) {
       const int32_t* const first = table + token * units;
-      for (int64_t i = 1; i < kTile; ++i) {
+      for (int64_t i = 1; i < tile; ++i) {
         const int32_t* const row = first + i * units;
         const int32_t step = static_cast<int32_t>(i * unit);
         for (int64_t u = 0; u < units; ++u) different |= row[u] ^ (first[u] + step);
@@ -99,8 +98,8 @@ Form form_of(const PermutedIndex& index, int64_t kv) {
     for (int64_t token = 0; token < index.block_size && different == 0; token += 2) {
       const int32_t* const even = table + token * units;
       const int32_t* const odd = even + units;
-      for (int64_t u = 0; u < units; u += kTile) {
-        for (int64_t i = 0; i < kTile; ++i) {
+      for (int64_t u = 0; u < units; u += tile) {
+        for (int64_t i = 0; i < tile; ++i) {
           different |= even[u + i] ^ (even[u] + static_cast<int32_t>(2 * i * unit));
           different |= odd[u + i] ^ (even[u + i] + static_cast<int32_t>(unit));
         }
@@ -148,224 +147,112 @@ void copy_long_units(Form form, const int32_t* table, int64_t units, int64_t uni
   }
 }
 
-#if defined(__SSE2__)
+// A line of units. The compiler makes of its shuffles what the processor has: SSE, AVX or NEON.
+template <typename Unit>
+struct Line {
+  typedef Unit Vector __attribute__((vector_size(kLine)));
+  static constexpr size_t kUnits = kLine / sizeof(Unit);
+  using Places = std::make_index_sequence<kUnits>;
 
-inline __m128i load(const Byte* from) {
-  return _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
-}
-inline void store(Byte* to, __m128i value) {
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), value);
-}
-
-// Transposes kTile × kTile units of 2 bytes: line i of the one side is column i of the other.
-template <size_t kUnit>
-struct Transpose;
-
-template <>
-struct Transpose<2> {
-  static void run(const Byte* const from[kTile], Byte* const to[kTile]) {
-    __m128i a[kTile], b[kTile];
-    for (int i = 0; i < kTile; ++i) a[i] = load(from[i]);
-    for (int i = 0; i < 4; ++i) {
-      b[2 * i] = _mm_unpacklo_epi16(a[2 * i], a[2 * i + 1]);
-      b[2 * i + 1] = _mm_unpackhi_epi16(a[2 * i], a[2 * i + 1]);
-    }
-    for (int i = 0; i < 2; ++i) {
-      a[4 * i] = _mm_unpacklo_epi32(b[4 * i], b[4 * i + 2]);
-      a[4 * i + 1] = _mm_unpackhi_epi32(b[4 * i], b[4 * i + 2]);
-      a[4 * i + 2] = _mm_unpacklo_epi32(b[4 * i + 1], b[4 * i + 3]);
-      a[4 * i + 3] = _mm_unpackhi_epi32(b[4 * i + 1], b[4 * i + 3]);
-    }
-    for (int i = 0; i < 4; ++i) {
-      store(to[2 * i], _mm_unpacklo_epi64(a[i], a[i + 4]));
-      store(to[2 * i + 1], _mm_unpackhi_epi64(a[i], a[i + 4]));
-    }
+  static Vector load(const Byte* from) {
+    Vector line;
+    std::memcpy(&line, from, kLine);
+    return line;
   }
-};
+  static void store(Byte* to, Vector line) { std::memcpy(to, &line, kLine); }
 
-// Units of 4 bytes: four squares of 4 × 4.
-template <>
-struct Transpose<4> {
-  static void run(const Byte* const from[kTile], Byte* const to[kTile]) {
-    for (int line = 0; line < kTile; line += 4) {
-      for (int column = 0; column < kTile; column += 4) {
-        __m128i a[4], b[4];
-        for (int i = 0; i < 4; ++i) a[i] = load(from[line + i] + 4 * column);
-        b[0] = _mm_unpacklo_epi32(a[0], a[1]);
-        b[1] = _mm_unpackhi_epi32(a[0], a[1]);
-        b[2] = _mm_unpacklo_epi32(a[2], a[3]);
-        b[3] = _mm_unpackhi_epi32(a[2], a[3]);
-        store(to[column] + 4 * line, _mm_unpacklo_epi64(b[0], b[2]));
-        store(to[column + 1] + 4 * line, _mm_unpackhi_epi64(b[0], b[2]));
-        store(to[column + 2] + 4 * line, _mm_unpacklo_epi64(b[1], b[3]));
-        store(to[column + 3] + 4 * line, _mm_unpackhi_epi64(b[1], b[3]));
-      }
-    }
-  }
-};
-
-// Units of 1 byte: lines of 8 bytes.
-template <>
-struct Transpose<1> {
-  static void run(const Byte* const from[kTile], Byte* const to[kTile]) {
-    __m128i a[kTile], b[4], c[4];
-    for (int i = 0; i < kTile; ++i) {
-      a[i] = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from[i]));
-    }
-    for (int i = 0; i < 4; ++i) b[i] = _mm_unpacklo_epi8(a[2 * i], a[2 * i + 1]);
-    c[0] = _mm_unpacklo_epi16(b[0], b[1]);
-    c[1] = _mm_unpackhi_epi16(b[0], b[1]);
-    c[2] = _mm_unpacklo_epi16(b[2], b[3]);
-    c[3] = _mm_unpackhi_epi16(b[2], b[3]);
-    b[0] = _mm_unpacklo_epi32(c[0], c[2]);
-    b[1] = _mm_unpackhi_epi32(c[0], c[2]);
-    b[2] = _mm_unpacklo_epi32(c[1], c[3]);
-    b[3] = _mm_unpackhi_epi32(c[1], c[3]);
-    for (int i = 0; i < 4; ++i) {
-      _mm_storel_epi64(reinterpret_cast<__m128i*>(to[2 * i]), b[i]);
-      _mm_storel_epi64(reinterpret_cast<__m128i*>(to[2 * i + 1]), _mm_unpackhi_epi64(b[i], b[i]));
-    }
-  }
-};
-
-// Sorts 2 × kTile alternating units into two lines, and back.
-template <size_t kUnit>
-struct Interleave;
-
-template <>
-struct Interleave<2> {
-  static void apart(const Byte* both, Byte* even, Byte* odd) {
-    const __m128i a = halves(load(both));
-    const __m128i b = halves(load(both + 16));
-    store(even, _mm_unpacklo_epi64(a, b));
-    store(odd, _mm_unpackhi_epi64(a, b));
-  }
-  static void together(const Byte* even, const Byte* odd, Byte* both) {
-    const __m128i a = load(even);
-    const __m128i b = load(odd);
-    store(both, _mm_unpacklo_epi16(a, b));
-    store(both + 16, _mm_unpackhi_epi16(a, b));
-  }
-
- private:
-  // Units 0 2 4 6, then 1 3 5 7.
-  static __m128i halves(__m128i a) {
-    constexpr int kEvenOdd = _MM_SHUFFLE(3, 1, 2, 0);
-    a = _mm_shufflehi_epi16(_mm_shufflelo_epi16(a, kEvenOdd), kEvenOdd);
-    return _mm_shuffle_epi32(a, kEvenOdd);
-  }
-};
-
-template <>
-struct Interleave<1> {
-  static void apart(const Byte* both, Byte* even, Byte* odd) {
-    const __m128i a = load(both);
-    const __m128i evens = _mm_and_si128(a, _mm_set1_epi16(0xFF));
-    const __m128i odds = _mm_srli_epi16(a, 8);
-    const __m128i sorted = _mm_packus_epi16(evens, odds);
-    _mm_storel_epi64(reinterpret_cast<__m128i*>(even), sorted);
-    _mm_storel_epi64(reinterpret_cast<__m128i*>(odd), _mm_unpackhi_epi64(sorted, sorted));
-  }
-  static void together(const Byte* even, const Byte* odd, Byte* both) {
-    store(both, _mm_unpacklo_epi8(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(even)),
-                                  _mm_loadl_epi64(reinterpret_cast<const __m128i*>(odd))));
-  }
-};
-
-template <>
-struct Interleave<4> {
-  static void apart(const Byte* both, Byte* even, Byte* odd) {
-    for (int i = 0; i < 2; ++i) {
-      const __m128i a = _mm_shuffle_epi32(load(both + 32 * i), _MM_SHUFFLE(3, 1, 2, 0));
-      const __m128i b = _mm_shuffle_epi32(load(both + 32 * i + 16), _MM_SHUFFLE(3, 1, 2, 0));
-      store(even + 16 * i, _mm_unpacklo_epi64(a, b));
-      store(odd + 16 * i, _mm_unpackhi_epi64(a, b));
-    }
-  }
-  static void together(const Byte* even, const Byte* odd, Byte* both) {
-    for (int i = 0; i < 2; ++i) {
-      const __m128i a = load(even + 16 * i);
-      const __m128i b = load(odd + 16 * i);
-      store(both + 32 * i, _mm_unpacklo_epi32(a, b));
-      store(both + 32 * i + 16, _mm_unpackhi_epi32(a, b));
-    }
-  }
-};
-
+  // The units of two lines at these places, counted from the first line's first unit.
+  template <size_t... kFrom>
+  static Vector pick(Vector a, Vector b) {
+#if defined(__clang__) || __GNUC__ >= 12
+    return __builtin_shufflevector(a, b, kFrom...);
 #else
+    return __builtin_shuffle(a, b, Vector{kFrom...});
+#endif
+  }
+  // The units of two lines in turn: those of their first halves, or of their second halves.
+  template <size_t kHalf, size_t... kPlace>
+  static Vector zip(Vector a, Vector b, std::index_sequence<kPlace...>) {
+    return pick<kHalf * kUnits / 2 + kPlace / 2 + kPlace % 2 * kUnits...>(a, b);
+  }
+  // Every other unit of two lines one behind the other, from the first or the second one on.
+  template <size_t kFirst, size_t... kPlace>
+  static Vector unzip(Vector a, Vector b, std::index_sequence<kPlace...>) {
+    return pick<kFirst + 2 * kPlace...>(a, b);
+  }
 
-template <size_t kUnit>
-struct Interleave {
+  // Line i of the one side becomes column i of the other: that is what log2(kUnits) times zipping
+  // the first half of the lines with the second half does.
+  template <size_t kLeft, size_t... kPlace>
+  static void zip_all(Vector* lines, std::index_sequence<kPlace...> places) {
+    const Vector zipped[kUnits] = {
+        zip<kPlace % 2>(lines[kPlace / 2], lines[kPlace / 2 + kUnits / 2], places)...};
+    ((lines[kPlace] = zipped[kPlace]), ...);
+    if constexpr (kLeft > 2) zip_all<kLeft / 2>(lines, places);
+  }
+  static void transpose(const Byte* const from[kUnits], Byte* const to[kUnits]) {
+    Vector lines[kUnits];
+    for (size_t i = 0; i < kUnits; ++i) lines[i] = load(from[i]);
+    zip_all<kUnits>(lines, Places{});
+    for (size_t i = 0; i < kUnits; ++i) store(to[i], lines[i]);
+  }
+
   static void apart(const Byte* both, Byte* even, Byte* odd) {
-    for (size_t i = 0; i < kTile; ++i) {
-      std::memcpy(even + i * kUnit, both + 2 * i * kUnit, kUnit);
-      std::memcpy(odd + i * kUnit, both + (2 * i + 1) * kUnit, kUnit);
-    }
+    const Vector a = load(both), b = load(both + kLine);
+    store(even, unzip<0>(a, b, Places{}));
+    store(odd, unzip<1>(a, b, Places{}));
   }
   static void together(const Byte* even, const Byte* odd, Byte* both) {
-    for (size_t i = 0; i < kTile; ++i) {
-      std::memcpy(both + 2 * i * kUnit, even + i * kUnit, kUnit);
-      std::memcpy(both + (2 * i + 1) * kUnit, odd + i * kUnit, kUnit);
-    }
+    const Vector a = load(even), b = load(odd);
+    store(both, zip<0>(a, b, Places{}));
+    store(both + kLine, zip<1>(a, b, Places{}));
   }
 };
 
-template <size_t kUnit>
-struct Transpose {
-  static void run(const Byte* const from[kTile], Byte* const to[kTile]) {
-    for (size_t i = 0; i < kTile; ++i) {
-      for (size_t j = 0; j < kTile; ++j) {
-        std::memcpy(to[j] + i * kUnit, from[i] + j * kUnit, kUnit);
-      }
-    }
-  }
-};
-
-#endif
-
-// kTile tokens whose first stands at a multiple of kTile in its block.
-template <bool kGather, size_t kUnit>
+// The tokens of a line, whose first stands at a multiple of them in its block.
+template <bool kGather, typename Unit>
 void copy_transposed(const int32_t* table, int64_t units, Byte* region, Byte* rows,
                      int64_t row_stride) {
+  constexpr int64_t kTile = Line<Unit>::kUnits;
   for (int64_t u = 0; u < units; u += kTile) {
     Byte* paged[kTile];
     Byte* chunk[kTile];
     for (int64_t i = 0; i < kTile; ++i) {
       paged[i] = region + table[u + i];
-      chunk[i] = rows + i * row_stride + u * static_cast<int64_t>(kUnit);
+      chunk[i] = rows + i * row_stride + u * int64_t{sizeof(Unit)};
     }
     if constexpr (kGather) {
-      Transpose<kUnit>::run(paged, chunk);
+      Line<Unit>::transpose(paged, chunk);
     } else {
-      Transpose<kUnit>::run(chunk, paged);
+      Line<Unit>::transpose(chunk, paged);
     }
   }
 }
 
 // Two tokens, the first at an even place in its block.
-template <bool kGather, size_t kUnit>
+template <bool kGather, typename Unit>
 void copy_interleaved(const int32_t* table, int64_t units, Byte* region, Byte* rows,
                       int64_t row_stride) {
-  for (int64_t u = 0; u < units; u += kTile) {
+  for (int64_t u = 0; u < units; u += int64_t{Line<Unit>::kUnits}) {
     Byte* const paged = region + table[u];
-    Byte* const even = rows + u * static_cast<int64_t>(kUnit);
+    Byte* const even = rows + u * int64_t{sizeof(Unit)};
     Byte* const odd = even + row_stride;
     if constexpr (kGather) {
-      Interleave<kUnit>::apart(paged, even, odd);
+      Line<Unit>::apart(paged, even, odd);
     } else {
-      Interleave<kUnit>::together(even, odd, paged);
+      Line<Unit>::together(even, odd, paged);
     }
   }
 }
 
 // The rows of a run of one (head, kv).
-template <bool kGather, size_t kUnit>
+template <bool kGather, typename Unit>
 void copy_rows(Form form, const int32_t* table, int64_t units, const Run& run, Byte* region,
                Byte* rows, int64_t row_stride) {
-  const int64_t step = form == Form::kTransposed ? kTile : 2;
+  const int64_t step = form == Form::kTransposed ? int64_t{Line<Unit>::kUnits} : 2;
   int64_t done = 0;
   const auto plain = [&](int64_t until) {
-    copy_units<kGather, kUnit>(table + (run.first + done) * units, units, until - done, region,
+    copy_units<kGather, sizeof(Unit)>(table + (run.first + done) * units, units, until - done, region,
                                rows + done * row_stride, row_stride);
     done = until;
   };
@@ -375,9 +262,9 @@ void copy_rows(Form form, const int32_t* table, int64_t units, const Run& run, B
   for (; done + step <= run.length; done += step) {
     const int32_t* const entry = table + (run.first + done) * units;
     if (form == Form::kTransposed) {
-      copy_transposed<kGather, kUnit>(entry, units, region, rows + done * row_stride, row_stride);
+      copy_transposed<kGather, Unit>(entry, units, region, rows + done * row_stride, row_stride);
     } else {
-      copy_interleaved<kGather, kUnit>(entry, units, region, rows + done * row_stride, row_stride);
+      copy_interleaved<kGather, Unit>(entry, units, region, rows + done * row_stride, row_stride);
     }
   }
   plain(run.length);
@@ -422,13 +309,13 @@ int64_t run_all(const PermutedIndex& index, const int64_t* caches, const int64_t
           const int32_t* const table = index.table[kv];
           switch (unit) {
             case 1:
-              copy_rows<kGather, 1>(forms[kv], table, units, run, region, rows, token_stride);
+              copy_rows<kGather, uint8_t>(forms[kv], table, units, run, region, rows, token_stride);
               break;
             case 2:
-              copy_rows<kGather, 2>(forms[kv], table, units, run, region, rows, token_stride);
+              copy_rows<kGather, uint16_t>(forms[kv], table, units, run, region, rows, token_stride);
               break;
             case 4:
-              copy_rows<kGather, 4>(forms[kv], table, units, run, region, rows, token_stride);
+              copy_rows<kGather, uint32_t>(forms[kv], table, units, run, region, rows, token_stride);
               break;
             case 8:
               copy_units<kGather, 8>(table + run.first * units, units, run.length, region, rows,
