@@ -213,18 +213,43 @@ def test_plain_torch_sends_slots_to_a_gpu_without_waiting_and_once_for_all_shard
         sent.append((device, non_blocking, id(tensor) in pinned))
         return tensor
 
-    gpu, send = torch.device("cuda"), torch_strided_module._sent
+    gpu, send = torch.device("cuda"), torch_strided_module.sent
     paged = make_paged("bhnc-nhd", torch.bfloat16, heads=4)
     slots = torch.tensor([[0, 7, -1], [3, 5, 6]])
     shards = torch.empty(2, 4, 2 * paged.layout.chunk_bytes(3, 1), dtype=torch.uint8)
     with using("torch"), monkeypatch.context() as patch:
         patch.setattr(Tensor, "pin_memory", pin)
         patch.setattr(Tensor, "to", to)
-        patch.setattr(torch_strided_module, "_sent", lambda tensor, _: send(tensor, gpu))
+        patch.setattr(torch_strided_module, "sent", lambda tensor, _: send(tensor, gpu))
         ops.gather_kv(paged.caches, slots, shards, paged.layout, 0, 1)
-    # Those of two chunks, and for each shard of the first one which of its tokens are skipped.
-    assert sent == [(gpu, True, True)] * (2 + 4)
+    # Those of two chunks, and which tokens of the first one are skipped.
+    assert sent == [(gpu, True, True)] * (2 + 1)
     expected = Case(paged, slots.view(-1).tolist(), 2, 4, 0, 1).gathered()
+    np.testing.assert_array_equal(shards.numpy(), expected)
+
+
+@pytest.mark.parametrize("operation", ["index_select", "index_copy_"])
+def test_plain_torch_copies_all_heads_at_once(
+    operation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU each of these is a launch on the stream of the engine."""
+    calls = []
+    owner = torch if operation == "index_select" else Tensor
+    work = getattr(owner, operation)
+
+    def counted(*arguments: object, **options: object) -> object:
+        calls.append(operation)
+        return work(*arguments, **options)
+
+    paged = make_paged("bhnc-nhd", torch.bfloat16, layers=3, heads=8)
+    slots = torch.tensor([5, 6, 7, 0])
+    shards = torch.empty(1, 8, 3 * paged.layout.chunk_bytes(4, 1), dtype=torch.uint8)
+    copy = ops.gather_kv if operation == "index_select" else ops.scatter_kv
+    with using("torch"), monkeypatch.context() as patch:
+        patch.setattr(owner, operation, counted)
+        copy(paged.caches, slots.view(1, 4), shards, paged.layout)
+    assert len(calls) == 3 * 2  # layers × K and V, not × shards
+    expected = Case(paged, slots.tolist(), 1, 8, 0, 1).gathered()
     np.testing.assert_array_equal(shards.numpy(), expected)
 
 

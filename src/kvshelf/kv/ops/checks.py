@@ -57,13 +57,6 @@ class Call(Generic[Layout]):
     num_heads: int
     from_host: bool  # the caches are on a GPU, the buffers in host memory
 
-    def buffer(self, chunk: int, shard: int) -> Tensor:
-        """Return the one-dimensional buffer of a chunk and a shard."""
-        if self.buffers.dim() == 1:
-            return self.buffers
-        of_chunk = self.buffers[chunk]
-        return of_chunk if of_chunk.dim() == 1 else of_chunk[shard]
-
 
 #: Caches that were checked before, by the ids of the tensors and the layout's integers. An entry is
 #: removed when the first of its tensors is freed, so the ids are those of the same live objects.

@@ -30,7 +30,7 @@ def gather_torch(call: Call[PagedLayout]) -> None:
                     for kv in range(call.layout.kv_planes):
                         torch.index_select(view[kv], 0, index, out=pieces[layer, kv])
                 if skipped is not None:
-                    pieces.index_fill_(2, _sent(skipped, pieces.device), 0)
+                    pieces.index_fill_(2, sent(skipped, pieces.device), 0)
 
 
 def scatter_torch(call: Call[PagedLayout]) -> None:
@@ -42,7 +42,7 @@ def scatter_torch(call: Call[PagedLayout]) -> None:
                 part = replace(part, buffers=on_device)
             pieces = _chunk_view(part)
             if skipped is not None:
-                kept = _sent((part.slots >= 0).nonzero().view(-1), pieces.device)
+                kept = sent((part.slots >= 0).nonzero().view(-1), pieces.device)
                 if kept.numel() == 0:
                     continue
                 index = index.index_select(0, kept)
@@ -56,9 +56,10 @@ def scatter_torch(call: Call[PagedLayout]) -> None:
 def _parts(
     call: Call[PagedLayout],
 ) -> Iterator[tuple[Call[PagedLayout], Tensor | None, Tensor]]:
-    """Check the slots' values, then split a call into one for each (chunk, shard) with tokens.
+    """Check the slots' values, then split a call into one for each chunk with tokens.
 
-    Beside each part is the result of :func:`_index_slots` for its slots.
+    The buffers of each part are [shards, bytes]. Beside it is the result of :func:`_index_slots`
+    for its slots.
     """
     slots = call.slots.view(call.chunks, call.tokens)
     check_slot_values(slots, call.layout)
@@ -66,14 +67,11 @@ def _parts(
         return
     for chunk in range(call.chunks):
         skipped, index = _index_slots(call, slots[chunk])
-        for shard in range(call.shards):
-            part = replace(
-                call,
-                slots=slots[chunk],
-                buffers=call.buffer(chunk, shard),
-                first_head=call.first_head + shard * call.num_heads,
-            )
-            yield part, skipped, index
+        buffers = call.buffers if call.buffers.dim() == 1 else call.buffers[chunk]
+        if buffers.dim() == 1:
+            buffers = buffers.unsqueeze(0)
+        part = replace(call, slots=slots[chunk], buffers=buffers)
+        yield part, skipped, index
 
 
 def _index_slots(call: Call[PagedLayout], slots: Tensor) -> tuple[Tensor | None, Tensor]:
@@ -91,12 +89,12 @@ def _index_slots(call: Call[PagedLayout], slots: Tensor) -> tuple[Tensor | None,
         slots = blocks * (layout.block_stride // unit) + (slots - blocks * layout.block_size) * (
             layout.token_stride // unit
         )
-    return (skipped if skipped.numel() else None), _sent(slots, call.known.device)
+    return (skipped if skipped.numel() else None), sent(slots, call.known.device)
 
 
-def _sent(tensor: Tensor, device: torch.device) -> Tensor:
+def sent(tensor: Tensor, device: torch.device) -> Tensor:
     """Copy a small CPU tensor to a device, in the order of the current stream."""
-    if device.type == "cuda":
+    if device.type != "cpu":
         # A copy from pageable memory waits for the stream, on a step thread for the forward pass.
         # torch keeps page-locked memory until the copies from it are done.
         tensor = tensor.pin_memory()
@@ -112,29 +110,37 @@ def _unit(layout: PagedLayout) -> int:
 
 
 def _paged_view(part: Call[PagedLayout], cache: Tensor, word: torch.dtype) -> Tensor:
-    """[kv_planes, indexes, heads, words] view of the heads to copy; see :func:`_index_slots`."""
+    """[kv_planes, indexes, shards, heads, words] view of what to copy; see :func:`_index_slots`."""
     layout, width = part.layout, word.itemsize
     unit = _unit(layout)
     reach = (layout.num_blocks - 1) * layout.block_stride
     reach += (layout.block_size - 1) * layout.token_stride
     start = int(cache.storage_offset()) * cache.element_size()
     start += part.first_head * layout.head_stride
+    head = layout.head_stride // width
+    counts = (part.shards, part.num_heads, layout.row_bytes // width)
     return torch.empty(0, dtype=word, device=cache.device).set_(
         cache.untyped_storage(),
         start // width,
-        (layout.kv_planes, reach // unit + 1, part.num_heads, layout.row_bytes // width),
-        (layout.kv_stride // width, unit // width, layout.head_stride // width, 1),
+        (layout.kv_planes, reach // unit + 1, *counts),
+        (layout.kv_stride // width, unit // width, part.num_heads * head, head, 1),
     )
 
 
 def _chunk_view(part: Call[PagedLayout]) -> Tensor:
-    """[layers, kv_planes, tokens, heads, words] view of the chunk buffer, in the widest words."""
-    layout = part.layout
+    """[layers, kv_planes, tokens, shards, heads, words] view of a chunk's buffers."""
+    word = widest_word(part, part.buffers)
+    shape = (part.shards, len(part.caches), part.layout.kv_planes, part.tokens, part.num_heads, -1)
+    return part.buffers.view(word).view(shape).permute(1, 2, 3, 0, 4, 5)
+
+
+def widest_word(call: Call[PagedLayout], buffers: Tensor) -> torch.dtype:
+    """Return the widest word that divides the strides and addresses of a call."""
+    layout = call.layout
     steps = layout.block_stride | layout.token_stride | layout.kv_stride | layout.head_stride
-    steps |= layout.row_bytes | int(part.buffers.storage_offset()) | part.buffers.data_ptr()
-    for cache in part.caches:
+    steps |= layout.row_bytes | int(buffers.storage_offset()) | buffers.data_ptr()
+    for stride in buffers.stride()[:-1]:
+        steps |= stride
+    for cache in call.caches:
         steps |= int(cache.storage_offset()) * cache.element_size() | cache.data_ptr()
-    word = next(dtype for width, dtype in WORDS if steps % width == 0)
-    return part.buffers.view(word).view(
-        len(part.caches), layout.kv_planes, part.tokens, part.num_heads, -1
-    )
+    return next(dtype for width, dtype in WORDS if steps % width == 0)
