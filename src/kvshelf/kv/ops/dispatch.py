@@ -58,19 +58,7 @@ def gather_kv(
     RuntimeError
         If the GPU or its driver fails.
     """
-    heads = _heads_of_a_shard(layout, out, first_head, num_heads)
-    if isinstance(layout, PermutedLayout):
-        sizes, tables = permuted_tables(layout)
-        torch.ops.kvshelf.gather_permuted_kv.default(
-            caches, slot_mapping, out, tables, sizes, first_head, heads
-        )
-        return
-    if _unwatched(out):
-        _copy(True, caches, slot_mapping, out, layout.as_ints(), first_head, heads)
-    else:
-        torch.ops.kvshelf.gather_kv.default(
-            caches, slot_mapping, out, layout.as_ints(), first_head, heads
-        )
+    _call(True, caches, slot_mapping, out, layout, first_head, num_heads)
 
 
 def scatter_kv(
@@ -99,19 +87,30 @@ def scatter_kv(
     ValueError, RuntimeError
         As for :func:`gather_kv`.
     """
-    heads = _heads_of_a_shard(layout, chunk, first_head, num_heads)
+    _call(False, caches, slot_mapping, chunk, layout, first_head, num_heads)
+
+
+def _call(
+    gather: bool,
+    caches: Sequence[Tensor],
+    slot_mapping: Tensor,
+    buffers: Tensor,
+    layout: PagedLayout | PermutedLayout,
+    first_head: int,
+    num_heads: int | None,
+) -> None:
+    heads = _heads_of_a_shard(layout, buffers, first_head, num_heads)
+    name = "gather" if gather else "scatter"
+    operators = torch.ops.kvshelf
     if isinstance(layout, PermutedLayout):
         sizes, tables = permuted_tables(layout)
-        torch.ops.kvshelf.scatter_permuted_kv.default(
-            caches, slot_mapping, chunk, tables, sizes, first_head, heads
-        )
-        return
-    if _unwatched(chunk):
-        _copy(False, caches, slot_mapping, chunk, layout.as_ints(), first_head, heads)
+        operator = getattr(operators, f"{name}_permuted_kv").default
+        operator(caches, slot_mapping, buffers, tables, sizes, first_head, heads)
+    elif _unwatched(buffers):
+        _copy(gather, caches, slot_mapping, buffers, layout.as_ints(), first_head, heads)
     else:
-        torch.ops.kvshelf.scatter_kv.default(
-            caches, slot_mapping, chunk, layout.as_ints(), first_head, heads
-        )
+        operator = getattr(operators, f"{name}_kv").default
+        operator(caches, slot_mapping, buffers, layout.as_ints(), first_head, heads)
 
 
 def _unwatched(chunk: Tensor) -> bool:
