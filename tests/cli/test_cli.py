@@ -390,6 +390,13 @@ def test_doctor_prints_a_line_for_each_check(shelf: Path) -> None:
                 "kernels on cuda:1": ("note", "torch (slower): built without a CUDA compiler"),
             },
         ),
+        (
+            1,
+            None,
+            "triton",
+            "built without a CUDA compiler",
+            {"kernels on cuda:0": ("note", "triton (slower): built without a CUDA compiler")},
+        ),
     ],
 )
 def test_doctor_tells_what_serves_each_gpu(

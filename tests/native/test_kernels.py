@@ -22,6 +22,7 @@ from paged import FORMS, Buffers, Case, Paged, cases, make_paged
 from kvshelf.errors import ConfigError
 from kvshelf.kv import ops
 from kvshelf.kv.layout import PagedLayout
+from kvshelf.kv.ops import choice as choice_module
 from kvshelf.kv.ops import library as library_module
 
 WIDTHS = [16, 8, 4, 2, 1]
@@ -452,6 +453,7 @@ def fresh_choice(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch
     for remembered in (library_module.compiled_library, library_module._load_kernels):
         remembered.cache_clear()
     library_module._kernel_problems.clear()
+    monkeypatch.setattr(choice_module, "triton_copy", lambda device: None)
     yield monkeypatch
     monkeypatch.undo()
     for remembered in (library_module.compiled_library, library_module._load_kernels):
@@ -481,7 +483,7 @@ def test_why_kernels_are_not_used_is_said_once(
             assert ops.implementation("cuda:1") == "torch"
     assert ops.kernel_problem("cuda:1") == "there is no such device"
     (line,) = caplog.messages
-    assert "on cuda:1: torch, there is no such device" in line
+    assert "cannot be used on cuda:1: there is no such device" in line
 
 
 def test_a_library_without_kernels(device: Emulation, fresh_choice: pytest.MonkeyPatch) -> None:

@@ -243,13 +243,13 @@ def _ops_on_gpus() -> Iterator[Check]:
             continue
         if used == "cuda":
             yield Check(name, State.OK, f"cuda, kernels by {kernels}")
-        elif os.environ.get("KVSHELF_OPS") == "torch":
-            yield Check(name, State.OK, "torch")
+        elif os.environ.get("KVSHELF_OPS") == used or (used == "triton" and torch.version.hip):
+            yield Check(name, State.OK, used)
         else:
             yield Check(
                 name,
                 State.NOTE,
-                f"torch (slower): {problem}",
+                f"{used} (slower): {problem}",
                 "to get the kernels, reinstall kvshelf with a CUDA compiler (nvcc 12 or newer) and "
                 "a driver that supports it",
             )

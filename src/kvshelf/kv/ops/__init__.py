@@ -4,7 +4,8 @@ Owns the torch.library operators ``kvshelf::gather_kv`` and ``kvshelf::scatter_k
 strided caches, ``kvshelf::gather_permuted_kv`` and ``kvshelf::scatter_permuted_kv`` for
 caches whose elements are permuted inside each (block, head), all their checks, and the
 choice of what carries them out: CUDA kernels for strided caches on GPUs and the compiled
-CPU twin for caches in host memory where they are installed, else plain torch.
+CPU twin for caches in host memory where they are installed, else Triton on GPUs, else plain
+torch.
 
 One call copies one or several chunks of equally many tokens, and of each chunk one or
 several shards of equally many heads. Each (chunk, shard) has a *buffer*: uint8 and
@@ -26,8 +27,8 @@ Contracts
 * On a GPU a call is enqueued on torch's current stream, waits for nothing, allocates
   nothing there, and can be captured in a CUDA graph (:func:`prepare` first, outside the
   capture). A slot mapping on the CPU is part of what is enqueued: it may change
-  afterwards, and a captured graph keeps it. Plain torch on a GPU may wait and allocate,
-  and cannot be captured.
+  afterwards, and a captured graph keeps it. Triton and plain torch on a GPU allocate, plain
+  torch may wait as well, and neither can be captured.
 * For caches on a GPU the buffers of a scatter may lie in page-locked host memory where a
   block is contiguous: then the copy engine carries the call out, without a kernel. They
   belong to the call until the stream has passed it.
@@ -35,23 +36,19 @@ Contracts
   of which caches have passed the checks; neither keeps a cache alive. The compiled
   implementations release the GIL while they copy.
 * Importing this package loads no compiler, no CUDA and not the compiled library;
-  :func:`implementation` or the first call loads the latter.
+  :func:`implementation`, :func:`prepare` or the first call loads the latter, and lets Triton
+  compile where it serves.
 
-The environment variable ``KVSHELF_OPS`` (``auto``, ``cpp``, ``cuda``, ``torch``)
+The environment variable ``KVSHELF_OPS`` (``auto``, ``cpp``, ``cuda``, ``triton``, ``torch``)
 overrides the choice; it is read once.
 """
 
 from __future__ import annotations
 
 from kvshelf.kv.ops.checks import blocks_in_one_piece, check_slots
+from kvshelf.kv.ops.choice import Implementation, implementation
 from kvshelf.kv.ops.dispatch import gather_kv, prepare, scatter_kv
-from kvshelf.kv.ops.library import (
-    Implementation,
-    KernelBuild,
-    implementation,
-    kernel_build,
-    kernel_problem,
-)
+from kvshelf.kv.ops.library import KernelBuild, kernel_build, kernel_problem
 from kvshelf.kv.ops.permuted import permuted_tables
 
 __all__ = [

@@ -78,7 +78,7 @@ def known_caches_of(
         If they do not fit.
     """
     key = (tuple(map(id, caches)), tuple(layout_ints))
-    addresses = array("q", [cache.data_ptr() for cache in caches])
+    addresses = array("Q", [cache.data_ptr() for cache in caches])
     known: Caches[Layout] | None = _known_caches.get(key)
     if known is None or known.addresses != addresses:
         known = _check_caches(caches, addresses, key, parse)

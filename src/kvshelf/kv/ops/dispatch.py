@@ -1,4 +1,4 @@
-"""The operators ``kvshelf::gather_kv`` etc.: registration, and the choice of implementation.
+"""The operators ``kvshelf::gather_kv`` etc.: their registration and their calls.
 
 :mod:`kvshelf.kv.ops` states their contracts.
 """
@@ -15,6 +15,7 @@ from torch import Tensor
 from kvshelf.kv.layout import PagedLayout, PermutedLayout
 from kvshelf.kv.ops import library
 from kvshelf.kv.ops.checks import checked, checked_permuted, known_caches_of
+from kvshelf.kv.ops.choice import implementation, triton_copy
 from kvshelf.kv.ops.compiled import run_compiled, run_compiled_permuted
 from kvshelf.kv.ops.permuted import permuted_tables
 from kvshelf.kv.ops.torch_permuted import gather_permuted_torch, scatter_permuted_torch
@@ -141,11 +142,7 @@ def prepare(caches: Sequence[Tensor], layout: PagedLayout) -> None:
     ValueError
         If the caches are not of one kind or the layout reaches beyond them.
     """
-    known = known_caches_of(caches, layout.as_ints(), PagedLayout.from_ints)
-    if known.kernels:
-        library.kernels(known.device.index)
-    else:
-        library.compiled_library()
+    implementation(known_caches_of(caches, layout.as_ints(), PagedLayout.from_ints).device)
 
 
 def _heads_of_a_shard(
@@ -178,7 +175,12 @@ def _copy(
     call = checked(
         caches, slot_mapping, buffers, layout, first_head, num_heads, parse, gather=gather
     )
-    if not run_compiled(call, gather=gather):
+    if run_compiled(call, gather=gather):
+        return
+    by_triton = triton_copy(call.known.device)
+    if by_triton is not None:
+        by_triton(call, gather=gather)
+    else:
         (gather_torch if gather else scatter_torch)(call)
 
 

@@ -1,7 +1,7 @@
 """The compiled library: whether it is used, and whether its kernels support a device.
 
-Owns the choice of implementation, made once per process (``KVSHELF_OPS``), and the functions that
-the library exports. Safe to call from any thread. The first call loads the library, and the first
+Owns the environment variable ``KVSHELF_OPS``, read once, and the functions that the library
+exports. Safe to call from any thread. The first call loads the library, and the first
 call for a device its kernels.
 """
 
@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal, TypeAlias
+from typing import Final
 
 import torch
 
@@ -23,36 +23,15 @@ from kvshelf.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-Implementation: TypeAlias = Literal["cuda", "cpp", "torch"]
-
 #: Version of the functions that the compiled library exports. A library of another version, for
 #: instance of an older installation, is not used.
 _LIBRARY_VERSION: Final = 4
 _LIBRARY_NAME: Final = "libkvshelf_ops.so"
+#: Values of ``KVSHELF_OPS`` with which the library may be missing.
+_OPTIONAL: Final = ("auto", "triton")
 
 #: Device types that the kernels support.
 KERNEL_DEVICES: frozenset[str] = frozenset({"cuda"})
-
-
-def implementation(device: torch.device | str = "cpu") -> Implementation:
-    """Return the implementation that is used for caches on a device.
-
-    Parameters
-    ----------
-    device : torch.device or str
-        ``cpu``, ``cuda``, ``cuda:1``, …
-
-    Raises
-    ------
-    ConfigError
-        If ``KVSHELF_OPS`` has an unknown value, or names an implementation that is missing.
-    """
-    device = torch.device(device)
-    if device.type in KERNEL_DEVICES:
-        return "torch" if kernels(device.index) is None else "cuda"
-    if device.type == "cpu":
-        return "torch" if compiled_library() is None else "cpp"
-    return "torch"
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +68,11 @@ def kernel_build() -> KernelBuild | None:
 
 def kernel_problem(device: torch.device | str = "cuda") -> str | None:
     """Return why the kernels do not support a device, as text; None if they do."""
-    kernels(torch.device(device).index)
-    return _kernel_problems.get(_kernel_device(torch.device(device).index))
+    device = torch.device(device)
+    if device.type not in KERNEL_DEVICES:
+        return f"there are none for devices of type {device.type}"
+    kernels(device.index)
+    return _kernel_problems.get(_kernel_device(device.index))
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,11 +101,18 @@ class Library:
     device: DeviceFunctions | None
 
 
-def _choice() -> str:
-    choice = os.environ.get("KVSHELF_OPS", "auto") or "auto"
-    if choice not in ("auto", "cpp", "cuda", "torch"):
-        raise ConfigError(f"KVSHELF_OPS is {choice!r}; expected auto, cpp, cuda or torch")
-    return choice
+def requested() -> str:
+    """Return the value of ``KVSHELF_OPS``.
+
+    Raises
+    ------
+    ConfigError
+        If it is unknown.
+    """
+    value = os.environ.get("KVSHELF_OPS", "auto") or "auto"
+    if value not in ("auto", "cpp", "cuda", "triton", "torch"):
+        raise ConfigError(f"KVSHELF_OPS is {value!r}; expected auto, cpp, cuda, triton or torch")
+    return value
 
 
 @functools.lru_cache(maxsize=1)
@@ -135,8 +124,8 @@ def compiled_library() -> Library | None:
     ConfigError
         If ``KVSHELF_OPS`` has an unknown value, or names an implementation that is missing.
     """
-    choice = _choice()
-    if choice == "torch":
+    chosen = requested()
+    if chosen == "torch":
         logger.info("gather and scatter on cpu: torch, by KVSHELF_OPS")
         return None
     problem = "it is not installed (no C++ compiler was found when kvshelf was installed)"
@@ -145,7 +134,7 @@ def compiled_library() -> Library | None:
             library = _load_library(path)
         except Exception as error:  # noqa: BLE001  torch replaces a broken library
             problem = f"{path} cannot be used: {error}"
-            if choice == "auto":
+            if chosen in _OPTIONAL:
                 warnings.warn(
                     f"kvshelf's compiled copy functions {problem}; using plain torch, which is "
                     "slower. Reinstall kvshelf to rebuild them, or set KVSHELF_OPS=torch to "
@@ -157,9 +146,9 @@ def compiled_library() -> Library | None:
         else:
             logger.info("gather and scatter on cpu: cpp, %s", path)
             return library
-    if choice != "auto":
+    if chosen not in _OPTIONAL:
         raise ConfigError(
-            f"KVSHELF_OPS={choice} requires kvshelf's compiled library, but {problem}; reinstall "
+            f"KVSHELF_OPS={chosen} requires kvshelf's compiled library, but {problem}; reinstall "
             "kvshelf with a C++ compiler, or unset KVSHELF_OPS"
         )
     logger.info("gather and scatter on cpu: torch, the compiled library is not installed")
@@ -223,9 +212,9 @@ def kernels(index: int | None) -> Library | None:
 @functools.cache
 def _load_kernels(index: int) -> Library | None:
     library = compiled_library()
-    choice = _choice()
+    chosen = requested()
     name = f"cuda:{index}"
-    if library is None:
+    if library is None or chosen == "triton":
         problem = "the compiled library is not used"
     elif library.device is None:
         problem = "the compiled library was built without a CUDA compiler"
@@ -247,10 +236,10 @@ def _load_kernels(index: int) -> Library | None:
             )
             return library
     _kernel_problems[index] = problem
-    if choice == "cuda":
+    if chosen == "cuda":
         raise ConfigError(
             f"KVSHELF_OPS=cuda requires kvshelf's kernels, but they cannot be used on {name}: "
             f"{problem}; reinstall kvshelf with a CUDA compiler, or unset KVSHELF_OPS"
         )
-    logger.info("gather and scatter on %s: torch, %s", name, problem)
+    logger.info("kvshelf's kernels cannot be used on %s: %s", name, problem)
     return None
