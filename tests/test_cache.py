@@ -9,10 +9,11 @@ import sys
 import threading
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -23,9 +24,15 @@ from hypothesis import strategies as st
 from kvshelf.backends import Backend, Properties, open_backend
 from kvshelf.backends.wrappers import ReadOnlyBackend, WrappedBackend
 from parts import PATIENCE, posix, until
+from simulated_device import SimulatedStreams
 
 from kvshelf import ChunkCache, Config, ModelFacts, PromptIdentity, Shelf
-from kvshelf.errors import ConfigError, TransientStorageError, UnsupportedError
+from kvshelf.errors import (
+    ConfigError,
+    DeviceUnavailableError,
+    TransientStorageError,
+    UnsupportedError,
+)
 from kvshelf.format.keys import KeyChain, MultimodalItem
 from kvshelf.format.names import object_name
 from kvshelf.forms import (
@@ -37,6 +44,9 @@ from kvshelf.forms import (
     empty_tuples,
     tuples_of_blob,
 )
+from kvshelf.kv import device_tensors, sources
+from kvshelf.kv.caches import HostKVCache
+from kvshelf.kv.device_tensors import DeviceTensors
 from kvshelf.kv.layout import PagedLayout
 from kvshelf.shelf.disk_tier import DiskTier
 
@@ -159,11 +169,32 @@ def backend(tmp_path: Path) -> FaultyBackend:
     return FaultyBackend(posix(tmp_path / "shelf"))
 
 
+@contextmanager
+def on_device(streams: SimulatedStreams) -> Iterator[None]:
+    """All tensors that are passed to caches lie on a simulated device."""
+
+    def memory(calls: Any) -> HostKVCache | DeviceTensors:
+        return DeviceTensors(calls, streams) if any(calls.values()) else HostKVCache(calls)
+
+    with mock.patch.object(sources, "HostKVCache", memory), closing(streams):
+        yield
+
+
+@pytest.fixture(params=["host", "device"])
+def place(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Where the tensors are that tests pass."""
+    with ExitStack() as stack:
+        if request.param == "device":
+            # What tests do to their tensors they do at once, on the host.
+            stack.enter_context(on_device(SimulatedStreams(engine_at_once=True)))
+        yield request.param
+
+
 Make = Callable[..., ChunkCache]
 
 
 @pytest.fixture
-def make(backend: Backend, no_leaks: None) -> Iterator[Make]:
+def make(backend: Backend, place: str, no_leaks: None) -> Iterator[Make]:
     """Make caches on one shelf; they are closed at the end, and must have leaked nothing."""
     with ExitStack() as stack:
 
@@ -237,7 +268,10 @@ def test_retrieved_is_exactly_what_is_there_and_good(data: st.DataObject) -> Non
     url = f"memory://cache-{next(_numbers)}"
     backend = open_backend(url)
     namespace = facts().namespace(chunk_size=size, shards=shards)
-    with ChunkCache(Shelf(backend), namespace, timeout_s=PATIENCE) as cache:
+    with ExitStack() as stack:
+        if data.draw(st.booleans(), "on a device"):
+            stack.enter_context(on_device(SimulatedStreams(engine_at_once=True)))
+        cache = stack.enter_context(ChunkCache(Shelf(backend), namespace, timeout_s=PATIENCE))
         good: set[bytes] = set()
         for tokens in prompts[: data.draw(st.integers(1, 3), "stored")]:
             first = data.draw(st.integers(0, len(tokens) // size))
@@ -448,6 +482,84 @@ def test_salts_have_folders_of_their_own_on_request(make: Make) -> None:
     put(cache, tokens, identity=PromptIdentity(salt="tenant"))
     put(cache, tokens)
     assert len({name.split("/")[1] for name in objects(cache)}) == 2
+
+
+# ------------------------------------------------------------------------- on a device
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("bound", [False, True], ids=["passed", "bound"])
+@pytest.mark.parametrize("place", ["host"], indirect=True)
+def test_copies_on_a_device_keep_the_order_of_the_callers_current_stream(
+    make: Make, bound: bool, seed: int
+) -> None:
+    tokens = prompt(3 * CHUNK)
+    streams = SimulatedStreams(seed)
+    cache = make()
+    with on_device(streams), streams.use(streams.stream(urgent=False)):
+        held = as_paged(nothing(len(tokens)))
+        paged = held.arguments["kv"]
+        late = as_paged(truth(tokens)).arguments["kv"]
+        arguments: dict[str, Any] = {"kv": paged}
+        if bound:
+            cache.bind(paged.caches, paged.layout)
+            arguments = {"slot_mapping": paged.slot_mapping}
+        paged.slot_mapping.copy_(late.slot_mapping)
+        with streams.hold():
+            for mine, content in zip(paged.caches, late.caches, strict=True):
+                streams.do(mine.copy_, content)
+            stored = cache.submit_store(tokens, **arguments)
+            for mine in paged.caches:
+                streams.do(mine.zero_)
+        assert stored.result().published == 3
+        with streams.hold():
+            for mine in paged.caches:
+                streams.do(mine.fill_, 5)
+            retrieved = cache.submit_retrieve(tokens, **arguments)
+        assert bool(retrieved.result().all())
+        at = (paged.slot_mapping // BLOCK, slice(None), paged.slot_mapping % BLOCK)
+        for mine, content in zip(paged.caches, late.caches, strict=True):
+            assert same(mine[at], content[at])
+
+
+@pytest.mark.parametrize("place", ["host"], indirect=True)
+def test_a_device_that_failed_stores_nothing_and_refuses_loads(make: Make) -> None:
+    tokens = prompt(2 * CHUNK)
+    cache = make()
+    put(cache, tokens[:CHUNK])
+    streams = SimulatedStreams()
+    with on_device(streams):
+        held = as_blob(truth(tokens))
+        streams.fail()
+        report = cache.store(tokens, **held.arguments)
+        assert (report.existed, report.dropped) == (1, 1)
+        with pytest.raises(DeviceUnavailableError, match="illegal memory access"):
+            cache.retrieve(tokens, **held.arguments)
+    assert fetch(cache, tokens) == CHUNK
+
+
+@pytest.mark.parametrize("place", ["device"], indirect=True)
+def test_a_device_without_memory_drops_stores_and_misses(
+    cache: ChunkCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = prompt(2 * CHUNK)
+    put(cache, tokens[:CHUNK])
+    held = as_blob(truth(tokens))
+    full = mock.Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory"))
+    with monkeypatch.context() as patch:
+        patch.setattr(device_tensors.DeviceTensors, "_buffer", full)
+        report = cache.store(tokens, **held.arguments)
+        assert (report.existed, report.dropped) == (1, 1)
+        assert not cache.retrieve(tokens, **held.arguments).any()
+    assert cache.store(tokens, **held.arguments).complete
+
+
+def test_tensors_of_two_devices_are_refused() -> None:
+    calls = [
+        mock.Mock(caches=[mock.Mock(device=torch.device("cuda", index))]) for index in range(2)
+    ]
+    with pytest.raises(UnsupportedError, match="lie on cuda:0 and cuda:1"):
+        sources._memory_of({0: calls})
 
 
 # ------------------------------------------------------------------- what goes wrong

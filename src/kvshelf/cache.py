@@ -10,9 +10,10 @@ Contracts
 * Only whole chunks are stored and retrieved, never the shorter rest of a prompt.
 * A chunk that is missing, invalid or late is a miss. Storage errors raise nothing: they are
   counted, and the result is smaller.
-* ``submit_store`` has copied the KV when it returns. ``submit_retrieve`` may write to the
-  given memory until its handle is done, cancelled, or ``result`` has returned; not after
-  that.
+* ``submit_store`` has copied the KV when it returns, or on a device enqueued the copy on the
+  caller's current stream. ``submit_retrieve`` may write to the given memory until its handle is
+  done, cancelled, or ``result`` has returned; not after that. On a device it writes after the
+  work that the caller's current stream has when it is called.
 * Blocking calls and ``result`` end after their timeout; the cache has a default timeout.
 * All methods may be called from any thread. The cache's threads are daemons and start when
   they are first needed.
@@ -302,11 +303,12 @@ class _RetrieveHandle(_LoadHandle[Tensor]):
         super().__init__(cache, prompt, timeout)
         self._opened = opened
         self._slots = slots
+        self._fence = opened.memory.fence()
 
     def _items(self, chunks: Sequence[Chunk]) -> list[ChunkSlots]:
         memory = self._opened.memory
         return [
-            ChunkSlots(chunk, slots, memory)
+            ChunkSlots(chunk, slots, memory, self._fence)
             for chunk, slots in zip(chunks, self._slots, strict=False)
         ]
 
@@ -832,6 +834,8 @@ class ChunkCache:
         ------
         ValueError
             As for :meth:`store`.
+        DeviceUnavailableError
+            If the destination's device failed.
         """
         return self.submit_retrieve(
             tokens, mask, kv=kv, slot_mapping=slot_mapping, identity=identity

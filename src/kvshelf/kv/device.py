@@ -157,6 +157,11 @@ class _CudaStreams(Streams):
         return int(_cuda.mem_get_info(self._device)[0])
 
 
+def streams_of(device: torch.device) -> Streams:
+    """Return the streams of a device."""
+    return _CudaStreams(device) if device.type == "cuda" else Streams()
+
+
 # --- the caches of a device --------------------------------------------------------
 
 
@@ -238,7 +243,7 @@ class DeviceKVCache(KVCache):
         layouts = [_strided(call) for call in first]
         self._layouts = set(layouts)
         if streams is None:
-            streams = _CudaStreams(device) if device.type == "cuda" else Streams()
+            streams = streams_of(device)
         self._streams = streams
         self._size = max(call.end for call in first)
         self._lock = threading.Lock()

@@ -22,7 +22,7 @@ Contracts
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal, Protocol, TypeAlias
 
@@ -32,7 +32,8 @@ from torch import Tensor
 from kvshelf.errors import ConfigError, UnsupportedError
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.format.tensors import native_block_size
-from kvshelf.kv.caches import HostKVCache, KVMemory, LayerCall, LayerRun, layer_calls
+from kvshelf.kv.caches import HostKVCache, KVCache, LayerCall, LayerRun, layer_calls
+from kvshelf.kv.device_tensors import DeviceTensors
 from kvshelf.kv.layout import PagedLayout
 
 #: Order of a tuple's dimensions: ``HTD`` = [heads, tokens, head size], as in transformers;
@@ -56,7 +57,7 @@ class BoundKV:
 
     Attributes
     ----------
-    memory : KVMemory
+    memory : KVCache
         Gathers and scatters the source's KV.
     tokens : int
         Number of tokens for which it has room.
@@ -64,7 +65,7 @@ class BoundKV:
         Slots of tokens [start, end), whole chunks, as `memory` takes them.
     """
 
-    memory: KVMemory
+    memory: KVCache
     tokens: int
     slots: Callable[[int, int], Tensor]
 
@@ -333,7 +334,7 @@ def host_slot_mapping(slot_mapping: Tensor) -> Tensor:
     return slot_mapping.to("cpu", torch.int64, copy=True).contiguous()
 
 
-def open_paged(fmt: ObjectFormat, runs: Sequence[LayerRun]) -> HostKVCache:
+def open_paged(fmt: ObjectFormat, runs: Sequence[LayerRun]) -> KVCache:
     """Return paged caches as the objects of a namespace see them, dtypes and sizes checked.
 
     Raises
@@ -355,7 +356,7 @@ def open_paged(fmt: ObjectFormat, runs: Sequence[LayerRun]) -> HostKVCache:
                     f" namespace, but {size} in the cache: layout, heads or head size are not"
                     " those of the namespace"
                 )
-    return HostKVCache(calls)
+    return _memory_of(calls)
 
 
 def count_slots(fmt: ObjectFormat, layout: PagedLayout) -> int:
@@ -364,14 +365,14 @@ def count_slots(fmt: ObjectFormat, layout: PagedLayout) -> int:
 
 
 def with_slots(
-    fmt: ObjectFormat, memory: KVMemory, slot_mapping: Tensor, num_slots: int | None = None
+    fmt: ObjectFormat, memory: KVCache, slot_mapping: Tensor, num_slots: int | None = None
 ) -> BoundKV:
     """Join paged caches with the slots of one prompt's tokens.
 
     Parameters
     ----------
     fmt : ObjectFormat
-    memory : KVMemory
+    memory : KVCache
     slot_mapping : Tensor
         As :func:`host_slot_mapping` returns it.
     num_slots : int, optional
@@ -500,10 +501,10 @@ def _one_sequence(tensor: Tensor, dimensions: int, where: str) -> Tensor:
 
 
 def _check_tensor(tensor: Tensor, where: str, dtype: str) -> None:
-    if not tensor.is_cpu:
+    if tensor.device.type not in ("cpu", "cuda"):
         raise UnsupportedError(
-            f"{where} lies on {tensor.device}; this version copies KV in host memory: pass it on "
-            "the CPU"
+            f"{where} lies on {tensor.device}; this version copies KV on CPUs and CUDA devices: "
+            "pass it on one of them"
         )
     expected = TORCH_DTYPES[dtype]
     # vLLM keeps 8-bit floats in caches of uint8.
@@ -548,7 +549,18 @@ def _open_dense(
                     calls[shard],
                     LayerCall([tensor], layout, start, start + size, heads, first_head),
                 )
-    return BoundKV(HostKVCache(calls), tokens, torch.arange)
+    return BoundKV(_memory_of(calls), tokens, torch.arange)
+
+
+def _memory_of(calls: Mapping[int, Sequence[LayerCall]]) -> KVCache:
+    """Return the KV in the tensors of copy calls, which are all on one device."""
+    tensors = [cache for of_shard in calls.values() for call in of_shard for cache in call.caches]
+    devices = sorted({str(tensor.device) for tensor in tensors})
+    if len(devices) > 1:
+        raise UnsupportedError(
+            f"the tensors lie on {' and '.join(devices)}; pass the KV of one call on one device"
+        )
+    return HostKVCache(calls) if devices in ([], ["cpu"]) else DeviceTensors(calls)
 
 
 def _append(calls: list[LayerCall], call: LayerCall) -> None:

@@ -38,11 +38,14 @@ class ChunkSlots:
         each block of the chunk; −1 = skip (loads only).
     memory : KVMemory, optional
         The memory that has these slots; the transfer's own paged cache when absent.
+    fence : object
+        What :meth:`KVCache.fence` of `memory` returned; loads only.
     """
 
     chunk: Chunk
     slots: torch.Tensor
     memory: KVMemory | None = None
+    fence: object = None
 
 
 class TransferContext:

@@ -442,7 +442,8 @@ class Loads(TransferHalf):
         begin = time.perf_counter()
         try:
             memory, payload = self._context.memory(item), self._context.payload(buffer, task.shard)
-            memory.scatter(task.shard, item.slots, payload, load._fence)
+            fence = load._fence if item.memory is None else item.fence
+            memory.scatter(task.shard, item.slots, payload, fence)
             task.arrived = True
         finally:
             with self._lock:
