@@ -80,11 +80,16 @@ def _attributes(facts: Facts) -> str:
 
 
 def _fallback(facts: Facts) -> str:
-    took = {name: facts[f"fallback_{name}"]["seconds of a step"] for name in ("cuda", "torch")}
-    told = ", ".join(f"{name} {seconds * 1e3:.1f} ms" for name, seconds in took.items())
-    if took["torch"] > FALLBACK_SECONDS:
-        return f"plain torch on a GPU stores only if it is told to: {told}"
-    return f"plain torch on a GPU stores, with a warning: {told}"
+    took = {
+        name: facts[f"fallback_{name}"]["seconds of a step"]
+        for name in ("cuda", "triton", "torch")
+        if facts[f"fallback_{name}"] or name != "triton"
+    }
+    return ", ".join(
+        f"{name} {'may store' if seconds <= FALLBACK_SECONDS else 'stores only if it is told to'}"
+        f" ({seconds * 1e3:.1f} ms)"
+        for name, seconds in took.items()
+    )
 
 
 DECISIONS: Final = (
@@ -104,8 +109,8 @@ DECISIONS: Final = (
     ),
     Decision(
         "B8",
-        "Plain torch on a GPU stores by default if the gathers of a step of 8192 tokens, "
-        "31 chunks of 32 MiB in 8 shards, take the step thread at most 20 ms.",
+        "Triton and plain torch on a GPU store by default if the gathers of a step of 8192 "
+        "tokens, 31 chunks of 32 MiB in 8 shards, take the step thread at most 20 ms.",
         _fallback,
     ),
 )

@@ -234,8 +234,13 @@ def run_group(group: Group, ctx: Context) -> dict[str, Any]:
     """Run one group; return its result."""
     began = time.monotonic()
     result: dict[str, Any] = {"state": "ok"}
-    served, problem = served_by(ctx.device)
+    served, problem = "", ""
     try:
+        if group.serves == "triton":
+            ctx.needs_gpu("Triton's kernels need a GPU")
+            if importlib.util.find_spec("triton") is None:
+                raise NotRun("no Triton")
+        served, problem = served_by(ctx.device)
         if served != ctx.serves:
             raise AssertionError(f"served by {served}, not by {ctx.serves}: {problem}")
         torch.manual_seed(0)

@@ -24,21 +24,21 @@ class Group:
         The process is ended if the group takes longer.
     small : bool
         Fewer and smaller cases.
-    optional : bool
-        A machine may lack what it needs.
     serves : str
         What has to carry out all gathers and scatters: the value of ``KVSHELF_OPS``.
     tool : str
         The program under which it runs; a machine may refuse it.
+    optional : bool
+        A machine may lack what it needs.
     """
 
     name: str
     where: str
     seconds: int = 60
     small: bool = False
-    optional: bool = False
     serves: str = "cuda"
     tool: str = ""
+    optional: bool = False
 
 
 def _checks(*names: str, **options: int | bool | str) -> tuple[Group, ...]:
@@ -61,7 +61,15 @@ PARTS: Final[dict[str, tuple[Group, ...]]] = {
         *_checks("made_in_inference_mode", "layouts_learned_from_torch"),
         *_checks("layouts_learned_from_triton", seconds=120, optional=True),
         *_checks("overwritten_blocks", "the_way_to_staging"),
-        Group("fallback", "gpu_checks.fallback", small=True, serves="torch"),
+        Group(
+            "fallback_triton",
+            "gpu_checks.fallback",
+            120,
+            small=True,
+            serves="triton",
+            optional=True,
+        ),
+        Group("fallback_torch", "gpu_checks.fallback", small=True, serves="torch"),
         Group("memcheck", "gpu_checks.under_memcheck", 150, small=True, tool="memcheck"),
     ),
     "figures": (
@@ -76,6 +84,7 @@ PARTS: Final[dict[str, tuple[Group, ...]]] = {
         Group("copies_by_piece", "gpu_design.copies_by_piece", 90),
         Group("direct_loads", "gpu_design.direct_loads", 90),
         Group("fallback_cuda", "gpu_design.step_of_stores", 60),
+        Group("fallback_triton", "gpu_design.step_of_stores", 90, serves="triton", optional=True),
         Group("fallback_torch", "gpu_design.step_of_stores", 60, serves="torch"),
         Group("steps", "gpu_design.steps", 120),
         Group("registered_memory", "gpu_design.registered_memory", 60),

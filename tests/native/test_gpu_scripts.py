@@ -454,6 +454,13 @@ def batches(**gains: float) -> dict[str, Any]:
     return {"copies_by_piece": {"in": measured, "attributes now": now}}
 
 
+def steps(**milliseconds: float) -> dict[str, Any]:
+    facts: dict[str, Any] = {f"fallback_{name}": {} for name in ("cuda", "triton", "torch")}
+    for name, took in milliseconds.items():
+        facts[f"fallback_{name}"] = {"seconds of a step": took / 1e3}
+    return facts
+
+
 @pytest.mark.parametrize(
     ("key", "facts", "expected"),
     [
@@ -468,23 +475,13 @@ def batches(**gains: float) -> dict[str, Any]:
         ("B3", {}, "open"),
         ("B3", batches(_4=2.0, _64=1.0, _1024=1.2), "keep them: stream, default is 1.00 times"),
         ("B3", batches(_4=0.5, _64=1.1, _1024=1.2), "change: stream, default is 1.10 times"),
-        ("B8", {"fallback_cuda": {"seconds of a step": 0.001}}, "open"),
+        ("B8", steps(cuda=1), "open"),
         (
             "B8",
-            {
-                "fallback_cuda": {"seconds of a step": 0.001},
-                "fallback_torch": {"seconds of a step": 0.15},
-            },
-            "plain torch on a GPU stores only if it is told to: cuda 1.0 ms, torch 150.0 ms",
+            steps(cuda=1, triton=20, torch=150),
+            "cuda may store (1.0 ms), triton may store (20.0 ms), torch stores only if it is told",
         ),
-        (
-            "B8",
-            {
-                "fallback_cuda": {"seconds of a step": 0.001},
-                "fallback_torch": {"seconds of a step": 0.02},
-            },
-            "plain torch on a GPU stores, with a warning",
-        ),
+        ("B8", steps(cuda=1, torch=9), "cuda may store (1.0 ms), torch may store (9.0 ms)"),
     ],
 )
 def test_what_figures_decide(key: str, facts: dict[str, Any], expected: str) -> None:
