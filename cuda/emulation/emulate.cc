@@ -3,13 +3,26 @@
 // library. Its memory can be watched: each load and each store must be aligned and inside a
 // declared region, and is counted for each byte; others are counted as violations and not executed.
 //
-// Not thread-safe: the tests use it on one thread at a time.
+// Device 0 does at once what is enqueued. Other devices are simulated by a function of the tests
+// (emulation_simulate), which owns their streams and events, and decides when work is done.
+//
+// What is watched is not thread-safe: the tests use it on one thread at a time.
 
+#include <tvm/ffi/container/array.h>
+#include <tvm/ffi/error.h>
 #include <tvm/ffi/function.h>
+#include <tvm/ffi/string.h>
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <functional>
+#include <mutex>
+#include <set>
+#include <string>
+#include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "kvshelf/binding.h"
@@ -35,6 +48,8 @@ int64_t launches = 0;
 int64_t blocks = 0;
 int64_t copies = 0;
 int64_t last_width = 0;
+std::atomic<int64_t> exposed{0};  // waits and questions outside of BesideCaptures
+thread_local int beside_captures = 0;
 
 bool note(const void* address, size_t bytes, bool store) {
   if (!watching) return true;
@@ -86,36 +101,107 @@ void run_blocks(const LaunchArguments& arguments, const Grid& grid, const Grid& 
   }
 }
 
-template <bool kGather>
-bool run_launch(int64_t width, const LaunchArguments& arguments, const Grid& grid,
-                const Grid& threads) {
-  // What a device would refuse.
+// What a device would refuse.
+bool refused(const Grid& grid, const Grid& threads) {
   const int64_t block_threads = static_cast<int64_t>(threads.x) * threads.y * threads.z;
-  if (grid.x < 1 || grid.y < 1 || grid.z < 1 || grid.y > 65535 || grid.z > 65535 ||
-      block_threads < 1 || block_threads > kBlockThreads) {
-    return false;
-  }
+  return grid.x < 1 || grid.y < 1 || grid.z < 1 || grid.y > 65535 || grid.z > 65535 ||
+         block_threads < 1 || block_threads > kBlockThreads;
+}
+
+template <bool kGather>
+void run_launch(int64_t width, const LaunchArguments& arguments, const Grid& grid,
+                const Grid& threads) {
   ++launches;
   blocks += static_cast<int64_t>(grid.x) * grid.y * grid.z;
   switch (width) {
     case 16:
       run_blocks<Vector16, kGather>(arguments, grid, threads);
-      return true;
+      return;
     case 8:
       run_blocks<Vector8, kGather>(arguments, grid, threads);
-      return true;
+      return;
     case 4:
       run_blocks<Vector4, kGather>(arguments, grid, threads);
-      return true;
+      return;
     case 2:
       run_blocks<Vector2, kGather>(arguments, grid, threads);
-      return true;
-    case 1:
-      run_blocks<Vector1, kGather>(arguments, grid, threads);
-      return true;
+      return;
     default:
-      return false;
+      run_blocks<Vector1, kGather>(arguments, grid, threads);
+      return;
   }
+}
+
+// --- devices that tests simulate -------------------------------------------------------
+
+// (device, what, a, b, bytes) -> int. Never destroyed: Python may be gone by then.
+tvm::ffi::Function& simulator = *new tvm::ffi::Function;
+std::mutex mutex;
+std::unordered_map<int64_t, std::function<void()>> works;  // enqueued, by token
+int64_t next_token = 1;
+
+void simulate(tvm::ffi::Function function) { simulator = std::move(function); }
+
+// Does one piece of work; called by the simulated device.
+void run_work(int64_t token) {
+  std::function<void()> work;
+  {
+    const std::lock_guard<std::mutex> lock(mutex);
+    const auto found = works.find(token);
+    if (found == works.end()) return;
+    work = std::move(found->second);
+    works.erase(found);
+  }
+  work();
+}
+
+const char* ask(int device, const char* what, const void* a, const void* b, int64_t bytes,
+                int64_t* answer) {
+  static std::set<std::string> texts;
+  try {
+    *answer = simulator(int64_t{device}, tvm::ffi::String(what), reinterpret_cast<int64_t>(a),
+                        reinterpret_cast<int64_t>(b), bytes)
+                  .cast<int64_t>();
+    return nullptr;
+  } catch (const tvm::ffi::Error& error) {
+    std::string text = error.message();
+    const std::string prefix = "CUDA error: ";
+    if (text.rfind(prefix, 0) == 0) text.erase(0, prefix.size());
+    const std::lock_guard<std::mutex> lock(mutex);
+    return texts.insert(text).first->c_str();
+  }
+}
+
+const char* tell(int device, const char* what, const void* a, const void* b) {
+  int64_t answer = 0;
+  return device == 0 ? nullptr : ask(device, what, a, b, 0, &answer);
+}
+
+const char* make(int device, const char* what, int64_t kind, void** made) {
+  int64_t handle = 1;
+  if (device != 0) {
+    if (const char* error = ask(device, what, reinterpret_cast<void*>(kind), nullptr, 0, &handle)) {
+      return error;
+    }
+  }
+  *made = at<void>(handle);
+  return nullptr;
+}
+
+// bytes: of a copy between host and device; 0 for kernels.
+const char* enqueue(int device, void* stream, int64_t bytes, std::function<void()> work) {
+  if (device == 0) {
+    work();
+    return nullptr;
+  }
+  int64_t token = 0;
+  {
+    const std::lock_guard<std::mutex> lock(mutex);
+    token = next_token++;
+    works[token] = std::move(work);
+  }
+  int64_t answer = 0;
+  return ask(device, "work", stream, at<void>(token), bytes, &answer);
 }
 
 // From here to the next call of watch: counts[0 … bytes) of loads and stores of each region.
@@ -131,10 +217,11 @@ void unwatch() {
   violations = launches = blocks = copies = last_width = 0;
 }
 
-// 0 violations, 1 launches, 2 blocks, 3 copies, 4 width of the last launch.
+// 0 violations, 1 launches, 2 blocks, 3 copies, 4 width of the last launch, 5 calls that would make
+// the capture of a graph on another thread fail.
 int64_t seen(int64_t which) {
-  const int64_t values[] = {violations, launches, blocks, copies, last_width};
-  return which >= 0 && which < 5 ? values[which] : -1;
+  const int64_t values[] = {violations, launches, blocks, copies, last_width, exposed};
+  return which >= 0 && which < 6 ? values[which] : -1;
 }
 
 int64_t divide(int64_t n, int64_t divisor) {
@@ -153,25 +240,90 @@ const char* device_processors(int, int64_t* processors) {
   return nullptr;
 }
 
-const char* device_launch(bool gather, LaunchPlan& plan, const int64_t* caches, int, void*) {
+const char* device_launch(bool gather, LaunchPlan& plan, const int64_t* caches, int device,
+                          void* stream) {
   last_width = plan.width;
+  const char* error = nullptr;
+  const int64_t width = plan.width;
   const bool done = for_each_launch(
       plan, caches, [&](const LaunchArguments& arguments, const Grid& grid, const Grid& threads) {
-        return gather ? run_launch<true>(plan.width, arguments, grid, threads)
-                      : run_launch<false>(plan.width, arguments, grid, threads);
+        if (refused(grid, threads)) return false;
+        error = enqueue(device, stream, 0, [=] {
+          gather ? run_launch<true>(width, arguments, grid, threads)
+                 : run_launch<false>(width, arguments, grid, threads);
+        });
+        return error == nullptr;
       });
-  return done ? nullptr : "invalid configuration argument";
+  return done || error != nullptr ? error : "invalid configuration argument";
 }
 
 const char* device_copies(void* const* to, const void* const* from, const size_t* bytes,
-                          size_t count, int, void*) {
-  for (size_t i = 0; i < count; ++i) {
-    const bool good = note(from[i], bytes[i], false) && note(to[i], bytes[i], true);
-    if (good) std::memcpy(to[i], from[i], bytes[i]);
-    ++copies;
-  }
-  return nullptr;
+                          size_t count, int device, void* stream) {
+  const std::vector<void*> all_to(to, to + count);
+  const std::vector<const void*> all_from(from, from + count);
+  const std::vector<size_t> sizes(bytes, bytes + count);
+  int64_t total = 0;
+  for (const size_t size : sizes) total += static_cast<int64_t>(size);
+  return enqueue(device, stream, total, [=] {
+    for (size_t i = 0; i < all_to.size(); ++i) {
+      const bool good = note(all_from[i], sizes[i], false) && note(all_to[i], sizes[i], true);
+      if (good) std::memcpy(all_to[i], all_from[i], sizes[i]);
+      ++copies;
+    }
+  });
 }
+
+const char* device_new_stream(int device, bool urgent, void** stream) {
+  return make(device, "stream", urgent ? 1 : 0, stream);
+}
+
+const char* device_new_event(int device, void** event) { return make(device, "event", 0, event); }
+
+void device_free_stream(int device, void* stream) {
+  static_cast<void>(tell(device, "free", stream, nullptr));
+}
+
+void device_free_event(int device, void* event) {
+  static_cast<void>(tell(device, "free", event, nullptr));
+}
+
+const char* device_record(int device, void* event, void* stream) {
+  return tell(device, "record", event, stream);
+}
+
+const char* device_wait(int device, void* stream, void* event) {
+  return tell(device, "wait", stream, event);
+}
+
+const char* device_synchronize(int device, void* event) {
+  if (beside_captures == 0) ++exposed;
+  return tell(device, "synchronize", event, nullptr);
+}
+
+const char* device_finish(int device, void* stream) {
+  if (beside_captures == 0) ++exposed;
+  return tell(device, "finish", stream, nullptr);
+}
+
+const char* device_reached(int device, void* event, bool* reached) {
+  if (beside_captures == 0) ++exposed;
+  int64_t answer = 1;
+  const char* const error =
+      device == 0 ? nullptr : ask(device, "query", event, nullptr, 0, &answer);
+  *reached = answer != 0;
+  return error;
+}
+
+const char* device_seconds(int device, void* first, void* second, double* seconds) {
+  int64_t nanoseconds = 1000;
+  const char* const error =
+      device == 0 ? nullptr : ask(device, "nanoseconds", first, second, 0, &nanoseconds);
+  *seconds = static_cast<double>(nanoseconds) * 1e-9;
+  return error;
+}
+
+BesideCaptures::BesideCaptures(int device) : device_(device), mode_(beside_captures++) {}
+BesideCaptures::~BesideCaptures() { beside_captures = mode_; }
 
 const char* device_kernel(bool, int64_t, int, KernelAttributes* attributes) {
   *attributes = {};
@@ -186,3 +338,5 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(emulation_watch, kvshelf::watch);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(emulation_unwatch, kvshelf::unwatch);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(emulation_seen, kvshelf::seen);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(emulation_divide, kvshelf::divide);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(emulation_simulate, kvshelf::simulate);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(emulation_run, kvshelf::run_work);

@@ -4,11 +4,13 @@
 
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
 
 #include "kvshelf/device.h"
+#include "kvshelf/device_guard.h"
 #include "kvshelf/launch.h"
 
 namespace kvshelf {
@@ -57,33 +59,6 @@ const void* kernel_of(bool gather, int64_t width) {
   return gather ? kernel_of<true>(width) : kernel_of<false>(width);
 }
 
-// Null, or the error's text. Also clears the runtime's last error.
-const char* text_of(cudaError_t error) {
-  if (error == cudaSuccess) return nullptr;
-  static_cast<void>(cudaGetLastError());
-  return cudaGetErrorString(error);
-}
-
-// Makes a device current; the destructor restores the previous one.
-class DeviceGuard {
- public:
-  explicit DeviceGuard(int device) : device_(device) {
-    error_ = cudaGetDevice(&before_);
-    if (error_ == cudaSuccess && before_ != device_) error_ = cudaSetDevice(device_);
-  }
-  ~DeviceGuard() {
-    if (error_ == cudaSuccess && before_ != device_) static_cast<void>(cudaSetDevice(before_));
-  }
-  DeviceGuard(const DeviceGuard&) = delete;
-  DeviceGuard& operator=(const DeviceGuard&) = delete;
-  cudaError_t error() const { return error_; }
-
- private:
-  int device_;
-  int before_ = 0;
-  cudaError_t error_;
-};
-
 cudaError_t copy_one_by_one(void* const* to, const void* const* from, const size_t* bytes,
                             size_t count, cudaStream_t stream) {
   for (size_t i = 0; i < count; ++i) {
@@ -94,11 +69,16 @@ cudaError_t copy_one_by_one(void* const* to, const void* const* from, const size
 }
 
 #if CUDART_VERSION >= 12080
+constexpr size_t kSmallCopy = 128 * 1024;
+
 cudaError_t copy_as_batch(void* const* to, const void* const* from, const size_t* bytes,
                           size_t count, cudaStream_t stream) {
   cudaMemcpyAttributes attributes{};
-  attributes.srcAccessOrder = cudaMemcpySrcAccessOrderStream;
-  attributes.flags = cudaMemcpyFlagPreferOverlapWithCompute;
+  // The sources do not change until the stream has passed the copies.
+  attributes.srcAccessOrder = cudaMemcpySrcAccessOrderAny;
+  // Small copies must not be done by the processors, which the model uses; large ones never are.
+  const bool small = *std::max_element(bytes, bytes + count) <= kSmallCopy;
+  attributes.flags = small ? cudaMemcpyFlagPreferOverlapWithCompute : cudaMemcpyFlagDefault;
   size_t first = 0;
 #if CUDART_VERSION >= 13000
   return cudaMemcpyBatchAsync(to, from, bytes, count, &attributes, &first, 1, stream);
@@ -137,7 +117,7 @@ const char* device_processors(int device, int64_t* processors) {
 const char* device_launch(bool gather, LaunchPlan& plan, const int64_t* caches, int device,
                           void* stream) {
   const DeviceGuard guard(device);
-  if (guard.error() != cudaSuccess) return text_of(guard.error());
+  if (const char* error = guard.error()) return error;
   const void* const kernel = kernel_of(gather, plan.width);
   cudaError_t error = cudaSuccess;
   for_each_launch(plan, caches,
@@ -155,13 +135,13 @@ const char* device_copies(void* const* to, const void* const* from, const size_t
                           size_t count, int device, void* stream_address) {
   if (count == 0) return nullptr;
   const DeviceGuard guard(device);
-  if (guard.error() != cudaSuccess) return text_of(guard.error());
+  if (const char* error = guard.error()) return error;
   const cudaStream_t stream = static_cast<cudaStream_t>(stream_address);
 #if CUDART_VERSION >= 12080
   // Batches are refused by older drivers, by the legacy default stream and inside captures.
   cudaStreamCaptureStatus capturing = cudaStreamCaptureStatusNone;
   const bool legacy = stream == nullptr || stream == cudaStreamLegacy;
-  if (!legacy && cudaStreamIsCapturing(stream, &capturing) == cudaSuccess &&
+  if (count > 1 && !legacy && cudaStreamIsCapturing(stream, &capturing) == cudaSuccess &&
       capturing == cudaStreamCaptureStatusNone) {
     const cudaError_t error = copy_as_batch(to, from, bytes, count, stream);
     if (error == cudaSuccess) return nullptr;
@@ -176,7 +156,7 @@ const char* device_copies(void* const* to, const void* const* from, const size_t
 
 const char* device_kernel(bool gather, int64_t width, int device, KernelAttributes* attributes) {
   const DeviceGuard guard(device);
-  if (guard.error() != cudaSuccess) return text_of(guard.error());
+  if (const char* error = guard.error()) return error;
   cudaFuncAttributes found{};
   const cudaError_t error = cudaFuncGetAttributes(&found, kernel_of(gather, width));
   if (error != cudaSuccess) return text_of(error);

@@ -1,16 +1,23 @@
-"""The kernels without a GPU: builds and uses cuda/emulation, a device made of loops."""
+"""The kernels without a GPU: builds and uses cuda/emulation, a device made of loops.
+
+Device 0 does everything at once. Streams of tests that are used as devices of the library (see
+:class:`NativeDevice`) get numbers from 1 on: the library asks them, in Python, for whatever it
+would ask a driver.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import hashlib
+import itertools
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 from unittest import mock
 
 import numpy as np
@@ -26,6 +33,9 @@ ROOT = Path(__file__).resolve().parents[2]
 SOURCES = [
     "src/binding.cc",
     "src/binding_device.cc",
+    "src/binding_copier.cc",
+    "src/copier.cc",
+    "src/lane.cc",
     "src/copy_cpu.cc",
     "src/permuted_cpu.cc",
     "emulation/emulate.cc",
@@ -81,6 +91,20 @@ class Counts:
     stores: NDArray[np.uint8]
 
 
+class NativeDevice(Protocol):
+    """Streams of a test that the library can use, see :class:`kvshelf.kv.streams.Streams`."""
+
+    def stream(self, *, urgent: bool) -> Any: ...
+
+    def event(self) -> Any: ...
+
+    def nanoseconds(self, first: Any, second: Any) -> int:
+        """The time between two events of one stream."""
+
+    def work(self, stream: Any, run: Callable[[], None], nbytes: int) -> None:
+        """Enqueue work: a copy between device and host, or, with 0 bytes, a kernel."""
+
+
 class Emulation:
     """The emulated library, and what its device saw."""
 
@@ -94,6 +118,13 @@ class Emulation:
         self._seen = module.get_function("emulation_seen")
         self.divide = module.get_function("emulation_divide")
         self._counts: list[Counts] = []  # the library writes into them
+        self.run = module.get_function("emulation_run")
+        self._devices: list[NativeDevice] = []
+        #: Streams and events, by the addresses that the library knows.
+        self._objects: dict[int, Any] = {}
+        self._addresses: dict[int, int] = {}
+        self._next = itertools.count(1)
+        module.get_function("emulation_simulate")(self._ask)
 
     def unwatch(self) -> None:
         self._unwatch()
@@ -109,6 +140,45 @@ class Emulation:
         self._counts.append(counts)
         self._watch(start, size, counts.loads.ctypes.data, counts.stores.ctypes.data)
         return counts
+
+    def index_of(self, device: NativeDevice) -> int:
+        """The number of a simulated device, from 1 on."""
+        if device not in self._devices:
+            self._devices.append(device)
+        return 1 + self._devices.index(device)
+
+    def address_of(self, stream_or_event: object) -> int:
+        address = self._addresses.get(id(stream_or_event))
+        if address is None:
+            address = self._addresses[id(stream_or_event)] = next(self._next)
+            self._objects[address] = stream_or_event
+        return address
+
+    def _ask(self, device: int, what: str, a: int, b: int, nbytes: int) -> int:
+        """What cuda/emulation/emulate.cc asks instead of a driver."""
+        of, at = self._devices[device - 1], self._objects
+        if what == "stream":
+            return self.address_of(of.stream(urgent=bool(a)))
+        if what == "event":
+            return self.address_of(of.event())
+        if what == "free":
+            self._addresses.pop(id(at.pop(a)), None)
+        elif what == "record":
+            at[a].record(at[b])
+        elif what == "wait":
+            at[a].wait_event(at[b])
+        elif what == "synchronize":
+            at[a].synchronize()
+        elif what == "finish":
+            at[a].finish()
+        elif what == "query":
+            return int(at[a].query())
+        elif what == "nanoseconds":
+            return of.nanoseconds(at[a], at[b])
+        else:
+            assert what == "work"
+            of.work(at[a], functools.partial(self.run, b), nbytes)
+        return 0
 
     @property
     def violations(self) -> int:
@@ -130,6 +200,11 @@ class Emulation:
     @property
     def width(self) -> int:
         return int(self._seen(4))
+
+    @property
+    def exposed(self) -> int:
+        """Waits and questions that would make the capture of a graph on another thread fail."""
+        return int(self._seen(5))
 
     @contextlib.contextmanager
     def in_use(self, *, steps: int = 0, buffers_on_host: bool = False) -> Iterator[None]:

@@ -8,10 +8,19 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from emulation import emulation
+
 
 @dataclass(eq=False)
 class FakeStream:
     name: str
+    log: list[tuple[object, ...]]
+
+    def wait_event(self, event: FakeEvent) -> None:
+        self.log.append(("wait", self, event))
+
+    def finish(self) -> None:
+        self.log.append(("finish", self))
 
 
 @dataclass(eq=False)
@@ -31,28 +40,24 @@ class FakeEvent:
         assert not self.recorded or self.held.wait(30)
 
 
-@dataclass
+@dataclass(eq=False)
 class FakeStreams:
     """Streams that do at once what is enqueued on them, and events that end when told."""
 
     log: list[tuple[object, ...]] = field(default_factory=list)
     ended: threading.Event = field(default_factory=threading.Event)
-    engine: FakeStream = field(default_factory=lambda: FakeStream("engine"))
     made: list[FakeStream] = field(default_factory=list)
     free: int = 1 << 40
+    #: What fails when it is enqueued: ``copies`` between host and device, ``kernels``.
+    broken: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self._local = threading.local()
+        self.engine = FakeStream("engine", self.log)
         self.ended.set()
 
     def stream(self, *, urgent: bool) -> FakeStream:
-        stream = FakeStream("urgent" if urgent else "beside")
-        log = self.log
-
-        def wait_event(event: FakeEvent) -> None:
-            log.append(("wait", stream, event))
-
-        stream.wait_event = wait_event  # type: ignore[attr-defined]
+        stream = FakeStream("urgent" if urgent else "beside", self.log)
         self.made.append(stream)
         return stream
 
@@ -75,10 +80,29 @@ class FakeStreams:
         return contextlib.nullcontext()
 
     def enqueue(self, work: Callable[..., object], *arguments: Any) -> None:
+        is_copy = getattr(work, "__name__", "") == "copy_"
+        self._check("copies" if is_copy else "kernels")
         work(*arguments)
 
-    def annotate(self, name: str) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
+    def _check(self, what: str) -> None:
+        if what in self.broken:
+            raise RuntimeError("CUDA error: launch failure\nCompile with TORCH_USE_CUDA_DSA")
 
     def free_bytes(self) -> int:
         return self.free
+
+    # For the compiled library
+
+    @property
+    def index(self) -> int:
+        return emulation().index_of(self)
+
+    def handle(self) -> int:
+        return emulation().address_of(self.current())
+
+    def nanoseconds(self, first: FakeEvent, second: FakeEvent) -> int:
+        return 1000
+
+    def work(self, stream: FakeStream, run: Callable[[], None], nbytes: int) -> None:
+        self._check("copies" if nbytes else "kernels")
+        run()

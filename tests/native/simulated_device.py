@@ -12,12 +12,14 @@ What the device's own work finds wrong (an engine's check of the KV it is about 
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from emulation import emulation
 from torch import Tensor, int64
 
 PATIENCE = 60.0
@@ -30,6 +32,19 @@ class SimulatedStream:
         self.streams = streams
         self.name = name
         self.entries: deque[tuple[str, Any]] = deque()
+        #: Bytes of copies to or from the host that are enqueued and not done, and the most of them
+        #: and of one of them so far; and the time that all that were done have taken.
+        self.queued = self.most_queued = self.largest = self.nanoseconds = 0
+
+    def finish(self) -> None:
+        """Wait for all that is enqueued here."""
+        streams = self.streams
+        with streams.changed:
+            streams.check("finish")
+            done = streams.changed.wait_for(
+                lambda: bool(streams.error) or not (self.entries or streams._executing), PATIENCE
+            )
+            assert done, "the stream never came to an end"
 
     def wait_event(self, event: SimulatedEvent) -> None:
         self.streams.check("wait")
@@ -43,6 +58,7 @@ class SimulatedEvent:
         self.streams = streams
         self.recorded = 0
         self.reached = 0
+        self.nanoseconds = 0
 
     def record(self, stream: SimulatedStream) -> None:
         with self.streams.changed:
@@ -77,6 +93,8 @@ class SimulatedStreams:
     engine_at_once : bool
         What is enqueued on the engine's stream is done at once: for a real engine, whose own work
         is done on the host.
+    rate : float
+        Bytes per second of the copies to and from the host.
 
     Attributes
     ----------
@@ -85,7 +103,8 @@ class SimulatedStreams:
         ``record``, ``query``, ``synchronize``, ``wait``, ``enqueue``.
     """
 
-    def __init__(self, seed: int = 0, *, engine_at_once: bool = False) -> None:
+    def __init__(self, seed: int = 0, *, engine_at_once: bool = False, rate: float = 10e9) -> None:
+        self.rate = rate
         self.faults: set[str] = set()
         self._engine_at_once = engine_at_once
         self.changed = threading.Condition(threading.RLock())
@@ -93,7 +112,7 @@ class SimulatedStreams:
         self.problems: list[BaseException] = []
         self.ran: list[str] = []
         self._chance = random.Random(seed)
-        self._streams: list[SimulatedStream] = []
+        self.streams: list[SimulatedStream] = []
         self._speeds: list[float] = []
         self._held = 0
         self._closed = False
@@ -127,15 +146,43 @@ class SimulatedStreams:
     def here(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
-    def annotate(self, name: str) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
     def free_bytes(self) -> int:
         return 1 << 40
 
     def enqueue(self, work: Callable[..., object], *arguments: Any) -> None:
+        if getattr(work, "__name__", "") == "copy_":
+            # Between device and host: all others are the kernels' of kvshelf.kv.ops.
+            self.work(self.current(), functools.partial(work, *arguments), arguments[0].numel())
+            return
         self.check("enqueue")
         self.do(work, *arguments)
+
+    # What the compiled library uses besides
+
+    @property
+    def index(self) -> int:
+        return emulation().index_of(self)
+
+    def handle(self) -> int:
+        return emulation().address_of(self.current())
+
+    def nanoseconds(self, first: SimulatedEvent, second: SimulatedEvent) -> int:
+        return second.nanoseconds - first.nanoseconds
+
+    def work(self, stream: SimulatedStream, run: Callable[[], object], nbytes: int) -> None:
+        self.check("enqueue")
+
+        def done() -> None:
+            run()
+            with self.changed:
+                stream.queued -= nbytes
+                stream.nanoseconds += int(nbytes * 1e9 / self.rate)
+
+        with self.changed:
+            stream.queued += nbytes
+            stream.most_queued = max(stream.most_queued, stream.queued)
+            stream.largest = max(stream.largest, nbytes)
+        self.put(stream, ("work", (done, [])))
 
     # What tests use
 
@@ -166,7 +213,7 @@ class SimulatedStreams:
         """Do nothing any more, and raise at every question."""
         with self.changed:
             self.error = error
-            for stream in self._streams:
+            for stream in self.streams:
                 stream.entries.clear()
             self.changed.notify_all()
             self.changed.wait_for(lambda: not self._executing, PATIENCE)
@@ -193,7 +240,7 @@ class SimulatedStreams:
     def _new(self, name: str) -> SimulatedStream:
         stream = SimulatedStream(self, name)
         with self.changed:
-            self._streams.append(stream)
+            self.streams.append(stream)
             self._speeds.append(self._chance.choice([0.05, 0.3, 1.0]))
         return stream
 
@@ -209,6 +256,7 @@ class SimulatedStreams:
             kind, what = entry
             if stream is self.engine and self._engine_at_once and kind == "record":
                 what[0].reached = what[1]
+                what[0].nanoseconds = stream.nanoseconds
             elif stream is self.engine and self._engine_at_once:
                 assert kind == "work", "the engine's stream waits for nothing"
                 what[0](*what[1])
@@ -217,13 +265,13 @@ class SimulatedStreams:
             self.changed.notify_all()
 
     def _idle(self) -> bool:
-        return not self._executing and not any(stream.entries for stream in self._streams)
+        return not self._executing and not any(stream.entries for stream in self.streams)
 
     def _ready(self) -> list[int]:
         if self._held:
             return []
         ready = []
-        for number, stream in enumerate(self._streams):
+        for number, stream in enumerate(self.streams):
             if stream.entries:
                 kind, what = stream.entries[0]
                 if kind != "wait" or what[0].reached >= what[1]:
@@ -239,11 +287,12 @@ class SimulatedStreams:
                 ready = self._ready()
                 speeds = [self._speeds[number] for number in ready]
                 (number,) = self._chance.choices(ready, speeds)
-                kind, what = self._streams[number].entries.popleft()
+                kind, what = self.streams[number].entries.popleft()
                 lazy = self._chance.random() < 0.05
                 if kind == "record":
                     event, generation = what
                     event.reached = max(event.reached, generation)
+                    event.nanoseconds = self.streams[number].nanoseconds
                 self._executing = kind == "work"
                 self.changed.notify_all()
             if lazy:
@@ -255,7 +304,7 @@ class SimulatedStreams:
         try:
             if not self.error:
                 work(*arguments)
-                self.ran.append(self._streams[number].name)
+                self.ran.append(self.streams[number].name)
         except BaseException as problem:  # noqa: BLE001 - for the test
             self.problems.append(problem)
         finally:

@@ -31,7 +31,7 @@ from kvshelf.errors import (
     ReadOnlyStorageError,
     TransientStorageError,
 )
-from kvshelf.kv.caches import DONE, LayerRun, PendingCopy, layer_calls
+from kvshelf.kv.caches import DONE, HostKVCache, KVMemory, LayerRun, PendingCopy, layer_calls
 from kvshelf.shelf import threads as threads_module
 from kvshelf.transfer import stores
 from kvshelf.transfer.context import ChunkSlots
@@ -468,7 +468,7 @@ def test_a_load_ends_when_a_scatter_fails_of_an_object_that_was_given_up(rig: Ri
     chunks = make_chunks(rig.fmt, 1)
     rig.put(chunks)
 
-    class Late:
+    class Late(KVMemory):
         def gather(self, slots: torch.Tensor, payloads: Sequence[torch.Tensor]) -> PendingCopy:
             raise AssertionError
 
@@ -810,7 +810,7 @@ def test_a_store_that_closing_overtakes_is_dropped_with_its_memory(
     inside, gate, hold = threading.Event(), threading.Event(), threading.Event()
     backend.add(Fault("write", wait=hold))
 
-    class Slow:
+    class Slow(KVMemory):
         def gather(self, slots: torch.Tensor, payloads: Sequence[torch.Tensor]) -> PendingCopy:
             inside.set()
             assert gate.wait(PATIENCE)
@@ -884,12 +884,14 @@ LENGTH = 3
             st.tuples(st.just("drain")),
         ),
         max_size=25,
-    )
+    ),
+    st.booleans(),
 )
 def test_whatever_happens_a_load_delivers_the_right_bytes_or_says_from_where_not(
-    steps: list[tuple[object, ...]],
+    steps: list[tuple[object, ...]], whole_chunks: bool
 ) -> None:
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HostKVCache, "whole_chunks", whole_chunks)
         backend = FaultyBackend(posix(Path(folder) / "shelf"))
         with closing(Rig(backend, blocks=400)) as rig:
             _live(rig, backend, steps)

@@ -16,7 +16,7 @@ from kvshelf.backends.wrappers import WrappedBackend
 from parts import PATIENCE, SOON, Rig, make_chunks, posix, until
 
 from kvshelf.format.keys import Chunk
-from kvshelf.kv.caches import PendingCopy
+from kvshelf.kv.caches import HostKVCache, KVMemory, PendingCopy
 from kvshelf.transfer.context import ChunkSlots
 from kvshelf.transfer.loads import Failure, Load
 from kvshelf.transfer.staging import StagingBuffer
@@ -283,10 +283,114 @@ def _ended(rig: Rig) -> Load:
     return loads[0]
 
 
+# ------------------------------------------------------------------------- whole chunks
+
+
+class Together(HostKVCache):
+    """A cache that prefers whole chunks, and notes what it gets."""
+
+    whole_chunks = True
+    got: list[list[int]]
+
+    def scatter_chunk(
+        self,
+        shards: Sequence[int],
+        slots: torch.Tensor,
+        payloads: Sequence[torch.Tensor],
+        fence: object = None,
+    ) -> None:
+        self.got.append(list(shards))
+        super().scatter_chunk(shards, slots, payloads, fence)
+
+
+def _together(rig: Rig) -> Together:
+    cache = rig.transfer._context.cache
+    assert cache is not None
+    cache.__class__ = Together
+    assert isinstance(cache, Together)
+    cache.got = []
+    return cache
+
+
+def test_the_last_thread_of_a_chunk_scatters_all_of_its_objects(rig: Rig, gate: Gate) -> None:
+    cache, chunks = _together(rig), make_chunks(rig.fmt, 1)
+    rig.put(chunks)
+    gate.shut()
+    (item,) = rig.items(chunks, 20)
+    rig.transfer.load("r", [item])
+    until(lambda: len(gate.opened) == 2)
+    gate.let(1)
+    until(lambda: bool(rig.transfer._loads._active["r"]._left))
+    assert rig.untouched(item)
+    assert cache.got == []
+    gate.let(1)
+    load = rig.finished()
+    assert load.failed_at is None
+    assert cache.got == [[0, 1]]
+    assert rig.holds(item)
+    until(lambda: rig.staging.in_use == 0)
+
+
+def test_an_object_that_only_one_thread_reads_is_scattered_at_once(rig: Rig, gate: Gate) -> None:
+    cache, chunks = _together(rig), make_chunks(rig.fmt, 1)
+    rig.put(chunks)
+    gate.shut()
+    (item,) = rig.items(chunks, 20)
+    rig.transfer.load("r", [item])
+    until(lambda: len(gate.opened) == 2)
+    # The other thread reads for itself: it waits for nobody.
+    for task in rig.transfer._loads._tasks.values():
+        task.reading = False
+    gate.let(2)
+    assert rig.finished().failed_at is None
+    assert cache.got == []
+    assert rig.holds(item)
+
+
+def test_what_was_left_to_a_thread_that_fails_is_given_back(rig: Rig, gate: Gate) -> None:
+    cache, chunks = _together(rig), make_chunks(rig.fmt, 1)
+    rig.put(chunks)
+    gate.shut()
+    (item,) = rig.items(chunks, 20)
+    rig.transfer.load("r", [item])
+    until(lambda: len(gate.opened) == 2)
+    gate.let(1)
+    left = rig.transfer._loads._active["r"]._left
+    until(lambda: bool(left))
+    ((task, _),) = left[0]
+    rig.path(chunks[0], 1 - task.shard).unlink()
+    gate.let(1)
+    load = rig.finished()
+    assert load.failed_at == 0
+    assert rig.untouched(item)
+    assert cache.got == []
+    until(lambda: rig.staging.in_use == 0)
+
+
+def test_what_was_left_to_a_thread_that_hangs_is_given_back(rig: Rig, gate: Gate) -> None:
+    cache, chunks = _together(rig), make_chunks(rig.fmt, 1)
+    rig.put(chunks)
+    gate.shut()
+    (item,) = rig.items(chunks, 20)
+    rig.transfer.load("r", [item])
+    until(lambda: len(gate.opened) == 2)
+    gate.let(1)
+    until(lambda: bool(rig.transfer._loads._active["r"]._left))
+    (stuck,) = [thread for thread, task in rig.transfer._loads._tasks.items() if task.reading]
+    rig.transfer._loads._give_up_task(stuck)
+    assert rig.finished().failed_at == 0
+    # The thread that hangs keeps its own.
+    assert rig.staging.in_use == 1
+    gate.let(1)
+    until(lambda: rig.staging.in_use == 0)
+    assert cache.got == []
+    assert rig.untouched(item)
+
+
 # ------------------------------------------------------------------------- early loads
 
 
-class Kept:
+class Kept(KVMemory):
     """Memory that early loads fill."""
 
     def __init__(self) -> None:

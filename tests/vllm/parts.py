@@ -22,8 +22,9 @@ from kvshelf.format.names import object_name
 from kvshelf.format.namespace import FORMAT, Namespace
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.kv.caches import HostKVCache, KVCache, LayerRun, layer_calls
-from kvshelf.kv.device import DeviceKVCache, Streams
+from kvshelf.kv.device import DeviceKVCache
 from kvshelf.kv.layout import PagedLayout, native_slots_of, slots_of
+from kvshelf.kv.streams import Streams
 from kvshelf.metrics import Counters
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.transfer.context import ChunkSlots

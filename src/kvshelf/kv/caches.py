@@ -117,7 +117,15 @@ DONE: Final = PendingCopy()
 
 
 class KVMemory(ABC):
-    """Memory from which KV is gathered and to which it is scattered, shard by shard."""
+    """Memory from which KV is gathered and to which it is scattered, shard by shard.
+
+    Attributes
+    ----------
+    whole_chunks : bool
+        One :meth:`scatter_chunk` is cheaper than several threads that call :meth:`scatter`.
+    """
+
+    whole_chunks: bool = False
 
     @abstractmethod
     def gather(self, slots: Tensor, payloads: Sequence[Tensor]) -> PendingCopy | None:
@@ -166,6 +174,32 @@ class KVMemory(ABC):
         DeviceUnavailableError
             The caches cannot be used; nothing reads `payload` or writes to them any more.
         """
+
+    def scatter_chunk(
+        self,
+        shards: Sequence[int],
+        slots: Tensor,
+        payloads: Sequence[Tensor],
+        fence: object = None,
+    ) -> None:
+        """Copy all shards of a chunk that the memory holds into their slots, and wait.
+
+        Parameters
+        ----------
+        shards : Sequence[int]
+            Their numbers, in order.
+        slots, fence
+            As for :meth:`scatter`.
+        payloads : Sequence[Tensor]
+            As for :meth:`scatter`, of each shard.
+
+        Raises
+        ------
+        ValueError, DeviceUnavailableError
+            As for :meth:`scatter`.
+        """
+        for shard, payload in zip(shards, payloads, strict=True):
+            self.scatter(shard, slots, payload, fence)
 
 
 class KVCache(KVMemory):

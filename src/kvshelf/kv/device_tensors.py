@@ -26,7 +26,7 @@ from torch import Tensor
 from kvshelf.errors import DeviceUnavailableError
 from kvshelf.kv import ops
 from kvshelf.kv.caches import KVCache, LayerCall, PendingCopy
-from kvshelf.kv.device import Streams, streams_of
+from kvshelf.kv.streams import Streams, streams_of
 
 
 @contextlib.contextmanager

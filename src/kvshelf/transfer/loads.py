@@ -14,6 +14,10 @@ long ones). Loads of equal size are thus served in order of arrival. *Early* loa
 requests that do not wait for them yet, get the threads that no other load needs, but never
 all of them. An object that several loads need at the same time is read once, for all of them.
 
+Where the caches prefer whole chunks (:attr:`~kvshelf.kv.caches.KVMemory.whole_chunks`), a thread
+leaves its object to a thread that still reads another one of the same chunk; the last of them
+scatters all. So what is left has a taker that needs no further staging, and no thread waits.
+
 Deadlines: each object has the deadline of its backend (:mod:`kvshelf.backends.guard`). A
 load's deadline is that of reading 2 × (the bytes of the loads before it + its own), since
 later loads may take half of the bandwidth. An early load has none. While the circuit breaker
@@ -100,6 +104,8 @@ class Load:
     _places: dict[bytes, int] = field(default_factory=dict)
     #: Threads that are copying into the cache at this moment.
     _scattering: int = 0
+    #: Objects of each item that were read, and left to a thread that reads another one.
+    _left: dict[int, list[tuple[ReadTask, StagingBuffer]]] = field(default_factory=dict)
     _deadline: float = 0.0
     _bytes: int = 0
     #: Mark of the engine's work on the cache's device before the load.
@@ -134,6 +140,8 @@ class ReadTask:
     arrived: bool = False
     #: It was given up, since its thread is stuck.
     late: bool = False
+    #: Its thread has a staging buffer and is reading into it.
+    reading: bool = False
     #: The same object for other loads.
     sharers: list[ReadTask] = field(default_factory=list)
 
@@ -372,6 +380,9 @@ class Loads(TransferHalf):
             buffer = self._staging_for(task)
             try:
                 failure = None if buffer is None else self._read(task, buffer)
+                if buffer is not None and failure is None and self._leave(task, buffer):
+                    buffer = None
+                    continue
                 taker: ReadTask | None = task
                 while taker is not None:
                     self._deliver(taker, buffer, failure)
@@ -403,6 +414,7 @@ class Loads(TransferHalf):
     def _read(self, task: ReadTask, buffer: StagingBuffer) -> Failure | None:
         """Read and verify an object; return why that failed, if it did."""
         object_buffer = buffer.view[: self._fmt.object_size(task.shard)]
+        task.reading = True
         try:
             self._shelf.load(ObjectRef(task.chunk, task.shard), object_buffer)
         except ObjectMissingError as error:
@@ -415,42 +427,84 @@ class Loads(TransferHalf):
             return self._load_failed(task, Failure.ERROR, error)
         return None
 
+    def _leave(self, task: ReadTask, buffer: StagingBuffer) -> bool:
+        """Leave an object to a thread that still reads another one of its chunk, if there is one.
+
+        That thread delivers it, and releases the buffer.
+        """
+        load = task.load
+        memory = load.items[task.item].memory or self._context.cache
+        with self._lock:
+            task.reading = False
+            if task.sharers or memory is None or not memory.whole_chunks:
+                return False
+            if not any(
+                other.reading and other.load is load and other.item == task.item
+                for other in self._tasks.values()
+            ):
+                return False
+            self._tasks.pop(threading.get_ident(), None)
+            self._stop_sharing(task)
+            load._left.setdefault(task.item, []).append((task, buffer))
+            return True
+
     def _deliver(
         self, task: ReadTask, buffer: StagingBuffer | None, failure: Failure | None
     ) -> None:
-        """Scatter the object for one of the loads that need it."""
-        if buffer is None:
-            failure = Failure.UNAVAILABLE
-            if not task.load.early:
-                error = TimeoutError("no staging buffer became free")
-                failure = self._load_failed(task, Failure.ERROR, error)
-        elif failure is None:
-            try:
-                self._scatter(task, buffer)
-            except Exception as error:  # noqa: BLE001 - the thread must go on
-                failure = self._load_failed(task, Failure.ERROR, error)
+        """Scatter the object, and those left to this thread, for one of the loads that need it."""
+        with self._lock:
+            task.reading = False
+            left = task.load._left.pop(task.item, [])
+        try:
+            if buffer is None:
+                failure = Failure.UNAVAILABLE
+                if not task.load.early:
+                    error = TimeoutError("no staging buffer became free")
+                    failure = self._load_failed(task, Failure.ERROR, error)
+            elif failure is None:
+                try:
+                    self._scatter(task.load, task.item, [(task, buffer), *left])
+                except Exception as error:  # noqa: BLE001 - the thread must go on
+                    failure = self._load_failed(task, Failure.ERROR, error)
+        finally:
+            for _, held in left:
+                self._staging.release(held)
+        for other, _ in left:
+            self._end_task(other, None)
         self._end_task(task, failure)
 
-    def _scatter(self, task: ReadTask, buffer: StagingBuffer) -> None:
-        load = task.load
+    def _scatter(
+        self, load: Load, number: int, arrived: Sequence[tuple[ReadTask, StagingBuffer]]
+    ) -> None:
+        """Scatter objects of one item."""
         with self._lock:
-            if not task.wanted:
+            if not all(task.wanted for task, _ in arrived):
                 return
             # From here on the load waits for the scatter to end.
             load._scattering += 1
-        item = load.items[task.item]
+        item = load.items[number]
+        payloads = {
+            task.shard: self._context.payload(buffer, task.shard) for task, buffer in arrived
+        }
         begin = time.perf_counter()
         try:
-            memory, payload = self._context.memory(item), self._context.payload(buffer, task.shard)
+            memory = self._context.memory(item)
             fence = load._fence if item.memory is None else item.fence
-            memory.scatter(task.shard, item.slots, payload, fence)
-            task.arrived = True
+            if len(payloads) == len(self._shards) > 1:
+                in_order = [payloads[shard] for shard in self._shards]
+                memory.scatter_chunk(self._shards, item.slots, in_order, fence)
+            else:
+                for shard, payload in payloads.items():
+                    memory.scatter(shard, item.slots, payload, fence)
+            for task, _ in arrived:
+                task.arrived = True
         finally:
             with self._lock:
                 load._scattering -= 1
         if not load.early:
             self._counters.observe("scatter", time.perf_counter() - begin)
-            self._counters.add("loaded_bytes", self._fmt.object_size(task.shard))
+            nbytes = sum(self._fmt.object_size(shard) for shard in payloads)
+            self._counters.add("loaded_bytes", nbytes)
 
     def _next_sharer(self, task: ReadTask) -> ReadTask | None:
         """Return a further load's share in the object; without one, the task is over."""
@@ -534,6 +588,10 @@ class Loads(TransferHalf):
                 return
             # Loads that need the object from now on have it read again.
             self._stop_sharing(stuck)
+            stuck.reading = False
+            for _, held in stuck.load._left.pop(stuck.item, []):
+                # What was left to it is of no use without it.
+                self._staging.release(held)
             for task in (stuck, *stuck.sharers):
                 task.late = True
                 if task.wanted:

@@ -67,7 +67,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-    from kvshelf.kv.device import Streams
+    from kvshelf.kv.streams import Streams
     from kvshelf.vllm.worker import WorkerSide
 
 logger = logging.getLogger(__name__)

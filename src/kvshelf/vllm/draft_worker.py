@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from kvshelf.config import Config
-from kvshelf.kv.device import Streams
+from kvshelf.kv.streams import Streams
 from kvshelf.logs import RateLimitedLog
 from kvshelf.metrics import COUNTERS, Counters
 from kvshelf.shelf.tiers import AnyShelf

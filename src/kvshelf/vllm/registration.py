@@ -55,8 +55,9 @@ from kvshelf.format.namespace import Namespace
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.kv import ops
 from kvshelf.kv.caches import HostKVCache, KVCache, layer_calls
-from kvshelf.kv.device import DEFAULT_RING, DeviceKVCache, Streams
+from kvshelf.kv.device import DEFAULT_RING, DeviceKVCache
 from kvshelf.kv.interleave import InterleavedBlocks
+from kvshelf.kv.streams import Streams
 from kvshelf.kv.topology import ShardPlan
 from kvshelf.transfer.staging import StagingPool
 from kvshelf.transfer.transfer import default_io_threads

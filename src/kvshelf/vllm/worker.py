@@ -48,7 +48,7 @@ import torch
 
 from kvshelf.backends.breaker import BreakerState
 from kvshelf.config import Config
-from kvshelf.kv.device import Streams
+from kvshelf.kv.streams import Streams
 from kvshelf.metrics import Counters
 from kvshelf.shelf.tiers import AnyShelf, TieredView
 from kvshelf.transfer.context import ChunkSlots

@@ -117,11 +117,11 @@ def _call(
 def _unwatched(chunk: Tensor) -> bool:
     """Whether no compiler, dispatch mode or tensor subclass observes the operator.
 
-    Then it is called without torch's dispatcher, which takes as long as copying 100 KB.
+    Then it is called without torch's dispatcher, which takes as long as copying 100 KB, and
+    longer for many caches on a GPU.
     """
     return (
         type(chunk) is Tensor
-        and chunk.is_cpu
         and not torch.compiler.is_compiling()
         and not torch._C._len_torch_dispatch_stack()
     )

@@ -13,7 +13,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Final
 
@@ -76,6 +76,26 @@ def kernel_problem(device: torch.device | str = "cuda") -> str | None:
 
 
 @dataclass(frozen=True, slots=True)
+class CopierFunctions:
+    """Functions for stores and loads; see cuda/src/binding_copier.cc for their arguments."""
+
+    open: Callable[..., int]
+    close: Callable[[int], None]
+    add_buffer: Callable[[int, int, int, bool], None]
+    bind: Callable[[int, int, int], None]
+    store: Callable[[int, int, int, int, int], int]
+    wait: Callable[..., None]
+    forget: Callable[..., None]
+    drain: Callable[[int], None]
+    run: Callable[[int], None]
+    stop: Callable[[int], None]
+    load: Callable[[int, int, int, int, int, int], int]
+    fence: Callable[[int, int], int]
+    unfence: Callable[[int, int], None]
+    rate: Callable[[int, bool], float]
+
+
+@dataclass(frozen=True, slots=True)
 class DeviceFunctions:
     """Functions for caches on a device; see cuda/src/binding_device.cc for their arguments."""
 
@@ -99,6 +119,7 @@ class Library:
     scatter_permuted: Callable[..., int]
     check_slots: Callable[[int, int, int], int]
     device: DeviceFunctions | None
+    copier: CopierFunctions | None
 
 
 def requested() -> str:
@@ -182,6 +203,10 @@ def _load_library(path: Path) -> Library:
             toolkit=function("device_toolkit"),
             architectures=function("device_architectures"),
         )
+    copier = None
+    if module.implements_function("copier_open"):
+        names = (part.name for part in fields(CopierFunctions))
+        copier = CopierFunctions(*(function(f"copier_{name}") for name in names))
     return Library(
         path,
         function("gather"),
@@ -190,6 +215,7 @@ def _load_library(path: Path) -> Library:
         function("scatter_permuted"),
         function("check_slots"),
         device,
+        copier,
     )
 
 

@@ -1,0 +1,210 @@
+"""Stores and loads by the compiled library: see cuda/include/kvshelf/copier.h.
+
+Each is one call, without the GIL and without torch's dispatcher. The thread in ``run`` needs no GIL
+either, from its start to its end.
+"""
+
+from __future__ import annotations
+
+import weakref
+from array import array
+from collections.abc import Sequence
+from typing import NoReturn
+
+from torch import Tensor
+
+from kvshelf.kv import ops
+from kvshelf.kv.copier import ChunkCopy, Copier
+from kvshelf.kv.ops import library
+from kvshelf.kv.streams import Streams
+
+_NO_BUFFER = -1
+_ALL_SLOTS_GOOD = -1
+
+
+def native_copier(copy: ChunkCopy, streams: Streams, *, direct: bool) -> NativeCopier | None:
+    """Return a copier for caches on a device; None if the library does not support them.
+
+    Parameters
+    ----------
+    copy : ChunkCopy
+    streams : Streams
+    direct : bool
+        Loads are copies from page-locked payloads into the blocks, without a kernel.
+    """
+    device = copy.calls[0].caches[0].device
+    if device.type not in library.KERNEL_DEVICES or streams.index is None:
+        return None
+    compiled = library.kernels(device.index)
+    functions = None if compiled is None else compiled.copier
+    if functions is None:
+        return None
+    handle = _open(functions, copy, streams, direct=direct)
+    return NativeCopier(copy, streams, functions, handle) if handle else None
+
+
+def _open(
+    functions: library.CopierFunctions, copy: ChunkCopy, streams: Streams, *, direct: bool
+) -> int:
+    caches = [_addresses(number, copy) for number in range(len(copy.calls))]
+    fields = array("q")
+    for call, layout, addresses in zip(copy.calls, copy.layouts, caches, strict=True):
+        fields.extend(
+            (
+                layout.num_blocks,
+                layout.block_size,
+                layout.block_stride,
+                layout.token_stride,
+                layout.kv_stride,
+                layout.head_stride,
+                call.first_head,
+                len(call.caches),
+                1,  # chunk
+                copy.tokens * call.parts,
+                1,  # shard
+                call.heads,
+                layout.kv_planes,
+                layout.row_bytes,
+                0,
+                0,
+                addresses.buffer_info()[0],
+                call.start,
+                call.parts,
+                call.part,
+            )
+        )
+    return functions.open(
+        streams.index or 0,
+        fields.buffer_info()[0],
+        len(copy.calls),
+        copy.payload_bytes,
+        copy.shards,
+        direct,
+        streams.handle(),
+    )
+
+
+def _addresses(number: int, copy: ChunkCopy) -> array[int]:
+    return array("q", [cache.data_ptr() for cache in copy.calls[number].caches])
+
+
+class _Fence:
+    """An event of the library, which others may use once this object is gone."""
+
+    __slots__ = ("copier", "event")
+
+    def __init__(self, copier: NativeCopier, event: int) -> None:
+        self.copier = copier
+        self.event = event
+
+    def __del__(self) -> None:
+        self.copier.functions.unfence(self.copier.handle, self.event)
+
+
+class NativeCopier(Copier):
+    """See the module. Made by :func:`native_copier`.
+
+    Parameters
+    ----------
+    copy : ChunkCopy
+    streams : Streams
+    functions : library.CopierFunctions
+    handle : int
+        What ``functions.open`` returned.
+
+    Attributes
+    ----------
+    functions : library.CopierFunctions
+    handle : int
+    """
+
+    def __init__(
+        self, copy: ChunkCopy, streams: Streams, functions: library.CopierFunctions, handle: int
+    ) -> None:
+        self.functions = functions
+        self.handle = handle
+        self._copy = copy
+        self._streams = streams
+        self._buffers: list[Tensor] = []
+        #: Payloads of chunks for which nobody waits: the library knows their addresses only.
+        self._forgotten: list[Sequence[Tensor]] = []
+        # Not at the end of the process: the driver may be gone by then.
+        weakref.finalize(self, functions.close, handle).atexit = False
+
+    def add_buffer(self, payloads: Tensor, *, for_loads: bool) -> None:
+        """See :meth:`Copier.add_buffer`."""
+        self._buffers.append(payloads)
+        stride = payloads.stride(0)
+        self.functions.add_buffer(self.handle, payloads.data_ptr(), stride, for_loads)
+
+    def store(self, slots: Tensor, payloads: Sequence[Tensor]) -> int | None:
+        """See :meth:`Copier.store`."""
+        addresses = array("q", [payload.data_ptr() for payload in payloads])
+        chunk = self.functions.store(
+            self.handle,
+            slots.data_ptr(),
+            addresses.buffer_info()[0],
+            len(payloads),
+            self._streams.handle(),
+        )
+        if chunk < _NO_BUFFER:
+            self._refuse(slots)
+        return None if chunk == _NO_BUFFER else chunk
+
+    def wait(self, chunk: object) -> None:
+        """See :meth:`Copier.wait`."""
+        self.functions.wait(self.handle, chunk)
+
+    def forget(self, chunk: object, payloads: Sequence[Tensor]) -> None:
+        """See :meth:`Copier.forget`."""
+        self._forgotten.append(payloads)
+        self.functions.forget(self.handle, chunk)
+
+    def run(self) -> None:
+        """See :meth:`Copier.run`."""
+        self.functions.run(self.handle)
+
+    def drain(self) -> None:
+        """See :meth:`Copier.drain`."""
+        self.functions.drain(self.handle)
+        self._forgotten.clear()
+
+    def stop(self) -> None:
+        """See :meth:`Copier.stop`."""
+        self.functions.stop(self.handle)
+        self._buffers.clear()
+
+    def load(
+        self, first: int, slots: Tensor, payloads: Sequence[Tensor], fence: object | None
+    ) -> None:
+        """See :meth:`Copier.load`."""
+        addresses = array("q", [payload.data_ptr() for payload in payloads])
+        bad = self.functions.load(
+            self.handle,
+            first,
+            slots.data_ptr(),
+            addresses.buffer_info()[0],
+            len(payloads),
+            fence.event if isinstance(fence, _Fence) else 0,
+        )
+        if bad != _ALL_SLOTS_GOOD:
+            self._refuse(slots)
+
+    def fence(self) -> _Fence:
+        """See :meth:`Copier.fence`."""
+        return _Fence(self, self.functions.fence(self.handle, self._streams.handle()))
+
+    def rebind(self) -> None:
+        """See :meth:`Copier.rebind`."""
+        for number in range(len(self._copy.calls)):
+            addresses = _addresses(number, self._copy)
+            self.functions.bind(self.handle, number, addresses.buffer_info()[0])
+
+    def rate(self, *, of_stores: bool) -> float:
+        """Return the bytes per second that one direction carries, as far as it is known."""
+        return float(self.functions.rate(self.handle, of_stores))
+
+    def _refuse(self, slots: Tensor) -> NoReturn:
+        for layout in self._copy.layouts:
+            ops.check_slots(slots, layout)
+        raise ValueError("slot_mapping was changed by another thread while it was checked")
