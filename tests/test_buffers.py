@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import mmap
+import os
 import threading
 from collections.abc import Callable
 
@@ -13,6 +14,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
+from kvshelf import buffers as buffers_module
 from kvshelf.buffers import BUFFER_ALIGNMENT, Buffer, BufferPool
 from kvshelf.errors import ConfigError, UnsupportedError
 
@@ -338,6 +340,28 @@ def test_memory_that_cannot_be_pinned_leaves_no_error_for_the_engines_next_launc
     assert make_pool(1 << 20, kind="pinned").allocate(1) is None
     assert "failed with error 2" in caplog.text
     assert not cuda.kept
+
+
+def test_a_forked_process_has_no_copy_of_pinned_memory(
+    make_pool: MakePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(buffers_module, "_pin", lambda tensor: lambda: None)
+    for kind in ("host", "pinned"):
+        buffer = make_pool(1 << 20, kind=kind).allocate(1)
+        assert buffer is not None
+        with buffer:
+            child = os.fork()
+            if not child:
+                os._exit(_is_mapped(buffer.tensor.data_ptr()))
+            _, status = os.waitpid(child, 0)
+        assert os.waitstatus_to_exitcode(status) == (kind == "host")
+
+
+def _is_mapped(address: int) -> bool:
+    with open("/proc/self/maps") as maps:
+        ranges = [line.split()[0].split("-") for line in maps]
+    return any(int(first, 16) <= address < int(end, 16) for first, end in ranges)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

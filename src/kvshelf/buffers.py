@@ -18,13 +18,13 @@ Contracts
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import mmap
 import threading
 from bisect import bisect_left
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias
 
@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 
 from kvshelf.errors import ConfigError, UnsupportedError
+from kvshelf.numa import processors_near, run_on
 
 logger = logging.getLogger(__name__)
 
@@ -236,7 +237,8 @@ class BufferPool:
         ``host``: ordinary memory. ``pinned``: page-locked host memory, which a GPU copies from
         and to without the CPU. ``device``: memory of `device`.
     device : torch.device or str, optional
-        With kind ``device``: which one.
+        With kind ``device``: which one. With kind ``pinned``: the GPU near which the memory
+        should lie, on a machine with several memory nodes.
     segment_bytes : int, optional
         Allocate memory from the system in segments of so many bytes. When absent the whole
         capacity is one segment; ordinary memory costs nothing before it is touched.
@@ -283,9 +285,10 @@ class BufferPool:
             )
         if kind not in ("host", "pinned", "device"):
             raise ConfigError(f"kind is {kind!r}; expected host, pinned or device")
-        if (kind == "device") != (device is not None):
+        if kind != "pinned" and (kind == "device") != (device is not None):
             raise ConfigError(
-                f"kind is {kind!r} and device {device!r}; give a device with kind='device' only"
+                f"kind is {kind!r} and device {device!r}; give a device with kind='device', or"
+                " 'pinned', only"
             )
         if kind == "pinned" and not torch.cuda.is_available():
             raise UnsupportedError("pinned memory needs a CUDA device; use kind='host'")
@@ -403,14 +406,15 @@ class BufferPool:
         return segment
 
     def _new_segment(self, nbytes: int) -> _Segment:
-        if self._device is not None:
+        if self.kind == "device":
             memory = torch.empty(nbytes + self.alignment, dtype=torch.uint8, device=self._device)
             skip = -memory.data_ptr() % self.alignment
             return _Segment(memory[skip : skip + nbytes], None, None)
-        view = _map_huge(nbytes)
-        tensor = torch.frombuffer(view, dtype=torch.uint8)
-        close = _pin(tensor) if self.kind == "pinned" else None
-        return _Segment(tensor, view, close)
+        if self.kind == "host":
+            view = _map_huge(nbytes)
+            return _Segment(torch.frombuffer(view, dtype=torch.uint8), view, None)
+        device = self._device
+        return run_on(_processors_near(device), lambda: _pinned_segment(nbytes, device))
 
     def _free_segments(self) -> None:
         # Ordinary and device memory is freed with the last tensor that refers to it.
@@ -421,8 +425,15 @@ class BufferPool:
         self._held = 0
 
 
-def _map_huge(nbytes: int) -> memoryview:
-    """Return fresh memory that the kernel backs with huge pages where it has them."""
+def _map_huge(nbytes: int, *, inherited: bool = True) -> memoryview:
+    """Return fresh memory that the kernel backs with huge pages where it has them.
+
+    Parameters
+    ----------
+    nbytes : int
+    inherited : bool
+        Processes that are forked from this one have a copy of it.
+    """
     # Private, where Python's default is shared: the kernel backs shared memory with huge pages
     # only if it is mounted so, and without them a first copy into it takes seven times as long.
     # The part that only serves alignment is never touched, so it takes no memory.
@@ -432,8 +443,34 @@ def _map_huge(nbytes: int) -> memoryview:
             pages.madvise(mmap.MADV_HUGEPAGE)
         except OSError:  # kernels without transparent huge pages
             pass
+    if not inherited and hasattr(mmap, "MADV_DONTFORK"):
+        pages.madvise(mmap.MADV_DONTFORK)
     start = -ctypes.addressof(ctypes.c_char.from_buffer(pages)) % _HUGE_PAGE
     return memoryview(pages)[start : start + nbytes]
+
+
+def _pinned_segment(nbytes: int, device: torch.device | None) -> _Segment:
+    # After a fork, the first process that writes to a page gets a copy of it. A GPU would go on
+    # copying to and from the page that it knows, and this process would use the other one.
+    view = _map_huge(nbytes, inherited=False)
+    tensor = torch.frombuffer(view, dtype=torch.uint8)
+    # On a new thread device 0 is current; a call of CUDA would create a context there.
+    on_gpu = device is not None and device.type == "cuda"
+    with torch.cuda.device(device) if on_gpu else contextlib.nullcontext():
+        return _Segment(tensor, view, _pin(tensor))
+
+
+def _processors_near(device: torch.device | None) -> set[int]:
+    """Return the processors near a GPU; empty where it does not matter which ones work."""
+    if device is None or device.type != "cuda":
+        return set()
+    found = torch.cuda.get_device_properties(device)
+    domain, bus, slot = (
+        int(getattr(found, f"pci_{part}_id", -1)) for part in ("domain", "bus", "device")
+    )
+    if min(domain, bus, slot) < 0:  # an older torch
+        return set()
+    return processors_near(f"{domain:04x}:{bus:02x}:{slot:02x}.0")
 
 
 def _pin(tensor: Tensor) -> Callable[[], None]:
@@ -449,7 +486,7 @@ def _pin(tensor: Tensor) -> Callable[[], None]:
     if error:
         # CUDA keeps the error for this thread, and torch would raise it at the engine's next
         # launch. Only a launch clears it: torch has no cudaGetLastError.
-        with suppress(RuntimeError):
+        with contextlib.suppress(RuntimeError):
             torch.zeros(1, device="cuda")
         raise RuntimeError(f"cudaHostRegister of {tensor.numel()} bytes failed with error {error}")
 

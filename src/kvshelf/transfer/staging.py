@@ -25,6 +25,8 @@ import logging
 import threading
 import time
 
+import torch
+
 from kvshelf.buffers import Buffer, BufferPool, Kind
 from kvshelf.errors import ConfigError, UnsupportedError
 
@@ -72,6 +74,8 @@ class StagingPool:
         Buffers that one store takes at once: the shards of a chunk.
     pinned : bool
         Allocate all memory now, page-locked where that is possible: for caches on a GPU.
+    device : torch.device, optional
+        The GPU near which page-locked memory should lie.
 
     Raises
     ------
@@ -86,7 +90,9 @@ class StagingPool:
         *,
         together: int = 1,
         pinned: bool = False,
+        device: torch.device | None = None,
     ) -> None:
+        self._device = device
         self.buffer_bytes = -(-buffer_bytes // STAGING_ALIGNMENT) * STAGING_ALIGNMENT
         self.limit = capacity // self.buffer_bytes
         self._store_limit = self.limit - max(1, int(self.limit * _LOAD_SHARE))
@@ -116,6 +122,7 @@ class StagingPool:
         return BufferPool(
             self.limit * self.buffer_bytes,
             kind=kind,
+            device=self._device if kind == "pinned" else None,
             segment_bytes=slab * self.buffer_bytes,
             alignment=STAGING_ALIGNMENT,
         )

@@ -439,6 +439,7 @@ class Registration:
             max(fmt.object_size(shard) for shard in plan.shards),
             together=len(plan.shards),
             pinned=on_device,
+            device=self.caches.device,
         )
         cache: KVCache
         try:
