@@ -189,6 +189,69 @@ def test_blocks_of_an_aborted_load_are_free_only_when_the_device_has_left_them(
     assert not any(cache.any() for cache in engine.caches.values())
 
 
+# ------------------------------------------------------------------------- others' loads
+
+
+def _stored_beside_rdma(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, seed: int, keeps_blocks: bool | None
+) -> dict[str, bytes]:
+    """Objects of a request whose blocks another connector fills, past the engine's stream.
+
+    keeps_blocks: vLLM frees them only once the step's output was processed; None: nobody fills.
+    """
+    monkeypatch.setattr(
+        tiers, "open_shelf", lambda url, **_: Shelf(GuardedBackend(posix(folder), None, AT_ONCE))
+    )
+    connector._logs.clear()
+    config = make_config(str(folder), lookup_wait_s=PATIENCE, identity_wait_s=PATIENCE)
+    engine = MiniVllm(config, runner="V2 on a device", prefix_caching=False, seed=seed)
+    with closing(engine):
+        device = engine.device
+        assert device is not None
+        rdma = device._new("rdma")
+        device._speeds = [1.0] * len(device.streams)
+
+        def fill() -> None:
+            with device.use(rdma):
+                # Some time during the engine's work, as far as there is any.
+                for _ in range(seed * len(device.engine.entries) // 8):
+                    device.do(lambda: None)
+                for cache in engine.caches.values():
+                    device.do(cache[1:].fill_, 7.0)
+
+        with device.hold():
+            engine.add(Request("r", prompt(41)))
+            engine.run()
+            if keeps_blocks is False:
+                fill()
+        if keeps_blocks:
+            device.engine.finish()
+            fill()
+        assert side_of(engine).drain(PATIENCE) == 0
+        device.finish()
+        # The engine's own check: others' KV is in its blocks.
+        device.problems.clear()
+    return {
+        str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*.safetensors")
+    }
+
+
+def test_blocks_that_others_fill_past_the_stream_are_gathered_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stored(name: str, seed: int, keeps_blocks: bool | None) -> dict[str, bytes]:
+        folder = tmp_path / name
+        folder.mkdir()
+        return _stored_beside_rdma(folder, monkeypatch, seed, keeps_blocks)
+
+    good = stored("alone", 0, None)
+    assert len(good) == 10
+    for seed in range(8):
+        assert stored(f"kept {seed}", seed, True) == good
+    # Without vLLM's care objects would be wrong: so it is asked for at the start.
+    assert any(stored(f"freed {seed}", seed, False) != good for seed in range(8))
+
+
 # ------------------------------------------------------------------------- sleep
 
 

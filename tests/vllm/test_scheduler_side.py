@@ -1160,8 +1160,8 @@ def test_failed_loads_are_recomputed_unless_that_is_left_to_vllm(
 class MultiConnector:
     """Makes a child as vLLM's class of this name does."""
 
-    def __init__(self, policy: str, child: SimpleNamespace) -> None:
-        self._kv_transfer_config = SimpleNamespace(kv_load_failure_policy=policy)
+    def __init__(self, policy: str, child: SimpleNamespace, **fields: object) -> None:
+        self._kv_transfer_config = SimpleNamespace(kv_load_failure_policy=policy, **fields)
         self.child = SharedStorageConnector(child, KVConnectorRole.SCHEDULER, make_groups(child))
 
 
@@ -1179,6 +1179,47 @@ def test_inside_multi_connector_the_policy_may_be_left_to_vllm(
     with caplog.at_level("INFO", "kvshelf"):
         MultiConnector("fail", config).child.shutdown()
     assert "kv_load_failure_policy stays fail" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("role", "others_role", "batches", "served"),
+    [
+        ("kv_producer", "kv_both", 2, False),
+        ("kv_producer", "kv_consumer", 2, False),
+        ("kv_producer", "kv_both", 1, True),
+        ("kv_producer", "kv_producer", 2, True),
+        ("kv_both", "kv_both", 2, True),
+        ("kv_consumer", "kv_consumer", 2, True),
+    ],
+)
+def test_blocks_that_others_may_fill_must_be_kept_until_their_last_step_has_run(
+    tmp_path: Path, role: str, others_role: str, batches: int, served: bool
+) -> None:
+    config = make_config(str(tmp_path))
+    config.max_concurrent_batches = batches
+    config.device_config = SimpleNamespace(device_type="cuda")
+    config.kv_transfer_config.kv_connector = "SharedStorageConnector"
+    children = [
+        {"kv_connector": "NixlConnector", "kv_role": others_role},
+        {"kv_connector": "SharedStorageConnector", "kv_role": "kv_both"},
+    ]
+    parent = {"kv_role": role, "kv_connector_extra_config": {"connectors": children}}
+    if served:
+        MultiConnector("recompute", config, **parent).child.shutdown()
+        return
+    with pytest.raises(ConfigError, match=r'NixlConnector may fill them.*"kv_role": "kv_both"'):
+        MultiConnector("recompute", config, **parent)
+
+
+def test_vllm_keeps_blocks_of_consumers_until_their_last_step_has_run() -> None:
+    import inspect
+
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    source = inspect.getsource(Scheduler.__init__)
+    condition = "if multiple_inflight_batches and kv_transfer_config.is_kv_consumer:"
+    assert condition in source
+    assert "self.defer_block_free = True" in source[source.index(condition) :]
 
 
 def test_the_real_multi_connector_sets_what_is_looked_at() -> None:

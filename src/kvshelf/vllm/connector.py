@@ -143,6 +143,7 @@ class SharedStorageConnector(KVConnectorBase_V1):
                     " of the answer, so the KV of an answer depends on where the prompt ended"
                 )
         _apply_load_failure_policy(transfer, self._config.load_failure_policy)
+        _check_other_loads(vllm_config)
         self._counters = Counters()
         self._shelf = _open(self._config, self._counters)
         self._scheduler: SchedulerSide | None = None
@@ -517,6 +518,43 @@ def _apply_load_failure_policy(transfer: Any, policy: Literal["recompute", "vllm
         logger.info(
             "kv_load_failure_policy is set to recompute: vLLM computes tokens whose load fails"
             " (load_failure_policy: vllm leaves it as it is)"
+        )
+
+
+def _check_other_loads(vllm_config: Any) -> None:
+    """Refuse a MultiConnector in which another connector may fill blocks that are still read.
+
+    With several batches in flight, the blocks of a request may be freed before its last step has
+    run on the GPU. vLLM keeps them until then (Scheduler.defer_block_free in
+    vllm/v1/core/sched/scheduler.py), but only where its own `kv_role` is that of a consumer. A
+    connector that fills blocks past the GPU's streams (RDMA) would overwrite KV that is about to
+    be stored, and the object would be wrong although its hash is right.
+
+    Raises
+    ------
+    ConfigError
+    """
+    parent = _enclosing_multi_connector()
+    role = None if parent is None else getattr(parent._kv_transfer_config, "kv_role", None)
+    batches = getattr(vllm_config, "max_concurrent_batches", 1)
+    on_cpu = getattr(vllm_config, "device_config", None) and (
+        vllm_config.device_config.device_type == "cpu"
+    )
+    if role != "kv_producer" or batches == 1 or on_cpu:
+        return
+    own = vllm_config.kv_transfer_config.kv_connector
+    children = parent._kv_transfer_config.kv_connector_extra_config.get("connectors", [])
+    others = [
+        child["kv_connector"]
+        for child in children
+        if child["kv_connector"] != own and child.get("kv_role") != "kv_producer"
+    ]
+    if others:
+        raise ConfigError(
+            f"with kv_role kv_producer, vLLM frees blocks that a step in flight still reads, and"
+            f" {', '.join(others)} may fill them before kvshelf has copied them: set"
+            ' "kv_role": "kv_both" in --kv-transfer-config, beside "kv_connector":'
+            ' "MultiConnector", or "kv_role": "kv_producer" for each connector that loads nothing'
         )
 
 
