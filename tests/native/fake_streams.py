@@ -10,6 +10,19 @@ from typing import Any
 
 from emulation import emulation
 
+from kvshelf.kv.streams import Streams
+
+
+class AtOnce(Streams):
+    """Streams of the emulated device that does everything at once, without asking Python."""
+
+    @property
+    def index(self) -> int:
+        return 0
+
+    def handle(self) -> int:
+        return 0
+
 
 @dataclass(eq=False)
 class FakeStream:

@@ -19,25 +19,14 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
 from emulation import emulation
+from fake_streams import AtOnce
 
 from kvshelf.kv.caches import LayerCall
 from kvshelf.kv.device import DeviceKVCache
 from kvshelf.kv.layout import PagedLayout
-from kvshelf.kv.streams import Streams
 
 SHARDS, LAYERS, TOKENS, HEAD_SIZE, TIMES = 8, 32, 2, 8, 1000
 Functions = TypeVar("Functions")
-
-
-class AtOnce(Streams):
-    """The emulated device that does everything at once."""
-
-    @property
-    def index(self) -> int:
-        return 0
-
-    def handle(self) -> int:
-        return 0
 
 
 class Clock:

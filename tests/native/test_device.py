@@ -7,7 +7,9 @@ library's and torch's.
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,9 +20,9 @@ import numpy as np
 import pytest
 import torch
 from emulation import emulation
-from fake_streams import FakeEvent, FakeStreams
+from fake_streams import AtOnce, FakeEvent, FakeStreams
 from paged import Case, Paged, make_paged
-from parts import until
+from parts import PATIENCE, until
 from simulated_device import SimulatedStreams
 
 from kvshelf.errors import ConfigError, DeviceUnavailableError
@@ -575,10 +577,40 @@ def test_background_threads_do_not_disturb_captures_of_others() -> None:
         rig.path.close()
 
 
+def test_copies_to_the_host_go_on_while_another_thread_keeps_the_gil() -> None:
+    # Functions of a PyDLL are called with the GIL.
+    keeping = ctypes.PyDLL(None)
+    with on_device("native"):
+        path, size, caches = large(2, AtOnce())
+        for cache in caches:
+            cache.fill_(7)
+        slots, payloads = torch.arange(128), [torch.zeros(size, dtype=torch.uint8)] * 2
+        first = path.gather(slots, payloads)
+        assert first is not None
+        # From here on the thread that copies is inside the library.
+        first.wait()
+        payloads[0].zero_()
+        last = ctypes.c_uint8.from_address(payloads[0].data_ptr() + size - 1)
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(PATIENCE)
+        try:
+            copied = path.gather(slots, payloads)
+            for _ in range(int(PATIENCE * 1000)):
+                if last.value:
+                    break
+                keeping.usleep(1000)
+        finally:
+            sys.setswitchinterval(interval)
+        assert last.value == 7
+        assert copied is not None
+        copied.wait()
+        path.close()
+
+
 # --- pacing ------------------------------------------------------------------------
 
 
-def large(shards: int, streams: SimulatedStreams) -> tuple[DeviceKVCache, int, list[torch.Tensor]]:
+def large(shards: int, streams: Any) -> tuple[DeviceKVCache, int, list[torch.Tensor]]:
     """Caches of which each shard of a chunk has more than 2 MB."""
     caches = [torch.zeros(4, shards, 64, 8192, dtype=torch.uint8) for _ in range(2)]
     layout = PagedLayout.from_bhnc(caches[0], 4096)
