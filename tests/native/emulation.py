@@ -35,7 +35,7 @@ SOURCES = [
     "src/binding_device.cc",
     "src/binding_copier.cc",
     "src/copier.cc",
-    "src/lane.cc",
+    "src/link.cc",
     "src/copy_cpu.cc",
     "src/permuted_cpu.cc",
     "emulation/emulate.cc",

@@ -656,15 +656,15 @@ def test_an_engines_copy_has_less_than_a_fifth_of_a_millisecond_of_copies_ahead_
         assert not load.is_alive()
     for part in stored[1:]:
         assert all(map(torch.equal, part, stored[0]))
-    lanes = [stream for stream in streams.streams if stream.most_queued]
-    # One lane in each direction.
-    assert len(lanes) == 2
-    for lane in lanes:
+    links = [stream for stream in streams.streams if stream.most_queued]
+    # One stream in each direction.
+    assert len(links) == 2
+    for link in links:
         # Torch's copier measures by the clock of the host, which is not simulated.
         if copier == "native":
-            assert lane.most_queued <= QUEUED_SECONDS * rate
+            assert link.most_queued <= QUEUED_SECONDS * rate
         # In several pieces, so that the link is never idle.
-        assert 2 * lane.largest <= lane.most_queued
+        assert 2 * link.largest <= link.most_queued
     path.close()
     streams.close()
 

@@ -4,8 +4,8 @@
 //
 // A store: `store` enqueues, on the engine's stream, the kernels that gather all layers and shards
 // of a chunk into a device buffer, and queues the chunk. The thread in `run` waits until they are
-// done, and copies the buffer to the host by a Lane. `wait` waits for one chunk.
-// A load: `load` copies payloads to a device buffer by a Lane of the other direction, and enqueues
+// done, and copies the buffer to the host by a Link. `wait` waits for one chunk.
+// A load: `load` copies payloads to a device buffer by a Link of the other direction, and enqueues
 // behind it, and behind the caller's fence, the kernels that scatter them; it waits until they are
 // done. Where the layers lie inside the blocks, payloads are copied directly into the blocks.
 //
@@ -23,7 +23,7 @@
 #include <unordered_map>
 #include <vector>
 
-#include "kvshelf/lane.h"
+#include "kvshelf/link.h"
 #include "kvshelf/paged_index.h"
 
 namespace kvshelf {
@@ -50,7 +50,7 @@ class Copier {
   Copier(const Copier&) = delete;
   Copier& operator=(const Copier&) = delete;
 
-  // Whether the kernels can count the slots and lanes of `shards` shards.
+  // Whether the kernels can count the slots and links of `shards` shards.
   bool countable(int64_t shards) const;
 
   // The functions below return null or the text of an error.
@@ -126,8 +126,8 @@ class Copier {
   std::vector<LayerRun> runs_;
   const int64_t payload_bytes_;
   const bool direct_;
-  Lane out_;
-  Lane in_;
+  Link out_;
+  Link in_;
   std::deque<Buffer> buffers_;
 
   std::mutex mutex_;

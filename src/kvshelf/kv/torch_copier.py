@@ -30,7 +30,7 @@ _WEIGHT: Final = 0.25
 _PAGE: Final = 4096
 
 
-class _Lane:
+class _Link:
     """The paced copies of one direction, one object at a time. Any thread may copy."""
 
     def __init__(self, streams: Streams) -> None:
@@ -122,8 +122,8 @@ class TorchCopier(Copier):
     def __init__(self, copy: ChunkCopy, streams: Streams) -> None:
         self._copy = copy
         self._streams = streams
-        self._out = _Lane(streams)
-        self._in = _Lane(streams)
+        self._out = _Link(streams)
+        self._in = _Link(streams)
         self._for_stores: deque[_Buffer] = deque()
         self._for_loads: queue.SimpleQueue[_Buffer] = queue.SimpleQueue()
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()

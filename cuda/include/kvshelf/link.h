@@ -1,16 +1,16 @@
 // The copies of one direction between a device and host memory, paced.
 //
 // A copy engine works in order of arrival: a small copy of the engine that serves the model waits
-// for all that was enqueued before it. So a lane enqueues no more than the link carries in a fifth
-// of a millisecond, in several pieces, and the next piece when the oldest one has ended: the link is
+// for all that was enqueued before it. So no more is enqueued than the link carries in a fifth of a
+// millisecond, in several pieces, and the next piece when the oldest one has ended: the link is
 // never idle, and nobody waits longer. How much that is, is measured on each piece that ran right
 // behind another.
 //
 // Any thread may call; the threads that copy take turns, piece by piece. Waiting needs no GIL, and
-// the lane's events are made beforehand.
+// all events are made beforehand.
 
-#ifndef KVSHELF_LANE_H_
-#define KVSHELF_LANE_H_
+#ifndef KVSHELF_LINK_H_
+#define KVSHELF_LINK_H_
 
 #include <cstddef>
 #include <cstdint>
@@ -26,17 +26,17 @@ struct Transfer {
   int64_t bytes;
 };
 
-class Lane {
+class Link {
  public:
-  // How long the lane may keep the copy engine from others.
+  // How long these copies may keep the copy engine from others.
   static constexpr double kQueuedSeconds = 0.2e-3;
   // The queue consists of so many pieces, so that it does not run empty while a thread wakes up.
   static constexpr int64_t kPieces = 4;
 
-  Lane() = default;
-  ~Lane();
-  Lane(const Lane&) = delete;
-  Lane& operator=(const Lane&) = delete;
+  Link() = default;
+  ~Link();
+  Link(const Link&) = delete;
+  Link& operator=(const Link&) = delete;
 
   // All functions return null or the text of an error. After an error nothing of the call that
   // returned it is under way any more.
@@ -81,4 +81,4 @@ class Lane {
 
 }  // namespace kvshelf
 
-#endif  // KVSHELF_LANE_H_
+#endif  // KVSHELF_LINK_H_

@@ -1,4 +1,4 @@
-#include "kvshelf/lane.h"
+#include "kvshelf/link.h"
 
 #include <algorithm>
 
@@ -16,18 +16,18 @@ constexpr double kWeight = 0.25;
 // Pieces start at multiples of it.
 constexpr int64_t kPage = 4096;
 // Pieces may have become smaller while larger ones are under way, but no more than so many.
-constexpr size_t kMostPieces = 2 * Lane::kPieces;
+constexpr size_t kMostPieces = 2 * Link::kPieces;
 
 }  // namespace
 
-Lane::~Lane() {
+Link::~Link() {
   for (const Piece& piece : under_way_) device_free_event(device_, piece.event);
   for (void* event : free_events_) device_free_event(device_, event);
   if (last_ != nullptr) device_free_event(device_, last_);
   if (stream_ != nullptr) device_free_stream(device_, stream_);
 }
 
-const char* Lane::open(int device) {
+const char* Link::open(int device) {
   device_ = device;
   rate_ = kFirstRate;
   if (const char* error = device_new_stream(device, false, &stream_)) return error;
@@ -39,16 +39,16 @@ const char* Lane::open(int device) {
   return nullptr;
 }
 
-const char* Lane::follow(void* event) { return device_wait(device_, stream_, event); }
+const char* Link::follow(void* event) { return device_wait(device_, stream_, event); }
 
-double Lane::rate() {
+double Link::rate() {
   const std::lock_guard<std::mutex> lock(mutex_);
   return rate_;
 }
 
-int64_t Lane::budget() const { return static_cast<int64_t>(kQueuedSeconds * rate_); }
+int64_t Link::budget() const { return static_cast<int64_t>(kQueuedSeconds * rate_); }
 
-const char* Lane::copy(const std::vector<Transfer>& transfers, void* done) {
+const char* Link::copy(const std::vector<Transfer>& transfers, void* done) {
   auto next = transfers.begin();
   int64_t done_bytes = 0;  // of *next
   while (true) {
@@ -66,7 +66,7 @@ const char* Lane::copy(const std::vector<Transfer>& transfers, void* done) {
 }
 
 // Enqueues one piece: a part of a transfer, or several small ones.
-const char* Lane::enqueue(std::vector<Transfer>::const_iterator* next, int64_t* done_bytes,
+const char* Link::enqueue(std::vector<Transfer>::const_iterator* next, int64_t* done_bytes,
                           std::vector<Transfer>::const_iterator end) {
   const int64_t most = std::max(kPage, budget() / kPieces / kPage * kPage);
   to_.clear();
@@ -102,7 +102,7 @@ const char* Lane::enqueue(std::vector<Transfer>::const_iterator* next, int64_t* 
   return device_record(device_, event, stream_);
 }
 
-const char* Lane::make_room(int64_t bytes) {
+const char* Link::make_room(int64_t bytes) {
   while (!under_way_.empty() &&
          (queued_ + bytes > budget() || under_way_.size() >= kMostPieces)) {
     if (const char* error = end_oldest()) return error;
@@ -111,7 +111,7 @@ const char* Lane::make_room(int64_t bytes) {
 }
 
 // Waits for the oldest piece and learns from it.
-const char* Lane::end_oldest() {
+const char* Link::end_oldest() {
   const Piece piece = under_way_.front();
   if (const char* error = device_synchronize(device_, piece.event)) return error;
   under_way_.pop_front();
@@ -129,7 +129,7 @@ const char* Lane::end_oldest() {
 }
 
 // Ends all that is under way, after an error; returns the error.
-const char* Lane::settled(const char* error) {
+const char* Link::settled(const char* error) {
   // A device that cannot be waited for does no work any more.
   static_cast<void>(device_finish(device_, stream_));
   for (const Piece& piece : under_way_) free_events_.push_back(piece.event);
