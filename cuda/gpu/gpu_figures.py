@@ -33,6 +33,7 @@ from gpu_measure import (
     timing_of,
 )
 from kvshelf.backends import open_backend
+from torch import Tensor
 
 from kvshelf.format.keys import Chunk, KeyChain
 from kvshelf.format.namespace import FORMAT, Namespace
@@ -110,9 +111,7 @@ def on_the_host(ctx: Context) -> None:
     with ctx.staging(shape.shards, shape.object_bytes) as staging:
 
         def load() -> None:
-            fence = path.fence()
-            for shard, payload in enumerate(staging):
-                path.scatter(shard, caches.slots(0), payload, fence)
+            path.scatter_chunk(range(shape.shards), caches.slots(0), staging, path.fence())
 
         def store() -> Any:
             return path.gather(caches.slots(0), staging)
@@ -234,7 +233,7 @@ def from_files(ctx: Context) -> None:
     chain = KeyChain(fmt.namespace.digest, fmt.chunk_size)
     chunks = chain.extend(list(range(shape.chunks * shape.tokens)))
     path = caches.on_device(ctx, ring=RING, loads=THREADS, pinned=True)
-    many = max(THREADS, shape.shards)
+    many = THREADS * shape.shards
     with (
         tempfile.TemporaryDirectory() as folder,
         ctx.staging(many, size) as staging,
@@ -251,20 +250,21 @@ def from_files(ctx: Context) -> None:
                 fmt.seal(images[shard], chunk, shard)
                 view.publish(ObjectRef(chunk, shard), images[shard])
         before = [cache.clone() for cache in caches.views]
-        references = [(chunk, shard) for chunk in chunks for shard in range(shape.shards)]
 
-        def read(worker: int, what: tuple[Chunk, int]) -> None:
-            view.load(ObjectRef(*what), images[worker])
+        def read(worker: int, chunk: Chunk) -> list[Tensor]:
+            first = worker * shape.shards
+            for shard in range(shape.shards):
+                view.load(ObjectRef(chunk, shard), images[first + shard])
+            return [image[offset:] for image in staging[first : first + shape.shards]]
 
-        def load(worker: int, what: tuple[Chunk, int]) -> None:
-            read(worker, what)
-            chunk, shard = what
-            path.scatter(shard, caches.slots(chunk.index), staging[worker][offset:], None)
+        def load(worker: int, chunk: Chunk) -> None:
+            payloads, slots = read(worker, chunk), caches.slots(chunk.index)
+            path.scatter_chunk(range(shape.shards), slots, payloads)
 
-        reading = clock.wall(lambda: spread(THREADS, references, read))
+        reading = clock.wall(lambda: spread(THREADS, chunks, read))
         for cache in caches.views:
             cache.zero_()
-        loading = clock.wall(lambda: spread(THREADS, references, load))
+        loading = clock.wall(lambda: spread(THREADS, chunks, load))
         for number, (cache, old) in enumerate(zip(caches.views, before, strict=True)):
             ctx.equal(cache.view(torch.int16), old.view(torch.int16), f"layer {number} from files")
         total = shape.chunks * shape.chunk_bytes

@@ -73,7 +73,9 @@ class Context:
     say : callable
         Takes what is to be reported, as a dict.
     launches, refused : int
-        Calls of the kernels, and those that the kernels left to plain torch.
+        Calls of the library, and those that its kernels left to others.
+    copiers : int
+        Caches whose stores and loads the library carries out.
     widths : set of int
         Widths in bytes of the vectors of these calls.
     """
@@ -86,6 +88,7 @@ class Context:
     comparisons: int = 0
     launches: int = 0
     refused: int = 0
+    copiers: int = 0
     widths: set[int] = field(default_factory=set)
 
     @property
@@ -166,14 +169,20 @@ class Context:
     def device_caches(
         self, calls: Mapping[int, Sequence[LayerCall]], **options: Any
     ) -> DeviceKVCache:
-        """Make the path between caches and the host."""
-        return DeviceKVCache(calls, **options)
+        """Make the path between caches and the host, which the library has to serve."""
+        before = self.copiers
+        path = DeviceKVCache(calls, **options)
+        if self.serves == "cuda" and self.copiers == before:
+            path.close()
+            raise AssertionError("stores and loads are not carried out by the library")
+        return path
 
     @contextlib.contextmanager
     def staging(self, count: int, size: int) -> Iterator[list[Tensor]]:
         """Host memory as a worker's staging: `count` buffers of one registered region."""
         room = -(-size // 4096) * 4096
-        pool = BufferPool(count * room, kind="pinned" if self.cuda else "host", alignment=4096)
+        kind, device = ("pinned", self.device) if self.cuda else ("host", None)
+        pool = BufferPool(count * room, kind=kind, device=device, alignment=4096)
         found = [pool.allocate(size) for _ in range(count)]
         buffers = [buffer for buffer in found if buffer is not None]
         try:
@@ -190,8 +199,25 @@ class Context:
 
 @contextlib.contextmanager
 def launches_noted(ctx: Context) -> Iterator[None]:
-    """Count the calls of the kernels, and those that they refuse."""
+    """Count the calls of the library, and those that its kernels refuse."""
     kept = native.kernels
+
+    def counting(function: Callable[..., int]) -> Callable[..., int]:
+        @functools.wraps(function)
+        def call(*arguments: object) -> int:
+            ctx.launches += 1
+            return function(*arguments)
+
+        return call
+
+    def opening(function: Callable[..., int]) -> Callable[..., int]:
+        @functools.wraps(function)
+        def call(*arguments: object) -> int:
+            handle = function(*arguments)
+            ctx.copiers += handle != 0
+            return handle
+
+        return call
 
     def noting(function: Callable[..., int]) -> Callable[..., int]:
         @functools.wraps(function)
@@ -209,11 +235,18 @@ def launches_noted(ctx: Context) -> Iterator[None]:
         library = kept(index)
         if library is None or library.device is None:
             return library
-        device = library.device
-        noted = dataclasses.replace(
+        device, copier = library.device, library.copier
+        device = dataclasses.replace(
             device, gather=noting(device.gather), scatter=noting(device.scatter)
         )
-        return dataclasses.replace(library, device=noted)
+        if copier is not None:
+            copier = dataclasses.replace(
+                copier,
+                open=opening(copier.open),
+                store=counting(copier.store),
+                load=counting(copier.load),
+            )
+        return dataclasses.replace(library, device=device, copier=copier)
 
     native.kernels = kernels  # type: ignore[assignment]
     try:

@@ -222,7 +222,7 @@ def copies(clock: Clock, to: Sequence[Tensor], source: Sequence[Tensor]) -> Timi
     return clock.wall(copy)
 
 
-def spread(threads: int, items: Iterable[Item], work: Callable[[int, Item], None]) -> None:
+def spread(threads: int, items: Iterable[Item], work: Callable[[int, Item], object]) -> None:
     """Do `work` for each item on several threads, each of which has a number."""
     numbers = iter(items)
     lock = threading.Lock()
@@ -263,11 +263,11 @@ def store_all(path: DeviceKVCache, caches: Caches, staging: Sequence[Tensor]) ->
 
 
 def load_all(path: DeviceKVCache, caches: Caches, staging: Sequence[Tensor], threads: int) -> None:
-    """Scatter all objects from several threads."""
+    """Scatter all chunks, each with all its objects at once, from several threads."""
     fence, shards = path.fence(), caches.shape.shards
-    slots = [caches.slots(chunk) for chunk in range(-(-len(staging) // shards))]
 
-    def load(_: int, number: int) -> None:
-        path.scatter(number % shards, slots[number // shards], staging[number], fence)
+    def load(_: int, chunk: int) -> None:
+        payloads = staging[chunk * shards : (chunk + 1) * shards]
+        path.scatter_chunk(range(shards), caches.slots(chunk), payloads, fence)
 
-    spread(threads, range(len(staging)), load)
+    spread(threads, range(len(staging) // shards), load)

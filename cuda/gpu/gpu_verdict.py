@@ -2,8 +2,8 @@
 
 PASS means: each part is there, complete, from the same sources and a GPU; every group
 succeeded, except optional ones that the machine lacks something for and tools that it refuses,
-which are named; and in all groups the CUDA kernels copied, and nothing else. Missed goals are
-named, and do not fail a run.
+which are named; and the library served, with its CUDA kernels, wherever a group does not test
+what replaces it. Missed goals are named, and do not fail a run.
 """
 
 from __future__ import annotations

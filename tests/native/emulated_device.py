@@ -17,7 +17,9 @@ from pathlib import Path
 from unittest import mock
 
 from emulation import emulation
+from simulated_device import SimulatedStreams
 
+from kvshelf.kv import device as device_module
 from kvshelf.kv.ops import library as native
 
 Launch = Callable[..., int]
@@ -106,5 +108,10 @@ def device() -> Iterator[None]:
         emulated.library = dataclasses.replace(
             kept, device=dataclasses.replace(kept.device, gather=gather)
         )
-    with emulated.in_use():
+    streams = SimulatedStreams(engine_at_once=True)
+    with (
+        emulated.in_use(),
+        mock.patch.object(device_module, "streams_of", return_value=streams),
+    ):
         yield
+    streams.close()

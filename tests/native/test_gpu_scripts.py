@@ -538,7 +538,7 @@ assert ctx.comparisons == 20
 
 def test_figures_stand_beside_floors() -> None:
     said: list[dict[str, Any]] = []
-    ctx = Context(CPU, emulated=True, small=True, say=said.append)
+    ctx = Context(CPU, emulated=True, small=True, serves="cpp", say=said.append)
     for group in (gpu_figures.store_and_load, gpu_figures.mla, gpu_design.step_of_stores):
         group(ctx)
     rows = [what["row"] for what in said if what["event"] == "row"]
