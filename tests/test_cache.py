@@ -496,7 +496,16 @@ def test_copies_on_a_device_keep_the_order_of_the_callers_current_stream(
     tokens = prompt(3 * CHUNK)
     streams = SimulatedStreams(seed)
     cache = make()
-    with on_device(streams), streams.use(streams.stream(urgent=False)):
+    caller = streams.stream(urgent=False)
+    streams.slow_down(caller)
+
+    def scatter_is_enqueued() -> bool:
+        return any(
+            stream is not caller and any(kind == "record" for kind, _ in list(stream.entries))
+            for stream in list(streams.streams)
+        )
+
+    with on_device(streams), streams.use(caller):
         held = as_paged(nothing(len(tokens)))
         paged = held.arguments["kv"]
         late = as_paged(truth(tokens)).arguments["kv"]
@@ -516,6 +525,7 @@ def test_copies_on_a_device_keep_the_order_of_the_callers_current_stream(
             for mine in paged.caches:
                 streams.do(mine.fill_, 5)
             retrieved = cache.submit_retrieve(tokens, **arguments)
+            until(scatter_is_enqueued)
         assert bool(retrieved.result().all())
         at = (paged.slot_mapping // BLOCK, slice(None), paged.slot_mapping % BLOCK)
         for mine, content in zip(paged.caches, late.caches, strict=True):

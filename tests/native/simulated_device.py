@@ -218,6 +218,10 @@ class SimulatedStreams:
             self.changed.notify_all()
             self.changed.wait_for(lambda: not self._executing, PATIENCE)
 
+    def slow_down(self, stream: SimulatedStream) -> None:
+        """Let all other streams overtake this one where they may."""
+        self._speeds[self.streams.index(stream)] = 1e-6
+
     def finish(self) -> None:
         """Wait until all is done that was enqueued."""
         with self.changed:
