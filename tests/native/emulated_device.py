@@ -103,7 +103,10 @@ def device() -> Iterator[None]:
     emulated = emulation()
     kept = emulated.library
     assert kept.device is not None
-    if fault:
+    if fault == "torch_copies":
+        # Stores and loads by torch's copies, as if the library could not open a copier.
+        emulated.library = dataclasses.replace(kept, copier=None)
+    elif fault:
         gather = globals()[fault](kept.device.gather)
         emulated.library = dataclasses.replace(
             kept, device=dataclasses.replace(kept.device, gather=gather)

@@ -196,6 +196,10 @@ def test_an_honest_part_passes(tmp_path: Path) -> None:
             *("illegal_address", "forms_dtypes_widths", "illegal memory access"),
             marks=pytest.mark.slow,
         ),
+        pytest.param(
+            *("torch_copies", "the_way_to_staging", "not carried out by the library"),
+            marks=pytest.mark.slow,
+        ),
         pytest.param("crash", "deep_models", "signal 11", marks=pytest.mark.slow),
         pytest.param("refused", "deep_models", "left", marks=pytest.mark.slow),
     ],
