@@ -252,7 +252,8 @@ class Part:
             self._end(last, {"state": "failed", "why": f"{why}; see {self.log.name}"})
         elif last.tool == "ncu":
             kernels = gpu_tools.ncu_figures(self.box.work / "ncu.csv")
-            self._end(last, {"facts": {"kernels": kernels}})
+            missed = {"state": "failed", "why": "ncu saw none of the library's kernels"}
+            self._end(last, {"facts": {"kernels": kernels}} if kernels else missed)
 
     def _follow(
         self, process: subprocess.Popen[bytes], lines: Any, groups: list[Group], *, slow: float

@@ -320,6 +320,22 @@ def test_what_a_checking_tool_says(
     assert why in result.get("why", "")
 
 
+@pytest.mark.parametrize("kernels", [[], [{"kernel": "copy_kernel<uint4, 1>"}]])
+def test_ncu_has_to_see_our_kernels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernels: list[dict[str, str]]
+) -> None:
+    monkeypatch.setitem(PARTS, "figures", PARTS["figures"][-1:])
+    monkeypatch.setattr(first_light.Part, "_prepare", lambda self: "")
+    tool = fake_tool(tmp_path, BEGIN.replace("memcheck", "ncu") + OK)
+    monkeypatch.setattr(gpu_tools, "command", lambda *_: ([tool], ""))
+    monkeypatch.setattr(gpu_tools, "ncu_figures", lambda log: kernels)
+    box = gpu_box.Box(sys.executable, tmp_path / "work", tmp_path / "pack")
+    part = first_light.Part("figures", tmp_path / "out", box, emulated=None, seconds=60, limit=5)
+    assert part.run() is bool(kernels)
+    result = report_of(tmp_path / "out", "figures")["groups"]["ncu"]
+    assert result["state"] == ("ok" if kernels else "failed")
+
+
 def test_what_is_printed_is_bounded(capsys: pytest.CaptureFixture[str]) -> None:
     screen = first_light.Screen()
     for _ in range(1000):
