@@ -1,4 +1,4 @@
-// Gather and scatter kernels, and copies between device and host.
+// Launches of the gather and scatter kernels, and copies between device and host.
 //
 // No allocation and no synchronisation, so all launches can be captured in CUDA graphs.
 
@@ -9,35 +9,13 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "kvshelf/copy_kernel.h"
 #include "kvshelf/device.h"
 #include "kvshelf/device_guard.h"
 #include "kvshelf/launch.h"
 
 namespace kvshelf {
 namespace {
-
-// Each byte of a source is read once, so it need not stay in the caches (".cs"), where the
-// model's weights and activations are. What is written is read next, by the copy engine or by
-// attention.
-struct DeviceMemory {
-  template <typename Vector>
-  __device__ __forceinline__ Vector load(const unsigned char* address) const {
-    return __ldcs(reinterpret_cast<const Vector*>(address));
-  }
-  template <typename Vector>
-  __device__ __forceinline__ void store(unsigned char* address, Vector value) const {
-    *reinterpret_cast<Vector*>(address) = value;
-  }
-};
-
-template <typename Vector, bool kGather>
-__global__ void __launch_bounds__(kBlockThreads)
-    copy_kernel(const __grid_constant__ LaunchArguments arguments) {
-  DeviceMemory memory;
-  copy_thread<Vector, kGather>(arguments, Grid{blockIdx.x, blockIdx.y, blockIdx.z},
-                               Grid{threadIdx.x, threadIdx.y, threadIdx.z}, memory);
-}
-static_assert(sizeof(LaunchArguments) <= 4096, "kernel arguments are at most 4 KiB");
 
 template <bool kGather>
 const void* kernel_of(int64_t width) {

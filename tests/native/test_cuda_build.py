@@ -49,13 +49,14 @@ class Build:
     output: str
 
 
-def build(folder: Path, *options: str) -> Build:
+def build(folder: Path, *options: str, **environment: str) -> Build:
     cmake = shutil.which("cmake")
     if cmake is None:
         pytest.skip("no cmake")
     output = run(
         *(cmake, "-S", CUDA, "-B", folder, f"-DPython_EXECUTABLE={sys.executable}"),
         *("-DCMAKE_BUILD_TYPE=Release", *options),
+        **environment,
     )
     output += run(cmake, "--build", folder, "--parallel", "2", "--verbose")
     return Build(folder / "libkvshelf_ops.so", output)
@@ -163,6 +164,42 @@ def test_architectures_can_be_chosen(tmp_path: Path) -> None:
     library = library_module._load_library(made.library)
     assert library.device is not None
     assert library.device.architectures() == "86-real"
+
+
+@pytest.mark.slow
+@needs_nvcc
+def test_kernels_that_were_compiled_beforehand(tmp_path: Path, full: Build) -> None:
+    # As for release wheels: no CUDA compiler while the library is built, only a fat binary. There
+    # NVRTC compiles the kernels, here nvcc.
+    source = CUDA / "src/copy_kernel.cu"
+    top = re.search("TOP=(.*)", run(NVCC, "--dryrun", "-c", source))
+    assert top is not None
+    toolkit = Path(top[1])
+    kernels = tmp_path / "kernels.fatbin"
+    run(
+        *(NVCC, "-std=c++17", "-I", CUDA / "include", "-fatbin", "-arch=sm_90"),
+        *("-o", kernels, source),
+    )
+    made = build(
+        tmp_path / "build",
+        "-DCMAKE_CUDA_ARCHITECTURES=90-real",
+        f"-DKVSHELF_FATBIN={kernels}",
+        f"-DKVSHELF_CUDA_INCLUDE={toolkit / 'include'}",
+        f"-DKVSHELF_CUDART={next(toolkit.glob('lib*/libcudart_static.a'))}",
+        CUDACXX="/nonexistent/nvcc",
+    )
+    library, usual = (library_module._load_library(b.library) for b in (made, full))
+    assert library.device is not None
+    assert usual.device is not None
+    assert library.device.architectures() == "90-real"
+    assert library.device.toolkit() == usual.device.toolkit()
+    # The names under which nvcc registers its kernels.
+    named = r"_ZN7kvshelf11copy_kernelI\w+15LaunchArgumentsE"
+    names, usual_names = (
+        set(re.findall(named, run("strings", "-n", "20", b.library))) for b in (made, full)
+    )
+    assert len(names) == 10
+    assert names <= usual_names
 
 
 def wheel(folder: Path, *settings: str, **environment: str) -> tuple[str, list[str]]:

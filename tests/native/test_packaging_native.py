@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -10,6 +11,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+
+from kvshelf.kv.ops.library import compiled_library
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -63,11 +66,33 @@ def test_the_source_archive_holds_what_a_build_needs(tmp_path: Path) -> None:
         "src/kvshelf/kv/ops/dispatch.py",
         "cuda/CMakeLists.txt",
         "cuda/cmake/check_headers.cc",
+        "cuda/cmake/exports.map",
+        "cuda/include/kvshelf/copy_kernel.h",
         "cuda/include/kvshelf/launch.h",
         "cuda/include/kvshelf/paged_index.h",
         "cuda/src/binding_device.cc",
         "cuda/src/copy_cpu.cc",
         "cuda/src/copy_cuda.cu",
+        "cuda/src/copy_kernel.cu",
+        "cuda/src/registered_kernels.cc",
     } <= names
     outside = {name for name in names if name.startswith((".ci", ".git/", "build", ".venv"))}
     assert not outside
+
+
+def test_the_library_exports_nothing_but_its_functions() -> None:
+    # A C++ or CUDA runtime that is linked in must not replace, or be replaced by, that of others.
+    library = compiled_library()
+    if library is None:
+        pytest.skip("no C++ compiler built the library")
+    if shutil.which("nm") is None:
+        pytest.skip("no nm in PATH")
+    listed = subprocess.run(
+        ["nm", "--dynamic", "--defined-only", library.path],
+        check=True,
+        text=True,
+        stdout=subprocess.PIPE,
+    ).stdout
+    names = {line.split()[2] for line in listed.splitlines()}
+    assert "__tvm_ffi_gather" in names
+    assert not {name for name in names if not name.startswith("__tvm_ffi_")}
