@@ -11,6 +11,7 @@
 #   FUZZ_SECONDS    how long `make fuzz` runs
 #   PYTEST_ARGS     further arguments for pytest, as in PYTEST_ARGS="-k shelf -x"
 #   WORKERS         how many tests run at the same time; each may have three engines of 2 GiB
+#   WHEELS_ARGS     arguments of the build of wheels, as in WHEELS_ARGS="--torch torch==2.9.1"
 #   SOAK_ARGS       arguments of the soak, as in SOAK_ARGS="--seconds 120 --json soak.json"
 
 SHELL := bash
@@ -26,6 +27,7 @@ WORKERS ?= 2
 BENCH_ARGS ?=
 SOAK_ARGS ?=
 FUZZ_SECONDS ?= 300
+WHEELS_ARGS ?=
 
 # A command of this name may exist and still not run (pyenv), so each is tried.
 find_python = for python in python3 python3.12 python3.13 python3.11 python3.14; do \
@@ -76,6 +78,10 @@ bench: venv  ## measure; prints a table
 .PHONY: soak
 soak: venv  ## two engines on a shelf that is damaged all the time, 10 minutes
 	@$(BIN)/python tests/soak/soak.py $(SOAK_ARGS)
+
+.PHONY: wheels
+wheels: venv  ## build, audit and try the source archive and the wheels of a release, into dist/
+	@$(BIN)/python .ci/wheels.py $(VENV)/wheelhouse dist $(WHEELS_ARGS)
 
 .PHONY: fuzz
 fuzz: venv  ## look for bytes that the decoder cannot take

@@ -15,19 +15,59 @@ import tempfile
 import time
 import venv
 import zipfile
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+WANTED = ("kvshelf/__init__.py", "kvshelf/backends/base.py", "kvshelf/py.typed")
 
+# Gathers a chunk and scatters it elsewhere, compares each byte, and tells what did it.
 TRY_OPS = """
 import torch
 from kvshelf import PagedLayout, ops
+cache, other = torch.randn(2, 2, 8, 16, 4, 64).to(torch.bfloat16)
+layout = PagedLayout.from_2bnhd(cache)
+slots = torch.randperm(layout.num_slots)[:32]
+out = torch.empty(layout.chunk_bytes(32), dtype=torch.uint8)
+ops.gather_kv([cache], slots, out, layout)
+ops.scatter_kv([other], slots, out, layout)
+rows = [tensor[:, slots // 16, slots % 16] for tensor in (cache, other)]
+assert torch.equal(out, rows[0].reshape(-1).view(torch.uint8))
+assert torch.equal(*rows)
 print(ops.implementation())
 """
 
 
-def run(*command: object, cwd: Path = ROOT) -> str:
+@dataclass(frozen=True)
+class Tried:
+    """What an installed wheel told.
+
+    Attributes
+    ----------
+    version : str
+        What ``kvshelf --version`` prints.
+    doctor : dict of str to str
+        What ``kvshelf doctor`` found, by the name of the check; also its ``status``.
+    ops : str
+        What gathers and scatters on CPUs.
+    """
+
+    version: str
+    doctor: dict[str, str]
+    ops: str
+
+
+def run(*command: object, cwd: Path = ROOT, **environment: str) -> str:
     """Run a command, return its output; on failure print it and leave.
+
+    Parameters
+    ----------
+    *command : object
+        The command.
+    cwd : Path
+        Where it runs.
+    **environment : str
+        Changes of the environment's variables.
 
     Raises
     ------
@@ -37,6 +77,7 @@ def run(*command: object, cwd: Path = ROOT) -> str:
     done = subprocess.run(
         [str(part) for part in command],
         cwd=cwd,
+        env=os.environ | environment,
         check=False,
         text=True,
         capture_output=True,
@@ -45,6 +86,50 @@ def run(*command: object, cwd: Path = ROOT) -> str:
         print(done.stdout[-4000:], done.stderr[-4000:], sep="\n", file=sys.stderr)
         raise SystemExit(f"wheel check failed ({done.returncode}): {' '.join(map(str, command))}")
     return done.stdout
+
+
+def try_wheel(wheel: Path, folder: Path, *options: object) -> Tried:
+    """Install a wheel into an empty environment that has no compiler, and use it there.
+
+    Parameters
+    ----------
+    wheel : Path
+        The wheel.
+    folder : Path
+        Where the environment is made.
+    *options : object
+        What pip is told about where packages come from, and further requirements.
+
+    Raises
+    ------
+    SystemExit
+        If it cannot be installed, does not work, or holds a native library that is not used.
+    """
+    with zipfile.ZipFile(wheel) as archive:
+        content = archive.namelist()
+    for wanted in WANTED:
+        if wanted not in content:
+            raise SystemExit(f"wheel check failed: {wheel.name} holds no {wanted}")
+    native = [entry for entry in content if entry.endswith((".so", ".dylib"))]
+
+    venv.create(folder / "empty", with_pip=True)
+    programs = folder / "empty" / "bin"
+    python = programs / "python"
+    pip = [python, "-m", "pip", "--disable-pip-version-check"]
+    # Nothing else is in PATH: no compiler, and nothing of the environment that runs this.
+    alone = {"PATH": str(programs)}
+    run(*pip, "install", "--no-compile", *options, wheel, cwd=folder, **alone)
+    doctor = json.loads(run(programs / "kvshelf", "doctor", "--json", cwd=folder, **alone))
+    tried = Tried(
+        run(programs / "kvshelf", "--version", cwd=folder, **alone).strip(),
+        {check["name"]: check["found"] for check in doctor["checks"]}
+        | {"status": doctor["status"]},
+        run(python, "-c", TRY_OPS, cwd=folder, **alone).strip(),
+    )
+    if native and tried.ops != "cpp":
+        raise SystemExit(f"wheel check failed: {native} is there, but ops uses {tried.ops}")
+    run(*pip, "check", cwd=folder, **alone)
+    return tried
 
 
 def main() -> None:
@@ -56,35 +141,10 @@ def main() -> None:
         folder = Path(name)
         run(*pip, "wheel", "--no-build-isolation", "--no-deps", "--no-index", "-w", folder, ROOT)
         (wheel,) = folder.glob("kvshelf-*.whl")
-        content = zipfile.ZipFile(wheel).namelist()
-        for wanted in ("kvshelf/__init__.py", "kvshelf/backends/base.py", "kvshelf/py.typed"):
-            if wanted not in content:
-                raise SystemExit(f"wheel check failed: {wheel.name} holds no {wanted}")
-        native = [entry for entry in content if entry.endswith((".so", ".dylib"))]
-
-        venv.create(folder / "empty", with_pip=True)
-        python = folder / "empty" / "bin" / "python"
-        run(
-            python,
-            *pip[1:],
-            "install",
-            "--no-index",
-            "--no-compile",
-            "--find-links",
-            wheelhouse,
-            wheel,
-            cwd=folder,
-        )
-        command = folder / "empty" / "bin" / "kvshelf"
-        version = run(command, "--version", cwd=folder).strip()
-        doctor = json.loads(run(command, "doctor", "--json", cwd=folder))
-        ops = run(python, "-c", TRY_OPS, cwd=folder).strip()
-        if native and ops != "cpp":
-            raise SystemExit(f"wheel check failed: {native} is there, but ops uses {ops}")
-        run(python, "-m", "pip", "check", cwd=folder)
+        tried = try_wheel(wheel, folder, "--no-index", "--find-links", wheelhouse)
     print(
-        f"wheel: {wheel.name} ({len(content)} files), {version}, ops {ops}, "
-        f"doctor {doctor['status']} ({time.monotonic() - started:.0f} s)"
+        f"wheel: {wheel.name}, {tried.version}, ops {tried.ops}, "
+        f"doctor {tried.doctor['status']} ({time.monotonic() - started:.0f} s)"
     )
 
 
