@@ -33,6 +33,8 @@ from typing import Final
 
 WINDOW_SECONDS: Final = 10.0
 LEAST_FAILURES: Final = 4
+# Not Python's global numbers: programs seed those, and their order is theirs.
+_CHANCE: Final = random.SystemRandom()
 
 
 class BreakerState(Enum):
@@ -163,7 +165,7 @@ class Breaker:
             self._state = BreakerState.OPEN
             self.is_closed = False
             # A failing storage opens the breakers of many engines at the same time.
-            self.retry_at = now + max(least, self._delay * random.uniform(0.5, 1.0))  # noqa: S311
+            self.retry_at = now + max(least, self._delay * _CHANCE.uniform(0.5, 1.0))
             self._delay = min(2 * self._delay, self._backoff.most)
         if was is BreakerState.CLOSED:
             self._on_change(self, reason)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import random
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
@@ -233,6 +234,7 @@ def test_what_hangs_after_something_was_well_does_not_stop_it_again(rig: Rig) ->
 def test_the_backoff_grows_up_to_a_bound_and_differs(monkeypatch: pytest.MonkeyPatch) -> None:
     now = make_clock(monkeypatch)
     seen: set[float] = set()
+    numbers_of_the_program = random.getstate()
     for _ in range(5):
         breaker = Breaker(["read"], Backoff(1.0, 60.0), lambda *_: None)
         breaker.trip("broken")
@@ -248,6 +250,7 @@ def test_the_backoff_grows_up_to_a_bound_and_differs(monkeypatch: pytest.MonkeyP
             breaker.record_failure("read", "still broken")
             assert breaker.state is BreakerState.OPEN
     assert len(seen) > 30
+    assert random.getstate() == numbers_of_the_program
 
 
 def test_a_storage_that_fails_again_soon_stays_open_for_longer(

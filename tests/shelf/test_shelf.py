@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import threading
 import time
@@ -694,6 +695,7 @@ def test_stores_sweep_the_namespace_of_old_temporaries(
         file.write_bytes(b"begun")
     monkeypatch.setattr(view_module, "_SWEEP_SECONDS", 0.0)
     monkeypatch.setattr(view_module, "_SWEEP_ROUND_SECONDS", 0.0)
+    numbers_of_the_program = random.getstate()
     with open_shelf(shelf.url) as fresh:
         for chunk in chunks[1:5]:
             store(fresh, fmt, chunk)
@@ -707,6 +709,7 @@ def test_stores_sweep_the_namespace_of_old_temporaries(
         assert left.exists() == (place == "group")
         assert temporaries(Path(shelf.url)) - {left} == foreign
         assert load(fresh, fmt, chunks[0]) == image(fmt, chunks[0])
+    assert random.getstate() == numbers_of_the_program
 
 
 def test_sweeps_are_rare(root: Path, fmt: ObjectFormat, chunks: list[Chunk]) -> None:

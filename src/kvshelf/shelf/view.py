@@ -450,7 +450,7 @@ class NamespaceView(ShelfView):
             logger.debug("temporaries could not be removed: %s", exc)
             return
         # Of many engines that begin a round at once each begins elsewhere.
-        random.shuffle(inner)
+        random.SystemRandom().shuffle(inner)
         with self._lock:
             self._unswept += [f"{folder}/{name}" for name in inner]
             if not self._unswept:
