@@ -81,6 +81,16 @@ class Report:
         temporary.replace(self.path)
 
 
+def patience(emulated: Path | None) -> int:
+    """How many times its usual time a run may take: machines of tests may be slow and busy."""
+    return 10 if emulated else 1
+
+
+def _limit(text: str) -> tuple[str, float]:
+    name, _, seconds = text.partition("=")
+    return name, float(seconds)
+
+
 class Part:
     """One run of one part.
 
@@ -92,8 +102,10 @@ class Part:
     box : Box
     emulated : Path or None
         Python file that makes an emulated device, see :mod:`gpu_groups`.
-    seconds, limit : float
-        What the part, and each group, may take at most.
+    seconds : float
+        What the part may take at most.
+    limits : dict
+        Seconds that some groups may take, by name, in place of their own limits.
     """
 
     def __init__(
@@ -104,14 +116,15 @@ class Part:
         *,
         emulated: Path | None,
         seconds: float,
-        limit: float,
+        limits: dict[str, float],
     ) -> None:
         self.groups = PARTS[name]
         self.out = out
         self.name = name
         self.box = box
         self.emulated = emulated
-        self.limit = limit
+        self.limits = {group.name: group.seconds * patience(emulated) for group in self.groups}
+        self.limits |= limits
         self.began = time.monotonic()
         self.ends = self.began + seconds
         self.screen = Screen()
@@ -234,7 +247,8 @@ class Part:
                 start_new_session=True,
             )
             try:
-                why = self._follow(process, lines, groups, slow=3.0 if first.tool else 1.0)
+                slow = (3.0 if first.tool else 1.0) * patience(self.emulated)
+                why = self._follow(process, lines, groups, slow=slow)
             finally:
                 _kill(process)
         self._trim_log()
@@ -273,7 +287,7 @@ class Part:
                     running = limits[event["name"]]
                     self.results[running.name] = {"state": "running"}
                     self.report.write()
-                    ends = min(self.ends, time.monotonic() + min(self.limit, running.seconds))
+                    ends = min(self.ends, time.monotonic() + self.limits[running.name])
                 elif running is not None:
                     self._take(running, event)
                     if event["event"] == "end":
@@ -370,7 +384,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--pack", type=Path, default=ROOT / "build" / "gpu-pack")
     parser.add_argument("--work", type=Path, default=ROOT / "build" / "gpu-work")
     parser.add_argument("--seconds", type=float, help="for the part; default: 112 or 465")
-    parser.add_argument("--limit", type=float, default=600, help="seconds for each group at most")
+    parser.add_argument(
+        "--limit",
+        action="append",
+        type=_limit,
+        default=[],
+        metavar="GROUP=SECONDS",
+        help="what a group may take, in place of its own limit",
+    )
     parser.add_argument("--emulated", type=Path, help="for tests: a file that makes a device")
     parser.add_argument(
         "--accept-emulated", action="store_true", help="for tests: reports of no GPU can pass"
@@ -385,7 +406,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0 if passed else 1
     for name in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGALRM):
         signal.signal(name, _end_by_signal)
-    seconds = options.seconds or SECONDS[options.part]
+    seconds = options.seconds or SECONDS[options.part] * patience(options.emulated)
     signal.alarm(int(seconds) + 10)
     out = options.out or Path(os.environ.get("OUT") or ROOT / "build" / "gpu")
     python = shutil.which(options.python) or options.python
@@ -395,7 +416,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         Box(python, options.work, options.pack),
         emulated=options.emulated,
         seconds=seconds,
-        limit=options.limit,
+        limits=dict(options.limit),
     )
     return 0 if part.run() else 1
 

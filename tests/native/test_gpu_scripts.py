@@ -222,7 +222,7 @@ def test_a_faulty_device_never_passes(tmp_path: Path, fault: str, group: str, wh
 
 def test_a_group_that_hangs_is_ended_and_the_others_run(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    code, _ = run_part("smoke", out, "--limit", 8, fault="hang")
+    code, _ = run_part("smoke", out, "--limit", "forms_dtypes_widths=3", fault="hang")
     assert code == 1
     groups = report_of(out)["groups"]
     assert "took too long" in groups["forms_dtypes_widths"]["why"]
@@ -313,7 +313,10 @@ def test_what_a_checking_tool_says(
     monkeypatch.setattr(first_light, "_START_SECONDS", 0.1 if asleep and OK not in body else 30)
     monkeypatch.setattr(first_light, "_END_SECONDS", 0.1 if asleep else 30)
     box = gpu_box.Box(sys.executable, tmp_path / "work", tmp_path / "pack")
-    part = first_light.Part("checks", tmp_path / "out", box, emulated=None, seconds=60, limit=5)
+    limits = {"memcheck": 5.0 if asleep else 60.0}
+    part = first_light.Part(
+        "checks", tmp_path / "out", box, emulated=None, seconds=60, limits=limits
+    )
     assert part.run() is (state != "failed")
     result = report_of(tmp_path / "out", "checks")["groups"]["memcheck"]
     assert result["state"] == state
@@ -330,7 +333,7 @@ def test_ncu_has_to_see_our_kernels(
     monkeypatch.setattr(gpu_tools, "command", lambda *_: ([tool], ""))
     monkeypatch.setattr(gpu_tools, "ncu_figures", lambda log: kernels)
     box = gpu_box.Box(sys.executable, tmp_path / "work", tmp_path / "pack")
-    part = first_light.Part("figures", tmp_path / "out", box, emulated=None, seconds=60, limit=5)
+    part = first_light.Part("figures", tmp_path / "out", box, emulated=None, seconds=60, limits={})
     assert part.run() is bool(kernels)
     result = report_of(tmp_path / "out", "figures")["groups"]["ncu"]
     assert result["state"] == ("ok" if kernels else "failed")
