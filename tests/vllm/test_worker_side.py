@@ -1189,7 +1189,8 @@ def test_a_waiting_requests_objects_are_in_memory_when_its_load_comes(
     finished, bad, _ = answer if answer[0] else rig.until_finished()
     assert (finished, bad) == ({"r"}, set())
     assert all(rig.same(i + 1, block) for i, block in enumerate(blocks))
-    assert count()["memory_tier_loaded_objects"] == objects
+    # The thread that delivered the last object counts it afterwards.
+    until(lambda: count()["memory_tier_loaded_objects"] == objects)
     memory = rig.side._prefetched
     assert memory is not None
     until(lambda: bool(rig.step(StepMetadata()) and not memory.available))
