@@ -312,13 +312,19 @@ def _together(rig: Rig) -> Together:
     return cache
 
 
-def test_the_last_thread_of_a_chunk_scatters_all_of_its_objects(rig: Rig, gate: Gate) -> None:
+def _reading(rig: Rig, gate: Gate) -> tuple[Together, ChunkSlots]:
+    """Begin a load of one chunk whose two objects are being read."""
     cache, chunks = _together(rig), make_chunks(rig.fmt, 1)
     rig.put(chunks)
     gate.shut()
     (item,) = rig.items(chunks, 20)
     rig.transfer.load("r", [item])
     until(lambda: len(gate.opened) == 2)
+    return cache, item
+
+
+def test_the_last_thread_of_a_chunk_scatters_all_of_its_objects(rig: Rig, gate: Gate) -> None:
+    cache, item = _reading(rig, gate)
     gate.let(1)
     until(lambda: bool(rig.transfer._loads._active["r"]._left))
     assert rig.untouched(item)
@@ -332,12 +338,7 @@ def test_the_last_thread_of_a_chunk_scatters_all_of_its_objects(rig: Rig, gate: 
 
 
 def test_an_object_that_only_one_thread_reads_is_scattered_at_once(rig: Rig, gate: Gate) -> None:
-    cache, chunks = _together(rig), make_chunks(rig.fmt, 1)
-    rig.put(chunks)
-    gate.shut()
-    (item,) = rig.items(chunks, 20)
-    rig.transfer.load("r", [item])
-    until(lambda: len(gate.opened) == 2)
+    cache, item = _reading(rig, gate)
     # The other thread reads for itself: it waits for nobody.
     for task in rig.transfer._loads._tasks.values():
         task.reading = False
@@ -348,17 +349,12 @@ def test_an_object_that_only_one_thread_reads_is_scattered_at_once(rig: Rig, gat
 
 
 def test_what_was_left_to_a_thread_that_fails_is_given_back(rig: Rig, gate: Gate) -> None:
-    cache, chunks = _together(rig), make_chunks(rig.fmt, 1)
-    rig.put(chunks)
-    gate.shut()
-    (item,) = rig.items(chunks, 20)
-    rig.transfer.load("r", [item])
-    until(lambda: len(gate.opened) == 2)
+    cache, item = _reading(rig, gate)
     gate.let(1)
     left = rig.transfer._loads._active["r"]._left
     until(lambda: bool(left))
     ((task, _),) = left[0]
-    rig.path(chunks[0], 1 - task.shard).unlink()
+    rig.path(item.chunk, 1 - task.shard).unlink()
     gate.let(1)
     load = rig.finished()
     assert load.failed_at == 0
@@ -368,12 +364,7 @@ def test_what_was_left_to_a_thread_that_fails_is_given_back(rig: Rig, gate: Gate
 
 
 def test_what_was_left_to_a_thread_that_hangs_is_given_back(rig: Rig, gate: Gate) -> None:
-    cache, chunks = _together(rig), make_chunks(rig.fmt, 1)
-    rig.put(chunks)
-    gate.shut()
-    (item,) = rig.items(chunks, 20)
-    rig.transfer.load("r", [item])
-    until(lambda: len(gate.opened) == 2)
+    cache, item = _reading(rig, gate)
     gate.let(1)
     until(lambda: bool(rig.transfer._loads._active["r"]._left))
     (stuck,) = [thread for thread, task in rig.transfer._loads._tasks.items() if task.reading]
