@@ -5,8 +5,8 @@ namespace folders.
 
 Contracts
 ---------
-* Names are pure functions of the chunk, the shard and the number of shards. The parser accepts
-  only names that :func:`object_name` produces.
+* Names are pure functions of the chunk, its kind, the shard and the number of shards. The parser
+  accepts only names that :func:`object_name` produces.
 * No torch, no storage backend, no vLLM.
 
 Threads
@@ -18,15 +18,16 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, cast
 
 from kvshelf.errors import ObjectNameError
 from kvshelf.format.keys import MAX_U32, Chunk, check_salt_group
+from kvshelf.format.kinds import FULL, KINDS, Kind
 
 _DECIMAL: Final = r"0|[1-9][0-9]{0,9}"
 _OBJECT: Final = re.compile(
     r"(?P<group>_|[0-9a-f]{16})/(?P<fan>[0-9a-f]{2})/(?P<key>(?P=fan)[0-9a-f]{62})"
-    rf"-(?P<index>{_DECIMAL})(?:t(?P<tail>[1-9][0-9]{{0,9}}))?"
+    rf"-(?P<index>{_DECIMAL})(?:t(?P<tail>[1-9][0-9]{{0,9}}))?(?:-(?P<kind>window|state))?"
     rf"-(?P<shard>{_DECIMAL})of(?P<shards>[1-9][0-9]{{0,9}})\.safetensors",
     re.ASCII,
 )
@@ -49,6 +50,8 @@ class ParsedName:
         Folder of the salt group: ``_`` or 16 hex.
     namespace : str or None
         The namespace folder, if the parsed name included it.
+    kind : Kind
+        Kind of KV in the object.
     """
 
     key: bytes
@@ -58,12 +61,20 @@ class ParsedName:
     tail_tokens: int | None = None
     salt_group: str = "_"
     namespace: str | None = None
+    kind: Kind = FULL
 
 
-def object_name(chunk: Chunk, shard: int, shards: int) -> str:
-    """Return the name of one shard of `chunk` inside its namespace folder.
+def object_name(chunk: Chunk, shard: int, shards: int, kind: Kind = FULL) -> str:
+    """Return the name of one shard of one kind of `chunk` inside its namespace folder.
 
-    ``<group>/<2 hex>/<key>-<index>[t<n>]-<shard>of<shards>.safetensors``
+    ``<group>/<2 hex>/<key>-<index>[t<n>][-window|-state]-<shard>of<shards>.safetensors``
+
+    Parameters
+    ----------
+    chunk : Chunk
+    shard, shards : int
+        Number of the shard, and number of shards of this kind.
+    kind : Kind
 
     Raises
     ------
@@ -78,10 +89,13 @@ def object_name(chunk: Chunk, shard: int, shards: int) -> str:
         raise ObjectNameError(f"chunk index {chunk.index}: expected 0 to {MAX_U32}")
     if not 1 <= chunk.tokens <= MAX_U32:
         raise ObjectNameError(f"{chunk.tokens} tokens: expected 1 to {MAX_U32}")
+    if kind not in KINDS:
+        raise ObjectNameError(f"kind {kind!r}: expected one of {', '.join(KINDS)}")
     key = chunk.key.hex()
     tail = f"t{chunk.tokens}" if chunk.tail else ""
+    middle = tail if kind == FULL else f"{tail}-{kind}"
     group = chunk.salt_group if chunk.salt_group == "_" else check_salt_group(chunk.salt_group)
-    return f"{group}/{key[:2]}/{key}-{chunk.index}{tail}-{shard}of{shards}.safetensors"
+    return f"{group}/{key[:2]}/{key}-{chunk.index}{middle}-{shard}of{shards}.safetensors"
 
 
 def parse_object_name(name: str, namespace: str | None = None) -> ParsedName | None:
@@ -107,6 +121,7 @@ def parse_object_name(name: str, namespace: str | None = None) -> ParsedName | N
         None if tail is None else int(tail),
         found["group"],
         namespace,
+        cast("Kind", found["kind"] or FULL),
     )
 
 

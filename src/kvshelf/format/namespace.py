@@ -45,6 +45,7 @@ FIELDS: Final[Mapping[str, str]] = {
     "data_offset": "int",
     "format": "str",
     "head_sizes": "list[int]",
+    "kinds": "list[str]",
     "kv_dtype": "str",
     "kv_heads": "int",
     "kv_scales": "str",
@@ -60,8 +61,10 @@ FIELDS: Final[Mapping[str, str]] = {
     "signing_key": "str",
     "sliding_windows": "list[int]",
     "stages": "list[int]",
+    "state_shards": "int",
     "version": "str",
     "weights": "str",
+    "window_shards": "int",
 }
 
 

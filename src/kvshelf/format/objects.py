@@ -25,11 +25,8 @@ microseconds per tensor.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
-from math import prod
 from typing import Final, Protocol, TypeAlias
 
 import xxhash
@@ -55,18 +52,23 @@ from kvshelf.format.invalid import (
     compare_tensors,
     parse_header,
 )
-from kvshelf.format.keys import Chunk, check_chunk_size
+from kvshelf.format.keys import Chunk
+from kvshelf.format.kinds import FULL, Kind
 from kvshelf.format.names import ParsedName
 from kvshelf.format.namespace import FORMAT, FieldValue, Namespace
-from kvshelf.format.tensors import DTYPE_BYTES, TensorSpec, parse_layer, required_field
+from kvshelf.format.plans import (
+    HASH_CHARS,
+    ObjectPlan,
+    between_key_and_tokens,
+    data_offset_of,
+    object_plans,
+)
+from kvshelf.format.tensors import (
+    TensorSpec,
+    required_field,
+)
 
 BytesLike: TypeAlias = "bytes | bytearray | memoryview"
-
-#: The payload starts at a multiple of this many bytes.
-PAYLOAD_ALIGNMENT: Final = 4096
-
-#: Largest payload of an object. Real ones are far smaller; a forged namespace may name any size.
-_MAX_PAYLOAD: Final = 1 << 36
 
 # The size of the reads decides whether an object's bytes are still in cache when they are hashed.
 # Measured with 1 MiB of level-2 and 32 MiB of level-3 cache: an object much smaller than level 3
@@ -78,7 +80,6 @@ _READ: Final = 512 << 10
 _ONE_SHOT: Final = 1 << 20
 
 _HEX: Final = b"0123456789abcdef"
-_HASH_CHARS: Final = 32
 _KEY_CHARS: Final = 64
 _BEFORE_PARENT: Final = b'","parent":"'
 _TEMPLATES_KEPT: Final = 1024
@@ -126,120 +127,10 @@ class _Template:
     spans: tuple[_ReadSpan, ...]
 
 
-class _Plan:
-    """The layers of each stage, and the headers of their objects."""
-
-    def __init__(self, record: Mapping[str, FieldValue]) -> None:
-        self.chunk_size = check_chunk_size(required_field(record, "chunk_size"))
-        self.shards: int = required_field(record, "shards")
-        stages: list[int] = list(required_field(record, "stages"))
-        names: list[str] = list(required_field(record, "layer_names"))
-        lists = {
-            field: list(required_field(record, field))
-            for field in ("layouts", "layer_shapes", "layer_dtypes")
-        }
-        if not stages or min(stages) < 1 or sum(stages) != len(names):
-            raise ConfigError(
-                f"namespace record: stages {stages} do not cover {len(names)} layer_names"
-            )
-        if self.shards < 1 or self.shards % len(stages) or self.shards > 2**32 - 1:
-            raise ConfigError(
-                f"namespace record: shards is {self.shards}, expected a positive multiple of the "
-                f"{len(stages)} stages"
-            )
-        for field, values in lists.items():
-            if len(values) != len(names):
-                raise ConfigError(
-                    f"namespace record: {field} has {len(values)} entries for {len(names)} layers"
-                )
-        if len(set(names)) != len(names) or METADATA in names or "" in names:
-            raise ConfigError("namespace record: layer_names must be unique and not empty")
-        if record.get("layers", len(names)) != len(names):
-            raise ConfigError(
-                f"namespace record: layers is {record['layers']}, but there are {len(names)} names"
-            )
-        self.split = self.shards // len(stages)
-        layers = [
-            parse_layer(name, layout, shape, dtype, self.split, self.chunk_size)
-            for name, layout, shape, dtype in zip(
-                names,
-                lists["layouts"],
-                lists["layer_shapes"],
-                lists["layer_dtypes"],
-                strict=True,
-            )
-        ]
-        ends = list(accumulate(stages))
-        self.stages = [layers[end - count : end] for count, end in zip(stages, ends, strict=True)]
-        self.tails = all(layer.kind != "blocks" for layer in layers)
-        largest = max(
-            sum(spec.nbytes for spec in self.specs(stage * self.split, self.chunk_size, True))
-            for stage in range(len(stages))
-        )
-        if largest > _MAX_PAYLOAD:
-            raise ConfigError(
-                f"namespace record: an object would hold {largest} bytes, more than "
-                f"{_MAX_PAYLOAD}; make the chunk size smaller or take more shards"
-            )
-
-    def specs(self, shard: int, tokens: int, native: bool) -> tuple[TensorSpec, ...]:
-        """Lay out one object; `native` selects the stored form where a layer has two."""
-        specs = []
-        offset = 0
-        for layer in self.stages[shard // self.split]:
-            size = DTYPE_BYTES[layer.dtype]
-            dtype = layer.dtype
-            shape: tuple[int, ...]
-            if layer.kind == "blocks":
-                shape = (layer.blocks, layer.width)
-            elif layer.kind == "content":
-                shape = (tokens, layer.width)
-            elif layer.block_size and native:
-                dtype = "U8"
-                shape = (layer.blocks, layer.heads, 2 * layer.block_size * layer.width * size)
-            else:
-                shape = (2, tokens, layer.heads, layer.width)
-            nbytes = prod(shape) * DTYPE_BYTES[dtype]
-            specs.append(TensorSpec(layer.name, dtype, shape, nbytes, offset))
-            offset += nbytes
-        return tuple(specs)
-
-    def parts(
-        self, digest: str, shard: int, tokens: int, specs: Sequence[TensorSpec]
-    ) -> tuple[bytes, bytes, bytes]:
-        """Return the header's text before the key, from tokens to hashes, and after the hashes."""
-        tensors = ",".join(
-            f'{json.dumps(spec.name, ensure_ascii=False)}:{{"dtype":"{spec.dtype}",'
-            f'"shape":[{",".join(map(str, spec.shape))}],'
-            f'"data_offsets":[{spec.offset},{spec.offset + spec.nbytes}]}}'
-            for spec in specs
-        )
-        return (
-            f'{{"{METADATA}":{{"format":"{FORMAT}","namespace":"{digest}","key":"'.encode(),
-            f'","tokens":"{tokens}","shard":"{shard}","shards":"{self.shards}","xxh3":"'.encode(),
-            f'"}},{tensors}}}'.encode(),
-        )
-
-    def data_offset(self) -> int:
-        """Return the smallest aligned offset after the longest header of the namespace."""
-        longest = 0
-        # Within a stage, headers differ only in the digits of the shard.
-        for shard in range(self.split - 1, self.shards, self.split):
-            for native in (True, False) if self.tails else (True,):
-                specs = self.specs(shard, self.chunk_size, native)
-                parts = self.parts("0" * 64, shard, self.chunk_size, specs)
-                length = (
-                    sum(map(len, parts))
-                    + len(_between_key_and_tokens(b"\0" * 32, b"\0" * 32, 2**32 - 1))
-                    + len(specs) * (_HASH_CHARS + 1)
-                    - 1
-                )
-                longest = max(longest, length)
-        return -(-(8 + longest) // PAYLOAD_ALIGNMENT) * PAYLOAD_ALIGNMENT
-
-
-def _between_key_and_tokens(key: bytes, parent: bytes, index: int) -> bytes:
-    return f'{key.hex()}","parent":"{parent.hex()}","chunk":"{index}'.encode()
+def _no_kind(kind: str, kinds: Sequence[Kind]) -> ConfigError:
+    return ConfigError(
+        f"the namespace has no layers of kind {kind!r}; its kinds are {', '.join(kinds)}"
+    )
 
 
 def _cut(start: int, end: int, size: int) -> tuple[_Read, ...]:
@@ -279,7 +170,7 @@ def _read_spans(slices: Sequence[slice], data_offset: int) -> tuple[_ReadSpan, .
 
 
 class ObjectFormat:
-    """Encodes, decodes and verifies the objects of one namespace.
+    """Encodes, decodes and verifies the objects of one kind of one namespace.
 
     An *object buffer* is a writable buffer of exactly :meth:`object_size` bytes that holds one
     object as it is stored: the header region, `data_offset` bytes, then the payload.
@@ -289,45 +180,97 @@ class ObjectFormat:
     namespace : Namespace
         Its record must contain chunk_size, shards, stages, layer_names, layouts, layer_shapes,
         layer_dtypes and data_offset.
+    kind : Kind, optional
+        Kind of the objects; the first of `kinds` when absent. :meth:`of` gives the others.
 
     Attributes
     ----------
     namespace : Namespace
+    kind : Kind
+    kinds : tuple[Kind, ...]
+        All kinds that the namespace has, in the order of :data:`kvshelf.format.kinds.KINDS`.
     data_offset : int
-        Where the payload starts, in bytes; a multiple of 4096.
+        Where the payload starts, in bytes; a multiple of 4096; the same for all kinds.
     chunk_size : int
         Tokens per chunk.
     shards : int
-        Number of shards, over all stages.
+        Number of shards of this kind, over all stages that have layers of it.
     tails : bool
-        Whether tails can be stored: not if a layer has an unknown layout.
+        Whether tails can be stored: not if any layer of the namespace has an unknown layout.
 
     Raises
     ------
     ConfigError
-        If a field is missing, or fields contradict each other.
+        If a field is missing, fields contradict each other, or the namespace has no layer of
+        `kind`.
     """
 
-    def __init__(self, namespace: Namespace) -> None:
+    namespace: Namespace
+    kind: Kind
+    kinds: tuple[Kind, ...]
+    data_offset: int
+    chunk_size: int
+    shards: int
+    tails: bool
+    _plan: ObjectPlan
+    _formats: Mapping[Kind, ObjectFormat]
+    _templates: dict[tuple[int, int], _Template]
+
+    def __init__(self, namespace: Namespace, kind: Kind | None = None) -> None:
         record = namespace.record
-        self._plan = _Plan(record)
-        self.namespace = namespace
-        self.chunk_size = self._plan.chunk_size
-        self.shards = self._plan.shards
-        self.tails = self._plan.tails
-        needed = self._plan.data_offset()
-        self.data_offset: int = required_field(record, "data_offset")
-        if self.data_offset != needed:
+        plans = object_plans(record)
+        needed = data_offset_of(plans)
+        data_offset = required_field(record, "data_offset")
+        if data_offset != needed:
             raise ConfigError(
-                f"namespace record: data_offset is {self.data_offset}, but its layers need {needed}"
+                f"namespace record: data_offset is {data_offset}, but its layers need {needed}"
             )
-        self._templates: dict[tuple[int, int], _Template] = {}
+        own: Kind = next(iter(plans)) if kind is None else kind
+        if own not in plans:
+            raise _no_kind(own, tuple(plans))
+        formats: dict[Kind, ObjectFormat] = {}
+        for each, plan in plans.items():
+            fmt = self if each == own else object.__new__(ObjectFormat)
+            formats[each] = fmt
+            fmt.namespace = namespace
+            fmt.kind = each
+            fmt.kinds = tuple(plans)
+            fmt.data_offset = needed
+            fmt.chunk_size = plan.chunk_size
+            fmt.shards = plan.shards
+            fmt.tails = all(one.tails for one in plans.values())
+            fmt._plan = plan
+            fmt._formats = formats
+            fmt._templates = {}
+
+    def of(self, kind: Kind) -> ObjectFormat:
+        """Return the format of another kind of this namespace; the same object each time.
+
+        Raises
+        ------
+        ConfigError
+            If the namespace has no layer of this kind.
+        """
+        found = self._formats.get(kind)
+        if found is None:
+            raise _no_kind(kind, self.kinds)
+        return found
+
+    def layer_numbers(self, shard: int) -> tuple[int, ...]:
+        """Return the numbers, in the record, of the layers in the objects of a shard.
+
+        Raises
+        ------
+        ValueError
+            If there is no such shard.
+        """
+        return self._plan.numbers[self._checked(shard) // self._plan.split]
 
     @staticmethod
     def required_data_offset(record: Mapping[str, FieldValue]) -> int:
         """Return the data offset, in bytes, that a record (still without it) must have."""
         # Making a namespace checks the record and normalises its strings.
-        return _Plan(Namespace({"format": FORMAT, **record}).record).data_offset()
+        return data_offset_of(object_plans(Namespace({"format": FORMAT, **record}).record))
 
     def tensors(
         self, shard: int, tokens: int | None = None, tail: bool = False
@@ -472,10 +415,14 @@ class ObjectFormat:
         Raises
         ------
         ObjectNameError
-            If no object of this namespace has such a name.
+            If no object of this kind of the namespace has such a name.
         """
         tail = parsed.tail_tokens is not None
         tokens = self.chunk_size if parsed.tail_tokens is None else parsed.tail_tokens
+        if parsed.kind != self.kind:
+            raise ObjectNameError(
+                f"the name is that of an object of kind {parsed.kind}, expected {self.kind}"
+            )
         if parsed.shards != self.shards:
             raise ObjectNameError(
                 f"the name has {parsed.shards} shards, but its namespace has {self.shards}"
@@ -507,7 +454,7 @@ class ObjectFormat:
         Raises
         ------
         ObjectNameError
-            If no object of this namespace has such a name.
+            If no object of this kind of the namespace has such a name.
         BadObjectError, StorageError, ValueError
             As for :meth:`read`.
         """
@@ -543,6 +490,11 @@ class ObjectFormat:
 
     # ----------------------------------------------------------------- inside
 
+    def _checked(self, shard: int) -> int:
+        if not 0 <= shard < self.shards:
+            raise ValueError(f"shard {shard}: expected 0 to {self.shards - 1}")
+        return shard
+
     def _tokens(self, tokens: int | None, tail: bool) -> int:
         if tokens is None or (tokens == self.chunk_size and not tail):
             if tail:
@@ -572,9 +524,7 @@ class ObjectFormat:
         known = self._templates.get((shard, tokens))
         if known is not None:
             return known
-        if not 0 <= shard < self.shards:
-            raise ValueError(f"shard {shard}: expected 0 to {self.shards - 1}")
-        specs = self._plan.specs(shard, tokens, native=tokens == self.chunk_size)
+        specs = self._plan.specs(self._checked(shard), tokens, native=tokens == self.chunk_size)
         before_key, before_hashes, after_hashes = self._plan.parts(
             self.namespace.digest.hex(), shard, tokens, specs
         )
@@ -588,7 +538,7 @@ class ObjectFormat:
             slices,
             (base - 8).to_bytes(8, "little") + before_key,
             before_hashes,
-            len(specs) * (_HASH_CHARS + 1) - 1,
+            len(specs) * (HASH_CHARS + 1) - 1,
             after_hashes,
             _read_spans(slices, base),
         )
@@ -612,7 +562,7 @@ class ObjectFormat:
         return b"".join(
             (
                 template.before_key,
-                _between_key_and_tokens(chunk.key, chunk.parent, chunk.index),
+                between_key_and_tokens(chunk.key, chunk.parent, chunk.index),
                 template.before_hashes,
             )
         )
@@ -651,7 +601,7 @@ class ObjectFormat:
         if region.startswith(before) and region[last:] == after:
             text = region[first:last]
             commas = b"," * (len(template.specs) - 1)
-            if text.translate(None, _HEX) == commas == text[_HASH_CHARS :: _HASH_CHARS + 1]:
+            if text.translate(None, _HEX) == commas == text[HASH_CHARS :: HASH_CHARS + 1]:
                 return text.decode("ascii").split(",")
         raise self._explain(region, template, chunk, shard)
 
@@ -689,6 +639,7 @@ class ObjectFormat:
                 "tokens": str(chunk.tokens),
                 "shard": str(shard),
                 "shards": str(self.shards),
+                **({} if self.kind == FULL else {"kind": self.kind}),
             }
             compare_metadata(header.pop(METADATA, None), expected, len(template.specs))
             compare_tensors(header, template.specs)

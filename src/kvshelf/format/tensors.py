@@ -7,8 +7,8 @@ No torch, no storage, no vLLM. Safe to call from any thread.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from kvshelf.errors import ConfigError
@@ -31,6 +31,10 @@ _HEADS_SHAPE: Final = re.compile(rf"2,\*,{_NUMBER},{_NUMBER}", re.ASCII)
 _CONTENT_SHAPE: Final = re.compile(rf"\*,{_NUMBER}", re.ASCII)
 _BLOCKS_SHAPE: Final = re.compile(rf"{_NUMBER},{_NUMBER}", re.ASCII)
 
+_STATE: Final = re.compile(r"state(?:-tp([1-9][0-9]{0,8}))?", re.ASCII)
+_EXTENT: Final = r"[1-9][0-9]{0,14}/?"
+_STATE_PART: Final = re.compile(rf"([a-z][a-z0-9_]*):({_EXTENT}(?:,{_EXTENT}){{0,7}})", re.ASCII)
+
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
@@ -39,7 +43,7 @@ class TensorSpec:
     Attributes
     ----------
     name : str
-        The layer's name.
+        The layer's name; of a part of a state ``<layer>.<part>``.
     dtype : str
         safetensors dtype.
     shape : tuple[int, ...]
@@ -58,16 +62,39 @@ class TensorSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class StatePart:
+    """One part of the state of a layer: a tensor that the layer keeps whatever the prompt's length.
+
+    Attributes
+    ----------
+    name : str
+        Name inside the layer, of ``[a-z0-9_]``, first a letter.
+    dtype : str
+        safetensors dtype.
+    shape : tuple[int, ...]
+        Shape in the whole model; of an undivided state in one rank.
+    divided : int or None
+        The dimension that is divided among the shards of a stage; None where none is.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    divided: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Layer:
     """One layer as the namespace record describes it."""
 
     name: str
     dtype: str
-    kind: str  # "heads", "content", "blocks"
+    form: str  # "heads", "content", "blocks", "state"
     heads: int  # per shard
     width: int  # head size, content, or bytes of a block
     blocks: int  # of a native or opaque chunk, else 0
     block_size: int  # of a native layout, else 0
+    parts: tuple[StatePart, ...] = ()  # of a state, each with its shape in one shard
 
 
 def required_field(record: Mapping[str, FieldValue], name: str) -> Any:
@@ -98,14 +125,104 @@ def shape_heads(shape: str) -> int | None:
     return None if found is None else int(found[1])
 
 
+def state_fields(parts: Sequence[StatePart]) -> tuple[str, str]:
+    """Return the entries of ``layer_shapes`` and ``layer_dtypes`` for a state layer.
+
+    Examples
+    --------
+    >>> state_fields([StatePart("conv", "BF16", (3, 64), 1), StatePart("ssm", "F32", (4, 16), 0)])
+    ('conv:3,64/;ssm:4/,16', 'BF16;F32')
+    """
+    shapes = (
+        f"{part.name}:"
+        + ",".join(
+            f"{extent}/" if number == part.divided else str(extent)
+            for number, extent in enumerate(part.shape)
+        )
+        for part in parts
+    )
+    return ";".join(shapes), ";".join(part.dtype for part in parts)
+
+
+def parse_state(shape: str, dtype: str) -> tuple[StatePart, ...]:
+    """Return the parts of a state layer: the inverse of :func:`state_fields`.
+
+    Raises
+    ------
+    ConfigError
+        If the entries of ``layer_shapes`` and ``layer_dtypes`` do not describe a state.
+    """
+    texts, dtypes = shape.split(";"), dtype.split(";")
+    if len(texts) != len(dtypes):
+        raise ConfigError(f"{len(texts)} parts in shape {shape!r}, but {len(dtypes)} dtypes")
+    parts = []
+    for text, each in zip(texts, dtypes, strict=True):
+        found = _STATE_PART.fullmatch(text)
+        if found is None or found[2].count("/") > 1:
+            raise ConfigError(
+                f"part {text!r} of a state, expected '<name>:<extents>', where at most one extent "
+                "is followed by '/'"
+            )
+        _check_dtype(f"part {found[1]!r}", each)
+        extents = found[2].split(",")
+        divided = next((n for n, extent in enumerate(extents) if extent[-1] == "/"), None)
+        parts.append(StatePart(found[1], each, tuple(int(e.rstrip("/")) for e in extents), divided))
+    if len({part.name for part in parts}) != len(parts):
+        raise ConfigError(f"shape {shape!r} names a part of a state twice")
+    return tuple(parts)
+
+
+def is_state(layout: str) -> bool:
+    """Return whether `layout` is the id of a state's layout."""
+    return _STATE.fullmatch(layout) is not None
+
+
+def _parse_state_layer(name: str, layout: str, shape: str, dtype: str, split: int) -> Layer:
+    where = f"layer {name!r}"
+    found = _STATE.fullmatch(layout)
+    assert found is not None
+    ranks = None if found[1] is None else int(found[1])
+    try:
+        parts = parse_state(shape, dtype)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
+    if ranks not in (None, split):
+        raise ConfigError(
+            f"{where}: layout {layout} needs {ranks} shards in each stage, found {split}"
+        )
+    pieces = []
+    for part in parts:
+        if (part.divided is None) == (ranks is None):
+            raise ConfigError(
+                f"{where}: part {part.name!r} with layout {layout}: expected "
+                + ("one divided extent ('/')" if ranks is None else "no divided extent ('/')")
+            )
+        if part.divided is not None:
+            extent = part.shape[part.divided]
+            if extent % split:
+                raise ConfigError(
+                    f"{where}: {extent} of part {part.name!r} cannot be split over {split} shards "
+                    "of a stage"
+                )
+            at = part.divided
+            part = replace(part, shape=(*part.shape[:at], extent // split, *part.shape[at + 1 :]))
+        pieces.append(part)
+    return Layer(name, dtype, "state", 0, 0, 0, 0, tuple(pieces))
+
+
+def _check_dtype(where: str, dtype: str) -> None:
+    if dtype not in DTYPE_BYTES:
+        raise ConfigError(f"{where}: dtype {dtype!r}, expected one of {', '.join(DTYPE_BYTES)}")
+
+
 def parse_layer(
     name: str, layout: str, shape: str, dtype: str, split: int, chunk_size: int
 ) -> Layer:
     """Check and decode one layer's fields of the namespace record."""
+    if is_state(layout):
+        return _parse_state_layer(name, layout, shape, dtype, split)
     where = f"layer {name!r}"
-    size = DTYPE_BYTES.get(dtype)
-    if size is None:
-        raise ConfigError(f"{where}: dtype {dtype!r}, expected one of {', '.join(DTYPE_BYTES)}")
+    _check_dtype(where, dtype)
     block_size = native_block_size(layout)
     if _WHOLE.fullmatch(layout):
         found = _BLOCKS_SHAPE.fullmatch(shape)
@@ -120,7 +237,7 @@ def parse_layer(
     if layout != "canonical" and block_size is None:
         raise ConfigError(
             f"{where}: layout {layout!r}, expected 'canonical', 'cpu-<packing>-<dtype>-b<block "
-            "size>', 'opaque-<16 hex>' or 'replicated-<16 hex>'"
+            "size>', 'opaque-<16 hex>', 'replicated-<16 hex>', 'state' or 'state-tp<ranks>'"
         )
     heads_shape = _HEADS_SHAPE.fullmatch(shape)
     if heads_shape is not None:

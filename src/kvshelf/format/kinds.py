@@ -1,0 +1,51 @@
+"""The kinds of KV that objects hold.
+
+Owns the names of the kinds, their order, and the keys by which programs remember something
+about one kind of a chunk.
+
+* ``full``: all tokens, which a hit needs of every chunk.
+* ``window``: the tensors of sliding-window layers, which a hit needs only of the chunks that
+  the windows reach back to.
+* ``state``: the state of recurrent layers after the chunk's last token, which a hit needs only
+  of its last chunk.
+
+No torch, no storage, no vLLM. Safe to call from any thread.
+"""
+
+from __future__ import annotations
+
+from typing import Final, Literal, TypeAlias
+
+Kind: TypeAlias = Literal["full", "window", "state"]
+
+FULL: Final = "full"
+WINDOW: Final = "window"
+STATE: Final = "state"
+
+#: All kinds, in the order in which lists of kinds are given.
+KINDS: Final[tuple[Kind, ...]] = (FULL, WINDOW, STATE)
+
+#: The field of a namespace record with the number of shards of each kind; without layers of kind
+#: full, ``shards`` repeats that of the namespace's first kind.
+SHARDS_FIELDS: Final[dict[Kind, str]] = {
+    FULL: "shards",
+    WINDOW: "window_shards",
+    STATE: "state_shards",
+}
+
+
+def kind_key(key: bytes, kind: Kind) -> bytes:
+    """Return the name of one kind of a chunk, for what a program keeps in memory by key.
+
+    Parameters
+    ----------
+    key : bytes
+        The chunk key.
+    kind : Kind
+
+    Returns
+    -------
+    bytes
+        `key` itself for kind full; different for each chunk and kind. No part of the format.
+    """
+    return key if kind == FULL else key + b"/" + kind.encode()
