@@ -25,12 +25,12 @@ void check(const char* error) {
   }
 }
 
-// runs: for each run of layers 20 integers: the 16 fields of a PagedIndex, the address of the
-// addresses of its caches, start, parts, part. Returns 0 when the counts exceed what the kernels
+// runs: for each run of layers 21 integers: the 16 fields of a PagedIndex, the address of the
+// addresses of its caches, start, parts, part, first slot. Returns 0 when the counts exceed what the kernels
 // can count.
 int64_t open(int64_t device, int64_t runs_address, int64_t count, int64_t payload_bytes,
              int64_t shards, bool direct, int64_t stream) {
-  constexpr int64_t kFields = 20;
+  constexpr int64_t kFields = 21;
   std::vector<kvshelf::LayerRun> runs;
   for (int64_t i = 0; i < count; ++i) {
     const int64_t* const fields = at<const int64_t>(runs_address) + i * kFields;
@@ -41,6 +41,7 @@ int64_t open(int64_t device, int64_t runs_address, int64_t count, int64_t payloa
     run.start = fields[17];
     run.parts = fields[18];
     run.part = fields[19];
+    run.first_slot = fields[20];
     runs.push_back(std::move(run));
   }
   auto copier = std::make_unique<Copier>(static_cast<int>(device), std::move(runs), payload_bytes,

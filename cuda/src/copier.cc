@@ -68,9 +68,9 @@ void Copier::bind(int64_t run, const int64_t* caches) {
 int64_t Copier::bad_slot(const int64_t* slots) const {
   for (const LayerRun& run : runs_) {
     const PagedIndex& index = run.index;
-    const int64_t bad = first_bad_slot(slots, index.tokens / run.parts,
+    const int64_t bad = first_bad_slot(slots + run.first_slot, index.tokens / run.parts,
                                        index.num_blocks * index.block_size);
-    if (bad != kAllSlotsGood) return bad;
+    if (bad != kAllSlotsGood) return run.first_slot + bad;
   }
   return kAllSlotsGood;
 }
@@ -84,6 +84,7 @@ const char* Copier::enqueue(const LayerRun& run, bool gather, int64_t first_shar
   index.first_head += first_shard * index.heads;
   index.shards = shards;
   index.shard_stride = buffer.stride;
+  slots += run.first_slot;
   std::vector<int64_t> rows;
   if (run.parts > 1) {
     rows.assign(static_cast<size_t>(index.tokens), kSkippedSlot);
@@ -298,7 +299,7 @@ const char* Copier::load_into_blocks(const Buffer& buffer, int64_t first_shard,
     index.first_head += first_shard * index.heads;
     step_over_single_slots(index);
     pieces.clear();
-    find_runs(index, slots, pieces);
+    find_runs(index, slots + run.first_slot, pieces);
     for (int64_t shard = 0; shard < shards; ++shard) {
       const unsigned char* const from = address(payloads[shard]) + run.start;
       for (int64_t layer = 0; layer < index.layers; ++layer) {

@@ -36,6 +36,8 @@ struct LayerRun {
   // A payload holds the heads `parts` times, and the caches hold only the `part`-th of these groups.
   int64_t parts;
   int64_t part;
+  // The run uses the slots of a chunk from this one on: index.tokens / parts of them.
+  int64_t first_slot;
 };
 
 class Copier {

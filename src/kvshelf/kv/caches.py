@@ -32,21 +32,26 @@ from kvshelf.kv.topology import ShardPlan
 
 @dataclass(frozen=True, slots=True)
 class LayerRun:
-    """Consecutive layers of a stage with as many KV heads and paged caches of one layout.
+    """Consecutive tensors of an object, with paged caches of one layout and the same slots.
 
     Attributes
     ----------
     first_layer : int
-        Index of the first of them in the namespace's order of layers.
+        Index of the first of them among the tensors of an object (``ObjectFormat.tensors``): one
+        for each layer, or for each part of a state.
     caches : list of Tensor
-        The paged cache of each layer.
+        The paged cache of each tensor.
     layout : PagedLayout or PermutedLayout
         How a block lies in each of them.
+    first_slot : int
+        Where their slots begin among the slots of a chunk. Layers of several cache groups have
+        slots of their own: the groups' slots follow each other.
     """
 
     first_layer: int
     caches: list[Tensor]
     layout: PagedLayout | PermutedLayout
+    first_slot: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +73,8 @@ class LayerCall:
     parts, part : int
         The payload holds `heads` heads `parts` times in a row, and the caches hold only the
         `part`-th of these groups of heads.
+    first_slot : int
+        The call uses the :attr:`count` slots of a chunk from this one on.
     """
 
     caches: list[Tensor]
@@ -78,6 +85,17 @@ class LayerCall:
     first_head: int = 0
     parts: int = 1
     part: int = 0
+    first_slot: int = 0
+
+    @property
+    def count(self) -> int:
+        """Number of slots that the call uses."""
+        row = len(self.caches) * self.layout.chunk_bytes(1, self.heads) * self.parts
+        return (self.end - self.start) // row
+
+    def own(self, slots: Tensor) -> Tensor:
+        """Return the slots that the call uses, of all slots of a chunk: int64 [count]."""
+        return slots[self.first_slot : self.first_slot + self.count]
 
     def rows(self, slots: Tensor) -> Tensor:
         """Return the slot of each row of the payload, −1 for heads that the caches do not hold.
@@ -85,13 +103,14 @@ class LayerCall:
         Parameters
         ----------
         slots : Tensor
-            int64 [tokens], as for :meth:`KVMemory.scatter`.
+            int64, of all slots of a chunk, as for :meth:`KVMemory.scatter`.
 
         Returns
         -------
         Tensor
-            int64 [tokens × parts].
+            int64 [count × parts].
         """
+        slots = self.own(slots)
         if self.parts == 1:
             return slots
         rows = slots.new_full((len(slots), self.parts), -1)
@@ -134,7 +153,8 @@ class KVMemory(ABC):
         Parameters
         ----------
         slots : Tensor
-            int64 [tokens], CPU; for native layouts a block id for each block.
+            int64 [slots], CPU: one for each token, for native layouts a block id for each block;
+            for several cache groups, those of one group after those of another.
         payloads : Sequence[Tensor]
             uint8 [payload bytes] in host memory, for each shard that the memory holds.
 
@@ -240,22 +260,42 @@ class HostKVCache(KVCache):
 
     def __init__(self, calls: Mapping[int, Sequence[LayerCall]]) -> None:
         self._calls = calls
+        self._slots = slot_count(next(iter(calls.values()), ()))
 
     def gather(self, slots: Tensor, payloads: Sequence[Tensor]) -> PendingCopy:
         """See :meth:`KVMemory.gather`: it has ended when this method returns."""
         if len(payloads) != len(self._calls):
             raise ValueError(f"{len(payloads)} payloads for {len(self._calls)} shards")
+        check_slot_count(slots, self._slots)
         for calls, payload in zip(self._calls.values(), payloads, strict=True):
             for call in calls:
-                part = payload[call.start : call.end]
-                ops.gather_kv(call.caches, slots, part, call.layout, call.first_head, call.heads)
+                part, own = payload[call.start : call.end], call.own(slots)
+                ops.gather_kv(call.caches, own, part, call.layout, call.first_head, call.heads)
         return DONE
 
     def scatter(self, shard: int, slots: Tensor, payload: Tensor, fence: object = None) -> None:
         """See :meth:`KVMemory.scatter`."""
+        check_slot_count(slots, self._slots)
         for call in self._calls[shard]:
             part, rows = payload[call.start : call.end], call.rows(slots)
             ops.scatter_kv(call.caches, rows, part, call.layout, call.first_head, call.heads)
+
+
+def slot_count(calls: Sequence[LayerCall]) -> int:
+    """Return how many slots a chunk has for the copy calls of a shard."""
+    return max((call.first_slot + call.count for call in calls), default=0)
+
+
+def check_slot_count(slots: Tensor, expected: int) -> None:
+    """Check that a chunk's slots are as many as its copy calls use together.
+
+    Raises
+    ------
+    ValueError
+        If they are not.
+    """
+    if slots.numel() != expected:
+        raise ValueError(f"slot_mapping has {slots.numel()} slots; expected {expected}")
 
 
 def layer_calls(
@@ -267,7 +307,7 @@ def layer_calls(
     ----------
     fmt : ObjectFormat
     runs : Sequence[LayerRun]
-        All layers of the worker's stage, in order.
+        All tensors of the worker's stage, in order.
     plan : ShardPlan, optional
         The shards whose heads the worker holds; all of them when absent.
 
@@ -308,11 +348,13 @@ def _call(fmt: ObjectFormat, run: LayerRun, plan: ShardPlan, place: int) -> Laye
     parts = max(1, first.shape[-2] // heads) if plan.divided and len(first.shape) > 2 else 1
     row = run.layout.chunk_bytes(1, heads) * parts
     slots, rest = divmod(end - start, len(run.caches) * row)
-    if rest or fmt.chunk_size % max(1, slots):
+    # A state is one block of its cache; other tensors have equally many tokens for each slot.
+    if rest or (slots != run.layout.block_size and fmt.chunk_size % max(1, slots)):
         raise ConfigError(
             f"objects of this namespace hold {end - start} bytes of {len(run.caches)} layers,"
             f" which are not a whole number of rows of {row} bytes of the registered caches: the"
             " engine's model does not match the namespace"
         )
     part = plan.part(parts)
-    return LayerCall(run.caches, run.layout, start, end, heads, place * heads, parts, part)
+    first_head, first_slot = place * heads, run.first_slot
+    return LayerCall(run.caches, run.layout, start, end, heads, first_head, parts, part, first_slot)

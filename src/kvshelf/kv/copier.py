@@ -48,7 +48,8 @@ class ChunkCopy:
     payload_bytes : int
         Of each shard.
     tokens : int
-        Slots of a chunk; for native layouts its blocks.
+        Slots of a chunk, of which each call uses some: see :attr:`LayerCall.first_slot`. For
+        native layouts its blocks.
     """
 
     calls: Sequence[LayerCall]

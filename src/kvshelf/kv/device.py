@@ -45,7 +45,7 @@ from torch import Tensor
 
 from kvshelf.errors import ConfigError, DeviceUnavailableError, UnsupportedError
 from kvshelf.kv import ops
-from kvshelf.kv.caches import KVCache, LayerCall, PendingCopy
+from kvshelf.kv.caches import KVCache, LayerCall, PendingCopy, slot_count
 from kvshelf.kv.copier import ChunkCopy, Copier
 from kvshelf.kv.layout import PagedLayout, PermutedLayout
 from kvshelf.kv.native_copier import native_copier
@@ -363,17 +363,7 @@ def _end_thread(copier: Copier, thread: threading.Thread) -> None:
 
 def _chunk_copy(first: Sequence[LayerCall], shards: int) -> ChunkCopy:
     layouts = [_strided(call) for call in first]
-    sizes = {
-        (call.end - call.start)
-        // (len(call.caches) * layout.chunk_bytes(1, call.heads) * call.parts)
-        for call, layout in zip(first, layouts, strict=True)
-    }
-    if len(sizes) > 1:
-        raise UnsupportedError(
-            f"the layers of these KV caches have {sorted(sizes)} slots for a chunk: layers with"
-            " blocks of different sizes are not supported on a GPU"
-        )
-    return ChunkCopy(first, layouts, shards, max(call.end for call in first), sizes.pop())
+    return ChunkCopy(first, layouts, shards, max(call.end for call in first), slot_count(first))
 
 
 def _strided(call: LayerCall) -> PagedLayout:

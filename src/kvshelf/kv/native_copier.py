@@ -60,7 +60,7 @@ def _open(
                 call.first_head,
                 len(call.caches),
                 1,  # chunk
-                copy.tokens * call.parts,
+                call.count * call.parts,
                 1,  # shard
                 call.heads,
                 layout.kv_planes,
@@ -71,6 +71,7 @@ def _open(
                 call.start,
                 call.parts,
                 call.part,
+                call.first_slot,
             )
         )
     return functions.open(
@@ -205,6 +206,6 @@ class NativeCopier(Copier):
         return float(self.functions.rate(self.handle, of_stores))
 
     def _refuse(self, slots: Tensor) -> NoReturn:
-        for layout in self._copy.layouts:
-            ops.check_slots(slots, layout)
+        for call, layout in zip(self._copy.calls, self._copy.layouts, strict=True):
+            ops.check_slots(call.own(slots), layout)
         raise ValueError("slot_mapping was changed by another thread while it was checked")

@@ -121,6 +121,11 @@ class TorchCopier(Copier):
 
     def __init__(self, copy: ChunkCopy, streams: Streams) -> None:
         self._copy = copy
+        #: Each range of slots with each layout that it is used for, once.
+        self._checks = {
+            (call.first_slot, call.count, layout)
+            for call, layout in zip(copy.calls, copy.layouts, strict=True)
+        }
         self._streams = streams
         self._out = _Link(streams)
         self._in = _Link(streams)
@@ -157,7 +162,7 @@ class TorchCopier(Copier):
                     streams.enqueue(
                         ops.gather_kv,
                         call.caches,
-                        slots.unsqueeze(0),
+                        call.own(slots).unsqueeze(0),
                         buffer.payloads[:, call.start : call.end].unsqueeze(0),
                         call.layout,
                         call.first_head,
@@ -261,5 +266,5 @@ class TorchCopier(Copier):
         """See :meth:`Copier.rebind`: every call looks."""
 
     def _check(self, slots: Tensor) -> None:
-        for layout in set(self._copy.layouts):
-            ops.check_slots(slots, layout)
+        for first, count, layout in self._checks:
+            ops.check_slots(slots[first : first + count], layout)
