@@ -3,7 +3,8 @@
 Owns the arithmetic that maps tensor-parallel ranks and pipeline stages to shards. It is pure and
 independent of engines, tensors and storage.
 
-A shard belongs to one pipeline stage and one group of KV heads. The workers of an engine
+A shard belongs to one pipeline stage and one group of heads: KV heads, or those of states. Each
+kind of KV has a :class:`Topology` of its own. The workers of an engine
 hold KV heads as vLLM lays them out (``QKVParallelLinear`` in
 ``vllm/model_executor/layers/linear.py``): with at least as many heads as ranks, rank r
 holds heads [r·H/T, (r+1)·H/T); with fewer, T/H neighbouring ranks hold the same head.
@@ -98,7 +99,7 @@ class Topology:
     tensor_parallel : int
         Tensor-parallel ranks of each stage.
     stages : int
-        Pipeline stages.
+        Pipeline stages that have layers of this kind.
     whole_ranks : bool
         Each rank stores its KV as one shard, as it does if the layout is unknown.
     prefill_context : int
@@ -107,6 +108,8 @@ class Topology:
         Ranks that share the tokens of each block.
     most_kv_heads : int, optional
         KV heads of the layer that has most; `kv_heads` when absent.
+    stage_numbers : tuple of int, optional
+        The numbers of these stages among the engine's; all of the engine's when absent.
 
     Raises
     ------
@@ -122,6 +125,7 @@ class Topology:
     prefill_context: int = 1
     decode_context: int = 1
     most_kv_heads: int | None = None
+    stage_numbers: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         ranks, heads = self.tensor_parallel, self.kv_heads
@@ -203,9 +207,18 @@ class Topology:
         ----------
         worker : int
             (stage × prefill-context ranks + prefill-context rank) × tensor-parallel ranks
-            + tensor-parallel rank.
+            + tensor-parallel rank, where stages are the engine's.
+
+        Returns
+        -------
+        ShardPlan
+            Without shards for a worker of a stage that has no layers of this kind.
         """
         stage, inside = divmod(worker, self.workers)
+        if self.stage_numbers is not None:
+            if stage not in self.stage_numbers:
+                return ShardPlan(())
+            stage = self.stage_numbers.index(stage)
         copy, rank = divmod(inside, self.tensor_parallel)
         split = self.shards // self.stages
         first = stage * split

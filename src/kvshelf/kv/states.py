@@ -1,0 +1,415 @@
+"""The states of layers that keep no KV for each token: where their parts lie in a cache.
+
+Owns the split of a layer's state into parts (:func:`split_state`) and the copy runs of the parts
+(:func:`state_runs`). Pure functions; any thread may call them.
+
+A block of an engine's cache holds the state of a layer after some token: the tensors of
+``MambaSpec.shapes``, one after the other without gaps (``MambaBase.bind_kv_cache`` in
+``vllm/model_executor/layers/mamba/abstract.py``). Each rank holds its share of the heads or
+channels. The convolution of some layers consists of sections, such as q, k and v, and a rank holds
+its share of each section: so a convolution is stored as one part for each section.
+
+Contracts
+---------
+* A state is divided only where it is known which bytes of one rank are which bytes of the whole
+  model. Others are stored as each rank has them, with the number of ranks in their layout
+  (``state-tp<ranks>``).
+* The shards of a rank differ only in their heads: for the runs of a part, the heads of the cache
+  are the shards that the rank holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import gcd, prod
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from kvshelf.errors import UnsupportedError
+from kvshelf.format.model import default_shards
+from kvshelf.kv.caches import LayerRun
+from kvshelf.kv.layout import PagedLayout
+
+_DTYPES: Final = {
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.float32: "F32",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}
+#: Names of the tensors of a state that is not divided, where there are so many.
+_NAMES: Final = {
+    "gdn_attn": ("conv", "ssm"),
+    "mamba1": ("conv", "ssm"),
+    "mamba2": ("conv", "ssm"),
+    "short_conv": ("conv",),
+    "linear": ("ssm",),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class StatePart:
+    """One part of a layer's state: a tensor of a state object.
+
+    Attributes
+    ----------
+    name : str
+    dtype : str
+        Of safetensors.
+    shape : tuple of int
+        Of the whole model; of one rank where the state is not divided.
+    divided : int, optional
+        The dimension that ranks and shards divide.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    divided: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PartPlace:
+    """Where a part lies in a block of one rank, in bytes.
+
+    Attributes
+    ----------
+    offset : int
+        Its first byte in the block.
+    rows : int
+        Number of contiguous pieces.
+    row_bytes : int
+        Length of a piece. A shard has an equal share of each.
+    row_stride : int
+        From one piece to the next.
+    """
+
+    offset: int
+    rows: int
+    row_bytes: int
+    row_stride: int
+
+
+@dataclass(frozen=True, slots=True)
+class StateParts:
+    """The state of one layer, in parts.
+
+    Attributes
+    ----------
+    parts : tuple of StatePart
+        In the order in which they are stored.
+    places : tuple of PartPlace
+        Of each part.
+    ranks : int
+        Tensor-parallel ranks of the engine.
+    heads : int
+        What the divided dimensions have in common: the state can be divided by each divisor of
+        it. 0 if it is not divided.
+    nbytes : int
+        Bytes of a block that the state uses.
+    """
+
+    parts: tuple[StatePart, ...]
+    places: tuple[PartPlace, ...]
+    ranks: int
+    heads: int
+    nbytes: int
+
+    @property
+    def layout(self) -> str:
+        """The layout id in the namespace record."""
+        return "state" if self.heads else f"state-tp{self.ranks}"
+
+
+@dataclass(frozen=True, slots=True)
+class StateLayer:
+    """A state layer of a worker.
+
+    Attributes
+    ----------
+    cache : Tensor
+        As vLLM registers it: int8 [blocks, 1, 1, bytes], a block contiguous.
+    state : StateParts
+    group : int
+        Its cache group. The groups' slots follow each other in the order of these numbers.
+    """
+
+    cache: Tensor
+    state: StateParts
+    group: int
+
+
+@dataclass(frozen=True, slots=True)
+class StateSlots:
+    """The slots of one cache group for a state.
+
+    Attributes
+    ----------
+    units : tuple of int
+        Slots of each block, for each way in which the group's caches are divided into slots.
+    """
+
+    units: tuple[int, ...]
+
+    @property
+    def count(self) -> int:
+        """Number of slots."""
+        return sum(self.units)
+
+    def of(self, block: int) -> list[int]:
+        """Return the slots of the block that holds the state."""
+        return [block * unit + row for unit in self.units for row in range(unit)]
+
+
+def split_state(
+    mamba_type: str,
+    shapes: Sequence[Sequence[int]],
+    dtypes: Sequence[torch.dtype],
+    ranks: int,
+    conv_dim_first: bool,
+    *,
+    groups: int | None = None,
+    divide: bool = True,
+) -> StateParts:
+    """Split the state of one layer into parts that can be stored.
+
+    Parameters
+    ----------
+    mamba_type : str
+        Name of vLLM's ``MambaAttentionBackendEnum`` in lower case.
+    shapes : Sequence of Sequence of int
+        ``MambaSpec.shapes``, of one rank.
+    dtypes : Sequence of torch.dtype
+        ``MambaSpec.dtypes``.
+    ranks : int
+        Tensor-parallel ranks.
+    conv_dim_first : bool
+        Convolutions are [channels, tokens] (``is_conv_state_dim_first`` in
+        ``vllm/model_executor/layers/mamba/mamba_utils.py``), else [tokens, channels].
+    groups : int, optional
+        Mamba2: the model's ``n_groups``. Without it the state is not divided where a rank has a
+        single group, because ranks may then hold copies of one group.
+    divide : bool
+        False for layers of which every rank holds the whole state (``MambaSpec.tp_replicated``).
+
+    Raises
+    ------
+    UnsupportedError
+        If a dtype cannot be stored.
+    """
+    tensors = [
+        (tuple(shape), _dtype_name(dtype), dtype.itemsize)
+        for shape, dtype in zip(shapes, dtypes, strict=True)
+    ]
+    division = _division(mamba_type, shapes, ranks, conv_dim_first, groups) if divide else None
+    parts: list[StatePart] = []
+    places: list[PartPlace] = []
+    offset = 0
+    for number, (shape, dtype, size) in enumerate(tensors):
+        nbytes = prod(shape) * size
+        if division is None:
+            known = _NAMES.get(mamba_type, ())
+            name = known[number] if number < len(known) else f"part{number}"
+            parts.append(StatePart(name, dtype, shape))
+            places.append(PartPlace(offset, 1, nbytes, nbytes))
+        elif number == 0 and division.sections:
+            rows = 1 if conv_dim_first else shape[0]
+            begin = offset
+            for name, channels in division.sections:
+                whole = channels * ranks
+                if conv_dim_first:
+                    parts.append(StatePart(name, dtype, (whole, shape[1]), 0))
+                else:
+                    parts.append(StatePart(name, dtype, (shape[0], whole), 1))
+                row = channels * (nbytes // rows // division.channels)
+                places.append(PartPlace(begin, rows, row, nbytes // rows))
+                begin += row
+        else:
+            parts.append(StatePart("ssm", dtype, (shape[0] * ranks, *shape[1:]), 0))
+            places.append(PartPlace(offset, 1, nbytes, nbytes))
+        offset += nbytes
+    heads = 0 if division is None else division.heads * ranks
+    return StateParts(tuple(parts), tuple(places), ranks, heads, offset)
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    if dtype not in _DTYPES:
+        raise UnsupportedError(
+            f"the model keeps a state of {dtype}, which cannot be stored: set mamba_cache_dtype and"
+            " mamba_ssm_cache_dtype to float32, float16 or bfloat16"
+        )
+    return _DTYPES[dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class _Division:
+    """How a state divides by heads; all numbers are of one rank."""
+
+    heads: int
+    #: Name and channels of each section of the convolution; none if there is no convolution.
+    sections: tuple[tuple[str, int], ...]
+
+    @property
+    def channels(self) -> int:
+        return sum(channels for _, channels in self.sections)
+
+
+def _division(
+    mamba_type: str,
+    shapes: Sequence[Sequence[int]],
+    ranks: int,
+    conv_dim_first: bool,
+    groups: int | None,
+) -> _Division | None:
+    """Return how ranks divide a state; None where that is not known.
+
+    See ``derive_mamba_conv_split`` in ``ssm_conv_transfer_utils.py`` of
+    ``vllm/distributed/kv_transfer/kv_connector/v1``.
+    """
+    dimensions = tuple(map(len, shapes))
+    if mamba_type == "linear" and dimensions == (3,):
+        return _Division(shapes[0][0], ())
+    if dimensions not in ((2,), (2, 2), (2, 3)):
+        return None
+    channels = shapes[0][0 if conv_dim_first else 1]
+    if mamba_type == "short_conv" and dimensions == (2,):
+        return _Division(channels, (("conv", channels),))
+    if mamba_type == "mamba1" and dimensions == (2, 2):
+        return _Division(channels, (("conv", channels),)) if shapes[1][0] == channels else None
+    if mamba_type not in ("gdn_attn", "mamba2") or dimensions != (2, 3):
+        return None
+    # Beside the heads' values there are two sections of equal size: the keys and the queries of
+    # gated delta nets and of KDA, or B and C of Mamba2, which belong to groups of heads.
+    heads, values, width = shapes[1]
+    both = channels - heads * values
+    others, rest = divmod(both, 2 * width)
+    if both <= 0 or rest:
+        return None
+    each = others * width
+    if mamba_type == "gdn_attn":
+        return _Division(
+            gcd(heads, others),
+            (("conv_q", each), ("conv_k", each), ("conv_v", heads * values)),
+        )
+    if ranks > 1 and others == 1 and groups != ranks:
+        return None
+    return _Division(
+        gcd(heads, others), (("conv_x", heads * values), ("conv_b", each), ("conv_c", each))
+    )
+
+
+def state_shards(heads: Sequence[int], ranks: int, stages: int = 1) -> int | None:
+    """Return the number of shards of a model's states, over all stages that have some.
+
+    Parameters
+    ----------
+    heads : Sequence of int
+        :attr:`StateParts.heads` of all state layers.
+    ranks : int
+        Tensor-parallel ranks.
+    stages : int
+        Pipeline stages with state layers.
+
+    Returns
+    -------
+    int or None
+        None if all states have to be split again with ``divide=False``: some are divided and
+        others are not, or the shards cannot be spread over the ranks.
+    """
+    if not any(heads):
+        return ranks * stages
+    shards = default_shards(gcd(*heads), stages)
+    return shards if all(heads) and shards // stages % ranks == 0 else None
+
+
+def state_runs(
+    layers: Sequence[StateLayer], shards: int
+) -> tuple[tuple[LayerRun, ...], dict[int, StateSlots]]:
+    """Return the copy runs of the states of a worker, and the slots that they need.
+
+    Parameters
+    ----------
+    layers : Sequence of StateLayer
+        The state layers of the worker's stage, in the order of the namespace.
+    shards : int
+        Number of shards that the worker holds (``len(plan.shards)``).
+
+    Returns
+    -------
+    runs : tuple of LayerRun
+        For :func:`kvshelf.kv.caches.layer_calls`.
+    slots : dict of int to StateSlots
+        Of each group, in the order in which their slots follow each other:
+        :func:`state_slots` makes the slots of a chunk.
+
+    Raises
+    ------
+    ValueError
+        If a cache is not of the form of :class:`StateLayer`, or too small for its state.
+    """
+    units: dict[int, list[int]] = {}
+    for layer in sorted(layers, key=lambda layer: layer.group):
+        of_group = units.setdefault(layer.group, [])
+        rows = {place.rows for place in layer.state.places}
+        of_group.extend(sorted(rows - set(of_group)))
+    slots = {group: StateSlots(tuple(of_group)) for group, of_group in units.items()}
+    runs: list[LayerRun] = []
+    number = 0
+    for layer in layers:
+        before = sum(of.count for group, of in slots.items() if group < layer.group)
+        own = slots[layer.group].units
+        for place in layer.state.places:
+            first_slot = before + sum(own[: own.index(place.rows)])
+            cache, layout = _part_of(layer, place, shards)
+            last = runs[-1] if runs else None
+            if last is not None and (last.layout, last.first_slot) == (layout, first_slot):
+                last.caches.append(cache)
+            else:
+                runs.append(LayerRun(number, [cache], layout, first_slot))
+            number += 1
+    return tuple(runs), slots
+
+
+def _part_of(layer: StateLayer, place: PartPlace, shards: int) -> tuple[Tensor, PagedLayout]:
+    """Return the view of a cache that begins with a part, and how the part lies in it."""
+    pages = layer.cache.flatten(1)
+    blocks, nbytes = pages.shape
+    if pages.element_size() != 1 or nbytes < layer.state.nbytes or pages.stride(1) != 1:
+        raise ValueError(
+            f"the cache of a state is {layer.cache.dtype} {list(layer.cache.shape)} with strides"
+            f" {list(layer.cache.stride())}; expected blocks of at least {layer.state.nbytes}"
+            " contiguous bytes"
+        )
+    row, rest = divmod(place.row_bytes, shards)
+    if rest:
+        raise ValueError(f"rows of {place.row_bytes} bytes cannot be split over {shards} shards")
+    end = place.offset + (place.rows - 1) * place.row_stride + place.row_bytes
+    layout = PagedLayout(
+        block_size=place.rows,
+        block_stride=pages.stride(0) if blocks > 1 else 0,
+        token_stride=place.row_stride if place.rows > 1 else 0,
+        kv_stride=0,
+        head_stride=row if shards > 1 else 0,
+        kv_planes=1,
+        heads=shards,
+        row_bytes=row,
+        num_blocks=blocks,
+    )
+    return pages[:, place.offset : end], layout
+
+
+def state_slots(slots: Mapping[int, StateSlots], blocks: Mapping[int, int]) -> Tensor:
+    """Return the slots of a state: int64 [slots], CPU.
+
+    Parameters
+    ----------
+    slots : Mapping of int to StateSlots
+        Of each group, as :func:`state_runs` returns them.
+    blocks : Mapping of int to int
+        The block that holds the state, for each group.
+    """
+    flat = [slot for group, of in slots.items() for slot in of.of(blocks[group])]
+    return torch.tensor(flat, dtype=torch.int64)
