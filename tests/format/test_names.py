@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from kvshelf.errors import ObjectNameError
 from kvshelf.format.keys import Chunk
+from kvshelf.format.kinds import KINDS
 from kvshelf.format.names import (
     ParsedName,
     object_name,
@@ -35,7 +36,8 @@ def test_golden_names(vector: dict[str, Any]) -> None:
         tail is not None,
         vector["group"],
     )
-    assert object_name(chunk, vector["shard"], vector["shards"]) == vector["name"]
+    kind = vector.get("kind", "full")
+    assert object_name(chunk, vector["shard"], vector["shards"], kind) == vector["name"]
 
 
 @given(KEYS, st.integers(0, 2**32 - 1), st.none() | st.integers(1, 2**32 - 1), GROUPS, st.data())
@@ -45,12 +47,13 @@ def test_names_and_their_inverse(
     shards = data.draw(st.integers(1, 2**32 - 1))
     shard = data.draw(st.integers(0, shards - 1))
     chunk = Chunk(key, bytes(32), index, tail or 256, tail is not None, group)
-    name = object_name(chunk, shard, shards)
-    assert name == reference.object_name(group, key, index, tail, shard, shards)
-    assert parse_object_name(name) == ParsedName(key, index, shard, shards, tail, group)
+    kind = data.draw(st.sampled_from(KINDS))
+    name = object_name(chunk, shard, shards, kind)
+    assert name == reference.object_name(group, key, index, tail, shard, shards, kind)
+    assert parse_object_name(name) == ParsedName(key, index, shard, shards, tail, group, kind=kind)
     folder = f"llama-3.1-8b-{key.hex()[:16]}"
     assert parse_path(f"{folder}/{name}") == ParsedName(
-        key, index, shard, shards, tail, group, folder
+        key, index, shard, shards, tail, group, folder, kind
     )
     assert parse_path(name) is None
     assert parse_object_name(f"{folder}/{name}") is None
@@ -87,6 +90,11 @@ GOOD = f"_/ab/{KEY}-12t7-0of8.safetensors"
         GOOD.replace("0of8", "0of0"),
         GOOD.replace("0of8", "00of8"),
         GOOD.replace("0of8", "0of08"),
+        GOOD.replace("t7", "t7-full"),
+        GOOD.replace("t7", "t7-Window"),
+        GOOD.replace("t7", "t7-state-window"),
+        GOOD.replace("t7", "-windowt7"),
+        GOOD.replace("0of8", "0of8-state"),
         GOOD.replace(".safetensors", ".safetensor"),
         GOOD + ".tmp",
         f"_/ab/.{KEY}-12-0of8.safetensors.0123456789abcdef.tmp",
@@ -99,13 +107,16 @@ def test_foreign_names_are_not_objects(name: str) -> None:
     assert parse_object_name(name) is None
 
 
-@given(st.text(max_size=40) | st.from_regex(r"_/ab/(ab){32}-[0-9t]{1,4}-[0-9]of[0-9]\.safetensors"))
+@given(
+    st.text(max_size=40)
+    | st.from_regex(r"_/ab/(ab){32}-[0-9t]{1,4}(-window|-state)?-[0-9]of[0-9]\.safetensors")
+)
 def test_a_name_that_parses_is_spelled_as_we_spell_it(name: str) -> None:
     parsed = parse_object_name(name)
     if parsed is not None:
         tail = parsed.tail_tokens
         chunk = Chunk(parsed.key, bytes(32), parsed.index, tail or 1, bool(tail), parsed.salt_group)
-        assert object_name(chunk, parsed.shard, parsed.shards) == name
+        assert object_name(chunk, parsed.shard, parsed.shards, parsed.kind) == name
 
 
 @pytest.mark.parametrize(

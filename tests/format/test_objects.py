@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import xxhash
+from hybrid_format import hybrid_format
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -53,6 +54,7 @@ from kvshelf.format.invalid import (
     header_length,
 )
 from kvshelf.format.keys import Chunk, KeyChain
+from kvshelf.format.kinds import FULL, KINDS, STATE, WINDOW
 from kvshelf.format.names import object_name
 from kvshelf.format.namespace import Namespace
 from kvshelf.format.objects import ObjectFormat
@@ -150,6 +152,9 @@ FORMATS = {
         layer_shapes=["2,*,4,8", "2,*,2,16", "2,*,8,4"],
         layer_dtypes=["BF16", "F32", "F8_E4M3"],
     ),
+    "hybrid, full": hybrid_format,
+    "hybrid, window": lambda: hybrid_format().of(WINDOW),
+    "hybrid, state": lambda: hybrid_format().of(STATE),
 }
 
 
@@ -240,14 +245,15 @@ def test_golden_objects(file: str) -> None:
     assert hashlib.sha256(golden).hexdigest() == vector["sha256"]
     assert len(golden) == vector["size"]
     namespace = Namespace(VECTORS["namespaces"][vector["namespace"]]["record"])
-    fmt = ObjectFormat(namespace)
+    kind = vector.get("kind", FULL)
+    fmt = ObjectFormat(namespace).of(kind)
     chain = KeyChain(namespace.digest, fmt.chunk_size)
     chain.extend(vector["prompt"])
     chunk = chain.tail() if vector["tail"] else chain.chunks[vector["chunk"]]
     assert chunk is not None
     assert (chunk.key.hex(), chunk.parent.hex()) == (vector["key"], vector["parent"])
     shard = vector["shard"]
-    assert object_name(chunk, shard, fmt.shards) == vector["name"]
+    assert object_name(chunk, shard, fmt.shards, kind) == vector["name"]
     assert read(fmt, golden, chunk, shard) == golden
     image = bytearray(golden)
     image[: fmt.data_offset] = bytes(fmt.data_offset)
@@ -270,10 +276,13 @@ def test_hashes_are_canonical_xxh3_128() -> None:
 
 LAYERS = st.sampled_from(
     [
-        ("canonical", "2,*,8,4", "BF16"),
-        ("canonical", "2,*,16,2", "F8_E5M2"),
-        ("cpu-vec-bf16-b4", "2,*,8,4", "BF16"),
-        ("cpu-amx-f8-b2", "2,*,8,4", "F8_E4M3"),
+        (FULL, "canonical", "2,*,8,4", "BF16"),
+        (FULL, "canonical", "2,*,16,2", "F8_E5M2"),
+        (FULL, "cpu-vec-bf16-b4", "2,*,8,4", "BF16"),
+        (WINDOW, "cpu-amx-f8-b2", "2,*,8,4", "F8_E4M3"),
+        (WINDOW, "canonical", "2,*,8,4", "F16"),
+        (STATE, "state", "conv:3,16/;ssm:8/,2,2", "BF16;F32"),
+        (STATE, "state", "conv:24/,3", "F16"),
     ]
 )
 
@@ -281,37 +290,54 @@ LAYERS = st.sampled_from(
 @settings(max_examples=60, deadline=None)
 @given(
     stages=st.lists(st.lists(LAYERS, min_size=1, max_size=40), min_size=1, max_size=3),
-    split=st.sampled_from([1, 2, 8]),
+    hybrid=st.booleans(),
+    splits=st.lists(st.sampled_from([1, 2, 8]), min_size=3, max_size=3),
     index=st.integers(0, 2**32 - 1),
     tail=st.none() | st.integers(1, 7),
     data=st.data(),
 )
 def test_objects_as_the_second_implementation_writes_them(
-    stages: list[list[tuple[str, str, str]]],
-    split: int,
+    stages: list[list[tuple[str, str, str, str]]],
+    hybrid: bool,
+    splits: list[int],
     index: int,
     tail: int | None,
     data: st.DataObject,
 ) -> None:
+    if not hybrid:
+        full = (FULL, "canonical", "2,*,8,4", "BF16")
+        stages = [[layer if layer[0] == FULL else full for layer in stage] for stage in stages]
     layers = [layer for stage in stages for layer in stage]
+    found = [kind for kind in KINDS if kind in {layer[0] for layer in layers}]
+    shards = {
+        kind: splits[number] * sum(any(layer[0] == kind for layer in stage) for stage in stages)
+        for number, kind in enumerate(found)
+    }
     record: dict[str, Any] = {
         "format": "kvshelf/1",
         "chunk_size": 8,
-        "shards": split * len(stages),
+        "shards": shards[found[0]],
         "stages": [len(stage) for stage in stages],
-        "layouts": [layer[0] for layer in layers],
+        "layouts": [layer[1] for layer in layers],
         "layer_names": [f"{'ö' * (n % 5)}.{n}" for n in range(len(layers))],
-        "layer_shapes": [layer[1] for layer in layers],
-        "layer_dtypes": [layer[2] for layer in layers],
+        "layer_shapes": [layer[2] for layer in layers],
+        "layer_dtypes": [layer[3] for layer in layers],
     }
+    if found != [FULL]:
+        record["kinds"] = [layer[0] for layer in layers]
+    record |= {f"{kind}_shards": shards[kind] for kind in found if kind != FULL}
     record = reference.with_data_offset(record)
     assert ObjectFormat.required_data_offset(record) == record["data_offset"]
     fmt = ObjectFormat(Namespace(record))
+    assert fmt.kinds == tuple(found)
+    fmt = fmt.of(data.draw(st.sampled_from(found)))
     shard = data.draw(st.integers(0, fmt.shards - 1))
     tokens = tail or 8
     chunk = Chunk(os.urandom(32), os.urandom(32), index, tokens, tail is not None)
     payload = [os.urandom(spec.nbytes) for spec in fmt.tensors(shard, tokens)]
-    expected = reference.encode(record, chunk.key, chunk.parent, index, tokens, shard, payload)
+    expected = reference.encode(
+        record, chunk.key, chunk.parent, index, tokens, shard, payload, fmt.kind
+    )
     assert b"".join(fmt.encode(chunk, shard, payload)) == expected
     assert read(fmt, expected, chunk, shard) == expected
 

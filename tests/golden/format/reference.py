@@ -119,26 +119,74 @@ def chain(
 
 
 def object_name(
-    group: str, key: bytes, index: int, tail: int | None, shard: int, shards: int
+    group: str,
+    key: bytes,
+    index: int,
+    tail: int | None,
+    shard: int,
+    shards: int,
+    kind: str = "full",
 ) -> str:
     """Name of an object inside its namespace folder."""
     name = key.hex()
     middle = str(index) if tail is None else f"{index}t{tail}"
+    if kind != "full":
+        middle += f"-{kind}"
     return f"{group}/{name[0:2]}/{name}-{middle}-{shard}of{shards}.safetensors"
 
 
 # ------------------------------------------------------------------------- the file
 
 
+def kinds(record: dict[str, Any]) -> list[str]:
+    """Kind of each layer."""
+    found: list[str] = record.get("kinds", ["full"] * len(record["layer_names"]))
+    return found
+
+
+def shards(record: dict[str, Any], kind: str) -> int:
+    """Shards of a kind, over all stages that have layers of it."""
+    count: int = record["shards" if kind == "full" else f"{kind}_shards"]
+    return count
+
+
+def stages(record: dict[str, Any], kind: str) -> list[list[int]]:
+    """Layers of a kind in each stage that has some, by number."""
+    found = []
+    first = 0
+    for count in record["stages"]:
+        found.append([n for n in range(first, first + count) if kinds(record)[n] == kind])
+        first += count
+    return [layers for layers in found if layers]
+
+
+def state_tensors(
+    record: dict[str, Any], layer: int, per_stage: int
+) -> list[tuple[str, str, list[int]]]:
+    """Return (name, dtype, shape) of the parts of a state layer."""
+    found = []
+    parts = record["layer_shapes"][layer].split(";")
+    for part, dtype in zip(parts, record["layer_dtypes"][layer].split(";"), strict=True):
+        name, extents = part.split(":")
+        shape = [
+            int(extent[:-1]) // per_stage if extent.endswith("/") else int(extent)
+            for extent in extents.split(",")
+        ]
+        found.append((record["layer_names"][layer] + "." + name, dtype, shape))
+    return found
+
+
 def tensors(
-    record: dict[str, Any], shard: int, tokens: int, tail: bool
+    record: dict[str, Any], shard: int, tokens: int, tail: bool, kind: str = "full"
 ) -> list[tuple[str, str, list[int]]]:
     """Return (name, dtype, shape) of each tensor of one object."""
-    per_stage = record["shards"] // len(record["stages"])
-    stage = shard // per_stage
-    first = sum(record["stages"][:stage])
+    members = stages(record, kind)
+    per_stage = shards(record, kind) // len(members)
     found = []
-    for layer in range(first, first + record["stages"][stage]):
+    for layer in members[shard // per_stage]:
+        if kind == "state":
+            found += state_tensors(record, layer, per_stage)
+            continue
         dtype = record["layer_dtypes"][layer]
         layout = record["layouts"][layer]
         parts = record["layer_shapes"][layer].split(",")
@@ -177,6 +225,7 @@ def header(
     hashes: list[str],
     layout: list[tuple[str, str, list[int]]],
     namespace: str,
+    kind: str,
 ) -> bytes:
     """Return the JSON of a header, without the spaces behind it."""
     metadata = {
@@ -187,9 +236,11 @@ def header(
         "chunk": str(index),
         "tokens": str(tokens),
         "shard": str(shard),
-        "shards": str(record["shards"]),
-        "xxh3": ",".join(hashes),
+        "shards": str(shards(record, kind)),
     }
+    if kind != "full":
+        metadata["kind"] = kind
+    metadata["xxh3"] = ",".join(hashes)
     text = '{"__metadata__":{'
     text += ",".join(f"{json_string(k)}:{json_string(v)}" for k, v in metadata.items()) + "}"
     offset = 0
@@ -206,21 +257,23 @@ def data_offset(record: dict[str, Any]) -> int:
     """Return where the payload starts in every object of a namespace."""
     opaque = any(layout.startswith(WHOLE_BLOCKS) for layout in record["layouts"])
     longest = 0
-    for shard in range(record["shards"]):
-        for tail in (False,) if opaque else (False, True):
-            layout = tensors(record, shard, record["chunk_size"], tail)
-            text = header(
-                record,
-                "0" * 64,
-                "0" * 64,
-                4294967295,
-                record["chunk_size"],
-                shard,
-                ["0" * 32] * len(layout),
-                layout,
-                "0" * 64,
-            )
-            longest = max(longest, len(text))
+    for kind in sorted(set(kinds(record))):
+        for shard in range(shards(record, kind)):
+            for tail in (False,) if opaque else (False, True):
+                layout = tensors(record, shard, record["chunk_size"], tail, kind)
+                text = header(
+                    record,
+                    "0" * 64,
+                    "0" * 64,
+                    4294967295,
+                    record["chunk_size"],
+                    shard,
+                    ["0" * 32] * len(layout),
+                    layout,
+                    "0" * 64,
+                    kind,
+                )
+                longest = max(longest, len(text))
     offset = 8 + longest
     while offset % 4096:
         offset += 1
@@ -235,9 +288,10 @@ def encode(
     tokens: int,
     shard: int,
     payload: list[bytes],
+    kind: str = "full",
 ) -> bytes:
     """Return a whole object; `payload` is the bytes of each tensor."""
-    layout = tensors(record, shard, tokens, tokens < record["chunk_size"])
+    layout = tensors(record, shard, tokens, tokens < record["chunk_size"], kind)
     assert [len(data) for data in payload] == [nbytes(d, s) for _, d, s in layout]
     hashes = [xxhash.xxh3_128(data).digest().hex() for data in payload]
     text = header(
@@ -250,6 +304,7 @@ def encode(
         hashes,
         layout,
         digest(record).hex(),
+        kind,
     )
     length = record["data_offset"] - 8
     assert len(text) <= length
@@ -362,6 +417,46 @@ def namespaces() -> dict[str, dict[str, Any]]:
         "layer_shapes": ["2,40", "2,12", "2,40"],
         "layer_dtypes": ["U8"] * 3,
     }
+    hybrid = {
+        "format": "kvshelf/1",
+        "weights": "user:hybrid",
+        "layers": 5,
+        "kv_heads": 4,
+        "head_sizes": [0, 8, 8, 8, 0],
+        "sliding_windows": [-1, -1, 6, -1, -1],
+        "attention": ["gdn_attn", "full", "sliding", "full", "short_conv"],
+        "kv_dtype": "bfloat16",
+        "chunk_size": 4,
+        "shards": 4,
+        "window_shards": 4,
+        "state_shards": 4,
+        "stages": [3, 2],
+        "kinds": ["state", "full", "window", "full", "state"],
+        "layouts": ["state", "canonical", "canonical", "canonical", "state-tp2"],
+        "layer_names": [f"model.layers.{i}" for i in range(5)],
+        "layer_shapes": [
+            "conv_q:3,8/;conv_k:3,8/;conv_v:3,16/;ssm:4/,4,4",
+            "2,*,2,8",
+            "2,*,4,8",
+            "2,*,2,8",
+            "conv:2,8",
+        ],
+        "layer_dtypes": ["BF16;BF16;BF16;F32", "BF16", "BF16", "BF16", "F16"],
+    }
+    no_full = {
+        "format": "kvshelf/1",
+        "weights": "user:no full",
+        "chunk_size": 4,
+        "shards": 2,
+        "window_shards": 2,
+        "state_shards": 1,
+        "stages": [2],
+        "kinds": ["state", "window"],
+        "layouts": ["state", "cpu-vec-bf16-b2"],
+        "layer_names": ["a", "b"],
+        "layer_shapes": ["conv:2,16/", "2,*,2,8"],
+        "layer_dtypes": ["BF16", "BF16"],
+    }
     names = {
         **mla,
         "version": 'e\u0301 "quoted" back\\slash / \u2028 \u007f \U0001f600 \n\t\x01',
@@ -387,6 +482,8 @@ def namespaces() -> dict[str, dict[str, Any]]:
         "unicode": names,
         "wide": wide,
         "replicated": replicated,
+        "hybrid": hybrid,
+        "no full": no_full,
     }
     return {name: with_data_offset(record) for name, record in records.items()}
 
@@ -420,6 +517,25 @@ def object_cases() -> dict[str, dict[str, Any]]:
         "native-tail-of-5.safetensors": {"namespace": "native", "shard": 0, "chunk": 2},
         "opaque.safetensors": {"namespace": "opaque", "shard": 1, "chunk": 1},
         "replicated-stage-0.safetensors": {"namespace": "replicated", "shard": 0, "chunk": 1},
+        "hybrid-full-shard-3.safetensors": {"namespace": "hybrid", "shard": 3, "chunk": 1},
+        "hybrid-window-shard-2.safetensors": {
+            "namespace": "hybrid",
+            "kind": "window",
+            "shard": 2,
+            "chunk": 1,
+        },
+        "hybrid-state-shard-1.safetensors": {
+            "namespace": "hybrid",
+            "kind": "state",
+            "shard": 1,
+            "chunk": 1,
+        },
+        "hybrid-state-tail-of-3.safetensors": {
+            "namespace": "hybrid",
+            "kind": "state",
+            "shard": 3,
+            "chunk": 1,
+        },
     }
 
 
@@ -452,12 +568,15 @@ def make() -> tuple[dict[str, Any], dict[str, bytes]]:
         {"group": "_", "index": 0, "tail": None, "shard": 0, "shards": 1},
         {"group": "_", "index": 4294967295, "tail": None, "shard": 127, "shards": 128},
         {"group": group, "index": 12, "tail": 255, "shard": 7, "shards": 8},
+        {"group": "_", "index": 3, "tail": None, "shard": 1, "shards": 2, "kind": "window"},
+        {"group": group, "index": 3, "tail": 7, "shard": 0, "shards": 1, "kind": "state"},
     ]
     names = [{"key": key.hex(), **n, "name": object_name(key=key, **n)} for n in names]
     objects: dict[str, dict[str, Any]] = {}
     files: dict[str, bytes] = {}
     for file, case in object_cases().items():
         record = records[case["namespace"]]
+        kind = case.get("kind", "full")
         size = record["chunk_size"]
         index = case["chunk"]
         prompt = [11 * i % 1000 for i in range(index * size + size)]
@@ -468,9 +587,9 @@ def make() -> tuple[dict[str, Any], dict[str, bytes]]:
         own = tail or keys[index]
         parent = keys[index - 1] if index else start
         tokens = len(prompt) - index * size
-        layout = tensors(record, case["shard"], tokens, tail is not None)
+        layout = tensors(record, case["shard"], tokens, tail is not None, kind)
         payload = [stream(f"{file}/{name}", nbytes(d, s)) for name, d, s in layout]
-        data = encode(record, own, parent, index, tokens, case["shard"], payload)
+        data = encode(record, own, parent, index, tokens, case["shard"], payload, kind)
         files[file] = data
         objects[file] = {
             **case,
@@ -480,7 +599,13 @@ def make() -> tuple[dict[str, Any], dict[str, bytes]]:
             "key": own.hex(),
             "parent": parent.hex(),
             "name": object_name(
-                "_", own, index, tokens if tail else None, case["shard"], record["shards"]
+                "_",
+                own,
+                index,
+                tokens if tail else None,
+                case["shard"],
+                shards(record, kind),
+                kind,
             ),
             "size": len(data),
             "sha256": hashlib.sha256(data).hexdigest(),
