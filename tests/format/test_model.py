@@ -24,6 +24,18 @@ RECORDED = sorted(
 )
 
 
+#: The facts of a model with a layer of full attention and a short convolution.
+STATES: dict[str, Any] = {
+    "kinds": ("full", "state"),
+    "kv_heads": (8, 0),
+    "attention": ("full", "short_conv"),
+    "layer_names": ("a", "b"),
+    "layer_shapes": ("2,*,8,64", "conv:2,512/"),
+    "layer_dtypes": ("BF16", "BF16"),
+    "state_shards": 8,
+}
+
+
 def facts(**changes: Any) -> ModelFacts:
     given = {
         "layers": 2,
@@ -63,6 +75,9 @@ def test_equal_facts_are_one_namespace_and_any_other_is_another() -> None:
         {"mla_rank": 64},
         {"quantization": "fp8"},
         {"kv_scales": "0" * 64},
+        {"kinds": ("full", "window")},
+        {"kinds": ("window", "window")},
+        {"kinds": ("full", "window"), "window_shards": 2},
     ]
     encoded = [facts(**change).namespace().encoded for change in changes]
     assert len(set(encoded)) == len(changes)
@@ -104,6 +119,41 @@ def test_the_options_of_a_configuration_decide_too() -> None:
     assert facts().namespace().record["weights"] == "user:w"
 
 
+def test_a_hybrid_model_can_be_stated() -> None:
+    record = facts(**STATES).namespace(shards=4).record
+    assert record["kinds"] == ["full", "state"]
+    assert record["layouts"] == ["canonical", "state"]
+    assert record["head_sizes"] == [64, 0]
+    assert (record["shards"], record["state_shards"], record["kv_heads"]) == (4, 8, 8)
+    assert "window_shards" not in record
+
+
+@pytest.mark.parametrize(
+    ("changes", "shards", "found"),
+    [
+        ({"kinds": ("full", "window"), "kv_heads": (8, 6)}, None, (8, 6)),
+        ({"kinds": ("full", "window"), "kv_heads": (8, 6), "stages": (1, 1)}, None, (8, 6)),
+        ({"kinds": ("full", "window")}, 2, (2, 8)),
+        ({"kinds": ("window", "window"), "stages": (1, 1)}, None, (16, 16)),
+        ({"kinds": ("window", "window")}, 2, (2, 2)),
+        ({"kinds": ("window", "window"), "window_shards": 2}, None, (2, 2)),
+    ],
+)
+def test_each_kind_has_shards_by_its_heads(
+    changes: dict[str, Any], shards: int | None, found: tuple[int, int]
+) -> None:
+    record = facts(**changes).namespace(shards=shards).record
+    assert (record["shards"], record["window_shards"]) == found
+
+
+def test_kinds_that_are_all_full_are_no_kinds() -> None:
+    assert facts(kinds=("full", "full")).namespace() == facts().namespace()
+    with pytest.raises(ConfigError, match="no layer is of kind state"):
+        facts(state_shards=1).namespace()
+    with pytest.raises(ConfigError, match="shards is 4, expected 2"):
+        facts(kinds=("window", "window"), window_shards=2).namespace(shards=4)
+
+
 def test_weights_are_known_by_their_content(checkpoint: Path) -> None:
     files = weight_files(checkpoint)
     content = weights_fingerprint(files)
@@ -135,6 +185,13 @@ def test_shards_follow_from_the_model(heads: int, stages: int, shards: int) -> N
         ({"layer_names": ("a",)}, "layer_names has 1 entries"),
         ({"dtype": "int8", "layer_dtypes": ("U8",)}, "layer_dtypes has 1 entries"),
         ({"fingerprint": "user:x"}, "leave one out"),
+        ({"stages": (1, 2)}, "expected 2 layers in sum"),
+        ({"kinds": ("full",)}, "kinds has 1 entries"),
+        ({"kinds": ("full", "draft")}, "kind 'draft'"),
+        ({"kinds": ("full", "state")}, "attention is missing"),
+        ({**STATES, "layer_shapes": None}, "layer_shapes is missing"),
+        ({**STATES, "state_shards": None}, "state_shards is missing"),
+        ({**STATES, "kv_heads": (0, 8)}, "kv_heads is"),
     ],
 )
 def test_facts_that_contradict_themselves_are_refused(

@@ -27,6 +27,7 @@ from typing import Any, Final
 
 from kvshelf.config import cache_dir
 from kvshelf.errors import ConfigError, UnsupportedError
+from kvshelf.format.kinds import FULL, KINDS, SHARDS_FIELDS, STATE, Kind
 from kvshelf.format.namespace import FORMAT, FieldValue, Namespace, slugify
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.weights.fingerprints import (
@@ -119,7 +120,7 @@ class ModelFacts:
     layers : int
         Layers that have KV of their own.
     kv_heads : int or tuple of int
-        KV heads of the whole model: one number for all layers, or one for each.
+        KV heads of the whole model: one number for all layers, or one for each (0 for states).
     head_size : int or tuple of int
         Elements of one K, and of one V: one number for all layers, or one for each.
     dtype : str
@@ -140,7 +141,15 @@ class ModelFacts:
     sliding_windows : tuple of int, optional
         Window of each layer in tokens, −1 for none; no windows when absent.
     attention : tuple of str, optional
-        Kind of attention of each layer; ``full`` or ``sliding`` by the windows when absent.
+        Attention of each layer; ``full`` or ``sliding`` by the windows when absent.
+    kinds : tuple of Kind, optional
+        Kind of each layer; when absent, all are ``full``, also those with a window. An engine with
+        vLLM's hybrid allocator has layers of kind ``window`` and ``state``, any other engine
+        has not. Layers of kind ``state`` need `attention`, `layer_names`, `layer_shapes`,
+        `layer_dtypes` and `state_shards`.
+    window_shards, state_shards : int, optional
+        Shards of these kinds, over all stages with such layers. For windows, by the KV heads of
+        their layers when absent.
     layer_names : tuple of str, optional
         Names of the layers, and so of the stored tensors;
         ``model.layers.<i>.self_attn.attn`` when absent, vLLM's names for most models.
@@ -150,7 +159,7 @@ class ModelFacts:
     layer_dtypes : tuple of str, optional
         safetensors dtype in which each layer is stored; that of `dtype` when absent.
     layouts : tuple of str, optional
-        Layout id of each layer; ``canonical`` for all when absent.
+        Layout id of each layer; ``canonical``, or ``state``, when absent.
     stages : tuple of int, optional
         Layers of each pipeline stage; one stage when absent.
     mla_rank : int, optional
@@ -173,6 +182,9 @@ class ModelFacts:
     rope: str | None = None
     sliding_windows: tuple[int, ...] | None = None
     attention: tuple[str, ...] | None = None
+    kinds: tuple[Kind, ...] | None = None
+    window_shards: int | None = None
+    state_shards: int | None = None
     layer_names: tuple[str, ...] | None = None
     layer_shapes: tuple[str, ...] | None = None
     layer_dtypes: tuple[str, ...] | None = None
@@ -197,6 +209,7 @@ class ModelFacts:
             "head_size",
             "sliding_windows",
             "attention",
+            "kinds",
             "layer_names",
             "layer_shapes",
             "layer_dtypes",
@@ -205,14 +218,31 @@ class ModelFacts:
             value = getattr(self, field)
             if isinstance(value, tuple) and len(value) != self.layers:
                 raise ConfigError(f"{field} has {len(value)} entries for {self.layers} layers")
-        if min(self._heads) < 1:
+        for kind in self._kinds:
+            if kind not in KINDS:
+                raise ConfigError(f"kind {kind!r}; expected one of {', '.join(KINDS)}")
+        with_heads = zip(self._heads, self._kinds, strict=True)
+        if any(heads < 1 and kind != STATE for heads, kind in with_heads):
             raise ConfigError(f"kv_heads is {self.kv_heads}; expected at least 1")
+        if self.stages is not None and sum(self.stages) != self.layers:
+            raise ConfigError(f"stages are {self.stages}; expected {self.layers} layers in sum")
+        if STATE in self._kinds:
+            for field in ("attention", "layer_names", "layer_shapes", "layer_dtypes"):
+                if getattr(self, field) is None:
+                    raise ConfigError(f"{field} is missing: a layer of kind state has no default")
+            if self.state_shards is None:
+                raise ConfigError("state_shards is missing: it does not follow from other facts")
 
     @property
     def _heads(self) -> tuple[int, ...]:
         """KV heads of each layer."""
         heads = self.kv_heads
         return heads if isinstance(heads, tuple) else (heads,) * self.layers
+
+    @property
+    def _kinds(self) -> tuple[Kind, ...]:
+        """Kind of each layer."""
+        return self.kinds or (FULL,) * self.layers
 
     @classmethod
     def from_transformers(
@@ -298,7 +328,8 @@ class ModelFacts:
         Parameters
         ----------
         chunk_size, shards, version
-            The options of these names.
+            The options of these names. `shards` is that of full layers; where there are none, of
+            the first kind that the model has.
         weights : str
             The option of this name: ``content`` or ``sampled`` selects how weight files are
             fingerprinted; any other string replaces the facts' name of the weights.
@@ -311,13 +342,13 @@ class ModelFacts:
             If a weight file cannot be read.
         """
         stages = (self.layers,) if self.stages is None else self.stages
-        heads = self.layer_shapes is None
-        count = shards
-        if count is None:
-            common = gcd(*self._heads)
-            count = default_shards(common, len(stages)) if heads else len(stages)
+        kinds = self._kinds
         size = self.head_size
-        head_sizes = list(size) if isinstance(size, tuple) else [size] * self.layers
+        head_sizes = (
+            list(size)
+            if isinstance(size, tuple)
+            else [0 if kind == STATE else size for kind in kinds]
+        )
         windows = list(self.sliding_windows or [-1] * self.layers)
         record: dict[str, FieldValue] = {
             "format": FORMAT,
@@ -332,9 +363,10 @@ class ModelFacts:
             "compute_dtype": self.compute_dtype or self.dtype,
             "kv_dtype": self.dtype,
             "chunk_size": chunk_size,
-            "shards": count,
             "stages": list(stages),
-            "layouts": list(self.layouts or ["canonical"] * self.layers),
+            "layouts": list(
+                self.layouts or ["state" if kind == STATE else "canonical" for kind in kinds]
+            ),
             "layer_names": list(
                 self.layer_names or [f"model.layers.{i}.self_attn.attn" for i in range(self.layers)]
             ),
@@ -344,6 +376,9 @@ class ModelFacts:
             ),
             "layer_dtypes": list(self.layer_dtypes or [STORED_DTYPES[self.dtype]] * self.layers),
         }
+        record |= self._shards_fields(stages, shards)
+        if set(kinds) != {FULL}:
+            record["kinds"] = list(kinds)
         optional: dict[str, FieldValue | None] = {
             "rope": self.rope,
             "mla_rank": self.mla_rank,
@@ -355,6 +390,23 @@ class ModelFacts:
         record |= {field: value for field, value in optional.items() if value is not None}
         record["data_offset"] = ObjectFormat.required_data_offset(record)
         return Namespace(record, slugify(self.name))
+
+    def _shards_fields(self, stages: Sequence[int], shards: int | None) -> dict[str, int]:
+        """Return the fields of the shards of each kind; `shards` is that of the first kind."""
+        stage_of = [stage for stage, count in enumerate(stages) for _ in range(count)]
+        fields = [SHARDS_FIELDS[kind] for kind in KINDS if kind in self._kinds]
+        stated = {"window_shards": self.window_shards, "state_shards": self.state_shards}
+        if stated.get(fields[0]) is None:
+            stated[fields[0]] = shards
+        found = {field: count for field, count in stated.items() if count is not None}
+        for kind, field in SHARDS_FIELDS.items():
+            numbers = [n for n, of_layer in enumerate(self._kinds) if of_layer == kind]
+            if numbers and field not in found:
+                own = len({stage_of[n] for n in numbers})
+                common = gcd(*(self._heads[n] for n in numbers))
+                heads = self.layer_shapes is None
+                found[field] = default_shards(common, own) if heads else own
+        return {"shards": shards or found[fields[0]], **found}
 
     def _weights_field(self, option: str) -> str:
         if option not in ("content", "sampled"):
