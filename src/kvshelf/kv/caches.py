@@ -24,6 +24,7 @@ from typing import Final
 from torch import Tensor
 
 from kvshelf.errors import ConfigError
+from kvshelf.format.kinds import STATE
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.kv import ops
 from kvshelf.kv.layout import PagedLayout, PermutedLayout
@@ -339,6 +340,7 @@ def _call(fmt: ObjectFormat, run: LayerRun, plan: ShardPlan, place: int) -> Laye
     last = specs[run.first_layer + len(run.caches) - 1]
     end = last.offset + last.nbytes
     heads = run.layout.heads // shards
+    chunk = fmt.chunk_size
     if heads * shards != run.layout.heads:
         raise ConfigError(
             f"{run.layout.heads} KV heads cannot be split over {shards} shards: set `shards` to a"
@@ -348,8 +350,9 @@ def _call(fmt: ObjectFormat, run: LayerRun, plan: ShardPlan, place: int) -> Laye
     parts = max(1, first.shape[-2] // heads) if plan.divided and len(first.shape) > 2 else 1
     row = run.layout.chunk_bytes(1, heads) * parts
     slots, rest = divmod(end - start, len(run.caches) * row)
-    # A state is one block of its cache; other tensors have equally many tokens for each slot.
-    if rest or (slots != run.layout.block_size and fmt.chunk_size % max(1, slots)):
+    # A state is one block of its cache; of other kinds each slot holds equally many tokens.
+    fits = slots == run.layout.block_size if fmt.kind == STATE else slots and not chunk % slots
+    if rest or not fits:
         raise ConfigError(
             f"objects of this namespace hold {end - start} bytes of {len(run.caches)} layers,"
             f" which are not a whole number of rows of {row} bytes of the registered caches: the"

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from kvshelf.errors import UnsupportedError
 from kvshelf.format.model import default_shards
+from kvshelf.format.tensors import StatePart, state_fields
 from kvshelf.kv.caches import LayerRun
 from kvshelf.kv.layout import PagedLayout
 
@@ -48,27 +49,6 @@ _NAMES: Final = {
     "short_conv": ("conv",),
     "linear": ("ssm",),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class StatePart:
-    """One part of a layer's state: a tensor of a state object.
-
-    Attributes
-    ----------
-    name : str
-    dtype : str
-        Of safetensors.
-    shape : tuple of int
-        Of the whole model; of one rank where the state is not divided.
-    divided : int, optional
-        The dimension that ranks and shards divide.
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    divided: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +100,13 @@ class StateParts:
 
     @property
     def layout(self) -> str:
-        """The layout id in the namespace record."""
+        """The layer's entry of ``layouts`` in the namespace record."""
         return "state" if self.heads else f"state-tp{self.ranks}"
+
+    @property
+    def fields(self) -> tuple[str, str]:
+        """The layer's entries of ``layer_shapes`` and ``layer_dtypes``."""
+        return state_fields(self.parts)
 
 
 @dataclass(frozen=True, slots=True)
