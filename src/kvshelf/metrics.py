@@ -17,6 +17,18 @@ from typing import Any, Final, Literal
 #: first five characters.
 METRIC_PREFIX: Final = "vllm:kvshelf_"
 
+
+def _of_kind(kind: str, several: str) -> dict[str, str]:
+    """Return the counters of a kind of KV; what they count is part of the others' counts."""
+    return {
+        f"{kind}_stored_chunks": f"chunks whose {several} were published",
+        f"{kind}_stored_bytes": f"bytes of {several} published",
+        f"{kind}_loaded_chunks": f"chunks whose {several} were loaded",
+        f"{kind}_loaded_bytes": f"bytes of {several} loaded",
+        f"{kind}_dropped_chunks": f"chunks whose {several} were computed but not stored",
+    }
+
+
 #: Every counter, with what one unit of it means. The names of a family's counters
 #: (:data:`FAMILIES`) are the family's name and a reason.
 COUNTERS: Mapping[str, str] = {
@@ -44,6 +56,8 @@ COUNTERS: Mapping[str, str] = {
     "stored_bytes": "bytes of objects published",
     "draft_stored_chunks": "chunks of a drafter's KV published",
     "draft_loaded_chunks": "chunks of a drafter's KV loaded",
+    **_of_kind("window", "windows"),
+    **_of_kind("state", "states"),
     "existing_chunks": "chunks already on the shelf when their store began",
     "repaired_objects": "bad objects replaced with good ones",
     "dropped_chunks_staging_full": "chunks dropped because staging was full",

@@ -43,6 +43,7 @@ from kvshelf.errors import (
     ReadOnlyStorageError,
     StorageError,
 )
+from kvshelf.format.kinds import Kind
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.logs import RateLimitedLog
 from kvshelf.metrics import Counters
@@ -148,7 +149,7 @@ class DiskTier:
         self._copies: deque[_Copy] = deque()
         #: Objects whose use is to be noted, all at once and not before a moment has passed: a
         #: thread that wakes after each load takes the GIL from the next.
-        self._uses: dict[tuple[bytes, int], tuple[ObjectFormat, ObjectRef]] = {}
+        self._uses: dict[tuple[bytes, Kind, int], tuple[ObjectFormat, ObjectRef]] = {}
         self._note_at = 0.0
         self._busy = 0
         self._log = RateLimitedLog(logger)
@@ -293,7 +294,7 @@ class DiskTier:
                     return
                 self._note_at = time.monotonic() + _NOTE_SECONDS
                 self._work.notify_all()
-            self._uses[ref.chunk.key, ref.shard] = fmt, ref
+            self._uses[ref.chunk.key, fmt.kind, ref.shard] = fmt, ref
 
     def _remove_bad(self, view: NamespaceView, ref: ObjectRef, error: BadObjectError) -> None:
         self._counters.add("disk_tier_bad_objects")

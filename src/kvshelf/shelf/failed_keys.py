@@ -1,6 +1,7 @@
 """The chunk keys that loads failed for.
 
-Owns how long a failed key counts as missing. It has no thread and does not call the storage; all
+Owns how long a failed key counts as missing. Each kind of a chunk fails for itself, by its kind
+key (:func:`kvshelf.format.kinds.kind_key`). It has no thread and does not call the storage; all
 methods may be called from any thread, an engine's step thread too.
 """
 

@@ -1,14 +1,14 @@
-"""Lookups: how many leading chunks of a prompt are on the shelf.
+"""Lookups: how many leading chunks of a prompt can be loaded from the shelf.
 
-Owns the threads that search for the longest stored prefix (:mod:`kvshelf.shelf.search`).
-Existence of objects is the only index. On a low-latency storage every answer comes from probes
-made for that lookup; on a high-latency storage an answer also stands for a while in a
+:mod:`kvshelf.shelf.hits` tells what can be loaded, for each kind of KV. Owns the threads that
+search for it. Existence of objects is the only index. On a low-latency storage every answer comes
+from probes made for that lookup; on a high-latency storage an answer also stands for a while in a
 :class:`~kvshelf.shelf.presence.PresenceCache`.
 
 Contracts
 ---------
 * A :class:`Lookup` is made and read on the caller's (step) thread and worked on by one
-  background thread. Once it is ``done``, ``hit_chunks`` is valid, ``chain`` holds the
+  background thread. Once it is ``done``, its answer is valid, ``chain`` holds the
   keys of all complete chunks, and both belong to the caller.
 * A storage that does not answer delays the lookups in the queue, never their callers:
   :meth:`LookupService.stalled` tells that waiting is of no use. A lookup whose probe
@@ -16,9 +16,11 @@ Contracts
   the next lookups (:mod:`kvshelf.shelf.threads`).
 * While the circuit breaker is open, lookups still compute chunk keys but report no hit, at once.
 * Background threads pause after each half millisecond of work (:mod:`kvshelf.shelf.pacing`).
-* On a low-latency storage every shard of every chunk of a hit has been seen. On a high-latency
-  storage some chunks of a hit were not probed; a gap between them is found by the load, and probed
-  by every search from then on.
+* On a low-latency storage every object that a hit needs has been seen. On a high-latency storage
+  some full chunks of a hit were not probed; a gap between them is found by the load, and probed
+  by every search from then on. All windows and states that a hit needs have been seen.
+* What is remembered of a chunk, failures and answers of the storage, is remembered for each kind
+  by its kind key (:func:`kvshelf.format.kinds.kind_key`).
 * On a high-latency storage the lookups that wait are searched for together. A *round* sends the
   probes of all of them to the storage at once, each probe once, and none that another thread is
   already waiting for. A lookup that comes meanwhile joins the next round.
@@ -31,18 +33,20 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import product
 
 from kvshelf.format.keys import Chunk, KeyChain
+from kvshelf.format.kinds import FULL, KINDS, STATE, WINDOW, Kind, kind_key
 from kvshelf.logs import RateLimitedLog
 from kvshelf.metrics import Counters
 from kvshelf.shelf.failed_keys import FailedKeys
+from kvshelf.shelf.hits import HitSearch, Questions, window_chunks
 from kvshelf.shelf.pacing import GilPace
 from kvshelf.shelf.presence import Asked, PresenceCache
-from kvshelf.shelf.search import Answers, PrefixSearch, Question, RoundCosts
+from kvshelf.shelf.search import Answers, Question, RoundCosts
 from kvshelf.shelf.threads import StorageThreads
-from kvshelf.shelf.view import ObjectRef, Presence, ShelfView
+from kvshelf.shelf.view import ObjectRef, Presence, ShelfView, find_together
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +59,7 @@ _HIGH_LATENCY_THREADS = 2
 
 
 class Lookup:
-    """One search for the stored prefix of one prompt.
+    """One search for the longest hit of one prompt.
 
     Attributes
     ----------
@@ -64,7 +68,14 @@ class Lookup:
     first_chunk : int
         Index of the chunk that the search begins at.
     hit_chunks : int
-        Number of chunks from there on that are on the shelf, up to the first that is not.
+        Number of chunks from there on that can be loaded.
+    full_chunks : int
+        Number of chunks from there on whose full objects are on the shelf, up to the first that is
+        not; all of them in a namespace without kind full. It differs from `hit_chunks` only where
+        there are other kinds.
+    known : Mapping[Kind, frozenset[int]]
+        For each kind but full, the chunks (by their index in the prompt) that the search has seen
+        on the shelf.
     finished_at : float
         ``time.monotonic()`` when the answer was there.
     given_up : bool
@@ -78,6 +89,7 @@ class Lookup:
         first_chunk: int = 0,
         on_done: Callable[[Lookup], None] | None = None,
         log: RateLimitedLog | None = None,
+        ends: Sequence[int] | None = None,
     ) -> None:
         self._log = RateLimitedLog(logger) if log is None else log
         self.first_chunk = first_chunk
@@ -85,12 +97,15 @@ class Lookup:
         self._tokens = tokens
         self._count = len(tokens)
         self._make_chain = make_chain
+        self._ends = ends
         self._done = threading.Event()
         self._lock = threading.Lock()
         self._cancelled = False
         self.given_up = False
         self.chain: KeyChain | None = None
         self.hit_chunks = 0
+        self.full_chunks = 0
+        self.known: Mapping[Kind, frozenset[int]] = {}
         self.finished_at = 0.0
 
     @property
@@ -110,13 +125,23 @@ class Lookup:
         self._tokens = ()
         self._make_chain = _no_chain
 
-    def _finish(self, hit_chunks: int, chain: KeyChain | None, *, given_up: bool = False) -> None:
+    def _finish(
+        self,
+        hit_chunks: int,
+        chain: KeyChain | None,
+        *,
+        full_chunks: int = 0,
+        known: Mapping[Kind, frozenset[int]] | None = None,
+        given_up: bool = False,
+    ) -> None:
         """Give the answer, unless there is one: a stuck thread may come back late."""
         with self._lock:
             if self._done.is_set():
                 return
             self.given_up = given_up
             self.hit_chunks = hit_chunks
+            self.full_chunks = full_chunks
+            self.known = known or {}
             self.chain = chain
             self.finished_at = time.monotonic()
             self._done.set()
@@ -137,9 +162,9 @@ class LookupService:
     Parameters
     ----------
     shelf : ShelfView
-        The objects of the namespace.
+        The objects of kind full; in a namespace without these, of its first kind.
     failed : FailedKeys
-        Keys to be treated as missing.
+        Kind keys to be treated as missing.
     counters : Counters
     threads : int
         Lookups worked on at once. On a high-latency storage there are at least two threads,
@@ -149,6 +174,11 @@ class LookupService:
         go unnoticed, such as copies in a tier.
     on_thread_start : Callable, optional
         Called first on each thread, to set its processors.
+    others : Mapping[Kind, ShelfView], optional
+        The objects of the namespace's other kinds.
+    window : int
+        Tokens that the namespace's windows reach, see
+        :func:`~kvshelf.shelf.hits.window_chunks`.
     """
 
     def __init__(
@@ -160,9 +190,14 @@ class LookupService:
         threads: int = 1,
         remembers: bool = True,
         on_thread_start: Callable[[], None] | None = None,
+        others: Mapping[Kind, ShelfView] | None = None,
+        window: int = 0,
     ) -> None:
         self._shelf = shelf
         self._fmt = shelf.fmt
+        views = {shelf.fmt.kind: shelf, **(others or {})}
+        self._views = {kind: views[kind] for kind in KINDS if kind in views}
+        self._window = window
         self._failed = failed
         self._remembers = remembers
         self._counters = counters
@@ -207,6 +242,7 @@ class LookupService:
         make_chain: Callable[[], KeyChain | None],
         *,
         first_chunk: int = 0,
+        ends: Sequence[int] | None = None,
         on_done: Callable[[Lookup], None] | None = None,
     ) -> Lookup:
         """Start a lookup; returns at once. After :meth:`close` it is given up at once.
@@ -221,11 +257,15 @@ class LookupService:
             no content address, which is a miss.
         first_chunk : int
             Index of the chunk to begin at: the caller has what comes before.
+        ends : Sequence of int, optional
+            Numbers of chunks, from the prompt's beginning and ascending, at which a hit may end;
+            any when absent. Of no meaning where full is the only kind: such a hit may be used in
+            part.
         on_done : Callable, optional
             Called once on the background thread when the answer is there, also when the
             lookup was cancelled. Must not block.
         """
-        lookup = Lookup(tokens, make_chain, first_chunk, on_done, self._log)
+        lookup = Lookup(tokens, make_chain, first_chunk, on_done, self._log, ends)
         with self._submitting:
             taken = not self._closed and self._threads.ready()
             if taken:
@@ -327,10 +367,88 @@ class LookupService:
             return
         pace = GilPace()
         # While the breaker is open, probes fail at once; later stores need the keys.
-        hit = self._search_low_latency(lookup, chain, pace)
+        full = hit = 0
+        if FULL in self._views:
+            full = hit = self._search_low_latency(lookup, chain, pace)
         self._extend(lookup, chain, pace, lookup._count)
+        known: dict[Kind, frozenset[int]] = {}
+        if self._views.keys() != {FULL}:
+            first = min(lookup.first_chunk, len(chain.chunks))
+            full = full if FULL in self._views else len(chain.chunks) - first
+            end, known = self._latest_end(lookup, chain.chunks, first, first + full, pace)
+            hit = end - first
         if not lookup._cancelled:
-            lookup._finish(hit, chain)
+            lookup._finish(hit, chain, full_chunks=full, known=known)
+
+    def _ends(self, lookup: Lookup, chunks: Sequence[Chunk]) -> Sequence[int]:
+        if lookup._ends is None:
+            return range(1, len(chunks) + 1)
+        return [end for end in lookup._ends if end <= len(chunks)]
+
+    def _latest_end(
+        self, lookup: Lookup, chunks: Sequence[Chunk], first: int, full: int, pace: GilPace
+    ) -> tuple[int, dict[Kind, frozenset[int]]]:
+        """Find the latest end of a hit, and all the chunks seen on the way, by kind.
+
+        Probes states from the latest end on backwards, in batches; where there is a state, the
+        windows that the end needs.
+        """
+        there: dict[Kind, dict[int, bool]] = {kind: {} for kind in self._views if kind != FULL}
+
+        def present(kind: Kind, indices: Iterable[int]) -> bool:
+            """Whether all are there; after one that is not, the rest may not be probed."""
+            known = there[kind]
+            unknown = [index for index in indices if index not in known]
+            for begin in range(0, len(unknown), _FIRST_BATCH):
+                group = unknown[begin : begin + _FIRST_BATCH]
+                answers = self._present(kind, [chunks[index] for index in group])
+                known.update(zip(group, answers, strict=True))
+                pace.rest()
+                if kind == WINDOW and not all(answers):
+                    return False
+            return all(known[index] for index in indices)
+
+        ends = [end for end in reversed(self._ends(lookup, chunks)) if first < end <= full]
+        batch = _FIRST_BATCH
+        found = first
+        while ends and found == first and not lookup._cancelled:
+            group, ends = ends[:batch], ends[batch:]
+            batch = min(2 * batch, _LARGEST_BATCH)
+            if STATE in there:
+                present(STATE, [end - 1 for end in group])
+                group = [end for end in group if there[STATE][end - 1]]
+            for end in group:
+                reach = window_chunks(end, self._window, self._fmt.chunk_size)
+                needed = [index for index in reversed(reach) if index >= first]
+                windows = there.get(WINDOW)
+                if windows is None or (
+                    all(windows.get(index, True) for index in needed) and present(WINDOW, needed)
+                ):
+                    found = end
+                    break
+        return found, {
+            kind: frozenset(index for index, is_there in known.items() if is_there)
+            for kind, known in there.items()
+        }
+
+    def _present(self, kind: Kind, chunks: Sequence[Chunk]) -> list[bool]:
+        """Tell which of `chunks` are there in full."""
+        view = self._views[kind]
+        shards = view.fmt.shards
+        refs = [ObjectRef(chunk, shard) for chunk in chunks for shard in range(shards)]
+        self._counters.add("probes", len(refs))
+        answers = view.find(refs)
+        errors = answers.count(Presence.ERROR)
+        if errors:
+            self._counters.add("probe_errors", errors)
+        return [
+            kind_key(chunk.key, kind) not in self._failed
+            and all(
+                answer is Presence.PRESENT
+                for answer in answers[place * shards : (place + 1) * shards]
+            )
+            for place, chunk in enumerate(chunks)
+        ]
 
     def _extend(self, lookup: Lookup, chain: KeyChain, pace: GilPace, end: int) -> None:
         step = chain.chunk_size * _LARGEST_BATCH
@@ -387,7 +505,7 @@ class LookupService:
                 return i // shards
         return usable
 
-    def _ask(self, questions: dict[Question, Chunk]) -> Answers:
+    def _ask(self, questions: Questions) -> Answers:
         """Send probes to the storage, all at once; return answers, and when each was asked for.
 
         An object that another thread is probing now is not probed again, unless that answer would
@@ -413,7 +531,7 @@ class LookupService:
             if asked:
                 self._counters.add("probes", len(asked))
                 begin = time.perf_counter()
-                found = self._shelf.find([ObjectRef(questions[q], q[1]) for q in asked])
+                found = self._find(questions, asked)
                 if Presence.ERROR not in found:
                     self._costs.note(len(asked), time.perf_counter() - begin)
                 mine.answers = dict(zip(asked, found, strict=True))
@@ -432,6 +550,16 @@ class LookupService:
         if errors:
             self._counters.add("probe_errors", errors)
         return answers
+
+    def _find(self, questions: Questions, asked: list[Question]) -> list[Presence]:
+        """Probe objects of all kinds, in one call of the storage."""
+        by_kind: dict[Kind, list[ObjectRef]] = {}
+        for question in asked:
+            kind, chunk = questions[question]
+            by_kind.setdefault(kind, []).append(ObjectRef(chunk, question[1]))
+        found = find_together([(self._views[kind], refs) for kind, refs in by_kind.items()])
+        answers = {kind: iter(of_kind) for kind, of_kind in zip(by_kind, found, strict=True)}
+        return [next(answers[questions[question][0]]) for question in asked]
 
 
 # ------------------------------------------------------------------- high-latency storage
@@ -459,7 +587,7 @@ class _Rounds:
         self._first = first
         #: Lookups without an answer, in order, and when each was taken.
         self._lookups: dict[Lookup, float] = {}
-        self._searches: dict[Lookup, tuple[PrefixSearch, KeyChain]] = {}
+        self._searches: dict[Lookup, tuple[HitSearch, KeyChain]] = {}
 
     def run(self) -> None:
         """Search; a lookup that fails ends alone."""
@@ -505,7 +633,7 @@ class _Rounds:
         else:
             self._searches[lookup] = search
 
-    def _search_for(self, lookup: Lookup) -> tuple[PrefixSearch, KeyChain] | None:
+    def _search_for(self, lookup: Lookup) -> tuple[HitSearch, KeyChain] | None:
         service = self._service
         service._counters.add("lookups")
         chain = lookup._make_chain()
@@ -515,8 +643,16 @@ class _Rounds:
         # Remembered answers are of no use while nothing can be loaded.
         useful = service._remembers and service._shelf.backend.reads.is_closed
         cache = service._cache if useful else PresenceCache()
-        chunks = chain.chunks[lookup.first_chunk :]
-        return PrefixSearch(chunks, cache, service._failed, service._fmt.shards), chain
+        search = HitSearch(
+            chain.chunks,
+            lookup.first_chunk,
+            service._ends(lookup, chain.chunks),
+            service._window,
+            cache,
+            service._failed,
+            {kind: view.fmt.shards for kind, view in service._views.items()},
+        )
+        return search, chain
 
     def _end(self, lookup: Lookup) -> None:
         lookup._finish(0, None)
@@ -530,20 +666,25 @@ class _Rounds:
 
     def _round(self) -> None:
         service = self._service
-        asking: list[PrefixSearch] = []
-        questions: dict[Question, Chunk] = {}
+        asking: list[HitSearch] = []
+        questions: Questions = {}
         together = len(self._searches)
         for lookup, (search, chain) in list(self._searches.items()):
-            refs = [] if lookup._cancelled else search.plan(service._costs, together)
-            if refs:
+            planned = {} if lookup._cancelled else search.plan(service._costs, together)
+            if planned:
                 asking.append(search)
-                questions |= {(chunk.key, shard): chunk for chunk, shard in refs}
+                questions |= planned
                 continue
             del self._searches[lookup]
             if not lookup._cancelled:
-                hit = search.finish()
+                search.finish()
                 if not lookup._cancelled:
-                    lookup._finish(hit, chain)
+                    lookup._finish(
+                        search.hit_chunks - search.first,
+                        chain,
+                        full_chunks=search.full_chunks - search.first,
+                        known=search.known,
+                    )
                 service._note_speed(lookup, self._lookups[lookup])
             self._end(lookup)
         if asking:

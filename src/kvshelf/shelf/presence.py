@@ -1,7 +1,8 @@
 """The presence cache: answers about the existence of chunks, for high-latency storage.
 
 Owns the rules by which an answer of the storage holds for a while, and those by which it is
-dropped before. It knows keys and times; it does not call the storage.
+dropped before. It knows keys and times; it does not call the storage. Each kind of a chunk is
+remembered for itself, by its kind key (:func:`kvshelf.format.kinds.kind_key`).
 
 Each thing that is learned has a *generation*: a number for the moment at which the storage was
 asked, or at which an event happened to the chunk. An older answer never replaces a younger one,
@@ -230,6 +231,17 @@ class PresenceCache:
             self._settle()
             entry = self._entries.get(key)
             return self._floor if entry is None else entry.generation
+
+    def known(self, keys: Sequence[bytes]) -> list[Known]:
+        """Return what is known about each of some chunks."""
+        now = time.monotonic()
+        with self._lock:
+            self._settle()
+            entries = [self._entries.get(key) for key in keys]
+            return [
+                Known.NOTHING if entry is None or now >= entry.until else entry.known
+                for entry in entries
+            ]
 
     def prefix(self, keys: Sequence[bytes]) -> Prefix:
         """Return what is known about the leading chunks of a prompt.

@@ -25,6 +25,7 @@ from kvshelf.errors import (
     ObjectNameError,
     StorageError,
 )
+from kvshelf.format.kinds import Kind
 from kvshelf.format.names import ParsedName, parse_namespace_folder, parse_path
 from kvshelf.format.namespace import Namespace
 from kvshelf.format.objects import ObjectFormat
@@ -108,7 +109,7 @@ class Shelf:
             backend if isinstance(backend, GuardedBackend) else GuardedBackend(backend, deadlines)
         )
         self._counters = Counters() if counters is None else counters
-        self._views: dict[bytes, NamespaceView] = {}
+        self._views: dict[tuple[bytes, Kind], NamespaceView] = {}
 
     def __repr__(self) -> str:
         return f"Shelf({self.url!r})"
@@ -139,19 +140,19 @@ class Shelf:
         self.backend.close()
 
     def view(self, fmt: ObjectFormat) -> NamespaceView:
-        """Return the objects of one namespace; the same view each time.
+        """Return the objects of one kind in one namespace; the same view each time.
 
         Parameters
         ----------
         fmt : ObjectFormat
-            Format of the namespace's objects.
+            Format of the objects, see :meth:`ObjectFormat.of`.
         """
-        digest = fmt.namespace.digest
-        view = self._views.get(digest)
+        place = fmt.namespace.digest, fmt.kind
+        view = self._views.get(place)
         if view is None:
             fresh = NamespaceView(self.backend, fmt, self._counters)
             # Another thread may have been faster.
-            view = self._views.setdefault(digest, fresh)
+            view = self._views.setdefault(place, fresh)
         return view
 
     # ---------------------------------------------------------------------------------- listings

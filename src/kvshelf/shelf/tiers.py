@@ -31,7 +31,7 @@ from kvshelf.format.objects import ObjectFormat
 from kvshelf.metrics import Counters
 from kvshelf.shelf.opening import TIERED_SECONDS, LateBackend, Opening
 from kvshelf.shelf.shelf import Shelf, open_shelf
-from kvshelf.shelf.view import ObjectRef, Presence, ShelfView
+from kvshelf.shelf.view import NamespaceView, ObjectRef, Presence, ShelfView, find_together
 from kvshelf.urls import shown_url
 
 if TYPE_CHECKING:
@@ -92,7 +92,12 @@ class TieredView(ShelfView):
 
     def find(self, refs: Sequence[ObjectRef]) -> list[Presence]:
         """Ask each tier for the objects that those before it do not have, then the shelf."""
-        answers = [Presence.MISSING] * len(refs)
+        return find_together([(self, refs)])[0]
+
+    def nearby(self, refs: Sequence[ObjectRef]) -> list[Presence | None]:
+        """Ask the tiers alone, see :meth:`ShelfView.nearby`."""
+        unknown = None if self._ask_shelf else Presence.MISSING
+        answers: list[Presence | None] = [unknown] * len(refs)
         asked: Sequence[int] = range(len(refs))
         for tier in self._tiers:
             if not asked:
@@ -103,10 +108,15 @@ class TieredView(ShelfView):
                     answers[i] = Presence.PRESENT
             asked = [i for i, here in zip(asked, held, strict=True) if not here]
         if asked and self._ask_shelf:
-            found = self._shelf.find([refs[i] for i in asked])
-            for i, answer in zip(asked, found, strict=True):
+            further = self._shelf.nearby([refs[i] for i in asked])
+            for i, answer in zip(asked, further, strict=True):
                 answers[i] = answer
         return answers
+
+    @property
+    def on_storage(self) -> NamespaceView:
+        """The view of the storage behind all tiers."""
+        return self._shelf.on_storage
 
     def load(self, ref: ObjectRef, buffer: memoryview) -> None:
         """Read and verify one object, from the first tier that has it, else from the shelf.
@@ -164,7 +174,7 @@ class TieredShelf:
         return any(tier.available for tier in self._tiers) or self._shelf.available
 
     def view(self, fmt: ObjectFormat, *, ask_shelf: bool = True) -> TieredView:
-        """Return the objects of one namespace, see :class:`TieredView`. Does not block."""
+        """Return the objects of one kind, see :class:`TieredView`. Does not block."""
         return TieredView(self._shelf.view(fmt), self._tiers, ask_shelf=ask_shelf)
 
     def close(self) -> None:

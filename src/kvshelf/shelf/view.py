@@ -76,7 +76,7 @@ _WRONG_SIZE_OR_KIND: Final = (EmptyObject, TruncatedObject, WrongSize, NotRegula
 
 
 class ObjectRef(NamedTuple):
-    """One object of a namespace: a chunk's key, index and length name it, and a shard."""
+    """One object of a kind: a chunk's key, index and length name it, and a shard."""
 
     chunk: Chunk
     shard: int
@@ -93,14 +93,14 @@ class Presence(Enum):
 
 
 class ShelfView(ABC):
-    """The part of a shelf that stores, loads and lookups of one namespace need.
+    """The part of a shelf that stores, loads and lookups of one kind in one namespace need.
 
     Parameters
     ----------
     backend : GuardedBackend
         The storage.
     fmt : ObjectFormat
-        Format of the namespace's objects.
+        Format of the kind's objects.
     """
 
     def __init__(self, backend: GuardedBackend, fmt: ObjectFormat) -> None:
@@ -130,6 +130,15 @@ class ShelfView(ABC):
     def find(self, refs: Sequence[ObjectRef]) -> list[Presence]:
         """Probe the storage and the tiers in front of it: an object in a tier is present."""
         return self.probe(refs)
+
+    def nearby(self, refs: Sequence[ObjectRef]) -> list[Presence | None]:
+        """Tell what :meth:`find` answers without the storage; None where it must be probed."""
+        return [None] * len(refs)
+
+    @property
+    @abstractmethod
+    def on_storage(self) -> NamespaceView:
+        """The view of the storage alone, without tiers."""
 
     def present(self, chunks: Sequence[Chunk], shards: Sequence[int] | None = None) -> list[bool]:
         """Tell for each of `chunks` whether all its objects are found with the right size.
@@ -202,8 +211,32 @@ class ShelfView(ABC):
         """
 
 
+def find_together(
+    asked: Sequence[tuple[ShelfView, Sequence[ObjectRef]]],
+) -> list[list[Presence]]:
+    """Find objects of several kinds of one namespace, with at most one call of the storage.
+
+    Parameters
+    ----------
+    asked : Sequence of pairs
+        A view, and the objects to find there, see :meth:`ShelfView.find`.
+
+    Returns
+    -------
+    list of lists of Presence
+        The answers of each view, in order.
+    """
+    nearby = [view.nearby(refs) for view, refs in asked]
+    left = [
+        (view.on_storage, [ref for ref, answer in zip(refs, near, strict=True) if answer is None])
+        for (view, refs), near in zip(asked, nearby, strict=True)
+    ]
+    found = iter(NamespaceView.probe_together(left))
+    return [[next(found) if answer is None else answer for answer in near] for near in nearby]
+
+
 class NamespaceView(ShelfView):
-    """The objects of one namespace on one storage; made by :meth:`kvshelf.shelf.shelf.Shelf.view`.
+    """The objects of one kind on one storage; made by :meth:`kvshelf.shelf.shelf.Shelf.view`.
 
     Races of its threads only repeat a look at the storage.
 
@@ -233,6 +266,11 @@ class NamespaceView(ShelfView):
 
     def __repr__(self) -> str:
         return f"NamespaceView({self.backend.url!r}, {self.fmt.namespace.folder!r})"
+
+    @property
+    def on_storage(self) -> NamespaceView:
+        """The view itself."""
+        return self
 
     # ------------------------------------------------------------------------------------ naming
 
@@ -265,7 +303,7 @@ class NamespaceView(ShelfView):
 
     def _base(self, ref: ObjectRef) -> str:
         """Name relative to the namespace's folder."""
-        return object_name(ref.chunk, ref.shard, self.fmt.shards)
+        return object_name(ref.chunk, ref.shard, self.fmt.shards, self.fmt.kind)
 
     def name(self, ref: ObjectRef) -> str:
         """Name, relative to the shelf's root, under which a store writes this object."""
@@ -284,6 +322,28 @@ class NamespaceView(ShelfView):
 
     def probe(self, refs: Sequence[ObjectRef]) -> list[Presence]:
         """Tell for many objects what stands in their places, see :meth:`ShelfView.probe`."""
+        return self._probe_named(*self._names_and_sizes(refs))
+
+    @staticmethod
+    def probe_together(
+        asked: Sequence[tuple[NamespaceView, Sequence[ObjectRef]]],
+    ) -> list[Presence]:
+        """Probe objects of several kinds of one namespace in one call of the storage.
+
+        Returns
+        -------
+        list of Presence
+            The answers of all, in order.
+        """
+        names: list[str] = []
+        sizes: list[int] = []
+        for view, refs in asked:
+            more = view._names_and_sizes(refs)
+            names += more[0]
+            sizes += more[1]
+        return asked[0][0]._probe_named(names, sizes) if names else []
+
+    def _names_and_sizes(self, refs: Sequence[ObjectRef]) -> tuple[list[str], list[int]]:
         names: list[str] = []
         sizes: list[int] = []
         last: Chunk | None = None
@@ -292,9 +352,13 @@ class NamespaceView(ShelfView):
         for chunk, shard in refs:
             if chunk is not last:
                 # Only the end of the name differs between the shards of a chunk.
-                start, last = object_name(chunk, 0, self.fmt.shards)[:-cut], chunk
+                name = object_name(chunk, 0, self.fmt.shards, self.fmt.kind)
+                start, last = name[:-cut], chunk
             names.append(start + self._ends[shard])
             sizes.append(self._size(chunk, shard))
+        return names, sizes
+
+    def _probe_named(self, names: list[str], sizes: list[int]) -> list[Presence]:
         try:
             folders = self._find_folders()
         except StorageError as exc:
@@ -490,7 +554,7 @@ class NamespaceView(ShelfView):
             As for :meth:`load`.
         """
         fmt = self.fmt
-        name = object_name(fmt.named_chunk(parsed), parsed.shard, fmt.shards)
+        name = object_name(fmt.named_chunk(parsed), parsed.shard, fmt.shards, fmt.kind)
         return self._read_from(
             name, len(buffer), lambda reader: fmt.read_named(reader, parsed, buffer)
         )

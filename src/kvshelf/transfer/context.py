@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from kvshelf.format.keys import Chunk
+from kvshelf.format.kinds import FULL
 from kvshelf.kv.caches import KVCache, KVMemory
 from kvshelf.kv.topology import ShardPlan
 from kvshelf.logs import RateLimitedLog
@@ -88,6 +89,21 @@ class TransferContext:
             raise ValueError("this transfer has no paged cache: the chunk must name its memory")
         return memory
 
+    def count(self, name: str, amount: float = 1) -> None:
+        """Add to a counter, and for kinds other than full to the kind's own one.
+
+        Parameters
+        ----------
+        name : str
+            A counter of chunks or bytes that are loaded, stored or dropped.
+        amount : float
+        """
+        self.counters.add(name, amount)
+        if self.fmt.kind != FULL:
+            # Dropped chunks are counted by reason for all kinds together.
+            family = "dropped_chunks" if name.startswith("dropped_chunks_") else name
+            self.counters.add(f"{self.fmt.kind}_{family}", amount)
+
     def payload(self, buffer: StagingBuffer, shard: int) -> torch.Tensor:
         """Return the part of a staging buffer that holds the payload of a shard's object."""
         return buffer.tensor[self.fmt.data_offset : self.fmt.object_size(shard)]
@@ -140,6 +156,7 @@ class TransferHalf:
         self._fmt = context.fmt
         self._staging = context.staging
         self._counters = context.counters
+        self._count = context.count
         self._log = context.log
         self._closing = False
         self._lock = threading.Lock()

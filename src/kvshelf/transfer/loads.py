@@ -174,7 +174,8 @@ class Loads(TransferHalf):
     def __init__(self, context: TransferContext, threads: int) -> None:
         super().__init__(context)
         self._shards = context.plan.shards
-        self._chunk_bytes = sum(context.fmt.object_size(shard) for shard in self._shards)
+        #: Bytes of a chunk's objects that this worker reads.
+        self.chunk_bytes = sum(context.fmt.object_size(shard) for shard in self._shards)
         self._deadlines = context.shelf.backend.deadlines
         self._done = threading.Condition(self._lock)
         #: Loads with objects that no thread has taken, the oldest first.
@@ -202,6 +203,7 @@ class Loads(TransferHalf):
         items: Sequence[ChunkSlots],
         *,
         early: bool = False,
+        bytes_ahead: int = 0,
         on_done: Callable[[Load], None] | None = None,
     ) -> Load:
         """Start to load chunks into the paged cache. Step thread; returns at once.
@@ -214,6 +216,8 @@ class Loads(TransferHalf):
         items : Sequence of ChunkSlots
         early : bool
             The request does not wait for it yet: other loads go first. Needs `on_done`.
+        bytes_ahead : int
+            Bytes of loads of other transfers, which share the storage with this one.
         on_done : Callable, optional
             Called once when the load is finished, perhaps before this method returns, on
             the thread that ended it and with a lock held: it must not block, and must not
@@ -225,7 +229,7 @@ class Loads(TransferHalf):
             items,
             early,
             _arrived=[0] * len(items),
-            _bytes=len(items) * self._chunk_bytes,
+            _bytes=len(items) * self.chunk_bytes,
             _taken=bytearray(len(items) * len(self._shards)),
             _places={item.chunk.key: place for place, item in enumerate(items)},
             _on_done=on_done,
@@ -240,7 +244,7 @@ class Loads(TransferHalf):
             except DeviceUnavailableError:
                 usable = False
         with self._lock:
-            ahead = sum(other._bytes for other in self._active.values() if not other.finished)
+            ahead = bytes_ahead + self._unfinished_bytes()
             seconds = self._deadlines.to_read(2 * (ahead + load._bytes))
             load._deadline = time.monotonic() + seconds
             (self._active_early if early else self._active)[request_id] = load
@@ -257,17 +261,24 @@ class Loads(TransferHalf):
                 self._work.notify(len(items) * len(self._shards))
         return load
 
-    def cancel(self, request_id: str) -> None:
+    def cancel(self, request_id: str, *, count: bool = True) -> None:
         """Give a load up, and the early one of the same name.
 
         It is still reported finished, once no thread writes to the cache for it. Objects that
         no thread has begun to read are not read any more.
+
+        Parameters
+        ----------
+        request_id : str
+        count : bool
+            Whether it counts as one that was cancelled because its request was aborted.
         """
         with self._lock:
             load = self._active.get(request_id)
             if load is not None and not load.finished:
                 load.cancelled = True
-                self._counters.add("cancelled_loads")
+                if count:
+                    self._counters.add("cancelled_loads")
                 self._settle(load)
         self.cancel_early(request_id)
 
@@ -309,6 +320,15 @@ class Loads(TransferHalf):
     def loading(self) -> bool:
         """Whether any load is running or not yet polled, early ones apart."""
         return bool(self._active)
+
+    @property
+    def loading_bytes(self) -> int:
+        """Bytes of the loads that are not finished, early ones apart."""
+        with self._lock:
+            return self._unfinished_bytes()
+
+    def _unfinished_bytes(self) -> int:
+        return sum(load._bytes for load in self._active.values() if not load.finished)
 
     # ------------------------------------------------------------- order
 
@@ -504,7 +524,7 @@ class Loads(TransferHalf):
         if not load.early:
             self._counters.observe("scatter", time.perf_counter() - begin)
             nbytes = sum(self._fmt.object_size(shard) for shard in payloads)
-            self._counters.add("loaded_bytes", nbytes)
+            self._count("loaded_bytes", nbytes)
 
     def _next_sharer(self, task: ReadTask) -> ReadTask | None:
         """Return a further load's share in the object; without one, the task is over."""
@@ -530,7 +550,7 @@ class Loads(TransferHalf):
             self._counters.add("load_failures_bad")
         else:
             self._counters.add("load_failures_error")
-        name = object_name(task.chunk, task.shard, self._fmt.shards)
+        name = object_name(task.chunk, task.shard, self._fmt.shards, self._fmt.kind)
         early = all(share.load.early for share in [task, *task.sharers])
         self._log.warning(
             "object %s was not %s: %s",
@@ -632,7 +652,7 @@ class Loads(TransferHalf):
     def _complete(self, load: Load) -> None:
         load.finished = True
         if load._wanted and not load.early:
-            self._counters.add("loaded_chunks", load._wanted)
+            self._count("loaded_chunks", load._wanted)
         if load._on_done is None:
             self._finished.append(load)
             self._done.notify_all()

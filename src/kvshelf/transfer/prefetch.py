@@ -56,11 +56,12 @@ class _Held:
 
 
 class PrefetchMemory:
-    """Payloads of prefetched objects of one namespace.
+    """Payloads of prefetched objects of one kind in one namespace.
 
     Parameters
     ----------
     fmt : ObjectFormat
+        Objects of other formats, such as those of another kind, are never here.
     capacity : int
         Upper limit of their bytes.
     counters : Counters
@@ -85,6 +86,7 @@ class PrefetchMemory:
         evict: bool = True,
     ) -> None:
         self._counters = counters
+        self._fmt = fmt
         self._data_offset = fmt.data_offset
         self._shards = range(fmt.shards) if shards is None else shards
         self._evict = evict
@@ -103,7 +105,13 @@ class PrefetchMemory:
 
     def holds(self, fmt: ObjectFormat, refs: Sequence[ObjectRef]) -> list[bool]:
         """Return, for each object, whether its payload is here."""
+        if not self._is_of(fmt):
+            return [False] * len(refs)
         return [(chunk.key, shard) in self._held for chunk, shard in refs]
+
+    def _is_of(self, fmt: ObjectFormat) -> bool:
+        # A chunk has the same key in all kinds. Keys of other namespaces differ.
+        return fmt.kind == self._fmt.kind
 
     def leading(self, chunks: Sequence[Chunk]) -> int:
         """Return how many leading `chunks` are here with all shards."""
@@ -114,6 +122,8 @@ class PrefetchMemory:
 
     def load(self, fmt: ObjectFormat, ref: ObjectRef, buffer: memoryview) -> bool:
         """Fill the payload of `buffer` and leave its header; False when it is not here."""
+        if not self._is_of(fmt):
+            return False
         out = torch.frombuffer(buffer, dtype=torch.uint8)[self._data_offset :]
         name = (ref.chunk.key, ref.shard)
         with self._lock:

@@ -38,6 +38,27 @@ _SLAB_BYTES = 32 << 20
 _LOAD_SHARE = 0.25
 
 
+def _least_buffers(together: int) -> int:
+    """Return how many buffers hold one store and, beside it, the share of loads."""
+    needed = max(4, together + 1)
+    while needed - max(1, int(needed * _LOAD_SHARE)) < together:
+        needed += 1
+    return needed
+
+
+def least_bytes(buffer_bytes: int, together: int, chunks: int = 1) -> int:
+    """Return the least capacity of a :class:`StagingPool` that holds some chunks at once.
+
+    Parameters
+    ----------
+    buffer_bytes, together : int
+        As for the pool.
+    chunks : int
+    """
+    buffer = -(-buffer_bytes // STAGING_ALIGNMENT) * STAGING_ALIGNMENT
+    return max(_least_buffers(together), chunks * together) * buffer
+
+
 class StagingBuffer:
     """One buffer of a :class:`StagingPool`.
 
@@ -96,9 +117,7 @@ class StagingPool:
         self.buffer_bytes = -(-buffer_bytes // STAGING_ALIGNMENT) * STAGING_ALIGNMENT
         self.limit = capacity // self.buffer_bytes
         self._store_limit = self.limit - max(1, int(self.limit * _LOAD_SHARE))
-        needed = max(4, together + 1)
-        while needed - max(1, int(needed * _LOAD_SHARE)) < together:
-            needed += 1
+        needed = _least_buffers(together)
         if self.limit < needed:
             raise ConfigError(
                 f"staging_bytes is {capacity}, but a chunk of this model is stored as {together}"

@@ -8,9 +8,10 @@ A store: the step thread gathers the shards of a chunk into staging buffers
 probes the shelf for the objects, hashes those that are missing and publishes them.
 
 Dropped chunks: staging bounds the memory, and since the engine's step must not wait, a store
-without free staging is dropped. A lookup never finds a chunk whose parent is missing from the
-shelf. So after a chunk was dropped or its store failed, its children are dropped as well:
-staging is better used for prefixes that begin. Dropped chunks are remembered by key, for all
+without free staging is dropped. A lookup never finds a chunk of kind full whose parent is missing
+from the shelf. So after such a chunk was dropped or its store failed, its children are dropped as
+well: staging is better used for prefixes that begin. Windows and states have no such rule: a hit
+needs them near its end only. Dropped chunks are remembered by key, for all
 requests that share the prefix, until the chunk is stored here. A request whose lookup came
 after the drop ignores it: the lookup has seen what is before its first chunk, perhaps stored
 by another engine, and the request itself stores the dropped chunk if it is still missing.
@@ -40,6 +41,7 @@ from enum import Enum
 from kvshelf.backends import WriteResult
 from kvshelf.errors import DeviceUnavailableError, StorageError, UnavailableStorageError
 from kvshelf.format.keys import Chunk
+from kvshelf.format.kinds import FULL, kind_key
 from kvshelf.format.names import object_name
 from kvshelf.kv.caches import DONE, PendingCopy
 from kvshelf.kv.finite import FiniteCheck
@@ -111,6 +113,7 @@ class Stores(TransferHalf):
     def __init__(self, context: TransferContext, threads: int, *, check_finite: bool) -> None:
         super().__init__(context)
         self._plan = context.plan
+        self._needs_parents = context.fmt.kind == FULL
         self._finite = FiniteCheck(context.fmt) if check_finite else None
         self._idle = threading.Condition(self._lock)
         self._queue: deque[_StoreJob] = deque()
@@ -184,7 +187,7 @@ class Stores(TransferHalf):
             if published_at is not None and published_at >= now - age and not repair:
                 return StoreOutcome.KNOWN
         if self._parent_dropped(item.chunk, now - age):
-            self._counters.add("dropped_chunks_parent_dropped")
+            self._count("dropped_chunks_parent_dropped")
             return StoreOutcome.PARENT_DROPPED
         memory = self._context.memory(item)
         buffers = self._staging.acquire_for_store(len(shards), wait)
@@ -224,7 +227,7 @@ class Stores(TransferHalf):
     def _drop(self, key: bytes, outcome: StoreOutcome) -> StoreOutcome:
         """Count and remember a chunk that is not stored."""
         full = outcome is StoreOutcome.STAGING_FULL
-        self._counters.add("dropped_chunks_staging_full" if full else "dropped_chunks_unavailable")
+        self._count("dropped_chunks_staging_full" if full else "dropped_chunks_unavailable")
         self._note_dropped(key)
         return outcome
 
@@ -237,6 +240,8 @@ class Stores(TransferHalf):
 
     def _parent_dropped(self, chunk: Chunk, seen: float) -> bool:
         """Whether the chunk before `chunk` was dropped after `seen`; then `chunk` is as well."""
+        if not self._needs_parents:
+            return False
         dropped_at = self._dropped_at.get(chunk.parent)
         if dropped_at is None or dropped_at < seen - _AGE_SLACK_SECONDS:
             return False
@@ -252,20 +257,20 @@ class Stores(TransferHalf):
             )
 
     def take_repaired(self) -> list[bytes]:
-        """Return the keys whose bad objects were replaced since the last call."""
-        with self._lock:
-            keys = list(self._repaired)
-            self._repaired.clear()
-            return keys
+        """Return the kind keys whose bad objects were replaced since the last call."""
+        return self._take(self._repaired)
 
     def take_published(self) -> list[bytes]:
-        """Return the keys of chunks that stores since the last call left on the shelf.
+        """Return the kind keys of chunks that stores since the last call left on the shelf.
 
         Empty on low-latency storage: no lookup remembers there what is missing.
         """
+        return self._take(self._published)
+
+    def _take(self, noted: deque[bytes]) -> list[bytes]:
         with self._lock:
-            keys = list(self._published)
-            self._published.clear()
+            keys = [kind_key(key, self._fmt.kind) for key in noted]
+            noted.clear()
             return keys
 
     def forget_stored(self) -> None:
@@ -281,7 +286,7 @@ class Stores(TransferHalf):
             try:
                 job.pending.wait()
                 if self._parent_dropped(job.chunk, job.seen):
-                    self._counters.add("dropped_chunks_parent_dropped")
+                    self._count("dropped_chunks_parent_dropped")
                 else:
                     result = self._publish(job)
             except Exception as error:  # noqa: BLE001 - the thread must go on
@@ -323,8 +328,8 @@ class Stores(TransferHalf):
                 repaired += 1
                 self._log_replaced(ref, answer)
         if written:
-            self._counters.add("stored_chunks")
-            self._counters.add("stored_bytes", written)
+            self._count("stored_chunks")
+            self._count("stored_bytes", written)
         else:
             self._counters.add("existing_chunks")
         if repaired:
@@ -336,7 +341,7 @@ class Stores(TransferHalf):
         for shard, buffer in zip(self._plan.writes(job.chunk.index), job.buffers, strict=True):
             layer = check.first_bad(shard, self._context.payload(buffer, shard))
             if layer is not None:
-                self._counters.add("dropped_chunks_not_finite")
+                self._count("dropped_chunks_not_finite")
                 self._log.warning(
                     "a chunk was not stored: the engine's KV holds NaN or infinity in layer %s;"
                     " further ones are only counted",
@@ -347,7 +352,7 @@ class Stores(TransferHalf):
         return True
 
     def _log_replaced(self, ref: ObjectRef, found: Presence) -> None:
-        name = object_name(*ref, self._fmt.shards)
+        name = object_name(*ref, self._fmt.shards, self._fmt.kind)
         # A load that met the object has logged it already, under the same subject.
         self._log.warning(
             "object %s was bad (%s) and has been replaced", name, found.value, about=("load", name)
@@ -360,9 +365,9 @@ class Stores(TransferHalf):
         key = job.chunk.key
         self._note_dropped(key)
         if isinstance(error, (UnavailableStorageError, DeviceUnavailableError)):
-            self._counters.add("dropped_chunks_unavailable")
+            self._count("dropped_chunks_unavailable")
             return
-        self._counters.add("dropped_chunks_error")
+        self._count("dropped_chunks_error")
         if not isinstance(error, StorageError):
             self._log.error("a chunk was not stored", exc_info=error, about=("store", type(error)))
         elif not self._shelf.backend.properties.read_only:
@@ -411,7 +416,7 @@ class Stores(TransferHalf):
         with self._lock:
             job = self._running.get(thread)
         if job is not None:
-            self._counters.add("dropped_chunks_error")
+            self._count("dropped_chunks_error")
             self._note_dropped(job.chunk.key)
             self._end(thread, job, StoreResult.FAILED)
 

@@ -51,12 +51,12 @@ class Transfer:
     Parameters
     ----------
     shelf : ShelfView
-        The objects of one namespace.
+        The objects of one kind in one namespace.
     cache : KVCache or None
         None where every :class:`~kvshelf.transfer.context.ChunkSlots` names its own memory.
         The cache is closed with the transfer.
     staging : StagingPool
-        Its buffers must hold the largest object of the namespace.
+        Its buffers must hold the largest object of the kind.
     counters : Counters
     plan : ShardPlan, optional
         The shards that this worker reads and writes; all of them when absent.
@@ -70,6 +70,8 @@ class Transfer:
 
     Attributes
     ----------
+    chunk_bytes : int
+        Bytes of the objects of a chunk that this worker reads.
     store, take_repaired, take_published, forget_stored, drain
         The methods of :class:`~kvshelf.transfer.stores.Stores`.
     load, cancel, cancel_early, poll, check
@@ -102,6 +104,7 @@ class Transfer:
         shelf.backend.count_into(counters.add)
         self._loads = loads = Loads(context, load_threads)
         self._stores = stores = Stores(context, store_threads, check_finite=check_finite)
+        self.chunk_bytes = loads.chunk_bytes
         self.load = loads.load
         self.cancel = loads.cancel
         self.cancel_early = loads.cancel_early
@@ -124,6 +127,11 @@ class Transfer:
     def loading(self) -> bool:
         """Whether any load is running or not yet polled, early ones apart."""
         return self._loads.loading
+
+    @property
+    def loading_bytes(self) -> int:
+        """Bytes of the loads that are not finished, early ones apart."""
+        return self._loads.loading_bytes
 
     def retire(self) -> None:
         """Fail what is being loaded, and publish what is queued, in the background.
@@ -148,7 +156,7 @@ class Transfer:
         """
         lost = self.drain(drain_seconds)
         if lost:
-            self._context.counters.add("dropped_chunks_shutdown", lost)
+            self._context.count("dropped_chunks_shutdown", lost)
         self._loads.close()
         self._stores.close()
         self._context.staging.close()
