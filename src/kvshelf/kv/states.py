@@ -85,9 +85,6 @@ class StateParts:
         Of each part.
     ranks : int
         Tensor-parallel ranks of the engine.
-    heads : int
-        What the divided dimensions have in common: the state can be divided by each divisor of
-        it. 0 if it is not divided.
     nbytes : int
         Bytes of a block that the state uses.
     """
@@ -95,8 +92,15 @@ class StateParts:
     parts: tuple[StatePart, ...]
     places: tuple[PartPlace, ...]
     ranks: int
-    heads: int
     nbytes: int
+
+    @property
+    def heads(self) -> int:
+        """What the divided dimensions have in common: each divisor of it divides the state.
+
+        0 if the state is not divided.
+        """
+        return gcd(*(part.shape[at] for part in self.parts if (at := part.divided) is not None))
 
     @property
     def layout(self) -> str:
@@ -189,35 +193,35 @@ def split_state(
         (tuple(shape), _dtype_name(dtype), dtype.itemsize)
         for shape, dtype in zip(shapes, dtypes, strict=True)
     ]
-    division = _division(mamba_type, shapes, ranks, conv_dim_first, groups) if divide else None
+    sections = _sections(mamba_type, shapes, ranks, conv_dim_first, groups) if divide else None
     parts: list[StatePart] = []
     places: list[PartPlace] = []
     offset = 0
     for number, (shape, dtype, size) in enumerate(tensors):
         nbytes = prod(shape) * size
-        if division is None:
+        if sections is None:
             known = _NAMES.get(mamba_type, ())
             name = known[number] if number < len(known) else f"part{number}"
             parts.append(StatePart(name, dtype, shape))
             places.append(PartPlace(offset, 1, nbytes, nbytes))
-        elif number == 0 and division.sections:
+        elif number == 0 and sections:
             rows = 1 if conv_dim_first else shape[0]
+            stride = nbytes // rows
             begin = offset
-            for name, channels in division.sections:
+            for name, channels in sections:
                 whole = channels * ranks
                 if conv_dim_first:
                     parts.append(StatePart(name, dtype, (whole, shape[1]), 0))
                 else:
                     parts.append(StatePart(name, dtype, (shape[0], whole), 1))
-                row = channels * (nbytes // rows // division.channels)
-                places.append(PartPlace(begin, rows, row, nbytes // rows))
+                row = channels * (size * shape[1] if conv_dim_first else size)
+                places.append(PartPlace(begin, rows, row, stride))
                 begin += row
         else:
             parts.append(StatePart("ssm", dtype, (shape[0] * ranks, *shape[1:]), 0))
             places.append(PartPlace(offset, 1, nbytes, nbytes))
         offset += nbytes
-    heads = 0 if division is None else division.heads * ranks
-    return StateParts(tuple(parts), tuple(places), ranks, heads, offset)
+    return StateParts(tuple(parts), tuple(places), ranks, offset)
 
 
 def _dtype_name(dtype: torch.dtype) -> str:
@@ -229,61 +233,44 @@ def _dtype_name(dtype: torch.dtype) -> str:
     return _DTYPES[dtype]
 
 
-@dataclass(frozen=True, slots=True)
-class _Division:
-    """How a state divides by heads; all numbers are of one rank."""
-
-    heads: int
-    #: Name and channels of each section of the convolution; none if there is no convolution.
-    sections: tuple[tuple[str, int], ...]
-
-    @property
-    def channels(self) -> int:
-        return sum(channels for _, channels in self.sections)
-
-
-def _division(
+def _sections(
     mamba_type: str,
     shapes: Sequence[Sequence[int]],
     ranks: int,
     conv_dim_first: bool,
     groups: int | None,
-) -> _Division | None:
-    """Return how ranks divide a state; None where that is not known.
+) -> tuple[tuple[str, int], ...] | None:
+    """Return name and channels, in a rank, of each section of a convolution.
 
-    See ``derive_mamba_conv_split`` in ``ssm_conv_transfer_utils.py`` of
-    ``vllm/distributed/kv_transfer/kv_connector/v1``.
+    None if it is not known how ranks divide the state; empty if it has no convolution. See
+    ``derive_mamba_conv_split`` in
+    ``vllm/distributed/kv_transfer/kv_connector/v1/ssm_conv_transfer_utils.py``.
     """
     dimensions = tuple(map(len, shapes))
-    if mamba_type == "linear" and dimensions == (3,):
-        return _Division(shapes[0][0], ())
+    if mamba_type == "linear":
+        return () if dimensions == (3,) else None
     if dimensions not in ((2,), (2, 2), (2, 3)):
         return None
     channels = shapes[0][0 if conv_dim_first else 1]
-    if mamba_type == "short_conv" and dimensions == (2,):
-        return _Division(channels, (("conv", channels),))
-    if mamba_type == "mamba1" and dimensions == (2, 2):
-        return _Division(channels, (("conv", channels),)) if shapes[1][0] == channels else None
+    if mamba_type == "short_conv":
+        return (("conv", channels),) if dimensions == (2,) else None
+    if mamba_type == "mamba1":
+        fits = dimensions == (2, 2) and shapes[1][0] == channels
+        return (("conv", channels),) if fits else None
     if mamba_type not in ("gdn_attn", "mamba2") or dimensions != (2, 3):
         return None
-    # Beside the heads' values there are two sections of equal size: the keys and the queries of
-    # gated delta nets and of KDA, or B and C of Mamba2, which belong to groups of heads.
-    heads, values, width = shapes[1]
-    both = channels - heads * values
-    others, rest = divmod(both, 2 * width)
-    if both <= 0 or rest:
+    # Beside the heads' values there are two sections of one size: queries and keys of gated delta
+    # nets and of KDA; B and C of Mamba2, which belong to groups of heads.
+    heads, width, size = shapes[1]
+    values = heads * width
+    each, rest = divmod(channels - values, 2)
+    if rest or each < size or each % size:
         return None
-    each = others * width
     if mamba_type == "gdn_attn":
-        return _Division(
-            gcd(heads, others),
-            (("conv_q", each), ("conv_k", each), ("conv_v", heads * values)),
-        )
-    if ranks > 1 and others == 1 and groups != ranks:
+        return (("conv_q", each), ("conv_k", each), ("conv_v", values))
+    if ranks > 1 and each == size and groups != ranks:
         return None
-    return _Division(
-        gcd(heads, others), (("conv_x", heads * values), ("conv_b", each), ("conv_c", each))
-    )
+    return (("conv_x", values), ("conv_b", each), ("conv_c", each))
 
 
 def state_shards(heads: Sequence[int], ranks: int, stages: int = 1) -> int | None:
