@@ -220,7 +220,21 @@ class Config(BaseSettings):
             "Tokens per chunk. A hit is a whole number of chunks: smaller chunks make hits "
             "slightly longer, larger ones need fewer objects and read faster. Engines share "
             "chunks only if they use the same size. The native layout needs a multiple of the "
-            "engine's block size; with any other size the canonical layout is used."
+            "engine's block size; with any other size the canonical layout is used. For hybrid "
+            "models it must be a multiple of the least common multiple of the block sizes of all "
+            "KV cache groups. If it is not set, it is for them the smallest multiple of at least "
+            "256, or of at least 128 for models with states."
+        ),
+    )
+    state_interval: _Count = Field(
+        default=8,
+        ge=1,
+        description=(
+            "For models with states (Mamba, gated delta nets, short convolutions), of which each "
+            "takes as many bytes as thousands of tokens of KV: chunks between two stored states of "
+            "a prompt. The state at the last chunk boundary before a prompt's end is stored in any "
+            "case, and those at which vLLM has seen prompts part. Smaller values find longer hits "
+            "for prompts that share only a part, larger ones store fewer bytes."
         ),
     )
     shards: _Count | None = Field(

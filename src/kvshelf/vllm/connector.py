@@ -49,6 +49,7 @@ from kvshelf.shelf.opening import START_SECONDS, Opening
 from kvshelf.shelf.tiers import AnyShelf, TieredShelf, open_configured, shelf_url
 from kvshelf.urls import shown_url
 from kvshelf.vllm.affinity import widen_cpu_affinity
+from kvshelf.vllm.groups import CacheGroups, with_chunk_size
 from kvshelf.vllm.metadata import StepMetadata, WorkerMetadata
 from kvshelf.vllm.namespace import context_ranks, manager_block_size
 from kvshelf.vllm.scheduler import SchedulerSide
@@ -134,7 +135,9 @@ class SharedStorageConnector(KVConnectorBase_V1):
         _show_log_lines()
         transfer = vllm_config.kv_transfer_config
         self._config = Config.load(transfer.kv_connector_extra_config)
-        _check_engine(vllm_config, kv_cache_config)
+        _check_engine(vllm_config)
+        self._groups = CacheGroups(vllm_config, kv_cache_config)
+        self._config = with_chunk_size(self._config, self._groups)
         if self._config.save_decode and _answers_see_a_window(kv_cache_config):
             self._config = self._config.model_copy(update={"save_decode": False})
             if role is KVConnectorRole.SCHEDULER:
@@ -421,7 +424,7 @@ def _open(config: Config, counters: Counters) -> Opening[AnyShelf]:
     return opening
 
 
-def _check_engine(vllm_config: Any, kv_cache_config: Any) -> None:
+def _check_engine(vllm_config: Any) -> None:
     """Refuse engines that this version does not support, before anything is stored.
 
     Raises
@@ -453,18 +456,6 @@ def _check_engine(vllm_config: Any, kv_cache_config: Any) -> None:
         raise UnsupportedError(
             "this model cannot reuse KV of a prefix (vLLM's own prefix caching does not support"
             " it either); remove --kv-transfer-config for this model"
-        )
-    groups = getattr(kv_cache_config, "kv_cache_groups", None)
-    if groups is not None and len(groups) != 1:
-        raise UnsupportedError(
-            f"the model has {len(groups)} KV cache groups; this version of kvshelf serves models"
-            " with one. Start vLLM with --disable-hybrid-kv-cache-manager where the model allows"
-        )
-    if groups is not None and not kv_cache_config.prefix_cacheable_group_ids:
-        raise UnsupportedError(
-            "vLLM cannot cache prefixes in the KV cache of this model"
-            f" ({type(groups[0].kv_cache_spec).__name__}), so nothing of it can be stored; remove"
-            " --kv-transfer-config for this model"
         )
     check_speculation(vllm_config)
 

@@ -4,9 +4,8 @@ Owns the records that travel with vLLM's steps: :class:`StepMetadata` from the s
 workers at the start of a step, :class:`WorkerMetadata` back at its end. vLLM pickles both when
 workers are other processes, so they hold plain data only.
 
-Block ids and failures are tuples with one entry for each KV cache group of the engine, in vLLM's
-order, because a block id means something within its group only. Engines that kvshelf serves have
-one group.
+Block ids are tuples with one list for each KV cache group of the engine, in vLLM's order, because a
+block id means something within its group only.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvshelf.format.keys import Chunk
+from kvshelf.format.kinds import FULL, Kind
 
 #: The block id that stands for a block which a request does not have (any more), such as one
 #: that its sliding window has passed. The block's content means nothing and is never touched.
@@ -44,13 +44,15 @@ class AdapterContent:
 
 @dataclass(frozen=True, slots=True)
 class StoreOp:
-    """Store one chunk after this step's forward pass.
+    """Store one kind of one chunk after this step's forward pass.
 
     Attributes
     ----------
     chunk : Chunk
     block_ids : tuple of list of int
-        For each cache group, the blocks that hold the chunk's tokens, in order.
+        For each cache group of this kind, the blocks that hold the chunk's tokens, in order; of
+        kind state, the one block with the state after the chunk's last token. Empty for groups of
+        other kinds.
     repair : bool
         A load found the existing object damaged, so it must be replaced.
     age : float
@@ -61,6 +63,8 @@ class StoreOp:
         store.
     draft : Chunk, optional
         The same chunk in the drafter's namespace, if its KV is to be stored as well.
+    kind : Kind
+        What of the chunk to store.
     """
 
     chunk: Chunk
@@ -70,6 +74,7 @@ class StoreOp:
     adapter: AdapterContent | None = None
     round: int = 0
     draft: Chunk | None = None
+    kind: Kind = FULL
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,16 +84,24 @@ class LoadOp:
     Attributes
     ----------
     chunks : list of Chunk
-        All chunks that overlap the tokens, in order; empty when they are not known,
-        which makes the load fail.
+        All chunks of kind full that overlap the tokens, in order.
     block_ids : tuple of list of int
-        For each cache group, the request's blocks from position 0 on.
+        For each cache group, the request's blocks from position 0 on. A window's table has the
+        null block in place of blocks that the window has passed at `end`, and a state's in place
+        of all but the last.
     adapter : AdapterContent, optional
     round : int
         The weights round in whose namespace the chunks are; a worker that is in another reports
         the load as failed.
     drafts : list of Chunk
         The same chunks in the drafter's namespace; empty without one.
+    windows : list of Chunk
+        The chunks of which kind window is to be loaded, in order: all that overlap both the tokens
+        and the window before `end`.
+    states : list of Chunk
+        The chunk of which kind state is to be loaded, the one that ends at `end`.
+
+    Without chunks of any kind these are not known, and the load fails.
     """
 
     request_id: str
@@ -99,6 +112,8 @@ class LoadOp:
     adapter: AdapterContent | None = None
     round: int = 0
     drafts: list[Chunk] = field(default_factory=list)
+    windows: list[Chunk] = field(default_factory=list)
+    states: list[Chunk] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,10 +124,13 @@ class PrefetchOp:
     ----------
     chunks : list of Chunk
         Further chunks of the request, in order.
+    kind : Kind
+        What of the chunks to read.
     """
 
     request_id: str
     chunks: list[Chunk]
+    kind: Kind = FULL
 
 
 @dataclass
@@ -234,12 +252,15 @@ class LoadFailure:
         Empty when the object is not the cause.
     bad : bool
         The object is damaged.
+    kind : Kind
+        What of the chunk could not be loaded.
     """
 
     request_id: str
     chunk_index: int
     key: bytes
     bad: bool
+    kind: Kind = FULL
 
 
 @dataclass
@@ -254,12 +275,14 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
         Rank to the report about its weights; sent at the start, and from the moment when they may
         have changed until the scheduler answers with a namespace.
     failures : tuple of list of LoadFailure
-        For each cache group; empty when there are none.
+        Lists of which those with the same place in the tuples of several ranks are joined; empty
+        when there are none.
     repaired : list of (bytes, int)
-        Chunk keys, and the ranks that replaced their damaged objects of these chunks.
+        Keys of kinds of chunks (:func:`~kvshelf.format.kinds.kind_key`), and the ranks that
+        replaced their damaged objects of these.
     published : list of bytes
-        Keys of chunks of which a rank has stored its objects; only where lookups remember
-        that chunks are missing.
+        The same keys, of what a rank has stored its objects of; only where lookups remember that
+        chunks are missing.
     breaker_open : dict
         Rank to whether the breaker of its storage is open, so that its loads would fail; sent
         when that changes, and with each load that failed for this reason.

@@ -1,0 +1,265 @@
+"""The KV cache groups of an engine: their kinds, blocks and windows.
+
+vLLM puts layers whose KV is kept in the same way into one *group*. A request has a table of blocks
+in each group. Owns what kvshelf reads of the groups, which engines it refuses for them, and the
+chunk size that follows from them. Both sides of the connector use it.
+
+An engine is *hybrid* if it has several groups, or one with states. Hits of a hybrid engine end at
+multiples of :attr:`CacheGroups.alignment`: only there all groups have whole blocks, and only there
+vLLM keeps states.
+
+Contracts
+---------
+* The KV of an engine that is not hybrid is of kind full, also with a sliding window: each of its
+  chunks is one kind of object, and a hit needs all of them.
+* All functions are pure. They read the specifications of ``vllm/v1/kv_cache_interface.py``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, overload
+
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+    iter_layer_specs,
+)
+
+from kvshelf.config import Config
+from kvshelf.errors import ConfigError, UnsupportedError
+from kvshelf.format.kinds import FULL, KINDS, STATE, WINDOW, Kind
+from kvshelf.vllm.namespace import manager_block_size
+from kvshelf.vllm.speculation import METHODS_WITHOUT_KV, drafter_has_kv
+
+#: The smallest chunk that is chosen for an engine with states. A chunk of several blocks loses the
+#: state at the last block boundary of most prompts, so it is as small as objects may be.
+_STATE_CHUNK = 128
+
+
+@dataclass(frozen=True, slots=True)
+class CacheGroup:
+    """One KV cache group.
+
+    Attributes
+    ----------
+    index : int
+        Its place in vLLM's list of groups, and in lists of block ids.
+    kind : Kind
+        The kind of the objects that its KV is in.
+    block_size : int
+        Tokens in a block of the cache manager.
+    window : int
+        Of kind window: the KV of so many tokens, less one, before a token is needed to compute it.
+        0 for other kinds.
+    layer_names : tuple of str
+    """
+
+    index: int
+    kind: Kind
+    block_size: int
+    window: int
+    layer_names: tuple[str, ...]
+
+
+class CacheGroups(Sequence[CacheGroup]):
+    """All groups of an engine, in vLLM's order.
+
+    Parameters
+    ----------
+    vllm_config : VllmConfig
+    kv_cache_config : KVCacheConfig or None
+        None stands for one group with all layers.
+
+    Attributes
+    ----------
+    hybrid : bool
+        There are several groups, or one with states.
+    kinds : tuple of Kind
+        Those that there are, in the order of :data:`~kvshelf.format.kinds.KINDS`.
+    alignment : int
+        Tokens: all hits of a hybrid engine end at multiples of it. The least common multiple of the
+        block sizes.
+    window : int
+        The widest window of all groups; 0 without windows.
+
+    Raises
+    ------
+    UnsupportedError
+        For engines that kvshelf cannot serve because of their groups.
+    """
+
+    def __init__(self, vllm_config: Any, kv_cache_config: Any) -> None:
+        groups = getattr(kv_cache_config, "kv_cache_groups", None)
+        if groups is None:
+            found = [CacheGroup(0, FULL, manager_block_size(vllm_config, None), 0, ())]
+        else:
+            _check_cacheable(groups, kv_cache_config)
+            single = len(groups) == 1
+            found = []
+            for index, group in enumerate(groups):
+                spec = group.kv_cache_spec
+                specs = list(iter_layer_specs(spec))
+                kind = _kind_of(specs, single=single)
+                size = manager_block_size(vllm_config, kv_cache_config) if single else None
+                found.append(
+                    CacheGroup(
+                        index,
+                        kind,
+                        int(spec.block_size) if size is None else size,
+                        max(map(_window_of, specs)) if kind == WINDOW else 0,
+                        tuple(group.layer_names),
+                    )
+                )
+        self._groups = tuple(found)
+        kinds = {group.kind for group in found}
+        self.kinds: tuple[Kind, ...] = tuple(kind for kind in KINDS if kind in kinds)
+        self.hybrid = len(found) > 1 or STATE in kinds
+        self.alignment = math.lcm(*(group.block_size for group in found))
+        self.window = max(group.window for group in found)
+        if self.hybrid:
+            self._check(vllm_config)
+
+    @overload
+    def __getitem__(self, index: int) -> CacheGroup: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> tuple[CacheGroup, ...]: ...
+
+    def __getitem__(self, index: int | slice) -> CacheGroup | tuple[CacheGroup, ...]:
+        return self._groups[index]
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def of(self, kind: Kind) -> tuple[CacheGroup, ...]:
+        """Return the groups of a kind."""
+        return tuple(group for group in self._groups if group.kind == kind)
+
+    def _check(self, vllm_config: Any) -> None:
+        """Refuse what a hybrid engine cannot be served with."""
+        parallel = vllm_config.parallel_config
+        context = ("decode_context_parallel_size", "prefill_context_parallel_size")
+        for option in context:
+            if int(getattr(parallel, option, 1)) > 1:
+                raise UnsupportedError(
+                    f"{option} is more than 1, and the model has {self._named}: set it to 1"
+                    f"{self._or_one_group}"
+                )
+        speculative_config = getattr(vllm_config, "speculative_config", None)
+        if speculative_config is not None and STATE in self.kinds:
+            raise UnsupportedError(
+                "with speculative decoding a state may contain drafts that vLLM has rejected, so"
+                " kvshelf cannot store it: remove --speculative-config or --kv-transfer-config"
+            )
+        if drafter_has_kv(vllm_config):
+            raise UnsupportedError(
+                f"the drafter of speculative decoding has KV, and the model has {self._named}: use"
+                f" a method without KV ({', '.join(sorted(METHODS_WITHOUT_KV))})"
+                f"{self._or_one_group}"
+            )
+
+    @property
+    def _named(self) -> str:
+        count = len(self._groups)
+        return f"{count} KV cache groups" if count > 1 else "states in its KV cache"
+
+    @property
+    def _or_one_group(self) -> str:
+        """What a model without states may do instead."""
+        if STATE in self.kinds:
+            return ", or remove --kv-transfer-config"
+        return ", or start vLLM with --disable-hybrid-kv-cache-manager"
+
+
+def _check_cacheable(groups: Sequence[Any], kv_cache_config: Any) -> None:
+    """Refuse groups of which vLLM cannot cache prefixes."""
+    if not groups:
+        raise UnsupportedError(
+            "the model has 0 KV cache groups, so there is no KV to store; remove"
+            " --kv-transfer-config for this model"
+        )
+    cacheable = kv_cache_config.prefix_cacheable_group_ids
+    for index, group in enumerate(groups):
+        specs = iter_layer_specs(group.kv_cache_spec)
+        if any(getattr(spec, "mamba_cache_mode", "align") != "align" for spec in specs):
+            raise UnsupportedError(
+                "vLLM keeps no states of prefixes while its prefix caching is off: start it with"
+                " --enable-prefix-caching, or remove --kv-transfer-config"
+            )
+        if index not in cacheable:
+            raise UnsupportedError(
+                "vLLM cannot cache prefixes in the KV cache of this model"
+                f" ({type(group.kv_cache_spec).__name__}), so nothing of it can be stored; remove"
+                " --kv-transfer-config for this model"
+            )
+
+
+def _kind_of(specs: Iterable[Any], *, single: bool) -> Kind:
+    """Return the kind of a group from the specifications of its layers.
+
+    Subclasses are told by their base: MLA, R-SWA and sinks are full attention, and the sliding
+    windows of MLA are windows.
+    """
+    kinds: set[Kind] = set()
+    for spec in specs:
+        if isinstance(spec, MambaSpec):
+            kinds.add(STATE)
+        elif single or isinstance(spec, FullAttentionSpec):
+            kinds.add(FULL)
+        elif isinstance(spec, SlidingWindowSpec | ChunkedLocalAttentionSpec):
+            kinds.add(WINDOW)
+        else:
+            raise UnsupportedError(
+                f"kvshelf does not know how vLLM keeps KV of {type(spec).__name__}; remove"
+                " --kv-transfer-config for this model"
+            )
+    if len(kinds) != 1:
+        raise UnsupportedError(
+            "layers of one KV cache group keep their KV in different ways"
+            f" ({', '.join(sorted(kinds))}); remove --kv-transfer-config for this model"
+        )
+    return kinds.pop()
+
+
+def _window_of(spec: Any) -> int:
+    """Return the window of a layer, with the tokens that vLLM keeps in front of it."""
+    if isinstance(spec, ChunkedLocalAttentionSpec):
+        return int(spec.attention_chunk_size)
+    return int(spec.sliding_window) + int(getattr(spec, "extra_retained_tokens", 0))
+
+
+def with_chunk_size(config: Config, groups: CacheGroups) -> Config:
+    """Return the options with the chunk size that an engine uses.
+
+    Parameters
+    ----------
+    config : Config
+    groups : CacheGroups
+
+    Raises
+    ------
+    ConfigError
+        If the configured chunk size does not fit the groups.
+    """
+    if not groups.hybrid:
+        return config
+    least = int(Config.model_fields["chunk_size"].default)
+    if STATE in groups.kinds:
+        least = _STATE_CHUNK
+    fitting = -(-least // groups.alignment) * groups.alignment
+    if "chunk_size" not in config.model_fields_set:
+        return config.model_copy(update={"chunk_size": fitting})
+    if config.chunk_size % groups.alignment:
+        blocks = ", ".join(map(str, sorted({group.block_size for group in groups})))
+        raise ConfigError(
+            f"chunk_size is {config.chunk_size}, but stored prefixes of this model can end only at"
+            f" multiples of {groups.alignment} tokens (the blocks of its KV cache groups have"
+            f" {blocks}): set chunk_size to {fitting} or another multiple of {groups.alignment}, or"
+            f" leave it out, which means {fitting}"
+        )
+    return config
