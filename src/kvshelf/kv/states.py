@@ -20,7 +20,7 @@ Contracts
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from math import gcd, prod
 from typing import Final
@@ -273,28 +273,14 @@ def _sections(
     return (("conv_x", values), ("conv_b", each), ("conv_c", each))
 
 
-def state_shards(heads: Sequence[int], ranks: int, stages: int = 1) -> int | None:
-    """Return the number of shards of a model's states, over all stages that have some.
+def can_divide(states: Collection[StateParts]) -> bool:
+    """Return whether the states of all layers of a model can be divided among shards.
 
-    Parameters
-    ----------
-    heads : Sequence of int
-        :attr:`StateParts.heads` of all state layers.
-    ranks : int
-        Tensor-parallel ranks.
-    stages : int
-        Pipeline stages with state layers.
-
-    Returns
-    -------
-    int or None
-        None if all states have to be split again with ``divide=False``: some are divided and
-        others are not, or the shards cannot be spread over the ranks.
+    Otherwise all of them have to be split with ``divide=False``: some are not divided, or a rank
+    would not hold whole shards.
     """
-    if not any(heads):
-        return ranks * stages
-    shards = default_shards(gcd(*heads), stages)
-    return shards if all(heads) and shards // stages % ranks == 0 else None
+    shards = default_shards(gcd(*(state.heads for state in states)))
+    return all(state.heads and shards % state.ranks == 0 for state in states)
 
 
 def state_runs(
@@ -314,8 +300,7 @@ def state_runs(
     runs : tuple of LayerRun
         For :func:`kvshelf.kv.caches.layer_calls`.
     slots : dict of int to StateSlots
-        Of each group, in the order in which their slots follow each other:
-        :func:`state_slots` makes the slots of a chunk.
+        Of each group, in the order in which their slots follow each other.
 
     Raises
     ------
@@ -371,17 +356,3 @@ def _part_of(layer: StateLayer, place: PartPlace, shards: int) -> tuple[Tensor, 
         num_blocks=blocks,
     )
     return pages[:, place.offset : end], layout
-
-
-def state_slots(slots: Mapping[int, StateSlots], blocks: Mapping[int, int]) -> Tensor:
-    """Return the slots of a state: int64 [slots], CPU.
-
-    Parameters
-    ----------
-    slots : Mapping of int to StateSlots
-        Of each group, as :func:`state_runs` returns them.
-    blocks : Mapping of int to int
-        The block that holds the state, for each group.
-    """
-    flat = [slot for group, of in slots.items() for slot in of.of(blocks[group])]
-    return torch.tensor(flat, dtype=torch.int64)

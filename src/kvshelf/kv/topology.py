@@ -3,9 +3,9 @@
 Owns the arithmetic that maps tensor-parallel ranks and pipeline stages to shards. It is pure and
 independent of engines, tensors and storage.
 
-A shard belongs to one pipeline stage and one group of heads: KV heads, or those of states. Each
-kind of KV has a :class:`Topology` of its own. The workers of an engine
-hold KV heads as vLLM lays them out (``QKVParallelLinear`` in
+A shard belongs to one pipeline stage and one group of heads. Each kind of KV has a
+:class:`Topology` of its own; the heads of states are what :mod:`kvshelf.kv.states` divides, a share
+for each rank. The workers of an engine hold KV heads as vLLM lays them out (``QKVParallelLinear`` in
 ``vllm/model_executor/layers/linear.py``): with at least as many heads as ranks, rank r
 holds heads [r·H/T, (r+1)·H/T); with fewer, T/H neighbouring ranks hold the same head.
 Caches with one content for all heads (MLA) are the same on every rank.
@@ -108,8 +108,6 @@ class Topology:
         Ranks that share the tokens of each block.
     most_kv_heads : int, optional
         KV heads of the layer that has most; `kv_heads` when absent.
-    stage_numbers : tuple of int, optional
-        The numbers of these stages among the engine's; all of the engine's when absent.
 
     Raises
     ------
@@ -125,7 +123,6 @@ class Topology:
     prefill_context: int = 1
     decode_context: int = 1
     most_kv_heads: int | None = None
-    stage_numbers: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         ranks, heads = self.tensor_parallel, self.kv_heads
@@ -207,18 +204,9 @@ class Topology:
         ----------
         worker : int
             (stage × prefill-context ranks + prefill-context rank) × tensor-parallel ranks
-            + tensor-parallel rank, where stages are the engine's.
-
-        Returns
-        -------
-        ShardPlan
-            Without shards for a worker of a stage that has no layers of this kind.
+            + tensor-parallel rank. Stages without layers of this kind do not count.
         """
         stage, inside = divmod(worker, self.workers)
-        if self.stage_numbers is not None:
-            if stage not in self.stage_numbers:
-                return ShardPlan(())
-            stage = self.stage_numbers.index(stage)
         copy, rank = divmod(inside, self.tensor_parallel)
         split = self.shards // self.stages
         first = stage * split
