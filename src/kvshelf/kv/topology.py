@@ -4,10 +4,10 @@ Owns the arithmetic that maps tensor-parallel ranks and pipeline stages to shard
 independent of engines, tensors and storage.
 
 A shard belongs to one pipeline stage and one group of heads. Each kind of KV has a
-:class:`Topology` of its own; the heads of states are what :mod:`kvshelf.kv.states` divides, a share
-for each rank. The workers of an engine hold KV heads as vLLM lays them out (``QKVParallelLinear`` in
-``vllm/model_executor/layers/linear.py``): with at least as many heads as ranks, rank r
-holds heads [r·H/T, (r+1)·H/T); with fewer, T/H neighbouring ranks hold the same head.
+:class:`Topology` of its own; the heads of states are what :mod:`kvshelf.kv.states` divides, an
+equal share for each rank. The workers of an engine hold KV heads as vLLM lays them out
+(``QKVParallelLinear`` in ``vllm/model_executor/layers/linear.py``): with at least as many heads as
+ranks, rank r holds heads [r·H/T, (r+1)·H/T); with fewer, T/H neighbouring ranks hold the same head.
 Caches with one content for all heads (MLA) are the same on every rank.
 
 Prefill context parallelism multiplies the ranks of a stage; all of them hold the heads of their
