@@ -39,26 +39,50 @@ def namespace(model: str = "Org/Tiny-Llama", **changes: Any) -> Namespace:
     return Namespace(record, model)
 
 
+def hybrid(model: str = "Org/Tiny-Hybrid", **changes: Any) -> Namespace:
+    """A namespace with a layer of each kind; two shards, and three of states."""
+    return namespace(
+        model,
+        **{
+            "layers": 3,
+            "head_sizes": [16, 16, 0],
+            "state_shards": 3,
+            "window_shards": 2,
+            "stages": [3],
+            "kinds": ["full", "window", "state"],
+            "layouts": ["canonical", "canonical", "state"],
+            "layer_names": [f"model.layers.{number}" for number in range(3)],
+            "layer_shapes": ["2,*,4,16", "2,*,4,16", "conv:3,96/;ssm:6/,16,16"],
+            "layer_dtypes": ["BF16", "BF16", "BF16;F32"],
+            **changes,
+        },
+    )
+
+
 def prompt(seed: int, chunks: int) -> list[int]:
     generator = random.Random(seed)
     return [generator.randrange(32000) for _ in range(chunks * CHUNK)]
 
 
 def store(shelf: Shelf, of: Namespace, tokens: Sequence[int], salt: str = "") -> int:
-    """Store the chunks of a prompt, with bytes that depend on their keys; return the objects."""
-    fmt = ObjectFormat(of)
+    """Store the chunks of a prompt, with bytes that depend on their keys; return the objects.
+
+    Of a hybrid model, all kinds of each chunk.
+    """
+    family = ObjectFormat(of)
     group = salt_group_of(salt) if salt else "_"
     count = 0
     for chunk in KeyChain(of.digest, CHUNK, salt=salt, salt_group=group).extend(tokens):
-        for shard in range(fmt.shards):
-            tensors = [
-                hashlib.shake_128(chunk.key + bytes([shard, number])).digest(tensor.nbytes)
-                for number, tensor in enumerate(fmt.tensors(shard))
-            ]
-            shelf.view(fmt).publish(
-                ObjectRef(chunk, shard), b"".join(fmt.encode(chunk, shard, tensors))
-            )
-            count += 1
+        for fmt in map(family.of, family.kinds):
+            for shard in range(fmt.shards):
+                tensors = [
+                    hashlib.shake_128(chunk.key + bytes([shard, number])).digest(tensor.nbytes)
+                    for number, tensor in enumerate(fmt.tensors(shard))
+                ]
+                shelf.view(fmt).publish(
+                    ObjectRef(chunk, shard), b"".join(fmt.encode(chunk, shard, tensors))
+                )
+                count += 1
     return count
 
 

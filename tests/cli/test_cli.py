@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from filled import CHUNK, namespace, store
+from filled import CHUNK, hybrid, namespace, store
 from kvshelf.backends.posix import PosixBackend
 from typer.testing import CliRunner, Result
 
@@ -111,6 +111,30 @@ def test_ls_lists_the_objects_of_a_namespace(unchanged: Path, form: str) -> None
     text = run("ls", unchanged, "--namespace", wanted).stdout
     assert all(row["name"] in text for row in rows)
     assert text.splitlines()[-1].startswith("6 objects, ")
+
+
+def test_ls_counts_each_kind_of_a_hybrid_model(tmp_path: Path) -> None:
+    root = tmp_path / "shelf"
+    fill(root, hybrid(), chunks=2)
+    (row,) = lines(run("ls", root, "--long", "--json"))
+    assert row["objects"] == 14
+    assert {kind: counts["objects"] for kind, counts in row["kinds"].items()} == {
+        "full": 4,
+        "window": 4,
+        "state": 6,
+    }
+    states = [file.stat().st_size for file in root.rglob("*-state-*.safetensors")]
+    assert row["kinds"]["state"]["bytes"] == sum(states)
+    assert "(full 4: " in run("ls", root, "--long").stdout.splitlines()[1]
+    rows = lines(run("ls", root, "-n", hybrid().folder, "--json"))
+    assert {(row["kind"], row["shards"]) for row in rows} == {
+        ("full", 2),
+        ("window", 2),
+        ("state", 3),
+    }
+    text = run("ls", root, "-n", hybrid().folder).stdout.splitlines()
+    assert text[-1].startswith("14 objects, ")
+    assert "state 6: " in text[-1]
 
 
 def test_ls_skips_foreign_files_and_says_what_is_wrong_with_a_namespace(shelf: Path) -> None:
@@ -247,6 +271,34 @@ def test_show_finds_an_object_under_a_wrong_name(shelf: Path) -> None:
     result = run("show", other)
     assert result.exit_code == 1
     assert "Wrong" in result.stdout
+
+
+def test_show_verifies_each_kind(tmp_path: Path) -> None:
+    root = tmp_path / "shelf"
+    fill(root, hybrid(), chunks=1)
+    for kind, count in (("window", 2), ("state", 3)):
+        paths = sorted(root.rglob(f"*-{kind}-*.safetensors"))
+        assert len(paths) == count
+        for path in paths:
+            (report,) = lines(run("show", path, "--json"))
+            assert (report["checked"], report["problem"]) == ("all", None)
+            assert report["metadata"]["kind"] == kind
+    shown = run("show", paths[0]).stdout
+    assert "model.layers.2.conv" in shown
+    assert "3 x 32" in shown
+    assert any(line.split() == ["kind", "state"] for line in shown.splitlines())
+    other = paths[0].with_name(paths[0].name.replace("-state-", "-window-"))
+    paths[0].rename(other)
+    assert "3 shards, but its namespace has 2 of kind window" in run("show", other).stdout
+
+
+def test_show_says_that_a_namespace_has_not_such_a_kind(shelf: Path) -> None:
+    path = an_object(shelf)
+    other = path.with_name(path.name.replace("-0of2", "-state-0of2"))
+    path.rename(other)
+    result = run("show", other)
+    assert result.exit_code == 1
+    assert "no layer is of kind state" in result.stdout
 
 
 def header(content: dict[str, Any]) -> bytes:

@@ -245,6 +245,23 @@ def test_a_ledger_that_makes_no_sense_is_made_anew(tmp_path: Path, damage: str) 
     assert used(backend) == len(there(tmp_path)) * SIZE
 
 
+def test_objects_of_all_kinds_are_counted_and_removed(tmp_path: Path) -> None:
+    backend = open_bounded(tmp_path)
+    backend.evict(SIZE, backend)  # counts what is there: nothing
+    names = [name(0).replace("-0of1", f"{kind}-0of1") for kind in ("", "-window", "-state")]
+    for number, each in enumerate(names):
+        assert backend.write(each, [bytes(3 * SIZE)]) is WriteResult.CREATED
+        then = time.time() - 1000 + 100 * number
+        os.utime(tmp_path / each, (then, then))
+    assert used(backend) == 9 * SIZE
+    # A window was used last, so it is the state that goes with the oldest, the full object.
+    backend.touch(names[1])
+    put(backend, 1, 5 * SIZE)
+    assert {path.name for path in tmp_path.rglob("*.safetensors")} == {
+        Path(each).name for each in (names[1], name(1))
+    }
+
+
 def test_what_others_put_there_is_counted_within_an_hour(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from filled import CHUNK, contents, fill, namespace, prompt, store, times
+from filled import CHUNK, contents, fill, hybrid, namespace, prompt, store, times
 from kvshelf.backends import (
     BytesLike,
     ObjectInfo,
@@ -279,6 +279,51 @@ def test_dry_run_changes_nothing(source: Path, tmp_path: Path) -> None:
     before = contents(target), times(target)
     assert run(source, target, "--dry-run").stdout.startswith("would copy 12 objects")
     assert (contents(target), times(target)) == before
+
+
+# --------------------------------------------------------------------------------- kinds
+
+
+def test_objects_of_all_kinds_arrive(tmp_path: Path) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    fill(source, hybrid(), prompt(0, 2))
+    (bad,) = source.rglob("*-1-state-2of3.safetensors")
+    data = bytearray(bad.read_bytes())
+    data[-1] ^= 1
+    bad.write_bytes(data)
+    found = report(source, target, code=1)
+    assert (found["copied"], found["windows"], found["states"], found["bad"]) == (13, 4, 5, 1)
+    name = str(bad.relative_to(source))
+    assert [problem["name"] for problem in found["problems"]] == [name]
+    assert contents(target) == {k: v for k, v in contents(source).items() if k != name}
+    text = run(source, tmp_path / "another", code=1).stdout
+    assert "(4 of windows, 5 of states)" in text
+    assert report(source, target, code=1)["existed"] == 13
+
+
+def test_the_prefixes_of_some_prompts_are_copied_in_all_kinds(tmp_path: Path) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    fill(source, hybrid(), prompt(0, 3), prompt(1, 2))
+    for state in source.rglob("*-0-state-*.safetensors"):
+        state.unlink()
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(json.dumps(prompt(0, 3)[: 2 * CHUNK]))
+    found = report(source, target, "--tokens", file)
+    assert (found["copied"], found["windows"], found["states"]) == (2 * 2 + 2 * 2 + 3, 4, 3)
+    assert contents(target).items() <= contents(source).items()
+
+
+def test_an_object_of_a_kind_that_its_namespace_has_not_is_bad(
+    source: Path, tmp_path: Path
+) -> None:
+    some = objects(source / FOLDER)[0]
+    other = some.with_name(
+        some.name.replace("-0of2", "-state-0of2").replace("-1of2", "-state-1of2")
+    )
+    some.rename(other)
+    found = report(source, tmp_path / "target", code=1)
+    assert (found["copied"], found["bad"]) == (13, 1)
+    assert "no layer is of kind state" in found["problems"][0]["problem"]
 
 
 # -------------------------------------------------------------------------------- places

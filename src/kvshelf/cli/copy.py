@@ -242,9 +242,11 @@ class _Display:
 
 def _summary(report: CopyReport, dry_run: bool) -> str:
     rate = report.bytes / report.seconds if report.seconds else 0.0
+    kinds = report.windows or report.states
     parts = [
         f"{'would copy' if dry_run else 'copied'} {report.copied} objects, "
         f"{size_text(report.bytes)}"
+        + (f" ({report.windows} of windows, {report.states} of states)" if kinds else "")
         + ("" if dry_run else f" in {report.seconds:.1f} s ({size_text(int(rate))}/s)"),
         f"{report.existed} there already",
     ]

@@ -6,6 +6,7 @@ Rows are written while the shelf is listed; the listing is not kept in memory.
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import typer
@@ -21,6 +22,7 @@ from kvshelf.cli.common import (
     write_json,
 )
 from kvshelf.errors import ConfigError
+from kvshelf.format.kinds import FULL, KINDS, Kind
 from kvshelf.format.names import parse_namespace_folder
 from kvshelf.shelf.shelf import NamespaceInfo, Shelf, ShelfObject
 
@@ -78,21 +80,46 @@ def _namespaces(shelf: Shelf, long: bool, as_json: bool) -> None:
         sys.stdout.write(f"{shelf.url} holds no namespaces yet\n")
 
 
-def _usage(shelf: Shelf, folder: str) -> tuple[int, int]:
-    count = size = 0
+@dataclass(slots=True)
+class _Usage:
+    """Objects and bytes of a namespace, also by kind."""
+
+    count: int = 0
+    size: int = 0
+    kinds: dict[Kind, tuple[int, int]] = field(default_factory=dict)
+
+    def add(self, found: ShelfObject) -> None:
+        kind = found.parsed.kind
+        count, size = self.kinds.get(kind, (0, 0))
+        self.kinds[kind] = count + 1, size + found.size
+        self.count += 1
+        self.size += found.size
+
+    def by_kind(self) -> str:
+        """Return the counts of each kind as text; empty if all objects are of kind full."""
+        if not self.kinds.keys() - {FULL}:
+            return ""
+        rows = ((kind, *self.kinds[kind]) for kind in KINDS if kind in self.kinds)
+        return "  (" + ", ".join(f"{k} {n}: {size_text(size)}" for k, n, size in rows) + ")"
+
+
+def _usage(shelf: Shelf, folder: str) -> _Usage:
+    usage = _Usage()
     for found in shelf.objects(folder):
-        count += 1
-        size += found.size
-    return count, size
+        usage.add(found)
+    return usage
 
 
-def _namespace_json(info: NamespaceInfo, usage: tuple[int, int] | None) -> dict[str, Any]:
+def _namespace_json(info: NamespaceInfo, usage: _Usage | None) -> dict[str, Any]:
     row: dict[str, Any] = {"namespace": info.folder, "problem": info.problem}
     if info.namespace is not None:
         row["digest"] = info.namespace.digest.hex()
         row["record"] = dict(info.namespace.record)
     if usage is not None:
-        row["objects"], row["bytes"] = usage
+        row["objects"], row["bytes"] = usage.count, usage.size
+        row["kinds"] = {
+            kind: {"objects": count, "bytes": size} for kind, (count, size) in usage.kinds.items()
+        }
     return row
 
 
@@ -100,7 +127,7 @@ _HEAD = f"{'LAYERS':>6}  {'HEADS':>5}  {'KV DTYPE':<10}  {'CHUNK':>5}  {'SHARDS'
 _USAGE_HEAD = f"  {'OBJECTS':>8}  {'SIZE':>10}"
 
 
-def _namespace_row(info: NamespaceInfo, usage: tuple[int, int] | None) -> str:
+def _namespace_row(info: NamespaceInfo, usage: _Usage | None) -> str:
     record = info.namespace.record if info.namespace else {}
 
     def shown(field: str) -> str:
@@ -111,28 +138,30 @@ def _namespace_row(info: NamespaceInfo, usage: tuple[int, int] | None) -> str:
         f"{shown('chunk_size'):>5}  {shown('shards'):>6}"
     )
     if usage is not None:
-        row += f"  {usage[0]:>8}  {size_text(usage[1]):>10}"
+        row += f"  {usage.count:>8}  {size_text(usage.size):>10}"
     row += f"  {info.folder}"
+    if usage is not None:
+        row += usage.by_kind()
     if info.problem:
         row += f"  ({printable(info.problem)})"
     return row + "\n"
 
 
+_OBJECTS_HEAD = f"{'SIZE':>10}  {'WRITTEN':<16}  {'CHUNK':>6}  {'KIND':<6}  {'SHARD':>7}  NAME\n"
+
+
 def _objects(shelf: Shelf, folder: str, as_json: bool) -> None:
-    count = size = 0
+    usage = _Usage()
     for found in shelf.objects(folder):
         if as_json:
             write_json(_object_json(found))
         else:
-            if not count:
-                sys.stdout.write(
-                    f"{'SIZE':>10}  {'WRITTEN':<16}  {'CHUNK':>6}  {'SHARD':>7}  NAME\n"
-                )
+            if not usage.count:
+                sys.stdout.write(_OBJECTS_HEAD)
             sys.stdout.write(_object_row(found))
-        count += 1
-        size += found.size
+        usage.add(found)
     if not as_json:
-        sys.stdout.write(f"{count} objects, {size_text(size)}\n")
+        sys.stdout.write(f"{usage.count} objects, {size_text(usage.size)}{usage.by_kind()}\n")
 
 
 def _object_json(found: ShelfObject) -> dict[str, Any]:
@@ -144,6 +173,7 @@ def _object_json(found: ShelfObject) -> dict[str, Any]:
         "key": parsed.key.hex(),
         "chunk": parsed.index,
         "tail_tokens": parsed.tail_tokens,
+        "kind": parsed.kind,
         "shard": parsed.shard,
         "shards": parsed.shards,
         "size": found.size,
@@ -157,5 +187,6 @@ def _object_row(found: ShelfObject) -> str:
     tail = "" if parsed.tail_tokens is None else f"t{parsed.tail_tokens}"
     return (
         f"{size_text(found.size):>10}  {time_text(found.mtime):<16}  "
-        f"{f'{parsed.index}{tail}':>6}  {f'{parsed.shard}of{parsed.shards}':>7}  {found.name}\n"
+        f"{f'{parsed.index}{tail}':>6}  {parsed.kind:<6}  "
+        f"{f'{parsed.shard}of{parsed.shards}':>7}  {found.name}\n"
     )

@@ -164,6 +164,7 @@ def _format(backend: Backend, parsed: ParsedName) -> ObjectFormat | None:
 
 def _check_all(report: _Report, reader: Reader, fmt: ObjectFormat, parsed: ParsedName) -> None:
     try:
+        fmt = fmt.of_name(parsed)
         fmt.named_chunk(parsed)
     except ObjectNameError as error:
         report.problem = str(error)

@@ -256,6 +256,20 @@ class ObjectFormat:
             raise _no_kind(kind, self.kinds)
         return found
 
+    def of_name(self, parsed: ParsedName) -> ObjectFormat:
+        """Return the format of the objects of the kind that an object's name states.
+
+        Raises
+        ------
+        ObjectNameError
+            If the namespace has no layer of this kind.
+        """
+        if parsed.kind not in self.kinds:
+            raise ObjectNameError(
+                f"its namespace has no object of this name: no layer is of kind {parsed.kind}"
+            )
+        return self.of(parsed.kind)
+
     def layer_numbers(self, shard: int) -> tuple[int, ...]:
         """Return the numbers, in the record, of the layers in the objects of a shard.
 
@@ -425,7 +439,8 @@ class ObjectFormat:
             )
         if parsed.shards != self.shards:
             raise ObjectNameError(
-                f"the name has {parsed.shards} shards, but its namespace has {self.shards}"
+                f"the name has {parsed.shards} shards, but its namespace has {self.shards} of kind "
+                f"{self.kind}"
             )
         try:
             self._tokens(tokens, tail)

@@ -32,7 +32,8 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import groupby, islice
+from operator import itemgetter
 from typing import Final, TypeVar
 
 from kvshelf.errors import (
@@ -47,10 +48,16 @@ from kvshelf.errors import (
     TransientStorageError,
 )
 from kvshelf.format.keys import Chunk, KeyChain, salt_group_of
-from kvshelf.format.names import ParsedName, object_name, parse_namespace_folder
+from kvshelf.format.kinds import STATE, WINDOW
+from kvshelf.format.names import (
+    ParsedName,
+    object_name,
+    parse_namespace_folder,
+    parse_object_name,
+)
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.shelf.shelf import Shelf
-from kvshelf.shelf.view import ObjectRef, Presence
+from kvshelf.shelf.view import NamespaceView, ObjectRef, Presence
 from kvshelf.tools.prompts import Prompt
 
 #: Objects that are probed at the target at once.
@@ -112,6 +119,8 @@ class CopyReport:
         Selected at the source.
     copied : int
         Published by this copy, or by the copy that a dry run predicts.
+    windows, states : int
+        Of these, the ones of kind window and of kind state.
     repaired : int
         Of these, the ones that replaced a bad object.
     existed : int
@@ -131,6 +140,8 @@ class CopyReport:
 
     found: int = 0
     copied: int = 0
+    windows: int = 0
+    states: int = 0
     repaired: int = 0
     existed: int = 0
     bad: int = 0
@@ -153,7 +164,7 @@ class CopyReport:
 
 @dataclass(frozen=True, slots=True)
 class _Item:
-    """One selected object; `chunk` has its parent only if `parent_known`."""
+    """One selected object; `fmt` is of its kind, `chunk` has its parent only if `parent_known`."""
 
     fmt: ObjectFormat
     name: str
@@ -178,9 +189,16 @@ class _State:
     error: BaseException | None = None
     successes: int = 0
 
-    def count(self, name: str, more: int = 1, nbytes: int = 0) -> None:
+    def count(self, name: str, more: int = 1) -> None:
         with self.lock:
             setattr(self.report, name, getattr(self.report, name) + more)
+            self.on_progress(self.report)
+
+    def count_copied(self, item: _Item, nbytes: int) -> None:
+        with self.lock:
+            self.report.copied += 1
+            self.report.windows += item.parsed.kind == WINDOW
+            self.report.states += item.parsed.kind == STATE
             self.report.bytes += nbytes
             self.on_progress(self.report)
 
@@ -266,7 +284,7 @@ def copy_shelf(
                 if item.present:
                     state.count("existed")
                 else:
-                    state.count("copied", nbytes=item.size)
+                    state.count_copied(item, item.size)
             elif item.present and not verify_existing:
                 state.count("existed")
             else:
@@ -321,14 +339,22 @@ def _find(
             if describe and fmt.namespace.digest not in described:
                 _describe(target, fmt, state)
                 described.add(fmt.namespace.digest)
-            answers = target.view(fmt).probe(
-                [ObjectRef(item.chunk, item.parsed.shard) for item in batch]
-            )
-            for item, answer in zip(batch, answers, strict=True):
+            refs = [(item.fmt, ObjectRef(item.chunk, item.parsed.shard)) for item in batch]
+            for item, answer in zip(batch, _probe(target, refs), strict=True):
                 # If the probe gave no answer, the write will detect an existing object.
                 yield replace(item, present=answer is Presence.PRESENT)
         state.folders.append(folder)
         _check_there(source, [folder])
+
+
+def _probe(shelf: Shelf, refs: Sequence[tuple[ObjectFormat, ObjectRef]]) -> list[Presence]:
+    """Probe objects of several kinds of one namespace."""
+    return NamespaceView.probe_together(
+        [
+            (shelf.view(fmt), [ref for _, ref in group])
+            for fmt, group in groupby(refs, key=itemgetter(0))
+        ]
+    )
 
 
 def _check_there(source: Shelf, folders: Sequence[str]) -> None:
@@ -408,19 +434,20 @@ def _listed(
         if not selection.has_time(row.mtime):
             continue
         try:
-            chunk = fmt.named_chunk(row.parsed)
+            own = fmt.of_name(row.parsed)
+            chunk = own.named_chunk(row.parsed)
         except ObjectNameError as error:
             state.count("found")
             state.problem("bad", row.name, str(error))
             continue
-        yield _Item(fmt, row.name, row.parsed, chunk, row.size)
+        yield _Item(own, row.name, row.parsed, chunk, row.size)
 
 
 def _of_prompts(source: Shelf, fmt: ObjectFormat, prompts: Sequence[Prompt]) -> Iterator[_Item]:
-    """Yield the objects of the prompts that the source has."""
+    """Yield the objects of the prompts that the source has, of all kinds."""
     seen: set[tuple[bytes, str]] = set()
 
-    def wanted() -> Iterator[ObjectRef]:
+    def wanted() -> Iterator[tuple[ObjectFormat, ObjectRef]]:
         for prompt in prompts:
             groups = ["_", salt_group_of(prompt.salt)] if prompt.salt else ["_"]
             for group in groups:
@@ -430,20 +457,24 @@ def _of_prompts(source: Shelf, fmt: ObjectFormat, prompts: Sequence[Prompt]) -> 
                 for chunk in chain.extend(prompt.tokens or ()):
                     if (chunk.key, group) not in seen:
                         seen.add((chunk.key, group))
-                        for shard in range(fmt.shards):
-                            yield ObjectRef(chunk, shard)
+                        for own in map(fmt.of, fmt.kinds):
+                            for shard in range(own.shards):
+                                yield own, ObjectRef(chunk, shard)
 
     for batch in _batches(wanted(), _BATCH):
-        for (chunk, shard), answer in zip(batch, source.view(fmt).probe(batch), strict=True):
+        for (own, (chunk, shard)), answer in zip(batch, _probe(source, batch), strict=True):
             # Objects of the wrong size are yielded too, so that they are reported as bad.
             if answer is Presence.MISSING:
                 continue
+            name = object_name(chunk, shard, own.shards, own.kind)
+            parsed = parse_object_name(name)
+            assert parsed is not None
             yield _Item(
-                fmt,
-                f"{fmt.namespace.folder}/{object_name(chunk, shard, fmt.shards)}",
-                ParsedName(chunk.key, chunk.index, shard, fmt.shards, salt_group=chunk.salt_group),
+                own,
+                f"{fmt.namespace.folder}/{name}",
+                parsed,
                 chunk,
-                fmt.object_size(shard),
+                own.object_size(shard),
                 parent_known=True,
             )
 
@@ -530,7 +561,8 @@ class _Worker:
             except BadObjectError:
                 bad = True
             else:
-                return self._succeeded("existed")
+                self._succeeded()
+                return self._state.count("existed")
         chunk = self._read(self._source, item, buffer)
         ref = ObjectRef(chunk, item.parsed.shard)
         try:
@@ -542,10 +574,12 @@ class _Worker:
                 f"it cannot be published: {error}; remove it, then start the copy again",
             )
         if result.value == "existed":
-            return self._succeeded("existed")
+            self._succeeded()
+            return self._state.count("existed")
         if result.value == "replaced":
             self._state.count("repaired")
-        return self._succeeded("copied", size)
+        self._succeeded()
+        return self._state.count_copied(item, size)
 
     @staticmethod
     def _read(shelf: Shelf, item: _Item, buffer: memoryview) -> Chunk:
@@ -554,7 +588,6 @@ class _Worker:
             item.fmt.verify_buffer(buffer, item.chunk, item.parsed.shard)
         return chunk
 
-    def _succeeded(self, name: str, nbytes: int = 0) -> None:
+    def _succeeded(self) -> None:
         # A lost update only causes more retries.
         self._state.successes += 1
-        self._state.count(name, nbytes=nbytes)
