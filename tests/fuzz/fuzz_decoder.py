@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvshelf.errors import BadObjectError, ConfigError, TransientStorageError
-from kvshelf.format import invalid, keys, names, namespace, tensors
+from kvshelf.format import invalid, keys, names, namespace, plans, tensors
 from kvshelf.format import objects as encoding
 
 HERE: Final = Path(__file__).resolve().parent
@@ -46,6 +46,14 @@ _SHAPES: Final[list[dict[str, Any]]] = [
         "shards": 1,
     },
     {"layer_shapes": ["2,*,2,4", "2,*,2,8"], "stages": [1, 1], "shards": 4},
+    {
+        "kinds": ["window", "state"],
+        "layer_shapes": ["2,*,2,4", "conv:3,4/;ssm:2/,4"],
+        "layouts": ["canonical", "state"],
+        "layer_dtypes": ["BF16", "BF16;F32"],
+        "window_shards": 2,
+        "state_shards": 2,
+    },
 ]
 
 
@@ -65,12 +73,13 @@ def objects() -> list[tuple[encoding.ObjectFormat, keys.Chunk, int]]:
             "layer_dtypes": ["BF16"] * 2,
         } | shape
         record["data_offset"] = encoding.ObjectFormat.required_data_offset(record)
-        fmt = encoding.ObjectFormat(namespace.Namespace(record, "fuzz"))
-        chain = keys.KeyChain(fmt.namespace.digest, CHUNK)
+        family = encoding.ObjectFormat(namespace.Namespace(record, "fuzz"))
+        chain = keys.KeyChain(family.namespace.digest, CHUNK)
         chunks = list(chain.extend(range(2 * CHUNK + 3)))
-        tail = chain.tail() if fmt.tails else None
+        tail = chain.tail() if family.tails else None
         found += [
             (fmt, chunk, shard)
+            for fmt in map(family.of, family.kinds)
             for chunk in [*chunks, *([tail] if tail else [])]
             for shard in (0, fmt.shards - 1)
         ]
@@ -167,6 +176,12 @@ def seeds() -> dict[str, bytes]:
     chunk = objects()[0][1]
     name = f"{fmt.namespace.folder}/{names.object_name(chunk, 0, fmt.shards)}"
     made["name"] = bytes(PREFIX) + name.encode()
+    hybrid, chunk, shard = objects()[-1]
+    name = f"{hybrid.namespace.folder}/" + names.object_name(
+        chunk, shard, hybrid.shards, hybrid.kind
+    )
+    made["name-state"] = bytes(PREFIX) + name.encode()
+    made["namespace-hybrid"] = bytes(PREFIX) + hybrid.namespace.encoded
     made["huge-header"] = bytes(PREFIX) + (100 << 30).to_bytes(8, "little") + b"{}"
     nested = b"[" * 2000
     made["nested"] = bytes(PREFIX) + len(nested).to_bytes(8, "little") + nested
@@ -190,7 +205,7 @@ def _instrument(module: Any) -> None:
 def _with_atheris(seconds: int) -> None:
     import atheris
 
-    for module in (encoding, invalid, tensors, namespace, keys, names):
+    for module in (encoding, plans, invalid, tensors, namespace, keys, names):
         _instrument(module)
     FOUND.joinpath("corpus").mkdir(parents=True, exist_ok=True)
     options = [

@@ -18,9 +18,9 @@ from typing import Final, Literal, TypeAlias
 
 Kind: TypeAlias = Literal["full", "window", "state"]
 
-FULL: Final = "full"
-WINDOW: Final = "window"
-STATE: Final = "state"
+FULL: Final[Kind] = "full"
+WINDOW: Final[Kind] = "window"
+STATE: Final[Kind] = "state"
 
 #: All kinds, in the order in which lists of kinds are given.
 KINDS: Final[tuple[Kind, ...]] = (FULL, WINDOW, STATE)
