@@ -1,15 +1,18 @@
 """Read objects of a shelf without kvshelf and without vLLM: safetensors and the standard library.
 
 Every object is a plain safetensors file, so every program that reads safetensors can read a shelf.
-This program prints the metadata of an object, and for each layer the shape and norms of K and V.
+This program prints the metadata of an object, and for each layer the shape and norms of K and V,
+or of the parts of its state.
 
-    python examples/read_a_chunk.py /tmp/my-shelf            the first object of every namespace
+    python examples/read_a_chunk.py /tmp/my-shelf            the first object of every namespace,
+                                                             of each kind
     python examples/read_a_chunk.py path/to/an/object.safetensors
 
 Layouts (see docs/format.md): canonical tensors are ``[2, tokens, heads, head_size]``, K then V. A
 ``cpu-…`` layout keeps blocks as vLLM's CPU backend holds them, ``U8 [blocks, heads, bytes]``: first
 half K, second half V. K may be permuted in there, which changes no norm. A single-content layout
-(MLA) and an opaque one are not split.
+(MLA) and an opaque one are not split. The state of a layer has a tensor for each of its parts,
+``<layer>.<part>``.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 import struct
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -96,15 +100,20 @@ def show(path: Path) -> None:
         print(f"  {name}: {value}")
     # A namespace folder describes itself; an object lies two folders below.
     namespace = json.loads((path.parents[2] / "namespace.json").read_text())
-    tensors = dict(deserialize(raw))
-    layers = zip(
-        namespace["layer_names"], namespace["layer_dtypes"], namespace["layouts"], strict=True
+    layers = dict(
+        zip(
+            namespace["layer_names"],
+            zip(namespace["layer_dtypes"], namespace["layouts"], strict=True),
+            strict=True,
+        )
     )
-    for name, dtype, layout in layers:
-        # A shard holds the layers of one pipeline stage.
-        if name not in tensors:
+    # A shard holds the layers of its kind in one pipeline stage.
+    for name, tensor in deserialize(raw):
+        if metadata.get("kind") == "state":
+            text = f"norm {norm(bytes(tensor['data']), tensor['dtype']):.3f}"
+            print(f"  {name}: {tensor['dtype']} {tensor['shape']}, {text}")
             continue
-        tensor = tensors[name]
+        dtype, layout = layers[name]
         print(
             f"  {name}: {tensor['dtype']} {tensor['shape']}, layout {layout},"
             f" {describe(layout, dtype, tensor)}"
@@ -112,12 +121,15 @@ def show(path: Path) -> None:
 
 
 def objects(path: Path) -> Iterator[Path]:
-    """Yield `path` itself, or the first object of each namespace of a shelf."""
+    """Yield `path` itself, or the first object of each kind of each namespace of a shelf."""
     if path.is_file():
         yield path
         return
     for namespace in sorted(path.glob("*/namespace.json")):
-        yield from sorted(namespace.parent.glob("*/??/*.safetensors"))[:1]
+        found = sorted(namespace.parent.glob("*/??/*.safetensors"))
+        for kind in ("", "-window", "-state"):
+            # <key>-<index>[t<n>][-<kind>]-<shard>of<shards>.safetensors
+            yield from [p for p in found if re.fullmatch(rf"\w+-\w+{kind}-\w+", p.stem)][:1]
 
 
 def main() -> None:

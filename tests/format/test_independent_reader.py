@@ -11,6 +11,8 @@ import hashlib
 import json
 import re
 import struct
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -173,3 +175,16 @@ def test_the_reader_notices_a_flipped_byte(tmp_path: Path) -> None:
     path.write_bytes(data)
     with pytest.raises(AssertionError):
         read_state(tmp_path, tokens)
+
+
+def test_the_example_shows_the_parts_of_a_state(tmp_path: Path) -> None:
+    fmt = hybrid_format().of(STATE)
+    (chunk,) = KeyChain(fmt.namespace.digest, fmt.chunk_size).extend(range(8))
+    fill_shelf(tmp_path, fmt, chunk, np.random.default_rng(0))
+    example = Path(__file__).parents[2] / "examples" / "read_a_chunk.py"
+    shown = subprocess.run(
+        [sys.executable, str(example), str(tmp_path)], check=True, capture_output=True, text=True
+    ).stdout
+    assert "kind: state" in shown
+    assert "layers.0.conv_q: BF16 [3, 4], norm " in shown
+    assert "layers.0.ssm: F32 [2, 4, 4], norm " in shown
