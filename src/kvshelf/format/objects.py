@@ -1,4 +1,4 @@
-"""One object: a shard of a chunk as a safetensors file, encoded, decoded, verified.
+"""One object: a shard of one kind of a chunk as a safetensors file, encoded, decoded, verified.
 
 Owns
 ----
@@ -8,7 +8,7 @@ Owns
 
 Contracts
 ---------
-* The header is a pure function of namespace, chunk, shard and payload hashes. A reader
+* The header is a pure function of namespace, chunk, kind, shard and payload hashes. A reader
   rebuilds it and compares bytes; the typed errors only explain a difference.
 * No byte that was read is executed, and no payload is copied: bytes go from the reader into
   the caller's buffer, and from the caller's buffers to the writer.
