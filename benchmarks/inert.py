@@ -2,8 +2,9 @@
 
 vLLM behaves differently with a connector than without one (on its CPU backend a prompt
 without any connector takes nearly twice as long), so kvshelf's cost is measured against this
-connector, and outputs are compared with its outputs. It has no state and no threads. The
-scheduler's methods run on the engine's step thread, the others in the workers.
+connector, and outputs are compared with its outputs. As kvshelf does, it leaves vLLM's hybrid
+allocator on. It has no state and no threads. The scheduler's methods run on the engine's step
+thread, the others in the workers.
 
 Use it with ``kv_connector="InertConnector"`` and ``kv_connector_module_path="benchmarks.inert"``.
 """
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
+    SupportsHMA,
 )
 
 if TYPE_CHECKING:
@@ -30,7 +32,7 @@ class InertMetadata(KVConnectorMetadata):
     """The scheduler side's empty message to the workers."""
 
 
-class InertConnector(KVConnectorBase_V1):
+class InertConnector(KVConnectorBase_V1, SupportsHMA):
     """Stores nothing and loads nothing."""
 
     @property
@@ -70,3 +72,9 @@ class InertConnector(KVConnectorBase_V1):
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """Return empty metadata."""
         return InertMetadata()
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Let the blocks be freed at once."""
+        return False, None

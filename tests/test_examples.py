@@ -197,6 +197,23 @@ def test_the_recipes_of_the_readme(tmp_path: Path) -> None:
     assert len(set(answers.values())) == len(answers)
 
 
+def test_make_hybrid_model(folder: Path) -> None:
+    sys.path.insert(0, str(EXAMPLES))
+    try:
+        from make_hybrid_model import RECIPES, make_hybrid_model
+    finally:
+        sys.path.remove(str(EXAMPLES))
+    for recipe in (name for name in RECIPES if not name.endswith("-demo")):
+        first, second = (
+            make_hybrid_model(folder / f"{recipe} {number}", recipe) for number in range(2)
+        )
+        for file in ("config.json", "model.safetensors"):
+            assert (first / file).read_bytes() == (second / file).read_bytes()
+        assert make_hybrid_model(first, recipe) == first
+        with pytest.raises(FileExistsError, match="seed 1"):
+            make_hybrid_model(first, recipe, seed=1)
+
+
 def test_make_model(folder: Path) -> None:
     sys.path.insert(0, str(EXAMPLES))
     try:

@@ -1,0 +1,378 @@
+"""Make a small hybrid model with random weights: Gemma 3, Qwen3-Next or LFM2 in shape.
+
+Layers of several kinds need several kinds of KV: sliding windows in Gemma 3, the states of gated
+delta nets in Qwen3-Next, those of short convolutions in LFM2. As with ``make_model.py``, nothing is
+downloaded or trained, the files are a pure function of the recipe and the seed, and prompts are
+token ids (``skip_tokenizer_init=True``).
+
+Output embeddings are the input embeddings in some of these families, so that plain random weights
+say the last token again and again. Here one half of the residual stream tells tokens apart and
+is hidden from the head; the other half, to which the embedding of a token adds little, is read
+by it.
+
+Run it: ``python examples/make_hybrid_model.py build/models/qwen3-next --recipe qwen3-next``
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import shutil
+import uuid
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors.torch import save_file
+
+Family = Literal["gemma3", "qwen3-next", "lfm2"]
+_RECIPE_FILE = "made_by.json"
+#: Standard deviation of attention scores before the softmax: few tokens share a head's attention.
+_SCORE_STD = 4.0
+#: What a branch of a layer adds to the residual stream, relative to the stream.
+_GAIN = 0.7
+_LOGIT_STD = 4.0
+#: Standard deviation of what tokens that are said add to the half that the head reads.
+_SPOKEN = 0.25
+_SPEAKERS = 256
+_CONVOLUTION = {"qwen3-next": 4, "lfm2": 3}
+
+
+@dataclass(frozen=True, slots=True)
+class HybridRecipe:
+    """The shape of one model.
+
+    Attributes
+    ----------
+    family : {"gemma3", "qwen3-next", "lfm2"}
+    layers : tuple of str
+        The kind of each layer, as in ``layer_types`` of its configuration.
+    dtype : str
+        Of weights, activations and, unless an engine is told otherwise, KV and states. vLLM's gated
+        delta nets need bfloat16 on CPUs.
+    hidden, intermediate, heads, kv_heads, head_size, vocab, max_position : int
+        The usual dimensions; sizes in elements, ``max_position`` in tokens.
+    window : int
+        Tokens that a sliding-window layer reads.
+    key_heads, value_heads : int
+        Heads of a gated delta net, of ``head_size`` elements. Its state has ``value_heads`` ×
+        ``head_size``² elements.
+    """
+
+    family: Family
+    layers: tuple[str, ...]
+    dtype: Literal["bfloat16", "float32"] = "float32"
+    hidden: int = 256
+    intermediate: int = 256
+    heads: int = 4
+    kv_heads: int = 2
+    head_size: int = 64
+    vocab: int = 4096
+    max_position: int = 8192
+    window: int = 0
+    key_heads: int = 0
+    value_heads: int = 0
+
+
+_GEMMA3 = HybridRecipe(
+    "gemma3", ("sliding_attention", "sliding_attention", "full_attention") * 2, window=320
+)
+_QWEN3_NEXT = HybridRecipe(
+    "qwen3-next",
+    ("linear_attention",) * 3 + ("full_attention",),
+    "bfloat16",
+    key_heads=2,
+    value_heads=2,
+)
+_LFM2 = HybridRecipe("lfm2", ("conv", "conv", "full_attention") * 2)
+_LARGE: dict[str, Any] = {"hidden": 512, "intermediate": 2560, "head_size": 128, "vocab": 32000}
+
+RECIPES: dict[str, HybridRecipe] = {
+    "gemma3": _GEMMA3,
+    "qwen3-next": _QWEN3_NEXT,
+    # With states in float32, vLLM's blocks grow to 640 tokens to be as large as one.
+    "qwen3-next-wide": replace(_QWEN3_NEXT, kv_heads=1, value_heads=8),
+    "lfm2": _LFM2,
+    "gemma3-demo": replace(_GEMMA3, layers=_GEMMA3.layers * 2, window=512, **_LARGE),
+    "qwen3-next-demo": replace(
+        _QWEN3_NEXT, layers=_QWEN3_NEXT.layers * 3, value_heads=4, **_LARGE | {"kv_heads": 4}
+    ),
+    "lfm2-demo": replace(_LFM2, layers=_LFM2.layers * 2, **_LARGE),
+}
+
+
+class _Weights:
+    """Draws the weights of one model, by their Hugging Face names."""
+
+    def __init__(self, recipe: HybridRecipe, seed: int) -> None:
+        self.recipe = recipe
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.dtype = torch.bfloat16 if recipe.dtype == "bfloat16" else torch.float32
+        self._generator = torch.Generator().manual_seed(seed)
+        # Gemma's and Qwen3-Next's norms multiply by one more than their weight.
+        self._norm_base = 0.0 if recipe.family == "lfm2" else 1.0
+
+    def normal(self, name: str, *shape: int, std: float) -> None:
+        drawn = torch.randn(*shape, generator=self._generator) * std
+        self.tensors[name] = drawn.to(self.dtype)
+
+    def norm(self, name: str, size: int, factor: float = 1.0) -> None:
+        self.tensors[name] = torch.full((size,), factor - self._norm_base, dtype=self.dtype)
+
+    def reading(self, name: str, rows: int) -> None:
+        """Draw what reads the normalised stream and keeps its size."""
+        self.normal(name, rows, self.recipe.hidden, std=self.recipe.hidden**-0.5)
+
+    def adding(self, name: str, columns: int, gain: float) -> None:
+        """Draw what adds to the stream."""
+        self.normal(name, self.recipe.hidden, columns, std=gain / math.sqrt(columns))
+
+    def mlp(self, prefix: str, names: tuple[str, str, str], size: int, gain: float) -> None:
+        gate, up, down = names
+        self.reading(f"{prefix}.{gate}.weight", size)
+        self.reading(f"{prefix}.{up}.weight", size)
+        self.adding(f"{prefix}.{down}.weight", size, gain)
+
+    def attention(self, prefix: str, gain: float, *, gated: bool = False) -> None:
+        recipe = self.recipe
+        lfm2 = recipe.family == "lfm2"
+        q_rows, kv_rows = recipe.heads * recipe.head_size, recipe.kv_heads * recipe.head_size
+        self.reading(f"{prefix}.q_proj.weight", 2 * q_rows if gated else q_rows)
+        self.reading(f"{prefix}.k_proj.weight", kv_rows)
+        self.reading(f"{prefix}.v_proj.weight", kv_rows)
+        self.adding(f"{prefix}.{'out' if lfm2 else 'o'}_proj.weight", q_rows, gain)
+        norm = "layernorm" if lfm2 else "norm"
+        self.norm(f"{prefix}.q_{norm}.weight", recipe.head_size, _SCORE_STD)
+        self.norm(f"{prefix}.k_{norm}.weight", recipe.head_size)
+
+    def gated_delta_net(self, prefix: str, gain: float) -> None:
+        recipe = self.recipe
+        keys, values = (
+            count * recipe.head_size for count in (recipe.key_heads, recipe.value_heads)
+        )
+        self.reading(f"{prefix}.in_proj_qkvz.weight", 2 * keys + 2 * values)
+        self.reading(f"{prefix}.in_proj_ba.weight", 2 * recipe.value_heads)
+        taps = _CONVOLUTION[recipe.family]
+        self.normal(f"{prefix}.conv1d.weight", 2 * keys + values, 1, taps, std=taps**-0.5)
+        self.tensors[f"{prefix}.A_log"] = torch.zeros(recipe.value_heads)
+        # Heads forget within some ten to some thousand tokens.
+        self.tensors[f"{prefix}.dt_bias"] = torch.linspace(-8, -4, recipe.value_heads).to(
+            self.dtype
+        )
+        self.tensors[f"{prefix}.norm.weight"] = torch.ones(recipe.head_size, dtype=self.dtype)
+        self.adding(f"{prefix}.out_proj.weight", values, gain)
+
+    def short_convolution(self, prefix: str, gain: float) -> None:
+        hidden, taps = self.recipe.hidden, _CONVOLUTION[self.recipe.family]
+        self.reading(f"{prefix}.in_proj.weight", 3 * hidden)
+        self.normal(f"{prefix}.conv.weight", hidden, 1, taps, std=taps**-0.5)
+        self.adding(f"{prefix}.out_proj.weight", hidden, gain)
+
+    def embeddings(self, name: str, last_norm: str) -> None:
+        """Draw embeddings that are the head as well, and the norm before it."""
+        recipe, half = self.recipe, self.recipe.hidden // 2
+        embedding = torch.randn(recipe.vocab, recipe.hidden, generator=self._generator)
+        spoken = torch.full((recipe.vocab, 1), _SPOKEN / 4)
+        spoken[2 :: recipe.vocab // _SPEAKERS] = _SPOKEN
+        embedding[:, half:] *= spoken
+        factor = _LOGIT_STD / (_SPOKEN * math.sqrt(half))
+        if recipe.family == "gemma3":
+            # Gemma multiplies what it reads by this, and not what the head reads.
+            embedding /= math.sqrt(recipe.hidden)
+            factor *= math.sqrt(recipe.hidden)
+        self.tensors[name] = embedding.to(self.dtype)
+        self.norm(last_norm, recipe.hidden, factor)
+        self.tensors[last_norm][:half] = -self._norm_base
+
+
+def _gemma3_layer(weights: _Weights, layer: int, gain: float) -> None:
+    prefix, recipe = f"model.layers.{layer}", weights.recipe
+    weights.norm(f"{prefix}.input_layernorm.weight", recipe.hidden)
+    weights.attention(f"{prefix}.self_attn", 1.0)
+    weights.norm(f"{prefix}.post_attention_layernorm.weight", recipe.hidden, gain)
+    weights.norm(f"{prefix}.pre_feedforward_layernorm.weight", recipe.hidden)
+    weights.mlp(f"{prefix}.mlp", ("gate_proj", "up_proj", "down_proj"), recipe.intermediate, 1.0)
+    weights.norm(f"{prefix}.post_feedforward_layernorm.weight", recipe.hidden, gain)
+
+
+def _qwen3_next_layer(weights: _Weights, layer: int, gain: float) -> None:
+    prefix, recipe = f"model.layers.{layer}", weights.recipe
+    weights.norm(f"{prefix}.input_layernorm.weight", recipe.hidden)
+    if recipe.layers[layer] == "full_attention":
+        weights.attention(f"{prefix}.self_attn", gain, gated=True)
+    else:
+        weights.gated_delta_net(f"{prefix}.linear_attn", gain)
+    weights.norm(f"{prefix}.post_attention_layernorm.weight", recipe.hidden)
+    names, mlp = ("gate_proj", "up_proj", "down_proj"), f"{prefix}.mlp"
+    if layer + 1 < len(recipe.layers):
+        weights.mlp(mlp, names, recipe.intermediate, gain)
+        return
+    # vLLM needs one layer with experts. Each token goes to both: rounding cannot decide which.
+    for expert in range(2):
+        weights.mlp(f"{mlp}.experts.{expert}", names, 64, gain)
+    weights.mlp(f"{mlp}.shared_expert", names, 64, gain)
+    weights.reading(f"{mlp}.gate.weight", 2)
+    weights.reading(f"{mlp}.shared_expert_gate.weight", 1)
+
+
+def _lfm2_layer(weights: _Weights, layer: int, gain: float) -> None:
+    prefix, recipe = f"model.layers.{layer}", weights.recipe
+    weights.norm(f"{prefix}.operator_norm.weight", recipe.hidden)
+    if recipe.layers[layer] == "full_attention":
+        weights.attention(f"{prefix}.self_attn", gain)
+    else:
+        weights.short_convolution(f"{prefix}.conv", gain)
+    weights.norm(f"{prefix}.ffn_norm.weight", recipe.hidden)
+    weights.mlp(f"{prefix}.feed_forward", ("w1", "w3", "w2"), recipe.intermediate, gain)
+
+
+_LAYERS: dict[Family, Callable[[_Weights, int, float], None]] = {
+    "gemma3": _gemma3_layer,
+    "qwen3-next": _qwen3_next_layer,
+    "lfm2": _lfm2_layer,
+}
+
+
+def _weights(recipe: HybridRecipe, seed: int) -> dict[str, torch.Tensor]:
+    weights = _Weights(recipe, seed)
+    last_norm = "embedding_norm" if recipe.family == "lfm2" else "norm"
+    weights.embeddings("model.embed_tokens.weight", f"model.{last_norm}.weight")
+    stream = 1.0
+    for layer in range(len(recipe.layers)):
+        gain = _GAIN * stream
+        _LAYERS[recipe.family](weights, layer, gain)
+        stream = math.hypot(stream, gain)
+    if recipe.family == "qwen3-next":
+        # vLLM reads the head on its own for this family.
+        weights.tensors["lm_head.weight"] = weights.tensors["model.embed_tokens.weight"].clone()
+    return weights.tensors
+
+
+def _config(recipe: HybridRecipe) -> dict[str, object]:
+    """Return the Hugging Face configuration of the model."""
+    config: dict[str, object] = {
+        "dtype": recipe.dtype,
+        "vocab_size": recipe.vocab,
+        "hidden_size": recipe.hidden,
+        "intermediate_size": recipe.intermediate,
+        "num_hidden_layers": len(recipe.layers),
+        "layer_types": list(recipe.layers),
+        "num_attention_heads": recipe.heads,
+        "num_key_value_heads": recipe.kv_heads,
+        "head_dim": recipe.head_size,
+        "max_position_embeddings": recipe.max_position,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "pad_token_id": 1,
+    }
+    rope = {"rope_type": "default", "rope_theta": 10000.0}
+    if recipe.family == "gemma3":
+        return config | {
+            "architectures": ["Gemma3ForCausalLM"],
+            "model_type": "gemma3_text",
+            "query_pre_attn_scalar": recipe.head_size,
+            "sliding_window": recipe.window,
+            "rope_parameters": {"sliding_attention": rope, "full_attention": rope},
+            "tie_word_embeddings": True,
+        }
+    if recipe.family == "lfm2":
+        return config | {
+            "architectures": ["Lfm2ForCausalLM"],
+            "model_type": "lfm2",
+            "rope_parameters": rope,
+            "conv_L_cache": _CONVOLUTION["lfm2"],
+            "conv_bias": False,
+            "conv_dim": recipe.hidden,
+            "block_dim": recipe.hidden,
+            "block_ff_dim": recipe.intermediate,
+            "block_auto_adjust_ff_dim": False,
+            "tie_word_embeddings": True,
+        }
+    return config | {
+        "architectures": ["Qwen3NextForCausalLM"],
+        "model_type": "qwen3_next",
+        "rope_parameters": rope | {"partial_rotary_factor": 0.25},
+        "linear_conv_kernel_dim": _CONVOLUTION["qwen3-next"],
+        "linear_key_head_dim": recipe.head_size,
+        "linear_value_head_dim": recipe.head_size,
+        "linear_num_key_heads": recipe.key_heads,
+        "linear_num_value_heads": recipe.value_heads,
+        "mlp_only_layers": list(range(len(recipe.layers) - 1)),
+        "decoder_sparse_step": 1,
+        "num_experts": 2,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 64,
+        "tie_word_embeddings": False,
+    }
+
+
+def make_hybrid_model(folder: str | os.PathLike[str], recipe: str, *, seed: int = 0) -> Path:
+    """Make the model in ``folder``, unless it is already there.
+
+    Parameters
+    ----------
+    folder : path
+        Where the checkpoint goes; it appears whole or not at all.
+    recipe : str
+        A name in :data:`RECIPES`.
+    seed : int
+        Seed of the random weights.
+
+    Returns
+    -------
+    Path
+        The folder.
+
+    Raises
+    ------
+    ValueError
+        If the recipe is unknown.
+    FileExistsError
+        If the folder holds something else.
+    """
+    if recipe not in RECIPES:
+        raise ValueError(f"unknown recipe {recipe!r}: choose one of {', '.join(sorted(RECIPES))}")
+    shape, folder = RECIPES[recipe], Path(folder)
+    made_by = {"recipe": asdict(shape) | {"layers": list(shape.layers)}, "seed": seed}
+    note = folder / _RECIPE_FILE
+    if folder.exists():
+        if note.exists() and json.loads(note.read_text()) == made_by:
+            return folder
+        raise FileExistsError(
+            f"{folder} holds something other than recipe {recipe!r} with seed {seed}: "
+            "give another folder, or delete it"
+        )
+    temporary = folder.parent / f".{folder.name}.{uuid.uuid4().hex}.tmp"
+    temporary.mkdir(parents=True)
+    try:
+        save_file(_weights(shape, seed), temporary / "model.safetensors", metadata={"format": "pt"})
+        (temporary / "config.json").write_text(json.dumps(_config(shape), indent=2))
+        (temporary / _RECIPE_FILE).write_text(json.dumps(made_by, indent=2))
+        try:
+            temporary.rename(folder)
+        except OSError:
+            # Another process may have made the same model in the meantime.
+            if not note.exists():
+                raise
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return folder
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description="Make a small random hybrid model.")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--recipe", choices=sorted(RECIPES), required=True)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    print(make_hybrid_model(options.folder, options.recipe, seed=options.seed))
+
+
+if __name__ == "__main__":
+    main()
