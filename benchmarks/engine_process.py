@@ -141,6 +141,7 @@ class _Scheduler:
 def _time_step_thread(
     root: Path, chunks: int, requests: int, url: str, storage_options: dict[str, Any]
 ) -> dict[str, Any]:
+    from kvshelf.vllm.groups import CacheGroups
     from kvshelf.vllm.metadata import WorkerMetadata, WorkerReport
     from kvshelf.vllm.namespace import build_namespace
     from kvshelf.vllm.scheduler import SchedulerSide
@@ -156,7 +157,7 @@ def _time_step_thread(
             model="bench",
             max_model_len=1 << 20,
         ),
-        cache_config=SimpleNamespace(cache_dtype="auto"),
+        cache_config=SimpleNamespace(cache_dtype="auto", block_size=BLOCK_TOKENS),
         parallel_config=SimpleNamespace(
             tensor_parallel_size=1, pipeline_parallel_size=1, data_parallel_size=1
         ),
@@ -183,7 +184,8 @@ def _time_step_thread(
     )
     times = []
     with Shelf(open_backend(url, storage_options=storage_options)) as shelf:
-        side = SchedulerSide(vllm_config, config, lambda: shelf, block_size=BLOCK_TOKENS)
+        groups = CacheGroups(vllm_config, None)
+        side = SchedulerSide(vllm_config, config, lambda: shelf, groups=groups)
         try:
             side.worker_output(WorkerMetadata(reports={0: part}))
             side.step_metadata(busy_step)

@@ -34,6 +34,7 @@ with warnings.catch_warnings():
     from vllm.v1.attention.backend import AttentionImpl
     from vllm.v1.kv_cache_interface import MLAAttentionSpec, UniformTypeKVCacheSpecs
 
+    from kvshelf.vllm.groups import CacheGroups
     from kvshelf.vllm.metadata import StepMetadata, WorkerMetadata
     from kvshelf.vllm.scheduler import SchedulerSide
     from kvshelf.vllm.worker import WorkerSide
@@ -361,7 +362,7 @@ class SimulatedEngine:
             vllm_config,
             config,
             lambda: self.shelf,
-            block_size=self.block_tokens,
+            groups=CacheGroups(vllm_config, None),
             ranks=ranks,
             may_store=decode_context == 1,
         )

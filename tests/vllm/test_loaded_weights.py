@@ -276,19 +276,32 @@ def test_where_parameters_cannot_name_weights_one_line_says_what_to_set(
 
 def test_the_period_of_a_block_is_that_of_the_oldest_block_before_it() -> None:
     blocks = BlockWeights()
-    assert blocks.admit([1, 2, 3], 0) == 0
+    assert blocks.admit([[1, 2, 3]], [0]) == 0
     blocks.begin()
-    assert blocks.admit([1, 2, 4, 5], 2) == 0
-    assert blocks.admit([6, 7], 0) == 1
-    assert blocks.admit([6, 7, 8], 2) == 1
+    assert blocks.admit([[1, 2, 4, 5]], [2]) == 0
+    assert blocks.admit([[6, 7]], [0]) == 1
+    assert blocks.admit([[6, 7, 8]], [2]) == 1
     # The null block stands for those that a window has passed.
-    assert blocks.admit([0, 7, 8], 2) == 1
+    assert blocks.admit([[0, 7, 8]], [2]) == 1
     assert blocks.is_valid(0)
     blocks.settle(changed=True)
     assert not blocks.is_valid(0)
     assert blocks.is_valid(1)
     # Computed since, but behind old blocks.
-    assert blocks.admit([6, 4, 9], 2) == 0
+    assert blocks.admit([[6, 4, 9]], [2]) == 0
     blocks.begin()
     blocks.settle(changed=False)
-    assert blocks.is_valid(blocks.admit([6, 7, 9], 2))
+    assert blocks.is_valid(blocks.admit([[6, 7, 9]], [2]))
+
+
+def test_the_period_of_blocks_of_several_groups_is_that_of_the_oldest() -> None:
+    blocks = BlockWeights()
+    blocks.begin()
+    blocks.settle(changed=True)
+    assert blocks.admit([[1, 2, 3], [0, 4, 5]], [0, 0]) == 1
+    assert blocks.admit([[1, 2, 6], [0, 4, 7]], [2, 2]) == 1
+    # Block 8 was there before.
+    assert blocks.admit([[1, 2, 9], [0, 8, 10]], [2, 2]) == 0
+    assert blocks.admit([[1, 2], [0, 10, 11]], [2, 2]) == 0
+    blocks.take([[12], [13, 14]], 1)
+    assert blocks.admit([[12, 15], [13, 14, 16]], [1, 2]) == 1

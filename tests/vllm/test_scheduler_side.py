@@ -43,6 +43,7 @@ from kvshelf.shelf import tiers
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.vllm import check_vllm_version, connector
 from kvshelf.vllm.connector import SharedStorageConnector
+from kvshelf.vllm.groups import CacheGroups
 from kvshelf.vllm.item_ids import CLIENT, CONTENT
 from kvshelf.vllm.metadata import (
     LoadFailure,
@@ -90,7 +91,7 @@ class Side:
             self.config,
             found,
             lambda: self.shelf,
-            block_size=BLOCK,
+            groups=CacheGroups(self.config, None),
         )
         namespace = build_namespace(self.config, self.side._config, [PART], "user:test")
         self.fmt = ObjectFormat(namespace)

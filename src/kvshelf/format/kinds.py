@@ -49,3 +49,8 @@ def kind_key(key: bytes, kind: Kind) -> bytes:
         `key` itself for kind full; different for each chunk and kind. No part of the format.
     """
     return key if kind == FULL else key + b"/" + kind.encode()
+
+
+def kind_of_key(key: bytes) -> Kind:
+    """Return the kind that a name made by :func:`kind_key` is of."""
+    return next(kind for kind in KINDS if key[32:] == kind_key(b"", kind))

@@ -6,6 +6,9 @@ weights changed, the blocks of all earlier periods are old, and so is everything
 behind them: requests that were running, and requests that get old blocks from vLLM's own prefix
 cache, which is not always reset.
 
+All cache groups of an engine take their blocks from one pool, and a block belongs to one group at a
+time, so its id names it.
+
 Runs on the scheduler's step thread. Until the first round it does nothing.
 """
 
@@ -49,26 +52,33 @@ class BlockWeights:
         """Whether KV of a period belongs to the current weights."""
         return period >= self._first_valid
 
-    def admit(self, block_ids: Sequence[int], reused: int) -> int:
+    def admit(self, block_ids: Sequence[Sequence[int]], reused: Sequence[int]) -> int:
         """Return the period of a request that is admitted now.
 
         Parameters
         ----------
-        block_ids : Sequence of int
-            All its blocks.
-        reused : int
-            How many of the first ones held KV already.
+        block_ids : sequence of Sequence of int
+            All its blocks in each cache group.
+        reused : Sequence of int
+            How many of the first ones of each group held KV already.
         """
         if not self.period:
             return 0
         known = self._blocks
         # Blocks that a sliding window has passed say nothing. Those behind them do.
-        held = (block for block in block_ids[:reused] if block != NULL_BLOCK)
+        held = [
+            block
+            for blocks, count in zip(block_ids, reused, strict=True)
+            for block in blocks[:count]
+            if block != NULL_BLOCK
+        ]
         period = min([self.period, *(known.get(block, 0) for block in held)])
-        self.take(block_ids[reused:], period)
+        new = [blocks[count:] for blocks, count in zip(block_ids, reused, strict=True)]
+        self.take(new, period)
         return period
 
-    def take(self, block_ids: Sequence[int], period: int) -> None:
-        """Note that blocks were given to a request of a period."""
+    def take(self, block_ids: Sequence[Sequence[int]], period: int) -> None:
+        """Note that blocks of each cache group were given to a request of a period."""
         if self.period:
-            self._blocks.update(dict.fromkeys(block_ids, period))
+            for blocks in block_ids:
+                self._blocks.update(dict.fromkeys(blocks, period))

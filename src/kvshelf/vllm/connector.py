@@ -51,7 +51,7 @@ from kvshelf.urls import shown_url
 from kvshelf.vllm.affinity import widen_cpu_affinity
 from kvshelf.vllm.groups import CacheGroups, with_chunk_size
 from kvshelf.vllm.metadata import StepMetadata, WorkerMetadata
-from kvshelf.vllm.namespace import context_ranks, manager_block_size
+from kvshelf.vllm.namespace import context_ranks
 from kvshelf.vllm.scheduler import SchedulerSide
 from kvshelf.vllm.speculation import check_speculation
 from kvshelf.vllm.stats import ShelfPromMetrics, ShelfStats, stats_of
@@ -156,7 +156,7 @@ class SharedStorageConnector(KVConnectorBase_V1):
                 vllm_config,
                 self._config,
                 self._shelf.get,
-                block_size=manager_block_size(vllm_config, kv_cache_config),
+                groups=self._groups,
                 ranks=int(vllm_config.parallel_config.world_size),
                 may_store=transfer.is_kv_producer
                 and _tokens_are_together(context_ranks(vllm_config, kv_cache_config)),
@@ -273,7 +273,9 @@ class SharedStorageConnector(KVConnectorBase_V1):
     @_contained(lambda *_: set())
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Return the blocks that failed loads left without KV."""
-        # vLLM takes ids of blocks from engines with one group only.
+        if self._groups.hybrid:
+            # vLLM takes ids of blocks from engines with one group only.
+            return set()
         (blocks,) = self._as_worker().take_bad_blocks()
         return blocks
 
@@ -295,8 +297,8 @@ class SharedStorageConnector(KVConnectorBase_V1):
         return self._as_scheduler().disabled
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
-        """Return the cache groups that a load fills: the engine has one group only."""
-        return (0,)
+        """Return the cache groups that a load fills: all. vLLM zeroes the blocks of others."""
+        return tuple(range(len(self._groups)))
 
     @_contained(_nothing)
     def on_new_request(self, request: Request) -> None:
@@ -343,6 +345,12 @@ class SharedStorageConnector(KVConnectorBase_V1):
         """Forget the request; its blocks may be reused, since stores copy them in time."""
         self._as_scheduler().finished(request.request_id)
         return False, None
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Forget the request, as :meth:`request_finished` does, of an engine with any groups."""
+        return self.request_finished(request, [])
 
     @_contained(lambda *_: False)
     def reset_cache(self) -> bool | None:

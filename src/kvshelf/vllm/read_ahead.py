@@ -4,7 +4,8 @@ Owns the queue of requests that vLLM has not admitted yet, and a guess of which 
 engine's own prefix cache holds, so that these are not read.
 
 A request that a step could have admitted and did not (there are too many requests, or too few
-blocks) will wait for some time. Meanwhile the workers read its chunks into host memory.
+blocks) will wait for some time. Meanwhile the workers read into host memory what its load will
+bring: of each kind of KV the chunks that a load needs.
 
 Contracts
 ---------
@@ -13,7 +14,7 @@ Contracts
 * A request that vLLM passes over is not looked at until vLLM asks for it again. vLLM asks for
   requests in the order in which they wait, and passes over those that it cannot admit yet, such as
   one whose grammar is not compiled or for whose LoRA adapter a step has no room.
-* A chunk is named at most once for each time that its request is admitted.
+* A kind of a chunk is named at most once for each time that its request is admitted.
 * The workers learn of each request with named chunks when it stops waiting: by its load, or by
   :meth:`ReadAhead.take_ended`.
 * Runs on the engine's step thread.
@@ -23,11 +24,12 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Callable, Container, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
 from kvshelf.format.keys import Chunk
+from kvshelf.format.kinds import FULL, Kind
 from kvshelf.vllm.metadata import PrefetchOp
 
 #: In each step so many waiting requests are looked at, and so many chunks named.
@@ -35,6 +37,22 @@ _REQUESTS_PER_STEP: Final = 32
 _CHUNKS_PER_STEP: Final = 64
 #: Chunks assumed to be in the engine's prefix cache at most, where its size is not known.
 _ENGINE_CHUNKS: Final = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Loadable:
+    """What a load of a waiting request would bring now.
+
+    Attributes
+    ----------
+    chunks : Sequence of Chunk
+        The request's chunks, from the first one on.
+    ranges : Mapping[Kind, range]
+        For each kind, the indices of the chunks that would be loaded.
+    """
+
+    chunks: Sequence[Chunk] = ()
+    ranges: Mapping[Kind, range] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -68,8 +86,8 @@ class ReadAhead:
         self._waiting: OrderedDict[str, _Waiting] = OrderedDict()
         #: The highest place of a request for which vLLM has asked since the last step.
         self._last_asked: int | None = None
-        #: Number of leading chunks of each request that were named or need not be.
-        self._named: dict[str, int] = {}
+        #: For each request and kind, the number of leading chunks that were named or need not be.
+        self._named: dict[str, dict[Kind, int]] = {}
         self._ended: list[str] = []
         self._most_engine_chunks = _ENGINE_CHUNKS
         #: Keys of chunks that are probably in the engine's prefix cache, the latest last.
@@ -114,7 +132,7 @@ class ReadAhead:
     def end(self, request_id: str) -> None:
         """Remove a request; report it to the workers if chunks of it were named."""
         self._waiting.pop(request_id, None)
-        if self._named.pop(request_id, 0):
+        if any(self._named.pop(request_id, {}).values()):
             self._ended.append(request_id)
 
     def take_ended(self) -> list[str]:
@@ -125,7 +143,7 @@ class ReadAhead:
     def plan(
         self,
         scheduled: Container[str],
-        loadable: Callable[[str], tuple[Sequence[Chunk], int, int] | None],
+        loadable: Callable[[str], Loadable | None],
         *,
         paused: Callable[[], bool],
     ) -> list[PrefetchOp]:
@@ -136,8 +154,7 @@ class ReadAhead:
         scheduled : Container of str
             The requests that this step computes.
         loadable : Callable
-            Returns a request's chunks, and the first and the end of those that a load would
-            bring now; None while its lookup is not done.
+            Returns what a load of a request would bring now; None while its lookup is not done.
         paused : Callable
             Whether nothing can be loaded now.
         """
@@ -162,16 +179,31 @@ class ReadAhead:
                 continue
             if stopped or left <= 0:
                 continue
-            chunks, first, end = found
-            first = max(first, self._named.get(request_id, 0))
-            while first < end and chunks[first].key in self._in_engine_cache:
-                first += 1
-            wanted = list(chunks[first : min(end, first + left)])
-            self._named[request_id] = first + len(wanted)
-            left -= len(wanted)
-            if wanted:
-                planned.append(PrefetchOp(request_id, wanted))
+            for kind, wanted in self._wanted(request_id, found, left):
+                left -= len(wanted)
+                planned.append(PrefetchOp(request_id, wanted, kind))
         return planned
+
+    def _wanted(
+        self, request_id: str, found: Loadable, most: int
+    ) -> Iterable[tuple[Kind, list[Chunk]]]:
+        """Name the next chunks of a request, `most` at most."""
+        named = self._named.setdefault(request_id, {})
+        full = found.ranges.get(FULL, range(0))
+        at_hand = len(full) > 0 and found.chunks[full[-1]].key in self._in_engine_cache
+        for kind, indices in found.ranges.items():
+            first = max(indices.start, named.get(kind, 0))
+            if kind == FULL:
+                while first < indices.stop and found.chunks[first].key in self._in_engine_cache:
+                    first += 1
+            elif at_hand:
+                # vLLM probably has all that the load would bring.
+                continue
+            wanted = list(found.chunks[first : min(indices.stop, first + most)])
+            named[kind] = first + len(wanted)
+            most -= len(wanted)
+            if wanted:
+                yield kind, wanted
 
     def _note_passed_over(self) -> None:
         """Note which requests vLLM left waiting while it asked for one behind them."""

@@ -19,14 +19,21 @@ A request's life
 
 Contracts
 ---------
-* A hit ends at a block boundary and leaves at least one token to compute.
+* A hit ends at a block boundary and leaves at least one token to compute. Of a hybrid engine
+  (:mod:`kvshelf.vllm.groups`) it ends at a chunk boundary.
 * A request of which vLLM would not use a hit is not held, not read ahead and not counted; it is
   stored like others. Such are requests that skip the prefix cache, as those for log probabilities
   of the prompt do, and all requests of engines that return the routed experts: vLLM takes KV only
   together with the experts of its tokens, which a shelf does not have.
 * What vLLM or the workers must hear of stays on a list until it is handed out, whatever raises.
 * There is one load for each time that a request is admitted: what the load did not deliver is
-  computed, so no request can loop.
+  computed, so no request can loop. Of a hybrid engine a load brings everything or nothing: after
+  one that failed, the request gets a new lookup for a shorter hit, for a bounded number of times.
+* Each kind of a chunk is stored in the step that completes it. vLLM frees the blocks of windows and
+  states soon after, and what a later step would find in a table is another block, or none.
+* A state is stored only at chunk boundaries at which vLLM has one: where a step happens to end, or
+  where vLLM names a block for it. No step is changed for that. Which of them are worth their bytes
+  says :meth:`SchedulerSide._is_worth_storing`.
 * Until the namespace is known there are no hits and no stores.
 * While the weights are compared (:mod:`kvshelf.vllm.handshake`) there are neither, and no request
   waits. After a change nothing is stored that was computed before it, or behind blocks that were
@@ -57,33 +64,37 @@ import logging
 import sys
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from kvshelf.config import Config, cache_dir
 from kvshelf.format.keys import Chunk, KeyChain, MultimodalItem, salt_group_of
+from kvshelf.format.kinds import FULL, STATE, WINDOW, Kind, kind_key, kind_of_key
 from kvshelf.format.namespace import Namespace
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.logs import RateLimitedLog
 from kvshelf.metrics import Counters
 from kvshelf.shelf.failed_keys import FailedKeys
+from kvshelf.shelf.hits import window_chunks
 from kvshelf.shelf.lookup import Lookup, LookupService
 from kvshelf.shelf.tiers import AnyShelf
 from kvshelf.vllm.adapters import AdapterDigests, adapter_settings
 from kvshelf.vllm.block_weights import BlockWeights
 from kvshelf.vllm.draft_scheduler import DraftScheduler
+from kvshelf.vllm.groups import CacheGroups
 from kvshelf.vllm.handshake import Handshake
 from kvshelf.vllm.item_ids import ItemIds
 from kvshelf.vllm.metadata import (
     NULL_BLOCK,
     AdapterContent,
+    LoadFailure,
     LoadOp,
     StepMetadata,
     StoreOp,
     WorkerMetadata,
 )
 from kvshelf.vllm.namespace import topology_of
-from kvshelf.vllm.read_ahead import ReadAhead
+from kvshelf.vllm.read_ahead import Loadable, ReadAhead
 from kvshelf.vllm.speculation import draft_engine
 from kvshelf.weights.fingerprints import FingerprintCache
 
@@ -94,6 +105,8 @@ _IDLE_LOOKUP_SECONDS = 2e-3
 # After so long without a step, a worker's last word on its breaker no longer counts.
 _STALE_SECONDS = 1.0
 _REPAIRS_REMEMBERED = 4096
+#: So many loads of a request of a hybrid engine may fail before it is computed without the shelf.
+_MOST_FAILED_LOADS = 3
 
 
 class _Request:
@@ -106,8 +119,11 @@ class _Request:
         "breaker_counted",
         "counted",
         "cut",
+        "failed",
+        "failed_loads",
         "failures",
         "gave_up",
+        "last_state",
         "limit",
         "loaded",
         "loading",
@@ -137,9 +153,15 @@ class _Request:
         self.breaker_counted = False
         #: Index of the first chunk that could not be loaded: no hit may include it.
         self.limit: int | None = None
-        #: Keys of chunks that could not be loaded; True where the object is damaged.
+        #: Kind keys of chunks that could not be loaded; True where the object is damaged.
         self.failures: dict[bytes, bool] = {}
+        #: Indices of the chunks whose windows and states could not be loaded.
+        self.failed: dict[Kind, set[int]] = {WINDOW: set(), STATE: set()}
+        #: Since the request was admitted.
+        self.failed_loads = 0
         self.next_store = 0
+        #: Index of the last chunk whose state was planned to be stored.
+        self.last_state = -1
         #: From this token on the KV does not depend on the prefix alone.
         self.cut = sys.maxsize
         self.offered_from = 0
@@ -149,6 +171,7 @@ class _Request:
     def admit_again(self) -> None:
         self.admission = self.request.num_preemptions
         self.loaded = self.gave_up = False
+        self.failed_loads = 0
         self.drop_lookup()
 
     def drop_lookup(self) -> None:
@@ -167,8 +190,8 @@ class SchedulerSide:
     config : Config
     shelf : Callable[[], AnyShelf or None]
         Returns the shelf, None while it is not open.
-    block_size : int
-        Tokens in a block of the cache manager.
+    groups : CacheGroups
+        The engine's KV cache groups.
     ranks : int
         Number of workers that must report before the namespace is known.
     may_store : bool
@@ -185,7 +208,7 @@ class SchedulerSide:
         config: Config,
         shelf: Callable[[], AnyShelf | None],
         *,
-        block_size: int,
+        groups: CacheGroups,
         ranks: int = 1,
         may_store: bool = True,
         on_thread_start: Callable[[], None] | None = None,
@@ -194,7 +217,9 @@ class SchedulerSide:
         self._vllm_config = vllm_config
         self._config = config
         self._shelf = shelf
-        self._block_size = block_size
+        self._groups = groups
+        #: Tokens: where a hit may end.
+        self._block_size = groups.alignment
         self._may_store = may_store and not config.read_only
         self._on_thread_start = on_thread_start
         self.counters = Counters() if counters is None else counters
@@ -202,11 +227,13 @@ class SchedulerSide:
         self._blocks = BlockWeights()
         self._drafts: DraftScheduler | None = None
         if draft_engine(vllm_config) is not None:
-            self._drafts = DraftScheduler(vllm_config, config, block_size)
+            self._drafts = DraftScheduler(vllm_config, config, self._block_size)
         self._read_ahead = ReadAhead()
         self._failed = FailedKeys()
-        #: Ranks that replaced their objects of a damaged chunk, until all ranks have.
+        #: By kind key, the ranks that replaced their objects of a damaged chunk, until all have.
         self._repaired_ranks: OrderedDict[bytes, set[int]] = OrderedDict()
+        #: The ranks that have layers of each kind.
+        self._ranks_of: dict[Kind, int] = {}
         self._lookups: LookupService | None = None
         #: Ranks whose storage breaker is open.
         self._open_breakers: set[int] = set()
@@ -373,6 +400,9 @@ class SchedulerSide:
 
     def _hit_tokens(self, state: _Request, lookup: Lookup) -> int:
         chunks = lookup.hit_chunks
+        if self._groups.hybrid:
+            # One of _ends.
+            return chunks * self._config.chunk_size
         if state.limit is not None:
             chunks = min(chunks, state.limit)
         # One token must be left: the model has to compute something to sample from.
@@ -383,6 +413,26 @@ class SchedulerSide:
                 if start < hit < end:
                     hit = start - start % self._block_size
         return hit
+
+    def _ends(self, state: _Request) -> Sequence[int] | None:
+        """Return the numbers of chunks at which a hit of a hybrid engine may end, ascending."""
+        if not self._groups.hybrid:
+            return None
+        size = self._config.chunk_size
+        # One token must be left: vLLM would compute the last one anew, over a state behind it.
+        last = (state.request.num_tokens - 1) // size
+        ends: Sequence[int] = range(1, last + 1 if state.limit is None else state.limit + 1)
+        if self._whole_items:
+            items = _items(state.request)
+            ends = [n for n in ends if not any(start < n * size < end for start, end in items)]
+        if any(state.failed.values()):
+            ends = [n for n in ends if not self._needs_failed(state, n)]
+        return ends
+
+    def _needs_failed(self, state: _Request, end: int) -> bool:
+        """Whether a hit of `end` chunks needs a window or a state that could not be loaded."""
+        windows = window_chunks(end, self._groups.window, self._config.chunk_size)
+        return end - 1 in state.failed[STATE] or not state.failed[WINDOW].isdisjoint(windows)
 
     def _note_cuts(self, output: Any) -> None:
         """Note multimodal items of which a step computes only the beginning."""
@@ -431,7 +481,7 @@ class SchedulerSide:
 
         # The list itself, of which the lookup thread takes slices: vLLM only ever appends to it
         # (see _has_address).
-        state.lookup = lookups.submit(request._all_token_ids, make_chain)
+        state.lookup = lookups.submit(request._all_token_ids, make_chain, ends=self._ends(state))
         return state.lookup
 
     # ------------------------------------------------------------- loads
@@ -447,26 +497,59 @@ class SchedulerSide:
         state = self._state_of(request)
         state.loaded = state.loading = True
         self._read_ahead.loading(request.request_id)
-        size = self._config.chunk_size
         start, end = state.offered_from, state.offered_from + external
         lookup = state.lookup
         chain = lookup.chain if lookup is not None and lookup.done else None
-        chunks = [] if chain is None else chain.chunks[start // size : -(-end // size)]
+        known = [] if chain is None else chain.chunks
+        chunks = {
+            kind: known[indices.start : indices.stop]
+            for kind, indices in self._ranges(start, end).items()
+        }
         blocks = tuple(map(list, block_ids))
-        state.period = self._blocks.admit(blocks[0], -(-start // self._block_size))
+        state.period = self._admit_blocks(blocks, start)
         op = LoadOp(
             request.request_id,
             start,
             end,
-            chunks,
+            chunks.get(FULL, []),
             blocks,
             state.adapter,
             self._handshake.round,
+            windows=chunks.get(WINDOW, []),
+            states=chunks.get(STATE, []),
         )
         if self._drafts is not None:
             op.drafts.extend(self._drafts.to_load(request.request_id, chain, start, end))
-        self._read_ahead.note_in_engine_cache(chunks)
+        self._read_ahead.note_in_engine_cache(op.chunks)
         self._loads.append(op)
+
+    def _ranges(self, start: int, end: int) -> dict[Kind, range]:
+        """Return the chunks of each kind that a load of tokens ``[start, end)`` needs."""
+        size, kinds = self._config.chunk_size, self._groups.kinds
+        if not self._groups.hybrid:
+            return {FULL: range(start // size, -(-end // size))}
+        if end % size:
+            # Not a hit that was offered: nothing is known to be loaded for it.
+            return {}
+        ranges: dict[Kind, range] = {}
+        first, last = start // size, end // size
+        if FULL in kinds:
+            ranges[FULL] = range(first, last)
+        if WINDOW in kinds:
+            reach = window_chunks(last, self._groups.window, size)
+            ranges[WINDOW] = range(max(first, reach.start), last)
+        if STATE in kinds:
+            ranges[STATE] = range(last - 1, last)
+        return ranges
+
+    def _admit_blocks(self, block_ids: Sequence[Sequence[int]], computed: int) -> int:
+        """Note which blocks a request has, of which the first `computed` tokens are in a cache."""
+        sizes = [group.block_size for group in self._groups]
+        period = self._blocks.admit(block_ids, [-(-computed // size) for size in sizes])
+        if self._groups.hybrid and any(computed % size for size in sizes):
+            # vLLM copied a block of another request, and it is not known which.
+            return 0
+        return period
 
     def fail_load(self, request_id: str, external: int) -> None:
         """Plan a load after an error in :meth:`allocated`: the workers report it as failed."""
@@ -475,7 +558,7 @@ class SchedulerSide:
             if state is not None:
                 state.loaded = state.loading = True
             # Without its blocks, the workers have all tokens of the request computed.
-            self._loads.append(LoadOp(request_id, 0, external, [], ([],)))
+            self._loads.append(LoadOp(request_id, 0, external, [], ([],) * len(self._groups)))
 
     # ------------------------------------------------------------- steps
 
@@ -555,9 +638,7 @@ class SchedulerSide:
         """Note which requests got which blocks, and in which period."""
         for new in output.scheduled_new_reqs:
             state = self._requests.get(new.req_id)
-            period = self._blocks.admit(
-                new.block_ids[0], -(-new.num_computed_tokens // self._block_size)
-            )
+            period = self._admit_blocks(new.block_ids, new.num_computed_tokens)
             if state is not None:
                 state.period = period
         cached = output.scheduled_cached_reqs
@@ -568,25 +649,24 @@ class SchedulerSide:
             if state is None or not blocks:
                 continue
             if req_id in cached.resumed_req_ids:
-                state.period = self._blocks.admit(blocks[0], -(-computed // self._block_size))
+                state.period = self._admit_blocks(blocks, computed)
             else:
-                self._blocks.take(blocks[0], state.period)
+                self._blocks.take(blocks, state.period)
 
     def _loads_are_paused(self) -> bool:
         lookups = self._lookups
         return not self._serving or lookups is None or self._breaker_is_open(lookups)
 
-    def _loadable(self, request_id: str) -> tuple[Sequence[Chunk], int, int] | None:
-        """Return a request's chunks, and the first and the end of those to load now."""
+    def _loadable(self, request_id: str) -> Loadable | None:
+        """Return what a load of a request would bring now; None while that is not known."""
         state = self._requests[request_id]
         lookup = state.lookup
         if lookup is None or not lookup.done or lookup.given_up or lookup.chain is None:
             return None
-        if state.gave_up:
-            return (), 0, 0
-        size = self._config.chunk_size
-        end = -(-self._hit_tokens(state, lookup) // size)
-        return lookup.chain.chunks, state.offered_from // size, end
+        hit = self._hit_tokens(state, lookup)
+        if state.gave_up or hit <= state.offered_from:
+            return Loadable()
+        return Loadable(lookup.chain.chunks, self._ranges(state.offered_from, hit))
 
     def _plan_stores(self, output: Any, meta: StepMetadata) -> None:
         for req_id, _, computed in _scheduled(output):
@@ -611,7 +691,8 @@ class SchedulerSide:
         # Tokens beyond these (drafts, samples in flight) may still change.
         known = request.num_tokens if self._config.save_decode else request.num_prompt_tokens
         complete = min(computed, known, state.cut) // size
-        if complete <= state.next_store:
+        states = self._states_at(req_id, computed, complete, output)
+        if complete <= state.next_store and not states:
             return
         if lookup is None or lookup.given_up:
             # The request was admitted before the namespace was known, or has no keys yet.
@@ -624,43 +705,143 @@ class SchedulerSide:
         if len(chain.chunks) < complete:
             chain.extend(request._all_token_ids[chain.tokens : complete * size])
         self._read_ahead.note_in_engine_cache(chain.chunks[state.next_store : complete])
-        groups: Sequence[Sequence[int]] | None = None
-        age = time.monotonic() - lookup.finished_at
+        tables: Sequence[Sequence[int]] | None = None
         for chunk in chain.chunks[state.next_store : complete]:
-            failed = chunk.key in state.failures or chunk.key in self._failed
-            if chunk.index < lookup.hit_chunks and not failed:
+            missing = [
+                kind
+                for kind in self._groups.kinds
+                if kind != STATE and not self._is_stored(state, lookup, chunk, kind)
+            ]
+            if not missing:
                 continue
-            if groups is None:
-                groups = output.kv_connector_block_state.get_block_ids(req_id)
-                if groups is None:
+            if tables is None:
+                tables = output.kv_connector_block_state.get_block_ids(req_id)
+                if tables is None:
                     return
-            first = chunk.index * size // self._block_size
-            last = -(-(chunk.index + 1) * size // self._block_size)
-            block_ids = tuple(list(group[first:last]) for group in groups)
-            if any(len(ids) < last - first or NULL_BLOCK in ids for ids in block_ids):
-                # vLLM has freed blocks that the sliding window has passed.
-                continue
-            repair = state.failures.get(chunk.key, False) or self._failed.is_bad(chunk.key)
-            draft = None
-            if self._drafts is not None:
-                draft = self._drafts.to_store(req_id, chain, chunk.index)
-            meta.stores.append(
-                StoreOp(chunk, block_ids, repair, age, state.adapter, self._handshake.round, draft)
-            )
-        state.next_store = complete
+            for kind in missing:
+                blocks = self._blocks_of(chunk, kind, tables)
+                # vLLM has freed blocks that a sliding window has passed.
+                if blocks is not None:
+                    op = self._store_op(state, lookup, chunk, kind, blocks)
+                    meta.stores.append(op)
+        for index, blocks in states.items():
+            chunk = chain.chunks[index]
+            if self._is_worth_storing(state, lookup, chunk):
+                state.last_state = index
+                meta.stores.append(self._store_op(state, lookup, chunk, STATE, blocks))
+        state.next_store = max(state.next_store, complete)
+
+    def _blocks_of(
+        self, chunk: Chunk, kind: Kind, tables: Sequence[Sequence[int]]
+    ) -> dict[int, list[int]] | None:
+        """Return the blocks of a chunk in each group of a kind; None if vLLM has freed some."""
+        size = self._config.chunk_size
+        found: dict[int, list[int]] = {}
+        for group in self._groups.of(kind):
+            first = chunk.index * size // group.block_size
+            last = -(-(chunk.index + 1) * size // group.block_size)
+            found[group.index] = blocks = list(tables[group.index][first:last])
+            if len(blocks) < last - first or NULL_BLOCK in blocks:
+                return None
+        return found
+
+    def _states_at(
+        self, req_id: str, computed: int, complete: int, output: Any
+    ) -> dict[int, dict[int, list[int]]]:
+        """Return the chunks after which this step leaves a request's states in the cache.
+
+        Parameters
+        ----------
+        req_id : str
+        computed : int
+            Tokens with KV after the step.
+        complete : int
+            Number of chunks whose tokens can no longer change.
+        output : SchedulerOutput
+
+        Returns
+        -------
+        dict
+            For each index of such a chunk, the block of each state group, by the group's index.
+        """
+        groups, size = self._groups.of(STATE), self._config.chunk_size
+        found: dict[int, dict[int, list[int]]] = {}
+        if not groups:
+            return found
+        offered = output.kv_connector_block_state.boundary_state_offloads.get(req_id, ())
+        for group, block, tokens in offered:
+            if tokens % size == 0 and 0 < tokens <= complete * size:
+                found.setdefault(tokens // size - 1, {})[group] = [block]
+        if computed % size == 0 and 0 < computed <= complete * size:
+            tables = output.kv_connector_block_state.get_block_ids(req_id)
+            at_end = found.setdefault(computed // size - 1, {})
+            for group in groups if tables is not None else ():
+                # The running state, which the next step copies before it goes on.
+                column = computed // group.block_size - 1
+                if group.index not in at_end and column < len(tables[group.index]):
+                    at_end[group.index] = [tables[group.index][column]]
+        return {
+            index: blocks
+            for index, blocks in sorted(found.items())
+            if len(blocks) == len(groups) and [NULL_BLOCK] not in blocks.values()
+        }
+
+    def _is_stored(self, state: _Request, lookup: Lookup, chunk: Chunk, kind: Kind) -> bool:
+        """Whether the lookup saw a kind of a chunk on the shelf, and no load of it failed."""
+        key = kind_key(chunk.key, kind)
+        if key in state.failures or key in self._failed:
+            return False
+        if kind == FULL:
+            return chunk.index < lookup.full_chunks
+        return chunk.index in lookup.known.get(kind, ())
+
+    def _is_worth_storing(self, state: _Request, lookup: Lookup, chunk: Chunk) -> bool:
+        """Whether to store the state after a chunk.
+
+        Stored are those at which later prompts are likely to begin: the last one of the prompt, and
+        those where vLLM has seen prompts part. Of the others one is stored where prompts would
+        otherwise have to compute too many chunks anew.
+        """
+        if self._is_stored(state, lookup, chunk, STATE):
+            return False
+        request, end = state.request, (chunk.index + 1) * self._config.chunk_size
+        last = (request.num_prompt_tokens - 1) // self._config.chunk_size
+        parting = request.shared_prefix_boundary
+        if chunk.index + 1 == last or end == parting - parting % self._groups.alignment:
+            return True
+        known = lookup.known.get(STATE, frozenset())
+        before = max([state.last_state, *(index for index in known if index < chunk.index)])
+        return chunk.index - before >= self._config.state_interval
+
+    def _store_op(
+        self,
+        state: _Request,
+        lookup: Lookup,
+        chunk: Chunk,
+        kind: Kind,
+        blocks: dict[int, list[int]],
+    ) -> StoreOp:
+        key = kind_key(chunk.key, kind)
+        draft = None
+        if self._drafts is not None and kind == FULL:
+            request_id, chain = state.request.request_id, lookup.chain
+            assert chain is not None
+            draft = self._drafts.to_store(request_id, chain, chunk.index)
+        return StoreOp(
+            chunk,
+            tuple(blocks.get(group.index, []) for group in self._groups),
+            state.failures.get(key, False) or self._failed.is_bad(key),
+            time.monotonic() - lookup.finished_at,
+            state.adapter,
+            self._handshake.round,
+            draft,
+            kind,
+        )
 
     def worker_output(self, meta: WorkerMetadata) -> None:
         """Take what the workers report of a step."""
         for failure in itertools.chain.from_iterable(meta.failures):
-            if failure.key:
-                self._failed.add(failure.key, bad=failure.bad)
-                self._repaired_ranks.pop(failure.key, None)
-            state = self._requests.get(failure.request_id)
-            if state is not None:
-                limit = failure.chunk_index
-                state.limit = limit if state.limit is None else min(state.limit, limit)
-                if failure.key:
-                    state.failures[failure.key] = failure.bad
+            self._note_failure(failure)
         for key, rank in meta.repaired:
             self._note_repaired(key, rank)
         if meta.published and self._lookups is not None:
@@ -685,11 +866,36 @@ class SchedulerSide:
             for request_id, token in meta.without_drafts:
                 self._drafts.missing(request_id, token)
 
+    def _note_failure(self, failure: LoadFailure) -> None:
+        key = kind_key(failure.key, failure.kind)
+        if failure.key:
+            self._failed.add(key, bad=failure.bad)
+            self._repaired_ranks.pop(key, None)
+        state = self._requests.get(failure.request_id)
+        if state is None:
+            return
+        if failure.key:
+            state.failures[key] = failure.bad
+        if failure.key and failure.kind != FULL:
+            state.failed[failure.kind].add(failure.chunk_index)
+        else:
+            limit = failure.chunk_index
+            state.limit = limit if state.limit is None else min(state.limit, limit)
+        if not self._groups.hybrid:
+            return
+        if state.loaded:
+            # The load brought nothing. Other ranks may report the same one later.
+            state.failed_loads += 1
+            # Where no object is the cause, a shorter hit would fail as well.
+            state.loaded = not failure.key or state.failed_loads >= _MOST_FAILED_LOADS
+        if not state.loaded:
+            state.drop_lookup()
+
     def _note_repaired(self, key: bytes, rank: int) -> None:
-        """Trust a damaged chunk again once every rank has replaced its objects."""
+        """Trust a damaged chunk again once every rank that has layers of its kind repaired it."""
         ranks = self._repaired_ranks.setdefault(key, set())
         ranks.add(rank)
-        if len(ranks) == self._handshake.ranks:
+        if len(ranks) == self._ranks_of[kind_of_key(key)]:
             del self._repaired_ranks[key]
             self._failed.forget(key)
         elif len(self._repaired_ranks) > _REPAIRS_REMEMBERED:
@@ -722,10 +928,13 @@ class SchedulerSide:
         # If no thread can be started, the next report tries again: nothing is settled yet.
         self._lookups = LookupService(
             shelf.view(fmt),
+            others={kind: shelf.view(fmt.of(kind)) for kind in fmt.kinds if kind != fmt.kind},
+            window=self._groups.window,
             failed=self._failed,
             counters=self.counters,
             on_thread_start=self._on_thread_start,
         )
+        self._ranks_of = self._ranks_with(fmt)
         self._blocks.settle(changed=changed)
         self._handshake.settle(fmt.namespace)
         if previous is not None:
@@ -735,6 +944,16 @@ class SchedulerSide:
         if self._config.prefetch_budget(probe_cost) > 0:
             self._read_ahead.enable(self._engine_chunks())
         logger.info("shelf %s, namespace %s", shelf.backend.url, fmt.namespace.folder)
+
+    def _ranks_with(self, fmt: ObjectFormat) -> dict[Kind, int]:
+        """Return how many ranks have layers of each kind."""
+        record: Mapping[str, Any] = fmt.namespace.record
+        stages = record["stages"]
+        kinds = record.get("kinds") or [fmt.kind] * sum(stages)
+        ends = list(itertools.accumulate(stages))
+        of_stages = [set(kinds[end - count : end]) for end, count in zip(ends, stages, strict=True)]
+        ranks = self._handshake.ranks // len(stages)
+        return {kind: ranks * sum(kind in of_stage for of_stage in of_stages) for kind in fmt.kinds}
 
     def _check_whole_shards(self, fmt: ObjectFormat) -> None:
         """Plan no stores where no rank holds all heads of a shard."""
@@ -765,7 +984,10 @@ class SchedulerSide:
         if not getattr(cache, "enable_prefix_caching", True):
             return 0
         blocks = int(getattr(cache, "num_gpu_blocks", None) or 0)
-        return blocks * self._block_size // self._config.chunk_size if blocks else None
+        # The groups share the blocks. Windows and states need few of them.
+        sizes = [group.block_size for group in self._groups.of(FULL) or self._groups]
+        tokens = int(blocks / sum(1 / size for size in sizes))
+        return tokens // self._config.chunk_size if blocks else None
 
     # ------------------------------------------------------------- end
 
