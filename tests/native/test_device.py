@@ -137,6 +137,97 @@ def test_a_shard_goes_back_to_the_slots_that_are_not_skipped(rig: Rig) -> None:
                 np.testing.assert_array_equal(memory, after)
 
 
+@dataclass
+class Group:
+    """Caches whose calls use a part of a chunk's slots, and only some of the payload's heads."""
+
+    paged: Paged
+    slots: list[int]
+    call: LayerCall
+
+
+@contextmanager
+def grouped(divided: bool) -> Iterator[tuple[DeviceKVCache, list[Group], torch.Tensor, int]]:
+    """Caches of two cache groups with different slots, all of them, and a payload's size."""
+    parts = 2 if divided else 1
+    forms = [
+        (make_paged("mla", torch.bfloat16, blocks=5), [9, 2, 5]),
+        (make_paged("bhnc-hnd", torch.float32, blocks=6, seed=7), SLOTS),
+    ]
+    groups, start, first_slot = [], 0, len(SLOTS) + 3
+    for paged, slots in forms:
+        end = start + len(paged.caches) * paged.layout.chunk_bytes(len(slots), 1) * parts
+        first_slot -= len(slots)
+        call = LayerCall(
+            paged.caches,
+            paged.layout,
+            start,
+            end,
+            1,
+            parts=parts,
+            part=parts - 1,
+            first_slot=first_slot,
+        )
+        groups.append(Group(paged, slots, call))
+        start = end
+    path = DeviceKVCache({0: [group.call for group in groups]}, streams=FakeStreams())
+    yield path, groups, torch.tensor([*SLOTS, 9, 2, 5]), start
+    path.close()
+
+
+def test_each_cache_group_has_slots_of_its_own(copier: str) -> None:
+    with grouped(divided=False) as (path, groups, slots, size):
+        payload = torch.full((size,), 0xAB, dtype=torch.uint8)
+        copied = path.gather(slots, [payload])
+        assert copied is not None
+        copied.wait()
+        cases = [Case(group.paged, group.slots, 1, 1, 0, 1) for group in groups]
+        want = np.concatenate([case.gathered().reshape(-1) for case in cases])
+        np.testing.assert_array_equal(payload.numpy(), want)
+
+
+@pytest.mark.parametrize("divided", [False, True])
+def test_each_cache_group_gets_its_part_of_a_payload_in_its_own_slots(
+    copier: str, divided: bool
+) -> None:
+    with grouped(divided) as (path, groups, slots, size):
+        payload = torch.randint(0, 256, (size,), dtype=torch.uint8)
+        want = []
+        for group in groups:
+            call, row = group.call, group.paged.layout.row_bytes
+            rows = payload[call.start : call.end].view(-1, call.parts, row)[:, call.part]
+            case = Case(group.paged, group.slots, 1, 1, 0, 1)
+            want.append(case.scattered(rows.reshape(1, 1, -1).numpy()))
+        path.scatter(0, slots, payload, path.fence())
+        for group, of_group in zip(groups, want, strict=True):
+            for memory, after in zip(group.paged.memory, of_group, strict=True):
+                np.testing.assert_array_equal(memory, after)
+
+
+def test_slots_are_checked_with_the_caches_of_their_group(copier: str) -> None:
+    with grouped(divided=False) as (path, groups, slots, size):
+        payload = torch.zeros(size, dtype=torch.uint8)
+        before = [memory.copy() for group in groups for memory in group.paged.memory]
+        # The first slots are of caches with 24 slots, the others of caches with 20.
+        for position, slot in ((2, 24), (len(SLOTS) + 1, 20)):
+            bad = slots.clone()
+            bad[position] = slot
+            with pytest.raises(ValueError, match=f"is {slot}"):
+                path.gather(bad, [payload])
+            with pytest.raises(ValueError, match=f"is {slot}"):
+                path.scatter(0, bad, payload)
+        good = slots.clone()
+        good[2] = 20
+        copied = path.gather(good, [payload])
+        assert copied is not None
+        copied.wait()
+        with pytest.raises(ValueError, match=r"int64 CPU tensor \[9\]"):
+            path.gather(slots[:-1], [payload])
+        for group in groups:
+            for memory in group.paged.memory:
+                np.testing.assert_array_equal(memory, before.pop(0))
+
+
 def test_a_device_without_streams_does_the_same() -> None:
     rig = make_rig(None)
     payloads = rig.payloads()
@@ -215,6 +306,31 @@ def test_large_blocks_that_hold_all_layers_are_filled_by_a_list_of_copies(
             if slot >= 0:
                 before[slot // 3, :, slot % 3] = rows[:, token]
         torch.testing.assert_close(backing, before, rtol=0, atol=0)
+        path.close()
+
+
+def test_copies_into_blocks_use_the_slots_of_their_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "DIRECT_BYTES", 48)
+    with on_device("native"):
+        first, one = interleaved()
+        second, other = interleaved(layers=2)
+        calls = [
+            replace(one, first_slot=TOKENS),
+            replace(other, start=one.end, end=one.end + other.end),
+        ]
+        path = DeviceKVCache({0: calls}, pinned=True, streams=FakeStreams())
+        slots = torch.tensor([3, 4, 5, 0, 1, 2, 12, 13, 14, 6, 7, 8])
+        payload = torch.randint(0, 256, (calls[1].end,), dtype=torch.uint8)
+        launches = emulation().launches
+        path.scatter(0, slots, payload)
+        assert emulation().launches == launches
+        for backing, layers, own, part in (
+            (first, 3, slots[TOKENS:], payload[: one.end]),
+            (second, 2, slots[:TOKENS], payload[one.end :]),
+        ):
+            rows = part.view(layers, TOKENS, 16)
+            for token, slot in enumerate(own.tolist()):
+                assert torch.equal(backing[slot // 3, :, slot % 3], rows[:, token])
         path.close()
 
 
