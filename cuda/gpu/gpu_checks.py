@@ -23,6 +23,7 @@ from kvshelf.kv.layout import PagedLayout
 from kvshelf.kv.layout_learning import CacheShape, learn_layout
 from kvshelf.kv.ops import checks
 from kvshelf.kv.ops import library as native
+from kvshelf.kv.states import StateLayer, split_state, state_runs
 
 FORMS = ("bhnc-hnd", "bhnc-nhd", "2bnhd", "b2nhd", "mla", "native")
 DTYPES = (
@@ -634,6 +635,64 @@ def blocks_that_hold_all_layers(ctx: Context) -> None:
                 path.close()
 
 
+def states(ctx: Context) -> None:
+    """States of layers in two cache groups, to staging and back into other blocks."""
+    shards, layers = 2, 3 if ctx.small else 36
+    shapes, dtypes = [(3, 512), (4, 64, 64)], [torch.bfloat16, torch.float32]
+    state = split_state("gdn_attn", shapes, dtypes, 1, False)
+    memory = [
+        torch.randint(0, 256, (9, state.nbytes + 192), dtype=torch.uint8, device=ctx.device)
+        for _ in range(layers)
+    ]
+    runs, units = state_runs(
+        [
+            StateLayer(part.view(torch.int8)[:, None, None, : state.nbytes], state, number % 2)
+            for number, part in enumerate(memory)
+        ],
+        shards,
+    )
+    ends = list(
+        itertools.accumulate(
+            len(run.caches) * run.layout.chunk_bytes(run.layout.block_size, 1) for run in runs
+        )
+    )
+    calls = {
+        shard: [
+            LayerCall(run.caches, run.layout, start, end, 1, shard, first_slot=run.first_slot)
+            for run, start, end in zip(runs, [0, *ends], ends, strict=False)
+        ]
+        for shard in range(shards)
+    }
+
+    def slots(blocks: tuple[int, int]) -> Tensor:
+        return torch.tensor([slot for group, of in units.items() for slot in of.of(blocks[group])])
+
+    def payload(shard: int, block: Tensor) -> Tensor:
+        conv, ssm = block[: 3 * 1024].view(3, 512, 2), block[3 * 1024 : state.nbytes].view(4, -1)
+        sections = [part.chunk(shards, 1)[shard] for part in conv.split((128, 128, 256), 1)]
+        return torch.cat([part.reshape(-1) for part in (*sections, ssm.chunk(shards)[shard])])
+
+    there, here = (5, 2), (1, 7)
+    path = ctx.device_caches(calls)
+    with ctx.staging(shards, ends[-1]) as staging:
+        for buffer in staging:
+            buffer.fill_(POISON)
+        copied = path.gather(slots(there), staging)
+        if copied is None:
+            raise AssertionError("no device buffer is free")
+        copied.wait()
+        blocks = [part[there[number % 2]].cpu() for number, part in enumerate(memory)]
+        for shard, buffer in enumerate(staging):
+            ctx.equal(buffer, torch.cat([payload(shard, block) for block in blocks]), "states")
+        want = [part.clone() for part in memory]
+        for number, part in enumerate(want):
+            part[here[number % 2], : state.nbytes] = part[there[number % 2], : state.nbytes]
+        path.scatter_chunk(range(shards), slots(here), staging, path.fence())
+        for part, expected in zip(memory, want, strict=True):
+            ctx.equal(part, expected, "states back in the caches")
+    path.close()
+
+
 def overwritten_blocks(ctx: Context) -> None:
     """The chunk does not contain what the engine writes after the gather was enqueued."""
     pages = make_pages("bhnc-nhd", torch.bfloat16, ctx.device, layers=4, blocks=64, heads=4)
@@ -734,5 +793,6 @@ def under_memcheck(ctx: Context) -> None:
         the_way_to_staging,
         blocks_that_hold_all_layers,
         buffers_in_host_memory,
+        states,
     ):
         check(ctx)
