@@ -62,7 +62,8 @@ class Call(Generic[Layout]):
 #: removed when the first of its tensors is freed, so the ids are those of the same live objects.
 #: The addresses are compared too, so a cache that was resized is checked again.
 _known_caches: Final[dict[tuple[tuple[int, ...], tuple[int, ...]], Caches[Any]]] = {}
-MAX_KNOWN: Final = 64
+#: The states of a model have several calls for each layer.
+MAX_KNOWN: Final = 1024
 
 
 def known_caches_of(

@@ -9,16 +9,19 @@ from __future__ import annotations
 import functools
 from array import array
 from collections.abc import Callable
+from typing import Final
 
 from torch import Tensor
 
 from kvshelf.kv.layout import PagedLayout
 from kvshelf.kv.ops import library
-from kvshelf.kv.ops.checks import MAX_KNOWN, Call, bad_slot_error
+from kvshelf.kv.ops.checks import Call, bad_slot_error
 from kvshelf.kv.ops.permuted import PermutedSizes
 
 #: Tokens per thread of a kernel; 0: the library chooses.
 KERNEL_STEPS: int = 0
+#: Indexes that are kept for each cache.
+_MAX_INDEXES: Final = 64
 
 
 def run_compiled(call: Call[PagedLayout], *, gather: bool) -> bool:
@@ -74,7 +77,7 @@ def _index_of(call: Call[PagedLayout]) -> array[int]:
             call.shard_stride,
         ),
     )
-    if len(indexes) >= MAX_KNOWN:
+    if len(indexes) >= _MAX_INDEXES:
         indexes.clear()
     indexes[key] = index
     return index
