@@ -1,0 +1,132 @@
+"""Layers of one kind that belong to several cache groups: each group has slots of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from kvshelf.errors import ConfigError
+from kvshelf.format.kinds import FULL, WINDOW
+from kvshelf.format.namespace import FORMAT, Namespace
+from kvshelf.format.objects import ObjectFormat
+from kvshelf.kv.caches import HostKVCache, KVCache, LayerRun, layer_calls
+from kvshelf.kv.device import DeviceKVCache
+from kvshelf.kv.layout import PagedLayout, slots_of
+
+CHUNK, HEADS, SIZE = 16, 4, 8
+#: The group of each window layer, and the tokens in a block of each group.
+GROUPS = (0, 1, 1, 0)
+BLOCK_SIZES = (4, 8)
+BLOCKS = ([5, 0, 3, 6], [2, 7])
+
+
+def make_format(**fields: Any) -> ObjectFormat:
+    layers = 1 + len(GROUPS)
+    record: dict[str, Any] = {
+        "format": FORMAT,
+        "weights": "user:test",
+        "chunk_size": CHUNK,
+        "shards": 2,
+        "window_shards": 2,
+        "kinds": [FULL] + [WINDOW] * len(GROUPS),
+        "stages": [layers],
+        "layouts": ["canonical"] * layers,
+        "layer_names": [f"layers.{i}.attn" for i in range(layers)],
+        "layer_shapes": [f"2,*,{HEADS},{SIZE}"] * layers,
+        "layer_dtypes": ["BF16"] * layers,
+        **fields,
+    }
+    record["data_offset"] = ObjectFormat.required_data_offset(record)
+    return ObjectFormat(Namespace(record, "test"))
+
+
+def make_caches() -> list[torch.Tensor]:
+    return [
+        torch.randint(-(2**15), 2**15, (10, HEADS, BLOCK_SIZES[group], 2 * SIZE)).to(torch.int16)
+        for group in GROUPS
+    ]
+
+
+def runs_of(caches: list[torch.Tensor]) -> list[LayerRun]:
+    """The second group's slots are in front; its two layers are neighbours."""
+    layouts = [PagedLayout.from_bhnc(cache, SIZE) for cache in caches]
+    return [
+        LayerRun(0, [caches[0]], layouts[0], CHUNK),
+        LayerRun(1, [caches[1], caches[2]], layouts[1], 0),
+        LayerRun(3, [caches[3]], layouts[3], CHUNK),
+    ]
+
+
+def slots() -> torch.Tensor:
+    own = [slots_of(BLOCKS[group], BLOCK_SIZES[group], 0, CHUNK) for group in (1, 0)]
+    return torch.cat(own)
+
+
+def rows(caches: list[torch.Tensor], shard: int) -> torch.Tensor:
+    """The bytes of a shard's object, by indexing."""
+    parts = []
+    for cache, group in zip(caches, GROUPS, strict=True):
+        blocks = cache[BLOCKS[group]][:, 2 * shard : 2 * shard + 2]
+        # [blocks, heads, tokens, K and V] -> [K and V, tokens, heads, elements]
+        whole = blocks.unflatten(3, (2, SIZE)).permute(3, 0, 2, 1, 4).reshape(2, CHUNK, 2, SIZE)
+        parts.append(whole.contiguous().view(torch.uint8).reshape(-1))
+    return torch.cat(parts)
+
+
+@pytest.fixture(params=["host", "device"])
+def pair(request: pytest.FixtureRequest) -> Iterator[tuple[list[torch.Tensor], KVCache]]:
+    """The caches of the window layers, and the memory over them."""
+    caches = make_caches()
+    calls = layer_calls(make_format().of(WINDOW), runs_of(caches))
+    memory = HostKVCache(calls) if request.param == "host" else DeviceKVCache(calls)
+    yield caches, memory
+    memory.close()
+
+
+def test_a_chunk_of_several_groups_goes_there_and_back(
+    pair: tuple[list[torch.Tensor], KVCache],
+) -> None:
+    caches, memory = pair
+    size = make_format().of(WINDOW).payload_size(0)
+    payloads = [torch.zeros(size, dtype=torch.uint8) for _ in range(2)]
+    copied = memory.gather(slots(), payloads)
+    assert copied is not None
+    copied.wait()
+    for shard, payload in enumerate(payloads):
+        assert torch.equal(payload, rows(caches, shard))
+    before = [cache.clone() for cache in caches]
+    for cache in caches:
+        cache[BLOCKS[0] + BLOCKS[1]] = 0
+    skipped = slots()
+    skipped[:3] = -1
+    for shard, payload in enumerate(payloads):
+        memory.scatter(shard, skipped, payload, memory.fence())
+    for cache, old, group in zip(caches, before, GROUPS, strict=True):
+        expected = old.clone()
+        expected[BLOCKS[0] + BLOCKS[1]] = 0
+        expected[BLOCKS[group]] = old[BLOCKS[group]]
+        if group == 1:
+            expected[BLOCKS[1][0], :, :3] = 0
+        assert torch.equal(cache, expected)
+
+
+def test_a_chunk_needs_the_slots_of_all_groups(
+    pair: tuple[list[torch.Tensor], KVCache],
+) -> None:
+    _, memory = pair
+    size = make_format().of(WINDOW).payload_size(0)
+    payload = torch.zeros(size, dtype=torch.uint8)
+    for few in (slots()[:CHUNK], slots()[:-1]):
+        with pytest.raises(ValueError, match="slot_mapping"):
+            memory.gather(few, [payload, payload.clone()])
+        with pytest.raises(ValueError, match="slot_mapping"):
+            memory.scatter(0, few, payload)
+
+
+def test_layers_of_another_kind_are_refused() -> None:
+    caches = make_caches()
+    with pytest.raises(ConfigError, match="4 layers are registered, but objects of this namespace"):
+        layer_calls(make_format(), runs_of(caches))
