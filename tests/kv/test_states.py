@@ -445,6 +445,9 @@ def test_a_cache_that_cannot_hold_the_state_is_refused() -> None:
     other = torch.zeros(BLOCKS, 1, 1, state.nbytes, dtype=torch.int16)
     with pytest.raises(ValueError, match="expected blocks"):
         state_runs([StateLayer(other, state, 0)], 1)
+    apart = torch.zeros(BLOCKS, 2, state.nbytes, dtype=torch.int8)[:, :, : state.nbytes // 2]
+    with pytest.raises(ValueError, match="expected blocks"):
+        state_runs([StateLayer(apart, state, 0)], 1)
     with pytest.raises(ValueError, match="cannot be split over 3 shards"):
         state_runs([StateLayer(other.view(torch.int8), state, 0)], 3)
 

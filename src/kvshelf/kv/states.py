@@ -334,7 +334,9 @@ def _part_of(layer: StateLayer, place: PartPlace, shards: int) -> tuple[Tensor, 
     """Return the view of a cache that begins with a part, and how the part lies in it."""
     pages = layer.cache.flatten(1)
     blocks, nbytes = pages.shape
-    if pages.element_size() != 1 or nbytes < layer.state.nbytes or pages.stride(1) != 1:
+    # A cache whose blocks are not contiguous would have been copied.
+    in_place = pages.data_ptr() == layer.cache.data_ptr() and pages.stride(1) == 1
+    if not in_place or pages.element_size() != 1 or nbytes < layer.state.nbytes:
         raise ValueError(
             f"the cache of a state is {layer.cache.dtype} {list(layer.cache.shape)} with strides"
             f" {list(layer.cache.stride())}; expected blocks of at least {layer.state.nbytes}"
