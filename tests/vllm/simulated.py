@@ -394,7 +394,9 @@ class SimulatedEngine:
         }
         spec = UniformTypeKVCacheSpecs(block_size=self.block_size, kv_cache_specs=specs)
         group = SimpleNamespace(layer_names=list(specs), kv_cache_spec=spec)
-        return SimpleNamespace(num_blocks=blocks, kv_cache_groups=[group])
+        return SimpleNamespace(
+            num_blocks=blocks, kv_cache_groups=[group], prefix_cacheable_group_ids=(0,)
+        )
 
     @property
     def worker(self) -> WorkerSide:

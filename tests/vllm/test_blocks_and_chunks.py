@@ -18,11 +18,12 @@ from simulated import FORMS, HEADS, SIZE, SimulatedEngine, kv_of
 
 from kvshelf.errors import ConfigError
 from kvshelf.format.keys import KeyChain
+from kvshelf.format.kinds import FULL
 from kvshelf.format.names import object_name
 from kvshelf.format.namespace import Namespace
 from kvshelf.kv.caches import LayerRun
 from kvshelf.kv.layout import PagedLayout
-from kvshelf.vllm.registered_caches import RegisteredCaches, cached_layers
+from kvshelf.vllm.registered_caches import KindCaches, RegisteredCaches, cached_layers
 
 Start = Callable[..., SimulatedEngine]
 
@@ -226,7 +227,7 @@ def test_one_cache_shared_by_two_layers_is_stored_once(tmp_path: Path) -> None:
         layers = engine.layers
         first, second = layers
         layers[second].kv_sharing_target_layer_name = first
-        assert cached_layers(engine.caches, engine.worker._vllm_config, None) == [first]
+        assert cached_layers(engine.caches, engine.worker._vllm_config) == [first]
 
 
 def test_caches_that_come_back_from_sleep_are_compared(start: Start) -> None:
@@ -263,7 +264,8 @@ def test_memory_that_came_back_elsewhere_is_viewed_as_it_was_registered() -> Non
     layer = SimpleNamespace(kv_cache=registered.squeeze(1))
     run = LayerRun(0, [registered], PagedLayout.from_mla(layer.kv_cache))
     report: Any = None
-    caches = RegisteredCaches(("layer",), [layer.kv_cache], (run,), 1, report)
+    kind = KindCaches(("layer",), (run,))
+    caches = RegisteredCaches({"layer": (layer.kv_cache,)}, {FULL: kind}, report)
     memory = torch.arange(5 * 16 * 24, dtype=torch.int16)
     layer.kv_cache = memory.view(torch.bfloat16).view(5, 16, 24)[1:]
     assert caches.rebind({"layer": layer})

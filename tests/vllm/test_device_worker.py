@@ -26,6 +26,7 @@ from replay import MiniVllm, Request, bind, make_caches, make_config, make_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from kvshelf.errors import UnsupportedError
+from kvshelf.format.kinds import FULL
 from kvshelf.kv.device import DeviceKVCache
 from kvshelf.shelf import tiers
 from kvshelf.shelf.shelf import Shelf
@@ -168,7 +169,7 @@ def test_blocks_of_an_aborted_load_are_free_only_when_the_device_has_left_them(
         engine.add(Request("r", prompt(41)))
         until(lambda: engine.step() is not None and engine.states["r"].status == "loading")
         assert side._transfer is not None
-        path = side._registration.memory.cache  # type: ignore[union-attr]
+        path = side._registration.memories[FULL].cache
         until(lambda: path._running > 0)
         before = len(engine.free)
         engine.abort("r")
@@ -294,7 +295,7 @@ def test_while_the_engine_sleeps_nothing_touches_the_caches(
     assert count(engine, "stored_chunks") == 5
     poison(engine)
     before = len(engine.device.ran)
-    path = side_of(engine)._registration.memory.cache  # type: ignore[union-attr]
+    path = side_of(engine)._registration.memories[FULL].cache
     assert path._paused
     Worker().wake_up(["weights"])
     assert path._paused
@@ -339,7 +340,7 @@ def test_caches_that_come_back_in_another_layout_are_left_alone(
     bind(engine.config, other)
     for _ in range(2):
         engine.worker.restore_kv_caches()
-    assert side_of(engine)._registration.memory.cache._paused  # type: ignore[union-attr]
+    assert side_of(engine)._registration.memories[FULL].cache._paused
     for _ in range(2):
         run(engine, prompt(41))
         assert computed(engine) == 41
@@ -383,7 +384,7 @@ def test_after_a_device_failed_the_engine_goes_on_as_with_no_cache(
     lines = [record for record in caplog.records if record.levelname in ("ERROR", "CRITICAL")]
     assert len(lines) == 1
     assert f"cpu failed: CUDA error: {fault} failed" in lines[0].getMessage()
-    assert side_of(engine)._registration.memory.staging.in_use == 0  # type: ignore[union-attr]
+    assert side_of(engine)._registration.memories[FULL].staging.in_use == 0
 
 
 def test_a_device_that_fails_for_good_stops_nothing_of_ours(

@@ -1056,7 +1056,7 @@ def test_a_load_in_flight_when_weights_change_is_computed_instead(
     if delivered:
         gate.set()
         transfer = engine.worker._worker._transfer
-        until(lambda: bool(transfer._loads._finished))
+        until(lambda: bool(transfer._finished))
     engine.model.load_weights(1.0)
     gate.set()
     # The replay checks that all its blocks are of the new weights.

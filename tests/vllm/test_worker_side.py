@@ -25,6 +25,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 
 from kvshelf.errors import ConfigError, TransientStorageError, UnsupportedError
 from kvshelf.format.keys import Chunk, KeyChain
+from kvshelf.format.kinds import FULL
 from kvshelf.format.names import object_name
 from kvshelf.format.namespace import Namespace
 from kvshelf.format.objects import ObjectFormat
@@ -45,6 +46,7 @@ from kvshelf.vllm.metadata import (
 from kvshelf.vllm.namespace import build_namespace, kv_scales
 from kvshelf.vllm.registered_caches import natural_order
 from kvshelf.vllm.registration import Registration, State
+from kvshelf.vllm.slots import TokenSlots
 from kvshelf.vllm.worker import WorkerSide
 
 BLOCK, CHUNK, BLOCKS = 4, 8, 64
@@ -126,7 +128,9 @@ class Rig:
         """What a (manager) block holds in each layer."""
         caches = self.side._registration.caches
         assert caches is not None
-        ratio = self.config.cache_config.block_size // caches.unit_tokens
+        (slots,) = caches.kinds[FULL].slots
+        assert isinstance(slots, TokenSlots)
+        ratio = self.config.cache_config.block_size // slots.unit_tokens
         return [c[block * ratio : (block + 1) * ratio].clone() for c in self.caches.values()]
 
     def same(self, one: int, other: int) -> bool:
@@ -689,7 +693,7 @@ def test_a_load_that_is_not_reported_before_its_caches_or_weights_go_fails(
     assert rig.step(StepMetadata(loads=loads))[0] == set()
     if scattered:
         gate.set()
-        until(lambda: len(transfer._loads._finished) == 2)
+        until(lambda: len(transfer._finished) == 2)
     if how == "sleep":
         rig.connector.unregister_kv_caches()
         rig.connector.restore_kv_caches()
@@ -1191,8 +1195,7 @@ def test_a_waiting_requests_objects_are_in_memory_when_its_load_comes(
     assert all(rig.same(i + 1, block) for i, block in enumerate(blocks))
     # The thread that delivered the last object counts it afterwards.
     until(lambda: count()["memory_tier_loaded_objects"] == objects)
-    memory = rig.side._prefetched
-    assert memory is not None
+    memory = rig.side._prefetched[FULL]
     until(lambda: bool(rig.step(StepMetadata()) and not memory.available))
 
 
@@ -1201,8 +1204,7 @@ def test_a_waiting_request_that_ends_leaves_no_memory_behind(make: Callable[...,
     chunks = rig.chunks(4)
     rig.store(chunks)
     rig.step(StepMetadata(prefetches=[PrefetchOp("r", chunks), PrefetchOp("s", chunks[:1])]))
-    memory = rig.side._prefetched
-    assert memory is not None
+    memory = rig.side._prefetched[FULL]
     until(lambda: memory.leading(chunks) == 4)
     rig.step(StepMetadata(prefetch_ended=["r"]))
     until(lambda: bool(rig.step(StepMetadata()) and memory.leading(chunks) == 1))
@@ -1217,9 +1219,7 @@ def test_when_weights_change_nothing_is_read_ahead_and_its_memory_is_given_back(
     chunks = rig.chunks(4)
     rig.store(chunks)
     rig.step(StepMetadata(prefetches=[PrefetchOp("r", chunks[:2])]))
-    memory, prefetcher = rig.side._prefetched, rig.side._prefetcher
-    assert memory is not None
-    assert prefetcher is not None
+    memory, prefetcher = rig.side._prefetched[FULL], rig.side._prefetchers[FULL]
     until(lambda: memory.leading(chunks) == 2)
     gate = threading.Event()
     backend.add(Fault("read", wait=gate))
@@ -1239,8 +1239,7 @@ def test_a_waiting_request_whose_load_is_refused_leaves_no_memory_behind(
     chunks = rig.chunks(4)
     rig.store(chunks)
     rig.step(StepMetadata(prefetches=[PrefetchOp("r", chunks)]))
-    memory = rig.side._prefetched
-    assert memory is not None
+    memory = rig.side._prefetched[FULL]
     until(lambda: memory.leading(chunks) == 4)
     # Its chunks are not known, as when the scheduler's look-up was given up.
     finished, _, _ = rig.step(
@@ -1290,5 +1289,5 @@ def test_a_near_shelf_takes_no_memory_for_waiting_requests(make: Callable[..., R
     chunks = rig.chunks(2)
     rig.store(chunks)
     rig.step(StepMetadata(prefetches=[PrefetchOp("r", chunks)]))
-    assert rig.side._prefetcher is None
+    assert not rig.side._prefetchers
     assert rig.side.counters.snapshot().get("prefetched_objects", 0) == 0

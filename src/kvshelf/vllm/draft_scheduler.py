@@ -36,7 +36,7 @@ from kvshelf.errors import KVShelfError
 from kvshelf.format.keys import Chunk, KeyChain
 from kvshelf.format.namespace import Namespace
 from kvshelf.vllm.metadata import BY_PARAMETERS, WorkerReport
-from kvshelf.vllm.namespace import build_namespace, stage_ranks, topology_of
+from kvshelf.vllm.namespace import build_namespace, stage_ranks, topologies_of
 from kvshelf.vllm.speculation import WITHOUT_DRAFTS, draft_config, draft_engine
 
 logger = logging.getLogger(__name__)
@@ -182,7 +182,8 @@ class DraftScheduler:
         config = draft_config(self._vllm_config, self._config, target)
         try:
             namespace = build_namespace(self._engine, config, plain[:1], known.weights)
-            divided = topology_of(self._engine, namespace.record).divided
+            topologies = topologies_of(self._engine, namespace.record).values()
+            divided = any(topology.divided for topology in topologies)
         except KVShelfError as error:
             self._disable(str(error))
             return

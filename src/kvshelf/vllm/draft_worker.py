@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from kvshelf.config import Config
+from kvshelf.format.kinds import FULL
 from kvshelf.kv.streams import Streams
 from kvshelf.logs import RateLimitedLog
 from kvshelf.metrics import COUNTERS, Counters
@@ -35,7 +36,7 @@ from kvshelf.vllm.affinity import widen_cpu_affinity
 from kvshelf.vllm.metadata import LoadOp, StepMetadata, StoreOp, WorkerReport
 from kvshelf.vllm.namespace import stage_ranks
 from kvshelf.vllm.registration import Registration, State
-from kvshelf.vllm.slots import slots_of, slots_to_load
+from kvshelf.vllm.slots import slots_to_load, slots_to_store
 from kvshelf.vllm.speculation import (
     WITHOUT_DRAFTS,
     draft_config,
@@ -219,9 +220,10 @@ class DraftWorker:
         if known is not None and known.encoded == encoded:
             return
         self._close_transfer(0.0)
-        memory = registration.take_memory(encoded, slug)
-        if memory is None:
+        memories = registration.take_memories(encoded, slug)
+        if memories is None:
             return
+        memory = memories[FULL]
         loads, stores = registration.io_threads(shelf.backend.properties)
         try:
             self._transfer = Transfer(
@@ -238,9 +240,9 @@ class DraftWorker:
             )
         except RuntimeError:
             # No threads can be started now. The next step tries again.
-            registration.put_back(memory)
+            registration.put_back(memories)
             return
-        registration.serve(memory)
+        registration.serve(memories)
 
     def _close_transfer(self, drain_seconds: float) -> None:
         """Stop the threads, free the memory."""
@@ -268,11 +270,9 @@ class DraftWorker:
         transfer = self._serving
         if transfer is not None and op.drafts:
             try:
-                (block_ids,) = op.block_ids
                 size = self._config.chunk_size
-                items = slots_to_load(
-                    self._registration, op.drafts, block_ids, op.start, op.end, size
-                )
+                slots = self._registration.memories[FULL].slots
+                items = slots_to_load(slots, op.drafts, op.block_ids, op.start, op.end, size)
                 self._ops[transfer.load(op.request_id, items)] = op
                 return
             except Exception as error:  # noqa: BLE001 - drafts are accepted less often
@@ -295,13 +295,10 @@ class DraftWorker:
         transfer = self._serving
         if transfer is None or op.draft is None:
             return
-        (block_ids,) = op.block_ids
         try:
+            groups = self._registration.memories[FULL].slots
             size = self._config.chunk_size
-            memory = self._registration.memory
-            assert memory is not None
-            start = op.draft.index * size % memory.blocks.tokens
-            slots = slots_of(self._registration, block_ids, start, size)
+            slots = slots_to_store(groups, op.block_ids, op.draft.index, size)
             transfer.store(ChunkSlots(op.draft, slots), age=op.age)
         except Exception as error:  # noqa: BLE001 - drafts are accepted less often
             self._log.error("a chunk of a drafter's KV was not stored", exc_info=error)

@@ -2,7 +2,8 @@
 
 Owns :func:`discover_layouts`, which lets :mod:`kvshelf.kv.layout_learning` write patterns through
 each layer's own cache update, and :func:`choose_layout`, which derives one :class:`StoredLayout`
-for the whole worker from the learned layouts, the option ``layout`` and the chunk size.
+for the layers of one cache group from the learned layouts, the option ``layout`` and the chunk
+size.
 
 Contracts
 ---------
@@ -358,7 +359,7 @@ def _finish(device: torch.device) -> None:
 
 @dataclass(frozen=True, slots=True)
 class StoredLayout:
-    """How a worker's layers are stored.
+    """How the layers of a worker that belong to one cache group are stored.
 
     Attributes
     ----------
@@ -391,8 +392,10 @@ def choose_layout(
     kv_heads: Sequence[int],
     replicated: bool = False,
     context_ranks: int = 1,
+    alike: Sequence[LayerCache] = (),
+    places: Sequence[int] | None = None,
 ) -> StoredLayout:
-    """Decide how the layers of a worker are stored.
+    """Decide how the layers of a worker that belong to one cache group are stored.
 
     Parameters
     ----------
@@ -412,6 +415,12 @@ def choose_layout(
     context_ranks : int
         Number of ranks over which the tokens of a block are spread. More than one store
         canonically, since a rank's block is not a block of neighbouring tokens.
+    alike : Sequence of LayerCache
+        The layers of other groups whose KV is stored in the same objects. Where the layout of one
+        of them is unknown, whole blocks are stored of all.
+    places : Sequence of int, optional
+        Index of each layer among those whose KV is stored in the same objects; the layers follow
+        each other from the first on when absent.
 
     Raises
     ------
@@ -421,7 +430,9 @@ def choose_layout(
     UnsupportedError
         If an unknown layout cannot be copied block by block either.
     """
-    unknown = next((layer for layer in layers if layer.learned.layout is None), None)
+    every = (*layers, *alike)
+    unknown = next((layer for layer in every if layer.learned.layout is None), None)
+    places = range(len(layers)) if places is None else places
     if unknown is not None:
         _check_opaque(unknown, option, chunk_size, block_size, context_ranks)
         logger.warning(
@@ -430,15 +441,15 @@ def choose_layout(
             _unknown_text(unknown),
             ", with any number of tensor-parallel ranks," if replicated else "",
         )
-        return _opaque(layers, chunk_size, block_size, engine, replicated)
+        return _opaque(layers, chunk_size, block_size, engine, replicated, places)
     obstacle = _obstacle_to_native(layers, chunk_size, context_ranks)
     if option == "native" and obstacle:
         raise ConfigError(
             f"layout=native cannot be used: {obstacle}. Set layout to auto or canonical"
         )
     if option == "canonical" or obstacle:
-        return _canonical(layers, kv_heads)
-    return _native(layers, kv_heads)
+        return _canonical(layers, kv_heads, places)
+    return _native(layers, kv_heads, places)
 
 
 def _check_opaque(
@@ -488,7 +499,9 @@ def _obstacle_to_native(layers: Sequence[LayerCache], chunk_size: int, context_r
     return ""
 
 
-def _canonical(layers: Sequence[LayerCache], kv_heads: Sequence[int]) -> StoredLayout:
+def _canonical(
+    layers: Sequence[LayerCache], kv_heads: Sequence[int], places: Sequence[int]
+) -> StoredLayout:
     layouts = []
     for layer in layers:
         assert layer.learned.layout is not None
@@ -496,14 +509,16 @@ def _canonical(layers: Sequence[LayerCache], kv_heads: Sequence[int]) -> StoredL
     return StoredLayout(
         "canonical",
         1,
-        _runs(layers, layouts, kv_heads),
+        _runs(layers, layouts, kv_heads, places),
         ("canonical",) * len(layers),
         tuple(map(_shape, layers, kv_heads)),
         tuple(layer.dtype for layer in layers),
     )
 
 
-def _native(layers: Sequence[LayerCache], kv_heads: Sequence[int]) -> StoredLayout:
+def _native(
+    layers: Sequence[LayerCache], kv_heads: Sequence[int], places: Sequence[int]
+) -> StoredLayout:
     layouts, ids = [], []
     block_size = 0
     for layer in layers:
@@ -515,7 +530,7 @@ def _native(layers: Sequence[LayerCache], kv_heads: Sequence[int]) -> StoredLayo
     return StoredLayout(
         "native",
         block_size,
-        _runs(layers, layouts, kv_heads),
+        _runs(layers, layouts, kv_heads, places),
         tuple(ids),
         tuple(map(_shape, layers, kv_heads)),
         tuple(layer.dtype for layer in layers),
@@ -534,6 +549,7 @@ def _opaque(
     block_size: int,
     engine: Mapping[str, object],
     replicated: bool,
+    places: Sequence[int],
 ) -> StoredLayout:
     layouts, ids, shapes = [], [], []
     units = set()
@@ -567,7 +583,7 @@ def _opaque(
     return StoredLayout(
         "opaque",
         units.pop(),
-        _runs(layers, layouts, [0] * len(layers)),
+        _runs(layers, layouts, [0] * len(layers), places),
         tuple(ids),
         tuple(shapes),
         ("U8",) * len(layers),
@@ -613,6 +629,7 @@ def _runs(
     layers: Sequence[LayerCache],
     layouts: Sequence[PagedLayout | PermutedLayout],
     kv_heads: Sequence[int],
+    places: Sequence[int],
 ) -> tuple[LayerRun, ...]:
     """Join neighbouring layers with as many KV heads and caches of the same layout and form.
 
@@ -623,13 +640,14 @@ def _runs(
         last = runs[-1] if runs else None
         if (
             last is not None
+            and last.first_layer + len(last.caches) == places[number]
             and last.layout == layout
             and same_form(last.caches[0], layer.cache)
             and kv_heads[number - 1] == kv_heads[number]
         ):
             runs[-1] = LayerRun(last.first_layer, [*last.caches, layer.cache], layout)
         else:
-            runs.append(LayerRun(number, [layer.cache], layout))
+            runs.append(LayerRun(places[number], [layer.cache], layout))
     return tuple(runs)
 
 

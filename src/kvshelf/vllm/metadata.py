@@ -194,6 +194,8 @@ class WorkerReport:
         Why nothing may be loaded or stored; empty while the worker works.
     already_logged : bool
         The worker has already logged `disabled_reason`.
+    kinds : tuple of str
+        The kind of each layer; empty where the engine is not hybrid.
     """
 
     layer_names: tuple[str, ...]
@@ -207,6 +209,7 @@ class WorkerReport:
     weights: str | None = None
     disabled_reason: str = ""
     already_logged: bool = False
+    kinds: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

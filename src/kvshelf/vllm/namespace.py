@@ -15,7 +15,8 @@ import os
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from math import gcd
 from pathlib import Path
 from typing import Any
@@ -24,10 +25,11 @@ import torch
 
 from kvshelf.config import Config, cache_dir
 from kvshelf.errors import ConfigError, TransientStorageError, UnsupportedError
+from kvshelf.format.kinds import FULL, KINDS, SHARDS_FIELDS, STATE, WINDOW, Kind
 from kvshelf.format.model import ModelFacts, default_shards, rope_text
 from kvshelf.format.namespace import Namespace
-from kvshelf.format.tensors import shape_heads
-from kvshelf.kv.topology import Topology, head_groups
+from kvshelf.format.tensors import is_state, parse_state, shape_heads
+from kvshelf.kv.topology import ShardPlan, Topology, head_groups
 from kvshelf.urls import shown_url
 from kvshelf.vllm.metadata import BY_PARAMETERS, WorkerReport
 from kvshelf.weights.fingerprints import (
@@ -97,9 +99,12 @@ def build_namespace(
         return [value for part in stages for value in getattr(part, field)]
 
     layouts = joined("layouts")
-    shapes = joined("layer_shapes")
     attention = joined("attention")
-    topology = make_topology(vllm_config, config, len(stages), layouts, shapes, attention)
+    kinds = joined("kinds")
+    shards = {
+        kind: topology.shards
+        for kind, topology in make_topologies(vllm_config, config, stages).items()
+    }
     rank = getattr(model.hf_text_config, "kv_lora_rank", None)
     facts = ModelFacts(
         layers=len(layouts),
@@ -113,7 +118,7 @@ def build_namespace(
         sliding_windows=tuple(joined("sliding_windows")),
         attention=tuple(attention),
         layer_names=tuple(joined("layer_names")),
-        layer_shapes=tuple(shapes),
+        layer_shapes=tuple(joined("layer_shapes")),
         layer_dtypes=tuple(joined("layer_dtypes")),
         layouts=tuple(layouts),
         stages=tuple(len(part.layer_names) for part in stages),
@@ -121,9 +126,15 @@ def build_namespace(
         quantization=str(model.quantization) if model.quantization else None,
         kv_scales=_scales_digest(joined("kv_scales")),
         config_overrides=config_overrides(model, config),
+        kinds=tuple(kinds) or None,
+        window_shards=shards.get(WINDOW) if kinds else None,
+        state_shards=shards.get(STATE) if kinds else None,
     )
     return facts.namespace(
-        chunk_size=config.chunk_size, shards=topology.shards, version=config.version or None
+        chunk_size=config.chunk_size,
+        # Those of full where the namespace has layers of it.
+        shards=next(iter(shards.values())),
+        version=config.version or None,
     )
 
 
@@ -234,44 +245,90 @@ def _prefill_context(parallel: Any) -> int:
     return int(getattr(parallel, "prefill_context_parallel_size", 1))
 
 
-def make_topology(
+@dataclass(slots=True)
+class _KindLayers:
+    """The layers of one kind, as the namespace record describes them."""
+
+    #: The numbers of the pipeline stages that have some of them.
+    stages: list[int] = field(default_factory=list)
+    layouts: list[str] = field(default_factory=list)
+    shapes: list[str] = field(default_factory=list)
+    dtypes: list[str] = field(default_factory=list)
+    attention: list[str] = field(default_factory=list)
+
+
+def _by_kind(counts: Sequence[int], record: Mapping[str, Any]) -> dict[Kind, _KindLayers]:
+    """Return the layers of each kind, in the order of kinds.
+
+    Parameters
+    ----------
+    counts : Sequence of int
+        Layers of each pipeline stage.
+    record : Mapping
+        The fields `layouts`, `layer_shapes`, `layer_dtypes`, `attention`, and `kinds` unless all
+        layers are of kind full.
+    """
+    stage_of = [stage for stage, count in enumerate(counts) for _ in range(count)]
+    kinds = record.get("kinds") or [FULL] * len(stage_of)
+    found: dict[Kind, _KindLayers] = {kind: _KindLayers() for kind in KINDS if kind in kinds}
+    for number, (stage, kind) in enumerate(zip(stage_of, kinds, strict=True)):
+        layers = found[kind]
+        if stage not in layers.stages:
+            layers.stages.append(stage)
+        layers.layouts.append(record["layouts"][number])
+        layers.shapes.append(record["layer_shapes"][number])
+        layers.dtypes.append(record["layer_dtypes"][number])
+        layers.attention.append(record["attention"][number])
+    return found
+
+
+def make_topologies(
     vllm_config: Any,
     config: Config,
-    stages: int,
-    layouts: Sequence[str],
-    shapes: Sequence[str],
-    attention: Sequence[str],
+    stages: Sequence[WorkerReport],
     *,
     decode_context: int = 1,
-) -> Topology:
-    """Return how heads and layers are divided over an engine's workers.
+) -> dict[Kind, Topology]:
+    """Return how heads and layers of each kind are divided over an engine's workers.
 
     Parameters
     ----------
     vllm_config : VllmConfig
     config : Config
-    stages : int
-        Pipeline stages.
-    layouts, shapes, attention : Sequence of str
-        The fields `layouts`, `layer_shapes` and `attention` of the namespace record, one entry
-        for each layer that is known.
+        The option `shards` is about the first kind.
+    stages : Sequence of WorkerReport
+        The report of one rank of each pipeline stage, in order.
     decode_context : int
         Ranks over which the tokens of a block are spread, see :func:`context_ranks`.
+
+    Returns
+    -------
+    dict
+        In the order of kinds. The stages of a topology are those that have layers of its kind.
 
     Raises
     ------
     ConfigError
         If the option `shards` does not fit.
     """
-    kv_heads = total_kv_heads(vllm_config, attention)
-    return _topology(
-        vllm_config, kv_heads, config.shards, stages, layouts, shapes, decode_context=decode_context
-    )
+    fields = ("layouts", "layer_shapes", "layer_dtypes", "attention", "kinds")
+    record = {name: [one for part in stages for one in getattr(part, name)] for name in fields}
+    layers = _by_kind([len(part.layer_names) for part in stages], record)
+    if not record["kinds"]:
+        heads = total_kv_heads(vllm_config, record["attention"])
+        shards = config.shards
+        only = layers[FULL]
+        return {FULL: _topology(vllm_config, heads, shards, only, decode_context=decode_context)}
+    first = next(iter(layers))
+    return {
+        kind: _kind_topology(vllm_config, config.shards if kind == first else None, one)
+        for kind, one in layers.items()
+    }
 
 
-def topology_of(
+def topologies_of(
     vllm_config: Any, record: Mapping[str, Any], *, decode_context: int = 1
-) -> Topology:
+) -> dict[Kind, Topology]:
     """Return how heads and layers of a namespace are divided over an engine's workers.
 
     Parameters
@@ -280,50 +337,110 @@ def topology_of(
     record : Mapping
         The namespace record.
     decode_context : int
-        As for :func:`make_topology`.
+        As for :func:`make_topologies`.
+
+    Returns
+    -------
+    dict
+        As :func:`make_topologies`.
 
     Raises
     ------
     ConfigError
         If the namespace is of another engine.
     """
-    return _topology(
-        vllm_config,
-        record["kv_heads"],
-        record["shards"],
-        len(record["stages"]),
-        record["layouts"],
-        record["layer_shapes"],
-        decode_context=decode_context,
-    )
+    layers = _by_kind(record["stages"], record)
+    if "kinds" not in record:
+        heads, shards, only = record["kv_heads"], record["shards"], layers[FULL]
+        return {FULL: _topology(vllm_config, heads, shards, only, decode_context=decode_context)}
+    return {
+        kind: _kind_topology(vllm_config, record[SHARDS_FIELDS[kind]], one)
+        for kind, one in layers.items()
+    }
+
+
+def shard_plans(
+    vllm_config: Any, record: Mapping[str, Any], rank: int, *, decode_context: int = 1
+) -> dict[Kind, ShardPlan]:
+    """Return the shards of each kind that a worker holds.
+
+    A kind of which the worker's pipeline stage has no layers is not in the answer.
+
+    Parameters
+    ----------
+    vllm_config, record, decode_context
+        As for :func:`topologies_of`.
+    rank : int
+        As for :meth:`kvshelf.kv.topology.Topology.plan`, over all stages.
+    """
+    layers = _by_kind(record["stages"], record)
+    plans = {}
+    for kind, topology in topologies_of(vllm_config, record, decode_context=decode_context).items():
+        stage, inside = divmod(rank, topology.workers)
+        stages = layers[kind].stages
+        if stage in stages:
+            plans[kind] = topology.plan(stages.index(stage) * topology.workers + inside)
+    return plans
+
+
+def _kind_topology(vllm_config: Any, shards: int | None, layers: _KindLayers) -> Topology:
+    """Return the topology of one kind of layers of a hybrid model."""
+    if any(map(is_state, layers.layouts)):
+        extents = {
+            part.shape[part.divided]
+            for shape, dtype in zip(layers.shapes, layers.dtypes, strict=True)
+            for part in parse_state(shape, dtype)
+            if part.divided is not None
+        }
+        undivided = any(layout != "state" for layout in layers.layouts)
+        return _divide(vllm_config, extents or {1}, shards, layers, undivided=undivided)
+    heads = {count for shape in layers.shapes if (count := shape_heads(shape))}
+    if "mla" in layers.attention:
+        heads.add(1)
+    undivided = any(layout.startswith("opaque-") for layout in layers.layouts)
+    return _divide(vllm_config, heads or {1}, shards, layers, undivided=undivided)
 
 
 def _topology(
     vllm_config: Any,
     kv_heads: int,
     shards: int | None,
-    stages: int,
-    layouts: Sequence[str],
-    shapes: Sequence[str],
+    layers: _KindLayers,
     *,
     decode_context: int,
 ) -> Topology:
-    parallel = vllm_config.parallel_config
-    ranks = int(parallel.tensor_parallel_size)
-    unknown = any(layout.startswith("opaque-") for layout in layouts)
+    """Return the topology of a model whose layers are all of one kind."""
+    undivided = any(layout.startswith("opaque-") for layout in layers.layouts)
     # All layers of the model, also those of other stages.
-    heads = {kv_heads, *(count for shape in shapes if (count := shape_heads(shape)))}
+    heads = {kv_heads, *(count for shape in layers.shapes if (count := shape_heads(shape)))}
     if kv_heads > 1:
         heads |= _stated_kv_heads(vllm_config.model_config)
+    return _divide(
+        vllm_config, heads, shards, layers, undivided=undivided, decode_context=decode_context
+    )
+
+
+def _divide(
+    vllm_config: Any,
+    heads: Collection[int],
+    shards: int | None,
+    layers: _KindLayers,
+    *,
+    undivided: bool,
+    decode_context: int = 1,
+) -> Topology:
+    parallel = vllm_config.parallel_config
+    ranks = int(parallel.tensor_parallel_size)
+    stages = len(layers.stages)
     common = gcd(*heads)
     if shards is None:
-        shards = ranks * stages if unknown else default_shards(common, stages)
+        shards = ranks * stages if undivided else default_shards(common, stages)
     return Topology(
         common,
         shards,
         ranks,
         stages,
-        whole_ranks=unknown,
+        whole_ranks=undivided,
         prefill_context=_prefill_context(parallel),
         decode_context=decode_context,
         most_kv_heads=max(heads),

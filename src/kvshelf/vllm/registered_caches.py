@@ -1,26 +1,34 @@
-"""Describes the KV caches that an engine registers: their layers, layout and namespace fields.
+"""Describes the KV caches that an engine registers: their layers, layouts and namespace fields.
 
 Owns the choice of the layers that are stored, the checks that kvshelf can serve their caches, and
-the worker's report (:class:`~kvshelf.vllm.metadata.WorkerReport`). The layouts are learned by
-:mod:`kvshelf.vllm.layout_discovery`. Runs on the worker's step thread.
+the worker's report (:class:`~kvshelf.vllm.metadata.WorkerReport`). The layouts of attention layers
+are learned by :mod:`kvshelf.vllm.layout_discovery`; where the parts of states lie is known
+(:mod:`kvshelf.kv.states`), and checked. Runs on the worker's step thread.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
+import math
 import platform
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
 
 import torch
 import vllm
+from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 
 from kvshelf.config import Config
 from kvshelf.errors import UnsupportedError
+from kvshelf.format.kinds import STATE, Kind
 from kvshelf.kv.caches import LayerRun
+from kvshelf.kv.interleave import InterleavedBlocks
 from kvshelf.kv.layout_learning import LearnedLayout
+from kvshelf.kv.states import StateLayer, StateParts, can_divide, split_state, state_runs
+from kvshelf.vllm.groups import CacheGroup, CacheGroups
 from kvshelf.vllm.layout_discovery import (
     LayerCache,
     StoredLayout,
@@ -29,10 +37,50 @@ from kvshelf.vllm.layout_discovery import (
     same_form,
 )
 from kvshelf.vllm.metadata import WorkerReport
-from kvshelf.vllm.namespace import context_ranks, kv_scales, layer_kv_heads, rank_block_size
+from kvshelf.vllm.namespace import context_ranks, kv_scales, layer_kv_heads
+from kvshelf.vllm.slots import GroupSlots, StateBlocks, TokenSlots
 from kvshelf.vllm.speculation import draft_layers
 
 logger = logging.getLogger(__name__)
+
+#: What models call the number of groups of B and C of Mamba 2.
+_FIELDS_OF_GROUPS: Final = ("n_groups", "mamba_n_groups", "mamba_ngroups")
+
+
+@dataclass(slots=True)
+class KindCaches:
+    """The caches of a worker's layers of one kind.
+
+    Attributes
+    ----------
+    runs : tuple of LayerRun
+        Of states known from :meth:`divide` on.
+    owners : tuple of str
+        The layer of each cache of the runs, in their order.
+    slots : tuple of GroupSlots
+        How chunks lie in the blocks of each cache group that has some of these layers, in the order
+        of the runs' first slots. Of states known from :meth:`divide` on.
+    states : dict of str to StateLayer
+        The layers where they are of kind state, in the order of `owners`.
+    block_sizes : dict of int to int
+        Tokens in a block of each group with states.
+    """
+
+    owners: tuple[str, ...]
+    runs: tuple[LayerRun, ...] = ()
+    slots: tuple[GroupSlots, ...] = ()
+    states: dict[str, StateLayer] = field(default_factory=dict)
+    block_sizes: dict[int, int] = field(default_factory=dict)
+
+    def divide(self, shards: int) -> None:
+        """Divide the states among the shards that the worker holds."""
+        if not self.states:
+            return
+        self.runs, units = state_runs(list(self.states.values()), shards)
+        self.slots = tuple(
+            StateBlocks(group, of_group, self.block_sizes[group])
+            for group, of_group in units.items()
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,27 +89,23 @@ class RegisteredCaches:
 
     Attributes
     ----------
-    names : tuple of str
-        The layers with a cache of their own, in model order.
-    bound : list of Tensor
-        What each of these layers reads and writes: a view of the cache registered for it.
-    runs : tuple of LayerRun
-    unit_tokens : int
-        Number of tokens for each entry of a slot mapping, see :class:`StoredLayout`.
+    bound : dict of str to tuple of Tensor
+        What each layer with a cache of its own reads and writes, in model order: a view of the
+        cache registered for it; of a state a view of each part.
+    kinds : dict of Kind to KindCaches
+        Only full where the engine is not hybrid.
     report : WorkerReport
         Without the weights.
     """
 
-    names: tuple[str, ...]
-    bound: list[torch.Tensor]
-    runs: tuple[LayerRun, ...]
-    unit_tokens: int
+    bound: dict[str, tuple[torch.Tensor, ...]]
+    kinds: dict[Kind, KindCaches]
     report: WorkerReport
 
     @property
     def device(self) -> torch.device:
         """The device of all caches."""
-        return self.runs[0].caches[0].device
+        return next(iter(self.bound.values()))[0].device
 
     def rebind(self, layers: Mapping[str, Any]) -> bool:
         """Use the memory that the layers are bound to now.
@@ -77,15 +121,60 @@ class RegisteredCaches:
             False if shape, strides, dtype or device of a layer's cache are not those of which
             the layout was learned. Nothing has changed then.
         """
-        found = [getattr(layers.get(name), "kv_cache", None) for name in self.names]
-        bound = [cache for cache in found if isinstance(cache, torch.Tensor)]
-        if len(bound) < len(found) or not all(map(same_form, self.bound, bound)):
-            return False
-        self.bound[:] = bound
-        memory = iter(bound)
-        for run in self.runs:
-            run.caches[:] = [_in_memory_of(next(memory), cache) for cache in run.caches]
+        found = {name: bound_caches(layers.get(name)) for name in self.bound}
+        for name, known in self.bound.items():
+            now = found[name]
+            if len(now) != len(known) or not all(map(same_form, known, now)):
+                return False
+        for kind in self.kinds.values():
+            owners = iter(kind.owners)
+            for run in kind.runs:
+                run.caches[:] = [self._moved(cache, found, next(owners)) for cache in run.caches]
+            for name, state in kind.states.items():
+                cache = self._moved(state.cache, found, name)
+                kind.states[name] = replace(state, cache=cache)
+        self.bound.update(found)
         return True
+
+    def _moved(
+        self,
+        cache: torch.Tensor,
+        found: Mapping[str, tuple[torch.Tensor, ...]],
+        name: str,
+    ) -> torch.Tensor:
+        """Return a view of the form of `cache` in the memory that a layer is bound to now."""
+        old, new = self.bound[name][0], found[name][0]
+        if new.data_ptr() == old.data_ptr():
+            return cache
+        behind = cache.data_ptr() - old.data_ptr()
+        start = new.storage_offset() * new.element_size() + behind
+        view = torch.empty(0, dtype=cache.dtype, device=cache.device)
+        return view.set_(
+            new.untyped_storage(), start // cache.element_size(), cache.shape, cache.stride()
+        )
+
+
+def bound_caches(layer: Any) -> tuple[torch.Tensor, ...]:
+    """Return the tensors that a layer reads and writes; none if it is bound to no cache.
+
+    Layers with states are bound to a view of each part of the state (``MambaBase.bind_kv_cache`` in
+    vllm/model_executor/layers/mamba/abstract.py).
+    """
+    bound = getattr(layer, "kv_cache", None)
+    parts = bound if isinstance(bound, tuple) else (bound,)
+    return parts if all(isinstance(part, torch.Tensor) for part in parts) else ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Fields:
+    """What the namespace record says of one layer."""
+
+    layout: str
+    shape: str
+    dtype: str
+    attention: str
+    head_size: int
+    window: int
 
 
 def describe_caches(
@@ -115,57 +204,259 @@ def describe_caches(
         If the chunk size or the option `layout` does not fit the layout.
     """
     drafts = draft_layers(vllm_config)
-    names = [
-        name
-        for name in cached_layers(kv_caches, vllm_config, kv_cache_config)
-        if (name in drafts) is of_drafter
-    ]
+    groups = CacheGroups(vllm_config, kv_cache_config)
+    known = getattr(kv_cache_config, "kv_cache_groups", None)
+    names_of = {
+        group.index: [
+            name
+            for name in cached_layers(kv_caches, vllm_config, group.layer_names if known else None)
+            if (name in drafts) is of_drafter
+        ]
+        for group in groups
+    }
+    names = sorted(itertools.chain.from_iterable(names_of.values()), key=natural_order)
     context = vllm_config.compilation_config.static_forward_context
     _check_layers(names, context, kv_caches)
-    cache_config = vllm_config.cache_config
-    block_size = rank_block_size(vllm_config, kv_cache_config)
-    num_blocks = getattr(kv_cache_config, "num_blocks", None)
-    num_blocks = int(num_blocks or getattr(cache_config, "num_gpu_blocks", 0) or 0)
-    layers = discover_layouts(
-        context,
-        kv_caches,
-        names,
-        num_blocks=num_blocks,
-        block_size=block_size,
-        cache_dtype=str(cache_config.cache_dtype),
-        compute_dtype=vllm_config.model_config.dtype,
+    engine = _Engine(kv_caches, vllm_config, config, kv_cache_config)
+    kinds: dict[Kind, KindCaches] = {}
+    fields: dict[str, _Fields] = {}
+    for kind in groups.kinds:
+        of_kind = [group for group in groups.of(kind) if names_of[group.index]]
+        if not of_kind:
+            # The layers of this kind are in other pipeline stages.
+            continue
+        describe = engine.describe_states if kind == STATE else engine.describe_attention
+        kinds[kind] = describe(of_kind, names_of, fields)
+    each = [fields[name] for name in names]
+    scaled = "fp8" in engine.cache_dtype or any(one.dtype.startswith("F8") for one in each)
+    kind_of = {name: group.kind for group in groups for name in names_of[group.index]}
+    report = WorkerReport(
+        tuple(names),
+        tuple(one.shape for one in each),
+        tuple(one.dtype for one in each),
+        tuple(one.layout for one in each),
+        tuple(one.attention for one in each),
+        tuple(one.head_size for one in each),
+        tuple(one.window for one in each),
+        kv_scales=kv_scales(context, names) if scaled else (),
+        kinds=tuple(kind_of[name] for name in names) if groups.hybrid else (),
     )
-    logger.info(
-        "layouts learned from %d writes to %d layers in %.0f ms: %s",
-        sum(layer.learned.writes for layer in layers),
-        len(layers),
-        sum(layer.seconds for layer in layers) * 1e3,
-        ", ".join(sorted({layer.learned.kind for layer in layers})),
-    )
-    layers, kv_heads = _kv_heads(layers, vllm_config)
-    parallel = vllm_config.parallel_config
-    stored = choose_layout(
-        layers,
-        config.layout,
-        chunk_size=config.chunk_size,
-        block_size=block_size,
-        engine={
-            **_device_facts(context[names[0]].kv_cache.device),
-            "num_blocks": num_blocks,
-            "block_size": block_size,
-            "vllm": vllm.__version__,
-            "cache_dtype": cache_config.cache_dtype,
-            "compute_dtype": vllm_config.model_config.dtype,
-            "tensor_parallel_size": parallel.tensor_parallel_size,
-            "pipeline_parallel_size": parallel.pipeline_parallel_size,
-        },
-        kv_heads=kv_heads,
-        replicated=_are_replicated(names, kv_cache_config),
-        context_ranks=context_ranks(vllm_config, kv_cache_config),
-    )
-    report = _report(layers, stored, context, str(cache_config.cache_dtype))
-    bound = [context[name].kv_cache for name in names]
-    return RegisteredCaches(tuple(names), bound, stored.runs, stored.unit_tokens, report)
+    bound = {name: bound_caches(context[name]) for name in names}
+    return RegisteredCaches(bound, kinds, report)
+
+
+class _Engine:
+    """Describes the layers of one engine, kind by kind."""
+
+    def __init__(
+        self,
+        kv_caches: Mapping[str, torch.Tensor],
+        vllm_config: Any,
+        config: Config,
+        kv_cache_config: Any,
+    ) -> None:
+        self._kv_caches = kv_caches
+        self._vllm_config = vllm_config
+        self._config = config
+        self._kv_cache_config = kv_cache_config
+        self._layers = vllm_config.compilation_config.static_forward_context
+        cache_config = vllm_config.cache_config
+        self.cache_dtype = str(cache_config.cache_dtype)
+        num_blocks = getattr(kv_cache_config, "num_blocks", None)
+        self._num_blocks = int(num_blocks or getattr(cache_config, "num_gpu_blocks", 0) or 0)
+
+    def describe_attention(
+        self,
+        groups: Sequence[CacheGroup],
+        names_of: Mapping[int, Sequence[str]],
+        fields: dict[str, _Fields],
+    ) -> KindCaches:
+        """Learn the layouts of the layers of some groups, and choose how they are stored.
+
+        Parameters
+        ----------
+        groups : Sequence of CacheGroup
+            All groups of one kind.
+        names_of : Mapping
+            The names of the layers of each group, in model order.
+        fields : dict
+            Where to add what the record says of the layers.
+        """
+        learned = {
+            group.index: _kv_heads(self._learn(group, names_of[group.index]), self._vllm_config)
+            for group in groups
+        }
+        every = [layer for layers, _ in learned.values() for layer in layers]
+        logger.info(
+            "layouts learned from %d writes to %d layers in %.0f ms: %s",
+            sum(layer.learned.writes for layer in every),
+            len(every),
+            sum(layer.seconds for layer in every) * 1e3,
+            ", ".join(sorted({layer.learned.kind for layer in every})),
+        )
+        order = sorted((layer.name for layer in every), key=natural_order)
+        place = {name: number for number, name in enumerate(order)}
+        runs: list[LayerRun] = []
+        owners: dict[int, list[str]] = {}
+        slots: list[TokenSlots] = []
+        first_slot = 0
+        for group in groups:
+            layers, kv_heads = learned[group.index]
+            stored = self._choose(group, layers, kv_heads, place, every)
+            size = self._block_size(group)
+            found = TokenSlots(group.index, InterleavedBlocks(size), stored.unit_tokens)
+            for run in stored.runs:
+                runs.append(replace(run, first_slot=first_slot))
+                owners[run.first_layer] = order[run.first_layer :][: len(run.caches)]
+            slots.append(found)
+            first_slot += found.entries(self._config.chunk_size)
+            for layer, layout, shape, dtype in zip(
+                layers, stored.ids, stored.shapes, stored.dtypes, strict=True
+            ):
+                fields[layer.name] = self._attention_fields(group, layer, layout, shape, dtype)
+        runs.sort(key=lambda run: run.first_layer)
+        flat = itertools.chain.from_iterable(owners[run.first_layer] for run in runs)
+        return KindCaches(tuple(flat), tuple(runs), tuple(slots))
+
+    def _block_size(self, group: CacheGroup) -> int:
+        """Return the number of slots of a block in the caches of this worker."""
+        ranks = context_ranks(self._vllm_config, self._kv_cache_config)
+        return group.block_size // ranks
+
+    def _learn(self, group: CacheGroup, names: Sequence[str]) -> list[LayerCache]:
+        return discover_layouts(
+            self._layers,
+            self._kv_caches,
+            names,
+            num_blocks=self._num_blocks,
+            block_size=self._block_size(group),
+            cache_dtype=self.cache_dtype,
+            compute_dtype=self._vllm_config.model_config.dtype,
+        )
+
+    def _choose(
+        self,
+        group: CacheGroup,
+        layers: Sequence[LayerCache],
+        kv_heads: Sequence[int],
+        place: Mapping[str, int],
+        every: Sequence[LayerCache],
+    ) -> StoredLayout:
+        parallel = self._vllm_config.parallel_config
+        size = self._block_size(group)
+        return choose_layout(
+            layers,
+            self._config.layout,
+            chunk_size=self._config.chunk_size,
+            block_size=size,
+            engine={
+                **_device_facts(layers[0].cache.device),
+                "num_blocks": self._num_blocks,
+                "block_size": size,
+                "vllm": vllm.__version__,
+                "cache_dtype": self._vllm_config.cache_config.cache_dtype,
+                "compute_dtype": self._vllm_config.model_config.dtype,
+                "tensor_parallel_size": parallel.tensor_parallel_size,
+                "pipeline_parallel_size": parallel.pipeline_parallel_size,
+            },
+            kv_heads=kv_heads,
+            replicated=_are_replicated([layer.name for layer in every], self._kv_cache_config),
+            context_ranks=context_ranks(self._vllm_config, self._kv_cache_config),
+            alike=every,
+            places=[place[layer.name] for layer in layers],
+        )
+
+    def _attention_fields(
+        self, group: CacheGroup, layer: LayerCache, layout: str, shape: str, dtype: str
+    ) -> _Fields:
+        context = self._layers[layer.name]
+        # The layer's own attribute: attention backends convert the window.
+        window = getattr(context, "sliding_window", None)
+        window = -1 if window is None else int(window)
+        attention = _content_kind(layer, layout)
+        if attention == "full" and window >= 0:
+            attention = "sliding"
+        # An indexer has a cache and no heads.
+        size = layer.head_size or getattr(context, "head_size", None)
+        return _Fields(
+            layout, shape, dtype, attention, int(size or context.kv_cache.shape[-1]), window
+        )
+
+    def describe_states(
+        self,
+        groups: Sequence[CacheGroup],
+        names_of: Mapping[int, Sequence[str]],
+        fields: dict[str, _Fields],
+    ) -> KindCaches:
+        """Find the parts of the states of some groups' layers; see :meth:`describe_attention`."""
+        group_of = {name: group for group in groups for name in names_of[group.index]}
+        names = sorted(group_of, key=natural_order)
+        specs = layer_specs(self._kv_cache_config)
+        for name in names:
+            _check_state(name, self._kv_caches[name], self._layers[name], specs[name])
+        states = self._split_states(names, specs, divide=True)
+        if not can_divide(states.values()):
+            states = self._split_states(names, specs, divide=False)
+        for name, state in states.items():
+            shape, dtype = state.fields
+            attention = specs[name].mamba_type.name.lower()
+            fields[name] = _Fields(state.layout, shape, dtype, attention, 0, -1)
+        return KindCaches(
+            tuple(name for name in names for _ in states[name].parts),
+            states={
+                name: StateLayer(self._kv_caches[name], states[name], group_of[name].index)
+                for name in names
+            },
+            block_sizes={group.index: group.block_size for group in groups},
+        )
+
+    def _split_states(
+        self, names: Sequence[str], specs: Mapping[str, Any], *, divide: bool
+    ) -> dict[str, StateParts]:
+        model = getattr(self._vllm_config.model_config, "hf_text_config", None)
+        stated = (getattr(model, name, None) for name in _FIELDS_OF_GROUPS)
+        groups = next((int(found) for found in stated if found), None)
+        return {
+            name: split_state(
+                specs[name].mamba_type.name.lower(),
+                specs[name].shapes,
+                specs[name].dtypes,
+                int(self._vllm_config.parallel_config.tensor_parallel_size),
+                is_conv_state_dim_first(),
+                groups=groups,
+                divide=divide and not specs[name].tp_replicated,
+            )
+            for name in names
+        }
+
+
+def _check_state(name: str, cache: torch.Tensor, layer: Any, spec: Any) -> None:
+    """Check that the parts of a state lie in the registered cache one after the other.
+
+    Raises
+    ------
+    UnsupportedError
+        If they do not.
+    """
+    bound = bound_caches(layer)
+    offset = 0
+    fits = len(bound) == len(spec.shapes)
+    for part, shape, dtype in zip(bound, spec.shapes, spec.dtypes, strict=False):
+        fits = (
+            fits
+            and part.dtype == dtype
+            and tuple(part.shape) == (cache.shape[0], *shape)
+            and part[0].is_contiguous()
+            and part.stride(0) * part.element_size() == cache.stride(0) * cache.element_size()
+            and part.data_ptr() - cache.data_ptr() == offset
+        )
+        offset += math.prod(shape) * dtype.itemsize
+    if not fits:
+        raise UnsupportedError(
+            f"the state of layer {name} does not lie in the cache that is registered for it as"
+            " kvshelf expects, so that nothing could be stored or loaded; remove"
+            " --kv-transfer-config for this model"
+        )
 
 
 def _kv_heads(layers: Sequence[LayerCache], vllm_config: Any) -> tuple[list[LayerCache], list[int]]:
@@ -192,34 +483,30 @@ def _are_replicated(names: Sequence[str], kv_cache_config: Any) -> bool:
     It does of the latent KV of MLA and of sparse indexers, by the field `max_tp_shards` of
     ``AttentionSpec`` in vllm/v1/kv_cache_interface.py.
     """
-    groups = getattr(kv_cache_config, "kv_cache_groups", None)
-    if not groups:
-        return False
-    spec = groups[0].kv_cache_spec
-    # Layers with blocks of different bytes keep their own specs.
-    specs = getattr(spec, "kv_cache_specs", None) or dict.fromkeys(names, spec)
+    specs = layer_specs(kv_cache_config)
     return all(getattr(specs.get(name), "max_tp_shards", None) == 1 for name in names)
 
 
-def _in_memory_of(bound: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
-    """Return a view of the form of `cache` that begins where `bound` does."""
-    if bound.data_ptr() == cache.data_ptr():
-        return cache
-    offset = bound.storage_offset() * bound.element_size() // cache.element_size()
-    view = torch.empty(0, dtype=cache.dtype, device=cache.device)
-    return view.set_(bound.untyped_storage(), offset, cache.shape, cache.stride())
+def layer_specs(kv_cache_config: Any) -> dict[str, Any]:
+    """Return vLLM's specification of each layer's cache; empty without a configuration."""
+    specs: dict[str, Any] = {}
+    for group in getattr(kv_cache_config, "kv_cache_groups", None) or ():
+        spec = group.kv_cache_spec
+        # Layers with blocks of different bytes keep their own specs.
+        own = getattr(spec, "kv_cache_specs", None) or dict.fromkeys(group.layer_names, spec)
+        specs |= own
+    return specs
 
 
 def cached_layers(
-    kv_caches: Mapping[str, torch.Tensor], vllm_config: Any, kv_cache_config: Any
+    kv_caches: Mapping[str, torch.Tensor], vllm_config: Any, names: Iterable[str] | None = None
 ) -> list[str]:
-    """Return the names of layers with a cache of their own, in model order."""
-    groups = getattr(kv_cache_config, "kv_cache_groups", None)
+    """Return the layers with a cache of their own, of all or of those given, in model order."""
     layers = vllm_config.compilation_config.static_forward_context
     return sorted(
         (
             name
-            for name in (groups[0].layer_names if groups else kv_caches)
+            for name in (kv_caches if names is None else names)
             if name in kv_caches
             and not getattr(layers.get(name), "kv_sharing_target_layer_name", None)
         ),
@@ -269,33 +556,3 @@ def _device_facts(device: torch.device) -> dict[str, object]:
         "instructions": torch.backends.cpu.get_cpu_capability(),
         "machine": platform.machine(),
     }
-
-
-def _report(
-    layers: Sequence[LayerCache],
-    stored: StoredLayout,
-    context: Mapping[str, Any],
-    cache_dtype: str,
-) -> WorkerReport:
-    windows, kinds, head_sizes = [], [], []
-    for layer, layout in zip(layers, stored.ids, strict=True):
-        # The layer's own attribute: attention backends convert the window.
-        window = getattr(context[layer.name], "sliding_window", None)
-        windows.append(-1 if window is None else int(window))
-        kind = _content_kind(layer, layout)
-        kinds.append("sliding" if kind == "full" and windows[-1] >= 0 else kind)
-        # An indexer has a cache and no heads.
-        size = layer.head_size or getattr(context[layer.name], "head_size", None)
-        head_sizes.append(int(size or context[layer.name].kv_cache.shape[-1]))
-    names = tuple(layer.name for layer in layers)
-    scaled = "fp8" in cache_dtype or any(layer.dtype.startswith("F8") for layer in layers)
-    return WorkerReport(
-        names,
-        stored.shapes,
-        stored.dtypes,
-        stored.ids,
-        tuple(kinds),
-        tuple(head_sizes),
-        tuple(windows),
-        kv_scales=kv_scales(context, names) if scaled else (),
-    )

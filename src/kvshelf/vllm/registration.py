@@ -1,8 +1,8 @@
 """The registration of a worker's KV caches: from ``register_kv_caches`` to a namespace.
 
 Owns the described caches, this worker's report to the scheduler, the thread that fingerprints the
-weights, the memory through which KV moves (:class:`TransferMemory`), and whether the worker is
-disabled.
+weights, the memory through which KV moves (a :class:`TransferMemory` for each kind), and whether
+the worker is disabled.
 
 States
 ------
@@ -42,7 +42,7 @@ import os
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from vllm.distributed.parallel_state import get_dcp_group, model_parallel_is_initialized
@@ -50,15 +50,16 @@ from vllm.distributed.parallel_state import get_dcp_group, model_parallel_is_ini
 from kvshelf.backends import Properties
 from kvshelf.backends.guard import try_to_start
 from kvshelf.config import Config
-from kvshelf.errors import UnsupportedError
+from kvshelf.errors import ConfigError, UnsupportedError
+from kvshelf.format.kinds import Kind
 from kvshelf.format.namespace import Namespace
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.kv import ops
 from kvshelf.kv.caches import HostKVCache, KVCache, layer_calls
 from kvshelf.kv.device import DEFAULT_RING, DeviceKVCache
-from kvshelf.kv.interleave import InterleavedBlocks
 from kvshelf.kv.streams import Streams
 from kvshelf.kv.topology import ShardPlan
+from kvshelf.transfer.kinds import share_out
 from kvshelf.transfer.staging import StagingPool
 from kvshelf.transfer.transfer import default_io_threads
 from kvshelf.vllm.affinity import widen_cpu_affinity
@@ -68,12 +69,12 @@ from kvshelf.vllm.namespace import (
     build_namespace,
     config_overrides,
     context_ranks,
-    make_topology,
-    rank_block_size,
+    make_topologies,
+    shard_plans,
     stage_ranks,
-    topology_of,
 )
 from kvshelf.vllm.registered_caches import RegisteredCaches, describe_caches
+from kvshelf.vllm.slots import GroupSlots, TokenSlots
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +99,7 @@ class State(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class TransferMemory:
-    """The buffers through which KV of one namespace moves. Its owner closes it.
+    """The buffers through which KV of one kind of one namespace moves. Its owner closes it.
 
     Attributes
     ----------
@@ -108,15 +109,15 @@ class TransferMemory:
     staging : StagingPool
     plan : ShardPlan
         The shards whose heads this worker holds.
-    blocks : InterleavedBlocks
-        The tokens of a block that this worker holds.
+    slots : tuple of GroupSlots
+        How chunks lie in the blocks of the cache groups.
     """
 
     fmt: ObjectFormat
     cache: KVCache
     staging: StagingPool
     plan: ShardPlan
-    blocks: InterleavedBlocks
+    slots: tuple[GroupSlots, ...]
 
     def fits(self, fmt: ObjectFormat) -> bool:
         """Whether objects of another namespace have the same tensors."""
@@ -130,6 +131,21 @@ class TransferMemory:
         """Free the buffers. Idempotent."""
         self.cache.close()
         self.staging.close()
+
+
+#: The memory of a namespace, for each kind of KV that the worker has.
+Memories: TypeAlias = Mapping[Kind, TransferMemory]
+
+
+def close_all(memories: Memories) -> None:
+    """Free the buffers of all kinds."""
+    for memory in memories.values():
+        memory.close()
+
+
+def namespace_of(memories: Memories) -> Namespace:
+    """Return the namespace whose KV moves through memory."""
+    return next(iter(memories.values())).fmt.namespace
 
 
 class Registration:
@@ -150,8 +166,8 @@ class Registration:
     Attributes
     ----------
     caches : RegisteredCaches or None
-    memory : TransferMemory or None
-        What the running transfer uses; the transfer closes it.
+    memories : Mapping of Kind to TransferMemory
+        What the running transfers use; the transfers close it. Empty without one.
     disabled_reason : str
         Empty unless disabled.
     """
@@ -175,7 +191,7 @@ class Registration:
         self._streams_of = streams
         self._lock = threading.Lock()
         self.caches: RegisteredCaches | None = None
-        self.memory: TransferMemory | None = None
+        self.memories: Memories = {}
         self.disabled_reason = ""
         self._already_logged = False
         #: The last report carried all that there is to report.
@@ -185,8 +201,8 @@ class Registration:
         #: Counts registrations, for the fingerprinting threads of earlier ones.
         self._generation = 0
         #: Memory that no transfer uses yet.
-        self._ready: TransferMemory | None = None
-        self._warming: tuple[threading.Thread, StagingPool] | None = None
+        self._ready: Memories | None = None
+        self._warming: tuple[threading.Thread, Memories] | None = None
 
     @property
     def state(self) -> State:
@@ -195,7 +211,7 @@ class Registration:
             return State.DISABLED
         if self.caches is None:
             return State.UNKNOWN
-        return State.REPORTING if self.memory is None else State.SERVING
+        return State.SERVING if self.memories else State.REPORTING
 
     # ------------------------------------------------------------- caches and weights
 
@@ -213,7 +229,8 @@ class Registration:
         """
         self.cancel_weights()
         self._close_ready()
-        self.caches = self.memory = self._weights = None
+        self.caches = self._weights = None
+        self.memories = {}
         self._reported = False
         # Loads the compiled code now, so that no step has to.
         ops.implementation()
@@ -247,13 +264,10 @@ class Registration:
         else:
             # The other stages' layers are not known here.
             config_overrides(self._vllm_config.model_config, self._config)
-            make_topology(
+            make_topologies(
                 self._vllm_config,
                 self._config,
-                stages,
-                report.layouts,
-                report.layer_shapes,
-                report.attention,
+                [report] * stages,
                 decode_context=self._context_ranks,
             )
 
@@ -279,7 +293,7 @@ class Registration:
                 ready = self._memory_for(ObjectFormat(self._namespace_of(report, weights)), ready)
         except Exception as error:  # noqa: BLE001 - reported to the scheduler
             if ready is not None:
-                ready.close()
+                close_all(ready)
             if generation == self._generation:
                 self.disable(f"{type(error).__name__}: {error}")
             return
@@ -291,9 +305,9 @@ class Registration:
                 self._reported = False
                 self._ready = ready
                 if ready is not None:
-                    self._start_warming(ready.staging)
+                    self._start_warming(ready)
         if ready is not None and not current:
-            ready.close()
+            close_all(ready)
 
     # ------------------------------------------------------------- scheduler
 
@@ -307,9 +321,10 @@ class Registration:
 
     def take_report(self) -> WorkerReport | None:
         """Return the report to send with this step; None when the scheduler has it."""
-        if self.memory is not None and self.memory.cache.problem:
-            # The device's own code has logged its failure.
-            self.disable(self.memory.cache.problem, already_logged=True)
+        for memory in self.memories.values():
+            if memory.cache.problem:
+                # The device's own code has logged its failure.
+                self.disable(memory.cache.problem, already_logged=True)
         with self._lock:
             if self.caches is None or self._reported:
                 return None
@@ -324,41 +339,41 @@ class Registration:
     @property
     def namespace(self) -> Namespace | None:
         """The namespace whose KV moves; None unless there is one."""
-        return None if self.memory is None else self.memory.fmt.namespace
+        return namespace_of(self.memories) if self.memories else None
 
-    def take_memory(self, encoded: bytes, slug: str) -> TransferMemory | None:
+    def take_memories(self, encoded: bytes, slug: str) -> Memories | None:
         """Return memory for a namespace; None if there can be none.
 
         The caller hands it to :meth:`serve`, or to :meth:`put_back`.
         """
         with self._lock:
             ready, self._ready = self._ready, None
-        if ready is not None and ready.fmt.namespace.encoded == encoded:
+        if ready is not None and namespace_of(ready).encoded == encoded:
             return ready
         try:
-            memory = self._memory_for(ObjectFormat(Namespace.from_bytes(encoded, slug)), ready)
+            memories = self._memory_for(ObjectFormat(Namespace.from_bytes(encoded, slug)), ready)
         except (ValueError, RuntimeError) as error:
             if ready is not None:
-                ready.close()
+                close_all(ready)
             self.disable(str(error))
             return None
-        self._start_warming(memory.staging)
-        return memory
+        self._start_warming(memories)
+        return memories
 
-    def put_back(self, memory: TransferMemory) -> None:
-        """Keep memory that no transfer uses for the next call of :meth:`take_memory`."""
-        self._ready, self.memory = memory, None
+    def put_back(self, memories: Memories) -> None:
+        """Keep memory that no transfer uses for the next call of :meth:`take_memories`."""
+        self._ready, self.memories = memories, {}
 
-    def serve(self, memory: TransferMemory) -> None:
-        """Note that a transfer uses `memory`."""
-        self.memory = memory
+    def serve(self, memories: Memories) -> None:
+        """Note that transfers use `memories`."""
+        self.memories = memories
 
     # ------------------------------------------------------------- sleep
 
     def pause(self) -> None:
         """Wait for the copies that run and begin no more: the caches' memory is about to go."""
-        if self.memory is not None:
-            self.memory.cache.pause()
+        for memory in self.memories.values():
+            memory.cache.pause()
 
     def resume(self) -> None:
         """Use the caches again after the engine slept. Idempotent.
@@ -372,8 +387,9 @@ class Registration:
                 "the engine's KV caches came back from sleep in another layout; nothing is stored"
                 " or loaded until the engine is restarted"
             )
-        if self.memory is not None and self.state is not State.DISABLED:
-            self.memory.cache.resume()
+        if self.state is not State.DISABLED:
+            for memory in self.memories.values():
+                memory.cache.resume()
 
     # ------------------------------------------------------------- memory
 
@@ -410,32 +426,59 @@ class Registration:
         chunks_per_step = -(-tokens // self._config.chunk_size)
         return max(DEFAULT_RING, min(chunks_per_step, _RING_BYTES // chunk_bytes))
 
-    def _memory_for(self, fmt: ObjectFormat, memory: TransferMemory | None) -> TransferMemory:
+    def _memory_for(self, fmt: ObjectFormat, memories: Memories | None) -> Memories:
         """Use memory for a namespace, or close it and allocate other memory if it does not fit."""
-        if memory is not None:
-            if memory.fits(fmt):
-                return replace(memory, fmt=fmt)
-            memory.close()
+        if memories is not None:
+            formats = {kind: fmt.of(kind) for kind in fmt.kinds}
+            if all(kind in formats and memories[kind].fits(formats[kind]) for kind in memories):
+                return {
+                    kind: replace(memory, fmt=formats[kind]) for kind, memory in memories.items()
+                }
+            close_all(memories)
         return self._allocate(fmt)
 
-    def _allocate(self, fmt: ObjectFormat) -> TransferMemory:
+    def _allocate(self, fmt: ObjectFormat) -> Memories:
         """Allocate memory for a namespace."""
         assert self.caches is not None
         record: Mapping[str, Any] = fmt.namespace.record
-        parallel = self._vllm_config.parallel_config
-        topology = topology_of(self._vllm_config, record, decode_context=self._context_ranks)
-        plan = topology.plan(self._rank)
-        _check_context_group(plan)
-        blocks = InterleavedBlocks(
-            rank_block_size(self._vllm_config, self._kv_cache_config),
-            plan.context_ranks,
-            plan.context_rank,
-            int(getattr(parallel, "cp_kv_cache_interleave_size", 1)),
+        plans = shard_plans(
+            self._vllm_config, record, self._rank, decode_context=self._context_ranks
         )
+        formats = {kind: fmt.of(kind) for kind in plans}
+        shares = share_out(
+            int(self._config.staging_bytes), list(formats.values()), plans, "staging_bytes"
+        )
+        memories: dict[Kind, TransferMemory] = {}
+        try:
+            for kind, plan in plans.items():
+                memories[kind] = self._allocate_kind(formats[kind], plan, shares[kind])
+        except Exception:
+            close_all(memories)
+            raise
+        return memories
+
+    def _allocate_kind(self, fmt: ObjectFormat, plan: ShardPlan, capacity: int) -> TransferMemory:
+        """Allocate memory for one kind; `capacity` is the most bytes of its staging."""
+        assert self.caches is not None
+        caches = self.caches.kinds.get(fmt.kind)
+        if caches is None:
+            raise ConfigError(
+                f"the namespace has layers of kind {fmt.kind} in this stage, and none are"
+                " registered: the engine's model does not match the namespace"
+            )
+        caches.divide(len(plan.shards))
+        slots = caches.slots
+        if plan.context_ranks > 1:
+            _check_context_group(plan)
+            parallel = self._vllm_config.parallel_config
+            interleave = int(getattr(parallel, "cp_kv_cache_interleave_size", 1))
+            slots = tuple(
+                one.of_rank(plan, interleave) for one in slots if isinstance(one, TokenSlots)
+            )
         on_device = self.on_device
         chunk_bytes = sum(fmt.object_size(shard) for shard in plan.shards)
         staging = StagingPool(
-            int(self._config.staging_bytes),
+            capacity,
             max(fmt.object_size(shard) for shard in plan.shards),
             together=len(plan.shards),
             pinned=on_device,
@@ -443,7 +486,7 @@ class Registration:
         )
         cache: KVCache
         try:
-            calls = layer_calls(fmt, self.caches.runs, plan)
+            calls = layer_calls(fmt, caches.runs, plan)
             if not on_device:
                 cache = HostKVCache(calls)
             else:
@@ -458,25 +501,28 @@ class Registration:
         except Exception:
             staging.close()
             raise
-        return TransferMemory(fmt, cache, staging, plan, blocks)
+        return TransferMemory(fmt, cache, staging, plan, slots)
 
-    def _start_warming(self, staging: StagingPool) -> None:
+    def _start_warming(self, memories: Memories) -> None:
         """Touch staging memory in the background: the first touch would slow a step."""
         thread = threading.Thread(
-            target=self._warm, args=(staging,), name="kvshelf-warm", daemon=True
+            target=self._warm, args=(memories,), name="kvshelf-warm", daemon=True
         )
         if try_to_start(thread):
-            self._warming = thread, staging
+            self._warming = thread, memories
 
-    def _warm(self, staging: StagingPool) -> None:
+    def _warm(self, memories: Memories) -> None:
         widen_cpu_affinity()
-        staging.warm(min(_WARM_BYTES, self._config.staging_bytes // 2))
+        most = _WARM_BYTES // len(memories)
+        for memory in memories.values():
+            staging = memory.staging
+            staging.warm(min(most, staging.limit * staging.buffer_bytes // 2))
 
     def _close_ready(self) -> None:
         with self._lock:
             ready, self._ready = self._ready, None
         if ready is not None:
-            ready.close()
+            close_all(ready)
 
     def close(self) -> None:
         """Free memory that no transfer uses, and stop the threads."""
@@ -484,8 +530,9 @@ class Registration:
         self._close_ready()
         if self._warming is not None:
             # A thread that is inside compiled code when Python ends would crash the process.
-            thread, staging = self._warming
-            staging.close()
+            thread, memories = self._warming
+            for memory in memories.values():
+                memory.staging.close()
             thread.join(_WARM_JOIN_SECONDS)
 
 

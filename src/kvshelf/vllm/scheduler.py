@@ -93,7 +93,7 @@ from kvshelf.vllm.metadata import (
     StoreOp,
     WorkerMetadata,
 )
-from kvshelf.vllm.namespace import topology_of
+from kvshelf.vllm.namespace import topologies_of
 from kvshelf.vllm.read_ahead import Loadable, ReadAhead
 from kvshelf.vllm.speculation import draft_engine
 from kvshelf.weights.fingerprints import FingerprintCache
@@ -957,8 +957,9 @@ class SchedulerSide:
 
     def _check_whole_shards(self, fmt: ObjectFormat) -> None:
         """Plan no stores where no rank holds all heads of a shard."""
-        topology = topology_of(self._vllm_config, fmt.namespace.record)
-        if self._may_store and topology.divided:
+        topologies = topologies_of(self._vllm_config, fmt.namespace.record)
+        topology = next((one for one in topologies.values() if one.divided), None)
+        if self._may_store and topology is not None:
             self._may_store = False
             logger.warning(
                 "tensor_parallel_size=%d is more than the %d KV heads that all layers of this model"

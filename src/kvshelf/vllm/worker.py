@@ -1,6 +1,6 @@
 """The worker side of the connector: moves KV between the paged cache and the shelf.
 
-Owns the :class:`~kvshelf.transfer.transfer.Transfer` that runs this worker's stores and loads, the
+Owns the :class:`~kvshelf.transfer.kinds.KindTransfers` that run this worker's stores and loads, the
 memory for what is read ahead for waiting requests, and the account of loads that vLLM waits for.
 :mod:`kvshelf.vllm.registration` owns the caches and the way to the namespace.
 
@@ -26,6 +26,8 @@ Contracts
 * A step waits for loads only where the scheduler says that nobody waits for the step.
 * Where a sliding window leaves blocks out of a hit, a load succeeds as a whole or not at all: the
   tokens computed behind a part of the hit would read blocks that are not there.
+* Where the engine has several cache groups or states, all loads do: no block of a load that failed
+  is used, and vLLM computes all tokens that it was for, or asks again.
 * What a failed step left in the cache is never stored.
 * From the moment when weights may have changed in place, nothing is loaded or stored until the
   scheduler has named the namespace of the weights that are there now
@@ -46,19 +48,25 @@ from typing import Any
 
 import torch
 
+from kvshelf.backends import Properties
 from kvshelf.backends.breaker import BreakerState
 from kvshelf.config import Config
+from kvshelf.errors import ConfigError
+from kvshelf.format.kinds import FULL, WINDOW, Kind
 from kvshelf.kv.streams import Streams
 from kvshelf.metrics import Counters
 from kvshelf.shelf.tiers import AnyShelf, TieredView
+from kvshelf.shelf.view import ShelfView
 from kvshelf.transfer.context import ChunkSlots
-from kvshelf.transfer.loads import Failure, Load
+from kvshelf.transfer.kinds import JointLoad, KindTransfers, share_out
+from kvshelf.transfer.loads import Failure
 from kvshelf.transfer.prefetch import Prefetcher, PrefetchMemory
 from kvshelf.transfer.transfer import Transfer
 from kvshelf.vllm import weight_changes
 from kvshelf.vllm.adapters import LoadedAdapters, adapter_settings
 from kvshelf.vllm.affinity import widen_cpu_affinity
 from kvshelf.vllm.draft_worker import DraftWorker
+from kvshelf.vllm.groups import CacheGroups
 from kvshelf.vllm.loaded_weights import LoadedWeights, enclosing_model
 from kvshelf.vllm.metadata import (
     NULL_BLOCK,
@@ -69,8 +77,8 @@ from kvshelf.vllm.metadata import (
     WorkerMetadata,
 )
 from kvshelf.vllm.namespace import manager_block_size
-from kvshelf.vllm.registration import Registration, State
-from kvshelf.vllm.slots import slots_of, slots_to_load
+from kvshelf.vllm.registration import Memories, Registration, State, TransferMemory
+from kvshelf.vllm.slots import slots_to_load, slots_to_store, state_to_load
 
 logger = logging.getLogger(__name__)
 
@@ -127,7 +135,8 @@ class WorkerSide:
         self._shelf = shelf
         self.rank = rank
         self.counters = Counters() if counters is None else counters
-        #: Tokens in a block of the cache manager.
+        self._hybrid = CacheGroups(vllm_config, kv_cache_config).hybrid
+        #: Tokens in a block of the cache manager, where there is one group.
         self._block_size = manager_block_size(vllm_config, kv_cache_config)
         self._registration = Registration(vllm_config, config, kv_cache_config, rank, streams)
         self._weights: LoadedWeights | None = None
@@ -140,17 +149,17 @@ class WorkerSide:
             counters=self.counters,
             streams=streams,
         )
-        self._transfer: Transfer | None = None
+        self._transfer: KindTransfers | None = None
         #: Transfers of earlier weights that still publish.
-        self._retired: list[Transfer] = []
-        self._prefetcher: Prefetcher | None = None
-        self._prefetched: PrefetchMemory | None = None
+        self._retired: list[KindTransfers] = []
+        self._prefetchers: dict[Kind, Prefetcher] = {}
+        self._prefetched: dict[Kind, PrefetchMemory] = {}
         self._meta: StepMetadata | None = None
         #: Loads that the scheduler planned and that have not started.
         self._planned: list[LoadOp] = []
-        self._ops: dict[Load, LoadOp] = {}
+        self._ops: dict[JointLoad, LoadOp] = {}
         #: Loads whose KV must not be used, whatever their transfer reports.
-        self._invalidated: set[Load] = set()
+        self._invalidated: set[JointLoad] = set()
         #: Requests whose loads are over, until vLLM is told.
         self._finished: set[str] = set()
         #: For each cache group.
@@ -232,8 +241,8 @@ class WorkerSide:
 
     def _stop_loads(self) -> None:
         self._invalidate_loads()
-        if self._prefetcher is not None:
-            self._prefetcher.release_all()
+        for prefetcher in self._prefetchers.values():
+            prefetcher.release_all()
         if self._drafts is not None:
             self._drafts.stop_loads()
 
@@ -303,46 +312,82 @@ class WorkerSide:
                 # Their blocks may still be written to. All are cancelled, so they end soon.
                 return
             self._retire_transfer()
-        memory = registration.take_memory(encoded, slug)
-        if memory is None:
+        memories = registration.take_memories(encoded, slug)
+        if memories is None:
             return
         properties = shelf.backend.properties
         budget = self._config.prefetch_budget(properties.probe_cost)
-        self._prefetched = prefetched = PrefetchMemory(
-            memory.fmt, budget, self.counters, shards=memory.plan.shards, evict=False
-        )
-        view = shelf.view(memory.fmt)
-        load_threads, store_threads = registration.io_threads(properties)
+        shares = self._share_out_prefetch(budget, memories) if budget else {}
+        transfers: dict[Kind, Transfer] = {}
+        prefetched: dict[Kind, PrefetchMemory] = {}
         try:
-            self._transfer = Transfer(
-                TieredView(view, [prefetched]) if budget else view,
-                memory.cache,
-                memory.staging,
-                counters=self.counters,
-                plan=memory.plan,
-                load_threads=load_threads,
-                store_threads=store_threads,
-                check_finite=self._config.check_finite,
-                on_thread_start=lambda kind: widen_cpu_affinity(),
-            )
+            for kind, memory in memories.items():
+                view: ShelfView = shelf.view(memory.fmt)
+                if shares:
+                    prefetched[kind] = PrefetchMemory(
+                        memory.fmt,
+                        shares[kind],
+                        self.counters,
+                        shards=memory.plan.shards,
+                        evict=False,
+                    )
+                    view = TieredView(view, [prefetched[kind]])
+                transfers[kind] = self._start_transfer(view, memory, properties)
         except RuntimeError:
             # No threads can be started now. The next step tries again.
-            prefetched.close()
-            registration.put_back(memory)
+            for transfer in transfers.values():
+                transfer.retire()
+                transfer.end()
+            for one in prefetched.values():
+                one.close()
+            registration.put_back(memories)
             raise
-        self._prefetcher = Prefetcher(self._transfer, prefetched) if budget else None
-        registration.serve(memory)
+        self._transfer = KindTransfers(transfers)
+        self._prefetched = prefetched
+        self._prefetchers = {
+            kind: Prefetcher(transfers[kind], one) for kind, one in prefetched.items()
+        }
+        registration.serve(memories)
+
+    def _share_out_prefetch(self, budget: int, memories: Memories) -> Mapping[Kind, int]:
+        """Return how many bytes are prefetched of each kind; empty if there is too little."""
+        formats = [memory.fmt for memory in memories.values()]
+        plans = {kind: memory.plan for kind, memory in memories.items()}
+        try:
+            return share_out(budget, formats, plans, "prefetch_bytes")
+        except ConfigError as error:
+            logger.warning("nothing is prefetched: %s", error)
+            return {}
+
+    def _start_transfer(
+        self, view: ShelfView, memory: TransferMemory, properties: Properties
+    ) -> Transfer:
+        load_threads, store_threads = self._registration.io_threads(properties)
+        return Transfer(
+            view,
+            memory.cache,
+            memory.staging,
+            counters=self.counters,
+            plan=memory.plan,
+            load_threads=load_threads,
+            store_threads=store_threads,
+            check_finite=self._config.check_finite,
+            on_thread_start=lambda kind: widen_cpu_affinity(),
+        )
 
     def _retire_transfer(self) -> None:
-        """Keep the memory for a transfer of other weights; publish the rest in the background."""
-        transfer, self._transfer, self._prefetcher = self._transfer, None, None
-        memory = self._registration.memory
-        assert transfer is not None and memory is not None
+        """Keep the memory for transfers of other weights; publish the rest in the background."""
+        transfer, self._transfer = self._transfer, None
+        assert transfer is not None
         transfer.retire()
         self._retired.append(transfer)
-        if self._prefetched is not None:
-            self._prefetched.close()
-        self._registration.put_back(memory)
+        self._close_prefetched()
+        self._registration.put_back(self._registration.memories)
+
+    def _close_prefetched(self) -> None:
+        self._prefetchers = {}
+        for prefetched in self._prefetched.values():
+            prefetched.close()
 
     def _end_retired(self) -> None:
         """Stop the threads of retired transfers that have published everything."""
@@ -357,10 +402,9 @@ class WorkerSide:
             lost_before += old.drain(drain_seconds)
             old.end(_JOIN_SECONDS)
         self._retired.clear()
-        transfer, self._transfer, self._prefetcher = self._transfer, None, None
+        transfer, self._transfer = self._transfer, None
         lost = 0 if transfer is None else transfer.close(drain_seconds)
-        if self._prefetched is not None:
-            self._prefetched.close()
+        self._close_prefetched()
         return lost_before + lost
 
     # ------------------------------------------------------------- steps
@@ -384,11 +428,12 @@ class WorkerSide:
         if self._invalidated:
             gone = set(meta.cancelled)
             self._invalidated = {load for load in self._invalidated if load.request_id not in gone}
-        if self._prefetcher is not None:
+        for prefetcher in self._prefetchers.values():
             for request_id in (*meta.cancelled, *meta.prefetch_ended):
-                self._prefetcher.release(request_id)
-            for wanted in meta.prefetches if self._serving else ():
-                self._prefetcher.add(wanted.request_id, wanted.chunks)
+                prefetcher.release(request_id)
+        for wanted in meta.prefetches if self._serving else ():
+            if wanted.kind in self._prefetchers:
+                self._prefetchers[wanted.kind].add(wanted.request_id, wanted.chunks)
         # On a CPU no work of an earlier step is in flight when a step begins, so loads need not
         # wait until this step's forward pass is enqueued.
         if self._registration.caches is not None and not self._registration.on_device:
@@ -416,10 +461,9 @@ class WorkerSide:
 
     def _end_read_ahead(self, request_id: str, *, loading: bool = False) -> None:
         """Stop reading ahead for a request. A load takes over what is being read for it."""
-        if self._prefetcher is None:
-            return
         try:
-            (self._prefetcher.cancel_reads if loading else self._prefetcher.release)(request_id)
+            for prefetcher in self._prefetchers.values():
+                (prefetcher.cancel_reads if loading else prefetcher.release)(request_id)
         except Exception as error:
             # vLLM waits for every load, so an error here must not lose one.
             logger.error("could not stop reading ahead for a request", exc_info=error)
@@ -444,10 +488,26 @@ class WorkerSide:
             LoadFailure(op.request_id, op.start // self._config.chunk_size, b"", False)
         )
 
-    def _load_items(self, op: LoadOp) -> list[ChunkSlots]:
-        (block_ids,) = op.block_ids
+    def _load_items(self, op: LoadOp) -> dict[Kind, list[ChunkSlots]]:
+        """Return what each kind has to load."""
+        if not (op.chunks or op.windows or op.states):
+            raise ValueError(f"the chunks of {op.request_id} are not known")
         size = self._config.chunk_size
-        return slots_to_load(self._registration, op.chunks, block_ids, op.start, op.end, size)
+        items: dict[Kind, list[ChunkSlots]] = {}
+        for kind, memory in self._registration.memories.items():
+            slots = memory.slots
+            if kind == FULL:
+                items[kind] = slots_to_load(slots, op.chunks, op.block_ids, op.start, op.end, size)
+            elif kind == WINDOW:
+                # A window reaches back to the first of these chunks, perhaps to one that the
+                # request has already.
+                chunks = [chunk for chunk in op.windows if (chunk.index + 1) * size > op.start]
+                start = max(op.start, chunks[0].index * size) if chunks else op.end
+                items[kind] = slots_to_load(slots, chunks, op.block_ids, start, op.end, size)
+            else:
+                (chunk,) = op.states
+                items[kind] = [state_to_load(slots, chunk, op.block_ids, op.end)]
+        return items
 
     def save(self) -> None:
         """Gather the chunks that this step completed. Runs after the forward pass."""
@@ -465,10 +525,10 @@ class WorkerSide:
             # vLLM also calls this while an exception leaves the forward pass. It is not known
             # then which layers have written their KV.
             return
-        size = self._config.chunk_size
+        memories, size = self._registration.memories, self._config.chunk_size
         for op in current:
-            (block_ids,) = op.block_ids
-            if NULL_BLOCK in block_ids:
+            memory = memories.get(op.kind)
+            if memory is None or any(NULL_BLOCK in ids for ids in op.block_ids):
                 continue
             if not self._adapters.may_store(op.adapter):
                 self.counters.add("dropped_chunks_adapter_unknown")
@@ -477,10 +537,9 @@ class WorkerSide:
                 # First, so that who finds the model's KV finds the drafter's as well.
                 self._drafts.store(op)
             try:
-                # The first of these blocks may begin with tokens of the chunk before.
-                start = op.chunk.index * size % self._block_size
-                slots = slots_of(self._registration, block_ids, start, size)
-                self._transfer.store(ChunkSlots(op.chunk, slots), repair=op.repair, age=op.age)
+                slots = slots_to_store(memory.slots, op.block_ids, op.chunk.index, size)
+                item = ChunkSlots(op.chunk, slots)
+                self._transfer.store(op.kind, item, repair=op.repair, age=op.age)
             except Exception as error:
                 self.counters.add("dropped_chunks_error")
                 logger.error("a chunk was not stored", exc_info=error)
@@ -507,29 +566,35 @@ class WorkerSide:
         self._finished = self._finished - done
         return done
 
-    def _note(self, load: Load, op: LoadOp) -> None:
+    def _note(self, load: JointLoad, op: LoadOp) -> None:
         if load.cancelled:
             return
-        size = self._config.chunk_size
-        for chunk, failure in load.failures:
+        for kind, chunk, failure in load.failures:
             # A load refused by the open circuit breaker says nothing about the chunk.
             key = chunk.key
             if failure is Failure.UNAVAILABLE:
                 key, self._breaker_open = b"", None
-            self._failures.append(
-                LoadFailure(load.request_id, chunk.index, key, failure is Failure.BAD)
-            )
+            bad = failure is Failure.BAD
+            self._failures.append(LoadFailure(load.request_id, chunk.index, key, bad, kind))
         good_until = op.end
-        if load.failed_at is not None:
-            # The block in which the failed chunk begins is not complete either.
-            failed = load.items[load.failed_at].chunk.index * size
-            good_until = max(op.start, failed - failed % self._block_size)
+        if load.failed:
+            good_until = op.start
+            if not self._hybrid:
+                (part,) = load.parts.values()
+                assert part.failed_at is not None
+                # The block in which the failed chunk begins is not complete either.
+                failed = part.items[part.failed_at].chunk.index * self._config.chunk_size
+                good_until = max(op.start, failed - failed % self._block_size)
         self.counters.add("loaded_tokens", good_until - op.start)
         self._note_bad(op, good_until)
 
     def _note_bad(self, op: LoadOp, start: int) -> None:
         """Note that the blocks of a load have no KV from token `start` on."""
         if start >= op.end:
+            return
+        if self._hybrid:
+            # vLLM takes ids of blocks from engines with one group only.
+            self._failed_requests.add(op.request_id)
             return
         for known, block_ids in zip(self._bad_blocks, op.block_ids, strict=True):
             blocks = block_ids[: -(-op.end // self._block_size)]
@@ -570,10 +635,10 @@ class WorkerSide:
             if found is not None:
                 meta.weights = {self.rank: found}
         shelf = self._shelf()
-        if self._prefetcher is not None:
+        for kind, prefetcher in self._prefetchers.items():
             self._failures += [
-                LoadFailure(request_id, chunk.index, chunk.key, failure is Failure.BAD)
-                for request_id, chunk, failure in self._prefetcher.take_failures()
+                LoadFailure(request_id, chunk.index, chunk.key, failure is Failure.BAD, kind)
+                for request_id, chunk, failure in prefetcher.take_failures()
             ]
         if self._failures:
             meta.failures, self._failures = (self._failures,), []
@@ -598,11 +663,12 @@ class WorkerSide:
 
     def set_gauges(self) -> None:
         """Bring the gauges in `counters` up to date."""
-        memory = self._registration.memory
-        if memory is not None:
-            staging, size = memory.staging, memory.staging.buffer_bytes
-            self.counters.set_gauge("staging_used_bytes", staging.in_use * size)
-            self.counters.set_gauge("staging_limit_bytes", staging.limit * size)
+        pools = [memory.staging for memory in self._registration.memories.values()]
+        if pools:
+            used = sum(pool.in_use * pool.buffer_bytes for pool in pools)
+            self.counters.set_gauge("staging_used_bytes", used)
+            limit = sum(pool.limit * pool.buffer_bytes for pool in pools)
+            self.counters.set_gauge("staging_limit_bytes", limit)
         shelf = self._shelf()
         if shelf is not None:
             guard = shelf.backend

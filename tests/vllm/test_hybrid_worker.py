@@ -1,0 +1,502 @@
+"""The worker half in an engine with several cache groups, or with states."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+import torch
+from faulty import Fault, FaultyBackend
+from hybrid_caches import CHUNK, HybridWorker
+from parts import PATIENCE, posix
+from simulated_device import SimulatedStreams
+from torch import Tensor
+
+from kvshelf.errors import UnsupportedError
+from kvshelf.format.keys import Chunk, KeyChain
+from kvshelf.format.kinds import FULL, STATE, WINDOW, Kind
+from kvshelf.format.names import object_name
+from kvshelf.format.namespace import Namespace
+from kvshelf.format.objects import ObjectFormat
+from kvshelf.shelf.shelf import Shelf
+from kvshelf.vllm.metadata import LoadOp, PrefetchOp, StepMetadata, StoreOp
+from kvshelf.vllm.registration import State
+
+Tables = tuple[list[int], ...]
+
+
+class Rig:
+    """A shelf, and workers of hybrid engines on it."""
+
+    def __init__(self, backend: FaultyBackend) -> None:
+        self.backend = backend
+        self.shelf = Shelf(backend)
+        self.workers: list[HybridWorker] = []
+
+    def worker(self, model: str, **options: Any) -> HybridWorker:
+        """A worker whose namespace is not known yet."""
+        self.workers.append(HybridWorker(self.shelf, model, seed=len(self.workers), **options))
+        return self.workers[-1]
+
+    def engine(self, model: str, **options: Any) -> HybridWorker:
+        """The only worker of an engine, with its namespace open."""
+        worker = self.worker(model, **options)
+        open_in(worker, worker.namespace())
+        return worker
+
+    def path(self, namespace: Namespace, chunk: Chunk, kind: Kind, shard: int = 0) -> Path:
+        """Where an object lies."""
+        shards = ObjectFormat(namespace).of(kind).shards
+        folder = Path(self.backend.url) / namespace.folder
+        return folder / object_name(chunk, shard, shards, kind)
+
+    def close(self) -> None:
+        self.backend.heal()
+        for worker in self.workers:
+            worker.side.close()
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Iterator[Rig]:
+    rig = Rig(FaultyBackend(posix(tmp_path / "shelf")))
+    yield rig
+    rig.close()
+
+
+def open_in(worker: HybridWorker, namespace: Namespace) -> None:
+    """Announce a namespace to a worker."""
+    worker.step(StepMetadata(namespace=(namespace.encoded, namespace.slug)))
+    assert worker.side._registration.state is State.SERVING, worker.side._registration
+    worker.namespace_open = namespace
+
+
+def chunks_of(namespace: Namespace, count: int) -> list[Chunk]:
+    return KeyChain(namespace.digest, CHUNK).extend(list(range(count * CHUNK)))
+
+
+def tables(worker: HybridWorker, tokens: int, first: int) -> Tables:
+    """Blocks for all tokens of a request in each group, none of which is another group's."""
+    found = []
+    for group in worker.groups:
+        count = tokens // group.block_size
+        found.append(list(range(first, first + count)))
+        first += count
+    return tuple(found)
+
+
+def trimmed(worker: HybridWorker, blocks: Tables, start: int, end: int) -> Tables:
+    """The tables of a load, with the null block where vLLM has none."""
+    found = []
+    for number, (group, ids) in enumerate(zip(worker.groups, blocks, strict=True)):
+        size = group.block_size
+        if number in worker.of(FULL):
+            first = 0
+        elif number in worker.of(WINDOW):
+            first = max(0, end - (size + 4) + 1) // size
+        else:
+            first = end // size - 1
+        found.append([0] * first + ids[first : end // size])
+    return tuple(found)
+
+
+def store_ops(worker: HybridWorker, chunks: Sequence[Chunk], blocks: Tables) -> list[StoreOp]:
+    """Stores of all kinds of some chunks."""
+    ops = []
+    for chunk in chunks:
+        begin, end = chunk.index * CHUNK, (chunk.index + 1) * CHUNK
+        for kind in (FULL, WINDOW, STATE):
+            if not worker.of(kind):
+                continue
+            ids: list[list[int]] = [[] for _ in worker.groups]
+            for group in worker.of(kind):
+                size = worker.groups[group].block_size
+                first = end // size - 1 if kind == STATE else begin // size
+                ids[group] = blocks[group][first : end // size]
+            ops.append(StoreOp(chunk, tuple(ids), repair=False, age=0.0, kind=kind))
+    return ops
+
+
+def load_op(
+    worker: HybridWorker, chunks: Sequence[Chunk], blocks: Tables, start: int = 0, name: str = "r"
+) -> LoadOp:
+    """A load of all chunks behind token `start`."""
+    end = len(chunks) * CHUNK
+    reach = max((worker.groups[n].block_size + 4 for n in worker.of(WINDOW)), default=0)
+    first = max(start, end - reach + 1) // CHUNK
+    return LoadOp(
+        name,
+        start,
+        end,
+        list(chunks[start // CHUNK :]) if worker.of(FULL) else [],
+        trimmed(worker, blocks, start, end),
+        windows=list(chunks[first:]) if worker.of(WINDOW) else [],
+        states=[chunks[-1]] if worker.of(STATE) else [],
+    )
+
+
+def put(worker: HybridWorker, chunks: Sequence[Chunk], first: int = 1) -> Tables:
+    """Store all kinds of chunks from blocks, whatever they hold; return the blocks."""
+    blocks = tables(worker, len(chunks) * CHUNK, first)
+    worker.step(StepMetadata(stores=store_ops(worker, chunks, blocks)))
+    assert worker.side.drain(PATIENCE) == 0
+    return blocks
+
+
+def until_loaded(worker: HybridWorker, op: LoadOp) -> set[str]:
+    """Load, and return the requests that must be computed."""
+    failed: set[str] = set()
+    meta = StepMetadata(loads=[op])
+    for _ in range(100_000):
+        finished, more, worker.reported = worker.step(meta)
+        failed |= more
+        if finished:
+            assert finished == {op.request_id}
+            return failed
+        meta = StepMetadata(idle=True)
+    raise AssertionError("the load never ended")
+
+
+def expect(
+    reader: HybridWorker,
+    writer: HybridWorker,
+    op: LoadOp,
+    stored: Tables,
+) -> list[Tensor]:
+    """The memory of `reader` after a load of what `writer` had in its blocks."""
+    expected = [memory.clone() for memory in reader.memory]
+    for number, ids in enumerate(op.block_ids):
+        size = reader.groups[number].block_size
+        for column, block in enumerate(ids):
+            if not block or (column + 1) * size <= op.start:
+                continue
+            for layer in range(len(reader.names[number])):
+                content = _content_bytes(reader, number)
+                to, source = block * reader.page, stored[number][column] * writer.page
+                expected[layer][to : to + content] = writer.memory[layer][source : source + content]
+    return expected
+
+
+def _content_bytes(worker: HybridWorker, group: int) -> int:
+    spec = worker.specs[group]
+    return int(getattr(spec, "unpadded_page_size_bytes", 0) or spec.real_page_size_bytes)
+
+
+def holds(worker: HybridWorker, expected: Sequence[Tensor]) -> bool:
+    return all(map(torch.equal, worker.memory, expected))
+
+
+# ------------------------------------------------------------------------- what is described
+
+
+def test_the_record_names_the_kind_of_each_layer(rig: Rig) -> None:
+    worker = rig.worker("three kinds")
+    record = worker.namespace().record
+    assert record["layer_names"] == [
+        f"model.layers.{number}.{name}"
+        for number, name in enumerate(["conv", "attn", "attn", "linear_attn"] * 2)
+    ]
+    assert record["kinds"] == ["state", "full", "window", "state"] * 2
+    assert record["attention"] == ["short_conv", "full", "sliding", "gdn_attn"] * 2
+    assert record["layouts"][:4] == ["state", "cpu-vec-bf16-b16", "cpu-vec-bf16-b8", "state"]
+    assert record["layer_shapes"][0] == "conv:2,16/"
+    assert record["layer_shapes"][3] == "conv_q:3,16/;conv_k:3,16/;conv_v:3,32/;ssm:4/,8,8"
+    assert record["layer_dtypes"][3] == "BF16;BF16;BF16;F32"
+    assert record["head_sizes"][0] == 0
+    assert record["sliding_windows"][:4] == [-1, -1, 12, -1]
+    assert (record["shards"], record["window_shards"], record["state_shards"]) == (4, 4, 4)
+    assert record["stages"] == [8]
+
+
+def test_one_group_has_the_record_that_it_always_had(rig: Rig) -> None:
+    assert "kinds" not in make_full_only().record
+
+
+def make_full_only() -> Namespace:
+    from replay import bind, make_caches, make_config, make_groups
+
+    from kvshelf.config import Config
+    from kvshelf.vllm.namespace import build_namespace
+    from kvshelf.vllm.registered_caches import describe_caches
+
+    config = make_config("/nowhere", blocks=8)
+    caches = make_caches(8, 4)
+    bind(config, caches)
+    options = Config(shared_storage_path="/nowhere", chunk_size=8)
+    found = describe_caches(caches, config, options, make_groups(config))
+    return build_namespace(config, options, [found.report], "user:test")
+
+
+def test_a_state_that_cannot_be_divided_is_stored_by_each_rank(rig: Rig) -> None:
+    record = rig.worker("undivided").namespace().record
+    assert record["layouts"][0] == "state-tp1"
+    assert record["state_shards"] == 1
+    assert record["shards"] == 4
+    record = rig.worker("undivided", ranks=2).namespace().record
+    assert record["layouts"][0] == "state-tp2"
+    assert record["state_shards"] == 2
+
+
+def test_a_state_that_lies_elsewhere_is_refused(rig: Rig) -> None:
+    worker = rig.worker("qwen")
+    name = worker.names[0][0]
+    first, second = worker.layers[name].kv_cache
+    for parts in ((second, first), (first,), (first, second.clone()), (first.float(), second), ()):
+        worker.layers[name].kv_cache = parts
+        with pytest.raises(UnsupportedError, match=rf"state of layer {name} does not lie"):
+            worker.side.register(worker.caches)
+
+
+# ------------------------------------------------------------------------- stores and loads
+
+
+@pytest.mark.parametrize("start", [0, CHUNK, 2 * CHUNK + 8])
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("model", ["gemma", "qwen", "three kinds", "undivided", "states only"])
+def test_all_kinds_come_back_to_the_byte(rig: Rig, model: str, native: bool, start: int) -> None:
+    writer, reader = (rig.engine(model, native=native) for _ in range(2))
+    # vLLM has whole blocks of each group.
+    start -= start % math.lcm(*(group.block_size for group in reader.groups))
+    chunks = chunks_of(writer.namespace_open, 3)
+    stored = put(writer, chunks)
+    op = load_op(reader, chunks, tables(reader, 3 * CHUNK, 9), start)
+    expected = expect(reader, writer, op, stored)
+    assert not holds(reader, expected)
+    assert until_loaded(reader, op) == set()
+    assert holds(reader, expected)
+    assert reader.side.counters.snapshot()["loaded_tokens"] == 3 * CHUNK - start
+
+
+def test_caches_on_a_device(rig: Rig) -> None:
+    writer, reader = (
+        rig.engine("three kinds", native=False, streams=SimulatedStreams()) for _ in range(2)
+    )
+    chunks = chunks_of(writer.namespace_open, 3)
+    stored = put(writer, chunks)
+    op = load_op(reader, chunks, tables(reader, 3 * CHUNK, 9))
+    expected = expect(reader, writer, op, stored)
+    assert until_loaded(reader, op) == set()
+    assert holds(reader, expected)
+
+
+@pytest.mark.parametrize("kind", [FULL, WINDOW, STATE])
+@pytest.mark.parametrize("damage", [True, False])
+def test_a_load_of_which_one_object_is_missing_or_bad_fails_as_a_whole(
+    rig: Rig, kind: Kind, damage: bool
+) -> None:
+    writer, reader = rig.engine("three kinds"), rig.engine("three kinds")
+    chunks = chunks_of(writer.namespace_open, 3)
+    put(writer, chunks)
+    path = rig.path(writer.namespace_open, chunks[2], kind, 1)
+    if damage:
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        path.write_bytes(data)
+    else:
+        path.unlink()
+    assert until_loaded(reader, load_op(reader, chunks, tables(reader, 48, 9))) == {"r"}
+    assert reader.reported is not None
+    ((failure,),) = reader.reported.failures
+    assert failure == replace(failure, request_id="r", chunk_index=2, key=chunks[2].key)
+    assert (failure.bad, failure.kind) == (damage, kind)
+    assert reader.side.counters.snapshot().get("loaded_tokens", 0) == 0
+    # What was missing is stored again, and a bad object is replaced.
+    repairs = [
+        replace(op, repair=True)
+        for op in store_ops(writer, chunks, tables(writer, 48, 1))
+        if op.chunk == chunks[2] and op.kind == kind
+    ]
+    writer.step(StepMetadata(stores=repairs))
+    assert writer.side.drain(PATIENCE) == 0
+    assert until_loaded(reader, load_op(reader, chunks, tables(reader, 48, 9), name="s")) == set()
+
+
+def test_a_load_without_what_it_needs_is_refused(rig: Rig) -> None:
+    reader = rig.engine("three kinds")
+    chunks = chunks_of(reader.namespace_open, 2)
+    whole = load_op(reader, chunks, tables(reader, 32, 1))
+    none: Tables = ([0] * 4, *whole.block_ids[1:])
+    for number, op in enumerate(
+        (
+            replace(whole, chunks=[], windows=[], states=[]),
+            replace(whole, states=[]),
+            replace(whole, block_ids=none),
+            replace(whole, block_ids=([],)),
+            replace(whole, round=7),
+        )
+    ):
+        op = replace(op, request_id=f"r{number}")
+        before = [memory.clone() for memory in reader.memory]
+        assert until_loaded(reader, op) == {op.request_id}
+        assert holds(reader, before)
+
+
+def test_blocks_that_are_gone_are_not_stored(rig: Rig) -> None:
+    writer = rig.engine("three kinds")
+    chunks = chunks_of(writer.namespace_open, 1)
+    blocks = tables(writer, CHUNK, 1)
+    ops = [
+        replace(op, block_ids=tuple([0] * len(ids) for ids in op.block_ids))
+        for op in store_ops(writer, chunks, blocks)
+    ]
+    writer.step(StepMetadata(stores=ops))
+    assert writer.side.drain(PATIENCE) == 0
+    assert not any(Path(rig.backend.url).rglob("*.safetensors"))
+
+
+def test_a_load_that_is_cancelled_is_reported_once(rig: Rig) -> None:
+    writer, reader = rig.engine("qwen"), rig.engine("qwen")
+    chunks = chunks_of(writer.namespace_open, 2)
+    put(writer, chunks)
+    gate = threading.Event()
+    rig.backend.add(Fault("read", wait=gate))
+    op = load_op(reader, chunks, tables(reader, 32, 9))
+    assert reader.step(StepMetadata(loads=[op]))[0] == set()
+    finished, failed, _ = reader.step(StepMetadata(cancelled=["r"]))
+    gate.set()
+    for _ in range(100_000):
+        if finished:
+            break
+        finished, failed, _ = reader.step(StepMetadata(idle=True))
+    assert (finished, failed) == ({"r"}, set())
+    assert reader.step(StepMetadata(idle=True))[0] == set()
+
+
+def test_prefetched_objects_of_all_kinds_are_loaded_from_memory(rig: Rig) -> None:
+    writer = rig.engine("three kinds")
+    reader = rig.engine("three kinds", prefetch_bytes=64 << 20)
+    chunks = chunks_of(writer.namespace_open, 2)
+    stored = put(writer, chunks)
+    op = load_op(reader, chunks, tables(reader, 32, 9))
+    wanted: Mapping[Kind, list[Chunk]] = {FULL: op.chunks, WINDOW: op.windows, STATE: op.states}
+    reader.step(StepMetadata(prefetches=[PrefetchOp("r", c, k) for k, c in wanted.items()]))
+    count = 4 * sum(map(len, wanted.values()))
+    for _ in range(100_000):
+        if reader.side.counters.snapshot().get("prefetched_objects") == count:
+            break
+        reader.step(StepMetadata(idle=True))
+    expected = expect(reader, writer, op, stored)
+    assert until_loaded(reader, op) == set()
+    assert holds(reader, expected)
+    assert reader.side.counters.snapshot()["memory_tier_loaded_objects"] == count
+
+
+# ------------------------------------------------------------------------- several workers
+
+
+def whole(workers: Sequence[HybridWorker], group: int, block: int) -> list[Tensor]:
+    """What the ranks of a stage hold of a block, with the heads of all ranks, by part."""
+    found = []
+    for name in workers[0].names[group]:
+        if workers[0].of(STATE).count(group):
+            parts = [worker.layers[name].kv_cache for worker in workers]
+            conv = [each[0][block] for each in parts]
+            if len(parts[0]) == 1:
+                found.append(torch.cat(conv, 1))
+                continue
+            # q and k have a quarter of the channels each, v has half of them.
+            quarter = conv[0].shape[1] // 4
+            found += [
+                torch.cat([one[:, begin * quarter : end * quarter] for one in conv], 1)
+                for begin, end in ((0, 1), (1, 2), (2, 4))
+            ]
+            found.append(torch.cat([each[1][block] for each in parts], 0))
+        else:
+            found.append(torch.cat([worker.caches[name][block] for worker in workers], 0))
+    return found
+
+
+@pytest.mark.parametrize(("ranks", "others"), [(2, 1), (1, 2), (4, 2)])
+def test_engines_with_other_tensor_parallel_degrees_share_all_kinds(
+    rig: Rig, ranks: int, others: int
+) -> None:
+    model = "gemma" if 4 in (ranks, others) else "three kinds"
+    writers = [rig.worker(model, ranks=ranks, rank=rank) for rank in range(ranks)]
+    readers = [rig.worker(model, ranks=others, rank=rank) for rank in range(others)]
+    namespace = writers[0].namespace()
+    assert readers[0].namespace() == namespace
+    chunks = chunks_of(namespace, 2)
+    for worker in (*writers, *readers):
+        open_in(worker, namespace)
+    for writer in writers:
+        stored = put(writer, chunks)
+    blocks = tables(readers[0], 32, 9)
+    for reader in readers:
+        assert until_loaded(reader, load_op(reader, chunks, blocks)) == set()
+    for group, ids in enumerate(load_op(readers[0], chunks, blocks).block_ids):
+        for column, block in enumerate(ids):
+            if block:
+                expected = whole(writers, group, stored[group][column])
+                assert all(map(torch.equal, whole(readers, group, block), expected))
+
+
+def test_pipeline_stages_have_objects_of_their_own_kinds_only(rig: Rig) -> None:
+    stages = ((0, 1), (2, 3))
+    first, second = (rig.worker("three kinds", rank=rank, stages=stages) for rank in range(2))
+    namespace = first.namespace(second)
+    record = namespace.record
+    assert record["stages"] == [4, 4]
+    assert record["kinds"] == ["state", "full"] * 2 + ["window", "state"] * 2
+    assert (record["shards"], record["window_shards"], record["state_shards"]) == (4, 4, 8)
+    chunks = chunks_of(namespace, 2)
+    for worker in (first, second):
+        open_in(worker, namespace)
+        stored = put(worker, chunks)
+    for rank, writer in enumerate((first, second)):
+        reader = rig.worker("three kinds", rank=rank, stages=stages)
+        open_in(reader, namespace)
+        op = load_op(reader, chunks, tables(reader, 32, 9))
+        expected = expect(reader, writer, op, stored)
+        assert until_loaded(reader, op) == set()
+        assert holds(reader, expected)
+
+
+# ------------------------------------------------------------------------- life of the engine
+
+
+def test_states_are_used_at_their_new_place_after_sleep(rig: Rig) -> None:
+    writer, reader = rig.engine("qwen"), rig.engine("qwen")
+    chunks = chunks_of(writer.namespace_open, 2)
+    stored = put(writer, chunks)
+    reader.side.fall_asleep()
+    reader.seed = 9
+    reader.allocate()
+    reader.side.wake_up()
+    op = load_op(reader, chunks, tables(reader, 32, 9))
+    expected = expect(reader, writer, op, stored)
+    assert until_loaded(reader, op) == set()
+    assert holds(reader, expected)
+
+
+def test_a_state_of_another_form_after_sleep_ends_caching(rig: Rig) -> None:
+    reader = rig.engine("qwen")
+    reader.side.fall_asleep()
+    name = reader.names[0][0]
+    reader.layers[name].kv_cache = reader.layers[name].kv_cache[:1]
+    reader.side.wake_up()
+    assert reader.side._registration.state is State.DISABLED
+
+
+def test_memory_is_kept_for_a_namespace_of_other_weights(rig: Rig) -> None:
+    worker = rig.engine("three kinds")
+    staging = [memory.staging for memory in worker.side._registration.memories.values()]
+    open_in(worker, worker.namespace(weights="user:other"))
+    memories = worker.side._registration.memories
+    assert [memory.staging for memory in memories.values()] == staging
+    chunks = chunks_of(worker.namespace_open, 1)
+    put(worker, chunks)
+    assert rig.path(worker.namespace_open, chunks[0], STATE).exists()
+
+
+def test_gauges_count_the_staging_of_all_kinds(rig: Rig) -> None:
+    worker = rig.engine("three kinds")
+    worker.side.set_gauges()
+    limit = worker.side.counters.take()["staging_limit_bytes"]
+    assert 6 << 20 < limit <= 8 << 20
