@@ -26,7 +26,9 @@ from kvshelf.format.kinds import FULL, STATE, WINDOW, Kind
 from kvshelf.format.names import object_name
 from kvshelf.format.namespace import Namespace
 from kvshelf.format.objects import ObjectFormat
+from kvshelf.kv.device import DeviceKVCache
 from kvshelf.shelf.shelf import Shelf
+from kvshelf.vllm import registration
 from kvshelf.vllm.metadata import LoadOp, PrefetchOp, StepMetadata, StoreOp
 from kvshelf.vllm.registration import State
 
@@ -284,6 +286,23 @@ def test_caches_on_a_device(rig: Rig) -> None:
     expected = expect(reader, writer, op, stored)
     assert until_loaded(reader, op) == set()
     assert holds(reader, expected)
+
+
+def test_few_states_are_on_their_way_from_a_device_at_once(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rings: list[int] = []
+    make = DeviceKVCache.__init__
+
+    def counted(self: DeviceKVCache, *args: Any, **options: Any) -> None:
+        rings.append(options["ring"])
+        make(self, *args, **options)
+
+    monkeypatch.setattr(DeviceKVCache, "__init__", counted)
+    monkeypatch.setattr(registration, "DEFAULT_RING", 2)
+    rig.engine("three kinds", native=False, streams=SimulatedStreams())
+    # A step may complete four chunks.
+    assert rings == [4, 4, 2]
 
 
 @pytest.mark.parametrize("kind", [FULL, WINDOW, STATE])

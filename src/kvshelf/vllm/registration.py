@@ -51,7 +51,7 @@ from kvshelf.backends import Properties
 from kvshelf.backends.guard import try_to_start
 from kvshelf.config import Config
 from kvshelf.errors import ConfigError, UnsupportedError
-from kvshelf.format.kinds import Kind
+from kvshelf.format.kinds import STATE, Kind
 from kvshelf.format.namespace import Namespace
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.kv import ops
@@ -416,12 +416,15 @@ class Registration:
         idle = min(_MOST_IDLE_CORES, len(os.sched_getaffinity(0)) // (2 * ranks))
         return max(2, loads, idle), max(1, stores, idle // 2)
 
-    def _ring(self, chunk_bytes: int) -> int:
+    def _ring(self, kind: Kind, chunk_bytes: int) -> int:
         """Return how many chunks may be on their way from the device at once.
 
         A step's chunks are gathered in one go, much faster than they reach staging. If a step
-        completes more chunks than this, some are not stored.
+        completes more chunks than this, some are not stored. A step stores few states, which are
+        many times as large as a chunk's KV.
         """
+        if kind == STATE:
+            return DEFAULT_RING
         tokens = int(getattr(self._vllm_config.scheduler_config, "max_num_batched_tokens", 0) or 0)
         chunks_per_step = -(-tokens // self._config.chunk_size)
         return max(DEFAULT_RING, min(chunks_per_step, _RING_BYTES // chunk_bytes))
@@ -493,7 +496,7 @@ class Registration:
                 cache = DeviceKVCache(
                     calls,
                     # A worker with parts of shards never gathers.
-                    ring=1 if plan.divided else self._ring(chunk_bytes),
+                    ring=1 if plan.divided else self._ring(fmt.kind, chunk_bytes),
                     loads=self.io_threads()[0],
                     pinned=staging.pinned,
                     streams=self._streams(),
