@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+from kvshelf.format.kinds import FULL, STATE, WINDOW, Kind
 from kvshelf.format.namespace import Namespace
 from kvshelf.format.objects import ObjectFormat
 
@@ -40,3 +42,32 @@ def hybrid_record(**fields: Any) -> dict[str, Any]:
 def hybrid_format(**fields: Any) -> ObjectFormat:
     """Return its format, of kind full unless it has no such layers."""
     return ObjectFormat(Namespace(hybrid_record(**fields), "hybrid"))
+
+
+def format_of_kinds(shards: Mapping[Kind, int], chunk_size: int = 8) -> ObjectFormat:
+    """Return the format of a namespace with one layer of each of some kinds, of the first kind.
+
+    Parameters
+    ----------
+    shards : Mapping[Kind, int]
+        Shards of each kind, in the order of kinds: 1 or 2.
+    chunk_size : int
+    """
+    fields: dict[Kind, tuple[str, str, str]] = {
+        FULL: ("canonical", "2,*,2,8", "BF16"),
+        WINDOW: ("canonical", "2,*,2,8", "BF16"),
+        STATE: ("state", "conv:2,16/;ssm:4/,4", "BF16;F32"),
+    }
+    first = next(iter(shards))
+    return hybrid_format(
+        chunk_size=chunk_size,
+        stages=[len(shards)],
+        shards=shards.get(FULL, shards[first]),
+        window_shards=shards.get(WINDOW),
+        state_shards=shards.get(STATE),
+        kinds=list(shards),
+        layouts=[fields[kind][0] for kind in shards],
+        layer_names=[f"layers.{i}" for i in range(len(shards))],
+        layer_shapes=[fields[kind][1] for kind in shards],
+        layer_dtypes=[fields[kind][2] for kind in shards],
+    )

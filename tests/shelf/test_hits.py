@@ -4,27 +4,47 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Iterable, Mapping, Sequence
+import tempfile
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from pathlib import Path
 
-from hybrid_format import hybrid_format
-from hypothesis import given
+import pytest
+from hybrid_format import format_of_kinds
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from kvshelf.backends import Properties, open_backend
-from kvshelf.backends.base import StatResults
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    consumes,
+    rule,
+    run_state_machine_as_test,
+)
+from kvshelf.backends import Backend, BytesLike, Properties, WriteResult, open_backend
+from kvshelf.backends.base import StatResults, WriteMode
 from kvshelf.backends.wrappers import WrappedBackend
+from parts import PATIENCE, until
 
+from kvshelf.errors import TransientStorageError
 from kvshelf.format.keys import Chunk, KeyChain
 from kvshelf.format.kinds import FULL, STATE, WINDOW, Kind, kind_key
 from kvshelf.format.names import object_name
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.metrics import Counters
+from kvshelf.shelf import failed_keys as failed_module
+from kvshelf.shelf import presence as presence_module
+from kvshelf.shelf.disk_tier import DiskTier
 from kvshelf.shelf.failed_keys import FailedKeys
+from kvshelf.shelf.hits import HitSearch, window_chunks
 from kvshelf.shelf.lookup import Lookup, LookupService
+from kvshelf.shelf.presence import PresenceCache
+from kvshelf.shelf.search import Answers, RoundCosts
 from kvshelf.shelf.shelf import Shelf
+from kvshelf.shelf.tiers import Tier, TieredShelf
+from kvshelf.shelf.view import ObjectRef, Presence
 
-PATIENCE = 20.0
 SIZE = 8
 
 #: Which kinds a namespace has, and the shards of each.
@@ -38,38 +58,23 @@ KINDS_OF: Mapping[str, dict[Kind, int]] = {
 }
 
 
-def format_of(shards: Mapping[Kind, int]) -> ObjectFormat:
-    """A namespace with one layer of each of some kinds."""
-    shapes: dict[Kind, tuple[str, str, str]] = {
-        FULL: ("canonical", "2,*,2,8", "BF16"),
-        WINDOW: ("canonical", "2,*,2,8", "BF16"),
-        STATE: ("state", "conv:2,16/;ssm:4/,4", "BF16;F32"),
-    }
-    first = next(iter(shards))
-    return hybrid_format(
-        chunk_size=SIZE,
-        stages=[len(shards)],
-        shards=shards.get(FULL, shards[first]),
-        window_shards=shards.get(WINDOW),
-        state_shards=shards.get(STATE),
-        kinds=list(shards),
-        layouts=[shapes[kind][0] for kind in shards],
-        layer_names=[f"layers.{i}" for i in range(len(shards))],
-        layer_shapes=[shapes[kind][1] for kind in shards],
-        layer_dtypes=[shapes[kind][2] for kind in shards],
-    )
-
-
-FORMATS = {name: format_of(shards) for name, shards in KINDS_OF.items()}
+FORMATS = {name: format_of_kinds(shards, SIZE) for name, shards in KINDS_OF.items()}
 
 
 class Names(WrappedBackend):
-    """A storage with names and sizes only, near or far away."""
+    """A storage with names and sizes only, near or far away.
+
+    What is asked while `gate` is closed is answered, by what was there when it was asked, once it
+    is open. Names in `broken` cannot be probed.
+    """
 
     def __init__(self, probe_cost: float) -> None:
         super().__init__(open_backend(f"memory://names-{os.urandom(8).hex()}"))
         self.sizes: dict[str, int] = {}
         self.asked: list[list[str]] = []
+        self.broken: set[str] = set()
+        self.gate = threading.Event()
+        self.gate.set()
         self._probe_cost = probe_cost
 
     @property
@@ -79,22 +84,35 @@ class Names(WrappedBackend):
 
     def stat(self, names: Sequence[str]) -> StatResults:
         self.asked.append(list(names))
-        return [self.sizes.get(name) for name in names]
+        answers: StatResults = [
+            TransientStorageError("it hangs") if name in self.broken else self.sizes.get(name)
+            for name in names
+        ]
+        self.gate.wait()
+        return answers
+
+    def write(
+        self, name: str, buffers: Sequence[BytesLike], mode: WriteMode = "create"
+    ) -> WriteResult:
+        self.sizes[name] = sum(memoryview(buffer).nbytes for buffer in buffers)
+        return WriteResult.CREATED
 
     def folders(self, prefix: str = "") -> Sequence[str]:
         return []
 
 
 class Rig:
-    """Lookups in a hybrid namespace, on a storage with names and sizes only."""
+    """Lookups in a hybrid namespace."""
 
-    def __init__(self, fmt: ObjectFormat, window: int, *, far: bool) -> None:
+    def __init__(
+        self, fmt: ObjectFormat, window: int, backend: Backend, tiers: Sequence[Tier] = ()
+    ) -> None:
         self.fmt = fmt
         self.window = window
-        self.backend = Names(0.02 if far else 0.0)
+        self.backend = backend
         self.failed = FailedKeys()
         self.counters = Counters()
-        shelf = Shelf(self.backend)
+        shelf = TieredShelf(Shelf(backend), tiers)
         self.service = LookupService(
             shelf.view(fmt),
             failed=self.failed,
@@ -111,7 +129,8 @@ class Rig:
         fmt = self.fmt.of(kind)
         for chunk in chunks:
             for shard in range(fmt.shards) if shards is None else shards:
-                self.backend.sizes[self.name(kind, chunk, shard)] = fmt.object_size(shard)
+                name = self.name(kind, chunk, shard)
+                self.backend.write(name, [bytes(fmt.object_size(shard))], "replace")
 
     def chunks(self, tokens: Sequence[int]) -> list[Chunk]:
         return self.chain().extend(tokens)
@@ -148,11 +167,11 @@ class Case:
 
 
 @st.composite
-def cases(draw: st.DrawFn, *, gaps: bool) -> Case:
+def cases(draw: st.DrawFn, *, gaps: bool, most: int = 150) -> Case:
     """Any sets of objects; with `gaps`, of full ones too."""
     name = draw(st.sampled_from(sorted(KINDS_OF)))
     shards = KINDS_OF[name]
-    count = draw(st.integers(0, 150))
+    count = draw(st.integers(0, most))
     rng = random.Random(draw(st.integers(0, 1 << 32)))
     whole = draw(st.sampled_from([0.05, 0.5, 0.9, 1.0]))
     there: dict[Kind, list[frozenset[int]]] = {}
@@ -204,8 +223,8 @@ def expected(case: Case) -> tuple[int, int]:
     return hit - first, max(full, first) - first
 
 
-def check(case: Case, *, far: bool) -> None:
-    with closing(Rig(FORMATS[case.name], case.window, far=far)) as rig:
+def check(case: Case, backend: Backend) -> None:
+    with closing(Rig(FORMATS[case.name], case.window, backend)) as rig:
         tokens = prompt(case.count, 3)
         chunks = rig.chunks(tokens)
         for kind, of_kind in case.there.items():
@@ -214,21 +233,442 @@ def check(case: Case, *, far: bool) -> None:
         for kind, index in case.failed:
             rig.failed.add(kind_key(chunks[index].key, kind), bad=True)
         for _ in range(2):
-            rig.backend.asked.clear()
             lookup = rig.look(tokens, case.ends, case.first)
             assert (lookup.hit_chunks, lookup.full_chunks) == expected(case)
             assert lookup.chain is not None and lookup.chain.chunks == chunks
             for kind, known in lookup.known.items():
                 assert all(len(case.there[kind][i]) == KINDS_OF[case.name][kind] for i in known)
-            if far:
-                assert len(rig.backend.asked) <= 12, "a bounded number of rounds"
 
 
 @given(cases(gaps=True))
 def test_a_hit_is_what_the_definition_says_on_a_near_storage(case: Case) -> None:
-    check(case, far=False)
+    check(case, Names(0.0))
 
 
 @given(cases(gaps=False))
 def test_a_hit_is_what_the_definition_says_on_a_far_storage(case: Case) -> None:
-    check(case, far=True)
+    backend = Names(0.02)
+    check(case, backend)
+    # The second lookup asks for nothing but gaps.
+    assert len(backend.asked) <= 12 + len(case.failed)
+
+
+@settings(max_examples=15)
+@given(cases(gaps=True, most=40), st.booleans())
+def test_a_hit_is_what_the_definition_says_with_real_objects(case: Case, on_disk: bool) -> None:
+    with tempfile.TemporaryDirectory() as root:
+        memory = f"memory://hits-{os.urandom(8).hex()}"
+        check(case, open_backend(root if on_disk else memory))
+
+
+@pytest.mark.parametrize(
+    ("name", "full", "states", "hit", "rounds"),
+    [
+        # A prompt that is known to its end.
+        ("all", 512, [512], 512, 1),
+        ("full and windows", 512, [], 512, 1),
+        ("states", 512, [512], 512, 1),
+        # A longer prompt than the one that was stored.
+        ("all", 512, [500], 500, 2),
+        ("all", 511, range(1, 512), 511, 2),
+        ("full and windows", 301, [], 301, 2),
+        ("all", 300, [300, 298], 300, 3),
+        ("all", 300, [290], 290, 3),
+        # States are rare, and nothing tells where.
+        ("states", 512, [400], 400, 3),
+        ("all", 300, [7], 7, 4),
+        ("all", 512, [10], 10, 5),
+        ("full and states", 512, [], 0, 4),
+        # An unknown prompt.
+        ("all", 0, [], 0, 1),
+    ],
+)
+def test_few_rounds_find_a_hit_far_away(
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    full: int,
+    states: Iterable[int],
+    hit: int,
+    rounds: int,
+) -> None:
+    # What rounds really take must not change what is asked in them.
+    monkeypatch.setattr(RoundCosts, "note", lambda *_: None)
+    backend = Names(0.02)
+    with closing(Rig(FORMATS[name], 4 * SIZE, backend)) as rig:
+        tokens = prompt(512)
+        chunks = rig.chunks(tokens)
+        for kind in KINDS_OF[name]:
+            rig.put(kind, chunks[:full] if kind != STATE else [chunks[n - 1] for n in states])
+        backend.asked.clear()
+        assert rig.look(tokens).hit_chunks == hit
+        assert len(backend.asked) == rounds
+        backend.asked.clear()
+        assert rig.look(tokens).hit_chunks == hit
+        assert not backend.asked, "what was found is remembered, and so is what is missing"
+
+
+@pytest.fixture
+def far() -> Iterator[Rig]:
+    with closing(Rig(FORMATS["all"], 2 * SIZE, Names(0.02))) as rig:
+        yield rig
+        names(rig).gate.set()
+
+
+def names(rig: Rig) -> Names:
+    assert isinstance(rig.backend, Names)
+    return rig.backend
+
+
+def put_all(rig: Rig, chunks: Sequence[Chunk]) -> None:
+    for kind in rig.fmt.kinds:
+        rig.put(kind, chunks)
+
+
+def test_a_state_that_we_store_is_found_at_once(far: Rig) -> None:
+    tokens = prompt(6)
+    chunks = far.chunks(tokens)
+    for kind in (FULL, WINDOW):
+        far.put(kind, chunks)
+    lookup = far.look(tokens)
+    assert (lookup.hit_chunks, lookup.full_chunks) == (0, 6)
+    far.put(STATE, chunks[3:4])
+    assert far.look(tokens).hit_chunks == 0, "a miss is not asked for again at once"
+    far.service.note_published([kind_key(chunks[3].key, STATE)])
+    lookup = far.look(tokens)
+    assert lookup.hit_chunks == 4
+    assert lookup.known[STATE] == {3}
+    assert {2, 3} <= lookup.known[WINDOW]
+
+
+@pytest.mark.parametrize("kind", [STATE, WINDOW])
+def test_a_failed_load_makes_the_next_hit_shorter_until_the_object_is_good(
+    far: Rig, kind: Kind
+) -> None:
+    tokens = prompt(8)
+    chunks = far.chunks(tokens)
+    put_all(far, chunks)
+    assert far.look(tokens).hit_chunks == 8
+    key = kind_key(chunks[7].key, kind)
+    far.failed.add(key, bad=True)
+    lookup = far.look(tokens)
+    assert (lookup.hit_chunks, lookup.full_chunks) == (7, 8), "other kinds did not fail"
+    far.failed.forget(key)
+    names(far).asked.clear()
+    assert far.look(tokens).hit_chunks == 8
+    asked = {name for asked in names(far).asked for name in asked}
+    shards = range(far.fmt.of(kind).shards)
+    assert asked == {far.name(kind, chunks[7], shard) for shard in shards}, "it is probed again"
+
+
+def test_a_state_that_went_away_is_not_a_hit_once_a_load_has_failed(far: Rig) -> None:
+    tokens = prompt(8)
+    chunks = far.chunks(tokens)
+    put_all(far, chunks)
+    assert far.look(tokens).hit_chunks == 8
+    del names(far).sizes[far.name(STATE, chunks[7], 1)]
+    far.failed.add(kind_key(chunks[7].key, STATE), bad=False)
+    far.failed.clear()
+    assert far.look(tokens).hit_chunks == 7
+
+
+def test_an_error_is_no_answer(far: Rig) -> None:
+    tokens = prompt(8)
+    chunks = far.chunks(tokens)
+    put_all(far, chunks)
+    broken = names(far).broken
+    broken.add(far.name(STATE, chunks[7], 0))
+    broken.add(far.name(WINDOW, chunks[5], 1))
+    assert far.look(tokens).hit_chunks == 5
+    assert far.counters.snapshot()["probe_errors"] > 0
+    broken.clear()
+    assert far.look(tokens).hit_chunks == 8, "it was not remembered as missing"
+
+
+def test_lookups_that_wait_share_their_rounds(far: Rig) -> None:
+    prompts = [prompt(20) + prompt(5, seed=seed) for seed in range(6)]
+    for tokens in prompts:
+        put_all(far, far.chunks(tokens)[:22])
+    backend = names(far)
+    backend.gate.clear()
+    first = [far.service.submit(prompt(1, seed=99), far.chain) for _ in range(2)]
+    until(lambda: len(backend.asked) > 0)
+    lookups = [far.service.submit(tokens, far.chain) for tokens in prompts]
+    backend.gate.set()
+    for lookup in [*first, *lookups]:
+        assert lookup.wait(PATIENCE)
+    assert [lookup.hit_chunks for lookup in lookups] == [22] * 6
+    assert all(len(asked) == len(set(asked)) for asked in backend.asked), "each object once"
+    assert len(backend.asked) <= 2 + 2 * 3, "two threads, each with the rounds of one search"
+
+
+@pytest.mark.parametrize("cost", [0.0, 0.02], ids=["near", "far"])
+def test_what_a_tier_has_is_not_asked_of_the_storage(tmp_path: Path, cost: float) -> None:
+    tokens = prompt(6)
+    fmt = FORMATS["all"]
+    tier = DiskTier(tmp_path, 1 << 30)
+    backend = Names(cost)
+    with closing(Rig(fmt, 2 * SIZE, backend, [tier])) as rig:
+        chunks = rig.chunks(tokens)
+        for kind in (FULL, WINDOW):
+            rig.put(kind, chunks)
+        for shard in range(fmt.of(STATE).shards):
+            size = fmt.of(STATE).object_size(shard)
+            tier.keep(fmt.of(STATE), ObjectRef(chunks[5], shard), bytes(size))
+        assert tier.drain(PATIENCE)
+        backend.asked.clear()
+        assert rig.look(tokens).hit_chunks == 6
+        asked = {name for names in backend.asked for name in names}
+        assert not any(rig.name(STATE, chunks[5], shard) in asked for shard in (0, 1))
+        if cost:
+            assert len(backend.asked) == 1, "all kinds are asked for together"
+    tier.close()
+
+
+def test_nothing_is_found_while_the_breaker_is_open_and_the_keys_are_known(far: Rig) -> None:
+    tokens = prompt(4)
+    put_all(far, far.chunks(tokens))
+    assert far.look(tokens).hit_chunks == 4
+    names(far).broken.update(names(far).sizes)
+    until(lambda: far.look(prompt(3)).hit_chunks == 0 and not far.service.available)
+    lookup = far.look(tokens)
+    assert (lookup.hit_chunks, lookup.full_chunks, dict(lookup.known)[STATE]) == (0, 0, set())
+    assert lookup.chain is not None and len(lookup.chain.chunks) == 4
+
+
+@pytest.mark.parametrize(
+    ("end", "window", "expected"),
+    [
+        (4, 0, []),
+        (4, 1, []),
+        (4, 2, [3]),
+        (4, SIZE + 1, [3]),
+        (4, SIZE + 2, [2, 3]),
+        (2, 100 * SIZE, [0, 1]),
+        (0, 3, []),
+    ],
+)
+def test_a_window_reaches_back_from_the_next_token(
+    end: int, window: int, expected: list[int]
+) -> None:
+    assert list(window_chunks(end, window, SIZE)) == expected
+
+
+# ------------------------------------------------------------------------------- in time
+
+
+SHELVED: tuple[Kind, ...] = (FULL, WINDOW)
+
+
+class Clock:
+    """Time that passes when it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@dataclass
+class Stored:
+    """What is true of one kind of one chunk, and since when."""
+
+    shards: frozenset[int] = frozenset()
+    whole_since: float | None = None
+    last_whole: float = 0.0
+    ours_at: float = 0.0
+    failed_at: float = 0.0
+
+
+@dataclass
+class Held:
+    """A search whose answers are on their way, and when it began."""
+
+    search: HitSearch
+    begun: float
+    answers: Answers
+    fails: bool
+
+
+class Searches(RuleBasedStateMachine):
+    """Searches in any state of completion, on a storage that this engine and others change.
+
+    Answers of the storage are taken at one moment and arrive at another.
+    """
+
+    held = Bundle("held")
+    seen_seconds, missing_seconds = 60.0, 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clock = Clock()
+        self.modules = presence_module.time, failed_module.time
+        presence_module.time = failed_module.time = self.clock  # type: ignore[assignment]
+        self.fmt = FORMATS["all"]
+        self.window = 2 * SIZE
+        self.cache = PresenceCache(self.seen_seconds, self.missing_seconds, limit=64)
+        self.failed = FailedKeys()
+        self.failed.subscribe(self.cache.note_failed)
+        self.chunks = KeyChain(self.fmt.namespace.digest, SIZE).extend(prompt(6))
+        self.shards = {kind: self.fmt.of(kind).shards for kind in self.fmt.kinds}
+        self.stored = {(kind, i): Stored() for kind in self.shards for i in range(6)}
+
+    def teardown(self) -> None:
+        presence_module.time, failed_module.time = self.modules
+
+    def _tick(self) -> None:
+        self.clock.now += 1e-4
+
+    def _key(self, piece: tuple[Kind, int]) -> bytes:
+        return kind_key(self.chunks[piece[1]].key, piece[0])
+
+    def _set(self, piece: tuple[Kind, int], shards: frozenset[int]) -> Stored:
+        self._tick()
+        stored = self.stored[piece]
+        if stored.whole_since is not None:
+            stored.last_whole = self.clock.now
+        stored.shards = shards
+        if len(shards) < self.shards[piece[0]]:
+            stored.whole_since = None
+        elif stored.whole_since is None:
+            stored.whole_since = self.clock.now
+        self._tick()
+        return stored
+
+    def _whole(self, kind: Kind) -> frozenset[int]:
+        return frozenset(range(self.shards[kind]))
+
+    kinds = st.sampled_from((FULL, WINDOW, STATE))
+    places = st.tuples(kinds, st.integers(0, 5))
+
+    @rule(seconds=st.sampled_from((0.1, 0.6, 2.0, 12.0, 35.0)))
+    def wait(self, seconds: float) -> None:
+        self.clock.now += seconds
+
+    @rule(ours=st.booleans(), states=st.sets(st.integers(0, 5)), count=st.sampled_from((2, 6)))
+    def store(self, ours: bool, states: set[int], count: int) -> None:
+        pieces: list[tuple[Kind, int]] = [
+            (kind, i) for kind in (FULL, WINDOW) for i in range(count)
+        ]
+        for piece in [*pieces, *((STATE, i) for i in states)]:
+            stored = self._set(piece, self._whole(piece[0]))
+            if ours:
+                self.cache.note_published(self._key(piece))
+                self.failed.forget(self._key(piece))
+                stored.ours_at = self.clock.now
+            self._tick()
+
+    @rule(piece=places, shards=st.sampled_from((frozenset(), frozenset({0}))))
+    def others_delete(self, piece: tuple[Kind, int], shards: frozenset[int]) -> None:
+        self._set(piece, shards & self._whole(piece[0]) if shards else shards)
+
+    def _begin(self, ends: Sequence[int]) -> HitSearch:
+        self._tick()
+        return HitSearch(
+            self.chunks, 0, sorted(ends), self.window, self.cache, self.failed, self.shards
+        )
+
+    def _ask(self, search: HitSearch, concurrency: int = 1, *, fails: bool = False) -> Answers:
+        asked = self.cache.ask()
+        self._tick()
+        answers: Answers = {}
+        planned = search.plan(RoundCosts(1e-2, concurrency), 1)
+        for question, (kind, chunk) in planned.items():
+            there = question[1] in self.stored[kind, chunk.index].shards
+            answer = Presence.PRESENT if there else Presence.MISSING
+            answers[question] = (Presence.ERROR if fails else answer), asked
+        self._tick()
+        return answers
+
+    def _finish(self, search: HitSearch, concurrency: int = 1) -> int:
+        for _ in range(20):
+            answers = self._ask(search, concurrency)
+            if not answers:
+                search.finish()
+                return search.hit_chunks
+            search.take(answers)
+        raise AssertionError("a search without end")
+
+    ends = st.sets(st.integers(1, 6), min_size=1)
+
+    @rule(
+        target=held,
+        ends=ends,
+        concurrency=st.sampled_from((1, 64)),
+        rounds=st.sampled_from((0, 0, 1)),
+        fails=st.integers(0, 9).map(lambda number: number == 9),
+    )
+    def look_up_and_hold(self, ends: set[int], concurrency: int, rounds: int, fails: bool) -> Held:
+        begun = self.clock.now
+        search = self._begin(list(ends))
+        for _ in range(rounds):
+            if answers := self._ask(search, concurrency):
+                search.take(answers)
+        return Held(search, begun, self._ask(search, concurrency, fails=fails), fails)
+
+    @rule(held=consumes(held), concurrency=st.sampled_from((1, 64)))
+    def answer_late(self, held: Held, concurrency: int) -> None:
+        if held.answers:
+            held.search.take(held.answers)
+        hit = self._finish(held.search, concurrency)
+        self._check_hit(hit, held.begun)
+
+    @rule(ends=ends, concurrency=st.sampled_from((1, 64)))
+    def look_up_and_load(self, ends: set[int], concurrency: int) -> None:
+        begun = self.clock.now
+        hit = self._finish(self._begin(list(ends)), concurrency)
+        self._check_hit(hit, begun)
+        assert hit >= self._due(ends, begun), "a miss of what has been there"
+        for piece in self._needs(hit):
+            stored = self.stored[piece]
+            if stored.whole_since is None:
+                stored.failed_at = self.clock.now
+                self._tick()
+                self.failed.add(self._key(piece), bad=False)
+                self._tick()
+                break
+
+    def _needs(self, end: int) -> list[tuple[Kind, int]]:
+        if not end:
+            return []
+        full: list[tuple[Kind, int]] = [(FULL, i) for i in range(end)]
+        windows: list[tuple[Kind, int]] = [
+            (WINDOW, i) for i in window_chunks(end, self.window, SIZE)
+        ]
+        return [*full, *windows, (STATE, end - 1)]
+
+    def _check_hit(self, hit: int, begun: float) -> None:
+        """Whatever a hit needs was there while the search ran, or shortly before."""
+        for kind, index in self._needs(hit):
+            stored = self.stored[kind, index]
+            # Full chunks in the middle are taken for granted.
+            if kind == FULL and index not in (0, hit - 1):
+                continue
+            since = max(begun - self.seen_seconds, stored.failed_at)
+            assert stored.whole_since is not None or stored.last_whole >= since
+
+    def _due(self, ends: Iterable[int], begun: float) -> int:
+        """The longest hit that a search must find: nothing says that anything is missing."""
+
+        def certain(piece: tuple[Kind, int]) -> bool:
+            stored = self.stored[piece]
+            since = stored.whole_since
+            if since is None or self._key(piece) in self.failed:
+                return False
+            ours = since <= stored.ours_at <= begun
+            return ours or since < begun - self.missing_seconds
+
+        return max((end for end in ends if all(map(certain, self._needs(end)))), default=0)
+
+
+def test_searches_announce_what_is_there_and_miss_nothing_for_long() -> None:
+    run_state_machine_as_test(
+        Searches,
+        settings=settings(
+            max_examples=200,
+            stateful_step_count=30,
+            deadline=None,
+            database=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )

@@ -32,7 +32,7 @@ _CHECKS: Mapping[str, tuple[torch.dtype, int, int]] = {
 
 
 class FiniteCheck:
-    """Checks whether the payloads of one namespace contain only finite numbers.
+    """Checks whether the payloads of one kind in one namespace contain only finite numbers.
 
     Layers with an unknown layout are not checked, because the meaning of their bytes is unknown.
 
@@ -47,7 +47,7 @@ class FiniteCheck:
         self._dtypes = dict(zip(record["layer_names"], record["layer_dtypes"], strict=True))
 
     def first_bad(self, shard: int, payload: torch.Tensor) -> str | None:
-        """Return the name of the first layer that contains NaN or infinity, None if none does.
+        """Return the name of the first tensor that contains NaN or infinity, None if none does.
 
         Parameters
         ----------
@@ -56,11 +56,14 @@ class FiniteCheck:
             uint8 ``[payload bytes]`` on the CPU, of a whole chunk.
         """
         for spec in self._fmt.tensors(shard):
-            known = _CHECKS.get(self._dtypes[spec.name])
+            # A part of a state is no layer, and has its own dtype.
+            known = _CHECKS.get(self._dtypes.get(spec.name, spec.dtype))
             if known is None:
                 continue
             dtype, mask, limit = known
-            numbers = payload[spec.offset : spec.offset + spec.nbytes].view(dtype)
+            part = payload[spec.offset : spec.offset + spec.nbytes]
+            # Parts with a wider dtype may follow parts with a narrower one.
+            numbers = (part.clone() if spec.offset % dtype.itemsize else part).view(dtype)
             # On integers these operations run at memory bandwidth; on floats they do not.
             if any(int((piece & mask).amax()) >= limit for piece in torch.split(numbers, _PIECE)):
                 return spec.name

@@ -1,7 +1,7 @@
 """The transfers of one worker, one for each kind of KV (:mod:`kvshelf.format.kinds`).
 
 Owns what holds between them: a :class:`JointLoad` brings all kinds that a hit needs, and fails as
-a whole; and the host memory of an engine is shared out among the kinds (:func:`share_out`).
+a whole; and the host memory of a worker is shared out among the kinds (:func:`share_out`).
 
 With one kind everything is as with that kind's :class:`~kvshelf.transfer.transfer.Transfer` alone:
 a load that fails keeps what lies before the failure.
@@ -36,8 +36,6 @@ from kvshelf.transfer.transfer import Transfer
 
 logger = logging.getLogger(__name__)
 
-#: Memory is shared out as if a chunk's state had this part of its bytes: of most chunks no state
-#: is stored, and a hit loads one.
 _STATE_SHARE: Final = 0.25
 
 
@@ -247,59 +245,58 @@ class KindTransfers:
 
 
 def share_out(
-    total: int, formats: Sequence[ObjectFormat], plans: Mapping[Kind, ShardPlan], option: str
+    total: int,
+    formats: Sequence[ObjectFormat],
+    plans: Mapping[Kind, ShardPlan],
+    option: str,
+    *,
+    chunks: int = 2,
 ) -> dict[Kind, int]:
-    """Share memory out among the kinds of a namespace, by the sizes of their chunks.
+    """Share bytes out among the kinds of a namespace, in proportion to the sizes of a chunk.
+
+    A state counts a quarter of its bytes: of most chunks no state is stored, and a hit loads one.
 
     Parameters
     ----------
     total : int
-        Bytes.
     formats : Sequence of ObjectFormat
         One for each kind.
     plans : Mapping[Kind, ShardPlan]
         The shards of each kind that this worker reads and writes.
     option : str
         What `total` is called in the configuration.
-
-    Returns
-    -------
-    dict
-        Bytes for each kind: enough for a :class:`~kvshelf.transfer.staging.StagingPool` of two
-        chunks, and what is left in proportion to the chunks' bytes; those of states count less.
+    chunks : int
+        Each kind gets enough for a :class:`~kvshelf.transfer.staging.StagingPool` that holds so
+        many chunks; 0: no kind has a minimum. A single kind gets all in any case.
 
     Raises
     ------
     ConfigError
         If `total` is too little.
     """
-    least: dict[Kind, int] = {}
-    weights: dict[Kind, float] = {}
-    for fmt in formats:
-        sizes = [fmt.object_size(shard) for shard in plans[fmt.kind].shards]
-        least[fmt.kind] = least_bytes(max(sizes), len(sizes), chunks=2)
-        weights[fmt.kind] = sum(sizes) * (_STATE_SHARE if fmt.kind == STATE else 1.0)
-    if len(formats) == 1:
-        return dict.fromkeys(least, total)
+    sizes = {
+        fmt.kind: [fmt.object_size(shard) for shard in plans[fmt.kind].shards] for fmt in formats
+    }
+    least = dict.fromkeys(sizes, 0)
+    if chunks and len(sizes) > 1:
+        least = {kind: least_bytes(max(of), len(of), chunks) for kind, of in sizes.items()}
     needed = sum(least.values())
     if total < needed:
         each = ", ".join(f"{size} for {kind}" for kind, size in least.items())
         raise ConfigError(
-            f"{option} is {total}, but the kinds of KV of this model need {needed} bytes ({each}):"
-            f" set {option} to {needed} or more, or make chunk_size smaller"
+            f"{option} is {total}, but {chunks} chunks of each kind of this model's KV need"
+            f" {needed} bytes ({each}): set {option} to {needed} or more, or make chunk_size"
+            " smaller"
         )
-    # Kinds whose part would be less than they need get what they need; the others share the rest.
+    weights = {
+        kind: sum(of) * (_STATE_SHARE if kind == STATE else 1.0) for kind, of in sizes.items()
+    }
     shares: dict[Kind, int] = {}
-    while True:
+    while len(shares) < len(sizes):
         rest = total - sum(shares.values())
-        weight = sum(weights[kind] for kind in least if kind not in shares)
-        short = {
-            kind: least[kind]
-            for kind in least
-            if kind not in shares and rest * weights[kind] / weight < least[kind]
-        }
-        if not short:
-            break
-        shares |= short
-    shares |= {kind: int(rest * weights[kind] / weight) for kind in least if kind not in shares}
-    return {kind: shares[kind] for kind in least}
+        weight = sum(weights[kind] for kind in sizes if kind not in shares)
+        parts = {kind: int(rest * weights[kind] / weight) for kind in sizes if kind not in shares}
+        # Who would get too little gets the least; the others share what that leaves.
+        short = {kind: least[kind] for kind, part in parts.items() if part < least[kind]}
+        shares |= short or parts
+    return {kind: shares[kind] for kind in sizes}
