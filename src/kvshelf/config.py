@@ -227,14 +227,15 @@ class Config(BaseSettings):
         ),
     )
     state_interval: _Count = Field(
-        default=8,
+        default=24,
         ge=1,
         description=(
             "For models with states (Mamba, gated delta nets, short convolutions), of which each "
             "takes as many bytes as thousands of tokens of KV: chunks between two stored states of "
-            "a prompt. The state at the last chunk boundary before a prompt's end is stored in any "
-            "case, and those at which vLLM has seen prompts part. Smaller values find longer hits "
-            "for prompts that share only a part, larger ones store fewer bytes."
+            "a prompt. Stored in any case are the state at the last chunk boundary before a "
+            "prompt's end, those where vLLM has seen prompts part, and those inside a prefix whose "
+            "full KV is on the shelf already. Smaller values find longer hits for prompts that "
+            "share only a part, larger ones store fewer bytes."
         ),
     )
     shards: _Count | None = Field(
