@@ -1,9 +1,12 @@
 """``ChunkCache``: the KV of prompts on a shelf, for any program.
 
-Owns the combination of a shelf, the format of one namespace, staging, the threads that look up,
-load and store, the record of failed keys, and a memory for prefetched chunks; and the interface
-by tokens (:meth:`ChunkCache.store`, :meth:`~ChunkCache.retrieve`, :meth:`~ChunkCache.lookup`,
-:meth:`~ChunkCache.prefetch`), blocking and as handles to poll.
+Owns the combination of a shelf, the format of one kind of KV of one namespace, staging, the
+threads that look up, load and store, the record of failed keys, and a memory for prefetched
+chunks; and the interface by tokens (:meth:`ChunkCache.store`, :meth:`~ChunkCache.retrieve`,
+:meth:`~ChunkCache.lookup`, :meth:`~ChunkCache.prefetch`), blocking and as handles to poll.
+
+A namespace of a hybrid model has several kinds (:mod:`kvshelf.format.kinds`), and a cache for
+each (:meth:`ChunkCache.of`). States are no KV of tokens, and have methods of their own.
 
 Contracts
 ---------
@@ -26,9 +29,9 @@ import logging
 import threading
 import time
 from array import array
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, fields
-from typing import ClassVar, Final, Generic, NamedTuple, TypeAlias, TypeVar
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar, Final, Generic, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -36,9 +39,11 @@ from torch import Tensor
 from kvshelf.config import Config
 from kvshelf.errors import ConfigError
 from kvshelf.format.keys import Chunk, KeyChain, MultimodalItem, salt_group_of
+from kvshelf.format.kinds import STATE, WINDOW, Kind, kind_key
 from kvshelf.format.model import ModelFacts
 from kvshelf.format.namespace import Namespace
 from kvshelf.format.objects import ObjectFormat
+from kvshelf.format.tensors import required_field
 from kvshelf.kv.caches import KVCache, LayerRun
 from kvshelf.kv.layout import PagedLayout
 from kvshelf.kv.sources import (
@@ -51,6 +56,7 @@ from kvshelf.kv.sources import (
     open_paged,
     with_slots,
 )
+from kvshelf.kv.state_tensors import StateTensors, empty_state
 from kvshelf.metrics import Counters
 from kvshelf.shelf.disk_tier import DiskTier
 from kvshelf.shelf.failed_keys import FailedKeys
@@ -78,6 +84,10 @@ TIERS: Final = ("memory", "disk", "shelf")
 
 _CHECK_SECONDS: Final = 0.5
 _PREFETCH_BYTES: Final = 256 << 20
+#: More tokens than any prompt has. A hit of windows that reach so far is the longest run of chunks.
+_UNLIMITED: Final = 1 << 62
+#: The name of the lookups over all kinds.
+_ALL_KINDS: Final = ("all kinds",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,7 +283,7 @@ class _LoadHandle(Handle[T]):
         self._leading = load.leading
         for chunk, failure in load.failures:
             if failure is not Failure.UNAVAILABLE:
-                self._cache.failed.add(chunk.key, bad=failure is Failure.BAD)
+                self._cache.failed.add(self._cache._kind_key(chunk), bad=failure is Failure.BAD)
         self._done.set()
 
     def cancel(self) -> None:
@@ -373,10 +383,10 @@ class _StoreHandle(Handle[StoreReport]):
 
     def on_chunk_done(self, chunk: Chunk, result: StoreResult) -> None:
         if result in (StoreResult.PUBLISHED, StoreResult.REPAIRED):
-            self._cache.failed.forget(chunk.key)
+            self._cache.failed.forget(self._cache._kind_key(chunk))
         lost = result in (StoreResult.FAILED, StoreResult.LOST)
         if not lost:
-            self._cache._note_stored(chunk.key)
+            self._cache._note_stored(chunk)
         existed = result is StoreResult.EXISTED
         self.count("failed" if lost else "existed" if existed else "published")
         with self._lock:
@@ -425,7 +435,8 @@ class ChunkCache:
     shelf : Shelf
         Stays open when the cache is closed.
     namespace : Namespace or ObjectFormat
-        Identifies the model's KV; :class:`kvshelf.format.model.ModelFacts` makes one.
+        Identifies the model's KV; :class:`kvshelf.format.model.ModelFacts` makes one. Of several
+        kinds the cache has the first, or that of the format; :meth:`of` gives the others.
     memory : KVCache, optional
         An engine's own caches, for calls without `kv`; see :meth:`bind`.
     staging_bytes, group_by_salt, check_finite
@@ -452,7 +463,7 @@ class ChunkCache:
     fmt : ObjectFormat
     counters : Counters
     failed : FailedKeys
-        Keys whose objects failed to load; they count as missing for some time.
+        Kind keys whose objects failed to load; they count as missing for some time.
     staging : StagingPool
         Allocates no memory before it is used or warmed.
 
@@ -502,10 +513,25 @@ class ChunkCache:
         self._on_thread_start = on_thread_start
         self._owns_shelf = False
         self._lock = threading.Lock()
+        self._kinds_lock = threading.Lock()
         self._closed = False
         self._ids = itertools.count()
         self._transfer: Transfer | None = None
         self._lookups: dict[tuple[str, ...], LookupService] = {}
+        #: The caches of the namespace's kinds that were made so far.
+        self._caches: dict[Kind, ChunkCache] = {self.fmt.kind: self}
+        self._options: dict[str, Any] = {
+            "staging_bytes": staging_bytes,
+            "io_threads": io_threads,
+            "group_by_salt": group_by_salt,
+            "check_finite": check_finite,
+            "disk_tier": disk_tier,
+            "prefetch_bytes": prefetch_bytes,
+            "timeout_s": timeout_s,
+            "drain_s": drain_s,
+            "counters": self.counters,
+            "on_thread_start": on_thread_start,
+        }
         self._memory = PrefetchMemory(self.fmt, prefetch_bytes, self.counters)
         self._tiers: dict[str, Tier] = {"memory": self._memory}
         self._disk_tier = disk_tier
@@ -624,6 +650,139 @@ class ChunkCache:
             found = cls._instances.pop(instance_id, None)
         if found is not None:
             found[2].close()
+
+    # -------------------------------------------------------------- by kind
+
+    def of(self, kind: Kind) -> ChunkCache:
+        """Return the cache of a kind of this namespace; the same each time.
+
+        The caches of a namespace's kinds are closed together, and share counters and failed keys.
+        Each has staging, memory for prefetched chunks and threads of its own, with equal limits.
+
+        Parameters
+        ----------
+        kind : Kind
+            ``full``, ``window`` or ``state``.
+
+        Raises
+        ------
+        ConfigError
+            If the namespace has no layers of this kind.
+        """
+        fmt = self.fmt.of(kind)
+        with self._kinds_lock:
+            self._check_open()
+            found = self._caches.get(kind)
+            if found is None:
+                found = self._caches[kind] = ChunkCache(self.shelf, fmt, **self._options)
+                found._caches, found._kinds_lock = self._caches, self._kinds_lock
+                found.failed = self.failed
+            return found
+
+    def find_hit(
+        self,
+        tokens: Tokens | None = None,
+        *,
+        identity: PromptIdentity = _PLAIN,
+        timeout: float | None = None,
+    ) -> int:
+        """Return how many leading tokens of a prompt an engine could load: of all kinds.
+
+        Parameters
+        ----------
+        tokens, identity
+            As for :meth:`chunk_keys`. An engine computes at least the last of them itself.
+        timeout : float, optional
+            Seconds, after which the result is 0.
+
+        Returns
+        -------
+        int
+            The largest multiple of the chunk size for which the shelf or the disk tier has all
+            full chunks, the window chunks in reach of its end, and the state at its end.
+
+        Raises
+        ------
+        ValueError
+            If tokens are missing.
+        """
+        prompt = self._prompt("find_hit", tokens, None, identity)
+        handle = _LookupHandle(self, self._timeout)
+        handle._lookup = self._hits().submit(
+            prompt.tokens[:-1],
+            lambda: self._chain(prompt.identity),
+            on_done=handle.on_lookup_done,
+        )
+        return handle.result(timeout)
+
+    def store_state(
+        self,
+        tokens: Tokens | None = None,
+        state: Mapping[str, Tensor] | None = None,
+        *,
+        identity: PromptIdentity = _PLAIN,
+        timeout: float | None = None,
+    ) -> StoreReport:
+        """Store the state after the last of `tokens`, unless it is on the shelf.
+
+        Parameters
+        ----------
+        tokens, identity
+            As for :meth:`chunk_keys`; whole chunks.
+        state : Mapping of str to Tensor
+            The tensors of the whole model, on the CPU, by their names in state objects
+            (:mod:`kvshelf.kv.state_tensors`).
+        timeout : float, optional
+            Seconds. A state that was copied by then is still published.
+
+        Raises
+        ------
+        ValueError
+            If an argument is missing or does not fit the namespace.
+        ConfigError
+            If the namespace has no layers of kind state.
+        """
+        cache = self.of(STATE)
+        prompt = cache._at_state("store_state", tokens, identity)
+        if state is None:
+            raise ValueError("store_state() needs state, which is missing")
+        return cache._store(prompt, StateTensors(cache.fmt, state).bound(), timeout)
+
+    def retrieve_state(
+        self,
+        tokens: Tokens | None = None,
+        *,
+        identity: PromptIdentity = _PLAIN,
+        timeout: float | None = None,
+    ) -> dict[str, Tensor] | None:
+        """Load the state after the last of `tokens`.
+
+        Parameters
+        ----------
+        tokens, identity
+            As for :meth:`store_state`.
+        timeout : float, optional
+            Seconds, after which the result is None.
+
+        Returns
+        -------
+        dict of str to Tensor, or None
+            The tensors of the whole model, as for :meth:`store_state`. None if there is no such
+            state, or it could not be loaded.
+
+        Raises
+        ------
+        ValueError
+            If tokens are missing, or are not whole chunks.
+        ConfigError
+            If the namespace has no layers of kind state.
+        """
+        cache = self.of(STATE)
+        prompt = cache._at_state("retrieve_state", tokens, identity)
+        state = empty_state(cache.fmt)
+        opened = StateTensors(cache.fmt, state).bound()
+        found = cache._submit_retrieve(prompt, opened).result(timeout)
+        return state if bool(found.any()) else None
 
     # -------------------------------------------------------------- by tokens
 
@@ -764,9 +923,11 @@ class ChunkCache:
         ValueError
             If an argument is missing, does not fit the namespace or has too few tokens.
         """
-        deadline = time.monotonic() + (self._timeout if timeout is None else timeout)
         prompt = self._prompt("store", tokens, mask, identity)
-        opened = self._open("store", kv, slot_mapping)
+        return self._store(prompt, self._open("store", kv, slot_mapping), timeout)
+
+    def _store(self, prompt: _Prompt, opened: BoundKV, timeout: float | None) -> StoreReport:
+        deadline = time.monotonic() + (self._timeout if timeout is None else timeout)
         items = self._store_items(prompt, opened)
         handle = _StoreHandle(self, len(items), self._timeout)
         search = _LookupHandle(self, self._timeout)
@@ -852,7 +1013,9 @@ class ChunkCache:
     ) -> Handle[Tensor]:
         """Start :meth:`retrieve`. The memory may be written until the handle is done."""
         prompt = self._prompt("retrieve", tokens, mask, identity)
-        opened = self._open("retrieve", kv, slot_mapping)
+        return self._submit_retrieve(prompt, self._open("retrieve", kv, slot_mapping))
+
+    def _submit_retrieve(self, prompt: _Prompt, opened: BoundKV) -> Handle[Tensor]:
         slots = self._slots(prompt, opened)
         handle = _RetrieveHandle(self, prompt, self._timeout, opened, slots)
         size = self.chunk_size
@@ -898,6 +1061,7 @@ class ChunkCache:
         identity: PromptIdentity = _PLAIN,
     ) -> Handle[int]:
         """Start :meth:`prefetch`."""
+        self._check_kind("prefetch")
         prompt = self._prompt("prefetch", tokens, mask, identity)
         handle = _PrefetchHandle(self, prompt, self._timeout, self._memory)
         handle._lookup = self._search(prompt, handle.on_lookup_done, TIERS)
@@ -944,6 +1108,10 @@ class ChunkCache:
                 logger.warning("%d chunks were not stored in time and are lost", lost)
         self.staging.close()
         self._memory.close()
+        with self._kinds_lock:
+            others = [cache for cache in self._caches.values() if not cache._closed]
+        for cache in others:
+            cache.close()
         if self._owns_shelf:
             if self._disk_tier is not None:
                 self._disk_tier.close()
@@ -969,13 +1137,36 @@ class ChunkCache:
                     counters=self.counters,
                     remembers="shelf" in tiers,
                     on_thread_start=None if started is None else lambda: started("lookup"),
+                    window=_UNLIMITED,
                 )
             return service
 
-    def _note_stored(self, key: bytes) -> None:
+    def _hits(self) -> LookupService:
+        """Return the lookups over all kinds."""
+        with self._lock:
+            self._check_open()
+            service = self._lookups.get(_ALL_KINDS)
+            if service is None:
+                near = [] if self._disk_tier is None else [self._disk_tier]
+                shelf = TieredShelf(self.shelf, near)
+                views = [shelf.view(self.fmt.of(kind)) for kind in self.fmt.kinds]
+                service = self._lookups[_ALL_KINDS] = LookupService(
+                    views[0],
+                    failed=self.failed,
+                    counters=self.counters,
+                    others={view.fmt.kind: view for view in views[1:]},
+                    window=_window(self.fmt),
+                )
+            return service
+
+    def _kind_key(self, chunk: Chunk) -> bytes:
+        return kind_key(chunk.key, self.fmt.kind)
+
+    def _note_stored(self, chunk: Chunk) -> None:
         """Let lookups find a chunk that was just published."""
-        for service in list(self._lookups.values()):
-            service.note_published((key,))
+        for cache in list(self._caches.values()):
+            for service in list(cache._lookups.values()):
+                service.note_published((self._kind_key(chunk),))
 
     def _next_id(self) -> str:
         return f"cache-{next(self._ids)}"
@@ -998,6 +1189,24 @@ class ChunkCache:
         ids = _token_ids(tokens)
         first = 0 if mask is None else _false_run(mask, len(ids), self.chunk_size)
         return _Prompt(ids, first // self.chunk_size, identity)
+
+    def _check_kind(self, method: str) -> None:
+        if self.fmt.kind == STATE:
+            raise ValueError(
+                f"{method}() is for the KV of tokens, and this cache is of kind state: use"
+                " store_state() and retrieve_state()"
+            )
+
+    def _at_state(self, method: str, tokens: Tokens | None, identity: PromptIdentity) -> _Prompt:
+        """Return a prompt of which only the last chunk is selected."""
+        prompt = self._prompt(method, tokens, None, identity)
+        chunks, rest = divmod(len(prompt.tokens), self.chunk_size)
+        if rest or not chunks:
+            raise ValueError(
+                f"{method}() got {len(prompt.tokens)} tokens; expected a multiple of the chunk size"
+                f" {self.chunk_size}: states are stored at the ends of chunks"
+            )
+        return replace(prompt, first_chunk=chunks - 1)
 
     def _chain(self, identity: PromptIdentity) -> KeyChain:
         return KeyChain(
@@ -1025,6 +1234,7 @@ class ChunkCache:
         )
 
     def _open(self, method: str, kv: KVLike | None, slot_mapping: Tensor | None) -> BoundKV:
+        self._check_kind(method)
         if kv is not None:
             if slot_mapping is not None:
                 raise ValueError(
@@ -1075,7 +1285,7 @@ class ChunkCache:
             try:
                 outcome = self.transfer.store(
                     item,
-                    repair=self.failed.is_bad(item.chunk.key),
+                    repair=self.failed.is_bad(self._kind_key(item.chunk)),
                     age=time.monotonic() - begin,
                     wait=max(0.0, deadline - time.monotonic()) if deadline else 0.0,
                     on_done=handle.on_chunk_done,
@@ -1131,6 +1341,18 @@ def _false_run(mask: Tensor | Sequence[bool], tokens: int, chunk_size: int) -> i
             " a chunk is stored and retrieved whole"
         )
     return false
+
+
+def _window(fmt: ObjectFormat) -> int:
+    """Return the tokens that the namespace's windows reach; 0 without windows."""
+    if WINDOW not in fmt.kinds:
+        return 0
+    record = fmt.namespace.record
+    sizes: list[int] = required_field(record, "sliding_windows")
+    kinds: list[str] = required_field(record, "kinds")
+    reach = [size for size, kind in zip(sizes, kinds, strict=True) if kind == WINDOW]
+    # Without a window in the record, such a layer may need the KV of all tokens.
+    return max(reach) if min(reach) > 0 else _UNLIMITED
 
 
 def _form(kv: KVLike) -> KVSource:

@@ -1,4 +1,7 @@
-"""The forms in which KV is handed over: the public face of :mod:`kvshelf.kv.sources`."""
+"""The forms in which KV and states are handed over.
+
+The public names of :mod:`kvshelf.kv.sources` and :mod:`kvshelf.kv.state_tensors`.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from kvshelf.kv.sources import (
     empty_tuples,
     tuples_of_blob,
 )
+from kvshelf.kv.state_tensors import empty_state
 
 __all__ = [
     "BlobKV",
@@ -18,6 +22,7 @@ __all__ = [
     "TupleKV",
     "blob_of_tuples",
     "empty_blob",
+    "empty_state",
     "empty_tuples",
     "tuples_of_blob",
 ]

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from kvshelf.errors import ConfigError, UnsupportedError
 from kvshelf.format.objects import ObjectFormat
-from kvshelf.format.tensors import native_block_size
+from kvshelf.format.tensors import native_block_size, required_field
 from kvshelf.kv.caches import HostKVCache, KVCache, LayerCall, LayerRun, layer_calls
 from kvshelf.kv.device_tensors import DeviceTensors
 from kvshelf.kv.layout import PagedLayout
@@ -344,7 +344,7 @@ def open_paged(fmt: ObjectFormat, runs: Sequence[LayerRun]) -> KVCache:
     """
     calls = layer_calls(fmt, runs)
     slots = fmt.chunk_size // _block_size(fmt)
-    dtypes = _strings(fmt, "layer_dtypes")
+    dtypes = _of_layers(fmt, "layer_dtypes")
     for run in runs:
         size = run.layout.chunk_bytes(slots, run.layout.heads // fmt.shards)
         for number, cache in enumerate(run.caches, run.first_layer):
@@ -416,16 +416,22 @@ def _blocks_of(slots: Tensor, size: int, start: int) -> Tensor:
     return torch.where(skipped, -1, first // size)
 
 
-def _strings(fmt: ObjectFormat, field: str) -> list[str]:
-    value = fmt.namespace.record[field]
-    assert isinstance(value, list)
-    return [str(item) for item in value]
+def _of_layers(fmt: ObjectFormat, field: str) -> list[str]:
+    """Return the entries of a list in the record for the layers of the format's kind."""
+    numbers = {number for shard in range(fmt.shards) for number in fmt.layer_numbers(shard)}
+    values = required_field(fmt.namespace.record, field)
+    return [str(values[number]) for number in sorted(numbers)]
+
+
+def _split(fmt: ObjectFormat) -> int:
+    """Return the number of shards of a stage."""
+    return fmt.shards // len({fmt.layer_numbers(shard) for shard in range(fmt.shards)})
 
 
 def _block_size(fmt: ObjectFormat) -> int:
     """Return the tokens in a stored block of a native namespace, 1 for canonical ones."""
     sizes = set()
-    for layout in _strings(fmt, "layouts"):
+    for layout in _of_layers(fmt, "layouts"):
         size = native_block_size(layout)
         if size is None and layout != "canonical":
             raise UnsupportedError(
@@ -457,13 +463,13 @@ class _LayerSpec:
 
 def _specs(fmt: ObjectFormat) -> list[_LayerSpec]:
     """Return all layers of a canonical namespace, with all heads."""
-    for layout in _strings(fmt, "layouts"):
+    for layout in _of_layers(fmt, "layouts"):
         if layout != "canonical":
             raise ConfigError(
                 f"this namespace stores blocks as they lie in an engine (layout {layout}); tuples"
                 " and blobs need one with the canonical layout"
             )
-    split = fmt.shards // len(_strings(fmt, "stages"))
+    split = _split(fmt)
     return [
         _LayerSpec(
             spec.name,
@@ -533,7 +539,7 @@ def _open_dense(
                 )
             _check_tensor(tensor, where, spec.dtype)
     number = {spec.name: i for i, spec in enumerate(specs)}
-    split = fmt.shards // len(_strings(fmt, "stages"))
+    split = _split(fmt)
     calls: dict[int, list[LayerCall]] = {}
     for shard in range(fmt.shards if tokens else 0):
         calls[shard] = []
