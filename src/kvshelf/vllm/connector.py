@@ -37,6 +37,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
+    SupportsHMA,
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
@@ -104,7 +105,7 @@ def _nothing(*_: object, **__: object) -> None:
     """Return None, the fallback of methods without an answer."""
 
 
-class SharedStorageConnector(KVConnectorBase_V1):
+class SharedStorageConnector(KVConnectorBase_V1, SupportsHMA):
     """Stores KV of prompts on a shelf and loads it from there.
 
     Parameters
