@@ -275,7 +275,7 @@ def test_a_hit_is_what_the_definition_says_with_real_objects(case: Case, on_disk
         ("all", 300, [300, 298], 300, 3),
         ("all", 300, [290], 290, 3),
         # States are rare, and nothing tells where.
-        ("states", 512, [400], 400, 3),
+        ("states", 512, [400], 400, 4),
         ("all", 300, [7], 7, 4),
         ("all", 512, [10], 10, 5),
         ("full and states", 512, [], 0, 4),

@@ -26,9 +26,11 @@ from kvshelf.shelf.presence import Known, PresenceCache
 from kvshelf.shelf.search import Answers, PrefixSearch, Question, RoundCosts
 from kvshelf.shelf.view import Presence
 
-#: States and windows, each, that one search scans in its first round; in each later one twice as
-#: many.
-_FIRST_SCAN = 64
+#: States and windows that one search scans in its first round, which most prompts that are known
+#: to their end do not need; in each later round four times as many, since then few ends are left.
+_FIRST_SCAN = 16
+#: Most probes for the last end of a prompt, as long as nothing is known about it.
+_MOST_FOR_LAST = 64
 
 #: One kind of one chunk: the kind, and the chunk's index in the prompt.
 Piece: TypeAlias = "tuple[Kind, int]"
@@ -148,9 +150,11 @@ class HitSearch:
         """Return what a hit of `end` chunks needs beside the full objects."""
         pieces: list[Piece] = [(STATE, end - 1)] if STATE in self._shards else []
         if WINDOW in self._shards:
-            reach = window_chunks(end, self._window, self._chunks[0].tokens)
-            pieces += [(WINDOW, index) for index in reach if index >= self.first]
+            pieces += [(WINDOW, index) for index in self._reach(end) if index >= self.first]
         return pieces
+
+    def _reach(self, end: int) -> range:
+        return window_chunks(end, self._window, self._chunks[0].tokens)
 
     def _bounds(self) -> tuple[int, int]:
         """Return how many full chunks count as present, and how many there may be."""
@@ -170,7 +174,7 @@ class HitSearch:
                 continue
             # The last missing window before the end.
             place = bisect_left(gone, end) - 1
-            if place >= 0 and (WINDOW, gone[place]) in self._needs(end):
+            if place >= 0 and gone[place] in self._reach(end):
                 continue
             left.append(end)
         self._ends = left
@@ -208,7 +212,7 @@ class HitSearch:
             fresh = [piece for piece in unseen if piece not in self._begun]
             likely = state not in fresh
             certain = end <= found
-            last = place == 0 and self._first_round and self._probes(unseen) <= _FIRST_SCAN
+            last = place == 0 and self._first_round and self._probes(unseen) <= _MOST_FOR_LAST
             if last or (likely and (place == 0 or (certain and not has_favourite))):
                 # If this one is the answer, the round tells.
                 wanted |= dict.fromkeys(unseen, True)
@@ -223,7 +227,7 @@ class HitSearch:
             sure = likely and certain and not (fresh and self._misled)
             if sure or len(scanned) >= self._scan:
                 break
-        self._scan *= 2
+        self._scan *= 4
         self._first_round = False
         whole = costs.is_worth(self._probes(scanned) * searches)
         return dict.fromkeys(scanned, whole) | wanted
