@@ -51,7 +51,6 @@ import torch
 from kvshelf.backends import Properties
 from kvshelf.backends.breaker import BreakerState
 from kvshelf.config import Config
-from kvshelf.errors import ConfigError
 from kvshelf.format.kinds import FULL, WINDOW, Kind
 from kvshelf.kv.streams import Streams
 from kvshelf.metrics import Counters
@@ -77,7 +76,7 @@ from kvshelf.vllm.metadata import (
     WorkerMetadata,
 )
 from kvshelf.vllm.namespace import manager_block_size
-from kvshelf.vllm.registration import Memories, Registration, State, TransferMemory
+from kvshelf.vllm.registration import Registration, State, TransferMemory
 from kvshelf.vllm.slots import slots_to_load, slots_to_store, state_to_load
 
 logger = logging.getLogger(__name__)
@@ -317,7 +316,11 @@ class WorkerSide:
             return
         properties = shelf.backend.properties
         budget = self._config.prefetch_budget(properties.probe_cost)
-        shares = self._share_out_prefetch(budget, memories) if budget else {}
+        shares: Mapping[Kind, int] = {}
+        if budget:
+            formats = [memory.fmt for memory in memories.values()]
+            plans = {kind: memory.plan for kind, memory in memories.items()}
+            shares = share_out(budget, formats, plans, "prefetch_bytes", chunks=0)
         transfers: dict[Kind, Transfer] = {}
         prefetched: dict[Kind, PrefetchMemory] = {}
         try:
@@ -349,20 +352,13 @@ class WorkerSide:
         }
         registration.serve(memories)
 
-    def _share_out_prefetch(self, budget: int, memories: Memories) -> Mapping[Kind, int]:
-        """Return how many bytes are prefetched of each kind; empty if there is too little."""
-        formats = [memory.fmt for memory in memories.values()]
-        plans = {kind: memory.plan for kind, memory in memories.items()}
-        try:
-            return share_out(budget, formats, plans, "prefetch_bytes")
-        except ConfigError as error:
-            logger.warning("nothing is prefetched: %s", error)
-            return {}
-
     def _start_transfer(
         self, view: ShelfView, memory: TransferMemory, properties: Properties
     ) -> Transfer:
         load_threads, store_threads = self._registration.io_threads(properties)
+        if memory.fmt.kind != memory.fmt.kinds[0]:
+            # Of these there are fewer objects, and all kinds share the processors.
+            load_threads, store_threads = max(1, load_threads // 2), max(1, store_threads // 2)
         return Transfer(
             view,
             memory.cache,
