@@ -19,6 +19,7 @@ from hybrid_caches import CHUNK, HybridWorker
 from parts import PATIENCE, posix
 from simulated_device import SimulatedStreams
 from torch import Tensor
+from vllm.platforms import current_platform
 
 from kvshelf.errors import UnsupportedError
 from kvshelf.format.keys import Chunk, KeyChain
@@ -198,6 +199,18 @@ def holds(worker: HybridWorker, expected: Sequence[Tensor]) -> bool:
 # ------------------------------------------------------------------------- what is described
 
 
+def test_engines_of_different_platforms_share_no_states(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = rig.worker("three kinds").namespace()
+    monkeypatch.setattr(current_platform, "device_name", "cuda")
+    there = rig.worker("three kinds").namespace()
+    assert there != here
+    attention = ["short_conv@cuda", "full", "sliding", "gdn_attn@cuda"] * 2
+    assert there.record["attention"] == attention
+    assert {**there.record, "attention": here.record["attention"]} == here.record
+
+
 def test_the_record_names_the_kind_of_each_layer(rig: Rig) -> None:
     worker = rig.worker("three kinds")
     record = worker.namespace().record
@@ -206,7 +219,7 @@ def test_the_record_names_the_kind_of_each_layer(rig: Rig) -> None:
         for number, name in enumerate(["conv", "attn", "attn", "linear_attn"] * 2)
     ]
     assert record["kinds"] == ["state", "full", "window", "state"] * 2
-    assert record["attention"] == ["short_conv", "full", "sliding", "gdn_attn"] * 2
+    assert record["attention"] == ["short_conv@cpu", "full", "sliding", "gdn_attn@cpu"] * 2
     assert record["layouts"][:4] == ["state", "cpu-vec-bf16-b16", "cpu-vec-bf16-b8", "state"]
     assert record["layer_shapes"][0] == "conv:2,16/"
     assert record["layer_shapes"][3] == "conv_q:3,16/;conv_k:3,16/;conv_v:3,32/;ssm:4/,8,8"

@@ -20,6 +20,7 @@ from typing import Any, Final
 import torch
 import vllm
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
+from vllm.platforms import current_platform
 
 from kvshelf.config import Config
 from kvshelf.errors import UnsupportedError
@@ -399,8 +400,7 @@ class _Engine:
             states = self._split_states(names, specs, divide=False)
         for name, state in states.items():
             shape, dtype = state.fields
-            attention = specs[name].mamba_type.name.lower()
-            fields[name] = _Fields(state.layout, shape, dtype, attention, 0, -1)
+            fields[name] = _Fields(state.layout, shape, dtype, _state_type(specs[name]), 0, -1)
         return KindCaches(
             tuple(name for name in names for _ in states[name].parts),
             states={
@@ -428,6 +428,16 @@ class _Engine:
             )
             for name in names
         }
+
+
+def _state_type(spec: Any) -> str:
+    """Return the type of a state, and the platform whose kernels keep it.
+
+    The order of the numbers in a state is a convention of the kernels, which its shape does not
+    tell: those for CPUs keep the state of a gated delta net as [heads, key, value], those for GPUs
+    as [heads, value, key] (vllm/model_executor/layers/mamba/ops/cpu/gdn_attention.py).
+    """
+    return f"{spec.mamba_type.name.lower()}@{current_platform.device_name}"
 
 
 def _check_state(name: str, cache: torch.Tensor, layer: Any, spec: Any) -> None:
