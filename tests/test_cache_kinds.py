@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from kvshelf.errors import ConfigError, UnsupportedError
 from kvshelf.format.kinds import KINDS, STATE
 from kvshelf.forms import blob_of_tuples, empty_tuples
 from kvshelf.kv.state_tensors import empty_state
+from kvshelf.tools.seeding import SeedReport, TokenPrompt, seed_shelf
 
 CHUNK = 16
 WINDOW = 24
@@ -303,3 +304,40 @@ def test_the_kinds_are_closed_together(make: Make, closed: Any) -> None:
             each.lookup(TOKENS)
     with pytest.raises(ValueError, match="closed"):
         cache.of("window")
+
+
+class Engine:
+    """Stores of a prompt what an engine does, but loses the first state."""
+
+    def __init__(self, cache: ChunkCache) -> None:
+        self.cache = cache
+        self.calls: list[list[int]] = []
+
+    def compute(self, prompts: Sequence[TokenPrompt]) -> None:
+        self.calls.append([prompt.line for prompt in prompts])
+        for prompt in prompts:
+            for kind in ("full", "window"):
+                of_kind = self.cache.of(kind)  # type: ignore[arg-type]
+                kv = random_kv(of_kind, len(prompt.tokens))
+                assert of_kind.store(prompt.tokens, kv=kv).complete
+            last = (len(prompt.tokens) - 1) // CHUNK * CHUNK
+            if len(self.calls) > 1:
+                self.cache.store_state(prompt.tokens[:last], random_state(self.cache))
+
+
+def test_seeding_stores_what_the_longest_hit_needs(cache: ChunkCache) -> None:
+    engine = Engine(cache)
+    # The second is a part of the first, whose state is elsewhere.
+    prompts = [TokenPrompt(1, TOKENS), TokenPrompt(2, TOKENS[: 3 * CHUNK])]
+
+    def seed() -> SeedReport:
+        return seed_shelf(cache.shelf, cache.fmt, prompts, engine, batch_chunks=4)
+
+    report = seed()
+
+    assert (report.stored, report.failed, report.chunks) == (2, 0, 5)
+    assert engine.calls == [[1], [1], [2]]
+    for prompt in prompts:
+        assert cache.find_hit(prompt.tokens) == (len(prompt.tokens) - 1) // CHUNK * CHUNK
+    assert seed().existed == 2
+    assert len(engine.calls) == 3

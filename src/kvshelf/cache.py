@@ -39,11 +39,10 @@ from torch import Tensor
 from kvshelf.config import Config
 from kvshelf.errors import ConfigError
 from kvshelf.format.keys import Chunk, KeyChain, MultimodalItem, salt_group_of
-from kvshelf.format.kinds import STATE, WINDOW, Kind, kind_key
+from kvshelf.format.kinds import STATE, Kind, kind_key
 from kvshelf.format.model import ModelFacts
 from kvshelf.format.namespace import Namespace
 from kvshelf.format.objects import ObjectFormat
-from kvshelf.format.tensors import required_field
 from kvshelf.kv.caches import KVCache, LayerRun
 from kvshelf.kv.layout import PagedLayout
 from kvshelf.kv.sources import (
@@ -60,6 +59,7 @@ from kvshelf.kv.state_tensors import StateTensors, empty_state
 from kvshelf.metrics import Counters
 from kvshelf.shelf.disk_tier import DiskTier
 from kvshelf.shelf.failed_keys import FailedKeys
+from kvshelf.shelf.hits import UNLIMITED, window_of
 from kvshelf.shelf.lookup import Lookup, LookupService
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.shelf.tiers import Tier, TieredShelf, open_configured, shelf_url
@@ -84,8 +84,6 @@ TIERS: Final = ("memory", "disk", "shelf")
 
 _CHECK_SECONDS: Final = 0.5
 _PREFETCH_BYTES: Final = 256 << 20
-#: More tokens than any prompt has. A hit of windows that reach so far is the longest run of chunks.
-_UNLIMITED: Final = 1 << 62
 #: The name of the lookups over all kinds.
 _ALL_KINDS: Final = ("all kinds",)
 
@@ -1137,7 +1135,8 @@ class ChunkCache:
                     counters=self.counters,
                     remembers="shelf" in tiers,
                     on_thread_start=None if started is None else lambda: started("lookup"),
-                    window=_UNLIMITED,
+                    # A hit of windows that reach so far is the longest run of chunks.
+                    window=UNLIMITED,
                 )
             return service
 
@@ -1155,7 +1154,7 @@ class ChunkCache:
                     failed=self.failed,
                     counters=self.counters,
                     others={view.fmt.kind: view for view in views[1:]},
-                    window=_window(self.fmt),
+                    window=window_of(self.fmt),
                 )
             return service
 
@@ -1341,18 +1340,6 @@ def _false_run(mask: Tensor | Sequence[bool], tokens: int, chunk_size: int) -> i
             " a chunk is stored and retrieved whole"
         )
     return false
-
-
-def _window(fmt: ObjectFormat) -> int:
-    """Return the tokens that the namespace's windows reach; 0 without windows."""
-    if WINDOW not in fmt.kinds:
-        return 0
-    record = fmt.namespace.record
-    sizes: list[int] = required_field(record, "sliding_windows")
-    kinds: list[str] = required_field(record, "kinds")
-    reach = [size for size, kind in zip(sizes, kinds, strict=True) if kind == WINDOW]
-    # Without a window in the record, such a layer may need the KV of all tokens.
-    return max(reach) if min(reach) > 0 else _UNLIMITED
 
 
 def _form(kv: KVLike) -> KVSource:

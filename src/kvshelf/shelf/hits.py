@@ -18,13 +18,18 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Container, Iterable, Mapping, Sequence
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 from kvshelf.format.keys import Chunk
 from kvshelf.format.kinds import FULL, STATE, WINDOW, Kind, kind_key
+from kvshelf.format.objects import ObjectFormat
+from kvshelf.format.tensors import required_field
 from kvshelf.shelf.presence import Known, PresenceCache
 from kvshelf.shelf.search import Answers, PrefixSearch, Question, RoundCosts
 from kvshelf.shelf.view import Presence
+
+#: A window of more tokens than any prompt has.
+UNLIMITED: Final = 1 << 62
 
 #: States and windows that one search scans in its first round, which most prompts that are known
 #: to their end do not need; in each later round four times as many, since then few ends are left.
@@ -36,6 +41,18 @@ _MOST_FOR_LAST = 64
 Piece: TypeAlias = "tuple[Kind, int]"
 #: The probes of a round, with the kind and the chunk of each.
 Questions: TypeAlias = "dict[Question, tuple[Kind, Chunk]]"
+
+
+def window_of(fmt: ObjectFormat) -> int:
+    """Return the tokens that the windows of a namespace reach, by its record; 0 without windows."""
+    if WINDOW not in fmt.kinds:
+        return 0
+    record = fmt.namespace.record
+    sizes: list[int] = required_field(record, "sliding_windows")
+    kinds: list[str] = required_field(record, "kinds")
+    reach = [size for size, kind in zip(sizes, kinds, strict=True) if kind == WINDOW]
+    # A layer without a window in the record may need the KV of all tokens.
+    return max(reach) if min(reach) > 0 else UNLIMITED
 
 
 def window_chunks(end: int, window: int, chunk_size: int) -> range:

@@ -6,8 +6,8 @@ Owns the plan and the counts of a seeding. :class:`Computer` is the interface of
 Contracts
 ---------
 * A prompt is not computed if all its chunks are on the shelf, so an interrupted seeding
-  continues when it is started again.
-* A prompt counts as stored when all its chunks were found on the shelf. A prompt with dropped
+  continues when it is started again. Of windows and states that is what its longest hit needs.
+* A prompt counts as stored when all of this was found on the shelf. A prompt with dropped
   chunks (stores never wait for storage) is computed again, a few times.
 * Only whole chunks are stored: a prompt shorter than a chunk stores nothing.
 
@@ -19,10 +19,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from itertools import groupby
+from typing import Final, Protocol, TypeAlias
 
 from kvshelf.format.keys import Chunk, KeyChain, salt_group_of
+from kvshelf.format.kinds import FULL, STATE, WINDOW, Kind
 from kvshelf.format.objects import ObjectFormat
+from kvshelf.shelf.hits import window_chunks, window_of
 from kvshelf.shelf.shelf import Shelf
 
 _ATTEMPTS: Final = 3
@@ -85,10 +88,14 @@ class Computer(Protocol):
         """Compute prompts; return when their stores have finished or failed."""
 
 
+#: One kind of a chunk.
+_Piece: TypeAlias = "tuple[Kind, Chunk]"
+
+
 @dataclass(frozen=True, slots=True)
 class _Todo:
     prompt: TokenPrompt
-    chunks: Sequence[Chunk]
+    pieces: Sequence[_Piece]
 
 
 def seed_shelf(
@@ -110,7 +117,7 @@ def seed_shelf(
     shelf : Shelf
         The shelf that the engine stores to.
     fmt : ObjectFormat
-        Format of the engine's namespace.
+        Format of the engine's namespace, of its first kind. Chunks of this kind are counted.
     prompts : Sequence of TokenPrompt
     computer : Computer
         The engine.
@@ -135,14 +142,14 @@ def seed_shelf(
     report = SeedReport() if report is None else report
     report.prompts = len(prompts)
     # Prompts with a common prefix share chunks: each counts once.
-    counted: set[tuple[bytes, str]] = set()
+    counted: set[tuple[Kind, bytes, str]] = set()
     try:
         for batch in _prompt_batches(shelf, fmt, prompts, batch_chunks, group_by_salt, report):
             new = {
-                (chunk.key, chunk.salt_group)
+                (kind, chunk.key, chunk.salt_group)
                 for todo, known in batch
-                for chunk, there in zip(todo.chunks, known, strict=True)
-                if not there
+                for (kind, chunk), there in zip(todo.pieces, known, strict=True)
+                if kind == fmt.kind and not there
             } - counted
             left = [todo for todo, _ in batch]
             report.tokens += sum(len(todo.prompt.tokens) for todo in left)
@@ -150,10 +157,10 @@ def seed_shelf(
                 computer.compute([todo.prompt for todo in left])
                 before, left = left, []
                 for todo in before:
-                    present = shelf.view(fmt).present(todo.chunks)
+                    present = _present(shelf, fmt, todo.pieces)
                     arrived = {
-                        (chunk.key, chunk.salt_group)
-                        for chunk, there in zip(todo.chunks, present, strict=True)
+                        (kind, chunk.key, chunk.salt_group)
+                        for (kind, chunk), there in zip(todo.pieces, present, strict=True)
                         if there
                     } & new
                     report.chunks += len(arrived)
@@ -194,15 +201,11 @@ def _prompt_batches(
     for prompt in prompts:
         group = salt_group_of(prompt.salt) if group_by_salt and prompt.salt else "_"
         chain = KeyChain(fmt.namespace.digest, fmt.chunk_size, salt=prompt.salt, salt_group=group)
-        chunks = chain.extend(prompt.tokens)
-        if not chunks:
+        pieces = _pieces(fmt, chain.extend(prompt.tokens), len(prompt.tokens))
+        if not pieces:
             report.short += 1
             continue
-        present = [
-            there
-            for start in range(0, len(chunks), _PROBE_BATCH)
-            for there in shelf.view(fmt).present(chunks[start : start + _PROBE_BATCH])
-        ]
+        present = _present(shelf, fmt, pieces)
         if all(present):
             report.existed += 1
             continue
@@ -210,7 +213,31 @@ def _prompt_batches(
         if batch and (missing + needed > batch_chunks or len(batch) == _MAX_PROMPTS):
             yield batch
             batch, missing = [], 0
-        batch.append((_Todo(prompt, chunks), present))
+        batch.append((_Todo(prompt, pieces), present))
         missing += needed
     if batch:
         yield batch
+
+
+def _pieces(fmt: ObjectFormat, chunks: Sequence[Chunk], tokens: int) -> list[_Piece]:
+    """Return what of a prompt can be on a shelf and is of use, grouped by kind."""
+    # A hit leaves one token to compute; full chunks are of use to longer prompts too.
+    last = (tokens - 1) // fmt.chunk_size
+    pieces: list[_Piece] = [(FULL, chunk) for chunk in chunks if FULL in fmt.kinds]
+    if WINDOW in fmt.kinds:
+        reach = window_chunks(last, window_of(fmt), fmt.chunk_size)
+        pieces += [(WINDOW, chunks[index]) for index in reach]
+    if STATE in fmt.kinds and last:
+        pieces.append((STATE, chunks[last - 1]))
+    return pieces
+
+
+def _present(shelf: Shelf, fmt: ObjectFormat, pieces: Sequence[_Piece]) -> list[bool]:
+    """Tell for each piece whether all its objects are on the shelf."""
+    found: list[bool] = []
+    for kind, group in groupby(pieces, key=lambda piece: piece[0]):
+        chunks = [chunk for _, chunk in group]
+        view = shelf.view(fmt.of(kind))
+        for start in range(0, len(chunks), _PROBE_BATCH):
+            found += view.present(chunks[start : start + _PROBE_BATCH])
+    return found

@@ -134,9 +134,10 @@ class OfflineEngine:
             time.sleep(_IDENTITY_PAUSE)
 
     def batch_chunks(self, fmt: ObjectFormat) -> int:
-        """Return how many chunks fit into half of the staging of all ranks."""
+        """Return how many chunks, with all kinds, fit into half of the staging of all ranks."""
         ranks = int(self._llm.llm_engine.vllm_config.parallel_config.world_size)
-        chunk = sum(fmt.object_size(shard) for shard in range(fmt.shards))
+        kinds = [fmt.of(kind) for kind in fmt.kinds]
+        chunk = sum(each.object_size(shard) for each in kinds for shard in range(each.shards))
         return max(1, self.config.staging_bytes * ranks // 2 // chunk)
 
     def render(self, prompts: Sequence[Prompt]) -> list[TokenPrompt]:
