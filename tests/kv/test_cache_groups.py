@@ -12,8 +12,9 @@ from kvshelf.errors import ConfigError
 from kvshelf.format.kinds import FULL, WINDOW
 from kvshelf.format.namespace import FORMAT, Namespace
 from kvshelf.format.objects import ObjectFormat
-from kvshelf.kv.caches import HostKVCache, KVCache, LayerRun, layer_calls
+from kvshelf.kv.caches import HostKVCache, KVCache, LayerCall, LayerRun, layer_calls
 from kvshelf.kv.device import DeviceKVCache
+from kvshelf.kv.device_tensors import DeviceTensors
 from kvshelf.kv.layout import PagedLayout, slots_of
 
 CHUNK, HEADS, SIZE = 16, 4, 8
@@ -76,12 +77,18 @@ def rows(caches: list[torch.Tensor], shard: int) -> torch.Tensor:
     return torch.cat(parts)
 
 
-@pytest.fixture(params=["host", "device"])
+def make_memory(kind: str, calls: dict[int, list[LayerCall]]) -> KVCache:
+    if kind == "tensors":
+        return DeviceTensors(calls)
+    return HostKVCache(calls) if kind == "host" else DeviceKVCache(calls)
+
+
+@pytest.fixture(params=["host", "device", "tensors"])
 def pair(request: pytest.FixtureRequest) -> Iterator[tuple[list[torch.Tensor], KVCache]]:
     """The caches of the window layers, and the memory over them."""
     caches = make_caches()
     calls = layer_calls(make_format().of(WINDOW), runs_of(caches))
-    memory = HostKVCache(calls) if request.param == "host" else DeviceKVCache(calls)
+    memory = make_memory(request.param, calls)
     yield caches, memory
     memory.close()
 

@@ -96,7 +96,11 @@ class LayerCall:
 
     def own(self, slots: Tensor) -> Tensor:
         """Return the slots that the call uses, of all slots of a chunk: int64 [count]."""
-        return slots[self.first_slot : self.first_slot + self.count]
+        count = self.count
+        # A slice of a tensor takes as long as copying 50 KB.
+        if not self.first_slot and slots.numel() == count:
+            return slots
+        return slots[self.first_slot : self.first_slot + count]
 
     def rows(self, slots: Tensor) -> Tensor:
         """Return the slot of each row of the payload, −1 for heads that the caches do not hold.
@@ -268,9 +272,14 @@ class HostKVCache(KVCache):
         if len(payloads) != len(self._calls):
             raise ValueError(f"{len(payloads)} payloads for {len(self._calls)} shards")
         check_slot_count(slots, self._slots)
+        # The slots of each range that calls use; all shards use the same.
+        ranges: dict[tuple[int, int], Tensor] = {}
         for calls, payload in zip(self._calls.values(), payloads, strict=True):
             for call in calls:
-                part, own = payload[call.start : call.end], call.own(slots)
+                of_call = (call.first_slot, call.count)
+                if (own := ranges.get(of_call)) is None:
+                    own = ranges[of_call] = call.own(slots)
+                part = payload[call.start : call.end]
                 ops.gather_kv(call.caches, own, part, call.layout, call.first_head, call.heads)
         return DONE
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from kvshelf.errors import DeviceUnavailableError
 from kvshelf.kv import ops
-from kvshelf.kv.caches import KVCache, LayerCall, PendingCopy
+from kvshelf.kv.caches import KVCache, LayerCall, PendingCopy, check_slot_count, slot_count
 from kvshelf.kv.streams import Streams, streams_of
 
 
@@ -65,7 +65,9 @@ class DeviceTensors(KVCache):
         self, calls: Mapping[int, Sequence[LayerCall]], streams: Streams | None = None
     ) -> None:
         self._calls = calls
-        self._device = next(iter(calls.values()))[0].caches[0].device
+        first = next(iter(calls.values()))
+        self._slots = slot_count(first)
+        self._device = first[0].caches[0].device
         self._streams = streams_of(self._device) if streams is None else streams
         self._stream = self._streams.stream(urgent=False)
 
@@ -73,6 +75,7 @@ class DeviceTensors(KVCache):
         """See :meth:`~kvshelf.kv.caches.KVMemory.gather`."""
         if len(payloads) != len(self._calls):
             raise ValueError(f"{len(payloads)} payloads for {len(self._calls)} shards")
+        check_slot_count(slots, self._slots)
         streams = self._streams
         with _translated(), streams.here():
             ended = streams.event()
@@ -98,6 +101,7 @@ class DeviceTensors(KVCache):
 
     def scatter(self, shard: int, slots: Tensor, payload: Tensor, fence: object = None) -> None:
         """See :meth:`~kvshelf.kv.caches.KVMemory.scatter`."""
+        check_slot_count(slots, self._slots)
         streams = self._streams
         with _translated(), streams.use(self._stream):
             ended = streams.event()
