@@ -64,6 +64,8 @@ SUBJECTS: Final = {
     "vllm.model_executor.layers.attention.attention": ("Attention", "set_default_quant_scales"),
     "vllm.model_executor.layers.attention.mla_attention": ("MLAAttention",),
     "vllm.model_executor.layers.attention_layer_base": ("AttentionLayerBase",),
+    "vllm.model_executor.layers.mamba.abstract": ("MambaBase",),
+    "vllm.model_executor.layers.mamba.mamba_utils": ("is_conv_state_dim_first",),
     "vllm.model_executor.models.utils": ("extract_layer_index",),
     "vllm.multimodal.hasher": ("MultiModalHasher",),
     "vllm.multimodal.inputs": ("MultiModalFeatureSpec", "PlaceholderRange"),
@@ -85,13 +87,16 @@ SUBJECTS: Final = {
     "vllm.v1.engine.input_processor": ("InputProcessor",),
     "vllm.v1.kv_cache_interface": (
         "AttentionSpec",
+        "ChunkedLocalAttentionSpec",
         "FullAttentionSpec",
         "KVCacheConfig",
         "KVCacheGroupSpec",
         "KVCacheSpec",
         "MLAAttentionSpec",
+        "MambaSpec",
         "SlidingWindowSpec",
         "UniformTypeKVCacheSpecs",
+        "iter_layer_specs",
     ),
     "vllm.v1.metrics.cache_hit_source": ("CacheHitSource",),
     "vllm.v1.outputs": ("KVConnectorOutput",),
@@ -101,7 +106,7 @@ SUBJECTS: Final = {
     "vllm.v1.worker.gpu_worker": ("Worker",),
 }
 #: Packages with a list of what they offer, which is defined elsewhere.
-PACKAGES: Final = ("vllm", "vllm.config", "vllm.distributed.kv_transfer")
+PACKAGES: Final = ("vllm", "vllm.config", "vllm.distributed.kv_transfer", "vllm.platforms")
 _CONNECTOR: Final = f"{_V1}.base:KVConnectorBase_V1"
 # What is called a connector of KV, and not of encoder outputs or of others.
 _RECEIVERS: Final = re.compile(
