@@ -315,7 +315,8 @@ class Config(BaseSettings):
         description=(
             "Host memory for chunks in transit between the KV cache and the shelf: a number "
             "of bytes or a size such as `512MiB`. When it is full, further stores are dropped "
-            "and counted; the engine never waits for it."
+            "and counted; the engine never waits for it. The kinds of KV of a hybrid model share "
+            "it, and each needs enough for two chunks."
         ),
     )
     prefetch_bytes: Annotated[_Size, Field(ge=0)] | None = Field(
@@ -323,7 +324,8 @@ class Config(BaseSettings):
         description=(
             "Host memory of each worker for prefetching: reading the objects of requests that "
             "still wait to be scheduled. A number of bytes or a size such as `1GiB`; `0` turns "
-            "prefetching off. It is allocated when needed, in addition to `staging_bytes`. If "
+            "prefetching off. It is allocated when needed, in addition to `staging_bytes`; the "
+            "kinds of KV of a hybrid model share it. If "
             "it is not set: `256MiB` for storage with a probe latency of 1 ms or more, such as "
             "S3; none for faster storage, such as local disks and nearby mounts."
         ),
