@@ -798,12 +798,15 @@ class SchedulerSide:
     def _is_worth_storing(self, state: _Request, lookup: Lookup, chunk: Chunk) -> bool:
         """Whether to store the state after a chunk.
 
-        Stored are those at which later prompts are likely to begin: the last one of the prompt, and
-        those where vLLM has seen prompts part. Of the others one is stored where prompts would
+        Stored are those at which later prompts are likely to begin: the last one of the prompt,
+        those where vLLM has seen prompts part, and those inside a prefix that another prompt has
+        had, since its full chunks are on the shelf. Of the others one is stored where prompts would
         otherwise have to compute too many chunks anew.
         """
         if self._is_stored(state, lookup, chunk, STATE):
             return False
+        if FULL in self._groups.kinds and self._is_stored(state, lookup, chunk, FULL):
+            return True
         request, end = state.request, (chunk.index + 1) * self._config.chunk_size
         last = (request.num_prompt_tokens - 1) // self._config.chunk_size
         parting = request.shared_prefix_boundary
