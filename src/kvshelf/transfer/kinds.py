@@ -66,14 +66,15 @@ class JointLoad:
     @property
     def failed(self) -> bool:
         """Whether a part failed. The other parts are then cancelled."""
-        return any(part.failed_at is not None for part in self.parts.values())
+        # A copy: another thread may still be starting parts.
+        return any(part.failed_at is not None for part in tuple(self.parts.values()))
 
     @property
     def failures(self) -> list[tuple[Kind, Chunk, Failure]]:
         """The chunks that failed, with the kind and the reason; see :attr:`Load.failures`."""
         return [
             (kind, chunk, failure)
-            for kind, part in self.parts.items()
+            for kind, part in tuple(self.parts.items())
             for chunk, failure in part.failures
         ]
 
@@ -141,7 +142,7 @@ class KindTransfers:
             self._cancel_parts(load, count=True)
 
     def _cancel_parts(self, load: JointLoad, *, count: bool) -> None:
-        for kind in load.parts:
+        for kind in tuple(load.parts):
             self.transfers[kind].cancel(load.request_id, count=count)
             # One load counts once.
             count = False
