@@ -16,6 +16,7 @@ from torch import Tensor
 from kvshelf.kv import ops
 from kvshelf.kv.copier import ChunkCopy, Copier
 from kvshelf.kv.ops import library
+from kvshelf.kv.ops.compiled import paged_index
 from kvshelf.kv.streams import Streams
 
 _NO_BUFFER = -1
@@ -50,29 +51,18 @@ def _open(
     fields = array("q")
     for call, layout, addresses in zip(copy.calls, copy.layouts, caches, strict=True):
         fields.extend(
-            (
-                layout.num_blocks,
-                layout.block_size,
-                layout.block_stride,
-                layout.token_stride,
-                layout.kv_stride,
-                layout.head_stride,
-                call.first_head,
-                len(call.caches),
-                1,  # chunk
-                call.count * call.parts,
-                1,  # shard
-                call.heads,
-                layout.kv_planes,
-                layout.row_bytes,
-                0,
-                0,
-                addresses.buffer_info()[0],
-                call.start,
-                call.parts,
-                call.part,
-                call.first_slot,
+            paged_index(
+                layout,
+                layers=len(call.caches),
+                first_head=call.first_head,
+                chunks=1,
+                tokens=call.count * call.parts,
+                shards=1,
+                heads=call.heads,
             )
+        )
+        fields.extend(
+            (addresses.buffer_info()[0], call.start, call.parts, call.part, call.first_slot)
         )
     return functions.open(
         streams.index or 0,

@@ -41,8 +41,52 @@ def run_compiled(call: Call[PagedLayout], *, gather: bool) -> bool:
     return _call_kernel(compiled.device.gather if gather else compiled.device.scatter, call)
 
 
+def paged_index(
+    layout: PagedLayout,
+    layers: int,
+    first_head: int,
+    chunks: int,
+    tokens: int,
+    shards: int,
+    heads: int,
+    chunk_stride: int = 0,
+    shard_stride: int = 0,
+) -> tuple[int, ...]:
+    """Return the fields of kvshelf::PagedIndex, in order of declaration.
+
+    Parameters
+    ----------
+    layout : PagedLayout
+    layers : int
+        Number of caches.
+    first_head, heads : int
+        The first head and the number of heads of the first shard.
+    chunks, tokens, shards : int
+        Numbers of chunks, of slots of each, and of shards of each.
+    chunk_stride, shard_stride : int
+        Bytes from one chunk, shard to the next in the chunk buffers; 0 where there is one only.
+    """
+    return (
+        layout.num_blocks,
+        layout.block_size,
+        layout.block_stride,
+        layout.token_stride,
+        layout.kv_stride,
+        layout.head_stride,
+        first_head,
+        layers,
+        chunks,
+        tokens,
+        shards,
+        heads,
+        layout.kv_planes,
+        layout.row_bytes,
+        chunk_stride,
+        shard_stride,
+    )
+
+
 def _index_of(call: Call[PagedLayout]) -> array[int]:
-    """Return the fields of kvshelf::PagedIndex, in order of declaration."""
     layout, indexes = call.layout, call.known.indexes
     key = (
         call.first_head,
@@ -56,27 +100,7 @@ def _index_of(call: Call[PagedLayout]) -> array[int]:
     index = indexes.get(key)
     if index is not None:
         return index
-    index = array(
-        "q",
-        (
-            layout.num_blocks,
-            layout.block_size,
-            layout.block_stride,
-            layout.token_stride,
-            layout.kv_stride,
-            layout.head_stride,
-            call.first_head,
-            len(call.known.addresses),
-            call.chunks,
-            call.tokens,
-            call.shards,
-            call.num_heads,
-            layout.kv_planes,
-            layout.row_bytes,
-            call.chunk_stride,
-            call.shard_stride,
-        ),
-    )
+    index = array("q", paged_index(layout, len(call.known.addresses), *key))
     if len(indexes) >= _MAX_INDEXES:
         indexes.clear()
     indexes[key] = index
