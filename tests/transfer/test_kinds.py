@@ -16,10 +16,10 @@ from faulty import CountingBackend, Fault, FaultyBackend
 from hybrid_format import format_of_kinds
 from hypothesis import given
 from hypothesis import strategies as st
-from kvshelf.backends import Backend, Properties
+from kvshelf.backends import Backend, Deadlines, Properties
 from kvshelf.backends.guard import GuardedBackend
 from kvshelf.backends.wrappers import WrappedBackend
-from parts import AT_ONCE, PATIENCE, Rig, make_chunks, make_format, posix, until
+from parts import AT_ONCE, PATIENCE, SOON, Rig, make_chunks, make_format, posix, until
 
 from kvshelf.errors import ConfigError
 from kvshelf.format.keys import Chunk
@@ -98,10 +98,11 @@ class Kinds:
     backend: Backend
     kinds: tuple[Kind, ...] = (FULL, WINDOW, STATE)
     staging_chunks: int = 8
+    deadlines: Deadlines | None = None
     counters: Counters = field(default_factory=Counters)
 
     def __post_init__(self) -> None:
-        self.guard = GuardedBackend(self.backend, None, AT_ONCE)
+        self.guard = GuardedBackend(self.backend, self.deadlines, AT_ONCE)
         self.shelf = Shelf(self.guard, self.counters)
         self.joint = KindTransfers({kind: self._transfer(kind) for kind in self.kinds})
 
@@ -314,6 +315,36 @@ def test_several_loads_end_for_themselves(kinds: Kinds) -> None:
     for number, of_load in enumerate(items):
         if number not in (1, 4):
             assert all(place.is_right for place in places(of_load))
+
+
+@pytest.mark.parametrize("kind", [FULL, STATE])
+def test_a_part_that_hangs_ends_the_load_in_time(
+    backend: FaultyBackend, wanted: dict[Kind, list[Chunk]], kind: Kind
+) -> None:
+    with closing(Kinds(backend, deadlines=SOON)) as kinds:
+        kinds.put(wanted)
+        gate = threading.Event()
+        pattern = "*-state-*" if kind == STATE else "*-[0-9]-0of1.*"
+        backend.add(Fault("read", pattern, wait=gate))
+        kinds.joint.load("r", kinds.items(wanted))
+        load = kinds.finished()
+        assert load.failed and not load.cancelled
+        assert {of for of, _, _ in load.failures} == {kind}
+        assert {failure for _, _, failure in load.failures} == {Failure.ERROR}
+        kinds.guard.deadlines = Deadlines(PATIENCE, PATIENCE, PATIENCE)
+        gate.set()
+
+
+def test_loads_are_refused_as_a_whole_while_the_breaker_is_open(
+    kinds: Kinds, wanted: dict[Kind, list[Chunk]]
+) -> None:
+    kinds.put(wanted)
+    kinds.guard.reads.trip("a test", PATIENCE)
+    items = kinds.items(wanted)
+    kinds.joint.load("r", items)
+    (load,) = kinds.joint.poll()
+    assert {failure for _, _, failure in load.failures} == {Failure.UNAVAILABLE}
+    assert not any(place.loaded for place in places(items))
 
 
 def test_one_kind_keeps_what_lies_before_a_failure(backend: FaultyBackend) -> None:
