@@ -122,7 +122,19 @@ MODELS: Mapping[str, tuple[Layers, ...]] = {
         Layers("full", names("attn", 2, 1, 2)),
     ),
     "states only": (Layers("GDN_ATTN", names("mixer", 3, 0, 1)),),
+    # Windows of two sizes in blocks of two sizes, and no full attention.
+    "two windows": (
+        Layers("window", names("attn", 2, 0, 3), 16),
+        Layers("window", names("attn", 2, 1, 3)),
+    ),
 }
+
+
+class OfUnknownLayout(CPUAttentionBackendImpl):
+    """Writes nothing, so that nothing can be learned."""
+
+    def do_kv_cache_update(self, *args: Any) -> None:
+        pass
 
 
 class HybridWorker:
@@ -139,11 +151,20 @@ class HybridWorker:
         For each pipeline stage, the groups whose layers it has.
     native : bool
         The attention backend permutes elements inside blocks, as CPUs do.
+    unknown : int, optional
+        The layout of this group's caches cannot be learned.
     streams : Any
         The streams of the device on which the caches are.
     **options
         kvshelf's configuration.
+
+    Attributes
+    ----------
+    namespace_open : Namespace
+        The namespace that was announced to it last.
     """
+
+    namespace_open: Namespace
 
     def __init__(
         self,
@@ -154,6 +175,7 @@ class HybridWorker:
         rank: int = 0,
         stages: Sequence[Sequence[int]] | None = None,
         native: bool = True,
+        unknown: int | None = None,
         streams: Any = None,
         seed: int = 0,
         **options: Any,
@@ -175,9 +197,10 @@ class HybridWorker:
         )
         impl = CPUAttentionBackendImpl if native else StridedAttentionImpl
         self.layers: dict[str, Any] = {}
-        for layers, spec in zip(self.names, self.specs, strict=True):
+        for group, (layers, spec) in enumerate(zip(self.names, self.specs, strict=True)):
             for name in layers:
-                self.layers[name] = self._layer(spec, impl)
+                own = OfUnknownLayout if group == unknown else impl
+                self.layers[name] = self._layer(spec, own)
         self.vllm_config = _vllm_config(self.layers, ranks, len(stages), rank)
         self.seed = seed
         self.allocate()

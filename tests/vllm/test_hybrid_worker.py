@@ -274,7 +274,9 @@ def test_a_state_that_lies_elsewhere_is_refused(rig: Rig) -> None:
 
 @pytest.mark.parametrize("start", [0, CHUNK, 2 * CHUNK + 8])
 @pytest.mark.parametrize("native", [True, False])
-@pytest.mark.parametrize("model", ["gemma", "qwen", "three kinds", "undivided", "states only"])
+@pytest.mark.parametrize(
+    "model", ["gemma", "qwen", "three kinds", "undivided", "states only", "two windows"]
+)
 def test_all_kinds_come_back_to_the_byte(rig: Rig, model: str, native: bool, start: int) -> None:
     writer, reader = (rig.engine(model, native=native) for _ in range(2))
     # vLLM has whole blocks of each group.
@@ -287,6 +289,22 @@ def test_all_kinds_come_back_to_the_byte(rig: Rig, model: str, native: bool, sta
     assert until_loaded(reader, op) == set()
     assert holds(reader, expected)
     assert reader.side.counters.snapshot()["loaded_tokens"] == 3 * CHUNK - start
+
+
+@pytest.mark.parametrize("unknown", [0, 1, 2])
+def test_an_unknown_layout_makes_all_layers_of_its_kind_opaque(rig: Rig, unknown: int) -> None:
+    writer, reader = (rig.engine("gemma", unknown=unknown) for _ in range(2))
+    record: Mapping[str, Any] = writer.namespace_open.record
+    layouts = [one[:6] for one in record["layouts"]]
+    native, opaque = "cpu-ve", "opaque"
+    expected = [opaque, opaque, native] if unknown < 2 else [native, native, opaque]
+    assert layouts == expected * 2
+    chunks = chunks_of(writer.namespace_open, 3)
+    stored = put(writer, chunks)
+    op = load_op(reader, chunks, tables(reader, 48, 9))
+    expected_memory = expect(reader, writer, op, stored)
+    assert until_loaded(reader, op) == set()
+    assert holds(reader, expected_memory)
 
 
 def test_caches_on_a_device(rig: Rig) -> None:
