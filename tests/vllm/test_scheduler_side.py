@@ -14,6 +14,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from faulty import CountingBackend, Fault, FaultyBackend
+from hybrid_specs import cache_config, full
 from kvshelf.backends import Deadlines
 from parts import PATIENCE, posix, until
 from replay import (
@@ -1160,9 +1161,12 @@ def test_failed_loads_are_recomputed_unless_that_is_left_to_vllm(
 class MultiConnector:
     """Makes a child as vLLM's class of this name does."""
 
-    def __init__(self, policy: str, child: SimpleNamespace, **fields: object) -> None:
+    def __init__(
+        self, policy: str, child: SimpleNamespace, groups: Any = None, **fields: object
+    ) -> None:
         self._kv_transfer_config = SimpleNamespace(kv_load_failure_policy=policy, **fields)
-        self.child = SharedStorageConnector(child, KVConnectorRole.SCHEDULER, make_groups(child))
+        groups = groups or make_groups(child)
+        self.child = SharedStorageConnector(child, KVConnectorRole.SCHEDULER, groups)
 
 
 def test_inside_multi_connector_the_policy_must_be_set_by_the_user(tmp_path: Path) -> None:
@@ -1209,6 +1213,29 @@ def test_blocks_that_others_may_fill_must_be_kept_until_their_last_step_has_run(
         return
     with pytest.raises(ConfigError, match=r'NixlConnector may fill them.*"kv_role": "kv_both"'):
         MultiConnector("recompute", config, **parent)
+
+
+@pytest.mark.parametrize("window", [None, 64])
+def test_a_connector_beside_this_one_that_allows_one_group_only_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, window: int | None
+) -> None:
+    config = make_config(str(tmp_path))
+    config.kv_transfer_config.kv_connector = "SharedStorageConnector"
+    children = [
+        {"kv_connector": "ExampleConnector", "kv_role": "kv_both"},
+        {
+            "kv_connector": "SharedStorageConnector",
+            "kv_connector_module_path": "kvshelf.vllm.connector",
+            "kv_role": "kv_both",
+        },
+    ]
+    parent = {"kv_role": "kv_both", "kv_connector_extra_config": {"connectors": children}}
+    # As vLLM keeps windows without its hybrid allocator.
+    groups = cache_config([replace(full(BLOCK), sliding_window=window)])
+    MultiConnector("recompute", config, groups, **parent).child.shutdown()
+    names = [line for line in caplog.messages if "does not support several KV cache groups" in line]
+    assert len(names) == (window is not None)
+    assert all(line.startswith("ExampleConnector inside MultiConnector") for line in names)
 
 
 def test_vllm_keeps_blocks_of_consumers_until_their_last_step_has_run() -> None:

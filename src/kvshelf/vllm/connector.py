@@ -31,6 +31,8 @@ from kvshelf.vllm import check_vllm_version, register
 check_vllm_version(vllm.__version__)
 
 # ruff: noqa: E402
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -39,6 +41,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
+from vllm.v1.kv_cache_interface import FullAttentionSpec, iter_layer_specs
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvshelf.config import Config
@@ -153,6 +156,8 @@ class SharedStorageConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         if role is KVConnectorRole.SCHEDULER:
+            if _windows_kept_as_full(kv_cache_config):
+                _name_connectors_with_one_group()
             self._scheduler = SchedulerSide(
                 vllm_config,
                 self._config,
@@ -555,6 +560,39 @@ def _check_other_loads(vllm_config: Any) -> None:
             f" {', '.join(others)} may fill them before kvshelf has copied them: set"
             ' "kv_role": "kv_both" in --kv-transfer-config, beside "kv_connector":'
             ' "MultiConnector", or "kv_role": "kv_producer" for each connector that loads nothing'
+        )
+
+
+def _windows_kept_as_full(kv_cache_config: Any) -> bool:
+    """Whether vLLM keeps sliding windows as full attention, its hybrid allocator being off."""
+    groups = getattr(kv_cache_config, "kv_cache_groups", ())
+    specs = [spec for group in groups for spec in iter_layer_specs(group.kv_cache_spec)]
+    return any(
+        isinstance(spec, FullAttentionSpec) and (spec.sliding_window or spec.attention_chunk_size)
+        for spec in specs
+    )
+
+
+def _name_connectors_with_one_group() -> None:
+    """Log which connectors beside this one make vLLM turn its hybrid allocator off.
+
+    vLLM says only that a connector does, and a MultiConnector supports what all its connectors do.
+    """
+    parent = _enclosing_multi_connector()
+    if parent is None:
+        return
+    children = parent._kv_transfer_config.kv_connector_extra_config.get("connectors", [])
+    names = [
+        child["kv_connector"]
+        for child in children
+        if not KVConnectorFactory.supports_hma_config(KVTransferConfig(**child))
+    ]
+    if names:
+        logger.warning(
+            "%s inside MultiConnector does not support several KV cache groups, so vLLM keeps the"
+            " sliding windows of this model like full attention: they take more memory, and engines"
+            " without that connector have another namespace",
+            ", ".join(names),
         )
 
 

@@ -669,8 +669,8 @@ class SchedulerSide:
         return Loadable(lookup.chain.chunks, self._ranges(state.offered_from, hit))
 
     def _plan_stores(self, output: Any, meta: StepMetadata) -> None:
-        for req_id, _, computed in _scheduled(output):
-            self._plan_request(req_id, computed, output, meta)
+        for req_id, before, after in _scheduled(output):
+            self._plan_request(req_id, before, after, output, meta)
 
     def _computed_by(self, output: Any) -> list[tuple[Any, int, int]]:
         """Return the requests of a step, with their tokens with KV before and after it."""
@@ -680,7 +680,10 @@ class SchedulerSide:
             if req_id in self._requests
         ]
 
-    def _plan_request(self, req_id: str, computed: int, output: Any, meta: StepMetadata) -> None:
+    def _plan_request(
+        self, req_id: str, before: int, after: int, output: Any, meta: StepMetadata
+    ) -> None:
+        """Plan the stores of a request, of which a step computes tokens ``[before, after)``."""
         state = self._requests.get(req_id)
         if state is None or not state.addressable or not self._blocks.is_valid(state.period):
             return
@@ -690,8 +693,8 @@ class SchedulerSide:
         size = self._config.chunk_size
         # Tokens beyond these (drafts, samples in flight) may still change.
         known = request.num_tokens if self._config.save_decode else request.num_prompt_tokens
-        complete = min(computed, known, state.cut) // size
-        states = self._states_at(req_id, computed, complete, output)
+        complete = min(after, known, state.cut) // size
+        states = self._states_at(req_id, (before, after), complete, output)
         if complete <= state.next_store and not states:
             return
         if lookup is None or lookup.given_up:
@@ -746,15 +749,17 @@ class SchedulerSide:
         return found
 
     def _states_at(
-        self, req_id: str, computed: int, complete: int, output: Any
+        self, req_id: str, computed: Sequence[int], complete: int, output: Any
     ) -> dict[int, dict[int, list[int]]]:
-        """Return the chunks after which this step leaves a request's states in the cache.
+        """Return the chunks whose states of a request are in the cache at the end of a step.
 
         Parameters
         ----------
         req_id : str
-        computed : int
-            Tokens with KV after the step.
+        computed : Sequence of int
+            Tokens with KV before and after the step. The state of before the step is still there:
+            behind a block boundary a step goes on with a copy. It is stored then if it could not be
+            at its own step, as where vLLM schedules ahead of the tokens that it samples.
         complete : int
             Number of chunks whose tokens can no longer change.
         output : SchedulerOutput
@@ -772,12 +777,12 @@ class SchedulerSide:
         for group, block, tokens in offered:
             if tokens % size == 0 and 0 < tokens <= complete * size:
                 found.setdefault(tokens // size - 1, {})[group] = [block]
-        if computed % size == 0 and 0 < computed <= complete * size:
-            tables = output.kv_connector_block_state.get_block_ids(req_id)
-            at_end = found.setdefault(computed // size - 1, {})
-            for group in groups if tables is not None else ():
-                # The running state, which the next step copies before it goes on.
-                column = computed // group.block_size - 1
+        ends = [n for n in computed if n % size == 0 and 0 < n <= complete * size]
+        tables = output.kv_connector_block_state.get_block_ids(req_id) if ends else ()
+        for tokens in ends if tables else ():
+            at_end = found.setdefault(tokens // size - 1, {})
+            for group in groups:
+                column = tokens // group.block_size - 1
                 if group.index not in at_end and column < len(tables[group.index]):
                     at_end[group.index] = [tables[group.index][column]]
         return {
@@ -803,7 +808,7 @@ class SchedulerSide:
         had, since its full chunks are on the shelf. Of the others one is stored where prompts would
         otherwise have to compute too many chunks anew.
         """
-        if self._is_stored(state, lookup, chunk, STATE):
+        if chunk.index == state.last_state or self._is_stored(state, lookup, chunk, STATE):
             return False
         if FULL in self._groups.kinds and self._is_stored(state, lookup, chunk, FULL):
             return True

@@ -1,0 +1,610 @@
+"""vLLM's own scheduler and cache manager, with the connector, over a model of all blocks' bytes.
+
+A :class:`ScheduledEngine` has a real ``Scheduler`` for any KV cache groups, with the scheduler's
+instance of the connector inside. Its worker is a model: KV of a token is a digest of the prefix and
+the group, states likewise, and they lie in pages that vLLM's tables name. Before each step it
+checks the bytes of everything that the step would read: all tokens of full attention, those within
+windows, and the state that the step begins with. It stores and loads as the step's metadata says,
+and compares what is stored with what the chunk's key stands for.
+
+Contents lie in a :class:`World`, which engines share; its shelf has hollow objects for lookups.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import warnings
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from hybrid_specs import cache_config
+from parts import PATIENCE, posix
+from pydantic.fields import FieldInfo
+
+with warnings.catch_warnings():
+    # Importing vLLM warns of what torch and others deprecate.
+    warnings.simplefilter("ignore")
+    from vllm.config import KVTransferConfig, VllmConfig
+    from vllm.config.cache import CacheConfig
+    from vllm.config.scheduler import SchedulerConfig
+    from vllm.sampling_params import SamplingParams
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_utils import (
+        generate_scheduler_kv_cache_config,
+        get_request_block_hasher,
+        init_none_hash,
+        resolve_cache_hit_alignment_tokens,
+        resolve_kv_cache_block_sizes,
+    )
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, KVCacheSpec, iter_layer_specs
+    from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+    from vllm.v1.request import Request, RequestStatus
+
+    from kvshelf.vllm.groups import CacheGroup, CacheGroups
+    from kvshelf.vllm.metadata import (
+        NULL_BLOCK,
+        LoadFailure,
+        LoadOp,
+        StepMetadata,
+        StoreOp,
+        WorkerMetadata,
+        WorkerReport,
+    )
+
+from kvshelf.format.keys import Chunk, KeyChain
+from kvshelf.format.kinds import FULL, SHARDS_FIELDS, STATE, WINDOW, Kind, kind_key
+from kvshelf.format.names import object_name
+from kvshelf.format.namespace import Namespace
+from kvshelf.format.objects import ObjectFormat
+
+#: Bytes of a token in a group, and of a state.
+TOKEN, STATE_BYTES = 8, 32
+MOST_STEPS = 5000
+DAMAGED = b"damaged"
+
+
+class Text:
+    """The tokens of one request from its prompt to its end, and what a model computes of them."""
+
+    def __init__(self, prompt: Sequence[int], answer: int) -> None:
+        self.tokens = list(prompt)
+        self.prompt = len(prompt)
+        self._digests = [b""]
+        self._extend()
+        for _ in range(answer):
+            self.tokens.append(self.next_token(len(self.tokens)))
+            self._extend()
+        self._streams: dict[int, bytes] = {}
+
+    def _extend(self) -> None:
+        for token in self.tokens[len(self._digests) - 1 :]:
+            last = self._digests[-1] + token.to_bytes(4, "little")
+            self._digests.append(hashlib.sha256(last).digest())
+
+    def next_token(self, length: int) -> int:
+        """What a model says after so many tokens."""
+        return int.from_bytes(self._digests[length][:4], "little") % 900
+
+    def kv(self, group: int, start: int, end: int) -> bytes:
+        """KV of tokens in a group."""
+        if group not in self._streams:
+            name = group.to_bytes(1, "little")
+            self._streams[group] = b"".join(
+                hashlib.sha256(name + digest).digest()[:TOKEN] for digest in self._digests[1:]
+            )
+        return self._streams[group][start * TOKEN : end * TOKEN]
+
+    def state(self, group: int, length: int) -> bytes:
+        """The state of a group after so many tokens."""
+        return hashlib.sha256(b"state %d" % group + self._digests[length]).digest()[:STATE_BYTES]
+
+
+class World:
+    """A shelf that engines share, and the contents of its objects."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.backend = posix(root)
+        self.contents: dict[bytes, bytes] = {}
+        #: The text of each chunk key.
+        self.texts: dict[bytes, Text] = {}
+
+    def _names(self, fmt: ObjectFormat, chunk: Chunk, kind: Kind) -> list[tuple[str, int]]:
+        of_kind, folder = fmt.of(kind), fmt.namespace.folder
+        return [
+            (
+                f"{folder}/{object_name(chunk, shard, of_kind.shards, kind)}",
+                of_kind.object_size(shard),
+            )
+            for shard in range(of_kind.shards)
+        ]
+
+    def put(self, fmt: ObjectFormat, chunk: Chunk, kind: Kind, content: bytes) -> None:
+        self.contents[kind_key(chunk.key, kind)] = content
+        for name, size in self._names(fmt, chunk, kind):
+            self.backend.write(name, [bytes(size)])
+
+    def remove(self, fmt: ObjectFormat, chunk: Chunk, kind: Kind) -> None:
+        del self.contents[kind_key(chunk.key, kind)]
+        for name, _ in self._names(fmt, chunk, kind):
+            self.backend.delete(name)
+
+    def of(self, kind: Kind) -> list[bytes]:
+        """The chunk keys of which there is an object of a kind."""
+        return [key for key in self.texts if kind_key(key, kind) in self.contents]
+
+
+def namespace_of(groups: CacheGroups, chunk_size: int) -> Namespace:
+    """A namespace with one layer for each group."""
+    layers = [
+        ("state", f"ssm:{STATE_BYTES // 2}/")
+        if group.kind == STATE
+        else ("canonical", f"*,{TOKEN // 2}")
+        for group in groups
+    ]
+    record: dict[str, Any] = {
+        "format": "kvshelf/1",
+        "weights": "user:test",
+        "chunk_size": chunk_size,
+        "stages": [len(groups)],
+        "shards": 1,
+        "kv_heads": 1,
+        "kinds": [group.kind for group in groups],
+        "layouts": [layout for layout, _ in layers],
+        "layer_names": [f"layers.{group.index}" for group in groups],
+        "layer_shapes": [shape for _, shape in layers],
+        "layer_dtypes": ["BF16"] * len(groups),
+        "attention": [group.kind for group in groups],
+        **{SHARDS_FIELDS[kind]: 1 for kind in groups.kinds if kind != FULL},
+    }
+    record["data_offset"] = ObjectFormat.required_data_offset(record)
+    return Namespace(record, "scheduled")
+
+
+def make_namespace(vllm_config: Any, config: Any, stages: Any, weights: str) -> Namespace:
+    """Stand for kvshelf.vllm.namespace.build_namespace, which needs layers."""
+    made: Namespace = vllm_config.make_namespace(config.chunk_size)
+    return made
+
+
+REPORT = WorkerReport(("layers.0",), ("",), ("",), ("",), ("",), (0,), (-1,), weights="user:test")
+
+
+def make_vllm_config(
+    specs: Sequence[KVCacheSpec], root: Path, *, blocks: int, budget: int, seqs: int, **options: Any
+) -> VllmConfig:
+    """What vLLM's scheduler and the connector read of a ``VllmConfig``."""
+    config: Any = object.__new__(VllmConfig)
+    for one in fields(VllmConfig):
+        if one.name not in ("model_config", "scheduler_config", "cache_config", "device_config"):
+            object.__setattr__(config, one.name, _default_of(one))
+    asynchronous = bool(options.pop("asynchronous", False))
+    config.model_config = SimpleNamespace(
+        is_encoder_decoder=False,
+        is_diffusion=False,
+        is_prefix_caching_supported=True,
+        is_mm_prefix_lm=False,
+        is_multimodal_model=False,
+        multimodal_config=None,
+        use_mla=False,
+        uses_mrope=False,
+        runner_type="generate",
+        supports_multimodal_inputs=False,
+        return_sampling_mask=False,
+        max_model_len=4096,
+        get_total_num_kv_heads=lambda: 1,
+    )
+    config.scheduler_config = SchedulerConfig(
+        max_model_len=4096,
+        is_encoder_decoder=False,
+        max_num_batched_tokens=budget,
+        max_num_seqs=seqs,
+        enable_chunked_prefill=True,
+        async_scheduling=asynchronous,
+        disable_hybrid_kv_cache_manager=False,
+        watermark=0.0,
+    )
+    config.cache_config = CacheConfig(
+        block_size=min(spec.block_size for spec in specs),
+        enable_prefix_caching=options.pop("prefix_caching", True),
+        mamba_cache_mode="align",
+    )
+    config.cache_config.num_gpu_blocks = blocks
+    config.device_config = SimpleNamespace(device_type="cpu")
+    config.kv_transfer_config = KVTransferConfig(
+        kv_connector="SharedStorageConnector",
+        kv_connector_module_path="kvshelf.vllm.connector",
+        kv_role="kv_both",
+        kv_load_failure_policy="recompute",
+        kv_connector_extra_config={
+            "shared_storage_path": str(root),
+            "weights": "test",
+            "lookup_wait_s": PATIENCE,
+            "identity_wait_s": PATIENCE,
+            **options,
+        },
+    )
+    return config  # type: ignore[no-any-return]
+
+
+def _default_of(one: Any) -> Any:
+    """The default of a field of a pydantic dataclass."""
+    # Set by pydantic, if the field has constraints.
+    made = one.default if isinstance(one.default, FieldInfo) else one
+    if callable(made.default_factory):
+        return made.default_factory()
+    return made.default
+
+
+class _Unstructured:
+    """Stands for vLLM's manager of structured outputs, of which there are none."""
+
+    def should_advance(self, request: Any) -> bool:
+        return False
+
+    def accept_tokens(self, request: Any, tokens: list[int]) -> bool:
+        return True
+
+
+class ScheduledEngine:
+    """One engine of one rank.
+
+    Parameters
+    ----------
+    world : World
+    specs : sequence of KVCacheSpec
+        One for each cache group.
+    blocks : int
+        Blocks of the cache, the null block included.
+    budget : int
+        Most tokens of a step.
+    seqs : int
+        Most requests of a step.
+    seed : int
+        Decides how long loads take.
+    **options
+        kvshelf's configuration; `asynchronous` for vLLM's scheduling ahead of results.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        specs: Sequence[KVCacheSpec],
+        *,
+        blocks: int = 400,
+        budget: int = 64,
+        seqs: int = 8,
+        seed: int = 0,
+        **options: Any,
+    ) -> None:
+        self.world = world
+        self.specs = list(specs)
+        self.asynchronous = bool(options.get("asynchronous"))
+        config: Any = make_vllm_config(
+            specs, world.root, blocks=blocks, budget=budget, seqs=seqs, **options
+        )
+        # As the engine core: of layers that differ, the scheduler sees one.
+        caches = generate_scheduler_kv_cache_config([cache_config(self.specs, blocks)])
+        size, hash_size = resolve_kv_cache_block_sizes(caches, config)
+        caches.hash_block_size = hash_size
+        caches.cache_hit_alignment_tokens = resolve_cache_hit_alignment_tokens(
+            caches, config, size, hash_size
+        )
+        caches.prefix_cache_retention_interval = 0
+        self.groups = CacheGroups(config, caches)
+        object.__setattr__(config, "make_namespace", self._make_namespace)
+        init_none_hash(sha256)
+        self._hasher = get_request_block_hasher(hash_size, sha256)
+        kind: Any = AsyncScheduler if self.asynchronous else Scheduler
+        self.scheduler = kind(
+            vllm_config=config,
+            kv_cache_config=caches,
+            structured_output_manager=_Unstructured(),
+            block_size=size,
+            hash_block_size=hash_size,
+        )
+        self.connector: Any = self.scheduler.connector
+        self.page = max(STATE_BYTES, *(spec.block_size * TOKEN for spec in specs))
+        self.memory = bytearray(blocks * self.page)
+        self.random = random.Random(seed)
+        self.texts: dict[str, Text] = {}
+        self.state_columns: dict[str, int] = {}
+        self.loading: list[LoadOp] = []
+        self.results: deque[tuple[Any, ModelRunnerOutput]] = deque()
+        self._told = False
+        #: What was loaded and stored, and what a test may look at.
+        self.loads: list[LoadOp] = []
+        self.stored: list[tuple[Kind, int]] = []
+        self.metas: list[StepMetadata] = []
+        self.answers: dict[str, list[int]] = {}
+        self.preempted: set[str] = set()
+        #: So many loads fail, whatever the shelf has.
+        self.failing_loads = 0
+        self.chunk_size = self.connector.config.chunk_size
+        self.step()
+        self.step()
+        assert self.connector.namespace is not None
+
+    def _make_namespace(self, chunk_size: int) -> Namespace:
+        namespace = namespace_of(self.groups, chunk_size)
+        self.fmt = ObjectFormat(namespace)
+        return namespace
+
+    # What users do
+
+    def add(self, name: str, prompt: Sequence[int], answer: int = 2) -> None:
+        text = self.texts[name] = Text(prompt, answer)
+        for chunk in KeyChain(self.fmt.namespace.digest, self.chunk_size).extend(text.tokens):
+            self.world.texts[chunk.key] = text
+        params = SamplingParams(max_tokens=answer, temperature=0.0, ignore_eos=True)
+        self.scheduler.add_request(
+            Request(name, list(prompt), params, None, block_hasher=self._hasher)
+        )
+
+    def wait_for_lookup(self, name: str) -> None:
+        """Wait until the lookup of a request is done."""
+        lookup = self.connector._scheduler._requests[name].lookup
+        assert lookup.wait(PATIENCE)
+
+    def abort(self, name: str) -> None:
+        self.scheduler.finish_requests([name], RequestStatus.FINISHED_ABORTED)
+
+    def reset(self) -> None:
+        """Forget vLLM's cached prefixes, of running requests too, and what the connector knows."""
+        # vLLM fails where requests that wait have blocks, or steps are in flight.
+        running = not self.scheduler.kv_holding_waiting and not self.results
+        self.scheduler.reset_prefix_cache(reset_running_requests=running, reset_connector=True)
+
+    def run(self, *prompts: Sequence[int], answer: int = 2) -> list[int]:
+        """Compute prompts together; return how many tokens each got from the shelf."""
+        names = [f"{len(self.texts) + i}" for i in range(len(prompts))]
+        before = len(self.loads)
+        for name, tokens in zip(names, prompts, strict=True):
+            self.add(name, tokens, answer)
+        self.finish()
+        loads = self.loads[before:]
+        return [sum(op.end - op.start for op in loads if op.request_id == name) for name in names]
+
+    def chunks_of(self, tokens: Sequence[int]) -> list[Chunk]:
+        """The chunks of a prompt."""
+        return KeyChain(self.fmt.namespace.digest, self.chunk_size).extend(tokens)
+
+    def finish(self) -> None:
+        """Step until all requests are done, and compare their answers."""
+        for _ in range(MOST_STEPS):
+            if not self.scheduler.has_requests() and not self.results:
+                break
+            self.step()
+        else:
+            raise AssertionError("requests do not end")
+        for name, tokens in self.answers.items():
+            text = self.texts[name]
+            assert tokens == text.tokens[text.prompt :][: len(tokens)]
+
+    def close(self) -> None:
+        self.connector.shutdown()
+
+    # A step
+
+    def step(self) -> StepMetadata:
+        output = self.scheduler.schedule()
+        meta = output.kv_connector_metadata
+        assert isinstance(meta, StepMetadata)
+        self.metas.append(meta)
+        manager = self.scheduler.kv_cache_manager
+        tables = {name: manager.get_block_ids(name) for name in output.num_scheduled_tokens}
+        for copy in output.kv_cache_block_copies or ():
+            self._write(copy.dst_block_id, 0, self._read(copy.src_block_id, 0, self.page))
+        for block in output.new_block_ids_to_zero or ():
+            self._write(block, 0, bytes(self.page))
+        self.loading += meta.loads
+        names = list(output.num_scheduled_tokens)
+        requests = self.scheduler.requests.values()
+        self.preempted |= {one.request_id for one in requests if one.num_preemptions}
+        sampled = self._forward(output, tables)
+        repaired = [key for op in meta.stores if (key := self._store(op))]
+        assert not any(self.memory[: self.page]), "the null block was written"
+        received, failed, failures = self._finish_loads(meta)
+        # Reports end when the namespace was announced.
+        reports = {} if self._told else {0: REPORT}
+        self._told = self._told or meta.namespace is not None
+        result = KVConnectorOutput(
+            finished_recving=received or None,
+            failed_recving=failed,
+            kv_connector_worker_meta=WorkerMetadata(
+                reports, (failures,), [(key, 0) for key in repaired]
+            ),
+        )
+        self.results.append(
+            (
+                output,
+                ModelRunnerOutput(
+                    req_ids=names,
+                    req_id_to_index={name: i for i, name in enumerate(names)},
+                    sampled_token_ids=sampled,
+                    kv_connector_output=result,
+                ),
+            )
+        )
+        while len(self.results) > (self.asynchronous and output.total_num_scheduled_tokens > 0):
+            done, answer = self.results.popleft()
+            for group in self.scheduler.update_from_output(done, answer).values():
+                for one in group.outputs:
+                    self.answers.setdefault(one.request_id, []).extend(one.new_token_ids)
+        return meta
+
+    def _read(self, block: int, offset: int, count: int) -> bytes:
+        begin = block * self.page + offset
+        return bytes(self.memory[begin : begin + count])
+
+    def _write(self, block: int, offset: int, content: bytes) -> None:
+        assert block != NULL_BLOCK
+        begin = block * self.page + offset
+        self.memory[begin : begin + len(content)] = content
+
+    def _forward(self, output: Any, tables: dict[str, tuple[list[int], ...]]) -> list[list[int]]:
+        cached = output.scheduled_cached_reqs
+        begins = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+        for name in [*begins, *cached.resumed_req_ids, *(output.preempted_req_ids or ())]:
+            self.state_columns.pop(name, None)
+        begins.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        sampled = []
+        for name, count in output.num_scheduled_tokens.items():
+            text, start = self.texts[name], begins[name]
+            end = start + count
+            for group, table in zip(self.groups, tables[name], strict=True):
+                where = f"{name}: {group.kind} of group {group.index}, tokens {start} to {end}"
+                if group.kind == STATE:
+                    self._step_state(text, group, table, start, end, name, where)
+                else:
+                    first = self._first_read(group, start)
+                    found = self._gather(table, group.block_size, first, start)
+                    assert found == text.kv(group.index, first, start), where
+                    content = text.kv(group.index, start, end)
+                    self._scatter(table, group.block_size, start, content)
+            if self.groups.of(STATE):
+                size = self.groups.of(STATE)[0].block_size
+                self.state_columns[name] = -(-end // size) - 1
+            known = self.scheduler.requests[name].num_tokens
+            in_flight = self.scheduler.requests[name].num_output_placeholders
+            done = end >= known + (in_flight if self.asynchronous else 0) - (
+                1 if self.asynchronous and in_flight else 0
+            )
+            sampled.append([text.next_token(end)] if done else [])
+        return sampled
+
+    def _step_state(
+        self,
+        text: Text,
+        group: CacheGroup,
+        table: list[int],
+        start: int,
+        end: int,
+        name: str,
+        where: str,
+    ) -> None:
+        """As preprocess_mamba of vllm/v1/worker/mamba_utils.py, and a forward pass."""
+        size = group.block_size
+        if start:
+            column = self.state_columns.get(name, (start - 1) // size)
+            found = self._read(table[column], 0, STATE_BYTES)
+            assert found == text.state(group.index, start), where
+        self._write(table[-(-end // size) - 1], 0, text.state(group.index, end))
+
+    def _first_read(self, group: CacheGroup, start: int) -> int:
+        """The first token that a token at `start` attends to."""
+        if group.kind == FULL:
+            return 0
+        spec: Any = next(iter(iter_layer_specs(self.specs[group.index])))
+        if isinstance(spec, ChunkedLocalAttentionSpec):
+            return start // spec.attention_chunk_size * spec.attention_chunk_size
+        return max(0, start - spec.sliding_window + 1)
+
+    def _gather(self, table: Sequence[int], size: int, start: int, end: int) -> bytes:
+        parts = []
+        for token in range(start, end):
+            assert table[token // size] != NULL_BLOCK, "a block that is read is not there"
+            parts.append(self._read(table[token // size], token % size * TOKEN, TOKEN))
+        return b"".join(parts)
+
+    def _scatter(self, table: Sequence[int], size: int, start: int, content: bytes) -> None:
+        for i in range(len(content) // TOKEN):
+            block, slot = divmod(start + i, size)
+            self._write(table[block], slot * TOKEN, content[i * TOKEN : (i + 1) * TOKEN])
+
+    # Stores
+
+    def _store(self, op: StoreOp) -> bytes | None:
+        """Store a chunk; return its kind key if a damaged object was replaced."""
+        size, index = self.chunk_size, op.chunk.index
+        text = self.world.texts[op.chunk.key]
+        assert len(op.block_ids) == len(self.groups)
+        content, right = b"", b""
+        for group, blocks in zip(self.groups, op.block_ids, strict=True):
+            if group.kind != op.kind:
+                assert blocks == []
+            elif group.kind == STATE:
+                (block,) = blocks
+                assert block != NULL_BLOCK
+                content += self._read(block, 0, STATE_BYTES)
+                right += text.state(group.index, (index + 1) * size)
+            else:
+                begin = index * size % group.block_size
+                content += self._gather(blocks, group.block_size, begin, begin + size)
+                right += text.kv(group.index, index * size, (index + 1) * size)
+        assert content == right, f"{op.kind} of chunk {index} is stored wrongly"
+        self.stored.append((op.kind, index))
+        key = kind_key(op.chunk.key, op.kind)
+        known = self.world.contents.get(key)
+        if known is None or op.repair:
+            self.world.put(self.fmt, op.chunk, op.kind, content)
+        return key if op.repair else None
+
+    # Loads
+
+    def _finish_loads(self, meta: StepMetadata) -> tuple[set[str], set[str], list[LoadFailure]]:
+        received, failed = set(), set()
+        failures: list[LoadFailure] = []
+        for op in list(self.loading):
+            cancelled = op.request_id in meta.cancelled
+            if not cancelled and self.random.random() < 0.3:
+                continue
+            self.loading.remove(op)
+            received.add(op.request_id)
+            if cancelled:
+                continue
+            found = self._load(op)
+            if found:
+                failures += found
+                failed.add(op.request_id)
+            else:
+                self.loads.append(op)
+        return received, failed, failures
+
+    def _load(self, op: LoadOp) -> list[LoadFailure]:
+        """Fill the blocks of a load; return what failed."""
+        chunks = {FULL: op.chunks, WINDOW: op.windows, STATE: op.states}
+        pieces = [(kind, chunk) for kind, some in chunks.items() for chunk in some]
+        assert pieces, "nothing is known of a load"
+        if self.failing_loads:
+            self.failing_loads -= 1
+            kind, chunk = pieces[-1]
+            return [LoadFailure(op.request_id, chunk.index, chunk.key, False, kind)]
+        failures = []
+        for kind, chunk in pieces:
+            content = self.world.contents.get(kind_key(chunk.key, kind))
+            if content is None or content == DAMAGED:
+                bad = content is not None
+                failures.append(LoadFailure(op.request_id, chunk.index, chunk.key, bad, kind))
+            else:
+                self._fill(op, kind, chunk, content)
+        return failures
+
+    def _fill(self, op: LoadOp, kind: Kind, chunk: Chunk, content: bytes) -> None:
+        size = self.chunk_size
+        begin = max(op.start, chunk.index * size)
+        end = min(op.end, (chunk.index + 1) * size)
+        assert begin < end
+        for group in self.groups.of(kind):
+            table = op.block_ids[group.index]
+            if kind == STATE:
+                own, content = content[:STATE_BYTES], content[STATE_BYTES:]
+                assert end == op.end == (chunk.index + 1) * size
+                assert not any(table[: end // group.block_size - 1])
+                self._write(table[end // group.block_size - 1], 0, own)
+                continue
+            own, content = content[: size * TOKEN], content[size * TOKEN :]
+            for token in range(begin, end):
+                block = table[token // group.block_size]
+                if kind == WINDOW and block == NULL_BLOCK:
+                    continue
+                at = (token - chunk.index * size) * TOKEN
+                offset = token % group.block_size * TOKEN
+                self._write(block, offset, own[at : at + TOKEN])

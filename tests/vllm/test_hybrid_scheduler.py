@@ -1,0 +1,355 @@
+"""Hybrid engines: vLLM's own scheduler and cache manager drive the connector's scheduler side."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from hybrid_specs import models
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from replay import prompt
+from scheduled import DAMAGED, ScheduledEngine, World, make_namespace
+
+from kvshelf.format.kinds import FULL, KINDS, STATE, WINDOW, kind_key
+from kvshelf.vllm import handshake
+
+MODELS = models()
+#: So many that a few requests of 200 tokens fit.
+FEW_BLOCKS = {
+    "Mamba2": 8,
+    "Jamba": 40,
+    "Nemotron-H": 40,
+    "DeepSeek V4": 45,
+    "Gemma 3": 70,
+    "Qwen3-Next": 40,
+    "LFM2": 60,
+    "two windows": 40,
+    "Llama 4": 65,
+}
+WITH_STATES = ["Mamba2", "Jamba", "Nemotron-H", "Qwen3-Next", "LFM2"]
+WITH_WINDOWS = ["DeepSeek V4", "Gemma 3", "two windows", "Llama 4"]
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return World(tmp_path / "shelf")
+
+
+@pytest.fixture
+def start(world: World, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+    monkeypatch.setattr(handshake, "build_namespace", make_namespace)
+    engines: list[ScheduledEngine] = []
+
+    def start(model: str, **options: Any) -> ScheduledEngine:
+        options.setdefault("chunk_size", 32)
+        engines.append(ScheduledEngine(world, MODELS[model], **options))
+        return engines[-1]
+
+    yield start
+    for engine in engines:
+        engine.close()
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("model", MODELS)
+def test_what_one_engine_stores_another_loads(
+    start: Callable[..., ScheduledEngine], model: str, asynchronous: bool
+) -> None:
+    first = start(model, asynchronous=asynchronous)
+    tokens = prompt(203)
+    assert first.run(tokens) == [0]
+    # The last chunk boundary before the prompt's end.
+    second = start(model, asynchronous=asynchronous)
+    assert second.run(tokens) == [192]
+    # Its own cache has it now.
+    assert second.run(tokens) == [0]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_prompts_that_share_a_prefix(start: Callable[..., ScheduledEngine], model: str) -> None:
+    first = start(model, budget=48)
+    tokens = prompt(203)
+    first.run(tokens[:100], tokens)
+    first.run(tokens[:150] + prompt(60, seed=1))
+    second = start(model, budget=200)
+    # What follows is another prompt's: the hit ends where a stored state, or all windows, are.
+    (found,) = second.run(tokens[:170] + prompt(60, seed=2))
+    assert found in (96, 128, 160)
+    assert second.run(tokens[:150] + prompt(70, seed=1)) != [0]
+    assert second.run(tokens) != [0]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_hit_leaves_a_token_to_compute(start: Callable[..., ScheduledEngine], model: str) -> None:
+    start(model, budget=32).run(prompt(193))
+    # Of 192 tokens all chunks are stored, but the last chunk may not be part of a hit.
+    assert start(model).run(prompt(192)) in ([160], [0])
+    assert start(model).run(prompt(193)) == [192]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_what_is_at_hand_is_not_loaded(start: Callable[..., ScheduledEngine], model: str) -> None:
+    start(model, state_interval=1, budget=32).run(prompt(203))
+    second = start(model, budget=32)
+    second.run(prompt(100))
+    assert second.run(prompt(203)) == [192 - 96]
+    (load,) = [op for op in second.loads if op.start]
+    assert (load.start, load.end) == (96, 192)
+    groups = second.groups
+    assert [chunk.index for chunk in load.chunks] == ([3, 4, 5] if groups.of("full") else [])
+    assert [chunk.index for chunk in load.windows] == ([5] if groups.of(WINDOW) else [])
+    assert [chunk.index for chunk in load.states] == ([5] if groups.of(STATE) else [])
+
+
+@pytest.mark.parametrize("model", WITH_WINDOWS)
+def test_a_hit_needs_only_the_windows_at_its_end(
+    start: Callable[..., ScheduledEngine], world: World, model: str
+) -> None:
+    first = start(model)
+    first.run(prompt(203))
+    for chunk in first.chunks_of(prompt(203))[:5]:
+        world.remove(first.fmt, chunk, WINDOW)
+    assert start(model).run(prompt(203)) == [192]
+    world.remove(first.fmt, first.chunks_of(prompt(203))[5], WINDOW)
+    assert start(model).run(prompt(203)) == [0]
+
+
+@pytest.mark.parametrize("model", WITH_STATES)
+def test_which_states_are_stored(start: Callable[..., ScheduledEngine], model: str) -> None:
+    def states(length: int, **options: Any) -> list[int]:
+        engine = start(model, budget=32, **options)
+        engine.run(prompt(length))
+        return [index for kind, index in engine.stored if kind == STATE]
+
+    # After every third chunk, and the last one before the prompt's end.
+    assert states(331, state_interval=3) == [2, 5, 8, 9]
+    # What is stored already counts.
+    assert states(449, state_interval=3) == [12, 13]
+
+
+# Without full attention nothing says what of a prefix was seen before.
+@pytest.mark.parametrize("model", WITH_STATES[1:])
+def test_the_states_of_a_prefix_of_two_prompts_are_stored(
+    start: Callable[..., ScheduledEngine], model: str
+) -> None:
+    first = start(model, budget=32)
+    first.run(prompt(203, shared=128))
+    assert [index for kind, index in first.stored if kind == STATE] == [5]
+    second = start(model, budget=32)
+    second.run(prompt(203, seed=1, shared=128))
+    assert [index for kind, index in second.stored if kind == STATE] == [0, 1, 2, 3, 5]
+    assert start(model).run(prompt(203, seed=2, shared=128)) == [128]
+
+
+# Without full attention nothing says what of a prefix was seen before.
+@pytest.mark.parametrize("model", WITH_STATES[1:])
+def test_the_state_where_prompts_part_is_stored(
+    start: Callable[..., ScheduledEngine], model: str
+) -> None:
+    engine = start(model, budget=256)
+    engine.run(prompt(203, shared=128))
+    assert (STATE, 3) not in engine.stored
+    engine.run(prompt(203, seed=1, shared=128))
+    assert (STATE, 3) in engine.stored
+    assert start(model).run(prompt(190, seed=2, shared=128)) == [128]
+
+
+@pytest.mark.parametrize("how", ["missing", "damaged"])
+@pytest.mark.parametrize(
+    ("model", "kind"),
+    [
+        (model, kind)
+        for model in MODELS
+        for kind in KINDS
+        if (kind == FULL and model not in ("Mamba2", "two windows"))
+        or (kind == WINDOW and model in WITH_WINDOWS)
+        or (kind == STATE and model in WITH_STATES)
+    ],
+)
+def test_after_a_failed_load_a_shorter_hit_is_loaded(
+    start: Callable[..., ScheduledEngine], world: World, model: str, how: str, kind: Any
+) -> None:
+    first = start(model, state_interval=1, budget=32)
+    first.run(prompt(203))
+    chunk = first.chunks_of(prompt(203))[5]
+    key = kind_key(chunk.key, kind)
+    content = world.contents.pop(key)
+    if how == "damaged":
+        world.contents[key] = DAMAGED
+    second = start(model, budget=32)
+    assert second.run(prompt(203)) == [160]
+    assert [(op.start, op.end) for op in second.loads] == [(0, 160)]
+    # The chunk was computed, and stored in place of the object that is no good.
+    assert world.contents[key] == content
+    assert start(model).run(prompt(203)) == [192]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_loads_that_fail_again_and_again_end(
+    start: Callable[..., ScheduledEngine], model: str
+) -> None:
+    start(model, state_interval=1, budget=32).run(prompt(331))
+    second = start(model)
+    second.failing_loads = 3
+    assert second.run(prompt(331)) == [0]
+    assert second.failing_loads == 0
+    second.failing_loads = 2
+    second.reset()
+    (found,) = second.run(prompt(331))
+    assert 0 < found < 320
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_requests_that_are_preempted_aborted_and_reset(
+    start: Callable[..., ScheduledEngine], model: str
+) -> None:
+    # Too few for all requests that the scheduler admits.
+    engine = start(model, blocks=FEW_BLOCKS[model], budget=64, state_interval=2)
+    for number in range(12):
+        shared = (0, 40, 70)[number % 3]
+        engine.add(f"r{number}", prompt(80 + 7 * number, seed=number, shared=shared), answer=130)
+    for number in range(40):
+        engine.step()
+        if number == 10:
+            engine.abort("r3")
+        if number == 20:
+            engine.reset()
+    engine.preempted.clear()
+    engine.finish()
+    assert engine.preempted
+    assert {f"r{number}" for number in range(12)} - {"r3"} <= engine.answers.keys()
+    assert all(len(engine.answers[f"r{n}"]) == 130 for n in range(12) if n != 3)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_waiting_requests_are_read_ahead(start: Callable[..., ScheduledEngine], model: str) -> None:
+    start(model).run(prompt(203))
+    engine = start(model, seqs=1, prefetch_bytes=1 << 20)
+    engine.add("first", prompt(400, seed=1), answer=30)
+    for _ in range(3):
+        engine.step()
+    engine.add("second", prompt(203))
+    engine.wait_for_lookup("second")
+    engine.finish()
+    named = [
+        (op.kind, chunk.index)
+        for meta in engine.metas
+        for op in meta.prefetches
+        if op.request_id == "second"
+        for chunk in op.chunks
+    ]
+    kinds = engine.groups.kinds
+    assert [index for kind, index in named if kind == "full"] == (
+        [*range(6)] if "full" in kinds else []
+    )
+    assert [index for kind, index in named if kind == WINDOW] == ([5] if WINDOW in kinds else [])
+    assert [index for kind, index in named if kind == STATE] == ([5] if STATE in kinds else [])
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("model", MODELS)
+def test_answers_are_stored_on_demand(
+    start: Callable[..., ScheduledEngine], model: str, asynchronous: bool
+) -> None:
+    options = {"save_decode": True, "state_interval": 1, "asynchronous": asynchronous}
+    first = start(model, **options)
+    first.run(prompt(100), answer=140)
+    tokens = first.texts["0"].tokens
+    # vLLM frees blocks of windows before a chunk is complete that is longer than they are.
+    passed = model in ("DeepSeek V4", "Gemma 3", "two windows")
+    assert start(model).run([*tokens, *prompt(40, seed=1)]) == [96 if passed else 224]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_loaded_block_is_not_zeroed_and_no_other_is_touched(
+    start: Callable[..., ScheduledEngine], model: str
+) -> None:
+    start(model).run(prompt(203))
+    engine = start(model)
+    request = object()
+    assert engine.connector.get_loaded_kv_cache_group_ids(request) == (*range(len(engine.groups)),)
+    # Others compute while the load runs, in blocks that were another's.
+    for number in range(1, 4):
+        engine.add(f"r{number}", prompt(120, seed=number), answer=40)
+    engine.add("loaded", prompt(203))
+    engine.finish()
+    assert [op.request_id for op in engine.loads] == ["loaded"]
+
+
+@pytest.mark.parametrize("model", MODELS)
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data())
+def test_anything_that_may_happen(model: str, data: st.DataObject) -> None:
+    """What each step reads and stores is compared to the byte by the engine itself."""
+
+    def draw(strategy: Any, label: str) -> Any:
+        return data.draw(strategy, label)
+
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(handshake, "build_namespace", make_namespace)
+        world = World(Path(folder) / "shelf")
+        options = {
+            # With few blocks and larger steps no request would fit.
+            **draw(
+                st.sampled_from(
+                    [
+                        {"budget": 32, "blocks": FEW_BLOCKS[model]},
+                        {"budget": 48, "blocks": FEW_BLOCKS[model]},
+                        {"budget": 200, "blocks": 300},
+                        {"budget": 64, "blocks": 300, "asynchronous": True},
+                    ]
+                ),
+                "steps",
+            ),
+            "seqs": draw(st.sampled_from([1, 4]), "seqs"),
+            "seed": draw(st.integers(0, 9), "seed"),
+            "save_decode": draw(st.booleans(), "save_decode"),
+            "state_interval": draw(st.sampled_from([1, 2, 8]), "state_interval"),
+            "prefetch_bytes": draw(st.sampled_from([0, 1 << 20]), "prefetch_bytes"),
+            "chunk_size": draw(st.sampled_from([32, 64]), "chunk_size"),
+        }
+        engine = ScheduledEngine(world, MODELS[model], **options)
+        try:
+            for number in range(draw(st.integers(3, 12), "actions")):
+                action = draw(st.sampled_from(_ACTIONS), "action")
+                if action == "add":
+                    tokens = prompt(
+                        draw(st.integers(30, 200), "length"),
+                        seed=draw(st.integers(0, 2), "prompt"),
+                        shared=draw(st.sampled_from([0, 30]), "shared"),
+                    )
+                    engine.add(f"r{number}", tokens, draw(st.integers(1, 60), "answer"))
+                elif action == "steps":
+                    for _ in range(draw(st.integers(1, 30), "count")):
+                        engine.step()
+                elif action == "abort" and engine.texts:
+                    name = draw(st.sampled_from(sorted(engine.texts)), "request")
+                    if name in engine.scheduler.requests:
+                        engine.abort(name)
+                elif action == "reset":
+                    engine.reset()
+                elif action == "lose" and world.contents:
+                    key = draw(st.sampled_from(sorted(world.contents)), "object")
+                    # The object is still there, without its content or with a damaged one.
+                    if draw(st.booleans(), "damaged"):
+                        world.contents[key] = DAMAGED
+                    else:
+                        del world.contents[key]
+                elif action == "fail":
+                    engine.failing_loads = draw(st.integers(1, 4), "failing loads")
+                elif action == "restart":
+                    engine.close()
+                    engine = ScheduledEngine(world, MODELS[model], **options)
+            engine.finish()
+        finally:
+            engine.close()
+
+
+_ACTIONS = ["add", "add", "add", "steps", "steps", "abort", "reset", "lose", "fail", "restart"]
