@@ -29,11 +29,11 @@ Contracts
 * There is one load for each time that a request is admitted: what the load did not deliver is
   computed, so no request can loop. Of a hybrid engine a load brings everything or nothing: after
   one that failed, the request gets a new lookup for a shorter hit, for a bounded number of times.
-* Each kind of a chunk is stored in the step that completes it. vLLM frees the blocks of windows and
-  states soon after, and what a later step would find in a table is another block, or none.
-* A state is stored only at chunk boundaries at which vLLM has one: where a step happens to end, or
-  where vLLM names a block for it. No step is changed for that. Which of them are worth their bytes
-  says :meth:`SchedulerSide._is_worth_storing`.
+* Windows are stored in the step that completes the chunk. vLLM frees their blocks soon after: a
+  window of which it has freed a block is not stored.
+* A state is stored only at chunk boundaries at which vLLM has one: where a step happens to end, in
+  that step or the next one, or where vLLM names a block for it. No step is changed for that. Which
+  of them are worth their bytes says :meth:`SchedulerSide._is_worth_storing`.
 * Until the namespace is known there are no hits and no stores.
 * While the weights are compared (:mod:`kvshelf.vllm.handshake`) there are neither, and no request
   waits. After a change nothing is stored that was computed before it, or behind blocks that were
