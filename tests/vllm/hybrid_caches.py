@@ -23,6 +23,7 @@ with warnings.catch_warnings():
     from replay import HEAD_SIZE, CPUAttentionBackendImpl, StridedAttentionImpl
     from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
     from vllm.v1.kv_cache_interface import (
+        ChunkedLocalAttentionSpec,
         FullAttentionSpec,
         KVCacheConfig,
         KVCacheGroupSpec,
@@ -51,7 +52,7 @@ class Layers:
     Attributes
     ----------
     kind : str
-        ``full``, ``window`` or the name of one of vLLM's backends for states.
+        ``full``, ``window``, ``local`` or the name of one of vLLM's backends for states.
     names : tuple of str
     block_size : int
     """
@@ -63,7 +64,7 @@ class Layers:
     def spec(self, ranks: int, page: int | None = None) -> Any:
         """vLLM's specification of a layer on one of `ranks` ranks."""
         common = {"block_size": self.block_size, "page_size_padded": page}
-        if self.kind in ("full", "window"):
+        if self.kind in ("full", "window", "local"):
             common |= {
                 "num_kv_heads": max(1, HEADS // ranks),
                 "head_size": HEAD_SIZE,
@@ -71,6 +72,8 @@ class Layers:
             }
         if self.kind == "full":
             return FullAttentionSpec(**common)
+        if self.kind == "local":
+            return ChunkedLocalAttentionSpec(**common, attention_chunk_size=2 * self.block_size)
         if self.kind == "window":
             return SlidingWindowSpec(**common, sliding_window=self.block_size + 4)
         shapes, dtypes = _state(self.kind, ranks)
@@ -122,6 +125,7 @@ MODELS: Mapping[str, tuple[Layers, ...]] = {
         Layers("full", names("attn", 2, 1, 2)),
     ),
     "states only": (Layers("GDN_ATTN", names("mixer", 3, 0, 1)),),
+    "llama 4": (Layers("local", names("attn", 2, 0, 2)), Layers("full", names("attn", 2, 1, 2))),
     # Windows of two sizes in blocks of two sizes, and no full attention.
     "two windows": (
         Layers("window", names("attn", 2, 0, 3), 16),
@@ -297,9 +301,8 @@ class HybridWorker:
 
 
 def _kind(layers: Layers) -> Kind:
-    if layers.kind == "full":
-        return "full"
-    return "window" if layers.kind == "window" else STATE
+    kinds: Mapping[str, Kind] = {"full": "full", "window": "window", "local": "window"}
+    return kinds.get(layers.kind, STATE)
 
 
 def _vllm_config(layers: Mapping[str, Any], ranks: int, stages: int, rank: int) -> Any:

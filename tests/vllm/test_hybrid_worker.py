@@ -230,6 +230,23 @@ def test_the_record_names_the_kind_of_each_layer(rig: Rig) -> None:
     assert record["stages"] == [8]
 
 
+def test_attention_within_pieces_of_the_prompt_is_of_kind_window(rig: Rig) -> None:
+    record = rig.worker("llama 4").namespace().record
+    assert record["kinds"] == ["window", "full"] * 2
+    assert record["attention"] == ["chunked", "full"] * 2
+    assert record["sliding_windows"] == [-1] * 4
+
+
+def test_a_window_that_only_vllm_s_specification_states_is_in_the_record(rig: Rig) -> None:
+    worker = rig.worker("gemma")
+    known = worker.namespace()
+    for layer in worker.layers.values():
+        del layer.sliding_window
+    worker.side.register(worker.caches)
+    worker.registered = worker.side._registration.caches
+    assert worker.namespace() == known
+
+
 def test_one_group_has_the_record_that_it_always_had(rig: Rig) -> None:
     assert "kinds" not in make_full_only().record
 

@@ -24,7 +24,7 @@ from vllm.platforms import current_platform
 
 from kvshelf.config import Config
 from kvshelf.errors import UnsupportedError
-from kvshelf.format.kinds import STATE, Kind
+from kvshelf.format.kinds import STATE, WINDOW, Kind
 from kvshelf.kv.caches import LayerRun
 from kvshelf.kv.interleave import InterleavedBlocks
 from kvshelf.kv.layout_learning import LearnedLayout
@@ -54,10 +54,10 @@ class KindCaches:
 
     Attributes
     ----------
-    runs : tuple of LayerRun
-        Of states known from :meth:`divide` on.
     owners : tuple of str
         The layer of each cache of the runs, in their order.
+    runs : tuple of LayerRun
+        Of states known from :meth:`divide` on.
     slots : tuple of GroupSlots
         How chunks lie in the blocks of each cache group that has some of these layers, in the order
         of the runs' first slots. Of states known from :meth:`divide` on.
@@ -373,8 +373,12 @@ class _Engine:
         context = self._layers[layer.name]
         # The layer's own attribute: attention backends convert the window.
         window = getattr(context, "sliding_window", None)
-        window = -1 if window is None else int(window)
         attention = _content_kind(layer, layout)
+        if group.kind == WINDOW and window is None:
+            spec = layer_specs(self._kv_cache_config)[layer.name]
+            window = getattr(spec, "sliding_window", None)
+            attention = "chunked" if window is None else attention
+        window = -1 if window is None else int(window)
         if attention == "full" and window >= 0:
             attention = "sliding"
         # An indexer has a cache and no heads.
