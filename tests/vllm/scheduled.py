@@ -54,6 +54,7 @@ with warnings.catch_warnings():
         LoadOp,
         StepMetadata,
         StoreOp,
+        WeightsReport,
         WorkerMetadata,
         WorkerReport,
     )
@@ -76,34 +77,36 @@ class Text:
     def __init__(self, prompt: Sequence[int], answer: int) -> None:
         self.tokens = list(prompt)
         self.prompt = len(prompt)
-        self._digests = [b""]
-        self._extend()
-        for _ in range(answer):
-            self.tokens.append(self.next_token(len(self.tokens)))
-            self._extend()
-        self._streams: dict[int, bytes] = {}
-
-    def _extend(self) -> None:
-        for token in self.tokens[len(self._digests) - 1 :]:
-            last = self._digests[-1] + token.to_bytes(4, "little")
-            self._digests.append(hashlib.sha256(last).digest())
+        digests = [b""]
+        for position in range(len(prompt) + answer):
+            if position >= len(prompt):
+                self.tokens.append(_token(digests[-1]))
+            last = digests[-1] + self.tokens[position].to_bytes(4, "little")
+            digests.append(hashlib.sha256(last).digest())
+        self._digests = digests
+        self._streams: dict[tuple[int, int], bytes] = {}
 
     def next_token(self, length: int) -> int:
-        """What a model says after so many tokens."""
-        return int.from_bytes(self._digests[length][:4], "little") % 900
+        """What a model says after so many tokens; whatever its weights, to keep this simple."""
+        return _token(self._digests[length])
 
-    def kv(self, group: int, start: int, end: int) -> bytes:
+    def kv(self, group: int, start: int, end: int, weights: int) -> bytes:
         """KV of tokens in a group."""
-        if group not in self._streams:
-            name = group.to_bytes(1, "little")
-            self._streams[group] = b"".join(
+        if (group, weights) not in self._streams:
+            name = b"%d %d" % (group, weights)
+            self._streams[group, weights] = b"".join(
                 hashlib.sha256(name + digest).digest()[:TOKEN] for digest in self._digests[1:]
             )
-        return self._streams[group][start * TOKEN : end * TOKEN]
+        return self._streams[group, weights][start * TOKEN : end * TOKEN]
 
-    def state(self, group: int, length: int) -> bytes:
+    def state(self, group: int, length: int, weights: int) -> bytes:
         """The state of a group after so many tokens."""
-        return hashlib.sha256(b"state %d" % group + self._digests[length]).digest()[:STATE_BYTES]
+        name = b"state %d %d" % (group, weights)
+        return hashlib.sha256(name + self._digests[length]).digest()[:STATE_BYTES]
+
+
+def _token(digest: bytes) -> int:
+    return int.from_bytes(digest[:4], "little") % 900
 
 
 class World:
@@ -113,8 +116,8 @@ class World:
         self.root = root
         self.backend = posix(root)
         self.contents: dict[bytes, bytes] = {}
-        #: The text of each chunk key.
-        self.texts: dict[bytes, Text] = {}
+        #: The text and the weights that each chunk key stands for.
+        self.texts: dict[bytes, tuple[Text, int]] = {}
 
     def _names(self, fmt: ObjectFormat, chunk: Chunk, kind: Kind) -> list[tuple[str, int]]:
         of_kind, folder = fmt.of(kind), fmt.namespace.folder
@@ -141,7 +144,7 @@ class World:
         return [key for key in self.texts if kind_key(key, kind) in self.contents]
 
 
-def namespace_of(groups: CacheGroups, chunk_size: int) -> Namespace:
+def namespace_of(groups: CacheGroups, chunk_size: int, weights: str) -> Namespace:
     """A namespace with one layer for each group."""
     layers = [
         ("state", f"ssm:{STATE_BYTES // 2}/")
@@ -151,7 +154,7 @@ def namespace_of(groups: CacheGroups, chunk_size: int) -> Namespace:
     ]
     record: dict[str, Any] = {
         "format": "kvshelf/1",
-        "weights": "user:test",
+        "weights": weights,
         "chunk_size": chunk_size,
         "stages": [len(groups)],
         "shards": 1,
@@ -170,7 +173,7 @@ def namespace_of(groups: CacheGroups, chunk_size: int) -> Namespace:
 
 def make_namespace(vllm_config: Any, config: Any, stages: Any, weights: str) -> Namespace:
     """Stand for kvshelf.vllm.namespace.build_namespace, which needs layers."""
-    made: Namespace = vllm_config.make_namespace(config.chunk_size)
+    made: Namespace = vllm_config.make_namespace(config.chunk_size, weights)
     return made
 
 
@@ -194,6 +197,7 @@ def make_vllm_config(
         is_multimodal_model=False,
         multimodal_config=None,
         use_mla=False,
+        quantization=None,
         uses_mrope=False,
         runner_type="generate",
         supports_multimodal_inputs=False,
@@ -319,6 +323,12 @@ class ScheduledEngine:
         self.loading: list[LoadOp] = []
         self.results: deque[tuple[Any, ModelRunnerOutput]] = deque()
         self._told = False
+        #: Number of the weights, of the round in which they were compared, and what of a change the
+        #: scheduler does not know yet.
+        self.weights = 0
+        self.round = 0
+        self._settled = False
+        self._noticed = self._again = False
         #: What was loaded and stored, and what a test may look at.
         self.loads: list[LoadOp] = []
         self.stored: list[tuple[Kind, int]] = []
@@ -332,17 +342,23 @@ class ScheduledEngine:
         self.step()
         assert self.connector.namespace is not None
 
-    def _make_namespace(self, chunk_size: int) -> Namespace:
-        namespace = namespace_of(self.groups, chunk_size)
+    def _make_namespace(self, chunk_size: int, weights: str) -> Namespace:
+        namespace = namespace_of(self.groups, chunk_size, weights)
         self.fmt = ObjectFormat(namespace)
+        self._named = self.weights
+        for text in self.texts.values():
+            self._name_chunks(text)
         return namespace
+
+    def _name_chunks(self, text: Text) -> None:
+        for chunk in self.chunks_of(text.tokens):
+            self.world.texts[chunk.key] = text, self._named
 
     # What users do
 
     def add(self, name: str, prompt: Sequence[int], answer: int = 2) -> None:
         text = self.texts[name] = Text(prompt, answer)
-        for chunk in KeyChain(self.fmt.namespace.digest, self.chunk_size).extend(text.tokens):
-            self.world.texts[chunk.key] = text
+        self._name_chunks(text)
         params = SamplingParams(max_tokens=answer, temperature=0.0, ignore_eos=True)
         self.scheduler.add_request(
             Request(name, list(prompt), params, None, block_hasher=self._hasher)
@@ -353,6 +369,12 @@ class ScheduledEngine:
         lookup = self.connector._scheduler._requests[name].lookup
         assert lookup.wait(PATIENCE)
 
+    def change_weights(self) -> None:
+        """Change the weights in place, as a trainer does; vLLM's own cache stays."""
+        self.weights += 1
+        self._settled = False
+        self._noticed = self._again = True
+
     def abort(self, name: str) -> None:
         self.scheduler.finish_requests([name], RequestStatus.FINISHED_ABORTED)
 
@@ -361,6 +383,14 @@ class ScheduledEngine:
         # vLLM fails where requests that wait have blocks, or steps are in flight.
         running = not self.scheduler.kv_holding_waiting and not self.results
         self.scheduler.reset_prefix_cache(reset_running_requests=running, reset_connector=True)
+
+    def settle(self) -> None:
+        """Step until the weights were compared, so that there are hits again."""
+        for _ in range(MOST_STEPS):
+            if not self.connector._scheduler._handshake.checking and self._settled:
+                return
+            self.step()
+        raise AssertionError("the weights are not compared")
 
     def run(self, *prompts: Sequence[int], answer: int = 2) -> list[int]:
         """Compute prompts together; return how many tokens each got from the shelf."""
@@ -404,6 +434,11 @@ class ScheduledEngine:
             self._write(copy.dst_block_id, 0, self._read(copy.src_block_id, 0, self.page))
         for block in output.new_block_ids_to_zero or ():
             self._write(block, 0, bytes(self.page))
+        if meta.weights_round > self.round:
+            self.round = meta.weights_round
+            self._settled = self._again = False
+        if meta.namespace is not None and not self._again:
+            self._settled, self._noticed = True, False
         self.loading += meta.loads
         names = list(output.num_scheduled_tokens)
         requests = self.scheduler.requests.values()
@@ -414,12 +449,18 @@ class ScheduledEngine:
         received, failed, failures = self._finish_loads(meta)
         # Reports end when the namespace was announced.
         reports = {} if self._told else {0: REPORT}
+        weights = {}
+        if not self._settled:
+            first, now = f"{0:064x}", f"{self.weights:064x}"
+            weights[0] = WeightsReport(
+                self.round, first, now, noticed=self._noticed, again=self._again
+            )
         self._told = self._told or meta.namespace is not None
         result = KVConnectorOutput(
             finished_recving=received or None,
             failed_recving=failed,
             kv_connector_worker_meta=WorkerMetadata(
-                reports, (failures,), [(key, 0) for key in repaired]
+                reports, (failures,), [(key, 0) for key in repaired], weights=weights
             ),
         )
         self.results.append(
@@ -459,16 +500,22 @@ class ScheduledEngine:
         for name, count in output.num_scheduled_tokens.items():
             text, start = self.texts[name], begins[name]
             end = start + count
+            wrong = [
+                f"{name}: {group.kind} of group {group.index}, tokens {start} to {end}"
+                for group, table in zip(self.groups, tables[name], strict=True)
+                if not self._reads(name, group, table, start)
+            ]
+            # Behind KV of other weights, which vLLM's own cache may have, nothing is right.
+            assert self.weights or not wrong, wrong
             for group, table in zip(self.groups, tables[name], strict=True):
-                where = f"{name}: {group.kind} of group {group.index}, tokens {start} to {end}"
+                size, index = group.block_size, group.index
                 if group.kind == STATE:
-                    self._step_state(text, group, table, start, end, name, where)
+                    content = text.state(index, end, self.weights)
+                    at = -(-end // size) * size - size
                 else:
-                    first = self._first_read(group, start)
-                    found = self._gather(table, group.block_size, first, start)
-                    assert found == text.kv(group.index, first, start), where
-                    content = text.kv(group.index, start, end)
-                    self._scatter(table, group.block_size, start, content)
+                    content = text.kv(index, start, end, self.weights)
+                    at = start
+                self._scatter(table, size, at, bytes(len(content)) if wrong else content)
             if self.groups.of(STATE):
                 size = self.groups.of(STATE)[0].block_size
                 self.state_columns[name] = -(-end // size) - 1
@@ -480,23 +527,21 @@ class ScheduledEngine:
             sampled.append([text.next_token(end)] if done else [])
         return sampled
 
-    def _step_state(
-        self,
-        text: Text,
-        group: CacheGroup,
-        table: list[int],
-        start: int,
-        end: int,
-        name: str,
-        where: str,
-    ) -> None:
-        """As preprocess_mamba of vllm/v1/worker/mamba_utils.py, and a forward pass."""
-        size = group.block_size
-        if start:
-            column = self.state_columns.get(name, (start - 1) // size)
-            found = self._read(table[column], 0, STATE_BYTES)
-            assert found == text.state(group.index, start), where
-        self._write(table[-(-end // size) - 1], 0, text.state(group.index, end))
+    def _reads(self, name: str, group: CacheGroup, table: list[int], start: int) -> bool:
+        """Whether what a step reads in a group is right.
+
+        The state is where preprocess_mamba of vllm/v1/worker/mamba_utils.py looks for it.
+        """
+        text, index = self.texts[name], group.index
+        if group.kind != STATE:
+            first = self._first_read(group, start)
+            found = self._gather(table, group.block_size, first, start)
+            return found == text.kv(index, first, start, self.weights)
+        if not start:
+            return True
+        column = self.state_columns.get(name, (start - 1) // group.block_size)
+        found = self._read(table[column], 0, STATE_BYTES)
+        return found == text.state(index, start, self.weights)
 
     def _first_read(self, group: CacheGroup, start: int) -> int:
         """The first token that a token at `start` attends to."""
@@ -523,8 +568,11 @@ class ScheduledEngine:
 
     def _store(self, op: StoreOp) -> bytes | None:
         """Store a chunk; return its kind key if a damaged object was replaced."""
+        if op.round != self.round or not self._settled:
+            return None
         size, index = self.chunk_size, op.chunk.index
-        text = self.world.texts[op.chunk.key]
+        text, weights = self.world.texts[op.chunk.key]
+        assert weights == self.weights
         assert len(op.block_ids) == len(self.groups)
         content, right = b"", b""
         for group, blocks in zip(self.groups, op.block_ids, strict=True):
@@ -534,11 +582,11 @@ class ScheduledEngine:
                 (block,) = blocks
                 assert block != NULL_BLOCK
                 content += self._read(block, 0, STATE_BYTES)
-                right += text.state(group.index, (index + 1) * size)
+                right += text.state(group.index, (index + 1) * size, weights)
             else:
                 begin = index * size % group.block_size
                 content += self._gather(blocks, group.block_size, begin, begin + size)
-                right += text.kv(group.index, index * size, (index + 1) * size)
+                right += text.kv(group.index, index * size, (index + 1) * size, weights)
         assert content == right, f"{op.kind} of chunk {index} is stored wrongly"
         self.stored.append((op.kind, index))
         key = kind_key(op.chunk.key, op.kind)
@@ -572,7 +620,10 @@ class ScheduledEngine:
         """Fill the blocks of a load; return what failed."""
         chunks = {FULL: op.chunks, WINDOW: op.windows, STATE: op.states}
         pieces = [(kind, chunk) for kind, some in chunks.items() for chunk in some]
+        if op.round != self.round or not self._settled:
+            return [LoadFailure(op.request_id, op.start // self.chunk_size, b"", False)]
         assert pieces, "nothing is known of a load"
+        assert all(self.world.texts[chunk.key][1] == self.weights for _, chunk in pieces)
         if self.failing_loads:
             self.failing_loads -= 1
             kind, chunk = pieces[-1]
