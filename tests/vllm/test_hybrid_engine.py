@@ -512,13 +512,17 @@ def test_a_hit_needs_the_chunks_that_the_window_reaches(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gemma3", "qwen3-next"])
+@pytest.mark.parametrize(("name", "blocks"), [("gemma3", 40), ("qwen3-next", 48)])
 def test_sixteen_requests_in_a_tiny_cache(
-    hybrids: Callable[..., Hybrid], prompt: MakePrompt, name: str
+    hybrids: Callable[..., Hybrid], prompt: MakePrompt, name: str, blocks: int
 ) -> None:
     hybrid = hybrids(name, "of small engines")
     chunk = hybrid.family.chunk
-    small = {"num_gpu_blocks_override": 48, "max_num_batched_tokens": 384, "max_model_len": 2048}
+    small = {
+        "num_gpu_blocks_override": blocks,
+        "max_num_batched_tokens": 384,
+        "max_model_len": 2048,
+    }
     stems = [prompt(length) for length in (300, 520, 700, 900)]
     prompts = [stems[index % 4] + prompt(10 + 7 * index) for index in range(16)]
 
