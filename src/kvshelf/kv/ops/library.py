@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 #: Version of the functions that the compiled library exports. A library of another version, for
 #: instance of an older installation, is not used.
-_LIBRARY_VERSION: Final = 4
+_LIBRARY_VERSION: Final = 5
 _LIBRARY_NAME: Final = "libkvshelf_ops.so"
 #: Values of ``KVSHELF_OPS`` with which the library may be missing.
 _OPTIONAL: Final = ("auto", "triton")
