@@ -21,6 +21,7 @@ from rich.console import Console
 from benchmarks.copies import bench_copy
 from benchmarks.engine import bench_engine, bench_startup
 from benchmarks.far import bench_far
+from benchmarks.hybrid import bench_hybrid
 from benchmarks.lookups import bench_lookup
 from benchmarks.measure import Row
 from benchmarks.near import bench_tier
@@ -38,9 +39,10 @@ GROUPS: dict[str, Callable[[Settings], Iterator[Row]]] = {
     "lookup": bench_lookup,
     "s3": bench_s3,
     "engine": bench_engine,
+    "hybrid": bench_hybrid,
     "startup": bench_startup,
 }
-_ONLY_WHEN_ASKED = frozenset({"startup"})
+_ONLY_WHEN_ASKED = frozenset({"hybrid", "startup"})
 _INTERRUPTED = 130
 
 
@@ -53,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
         "names",
         nargs="*",
         metavar="GROUP",
-        help=f"groups of rows: {', '.join(GROUPS)}; default: all but startup",
+        help=f"groups of rows: {', '.join(GROUPS)}; default: all but hybrid and startup",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table to FILE")

@@ -26,26 +26,33 @@ from benchmarks.servers import BUCKET, MissingServerError
 from benchmarks.settings import Settings
 
 _CHUNKS = 16
-_HIT_TOKENS = _CHUNKS * CHUNK_TOKENS
-_PROMPT_TOKENS = _HIT_TOKENS + 32
+HIT_TOKENS = _CHUNKS * CHUNK_TOKENS
+PROMPT_TOKENS = HIT_TOKENS + 32
 _BURST = 3
 #: Size of an engine's KV cache, in prompts: small, so that prompts are soon evicted.
 _PROMPTS_IN_CACHE = 6
 #: vLLM's workers poll for a second after their last step before they sleep. During this time an
 #: idle engine uses a core that the measured engine needs.
-_QUIET_SECONDS = 1.3
+QUIET_SECONDS = 1.3
 _STORE_SECONDS = 60.0
 
 
-class _EngineRun:
-    """Starts engines on one model and one shelf, and waits for their stores."""
+class EngineRun:
+    """Starts engines on one model and one shelf, and waits for their stores.
+
+    Attributes
+    ----------
+    shelf : Path
+    seed : int
+        Number of the prompt that :meth:`prompt` returned last.
+    """
 
     def __init__(self, settings: Settings, model: Path, name: str) -> None:
         self.shelf = settings.folder(f"{name}-shelf")
         self._logs = settings.folder(f"{name}-logs")
         self._cache = settings.folder(f"{name}-cache")
         self._model = model
-        self._seed = 0
+        self.seed = 0
 
     def engine(
         self,
@@ -98,13 +105,13 @@ class _EngineRun:
         row = config.get("head_dim") or config["hidden_size"] // heads
         kv_heads = config.get("num_key_value_heads") or heads
         token = 2 * 2 * config["num_hidden_layers"] * kv_heads * row
-        return int(token * (_PROMPT_TOKENS + BLOCK_TOKENS))
+        return int(token * (PROMPT_TOKENS + BLOCK_TOKENS))
 
     def prompt(self) -> list[int]:
         """Return a prompt that shares no prefix with earlier ones."""
-        self._seed += 1
+        self.seed += 1
         vocabulary = json.loads((self._model / "config.json").read_text())["vocab_size"]
-        return make_prompt(_PROMPT_TOKENS, self._seed, vocabulary)
+        return make_prompt(PROMPT_TOKENS, self.seed, vocabulary)
 
     def objects(self) -> list[Path]:
         """Return all objects on the shelf."""
@@ -162,7 +169,7 @@ def _find_model(settings: Settings) -> Path:
 
 _SINGLE = Row(
     "engine/cold",
-    f"cold TTFT, {_PROMPT_TOKENS} tokens, request by request",
+    f"cold TTFT, {PROMPT_TOKENS} tokens, request by request",
     "inert connector",
     goal=Goal(1.03),
     note="stores end, and 1.3 s pass, before the other engine's request",
@@ -176,7 +183,7 @@ _BURSTS = Row(
 )
 _WARM = Row(
     "engine/warm",
-    f"warm TTFT, {_HIT_TOKENS} of {_PROMPT_TOKENS} tokens from the shelf, fresh process",
+    f"warm TTFT, {HIT_TOKENS} of {PROMPT_TOKENS} tokens from the shelf, fresh process",
     "vLLM's in-memory prefix cache",
     goal=Goal(1.25),
 )
@@ -188,7 +195,7 @@ _STORED_SECONDS = 10.0
 _RAW_THREADS = 16
 _FAR = Row(
     "engine/warm-s3",
-    f"warm TTFT, {_HIT_TOKENS} of {_PROMPT_TOKENS} tokens from S3 at {1e3 * _DELAY_SECONDS:g} ms",
+    f"warm TTFT, {HIT_TOKENS} of {PROMPT_TOKENS} tokens from S3 at {1e3 * _DELAY_SECONDS:g} ms",
     "from a local shelf, + 4 round trips + 1.15 × the raw client's time for the bytes",
     goal=Goal(1.0),
 )
@@ -207,10 +214,10 @@ def bench_engine(settings: Settings) -> Iterator[Row]:
     KV comes from the shelf, then from vLLM's own prefix cache. One prompt's first request is next
     to another prompt's second.
     """
-    yield from _guarded(settings, [_SINGLE, _BURSTS, _WARM, _FAR], _engine_rows)
+    yield from guarded(settings, [_SINGLE, _BURSTS, _WARM, _FAR], _engine_rows)
 
 
-def _guarded(
+def guarded(
     settings: Settings, rows: Sequence[Row], measure: Callable[[Settings], Iterator[Row]]
 ) -> Iterator[Row]:
     """Yield the measured rows, and a skipped row with the reason for each of the others."""
@@ -231,35 +238,37 @@ def _guarded(
 
 
 def _engine_rows(settings: Settings) -> Iterator[Row]:
-    run = _EngineRun(settings, _find_model(settings), "engine")
+    run = EngineRun(settings, _find_model(settings), "engine")
     yield from _cold_rows(settings, run)
-    yield _warm_row(settings, run)
+    yield warm_row(settings, run, _WARM)
     try:
         yield _far_row(settings, run)
     except MissingServerError as error:
         yield replace(_FAR, skipped=str(error))
 
 
-def _warm_up(engine: Child, run: _EngineRun) -> None:
+def warm_up(engine: Child, run: EngineRun) -> None:
+    """Run what is not to be timed."""
     # Triggers one-time compilation, and touches all memory of the KV cache.
     engine.call("generate", prompts=[run.prompt()[:600]])
     engine.call("generate", prompts=[run.prompt() for _ in range(_PROMPTS_IN_CACHE + 1)])
 
 
-def _cold(engine: Child, run: _EngineRun, prompts: int) -> dict[str, Any]:
+def cold(engine: Child, run: EngineRun, prompts: int) -> dict[str, Any]:
+    """Run prompts that no cache holds, one after another."""
     reply = engine.call("generate", prompts=[run.prompt() for _ in range(prompts)])
     if any(reply["cached"]):
         raise ChildError(f"cold prompts were cached: {reply['cached']} tokens")
     return reply
 
 
-def _cold_rows(settings: Settings, run: _EngineRun) -> Iterator[Row]:
+def _cold_rows(settings: Settings, run: EngineRun) -> Iterator[Row]:
     settings.progress("starting two engines")
     with run.engine("kvshelf") as ours, run.engine("inert", inert=True) as floor:
         ready = [engine.wait_ready() for engine in (ours, floor)]
         settings.progress("warming up")
         for engine in (ours, floor):
-            _warm_up(engine, run)
+            warm_up(engine, run)
         objects = _learn_objects(ours, run)
         idle = _idle_share([ours, floor])
         extra: dict[str, object] = {
@@ -276,38 +285,43 @@ def _cold_rows(settings: Settings, run: _EngineRun) -> Iterator[Row]:
             for pair in range(pairs):
                 settings.progress(f"{row.work}: pair {pair + 1} of {pairs}")
                 for side in (0, 1) if pair % 2 else (1, 0):
-                    reply = _cold((ours, floor)[side], run, prompts)
+                    reply = cold((ours, floor)[side], run, prompts)
                     times[side].append(reply["seconds"])
                     if side == 0:
                         stores.append(run.wait_stored(prompts * objects))
                         run.empty()
-                    time.sleep(_QUIET_SECONDS)
+                    time.sleep(QUIET_SECONDS)
             yield replace(
                 row,
                 ours=times[0],
                 floors=times[1],
                 extra={**extra, "store_seconds_after_answer": stores},
             )
-        settings.progress("storing prompts for the warm engine")
-        run._seed = _WARM_SEED
-        pairs = settings.pairs(31) + _WARM_UP_PAIRS + 1
-        for number in range(pairs):
-            _cold(ours, run, 1)
-            run.wait_stored((number + 1) * objects)
+        store_for_warm_row(settings, run, ours, objects)
 
 
 _WARM_SEED = 1_000_000
 _WARM_UP_PAIRS = 2
+_WARM_PAIRS = 31
 
 
-def _learn_objects(engine: Child, run: _EngineRun) -> int:
+def store_for_warm_row(settings: Settings, run: EngineRun, engine: Child, objects: int) -> None:
+    """Store the prompts of :func:`warm_row`, of `objects` objects each, on an empty shelf."""
+    settings.progress("storing prompts for the warm engine")
+    run.seed = _WARM_SEED
+    for number in range(settings.pairs(_WARM_PAIRS) + _WARM_UP_PAIRS + 1):
+        cold(engine, run, 1)
+        run.wait_stored((number + 1) * objects)
+
+
+def _learn_objects(engine: Child, run: EngineRun) -> int:
     """Return the number of objects of one prompt."""
-    time.sleep(2 * _QUIET_SECONDS)
+    time.sleep(2 * QUIET_SECONDS)
     run.wait_stored(1)
     run.empty()
-    _cold(engine, run, 1)
+    cold(engine, run, 1)
     run.wait_stored(_CHUNKS)
-    time.sleep(2 * _QUIET_SECONDS)
+    time.sleep(2 * QUIET_SECONDS)
     count = len(run.objects())
     run.empty()
     if count % _CHUNKS:
@@ -322,31 +336,32 @@ def _idle_share(engines: list[Child], seconds: float = 2.0) -> float:
     return (sum(engine.cpu_seconds() for engine in engines) - before) / seconds
 
 
-def _warm_row(settings: Settings, run: _EngineRun) -> Row:
+def warm_row(settings: Settings, run: EngineRun, row: Row, **arguments: Any) -> Row:
+    """Measure prompts of :func:`store_for_warm_row`: from the shelf, and from vLLM's memory."""
     settings.progress("starting a fresh engine")
-    pairs = settings.pairs(31)
+    pairs = settings.pairs(_WARM_PAIRS)
     times: tuple[list[float], list[float]] = ([], [])
-    with run.engine("warm") as engine:
+    with run.engine("warm", **arguments) as engine:
         engine.wait_ready()
-        run._seed = 2 * _WARM_SEED
-        _warm_up(engine, run)
-        run._seed = _WARM_SEED
+        run.seed = 2 * _WARM_SEED
+        warm_up(engine, run)
+        run.seed = _WARM_SEED
         before = run.prompt()
-        first = _warm(engine, before, _HIT_TOKENS)
+        first = warm(engine, before, HIT_TOKENS)
         for pair in range(-_WARM_UP_PAIRS, pairs):
-            settings.progress(f"{_WARM.work}: pair {pair + 1} of {pairs}")
+            settings.progress(f"{row.work}: pair {pair + 1} of {pairs}")
             prompt = run.prompt()
             # The previous prompt is always in memory, so the order does not matter.
-            turns = [(0, prompt, _HIT_TOKENS), (1, before, 0)]
+            turns = [(0, prompt, HIT_TOKENS), (1, before, 0)]
             for side, tokens, shelf in turns if pair % 2 else turns[::-1]:
-                seconds = _warm(engine, tokens, shelf)
+                seconds = warm(engine, tokens, shelf)
                 if pair >= 0:
                     times[side].append(seconds)
             before = prompt
-    return replace(_WARM, ours=times[0], floors=times[1], extra={"first_hit_seconds": first})
+    return replace(row, ours=times[0], floors=times[1], extra={"first_hit_seconds": first})
 
 
-def _far_row(settings: Settings, run: _EngineRun) -> Row:
+def _far_row(settings: Settings, run: EngineRun) -> Row:
     """Compare an engine on a bucket with one on the directory that the bucket copies."""
     pairs = settings.pairs(31)
     ours, floors, locals_, raws = [], [], [], []
@@ -366,19 +381,19 @@ def _far_row(settings: Settings, run: _EngineRun) -> Row:
         ):
             for each in (engine, local):
                 each.wait_ready()
-            run._seed = 3 * _WARM_SEED
+            run.seed = 3 * _WARM_SEED
             for each in (engine, local):
-                _warm_up(each, run)
+                warm_up(each, run)
             # Wait until the warm-up's stores have reached the bucket.
             time.sleep(_STORED_SECONDS)
-            run._seed = _WARM_SEED
+            run.seed = _WARM_SEED
             for pair in range(-_WARM_UP_PAIRS, pairs):
                 settings.progress(f"{_FAR.work}: pair {pair + 1} of {pairs}")
                 prompt = run.prompt()
                 seconds: dict[int, float] = {}
                 for side in (0, 1) if pair % 2 else (1, 0):
-                    seconds[side] = _warm((engine, local)[side], prompt, _HIT_TOKENS)
-                    time.sleep(_QUIET_SECONDS)
+                    seconds[side] = warm((engine, local)[side], prompt, HIT_TOKENS)
+                    time.sleep(QUIET_SECONDS)
                 begin = time.perf_counter()
                 raw.run()
                 raw_seconds = time.perf_counter() - begin
@@ -401,12 +416,12 @@ def _far_row(settings: Settings, run: _EngineRun) -> Row:
     )
 
 
-def _warm(engine: Child, prompt: list[int], shelf: int) -> float:
+def warm(engine: Child, prompt: list[int], shelf: int) -> float:
     """Run a prompt that is cached but for its last 32 tokens; `shelf` of them on the shelf."""
     reply = engine.call("generate", prompts=[prompt])
-    if reply["cached"] != [_HIT_TOKENS] or reply["shelf"] != shelf:
+    if reply["cached"] != [HIT_TOKENS] or reply["shelf"] != shelf:
         raise ChildError(
-            f"expected {_HIT_TOKENS} cached tokens, {shelf} of them from the shelf; found "
+            f"expected {HIT_TOKENS} cached tokens, {shelf} of them from the shelf; found "
             f"{reply['cached']} and {reply['shelf']}"
         )
     return float(reply["seconds"])
@@ -426,12 +441,12 @@ _STARTUP = Row(
 
 def bench_startup(settings: Settings) -> Iterator[Row]:
     """Measure whether naming the weights by their content delays the start of an engine."""
-    yield from _guarded(settings, [_STARTUP], _startup_rows)
+    yield from guarded(settings, [_STARTUP], _startup_rows)
 
 
 def _startup_rows(settings: Settings) -> Iterator[Row]:
     model = settings.model or _make_checkpoint(settings)
-    run = _EngineRun(settings, model, "startup")
+    run = EngineRun(settings, model, "startup")
     pairs = settings.pairs(7)
     times: tuple[list[float], list[float]] = ([], [])
     for pair in range(-1, pairs):

@@ -24,7 +24,7 @@ import uuid
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from safetensors.torch import save_file
@@ -89,7 +89,6 @@ _QWEN3_NEXT = HybridRecipe(
     value_heads=2,
 )
 _LFM2 = HybridRecipe("lfm2", ("conv", "conv", "full_attention") * 2)
-_LARGE: dict[str, Any] = {"hidden": 512, "intermediate": 2560, "head_size": 128, "vocab": 32000}
 
 RECIPES: dict[str, HybridRecipe] = {
     "gemma3": _GEMMA3,
@@ -97,11 +96,6 @@ RECIPES: dict[str, HybridRecipe] = {
     # With states in float32, vLLM's blocks grow to 640 tokens to be as large as one.
     "qwen3-next-wide": replace(_QWEN3_NEXT, kv_heads=1, value_heads=8),
     "lfm2": _LFM2,
-    "gemma3-demo": replace(_GEMMA3, layers=_GEMMA3.layers * 2, window=512, **_LARGE),
-    "qwen3-next-demo": replace(
-        _QWEN3_NEXT, layers=_QWEN3_NEXT.layers * 3, value_heads=4, **_LARGE | {"kv_heads": 4}
-    ),
-    "lfm2-demo": replace(_LFM2, layers=_LFM2.layers * 2, **_LARGE),
 }
 
 
