@@ -18,7 +18,10 @@ from replay import prompt
 from scheduled import DAMAGED, ScheduledEngine, World, make_namespace
 
 from kvshelf.format.kinds import FULL, KINDS, STATE, WINDOW, kind_key
+from kvshelf.format.namespace import Namespace
+from kvshelf.format.objects import ObjectFormat
 from kvshelf.vllm import handshake
+from kvshelf.vllm.metadata import LoadFailure, WorkerMetadata
 
 MODELS = models()
 #: So many that a few requests of 200 tokens fit.
@@ -365,13 +368,14 @@ def test_anything_that_may_happen(model: str, data: st.DataObject) -> None:
                     engine.change_weights()
                 elif action == "reset":
                     engine.reset()
-                elif action == "lose" and world.contents:
-                    key = draw(st.sampled_from(sorted(world.contents)), "object")
-                    # The object is still there, without its content or with a damaged one.
-                    if draw(st.booleans(), "damaged"):
-                        world.contents[key] = DAMAGED
-                    else:
-                        del world.contents[key]
+                elif action == "lose":
+                    which, damaged = draw(st.integers(0, 99), "object"), draw(st.booleans(), "bad")
+                    for key in sorted(world.contents)[which : which + 1]:
+                        # The object is still there, without its content or with a damaged one.
+                        if damaged:
+                            world.contents[key] = DAMAGED
+                        else:
+                            del world.contents[key]
                 elif action == "fail":
                     engine.failing_loads = draw(st.integers(1, 4), "failing loads")
                 elif action == "restart":
@@ -386,3 +390,35 @@ _ACTIONS = [
     *["add", "add", "add", "steps", "steps"],
     *["abort", "reset", "weights", "lose", "fail", "restart"],
 ]
+
+
+def test_a_damaged_state_counts_again_once_all_ranks_with_states_replaced_it(
+    start: Callable[..., ScheduledEngine],
+) -> None:
+    side = start("Jamba").connector._scheduler
+    # Two stages of two ranks, of which the first one has all states.
+    side._handshake.ranks = 4
+    record = {
+        "format": "kvshelf/1",
+        "chunk_size": 32,
+        "stages": [2, 1],
+        "shards": 2,
+        "state_shards": 1,
+        "kinds": [FULL, STATE, FULL],
+        "layouts": ["canonical", "state", "canonical"],
+        "layer_names": ["0", "1", "2"],
+        "layer_shapes": ["*,4", "ssm:16/", "*,4"],
+        "layer_dtypes": ["BF16"] * 3,
+    }
+    record["data_offset"] = ObjectFormat.required_data_offset(record)
+    side._ranks_of = side._ranks_with(ObjectFormat(Namespace(record, "stages")))
+    assert side._ranks_of == {FULL: 4, STATE: 2}
+    key = bytes(32)
+    failures = ([LoadFailure("r", 3, key, True, STATE)],)
+    side.worker_output(WorkerMetadata(failures=failures))
+    named = kind_key(key, STATE)
+    for rank in (0, 1):
+        assert side._failed.is_bad(named)
+        side.worker_output(WorkerMetadata(repaired=[(named, rank)]))
+    assert named not in side._failed
+    assert key not in side._failed
