@@ -371,6 +371,21 @@ def test_a_state_that_went_away_is_not_a_hit_once_a_load_has_failed(far: Rig) ->
     assert far.look(tokens).hit_chunks == 7
 
 
+def test_a_load_that_fails_during_a_search_makes_its_hit_shorter() -> None:
+    """However long ago it failed: the search saw the state before."""
+    tokens = prompt(3)
+    chunks = KeyChain(bytes(32), SIZE).extend(tokens)
+    key = kind_key(chunks[1].key, STATE)
+    for failed, hit in ((b"another", 2), (key, 1)):
+        cache = PresenceCache()
+        for state in (kind_key(chunks[0].key, STATE), key):
+            cache.learn(state, there=True, asked=cache.ask())
+        search = HitSearch(chunks, 0, [1, 2], 0, cache, frozenset(), {STATE: 1})
+        cache.note_failed(failed)
+        search.finish()
+        assert search.hit_chunks == hit
+
+
 def test_an_error_is_no_answer(far: Rig) -> None:
     tokens = prompt(8)
     chunks = far.chunks(tokens)

@@ -288,5 +288,6 @@ class HitSearch:
         return (
             all(self._there.get(piece) for piece in needs)
             and Known.MISSING not in self._cache.known(keys)
+            and not self._cache.any_gap(keys)
             and not any(key in self._failed for key in keys)
         )

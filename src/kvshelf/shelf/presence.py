@@ -243,6 +243,14 @@ class PresenceCache:
                 for entry in entries
             ]
 
+    def any_gap(self, keys: Sequence[bytes]) -> bool:
+        """Whether one of some chunks is a gap: a load failed for it, and it was not seen since."""
+        now = time.monotonic()
+        with self._lock:
+            self._settle()
+            entries = [self._entries.get(key) for key in keys]
+            return any(entry is not None and now < entry.gap_until for entry in entries)
+
     def prefix(self, keys: Sequence[bytes]) -> Prefix:
         """Return what is known about the leading chunks of a prompt.
 
