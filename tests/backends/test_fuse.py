@@ -6,12 +6,13 @@ of NFS. Mounts that cannot be had are skipped with the reason, see :mod:`faultfs
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -19,12 +20,13 @@ from typing import Any
 
 import pytest
 from faultfs import FaultMount, _unmount, mounted, skip, why_not
-from kvshelf.backends import Backend, posix
+from kvshelf.backends import Backend, BytesLike, WriteResult, posix
+from kvshelf.backends.base import WriteMode
 from kvshelf.backends.posix import Mount, PosixBackend, find_mount
 from parts import PATIENCE, Rig, make_chunks, make_format, until
 from servers import command
 
-from kvshelf.errors import BadObjectError, ObjectMissingError
+from kvshelf.errors import BadObjectError, ObjectMissingError, StorageError
 from kvshelf.format.keys import KeyChain
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.metrics import Counters
@@ -99,6 +101,20 @@ class _FilesOnly(FolderOracle):
     specials = ("folder",)
 
 
+class _ReadableAtOnce(PosixBackend):
+    """Ends a write when the file can be read: rclone looks for it by its old name for a moment."""
+
+    def write(
+        self, name: str, buffers: Sequence[BytesLike], mode: WriteMode = "create"
+    ) -> WriteResult:
+        result = super().write(name, buffers, mode)
+        for _ in range(100):
+            with contextlib.suppress(StorageError):
+                self.read_into(name, memoryview(bytearray(1)))
+                break
+        return result
+
+
 class TestPosixOnRclone(_OverMount):
     """A mount without hard links, of a program that knows of buckets, too."""
 
@@ -114,7 +130,7 @@ class TestPosixOnRclone(_OverMount):
 
     @pytest.fixture
     def backend(self, root: Path) -> Iterator[Backend]:
-        with closing(PosixBackend(root)) as backend:
+        with closing(_ReadableAtOnce(root)) as backend:
             # Known after the first write; the races of the suite need to know before.
             backend.write("first", [b"x"])
             backend.delete("first")
