@@ -201,10 +201,15 @@ def test_another_engine_and_a_restarted_one_load(
     assert len(hybrid.shelf.namespaces()) == 1
 
 
+@of_families(lambda family: family.chunk <= 256)
 def test_a_prompt_that_ends_with_a_chunk_computes_some_of_it(
     hybrid: Hybrid, first: Engine, inert: Engine, prompt: MakePrompt
 ) -> None:
-    """A hit of all tokens would continue from a state that has seen the last token already."""
+    """A hit of all tokens would continue from a state that has seen the last token already.
+
+    Not with blocks of 640: there vLLM 0.32 ends steps at multiples of 128 on CPUs, and so has no
+    state at the last block boundary before such a prompt's end.
+    """
     chunk = hybrid.family.chunk
     tokens = prompt(4 * chunk)
     first.generate(tokens)
