@@ -19,18 +19,15 @@ import argparse
 import json
 import math
 import os
-import shutil
-import uuid
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 import torch
-from safetensors.torch import save_file
+from make_model import RECIPE_FILE, write_checkpoint
 
 Family = Literal["gemma3", "qwen3-next", "lfm2"]
-_RECIPE_FILE = "made_by.json"
 #: Standard deviation of attention scores before the softmax: few tokens share a head's attention.
 _SCORE_STD = 4.0
 #: What a branch of a layer adds to the residual stream, relative to the stream.
@@ -333,7 +330,7 @@ def make_hybrid_model(folder: str | os.PathLike[str], recipe: str, *, seed: int 
         raise ValueError(f"unknown recipe {recipe!r}: choose one of {', '.join(sorted(RECIPES))}")
     shape, folder = RECIPES[recipe], Path(folder)
     made_by = {"recipe": asdict(shape) | {"layers": list(shape.layers)}, "seed": seed}
-    note = folder / _RECIPE_FILE
+    note = folder / RECIPE_FILE
     if folder.exists():
         if note.exists() and json.loads(note.read_text()) == made_by:
             return folder
@@ -341,20 +338,7 @@ def make_hybrid_model(folder: str | os.PathLike[str], recipe: str, *, seed: int 
             f"{folder} holds something other than recipe {recipe!r} with seed {seed}: "
             "give another folder, or delete it"
         )
-    temporary = folder.parent / f".{folder.name}.{uuid.uuid4().hex}.tmp"
-    temporary.mkdir(parents=True)
-    try:
-        save_file(_weights(shape, seed), temporary / "model.safetensors", metadata={"format": "pt"})
-        (temporary / "config.json").write_text(json.dumps(_config(shape), indent=2))
-        (temporary / _RECIPE_FILE).write_text(json.dumps(made_by, indent=2))
-        try:
-            temporary.rename(folder)
-        except OSError:
-            # Another process may have made the same model in the meantime.
-            if not note.exists():
-                raise
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+    write_checkpoint(folder, _weights(shape, seed), _config(shape), made_by)
     return folder
 
 

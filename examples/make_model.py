@@ -23,13 +23,14 @@ import math
 import os
 import shutil
 import uuid
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 
-_RECIPE_FILE = "made_by.json"
+RECIPE_FILE = "made_by.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +210,7 @@ def make_model(
     shape, folder = RECIPES[recipe], Path(folder)
     made_by = {"recipe": asdict(shape), "seed": seed, "tokenizer": tokenizer}
     if folder.exists():
-        note = folder / _RECIPE_FILE
+        note = folder / RECIPE_FILE
         if note.exists() and json.loads(note.read_text()) == made_by:
             return folder
         if not replace:
@@ -217,14 +218,43 @@ def make_model(
                 f"{folder} holds something other than recipe {recipe!r} with seed {seed}: "
                 "give another folder, delete it, or ask for replace"
             )
+
+    def add_tokenizer(temporary: Path) -> None:
+        if tokenizer:
+            _write_tokenizer(temporary, shape)
+
+    write_checkpoint(folder, _weights(shape, seed), _config(shape), made_by, add_tokenizer)
+    return folder
+
+
+def write_checkpoint(
+    folder: Path,
+    weights: dict[str, torch.Tensor],
+    config: dict[str, object],
+    made_by: dict[str, object],
+    add_files: Callable[[Path], None] = lambda temporary: None,
+) -> None:
+    """Write a checkpoint that appears whole or not at all; replace the files of one that is there.
+
+    Parameters
+    ----------
+    folder : Path
+    weights : dict
+        Tensors by name.
+    config : dict
+        The Hugging Face configuration.
+    made_by : dict
+        What the checkpoint is made of.
+    add_files : Callable
+        Writes further files into the folder that it is given.
+    """
     temporary = folder.parent / f".{folder.name}.{uuid.uuid4().hex}.tmp"
     temporary.mkdir(parents=True)
     try:
-        save_file(_weights(shape, seed), temporary / "model.safetensors", metadata={"format": "pt"})
-        (temporary / "config.json").write_text(json.dumps(_config(shape), indent=2))
-        if tokenizer:
-            _write_tokenizer(temporary, shape)
-        (temporary / _RECIPE_FILE).write_text(json.dumps(made_by, indent=2))
+        save_file(weights, temporary / "model.safetensors", metadata={"format": "pt"})
+        (temporary / "config.json").write_text(json.dumps(config, indent=2))
+        add_files(temporary)
+        (temporary / RECIPE_FILE).write_text(json.dumps(made_by, indent=2))
         if folder.exists():
             for file in temporary.iterdir():
                 file.replace(folder / file.name)
@@ -232,7 +262,6 @@ def make_model(
             _rename(temporary, folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    return folder
 
 
 def _rename(temporary: Path, folder: Path) -> None:
@@ -240,7 +269,7 @@ def _rename(temporary: Path, folder: Path) -> None:
     try:
         temporary.rename(folder)
     except OSError:
-        if not (folder / _RECIPE_FILE).exists():
+        if not (folder / RECIPE_FILE).exists():
             raise
 
 
