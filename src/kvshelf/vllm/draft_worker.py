@@ -32,7 +32,6 @@ from kvshelf.shelf.tiers import AnyShelf
 from kvshelf.transfer.context import ChunkSlots
 from kvshelf.transfer.loads import Load
 from kvshelf.transfer.transfer import Transfer
-from kvshelf.vllm.affinity import widen_cpu_affinity
 from kvshelf.vllm.metadata import LoadOp, StepMetadata, StoreOp, WorkerReport
 from kvshelf.vllm.namespace import stage_ranks
 from kvshelf.vllm.registration import Registration, State
@@ -224,20 +223,9 @@ class DraftWorker:
         if memories is None:
             return
         memory = memories[FULL]
-        loads, stores = registration.io_threads(shelf.backend.properties)
+        view = shelf.view(memory.fmt)
         try:
-            self._transfer = Transfer(
-                shelf.view(memory.fmt),
-                memory.cache,
-                memory.staging,
-                counters=self._counters,
-                plan=memory.plan,
-                load_threads=loads,
-                store_threads=stores,
-                check_finite=self._config.check_finite,
-                on_thread_start=lambda kind: widen_cpu_affinity(),
-                quiet=True,
-            )
+            self._transfer = registration.start_transfer(view, memory, self._counters, quiet=True)
         except RuntimeError:
             # No threads can be started now. The next step tries again.
             registration.put_back(memories)

@@ -59,9 +59,11 @@ from kvshelf.kv.caches import HostKVCache, KVCache, layer_calls
 from kvshelf.kv.device import DEFAULT_RING, DeviceKVCache
 from kvshelf.kv.streams import Streams
 from kvshelf.kv.topology import ShardPlan
+from kvshelf.metrics import Counters
+from kvshelf.shelf.view import ShelfView
 from kvshelf.transfer.kinds import share_out
 from kvshelf.transfer.staging import StagingPool
-from kvshelf.transfer.transfer import default_io_threads
+from kvshelf.transfer.transfer import Transfer, default_io_threads
 from kvshelf.vllm.affinity import widen_cpu_affinity
 from kvshelf.vllm.metadata import WorkerReport
 from kvshelf.vllm.namespace import (
@@ -415,6 +417,43 @@ class Registration:
         ranks = stage_ranks(self._vllm_config)
         idle = min(_MOST_IDLE_CORES, len(os.sched_getaffinity(0)) // (2 * ranks))
         return max(2, loads, idle), max(1, stores, idle // 2)
+
+    def start_transfer(
+        self, view: ShelfView, memory: TransferMemory, counters: Counters, *, quiet: bool = False
+    ) -> Transfer:
+        """Start the stores and loads of one kind, with the threads that this engine gives it.
+
+        Parameters
+        ----------
+        view : ShelfView
+            The objects of this kind.
+        memory : TransferMemory
+            The transfer closes it.
+        counters : Counters
+        quiet : bool
+            See :class:`~kvshelf.transfer.transfer.Transfer`.
+
+        Raises
+        ------
+        RuntimeError
+            If no threads can be started now.
+        """
+        load_threads, store_threads = self.io_threads(view.backend.properties)
+        if memory.fmt.kind != memory.fmt.kinds[0]:
+            # Of these there are fewer objects, and all kinds share the processors.
+            load_threads, store_threads = max(1, load_threads // 2), max(1, store_threads // 2)
+        return Transfer(
+            view,
+            memory.cache,
+            memory.staging,
+            counters=counters,
+            plan=memory.plan,
+            load_threads=load_threads,
+            store_threads=store_threads,
+            check_finite=self._config.check_finite,
+            on_thread_start=lambda kind: widen_cpu_affinity(),
+            quiet=quiet,
+        )
 
     def _ring(self, kind: Kind, chunk_bytes: int) -> int:
         """Return how many chunks may be on their way from the device at once.

@@ -48,7 +48,6 @@ from typing import Any
 
 import torch
 
-from kvshelf.backends import Properties
 from kvshelf.backends.breaker import BreakerState
 from kvshelf.config import Config
 from kvshelf.format.kinds import FULL, WINDOW, Kind
@@ -63,7 +62,6 @@ from kvshelf.transfer.prefetch import Prefetcher, PrefetchMemory
 from kvshelf.transfer.transfer import Transfer
 from kvshelf.vllm import weight_changes
 from kvshelf.vllm.adapters import LoadedAdapters, adapter_settings
-from kvshelf.vllm.affinity import widen_cpu_affinity
 from kvshelf.vllm.draft_worker import DraftWorker
 from kvshelf.vllm.groups import CacheGroups
 from kvshelf.vllm.loaded_weights import LoadedWeights, enclosing_model
@@ -76,7 +74,7 @@ from kvshelf.vllm.metadata import (
     WorkerMetadata,
 )
 from kvshelf.vllm.namespace import manager_block_size
-from kvshelf.vllm.registration import Registration, State, TransferMemory
+from kvshelf.vllm.registration import Registration, State
 from kvshelf.vllm.slots import slots_to_load, slots_to_store, state_to_load
 
 logger = logging.getLogger(__name__)
@@ -314,8 +312,7 @@ class WorkerSide:
         memories = registration.take_memories(encoded, slug)
         if memories is None:
             return
-        properties = shelf.backend.properties
-        budget = self._config.prefetch_budget(properties.probe_cost)
+        budget = self._config.prefetch_budget(shelf.backend.properties.probe_cost)
         shares: Mapping[Kind, int] = {}
         if budget:
             formats = [memory.fmt for memory in memories.values()]
@@ -335,7 +332,7 @@ class WorkerSide:
                         evict=False,
                     )
                     view = TieredView(view, [prefetched[kind]])
-                transfers[kind] = self._start_transfer(view, memory, properties)
+                transfers[kind] = registration.start_transfer(view, memory, self.counters)
         except RuntimeError:
             # No threads can be started now. The next step tries again.
             for transfer in transfers.values():
@@ -351,25 +348,6 @@ class WorkerSide:
             kind: Prefetcher(transfers[kind], one) for kind, one in prefetched.items()
         }
         registration.serve(memories)
-
-    def _start_transfer(
-        self, view: ShelfView, memory: TransferMemory, properties: Properties
-    ) -> Transfer:
-        load_threads, store_threads = self._registration.io_threads(properties)
-        if memory.fmt.kind != memory.fmt.kinds[0]:
-            # Of these there are fewer objects, and all kinds share the processors.
-            load_threads, store_threads = max(1, load_threads // 2), max(1, store_threads // 2)
-        return Transfer(
-            view,
-            memory.cache,
-            memory.staging,
-            counters=self.counters,
-            plan=memory.plan,
-            load_threads=load_threads,
-            store_threads=store_threads,
-            check_finite=self._config.check_finite,
-            on_thread_start=lambda kind: widen_cpu_affinity(),
-        )
 
     def _retire_transfer(self) -> None:
         """Keep the memory for transfers of other weights; publish the rest in the background."""
