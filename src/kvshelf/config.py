@@ -418,6 +418,15 @@ class Config(BaseSettings):
             "(`VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS`)."
         ),
     )
+    handover_keep_s: float = Field(
+        default=3600.0,
+        ge=0,
+        description=(
+            "Age, in seconds, at which the tails and markers of hand-overs between engines are "
+            "deleted, by engines that have been asked for a hand-over and may delete. No engine "
+            "waits so long for one. `0` keeps them for ever."
+        ),
+    )
 
     @field_validator("disk_tier", mode="before")
     @classmethod

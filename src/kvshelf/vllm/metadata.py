@@ -65,6 +65,9 @@ class StoreOp:
         The same chunk in the drafter's namespace, if its KV is to be stored as well.
     kind : Kind
         What of the chunk to store.
+    attempt : str
+        The attempt of the hand-over for which the chunk is stored, 32 hex digits; empty without
+        one.
     """
 
     chunk: Chunk
@@ -75,6 +78,7 @@ class StoreOp:
     round: int = 0
     draft: Chunk | None = None
     kind: Kind = FULL
+    attempt: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +161,8 @@ class StepMetadata(KVConnectorMetadata):
     prefetches : list of PrefetchOp
     prefetch_ended : list of str
         Requests with prefetched chunks that no longer wait and need no load.
+    gave_up : list of str
+        Attempts of hand-overs of which the scheduler side knows that not all chunks are stored.
     """
 
     idle: bool = False
@@ -169,6 +175,7 @@ class StepMetadata(KVConnectorMetadata):
     reset: bool = False
     prefetches: list[PrefetchOp] = field(default_factory=list)
     prefetch_ended: list[str] = field(default_factory=list)
+    gave_up: list[str] = field(default_factory=list)
 
 
 #: Stands for a weights fingerprint: the weights are named by the digests of all ranks at the start.
