@@ -1,0 +1,152 @@
+"""The fields of hand-overs, which may come from any client."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+pytest.importorskip("vllm")
+
+from kvshelf.vllm.handover import VERSION, Handover, asks_for_handover, read_handover
+
+FIELDS = (
+    "kvshelf_version",
+    "kvshelf_namespace",
+    "kvshelf_tokens",
+    "kvshelf_key",
+    "kvshelf_tail",
+    "kvshelf_attempt",
+)
+GOOD = Handover(
+    namespace=bytes(range(32)), tokens=1000, key=bytes(range(32, 64)), tail=232, attempt="0f" * 16
+)
+
+#: An integer that Python does not convert to a text.
+HUGE = pytest.param(1 << 20_000, id="huge")
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=8,
+)
+hex_texts = st.text("0123456789abcdefAF", min_size=30, max_size=66)
+field_values = json_values | hex_texts | st.integers(-2, 2**70) | st.floats(-1, 1e7)
+handovers = st.builds(
+    lambda namespace, tokens, key, tail, attempt, wait_s: Handover(
+        namespace, tokens, key, min(tail, tokens), attempt.hex(), wait_s
+    ),
+    st.binary(min_size=32, max_size=32),
+    st.integers(1, 2**32),
+    st.binary(min_size=32, max_size=32),
+    st.integers(0, 2**32),
+    st.binary(min_size=16, max_size=16),
+    st.none() | st.floats(0, 1e6),
+)
+
+
+@given(handovers)
+def test_a_consumer_reads_what_a_producer_answered(handover: Handover) -> None:
+    params = handover.params()
+    assert all(name.startswith("kvshelf_") for name in params)
+    assert read_handover(json.loads(json.dumps(params))) == handover
+
+
+def test_the_fields_of_an_answer_are_these() -> None:
+    assert GOOD.params() == {
+        "kvshelf_version": VERSION,
+        "kvshelf_namespace": bytes(range(32)).hex(),
+        "kvshelf_tokens": 1000,
+        "kvshelf_key": bytes(range(32, 64)).hex(),
+        "kvshelf_tail": 232,
+        "kvshelf_attempt": "0f" * 16,
+    }
+
+
+def test_fields_of_others_mean_nothing() -> None:
+    others = {"do_remote_prefill": True, "remote_block_ids": [[1, 2]], "kvshelf_new": {}}
+    assert read_handover(GOOD.params() | others) == GOOD
+    assert read_handover(others) is None
+    assert read_handover({"do_remote_prefill": True, "do_remote_decode": False}) is None
+
+
+@pytest.mark.parametrize("params", [None, {}, [], "kvshelf_key", 7, {"kvshelf_handover": True}])
+def test_without_a_handover_there_is_none(params: object) -> None:
+    assert read_handover(params) is None
+
+
+@pytest.mark.parametrize("field", FIELDS)
+@pytest.mark.parametrize(
+    "value",
+    [None, True, -1, 1.0, math.nan, "", "1", 2**70, HUGE, [], {}, "g" * 64, "F" * 64, "é" * 64],
+)
+def test_a_field_that_is_not_what_it_must_be_is_named(field: str, value: object) -> None:
+    with pytest.raises(ValueError, match=f"^{field}: found .*, expected "):
+        read_handover(GOOD.params() | {field: value})
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_a_missing_field_is_named(field: str) -> None:
+    params = GOOD.params()
+    del params[field]
+    with pytest.raises(ValueError, match=f"^{field}: found nothing, expected "):
+        read_handover(params)
+
+
+def test_a_tail_is_part_of_the_tokens() -> None:
+    with pytest.raises(ValueError, match="kvshelf_tail: found 1001, expected an integer"):
+        read_handover(GOOD.params() | {"kvshelf_tail": 1001})
+
+
+@pytest.mark.parametrize("value", [True, "1", -1, -0.5, math.nan, math.inf, HUGE, [1]])
+def test_a_wait_is_a_number_of_seconds(value: object) -> None:
+    with pytest.raises(ValueError, match=r"^kvshelf_wait_s: found .*, expected seconds"):
+        read_handover(GOOD.params() | {"kvshelf_wait_s": value})
+
+
+def test_a_later_version_says_what_to_do() -> None:
+    with pytest.raises(ValueError, match="found 2, expected 1; run the same release"):
+        read_handover(GOOD.params() | {"kvshelf_version": 2})
+
+
+@given(st.dictionaries(st.sampled_from([*FIELDS, "kvshelf_wait_s"]) | st.text(), field_values))
+def test_arbitrary_json_is_refused_or_read(params: dict[str, Any]) -> None:
+    read_or_refuse(params)
+
+
+@given(st.sampled_from([*FIELDS, "kvshelf_wait_s"]), field_values)
+def test_one_arbitrary_field_is_refused_or_read(field: str, value: object) -> None:
+    read_or_refuse(GOOD.params() | {field: value})
+
+
+@given(json_values)
+def test_params_of_any_type_are_no_handover_or_refused(params: object) -> None:
+    read_or_refuse(params)
+    assert asks_for_handover(params) is False
+
+
+def read_or_refuse(params: object) -> None:
+    try:
+        handover = read_handover(params)
+    except ValueError as error:
+        message = str(error)
+        assert message.isascii() and message.isprintable()
+        assert len(message) < 250
+        return
+    if handover is None:
+        return
+    assert len(handover.namespace) == len(handover.key) == 32
+    assert 0 <= handover.tail <= handover.tokens and handover.tokens >= 1
+    assert len(handover.attempt) == 32 and set(handover.attempt) <= set("0123456789abcdef")
+    assert handover.wait_s is None or 0 <= handover.wait_s < math.inf
+
+
+@pytest.mark.parametrize("field", ["do_remote_decode", "kvshelf_handover"])
+def test_a_request_asks_by_a_field_that_is_true(field: str) -> None:
+    assert asks_for_handover({field: True, "do_remote_prefill": False, "remote_host": None})
+    for value in (False, None, 1, "true", [True]):
+        assert not asks_for_handover({field: value})
