@@ -82,6 +82,41 @@ def test_keys_as_the_second_implementation_makes_them(
         assert tail == Chunk(tail_key, parent, len(keys), count, True, "0123456789abcdef")
 
 
+@given(
+    tokens=st.lists(TOKENS, min_size=1, max_size=60),
+    chunk_size=st.integers(2, 9),
+    items=ITEMS,
+    data=st.data(),
+)
+def test_the_tail_of_a_part_of_a_prompt_is_that_of_a_prompt_that_ends_there(
+    tokens: list[int], chunk_size: int, items: list[tuple[str, int, int]], data: st.DataObject
+) -> None:
+    known = [MultimodalItem(*item) for item in items]
+    whole = KeyChain(bytes(32), chunk_size, items=known)
+    whole.extend(tokens)
+    ends = [end for end in range(1, len(tokens) + 1) if end % chunk_size]
+    end = data.draw(st.sampled_from(ends))
+    part = KeyChain(bytes(32), chunk_size, items=known)
+    part.extend(tokens[:end])
+    index = end // chunk_size
+    assert whole.tail_after(index, tokens[index * chunk_size : end]) == part.tail()
+    assert whole.tokens == len(tokens)
+
+
+def test_a_tail_is_shorter_than_a_chunk_and_follows_chunks_that_are_known() -> None:
+    chain = KeyChain(bytes(32), 4)
+    chain.extend(range(9))
+    for index, tokens, problem in [
+        (2, [], "a tail of 0 tokens: expected 1 to 3"),
+        (2, [1, 2, 3, 4], "a tail of 4 tokens: expected 1 to 3"),
+        (3, [1], "a tail after 3 chunks: the prompt has 2"),
+        (-1, [1], "a tail after -1 chunks"),
+        (2, [1, -1], "token 9 is -1"),
+    ]:
+        with pytest.raises(ValueError, match=problem):
+            chain.tail_after(index, tokens)
+
+
 @pytest.mark.parametrize(
     "other",
     [

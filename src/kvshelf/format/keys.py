@@ -262,13 +262,40 @@ class KeyChain:
 
         A tail is never a parent. More tokens may be fed afterwards.
         """
-        packed = self._pending
-        if not packed:
+        if not self._pending:
             return None
-        index = len(self.chunks)
-        parent = self.chunks[-1].key if self.chunks else self.root
+        return self._tail(len(self.chunks), self._pending, self._next_item)
+
+    def tail_after(self, index: int, tokens: Sequence[int]) -> Chunk:
+        """Return the tail that follows the first `index` chunks, whatever was fed behind them.
+
+        Parameters
+        ----------
+        index : int
+            Number of complete chunks before it.
+        tokens : Sequence[int]
+            Its token ids: at least one, and fewer than a chunk has.
+
+        Raises
+        ------
+        ValueError
+            If there are fewer than `index` chunks, the tokens are too few or too many, or one is
+            not an integer in range.
+        """
+        if not 0 <= index <= len(self.chunks):
+            raise ValueError(f"a tail after {index} chunks: the prompt has {len(self.chunks)}")
+        if not 1 <= len(tokens) < self.chunk_size:
+            raise ValueError(
+                f"a tail of {len(tokens)} tokens: expected 1 to {self.chunk_size - 1}, fewer than a"
+                " chunk has"
+            )
+        return self._tail(index, _pack_tokens(tokens, index * self.chunk_size), 0)
+
+    def _tail(self, index: int, packed: bytes, next_item: int) -> Chunk:
+        """Return the tail of packed tokens; `next_item`: as `first` of :meth:`_overlaps`."""
+        parent = self.chunks[index - 1].key if index else self.root
         count = len(packed) // 4
-        suffix, _ = self._overlaps(index * self.chunk_size, count, self._next_item)
+        suffix, _ = self._overlaps(index * self.chunk_size, count, next_item)
         key = hashlib.sha256(parent + struct.pack("<I", count) + packed + suffix).digest()
         return Chunk(key, parent, index, count, True, self.salt_group)
 

@@ -49,6 +49,7 @@ class StoreOp:
     Attributes
     ----------
     chunk : Chunk
+        May be a tail, where :attr:`~kvshelf.vllm.groups.CacheGroups.tails`.
     block_ids : tuple of list of int
         For each cache group of this kind, the blocks that hold the chunk's tokens, in order; of
         kind state, the one block with the state after the chunk's last token. Empty for groups of
@@ -88,7 +89,8 @@ class LoadOp:
     Attributes
     ----------
     chunks : list of Chunk
-        All chunks of kind full that overlap the tokens, in order.
+        All chunks of kind full that overlap the tokens, in order. The last one may be a tail, and
+        `end` inside it.
     block_ids : tuple of list of int
         For each cache group, the request's blocks from position 0 on. A window's table has the
         null block in place of blocks that the window has passed at `end`, and a state's in place

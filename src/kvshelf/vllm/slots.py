@@ -10,6 +10,8 @@ vLLM's blocks and kvshelf's chunks need not end together. Tokens that a load mus
 vLLM has them already, the hit ends before them, or, with decode context parallelism, another rank
 holds them (:mod:`kvshelf.kv.interleave`).
 
+A tail has one entry for each token, whatever chunks have: it is always stored canonically.
+
 Pure functions.
 """
 
@@ -60,7 +62,9 @@ class TokenSlots:
         blocks = InterleavedBlocks(size, ranks, plan.context_rank, interleave)
         return TokenSlots(self.group, blocks, self.unit_tokens)
 
-    def find(self, block_ids: Sequence[int], start: int, count: int) -> Tensor:
+    def find(
+        self, block_ids: Sequence[int], start: int, count: int, *, tail: bool = False
+    ) -> Tensor:
         """Return slots of a request's tokens, or ids of whole blocks where these are stored.
 
         Parameters
@@ -69,19 +73,28 @@ class TokenSlots:
             The request's blocks, in the order of its tokens.
         start, count : int
             The first token, counted from the first block on, and the number of tokens.
+        tail : bool
+            Slots of tokens in any case.
 
         Returns
         -------
         Tensor
-            int64 [count / unit_tokens], CPU.
+            int64 [count / unit_tokens], or [count] of a tail; CPU.
         """
-        if self.unit_tokens == 1:
+        if tail or self.unit_tokens == 1:
             return self.blocks.slots_of(block_ids, start, count)
         size = self.blocks.block_size
         return native_slots_of(block_ids, size, self.unit_tokens, start, count)
 
     def to_load(
-        self, block_ids: Sequence[int], start: int, end: int, first: int, rows: Tensor
+        self,
+        block_ids: Sequence[int],
+        start: int,
+        end: int,
+        first: int,
+        rows: Tensor,
+        *,
+        tail: bool = False,
     ) -> None:
         """Fill in the slots of tokens ``[start, end)`` of a request; null blocks have none.
 
@@ -94,11 +107,14 @@ class TokenSlots:
             The token that the first entry of `rows` stands for.
         rows : Tensor
             int64, contiguous; what it holds elsewhere stays.
+        tail : bool
+            As for :meth:`find`.
         """
-        ids = self.find(block_ids, start, end - start)
+        unit = 1 if tail else self.unit_tokens
+        ids = self.find(block_ids, start, end - start, tail=tail)
         # All requests share the null block.
-        ids[ids // (self.blocks.block_size // self.unit_tokens) == NULL_BLOCK] = -1
-        at = (start - first) // self.unit_tokens
+        ids[ids // (self.blocks.block_size // unit) == NULL_BLOCK] = -1
+        at = (start - first) // unit
         rows[at : at + len(ids)] = ids
 
 
@@ -128,7 +144,12 @@ GroupSlots: TypeAlias = TokenSlots | StateBlocks
 
 
 def slots_to_store(
-    groups: Sequence[GroupSlots], block_ids: Sequence[Sequence[int]], index: int, chunk_size: int
+    groups: Sequence[GroupSlots],
+    block_ids: Sequence[Sequence[int]],
+    index: int,
+    chunk_size: int,
+    *,
+    tokens: int | None = None,
 ) -> Tensor:
     """Return the slot mapping of a chunk that a step completed.
 
@@ -142,6 +163,8 @@ def slots_to_store(
     index : int
         The chunk's index in its request.
     chunk_size : int
+    tokens : int, optional
+        Number of tokens of a tail; None for a whole chunk. States have no tails.
     """
     found = []
     for one in groups:
@@ -151,7 +174,8 @@ def slots_to_store(
             found.append(one.find(block))
         else:
             # The first of these blocks may begin with tokens of the chunk before.
-            found.append(one.find(ids, index * chunk_size % one.blocks.tokens, chunk_size))
+            first, tail = index * chunk_size % one.blocks.tokens, tokens is not None
+            found.append(one.find(ids, first, tokens or chunk_size, tail=tail))
     return found[0] if len(found) == 1 else torch.cat(found)
 
 
@@ -173,7 +197,7 @@ def slots_to_load(
     groups : Sequence of GroupSlots
         Of the chunks' kind; not of states.
     chunks : Sequence of Chunk
-        All chunks that overlap tokens ``[start, end)``.
+        All chunks that overlap tokens ``[start, end)``. The last one may be a tail.
     block_ids : Sequence of Sequence of int
         For each cache group of the engine, the request's blocks from position 0 on.
     start, end : int
@@ -183,7 +207,7 @@ def slots_to_load(
     Raises
     ------
     ValueError
-        If `chunks` are too few or too many.
+        If `chunks` are too few or too many, or a tail ends before `end`.
     """
     first = start // chunk_size
     count = -(-end // chunk_size) - first
@@ -191,12 +215,42 @@ def slots_to_load(
         raise ValueError(f"{len(chunks)} chunks cannot fill tokens {start} to {end} of a request")
     if not chunks:
         return []
+    if not chunks[-1].tail:
+        return _rows_to_load(groups, chunks, block_ids, start, end, chunk_size, chunk_size)
+    tail = chunks[-1]
+    begin = (first + count - 1) * chunk_size
+    if begin + tail.tokens < end:
+        raise ValueError(f"a tail of {tail.tokens} tokens cannot fill tokens {begin} to {end}")
+    before = chunks[:-1]
+    items = (
+        _rows_to_load(groups, before, block_ids, start, begin, chunk_size, chunk_size)
+        if before
+        else []
+    )
+    return items + _rows_to_load(
+        groups, [tail], block_ids, max(start, begin), end, chunk_size, tail.tokens
+    )
+
+
+def _rows_to_load(
+    groups: Sequence[GroupSlots],
+    chunks: Sequence[Chunk],
+    block_ids: Sequence[Sequence[int]],
+    start: int,
+    end: int,
+    chunk_size: int,
+    tokens: int,
+) -> list[ChunkSlots]:
+    """Return the slot mappings of chunks of `tokens` tokens each, of which one may be a tail."""
+    first = start // chunk_size * chunk_size
+    tail = tokens < chunk_size
     found = []
     for one in groups:
         assert isinstance(one, TokenSlots)
-        slots = torch.full((count * one.entries(chunk_size),), -1, dtype=torch.int64)
-        one.to_load(block_ids[one.group], start, end, first * chunk_size, slots)
-        found.append(slots.view(count, -1))
+        entries = tokens if tail else one.entries(chunk_size)
+        slots = torch.full((len(chunks) * entries,), -1, dtype=torch.int64)
+        one.to_load(block_ids[one.group], start, end, first, slots, tail=tail)
+        found.append(slots.view(len(chunks), -1))
     rows = found[0] if len(found) == 1 else torch.cat(found, dim=1)
     wanted = (rows >= 0).any(dim=1).tolist()
     return [

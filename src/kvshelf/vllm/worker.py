@@ -511,8 +511,10 @@ class WorkerSide:
                 # First, so that who finds the model's KV finds the drafter's as well.
                 self._drafts.store(op)
             try:
-                slots = slots_to_store(memory.slots, op.block_ids, op.chunk.index, size)
-                item = ChunkSlots(op.chunk, slots)
+                chunk = op.chunk
+                tokens = chunk.tokens if chunk.tail else None
+                slots = slots_to_store(memory.slots, op.block_ids, chunk.index, size, tokens=tokens)
+                item = ChunkSlots(chunk, slots)
                 self._transfer.store(op.kind, item, repair=op.repair, age=op.age)
             except Exception as error:
                 self.counters.add("dropped_chunks_error")
