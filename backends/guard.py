@@ -24,7 +24,8 @@ as two. A missing or damaged object is not a failure. Besides the rule of every 
 
 * a breaker opens when a watcher reports too many stuck threads (``on_late_call``);
 * the write breaker opens when the storage refuses a write (no space, read-only), and then stays
-  open for at least :data:`REFUSED_SECONDS`.
+  open for at least :data:`REFUSED_SECONDS`. Neither a deletion that is refused nor one that
+  succeeds says anything about writes: many users may write and not delete.
 
 In the half-open state the read breaker is closed by a *trial*: threads of the guard repeat the call
 that failed last and, for an object that was read or probed successfully before, the same kind of
@@ -89,7 +90,7 @@ _TRIAL_BYTES: Final = 16 << 20
 _TRIAL_PIECE: Final = 1 << 20
 
 #: Kinds of calls.
-_PROBE, _READ, _LIST, _WRITE = "probe", "read", "list", "write"
+_PROBE, _READ, _LIST, _WRITE, _DELETE = "probe", "read", "list", "write", "deletion"
 
 
 class Watcher(Protocol):
@@ -144,9 +145,9 @@ class GuardedBackend(WrappedBackend):
         super().__init__(inner)
         self.deadlines = inner.properties.deadlines if deadlines is None else deadlines
         self.reads = Breaker((_PROBE, _READ, _LIST), backoff, self._changed)
-        self.writes = Breaker((_WRITE,), backoff, self._changed)
+        self.writes = Breaker((_WRITE, _DELETE), backoff, self._changed)
         self._breakers = {_PROBE: self.reads, _READ: self.reads, _LIST: self.reads}
-        self._breakers[_WRITE] = self.writes
+        self._breakers |= {_WRITE: self.writes, _DELETE: self.writes}
         self._calls: dict[int, _Call] = {}
         self._watchers: list[Watcher] = []
         self._count: Callable[[str], None] = _count_nothing
@@ -266,7 +267,7 @@ class GuardedBackend(WrappedBackend):
             return self.inner.folders(prefix)
 
     def delete(self, name: str) -> bool:
-        with _Guarded(self, _WRITE, name, self.deadlines.write):
+        with _Guarded(self, _DELETE, name, self.deadlines.write):
             return self.inner.delete(name)
 
     def quarantine(self, name: str, target: str) -> bool:
@@ -323,7 +324,7 @@ class GuardedBackend(WrappedBackend):
             if self._idle:
                 self._start_watching()
             raise self._unavailable(call.name)
-        if call.kind is _WRITE and not self.writes.allows():
+        if self._breakers[call.kind] is self.writes and not self.writes.allows():
             raise self._unavailable(call.name)
         self._calls[thread] = call
         if self._idle and not self._start_watching():
@@ -360,7 +361,7 @@ class GuardedBackend(WrappedBackend):
                 breaker.close()
 
     def _note_failed(self, call: _Call) -> None:
-        if call.kind is not _WRITE:
+        if self._breakers[call.kind] is self.reads:
             self._failed = call.kind, call.name
 
     def _count_late(self, thread: int, call: _Call) -> None:

@@ -639,3 +639,29 @@ def test_a_refused_write_stops_writes_for_a_while_and_nothing_else(
     assert "write circuit breaker open" in first
     assert code in first
     assert "write circuit breaker closed" in second
+
+
+def test_a_refused_deletion_leaves_writes_alone(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    """Engines of users who may write but not delete go on storing."""
+    refused = storage_error(OSError(errno.EACCES, "no"), "deleting", "o1", writing=True)
+    rig.faults.add(Fault("delete", error=refused))
+    for _ in range(10):
+        with pytest.raises(StorageError, match="EACCES"):
+            rig.guard.delete("o1")
+    assert rig.guard.writes.is_closed
+    assert not rig.guard.properties.read_only
+    rig.guard.write("new", [b"x"])
+    assert not lines(caplog)
+
+
+def test_a_deletion_does_not_end_the_rest_of_a_full_storage(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guard, "REFUSED_SECONDS", 0.05)
+    full = storage_error(OSError(errno.ENOSPC, "full"), "writing", "x", writing=True)
+    rig.faults.add(Fault("write", error=full))
+    with pytest.raises(StorageError, match="ENOSPC"):
+        rig.guard.write("new", [b"x"])
+    until(rig.guard.writes.allows)
+    assert rig.guard.delete("o1")
+    assert not rig.guard.writes.is_closed
