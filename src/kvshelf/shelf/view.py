@@ -46,6 +46,7 @@ from kvshelf.format.names import ParsedName, object_name, parse_namespace_folder
 from kvshelf.format.objects import ObjectFormat, ReaderLike
 from kvshelf.logs import RateLimitedLog
 from kvshelf.metrics import Counters
+from kvshelf.shelf.markers import is_attempt, marker_name
 
 logger = logging.getLogger(__name__)
 
@@ -210,6 +211,43 @@ class ShelfView(ABC):
             If the storage refused or failed, also while verifying: nothing is replaced then.
         """
 
+    def give_up(self, attempt: str) -> bool:
+        """Write the marker of a hand-over whose promise is broken, once.
+
+        Parameters
+        ----------
+        attempt : str
+            The attempt's id, see :mod:`kvshelf.shelf.markers`.
+
+        Returns
+        -------
+        bool
+            False if there was one.
+
+        Raises
+        ------
+        ObjectNameError
+            If `attempt` is not 32 lowercase hex digits.
+        StorageError
+            If the storage refused or failed.
+        """
+        return self.on_storage.give_up(attempt)
+
+    def gave_up(self, attempts: Sequence[str]) -> list[bool]:
+        """Look for the markers of many hand-overs, in one call of the storage.
+
+        Parameters
+        ----------
+        attempts : Sequence of str
+            Ids of attempts, as clients sent them. What is not an id has no marker.
+
+        Returns
+        -------
+        list of bool
+            One for each attempt, in order. Storage trouble is False, never an exception.
+        """
+        return self.on_storage.gave_up(attempts)
+
 
 def find_together(
     asked: Sequence[tuple[ShelfView, Sequence[ObjectRef]]],
@@ -301,13 +339,23 @@ class NamespaceView(ShelfView):
         self._folders_until = now + (_FOLDERS_SECONDS if found else _NO_FOLDER_SECONDS)
         return self._folders
 
+    def folder(self) -> str:
+        """Name of the namespace's folder that is written to.
+
+        Raises
+        ------
+        StorageError
+            If it is not known yet and the storage failed.
+        """
+        return self._find_folders()[0]
+
     def _base(self, ref: ObjectRef) -> str:
         """Name relative to the namespace's folder."""
         return object_name(ref.chunk, ref.shard, self.fmt.shards, self.fmt.kind)
 
     def name(self, ref: ObjectRef) -> str:
         """Name, relative to the shelf's root, under which a store writes this object."""
-        return f"{self._find_folders()[0]}/{self._base(ref)}"
+        return f"{self.folder()}/{self._base(ref)}"
 
     def _size(self, chunk: Chunk, shard: int) -> int:
         if not chunk.tail:
@@ -429,7 +477,7 @@ class NamespaceView(ShelfView):
             else:
                 return WriteResult.EXISTED
         begin = time.perf_counter()
-        folder = self._find_folders()[0]
+        folder = self.folder()
         self._describe(folder)
         name = f"{folder}/{self._base(ref)}"
         if bad:
@@ -475,7 +523,7 @@ class NamespaceView(ShelfView):
         StorageError
             If the storage refused or failed.
         """
-        self._describe(self._find_folders()[0])
+        self._describe(self.folder())
 
     def _describe(self, folder: str) -> None:
         if time.monotonic() < self._described_until:
@@ -519,6 +567,31 @@ class NamespaceView(ShelfView):
             self._unswept += [f"{folder}/{name}" for name in inner]
             if not self._unswept:
                 self._swept_until = now + _SWEEP_ROUND_SECONDS
+
+    # ----------------------------------------------------------------------------------- markers
+
+    def give_up(self, attempt: str) -> bool:
+        """Write a marker, see :meth:`ShelfView.give_up`."""
+        name = marker_name(attempt)
+        folder = self.folder()
+        self._describe(folder)
+        return self.backend.write(f"{folder}/{name}", [b""]) is not WriteResult.EXISTED
+
+    def gave_up(self, attempts: Sequence[str]) -> list[bool]:
+        """Look for markers, see :meth:`ShelfView.gave_up`."""
+        asked = {attempt for attempt in attempts if is_attempt(attempt)}
+        found: set[str] = set()
+        with contextlib.suppress(StorageError):
+            places = [
+                (attempt, f"{folder}/{marker_name(attempt)}")
+                for folder in (self._find_folders() if asked else ())
+                for attempt in asked
+            ]
+            answers = self.backend.stat([name for _, name in places]) if places else []
+            for (attempt, _), answer in zip(places, answers, strict=True):
+                if isinstance(answer, int):
+                    found.add(attempt)
+        return [attempt in found for attempt in attempts]
 
     # ------------------------------------------------------------------------------------- loads
 
