@@ -126,6 +126,11 @@ class LayerCall:
 class PendingCopy:
     """A gather that has begun. This class is one that has ended, see :data:`DONE`."""
 
+    @property
+    def ended(self) -> bool:
+        """Whether the staging buffers are not written to any more. May be True late."""
+        return True
+
     def wait(self) -> None:
         """Wait until the staging buffers are filled.
 

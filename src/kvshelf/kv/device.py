@@ -76,10 +76,20 @@ class _PendingGather(PendingCopy):
     def __init__(self, cache: DeviceKVCache, chunk: object, payloads: Sequence[Tensor]) -> None:
         self._cache = cache
         self._chunk: object | None = chunk
+        self._number = cache._gathers
         # The compiled library knows their addresses only.
         self._payloads = payloads
         self._lock = threading.Lock()
         self._error: DeviceUnavailableError | None = None
+
+    @property
+    def ended(self) -> bool:
+        """See :meth:`PendingCopy.ended`.
+
+        Chunks reach the host in the order of their gathers, and each needs a device buffer until
+        then: when there were as many later gathers as there are buffers, this one has ended.
+        """
+        return self._cache._gathers - self._number >= self._cache._ring
 
     def wait(self) -> None:
         """See :meth:`PendingCopy.wait`."""
@@ -161,8 +171,12 @@ class DeviceKVCache(KVCache):
             0 if without_buffers else copy.shards,
         ):
             self._copier.add_buffer(payloads, for_loads=True)
-        for payloads in self._allocate(ring, copy.shards):
+        buffers = self._allocate(ring, copy.shards)
+        for payloads in buffers:
             self._copier.add_buffer(payloads, for_loads=False)
+        self._ring = len(buffers)
+        #: Number of gathers that have begun.
+        self._gathers = 0
         self._thread = threading.Thread(target=self._copier.run, name="kvshelf-copy", daemon=True)
         self._thread.start()
         # The thread of caches that nobody closed ends with them, or before Python does.
@@ -278,7 +292,10 @@ class DeviceKVCache(KVCache):
             chunk = self._use(self._copier.store, slots, payloads)
         finally:
             self._end()
-        return None if chunk is None else _PendingGather(self, chunk, payloads)
+        if chunk is None:
+            return None
+        self._gathers += 1
+        return _PendingGather(self, chunk, payloads)
 
     # ------------------------------------------------------------- scatter
 

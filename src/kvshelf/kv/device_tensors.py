@@ -45,6 +45,13 @@ class _Enqueued(PendingCopy):
     def __init__(self, ended: Any) -> None:
         self._ended = ended
 
+    @property
+    def ended(self) -> bool:
+        """See :meth:`PendingCopy.ended`."""
+        with contextlib.suppress(RuntimeError):
+            return bool(self._ended.query())
+        return False
+
     def wait(self) -> None:
         with _translated():
             self._ended.synchronize()

@@ -16,6 +16,10 @@ requests that share the prefix, until the chunk is stored here. A request whose 
 after the drop ignores it: the lookup has seen what is before its first chunk, perhaps stored
 by another engine, and the request itself stores the dropped chunk if it is still missing.
 
+Promised stores: another engine waits for these chunks. They are published before all others, and
+where staging is used up they take it from queued stores that are not promised, from the last one
+on. A store that is running, or whose copy from a device has not ended, keeps its staging.
+
 Contracts
 ---------
 * :meth:`Stores.store` is called on the step thread and never calls the storage. Any other
@@ -92,6 +96,7 @@ class _StoreJob:
     #: When the chunk was last seen missing.
     seen: float
     on_done: OnStored | None
+    promised: bool = False
     pending: PendingCopy = DONE
     #: Callbacks of later stores of the same chunk.
     waiting: list[OnStored] = field(default_factory=list)
@@ -117,6 +122,8 @@ class Stores(TransferHalf):
         self._finite = FiniteCheck(context.fmt) if check_finite else None
         self._idle = threading.Condition(self._lock)
         self._queue: deque[_StoreJob] = deque()
+        #: Queued stores that are promised: they go before those in the queue.
+        self._promised: deque[_StoreJob] = deque()
         #: The job of each store thread.
         self._running: dict[int, _StoreJob] = {}
         #: Queued and running jobs, by the chunk's key.
@@ -141,6 +148,7 @@ class Stores(TransferHalf):
         repair: bool = False,
         age: float = 0.0,
         wait: float = 0.0,
+        promised: bool = False,
         on_done: OnStored | None = None,
     ) -> StoreOutcome:
         """Gather one chunk and queue it for publishing. Step thread, unless it may wait.
@@ -157,6 +165,10 @@ class Stores(TransferHalf):
             later than that is dropped.
         wait : float
             Seconds to wait for staging when it is used up.
+        promised : bool
+            Another engine waits for the chunk: publish it before chunks that are not promised, and
+            drop queued ones of these if staging is used up. A store of the same chunk that is
+            in flight becomes promised.
         on_done : Callable, optional
             Called once for a chunk that was queued, on the thread that ended its store. Must
             not block.
@@ -179,6 +191,8 @@ class Stores(TransferHalf):
         with self._lock:
             job = self._in_flight.get(key)
             if job is not None:
+                if promised:
+                    self._promise(job)
                 if on_done is None:
                     return StoreOutcome.KNOWN
                 job.waiting.append(on_done)
@@ -191,6 +205,8 @@ class Stores(TransferHalf):
             return StoreOutcome.PARENT_DROPPED
         memory = self._context.memory(item)
         buffers = self._staging.acquire_for_store(len(shards), wait)
+        if buffers is None and promised:
+            buffers = self._take_staging(len(shards))
         if buffers is None:
             return self._drop(key, StoreOutcome.STAGING_FULL)
         begin = time.perf_counter()
@@ -211,18 +227,51 @@ class Stores(TransferHalf):
         if pending is None:
             return self._drop(key, StoreOutcome.STAGING_FULL)
         self._counters.observe("gather", time.perf_counter() - begin)
-        job = _StoreJob(item.chunk, buffers, repair, now - age, on_done, pending)
+        job = _StoreJob(item.chunk, buffers, repair, now - age, on_done, promised, pending)
         with self._lock:
             queued = not self._closing and self._threads.any
             if queued:
                 self._dropped_at.pop(key, None)
                 self._in_flight[key] = job
-                self._queue.append(job)
+                (self._promised if promised else self._queue).append(job)
                 self._work.notify()
         if queued:
             return StoreOutcome.QUEUED
         self._release(job)
         return self._drop(key, StoreOutcome.UNAVAILABLE)
+
+    def _promise(self, job: _StoreJob) -> None:
+        """Make a store in flight a promised one. Holds the lock."""
+        if not job.promised:
+            job.promised = True
+            with contextlib.suppress(ValueError):  # a thread has begun it
+                self._queue.remove(job)
+                self._promised.append(job)
+
+    def _take_staging(self, count: int) -> list[StagingBuffer] | None:
+        """Drop queued stores that are not promised; return their staging, None if too little."""
+        victims: list[_StoreJob] = []
+        found = 0
+        with self._lock:
+            # The last ones: the others' children are worth nothing without them.
+            for job in reversed(self._queue):
+                if found >= count:
+                    break
+                if job.pending.ended:
+                    victims.append(job)
+                    found += len(job.buffers)
+            if found < count:
+                return None
+            for job in victims:
+                self._queue.remove(job)
+                self._forget(job)
+        taken = [buffer for job in victims for buffer in job.buffers]
+        for job in victims:
+            self._drop(job.chunk.key, StoreOutcome.STAGING_FULL)
+            self._report(job, StoreResult.FAILED)
+        for buffer in taken[count:]:
+            self._staging.release(buffer)
+        return taken[:count]
 
     def _drop(self, key: bytes, outcome: StoreOutcome) -> StoreOutcome:
         """Count and remember a chunk that is not stored."""
@@ -299,11 +348,11 @@ class Stores(TransferHalf):
     def _next_job(self) -> _StoreJob | None:
         """Return the next chunk to store, waiting for one; None at the end."""
         with self._lock:
-            while not self._queue:
+            while not (self._promised or self._queue):
                 if self._closing:
                     return None
                 self._work.wait()
-            job = self._queue.popleft()
+            job = (self._promised or self._queue).popleft()
             self._running[threading.get_ident()] = job
             return job
 
@@ -430,7 +479,8 @@ class Stores(TransferHalf):
 
     def _take_queue(self) -> list[_StoreJob]:
         with self._lock:
-            queued = list(self._queue)
+            queued = [*self._promised, *self._queue]
+            self._promised.clear()
             self._queue.clear()
             return queued
 
@@ -454,12 +504,12 @@ class Stores(TransferHalf):
         """Wait until all stores are published; return how many were not in time."""
         deadline = time.monotonic() + seconds
         with self._lock:
-            while self._queue or self._running:
+            while self._promised or self._queue or self._running:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     break
                 self._idle.wait(left)
-            return len(self._queue) + len(self._running)
+            return len(self._promised) + len(self._queue) + len(self._running)
 
     def retire(self) -> None:
         """Take no more stores; the threads end when the queued ones are published."""
@@ -475,3 +525,13 @@ class Stores(TransferHalf):
             self._end_queued(job, StoreResult.LOST)
         with self._lock:
             self._work.notify_all()
+
+    def join(self, seconds: float) -> None:
+        """Wait for the threads that are not stuck; who waits for promised chunks is told."""
+        super().join(seconds)
+        with self._lock:
+            left = [job for job in self._running.values() if job.promised and not job.ended]
+            for job in left:
+                self._forget(job)
+        for job in left:
+            self._report(job, StoreResult.LOST)

@@ -1,0 +1,186 @@
+"""Stores that another engine waits for: first in the queue, last to be dropped."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from faulty import Fault, FaultyBackend
+from parts import PATIENCE, Rig, make_chunks, make_format, posix, until
+
+from kvshelf.format.keys import Chunk
+from kvshelf.kv.streams import Streams
+from kvshelf.transfer.stores import StoreOutcome, StoreResult
+
+FMT = make_format()
+QUEUED, KNOWN, FULL = StoreOutcome.QUEUED, StoreOutcome.KNOWN, StoreOutcome.STAGING_FULL
+
+
+class Gate:
+    """Lets publishes through one by one, and notes their order."""
+
+    def __init__(self, backend: FaultyBackend) -> None:
+        self._permits = threading.Semaphore(0)
+        self.keys: list[str] = []
+        self.waiting = threading.Semaphore(0)
+        backend.add(Fault("write", "*.safetensors", error=None, wait=None, damage=self._meet))
+
+    def _meet(self, data: bytearray) -> None:
+        self.waiting.release()
+        self._permits.acquire()
+
+    def let(self, count: int) -> None:
+        for _ in range(count):
+            self._permits.release()
+
+
+@pytest.fixture
+def backend(tmp_path: Path) -> FaultyBackend:
+    return FaultyBackend(posix(tmp_path / "shelf"))
+
+
+@pytest.fixture
+def rig(backend: FaultyBackend) -> Iterator[Rig]:
+    """One store thread, and staging for three chunks of two objects."""
+    with closing(Rig(backend, FMT, staging_objects=8)) as rig:
+        yield rig
+
+
+def single(count: int, first: int = 0) -> list[Chunk]:
+    """First chunks of different prompts: none is another's parent."""
+    return [make_chunks(FMT, 1, seed)[0] for seed in range(first, first + count)]
+
+
+class Ends:
+    """What became of stores, in the order of their ends."""
+
+    def __init__(self) -> None:
+        self.of: list[tuple[Chunk, StoreResult]] = []
+
+    def __call__(self, chunk: Chunk, result: StoreResult) -> None:
+        self.of.append((chunk, result))
+
+    @property
+    def chunks(self) -> list[Chunk]:
+        return [chunk for chunk, _ in self.of]
+
+
+def test_promised_stores_are_published_before_the_others(rig: Rig, backend: FaultyBackend) -> None:
+    gate = Gate(backend)
+    one, two, three = rig.items(single(3), 0)
+    ends = Ends()
+    assert rig.transfer.store(one, on_done=ends) is QUEUED
+    assert gate.waiting.acquire(timeout=PATIENCE)
+    assert rig.transfer.store(two, on_done=ends) is QUEUED
+    assert rig.transfer.store(three, promised=True, on_done=ends) is QUEUED
+    gate.let(6)
+    assert rig.transfer.drain(PATIENCE) == 0
+    assert ends.chunks == [one.chunk, three.chunk, two.chunk]
+
+
+def test_a_store_in_flight_becomes_promised(rig: Rig, backend: FaultyBackend) -> None:
+    gate = Gate(backend)
+    one, two, three = rig.items(single(3), 0)
+    ends, told = Ends(), Ends()
+    for item in (one, two, three):
+        assert rig.transfer.store(item, on_done=ends) is QUEUED
+    assert gate.waiting.acquire(timeout=PATIENCE)
+    assert rig.transfer.store(three, promised=True, on_done=told) is QUEUED
+    # The one that is running, too; then again, which changes nothing.
+    assert rig.transfer.store(one, promised=True) is KNOWN
+    assert rig.transfer.store(three, promised=True) is KNOWN
+    gate.let(6)
+    assert rig.transfer.drain(PATIENCE) == 0
+    assert ends.chunks == [one.chunk, three.chunk, two.chunk]
+    assert told.of == [(three.chunk, StoreResult.EXISTED)]
+
+
+def test_promised_stores_take_staging_from_the_last_of_the_others(
+    rig: Rig, backend: FaultyBackend
+) -> None:
+    gate = Gate(backend)
+    items = rig.items(single(7), 0)
+    for item in items:
+        rig.fill(item)
+    one, two, three, four, five, six, seven = items
+    ends = Ends()
+    for item in (one, two, three):
+        assert rig.transfer.store(item, on_done=ends) is QUEUED
+    assert gate.waiting.acquire(timeout=PATIENCE)
+    assert rig.transfer.store(four, on_done=ends) is FULL
+    assert rig.transfer.store(five, promised=True, on_done=ends) is QUEUED
+    assert ends.of == [(three.chunk, StoreResult.FAILED)]
+    assert rig.transfer.store(six, promised=True, on_done=ends) is QUEUED
+    assert ends.chunks == [three.chunk, two.chunk]
+    # What is left is promised, or on its way to the storage.
+    assert rig.transfer.store(seven, promised=True, on_done=ends) is FULL
+    assert rig.count("dropped_chunks_staging_full") == 4
+    gate.let(6)
+    assert rig.transfer.drain(PATIENCE) == 0
+    assert ends.chunks[2:] == [one.chunk, five.chunk, six.chunk]
+    assert rig.staging.in_use == 0
+    load, loaded = rig.load([one.chunk, five.chunk, six.chunk], 20)
+    assert load.failed_at is None
+    assert all(rig.holds(item) for item in loaded)
+
+
+def test_children_of_a_chunk_that_lost_its_staging_are_dropped(
+    rig: Rig, backend: FaultyBackend
+) -> None:
+    gate = Gate(backend)
+    other, promised = rig.items(single(2), 0)
+    parent, child = rig.items(make_chunks(FMT, 2, 7), 20)
+    ends = Ends()
+    assert rig.transfer.store(other) is QUEUED
+    assert gate.waiting.acquire(timeout=PATIENCE)
+    for item in (parent, child):
+        assert rig.transfer.store(item, age=1.0, on_done=ends) is QUEUED
+    assert rig.transfer.store(promised, promised=True) is QUEUED
+    # The child alone: the parent is worth something without it.
+    assert ends.chunks == [child.chunk]
+    gate.let(6)
+    assert rig.transfer.drain(PATIENCE) == 0
+    assert ends.of[1:] == [(parent.chunk, StoreResult.PUBLISHED)]
+
+
+def test_a_store_whose_copy_has_not_ended_keeps_its_staging(backend: FaultyBackend) -> None:
+    with closing(
+        Rig(backend, make_format(native=False), False, staging_objects=8, streams=Streams())
+    ) as rig:
+        gate = Gate(backend)
+        one, two, three, four, five = rig.items(
+            [make_chunks(rig.fmt, 1, seed)[0] for seed in range(5)], 0
+        )
+        for item in (one, two, three):
+            assert rig.transfer.store(item) is QUEUED
+        assert gate.waiting.acquire(timeout=PATIENCE)
+        # Of the device's four buffers one was not used yet: each of the three may be in use.
+        assert rig.transfer.store(four, promised=True) is FULL
+        jobs = list(rig.transfer._stores._queue)
+        for job in jobs:
+            job.pending.wait()
+        rig.transfer._context.cache._gathers += 4
+        assert rig.transfer.store(five, promised=True) is QUEUED
+        gate.let(6)
+        assert rig.transfer.drain(PATIENCE) == 0
+        assert rig.staging.in_use == 0
+
+
+def test_promised_stores_that_run_at_the_end_are_lost(rig: Rig, backend: FaultyBackend) -> None:
+    """Who waits is told, even if the storage never answers."""
+    gate = Gate(backend)
+    one, two, three = rig.items(single(3), 0)
+    ends = Ends()
+    assert rig.transfer.store(one, promised=True, on_done=ends) is QUEUED
+    assert gate.waiting.acquire(timeout=PATIENCE)
+    assert rig.transfer.store(two, on_done=ends) is QUEUED
+    assert rig.transfer.store(three, promised=True, on_done=ends) is QUEUED
+    assert rig.transfer.close(0.0) == 3
+    lost = StoreResult.LOST
+    assert ends.of == [(three.chunk, lost), (two.chunk, lost), (one.chunk, lost)]
+    gate.let(6)
+    until(lambda: rig.staging.in_use == 0)
+    assert len(ends.of) == 3
