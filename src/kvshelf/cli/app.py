@@ -11,6 +11,7 @@ from kvshelf.cli.common import EXIT_CODES, guarded
 from kvshelf.cli.copy import copy
 from kvshelf.cli.doctor import doctor
 from kvshelf.cli.ls import ls
+from kvshelf.cli.proxy import proxy
 from kvshelf.cli.seed import seed
 from kvshelf.cli.show import show
 
@@ -27,6 +28,7 @@ app.command()(guarded(ls))
 app.command()(guarded(show))
 app.command()(guarded(copy))
 app.command()(guarded(seed))
+app.command()(guarded(proxy))
 app.command()(guarded(doctor))
 
 

@@ -1,0 +1,100 @@
+"""``kvshelf proxy``: an OpenAI-compatible proxy in front of prefill and decode engines.
+
+The work is in :mod:`kvshelf.proxy`, whose packages the extra ``kvshelf[proxy]`` installs; they are
+imported when the command runs.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Annotated
+
+import typer
+
+from kvshelf.cli.common import find_shelf, open_existing
+from kvshelf.errors import ConfigError
+
+
+def proxy(
+    decode: Annotated[
+        list[str],
+        typer.Option("--decode", metavar="URL", help="An engine that answers clients. Repeatable."),
+    ],
+    prefill: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--prefill",
+            metavar="URL",
+            help="An engine that computes prompts. Repeatable; without one, decode engines do all.",
+        ),
+    ] = None,
+    host: Annotated[
+        str, typer.Option("--host", help="Where to listen; others than this machine: 0.0.0.0.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0: any free one.")] = 8000,
+    store: Annotated[
+        str | None,
+        typer.Option(
+            "--store",
+            metavar="SHELF",
+            help="The engines' shelf, to look at for requests with `durable`; refused without it.",
+        ),
+    ] = None,
+    prefill_timeout: Annotated[
+        float,
+        typer.Option(
+            metavar="SECONDS", min=0.001, help="Longest prefill; then a decode engine does it all."
+        ),
+    ] = 60.0,
+    timeout: Annotated[
+        float,
+        typer.Option(
+            metavar="SECONDS", min=0.001, help="Longest silence of a decode engine or a client."
+        ),
+    ] = 600.0,
+    durable_wait: Annotated[
+        float,
+        typer.Option(metavar="SECONDS", min=0, help="Longest wait for KV to be on the store."),
+    ] = 30.0,
+    max_body: Annotated[
+        int, typer.Option(metavar="MIB", min=1, help="Largest body of a request.")
+    ] = 32,
+    drain: Annotated[
+        float,
+        typer.Option(
+            metavar="SECONDS", min=1, help="How long requests may go on after SIGTERM or Ctrl-C."
+        ),
+    ] = 30.0,
+) -> None:
+    """Serve the OpenAI API from prefill and decode engines that share a shelf."""
+    try:
+        from kvshelf.proxy.app import make_app
+        from kvshelf.proxy.server import listen, serve
+        from kvshelf.proxy.settings import Settings, engine_url
+    except ImportError as error:
+        raise ConfigError(
+            f"kvshelf proxy needs packages that are missing ({error}): pip install 'kvshelf[proxy]'"
+        ) from error
+    settings = Settings(
+        tuple(map(engine_url, prefill or ())),
+        tuple(map(engine_url, decode)),
+        prefill_timeout=prefill_timeout,
+        timeout=timeout,
+        durable_wait=durable_wait,
+        max_body_bytes=max_body << 20,
+    )
+    with ExitStack() as opened:
+        shelf = None
+        if store is not None:
+            from kvshelf.shelf.shelf import Shelf
+
+            shelf = opened.enter_context(Shelf(open_existing(*find_shelf(store))))
+        listener = listen(host, port)
+        address, chosen = listener.getsockname()[:2]
+        place = f"[{address}]" if ":" in address else address
+        typer.echo(
+            f"kvshelf proxy: http://{place}:{chosen},"
+            f" prefill engines: {len(settings.prefill)}, decode engines: {len(settings.decode)}",
+            err=True,
+        )
+        serve(make_app(settings, shelf), listener, drain=drain)

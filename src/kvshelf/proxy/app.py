@@ -1,0 +1,180 @@
+"""The proxy as an ASGI application: its paths, and the way of a request through the legs.
+
+Contracts
+---------
+* When a client disconnects, everything that was begun for it is cancelled.
+* An answer that breaks off ends its connection, so that no client takes it for complete.
+* Nothing of a request is logged.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import anyio
+import httpx
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route as Path
+from starlette.types import Receive, Scope, Send
+
+from kvshelf.proxy.bodies import DURABLE, RefusedError, Route, read_request
+from kvshelf.proxy.client import Client, DisconnectedError, error_response
+from kvshelf.proxy.durable import Durability
+from kvshelf.proxy.legs import Call, Legs, UnansweredError, forwarded
+from kvshelf.proxy.metrics import ProxyMetrics
+from kvshelf.proxy.settings import Settings
+from kvshelf.shelf.shelf import Shelf
+
+logger = logging.getLogger(__name__)
+
+
+def make_app(settings: Settings, shelf: Shelf | None = None) -> Starlette:
+    """Make the proxy.
+
+    Parameters
+    ----------
+    settings : Settings
+    shelf : Shelf, optional
+        The engines' shelf, for requests with ``durable``; they are refused without it. The caller
+        closes it.
+    """
+    metrics = ProxyMetrics()
+    legs = Legs(settings, metrics)
+    durability = None if shelf is None else Durability(shelf, settings.durable_wait)
+
+    async def health(_: Request) -> Response:
+        found = await legs.health()
+        healthy = [engine for side in found.values() for engine in side.values()]
+        can_answer = any(found["decode"].values())
+        status = "ok" if all(healthy) else "degraded" if can_answer else "down"
+        return JSONResponse({"status": status, **found}, 200 if can_answer else 503)
+
+    async def show_metrics(_: Request) -> Response:
+        return Response(
+            generate_latest(metrics.registry), headers={"content-type": CONTENT_TYPE_LATEST}
+        )
+
+    async def refuse(_: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        return error_response(error.status_code, f"{error.detail}: the proxy does not serve this.")
+
+    @asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        try:
+            yield
+        finally:
+            await legs.close()
+
+    def passing(path: str, method: str) -> Path:
+        return Path(path, _Passing(settings, metrics, legs, durability), methods=[method])
+
+    return Starlette(
+        routes=[
+            passing("/v1/completions", "POST"),
+            passing("/v1/chat/completions", "POST"),
+            passing("/v1/models", "GET"),
+            Path("/health", health),
+            Path("/metrics", show_metrics),
+        ],
+        exception_handlers={HTTPException: refuse},
+        lifespan=lifespan,
+    )
+
+
+class _Passing:
+    """The application of the paths whose requests go to engines.
+
+    Starlette's own requests and responses do not cancel what runs for a client that leaves.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        metrics: ProxyMetrics,
+        legs: Legs,
+        durability: Durability | None,
+    ) -> None:
+        self._settings = settings
+        self._metrics = metrics
+        self._legs = legs
+        self._durability = durability
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        client = Client(scope, receive, send, self._settings.timeout)
+        try:
+            body = await client.body(self._settings.max_body_bytes)
+        except DisconnectedError:
+            self._metrics.disconnects.inc()
+            return
+        except RefusedError as error:
+            await client.refuse(error.status, str(error))
+            self._metrics.answers.labels(client.status).inc()
+            return
+        ended = False
+        async with anyio.create_task_group() as group:
+
+            async def watch() -> None:
+                await client.left()
+                if not ended:
+                    self._metrics.disconnects.inc()
+                    group.cancel_scope.cancel()
+
+            group.start_soon(watch)
+            await self._serve(scope["path"], client, body)
+            ended = True
+            group.cancel_scope.cancel()
+
+    async def _serve(self, path: str, client: Client, body: bytes) -> None:
+        try:
+            if path == "/v1/models":
+                headers = forwarded(client.headers)
+                call = Call("GET", path, headers, b"", self._settings.timeout)
+                async with self._legs.answer(call, self._legs.decode) as answer:
+                    await client.pass_on(answer)
+            else:
+                await self._generate(path, client, body)
+        except RefusedError as error:
+            await client.refuse(error.status, str(error), error.param)
+        except UnansweredError as error:
+            await client.refuse(error.status, str(error))
+        except (httpx.TransportError, TimeoutError) as error:
+            # The server closes the connection of an answer that is not complete.
+            logger.warning("an answer broke off (%s)", type(error).__name__)
+        self._metrics.answers.labels(client.status).inc()
+
+    async def _generate(self, path: str, client: Client, raw: bytes) -> None:
+        request = read_request(raw, chat=path == "/v1/chat/completions")
+        durability = self._durability if request.durable else None
+        if request.durable and durability is None:
+            raise RefusedError(
+                f"`{DURABLE}` is refused: the proxy was started without --store.", param=DURABLE
+            )
+        legs = self._legs
+        headers = [pair for pair in forwarded(client.headers) if pair[0] != b"content-type"]
+        headers.append((b"content-type", b"application/json"))
+        params: dict[str, Any] | None = None
+        if request.route is Route.HAND_OVER and legs.prefill.all:
+            params = await legs.hand_over(path, headers, request.prefill_body())
+        sides = [legs.decode]
+        if request.route is Route.PREFILL_ONLY:
+            sides.insert(0, legs.prefill)
+        call = Call("POST", path, headers, request.body(params), self._settings.timeout)
+        async with legs.answer(call, *sides) as answer:
+            if durability is None or answer.status != 200:
+                await client.pass_on(answer)
+                return
+            waits = durability
+
+            async def is_durable() -> bool:
+                durable = await waits.wait(params, request.cache_salt)
+                self._metrics.durable.labels("yes" if durable else "no").inc()
+                return durable
+
+            await client.pass_on_durable(answer, is_durable)

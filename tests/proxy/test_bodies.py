@@ -1,0 +1,164 @@
+"""The bodies that engines get, and which way a request takes."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvshelf.errors import ConfigError
+from kvshelf.proxy.bodies import ClientRequest, RefusedError, Route, read_request
+from kvshelf.proxy.durable import LastEvent
+from kvshelf.proxy.legs import forwarded
+from kvshelf.proxy.settings import engine_url
+
+
+def read(chat: bool = False, **fields: Any) -> ClientRequest:
+    return read_request(json.dumps(fields).encode(), chat=chat)
+
+
+def test_the_first_leg_asks_for_one_token_and_for_nothing_that_costs() -> None:
+    request = read(
+        prompt="p",
+        max_tokens=50,
+        min_tokens=5,
+        stream=True,
+        stream_options={"include_usage": True},
+        n=3,
+        logprobs=2,
+        return_token_ids=True,
+        temperature=0.5,
+        cache_salt="s",
+        response_format={"type": "text"},
+    )
+    assert json.loads(request.prefill_body()) == {
+        "prompt": "p",
+        "temperature": 0.5,
+        "cache_salt": "s",
+        "response_format": {"type": "text"},
+        "max_tokens": 1,
+        "n": 1,
+        "stream": False,
+        "kv_transfer_params": {"do_remote_decode": True},
+    }
+    chat = read(chat=True, messages=[], max_completion_tokens=9, tools=[{"a": 1}], top_logprobs=3)
+    assert json.loads(chat.prefill_body()) == {
+        "messages": [],
+        "tools": [{"a": 1}],
+        "max_tokens": 1,
+        "max_completion_tokens": 1,
+        "n": 1,
+        "stream": False,
+        "kv_transfer_params": {"do_remote_decode": True},
+    }
+
+
+def test_the_second_leg_is_the_clients_own_request() -> None:
+    fields = {"prompt": [1, 2], "max_tokens": 50, "stream": True, "logprobs": 1, "unknown": None}
+    request = read(**fields, durable=False)
+    assert json.loads(request.body(None)) == fields
+    assert json.loads(request.body({"a": 1})) == fields | {"kv_transfer_params": {"a": 1}}
+
+
+@pytest.mark.parametrize(
+    ("chat", "fields", "route"),
+    [
+        (False, {"prompt": "p"}, Route.HAND_OVER),
+        (False, {"prompt": [1, 2, 3]}, Route.HAND_OVER),
+        (False, {"prompt": ["one"]}, Route.HAND_OVER),
+        (False, {"prompt": "p", "max_tokens": 1, "n": 4, "logprobs": 5}, Route.PREFILL_ONLY),
+        (False, {"prompt": "p", "max_tokens": 0, "echo": True}, Route.PREFILL_ONLY),
+        (False, {"prompt": "p", "max_tokens": 1, "prompt_logprobs": 0}, Route.PREFILL_ONLY),
+        (False, {"prompt": "p", "max_tokens": 1, "durable": True}, Route.HAND_OVER),
+        (False, {"prompt": "p", "max_completion_tokens": 1}, Route.HAND_OVER),
+        (True, {"max_completion_tokens": 1}, Route.PREFILL_ONLY),
+        (True, {"max_tokens": 1}, Route.PREFILL_ONLY),
+        (True, {"max_tokens": 1, "max_completion_tokens": 8}, Route.HAND_OVER),
+        (True, {"echo": True, "logprobs": True}, Route.HAND_OVER),
+        (False, {"prompt": "p", "echo": True}, Route.HAND_OVER),
+        (False, {"prompt": "p", "echo": True, "logprobs": 0}, Route.DECODE_ONLY),
+        (False, {"prompt": "p", "prompt_logprobs": 1}, Route.DECODE_ONLY),
+        (False, {"prompt": ["one", "two"]}, Route.DECODE_ONLY),
+        (False, {"prompt": [[1], [2]]}, Route.DECODE_ONLY),
+        (False, {"prompt_embeds": "AAAA"}, Route.DECODE_ONLY),
+        (True, {"use_beam_search": True}, Route.DECODE_ONLY),
+    ],
+)
+def test_routes(chat: bool, fields: dict[str, Any], route: Route) -> None:
+    assert read(chat, **fields).route is route
+
+
+@pytest.mark.parametrize(
+    ("raw", "param"),
+    [
+        (b"", None),
+        (b"[]", None),
+        (b'"text"', None),
+        (b"\xff", None),
+        (b"[" * 100_000, None),
+        (b'{"kv_transfer_params": {"do_remote_prefill": true}}', "kv_transfer_params"),
+        (b'{"vllm_xargs": {"kv_transfer_params": "x"}}', "kv_transfer_params"),
+        (b'{"durable": 1}', "durable"),
+    ],
+)
+def test_what_is_refused(raw: bytes, param: str | None) -> None:
+    with pytest.raises(RefusedError) as refused:
+        read_request(raw, chat=False)
+    assert (refused.value.status, refused.value.param) == (400, param)
+
+
+def test_params_of_null_are_none() -> None:
+    assert read(prompt="p", kv_transfer_params=None).route is Route.HAND_OVER
+
+
+_EVENTS = st.lists(
+    st.sampled_from(
+        [b"data: 1\n\n", b"data: [D]\n\n", b": comment\n\n", b'data: {"t":"data: [DONE]"}\n\n']
+    ),
+    max_size=5,
+)
+
+
+@given(_EVENTS, st.booleans(), st.lists(st.integers(0, 200), max_size=8))
+def test_only_the_last_event_is_withheld(
+    events: list[bytes], complete: bool, cuts: list[int]
+) -> None:
+    before = b"".join(events)
+    stream = before + (b"data: [DONE]\n\n" if complete else b"")
+    edges = sorted({0, len(stream), *(cut for cut in cuts if cut < len(stream))})
+    last = LastEvent()
+    passed = b"".join(last.feed(stream[start:end]) for start, end in pairwise(edges))
+    assert passed == before
+    assert passed + last.withheld == stream
+
+
+def test_headers_of_a_client_go_on_but_for_those_of_its_connection() -> None:
+    headers = [
+        (b"Authorization", b"Bearer x"),
+        (b"x-request-id", b"7"),
+        (b"Connection", b"keep-alive, X-Private"),
+        (b"x-private", b"1"),
+        (b"Transfer-Encoding", b"chunked"),
+        (b"host", b"proxy"),
+        (b"Proxy-Authorization", b"secret"),
+        (b"content-length", b"3"),
+    ]
+    assert forwarded(headers) == [(b"authorization", b"Bearer x"), (b"x-request-id", b"7")]
+
+
+@pytest.mark.parametrize("url", ["http://h:1", "http://h:1/", "http://h:1/v1", "http://h:1/v1/"])
+def test_urls_of_engines(url: str) -> None:
+    assert engine_url(url) == "http://h:1"
+
+
+@pytest.mark.parametrize(
+    "url", ["h:1", "ftp://h", "http://", "http://user:secret@h:1", "http://h?q"]
+)
+def test_urls_that_name_no_engine(url: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        engine_url(url)
+    assert "secret" not in str(error.value)

@@ -1,0 +1,704 @@
+"""The proxy between clients and engines, on real sockets; the engines have no model."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from filled import CHUNK, hybrid, namespace
+from stub_engines import (
+    DONE,
+    EVENTS,
+    PARAMS,
+    WAIT,
+    WHOLE,
+    Behaviour,
+    Handler,
+    StubEngine,
+    breaks,
+    decodes,
+    fails,
+    free_port,
+    hangs,
+    prefills,
+    wait_for,
+)
+from typer.testing import CliRunner
+
+from kvshelf.cli.app import app
+from kvshelf.format.keys import Chunk, KeyChain, salt_group_of
+from kvshelf.format.namespace import Namespace
+from kvshelf.format.objects import ObjectFormat
+from kvshelf.proxy.app import make_app
+from kvshelf.proxy.server import listen, make_server
+from kvshelf.proxy.settings import Settings
+from kvshelf.shelf.shelf import Shelf, open_shelf
+from kvshelf.shelf.view import ObjectRef
+
+ASKING = {"model": "tiny", "prompt": "a secret prompt", "max_tokens": 8}
+
+
+@dataclass
+class Proxy:
+    """A running proxy with two engines on each side."""
+
+    prefill: list[StubEngine]
+    decode: list[StubEngine]
+    client: httpx.Client
+    url: str = ""
+
+    def post(self, path: str = "/v1/completions", **fields: Any) -> httpx.Response:
+        return self.client.post(f"{self.url}{path}", json=ASKING | fields)
+
+    def count(self, name: str, **labels: str) -> float:
+        """The value of a metric."""
+        text = self.client.get(f"{self.url}/metrics").text
+        inside = ",".join(f'{label}="{value}"' for label, value in sorted(labels.items()))
+        wanted = re.escape(f"kvshelf_proxy_{name}" + (f"{{{inside}}}" if inside else ""))
+        found = re.search(rf"^{wanted} (\S+)$", text, re.MULTILINE)
+        return float(found[1]) if found else 0.0
+
+
+Sides = tuple[list[StubEngine], list[StubEngine]]
+
+
+@contextlib.contextmanager
+def serving(settings: Settings, shelf: Shelf | None = None) -> Iterator[str]:
+    """Run a proxy in this process; yields its URL."""
+    with listen("127.0.0.1", 0) as listener:
+        server = make_server(make_app(settings, shelf), drain=1)
+        thread = threading.Thread(target=server.run, args=([listener],))
+        thread.start()
+        try:
+            wait_for(lambda: server.started or not thread.is_alive())
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            thread.join(WAIT)
+            assert not thread.is_alive()
+
+
+@pytest.fixture
+def engines() -> Iterator[Sides]:
+    sides = ["prefill", "decode"]
+    made = [
+        [StubEngine(f"{side}{n}", b) for n in range(2)]
+        for side, b in zip(sides, [prefills, decodes], strict=True)
+    ]
+    with contextlib.ExitStack() as running:
+        for engine in (*made[0], *made[1]):
+            running.enter_context(engine.running())
+        yield made[0], made[1]
+
+
+@pytest.fixture
+def client() -> Iterator[httpx.Client]:
+    with httpx.Client(timeout=WAIT, trust_env=False) as client:
+        yield client
+
+
+def settings_for(engines: Sides, **more: Any) -> Settings:
+    prefill, decode = ([engine.url for engine in side] for side in engines)
+    return Settings(tuple(prefill), tuple(decode), **more)
+
+
+@pytest.fixture
+def proxy(engines: Sides, client: httpx.Client) -> Iterator[Proxy]:
+    with serving(settings_for(engines)) as url:
+        yield Proxy(*engines, client, url)
+
+
+def behave(engines: list[StubEngine], behaviour: Behaviour) -> None:
+    for engine in engines:
+        engine.behaviour = behaviour
+
+
+def asked(engines: list[StubEngine]) -> list[Any]:
+    return [one.body for engine in engines for one in engine.asked]
+
+
+# ------------------------------------------------------------------------------- the two legs
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_an_answer_comes_through_byte_for_byte(proxy: Proxy, path: str) -> None:
+    answer = proxy.post(path)
+    assert (answer.status_code, answer.content) == (200, WHOLE)
+    assert answer.headers["content-type"] == "application/json"
+    assert answer.headers["x-engine"].startswith("decode")
+    [first], [second] = asked(proxy.prefill), asked(proxy.decode)
+    assert first["max_tokens"] == 1 and first["stream"] is False
+    assert first["kv_transfer_params"] == {"do_remote_decode": True}
+    assert second == ASKING | {"kv_transfer_params": PARAMS}
+    assert {one.path for engine in (*proxy.prefill, *proxy.decode) for one in engine.asked} == {
+        path
+    }
+    assert proxy.count("handovers_total", outcome="promised") == 1
+
+
+def test_a_stream_comes_through_byte_for_byte(proxy: Proxy) -> None:
+    answer = proxy.post(stream=True)
+    assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
+    assert answer.content == b"".join([*EVENTS, DONE])
+    [first] = asked(proxy.prefill)
+    assert first["stream"] is False
+
+
+def test_events_are_not_held_back(proxy: Proxy) -> None:
+    seen = threading.Event()
+
+    def one_by_one(handler: Handler, body: Any) -> None:
+        handler.begin_stream()
+        handler.put(EVENTS[0])
+        assert seen.wait(WAIT)
+        handler.put(DONE)
+        handler.end_stream()
+
+    behave(proxy.decode, one_by_one)
+    with proxy.client.stream("POST", f"{proxy.url}/v1/completions", json=ASKING) as answer:
+        pieces = answer.iter_raw()
+        assert next(pieces) == EVENTS[0]
+        seen.set()
+        assert b"".join(pieces) == DONE
+
+
+def test_headers_go_to_both_legs(proxy: Proxy) -> None:
+    headers = {
+        "authorization": "Bearer key",
+        "x-request-id": "r-1",
+        "connection": "keep-alive, x-own",
+    }
+    proxy.client.post(f"{proxy.url}/v1/completions", json=ASKING, headers=headers | {"x-own": "1"})
+    legs = [one.headers for engine in (*proxy.prefill, *proxy.decode) for one in engine.asked]
+    assert len(legs) == 2
+    for got in legs:
+        assert (got["authorization"], got["x-request-id"]) == ("Bearer key", "r-1")
+        assert "x-own" not in got and "accept-encoding" not in got
+
+
+def test_models_come_from_a_decode_engine(proxy: Proxy) -> None:
+    answer = proxy.client.get(f"{proxy.url}/v1/models")
+    assert answer.json() == {"data": [{"id": "tiny"}]}
+
+
+def test_one_token_needs_one_leg(proxy: Proxy) -> None:
+    behave(proxy.prefill, decodes)
+    assert proxy.post(max_tokens=1, n=2).content == WHOLE
+    assert asked(proxy.prefill) == [ASKING | {"max_tokens": 1, "n": 2}]
+    assert not asked(proxy.decode)
+
+
+def test_one_token_comes_from_a_decode_engine_when_no_other_is_there(proxy: Proxy) -> None:
+    behave(proxy.prefill, breaks)
+    # Of an engine that fails after it got a request there is one repetition.
+    assert proxy.post(max_tokens=1).status_code == 502
+    assert proxy.post(max_tokens=1).content == WHOLE
+
+
+def test_without_prefill_engines_requests_go_on_as_they_are(
+    engines: Sides, client: httpx.Client
+) -> None:
+    with serving(replace(settings_for(engines), prefill=())) as url:
+        assert client.post(f"{url}/v1/completions", json=ASKING).content == WHOLE
+    assert asked(engines[1]) == [ASKING] and not asked(engines[0])
+
+
+# ------------------------------------------------------------------------- choice and retries
+
+
+def test_ties_are_served_in_turn(proxy: Proxy) -> None:
+    for _ in range(4):
+        proxy.post()
+    for engine in (*proxy.prefill, *proxy.decode):
+        assert len(engine.asked) == 2
+
+
+def test_the_engine_with_fewest_requests_in_flight_gets_the_next(proxy: Proxy) -> None:
+    go_on = threading.Event()
+
+    def wait(handler: Handler, body: Any) -> None:
+        if body["prompt"] == "slow":
+            assert go_on.wait(WAIT)
+        decodes(handler, body)
+
+    behave(proxy.decode, wait)
+    slow = threading.Thread(target=proxy.post, kwargs={"prompt": "slow"})
+    slow.start()
+    try:
+        wait_for(lambda: bool(asked(proxy.decode)))
+        for _ in range(3):
+            proxy.post()
+        counts = sorted(len(engine.asked) for engine in proxy.decode)
+        held = next(engine for engine in proxy.decode if len(engine.asked) == 1)
+        assert counts == [1, 3]
+        assert proxy.count("in_flight", side="decode", engine=held.url) == 1
+    finally:
+        go_on.set()
+        slow.join()
+    wait_for(lambda: proxy.count("in_flight", side="decode", engine=held.url) == 0)
+
+
+@pytest.mark.parametrize("failure", [breaks, fails(500), fails(503)])
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_a_leg_is_repeated_on_another_engine(proxy: Proxy, side: str, failure: Behaviour) -> None:
+    first, other = getattr(proxy, side)
+    first.behaviour = failure
+    for _ in range(2):
+        answer = proxy.post()
+        assert answer.content == WHOLE
+    assert len(first.asked) == 1 or failure is not breaks
+    assert len(other.asked) == 2
+    assert all("kv_transfer_params" in body for body in asked(proxy.decode))
+    assert proxy.count("handovers_total", outcome="promised") == 2
+
+
+def test_an_engine_that_breaks_off_before_the_first_token_is_replaced(proxy: Proxy) -> None:
+    def begin(handler: Handler, body: Any) -> None:
+        handler.begin_stream()
+        handler.break_off()
+
+    proxy.decode[0].behaviour = begin
+    for _ in range(2):
+        assert proxy.post(stream=True).content == b"".join([*EVENTS, DONE])
+    assert proxy.decode[0].asked
+
+
+def test_an_answer_that_breaks_off_is_neither_repeated_nor_complete(proxy: Proxy) -> None:
+    def half(handler: Handler, body: Any) -> None:
+        handler.begin_stream()
+        handler.put(EVENTS[0])
+        handler.break_off()
+
+    behave(proxy.decode, half)
+    with proxy.client.stream("POST", f"{proxy.url}/v1/completions", json=ASKING) as answer:
+        pieces = answer.iter_raw()
+        assert next(pieces) == EVENTS[0]
+        with pytest.raises(httpx.RemoteProtocolError, match="incomplete"):
+            next(pieces)
+    assert len(asked(proxy.decode)) == 1
+
+
+def test_a_request_that_ends_engines_reaches_two(engines: Sides, client: httpx.Client) -> None:
+    more = [StubEngine(f"more{n}", breaks) for n in range(2)]
+    behave(engines[1], breaks)
+    with contextlib.ExitStack() as running:
+        for engine in more:
+            running.enter_context(engine.running())
+        every = (engines[0], [*engines[1], *more])
+        with serving(settings_for(every)) as url:
+            answer = client.post(f"{url}/v1/completions", json=ASKING)
+        assert answer.status_code == 502
+        assert answer.json()["error"]["type"] == "server_error"
+        assert len(asked(every[1])) == 2
+
+
+def test_engines_that_are_not_there_cost_nothing(engines: Sides, client: httpx.Client) -> None:
+    nowhere = [StubEngine(f"nowhere{n}", decodes, port=free_port()) for n in range(3)]
+    with serving(settings_for(([*nowhere, *engines[0]], [*nowhere, *engines[1]]))) as url:
+        for _ in range(8):
+            assert client.post(f"{url}/v1/completions", json=ASKING).content == WHOLE
+        health = client.get(f"{url}/health")
+    assert all(body["kv_transfer_params"] == PARAMS for body in asked(engines[1]))
+    assert health.status_code == 200 and health.json()["status"] == "degraded"
+
+
+@pytest.mark.parametrize("failure", [breaks, fails(500), fails(400), fails(401)])
+def test_without_a_prefill_the_decode_engine_does_it_all(proxy: Proxy, failure: Behaviour) -> None:
+    behave(proxy.prefill, failure)
+    answer = proxy.post()
+    assert answer.content == WHOLE
+    assert asked(proxy.decode) == [ASKING]
+
+
+def test_prefill_engines_that_are_down_are_left_out(engines: Sides, client: httpx.Client) -> None:
+    nowhere = [StubEngine("nowhere", prefills, port=free_port())]
+    with serving(settings_for((nowhere, engines[1]))) as url:
+        for _ in range(2):
+            assert client.post(f"{url}/v1/completions", json=ASKING).content == WHOLE
+        # Whoever wants one token gets it all the same.
+        assert client.post(f"{url}/v1/completions", json=ASKING | {"max_tokens": 1}).is_success
+    assert asked(engines[1]).count(ASKING) == 2
+
+
+def test_a_prefill_that_takes_too_long_is_given_up(engines: Sides, client: httpx.Client) -> None:
+    behave(engines[0], hangs)
+    with serving(settings_for(engines, prefill_timeout=0.05)) as url:
+        assert client.post(f"{url}/v1/completions", json=ASKING).content == WHOLE
+    [engine] = [engine for engine in engines[0] if engine.asked]
+    assert engine.saw_close.wait(WAIT)
+    assert asked(engines[1]) == [ASKING]
+
+
+def test_a_prefill_without_params_is_no_handover(proxy: Proxy) -> None:
+    for answer in (b'{"kv_transfer_params": null}', b"[]", b"no JSON"):
+
+        def says(handler: Handler, body: Any, answer: bytes = answer) -> None:
+            handler.answer(200, answer)
+
+        behave(proxy.prefill, says)
+        assert proxy.post().content == WHOLE
+    assert asked(proxy.decode) == [ASKING] * 3
+    assert proxy.count("handovers_total", outcome="nothing") == 3
+
+
+def test_a_decode_engine_that_is_silent_ends_the_request(
+    engines: Sides, client: httpx.Client
+) -> None:
+    behave(engines[1], hangs)
+    with serving(settings_for(engines, timeout=0.05)) as url:
+        answer = client.post(f"{url}/v1/completions", json=ASKING)
+    assert answer.status_code == 504
+    assert len(asked(engines[1])) == 1
+
+
+@pytest.mark.parametrize("status", [400, 401, 404, 422, 429, 500])
+def test_errors_of_engines_are_passed_on_as_they_are(proxy: Proxy, status: int) -> None:
+    behave(proxy.decode, fails(status))
+    answer = proxy.post()
+    assert answer.status_code == status
+    assert re.fullmatch(rb'\{"error": \{"message": "of decode."\}\}', answer.content)
+    assert len(asked(proxy.decode)) == (2 if status == 500 else 1)
+
+
+# ------------------------------------------------------------------------------- disconnects
+
+
+@pytest.mark.parametrize("leg", ["prefill", "decode", "stream"])
+def test_an_engine_sees_that_the_client_left(proxy: Proxy, leg: str) -> None:
+    def streams(handler: Handler, body: Any) -> None:
+        handler.begin_stream()
+        handler.put(EVENTS[0])
+        handler.wait_until_closed()
+
+    side = proxy.prefill if leg == "prefill" else proxy.decode
+    behave(side, streams if leg == "stream" else hangs)
+    host, port = proxy.url.removeprefix("http://").split(":")
+    body = json.dumps(ASKING | {"stream": leg == "stream"}).encode()
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: p\r\nContent-Length: %d\r\n\r\n" % len(body)
+            + body
+        )
+        if leg == "stream":
+            connection.settimeout(WAIT)
+            while b"data:" not in connection.recv(1 << 16):
+                pass
+        wait_for(lambda: bool(asked(side)))
+    [engine] = [engine for engine in side if engine.asked]
+    assert engine.saw_close.wait(WAIT)
+    wait_for(lambda: proxy.count("disconnects_total") == 1)
+    if leg == "prefill":
+        assert not asked(proxy.decode)
+    assert proxy.count("in_flight", side=engine.name[:-1], engine=engine.url) == 0
+
+
+# -------------------------------------------------------------------------- what is refused
+
+
+def openai_error(answer: httpx.Response) -> dict[str, Any]:
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["type"] == "invalid_request_error"
+    return dict(error)
+
+
+def test_params_of_a_client_are_refused(proxy: Proxy) -> None:
+    answer = proxy.post(kv_transfer_params=PARAMS)
+    assert answer.status_code == 400
+    assert openai_error(answer)["param"] == "kv_transfer_params"
+    assert not asked(proxy.prefill) and not asked(proxy.decode)
+
+
+def test_durable_needs_a_store(proxy: Proxy) -> None:
+    answer = proxy.post(durable=True)
+    assert answer.status_code == 400
+    assert "--store" in openai_error(answer)["message"]
+    assert not asked(proxy.prefill)
+
+
+def test_bodies_that_are_too_large_or_no_json_are_refused(
+    engines: Sides, client: httpx.Client
+) -> None:
+    with serving(settings_for(engines, max_body_bytes=1000)) as url:
+        for content in (b"x" * 1001, iter([b"x" * 600] * 2)):
+            answer = client.post(f"{url}/v1/completions", content=content)
+            assert answer.status_code == 413
+            openai_error(answer)
+        answer = client.post(f"{url}/v1/completions", content=b"x" * 1000)
+        assert answer.status_code == 400
+        assert client.post(f"{url}/v1/completions", json=ASKING).content == WHOLE
+    assert len(asked(engines[0])) == 1
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [("GET", "/v1/completions", 405), ("POST", "/v1/embeddings", 404), ("GET", "/", 404)],
+)
+def test_other_paths(proxy: Proxy, method: str, path: str, status: int) -> None:
+    answer = proxy.client.request(method, f"{proxy.url}{path}")
+    assert answer.status_code == status
+    openai_error(answer)
+
+
+@pytest.mark.parametrize(
+    ("healthy", "status", "word"),
+    [("pd", 200, "ok"), ("d", 200, "degraded"), ("p", 503, "down"), ("", 503, "down")],
+)
+def test_health(proxy: Proxy, healthy: str, status: int, word: str) -> None:
+    for side, engines in (("p", proxy.prefill), ("d", proxy.decode)):
+        for engine in engines:
+            engine.health = 200 if side in healthy else 503
+    answer = proxy.client.get(f"{proxy.url}/health")
+    assert (answer.status_code, answer.json()["status"]) == (status, word)
+    assert answer.json()["decode"] == {engine.url: "d" in healthy for engine in proxy.decode}
+
+
+# ---------------------------------------------------------------------------------- durable
+
+
+@pytest.fixture
+def shelf(tmp_path: Path) -> Iterator[Shelf]:
+    (tmp_path / "shelf").mkdir()
+    with open_shelf(tmp_path / "shelf") as shelf:
+        yield shelf
+
+
+def promise(of: Namespace, chunk: Chunk, tail: int) -> Behaviour:
+    """A prefill engine that promises a chunk."""
+    params = PARAMS | {
+        "kvshelf_namespace": of.digest.hex(),
+        "kvshelf_tokens": chunk.index * CHUNK + chunk.tokens,
+        "kvshelf_key": chunk.key.hex(),
+        "kvshelf_tail": tail,
+    }
+
+    def behaviour(handler: Handler, body: Any) -> None:
+        handler.answer(200, json.dumps({"kv_transfer_params": params}).encode())
+
+    return behaviour
+
+
+def publish(shelf: Shelf, of: Namespace, chunk: Chunk) -> None:
+    family = ObjectFormat(of)
+    for fmt in map(family.of, family.kinds):
+        for shard in range(fmt.shards):
+            tensors = [bytes(t.nbytes) for t in fmt.tensors(shard, chunk.tokens)]
+            data = b"".join(fmt.encode(chunk, shard, tensors))
+            shelf.view(fmt).publish(ObjectRef(chunk, shard), data)
+
+
+def last_chunk(of: Namespace, tail: int, salt: str = "") -> Chunk:
+    chain = KeyChain(of.digest, CHUNK, salt=salt, salt_group=salt_group_of(salt))
+    chain.extend(range(3 * CHUNK + tail))
+    return chain.tail() or chain.chunks[-1]
+
+
+@pytest.mark.parametrize(
+    ("of", "tail", "salt"),
+    [
+        pytest.param(namespace(), 5, "", id="tail"),
+        pytest.param(namespace(), 0, "tenant", id="salt group"),
+        pytest.param(hybrid(), 0, "", id="hybrid"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_durable_waits_for_the_final_key(
+    engines: Sides,
+    client: httpx.Client,
+    shelf: Shelf,
+    of: Namespace,
+    tail: int,
+    salt: str,
+    stream: bool,
+) -> None:
+    chunk = last_chunk(of, tail, salt)
+    behave(engines[0], promise(of, chunk, tail))
+    answers: list[httpx.Response] = []
+    with serving(settings_for(engines, durable_wait=WAIT), shelf) as url:
+
+        def ask() -> None:
+            fields = {"durable": True, "stream": stream, "cache_salt": salt}
+            answers.append(client.post(f"{url}/v1/completions", json=ASKING | fields))
+
+        asking = threading.Thread(target=ask)
+        asking.start()
+        wait_for(lambda: bool(asked(engines[1])))
+        assert not answers
+        publish(shelf, of, chunk)
+        asking.join(WAIT)
+    [answer] = answers
+    assert "durable" not in asked(engines[0])[0] and "durable" not in asked(engines[1])[0]
+    if stream:
+        told = b": kvshelf-durable: true\n\n"
+        assert answer.content == b"".join([*EVENTS, told, DONE])
+    else:
+        assert answer.content == WHOLE
+        assert answer.headers["kvshelf-durable"] == "true"
+
+
+def test_the_last_event_waits_and_the_others_do_not(
+    engines: Sides, client: httpx.Client, shelf: Shelf
+) -> None:
+    chunk = last_chunk(namespace(), 5)
+    behave(engines[0], promise(namespace(), chunk, 5))
+    with serving(settings_for(engines, durable_wait=WAIT), shelf) as url:
+        body = ASKING | {"durable": True, "stream": True}
+        with client.stream("POST", f"{url}/v1/completions", json=body) as answer:
+            pieces = answer.iter_raw()
+            seen = b""
+            while seen != b"".join(EVENTS):
+                seen += next(pieces)
+            publish(shelf, namespace(), chunk)
+            assert b"".join(pieces) == b": kvshelf-durable: true\n\n" + DONE
+
+
+def test_a_broken_promise_ends_the_wait(engines: Sides, client: httpx.Client, shelf: Shelf) -> None:
+    of = namespace()
+    publish(shelf, of, last_chunk(of, 0))
+    shelf.view(ObjectFormat(of)).give_up(PARAMS["kvshelf_attempt"])
+    behave(engines[0], promise(of, last_chunk(of, 5), 5))
+    with serving(settings_for(engines, durable_wait=1e6), shelf) as url:
+        answer = client.post(f"{url}/v1/completions", json=ASKING | {"durable": True})
+    assert (answer.content, answer.headers["kvshelf-durable"]) == (WHOLE, "false")
+
+
+def test_kv_that_does_not_come_is_told(engines: Sides, client: httpx.Client, shelf: Shelf) -> None:
+    of = namespace()
+    with serving(settings_for(engines, durable_wait=0.05), shelf) as url:
+
+        def told() -> str:
+            answer = client.post(f"{url}/v1/completions", json=ASKING | {"durable": True})
+            assert answer.content == WHOLE
+            return answer.headers["kvshelf-durable"]
+
+        # A namespace that is not on the shelf; an object that is not; one shard of two.
+        assert told() == "false"
+        publish(shelf, of, last_chunk(of, 0))
+        behave(engines[0], promise(of, last_chunk(of, 5), 5))
+        assert told() == "false"
+        publish(shelf, of, last_chunk(of, 5))
+        assert told() == "true"
+        [name] = [at.name for at in shelf.objects() if at.parsed.tail_tokens and at.parsed.shard]
+        shelf.delete(name)
+        assert told() == "false"
+        # No hand-over, nothing to wait for.
+        behave(engines[0], fails(400))
+        assert told() == "false"
+        # An error of the engine is not withheld.
+        behave(engines[1], fails(400))
+        answer = client.post(f"{url}/v1/completions", json=ASKING | {"durable": True})
+        assert answer.status_code == 400 and "kvshelf-durable" not in answer.headers
+
+
+# -------------------------------------------------------------------------------- the command
+
+
+@contextlib.contextmanager
+def command(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """Run `kvshelf proxy` on a free port; yields the process and its URL."""
+    with subprocess.Popen(
+        [sys.executable, "-m", "kvshelf", "proxy", "--port", "0", *arguments],
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            assert process.stderr is not None
+            line = process.stderr.readline()
+            found = re.search(r"http://127\.0\.0\.1:\d+", line)
+            assert found, line + process.stderr.read()
+            yield process, found[0]
+        finally:
+            process.kill()
+
+
+def test_the_command_ends_after_its_requests(engines: Sides, client: httpx.Client) -> None:
+    go_on = threading.Event()
+
+    def slow(handler: Handler, body: Any) -> None:
+        handler.begin_stream()
+        handler.put(EVENTS[0])
+        assert go_on.wait(WAIT)
+        handler.put(DONE)
+        handler.end_stream()
+
+    behave(engines[1], slow)
+    sides = [
+        argument
+        for option, side in zip(("--prefill", "--decode"), engines, strict=True)
+        for engine in side
+        for argument in (option, engine.url)
+    ]
+    with command(*sides) as (process, url):
+        with client.stream("POST", f"{url}/v1/completions", json=ASKING | {"stream": True}) as on:
+            pieces = on.iter_raw()
+            assert next(pieces) == EVENTS[0]
+            process.send_signal(signal.SIGTERM)
+
+            def refuses() -> bool:
+                try:
+                    httpx.get(f"{url}/health", trust_env=False)
+                except httpx.TransportError:
+                    return True
+                return False
+
+            wait_for(refuses)
+            go_on.set()
+            assert b"".join(pieces) == DONE
+        assert process.wait(WAIT) == 0
+        assert process.stderr is not None
+        said = process.stderr.read()
+    assert said == "", said
+
+
+def test_prompts_are_not_logged(engines: Sides, client: httpx.Client) -> None:
+    behave(engines[0], breaks)
+    behave(engines[1], fails(500))
+    with command("--prefill", engines[0][0].url, "--decode", engines[1][0].url) as (process, url):
+        client.post(f"{url}/v1/completions", json=ASKING)
+        client.post(f"{url}/v1/completions", content=b'{"a secret prompt')
+        process.terminate()
+        assert process.wait(WAIT) == 0
+        assert process.stderr is not None
+        said = process.stderr.read()
+    assert "broken" in said
+    assert "secret" not in said
+
+
+def test_the_command_says_what_to_install(tmp_path: Path) -> None:
+    (tmp_path / "starlette.py").write_text("raise ImportError('No module named starlette')")
+    done = subprocess.run(
+        [sys.executable, "-m", "kvshelf", "proxy", "--decode", "http://127.0.0.1:1"],
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "pip install 'kvshelf[proxy]'" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--decode", "localhost:1"], "expected http://HOST:PORT"),
+        (["--decode", "http://h", "--host", "203.0.113.1"], "cannot listen at 203.0.113.1"),
+        (["--decode", "http://h", "--store", "/does/not/exist"], "does not exist"),
+    ],
+)
+def test_arguments_that_cannot_be_used(arguments: list[str], says: str) -> None:
+    done = CliRunner().invoke(app, ["proxy", *arguments])
+    assert done.exit_code in {2, 3}
+    assert says in done.stderr
