@@ -34,9 +34,9 @@ from benchmarks.settings import Settings
 #: Recipes of ``examples/make_hybrid_model.py``, with the arguments of their engines. States are
 #: float32 on all processors, as on those where vLLM has them so in any case.
 _MODELS: dict[str, dict[str, Any]] = {
-    "gemma3": {"dtype": "float32"},
-    "qwen3-next": {"mamba_ssm_cache_dtype": "float32"},
-    "lfm2": {"dtype": "float32"},
+    "gemma3-large": {"dtype": "float32"},
+    "qwen3-next-large": {"mamba_ssm_cache_dtype": "float32"},
+    "lfm2-large": {"dtype": "float32"},
 }
 
 

@@ -87,12 +87,22 @@ _QWEN3_NEXT = HybridRecipe(
 )
 _LFM2 = HybridRecipe("lfm2", ("conv", "conv", "full_attention") * 2)
 
+
+def _large(recipe: HybridRecipe) -> HybridRecipe:
+    """Return a model that computes for seconds where the small one takes tenths of a second."""
+    return replace(recipe, hidden=768, intermediate=1536, heads=12)
+
+
 RECIPES: dict[str, HybridRecipe] = {
     "gemma3": _GEMMA3,
     "qwen3-next": _QWEN3_NEXT,
     # With states in float32, vLLM's blocks grow to 640 tokens to be as large as one.
     "qwen3-next-wide": replace(_QWEN3_NEXT, kv_heads=1, value_heads=8),
     "lfm2": _LFM2,
+    # For measurements: with the small ones most of a request's time is not that of the model.
+    "gemma3-large": _large(_GEMMA3),
+    "qwen3-next-large": _large(_QWEN3_NEXT),
+    "lfm2-large": _large(_LFM2),
 }
 
 
