@@ -418,6 +418,23 @@ class Config(BaseSettings):
             "(`VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS`)."
         ),
     )
+    handover_wait_s: float = Field(
+        default=30.0,
+        ge=0,
+        description=(
+            "Longest time, in seconds from its arrival, that a request waits for KV that another "
+            "engine has promised to store. What is missing then is computed. A request's params "
+            "may shorten its own wait."
+        ),
+    )
+    max_waiting: _Count = Field(
+        default=128,
+        ge=0,
+        description=(
+            "Most requests that wait at once for KV that other engines have promised. Further ones "
+            "are computed, as far as their KV is not on the shelf."
+        ),
+    )
     handover_keep_s: float = Field(
         default=3600.0,
         ge=0,

@@ -76,6 +76,17 @@ COUNTERS: Mapping[str, str] = {
     ),
     "dropped_chunks_error": "chunks dropped because their store failed",
     "dropped_chunks_shutdown": "chunks not yet published at shutdown",
+    "handovers_promised": "prompts promised to other engines",
+    "handovers_complete": "requests for which everything promised was there in time",
+    "handovers_late": "requests that were computed because their hand-over was late",
+    "handovers_gave_up": "requests that were computed because the producer gave up",
+    "handovers_refused": "requests that did not wait for a hand-over because too many waited",
+    "handovers_other_namespace": (
+        "requests that did not wait for a hand-over because the producer's KV is of no use here"
+    ),
+    "handovers_invalid": (
+        "requests that did not wait for a hand-over because their params do not fit them"
+    ),
     "promises_broken": "hand-overs of which a chunk was dropped or could not be stored",
     "markers_written": "markers written that tell other engines of a broken promise",
     "leftovers_deleted": "tails and markers of old hand-overs deleted",
@@ -125,6 +136,7 @@ OPERATIONS: Mapping[str, str] = {
     "scatter": "copying one object into the paged KV cache",
     "gather": "copying one chunk out of the paged KV cache, within an engine step",
     "publish": "writing one object",
+    "handover_wait": "one request's wait for a hand-over, from its arrival, however it ended",
 }
 
 #: Metric that holds the durations of all operations.
@@ -134,7 +146,7 @@ TIMES: Final = "operation_duration_seconds"
 TIME_BOUNDS: tuple[float, ...] = (
     *(50e-6, 100e-6, 250e-6, 500e-6),
     *(1e-3, 2.5e-3, 5e-3, 10e-3, 25e-3, 50e-3, 100e-3, 250e-3, 500e-3),
-    *(1.0, 2.5, 5.0, 10.0),
+    *(1.0, 2.5, 5.0, 10.0, 30.0),
 )
 
 #: Every gauge: its meaning, and how the values of an engine's processes become one.

@@ -224,6 +224,7 @@ class Request:
         self.prompt_is_token_ids = None
         self.resumable = False
         self.skip_reading_prefix_cache = False
+        self.kv_transfer_params: Any = None
         self.cache_salt: str | None = None
         self.lora_request: Any = None
         self.mm_features: list[Any] = []

@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import random
 import warnings
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -124,7 +124,7 @@ class World:
         return [
             (
                 f"{folder}/{object_name(chunk, shard, of_kind.shards, kind)}",
-                of_kind.object_size(shard),
+                of_kind.object_size(shard, chunk.tokens if chunk.tail else None),
             )
             for shard in range(of_kind.shards)
         ]
@@ -167,6 +167,8 @@ def namespace_of(groups: CacheGroups, chunk_size: int, weights: str) -> Namespac
         "attention": [group.kind for group in groups],
         **{SHARDS_FIELDS[kind]: 1 for kind in groups.kinds if kind != FULL},
     }
+    if not groups.hybrid:
+        del record["kinds"]
     record["data_offset"] = ObjectFormat.required_data_offset(record)
     return Namespace(record, "scheduled")
 
@@ -334,7 +336,21 @@ class ScheduledEngine:
         self.stored: list[tuple[Kind, int]] = []
         self.metas: list[StepMetadata] = []
         self.answers: dict[str, list[int]] = {}
+        #: What the scheduler side has counted, also what vLLM has taken since.
+        self.counted: Counter[str] = Counter()
+        counters = self.connector._counters
+        count = counters.add
+
+        def add(name: str, amount: float = 1) -> None:
+            self.counted[name] += amount
+            count(name, amount)
+
+        counters.add = add
+        #: The connector's params of requests that ended.
+        self.params: dict[str, Any] = {}
         self.preempted: set[str] = set()
+        #: Tokens that each request has had computed.
+        self.computed: Counter[str] = Counter()
         #: So many loads fail, whatever the shelf has.
         self.failing_loads = 0
         self.chunk_size = self.connector.config.chunk_size
@@ -351,17 +367,31 @@ class ScheduledEngine:
         return namespace
 
     def _name_chunks(self, text: Text) -> None:
-        for chunk in self.chunks_of(text.tokens):
+        chunks = self.chunks_of(text.tokens)
+        tail = self.tail_of(text.tokens[: text.prompt])
+        for chunk in chunks if tail is None else [*chunks, tail]:
             self.world.texts[chunk.key] = text, self._named
 
     # What users do
 
-    def add(self, name: str, prompt: Sequence[int], answer: int = 2) -> None:
+    def add(
+        self,
+        name: str,
+        prompt: Sequence[int],
+        answer: int = 2,
+        *,
+        transfer: object = None,
+        **options: Any,
+    ) -> None:
+        """Add a request; `transfer` is its kv_transfer_params, `options` are vLLM's."""
         text = self.texts[name] = Text(prompt, answer)
         self._name_chunks(text)
-        params = SamplingParams(max_tokens=answer, temperature=0.0, ignore_eos=True)
+        extra = None if transfer is None else {"kv_transfer_params": transfer}
+        params = SamplingParams(
+            max_tokens=answer, temperature=0.0, ignore_eos=True, extra_args=extra
+        )
         self.scheduler.add_request(
-            Request(name, list(prompt), params, None, block_hasher=self._hasher)
+            Request(name, list(prompt), params, None, block_hasher=self._hasher, **options)
         )
 
     def wait_for_lookup(self, name: str) -> None:
@@ -405,6 +435,12 @@ class ScheduledEngine:
     def chunks_of(self, tokens: Sequence[int]) -> list[Chunk]:
         """The chunks of a prompt."""
         return KeyChain(self.fmt.namespace.digest, self.chunk_size).extend(tokens)
+
+    def tail_of(self, tokens: Sequence[int]) -> Chunk | None:
+        """The tail of a prompt."""
+        chain = KeyChain(self.fmt.namespace.digest, self.chunk_size)
+        chain.extend(tokens)
+        return chain.tail()
 
     def finish(self) -> None:
         """Step until all requests are done, and compare their answers."""
@@ -479,6 +515,8 @@ class ScheduledEngine:
             for group in self.scheduler.update_from_output(done, answer).values():
                 for one in group.outputs:
                     self.answers.setdefault(one.request_id, []).extend(one.new_token_ids)
+                    if one.finish_reason is not None:
+                        self.params[one.request_id] = one.kv_transfer_params
         return meta
 
     def _read(self, block: int, offset: int, count: int) -> bytes:
@@ -497,6 +535,7 @@ class ScheduledEngine:
             self.state_columns.pop(name, None)
         begins.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         sampled = []
+        self.computed.update(output.num_scheduled_tokens)
         for name, count in output.num_scheduled_tokens.items():
             text, start = self.texts[name], begins[name]
             end = start + count
@@ -575,6 +614,7 @@ class ScheduledEngine:
         assert weights == self.weights
         assert len(op.block_ids) == len(self.groups)
         content, right = b"", b""
+        end = index * size + op.chunk.tokens
         for group, blocks in zip(self.groups, op.block_ids, strict=True):
             if group.kind != op.kind:
                 assert blocks == []
@@ -585,8 +625,8 @@ class ScheduledEngine:
                 right += text.state(group.index, (index + 1) * size, weights)
             else:
                 begin = index * size % group.block_size
-                content += self._gather(blocks, group.block_size, begin, begin + size)
-                right += text.kv(group.index, index * size, (index + 1) * size, weights)
+                content += self._gather(blocks, group.block_size, begin, begin + op.chunk.tokens)
+                right += text.kv(group.index, index * size, end, weights)
         assert content == right, f"{op.kind} of chunk {index} is stored wrongly"
         self.stored.append((op.kind, index))
         key = kind_key(op.chunk.key, op.kind)
@@ -641,7 +681,7 @@ class ScheduledEngine:
     def _fill(self, op: LoadOp, kind: Kind, chunk: Chunk, content: bytes) -> None:
         size = self.chunk_size
         begin = max(op.start, chunk.index * size)
-        end = min(op.end, (chunk.index + 1) * size)
+        end = min(op.end, chunk.index * size + chunk.tokens)
         assert begin < end
         for group in self.groups.of(kind):
             table = op.block_ids[group.index]
@@ -651,7 +691,7 @@ class ScheduledEngine:
                 assert not any(table[: end // group.block_size - 1])
                 self._write(table[end // group.block_size - 1], 0, own)
                 continue
-            own, content = content[: size * TOKEN], content[size * TOKEN :]
+            own, content = content[: chunk.tokens * TOKEN], content[chunk.tokens * TOKEN :]
             for token in range(begin, end):
                 block = table[token // group.block_size]
                 if kind == WINDOW and block == NULL_BLOCK:

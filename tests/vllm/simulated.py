@@ -509,6 +509,7 @@ class SimulatedEngine:
             prompt_is_token_ids=None,
             resumable=False,
             skip_reading_prefix_cache=False,
+            kv_transfer_params=None,
             cache_salt=None,
             lora_request=None,
             mm_features=[],

@@ -166,6 +166,7 @@ class SharedStorageConnector(KVConnectorBase_V1, SupportsHMA):
                 ranks=int(vllm_config.parallel_config.world_size),
                 may_store=transfer.is_kv_producer
                 and _tokens_are_together(context_ranks(vllm_config, kv_cache_config)),
+                hands_over=_is_first_in_multi_connector(),
                 on_thread_start=widen_cpu_affinity,
                 counters=self._counters,
             )
@@ -348,9 +349,13 @@ class SharedStorageConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Forget the request; its blocks may be reused, since stores copy them in time."""
-        self._as_scheduler().finished(request.request_id)
-        return False, None
+        """Forget the request; its blocks may be reused, since stores copy them in time.
+
+        Where the request asked for a hand-over, the answer is what another engine needs to know
+        (:mod:`kvshelf.vllm.handover`).
+        """
+        handover = self._as_scheduler().finished(request.request_id)
+        return False, None if handover is None else handover.params()
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
@@ -594,6 +599,16 @@ def _name_connectors_with_one_group() -> None:
             " without that connector have another namespace",
             ", ".join(names),
         )
+
+
+def _is_first_in_multi_connector() -> bool:
+    """Whether no connector before this one in a MultiConnector is one of kvshelf as well.
+
+    Only one of them hands over: vLLM ends the engine when two answer a request with the same
+    fields.
+    """
+    before = getattr(_enclosing_multi_connector(), "_connectors", ())
+    return not any(isinstance(connector, SharedStorageConnector) for connector in before)
 
 
 def _enclosing_multi_connector() -> Any:

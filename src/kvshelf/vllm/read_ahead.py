@@ -10,7 +10,8 @@ bring: of each kind of KV the chunks that a load needs.
 Contracts
 ---------
 * Oldest requests first; a step looks at a bounded number of requests and names a bounded number
-  of chunks.
+  of chunks. Of requests that wait for a hand-over, the chunks that have appeared are named; there
+  is a bound on these requests elsewhere, and they do not count.
 * A request that vLLM passes over is not looked at until vLLM asks for it again. vLLM asks for
   requests in the order in which they wait, and passes over those that it cannot admit yet, such as
   one whose grammar is not compiled or for whose LoRA adapter a step has no room.
@@ -22,7 +23,6 @@ Contracts
 
 from __future__ import annotations
 
-import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -49,10 +49,13 @@ class Loadable:
         The request's chunks, from the first one on.
     ranges : Mapping[Kind, range]
         For each kind, the indices of the chunks that would be loaded.
+    grows : bool
+        The request waits for more.
     """
 
     chunks: Sequence[Chunk] = ()
     ranges: Mapping[Kind, range] = field(default_factory=dict)
+    grows: bool = False
 
 
 @dataclass(slots=True)
@@ -163,9 +166,12 @@ class ReadAhead:
         if not self._enabled:
             return planned
         stopped = paused()
-        left = _CHUNKS_PER_STEP
+        left, looked_at = _CHUNKS_PER_STEP, 0
         candidates = (one for one in self._waiting.items() if not one[1].passed_over)
-        for request_id, waiting in list(itertools.islice(candidates, _REQUESTS_PER_STEP)):
+        for request_id, waiting in list(candidates):
+            if looked_at == _REQUESTS_PER_STEP:
+                break
+            looked_at += 1
             if request_id in scheduled:
                 # Admitted without a load: vLLM had what the shelf has, or the shelf has nothing.
                 self.end(request_id)
@@ -173,6 +179,8 @@ class ReadAhead:
             found = loadable(request_id)
             if found is None:
                 continue
+            # Others behind it may be admitted before it.
+            looked_at -= found.grows
             if not waiting.ready:
                 # The next step may admit it.
                 waiting.ready = True

@@ -9,18 +9,30 @@ A request's life
 ----------------
 1. ``new_request`` starts its lookup.
 2. vLLM calls ``matched_tokens``, perhaps many times: the answer is (None, False) until the lookup
-   is done or its time is up, and from then on always the same.
+   is done or its time is up, and from then on always the same. A request that brings a hand-over
+   goes on waiting until all of it is on the shelf.
 3. ``allocated`` turns the answer into a load, unless vLLM did not use it.
 4. ``step_metadata`` hands loads to the worker, and as stores all chunks that the step completes
    and that the lookup did not find. It also names chunks of waiting requests, which the worker
    reads ahead.
 5. ``worker_output`` takes what failed, so that these chunks are computed and stored again.
-6. ``finished`` forgets the request, and cancels its load if it is still running.
+6. ``finished`` forgets the request, and cancels its load if it is still running. It returns what
+   is promised to another engine.
 
 Contracts
 ---------
 * A hit ends at a block boundary and leaves at least one token to compute. Of a hybrid engine
-  (:mod:`kvshelf.vllm.groups`) it ends at a chunk boundary.
+  (:mod:`kvshelf.vllm.groups`) it ends at a chunk boundary. A hand-over may end anywhere and have
+  all tokens, of which vLLM then computes the last one once more; but of a hybrid engine, and of one
+  with a drafter, it ends as other hits do.
+* A request that brings a hand-over (:mod:`kvshelf.vllm.awaiting`) waits for its chunks and the tail
+  until its deadline, and never longer. What ends the wait of others does not end this one: a
+  lookup's misses, chunks that failed, ``lookup_wait_s``, a storage that does not answer, an open
+  breaker, a namespace that is not known yet. At its end there is a hit of what was seen.
+* A request that asks for a hand-over has its tail stored, in the step that completes the prompt,
+  and promises what is stored or planned (:mod:`kvshelf.vllm.promise`).
+* A step sleeps, for at most 10 ms, if it computes nothing, all requests wait for hand-overs, and
+  nobody waits for this engine's steps.
 * A request of which vLLM would not use a hit is not held, not read ahead and not counted; it is
   stored like others. Such are requests that skip the prefix cache, as those for log probabilities
   of the prompt do, and all requests of engines that return the routed experts: vLLM takes KV only
@@ -35,11 +47,11 @@ Contracts
   that step or the next one, or where vLLM names a block for it. No step is changed for that. Which
   of them are worth their bytes says :meth:`SchedulerSide._is_worth_storing`.
 * Until the namespace is known there are no hits and no stores.
-* While the weights are compared (:mod:`kvshelf.vllm.handshake`) there are neither, and no request
-  waits. After a change nothing is stored that was computed before it, or behind blocks that were
-  (:mod:`kvshelf.vllm.block_weights`).
+* While the weights are compared (:mod:`kvshelf.vllm.handshake`) there are neither, and no other
+  request waits. After a change nothing is stored that was computed before it, or behind blocks
+  that were (:mod:`kvshelf.vllm.block_weights`).
 * While a storage breaker of the scheduler or of a worker is open there are no hits, and no
-  request waits.
+  other request waits.
 * All waits for lookups in one step together take at most the lookup budget. Steps that compute
   nothing may take longer, and workers may then wait for loads, but only where no other rank or
   pipeline stage waits for this engine's step: not with several stages, nor with data parallelism
@@ -61,6 +73,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import sys
 import time
 from collections import OrderedDict
@@ -78,10 +91,14 @@ from kvshelf.shelf.failed_keys import FailedKeys
 from kvshelf.shelf.hits import window_chunks
 from kvshelf.shelf.lookup import Lookup, LookupService
 from kvshelf.shelf.tiers import AnyShelf
+from kvshelf.shelf.view import ShelfView
+from kvshelf.shelf.waits import Wait, WaitService
 from kvshelf.vllm.adapters import AdapterDigests, adapter_settings
+from kvshelf.vllm.awaiting import RETRY_SECONDS, Awaited, Awaiting
 from kvshelf.vllm.block_weights import BlockWeights
 from kvshelf.vllm.draft_scheduler import DraftScheduler
 from kvshelf.vllm.groups import CacheGroups
+from kvshelf.vllm.handover import Handover, asks_for_handover
 from kvshelf.vllm.handshake import Handshake
 from kvshelf.vllm.item_ids import ItemIds
 from kvshelf.vllm.metadata import (
@@ -94,6 +111,8 @@ from kvshelf.vllm.metadata import (
     WorkerMetadata,
 )
 from kvshelf.vllm.namespace import topologies_of
+from kvshelf.vllm.other_namespaces import OtherNamespaces
+from kvshelf.vllm.promise import Promise
 from kvshelf.vllm.read_ahead import Loadable, ReadAhead
 from kvshelf.vllm.speculation import draft_engine
 from kvshelf.weights.fingerprints import FingerprintCache
@@ -102,6 +121,8 @@ logger = logging.getLogger(__name__)
 
 # An engine that computes nothing loses nothing by waiting as long as an empty step takes.
 _IDLE_LOOKUP_SECONDS = 2e-3
+# A lookup that takes longer is not about to end.
+_IDLE_WAIT_SECONDS = 10e-3
 # After so long without a step, a worker's last word on its breaker no longer counts.
 _STALE_SECONDS = 1.0
 _REPAIRS_REMEMBERED = 4096
@@ -116,6 +137,7 @@ class _Request:
         "adapter",
         "addressable",
         "admission",
+        "awaited",
         "breaker_counted",
         "counted",
         "cut",
@@ -131,6 +153,7 @@ class _Request:
         "next_store",
         "offered_from",
         "period",
+        "promise",
         "reads",
         "request",
         "waiting_since",
@@ -145,6 +168,8 @@ class _Request:
         # A request that was preempted since then is admitted anew.
         self.admission: int = request.num_preemptions
         self.lookup: Lookup | None = None
+        #: The hand-over that the request brought.
+        self.awaited: Awaited | None = None
         self.waiting_since: float | None = None
         self.gave_up = False
         self.loaded = False
@@ -160,6 +185,8 @@ class _Request:
         #: Since the request was admitted.
         self.failed_loads = 0
         self.next_store = 0
+        #: Where the request asked for a hand-over.
+        self.promise: Promise | None = None
         #: Index of the last chunk whose state was planned to be stored.
         self.last_state = -1
         #: From this token on the KV does not depend on the prefix alone.
@@ -172,11 +199,16 @@ class _Request:
         self.admission = self.request.num_preemptions
         self.loaded = self.gave_up = False
         self.failed_loads = 0
+        if self.awaited is not None and self.awaited.outcome is not None:
+            # What is promised is there, or is not waited for again.
+            self.awaited.deadline = math.inf
         self.drop_lookup()
 
     def drop_lookup(self) -> None:
         if self.lookup is not None:
             self.lookup.cancel()
+        if self.awaited is not None:
+            self.awaited.drop()
         self.lookup = None
         self.waiting_since = None
 
@@ -196,6 +228,8 @@ class SchedulerSide:
         Number of workers that must report before the namespace is known.
     may_store : bool
         Whether the engine's ``kv_role`` allows to store; all roles load.
+    hands_over : bool
+        Whether requests may hand their KV over to other engines.
     on_thread_start : Callable, optional
         Called first on each lookup thread.
     counters : Counters, optional
@@ -211,6 +245,7 @@ class SchedulerSide:
         groups: CacheGroups,
         ranks: int = 1,
         may_store: bool = True,
+        hands_over: bool = True,
         on_thread_start: Callable[[], None] | None = None,
         counters: Counters | None = None,
     ) -> None:
@@ -221,6 +256,9 @@ class SchedulerSide:
         #: Tokens: where a hit may end.
         self._block_size = groups.alignment
         self._may_store = may_store and not config.read_only
+        self._hands_over = hands_over
+        #: Whether tails are stored and loaded.
+        self._tails = False
         self._on_thread_start = on_thread_start
         self.counters = Counters() if counters is None else counters
         self._handshake = Handshake(vllm_config, config, ranks)
@@ -228,6 +266,15 @@ class SchedulerSide:
         self._drafts: DraftScheduler | None = None
         if draft_engine(vllm_config) is not None:
             self._drafts = DraftScheduler(vllm_config, config, self._block_size)
+        self._awaiting = Awaiting(config, groups, self.counters)
+        self._waits: WaitService | None = None
+        #: The objects of each kind.
+        self._views: dict[Kind, ShelfView] = {}
+        self._others = OtherNamespaces()
+        #: Requests that were asked for since the last step and wait for a hand-over. Of some of
+        #: them a lookup is about to end.
+        self._held = 0
+        self._hurried = False
         self._read_ahead = ReadAhead()
         self._failed = FailedKeys()
         #: By kind key, the ranks that replaced their objects of a damaged chunk, until all have.
@@ -312,11 +359,22 @@ class SchedulerSide:
             self._drafts.asked(request, computed)
         if not state.reads or state.loaded or state.gave_up or self.disabled:
             return 0, False
+        awaited = state.awaited
+        if awaited is not None and awaited.outcome is None:
+            if computed > 0 and awaited.handover.tokens - computed <= self._block_size:
+                # vLLM computes the rest sooner than it could be loaded.
+                return 0, False
+            if self._still_waits(state, awaited):
+                self._held += 1
+                state.offered_from = computed
+                return None, False
         if self._handshake.checking:
             return 0, False
         lookups = self._lookups
+        overdue = awaited is not None and self._awaiting.clock() >= awaited.deadline
         if lookups is None:
-            return (None, False) if self._handshake.may_wait() else (0, False)
+            may_wait = not overdue and self._handshake.may_wait()
+            return (None, False) if may_wait else (0, False)
         lookup = state.lookup or self._start_lookup(lookups, state)
         if self._breaker_is_open(lookups):
             if not state.breaker_counted:
@@ -324,7 +382,7 @@ class SchedulerSide:
                 self.counters.add("skipped_lookups")
             return 0, False
         if not lookup.done and not self._wait(lookups, lookup):
-            if not self._too_long(lookups, state):
+            if not overdue and not self._too_long(lookups, state):
                 return None, False
             return self._no_answer(state)
         if lookup.given_up:
@@ -338,6 +396,77 @@ class SchedulerSide:
             self.counters.add("lookup_tokens", request.num_tokens - computed)
             self.counters.add("hit_tokens", max(0, hit - computed))
         return (hit - computed, True) if hit > computed else (0, False)
+
+    def _still_waits(self, state: _Request, awaited: Awaited) -> bool:
+        """Whether a request waits for its hand-over in this step; notes how the wait ends."""
+        request_id, now = state.request.request_id, self._awaiting.clock()
+        if now >= awaited.deadline:
+            self._awaiting.end(request_id, awaited, "late")
+            return False
+        lookups = self._lookups
+        if lookups is None or self._handshake.checking:
+            return True
+        wait = awaited.wait
+        if wait is None:
+            if self._is_of_another_namespace(request_id, awaited):
+                return False
+            lookup = state.lookup
+            if lookup is None:
+                if now < awaited.retry_at:
+                    return True
+                lookup = self._start_lookup(lookups, state)
+            if not lookup.done and not self._wait(lookups, lookup):
+                self._hurried = self._hurried or not lookups.stalled(_IDLE_WAIT_SECONDS)
+                return True
+            if lookup.given_up:
+                # The storage may be back before the deadline.
+                state.drop_lookup()
+                awaited.retry_at = now + RETRY_SECONDS
+                return True
+            wait = self._begin_wait(state, awaited, lookup)
+        if wait is None:
+            return False
+        if wait.complete and not self._breaker_is_open(lookups):
+            self._awaiting.end(request_id, awaited, "complete")
+        elif wait.gave_up:
+            self._awaiting.end(request_id, awaited, "gave_up")
+            if self._groups.hybrid:
+                # Where a shorter hit can end is not among what was waited for.
+                state.drop_lookup()
+        return awaited.outcome is None
+
+    def _is_of_another_namespace(self, request_id: str, awaited: Awaited) -> bool:
+        """Whether the producer's KV is of no use here; says once how the namespaces differ."""
+        namespace, shelf = self.namespace, self._shelf()
+        assert namespace is not None
+        if awaited.handover.namespace == namespace.digest:
+            return False
+        self._awaiting.end(request_id, awaited, "other_namespace")
+        if shelf is not None:
+            self._others.met(shelf, namespace, awaited.handover.namespace)
+        return True
+
+    def _begin_wait(self, state: _Request, awaited: Awaited, lookup: Lookup) -> Wait | None:
+        """Wait for what the lookup has not seen; None if the hand-over is not of this request."""
+        request = state.request
+        try:
+            if not self._adapters.trusts(request.lora_request):
+                raise ValueError("KV of its LoRA adapter cannot be loaded")
+            pieces = self._awaiting.missing(awaited, request, lookup, tails=self._tails)
+        except ValueError as error:
+            self._awaiting.end(request.request_id, awaited, "invalid", str(error))
+            return None
+        if self._waits is None:
+            assert self._lookups is not None
+            self._waits = WaitService(
+                self._views,
+                counters=self.counters,
+                on_seen=self._lookups.note_published,
+                on_thread_start=self._on_thread_start,
+            )
+        wait = self._waits.submit(pieces, awaited.handover.attempt)
+        awaited.begin(wait, lookup.full_chunks, pieces)
+        return wait
 
     def _breaker_is_open(self, lookups: LookupService) -> bool:
         """Whether the breaker of the scheduler's storage, or of a worker's, is open."""
@@ -363,6 +492,12 @@ class SchedulerSide:
         addressable = _has_address(request) and self._item_ids.may_enter_keys(request)
         reads = self._hits_are_used and not request.skip_reading_prefix_cache
         state = self._requests[request.request_id] = _Request(request, addressable, reads)
+        params = request.kv_transfer_params
+        if params is not None and self._hands_over:
+            if addressable and asks_for_handover(params):
+                state.promise = Promise()
+            request_id = request.request_id
+            state.awaited = self._awaiting.arrive(request_id, params, reads=state.reads)
         return state
 
     @property
@@ -399,18 +534,28 @@ class SchedulerSide:
         return now - state.waiting_since >= longest or lookups.stalled(longest)
 
     def _hit_tokens(self, state: _Request, lookup: Lookup) -> int:
-        chunks = lookup.hit_chunks
+        chunks, awaited = lookup.hit_chunks, state.awaited
         if self._groups.hybrid:
             # One of _ends.
-            return chunks * self._config.chunk_size
+            handed = 0 if awaited is None else awaited.hit_tokens
+            return max(chunks * self._config.chunk_size, handed)
+        size, last = self._config.chunk_size, state.request.num_tokens - 1
+        whole = 0
+        if awaited is not None:
+            chunks = max(chunks, awaited.full_chunks)
+            # A drafter has KV of whole chunks only.
+            whole = awaited.hit_tokens if self._drafts is None else 0
         if state.limit is not None:
             chunks = min(chunks, state.limit)
+            whole = whole if whole <= state.limit * size else 0
         # One token must be left: the model has to compute something to sample from.
-        hit: int = min(chunks * self._config.chunk_size, state.request.num_tokens - 1)
+        hit: int = min(chunks * size, last)
         hit -= hit % self._block_size
+        # Behind a hand-over vLLM computes the last token once more.
+        hit = max(hit, whole)
         if self._whole_items:
             for start, end in reversed(_items(state.request)):
-                if start < hit < end:
+                if start < min(hit, last) < end:
                     hit = start - start % self._block_size
         return hit
 
@@ -500,7 +645,7 @@ class SchedulerSide:
         start, end = state.offered_from, state.offered_from + external
         lookup = state.lookup
         chain = lookup.chain if lookup is not None and lookup.done else None
-        known = [] if chain is None else chain.chunks
+        known = [] if chain is None else self._chunks_of(state, chain, end)
         chunks = {
             kind: known[indices.start : indices.stop]
             for kind, indices in self._ranges(start, end).items()
@@ -522,6 +667,15 @@ class SchedulerSide:
             op.drafts.extend(self._drafts.to_load(request.request_id, chain, start, end))
         self._read_ahead.note_in_engine_cache(op.chunks)
         self._loads.append(op)
+
+    def _chunks_of(self, state: _Request, chain: KeyChain, end: int) -> list[Chunk]:
+        """Return the chunks of a prompt of which a load of tokens before `end` takes the first."""
+        awaited = state.awaited
+        tail = awaited.tail if awaited is not None and awaited.hit_tokens else None
+        first = 0 if tail is None else tail.index * self._config.chunk_size
+        if tail is None or not first < end <= first + tail.tokens:
+            return chain.chunks
+        return [*chain.chunks[: tail.index], tail]
 
     def _ranges(self, start: int, end: int) -> dict[Kind, range]:
         """Return the chunks of each kind that a load of tokens ``[start, end)`` needs."""
@@ -570,6 +724,7 @@ class SchedulerSide:
             self._computed = output.num_scheduled_tokens
         self._stepped_at = time.monotonic()
         self._budget_left = self._budget_of_step()
+        self._awaiting.scheduled(output.num_scheduled_tokens)
         meta = StepMetadata(idle=self._may_wait)
         if self._blocks.period:
             try:
@@ -601,8 +756,23 @@ class SchedulerSide:
                 self._plan_stores(output, meta)
             except Exception as error:  # noqa: BLE001 - the loads must reach the worker
                 meta.stores = []
+                self._break_promises(output.num_scheduled_tokens)
                 self._log.error("stores of a step could not be planned", exc_info=error)
-        return self._hand_out(meta)
+        self._hand_out(meta)
+        self._rest(meta)
+        return meta
+
+    def _rest(self, meta: StepMetadata) -> None:
+        """Sleep for a moment if all requests wait for hand-overs, and a step brings nothing."""
+        held, self._held = self._held, 0
+        hurried, self._hurried = self._hurried, False
+        if not meta.idle or hurried or not held or held < len(self._requests):
+            return
+        if meta != StepMetadata(idle=True, weights_round=meta.weights_round):
+            return
+        seconds = self._awaiting.longest_rest()
+        if seconds > 0:
+            (time.sleep if self._waits is None else self._waits.sleep)(seconds)
 
     def failed_step(self) -> StepMetadata:
         """Return what the workers have to do after an error in :meth:`step_metadata`.
@@ -615,6 +785,7 @@ class SchedulerSide:
         self._blocks.lose()
         for state in self._requests.values():
             state.cut = 0
+        self._break_promises(self._requests)
         return self._hand_out(StepMetadata())
 
     def _hand_out(self, meta: StepMetadata) -> StepMetadata:
@@ -660,13 +831,23 @@ class SchedulerSide:
     def _loadable(self, request_id: str) -> Loadable | None:
         """Return what a load of a request would bring now; None while that is not known."""
         state = self._requests[request_id]
-        lookup = state.lookup
+        lookup, awaited = state.lookup, state.awaited
         if lookup is None or not lookup.done or lookup.given_up or lookup.chain is None:
             return None
+        size, first = self._config.chunk_size, state.offered_from
+        if awaited is not None and awaited.outcome is None:
+            # Windows and states are of use at the end of the wait only.
+            full = range(first // size, awaited.full_chunks)
+            return Loadable(lookup.chain.chunks, {FULL: full} if full else {}, grows=True)
         hit = self._hit_tokens(state, lookup)
-        if state.gave_up or hit <= state.offered_from:
+        if state.gave_up or hit <= first:
             return Loadable()
-        return Loadable(lookup.chain.chunks, self._ranges(state.offered_from, hit))
+        chunks = self._chunks_of(state, lookup.chain, hit)
+        if chunks[-1].tail:
+            # It is small, and appears last.
+            chunks = chunks[:-1]
+            hit = min(hit, len(chunks) * size)
+        return Loadable(chunks, self._ranges(first, hit) if hit > first else {})
 
     def _plan_stores(self, output: Any, meta: StepMetadata) -> None:
         for req_id, before, after in _scheduled(output):
@@ -693,9 +874,11 @@ class SchedulerSide:
         size = self._config.chunk_size
         # Tokens beyond these (drafts, samples in flight) may still change.
         known = request.num_tokens if self._config.save_decode else request.num_prompt_tokens
-        complete = min(after, known, state.cut) // size
+        end = min(after, known, state.cut)
+        complete = end // size
         states = self._states_at(req_id, (before, after), complete, output)
-        if complete <= state.next_store and not states:
+        tail = self._needs_tail(state, end)
+        if complete <= state.next_store and not states and not tail:
             return
         if lookup is None or lookup.given_up:
             # The request was admitted before the namespace was known, or has no keys yet.
@@ -710,11 +893,11 @@ class SchedulerSide:
         self._read_ahead.note_in_engine_cache(chain.chunks[state.next_store : complete])
         tables: Sequence[Sequence[int]] | None = None
         for chunk in chain.chunks[state.next_store : complete]:
-            missing = [
-                kind
-                for kind in self._groups.kinds
-                if kind != STATE and not self._is_stored(state, lookup, chunk, kind)
-            ]
+            kinds = self._groups.kinds
+            stored = [kind for kind in kinds if self._is_stored(state, lookup, chunk, kind)]
+            missing = [kind for kind in kinds if kind != STATE and kind not in stored]
+            for kind in stored:
+                self._note_promised(state, kind, chunk)
             if not missing:
                 continue
             if tables is None:
@@ -732,7 +915,34 @@ class SchedulerSide:
             if self._is_worth_storing(state, lookup, chunk):
                 state.last_state = index
                 meta.stores.append(self._store_op(state, lookup, chunk, STATE, blocks))
+        if tail:
+            first, prompt = request.num_prompt_tokens // size, request.num_prompt_tokens
+            chunk = chain.tail_after(first, request._all_token_ids[first * size : prompt])
+            tables = output.kv_connector_block_state.get_block_ids(req_id)
+            of_tail = None if tables is None else self._blocks_of(chunk, FULL, tables)
+            if of_tail is not None:
+                meta.stores.append(self._store_op(state, lookup, chunk, FULL, of_tail))
         state.next_store = max(state.next_store, complete)
+
+    def _needs_tail(self, state: _Request, end: int) -> bool:
+        """Whether a request's tail is to be stored, of which tokens before `end` have KV."""
+        if state.promise is None or state.promise.tail is not None or not self._tails:
+            return False
+        prompt = state.request.num_prompt_tokens
+        return bool(end >= prompt and prompt % self._config.chunk_size > 0)
+
+    def _note_promised(self, state: _Request, kind: Kind, chunk: Chunk) -> None:
+        """Note a kind of a chunk that is stored or planned to be, if the request hands over."""
+        if state.promise is not None:
+            assert self.namespace is not None
+            state.promise.add(self.namespace, kind, chunk)
+
+    def _break_promises(self, request_ids: Iterable[str]) -> None:
+        """Promise nothing of requests of which it is not known what is stored."""
+        for request_id in request_ids:
+            state = self._requests.get(request_id)
+            if state is not None:
+                state.promise = None
 
     def _blocks_of(
         self, chunk: Chunk, kind: Kind, tables: Sequence[Sequence[int]]
@@ -742,7 +952,7 @@ class SchedulerSide:
         found: dict[int, list[int]] = {}
         for group in self._groups.of(kind):
             first = chunk.index * size // group.block_size
-            last = -(-(chunk.index + 1) * size // group.block_size)
+            last = -(-(chunk.index * size + chunk.tokens) // group.block_size)
             found[group.index] = blocks = list(tables[group.index][first:last])
             if len(blocks) < last - first or NULL_BLOCK in blocks:
                 return None
@@ -796,6 +1006,8 @@ class SchedulerSide:
         key = kind_key(chunk.key, kind)
         if key in state.failures or key in self._failed:
             return False
+        if state.awaited is not None and state.awaited.has_seen(kind, chunk.index):
+            return True
         if kind == FULL:
             return chunk.index < lookup.full_chunks
         return chunk.index in lookup.known.get(kind, ())
@@ -835,6 +1047,7 @@ class SchedulerSide:
             request_id, chain = state.request.request_id, lookup.chain
             assert chain is not None
             draft = self._drafts.to_store(request_id, chain, chunk.index)
+        self._note_promised(state, kind, chunk)
         return StoreOp(
             chunk,
             tuple(blocks.get(group.index, []) for group in self._groups),
@@ -844,6 +1057,7 @@ class SchedulerSide:
             self._handshake.round,
             draft,
             kind,
+            "" if state.promise is None else state.promise.attempt,
         )
 
     def worker_output(self, meta: WorkerMetadata) -> None:
@@ -891,6 +1105,7 @@ class SchedulerSide:
             state.limit = limit if state.limit is None else min(state.limit, limit)
         if not self._groups.hybrid:
             return
+        state.awaited = None
         if state.loaded:
             # The load brought nothing. Other ranks may report the same one later.
             state.failed_loads += 1
@@ -932,19 +1147,27 @@ class SchedulerSide:
             # Chunk keys of the namespace of before.
             for state in self._requests.values():
                 state.drop_lookup()
+                if state.awaited is not None and state.awaited.outcome is not None:
+                    state.awaited = None
         previous = self._lookups
         # If no thread can be started, the next report tries again: nothing is settled yet.
+        self._views = {kind: shelf.view(fmt.of(kind)) for kind in fmt.kinds}
         self._lookups = LookupService(
-            shelf.view(fmt),
-            others={kind: shelf.view(fmt.of(kind)) for kind in fmt.kinds if kind != fmt.kind},
+            self._views[fmt.kind],
+            others=self._views,
             window=self._groups.window,
             failed=self._failed,
             counters=self.counters,
             on_thread_start=self._on_thread_start,
         )
         self._ranks_of = self._ranks_with(fmt)
+        drafts = draft_engine(self._vllm_config) is not None
+        self._tails = fmt.tails and not self._groups.hybrid and not drafts
         self._blocks.settle(changed=changed)
         self._handshake.settle(fmt.namespace)
+        if self._waits is not None:
+            self._waits.close()
+            self._waits = None
         if previous is not None:
             previous.close()
             self._look_up_again()
@@ -1000,18 +1223,32 @@ class SchedulerSide:
 
     # ------------------------------------------------------------- end
 
-    def finished(self, request_id: str) -> None:
-        """Forget a request; cancel its load if it is still running."""
+    def finished(self, request_id: str) -> Handover | None:
+        """Forget a request; cancel its load if it is still running.
+
+        Returns
+        -------
+        Handover or None
+            What is promised to another engine, where the request asked for that.
+        """
         state = self._requests.pop(request_id, None)
         if state is None:
-            return
+            return None
         self._read_ahead.end(request_id)
+        self._awaiting.forget(request_id)
         if self._drafts is not None:
             self._drafts.finished(state.request)
         if state.lookup is not None:
             state.lookup.cancel()
         if state.loading:
             self._cancelled.append(request_id)
+        request, handover = state.request, None
+        if state.promise is not None and request.num_computed_tokens >= request.num_prompt_tokens:
+            size = self._config.chunk_size
+            handover = state.promise.handover(self._groups, request.num_prompt_tokens, size)
+        if handover is not None:
+            self.counters.add("handovers_promised")
+        return handover
 
     def reset(self) -> bool:
         """Forget everything known of the shelf, and have the workers compare their weights.
@@ -1039,9 +1276,11 @@ class SchedulerSide:
         self._blocks.begin()
 
     def close(self) -> None:
-        """Stop the lookup threads."""
+        """Stop the threads."""
         if self._lookups is not None:
             self._lookups.close()
+        if self._waits is not None:
+            self._waits.close()
 
 
 def _scheduled(output: Any) -> Iterator[tuple[str, int, int]]:

@@ -1,0 +1,100 @@
+"""What this engine may promise of a prompt that it prefills for another engine.
+
+Owns the record of one request that asked for a hand-over: which kinds of which chunks are on the
+shelf or planned to be stored, and the tail. From it follows the answer of the request: the most
+leading tokens of the prompt of which a load would find everything.
+
+Contracts
+---------
+* Only what was seen on the shelf, or handed to the workers to be stored, is promised. What a store
+  loses later, the workers tell the consumer by a marker.
+* Everything promised is in one namespace.
+* Runs on the engine's step thread.
+"""
+
+from __future__ import annotations
+
+import secrets
+
+from kvshelf.format.keys import Chunk
+from kvshelf.format.kinds import FULL, STATE, WINDOW, Kind
+from kvshelf.format.namespace import Namespace
+from kvshelf.shelf.hits import window_chunks
+from kvshelf.vllm.groups import CacheGroups
+from kvshelf.vllm.handover import Handover
+
+
+class Promise:
+    """What is promised of one prompt so far.
+
+    Attributes
+    ----------
+    attempt : str
+        Random id of this attempt at a hand-over, 32 hex digits.
+    tail : Chunk or None
+        The tail, once its store is planned.
+    """
+
+    __slots__ = ("_chunks", "_kinds", "_namespace", "attempt", "tail")
+
+    def __init__(self) -> None:
+        self.attempt = secrets.token_hex(16)
+        self.tail: Chunk | None = None
+        self._namespace: Namespace | None = None
+        self._chunks: dict[int, Chunk] = {}
+        self._kinds: dict[Kind, set[int]] = {FULL: set(), WINDOW: set(), STATE: set()}
+
+    def add(self, namespace: Namespace, kind: Kind, chunk: Chunk) -> None:
+        """Note that a kind of a chunk is on the shelf, or planned to be stored.
+
+        The weights may have changed since the last one: what is in another namespace is forgotten.
+        """
+        if namespace is not self._namespace:
+            self._namespace = namespace
+            self.tail = None
+            self._chunks.clear()
+            for indices in self._kinds.values():
+                indices.clear()
+        if chunk.tail:
+            self.tail = chunk
+        else:
+            self._chunks[chunk.index] = chunk
+            self._kinds[kind].add(chunk.index)
+
+    def handover(self, groups: CacheGroups, prompt: int, chunk_size: int) -> Handover | None:
+        """Return what may be promised; None if that is nothing.
+
+        Parameters
+        ----------
+        groups : CacheGroups
+            The engine's.
+        prompt : int
+            Tokens of the prompt.
+        chunk_size : int
+            Tokens.
+        """
+        # Behind a state at the prompt's end, vLLM could not compute the last token once more.
+        last = (prompt - 1 if groups.hybrid else prompt) // chunk_size
+        end = last
+        if FULL in groups.kinds:
+            end = next((n for n in range(last) if n not in self._kinds[FULL]), last)
+        while end and not self._may_end(groups, end, chunk_size):
+            end -= 1
+        tail = self.tail if end == prompt // chunk_size else None
+        if self._namespace is None or not (end or tail):
+            return None
+        return Handover(
+            self._namespace.digest,
+            end * chunk_size + (tail.tokens if tail else 0),
+            (tail or self._chunks[end - 1]).key,
+            tail.tokens if tail else 0,
+            self.attempt,
+        )
+
+    def _may_end(self, groups: CacheGroups, end: int, chunk_size: int) -> bool:
+        """Whether all windows and the state are promised that a hit of `end` chunks needs."""
+        if STATE in groups.kinds and end - 1 not in self._kinds[STATE]:
+            return False
+        if WINDOW not in groups.kinds:
+            return True
+        return self._kinds[WINDOW].issuperset(window_chunks(end, groups.window, chunk_size))
