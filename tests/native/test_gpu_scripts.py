@@ -190,7 +190,10 @@ def test_an_honest_part_passes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fault", "group", "why"),
     [
-        ("unloadable", "kernel_attributes", "KVSHELF_OPS=cuda requires"),
+        pytest.param(
+            *("unloadable", "kernel_attributes", "KVSHELF_OPS=cuda requires"),
+            marks=pytest.mark.slow,
+        ),
         ("one_byte", "deep_models", "bytes differ, first at"),
         pytest.param(
             *("illegal_address", "forms_dtypes_widths", "illegal memory access"),
@@ -232,6 +235,7 @@ def test_a_group_that_hangs_is_ended_and_the_others_run(tmp_path: Path) -> None:
     assert "forms_dtypes_widths failed: it took too long" in told
 
 
+@pytest.mark.slow
 def test_a_part_ends_in_time_and_names_what_it_left_out(tmp_path: Path) -> None:
     out = tmp_path / "out"
     code, _ = run_part("smoke", out, "--seconds", 14, fault="hang")

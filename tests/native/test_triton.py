@@ -49,6 +49,7 @@ def child(work: str, tmp_path: Path, **environment: str) -> dict[str, int]:
     return counts
 
 
+@pytest.mark.slow
 @needs_triton
 def test_the_interpreted_kernel_copies_what_the_compiled_twin_copies(
     tmp_path: Path, record_property: Callable[[str, object], None]
