@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from math import gcd
 from typing import Any
@@ -26,7 +26,7 @@ from kvshelf.format.keys import Chunk, KeyChain
 from kvshelf.format.model import default_shards
 from kvshelf.format.namespace import FORMAT, Namespace
 from kvshelf.format.objects import ObjectFormat
-from kvshelf.kv.caches import HostKVCache, KVCache, LayerRun, layer_calls
+from kvshelf.kv.caches import HostKVCache, KVCache, KVMemory, LayerRun, layer_calls
 from kvshelf.kv.device import DeviceKVCache
 from kvshelf.kv.layout import (
     PagedLayout,
@@ -240,6 +240,7 @@ class SimulatedEngine:
         heads: Sequence[int],
         *,
         on_device: bool = False,
+        whole_blocks: bool = False,
     ) -> None:
         self.topology, self.fmt, self.form, self.block = topology, fmt, form, block
         self.stages, self.heads = stages, heads
@@ -256,7 +257,11 @@ class SimulatedEngine:
             for _, numbers in groupby(range(len(counts)), key=of_stage.__getitem__):
                 alike = list(numbers)
                 layout = how.layout(caches[alike[0]])
-                runs.append(LayerRun(alike[0], [caches[n] for n in alike], layout))
+                run = LayerRun(alike[0], [caches[n] for n in alike], layout)
+                if whole_blocks:
+                    assert isinstance(layout, PermutedLayout)
+                    run = replace(run, layout=layout.as_blocks(), token_layout=layout)
+                runs.append(run)
             calls = layer_calls(fmt, runs, topology.plan(worker))
             self.caches.append(caches)
             self.memories.append(DeviceKVCache(calls) if on_device else HostKVCache(calls))
@@ -270,12 +275,12 @@ class SimulatedEngine:
             return slice(first, first + 1)
         return slice(rank * heads // ranks, (rank + 1) * heads // ranks)
 
-    def slots(self, seed: int, chunk: int) -> torch.Tensor:
-        """Slots of one chunk in scattered blocks, other ones for each seed."""
+    def slots(self, seed: int, chunk: int, tokens: int = CHUNK) -> torch.Tensor:
+        """Slots of one chunk or tail in scattered blocks, other ones for each seed."""
         order = torch.randperm(
             BLOCKS * 16 // self.block, generator=torch.Generator().manual_seed(seed)
         )
-        return slots_of(order.tolist(), self.block, chunk * CHUNK, CHUNK)
+        return slots_of(order.tolist(), self.block, chunk * CHUNK, tokens)
 
     def each(self) -> list[tuple[int, int, int, torch.Tensor]]:
         """(worker, layer of the model, layer of the worker, cache)."""
@@ -287,27 +292,30 @@ class SimulatedEngine:
 
     def fill(self, kv: torch.Tensor, seed: int) -> None:
         """Put ``kv[layer, kv, token, head, element]`` where a model would."""
-        for chunk in range(CHUNKS):
-            for position, slot in enumerate(self.slots(seed, chunk).tolist()):
-                for worker, layer, _, cache in self.each():
-                    token = kv[layer, :, chunk * CHUNK + position, self.held(worker, layer)]
-                    write(self.form, cache, slot // self.block, slot % self.block, token)
+        for position, slot in enumerate(self.slots(seed, 0, kv.shape[2]).tolist()):
+            for worker, layer, _, cache in self.each():
+                token = kv[layer, :, position, self.held(worker, layer)]
+                write(self.form, cache, slot // self.block, slot % self.block, token)
 
     def holds(self, kv: torch.Tensor, seed: int) -> bool:
         at = FORMS.get(self.form, MLA).at
         return all(
             torch.equal(
                 at(cache, slot // self.block, slot % self.block),
-                kv[layer, :, chunk * CHUNK + position, self.held(worker, layer)],
+                kv[layer, :, position, self.held(worker, layer)],
             )
-            for chunk in range(CHUNKS)
-            for position, slot in enumerate(self.slots(seed, chunk).tolist())
+            for position, slot in enumerate(self.slots(seed, 0, kv.shape[2]).tolist())
             for worker, layer, _, cache in self.each()
         )
 
 
 def make_format(
-    heads: Sequence[int], shards: int, stages: list[int], *, mla: bool = False
+    heads: Sequence[int],
+    shards: int,
+    stages: list[int],
+    *,
+    mla: bool = False,
+    layout: str = "canonical",
 ) -> ObjectFormat:
     layers = sum(stages)
     record: dict[str, Any] = {
@@ -318,7 +326,7 @@ def make_format(
         "chunk_size": CHUNK,
         "shards": shards,
         "stages": stages,
-        "layouts": ["canonical"] * layers,
+        "layouts": [layout] * layers,
         "layer_names": [f"layers.{i}.attn" for i in range(layers)],
         "layer_shapes": [f"*,{CONTENT}" if mla else f"2,*,{h},{HEAD_SIZE}" for h in heads],
         "layer_dtypes": ["BF16"] * layers,
@@ -331,11 +339,13 @@ def make_chunks(fmt: ObjectFormat) -> list[Chunk]:
     return KeyChain(fmt.namespace.digest, CHUNK).extend(list(range(CHUNKS * CHUNK)))
 
 
-def random_kv(layers: int, kv_heads: int, mla: bool, seed: int) -> torch.Tensor:
+def random_kv(
+    layers: int, kv_heads: int, mla: bool, seed: int, tokens: int = CHUNKS * CHUNK
+) -> torch.Tensor:
     return torch.randint(
         0,
         2**15,
-        (layers, 1 if mla else 2, CHUNKS * CHUNK, kv_heads, CONTENT if mla else HEAD_SIZE),
+        (layers, 1 if mla else 2, tokens, kv_heads, CONTENT if mla else HEAD_SIZE),
         dtype=torch.int16,
         generator=torch.Generator().manual_seed(seed),
     )
@@ -379,6 +389,11 @@ def pairings(draw: st.DrawFn) -> Pairing:
     return Pairing(make_format(heads, shards, stages, mla=mla), stages, heads, topologies, mla)
 
 
+def of_piece(memory: KVMemory, tokens: int) -> KVMemory:
+    """The memory in the form that takes a chunk or a tail."""
+    return memory if tokens == CHUNK else memory.of_tail(tokens)
+
+
 @settings(max_examples=150, deadline=None)
 @given(pairings(), st.data())
 def test_what_one_topology_stores_another_loads(pairing: Pairing, data: st.DataObject) -> None:
@@ -399,16 +414,20 @@ def test_what_one_topology_stores_another_loads(pairing: Pairing, data: st.DataO
             SimulatedEngine(topology, fmt, stages, form, block, heads, on_device=on_device)
         )
     writer, reader = engines
-    kv = random_kv(sum(stages), max(heads), pairing.mla, data.draw(st.integers(0, 99)))
+    # Whole chunks, and a tail.
+    pieces = [CHUNK] * CHUNKS + [data.draw(st.integers(1, CHUNK - 1))]
+    kv = random_kv(sum(stages), max(heads), pairing.mla, data.draw(st.integers(0, 99)), sum(pieces))
     writer.fill(kv, seed=1)
-    for index in range(CHUNKS):
+    for index, count in enumerate(pieces):
         payloads: dict[int, torch.Tensor] = {}
         for worker, memory in enumerate(writer.memories):
             shards = topologies[0].plan(worker).writes(index)
             assert not set(shards) & set(payloads), "written twice"
-            fresh = [torch.zeros(fmt.payload_size(shard), dtype=torch.uint8) for shard in shards]
+            fresh = [
+                torch.zeros(fmt.payload_size(shard, count), dtype=torch.uint8) for shard in shards
+            ]
             if shards:
-                copy = memory.gather(writer.slots(1, index), fresh)
+                copy = of_piece(memory, count).gather(writer.slots(1, index, count), fresh)
                 assert copy is not None
                 copy.wait()
             payloads.update(zip(shards, fresh, strict=True))
@@ -417,7 +436,7 @@ def test_what_one_topology_stores_another_loads(pairing: Pairing, data: st.DataO
         for shard, payload in payloads.items():
             split = fmt.shards // len(stages)
             stage, place = divmod(shard, split)
-            tokens = slice(index * CHUNK, (index + 1) * CHUNK)
+            tokens = slice(index * CHUNK, index * CHUNK + count)
             expected = [
                 kv[layer, :, tokens, place * heads[layer] // split :][
                     :, :, : heads[layer] // split
@@ -427,9 +446,71 @@ def test_what_one_topology_stores_another_loads(pairing: Pairing, data: st.DataO
             assert torch.equal(payload.view(torch.int16), torch.cat(expected))
         for worker, memory in enumerate(reader.memories):
             for shard in topologies[1].plan(worker).shards:
-                memory.scatter(shard, reader.slots(2, index), payloads[shard])
+                slots = reader.slots(2, index, count)
+                of_piece(memory, count).scatter(shard, slots, payloads[shard])
     assert reader.holds(kv, seed=2)
     for memory in (*writer.memories, *reader.memories):
+        memory.close()
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    heads=st.sampled_from([1, 2, 4]),
+    split=st.sampled_from([1, 2]),
+    block=st.sampled_from([2, 4, 8, 16]),
+    tokens=st.integers(1, CHUNK - 1),
+    skipped=st.sets(st.integers(0, CHUNK - 2)),
+)
+def test_a_tail_is_canonical_also_where_chunks_are_whole_blocks(
+    heads: int, split: int, block: int, tokens: int, skipped: set[int]
+) -> None:
+    shards = min(heads, split)
+    fmt = make_format([heads] * 2, shards, [2], layout=f"cpu-vec-bf16-b{block}")
+    topology = Topology(heads, shards)
+    engines = [
+        SimulatedEngine(topology, fmt, [2], "vec", block, [heads] * 2, whole_blocks=True)
+        for _ in range(2)
+    ]
+    kv = random_kv(2, heads, False, 3, tokens)
+    writer, reader = engines
+    writer.fill(kv, seed=1)
+    payloads = [
+        torch.zeros(fmt.payload_size(shard, tokens), dtype=torch.uint8) for shard in range(shards)
+    ]
+    writer.memories[0].of_tail(tokens).gather(writer.slots(1, 0, tokens), payloads)
+    each = heads // shards
+    for shard, payload in enumerate(payloads):
+        own = kv[:, :, :, shard * each : (shard + 1) * each]
+        assert torch.equal(payload.view(torch.int16), own.reshape(-1))
+        slots = reader.slots(2, 0, tokens)
+        slots[[at for at in skipped if at < tokens]] = -1
+        reader.memories[0].of_tail(tokens).scatter(shard, slots, payload)
+    # What was skipped is as it was made.
+    kv[:, :, [at for at in skipped if at < tokens]] = -1
+    assert reader.holds(kv, seed=2)
+
+
+def test_a_tail_needs_its_own_slots_and_payloads() -> None:
+    fmt = make_format([2, 2], 2, [2])
+    engine = SimulatedEngine(Topology(2, 2), fmt, [2], "NHD", 4, [2, 2])
+    on_device = SimulatedEngine(Topology(2, 2), fmt, [2], "NHD", 4, [2, 2], on_device=True)
+    good = [torch.zeros(fmt.payload_size(shard, 5), dtype=torch.uint8) for shard in range(2)]
+    for memory in (*engine.memories, *on_device.memories):
+        for tokens in (0, CHUNK, CHUNK + 1):
+            with pytest.raises(ValueError, match=f"a tail of {tokens} tokens: expected 1 to 15"):
+                memory.of_tail(tokens)
+        tails = memory.of_tail(5)
+        assert tails.whole_chunks == memory.whole_chunks
+        for count in (4, 6):
+            with pytest.raises(ValueError, match="slot_mapping"):
+                tails.gather(torch.arange(count), good)
+            with pytest.raises(ValueError, match="slot_mapping"):
+                tails.scatter(0, torch.arange(count), good[0])
+        short = [payload[:-1] for payload in good]
+        with pytest.raises(ValueError, match="bytes; expected"):
+            tails.gather(torch.arange(5), short)
+        with pytest.raises(ValueError, match="bytes; expected"):
+            tails.scatter_chunk(range(2), torch.arange(5), short)
         memory.close()
 
 

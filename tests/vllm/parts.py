@@ -118,7 +118,9 @@ class Rig:
             if self.native
             else PagedLayout.from_bhnc(self.caches[0], HEAD_SIZE)
         )
-        calls = layer_calls(self.fmt, [LayerRun(0, self.caches, layout)])
+        tokens = PagedLayout.from_bhnc(self.caches[0], HEAD_SIZE) if self.native else None
+        run = LayerRun(0, self.caches, layout, token_layout=tokens)
+        calls = layer_calls(self.fmt, [run])
         cache: KVCache = HostKVCache(calls)
         if self.streams is not None:
             cache = DeviceKVCache(calls, streams=self.streams, ring=self.ring)

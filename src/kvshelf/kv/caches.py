@@ -8,6 +8,8 @@ call (:class:`LayerCall`), the computation of those calls from the layers of a w
 Contracts
 ---------
 * A copy touches only the slots given.
+* A tail is copied through a view of the memory for its number of tokens (:meth:`KVMemory.of_tail`),
+  which has a slot for each token in every layout.
 * A copy of caches in host memory has ended when the call returns; one of caches on a device
   has ended when :meth:`PendingCopy.wait` of its result returns.
 * ``gather`` and ``fence`` never wait: the engine's step thread calls them. ``scatter``,
@@ -16,19 +18,23 @@ Contracts
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from torch import Tensor
 
-from kvshelf.errors import ConfigError
+from kvshelf.errors import ConfigError, UnsupportedError
 from kvshelf.format.kinds import STATE
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.kv import ops
 from kvshelf.kv.layout import PagedLayout, PermutedLayout
 from kvshelf.kv.topology import ShardPlan
+
+#: Numbers of tokens for which a memory keeps its copy calls of tails.
+TAILS_KEPT: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +53,15 @@ class LayerRun:
     first_slot : int
         Where their slots begin among the slots of a chunk. Layers of several cache groups have
         slots of their own: the groups' slots follow each other.
+    token_layout : PagedLayout or PermutedLayout, optional
+        How tokens lie in each of them, where `layout` is that of whole blocks and it is known.
     """
 
     first_layer: int
     caches: list[Tensor]
     layout: PagedLayout | PermutedLayout
     first_slot: int = 0
+    token_layout: PagedLayout | PermutedLayout | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +85,8 @@ class LayerCall:
         `part`-th of these groups of heads.
     first_slot : int
         The call uses the :attr:`count` slots of a chunk from this one on.
+    token_layout : PagedLayout or PermutedLayout, optional
+        As in :class:`LayerRun`.
     """
 
     caches: list[Tensor]
@@ -87,12 +98,36 @@ class LayerCall:
     parts: int = 1
     part: int = 0
     first_slot: int = 0
+    token_layout: PagedLayout | PermutedLayout | None = None
 
     @property
     def count(self) -> int:
         """Number of slots that the call uses."""
-        row = len(self.caches) * self.layout.chunk_bytes(1, self.heads) * self.parts
-        return (self.end - self.start) // row
+        return (self.end - self.start) // self._row(self.layout)
+
+    def _row(self, layout: PagedLayout | PermutedLayout) -> int:
+        """Return the bytes that a slot of a layout takes in the payload."""
+        return len(self.caches) * layout.chunk_bytes(1, self.heads) * self.parts
+
+    def of_tail(self, tokens: int) -> LayerCall:
+        """Return the call for a tail of `tokens` tokens: a slot for each, its own offsets.
+
+        Raises
+        ------
+        ValueError
+            If a chunk has no more tokens.
+        UnsupportedError
+            If layers of several cache groups share the payload.
+        """
+        layout = self.token_layout or self.layout
+        # In every form a chunk has as many bytes as the canonical form of its tokens.
+        chunk = (self.end - self.start) // self._row(layout)
+        if not 1 <= tokens < chunk:
+            raise ValueError(f"a tail of {tokens} tokens: expected 1 to {chunk - 1}")
+        if self.first_slot:
+            raise UnsupportedError("layers of several cache groups have no tails")
+        start, end = self.start // chunk * tokens, self.end // chunk * tokens
+        return replace(self, layout=layout, start=start, end=end, token_layout=None)
 
     def own(self, slots: Tensor) -> Tensor:
         """Return the slots that the call uses, of all slots of a chunk: int64 [count]."""
@@ -231,6 +266,24 @@ class KVMemory(ABC):
         for shard, payload in zip(shards, payloads, strict=True):
             self.scatter(shard, slots, payload, fence)
 
+    def of_tail(self, tokens: int) -> KVMemory:
+        """Return the same memory for tails: its methods take slots and payloads of one.
+
+        Parameters
+        ----------
+        tokens : int
+            Number of tokens of the tails. They have one slot for each token, and the payloads
+            that the format gives them.
+
+        Raises
+        ------
+        ValueError
+            If a chunk has no more tokens.
+        UnsupportedError
+            If the memory has no tails.
+        """
+        raise UnsupportedError(f"{type(self).__name__} has no tails")
+
 
 class KVCache(KVMemory):
     """The paged KV cache of one worker: a :class:`KVMemory` that an engine owns."""
@@ -271,6 +324,15 @@ class HostKVCache(KVCache):
     def __init__(self, calls: Mapping[int, Sequence[LayerCall]]) -> None:
         self._calls = calls
         self._slots = slot_count(next(iter(calls.values()), ()))
+        self._of_tail = functools.lru_cache(TAILS_KEPT)(
+            lambda tokens: HostKVCache(
+                {shard: tail_calls(of_shard, tokens) for shard, of_shard in calls.items()}
+            )
+        )
+
+    def of_tail(self, tokens: int) -> HostKVCache:
+        """See :meth:`KVMemory.of_tail`."""
+        return self._of_tail(tokens)
 
     def gather(self, slots: Tensor, payloads: Sequence[Tensor]) -> PendingCopy:
         """See :meth:`KVMemory.gather`: it has ended when this method returns."""
@@ -294,6 +356,11 @@ class HostKVCache(KVCache):
         for call in self._calls[shard]:
             part, rows = payload[call.start : call.end], call.rows(slots)
             ops.scatter_kv(call.caches, rows, part, call.layout, call.first_head, call.heads)
+
+
+def tail_calls(calls: Sequence[LayerCall], tokens: int) -> list[LayerCall]:
+    """Return the copy calls of a shard for tails, see :meth:`LayerCall.of_tail`."""
+    return [call.of_tail(tokens) for call in calls]
 
 
 def slot_count(calls: Sequence[LayerCall]) -> int:
@@ -373,5 +440,15 @@ def _call(fmt: ObjectFormat, run: LayerRun, plan: ShardPlan, place: int) -> Laye
             " engine's model does not match the namespace"
         )
     part = plan.part(parts)
-    first_head, first_slot = place * heads, run.first_slot
-    return LayerCall(run.caches, run.layout, start, end, heads, first_head, parts, part, first_slot)
+    return LayerCall(
+        run.caches,
+        run.layout,
+        start,
+        end,
+        heads,
+        first_head=place * heads,
+        parts=parts,
+        part=part,
+        first_slot=run.first_slot,
+        token_layout=run.token_layout,
+    )

@@ -24,7 +24,8 @@ from typing import Final
 
 from torch import Tensor
 
-from kvshelf.kv.caches import LayerCall
+from kvshelf.errors import UnsupportedError
+from kvshelf.kv.caches import LayerCall, tail_calls
 from kvshelf.kv.layout import PagedLayout
 
 #: How long one direction's copies may keep the copy engine from others, and in how many pieces:
@@ -35,7 +36,7 @@ PIECES: Final = 4
 
 @dataclass(frozen=True, slots=True)
 class ChunkCopy:
-    """What a copy of one chunk consists of.
+    """What a copy of one chunk, or of one tail, consists of.
 
     Attributes
     ----------
@@ -58,6 +59,21 @@ class ChunkCopy:
     payload_bytes: int
     tokens: int
 
+    def of_tail(self, tokens: int) -> ChunkCopy:
+        """Return the copy of a tail, see :meth:`KVMemory.of_tail`.
+
+        Raises
+        ------
+        ValueError
+            If a chunk has no more tokens.
+        UnsupportedError
+            If chunks are whole blocks: no kernel copies single tokens of these.
+        """
+        if any(call.token_layout is not None for call in self.calls):
+            raise UnsupportedError("caches on a device whose chunks are whole blocks have no tails")
+        calls = tail_calls(self.calls, tokens)
+        return ChunkCopy(calls, self.layouts, self.shards, max(call.end for call in calls), tokens)
+
 
 class Copier(ABC):
     """Moves chunks between the caches of one device and page-locked host memory."""
@@ -75,11 +91,13 @@ class Copier(ABC):
         """
 
     @abstractmethod
-    def store(self, slots: Tensor, payloads: Sequence[Tensor]) -> object | None:
+    def store(self, copy: ChunkCopy, slots: Tensor, payloads: Sequence[Tensor]) -> object | None:
         """Gather a chunk on the calling thread's stream, and have it copied to the host.
 
         Parameters
         ----------
+        copy : ChunkCopy
+            That of the copier, or one of its tails.
         slots : Tensor
             int64 [tokens], CPU, contiguous. Any memory: it is read during the call.
         payloads : Sequence[Tensor]
@@ -118,12 +136,19 @@ class Copier(ABC):
 
     @abstractmethod
     def load(
-        self, first: int, slots: Tensor, payloads: Sequence[Tensor], fence: object | None
+        self,
+        copy: ChunkCopy,
+        first: int,
+        slots: Tensor,
+        payloads: Sequence[Tensor],
+        fence: object | None,
     ) -> None:
         """Scatter consecutive shards of a chunk, and wait until they are in the caches.
 
         Parameters
         ----------
+        copy : ChunkCopy
+            As for :meth:`store`.
         first : int
             The place of the first of these shards among all shards of the caches.
         slots : Tensor

@@ -34,6 +34,7 @@ Contracts
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import weakref
@@ -45,7 +46,14 @@ from torch import Tensor
 
 from kvshelf.errors import ConfigError, DeviceUnavailableError, UnsupportedError
 from kvshelf.kv import ops
-from kvshelf.kv.caches import KVCache, LayerCall, PendingCopy, slot_count
+from kvshelf.kv.caches import (
+    TAILS_KEPT,
+    KVCache,
+    KVMemory,
+    LayerCall,
+    PendingCopy,
+    slot_count,
+)
 from kvshelf.kv.copier import ChunkCopy, Copier
 from kvshelf.kv.layout import PagedLayout, PermutedLayout
 from kvshelf.kv.native_copier import native_copier
@@ -109,6 +117,34 @@ class _PendingGather(PendingCopy):
             self._cache._copier.forget(self._chunk, self._payloads)
 
 
+class _Tails(KVMemory):
+    """Tails of one number of tokens in the caches of a device."""
+
+    whole_chunks = True
+
+    def __init__(self, cache: DeviceKVCache, copy: ChunkCopy) -> None:
+        self._cache = cache
+        self._copy = copy
+
+    def gather(self, slots: Tensor, payloads: Sequence[Tensor]) -> PendingCopy | None:
+        """See :meth:`DeviceKVCache.gather`."""
+        return self._cache._gather(self._copy, slots, payloads)
+
+    def scatter(self, shard: int, slots: Tensor, payload: Tensor, fence: object = None) -> None:
+        """See :meth:`DeviceKVCache.scatter`."""
+        self._cache._scatter(self._copy, [shard], slots, [payload], fence)
+
+    def scatter_chunk(
+        self,
+        shards: Sequence[int],
+        slots: Tensor,
+        payloads: Sequence[Tensor],
+        fence: object = None,
+    ) -> None:
+        """See :meth:`DeviceKVCache.scatter_chunk`."""
+        self._cache._scatter_all(self._copy, shards, slots, payloads, fence)
+
+
 class DeviceKVCache(KVCache):
     """KV caches on a device, with buffers and streams of its own.
 
@@ -153,6 +189,7 @@ class DeviceKVCache(KVCache):
         self._device = first[0].caches[0].device
         self._streams = streams_of(self._device) if streams is None else streams
         self._copy = copy = _chunk_copy(first, len(calls))
+        self._tail_copy = functools.lru_cache(TAILS_KEPT)(copy.of_tail)
         self._changed = threading.Condition(threading.Lock())
         self._closed = False
         self._paused = False
@@ -243,9 +280,9 @@ class DeviceKVCache(KVCache):
             )
         return buffers
 
-    def _check(self, slots: Tensor, payloads: Sequence[Tensor]) -> None:
+    def _check(self, copy: ChunkCopy, slots: Tensor, payloads: Sequence[Tensor]) -> None:
         """Check all but the values of the slots, which the copiers check."""
-        tokens, size = self._copy.tokens, self._copy.payload_bytes
+        tokens, size = copy.tokens, copy.payload_bytes
         if not (
             slots.is_cpu
             and slots.dtype == torch.int64
@@ -283,13 +320,18 @@ class DeviceKVCache(KVCache):
 
     def gather(self, slots: Tensor, payloads: Sequence[Tensor]) -> PendingCopy | None:
         """See :meth:`~kvshelf.kv.caches.KVMemory.gather`. Step thread; never waits."""
-        if len(payloads) != self._copy.shards:
-            raise ValueError(f"{len(payloads)} payloads for {self._copy.shards} shards")
-        self._check(slots, payloads)
+        return self._gather(self._copy, slots, payloads)
+
+    def _gather(
+        self, copy: ChunkCopy, slots: Tensor, payloads: Sequence[Tensor]
+    ) -> PendingCopy | None:
+        if len(payloads) != copy.shards:
+            raise ValueError(f"{len(payloads)} payloads for {copy.shards} shards")
+        self._check(copy, slots, payloads)
         if not self._begin():
             return None
         try:
-            chunk = self._use(self._copier.store, slots, payloads)
+            chunk = self._use(self._copier.store, copy, slots, payloads)
         finally:
             self._end()
         if chunk is None:
@@ -309,7 +351,7 @@ class DeviceKVCache(KVCache):
         It also raises DeviceUnavailableError while the caches are paused, and once they are
         closed.
         """
-        self._scatter(self._places[shard], slots, [payload], fence)
+        self._scatter(self._copy, [shard], slots, [payload], fence)
 
     def scatter_chunk(
         self,
@@ -319,26 +361,48 @@ class DeviceKVCache(KVCache):
         fence: object = None,
     ) -> None:
         """See :meth:`~kvshelf.kv.caches.KVMemory.scatter_chunk`; as :meth:`scatter`."""
+        self._scatter_all(self._copy, shards, slots, payloads, fence)
+
+    def _scatter_all(
+        self,
+        copy: ChunkCopy,
+        shards: Sequence[int],
+        slots: Tensor,
+        payloads: Sequence[Tensor],
+        fence: object,
+    ) -> None:
         if list(shards) != list(self._places) or len(payloads) != len(shards):
             raise ValueError(
                 f"{len(payloads)} payloads for the shards {list(shards)}; expected one for each of"
                 f" {list(self._places)}"
             )
-        self._scatter(0, slots, payloads, fence)
+        self._scatter(copy, shards, slots, payloads, fence)
 
     def _scatter(
-        self, first: int, slots: Tensor, payloads: Sequence[Tensor], fence: object
+        self,
+        copy: ChunkCopy,
+        shards: Sequence[int],
+        slots: Tensor,
+        payloads: Sequence[Tensor],
+        fence: object,
     ) -> None:
-        self._check(slots, payloads)
+        first = self._places[shards[0]]
+        self._check(copy, slots, payloads)
         if not self._begin():
             raise DeviceUnavailableError(
                 f"the KV caches on {self._device} cannot be used now: the engine sleeps, or has"
                 " released them"
             )
         try:
-            self._use(self._copier.load, first, slots, payloads, fence)
+            self._use(self._copier.load, copy, first, slots, payloads, fence)
         finally:
             self._end()
+
+    # ------------------------------------------------------------- tails
+
+    def of_tail(self, tokens: int) -> KVMemory:
+        """See :meth:`~kvshelf.kv.caches.KVMemory.of_tail`."""
+        return _Tails(self, self._tail_copy(tokens))
 
     # ------------------------------------------------------------- end
 

@@ -46,16 +46,18 @@ class FiniteCheck:
         self._fmt = fmt
         self._dtypes = dict(zip(record["layer_names"], record["layer_dtypes"], strict=True))
 
-    def first_bad(self, shard: int, payload: torch.Tensor) -> str | None:
+    def first_bad(self, shard: int, payload: torch.Tensor, tokens: int | None = None) -> str | None:
         """Return the name of the first tensor that contains NaN or infinity, None if none does.
 
         Parameters
         ----------
         shard : int
         payload : Tensor
-            uint8 ``[payload bytes]`` on the CPU, of a whole chunk.
+            uint8 ``[payload bytes]`` on the CPU.
+        tokens : int, optional
+            Number of tokens of a tail; None, or the chunk size, for a whole chunk.
         """
-        for spec in self._fmt.tensors(shard):
+        for spec in self._fmt.tensors(shard, tokens):
             # A part of a state is no layer, and has its own dtype.
             known = _CHECKS.get(self._dtypes.get(spec.name, spec.dtype))
             if known is None:

@@ -13,6 +13,7 @@ from typing import NoReturn
 
 from torch import Tensor
 
+from kvshelf.errors import UnsupportedError
 from kvshelf.kv import ops
 from kvshelf.kv.copier import ChunkCopy, Copier
 from kvshelf.kv.ops import library
@@ -128,8 +129,9 @@ class NativeCopier(Copier):
         stride = payloads.stride(0)
         self.functions.add_buffer(self.handle, payloads.data_ptr(), stride, for_loads)
 
-    def store(self, slots: Tensor, payloads: Sequence[Tensor]) -> int | None:
+    def store(self, copy: ChunkCopy, slots: Tensor, payloads: Sequence[Tensor]) -> int | None:
         """See :meth:`Copier.store`."""
+        self._check_whole(copy)
         addresses = array("q", [payload.data_ptr() for payload in payloads])
         chunk = self.functions.store(
             self.handle,
@@ -139,7 +141,7 @@ class NativeCopier(Copier):
             self._streams.handle(),
         )
         if chunk < _NO_BUFFER:
-            self._refuse(slots)
+            _refuse(copy, slots)
         return None if chunk == _NO_BUFFER else chunk
 
     def wait(self, chunk: object) -> None:
@@ -166,9 +168,15 @@ class NativeCopier(Copier):
         self._buffers.clear()
 
     def load(
-        self, first: int, slots: Tensor, payloads: Sequence[Tensor], fence: object | None
+        self,
+        copy: ChunkCopy,
+        first: int,
+        slots: Tensor,
+        payloads: Sequence[Tensor],
+        fence: object | None,
     ) -> None:
         """See :meth:`Copier.load`."""
+        self._check_whole(copy)
         addresses = array("q", [payload.data_ptr() for payload in payloads])
         bad = self.functions.load(
             self.handle,
@@ -179,7 +187,11 @@ class NativeCopier(Copier):
             fence.event if isinstance(fence, _Fence) else 0,
         )
         if bad != _ALL_SLOTS_GOOD:
-            self._refuse(slots)
+            _refuse(copy, slots)
+
+    def _check_whole(self, copy: ChunkCopy) -> None:
+        if copy is not self._copy:
+            raise UnsupportedError("the compiled library copies no tails")
 
     def fence(self) -> _Fence:
         """See :meth:`Copier.fence`."""
@@ -195,7 +207,8 @@ class NativeCopier(Copier):
         """Return the bytes per second that one direction carries, as far as it is known."""
         return float(self.functions.rate(self.handle, of_stores))
 
-    def _refuse(self, slots: Tensor) -> NoReturn:
-        for call, layout in zip(self._copy.calls, self._copy.layouts, strict=True):
-            ops.check_slots(call.own(slots), layout)
-        raise ValueError("slot_mapping was changed by another thread while it was checked")
+
+def _refuse(copy: ChunkCopy, slots: Tensor) -> NoReturn:
+    for call, layout in zip(copy.calls, copy.layouts, strict=True):
+        ops.check_slots(call.own(slots), layout)
+    raise ValueError("slot_mapping was changed by another thread while it was checked")

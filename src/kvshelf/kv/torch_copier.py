@@ -20,6 +20,7 @@ from torch import Tensor
 
 from kvshelf.kv import ops
 from kvshelf.kv.copier import PIECES, QUEUED_SECONDS, ChunkCopy, Copier
+from kvshelf.kv.layout import PagedLayout
 from kvshelf.kv.streams import Streams
 
 #: Bytes per second that are assumed until pieces are measured: less than any link carries.
@@ -105,6 +106,8 @@ class _Job:
     """A chunk that was gathered."""
 
     buffer: _Buffer
+    #: The part of the buffer that is filled: uint8 [shards, bytes].
+    gathered: Tensor
     payloads: Sequence[Tensor]
     ended: threading.Event = field(default_factory=threading.Event)
     error: Exception | None = None
@@ -121,11 +124,7 @@ class TorchCopier(Copier):
 
     def __init__(self, copy: ChunkCopy, streams: Streams) -> None:
         self._copy = copy
-        #: Each range of slots with each layout that it is used for, once.
-        self._checks = {
-            (call.first_slot, call.count, layout)
-            for call, layout in zip(copy.calls, copy.layouts, strict=True)
-        }
+        self._checks = _checks_of(copy)
         self._streams = streams
         self._out = _Link(streams)
         self._in = _Link(streams)
@@ -148,9 +147,9 @@ class TorchCopier(Copier):
         else:
             self._for_stores.append(buffer)
 
-    def store(self, slots: Tensor, payloads: Sequence[Tensor]) -> _Job | None:
+    def store(self, copy: ChunkCopy, slots: Tensor, payloads: Sequence[Tensor]) -> _Job | None:
         """See :meth:`Copier.store`."""
-        self._check(slots)
+        self._check(copy, slots)
         try:
             buffer = self._for_stores.popleft()
         except IndexError:
@@ -158,7 +157,7 @@ class TorchCopier(Copier):
         streams = self._streams
         try:
             with streams.here():
-                for call in self._copy.calls:
+                for call in copy.calls:
                     streams.enqueue(
                         ops.gather_kv,
                         call.caches,
@@ -172,7 +171,7 @@ class TorchCopier(Copier):
         except BaseException:
             self._for_stores.append(buffer)
             raise
-        job = _Job(buffer, payloads)
+        job = _Job(buffer, buffer.payloads[:, : copy.payload_bytes], payloads)
         with self._changed:
             self._running += 1
         self._jobs.put(job)
@@ -196,7 +195,7 @@ class TorchCopier(Copier):
                 with torch.inference_mode(), self._streams.here():
                     # A copy that waits for the engine would keep others waiting.
                     job.buffer.moved.synchronize()
-                    self._out.copy(zip(job.payloads, job.buffer.payloads, strict=True))
+                    self._out.copy(zip(job.payloads, job.gathered, strict=True))
             except Exception as error:  # noqa: BLE001 - for the thread that waits
                 job.error = error
             self._for_stores.append(job.buffer)
@@ -219,25 +218,39 @@ class TorchCopier(Copier):
             self._for_loads.get()
 
     def load(
-        self, first: int, slots: Tensor, payloads: Sequence[Tensor], fence: object | None
+        self,
+        copy: ChunkCopy,
+        first: int,
+        slots: Tensor,
+        payloads: Sequence[Tensor],
+        fence: object | None,
     ) -> None:
         """See :meth:`Copier.load`."""
-        self._check(slots)
+        self._check(copy, slots)
         buffer = self._for_loads.get()
         try:
             with self._streams.here():
-                self._in.copy(zip(buffer.payloads, payloads, strict=False))
-                self._scatter(buffer, first, len(payloads), slots, fence)
+                parts = buffer.payloads[: len(payloads), : copy.payload_bytes]
+                self._in.copy(zip(parts, payloads, strict=True))
+                self._scatter(copy, buffer, first, len(payloads), slots, fence)
         finally:
             self._for_loads.put(buffer)
 
-    def _scatter(self, buffer: _Buffer, first: int, shards: int, slots: Tensor, fence: Any) -> None:
+    def _scatter(
+        self,
+        copy: ChunkCopy,
+        buffer: _Buffer,
+        first: int,
+        shards: int,
+        slots: Tensor,
+        fence: Any,
+    ) -> None:
         streams = self._streams
         try:
             with streams.use(buffer.stream):
                 if fence is not None:
                     buffer.stream.wait_event(fence)
-                for call in self._copy.calls:
+                for call in copy.calls:
                     streams.enqueue(
                         ops.scatter_kv,
                         call.caches,
@@ -265,6 +278,15 @@ class TorchCopier(Copier):
     def rebind(self) -> None:
         """See :meth:`Copier.rebind`: every call looks."""
 
-    def _check(self, slots: Tensor) -> None:
-        for first, count, layout in self._checks:
+    def _check(self, copy: ChunkCopy, slots: Tensor) -> None:
+        checks = self._checks if copy is self._copy else _checks_of(copy)
+        for first, count, layout in checks:
             ops.check_slots(slots[first : first + count], layout)
+
+
+def _checks_of(copy: ChunkCopy) -> set[tuple[int, int, PagedLayout]]:
+    """Return each range of slots with each layout that it is used for, once."""
+    return {
+        (call.first_slot, call.count, layout)
+        for call, layout in zip(copy.calls, copy.layouts, strict=True)
+    }

@@ -36,7 +36,7 @@ class ChunkSlots:
     chunk : Chunk
     slots : Tensor
         int64 CPU tensor: a slot for each token, or for native layouts a block id for
-        each block of the chunk; −1 = skip (loads only).
+        each block of the chunk, but for each token of a tail; −1 = skip (loads only).
     memory : KVMemory, optional
         The memory that has these slots; the transfer's own paged cache when absent.
     fence : object
@@ -83,11 +83,17 @@ class TransferContext:
         self._on_thread_start = on_thread_start
 
     def memory(self, item: ChunkSlots) -> KVMemory:
-        """Return the memory that has a chunk's slots."""
+        """Return the memory that has a chunk's slots, in the form that takes the chunk.
+
+        Raises
+        ------
+        UnsupportedError
+            If the chunk is a tail, and the memory has none.
+        """
         memory = self.cache if item.memory is None else item.memory
         if memory is None:
             raise ValueError("this transfer has no paged cache: the chunk must name its memory")
-        return memory
+        return memory.of_tail(item.chunk.tokens) if item.chunk.tail else memory
 
     def count(self, name: str, amount: float = 1) -> None:
         """Add to a counter, and for kinds other than full to the kind's own one.
@@ -104,9 +110,9 @@ class TransferContext:
             family = "dropped_chunks" if name.startswith("dropped_chunks_") else name
             self.counters.add(f"{self.fmt.kind}_{family}", amount)
 
-    def payload(self, buffer: StagingBuffer, shard: int) -> torch.Tensor:
+    def payload(self, buffer: StagingBuffer, chunk: Chunk, shard: int) -> torch.Tensor:
         """Return the part of a staging buffer that holds the payload of a shard's object."""
-        return buffer.tensor[self.fmt.data_offset : self.fmt.object_size(shard)]
+        return buffer.tensor[self.fmt.data_offset : self.fmt.object_size(shard, chunk.tokens)]
 
     def threads(
         self,

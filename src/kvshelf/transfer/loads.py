@@ -433,7 +433,7 @@ class Loads(TransferHalf):
 
     def _read(self, task: ReadTask, buffer: StagingBuffer) -> Failure | None:
         """Read and verify an object; return why that failed, if it did."""
-        object_buffer = buffer.view[: self._fmt.object_size(task.shard)]
+        object_buffer = buffer.view[: self._fmt.object_size(task.shard, task.chunk.tokens)]
         task.reading = True
         try:
             self._shelf.load(ObjectRef(task.chunk, task.shard), object_buffer)
@@ -504,7 +504,8 @@ class Loads(TransferHalf):
             load._scattering += 1
         item = load.items[number]
         payloads = {
-            task.shard: self._context.payload(buffer, task.shard) for task, buffer in arrived
+            task.shard: self._context.payload(buffer, item.chunk, task.shard)
+            for task, buffer in arrived
         }
         begin = time.perf_counter()
         try:
@@ -523,7 +524,7 @@ class Loads(TransferHalf):
                 load._scattering -= 1
         if not load.early:
             self._counters.observe("scatter", time.perf_counter() - begin)
-            nbytes = sum(self._fmt.object_size(shard) for shard in payloads)
+            nbytes = sum(self._fmt.object_size(shard, item.chunk.tokens) for shard in payloads)
             self._count("loaded_bytes", nbytes)
 
     def _next_sharer(self, task: ReadTask) -> ReadTask | None:

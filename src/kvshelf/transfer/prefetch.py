@@ -203,6 +203,10 @@ class IntoMemory(KVMemory):
         """Keep a payload."""
         self._memory.put(self._key, shard, payload)
 
+    def of_tail(self, tokens: int) -> IntoMemory:
+        """Return itself: a payload is kept as it is."""
+        return self
+
 
 @dataclass(eq=False, slots=True)
 class _Request:

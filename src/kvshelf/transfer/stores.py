@@ -210,12 +210,12 @@ class Stores(TransferHalf):
         if buffers is None:
             return self._drop(key, StoreOutcome.STAGING_FULL)
         begin = time.perf_counter()
-        payloads = [
-            self._context.payload(buffer, shard)
-            for shard, buffer in zip(shards, buffers, strict=True)
-        ]
         pending = None
         try:
+            payloads = [
+                self._context.payload(buffer, item.chunk, shard)
+                for shard, buffer in zip(shards, buffers, strict=True)
+            ]
             pending = memory.gather(item.slots, payloads)
         except DeviceUnavailableError:
             return self._drop(key, StoreOutcome.UNAVAILABLE)
@@ -366,7 +366,7 @@ class Stores(TransferHalf):
         for ref, answer, buffer in zip(refs, shelf.probe(refs), job.buffers, strict=True):
             if answer is Presence.PRESENT and not job.repair:
                 continue
-            size = fmt.object_size(ref.shard)
+            size = fmt.object_size(ref.shard, chunk.tokens)
             object_buffer = buffer.view[:size]
             fmt.seal(object_buffer, *ref)
             suspect = answer is not Presence.MISSING
@@ -387,8 +387,10 @@ class Stores(TransferHalf):
         return StoreResult.PUBLISHED if written else StoreResult.EXISTED
 
     def _is_finite(self, check: FiniteCheck, job: _StoreJob) -> bool:
-        for shard, buffer in zip(self._plan.writes(job.chunk.index), job.buffers, strict=True):
-            layer = check.first_bad(shard, self._context.payload(buffer, shard))
+        chunk = job.chunk
+        for shard, buffer in zip(self._plan.writes(chunk.index), job.buffers, strict=True):
+            payload = self._context.payload(buffer, chunk, shard)
+            layer = check.first_bad(shard, payload, chunk.tokens)
             if layer is not None:
                 self._count("dropped_chunks_not_finite")
                 self._log.warning(

@@ -525,12 +525,16 @@ def _native(
         layout = layer.learned.layout
         assert isinstance(layout, PermutedLayout)
         block_size = layout.block_size
-        layouts.append(layout.as_blocks())
+        layouts.append(layout)
         ids.append(f"cpu-{layout.packing}-{layer.dtype.lower()}-b{block_size}")
+    runs = []
+    for run in _runs(layers, layouts, kv_heads, places):
+        assert isinstance(run.layout, PermutedLayout)
+        runs.append(replace(run, layout=run.layout.as_blocks(), token_layout=run.layout))
     return StoredLayout(
         "native",
         block_size,
-        _runs(layers, layouts, kv_heads, places),
+        tuple(runs),
         tuple(ids),
         tuple(map(_shape, layers, kv_heads)),
         tuple(layer.dtype for layer in layers),

@@ -1,0 +1,247 @@
+"""Tails on their way between paged caches and a shelf: whatever chunks are, and what fails."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import torch
+from faulty import Fault, FaultyBackend
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kvshelf.backends import open_backend
+from parts import (
+    BLOCK,
+    HEADS,
+    LAYERS,
+    PATIENCE,
+    Rig,
+    content,
+    make_format,
+    posix,
+    until,
+)
+
+from kvshelf.errors import TransientStorageError, UnsupportedError
+from kvshelf.format.keys import Chunk, KeyChain
+from kvshelf.format.namespace import Namespace
+from kvshelf.format.objects import ObjectFormat
+from kvshelf.kv.layout import slots_of
+from kvshelf.metrics import Counters
+from kvshelf.shelf.tiers import TieredShelf
+from kvshelf.transfer.context import ChunkSlots
+from kvshelf.transfer.loads import Failure
+from kvshelf.transfer.prefetch import Prefetcher, PrefetchMemory
+from kvshelf.transfer.stores import StoreOutcome, StoreResult
+
+#: A namespace of its own for each example.
+NUMBERS = itertools.count()
+
+
+def pieces(fmt: ObjectFormat, count: int, tokens: int) -> list[Chunk]:
+    """The chunks of a prompt, and its tail."""
+    chain = KeyChain(fmt.namespace.digest, fmt.chunk_size)
+    chain.extend(range(count * fmt.chunk_size))
+    return [*chain.chunks, chain.tail_after(count, range(tokens))]
+
+
+def tail_item(rig: Rig, tail: Chunk, first_block: int) -> ChunkSlots:
+    blocks = range(first_block, first_block + rig.per_chunk)
+    return ChunkSlots(tail, slots_of(blocks, BLOCK, 0, tail.tokens))
+
+
+def row(tail: Chunk, layer: int, token: int) -> torch.Tensor:
+    """What a token of a tail has in one layer: [heads, K and V]."""
+    return content(tail, layer, token // BLOCK)[:, token % BLOCK]
+
+
+def fill(rig: Rig, item: ChunkSlots) -> None:
+    for token, slot in enumerate(item.slots.tolist()):
+        for layer, cache in enumerate(rig.caches):
+            cache[slot // BLOCK, :, slot % BLOCK] = row(item.chunk, layer, token)
+
+
+def holds(rig: Rig, item: ChunkSlots) -> bool:
+    return all(
+        torch.equal(cache[slot // BLOCK, :, slot % BLOCK], row(item.chunk, layer, token))
+        for token, slot in enumerate(item.slots.tolist())
+        for layer, cache in enumerate(rig.caches)
+    )
+
+
+def put(rig: Rig, tail: Chunk) -> None:
+    item = tail_item(rig, tail, 12)
+    fill(rig, item)
+    assert rig.transfer.store(item) == StoreOutcome.QUEUED
+    assert rig.transfer.drain(PATIENCE) == 0
+
+
+@pytest.fixture
+def backend(tmp_path: Path) -> FaultyBackend:
+    return FaultyBackend(posix(tmp_path / "shelf"))
+
+
+@pytest.fixture(params=["native", "canonical"])
+def rig(backend: FaultyBackend, request: pytest.FixtureRequest) -> Iterator[Rig]:
+    native = request.param == "native"
+    with closing(Rig(backend, make_format(native=native), native)) as rig:
+        yield rig
+
+
+@settings(max_examples=40, deadline=None)
+@given(native=st.booleans(), shards=st.sampled_from([1, 2]), tokens=st.integers(1, 7))
+def test_a_prompt_with_its_tail_comes_back_into_other_blocks(
+    native: bool, shards: int, tokens: int
+) -> None:
+    fmt = make_format(native=native, shards=shards, weights=f"user:{next(NUMBERS)}")
+    with closing(Rig(open_backend("memory://tails"), fmt, native)) as rig:
+        *chunks, tail = pieces(fmt, 2, tokens)
+        rig.put(chunks)
+        put(rig, tail)
+        sizes = [fmt.object_size(shard, tokens) for shard in range(shards)]
+        whole = [fmt.object_size(shard) for shard in range(shards)]
+        assert rig.count("stored_bytes") == sum(sizes) + 2 * sum(whole)
+        before = [cache.clone() for cache in rig.caches]
+        items = [*rig.items(chunks, 20), tail_item(rig, tail, 30)]
+        rig.transfer.load("r", items)
+        assert rig.finished().failed_at is None
+        assert all(rig.holds(item) for item in items[:-1])
+        assert holds(rig, items[-1])
+        assert rig.count("loaded_bytes") == sum(sizes) + 2 * sum(whole)
+        # Nothing behind the last token is touched.
+        for cache, old in zip(rig.caches, before, strict=True):
+            after = cache.clone()
+            after[20:24] = old[20:24]
+            for slot in items[-1].slots.tolist():
+                after[slot // BLOCK, :, slot % BLOCK] = old[slot // BLOCK, :, slot % BLOCK]
+            assert torch.equal(after, old)
+
+
+def test_a_tail_in_canonical_shape_is_what_is_stored(rig: Rig) -> None:
+    tail = pieces(rig.fmt, 1, 5)[-1]
+    put(rig, tail)
+    for shard in range(rig.fmt.shards):
+        payload = rig.path(tail, shard).read_bytes()[rig.fmt.data_offset :]
+        heads = slice(shard * HEADS // rig.fmt.shards, (shard + 1) * HEADS // rig.fmt.shards)
+        expected = []
+        for layer in range(LAYERS):
+            rows = torch.stack([row(tail, layer, token) for token in range(5)])[:, heads]
+            expected += list(rows.chunk(2, dim=2))
+        found = torch.frombuffer(bytearray(payload), dtype=torch.int16)
+        assert torch.equal(found, torch.cat([part.reshape(-1) for part in expected]))
+
+
+@pytest.mark.parametrize("failure", [Failure.MISSING, Failure.BAD, Failure.ERROR])
+def test_a_tail_that_cannot_be_loaded_costs_only_itself(
+    rig: Rig, backend: FaultyBackend, failure: Failure
+) -> None:
+    *chunks, tail = pieces(rig.fmt, 2, 3)
+    rig.put(chunks)
+    put(rig, tail)
+    path = rig.path(tail, 1)
+    if failure is Failure.MISSING:
+        path.unlink()
+    elif failure is Failure.BAD:
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        path.write_bytes(data)
+    else:
+        backend.add(Fault("open", pattern=f"*{path.name}", error=TransientStorageError("away")))
+    items = [*rig.items(chunks, 20), tail_item(rig, tail, 30)]
+    rig.transfer.load("r", items)
+    load = rig.finished()
+    assert load.failed_at == 2
+    assert load.failures == [(tail, failure)]
+    assert all(rig.holds(item) for item in items[:2])
+    until(lambda: rig.staging.in_use == 0)
+
+
+def test_a_bad_tail_is_replaced_by_the_next_one_that_is_computed(rig: Rig) -> None:
+    tail = pieces(rig.fmt, 1, 3)[-1]
+    put(rig, tail)
+    path = rig.path(tail, 0)
+    good = path.read_bytes()
+    path.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
+    assert rig.transfer.store(tail_item(rig, tail, 12), repair=True) == StoreOutcome.QUEUED
+    assert rig.transfer.drain(PATIENCE) == 0
+    assert path.read_bytes() == good
+    assert rig.transfer.take_repaired() == [tail.key]
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_a_tail_that_is_not_finite_is_not_stored(tmp_path: Path, native: bool) -> None:
+    options = {"check_finite": True}
+    rig = Rig(posix(tmp_path / "shelf"), make_format(native=native), native, options=options)
+    tail = pieces(rig.fmt, 1, 6)[-1]
+    item = tail_item(rig, tail, 12)
+    # Infinity in the last row of the last layer, and nowhere else.
+    for cache in rig.caches:
+        cache.zero_()
+    slot = int(item.slots[-1])
+    rig.caches[-1][slot // BLOCK, -1, slot % BLOCK, -1] = 0x7F80
+    ended: list[tuple[Chunk, StoreResult]] = []
+    rig.transfer.store(item, on_done=lambda *end: ended.append(end))
+    assert rig.transfer.drain(PATIENCE) == 0
+    until(lambda: bool(ended))
+    assert ended == [(tail, StoreResult.FAILED)]
+    assert rig.count("dropped_chunks_not_finite") == 1
+    assert not rig.path(tail, 0).exists()
+    put(rig, pieces(rig.fmt, 1, 5)[-1])
+    rig.close()
+
+
+def test_a_tail_is_dropped_with_the_chunk_before_it(rig: Rig, backend: FaultyBackend) -> None:
+    chunk, tail = pieces(rig.fmt, 1, 3)
+    backend.add(Fault("write", error=TransientStorageError("away"), times=1))
+    (item,) = rig.items([chunk], 0)
+    rig.transfer.store(item, age=1.0)
+    assert rig.transfer.drain(PATIENCE) == 0
+    until(lambda: rig.count("dropped_chunks_error") == 1)
+    outcome = rig.transfer.store(tail_item(rig, tail, 12), age=2.0)
+    assert outcome == StoreOutcome.PARENT_DROPPED
+
+
+def test_an_engine_whose_layout_is_unknown_has_no_tails(backend: FaultyBackend) -> None:
+    known = make_format()
+    record = {
+        **known.namespace.record,
+        "layouts": ["opaque-0123456789abcdef"] * LAYERS,
+        "layer_shapes": [f"2,{HEADS // 2 * BLOCK * 32}"] * LAYERS,
+        "layer_dtypes": ["U8"] * LAYERS,
+    }
+    record.pop("data_offset")
+    record["data_offset"] = ObjectFormat.required_data_offset(record)
+    fmt = ObjectFormat(Namespace(record, "test"))
+    assert not fmt.tails
+    with closing(Rig(backend, make_format())) as rig:
+        rig.transfer._context.fmt = fmt
+        tail = pieces(fmt, 1, 3)[-1]
+        for _ in range(20):
+            with pytest.raises(UnsupportedError, match="tails cannot be stored"):
+                rig.transfer.store(tail_item(rig, tail, 12))
+        assert rig.staging.in_use == 0
+
+
+def test_a_tail_that_was_read_ahead_is_taken_from_memory(tmp_path: Path) -> None:
+    fmt = make_format()
+    tail = pieces(fmt, 1, 5)[-1]
+    with closing(Rig(posix(tmp_path / "shelf"), fmt)) as rig:
+        put(rig, tail)
+    memory = PrefetchMemory(fmt, 1 << 20, Counters(), evict=False)
+    in_front = lambda shelf: TieredShelf(shelf, [memory])  # noqa: E731
+    with closing(Rig(posix(tmp_path / "shelf"), fmt, in_front=in_front)) as rig:
+        prefetcher = Prefetcher(rig.transfer, memory)
+        prefetcher.add("r", [tail])
+        until(lambda: memory.leading([tail]) == 1)
+        for shard in range(fmt.shards):
+            rig.path(tail, shard).unlink()
+        item = tail_item(rig, tail, 30)
+        rig.transfer.load("r", [item])
+        assert rig.finished().failed_at is None
+        assert holds(rig, item)
+        prefetcher.release("r")
+        assert not memory.available
+        memory.close()
