@@ -21,6 +21,7 @@ from rich.console import Console
 from benchmarks.copies import bench_copy
 from benchmarks.engine import bench_engine, bench_startup
 from benchmarks.far import bench_far
+from benchmarks.handover import bench_handover
 from benchmarks.hybrid import bench_hybrid
 from benchmarks.lookups import bench_lookup
 from benchmarks.measure import Row
@@ -40,9 +41,10 @@ GROUPS: dict[str, Callable[[Settings], Iterator[Row]]] = {
     "s3": bench_s3,
     "engine": bench_engine,
     "hybrid": bench_hybrid,
+    "handover": bench_handover,
     "startup": bench_startup,
 }
-_ONLY_WHEN_ASKED = frozenset({"hybrid", "startup"})
+_ONLY_WHEN_ASKED = frozenset({"handover", "hybrid", "startup"})
 _INTERRUPTED = 130
 
 
@@ -55,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
         "names",
         nargs="*",
         metavar="GROUP",
-        help=f"groups of rows: {', '.join(GROUPS)}; default: all but hybrid and startup",
+        help=f"groups of rows: {', '.join(GROUPS)}; default: all but hybrid, handover and startup",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table to FILE")

@@ -117,17 +117,27 @@ class Child:
 
     def cpu_seconds(self) -> float:
         """Return the processor time of the child and its children so far."""
-        ticks = 0
+        return sum(self.cpu_seconds_by_process().values())
+
+    def cpu_seconds_by_process(self) -> dict[str, float]:
+        """Return the processor time of the child and its children so far, by process title.
+
+        Times of processes with the same title are added. A title is the first word of the command
+        line, which vLLM's processes set.
+        """
+        ticks: dict[str, int] = {}
         for entry in Path("/proc").iterdir():
             if not entry.name.isdigit():
                 continue
             try:
                 fields = (entry / "stat").read_text().rpartition(")")[2].split()
+                title = (entry / "cmdline").read_text().partition("\0")[0].strip()
             except OSError:
                 continue
             if int(fields[2]) == self._process.pid:
-                ticks += int(fields[11]) + int(fields[12])
-        return ticks / os.sysconf("SC_CLK_TCK")
+                ticks[title] = ticks.get(title, 0) + int(fields[11]) + int(fields[12])
+        per_second = os.sysconf("SC_CLK_TCK")
+        return {title: count / per_second for title, count in ticks.items()}
 
     def close(self) -> None:
         """Stop the child gracefully, then kill its remaining processes."""

@@ -143,7 +143,7 @@ class EngineRun:
             path.unlink()
 
 
-def _find_model(settings: Settings) -> Path:
+def find_model(settings: Settings) -> Path:
     """Return the model to measure with; create the demo model if necessary.
 
     Raises
@@ -238,7 +238,7 @@ def guarded(
 
 
 def _engine_rows(settings: Settings) -> Iterator[Row]:
-    run = EngineRun(settings, _find_model(settings), "engine")
+    run = EngineRun(settings, find_model(settings), "engine")
     yield from _cold_rows(settings, run)
     yield warm_row(settings, run, _WARM)
     try:

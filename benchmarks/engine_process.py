@@ -7,7 +7,7 @@ when the socket closes. :mod:`benchmarks.child` is the other side.
 Modes
 -----
 ``engine``
-    An ``AsyncLLM``; commands ``generate`` and ``stop``.
+    An ``AsyncLLM``; commands ``generate``, ``decode``, ``hold``, ``let_go`` and ``stop``.
 ``scheduler``
     :class:`~kvshelf.vllm.scheduler.SchedulerSide` with synthetic requests, to time its calls;
     commands ``look_up`` and ``stop``.
@@ -54,6 +54,7 @@ class _Engine:
             AsyncEngineArgs(**arguments, kv_transfer_config=KVTransferConfig(**connector))
         )
         self._number = 0
+        self._held: list[asyncio.Task[None]] = []
 
     async def generate(self, prompts: list[list[int]]) -> dict[str, Any]:
         """Run prompts one after another, each for one token.
@@ -88,6 +89,71 @@ class _Engine:
             "cached": cached,
             "shelf": _external_tokens() - before,
         }
+
+    async def decode(self, prompt: list[int], tokens: int) -> dict[str, Any]:
+        """Run one prompt for several tokens.
+
+        Returns
+        -------
+        dict
+            ``gap``: seconds from the first token to the last, divided by the tokens between.
+        """
+        from vllm import SamplingParams
+
+        parameters = SamplingParams(
+            temperature=0.0, detokenize=False, max_tokens=tokens, ignore_eos=True
+        )
+        self._number += 1
+        first = last = 0.0
+        async for _ in self._engine.generate(
+            {"prompt_token_ids": prompt}, parameters, f"request-{self._number}"
+        ):
+            last = time.perf_counter()
+            first = first or last
+        return {"gap": (last - first) / (tokens - 1)}
+
+    async def hold(self, requests: list[dict[str, Any]]) -> dict[str, Any]:
+        """Submit requests with their ``params`` and leave them waiting.
+
+        Returns
+        -------
+        dict
+            ``waiting``: how many have not ended a second later.
+        """
+        for request in requests:
+            self._number += 1
+            self._held.append(
+                asyncio.create_task(
+                    self._wait(request["prompt"], request["params"], f"request-{self._number}")
+                )
+            )
+        await asyncio.sleep(1.0)
+        return {"waiting": sum(not task.done() for task in self._held)}
+
+    async def _wait(self, prompt: list[int], params: dict[str, Any], name: str) -> None:
+        from vllm import SamplingParams
+
+        parameters = SamplingParams(
+            temperature=0.0,
+            detokenize=False,
+            max_tokens=1,
+            extra_args={"kv_transfer_params": params},
+        )
+        async for _ in self._engine.generate({"prompt_token_ids": prompt}, parameters, name):
+            pass
+
+    async def let_go(self) -> dict[str, Any]:
+        """Abort what :meth:`hold` submitted.
+
+        Returns
+        -------
+        dict
+            ``waited``: how many had not ended.
+        """
+        waited = sum(task.cancel() for task in self._held)
+        await asyncio.gather(*self._held, return_exceptions=True)
+        self._held = []
+        return {"waited": waited}
 
     def stop(self) -> dict[str, Any]:
         """Shut the engine down."""
