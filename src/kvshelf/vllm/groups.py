@@ -86,8 +86,6 @@ class CacheGroups(Sequence[CacheGroup]):
         block sizes.
     window : int
         The widest window of all groups; 0 without windows.
-    tails : bool
-        Tails can be stored and loaded, if the namespace has them (``ObjectFormat.tails``).
 
     Raises
     ------
@@ -123,7 +121,6 @@ class CacheGroups(Sequence[CacheGroup]):
         self.hybrid = len(found) > 1 or STATE in kinds
         self.alignment = math.lcm(*(group.block_size for group in found))
         self.window = max(group.window for group in found)
-        self.tails = not self.hybrid
         if self.hybrid:
             self._check(vllm_config)
 

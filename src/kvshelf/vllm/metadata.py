@@ -49,7 +49,7 @@ class StoreOp:
     Attributes
     ----------
     chunk : Chunk
-        May be a tail, where :attr:`~kvshelf.vllm.groups.CacheGroups.tails`.
+        May be a tail, where the engine is not hybrid and ``ObjectFormat.tails``.
     block_ids : tuple of list of int
         For each cache group of this kind, the blocks that hold the chunk's tokens, in order; of
         kind state, the one block with the state after the chunk's last token. Empty for groups of
