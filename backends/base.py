@@ -23,6 +23,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Final, Literal, TypeAlias
 
+from kvshelf.backends.notices import FolderNotices
+
 from kvshelf.errors import ObjectNameError, StorageError
 
 BytesLike: TypeAlias = "bytes | bytearray | memoryview"
@@ -355,6 +357,13 @@ class Backend(ABC):
     @abstractmethod
     def touch(self, name: str) -> None:
         """Record a use of the object: set its access time, never its mtime. Best effort."""
+
+    def notices(self) -> FolderNotices | None:
+        """Return what says which objects appear in chosen folders, for the caller to close.
+
+        Never blocks. None where not all writes would be reported, or the system allows no more.
+        """
+        return None
 
     def read_into(self, name: str, buffer: memoryview, offset: int = 0) -> int:
         """Open, read `len(buffer)` bytes from `offset`, close; return the number of bytes read."""

@@ -48,7 +48,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
@@ -288,8 +288,7 @@ class GuardedBackend(WrappedBackend):
             with _Guarded(self, _WRITE, name, self.deadlines.write):
                 self.inner.touch(name)
 
-    @contextmanager
-    def tracked_write(self, name: str) -> Iterator[None]:
+    def tracked_write(self, name: str) -> AbstractContextManager[None]:
         """Apply the write deadline and breaker to storage calls made outside of this backend.
 
         A failure counts as a failed write. Success is not counted: the caller may only have read.
@@ -299,7 +298,15 @@ class GuardedBackend(WrappedBackend):
         UnavailableStorageError
             If a breaker is open.
         """
-        call = self._enter(_WRITE, name, self.deadlines.write)
+        return self._tracked(_WRITE, name, self.deadlines.write)
+
+    def tracked_probe(self, name: str) -> AbstractContextManager[None]:
+        """Apply the deadline and breaker of probes to calls made outside of this backend."""
+        return self._tracked(_PROBE, name, self.deadlines.probe)
+
+    @contextmanager
+    def _tracked(self, kind: str, name: str, seconds: float) -> Iterator[None]:
+        call = self._enter(kind, name, seconds)
         try:
             yield
         except BaseException as error:

@@ -52,6 +52,7 @@ from kvshelf.backends.base import (
     final_name,
     temporary_name,
 )
+from kvshelf.backends.notices import FolderNotices
 from kvshelf.backends.oserrors import storage_error
 
 from kvshelf.errors import (
@@ -592,6 +593,15 @@ class PosixBackend(Backend):
             if fd >= 0:
                 os.close(fd)
         return answers
+
+    def notices(self) -> FolderNotices | None:
+        """Return what says which objects appear in chosen folders, on local filesystems."""
+        if not self._properties.notifications:
+            return None
+        try:
+            return FolderNotices(self._root)
+        except OSError:
+            return None
 
     def info(self, name: str) -> ObjectInfo | None:
         """Return size and times of the entry at `name`, without following links."""

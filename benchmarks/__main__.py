@@ -30,6 +30,7 @@ from benchmarks.objects import bench_load, bench_publish
 from benchmarks.remote import bench_s3
 from benchmarks.report import describe_machine, make_report, markdown, print_report
 from benchmarks.settings import Settings
+from benchmarks.waits import bench_waits
 
 GROUPS: dict[str, Callable[[Settings], Iterator[Row]]] = {
     "load": bench_load,
@@ -39,12 +40,13 @@ GROUPS: dict[str, Callable[[Settings], Iterator[Row]]] = {
     "copy": bench_copy,
     "lookup": bench_lookup,
     "s3": bench_s3,
+    "waits": bench_waits,
     "engine": bench_engine,
     "hybrid": bench_hybrid,
     "handover": bench_handover,
     "startup": bench_startup,
 }
-_ONLY_WHEN_ASKED = frozenset({"handover", "hybrid", "startup"})
+_ONLY_WHEN_ASKED = frozenset({"waits", "handover", "hybrid", "startup"})
 _INTERRUPTED = 130
 
 
@@ -57,7 +59,8 @@ def _parser() -> argparse.ArgumentParser:
         "names",
         nargs="*",
         metavar="GROUP",
-        help=f"groups of rows: {', '.join(GROUPS)}; default: all but hybrid, handover and startup",
+        help=f"groups of rows: {', '.join(GROUPS)}; default: all but"
+        " waits, hybrid, handover and startup",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table to FILE")

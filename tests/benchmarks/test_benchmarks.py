@@ -92,6 +92,15 @@ def test_chosen_groups_and_pairs(tmp_path: Path) -> None:
     assert {row["pairs"] for row in rows} == {5}
 
 
+def test_waits_are_measured_when_asked_for(tmp_path: Path) -> None:
+    file = tmp_path / "figures.json"
+    assert bench.main(["waits", "--quick", "--json", str(file)]) == 0
+    rows = json.loads(file.read_text())["rows"]
+    assert {"waits/delay/local/1", "waits/idle/2", "waits/others"} <= {row["name"] for row in rows}
+    for row in rows:
+        assert row["skipped"] or row["ours_seconds"]["least"] >= 0, row
+
+
 def test_runs_as_a_module() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks", "load", "--quick"],

@@ -1,86 +1,800 @@
-"""Waits: pieces are seen when they come, whatever the storage does, and nobody waits too long."""
+"""Waits: pieces are seen when they come, whatever the storage does, and no thread ends a wait."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+import os
+import shutil
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
-from faulty import FaultyBackend
+from faulty import Fault, FaultyBackend
+from hybrid_format import format_of_kinds
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from kvshelf.backends import Backend, Deadlines, Properties, open_backend
+from kvshelf.backends.base import StatResults
 from kvshelf.backends.guard import GuardedBackend
-from parts import AT_ONCE, SOON, make_chunks, make_format, posix, until
+from kvshelf.backends.notices import FolderNotices
+from kvshelf.backends.wrappers import WrappedBackend
+from parts import AT_ONCE, PATIENCE, SOON, make_chunks, posix, until
+from servers import BUCKET, command, moto_s3, rclone_s3
+from sftpserver import sftp_server
+from thread_limit import none_can_be_started
 
-from kvshelf.format.keys import Chunk
+from benchmarks.proxy import DelayingProxy
+from kvshelf.errors import TransientStorageError
+from kvshelf.format.keys import KeyChain
+from kvshelf.format.kinds import FULL, STATE, WINDOW, kind_key
 from kvshelf.format.names import object_name
 from kvshelf.metrics import Counters
+from kvshelf.shelf import waits as module
 from kvshelf.shelf.shelf import Shelf
-from kvshelf.shelf.waits import Wait, WaitService
+from kvshelf.shelf.waits import Piece, Wait, WaitService
 
-FMT = make_format(shards=2)
+FMT = format_of_kinds({FULL: 2, WINDOW: 1, STATE: 2})
 ATTEMPT = "0123456789abcdef" * 2
+MARKERS = f"{FMT.namespace.folder}/.kvshelf/gave-up"
+
+
+def full(count: int, seed: int = 0) -> list[Piece]:
+    return [(FULL, chunk) for chunk in make_chunks(FMT, count, seed)]
+
+
+def all_kinds(count: int) -> list[Piece]:
+    """The pieces that a hybrid model may need of `count` chunks."""
+    chunks = make_chunks(FMT, count)
+    return [*full(count), (WINDOW, chunks[-1]), (STATE, chunks[-1])]
+
+
+def with_tail() -> list[Piece]:
+    chain = KeyChain(FMT.namespace.digest, FMT.chunk_size)
+    chain.extend(range(2 * FMT.chunk_size + 3))
+    tail = chain.tail()
+    assert tail is not None
+    return [*((FULL, chunk) for chunk in chain.chunks), (FULL, tail)]
+
+
+def key(piece: Piece) -> bytes:
+    return kind_key(piece[1].key, piece[0])
+
+
+def name(piece: Piece, shard: int) -> str:
+    kind, chunk = piece
+    return f"{FMT.namespace.folder}/{object_name(chunk, shard, FMT.of(kind).shards, kind)}"
+
+
+def shards_of(piece: Piece) -> range:
+    return range(FMT.of(piece[0]).shards)
+
+
+def size(piece: Piece, shard: int) -> int:
+    kind, chunk = piece
+    return FMT.of(kind).object_size(shard, chunk.tokens if chunk.tail else None)
 
 
 class Rig:
-    """A shelf whose objects appear and vanish without being written, and waits for them."""
+    """A shelf, waits on it, and objects that another program stores and deletes."""
 
-    def __init__(self, root: Path) -> None:
-        self.faults = FaultyBackend(posix(root))
-        self.shelf = Shelf(GuardedBackend(self.faults, SOON, AT_ONCE))
+    def __init__(
+        self, backend: Backend, deadlines: Deadlines | None = None, other: Backend | None = None
+    ) -> None:
+        self.faults = FaultyBackend(backend)
+        self.other = backend if other is None else other
+        self.guard = GuardedBackend(self.faults, deadlines, AT_ONCE)
+        self.shelf = Shelf(self.guard)
         self.counters = Counters()
         self.seen: list[bytes] = []
         self.service = WaitService(
-            {"full": self.shelf.view(FMT)}, counters=self.counters, on_seen=self.seen.extend
+            {kind: self.shelf.view(FMT.of(kind)) for kind in FMT.kinds},
+            counters=self.counters,
+            on_seen=self.seen.extend,
         )
 
-    def name(self, chunk: Chunk, shard: int) -> str:
-        return f"{FMT.namespace.folder}/{object_name(chunk, shard, FMT.shards)}"
+    def put(self, piece: Piece, *shards: int, missing: int = 0) -> None:
+        for shard in shards or shards_of(piece):
+            data = bytes(size(piece, shard) - missing)
+            self.other.write(name(piece, shard), [data], "replace")
 
-    def put(self, chunk: Chunk, *shards: int) -> None:
-        for shard in shards or range(FMT.shards):
-            data = bytes(FMT.object_size(shard))
-            self.faults.inner.write(self.name(chunk, shard), [data])
+    def delete(self, piece: Piece) -> None:
+        for shard in shards_of(piece):
+            assert self.other.delete(name(piece, shard))
 
-    def give_up(self, attempt: str = ATTEMPT) -> None:
-        self.faults.inner.write(f"{FMT.namespace.folder}/.kvshelf/gave-up/{attempt}", [])
+    def give_up(self) -> None:
+        self.other.write(f"{MARKERS}/{ATTEMPT}", [])
 
-    def submit(self, *chunks: Chunk) -> Wait:
-        return self.service.submit([("full", chunk) for chunk in chunks], ATTEMPT)
+    def submit(self, pieces: Sequence[Piece]) -> Wait:
+        return self.service.submit(pieces, ATTEMPT)
+
+    def close(self) -> None:
+        self.faults.heal()
+        self.service.close()
+        self.shelf.close()
 
 
 @pytest.fixture
 def rig(tmp_path: Path) -> Iterator[Rig]:
-    rig = Rig(tmp_path / "shelf")
+    rig = Rig(posix(tmp_path / "shelf"))
     yield rig
-    rig.faults.heal()
-    rig.service.close()
-    rig.shelf.close()
+    rig.close()
 
 
-def test_pieces_are_seen_as_they_come(rig: Rig) -> None:
-    chunks = make_chunks(FMT, 3)
-    wait = rig.submit(*chunks)
-    for number, chunk in enumerate(chunks):
+# ------------------------------------------------------------------------------- over backends
+
+
+@pytest.fixture(scope="module")
+def servers() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def needs(program: str) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(command(program) is None, reason=f"{program} is not installed")
+
+
+_STORAGES = [
+    "directory",
+    "memory",
+    "fsspec directory",
+    "sftp",
+    pytest.param("rclone", marks=needs("rclone")),
+    pytest.param("rclone behind a delay", marks=needs("rclone")),
+    pytest.param("moto", marks=needs("moto_server")),
+]
+
+
+@pytest.fixture(scope="module", params=_STORAGES)
+def opened(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[[], Backend]]:
+    """A storage of each kind, opened once for each engine."""
+    folder = tmp_path_factory.mktemp("waits")
+    place = uuid.uuid4().hex
+    with ExitStack() as stack:
+        if request.param == "directory":
+            yield lambda: posix(folder / "shelf")
+        elif request.param == "memory":
+            yield lambda: open_backend(f"memory://{place}")
+        elif request.param == "fsspec directory":
+            from kvshelf.backends.generic import GenericBackend
+
+            yield lambda: GenericBackend(f"local://{folder}/shelf")
+        elif request.param == "sftp":
+            pytest.importorskip("asyncssh")
+            pytest.importorskip("sshfs")
+            options = stack.enter_context(sftp_server(folder)).options()
+            yield lambda: open_backend(f"sftp://127.0.0.1/{place}", storage_options=options)
+        else:
+            pytest.importorskip("obstore")
+            moto = request.param == "moto"
+            server = stack.enter_context(moto_s3() if moto else rclone_s3(folder))
+            more = {}
+            if request.param == "rclone behind a delay":
+                port = int(server.endpoint.rpartition(":")[2])
+                proxy = stack.enter_context(DelayingProxy("127.0.0.1", port, 20e-3))
+                more = {"endpoint_url": f"http://127.0.0.1:{proxy.port}"}
+            options = server.options() | more
+            yield lambda: open_backend(f"s3://{BUCKET}/{place}", storage_options=options)
+
+
+@pytest.fixture
+def over(opened: Callable[[], Backend]) -> Iterator[Rig]:
+    other = opened()
+    rig = Rig(opened(), other=other)
+    for folder in other.folders():
+        for info in [*other.list(folder)]:
+            other.delete(info.name)
+        other.delete(f"{MARKERS}/{ATTEMPT}")
+    yield rig
+    rig.close()
+    other.close()
+
+
+@pytest.mark.parametrize(
+    "pieces", [full(3), all_kinds(2), with_tail()], ids=["full", "all", "tail"]
+)
+def test_pieces_are_seen_as_they_come(over: Rig, pieces: list[Piece]) -> None:
+    wait = over.submit(pieces)
+    for number, piece in enumerate(pieces):
         assert (wait.seen, wait.ended) == (number, False)
-        rig.put(chunk)
+        over.put(piece)
         until(lambda number=number: wait.seen == number + 1)  # type: ignore[misc]
     assert wait.complete and not wait.gave_up
-    assert rig.seen == [chunk.key for chunk in chunks]
-    assert rig.service.waiting == 0
+    assert over.seen == [key(piece) for piece in pieces]
+    assert over.service.waiting == 0
 
 
-def test_a_marker_ends_a_wait_and_pieces_that_are_there_count(rig: Rig) -> None:
-    chunks = make_chunks(FMT, 3)
-    rig.put(chunks[0])
-    rig.put(chunks[1], 0)
-    rig.give_up()
-    wait = rig.submit(*chunks)
+def test_a_marker_ends_a_wait_and_pieces_that_are_there_count(over: Rig) -> None:
+    pieces = full(3)
+    over.put(pieces[0])
+    over.put(pieces[1], 0)
+    wait = over.submit(pieces)
+    until(lambda: wait.seen == 1)
+    over.give_up()
     until(lambda: wait.ended)
     assert (wait.complete, wait.gave_up, wait.seen) == (False, True, 1)
+    assert over.service.waiting == 0
+
+
+def test_pieces_win_over_a_marker(over: Rig) -> None:
+    pieces = all_kinds(2)
+    over.give_up()
+    for piece in pieces:
+        over.put(piece)
+    wait = over.submit(pieces)
+    until(lambda: wait.ended)
+    assert wait.complete and not wait.gave_up
+
+
+# -------------------------------------------------------------------------- what counts as there
+
+
+def test_a_piece_without_a_shard_or_of_wrong_size_is_not_there(rig: Rig) -> None:
+    pieces = full(2)
+    rig.put(pieces[0], 1)
+    rig.put(pieces[0], 0, missing=1)
+    rig.put(pieces[1])
+    other = full(1, seed=1)
+    wait, sentinel = rig.submit(pieces), rig.submit(other)
+    rig.put(other[0])
+    until(lambda: sentinel.complete)
+    assert wait.seen == 0
+    rig.put(pieces[0], 0)
+    until(lambda: wait.complete)
+
+
+def test_pieces_that_come_in_another_order_count_when_those_before_them_are_there(
+    rig: Rig,
+) -> None:
+    pieces = full(4)
+    wait = rig.submit(pieces)
+    for piece in (pieces[3], pieces[1], pieces[2]):
+        rig.put(piece)
+    assert wait.seen == 0
+    rig.put(pieces[0])
+    until(lambda: wait.complete)
+
+
+def test_what_was_seen_stays_seen_when_it_vanishes(rig: Rig) -> None:
+    pieces = full(2)
+    wait = rig.submit(pieces)
+    rig.put(pieces[0])
+    until(lambda: wait.seen == 1)
+    rig.delete(pieces[0])
+    rig.put(pieces[1])
+    until(lambda: wait.complete)
+    rig.delete(pieces[1])
+    assert wait.complete and wait.seen == 2
+
+
+def test_nothing_to_wait_for_is_complete_and_a_strange_kind_is_refused(tmp_path: Path) -> None:
+    shelf = Shelf(posix(tmp_path / "shelf"))
+    service = WaitService({FULL: shelf.view(FMT)}, counters=Counters())
+    assert service.submit([], ATTEMPT).complete
+    assert service.waiting == 0
+    with pytest.raises(ValueError, match="kind state: the namespace has full"):
+        service.submit([(STATE, make_chunks(FMT, 1)[0])], ATTEMPT)
+    service.close()
+
+
+# --------------------------------------------------------------------------------- the step thread
+
+
+def test_who_sleeps_is_woken_by_progress_and_no_progress_is_lost(rig: Rig) -> None:
+    pieces = full(2)
+    wait = rig.submit(pieces)
+    assert not rig.service.sleep(0.0)
+    rig.put(pieces[0])
+    until(lambda: wait.seen == 1)
+    # It came before the sleep.
+    assert rig.service.sleep(PATIENCE)
+    assert not rig.service.sleep(0.0)
+    threading.Timer(0.01, lambda: rig.put(pieces[1])).start()
+    assert rig.service.sleep(PATIENCE)
+    assert wait.complete
 
 
 def test_who_cancels_is_forgotten_at_once(rig: Rig) -> None:
-    wait = rig.submit(*make_chunks(FMT, 1))
+    pieces = full(1)
+    wait = rig.submit(pieces)
     assert rig.service.waiting == 1
     wait.cancel()
     assert rig.service.waiting == 0
     wait.cancel()
+    rig.put(pieces[0])
+    other = rig.submit(pieces)
+    until(lambda: other.complete)
+    assert not wait.ended
+
+
+def test_what_is_told_is_told_before_the_wait_shows_it_and_may_fail(rig: Rig) -> None:
+    pieces = full(1)
+    shown: list[bool] = []
+
+    def told(keys: Sequence[bytes]) -> None:
+        shown.append(waits[0].complete)
+        raise RuntimeError("no")
+
+    rig.service._on_seen = told
+    waits = [rig.submit(pieces)]
+    rig.put(pieces[0])
+    until(lambda: waits[0].complete)
+    assert shown == [False]
+
+
+def test_closing_ends_the_thread_and_nobody_is_left_waiting(rig: Rig) -> None:
+    wait = rig.submit(full(1))
+    rig.service.close()
+    rig.service.close()
+    assert rig.service.waiting == 0
+    until(lambda: not rig.service._threads.any)
+    late = rig.submit(full(1))
+    rig.put(full(1)[0])
+    assert not rig.service.sleep(0.0)
+    assert not wait.ended and not late.ended and rig.service.waiting == 0
+
+
+# -------------------------------------------------------------------------------- what is asked
+
+
+class Names(WrappedBackend):
+    """A storage with names and sizes only, near or far away.
+
+    Names in `broken` cannot be probed. While `gate` is closed no question is answered.
+    """
+
+    def __init__(self, *, high_latency: bool) -> None:
+        super().__init__(open_backend(f"memory://names-{os.urandom(8).hex()}"))
+        self.sizes: dict[str, int] = {}
+        self.asked: list[list[str]] = []
+        self.broken: set[str] = set()
+        self.gate = threading.Event()
+        self.gate.set()
+        self._probe_cost = 10e-3 if high_latency else 3e-6
+
+    @property
+    def properties(self) -> Properties:
+        found = self.inner.properties
+        return replace(found, probe_cost=self._probe_cost, probes_at_once=64)
+
+    def stat(self, names: Sequence[str]) -> StatResults:
+        self.asked.append(list(names))
+        self.gate.wait()
+        return [
+            TransientStorageError(5, "broken") if name in self.broken else self.sizes.get(name)
+            for name in names
+        ]
+
+    def folders(self, prefix: str = "") -> Sequence[str]:
+        return [FMT.namespace.folder]
+
+    def put(self, piece: Piece) -> None:
+        for shard in shards_of(piece):
+            self.sizes[name(piece, shard)] = size(piece, shard)
+
+
+@dataclass
+class Far:
+    backend: Names
+    service: WaitService
+
+    def answered(self, wait: Wait) -> None:
+        """Wait until a whole round has begun and ended from now on."""
+        before = len(self.backend.asked)
+        until(lambda: len(self.backend.asked) >= before + 3)
+
+
+def far(*, high_latency: bool) -> Far:
+    backend = Names(high_latency=high_latency)
+    shelf = Shelf(GuardedBackend(backend, Deadlines(PATIENCE, PATIENCE, PATIENCE), AT_ONCE))
+    for breaker in (shelf.backend.reads, shelf.backend.writes):
+        breaker.trip = lambda *_, **__: None  # type: ignore[method-assign]
+    views = {kind: shelf.view(FMT.of(kind)) for kind in FMT.kinds}
+    return Far(backend, WaitService(views, counters=Counters()))
+
+
+@pytest.fixture(params=[False, True], ids=["near", "far"])
+def distant(request: pytest.FixtureRequest) -> Iterator[Far]:
+    rig = far(high_latency=request.param)
+    yield rig
+    rig.backend.gate.set()
+    rig.service.close()
+
+
+def test_in_vain_only_one_object_of_each_wait_is_asked_for(distant: Far) -> None:
+    waits = [distant.service.submit(full(3, seed=i), "") for i in range(20)]
+    shared = [distant.service.submit(full(3, seed=0), "") for _ in range(20)]
+    distant.answered(waits[0])
+    distant.backend.asked.clear()
+    distant.answered(waits[0])
+    for names in distant.backend.asked:
+        assert len(names) == len(set(names)) <= 20
+    assert {name for names in distant.backend.asked for name in names} == {
+        name(full(1, seed=i)[0], 0) for i in range(20)
+    }
+    for piece in full(3, seed=0):
+        distant.backend.put(piece)
+    until(lambda: all(wait.complete for wait in [waits[0], *shared]))
+    assert distant.service.waiting == 19
+
+
+def test_a_long_prompt_that_is_there_takes_few_rounds() -> None:
+    rig = far(high_latency=True)
+    pieces = full(300)
+    for piece in pieces:
+        rig.backend.put(piece)
+    wait = rig.service.submit(pieces, ATTEMPT)
+    until(lambda: wait.complete)
+    assert len(rig.backend.asked) <= 20
+    rig.service.close()
+
+
+def test_markers_are_looked_for_rarely(distant: Far, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_MARKER_SECONDS", 1e6)
+    monkeypatch.setattr(module, "_MARKER_SECONDS_HIGH_LATENCY", 1e6)
+    pieces = full(5)
+    wait = distant.service.submit(pieces, ATTEMPT)
+    for piece in pieces[:4]:
+        distant.answered(wait)
+        distant.backend.put(piece)
+    until(lambda: wait.seen == 4)
+    looks = [n for names in distant.backend.asked for n in names if n.startswith(MARKERS)]
+    assert looks == [f"{MARKERS}/{ATTEMPT}"]
+
+
+# -------------------------------------------------------------------------------------- notices
+
+
+@pytest.fixture
+def told(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> Rig:
+    """A shelf on which nothing is noticed but by notices."""
+    if not rig.guard.properties.notifications:
+        pytest.skip("the filesystem of temporary files gives no notices")
+    monkeypatch.setattr(module, "_MARKER_SECONDS", 1e6)
+    return rig
+
+
+def watches() -> int:
+    """Number of readers of notices in this process."""
+    found = 0
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            found += os.readlink(f"/proc/self/fd/{fd}") == "anon_inode:inotify"
+    return found
+
+
+def until_watched(*waits: Wait) -> None:
+    until(lambda: all(wait._watched and wait._due > time.monotonic() for wait in waits))
+
+
+def test_notices_tell_what_appears_in_folders_old_and_new(told: Rig) -> None:
+    pieces = all_kinds(4)
+    before = watches()
+    waits = [told.submit(pieces), told.submit(pieces[2:]), told.submit(full(1, seed=1))]
+    for piece in pieces:
+        until_watched(*(wait for wait in waits if not wait.ended))
+        assert watches() == before + 1
+        told.put(piece)
+        until(lambda piece=piece: key(piece) in told.seen)  # type: ignore[misc]
+    until(lambda: waits[0].complete and waits[1].complete)
+    assert not waits[2].ended
+    waits[2].cancel()
+    until(lambda: watches() == before)
+    again = told.submit(full(1, seed=1))
+    until_watched(again)
+    told.put(full(1, seed=1)[0])
+    until(lambda: again.complete)
+
+
+def test_a_shelf_that_is_deleted_and_made_anew_is_noticed(told: Rig) -> None:
+    pieces = full(2)
+    told.put(pieces[0])
+    wait = told.submit(pieces)
+    until(lambda: wait.seen == 1)
+    until_watched(wait)
+    shutil.rmtree(Path(told.shelf.url) / FMT.namespace.folder)
+    until(lambda: wait._due > time.monotonic())
+    told.put(pieces[1])
+    until(lambda: wait.complete)
+
+
+def test_notices_that_were_lost_make_all_be_asked_for(
+    told: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pieces = full(1)
+    wait = told.submit(pieces)
+    until_watched(wait)
+    appeared = FolderNotices.appeared
+
+    def lost(notices: FolderNotices) -> None:
+        appeared(notices)
+
+    monkeypatch.setattr(FolderNotices, "appeared", lost)
+    told.put(pieces[0])
+    until(lambda: wait.complete)
+
+
+def test_where_the_system_refuses_watches_objects_are_asked_for(
+    told: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: FolderNotices, folder: str) -> str:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(FolderNotices, "_add", refuse)
+    pieces = full(2)
+    wait = told.submit(pieces)
+    for piece in pieces:
+        told.put(piece)
+    until(lambda: wait.complete)
+    monkeypatch.setattr(FolderNotices, "watch", refuse)
+    wait = told.submit(full(1, seed=1))
+    told.put(full(1, seed=1)[0])
+    until(lambda: wait.complete)
+
+
+def test_objects_of_others_without_end_hold_nobody_up(
+    told: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_MARKER_SECONDS", 0.01)
+    monkeypatch.setattr(FolderNotices, "appeared", lambda self: {"of/others"})
+    monkeypatch.setattr(module._Bell, "wait", lambda self, seconds, other: (False, True))
+    wait = told.submit(full(1))
+    until_watched(wait)
+    told.give_up()
+    until(lambda: wait.gave_up)
+
+
+def test_objects_of_others_in_a_watched_folder_are_not_asked_for(told: Rig) -> None:
+    (piece,) = full(1)
+    folder = name(piece, 0).rpartition("/")[0]
+    told.other.write(f"{folder}/first", [b""])
+    wait = told.submit([piece])
+    until_watched(wait)
+    probes = told.counters.snapshot()["probes"]
+    for number in range(40):
+        told.other.write(f"{folder}/{number}", [b""])
+    told.put(piece)
+    until(lambda: wait.complete)
+    assert told.counters.snapshot()["probes"] < probes + 20, "only its own objects"
+
+
+# ------------------------------------------------------------------------------- when things fail
+
+
+def test_an_error_of_the_storage_is_not_yet(rig: Rig) -> None:
+    pieces = full(2)
+    rig.faults.add(Fault("stat", "*", error=TransientStorageError(5, "away")))
+    wait = rig.submit(pieces)
+    for piece in pieces:
+        rig.put(piece)
+    until(lambda: not rig.guard.reads.is_closed)
+    assert not wait.ended and wait.seen == 0
+    assert rig.counters.snapshot()["probe_errors"] > 0
+    rig.faults.heal()
+    until(lambda: wait.complete)
+
+
+def test_trouble_with_one_object_delays_no_other_wait(distant: Far) -> None:
+    bad, good = full(1), full(2, seed=1)
+    distant.backend.broken.add(name(bad[0], 0))
+    waits = [distant.service.submit(pieces, ATTEMPT) for pieces in (bad, good)]
+    for piece in [*bad, *good]:
+        distant.backend.put(piece)
+    until(lambda: waits[1].complete)
+    assert not waits[0].ended
+    distant.backend.broken.clear()
+    until(lambda: waits[0].complete)
+
+
+def test_a_thread_that_is_stuck_is_replaced_and_what_it_brings_late_does_no_harm(
+    tmp_path: Path,
+) -> None:
+    rig = Rig(posix(tmp_path / "shelf"), SOON)
+    gate = threading.Event()
+    pieces = full(3)
+    rig.faults.add(Fault("stat", "*.safetensors", wait=gate, times=1))
+    wait = rig.submit(pieces)
+    until(lambda: rig.service._threads.stuck == 1)
+    for piece in pieces[:2]:
+        rig.put(piece)
+    until(lambda: wait.seen == 2)
+    gate.set()
+    until(lambda: rig.service._threads.stuck == 0)
+    rig.put(pieces[2])
+    until(lambda: wait.complete)
+    assert wait.seen == 3
+    assert rig.counters.snapshot()["stuck_threads"] == 1
+    rig.close()
+
+
+def test_a_storage_that_hangs_for_all_and_comes_back_is_asked_again(tmp_path: Path) -> None:
+    rig = Rig(posix(tmp_path / "shelf"), SOON)
+    gate = threading.Event()
+    rig.faults.add(Fault("stat", "*", wait=gate))
+    pieces = full(2)
+    wait = rig.submit(pieces)
+    until(lambda: not rig.guard.reads.is_closed)
+    assert not wait.ended
+    for piece in pieces:
+        rig.put(piece)
+    rig.faults.heal()
+    gate.set()
+    until(lambda: wait.complete)
+    rig.close()
+
+
+def test_an_unexpected_error_ends_no_wait(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    pieces = full(1)
+    broken = threading.Event()
+
+    def fail(asked: object) -> list[list[object]]:
+        broken.set()
+        raise RuntimeError("a bug")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "find_together", fail)
+        wait = rig.submit(pieces)
+        assert broken.wait(PATIENCE)
+    rig.put(pieces[0])
+    until(lambda: wait.complete)
+
+
+def test_without_a_thread_there_is_no_service_and_a_thread_that_is_missing_is_started_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with none_can_be_started(monkeypatch, "kvshelf-wait"), pytest.raises(RuntimeError):
+        Rig(posix(tmp_path / "shelf"))
+    rig = Rig(posix(tmp_path / "shelf"), SOON)
+    gate = threading.Event()
+    pieces = full(1)
+    with none_can_be_started(monkeypatch, "kvshelf-wait"):
+        rig.faults.add(Fault("stat", "*.safetensors", wait=gate, times=1))
+        wait = rig.submit(pieces)
+        until(lambda: rig.service._threads.stuck == 1)
+    rig.put(pieces[0])
+    until(lambda: rig.service.sleep(0.0) or wait.complete)
+    until(lambda: wait.complete)
+    gate.set()
+    rig.close()
+
+
+# ------------------------------------------------------------------------------------ any sequence
+
+
+PROMPTS = [all_kinds(2), full(4), full(4, seed=1), with_tail()]
+PIECES = list({key(piece): piece for prompt in PROMPTS for piece in prompt}.values())
+ATTEMPTS = [f"{i:032x}" for i in range(3)]
+
+
+class Waiting(RuleBasedStateMachine):
+    """Engines that store, evict and give up; a storage that fails; requests that come and go."""
+
+    high_latency = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rig = far(high_latency=self.high_latency)
+        self.waits: list[tuple[Wait, list[Piece], str]] = []
+        #: Waits that were cancelled, and their states then.
+        self.cancelled: list[Wait] = []
+        self.ever: set[str] = set()
+        self.marked: set[str] = set()
+
+    def teardown(self) -> None:
+        self.settle()
+        self.rig.service.close()
+
+    def _is_whole(self, piece: Piece) -> bool:
+        sizes = self.rig.backend.sizes
+        return all(sizes.get(name(piece, s)) == size(piece, s) for s in shards_of(piece))
+
+    piece_numbers = st.integers(0, len(PIECES) - 1)
+
+    @rule(number=piece_numbers, shard=st.integers(0, 1))
+    def store(self, number: int, shard: int) -> None:
+        piece = PIECES[number]
+        shard %= len(shards_of(piece))
+        self.ever.add(name(piece, shard))
+        self.rig.backend.sizes[name(piece, shard)] = size(piece, shard)
+
+    @rule(prompt=st.sampled_from(PROMPTS), count=st.integers(1, 4))
+    def store_prompt(self, prompt: list[Piece], count: int) -> None:
+        for piece in prompt[:count]:
+            self.ever |= {name(piece, shard) for shard in shards_of(piece)}
+            self.rig.backend.put(piece)
+
+    @rule(number=piece_numbers, cut=st.booleans())
+    def evict(self, number: int, cut: bool) -> None:
+        piece = PIECES[number]
+        if cut:
+            self.rig.backend.sizes[name(piece, 0)] = size(piece, 0) - 1
+        else:
+            self.rig.backend.sizes.pop(name(piece, 0), None)
+
+    @rule(attempt=st.sampled_from(ATTEMPTS))
+    def give_up(self, attempt: str) -> None:
+        self.marked.add(attempt)
+        self.rig.backend.sizes[f"{MARKERS}/{attempt}"] = 0
+
+    @rule(numbers=st.sets(piece_numbers, max_size=3), markers=st.booleans())
+    def break_some(self, numbers: set[int], markers: bool) -> None:
+        self.rig.backend.broken = {name(PIECES[number], 0) for number in numbers}
+        if markers:
+            self.rig.backend.broken |= {f"{MARKERS}/{attempt}" for attempt in ATTEMPTS}
+
+    @rule(
+        prompt=st.sampled_from(PROMPTS),
+        first=st.integers(0, 2),
+        attempt=st.sampled_from([*ATTEMPTS, ""]),
+    )
+    def submit(self, prompt: list[Piece], first: int, attempt: str) -> None:
+        pieces = prompt[first:]
+        wait = self.rig.service.submit(pieces, attempt)
+        self.waits.append((wait, pieces, attempt))
+
+    @precondition(lambda self: self.waits)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        number = data.draw(st.integers(0, len(self.waits) - 1))
+        wait, _, _ = self.waits.pop(number)
+        wait.cancel()
+        self.cancelled.append(wait)
+
+    @rule()
+    def settle(self) -> None:
+        """The storage works: what is there is seen, and lost promises end their waits."""
+        self.rig.backend.broken = set()
+        for wait, pieces, attempt in self.waits:
+            leading = next((i for i, p in enumerate(pieces) if not self._is_whole(p)), len(pieces))
+            until(lambda wait=wait, n=leading: wait.ended or wait.seen >= n)  # type: ignore[misc]
+            if attempt in self.marked or leading == len(pieces):
+                until(lambda wait=wait: wait.ended)  # type: ignore[misc]
+        left = sum(not wait.ended for wait, _, _ in self.waits)
+        assert self.rig.service.waiting == left
+
+    @invariant()
+    def nothing_is_made_up(self) -> None:
+        for wait, pieces, attempt in self.waits:
+            complete, gave_up, seen = wait.complete, wait.gave_up, wait.seen
+            assert not (complete and gave_up)
+            assert not complete or wait.seen == len(pieces)
+            assert not gave_up or attempt in self.marked
+            for piece in pieces[:seen]:
+                assert {name(piece, shard) for shard in shards_of(piece)} <= self.ever
+
+
+class WaitingFar(Waiting):
+    high_latency = True
+
+
+@pytest.mark.parametrize("machine", [Waiting, WaitingFar])
+def test_waits_see_what_comes_and_end_when_they_must(
+    machine: type[Waiting], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for constant in ("_SHORTEST_HIGH_LATENCY", "_MARKER_SECONDS", "_MARKER_SECONDS_HIGH_LATENCY"):
+        monkeypatch.setattr(module, constant, 1e-3)
+    monkeypatch.setattr(module, "_HIGH_LATENCY_COST", 1e-5)
+    monkeypatch.setattr(module, "_FIRST_BACKOFF", 1e-3)
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=60,
+            stateful_step_count=30,
+            deadline=None,
+            database=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )

@@ -15,8 +15,12 @@ What is asked
 * All who are due are asked for together, each object once.
 * Now and then the marker by which the producer of the pieces says that it gave up.
 
-The time from one round of questions to the next follows from what a round costs: asking takes a
-bounded share of one core, a smaller one when no piece has come for a while.
+When it is asked
+----------------
+Where the storage gives notices (:mod:`kvshelf.backends.notices`), when a missing object appears
+in the folder that the shelf writes to, and now and then. Elsewhere, and where the system refuses a
+watch, at intervals that follow from what a round of questions costs: asking takes a bounded share
+of one core, a smaller one when no piece has come for a while.
 
 Contracts
 ---------
@@ -26,16 +30,24 @@ Contracts
   and less often. Only its caller ends a wait that takes too long (:meth:`Wait.cancel`).
 * A thread that is stuck in the storage is replaced (:mod:`kvshelf.shelf.threads`). The other thread
   goes on with all waits.
+* Folders are watched only while somebody waits for an object in them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
+import select
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final, TypeAlias
 
+from kvshelf.backends.guard import GuardedBackend
+from kvshelf.backends.notices import FolderNotices
+from kvshelf.errors import StorageError
 from kvshelf.format.keys import Chunk
 from kvshelf.format.kinds import Kind, kind_key
 from kvshelf.logs import RateLimitedLog
@@ -65,7 +77,10 @@ _HIGH_LATENCY_COST: Final = 0.2e-3
 #: Time to the next question after a storage error, doubled with each further one.
 _FIRST_BACKOFF: Final = 50e-3
 _LONGEST_BACKOFF: Final = 0.5
-#: Time between two looks for a marker.
+#: Rest of the thread after notices of objects that nobody waits for: those that come meanwhile are
+#: read together.
+_NOTICE_REST: Final = 0.5e-3
+#: Time between two looks for a marker, and for an object whose folder is watched.
 _MARKER_SECONDS: Final = 0.5
 _MARKER_SECONDS_HIGH_LATENCY: Final = 2.0
 #: Most pieces of one wait in one round.
@@ -92,11 +107,15 @@ class Wait:
         "_attempt",
         "_backoff",
         "_due",
+        "_failed",
         "_lost",
         "_marker_due",
         "_missing",
+        "_name",
         "_pieces",
+        "_questions",
         "_service",
+        "_watched",
         "complete",
         "gave_up",
         "seen",
@@ -109,11 +128,18 @@ class Wait:
         self._service = service
         self._pieces = pieces
         self._attempt = attempt
+        #: The objects to ask for next; empty for a moment, while others are to be chosen.
+        self._questions: list[tuple[_Object, Kind, ObjectRef]] = []
         #: The shard of the next piece that was missing last; None: ask for all shards.
         self._missing: int | None = 0
         #: Pieces to ask for where no shard is known to be missing.
         self._ahead = 1
         self._due = self._marker_due = 0.0
+        #: Name of the next object, once its folder was to be watched, and whether it is watched.
+        self._name: str | None = None
+        self._watched = False
+        #: Whether the storage failed to answer for the next object, and how long it then rests.
+        self._failed = False
         self._backoff = 0.0
         #: Whether the marker was seen: it counts when the pieces, asked for once more, are missing.
         self._lost = False
@@ -127,32 +153,39 @@ class Wait:
         """Wait no longer; the state stays what it is."""
         self._service._forget(self)
 
-    def _next(self) -> Sequence[Piece]:
-        """Return the pieces to ask for."""
+    def _plan(self, shards: Mapping[Kind, int]) -> None:
+        """Choose what to ask for next."""
+        self._name, self._watched = None, False
         count = self._ahead if self._missing is None else 1
-        return self._pieces[self.seen : self.seen + count]
+        self._questions = [
+            ((kind_key(chunk.key, kind), shard), kind, ObjectRef(chunk, shard))
+            for kind, chunk in self._pieces[self.seen : self.seen + count]
+            for shard in (range(shards[kind]) if self._missing is None else (self._missing,))
+        ]
 
-    def _take(
-        self,
-        pieces: Sequence[Piece],
-        answers: Mapping[_Object, Presence],
-        shards: Mapping[Kind, int],
-    ) -> int:
-        """Use the answers for `pieces`, which :meth:`_next` returned; return how many are there."""
-        asked_for = self._missing
-        self._missing = None
-        for count, (kind, chunk) in enumerate(pieces):
-            key = kind_key(chunk.key, kind)
-            for shard in range(shards[kind]) if asked_for is None else (asked_for,):
-                if answers[key, shard] is not Presence.PRESENT:
-                    self._missing, self._ahead = shard, 1
-                    return count
-        if asked_for is None:
-            self._ahead = min(2 * self._ahead, _MOST_AHEAD)
-        elif shards[pieces[0][0]] > 1:
-            # The object that was missing is there. The others are asked for next.
-            return 0
-        return len(pieces)
+    def _take(self, answers: Mapping[_Object, Presence], shards: Mapping[Kind, int]) -> list[bytes]:
+        """Use the answers to what was asked for; return the kind keys of the pieces that are there.
+
+        As many leading pieces as are returned are not in :attr:`seen` yet.
+        """
+        missing: int | None = None
+        there: list[bytes] = []
+        self._failed = False
+        for name, kind, ref in self._questions:
+            answer = answers[name]
+            if answer is not Presence.PRESENT:
+                self._failed = answer is Presence.ERROR
+                if ref.shard == self._missing:
+                    return []
+                missing = ref.shard
+                break
+            last = ref.shard == shards[kind] - 1
+            if last and (self._missing is None or not ref.shard):
+                there.append(name[0])
+        self._missing = missing
+        self._ahead = min(2 * self._ahead, _MOST_AHEAD) if missing is None else 1
+        self._questions = []
+        return there
 
 
 class WaitService:
@@ -174,6 +207,8 @@ class WaitService:
     ------
     RuntimeError
         If the system allows no thread.
+    OSError
+        If it allows no further files.
     """
 
     def __init__(
@@ -193,8 +228,9 @@ class WaitService:
         self._lock = threading.Lock()
         self._waits: dict[Wait, None] = {}
         self._closed = False
-        #: Wakes the thread that asks, and those who sleep.
-        self._wake = threading.Event()
+        #: Wakes the thread that asks.
+        self._bell = _Bell()
+        #: Wakes those who sleep.
         self._progress = threading.Event()
         #: Seconds of processor time for one question, and when a piece was seen last.
         self._cost = 0.0
@@ -240,12 +276,13 @@ class WaitService:
                 f" {', '.join(self._views)}"
             )
         wait = Wait(self, pieces, attempt)
-        if not wait.complete:
+        if pieces:
+            wait._plan(self._shards)
             with self._lock:
                 if not self._closed:
                     self._waits[wait] = None
             self._threads.ready()
-            self._wake.set()
+            self._bell.ring()
         return wait
 
     def sleep(self, seconds: float) -> bool:
@@ -274,32 +311,45 @@ class WaitService:
         with self._lock:
             self._closed = True
             self._waits.clear()
-        self._wake.set()
+        self._bell.ring()
 
     def _forget(self, wait: Wait) -> None:
         with self._lock:
             self._waits.pop(wait, None)
+            last = not self._waits
+        if last:
+            # Its folder is not to be watched any longer.
+            self._bell.ring()
 
     # ---------------------------------------------------------------------- on background threads
 
     def _run(self) -> None:
-        while not self._closed and not self._threads.replaced():
-            # Those who come from now on wake the thread.
-            self._wake.clear()
-            with self._lock:
-                waits = list(self._waits)
-            now = time.monotonic()
-            # Those who are due soon are asked for at once, so that rounds are few.
-            due = [wait for wait in waits if wait._due <= now + self._paused / 2]
-            if due:
-                self._try_round(due)
-            else:
-                first = min((wait._due for wait in waits), default=None)
-                self._wake.wait(None if first is None else first - now)
+        with contextlib.closing(_Watcher(self._backend, self._views)) as watcher:
+            while not self._closed and not self._threads.replaced():
+                with self._lock:
+                    waits = list(self._waits)
+                now = time.monotonic()
+                # Those who are due soon are asked for at once, so that rounds are few.
+                due = [wait for wait in waits if wait._due <= now + self._paused / 2]
+                if due:
+                    self._try_round(due, sum(not wait._watched for wait in waits))
+                watcher.follow(waits)
+                if due:
+                    continue
+                self._sleep(min((wait._due for wait in waits), default=None), watcher)
 
-    def _try_round(self, waits: list[Wait]) -> None:
+    def _sleep(self, until: float | None, watcher: _Watcher) -> None:
+        """Wait until a time, a ring, or notice of something that somebody waits for."""
+        while True:
+            seconds = None if until is None else max(0.0, until - time.monotonic())
+            rung, noticed = self._bell.wait(seconds, watcher.fileno())
+            if rung or not noticed or watcher.read() or seconds == 0.0:
+                return
+            time.sleep(_NOTICE_REST)
+
+    def _try_round(self, waits: list[Wait], polled: int) -> None:
         try:
-            self._round(waits)
+            self._round(waits, polled)
         except Exception as error:  # noqa: BLE001 - cache trouble never ends an engine
             self._counters.add("probe_errors")
             self._log.error("waiting for objects failed; it is tried again", exc_info=error)
@@ -307,43 +357,41 @@ class WaitService:
             for wait in waits:
                 self._back_off(wait, now)
 
-    def _round(self, waits: list[Wait]) -> None:
-        """Ask for what these waits need next, and look for markers."""
+    def _round(self, waits: list[Wait], polled: int) -> None:
+        """Ask for what these waits need next, and look for markers.
+
+        Parameters
+        ----------
+        waits : list of Wait
+        polled : int
+            Number of all waits, these or others, of which no notice is expected.
+        """
         begin, used = time.monotonic(), time.thread_time()
-        asked = [(wait, wait._next()) for wait in waits]
-        questions: dict[_Object, tuple[Kind, ObjectRef]] = {}
-        for wait, pieces in asked:
-            for kind, chunk in pieces:
-                key, only = kind_key(chunk.key, kind), wait._missing
-                for shard in range(self._shards[kind]) if only is None else (only,):
-                    questions[key, shard] = kind, ObjectRef(chunk, shard)
+        questions = {name: (kind, ref) for wait in waits for name, kind, ref in wait._questions}
         answers = self._ask(questions)
         if self._threads.replaced():
             # Another thread asks for the same.
             return
-        failed = {key for (key, _), found in answers.items() if found is Presence.ERROR}
-        seen: list[bytes] = []
-        found: list[tuple[Wait, int]] = []
-        for wait, pieces in asked:
-            count = wait._take(pieces, answers, self._shards)
-            found.append((wait, count))
-            seen += [kind_key(chunk.key, kind) for kind, chunk in pieces[:count]]
-        if seen:
-            self._tell(seen)
+        found = [(wait, wait._take(answers, self._shards)) for wait in waits]
+        self._tell([key for _, seen in found for key in seen])
         self._finish(found)
         now = time.monotonic()
+        pause = self._pause(polled, len(questions), time.thread_time() - used, now - begin)
         markers: list[Wait] = []
-        pause = self._pause(len(questions), time.thread_time() - used, now - begin)
-        for wait, pieces in asked:
-            if not failed.isdisjoint(kind_key(chunk.key, kind) for kind, chunk in pieces):
+        for wait in waits:
+            if wait._failed:
                 self._back_off(wait, now)
                 continue
             wait._backoff = 0.0
-            wait._due = now + pause if wait._missing is not None else now
-            if wait._missing is not None and wait._attempt and wait._marker_due <= now:
+            if wait._missing is None:
+                wait._due = now
+            else:
+                wait._due = now + (_MARKER_SECONDS if wait._watched else pause)
+            looks = wait._marker_due <= now + self._paused / 2
+            if wait._missing is not None and wait._attempt and looks:
                 markers.append(wait)
         if markers:
-            self._look_for_markers(markers)
+            self._look_for_markers(markers, now)
 
     def _ask(self, questions: Mapping[_Object, tuple[Kind, ObjectRef]]) -> dict[_Object, Presence]:
         """Look for objects of all kinds: in one call of a high-latency storage, else in batches."""
@@ -371,34 +419,38 @@ class WaitService:
         return answers
 
     def _tell(self, seen: Sequence[bytes]) -> None:
-        if self._on_seen is not None:
+        if seen and self._on_seen is not None:
             try:
                 self._on_seen(list(dict.fromkeys(seen)))
             except Exception as error:  # noqa: BLE001 - the thread must go on
                 self._log.error("a callback for objects that appeared raised", exc_info=error)
 
-    def _finish(self, found: Sequence[tuple[Wait, int]]) -> None:
-        """Show the waits how many of their pieces are there, and end those that are over."""
+    def _finish(self, found: Sequence[tuple[Wait, list[bytes]]]) -> None:
+        """Show the waits which of their pieces are there, and end those that are over."""
         progress = False
         with self._lock:
-            for wait, count in found:
+            for wait, there in found:
                 if wait not in self._waits:
                     continue
-                wait.seen += count
+                wait.seen += len(there)
                 wait.complete = wait.seen == len(wait._pieces)
                 wait.gave_up = wait._lost and wait._missing is not None
-                progress |= count > 0 or wait.ended
+                progress |= bool(there) or wait.ended
                 if wait.ended:
                     del self._waits[wait]
+                elif not wait._questions:
+                    wait._plan(self._shards)
         if progress:
             self._progress_at = time.monotonic()
             self._progress.set()
 
-    def _pause(self, asked: int, used: float, passed: float) -> float:
+    def _pause(self, polled: int, asked: int, used: float, passed: float) -> float:
         """Return the time to the next round, in seconds.
 
         Parameters
         ----------
+        polled : int
+            Number of waits that are asked for at such intervals.
         asked : int
             Number of objects that this round has asked for.
         used, passed : float
@@ -409,7 +461,7 @@ class WaitService:
             shortest, cost = max(_SHORTEST_HIGH_LATENCY, passed), max(cost, _HIGH_LATENCY_COST)
         self._cost += (cost - self._cost) / 4 if self._cost else cost
         quiet = time.monotonic() - self._progress_at > _QUIET_SECONDS
-        seconds = self._cost * len(self._waits) / (_QUIET_SHARE if quiet else _SHARE)
+        seconds = self._cost * polled / (_QUIET_SHARE if quiet else _SHARE)
         self._paused = min(max(shortest, seconds), _LONGEST)
         return self._paused
 
@@ -420,23 +472,143 @@ class WaitService:
 
     # ------------------------------------------------------------------------------------ markers
 
-    def _look_for_markers(self, waits: Sequence[Wait]) -> None:
+    def _look_for_markers(self, waits: Sequence[Wait], now: float) -> None:
         high_latency = self._backend.properties.high_latency
         period = _MARKER_SECONDS_HIGH_LATENCY if high_latency else _MARKER_SECONDS
         step = len(waits) if high_latency else _BATCH
+        view = next(iter(self._views.values()))
         pace = GilPace()
         for begin in range(0, len(waits), step):
             group = waits[begin : begin + step]
-            for wait, lost in zip(group, self._gave_up(group), strict=True):
-                wait._marker_due = time.monotonic() + period
+            found = view.gave_up([wait._attempt for wait in group])
+            for wait, lost in zip(group, found, strict=True):
+                wait._marker_due = now + period
                 if lost:
                     # A piece may have come before the marker: asked for once more, pieces win.
                     wait._lost, wait._due = True, 0.0
             pace.rest()
 
-    def _gave_up(self, waits: Sequence[Wait]) -> list[bool]:
-        """Tell of each wait whether its producer's marker is there."""
-        kind, chunk = waits[0]._pieces[0]
-        folder = self._views[kind].on_storage.name(ObjectRef(chunk, 0)).partition("/")[0]
-        names = [f"{folder}/.kvshelf/gave-up/{wait._attempt}" for wait in waits]
-        return [isinstance(answer, int) for answer in self._backend.stat(names)]
+
+class _Bell:
+    """Wakes one thread that waits for it or for a file descriptor."""
+
+    def __init__(self) -> None:
+        self._heard, self._rung = os.pipe()
+        for end in (self._heard, self._rung):
+            os.set_blocking(end, False)
+            weakref.finalize(self, os.close, end).atexit = False
+
+    def ring(self) -> None:
+        """Wake the thread, now or when it waits next."""
+        # A pipe that is full is bell enough.
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._rung, b"\0")
+
+    def wait(self, seconds: float | None, other: int | None) -> tuple[bool, bool]:
+        """Wait for a ring or until `other` is readable; return whether each is true.
+
+        Parameters
+        ----------
+        seconds : float or None
+            Longest time; None: for ever.
+        other : int or None
+            A file descriptor.
+        """
+        poll = select.poll()
+        poll.register(self._heard, select.POLLIN)
+        if other is not None:
+            poll.register(other, select.POLLIN)
+        ready = dict(poll.poll(None if seconds is None else seconds * 1e3))
+        rung = self._heard in ready
+        if rung:
+            with contextlib.suppress(BlockingIOError):
+                os.read(self._heard, 1 << 16)
+        return rung, other in ready
+
+
+class _Watcher:
+    """Watches the folders of the objects that waits need next; belongs to one thread."""
+
+    def __init__(self, backend: GuardedBackend, views: Mapping[Kind, ShelfView]) -> None:
+        self._backend = backend
+        self._views = views
+        self._notices: FolderNotices | None = None
+        #: Who waits for each object.
+        self._names: dict[str, list[Wait]] = {}
+        self._count = 0
+
+    def fileno(self) -> int | None:
+        """Return what is readable when :meth:`read` has something to do; None: nothing is."""
+        return None if self._notices is None else self._notices.fileno()
+
+    def follow(self, waits: Sequence[Wait]) -> None:
+        """Watch what these waits need next, and nothing else.
+
+        Parameters
+        ----------
+        waits : Sequence of Wait
+            All who wait. Those whose folders were not watched before become due once more: their
+            objects may have come meanwhile.
+        """
+        if not waits:
+            self.close()
+            return
+        if len(waits) == self._count and not any(wait._name is None for wait in waits):
+            return
+        try:
+            if self._notices is None and self._backend.properties.notifications:
+                self._notices = self._backend.notices()
+            if self._notices is not None:
+                self._watch(self._notices, [w for w in waits if w._questions and not w.ended])
+                self._count = len(waits)
+        except (StorageError, OSError) as error:
+            # They are asked for at short intervals.
+            logger.debug("folders could not be watched: %s", error)
+            for wait in waits:
+                wait._watched = False
+            self.close()
+
+    def _watch(self, notices: FolderNotices, waits: Sequence[Wait]) -> None:
+        self._names = {}
+        folders: dict[str, list[Wait]] = {}
+        for wait in waits:
+            if wait._name is None:
+                _, kind, ref = wait._questions[0]
+                wait._name = self._views[kind].on_storage.name(ref)
+            self._names.setdefault(wait._name, []).append(wait)
+            folders.setdefault(wait._name.rpartition("/")[0], []).append(wait)
+        if not folders:
+            return
+        with self._backend.tracked_probe(next(iter(self._names))):
+            fresh, unwatched = notices.watch(folders)
+        for folder, there in folders.items():
+            for wait in there:
+                wait._watched = folder not in unwatched
+                if folder in fresh:
+                    wait._due = 0.0
+
+    def read(self) -> bool:
+        """Let those be due whose objects have appeared; return whether there are any."""
+        appeared = None if self._notices is None else self._notices.appeared()
+        if appeared is None:
+            found = [wait for waits in self._names.values() for wait in waits]
+            # Folders may be among what was lost.
+            self._count = 0
+        else:
+            found = [wait for name in appeared for wait in self._names.get(name, ())]
+            places = tuple(name for name in appeared if name.endswith("/"))
+            if places:
+                inside = [name for name in self._names if name.startswith(places)]
+                found += [wait for name in inside for wait in self._names[name]]
+                # Other folders are to be watched now.
+                self._count = 0
+        for wait in found:
+            wait._due = 0.0
+        return bool(found)
+
+    def close(self) -> None:
+        """Watch nothing."""
+        self._names, self._count = {}, 0
+        if self._notices is not None:
+            self._notices.close()
+            self._notices = None
