@@ -277,6 +277,7 @@ def _time_request(side: Any, request_id: str, prompt: list[int], busy_step: Any)
         prompt_is_token_ids=None,
         resumable=False,
         skip_reading_prefix_cache=False,
+        kv_transfer_params=None,
         cache_salt=None,
         lora_request=None,
         mm_features=[],
