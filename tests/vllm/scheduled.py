@@ -381,14 +381,22 @@ class ScheduledEngine:
         answer: int = 2,
         *,
         transfer: object = None,
+        skips: bool = False,
         **options: Any,
     ) -> None:
-        """Add a request; `transfer` is its kv_transfer_params, `options` are vLLM's."""
+        """Add a request; `transfer` is its kv_transfer_params, `options` are vLLM's.
+
+        With `skips` it does not read vLLM's prefix cache.
+        """
         text = self.texts[name] = Text(prompt, answer)
         self._name_chunks(text)
         extra = None if transfer is None else {"kv_transfer_params": transfer}
         params = SamplingParams(
-            max_tokens=answer, temperature=0.0, ignore_eos=True, extra_args=extra
+            max_tokens=answer,
+            temperature=0.0,
+            ignore_eos=True,
+            extra_args=extra,
+            skip_reading_prefix_cache=skips,
         )
         self.scheduler.add_request(
             Request(name, list(prompt), params, None, block_hasher=self._hasher, **options)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,13 +15,20 @@ import pytest
 pytest.importorskip("vllm")
 
 from hybrid_specs import full, models
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from parts import until
 from replay import prompt
-from scheduled import ScheduledEngine, Text, World, make_namespace
+from scheduled import DAMAGED, ScheduledEngine, Text, World, make_namespace
+from test_scheduler_side import make_connector
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
 from kvshelf.format.keys import Chunk
-from kvshelf.format.kinds import FULL
+from kvshelf.format.kinds import FULL, kind_key
+from kvshelf.shelf.waits import WaitService
 from kvshelf.vllm import handshake
+from kvshelf.vllm.awaiting import Awaited
 from kvshelf.vllm.handover import Handover, read_handover
 
 HYBRID = models()
@@ -105,6 +115,7 @@ class Promised:
         for chunk in self.pieces[first:end]:
             start = chunk.index * CHUNK
             content = self.text.kv(0, start, start + chunk.tokens, 0)
+            self.engine.world.texts.setdefault(chunk.key, (self.text, 0))
             self.engine.world.put(self.engine.fmt, chunk, FULL, content)
 
     def give_up(self) -> None:
@@ -336,3 +347,742 @@ def test_a_consumer_that_comes_first_waits(
     assert loaded(engine, "r") == length
     assert engine.computed["r"] == 1
     assert counts(engine) == {"complete": 1}
+
+
+@pytest.fixture
+def waiting(start: Callable[..., ScheduledEngine]) -> Callable[..., Any]:
+    """Start a consumer with a clock of its own and one request of 203 tokens that waits."""
+
+    def make(**options: Any) -> tuple[ScheduledEngine, Promised, Clock]:
+        params = options.pop("params", {})
+        engine = start(**options)
+        clock = engine.connector._scheduler._awaiting.clock = Clock()
+        promised = Promised(engine, prompt(203))
+        engine.add("r", promised.tokens, answer=1, transfer=promised.params(**params))
+        step_until(engine, lambda: awaited_of(engine).wait is not None)
+        assert waits(engine, "r")
+        return engine, promised, clock
+
+    return make
+
+
+def awaited_of(engine: ScheduledEngine, name: str = "r") -> Awaited:
+    awaited = engine.connector._scheduler._requests[name].awaited
+    assert isinstance(awaited, Awaited)
+    return awaited
+
+
+def assert_nothing_is_left(engine: ScheduledEngine) -> None:
+    side = engine.connector._scheduler
+    assert not side._awaiting._waiting
+    assert side._waits is None or side._waits.waiting == 0
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_past_its_deadline_a_request_is_computed_at_once(
+    waiting: Callable[..., Any], asynchronous: bool
+) -> None:
+    engine, promised, clock = waiting(handover_wait_s=30, budget=400, asynchronous=asynchronous)
+    promised.publish(0, 3)
+    step_until(engine, lambda: awaited_of(engine).full_chunks == 3)
+    clock.now += 29.99
+    engine.step()
+    assert waits(engine, "r")
+    clock.now += 0.02
+    engine.step()
+    assert engine.metas[-1].loads[0].end == 96
+    engine.finish()
+    assert loaded(engine, "r") == 96
+    assert engine.computed["r"] == 203 - 96
+    assert counts(engine) == {"late": 1}
+    assert_nothing_is_left(engine)
+
+
+def test_without_anything_at_its_deadline_a_request_is_computed(
+    waiting: Callable[..., Any],
+) -> None:
+    engine, _, clock = waiting(handover_wait_s=5, budget=400)
+    clock.now += 5
+    engine.step()
+    assert engine.computed["r"] == 203
+    engine.finish()
+    assert counts(engine) == {"late": 1}
+
+
+@pytest.mark.parametrize(("wanted", "expected"), [(3, 3), (1000, 30), (None, 30)])
+def test_params_may_shorten_the_wait_only(
+    waiting: Callable[..., Any], wanted: float | None, expected: float
+) -> None:
+    engine, _, clock = waiting(params={"kvshelf_wait_s": wanted}, budget=400)
+    clock.now += expected - 0.01
+    engine.step()
+    assert waits(engine, "r")
+    clock.now += 0.01
+    engine.step()
+    assert engine.computed["r"] == 203
+
+
+def test_a_wait_of_no_time_is_a_plain_cache(start: Callable[..., ScheduledEngine]) -> None:
+    engine = start(handover_wait_s=0)
+    promised = Promised(engine, prompt(203))
+    promised.publish(0, 4)
+    engine.add("r", promised.tokens, transfer=promised.params())
+    engine.finish()
+    assert loaded(engine, "r") in (0, 128)
+    assert counts(engine) == {"late": 1}
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_marker_ends_the_wait(waiting: Callable[..., Any], asynchronous: bool) -> None:
+    engine, promised, _ = waiting(asynchronous=asynchronous)
+    promised.publish(0, 2)
+    step_until(engine, lambda: awaited_of(engine).full_chunks == 2)
+    promised.give_up()
+    engine.finish()
+    assert loaded(engine, "r") == 64
+    assert counts(engine) == {"gave_up": 1}
+    assert_nothing_is_left(engine)
+
+
+def test_only_so_many_requests_wait(start: Callable[..., ScheduledEngine]) -> None:
+    engine = start(max_waiting=2)
+    for number in range(4):
+        promised = Promised(engine, prompt(100, seed=number), number)
+        engine.add(f"r{number}", promised.tokens, transfer=promised.params())
+    step_until(engine, lambda: len(engine.answers) == 2)
+    assert [waits(engine, f"r{number}") for number in range(4)] == [True, True, False, False]
+    assert counts(engine) == {"refused": 2}
+    # The end of a wait makes room for another.
+    engine.abort("r0")
+    promised = Promised(engine, prompt(100, seed=4), 4)
+    engine.add("r4", promised.tokens, transfer=promised.params())
+    engine.step()
+    assert waits(engine, "r4")
+    engine.abort("r1")
+    engine.abort("r4")
+    engine.finish()
+    assert_nothing_is_left(engine)
+
+
+FORGED: dict[str, dict[str, Any]] = {
+    "another prompt": {"kvshelf_key": "0" * 64},
+    "more tokens than the prompt": {"kvshelf_tokens": 235},
+    "as many tokens as there are": {"kvshelf_tokens": 1 << 40},
+    "no tail": {"kvshelf_tail": 0},
+    "a tail of more than a chunk": {"kvshelf_tail": 203},
+    "a prefix with the key of all": {"kvshelf_tokens": 192, "kvshelf_tail": 0},
+    "one token": {"kvshelf_tokens": 1, "kvshelf_tail": 1},
+    "lines in the log": {"kvshelf_attempt": "\n\x1b[31mERROR all is lost\n"},
+    "a number that is none": {"kvshelf_tokens": float("nan")},
+    "a later version": {"kvshelf_version": 2},
+}
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("how", FORGED)
+def test_forged_params_make_nobody_wait(
+    start: Callable[..., ScheduledEngine],
+    caplog: pytest.LogCaptureFixture,
+    how: str,
+    asynchronous: bool,
+) -> None:
+    engine = start(asynchronous=asynchronous)
+    promised = Promised(engine, prompt(203))
+    promised.publish(0, 4)
+    engine.add("r", promised.tokens, transfer=promised.handover.params() | FORGED[how])
+    engine.finish()
+    assert loaded(engine, "r") == 128
+    assert counts(engine) == {"invalid": 1}
+    (line,) = [line for line in caplog.messages if "does not wait for its hand-over" in line]
+    assert line.isprintable() and line.isascii()
+
+
+def test_a_part_of_a_prompt_may_be_handed_over(start: Callable[..., ScheduledEngine]) -> None:
+    engine = start()
+    part = Promised(engine, prompt(203)[:100])
+    part.publish(0)
+    engine.add("r", prompt(203), answer=1, transfer=part.params())
+    engine.finish()
+    assert loaded(engine, "r") == 100
+    assert engine.computed["r"] == 103
+    assert counts(engine) == {"complete": 1}
+
+
+def test_a_request_whose_kv_cannot_be_loaded_does_not_wait(
+    start: Callable[..., ScheduledEngine],
+) -> None:
+    engine = start()
+    promised = Promised(engine, prompt(203))
+    engine.add("r", promised.tokens, transfer=promised.params(), skips=True)
+    engine.finish()
+    assert counts(engine) == {"invalid": 1}
+
+
+def test_requests_with_other_salts_do_not_wait_for_each_other(
+    start: Callable[..., ScheduledEngine],
+) -> None:
+    engine = start(read_only=True)
+    promised = Promised(engine, prompt(203))
+    promised.publish(0)
+    engine.add("r", promised.tokens, transfer=promised.params(), cache_salt="a tenant")
+    engine.finish()
+    assert loaded(engine, "r") == 0
+    assert counts(engine) == {"invalid": 1}
+
+
+def test_a_bare_remote_prefill_is_a_plain_cache(start: Callable[..., ScheduledEngine]) -> None:
+    engine = start()
+    engine.add("r", prompt(203), transfer={"do_remote_prefill": True, "remote_host": "x"})
+    engine.finish()
+    assert counts(engine) == {}
+
+
+def test_another_namespace_is_told_before_waiting(
+    start: Callable[..., ScheduledEngine], caplog: pytest.LogCaptureFixture
+) -> None:
+    producer = start(chunk_size=64)
+    producer.world.backend.write(
+        f"{producer.fmt.namespace.folder}/namespace.json", [producer.fmt.namespace.encoded]
+    )
+    handover = prefill(producer, prompt(203))
+    engine = start()
+    for number in range(3):
+        engine.add(f"r{number}", prompt(203, seed=number), transfer=handover.params())
+    engine.finish()
+    assert counts(engine) == {"other_namespace": 3}
+    until(lambda: any("chunk_size is 64 there and 32 here" in line for line in caplog.messages))
+    (line,) = [line for line in caplog.messages if "KV of namespace" in line]
+    assert "set chunk_size to the same number in both engines" in line
+
+
+def test_a_namespace_that_the_shelf_does_not_have_is_another_shelf(
+    start: Callable[..., ScheduledEngine], caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = start()
+    for number in range(40):
+        promised = Promised(engine, prompt(40, seed=number))
+        strange = promised.params(kvshelf_namespace=f"{number:064x}")
+        engine.add(f"r{number}", promised.tokens, transfer=strange)
+    engine.finish()
+    assert counts(engine) == {"other_namespace": 40}
+
+    def lines() -> list[str]:
+        return [line for line in caplog.messages if "it is not on this shelf" in line]
+
+    # Clients make up as many as they like.
+    until(lambda: len(lines()) == 16)
+    assert "shared_storage_path" in lines()[0]
+
+
+def test_while_the_namespace_is_not_known_a_request_waits_within_its_deadline(
+    start: Callable[..., ScheduledEngine],
+) -> None:
+    engine = start(identity_wait_s=0, handover_wait_s=30)
+    side = engine.connector._scheduler
+    clock = side._awaiting.clock = Clock()
+    promised = Promised(engine, prompt(203))
+    promised.publish(0)
+    lookups, side._lookups = side._lookups, None
+    engine.add("r", promised.tokens, answer=1, transfer=promised.params())
+    other = Promised(engine, prompt(203, seed=1))
+    engine.add("late", other.tokens, answer=1, transfer=other.params(kvshelf_wait_s=1))
+    for _ in range(5):
+        engine.step()
+    assert waits(engine, "r") and waits(engine, "late")
+    clock.now += 1
+    engine.step()
+    assert engine.computed["late"] > 0
+    assert waits(engine, "r")
+    side._lookups = lookups
+    engine.finish()
+    assert counts(engine) == {"late": 1, "complete": 1}
+
+
+@pytest.mark.parametrize("model", HYBRID)
+def test_hybrid_models_compute_less_than_a_chunk(
+    start: Callable[..., ScheduledEngine], world: World, model: str
+) -> None:
+    tokens = prompt(203)
+    producer = start(model)
+    handover = prefill(producer, tokens)
+    # Take all away, and put it back while the consumer waits.
+    chunks = producer.chunks_of(tokens)
+    kept = {
+        (kind, chunk.index): (chunk, world.contents[kind_key(chunk.key, kind)])
+        for chunk in chunks
+        for kind in producer.groups.kinds
+        if kind_key(chunk.key, kind) in world.contents
+    }
+    for (kind, _), (chunk, _) in kept.items():
+        world.remove(producer.fmt, chunk, kind)
+    engine = start(model)
+    engine.add("r", tokens, answer=1, transfer=handover.params())
+    step_until(engine, lambda: awaited_of(engine).wait is not None)
+    for (kind, index), (chunk, content) in kept.items():
+        assert waits(engine, "r")
+        if index >= 6:
+            continue
+        world.put(producer.fmt, chunk, kind, content)
+        engine.step()
+    engine.finish()
+    assert loaded(engine, "r") == 192
+    assert engine.computed["r"] == 203 - 192
+    assert counts(engine) == {"complete": 1}
+    assert not any(meta.stores for meta in engine.metas)
+
+
+@pytest.mark.parametrize("model", HYBRID)
+def test_hybrid_models_use_what_is_there_when_the_producer_gives_up(
+    start: Callable[..., ScheduledEngine], world: World, model: str
+) -> None:
+    tokens = prompt(331)
+    producer = start(model, budget=32, state_interval=3)
+    handover = prefill(producer, tokens)
+    last = producer.chunks_of(tokens)[handover.tokens // CHUNK - 1]
+    for kind in producer.groups.kinds:
+        world.remove(producer.fmt, last, kind)
+    engine = start(model)
+    engine.add("r", tokens, answer=1, transfer=handover.params())
+    step_until(engine, lambda: awaited_of(engine).wait is not None)
+    folder = producer.fmt.namespace.folder
+    world.backend.write(f"{folder}/.kvshelf/gave-up/{handover.attempt}", [b""])
+    engine.finish()
+    assert 0 < loaded(engine, "r") < handover.tokens
+    assert counts(engine) == {"gave_up": 1}
+
+
+def test_a_tail_that_cannot_be_loaded_is_computed(
+    start: Callable[..., ScheduledEngine], world: World
+) -> None:
+    producer = start()
+    tokens = prompt(203)
+    handover = prefill(producer, tokens)
+    tail = producer.tail_of(tokens)
+    assert tail is not None
+    world.contents[tail.key] = DAMAGED
+    engine = start(seed=3)
+    for name in ("r", "again"):
+        engine.add(name, tokens, answer=1, transfer=handover.params())
+        engine.finish()
+    # The worker here reports a load that fails as a whole.
+    assert engine.computed["r"] == 203
+    assert engine.loads == []
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_requests_are_aborted_while_they_wait(
+    waiting: Callable[..., Any], asynchronous: bool
+) -> None:
+    engine, promised, _ = waiting(asynchronous=asynchronous)
+    promised.publish(0, 2)
+    engine.abort("r")
+    engine.finish()
+    assert_nothing_is_left(engine)
+    assert counts(engine) == {}
+
+
+def test_a_reset_does_not_end_the_wait(waiting: Callable[..., Any]) -> None:
+    engine, promised, _ = waiting()
+    promised.publish(0, 2)
+    engine.reset()
+    engine.settle()
+    engine.step()
+    assert waits(engine, "r")
+    promised.publish(2)
+    engine.finish()
+    assert loaded(engine, "r") == 203
+    assert counts(engine) == {"complete": 1}
+
+
+def test_other_weights_end_the_wait(waiting: Callable[..., Any]) -> None:
+    engine, promised, _ = waiting()
+    engine.change_weights()
+    engine.reset()
+    engine.settle()
+    promised.publish(0)
+    engine.finish()
+    assert loaded(engine, "r") == 0
+    assert counts(engine) == {"other_namespace": 1}
+    assert_nothing_is_left(engine)
+
+
+def test_what_is_at_hand_is_not_waited_for(start: Callable[..., ScheduledEngine]) -> None:
+    engine = start(save_decode=False)
+    tokens = prompt(203)
+    engine.run(tokens)
+    for chunk in engine.chunks_of(tokens):
+        engine.world.remove(engine.fmt, chunk, FULL)
+    promised = Promised(engine, tokens)
+    engine.add("r", tokens, answer=1, transfer=promised.params())
+    engine.finish()
+    # Three tokens behind the last whole block.
+    assert engine.computed["r"] == 3
+    assert counts(engine) == {}
+    assert_nothing_is_left(engine)
+
+
+def test_a_hit_in_memory_may_shrink_while_a_request_waits(waiting: Callable[..., Any]) -> None:
+    engine, promised, _ = waiting()
+    engine.add("part", promised.tokens[:150])
+    step_until(engine, lambda: awaited_of(engine).full_chunks == 4 and "part" in engine.params)
+    # Now vLLM has 144 tokens itself, and soon it has not.
+    engine.step()
+    engine.scheduler.reset_prefix_cache()
+    promised.publish(4)
+    engine.finish()
+    assert loaded(engine, "r") == 203
+    assert counts(engine) == {"complete": 1}
+
+
+def test_only_what_vllm_does_not_have_is_loaded(waiting: Callable[..., Any]) -> None:
+    engine, promised, _ = waiting()
+    engine.add("part", promised.tokens[:150])
+    step_until(engine, lambda: "part" in engine.params)
+    promised.publish(4)
+    engine.finish()
+    assert loaded(engine, "r") == 203 - 144
+    assert engine.computed["r"] == 1
+
+
+def test_after_a_preemption_the_handover_is_used_again(
+    start: Callable[..., ScheduledEngine],
+) -> None:
+    engine = start(blocks=60, budget=64)
+    for number in range(4):
+        promised = Promised(engine, prompt(90 + number, seed=number), number)
+        promised.publish(0)
+        engine.add(f"r{number}", promised.tokens, answer=90, transfer=promised.params())
+    engine.finish()
+    assert engine.preempted
+    assert counts(engine) == {"complete": 4}
+    again = [op for op in engine.loads if op.request_id in engine.preempted]
+    # All of the prompt, each time.
+    assert len(again) > len(engine.preempted)
+    assert {op.end for op in again} <= {90, 91, 92, 93}
+
+
+@pytest.mark.parametrize("complete", [False, True])
+def test_a_breaker_that_is_open_does_not_end_the_wait(
+    waiting: Callable[..., Any], complete: bool
+) -> None:
+    engine, promised, clock = waiting()
+    side = engine.connector._scheduler
+    side._open_breakers.add(0)
+    promised.publish(0)
+    step_until(engine, lambda: awaited_of(engine).wait.complete)
+    engine.step()
+    assert waits(engine, "r")
+    if complete:
+        side._open_breakers.clear()
+    else:
+        side._stepped_at = math.inf
+        clock.now += 30
+    engine.finish()
+    assert loaded(engine, "r") == (203 if complete else 0)
+
+
+@pytest.mark.parametrize("first", ["ours", "theirs"])
+@pytest.mark.parametrize("late", [False, True])
+def test_beside_another_connector(waiting: Callable[..., Any], first: str, late: bool) -> None:
+    """Whoever is asked first has its hit used; ours delays the other's at most to its deadline."""
+    engine, promised, clock = waiting(handover_wait_s=30, budget=400)
+    other = Other(engine, "r", tokens=160)
+    ours = engine.connector
+    engine.scheduler.connector = Beside([ours, other] if first == "ours" else [other, ours])
+    for _ in range(3):
+        engine.step()
+    assert waits(engine, "r")
+    assert not other.loaded
+    if late:
+        clock.now += 30
+        engine.step()
+        assert other.loaded == 160
+    else:
+        promised.publish(0)
+    engine.finish()
+    if late or first == "theirs":
+        assert (other.loaded, loaded(engine, "r")) == (160, 0)
+        assert engine.computed["r"] == 203 - 160
+    else:
+        assert (other.loaded, loaded(engine, "r")) == (0, 203)
+        assert engine.computed["r"] == 1
+    assert_nothing_is_left(engine)
+
+
+class Other(KVConnectorBase_V1):
+    """A connector that has the first tokens of one request, and loads them within the step."""
+
+    def __init__(self, engine: ScheduledEngine, name: str, tokens: int) -> None:
+        self.engine, self.name, self.tokens = engine, name, tokens
+        self.loaded = 0
+
+    def get_num_new_matched_tokens(self, request: Any, computed: int) -> tuple[int, bool]:
+        return max(0, self.tokens - computed) if request.request_id == self.name else 0, False
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, external: int) -> None:
+        if external:
+            text = self.engine.texts[request.request_id]
+            (table,) = blocks.get_block_ids()
+            size = self.engine.groups[0].block_size
+            start = self.tokens - external
+            self.engine._scatter(table, size, start, text.kv(0, start, self.tokens, 0))
+            self.loaded += external
+
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        return None
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None: ...
+
+    def wait_for_layer_load(self, layer_name: str) -> None: ...
+
+    def save_kv_layer(self, layer_name: str, *args: Any, **kwargs: Any) -> None: ...
+
+    def wait_for_save(self) -> None: ...
+
+
+class Beside(MultiConnector):
+    """vLLM's MultiConnector; the engine's worker sees kvshelf's part of it only."""
+
+    def __init__(self, connectors: list[Any]) -> None:
+        self._connectors = connectors
+        self._requests_to_connector: dict[str, int] = {}
+        self._extra_async_saves: dict[str, int] = {}
+        self._all_support_hma = False
+
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        metas = [one.build_connector_meta(scheduler_output) for one in self._connectors]
+        return next(meta for meta in metas if meta is not None)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        for connector in self._connectors:
+            connector.update_connector_output(connector_output)
+
+    def get_kv_connector_stats(self) -> None:
+        return None
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_of_two_shelves_in_one_engine_the_first_hands_over(tmp_path: Path, number: int) -> None:
+    made = make_connector(tmp_path / "first")
+
+    class Parent:
+        def __init__(self) -> None:
+            self._connectors = [made, object()][1 - number :]
+            self._kv_transfer_config = SimpleNamespace(
+                kv_load_failure_policy="recompute", kv_role="kv_both"
+            )
+            self.child = make_connector(tmp_path / "second")
+
+    # By its name the constructor that is running is found.
+    Parent.__name__ = "MultiConnector"
+    child = Parent().child
+    assert child._scheduler is not None
+    assert child._scheduler._hands_over == (number == 0)
+    child.shutdown()
+    made.shutdown()
+
+
+# ----------------------------------------------------------------------------------- the steps
+
+
+@pytest.fixture
+def rests(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """How long steps would have slept."""
+    slept: list[float] = []
+
+    def sleep(self: WaitService, seconds: float) -> bool:
+        slept.append(seconds)
+        return False
+
+    monkeypatch.setattr(WaitService, "sleep", sleep)
+    return slept
+
+
+def test_a_step_sleeps_while_only_waiting_requests_are_left(
+    rests: list[float], waiting: Callable[..., Any]
+) -> None:
+    engine, promised, clock = waiting()
+    rests.clear()
+    engine.step()
+    assert rests == [0.01]
+    # Until the deadline, if that comes sooner.
+    clock.now += 29.996
+    engine.step()
+    assert rests[1:] == [pytest.approx(0.004)]
+    promised.publish(0)
+    step_until(engine, lambda: not waits(engine, "r"))
+    del rests[:]
+    engine.finish()
+    assert rests == []
+
+
+def test_no_step_sleeps_while_anything_else_is_to_be_done(
+    rests: list[float], waiting: Callable[..., Any]
+) -> None:
+    engine, _, _ = waiting()
+    engine.add("other", prompt(60, seed=1), answer=20)
+    engine.step()
+    del rests[:]
+    while engine.scheduler.requests.keys() == {"r", "other"}:
+        assert rests == []
+        engine.step()
+    engine.step()
+    assert rests == [0.01]
+
+
+def test_no_step_sleeps_where_others_wait_for_it(
+    rests: list[float], waiting: Callable[..., Any]
+) -> None:
+    engine, _, _ = waiting()
+    engine.connector._scheduler._holds_up_others = True
+    del rests[:]
+    for _ in range(3):
+        engine.step()
+    assert rests == []
+    assert waits(engine, "r")
+
+
+def test_pieces_are_read_ahead_as_they_appear(waiting: Callable[..., Any]) -> None:
+    engine, promised, _ = waiting(prefetch_bytes=1 << 20)
+
+    def named() -> list[int]:
+        ops = [op for meta in engine.metas for op in meta.prefetches]
+        return [chunk.index for op in ops for chunk in op.chunks]
+
+    promised.publish(0, 2)
+    step_until(engine, lambda: named() == [0, 1])
+    promised.publish(2, 5)
+    step_until(engine, lambda: named() == [0, 1, 2, 3, 4])
+    promised.publish(5)
+    engine.finish()
+    assert loaded(engine, "r") == 203
+
+
+def test_requests_behind_those_that_wait_are_read_ahead(
+    start: Callable[..., ScheduledEngine],
+) -> None:
+    start().run(prompt(100, seed=99))
+    engine = start(prefetch_bytes=1 << 20, seqs=1)
+    engine.add("running", prompt(60, seed=98), answer=200)
+    for number in range(40):
+        promised = Promised(engine, prompt(100, seed=number), number)
+        engine.add(f"r{number}", promised.tokens, transfer=promised.params())
+    engine.add("ordinary", prompt(100, seed=99))
+    for _ in range(3):
+        engine.step()
+
+    def named() -> set[str]:
+        return {op.request_id for meta in engine.metas for op in meta.prefetches}
+
+    step_until(engine, lambda: named() == {"ordinary"})
+    for number in range(40):
+        engine.abort(f"r{number}")
+    engine.finish()
+
+
+# ------------------------------------------------------------------------ whatever may happen
+
+
+EVENTS = ["add", "add", "produce", "give up", "tick", "abort", "reset", "forget", "breaker"]
+
+
+def promise_of(engine: ScheduledEngine, tokens: list[int], number: int) -> Handover:
+    """What a producer of a prompt will promise, before it has begun."""
+    if not engine.groups.hybrid:
+        return Promised(engine, tokens, number).handover
+    count = (len(tokens) - 1) // CHUNK
+    key = engine.chunks_of(tokens)[count - 1].key
+    digest = engine.fmt.namespace.digest
+    return Handover(digest, count * CHUNK, key, 0, f"{number:032x}")
+
+
+@pytest.mark.parametrize("model", ["plain", "Gemma 3", "Jamba", "Mamba2"])
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data())
+def test_no_request_waits_past_its_deadline_and_every_request_ends(
+    model: str, data: st.DataObject
+) -> None:
+    """What each step reads and stores is compared to the byte by the engines themselves."""
+
+    def draw(strategy: Any, label: str) -> Any:
+        return data.draw(strategy, label)
+
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(handshake, "build_namespace", make_namespace)
+        world = World(Path(folder) / "shelf")
+        options = {
+            "chunk_size": CHUNK,
+            "asynchronous": draw(st.booleans(), "asynchronous"),
+            "blocks": draw(st.sampled_from([70, 400]), "blocks"),
+            "max_waiting": draw(st.sampled_from([1, 3, 100]), "max_waiting"),
+            "prefetch_bytes": draw(st.sampled_from([0, 1 << 20]), "prefetch_bytes"),
+            "state_interval": 2,
+        }
+        producer = ScheduledEngine(world, MODELS[model], chunk_size=CHUNK, state_interval=1)
+        engine = ScheduledEngine(world, MODELS[model], budget=64, **options)
+        side = engine.connector._scheduler
+        clock = side._awaiting.clock = Clock()
+        ask = side.matched_tokens
+
+        def matched_tokens(request: Any, computed: int) -> tuple[int | None, bool]:
+            found, asynchronous = ask(request, computed)
+            state = side._requests[request.request_id]
+            if found is None and state.awaited is not None:
+                assert clock.now < state.awaited.deadline
+            return found, asynchronous
+
+        patch.setattr(side, "matched_tokens", matched_tokens)
+        prompts: list[list[int]] = []
+        aborted: set[int] = set()
+        known = st.deferred(lambda: st.integers(0, len(prompts) - 1))
+        try:
+            for _ in range(draw(st.integers(5, 40), "events")):
+                event = draw(st.sampled_from(EVENTS), "event")
+                if event == "add" or not prompts:
+                    number = len(prompts)
+                    length = draw(st.integers(33, 200), "length")
+                    prompts.append(prompt(length, seed=number, shared=min(length, 40)))
+                    params = promise_of(engine, prompts[-1], number).params()
+                    params["kvshelf_wait_s"] = draw(st.integers(0, 9), "wait")
+                    engine.add(
+                        f"r{number}",
+                        prompts[-1],
+                        answer=draw(st.sampled_from([1, 30]), "answer"),
+                        transfer=params,
+                    )
+                elif event == "produce":
+                    number = draw(known, "number")
+                    # Where no step ends at the last boundary, nothing is promised.
+                    name = f"{len(producer.texts)}"
+                    producer.add(name, prompts[number], answer=1, transfer=ASKED)
+                    producer.finish()
+                elif event == "give up":
+                    name = f"{engine.fmt.namespace.folder}/.kvshelf/gave-up/"
+                    world.backend.write(f"{name}{draw(known, 'number'):032x}", [b""])
+                elif event == "tick":
+                    clock.now += draw(st.sampled_from([0.1, 1, 5]), "seconds")
+                elif event == "abort":
+                    number = draw(known, "number")
+                    aborted.add(number)
+                    engine.abort(f"r{number}")
+                elif event == "reset":
+                    engine.reset()
+                elif event == "forget" and not engine.scheduler.kv_holding_waiting:
+                    engine.scheduler.reset_prefix_cache()
+                elif event == "breaker":
+                    side._open_breakers ^= {0}
+                for _ in range(draw(st.integers(0, 3), "steps")):
+                    engine.step()
+            side._open_breakers.clear()
+            clock.now += 1000
+            engine.finish()
+            assert_nothing_is_left(engine)
+            assert not side._requests
+            ended = counts(engine)
+            assert ended.pop("promised", 0) == 0
+            assert sum(ended.values()) <= len(prompts)
+            for number in set(range(len(prompts))) - aborted:
+                assert engine.answers[f"r{number}"]
+        finally:
+            producer.close()
+            engine.close()
