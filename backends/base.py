@@ -101,7 +101,7 @@ class Properties:
     conditional_create : bool
         Of several writers in mode ``create``, exactly one gets CREATED.
     notifications : bool
-        Change notifications (inotify) report the writes of every client.
+        Change notifications report the writes of every client, see :meth:`Backend.notices`.
     cache_seconds : float
         How long the storage's own caches may give outdated answers.
     links : bool

@@ -34,6 +34,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -521,6 +522,21 @@ class BackendSuite:
         assert after is not None
         assert after.mtime == before.mtime
         assert _read_all(backend, "a/x") == b"12345"
+
+    def test_notices_tell_what_is_published(self, backend: Backend) -> None:
+        """Where there are notices, they tell of every object that appears in a watched folder."""
+        backend.write("a/b/before", [b"1"])
+        notices = backend.notices()
+        if notices is None:
+            pytest.skip("this storage gives no notices")
+        assert backend.properties.notifications
+        with closing(notices):
+            assert notices.watch(["a/b"]) == ({"a/b"}, set())
+            assert notices.appeared() == set()
+            backend.write("a/b/created", [b"1"])
+            backend.write("a/b/before", [b"12"], "replace")
+            backend.write("a/other", [b"1"])
+            assert notices.appeared() == {"a/b/created", "a/b/before"}
 
     # --------------------------------------------------------------------------------- names
 
