@@ -6,8 +6,10 @@ import importlib.util
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -195,6 +197,79 @@ def test_the_recipes_of_the_readme(tmp_path: Path) -> None:
         [answer] = re.findall(r"answer (\[.*\])", output)
         assert answers.setdefault(promised.partition("answer ")[2], answer) == answer, line
     assert len(set(answers.values())) == len(answers)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("latency", [None, 0, 20], ids=["directory", "s3", "s3 at 20 ms"])
+def test_disaggregated(tmp_path: Path, latency: int | None) -> None:
+    """Two producers and two consumers, beside engines that do both."""
+    arguments: list[str] = []
+    if latency is not None:
+        pytest.importorskip("obstore", reason="obstore is missing: pip install 'kvshelf[s3]'")
+        find("rclone")
+        arguments = ["--store", "s3", "--latency-ms", str(latency), "--modes", "disaggregated"]
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / "disaggregated" / "run.py"), *arguments],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=3 * TIMEOUT,
+        check=False,
+    )
+    output = output_of(done)
+    rows = [
+        [cell.strip() for cell in line.split("│")[1:-1]]
+        for line in output.splitlines()
+        if line.startswith("│")
+    ]
+    handing, *others = rows
+    assert handing[0] == "2 prefill, 2 decode"
+    assert handing[-1] == "24 of 24"
+    # What a consumer computes of a prompt that was handed over is its last token.
+    loaded, cached, computed = (int(share.removesuffix(" %")) for share in handing[5:8])
+    assert loaded > 0 and computed <= 10 and loaded + cached >= 90
+    if latency is None:
+        assert [other[0] for other in others] == ["4 do both", "4 do both, no store"]
+        assert others[0][5] != others[1][5] == "0 %"
+        assert output.count("of 24 answers equal those without a store") == 2
+    assert not others_of(tmp_path)
+
+
+def others_of(folder: Path) -> list[str]:
+    """The processes whose command names a folder."""
+    found = []
+    for place in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            command = place.read_bytes().decode(errors="replace")
+        except OSError:
+            continue
+        if str(folder) in command:
+            found.append(command)
+    return found
+
+
+@pytest.mark.slow
+def test_disaggregated_leaves_nothing_behind_after_an_interrupt(tmp_path: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, str(EXAMPLES / "disaggregated" / "run.py")],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    ) as running:
+        log = tmp_path / ".disaggregated" / "disaggregated" / "engine-1-kv_producer.log"
+        deadline = time.monotonic() + TIMEOUT
+        # The first engine runs, and the second starts.
+        while not log.exists() or not log.stat().st_size:
+            assert running.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        running.send_signal(signal.SIGINT)
+        output, _ = running.communicate(timeout=TIMEOUT)
+    assert running.returncode == 130, output
+    assert "all processes have ended" in output
+    assert not others_of(tmp_path)
 
 
 def test_make_hybrid_model(folder: Path) -> None:

@@ -8,7 +8,6 @@ import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import httpx
 
@@ -26,13 +25,13 @@ class Measured:
     text : str
     first : float
         Seconds from the request to the first token.
-    gaps : list of float
-        Seconds from each token to the next.
+    gap : float
+        Seconds from one token to the next, on average: several may come in one event.
     """
 
     text: str
     first: float
-    gaps: list[float]
+    gap: float
 
 
 def make_prompts(documents: int, questions: int, seed: int = 0) -> list[list[int]]:
@@ -114,8 +113,8 @@ async def _ask(client: httpx.AsyncClient, prompt: Sequence[int], tokens: int) ->
                 times.append(time.perf_counter())
         else:
             raise SystemExit("an answer broke off")
-    first, *rest = (after - before for before, after in pairwise(times))
-    return Measured(text, first, rest)
+    sent, first, last = times[0], times[1], times[-1]
+    return Measured(text, first - sent, (last - first) / (tokens - 1))
 
 
 def percentile(values: Sequence[float], share: float) -> float:

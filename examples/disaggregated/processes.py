@@ -114,6 +114,7 @@ def engine_command(model: Path, role: str, store: Store | None, port: int) -> li
         *("--max-model-len", "4096", "--max-num-seqs", "16"),
         *("--kv-cache-memory-bytes", str(8 << 20), "--gpu-memory-utilization", "0.05"),
         "--enforce-eager",
+        *("--chat-template", "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"),
         *connector_arguments,
     ]
 
@@ -151,12 +152,16 @@ def engines(
 
 
 @contextmanager
-def proxy(prefill: Sequence[str], decode: Sequence[str], log: Path) -> Iterator[str]:
+def proxy(
+    prefill: Sequence[str], decode: Sequence[str], log: Path, *, store: str | None = None
+) -> Iterator[str]:
     """Start ``kvshelf proxy`` before engines; yields its URL."""
     port = free_port()
     command = [sys.executable, "-m", "kvshelf", "proxy", "--port", str(port)]
     command += [part for url in prefill for part in ("--prefill", url)]
     command += [part for url in decode for part in ("--decode", url)]
+    if store is not None:
+        command += ["--store", store]
     with process(command, log) as running:
         url = f"http://127.0.0.1:{port}"
         wait_until_healthy(url, running, log)
@@ -181,12 +186,12 @@ def bucket(folder: Path, latency: float) -> Iterator[Store]:
 
 
 def metrics(url: str) -> dict[str, float]:
-    """Return the sums of a server's metrics by name, and by name and source of prompt tokens."""
+    """Return the sums of a server's metrics: by name, and by name and source or outcome."""
     with DIRECT.open(f"{url}/metrics", timeout=30) as answer:
         text = answer.read().decode()
     sums: dict[str, float] = {}
     for name, labels, value in re.findall(r"^([\w:]+)(?:\{(.*)\})? (\S+)$", text, re.MULTILINE):
-        source = re.search(r'source="(\w+)"', labels)
-        for key in {name, f"{name}/{source[1]}" if source else name}:
+        detail = re.search(r'(?:source|outcome)="(\w+)"', labels)
+        for key in {name, f"{name}/{detail[1]}" if detail else name}:
             sums[key] = sums.get(key, 0.0) + float(value)
     return sums

@@ -40,9 +40,9 @@ MODES: dict[str, list[str]] = {
     "no-store": ["kv_both"] * 4,
 }
 TITLES = {
-    "disaggregated": "2 prefill + 2 decode, store",
-    "aggregated": "4 aggregated, store",
-    "no-store": "4 aggregated, no store",
+    "disaggregated": "2 prefill, 2 decode",
+    "aggregated": "4 do both",
+    "no-store": "4 do both, no store",
 }
 TOKENS = "vllm:prompt_tokens_by_source_total"
 
@@ -113,7 +113,7 @@ def measure(
             {source: now[source] - then.get(source, 0.0) for source in now}
             for then, now in zip(before, after, strict=True)
         ]
-        handed = metrics(front).get("kvshelf_proxy_handovers_total", 0.0)
+        handed = metrics(front).get("kvshelf_proxy_handovers_total/promised", 0.0)
     return Result(requests, used[0], used[1], handed)
 
 
@@ -135,32 +135,29 @@ def show(console: Console, results: dict[str, Result], options: argparse.Namespa
         f" Store: {where}",
         title_justify="left",
     )
-    table.add_column("engines")
-    table.add_column("requests", justify="right")
-    for what in ("TTFT", "inter-token"):
-        table.add_column(f"{what}\np50 ms", justify="right")
-        table.add_column(f"{what}\np99 ms", justify="right")
-    table.add_column("prompt KV\nfrom store", justify="right")
-    table.add_column("own cache", justify="right")
+    table.add_column("engines", no_wrap=True)
+    for name in ("TTFT", "inter-token"):
+        for at in ("p50", "p99"):
+            table.add_column(f"{name}\n{at}, ms", justify="right")
+    table.add_column("KV from\nthe store", justify="right")
+    table.add_column("own\ncache", justify="right")
     table.add_column("computed", justify="right")
     table.add_column("handed\nover", justify="right")
     for mode, result in results.items():
-        first = [request.first for request in result.requests]
-        gaps = [gap for request in result.requests for gap in request.gaps]
-        times = [percentile(values, at) for values in (first, gaps) for at in (0.5, 0.99)]
+        times = [request.first for request in result.requests]
+        gaps = [request.gap for request in result.requests]
         table.add_row(
             TITLES[mode],
-            str(len(result.requests)),
-            *(f"{1000 * seconds:,.1f}" for seconds in times),
+            *(f"{1000 * percentile(of, at):,.0f}" for of in (times, gaps) for at in (0.5, 0.99)),
             share(result.decode, "external_kv_transfer"),
             share(result.decode, "local_cache_hit"),
             share(result.decode, "local_compute"),
-            f"{result.handovers:.0f}" if result.prefill else "-",
+            f"{result.handovers:.0f} of {len(result.requests)}" if result.prefill else "-",
         )
     console.print(table)
     console.print(
-        "Where prompts' KV came from is of the engines that answer. TTFT includes the prefill"
-        " engine's leg."
+        "TTFT includes the prefill engine's leg; inter-token is the average of each answer."
+        " Shares are of the prompts' tokens, at the engines that answer."
     )
     reference = results.get("no-store")
     for mode, result in results.items():
@@ -189,7 +186,7 @@ def main() -> None:
     parser.add_argument("--documents", type=int, default=6)
     parser.add_argument("--questions", type=int, default=4, help="requests for each document")
     parser.add_argument("--clients", type=int, default=4, help="requests at the same time")
-    parser.add_argument("--tokens", type=int, default=16, help="length of each answer")
+    parser.add_argument("--tokens", type=int, default=16, help="length of each answer, 2 or more")
     options = parser.parse_args()
     for which in (signal.SIGINT, signal.SIGTERM):
         signal.signal(which, interrupt)

@@ -92,7 +92,7 @@ def serving(settings: Settings, shelf: Shelf | None = None) -> Iterator[str]:
 
 
 @pytest.fixture
-def engines() -> Iterator[Sides]:
+def sides() -> Iterator[Sides]:
     sides = ["prefill", "decode"]
     made = [
         [StubEngine(f"{side}{n}", b) for n in range(2)]
@@ -110,15 +110,15 @@ def client() -> Iterator[httpx.Client]:
         yield client
 
 
-def settings_for(engines: Sides, **more: Any) -> Settings:
-    prefill, decode = ([engine.url for engine in side] for side in engines)
+def settings_for(sides: Sides, **more: Any) -> Settings:
+    prefill, decode = ([engine.url for engine in side] for side in sides)
     return Settings(tuple(prefill), tuple(decode), **more)
 
 
 @pytest.fixture
-def proxy(engines: Sides, client: httpx.Client) -> Iterator[Proxy]:
-    with serving(settings_for(engines)) as url:
-        yield Proxy(*engines, client, url)
+def proxy(sides: Sides, client: httpx.Client) -> Iterator[Proxy]:
+    with serving(settings_for(sides)) as url:
+        yield Proxy(*sides, client, url)
 
 
 def behave(engines: list[StubEngine], behaviour: Behaviour) -> None:
@@ -209,11 +209,11 @@ def test_one_token_comes_from_a_decode_engine_when_no_other_is_there(proxy: Prox
 
 
 def test_without_prefill_engines_requests_go_on_as_they_are(
-    engines: Sides, client: httpx.Client
+    sides: Sides, client: httpx.Client
 ) -> None:
-    with serving(replace(settings_for(engines), prefill=())) as url:
+    with serving(replace(settings_for(sides), prefill=())) as url:
         assert client.post(f"{url}/v1/completions", json=ASKING).content == WHOLE
-    assert asked(engines[1]) == [ASKING] and not asked(engines[0])
+    assert asked(sides[1]) == [ASKING] and not asked(sides[0])
 
 
 # ------------------------------------------------------------------------- choice and retries
@@ -291,13 +291,13 @@ def test_an_answer_that_breaks_off_is_neither_repeated_nor_complete(proxy: Proxy
     assert len(asked(proxy.decode)) == 1
 
 
-def test_a_request_that_ends_engines_reaches_two(engines: Sides, client: httpx.Client) -> None:
+def test_a_request_that_ends_engines_reaches_two(sides: Sides, client: httpx.Client) -> None:
     more = [StubEngine(f"more{n}", breaks) for n in range(2)]
-    behave(engines[1], breaks)
+    behave(sides[1], breaks)
     with contextlib.ExitStack() as running:
         for engine in more:
             running.enter_context(engine.running())
-        every = (engines[0], [*engines[1], *more])
+        every = (sides[0], [*sides[1], *more])
         with serving(settings_for(every)) as url:
             answer = client.post(f"{url}/v1/completions", json=ASKING)
         assert answer.status_code == 502
@@ -305,13 +305,13 @@ def test_a_request_that_ends_engines_reaches_two(engines: Sides, client: httpx.C
         assert len(asked(every[1])) == 2
 
 
-def test_engines_that_are_not_there_cost_nothing(engines: Sides, client: httpx.Client) -> None:
+def test_engines_that_are_not_there_cost_nothing(sides: Sides, client: httpx.Client) -> None:
     nowhere = [StubEngine(f"nowhere{n}", decodes, port=free_port()) for n in range(3)]
-    with serving(settings_for(([*nowhere, *engines[0]], [*nowhere, *engines[1]]))) as url:
+    with serving(settings_for(([*nowhere, *sides[0]], [*nowhere, *sides[1]]))) as url:
         for _ in range(8):
             assert client.post(f"{url}/v1/completions", json=ASKING).content == WHOLE
         health = client.get(f"{url}/health")
-    assert all(body["kv_transfer_params"] == PARAMS for body in asked(engines[1]))
+    assert all(body["kv_transfer_params"] == PARAMS for body in asked(sides[1]))
     assert health.status_code == 200 and health.json()["status"] == "degraded"
 
 
@@ -323,23 +323,23 @@ def test_without_a_prefill_the_decode_engine_does_it_all(proxy: Proxy, failure: 
     assert asked(proxy.decode) == [ASKING]
 
 
-def test_prefill_engines_that_are_down_are_left_out(engines: Sides, client: httpx.Client) -> None:
+def test_prefill_engines_that_are_down_are_left_out(sides: Sides, client: httpx.Client) -> None:
     nowhere = [StubEngine("nowhere", prefills, port=free_port())]
-    with serving(settings_for((nowhere, engines[1]))) as url:
+    with serving(settings_for((nowhere, sides[1]))) as url:
         for _ in range(2):
             assert client.post(f"{url}/v1/completions", json=ASKING).content == WHOLE
         # Whoever wants one token gets it all the same.
         assert client.post(f"{url}/v1/completions", json=ASKING | {"max_tokens": 1}).is_success
-    assert asked(engines[1]).count(ASKING) == 2
+    assert asked(sides[1]).count(ASKING) == 2
 
 
-def test_a_prefill_that_takes_too_long_is_given_up(engines: Sides, client: httpx.Client) -> None:
-    behave(engines[0], hangs)
-    with serving(settings_for(engines, prefill_timeout=0.05)) as url:
+def test_a_prefill_that_takes_too_long_is_given_up(sides: Sides, client: httpx.Client) -> None:
+    behave(sides[0], hangs)
+    with serving(settings_for(sides, prefill_timeout=0.05)) as url:
         assert client.post(f"{url}/v1/completions", json=ASKING).content == WHOLE
-    [engine] = [engine for engine in engines[0] if engine.asked]
+    [engine] = [engine for engine in sides[0] if engine.asked]
     assert engine.saw_close.wait(WAIT)
-    assert asked(engines[1]) == [ASKING]
+    assert asked(sides[1]) == [ASKING]
 
 
 def test_a_prefill_without_params_is_no_handover(proxy: Proxy) -> None:
@@ -355,13 +355,13 @@ def test_a_prefill_without_params_is_no_handover(proxy: Proxy) -> None:
 
 
 def test_a_decode_engine_that_is_silent_ends_the_request(
-    engines: Sides, client: httpx.Client
+    sides: Sides, client: httpx.Client
 ) -> None:
-    behave(engines[1], hangs)
-    with serving(settings_for(engines, timeout=0.05)) as url:
+    behave(sides[1], hangs)
+    with serving(settings_for(sides, timeout=0.05)) as url:
         answer = client.post(f"{url}/v1/completions", json=ASKING)
     assert answer.status_code == 504
-    assert len(asked(engines[1])) == 1
+    assert len(asked(sides[1])) == 1
 
 
 @pytest.mark.parametrize("status", [400, 401, 404, 422, 429, 500])
@@ -430,9 +430,9 @@ def test_durable_needs_a_store(proxy: Proxy) -> None:
 
 
 def test_bodies_that_are_too_large_or_no_json_are_refused(
-    engines: Sides, client: httpx.Client
+    sides: Sides, client: httpx.Client
 ) -> None:
-    with serving(settings_for(engines, max_body_bytes=1000)) as url:
+    with serving(settings_for(sides, max_body_bytes=1000)) as url:
         for content in (b"x" * 1001, iter([b"x" * 600] * 2)):
             answer = client.post(f"{url}/v1/completions", content=content)
             assert answer.status_code == 413
@@ -440,7 +440,7 @@ def test_bodies_that_are_too_large_or_no_json_are_refused(
         answer = client.post(f"{url}/v1/completions", content=b"x" * 1000)
         assert answer.status_code == 400
         assert client.post(f"{url}/v1/completions", json=ASKING).content == WHOLE
-    assert len(asked(engines[0])) == 1
+    assert len(asked(sides[0])) == 1
 
 
 @pytest.mark.parametrize(
@@ -516,7 +516,7 @@ def last_chunk(of: Namespace, tail: int, salt: str = "") -> Chunk:
 )
 @pytest.mark.parametrize("stream", [False, True])
 def test_durable_waits_for_the_final_key(
-    engines: Sides,
+    sides: Sides,
     client: httpx.Client,
     shelf: Shelf,
     of: Namespace,
@@ -525,9 +525,9 @@ def test_durable_waits_for_the_final_key(
     stream: bool,
 ) -> None:
     chunk = last_chunk(of, tail, salt)
-    behave(engines[0], promise(of, chunk, tail))
+    behave(sides[0], promise(of, chunk, tail))
     answers: list[httpx.Response] = []
-    with serving(settings_for(engines, durable_wait=WAIT), shelf) as url:
+    with serving(settings_for(sides, durable_wait=WAIT), shelf) as url:
 
         def ask() -> None:
             fields = {"durable": True, "stream": stream, "cache_salt": salt}
@@ -535,12 +535,12 @@ def test_durable_waits_for_the_final_key(
 
         asking = threading.Thread(target=ask)
         asking.start()
-        wait_for(lambda: bool(asked(engines[1])))
+        wait_for(lambda: bool(asked(sides[1])))
         assert not answers
         publish(shelf, of, chunk)
         asking.join(WAIT)
     [answer] = answers
-    assert "durable" not in asked(engines[0])[0] and "durable" not in asked(engines[1])[0]
+    assert "durable" not in asked(sides[0])[0] and "durable" not in asked(sides[1])[0]
     if stream:
         told = b": kvshelf-durable: true\n\n"
         assert answer.content == b"".join([*EVENTS, told, DONE])
@@ -550,11 +550,11 @@ def test_durable_waits_for_the_final_key(
 
 
 def test_the_last_event_waits_and_the_others_do_not(
-    engines: Sides, client: httpx.Client, shelf: Shelf
+    sides: Sides, client: httpx.Client, shelf: Shelf
 ) -> None:
     chunk = last_chunk(namespace(), 5)
-    behave(engines[0], promise(namespace(), chunk, 5))
-    with serving(settings_for(engines, durable_wait=WAIT), shelf) as url:
+    behave(sides[0], promise(namespace(), chunk, 5))
+    with serving(settings_for(sides, durable_wait=WAIT), shelf) as url:
         body = ASKING | {"durable": True, "stream": True}
         with client.stream("POST", f"{url}/v1/completions", json=body) as answer:
             pieces = answer.iter_raw()
@@ -565,19 +565,19 @@ def test_the_last_event_waits_and_the_others_do_not(
             assert b"".join(pieces) == b": kvshelf-durable: true\n\n" + DONE
 
 
-def test_a_broken_promise_ends_the_wait(engines: Sides, client: httpx.Client, shelf: Shelf) -> None:
+def test_a_broken_promise_ends_the_wait(sides: Sides, client: httpx.Client, shelf: Shelf) -> None:
     of = namespace()
     publish(shelf, of, last_chunk(of, 0))
     shelf.view(ObjectFormat(of)).give_up(PARAMS["kvshelf_attempt"])
-    behave(engines[0], promise(of, last_chunk(of, 5), 5))
-    with serving(settings_for(engines, durable_wait=1e6), shelf) as url:
+    behave(sides[0], promise(of, last_chunk(of, 5), 5))
+    with serving(settings_for(sides, durable_wait=1e6), shelf) as url:
         answer = client.post(f"{url}/v1/completions", json=ASKING | {"durable": True})
     assert (answer.content, answer.headers["kvshelf-durable"]) == (WHOLE, "false")
 
 
-def test_kv_that_does_not_come_is_told(engines: Sides, client: httpx.Client, shelf: Shelf) -> None:
+def test_kv_that_does_not_come_is_told(sides: Sides, client: httpx.Client, shelf: Shelf) -> None:
     of = namespace()
-    with serving(settings_for(engines, durable_wait=0.05), shelf) as url:
+    with serving(settings_for(sides, durable_wait=0.05), shelf) as url:
 
         def told() -> str:
             answer = client.post(f"{url}/v1/completions", json=ASKING | {"durable": True})
@@ -587,7 +587,7 @@ def test_kv_that_does_not_come_is_told(engines: Sides, client: httpx.Client, she
         # A namespace that is not on the shelf; an object that is not; one shard of two.
         assert told() == "false"
         publish(shelf, of, last_chunk(of, 0))
-        behave(engines[0], promise(of, last_chunk(of, 5), 5))
+        behave(sides[0], promise(of, last_chunk(of, 5), 5))
         assert told() == "false"
         publish(shelf, of, last_chunk(of, 5))
         assert told() == "true"
@@ -595,10 +595,10 @@ def test_kv_that_does_not_come_is_told(engines: Sides, client: httpx.Client, she
         shelf.delete(name)
         assert told() == "false"
         # No hand-over, nothing to wait for.
-        behave(engines[0], fails(400))
+        behave(sides[0], fails(400))
         assert told() == "false"
         # An error of the engine is not withheld.
-        behave(engines[1], fails(400))
+        behave(sides[1], fails(400))
         answer = client.post(f"{url}/v1/completions", json=ASKING | {"durable": True})
         assert answer.status_code == 400 and "kvshelf-durable" not in answer.headers
 
@@ -624,7 +624,7 @@ def command(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
             process.kill()
 
 
-def test_the_command_ends_after_its_requests(engines: Sides, client: httpx.Client) -> None:
+def test_the_command_ends_after_its_requests(sides: Sides, client: httpx.Client) -> None:
     go_on = threading.Event()
 
     def slow(handler: Handler, body: Any) -> None:
@@ -634,14 +634,14 @@ def test_the_command_ends_after_its_requests(engines: Sides, client: httpx.Clien
         handler.put(DONE)
         handler.end_stream()
 
-    behave(engines[1], slow)
-    sides = [
+    behave(sides[1], slow)
+    arguments = [
         argument
-        for option, side in zip(("--prefill", "--decode"), engines, strict=True)
+        for option, side in zip(("--prefill", "--decode"), sides, strict=True)
         for engine in side
         for argument in (option, engine.url)
     ]
-    with command(*sides) as (process, url):
+    with command(*arguments) as (process, url):
         with client.stream("POST", f"{url}/v1/completions", json=ASKING | {"stream": True}) as on:
             pieces = on.iter_raw()
             assert next(pieces) == EVENTS[0]
@@ -663,10 +663,10 @@ def test_the_command_ends_after_its_requests(engines: Sides, client: httpx.Clien
     assert said == "", said
 
 
-def test_prompts_are_not_logged(engines: Sides, client: httpx.Client) -> None:
-    behave(engines[0], breaks)
-    behave(engines[1], fails(500))
-    with command("--prefill", engines[0][0].url, "--decode", engines[1][0].url) as (process, url):
+def test_prompts_are_not_logged(sides: Sides, client: httpx.Client) -> None:
+    behave(sides[0], breaks)
+    behave(sides[1], fails(500))
+    with command("--prefill", sides[0][0].url, "--decode", sides[1][0].url) as (process, url):
         client.post(f"{url}/v1/completions", json=ASKING)
         client.post(f"{url}/v1/completions", content=b'{"a secret prompt')
         process.terminate()
