@@ -136,7 +136,7 @@ def show(console: Console, results: dict[str, Result], options: argparse.Namespa
         title_justify="left",
     )
     table.add_column("engines", no_wrap=True)
-    for name in ("TTFT", "inter-token"):
+    for name in ("TTFT", "ITL"):
         for at in ("p50", "p99"):
             table.add_column(f"{name}\n{at}, ms", justify="right")
     table.add_column("KV from\nthe store", justify="right")
@@ -156,8 +156,9 @@ def show(console: Console, results: dict[str, Result], options: argparse.Namespa
         )
     console.print(table)
     console.print(
-        "TTFT includes the prefill engine's leg; inter-token is the average of each answer."
-        " Shares are of the prompts' tokens, at the engines that answer."
+        "TTFT: time to the first token, with the prefill engine's leg. ITL: time from token to"
+        " token, the average of\neach answer. Shares are of the prompts' tokens, at the engines"
+        " that answer."
     )
     reference = results.get("no-store")
     for mode, result in results.items():

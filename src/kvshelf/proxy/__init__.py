@@ -8,5 +8,5 @@ prefixes. Needs the extra ``kvshelf[proxy]``; imports neither torch nor vLLM.
 Threads
 -------
 Everything runs on the event loop of one thread. Only :mod:`kvshelf.proxy.durable` looks at storage,
-on threads of a small pool.
+on threads.
 """

@@ -71,6 +71,8 @@ def make_app(settings: Settings, shelf: Shelf | None = None) -> Starlette:
             yield
         finally:
             await legs.close()
+            if durability is not None:
+                durability.close()
 
     def passing(path: str, method: str) -> Path:
         return Path(path, _Passing(settings, metrics, legs, durability), methods=[method])

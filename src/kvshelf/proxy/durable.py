@@ -5,14 +5,17 @@ know waits for the object of the final key, in all its shards and kinds.
 
 Threads
 -------
-:meth:`Durability.wait` runs on the event loop; each look at the storage on a thread of a small
-pool. Looks of one request come further and further apart.
+:meth:`Durability.wait` runs on the event loop and calls no storage. A thread of its own reads the
+description of a namespace, one at a time; those of :class:`~kvshelf.shelf.waits.WaitService` look
+for objects. All are daemons: a storage that hangs does not delay the end of the process.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
-import time
+import threading
 from typing import Any, Final
 
 import anyio
@@ -21,23 +24,23 @@ from kvshelf.errors import KVShelfError, StorageError
 from kvshelf.format.keys import Chunk, salt_group_of
 from kvshelf.format.names import parse_namespace_folder
 from kvshelf.format.objects import ObjectFormat
+from kvshelf.metrics import Counters
 from kvshelf.shelf.shelf import Shelf, read_namespace
+from kvshelf.shelf.waits import Wait, WaitService
 from kvshelf.vllm.handover import Handover, read_handover
 
 logger = logging.getLogger(__name__)
 
-#: Looks at the storage at the same time.
-_LOOKS: Final = 8
-#: Seconds between two looks, at first and at most.
-_FIRST_PAUSE: Final = 0.005
-_LONGEST_PAUSE: Final = 0.5
+#: Seconds between two looks at what the threads have found, and for the description of a namespace.
+_PAUSE: Final = 0.01
+_DESCRIPTION_PAUSE: Final = 0.25
 #: The last event of a stream, and what ends an event.
 _DONE: Final = b"data: [DONE]"
 _EVENT_END: Final = b"\n\n"
 
 
 class Durability:
-    """Looks for the KV of hand-overs.
+    """Waits for the KV of hand-overs; belongs to one event loop.
 
     Parameters
     ----------
@@ -51,7 +54,15 @@ class Durability:
         self._shelf = shelf
         self._longest = longest
         self._formats: dict[bytes, ObjectFormat] = {}
-        self._threads = anyio.CapacityLimiter(_LOOKS)
+        self._reading = anyio.Lock()
+        #: By digest, and whether the objects are in the folders of salt groups: a service takes two
+        #: objects of one key for the same.
+        self._services: dict[tuple[bytes, bool], WaitService] = {}
+
+    def close(self) -> None:
+        """Stop the threads."""
+        for service in self._services.values():
+            service.close()
 
     async def wait(self, params: dict[str, Any] | None, salt: str) -> bool:
         """Wait until the KV is on the store; False if it is not there in time, or given up.
@@ -63,70 +74,96 @@ class Durability:
         salt : str
             The request's cache salt: where ``group_by_salt`` is set, it names the folder.
         """
+        waits: list[Wait] = []
         try:
             promised = read_handover(params)
-        except ValueError as error:
-            logger.warning("a prefill engine's params cannot be used: %s", error)
-            return False
-        if promised is None:
-            return False
-        groups = {"_", salt_group_of(salt)}
-        until = time.monotonic() + self._longest
-        pause = _FIRST_PAUSE
-        while True:
-            found = await anyio.to_thread.run_sync(
-                self._look, promised, groups, abandon_on_cancel=True, limiter=self._threads
-            )
-            left = until - time.monotonic()
-            if found is not None or left <= 0:
-                return found is True
-            await anyio.sleep(min(pause, left))
-            pause = min(pause * 1.5, _LONGEST_PAUSE)
-
-    def _look(self, promised: Handover, groups: set[str]) -> bool | None:
-        """Whether all objects of the final key are there; None while nothing is decided.
-
-        Runs on a thread of the pool.
-        """
-        try:
-            family = self._format(promised.namespace)
-            if family is None:
-                return None
-            size = family.chunk_size
-            index, rest = divmod(promised.tokens - promised.tail, size)
-            if not promised.tail:
-                index -= 1
-            if rest or index < 0 or promised.tail >= size:
+            if promised is None:
                 return False
-            formats = [family.of(kind) for kind in family.kinds]
-            for group in groups:
-                chunk = _chunk(promised, index, size, group)
-                if all(self._shelf.view(fmt).present([chunk])[0] for fmt in formats):
-                    return True
-            return False if self._shelf.view(family).gave_up([promised.attempt])[0] else None
-        except KVShelfError as error:
-            logger.debug("the shelf did not tell whether KV is there: %s", error)
-            return None
+            with anyio.move_on_after(self._longest):
+                family = await self._format(promised.namespace)
+                waits = [
+                    self._submit(family, promised, group) for group in {"_", salt_group_of(salt)}
+                ]
+                while not all(wait.ended for wait in waits):
+                    if any(wait.complete for wait in waits):
+                        break
+                    await anyio.sleep(_PAUSE)
+            return any(wait.complete for wait in waits)
+        except (ValueError, KVShelfError, RuntimeError) as error:
+            logger.warning("the KV of a hand-over cannot be looked for: %s", error)
+            return False
+        finally:
+            for wait in waits:
+                wait.cancel()
 
-    def _format(self, digest: bytes) -> ObjectFormat | None:
-        """Return the format of a namespace; None while its description is not on the shelf."""
-        found = self._formats.get(digest)
-        if found is not None:
-            return found
-        backend = self._shelf.backend
-        for folder in backend.folders():
-            if parse_namespace_folder(folder) != digest.hex()[:16]:
-                continue
+    def _submit(self, family: ObjectFormat, promised: Handover, group: str) -> Wait:
+        place = promised.namespace, group != "_"
+        service = self._services.get(place)
+        if service is None:
+            views = {kind: self._shelf.view(family.of(kind)) for kind in family.kinds}
+            service = self._services[place] = WaitService(views, counters=Counters())
+        chunk = _chunk(promised, family.chunk_size, group)
+        return service.submit([(kind, chunk) for kind in family.kinds], promised.attempt)
+
+    async def _format(self, digest: bytes) -> ObjectFormat:
+        """Return the format of a namespace, as soon as its description is on the shelf."""
+        while True:
+            async with self._reading:
+                if digest not in self._formats:
+                    found = await self._on_a_thread(digest)
+                    if found is not None:
+                        self._formats[digest] = found
+            if digest in self._formats:
+                return self._formats[digest]
+            await anyio.sleep(_DESCRIPTION_PAUSE)
+
+    async def _on_a_thread(self, digest: bytes) -> ObjectFormat | None:
+        """Run :func:`_read_format` on a thread that may hang."""
+        loop = asyncio.get_running_loop()
+        ended = asyncio.Event()
+        found: list[ObjectFormat] = []
+
+        def run() -> None:
             try:
+                found.extend(_read_format(self._shelf, digest))
+            except KVShelfError as error:
+                logger.debug("the shelf's namespaces cannot be read: %s", error)
+            # The loop may be closed when a storage that hung answers.
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(ended.set)
+
+        threading.Thread(target=run, name="kvshelf-namespace", daemon=True).start()
+        await ended.wait()
+        return found[0] if found else None
+
+
+def _read_format(shelf: Shelf, digest: bytes) -> list[ObjectFormat]:
+    """Return the format of a namespace; nothing while its description is not on the shelf."""
+    backend = shelf.backend
+    for folder in backend.folders():
+        if parse_namespace_folder(folder) == digest.hex()[:16]:
+            with contextlib.suppress(StorageError, ValueError):
                 namespace = read_namespace(backend, folder)
-            except (StorageError, ValueError):
-                continue
-            if namespace.digest == digest:
-                return self._formats.setdefault(digest, ObjectFormat(namespace))
-        return None
+                if namespace.digest == digest:
+                    return [ObjectFormat(namespace)]
+    return []
 
 
-def _chunk(promised: Handover, index: int, size: int, group: str) -> Chunk:
+def _chunk(promised: Handover, size: int, group: str) -> Chunk:
+    """Return the final chunk or tail of a hand-over.
+
+    Raises
+    ------
+    ValueError
+        If chunks of this size cannot end there.
+    """
+    index, rest = divmod(promised.tokens - promised.tail, size)
+    if not promised.tail:
+        index -= 1
+    if rest or index < 0 or promised.tail >= size:
+        raise ValueError(
+            f"{promised.tokens} tokens with a tail of {promised.tail} do not fit chunks of {size}"
+        )
     # Names and sizes of objects do not depend on the parent.
     return Chunk(promised.key, bytes(32), index, promised.tail or size, bool(promised.tail), group)
 
