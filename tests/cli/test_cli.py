@@ -413,6 +413,21 @@ def test_doctor_of_a_good_shelf(unchanged: Path) -> None:
     os.utime(unchanged, ns=(unchanged.stat().st_atime_ns,) * 2)
 
 
+def test_markers_change_nothing_of_what_is_listed_and_checked(shelf: Path) -> None:
+    before = run("ls", shelf, "--long", "--json").stdout
+    [folder] = [path for path in shelf.iterdir() if path.is_dir()]
+    listed = run("ls", shelf, "--namespace", folder.name).stdout
+    marker = folder / ".kvshelf" / "gave-up" / ("a" * 32)
+    marker.parent.mkdir(parents=True)
+    marker.touch()
+    assert run("ls", shelf, "--long", "--json").stdout == before
+    assert run("ls", shelf, "--namespace", folder.name).stdout == listed
+    result = run("doctor", shelf)
+    assert result.exit_code == 0
+    assert result.stdout.splitlines()[-1] == "all is well"
+    assert marker.exists()
+
+
 def test_doctor_prints_a_line_for_each_check(shelf: Path) -> None:
     result = run("doctor", shelf)
     assert result.exit_code == 0

@@ -86,6 +86,16 @@ def test_a_whole_shelf_arrives_byte_for_byte_and_the_source_stays(
     assert times(source) == before
 
 
+def test_markers_are_left_behind(source: Path, tmp_path: Path) -> None:
+    """They tell engines that wait at one place, not at another."""
+    marker = source / FOLDER / ".kvshelf" / "gave-up" / ("a" * 32)
+    marker.parent.mkdir(parents=True)
+    marker.touch()
+    found = report(source, tmp_path / "target")
+    assert (found["copied"], found["bad"]) == (14, 0)
+    assert not list((tmp_path / "target").rglob("gave-up"))
+
+
 def test_a_second_copy_reads_nothing_and_changes_no_time(source: Path, tmp_path: Path) -> None:
     run(source, tmp_path / "target")
     before = times(tmp_path / "target")

@@ -20,13 +20,12 @@ QUEUED, KNOWN, FULL = StoreOutcome.QUEUED, StoreOutcome.KNOWN, StoreOutcome.STAG
 
 
 class Gate:
-    """Lets publishes through one by one, and notes their order."""
+    """Lets publishes through one by one."""
 
     def __init__(self, backend: FaultyBackend) -> None:
         self._permits = threading.Semaphore(0)
-        self.keys: list[str] = []
         self.waiting = threading.Semaphore(0)
-        backend.add(Fault("write", "*.safetensors", error=None, wait=None, damage=self._meet))
+        backend.add(Fault("write", "*.safetensors", damage=self._meet))
 
     def _meet(self, data: bytearray) -> None:
         self.waiting.release()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
 import sys
 import threading
 import weakref
@@ -36,6 +38,7 @@ from kvshelf.vllm import connector, weight_changes
 from kvshelf.vllm.connector import SharedStorageConnector
 from kvshelf.vllm.metadata import (
     BY_PARAMETERS,
+    AdapterContent,
     LoadFailure,
     LoadOp,
     PrefetchOp,
@@ -1140,6 +1143,172 @@ def test_weights_from_elsewhere_are_named_by_the_loaded_parameters(
     change(config)
     assert wait_for(make(config=config, opened=False), "weights") == BY_PARAMETERS
     assert message in caplog.text
+
+
+# ------------------------------------------------------------------------- hand-overs
+
+
+ATTEMPT, OTHER = "a" * 32, "b" * 32
+
+
+def promised(chunk: Chunk, blocks: list[int] | None = None, **options: Any) -> StoreOp:
+    blocks = [1, 2] if blocks is None else blocks
+    return StoreOp(chunk, (blocks,), repair=False, age=0.0, attempt=ATTEMPT, **options)
+
+
+def gave_up(rig: Rig, *attempts: str) -> list[bool]:
+    view = Shelf(rig.backend.inner).view(rig.fmt)
+    return view.gave_up(list(attempts or (ATTEMPT,)))
+
+
+def test_what_others_wait_for_is_gathered_and_published_first(make: Callable[..., Rig]) -> None:
+    rig = make()
+    chunks = rig.chunks(1) + rig.chunks(1, 1) + rig.chunks(1, 2)
+    ops = [StoreOp(chunk, ([1, 2],), repair=False, age=0.0) for chunk in chunks[:2]]
+    names: list[str] = []
+    gate = threading.Event()
+    rig.backend.add(Fault("write", "*.safetensors", wait=gate))
+    write = rig.backend.inner.write
+    rig.backend.inner.write = lambda name, *args: (names.append(name), write(name, *args))[1]  # type: ignore[method-assign]
+    rig.step(StepMetadata(stores=[*ops, promised(chunks[2])]))
+    gate.set()
+    assert rig.side.drain(PATIENCE) == 0
+    keys = [name.rpartition("/")[2][:64] for name in names if name.endswith(".safetensors")]
+    assert keys[0] == chunks[2].key.hex()
+    assert gave_up(rig) == [False]
+    assert rig.side.counters.snapshot().get("promises_broken") is None
+
+
+def _unserved(rig: Rig, op: StoreOp) -> None:
+    rig.side._registration.disable("a test says so")
+
+
+def _of_other_weights(rig: Rig, op: StoreOp) -> None:
+    object.__setattr__(op, "round", 7)
+
+
+def _without_a_block(rig: Rig, op: StoreOp) -> None:
+    object.__setattr__(op, "block_ids", ([0, 2],))
+
+
+def _of_an_unknown_adapter(rig: Rig, op: StoreOp) -> None:
+    object.__setattr__(op, "adapter", AdapterContent(3, b"x" * 32))
+
+
+def _outside_the_cache(rig: Rig, op: StoreOp) -> None:
+    object.__setattr__(op, "block_ids", ([10**6, 2],))
+
+
+def _onto_a_broken_storage(rig: Rig, op: StoreOp) -> None:
+    rig.backend.add(Fault("write", "*.safetensors", error=TransientStorageError("broken")))
+
+
+@pytest.mark.parametrize(
+    "happens",
+    [
+        _unserved,
+        _of_other_weights,
+        _without_a_block,
+        _of_an_unknown_adapter,
+        _outside_the_cache,
+        _onto_a_broken_storage,
+    ],
+)
+def test_a_chunk_that_is_not_stored_breaks_its_promise(
+    make: Callable[..., Rig], happens: Callable[[Rig, StoreOp], None]
+) -> None:
+    rig = make()
+    (chunk,) = rig.chunks(1)
+    op = promised(chunk)
+    happens(rig, op)
+    rig.step(StepMetadata(stores=[op]))
+    until(lambda: gave_up(rig) == [True])
+    assert rig.side.counters.snapshot()["promises_broken"] == 1
+
+
+def test_a_forward_pass_that_fails_breaks_promises(make: Callable[..., Rig]) -> None:
+    rig = make()
+    (chunk,) = rig.chunks(1)
+    rig.connector.bind_connector_metadata(StepMetadata(stores=[promised(chunk)]))
+    try:
+        raise RuntimeError("the forward pass failed")
+    except RuntimeError:
+        rig.connector.wait_for_save()
+    rig.connector.clear_connector_metadata()
+    until(lambda: gave_up(rig) == [True])
+
+
+def test_the_promises_after_an_error_are_broken_too(make: Callable[..., Rig]) -> None:
+    rig = make()
+    one, two = promised(rig.chunks(1)[0], [10**6, 2]), promised(rig.chunks(1, 1)[0])
+    object.__setattr__(two, "attempt", OTHER)
+    rig.step(StepMetadata(stores=[one, two]))
+    until(lambda: gave_up(rig, ATTEMPT, OTHER) == [True, True])
+
+
+def test_what_the_scheduler_knows_to_be_lost_gets_its_marker_from_one_rank(
+    make: Callable[..., Rig],
+) -> None:
+    rig = make()
+    rig.side.rank = 1
+    rig.step(StepMetadata(gave_up=[OTHER]))
+    rig.side.rank = 0
+    rig.step(StepMetadata(gave_up=[ATTEMPT]))
+    until(lambda: gave_up(rig) == [True])
+    assert gave_up(rig, OTHER) == [False]
+
+
+def test_the_sweep_begins_with_the_first_hand_over(make: Callable[..., Rig]) -> None:
+    rig = make()
+    chunks = rig.chunks(2)
+    rig.store(chunks[:1])
+    sweep = rig.side._sweep
+    assert sweep is not None
+    assert (sweep.keep, sweep._thread) == (3600.0, None)
+    rig.step(StepMetadata(stores=[promised(chunks[1])]))
+    assert sweep._thread is not None
+    thread = sweep._thread
+    rig.connector.shutdown()
+    until(lambda: not thread.is_alive())
+    assert make(handover_keep_s=0).side._sweep is None
+
+
+def test_shutting_down_says_which_hand_overs_are_lost(make: Callable[..., Rig]) -> None:
+    """Of what is queued and of what is on its way, though the storage does not end a write."""
+    rig = make(shutdown_drain_s=1.0)
+    gate = threading.Event()
+    rig.backend.add(Fault("write", "*.safetensors", wait=gate))
+    ops = [promised(rig.chunks(1, seed)[0]) for seed in range(4)]
+    attempts = [f"{number:032x}" for number in range(4)]
+    for op, attempt in zip(ops, attempts, strict=True):
+        object.__setattr__(op, "attempt", attempt)
+    ordinary = StoreOp(rig.chunks(1, 9)[0], ([1, 2],), repair=False, age=0.0)
+    rig.step(StepMetadata(stores=[ordinary, *ops]))
+    rig.connector.shutdown()
+    assert gave_up(rig, *attempts) == [True] * 4
+    gate.set()
+    assert rig.side.counters.snapshot()["promises_broken"] == 4
+
+
+def test_a_worker_that_is_told_to_end_publishes_what_others_wait_for(tmp_path: Path) -> None:
+    """A process of its own, which ends as vLLM's workers do."""
+    program = Path(__file__).with_name("promises_child.py")
+    child = subprocess.run(
+        [sys.executable, str(program), str(tmp_path / "shelf")],
+        capture_output=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert child.returncode == 0, child.stderr
+    report = json.loads(child.stdout.splitlines()[-1])
+    shelf = tmp_path / "shelf"
+    found = {path.name[:64] for path in shelf.rglob("*.safetensors")}
+    # Each write takes a while: there was time for some of them, the promised ones first.
+    assert set(report["promised"]) <= found
+    assert not set(report["ordinary"]) <= found
+    assert not list(shelf.rglob("gave-up/*"))
 
 
 # ------------------------------------------------------------------------- the end

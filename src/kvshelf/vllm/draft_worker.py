@@ -287,7 +287,8 @@ class DraftWorker:
             groups = self._registration.memories[FULL].slots
             size = self._config.chunk_size
             slots = slots_to_store(groups, op.block_ids, op.draft.index, size)
-            transfer.store(ChunkSlots(op.draft, slots), age=op.age)
+            # What waits for the chunk does not wait for the drafter's KV, but profits from it.
+            transfer.store(ChunkSlots(op.draft, slots), age=op.age, promised=bool(op.attempt))
         except Exception as error:  # noqa: BLE001 - drafts are accepted less often
             self._log.error("a chunk of a drafter's KV was not stored", exc_info=error)
 

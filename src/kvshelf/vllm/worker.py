@@ -33,6 +33,8 @@ Contracts
   scheduler has named the namespace of the weights that are there now
   (:mod:`kvshelf.vllm.loaded_weights`). A load or store that was planned in an earlier round is
   dropped. What was gathered before is published.
+* Every store that was planned for a hand-over ends in an object, or in a marker that says that the
+  hand-over failed, as far as the storage takes one in time.
 * On CPUs the engine's threads are bound to cores of their own; kvshelf's threads may also use the
   cores to which no rank is bound. The scheduler has no such binding.
 """
@@ -43,7 +45,7 @@ import functools
 import logging
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -53,15 +55,18 @@ from kvshelf.config import Config
 from kvshelf.format.kinds import FULL, WINDOW, Kind
 from kvshelf.kv.streams import Streams
 from kvshelf.metrics import Counters
+from kvshelf.shelf.sweep import Sweep
 from kvshelf.shelf.tiers import AnyShelf, TieredView
 from kvshelf.shelf.view import ShelfView
 from kvshelf.transfer.context import ChunkSlots
 from kvshelf.transfer.kinds import JointLoad, KindTransfers, share_out
 from kvshelf.transfer.loads import Failure
 from kvshelf.transfer.prefetch import Prefetcher, PrefetchMemory
+from kvshelf.transfer.promises import Promises
 from kvshelf.transfer.transfer import Transfer
 from kvshelf.vllm import weight_changes
 from kvshelf.vllm.adapters import LoadedAdapters, adapter_settings
+from kvshelf.vllm.affinity import widen_cpu_affinity
 from kvshelf.vllm.draft_worker import DraftWorker
 from kvshelf.vllm.groups import CacheGroups
 from kvshelf.vllm.loaded_weights import LoadedWeights, enclosing_model
@@ -74,7 +79,7 @@ from kvshelf.vllm.metadata import (
     WorkerMetadata,
 )
 from kvshelf.vllm.namespace import manager_block_size
-from kvshelf.vllm.registration import Registration, State
+from kvshelf.vllm.registration import Memories, Registration, State
 from kvshelf.vllm.slots import slots_to_load, slots_to_store, state_to_load
 
 logger = logging.getLogger(__name__)
@@ -84,6 +89,8 @@ logger = logging.getLogger(__name__)
 _IDLE_WAIT_SECONDS = 10e-3
 # How long the end of an engine waits for threads that publish KV of earlier weights.
 _JOIN_SECONDS = 0.5
+# How much of its time the end of an engine leaves for the markers of what it could not store.
+_MARKER_SECONDS = 0.5
 # Breaker states as numbers, for metrics.
 _STATES = {BreakerState.CLOSED: 0, BreakerState.HALF_OPEN: 1, BreakerState.OPEN: 2}
 _WEIGHTS_CHANGED = (
@@ -147,8 +154,18 @@ class WorkerSide:
             streams=streams,
         )
         self._transfer: KindTransfers | None = None
-        #: Transfers of earlier weights that still publish.
-        self._retired: list[KindTransfers] = []
+        self._sweep: Sweep | None = None
+        if config.handover_keep_s:
+            self._sweep = Sweep(
+                config.handover_keep_s,
+                self.counters,
+                # One rank for all.
+                walks=rank == 0,
+                on_thread_start=widen_cpu_affinity,
+            )
+        self._promises: Promises | None = None
+        #: Transfers of earlier weights that still publish, and their promises.
+        self._retired: list[tuple[KindTransfers, Promises]] = []
         self._prefetchers: dict[Kind, Prefetcher] = {}
         self._prefetched: dict[Kind, PrefetchMemory] = {}
         self._meta: StepMetadata | None = None
@@ -343,18 +360,31 @@ class WorkerSide:
             registration.put_back(memories)
             raise
         self._transfer = KindTransfers(transfers)
+        self._promises = self._promises_in(shelf, memories)
         self._prefetched = prefetched
         self._prefetchers = {
             kind: Prefetcher(transfers[kind], one) for kind, one in prefetched.items()
         }
         registration.serve(memories)
 
+    def _promises_in(self, shelf: AnyShelf, memories: Memories) -> Promises:
+        kind = FULL if FULL in memories else next(iter(memories))
+        return Promises(
+            shelf.view(memories[kind].fmt),
+            memories[kind].plan.shards,
+            self.counters,
+            sweep=self._sweep,
+            on_thread_start=widen_cpu_affinity,
+        )
+
     def _retire_transfer(self) -> None:
         """Keep the memory for transfers of other weights; publish the rest in the background."""
         transfer, self._transfer = self._transfer, None
+        promises, self._promises = self._promises, None
         assert transfer is not None
+        assert promises is not None
         transfer.retire()
-        self._retired.append(transfer)
+        self._retired.append((transfer, promises))
         self._close_prefetched()
         self._registration.put_back(self._registration.memories)
 
@@ -365,21 +395,31 @@ class WorkerSide:
 
     def _end_retired(self) -> None:
         """Stop the threads of retired transfers that have published everything."""
-        for transfer in [old for old in self._retired if not old.drain(0.0)]:
+        for retired in [old for old in self._retired if not old[0].drain(0.0)]:
+            transfer, promises = retired
             transfer.end()
-            self._retired.remove(transfer)
+            promises.close()
+            self._retired.remove(retired)
 
-    def _close_transfer(self, drain_seconds: float) -> int:
+    def _close_transfer(self, drain_seconds: float, marker_seconds: float = 0.0) -> int:
         """Stop the threads, free the memory; return how many chunks were lost."""
-        lost_before = 0
-        for old in self._retired:
-            lost_before += old.drain(drain_seconds)
+        lost = 0
+        given = [promises for _, promises in self._retired]
+        for old, _ in self._retired:
+            lost += old.drain(drain_seconds)
             old.end(_JOIN_SECONDS)
         self._retired.clear()
         transfer, self._transfer = self._transfer, None
-        lost = 0 if transfer is None else transfer.close(drain_seconds)
+        promises, self._promises = self._promises, None
+        if transfer is not None:
+            lost += transfer.close(drain_seconds)
+        if promises is not None:
+            given.append(promises)
+        deadline = time.monotonic() + marker_seconds
+        for promises in given:
+            promises.close(max(0.0, deadline - time.monotonic()))
         self._close_prefetched()
-        return lost_before + lost
+        return lost
 
     # ------------------------------------------------------------- steps
 
@@ -486,40 +526,71 @@ class WorkerSide:
     def save(self) -> None:
         """Gather the chunks that this step completed. Runs after the forward pass."""
         meta = self._meta
-        if meta is None or not meta.stores or self._transfer is None:
+        if meta is None or not (meta.stores or meta.gave_up) or self._transfer is None:
             return
         stores, meta.stores = meta.stores, []
-        caches = self._registration.caches
-        if caches is None or self._registration.state is not State.SERVING:
-            return
-        current = [op for op in stores if self._is_current(op)] if self._serving else []
-        if len(current) < len(stores):
-            self.counters.add("dropped_chunks_weights_changed", len(stores) - len(current))
-        if sys.exc_info()[0] is not None:
-            # vLLM also calls this while an exception leaves the forward pass. It is not known
-            # then which layers have written their KV.
-            return
-        memories, size = self._registration.memories, self._config.chunk_size
-        for op in current:
-            memory = memories.get(op.kind)
-            if memory is None or any(NULL_BLOCK in ids for ids in op.block_ids):
-                continue
-            if not self._adapters.may_store(op.adapter):
-                self.counters.add("dropped_chunks_adapter_unknown")
-                continue
-            if self._drafts is not None:
-                # First, so that who finds the model's KV finds the drafter's as well.
-                self._drafts.store(op)
+        # Those of hand-overs first: staging may not hold all.
+        stores.sort(key=lambda op: not op.attempt)
+        gave_up, meta.gave_up = meta.gave_up, []
+        if self.rank == 0:
+            # One marker says it for all ranks.
+            self._give_up(gave_up)
+        registration = self._registration
+        usable = registration.caches is not None and registration.state is State.SERVING
+        # vLLM also calls this while an exception leaves the forward pass. It is not known then
+        # which layers have written their KV.
+        usable = usable and sys.exc_info()[0] is None
+        for op in stores:
+            kept = False
             try:
-                chunk = op.chunk
-                tokens = chunk.tokens if chunk.tail else None
-                slots = slots_to_store(memory.slots, op.block_ids, chunk.index, size, tokens=tokens)
-                item = ChunkSlots(chunk, slots)
-                self._transfer.store(op.kind, item, repair=op.repair, age=op.age)
+                kept = usable and self._store(op)
             except Exception as error:
+                usable = False
                 self.counters.add("dropped_chunks_error")
                 logger.error("a chunk was not stored", exc_info=error)
-                return
+            if op.attempt and not kept:
+                self._give_up([op.attempt])
+
+    def _give_up(self, attempts: Sequence[str]) -> None:
+        """Tell the engines that wait for these attempts that not all chunks will come."""
+        if self._promises is not None:
+            for attempt in attempts:
+                self._promises.give_up(attempt)
+
+    def _store(self, op: StoreOp) -> bool:
+        """Gather one chunk; False if it cannot be stored, and :class:`Stores` was not asked."""
+        if not (self._serving and self._is_current(op)):
+            self.counters.add("dropped_chunks_weights_changed")
+            return False
+        memory = self._registration.memories.get(op.kind)
+        if memory is None:
+            # This rank has no layers of this kind.
+            return True
+        if any(NULL_BLOCK in ids for ids in op.block_ids):
+            return False
+        if not self._adapters.may_store(op.adapter):
+            self.counters.add("dropped_chunks_adapter_unknown")
+            return False
+        if self._drafts is not None:
+            # First, so that who finds the model's KV finds the drafter's as well.
+            self._drafts.store(op)
+        assert self._transfer is not None
+        chunk = op.chunk
+        tokens = chunk.tokens if chunk.tail else None
+        size = self._config.chunk_size
+        slots = slots_to_store(memory.slots, op.block_ids, chunk.index, size, tokens=tokens)
+        promises = self._promises if op.attempt else None
+        outcome = self._transfer.store(
+            op.kind,
+            ChunkSlots(chunk, slots),
+            repair=op.repair,
+            age=op.age,
+            promised=promises is not None,
+            on_done=None if promises is None else promises.watch(op.attempt),
+        )
+        if promises is not None:
+            promises.note(op.attempt, chunk, outcome)
+        return True
 
     def finished_loads(self) -> set[str]:
         """Return the requests whose loads are finished, and note what failed."""
@@ -660,16 +731,25 @@ class WorkerSide:
 
     def drain(self, seconds: float) -> int:
         """Wait until stores are published; return how many chunks are not."""
-        transfers = [*self._retired, *([] if self._transfer is None else [self._transfer])]
+        transfers = [transfer for transfer, _ in self._retired]
+        if self._transfer is not None:
+            transfers.append(self._transfer)
         left = sum(transfer.drain(seconds) for transfer in transfers)
         return left + (0 if self._drafts is None else self._drafts.drain(seconds))
 
     def close(self) -> None:
         """Publish what is in flight for a bounded time, log what was lost, stop all threads."""
         self._registration.cancel_weights()
-        deadline = time.monotonic() + self._config.shutdown_drain_s
+        seconds = self._config.shutdown_drain_s
+        deadline = time.monotonic() + seconds
+        if self._sweep is not None:
+            self._sweep.close()
         if self._transfer is not None or self._retired:
-            lost = self._close_transfer(self._config.shutdown_drain_s)
+            given = [self._promises, *(promises for _, promises in self._retired)]
+            markers = 0.0
+            if any(promises is not None and promises.given for promises in given):
+                markers = min(_MARKER_SECONDS, seconds / 4)
+            lost = self._close_transfer(seconds - markers, markers)
             if lost:
                 logger.warning(
                     "%d chunks were not stored within shutdown_drain_s=%g s and are lost",

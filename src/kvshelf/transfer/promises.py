@@ -1,0 +1,180 @@
+"""What an engine has promised to others, and what becomes of it.
+
+Owns the account of broken promises, and the thread that writes their markers
+(:mod:`kvshelf.shelf.markers`). An engine that hands a request over promises that all chunks of the
+prompt will be stored. If one of them is dropped, fails or is lost at shutdown, the promise is
+broken: a marker says so to the engine that waits for the chunks.
+
+Contracts
+---------
+* A marker is written at most once for an attempt, and a write that fails is not repeated: who waits
+  has a deadline. It is counted in ``promises_broken`` in any case.
+* No thread is started before the first broken promise. It is a daemon thread: one that is stuck in
+  the storage keeps no process alive.
+* All methods may be called from any thread; only :meth:`Promises.close` waits.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from typing import Final
+
+from kvshelf.backends.guard import try_to_start
+from kvshelf.format.keys import Chunk
+from kvshelf.metrics import Counters
+from kvshelf.shelf.sweep import Sweep
+from kvshelf.shelf.view import ObjectRef, ShelfView
+from kvshelf.transfer.stores import OnStored, StoreOutcome, StoreResult
+
+logger = logging.getLogger(__name__)
+
+#: Attempts of which it is remembered that they are broken.
+_BROKEN_MEMORY: Final = 4096
+#: Most markers that wait to be written.
+_MOST_QUEUED: Final = 1024
+_BROKEN: Final = frozenset(
+    (StoreOutcome.STAGING_FULL, StoreOutcome.PARENT_DROPPED, StoreOutcome.UNAVAILABLE)
+)
+_LOST: Final = frozenset((StoreResult.FAILED, StoreResult.LOST))
+
+
+class Promises:
+    """The promises of one worker in one namespace.
+
+    Parameters
+    ----------
+    view : ShelfView
+        Of kind full, the kind of tails.
+    shards : tuple of int
+        The shards that this worker writes.
+    counters : Counters
+        Gets ``promises_broken`` and ``markers_written``.
+    sweep : Sweep, optional
+        Deletes what hand-overs leave.
+    on_thread_start : Callable, optional
+        Called first on the thread, to set its processors.
+
+    Attributes
+    ----------
+    given : bool
+        Whether anything was promised.
+    """
+
+    def __init__(
+        self,
+        view: ShelfView,
+        shards: tuple[int, ...],
+        counters: Counters,
+        *,
+        sweep: Sweep | None = None,
+        on_thread_start: Callable[[], None] | None = None,
+    ) -> None:
+        self._view = view
+        self._shards = shards
+        self._counters = counters
+        self._sweep = sweep
+        self._on_thread_start = on_thread_start
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        #: The marker that is being written is the first one.
+        self._queue: deque[str] = deque()
+        self._broken: OrderedDict[str, None] = OrderedDict()
+        self._closed = False
+        self.given = False
+
+    # ------------------------------------------------------------- the outcomes of stores
+
+    def watch(self, attempt: str) -> OnStored:
+        """Return what a promised store of an attempt calls at its end."""
+        self.given = True
+        if self._sweep is not None:
+            self._sweep.begin(self._view)
+        return functools.partial(self._ended, attempt)
+
+    def note(self, attempt: str, chunk: Chunk, outcome: StoreOutcome) -> None:
+        """Note what became of the call that should queue a promised store."""
+        if outcome in _BROKEN:
+            self.give_up(attempt)
+        elif outcome is StoreOutcome.KNOWN:
+            self._note_tail(chunk)
+
+    def _ended(self, attempt: str, chunk: Chunk, result: StoreResult) -> None:
+        if result in _LOST:
+            self.give_up(attempt)
+        else:
+            self._note_tail(chunk)
+
+    def _note_tail(self, chunk: Chunk) -> None:
+        if chunk.tail and self._sweep is not None:
+            for shard in self._shards:
+                self._sweep.wrote(self._view, ObjectRef(chunk, shard))
+
+    # ------------------------------------------------------------- markers
+
+    def give_up(self, attempt: str) -> None:
+        """Note that a promise is broken. The first call for an attempt has its marker written."""
+        with self._changed:
+            if attempt in self._broken:
+                return
+            self._broken[attempt] = None
+            if len(self._broken) > _BROKEN_MEMORY:
+                self._broken.popitem(last=False)
+            if not self._closed and len(self._queue) < _MOST_QUEUED:
+                self._queue.append(attempt)
+                if self._thread is None:
+                    self._start()
+                self._changed.notify_all()
+        self._counters.add("promises_broken")
+
+    def _start(self) -> None:
+        """Start the thread; the next marker tries again where the system allows none now."""
+        thread = threading.Thread(target=self._run, name="kvshelf-marker", daemon=True)
+        if try_to_start(thread):
+            self._thread = thread
+
+    def _run(self) -> None:
+        if self._on_thread_start is not None:
+            self._on_thread_start()
+        while True:
+            with self._changed:
+                while not (self._queue or self._closed):
+                    self._changed.wait()
+                if not self._queue:
+                    return
+                attempt = self._queue[0]
+            self._write(attempt)
+            with self._changed:
+                self._queue.popleft()
+                self._changed.notify_all()
+
+    def _write(self, attempt: str) -> None:
+        try:
+            if self._view.give_up(attempt):
+                self._counters.add("markers_written")
+                if self._sweep is not None:
+                    self._sweep.wrote(self._view, attempt)
+        except Exception as error:  # noqa: BLE001 - who waits has a deadline
+            logger.debug("a marker was not written: %s", error)
+
+    def close(self, seconds: float = 0.0) -> None:
+        """Take no more; wait for the markers that are not written. Idempotent.
+
+        Parameters
+        ----------
+        seconds : float
+            The longest time to wait. The thread goes on afterwards, until all are written.
+        """
+        deadline = time.monotonic() + seconds
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+            while self._queue and self._thread is not None:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    break
+                self._changed.wait(left)

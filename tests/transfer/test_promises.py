@@ -1,0 +1,347 @@
+"""A broken promise leaves a marker, whatever the storage does, and never a second one."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from faulty import CountingBackend, Fault, FaultyBackend
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from kvshelf.backends import open_backend
+from kvshelf.backends.wrappers import ReadOnlyBackend
+from parts import PATIENCE, Rig, make_chunks, make_format, posix, until
+from thread_limit import none_can_be_started
+
+from kvshelf.errors import NoSpaceStorageError, PermanentStorageError, TransientStorageError
+from kvshelf.format.keys import Chunk, KeyChain
+from kvshelf.shelf.sweep import Sweep
+from kvshelf.shelf.tiers import TieredView
+from kvshelf.transfer.promises import Promises
+from kvshelf.transfer.stores import OnStored, StoreOutcome, StoreResult
+
+FMT = make_format()
+ATTEMPTS = [f"{number:032x}" for number in range(40)]
+ONE, TWO, *_ = ATTEMPTS
+QUEUED, KNOWN, FULL = StoreOutcome.QUEUED, StoreOutcome.KNOWN, StoreOutcome.STAGING_FULL
+
+
+@pytest.fixture
+def backend(tmp_path: Path) -> FaultyBackend:
+    return FaultyBackend(posix(tmp_path / "shelf"))
+
+
+@pytest.fixture
+def rig(backend: FaultyBackend) -> Iterator[Rig]:
+    with closing(Rig(backend, FMT)) as rig:
+        yield rig
+
+
+@pytest.fixture
+def promises(rig: Rig) -> Iterator[Promises]:
+    with closing(Promises(rig.shelf.view(FMT), (0, 1), rig.counters)) as promises:
+        yield promises
+
+
+def marked(rig: Rig) -> set[str]:
+    found = rig.shelf.view(rig.fmt).gave_up(ATTEMPTS)
+    return {attempt for attempt, there in zip(ATTEMPTS, found, strict=True) if there}
+
+
+def chunk() -> Chunk:
+    return make_chunks(FMT, 1)[0]
+
+
+# ------------------------------------------------------------------------------- outcomes
+
+
+@pytest.mark.parametrize("outcome", list(StoreOutcome))
+def test_a_promise_is_broken_when_a_store_is_dropped(
+    rig: Rig, promises: Promises, outcome: StoreOutcome
+) -> None:
+    promises.note(ONE, chunk(), outcome)
+    promises.close(PATIENCE)
+    kept = outcome in (QUEUED, KNOWN)
+    assert marked(rig) == (set() if kept else {ONE})
+    assert rig.count("promises_broken") == rig.count("markers_written") == (not kept)
+
+
+@pytest.mark.parametrize("result", list(StoreResult))
+def test_a_promise_is_broken_when_a_store_fails_or_is_lost(
+    rig: Rig, promises: Promises, result: StoreResult
+) -> None:
+    promises.watch(ONE)(chunk(), result)
+    promises.close(PATIENCE)
+    broken = result in (StoreResult.FAILED, StoreResult.LOST)
+    assert marked(rig) == ({ONE} if broken else set())
+
+
+def test_an_attempt_is_given_up_once(rig: Rig, promises: Promises, backend: FaultyBackend) -> None:
+    counting = CountingBackend(backend.inner)
+    backend.inner = counting
+    done = promises.watch(ONE)
+    for _ in range(3):
+        done(chunk(), StoreResult.FAILED)
+        promises.give_up(ONE)
+    promises.give_up(TWO)
+    promises.close(PATIENCE)
+    assert marked(rig) == {ONE, TWO}
+    assert rig.count("promises_broken") == 2
+    # Two markers and the description of the namespace.
+    assert counting.counts["write"] == 3
+
+
+def test_ranks_of_an_engine_write_one_marker(rig: Rig) -> None:
+    view = rig.shelf.view(FMT)
+    ranks = [Promises(view, (0,), rig.counters) for _ in range(4)]
+    for rank in ranks:
+        rank.give_up(ONE)
+    for rank in ranks:
+        rank.close(PATIENCE)
+    assert marked(rig) == {ONE}
+    assert (rig.count("promises_broken"), rig.count("markers_written")) == (4, 1)
+
+
+def test_markers_of_a_tiered_view_go_to_the_shelf(rig: Rig) -> None:
+    with closing(Promises(TieredView(rig.shelf.view(FMT), []), (0,), rig.counters)) as promises:
+        promises.give_up(ONE)
+    until(lambda: marked(rig) == {ONE})
+
+
+def test_what_is_not_an_attempt_harms_nothing(rig: Rig, promises: Promises) -> None:
+    promises.give_up("../../elsewhere")
+    promises.give_up(ONE)
+    promises.close(PATIENCE)
+    assert marked(rig) == {ONE}
+    assert (rig.count("promises_broken"), rig.count("markers_written")) == (2, 1)
+
+
+def test_tails_and_markers_are_given_to_the_sweep(rig: Rig) -> None:
+    sweep = Sweep(1000.0, rig.counters)
+    view = rig.shelf.view(FMT)
+    promises = Promises(view, (0, 1), rig.counters, sweep=sweep)
+    chain = KeyChain(FMT.namespace.digest, FMT.chunk_size)
+    chain.extend(range(FMT.chunk_size + 3))
+    tail = chain.tail()
+    assert tail is not None
+    assert sweep._thread is None
+    done = promises.watch(ONE)
+    assert sweep._thread is not None
+    done(chain.chunks[0], StoreResult.PUBLISHED)
+    assert not sweep._own
+    done(tail, StoreResult.PUBLISHED)
+    promises.note(TWO, tail, KNOWN)
+    assert [name for _, name in sweep._own] == [(tail, 0), (tail, 1)]
+    done(tail, StoreResult.FAILED)
+    promises.close(PATIENCE)
+    assert [name for _, name in sweep._own][2:] == [ONE]
+    sweep.close()
+
+
+# ------------------------------------------------------------------------------- trouble
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        TransientStorageError(5, "down", "x"),
+        NoSpaceStorageError(28, "full", "x"),
+        PermanentStorageError(13, "not allowed", "x"),
+        RuntimeError("a mistake"),
+    ],
+)
+def test_a_marker_that_cannot_be_written_is_counted_and_nothing_else(
+    rig: Rig,
+    promises: Promises,
+    backend: FaultyBackend,
+    error: Exception,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    backend.add(Fault("write", error=error, times=1))
+    promises.give_up(ONE)
+    until(lambda: not promises._queue)
+    backend.heal()
+    rig.guard.writes.close()
+    caplog.clear()
+    promises.give_up(ONE)
+    promises.give_up(TWO)
+    promises.close(PATIENCE)
+    assert marked(rig) == {TWO}
+    assert (rig.count("promises_broken"), rig.count("markers_written")) == (2, 1)
+    assert not caplog.records
+
+
+def test_on_a_read_only_shelf_promises_are_broken_in_silence(tmp_path: Path) -> None:
+    backend = ReadOnlyBackend(posix(tmp_path / "shelf"))
+    with closing(Rig(backend, FMT)) as rig:
+        promises = Promises(rig.shelf.view(FMT), (0, 1), rig.counters)
+        item = rig.items(make_chunks(FMT, 1), 0)[0]
+        outcome = rig.transfer.store(item, promised=True, on_done=promises.watch(ONE))
+        promises.note(ONE, item.chunk, outcome)
+        promises.close(PATIENCE)
+        assert outcome is StoreOutcome.UNAVAILABLE
+        assert (rig.count("promises_broken"), rig.count("markers_written")) == (1, 0)
+    assert not list((tmp_path / "shelf").iterdir())
+
+
+def test_a_storage_that_hangs_holds_up_neither_a_step_nor_the_end(
+    rig: Rig, promises: Promises, backend: FaultyBackend
+) -> None:
+    gate = threading.Event()
+    backend.add(Fault("write", "*gave-up*", wait=gate))
+    for attempt in ATTEMPTS:
+        promises.give_up(attempt)
+    promises.close(0.01)
+    assert marked(rig) == set()
+    promises.give_up("f" * 32)
+    gate.set()
+    # The process lives on: so do the markers that were asked for.
+    until(lambda: marked(rig) == set(ATTEMPTS))
+    assert promises._thread is not None
+    until(lambda: not promises._thread.is_alive())
+    assert rig.count("markers_written") == len(ATTEMPTS)
+
+
+def test_a_process_without_threads_writes_its_markers_later(
+    rig: Rig, promises: Promises, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with none_can_be_started(monkeypatch, "kvshelf-marker"):
+        promises.give_up(ONE)
+        promises.close(0.0)
+    assert marked(rig) == set()
+    other = Promises(rig.shelf.view(FMT), (0, 1), rig.counters)
+    with none_can_be_started(monkeypatch, "kvshelf-marker"):
+        other.give_up(ONE)
+    other.give_up(TWO)
+    other.close(PATIENCE)
+    assert marked(rig) == {ONE, TWO}
+
+
+def test_what_waits_to_be_written_is_bounded(
+    rig: Rig, promises: Promises, backend: FaultyBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvshelf.transfer.promises._MOST_QUEUED", 5)
+    monkeypatch.setattr("kvshelf.transfer.promises._BROKEN_MEMORY", 7)
+    gate = threading.Event()
+    backend.add(Fault("write", wait=gate))
+    for attempt in ATTEMPTS:
+        promises.give_up(attempt)
+    assert (len(promises._queue), len(promises._broken)) == (5, 7)
+    gate.set()
+    promises.close(PATIENCE)
+    assert marked(rig) == set(ATTEMPTS[:5])
+
+
+# ------------------------------------------------------------------------------- staging is short
+
+
+class Gate:
+    """Lets publishes through one by one."""
+
+    def __init__(self, backend: FaultyBackend) -> None:
+        self._permits = threading.Semaphore(0)
+        backend.add(Fault("write", "*.safetensors", damage=lambda _: self._permits.acquire()))
+
+    def let(self, count: int) -> None:
+        for _ in range(count):
+            self._permits.release()
+
+    def shut(self) -> None:
+        while self._permits.acquire(blocking=False):
+            pass
+
+
+_numbers = itertools.count()
+
+
+class StagingIsShort(RuleBasedStateMachine):
+    """Promised and ordinary stores with little staging, over a storage that stops and fails."""
+
+    @initialize()
+    def make(self) -> None:
+        # A memory filesystem of its own.
+        self.backend = FaultyBackend(open_backend(f"memory://{id(self)}-{next(_numbers)}"))
+        self.rig = Rig(self.backend, FMT, staging_objects=8)
+        self.promises = Promises(self.rig.shelf.view(FMT), (0, 1), self.rig.counters, sweep=None)
+        self.gate = Gate(self.backend)
+        self.seeds = 0
+        self.broken: set[str] = set()
+        self.kept: set[str] = set()
+
+    def _watch(self, attempt: str) -> OnStored:
+        done = self.promises.watch(attempt)
+
+        def ended(chunk: Chunk, result: StoreResult) -> None:
+            bad = result in (StoreResult.FAILED, StoreResult.LOST)
+            (self.broken if bad else self.kept).add(attempt)
+            done(chunk, result)
+
+        return ended
+
+    @rule(
+        promised=st.booleans(),
+        length=st.integers(1, 2),
+        attempt=st.sampled_from(ATTEMPTS),
+        old=st.booleans(),
+    )
+    def store(self, promised: bool, length: int, attempt: str, old: bool) -> None:
+        if not (old and self.seeds):
+            self.seeds += 1
+        for item in self.rig.items(make_chunks(FMT, length, self.seeds), 0):
+            if not promised:
+                self.rig.transfer.store(item, age=1.0)
+                continue
+            outcome = self.rig.transfer.store(
+                item, age=1.0, promised=True, on_done=self._watch(attempt)
+            )
+            self.promises.note(attempt, item.chunk, outcome)
+            if outcome not in (QUEUED, KNOWN):
+                self.broken.add(attempt)
+            if outcome is FULL:
+                # No ordinary store is kept that could have made room.
+                waiting = self.rig.transfer._stores._queue
+                assert sum(len(job.buffers) for job in waiting) < FMT.shards
+
+    @rule(count=st.integers(1, 4))
+    def publish(self, count: int) -> None:
+        self.gate.let(count)
+
+    @rule()
+    def fail(self) -> None:
+        error = PermanentStorageError(5, "broken", "x")
+        self.backend.add(Fault("publish", "*.safetensors", error=error, times=1))
+
+    @precondition(lambda self: self.seeds)
+    @rule()
+    def drain(self) -> None:
+        self.gate.let(1000)
+        assert self.rig.transfer.drain(PATIENCE) == 0
+        assert self.rig.staging.in_use == 0
+        self.gate.shut()
+
+    @invariant()
+    def staging_is_bounded(self) -> None:
+        if hasattr(self, "rig"):
+            assert 0 <= self.rig.staging.in_use <= self.rig.staging.limit
+
+    def teardown(self) -> None:
+        if not hasattr(self, "rig"):
+            return
+        self.rig.transfer.drain(0.0)
+        self.gate.let(10_000)
+        self.rig.transfer.close(0.0)
+        until(lambda: self.rig.staging.in_use == 0)
+        self.promises.close(PATIENCE)
+        assert marked(self.rig) == self.broken
+        assert self.rig.count("promises_broken") == len(self.broken)
+        assert self.rig.count("markers_written") == len(self.broken)
+        self.rig.close()
+
+
+TestStagingIsShort = StagingIsShort.TestCase
+TestStagingIsShort.settings = settings(max_examples=40, stateful_step_count=25)
