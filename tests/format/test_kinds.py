@@ -136,6 +136,17 @@ def test_states_have_a_tensor_for_each_part() -> None:
     assert fmt.tensors(0, 3, tail=True) == fmt.tensors(0)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_size_of_a_tail_is_that_of_its_tensors(kind: Kind) -> None:
+    # The window layers are canonical and native, the full ones canonical.
+    fmt = hybrid_format().of(kind)
+    for shard in range(fmt.shards):
+        for tokens in range(1, fmt.chunk_size + 1):
+            specs = fmt.tensors(shard, tokens)
+            found = fmt.object_size(shard, tokens)
+            assert found == fmt.data_offset + sum(spec.nbytes for spec in specs)
+
+
 def test_undivided_states_are_stored_by_rank() -> None:
     fields = hybrid_record()
     layouts = ["state-tp2", *fields["layouts"][1:3], "state", *fields["layouts"][4:]]
