@@ -111,6 +111,10 @@ class Awaited:
         seen = 0 if self.wait is None else self.wait.seen
         return self._first + self._full[seen]
 
+    def is_overdue(self, now: float) -> bool:
+        """Whether the request has waited in vain, and may wait for nothing else either."""
+        return self.outcome in ("late", "gave_up") and now >= self.deadline
+
     def begin(self, wait: Wait, first: int, pieces: Sequence[Piece]) -> None:
         """Note that the request waits for `pieces`; the lookup has seen `first` full chunks."""
         self.wait, self._first, self._pieces = wait, first, pieces
@@ -178,12 +182,15 @@ class Awaiting:
             return None
         if handover is None:
             return None
-        if len(self._waiting) >= self._config.max_waiting:
-            self._refuse("refused", f"max_waiting ({self._config.max_waiting}) requests wait")
-            return None
         now, longest = self.clock(), self._config.handover_wait_s
         if handover.wait_s is not None:
             longest = min(longest, handover.wait_s)
+        if not longest:
+            self._counters.add("handovers_late")
+            return None
+        if len(self._waiting) >= self._config.max_waiting:
+            self._refuse("refused", f"max_waiting ({self._config.max_waiting}) requests wait")
+            return None
         awaited = self._waiting[request_id] = Awaited(handover, now, now + longest)
         return awaited
 

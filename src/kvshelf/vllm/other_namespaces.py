@@ -122,7 +122,7 @@ def how_to_unite(own: Namespace, other: Namespace) -> str:
                 advice = _OPAQUE
             break
     else:
-        field, advice = min(fields), "start both engines with the same model configuration"
+        field, advice = min(fields), "serve the model with the same configuration"
     return (
         f"{field} is {_shown(theirs.get(field))} there and {_shown(ours.get(field))} here: {advice}"
         " in both engines"

@@ -371,7 +371,7 @@ class SchedulerSide:
         if self._handshake.checking:
             return 0, False
         lookups = self._lookups
-        overdue = awaited is not None and self._awaiting.clock() >= awaited.deadline
+        overdue = awaited is not None and awaited.is_overdue(self._awaiting.clock())
         if lookups is None:
             may_wait = not overdue and self._handshake.may_wait()
             return (None, False) if may_wait else (0, False)
@@ -457,11 +457,10 @@ class SchedulerSide:
             self._awaiting.end(request.request_id, awaited, "invalid", str(error))
             return None
         if self._waits is None:
-            assert self._lookups is not None
             self._waits = WaitService(
                 self._views,
                 counters=self.counters,
-                on_seen=self._lookups.note_published,
+                on_seen=self._note_there,
                 on_thread_start=self._on_thread_start,
             )
         wait = self._waits.submit(pieces, awaited.handover.attempt)
@@ -1066,12 +1065,7 @@ class SchedulerSide:
             self._note_failure(failure)
         for key, rank in meta.repaired:
             self._note_repaired(key, rank)
-        if meta.published and self._lookups is not None:
-            self._lookups.note_published(meta.published)
-            for key in meta.published:
-                if not self._failed.is_bad(key):
-                    # A chunk that was missing and is stored now counts as present again.
-                    self._failed.forget(key)
+        self._note_there(meta.published)
         for number in meta.other_adapters:
             self._adapters.distrust(number)
         for rank, is_open in meta.breaker_open.items():
@@ -1087,6 +1081,17 @@ class SchedulerSide:
             self._drafts.receive(meta.draft_reports, self.namespace)
             for request_id, token in meta.without_drafts:
                 self._drafts.missing(request_id, token)
+
+    def _note_there(self, keys: Sequence[bytes]) -> None:
+        """Note, on any thread, kinds of chunks that have appeared on the shelf."""
+        lookups = self._lookups
+        if lookups is None:
+            return
+        lookups.note_published(keys)
+        for key in keys:
+            if not self._failed.is_bad(key):
+                # A chunk that was missing and is stored now counts as present again.
+                self._failed.forget(key)
 
     def _note_failure(self, failure: LoadFailure) -> None:
         key = kind_key(failure.key, failure.kind)
