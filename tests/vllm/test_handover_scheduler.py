@@ -412,6 +412,16 @@ def test_without_anything_at_its_deadline_a_request_is_computed(
     assert counts(engine) == {"late": 1}
 
 
+def test_what_came_in_time_counts_although_vllm_asks_late(waiting: Callable[..., Any]) -> None:
+    engine, promised, clock = waiting(handover_wait_s=30)
+    promised.publish(0)
+    until(lambda: awaited_of(engine).wait.complete)  # type: ignore[union-attr]
+    clock.now += 1000
+    engine.finish()
+    assert loaded(engine, "r") == 203
+    assert counts(engine) == {"complete": 1}
+
+
 @pytest.mark.parametrize(("wanted", "expected"), [(3, 3), (1000, 30), (None, 30)])
 def test_params_may_shorten_the_wait_only(
     waiting: Callable[..., Any], wanted: float | None, expected: float

@@ -400,13 +400,15 @@ class SchedulerSide:
     def _still_waits(self, state: _Request, awaited: Awaited) -> bool:
         """Whether a request waits for its hand-over in this step; notes how the wait ends."""
         request_id, now = state.request.request_id, self._awaiting.clock()
-        if now >= awaited.deadline:
+        lookups, wait = self._lookups, awaited.wait
+        known = lookups is not None and not self._handshake.checking
+        # vLLM may not have asked for a while.
+        there = known and wait is not None and wait.complete
+        if now >= awaited.deadline and not there:
             self._awaiting.end(request_id, awaited, "late")
             return False
-        lookups = self._lookups
-        if lookups is None or self._handshake.checking:
+        if lookups is None or not known:
             return True
-        wait = awaited.wait
         if wait is None:
             if self._is_of_another_namespace(request_id, awaited):
                 return False
@@ -426,8 +428,11 @@ class SchedulerSide:
             wait = self._begin_wait(state, awaited, lookup)
         if wait is None:
             return False
-        if wait.complete and not self._breaker_is_open(lookups):
-            self._awaiting.end(request_id, awaited, "complete")
+        if wait.complete:
+            if not self._breaker_is_open(lookups):
+                self._awaiting.end(request_id, awaited, "complete")
+            elif now >= awaited.deadline:
+                self._awaiting.end(request_id, awaited, "late")
         elif wait.gave_up:
             self._awaiting.end(request_id, awaited, "gave_up")
             if self._groups.hybrid:
