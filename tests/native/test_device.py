@@ -27,7 +27,7 @@ from simulated_device import SimulatedStreams
 
 from kvshelf.errors import ConfigError, DeviceUnavailableError
 from kvshelf.kv import device, ops
-from kvshelf.kv.caches import LayerCall
+from kvshelf.kv.caches import LayerCall, PendingCopy
 from kvshelf.kv.copier import QUEUED_SECONDS
 from kvshelf.kv.device import DeviceKVCache
 from kvshelf.kv.layout import PagedLayout
@@ -454,6 +454,31 @@ def test_gathers_are_refused_while_all_buffers_are_under_way(copier: str) -> Non
     copied.wait()
     for payload, want in zip(again, rig.expected(SLOTS), strict=True):
         np.testing.assert_array_equal(payload.numpy(), want)
+    rig.path.close()
+
+
+def test_a_gather_is_known_to_have_ended_only_when_its_bytes_are_there(copier: str) -> None:
+    """Its staging may be given away then, though nobody waited."""
+    rig = make_rig(ring=2)
+    begun: list[tuple[PendingCopy, list[torch.Tensor]]] = []
+    expected = rig.expected(SLOTS)
+    for _ in range(20):
+        payloads = rig.payloads()
+        copied: list[PendingCopy] = []
+
+        def gathered(
+            payloads: list[torch.Tensor] = payloads, copied: list[PendingCopy] = copied
+        ) -> bool:
+            found = rig.path.gather(torch.tensor(SLOTS), payloads)
+            copied.extend([] if found is None else [found])
+            return found is not None
+
+        until(gathered)
+        begun.append((copied[0], payloads))
+        assert [one.ended for one, _ in begun[-3:]] == [True, False, False][-len(begun) :]
+        for payload, want in zip(begun[-3:][0][1], expected, strict=True):
+            if len(begun) > 2:
+                np.testing.assert_array_equal(payload.numpy(), want)
     rig.path.close()
 
 

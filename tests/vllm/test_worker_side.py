@@ -1290,6 +1290,7 @@ def test_shutting_down_says_which_hand_overs_are_lost(make: Callable[..., Rig]) 
     assert rig.side.counters.snapshot()["promises_broken"] == 4
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_told_to_end_publishes_what_others_wait_for(tmp_path: Path) -> None:
     """A process of its own, which ends as vLLM's workers do."""
     program = Path(__file__).with_name("promises_child.py")
