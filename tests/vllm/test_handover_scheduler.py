@@ -943,6 +943,17 @@ def test_no_step_sleeps_while_anything_else_is_to_be_done(
     assert rests == [0.01]
 
 
+def test_no_step_sleeps_while_weights_are_compared(
+    rests: list[float], waiting: Callable[..., Any]
+) -> None:
+    engine, _, _ = waiting()
+    engine.connector._scheduler._handshake.begin_round()
+    del rests[:]
+    engine.step()
+    assert rests == []
+    assert waits(engine, "r")
+
+
 def test_no_step_sleeps_where_others_wait_for_it(
     rests: list[float], waiting: Callable[..., Any]
 ) -> None:

@@ -772,6 +772,9 @@ class SchedulerSide:
         hurried, self._hurried = self._hurried, False
         if not meta.idle or hurried or not held or held < len(self._requests):
             return
+        if self._handshake.checking:
+            # Workers compare their weights in steps.
+            return
         if meta != StepMetadata(idle=True, weights_round=meta.weights_round):
             return
         seconds = self._awaiting.longest_rest()
