@@ -304,7 +304,7 @@ class StagingIsShort(RuleBasedStateMachine):
                 self.broken.add(attempt)
             if outcome is FULL:
                 # No ordinary store is kept that could have made room.
-                waiting = self.rig.transfer._stores._queue
+                waiting = list(self.rig.transfer._stores._queue)
                 assert sum(len(job.buffers) for job in waiting) < FMT.shards
 
     @rule(count=st.integers(1, 4))
