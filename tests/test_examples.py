@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -10,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -201,7 +202,9 @@ def test_the_recipes_of_the_readme(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("latency", [None, 0, 20], ids=["directory", "s3", "s3 at 20 ms"])
-def test_disaggregated(tmp_path: Path, latency: int | None) -> None:
+def test_disaggregated(
+    tmp_path: Path, latency: int | None, record_property: Callable[[str, object], None]
+) -> None:
     """Two producers and two consumers, beside engines that do both."""
     arguments: list[str] = []
     if latency is not None:
@@ -217,6 +220,7 @@ def test_disaggregated(tmp_path: Path, latency: int | None) -> None:
         check=False,
     )
     output = output_of(done)
+    record_property("table", output)
     rows = [
         [cell.strip() for cell in line.split("│")[1:-1]]
         for line in output.splitlines()
@@ -236,15 +240,13 @@ def test_disaggregated(tmp_path: Path, latency: int | None) -> None:
 
 
 def others_of(folder: Path) -> list[str]:
-    """The processes whose command names a folder."""
+    """The processes that were started in a folder and run."""
     found = []
-    for place in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            command = place.read_bytes().decode(errors="replace")
-        except OSError:
-            continue
-        if str(folder) in command:
-            found.append(command)
+    for place in Path("/proc").glob("[0-9]*"):
+        # A process may have ended meanwhile, or be another user's.
+        with contextlib.suppress(OSError):
+            if place.joinpath("cwd").readlink() == folder:
+                found.append(place.joinpath("cmdline").read_bytes().decode(errors="replace"))
     return found
 
 

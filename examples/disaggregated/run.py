@@ -157,7 +157,7 @@ def show(console: Console, results: dict[str, Result], options: argparse.Namespa
     console.print(table)
     console.print(
         "TTFT: time to the first token, with the prefill engine's leg. ITL: time from token to"
-        " token, the average of\neach answer. Shares are of the prompts' tokens, at the engines"
+        " token, the average of each answer. Shares are of the prompts' tokens, at the engines"
         " that answer."
     )
     reference = results.get("no-store")
