@@ -271,6 +271,10 @@ class Backend(ABC):
             If the write failed for another reason.
         """
 
+    def write_marker(self, name: str) -> WriteResult:
+        """Create an empty object, also where larger ones are refused. Raises as :meth:`write`."""
+        return self.write(name, [b""])
+
     @abstractmethod
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         """Stream all objects below the folder `prefix`, in no particular order.

@@ -251,6 +251,25 @@ class GuardedBackend(WrappedBackend):
         with _Guarded(self, _WRITE, name, self.deadlines.to_write(size)):
             return self.inner.write(name, buffers, mode)
 
+    def write_marker(self, name: str) -> WriteResult:
+        """Create an empty object even while the write breaker is open: a full disk may take it.
+
+        Neither success nor failure counts, unless the call is late.
+
+        Raises
+        ------
+        UnavailableStorageError
+            If the read breaker is open.
+        """
+        call = self._enter(_PROBE, name, self.deadlines.write)
+        try:
+            return self.inner.write(name, [b""])
+        finally:
+            if call.late or time.monotonic() > call.deadline:
+                self._leave(call)
+            else:
+                self._calls.pop(threading.get_ident(), None)
+
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         """Stream the objects below a folder; each step has a deadline of its own."""
         with _Guarded(self, _LIST, prefix, self.deadlines.read):

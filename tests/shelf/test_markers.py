@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import os
 import uuid
@@ -13,12 +14,19 @@ from typing import Any
 import pytest
 from faulty import CountingBackend, Fault, FaultyBackend
 from kvshelf.backends import Backend, open_backend
+from kvshelf.backends.guard import GuardedBackend
 from kvshelf.backends.posix import PosixBackend
-from kvshelf.backends.wrappers import ReadOnlyBackend
+from kvshelf.backends.wrappers import ReadOnlyBackend, WrappedBackend
 from parts import make_chunks, make_format
 from servers import BUCKET, S3Server, command, moto_s3
 
-from kvshelf.errors import ObjectNameError, ReadOnlyStorageError, TransientStorageError
+from kvshelf.errors import (
+    NoSpaceStorageError,
+    ObjectNameError,
+    ReadOnlyStorageError,
+    TransientStorageError,
+    UnavailableStorageError,
+)
 from kvshelf.format.namespace import Namespace
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.metrics import Counters
@@ -158,6 +166,26 @@ def test_a_read_only_shelf_takes_no_marker_and_shows_those_it_has(root: Path) ->
     with pytest.raises(ReadOnlyStorageError):
         view.give_up(TWO)
     assert view.gave_up([ONE, TWO]) == [True, False]
+
+
+def test_a_full_disk_takes_a_marker_although_stores_have_stopped(root: Path) -> None:
+    class Full(WrappedBackend):
+        def write(self, name: str, buffers: Any, mode: Any = "create") -> Any:
+            if any(memoryview(buffer).nbytes for buffer in buffers):
+                raise NoSpaceStorageError(errno.ENOSPC, "no space left", name)
+            return self.inner.write(name, buffers, mode)
+
+    view_of(PosixBackend(root)).give_up(TWO)
+    with closing(GuardedBackend(Full(PosixBackend(root)))) as guard:
+        with pytest.raises(NoSpaceStorageError):
+            guard.write("an object", [b"payload"])
+        with pytest.raises(UnavailableStorageError):
+            guard.write("another", [b"payload"])
+        assert view_of(guard).give_up(ONE)
+        # It says nothing about larger objects.
+        with pytest.raises(UnavailableStorageError):
+            guard.write("another", [b"payload"])
+    assert view_of(PosixBackend(root)).gave_up([ONE]) == [True]
 
 
 def test_a_storage_that_is_down_has_no_markers(root: Path) -> None:

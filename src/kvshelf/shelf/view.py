@@ -575,7 +575,7 @@ class NamespaceView(ShelfView):
         name = marker_name(attempt)
         folder = self.folder()
         self._describe(folder)
-        return self.backend.write(f"{folder}/{name}", [b""]) is not WriteResult.EXISTED
+        return self.backend.write_marker(f"{folder}/{name}") is not WriteResult.EXISTED
 
     def gave_up(self, attempts: Sequence[str]) -> list[bool]:
         """Look for markers, see :meth:`ShelfView.gave_up`."""
