@@ -59,16 +59,21 @@ class EngineRun:
         name: str,
         *,
         inert: bool = False,
+        holding: bool = False,
         cache: str = "",
         options: Mapping[str, Any] | None = None,
         **arguments: Any,
     ) -> Child:
         """Start an engine; it is ready when it replies to its first command.
 
-        `options` are the connector's options; the path of the shelf when absent.
+        `inert` and `holding` choose a connector for comparison. `options` are kvshelf's options;
+        the path of the shelf when absent.
         """
+        extra: dict[str, Any] = {}
         if inert:
-            connector, module, extra = "InertConnector", "benchmarks.inert", {}
+            connector, module = "InertConnector", "benchmarks.inert"
+        elif holding:
+            connector, module = "HoldingConnector", "benchmarks.holding"
         else:
             connector, module = "SharedStorageConnector", "kvshelf.vllm.connector"
             extra = dict(options or {"shared_storage_path": str(self.shelf)})

@@ -10,7 +10,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Iterator
-from functools import partial
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from benchmarks.child import Child, ChildError
@@ -26,20 +26,23 @@ _TOKENS = 4 * CHUNK_TOKENS + 100
 #: Longer than the measurement: no request's wait may end.
 _WAIT_SECONDS = 3000.0
 _IDLE_SECONDS = 2.0
+#: Tokens of the prompt that decodes, and of its answer.
+_DECODING = 900
 _DECODED = 64
 #: Title of the process that schedules, as vLLM sets it (``vllm/v1/engine/core.py``).
 _CORE = "VLLM::EngineCore"
 
+_FLOOR = "a connector whose requests wait, and that only sleeps"
 _SCHEDULER = Row(
     "handover/waiting",
     f"processor time in one second, {_REQUESTS} requests wait: process of the scheduler",
-    "nothing waits",
-    goal=Goal(0.15, "seconds"),
+    _FLOOR,
+    goal=Goal(0.15, "difference"),
 )
 _ENGINE = Row(
     "handover/waiting-engine",
     f"processor time in one second, {_REQUESTS} requests wait: all of the engine",
-    "nothing waits",
+    _FLOOR,
     note="a worker in a process of its own polls for a second after each step, for whatever step",
 )
 _BESIDE = Row(
@@ -51,56 +54,76 @@ _BESIDE = Row(
 _STEP = Row(
     "handover/step",
     f"a step with {_REQUESTS} requests that wait, one decodes",
-    "nothing waits",
+    _FLOOR,
     goal=Goal(2e-3, "difference"),
-    note="from the same pairs",
 )
 
 
 def bench_handover(settings: Settings) -> Iterator[Row]:
-    """Measure an engine in turn with a hundred requests that wait and with none."""
+    """Measure two engines in turn whose requests wait: with kvshelf, and with vLLM's part only.
+
+    While one of them is measured, nothing waits in the other, so that it is idle.
+    """
     rows = (_SCHEDULER, _ENGINE, _BESIDE, _STEP)
     yield from guarded(settings, rows, _rows)
 
 
+@dataclass
+class _Samples:
+    """What was measured of one engine, each in seconds."""
+
+    core: list[float] = field(default_factory=list)
+    engine: list[float] = field(default_factory=list)
+    gap: list[float] = field(default_factory=list)
+
+
 def _rows(settings: Settings) -> Iterator[Row]:
     run = EngineRun(settings, find_model(settings), "handover")
-    settings.progress("starting an engine")
+    settings.progress("starting two engines")
     options = {"shared_storage_path": str(run.shelf), "handover_wait_s": _WAIT_SECONDS}
-    with run.engine("consumer", options=options) as engine:
-        engine.wait_ready()
-        # A stored prompt makes the namespace; it is the first that decodes as well.
-        decoding = run.prompt()[:_TOKENS]
-        engine.call("decode", prompt=decoding, tokens=_DECODED)
-        run.wait_stored(_TOKENS // CHUNK_TOKENS)
-        params = [_never_handed_over(run, number) for number in range(_REQUESTS)]
-        hold = partial(engine.call, "hold", requests=params)
-        shares: dict[str, tuple[list[float], list[float]]] = {_CORE: ([], []), "": ([], [])}
-        gaps: tuple[list[float], list[float]] = ([], [])
+    with run.engine("ours", options=options) as ours, run.engine("holding", holding=True) as floor:
+        engines = (ours, floor)
+        decoding = run.prompt()[:_DECODING]
+        for engine in engines:
+            engine.wait_ready()
+            _decode(engine, decoding)
+        # A stored prompt makes the namespace.
+        run.wait_stored(_DECODING // CHUNK_TOKENS)
+        requests = [_never_handed_over(run, number) for number in range(_REQUESTS)]
+        measured = (_Samples(), _Samples())
+        alone: list[float] = []
         pairs = settings.pairs(15)
-        for pair in range(-1, pairs):
+        for pair in range(pairs):
             settings.progress(f"pair {pair + 1} of {pairs}")
             for side in (0, 1) if pair % 2 else (1, 0):
-                if side == 0 and hold()["waiting"] != _REQUESTS:
-                    raise ChildError("requests that should wait have ended")
-                decoded = engine.call("decode", prompt=decoding, tokens=_DECODED)["gap"]
-                time.sleep(QUIET_SECONDS)
-                used = _processor_shares(engine)
-                if side == 0 and engine.call("let_go")["waited"] != _REQUESTS:
-                    raise ChildError("a request did not wait until the end")
-                if pair >= 0:
-                    gaps[side].append(decoded)
-                    for name, samples in shares.items():
-                        samples[side].append(used[name])
-    for row, (ours, floors) in (
-        (_SCHEDULER, shares[_CORE]),
-        (_ENGINE, shares[""]),
-        (_BESIDE, gaps),
-        (_STEP, gaps),
-    ):
-        yield Row(
-            row.name, row.work, row.floor, ours=ours, floors=floors, goal=row.goal, note=row.note
-        )
+                _measure(engines[side], requests, decoding, measured[side])
+            alone.append(_decode(ours, decoding))
+            time.sleep(QUIET_SECONDS)
+    waiting, held = measured
+    yield replace(_SCHEDULER, ours=waiting.core, floors=held.core)
+    yield replace(_ENGINE, ours=waiting.engine, floors=held.engine)
+    yield replace(_BESIDE, ours=waiting.gap, floors=alone)
+    yield replace(_STEP, ours=waiting.gap, floors=held.gap)
+
+
+def _decode(engine: Child, prompt: list[int]) -> float:
+    """Return the seconds from one token of an answer to the next."""
+    return float(engine.call("decode", prompt=prompt, tokens=_DECODED)["gap"])
+
+
+def _measure(
+    engine: Child, requests: list[dict[str, Any]], decoding: list[int], samples: _Samples
+) -> None:
+    """Let requests wait; measure a request that decodes beside them, and them alone."""
+    if engine.call("hold", requests=requests)["waiting"] != len(requests):
+        raise ChildError("requests that should wait have ended")
+    samples.gap.append(_decode(engine, decoding))
+    time.sleep(QUIET_SECONDS)
+    used = _processor_shares(engine)
+    samples.core.append(used[_CORE])
+    samples.engine.append(sum(used.values()))
+    if engine.call("let_go")["waited"] != len(requests):
+        raise ChildError("a request did not wait until the end")
 
 
 def _never_handed_over(run: EngineRun, number: int) -> dict[str, Any]:
@@ -127,13 +150,13 @@ def _never_handed_over(run: EngineRun, number: int) -> dict[str, Any]:
 
 
 def _processor_shares(engine: Child) -> dict[str, float]:
-    """Return the processors that the scheduler's process uses, and all of the engine (key "")."""
+    """Return the processor time of each process of an engine in one second, by title."""
     before = engine.cpu_seconds_by_process()
     time.sleep(_IDLE_SECONDS)
     used = {
-        name: (seconds - before.get(name, 0.0)) / _IDLE_SECONDS
-        for name, seconds in engine.cpu_seconds_by_process().items()
+        title: (seconds - before.get(title, 0.0)) / _IDLE_SECONDS
+        for title, seconds in engine.cpu_seconds_by_process().items()
     }
     if _CORE not in used:
         raise ChildError(f"no process is called {_CORE}: {', '.join(sorted(used))}")
-    return {_CORE: used[_CORE], "": sum(used.values())}
+    return used
