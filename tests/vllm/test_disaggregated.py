@@ -613,7 +613,12 @@ def test_clocks_that_are_wrong(
             model=engines.places.model,
             connector=(name, "skewed_connector"),
             kv_role=role,
-            extra_config={"shared_storage_path": str(own.root), "handover_wait_s": NEVER},
+            extra_config={
+                "shared_storage_path": str(own.root),
+                "handover_wait_s": NEVER,
+                # Files that are newer than an engine's start do not identify its weights.
+                "weights": "those of this test",
+            },
             env={"PYTHONPATH": tests},
             core=int(role == "kv_consumer"),
         )
@@ -751,6 +756,7 @@ def test_a_hybrid_model_is_handed_over_at_a_chunk_boundary(
     producer, consumer = start_role("kv_producer"), start_role("kv_consumer")
     with producer, consumer:
         producer.generate(prompt(2 * chunk + 10))
+        equal = 0
         # The last chunk boundary before the prompt's end.
         for length, hit in (
             (3 * chunk + 40, 3 * chunk),
@@ -766,13 +772,15 @@ def test_a_hybrid_model_is_handed_over_at_a_chunk_boundary(
             loaded = consumer.generate(tokens, kv_transfer_params=params)
             assert loaded.shelf_tokens == hit
             counted.wait(handovers_complete=1, handovers_late=0)
-            own = consumer.generate(tokens)
-            assert (own.cached_tokens, own.shelf_tokens) == (hit, 0)
-            assert (loaded.tokens, loaded.logprobs) == (own.tokens, own.logprobs)
-            # And as the producer goes on from its own memory.
-            again = producer.generate(tokens)
-            assert again.cached_tokens == hit
-            assert (loaded.tokens, loaded.logprobs) == (again.tokens, again.logprobs)
+            # What was computed behind it is in memory as well now: a longer hit.
+            for again in (consumer.generate(tokens), producer.generate(tokens)):
+                assert again.shelf_tokens == 0
+                assert again.cached_tokens >= hit
+                assert_same(loaded, again, NEAR_TIE)
+                if again.cached_tokens == hit:
+                    assert (loaded.tokens, loaded.logprobs) == (again.tokens, again.logprobs)
+                    equal += 1
+        assert equal, "no hit of the same length in memory"
         # A consumer that is early: keys are known beforehand to any program of ours.
         tokens = prompt(3 * chunk + 40)
         early = Promises(shelf).params(tokens[: 3 * chunk])
