@@ -309,6 +309,7 @@ def test_a_marker_ends_the_wait(pair: Pair, reference: Reference, prompt: MakePr
     counted.wait(handovers_gave_up=1, handovers_late=0)
     # Of what is complete, a marker says nothing.
     complete = prefill(pair.producer, tokens)
+    pair.promises.wait_tail(tokens)
     pair.promises.marker(complete["kvshelf_attempt"]).touch()
     check(pair.consume(tokens, complete), reference(tokens), 1100)
 
