@@ -1246,18 +1246,6 @@ def test_the_promises_after_an_error_are_broken_too(make: Callable[..., Rig]) ->
     until(lambda: gave_up(rig, ATTEMPT, OTHER) == [True, True])
 
 
-def test_what_the_scheduler_knows_to_be_lost_gets_its_marker_from_one_rank(
-    make: Callable[..., Rig],
-) -> None:
-    rig = make()
-    rig.side.rank = 1
-    rig.step(StepMetadata(gave_up=[OTHER]))
-    rig.side.rank = 0
-    rig.step(StepMetadata(gave_up=[ATTEMPT]))
-    until(lambda: gave_up(rig) == [True])
-    assert gave_up(rig, OTHER) == [False]
-
-
 def test_the_sweep_begins_with_the_first_hand_over(make: Callable[..., Rig]) -> None:
     rig = make()
     chunks = rig.chunks(2)

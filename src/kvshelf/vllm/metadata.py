@@ -163,8 +163,6 @@ class StepMetadata(KVConnectorMetadata):
     prefetches : list of PrefetchOp
     prefetch_ended : list of str
         Requests with prefetched chunks that no longer wait and need no load.
-    gave_up : list of str
-        Attempts of hand-overs of which the scheduler side knows that not all chunks are stored.
     """
 
     idle: bool = False
@@ -177,7 +175,6 @@ class StepMetadata(KVConnectorMetadata):
     reset: bool = False
     prefetches: list[PrefetchOp] = field(default_factory=list)
     prefetch_ended: list[str] = field(default_factory=list)
-    gave_up: list[str] = field(default_factory=list)
 
 
 #: Stands for a weights fingerprint: the weights are named by the digests of all ranks at the start.

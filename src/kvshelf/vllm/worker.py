@@ -45,7 +45,7 @@ import functools
 import logging
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -526,15 +526,11 @@ class WorkerSide:
     def save(self) -> None:
         """Gather the chunks that this step completed. Runs after the forward pass."""
         meta = self._meta
-        if meta is None or not (meta.stores or meta.gave_up) or self._transfer is None:
+        if meta is None or not meta.stores or self._transfer is None:
             return
         stores, meta.stores = meta.stores, []
         # Those of hand-overs first: staging may not hold all.
         stores.sort(key=lambda op: not op.attempt)
-        gave_up, meta.gave_up = meta.gave_up, []
-        if self.rank == 0:
-            # One marker says it for all ranks.
-            self._give_up(gave_up)
         registration = self._registration
         usable = registration.caches is not None and registration.state is State.SERVING
         # vLLM also calls this while an exception leaves the forward pass. It is not known then
@@ -548,14 +544,9 @@ class WorkerSide:
                 usable = False
                 self.counters.add("dropped_chunks_error")
                 logger.error("a chunk was not stored", exc_info=error)
-            if op.attempt and not kept:
-                self._give_up([op.attempt])
-
-    def _give_up(self, attempts: Sequence[str]) -> None:
-        """Tell the engines that wait for these attempts that not all chunks will come."""
-        if self._promises is not None:
-            for attempt in attempts:
-                self._promises.give_up(attempt)
+            if op.attempt and not kept and self._promises is not None:
+                # Another engine waits for the chunk.
+                self._promises.give_up(op.attempt)
 
     def _store(self, op: StoreOp) -> bool:
         """Gather one chunk; False if it cannot be stored, and :class:`Stores` was not asked."""
