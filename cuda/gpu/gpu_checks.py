@@ -775,11 +775,56 @@ def the_way_to_staging(ctx: Context) -> None:
     path_back.close()
 
 
+def tails(ctx: Context) -> None:
+    """Tails of several lengths to staging and back, by the buffers of whole chunks."""
+    layers, size, tokens, shards = (2, 16, 64, 2) if ctx.small else (32, 128, 256, 8)
+    form, dtype = "bhnc-nhd", torch.bfloat16
+    blocks = 4 * tokens // 16
+    pages = make_pages(
+        form, dtype, ctx.device, layers=layers, blocks=blocks, heads=8, head_size=size
+    )
+    target = pages.clone()
+    for part in target.memory:
+        part.zero_()
+    heads = 8 // shards
+    payload = layers * pages.layout.chunk_bytes(tokens, heads)
+    path, path_back = (
+        ctx.device_caches(
+            {
+                shard: [LayerCall(of.caches, of.layout, 0, payload, heads, shard * heads)]
+                for shard in range(shards)
+            },
+            pinned=True,
+        )
+        for of in (pages, target)
+    )
+    with ctx.staging(shards, payload) as buffers:
+        for count in (1, 7, tokens // 2, tokens - 1):
+            slots = random_slots(pages, 1, count, skip=False, seed=count)
+            want = pages.gathered(slots, 0, heads, shards)
+            staging = [buffer[: payload // tokens * count] for buffer in buffers]
+            for buffer in buffers:
+                buffer.fill_(POISON)
+            copied = path.of_tail(count).gather(slots[0], staging)
+            if copied is None:
+                raise AssertionError("no device buffer is free")
+            copied.wait()
+            for shard, part in enumerate(staging):
+                ctx.equal(part, want[0, shard].cpu(), f"a tail of {count} tokens")
+            back = path_back.of_tail(count)
+            back.scatter_chunk(range(shards), slots[0], staging, path_back.fence())
+            found = target.gathered(slots, 0, heads, shards)
+            ctx.equal(found, want, f"a tail of {count} tokens, back in the caches")
+    path.close()
+    path_back.close()
+
+
 def fallback(ctx: Context) -> None:
     """What serves a GPU without the kernels."""
     chunks_shards_heads(ctx)
     deep_models(ctx)
     the_way_to_staging(ctx)
+    tails(ctx)
 
 
 def under_memcheck(ctx: Context) -> None:
@@ -791,6 +836,7 @@ def under_memcheck(ctx: Context) -> None:
         deep_models,
         bad_slots_are_refused,
         the_way_to_staging,
+        tails,
         blocks_that_hold_all_layers,
         buffers_in_host_memory,
         states,

@@ -60,7 +60,7 @@ PARTS: Final[dict[str, tuple[Group, ...]]] = {
         *_checks("buffers_in_host_memory", "blocks_that_hold_all_layers", "registered_memory"),
         *_checks("made_in_inference_mode", "layouts_learned_from_torch"),
         *_checks("layouts_learned_from_triton", seconds=120, optional=True),
-        *_checks("states", "overwritten_blocks", "the_way_to_staging"),
+        *_checks("states", "overwritten_blocks", "the_way_to_staging", "tails"),
         Group(
             "fallback_triton",
             "gpu_checks.fallback",

@@ -17,7 +17,7 @@ using kvshelf::at;
 
 // Increased whenever the arguments of an exported function change, so that kvshelf.kv.ops never
 // calls a library of another version; kvshelf.kv.ops.library has the same number.
-constexpr int64_t kLibraryVersion = 5;
+constexpr int64_t kLibraryVersion = 6;
 
 int64_t version() { return kLibraryVersion; }
 

@@ -62,10 +62,11 @@ void bind(int64_t copier, int64_t run, int64_t caches) {
 }
 
 // Returns the number of the chunk, -1 when no buffer is free, -2 minus the position of a bad slot.
-int64_t store(int64_t copier, int64_t slots, int64_t payloads, int64_t shards, int64_t stream) {
+int64_t store(int64_t copier, int64_t tokens, int64_t slots, int64_t payloads, int64_t shards,
+              int64_t stream) {
   int64_t chunk = 0;
-  check(at<Copier>(copier)->store(at<const int64_t>(slots), at<const int64_t>(payloads), shards,
-                                  at<void>(stream), &chunk));
+  check(at<Copier>(copier)->store(tokens, at<const int64_t>(slots), at<const int64_t>(payloads),
+                                  shards, at<void>(stream), &chunk));
   return chunk;
 }
 
@@ -80,10 +81,10 @@ void run(int64_t copier) { at<Copier>(copier)->run(); }
 void stop(int64_t copier) { at<Copier>(copier)->stop(); }
 
 // Returns -1, or the position of a bad slot.
-int64_t load(int64_t copier, int64_t first_shard, int64_t slots, int64_t payloads, int64_t shards,
-             int64_t fence) {
+int64_t load(int64_t copier, int64_t tokens, int64_t first_shard, int64_t slots, int64_t payloads,
+             int64_t shards, int64_t fence) {
   int64_t bad = 0;
-  check(at<Copier>(copier)->load(first_shard, at<const int64_t>(slots),
+  check(at<Copier>(copier)->load(tokens, first_shard, at<const int64_t>(slots),
                                  at<const int64_t>(payloads), shards, at<void>(fence), &bad));
   return bad;
 }

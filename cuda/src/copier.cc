@@ -17,7 +17,11 @@ unsigned char* address(int64_t value) {
 }  // namespace
 
 Copier::Copier(int device, std::vector<LayerRun> runs, int64_t payload_bytes, bool direct)
-    : device_(device), runs_(std::move(runs)), payload_bytes_(payload_bytes), direct_(direct) {}
+    : device_(device), runs_(std::move(runs)), payload_bytes_(payload_bytes), direct_(direct) {
+  for (const LayerRun& run : runs_) {
+    tokens_ = std::max(tokens_, run.first_slot + run.index.tokens / run.parts);
+  }
+}
 
 Copier::~Copier() {
   for (const Buffer& buffer : buffers_) {
@@ -65,9 +69,26 @@ void Copier::bind(int64_t run, const int64_t* caches) {
   std::copy(caches, caches + bound.size(), bound.begin());
 }
 
-int64_t Copier::bad_slot(const int64_t* slots) const {
+PagedIndex Copier::index_of(const LayerRun& run, int64_t tokens) const {
+  PagedIndex index = run.index;
+  if (tokens != tokens_) {
+    index.tokens = tokens * run.parts;
+    set_buffer_strides(index);
+  }
+  return index;
+}
+
+int64_t Copier::start_of(const LayerRun& run, int64_t tokens) const {
+  return tokens == tokens_ ? run.start : run.start / tokens_ * tokens;
+}
+
+int64_t Copier::payload_bytes(int64_t tokens) const {
+  return tokens == tokens_ ? payload_bytes_ : payload_bytes_ / tokens_ * tokens;
+}
+
+int64_t Copier::bad_slot(int64_t tokens, const int64_t* slots) const {
   for (const LayerRun& run : runs_) {
-    const PagedIndex& index = run.index;
+    const PagedIndex index = index_of(run, tokens);
     const int64_t bad = first_bad_slot(slots + run.first_slot, index.tokens / run.parts,
                                        index.num_blocks * index.block_size);
     if (bad != kAllSlotsGood) return run.first_slot + bad;
@@ -77,10 +98,10 @@ int64_t Copier::bad_slot(const int64_t* slots) const {
 
 // Enqueues the kernels for one run. The slots have been checked; if another thread changes them
 // meanwhile, those that are not in the cache are skipped.
-const char* Copier::enqueue(const LayerRun& run, bool gather, int64_t first_shard,
+const char* Copier::enqueue(const LayerRun& run, bool gather, int64_t tokens, int64_t first_shard,
                             int64_t shards, const int64_t* slots, const Buffer& buffer,
                             void* stream) {
-  PagedIndex index = run.index;
+  PagedIndex index = index_of(run, tokens);
   index.first_head += first_shard * index.heads;
   index.shards = shards;
   index.shard_stride = buffer.stride;
@@ -96,15 +117,15 @@ const char* Copier::enqueue(const LayerRun& run, bool gather, int64_t first_shar
   int64_t processors = 0;
   if (const char* error = device_processors(device_, &processors)) return error;
   LaunchPlan launches = make_plan(index, run.caches.data(), slots,
-                                  buffer.payloads + run.start, processors, 0);
+                                  buffer.payloads + start_of(run, tokens), processors, 0);
   return device_launch(gather, launches, run.caches.data(), device_, stream);
 }
 
 // --- stores ------------------------------------------------------------------------
 
-const char* Copier::store(const int64_t* slots, const int64_t* payloads, int64_t shards,
-                          void* stream, int64_t* chunk) {
-  const int64_t bad = bad_slot(slots);
+const char* Copier::store(int64_t tokens, const int64_t* slots, const int64_t* payloads,
+                          int64_t shards, void* stream, int64_t* chunk) {
+  const int64_t bad = bad_slot(tokens, slots);
   if (bad != kAllSlotsGood) {
     *chunk = kFirstBadSlot - bad;
     return nullptr;
@@ -122,14 +143,14 @@ const char* Copier::store(const int64_t* slots, const int64_t* payloads, int64_t
   const char* error = nullptr;
   for (const LayerRun& run : runs_) {
     if (error != nullptr) break;
-    error = enqueue(run, true, 0, shards, slots, *buffer, stream);
+    error = enqueue(run, true, tokens, 0, shards, slots, *buffer, stream);
   }
   if (error == nullptr) error = device_record(device_, buffer->moved, stream);
   auto job = std::make_unique<Job>();
   job->buffer = buffer;
   for (int64_t shard = 0; shard < shards; ++shard) {
-    job->transfers.push_back(
-        {address(payloads[shard]), buffer->payloads + shard * buffer->stride, payload_bytes_});
+    job->transfers.push_back({address(payloads[shard]), buffer->payloads + shard * buffer->stride,
+                              payload_bytes(tokens)});
   }
   const std::lock_guard<std::mutex> lock(mutex_);
   if (error != nullptr) {
@@ -232,9 +253,9 @@ void Copier::stop() {
 
 // --- loads -------------------------------------------------------------------------
 
-const char* Copier::load(int64_t first_shard, const int64_t* slots, const int64_t* payloads,
-                         int64_t shards, void* fence, int64_t* bad) {
-  *bad = bad_slot(slots);
+const char* Copier::load(int64_t tokens, int64_t first_shard, const int64_t* slots,
+                         const int64_t* payloads, int64_t shards, void* fence, int64_t* bad) {
+  *bad = bad_slot(tokens, slots);
   if (*bad != kAllSlotsGood) return nullptr;
   const BesideCaptures beside(device_);
   Buffer* buffer = nullptr;
@@ -245,24 +266,24 @@ const char* Copier::load(int64_t first_shard, const int64_t* slots, const int64_
     load_buffers_.pop_back();
   }
   const char* const error =
-      direct_ ? load_into_blocks(*buffer, first_shard, slots, payloads, shards, fence)
-              : load_by_kernels(*buffer, first_shard, slots, payloads, shards, fence);
+      direct_ ? load_into_blocks(*buffer, tokens, first_shard, slots, payloads, shards, fence)
+              : load_by_kernels(*buffer, tokens, first_shard, slots, payloads, shards, fence);
   const std::lock_guard<std::mutex> lock(mutex_);
   load_buffers_.push_back(buffer);
   loaded_.notify_one();
   return error;
 }
 
-const char* Copier::load_by_kernels(const Buffer& buffer, int64_t first_shard,
+const char* Copier::load_by_kernels(const Buffer& buffer, int64_t tokens, int64_t first_shard,
                                     const int64_t* slots, const int64_t* payloads, int64_t shards,
                                     void* fence) {
   std::vector<Transfer> transfers;
   for (int64_t shard = 0; shard < shards; ++shard) {
-    transfers.push_back(
-        {buffer.payloads + shard * buffer.stride, address(payloads[shard]), payload_bytes_});
+    transfers.push_back({buffer.payloads + shard * buffer.stride, address(payloads[shard]),
+                         payload_bytes(tokens)});
   }
   if (const char* error = in_.copy(transfers, buffer.copied)) return error;
-  const char* const error = scatter(buffer, first_shard, slots, shards, fence);
+  const char* const error = scatter(buffer, tokens, first_shard, slots, shards, fence);
   if (error != nullptr) {
     // The payloads and the blocks are the caller's again.
     static_cast<void>(device_synchronize(device_, buffer.copied));
@@ -271,21 +292,22 @@ const char* Copier::load_by_kernels(const Buffer& buffer, int64_t first_shard,
   return error;
 }
 
-const char* Copier::scatter(const Buffer& buffer, int64_t first_shard, const int64_t* slots,
-                            int64_t shards, void* fence) {
+const char* Copier::scatter(const Buffer& buffer, int64_t tokens, int64_t first_shard,
+                            const int64_t* slots, int64_t shards, void* fence) {
   if (const char* error = device_wait(device_, buffer.stream, buffer.copied)) return error;
   if (fence != nullptr) {
     if (const char* error = device_wait(device_, buffer.stream, fence)) return error;
   }
   for (const LayerRun& run : runs_) {
-    const char* error = enqueue(run, false, first_shard, shards, slots, buffer, buffer.stream);
+    const char* error =
+        enqueue(run, false, tokens, first_shard, shards, slots, buffer, buffer.stream);
     if (error != nullptr) return error;
   }
   if (const char* error = device_record(device_, buffer.moved, buffer.stream)) return error;
   return device_synchronize(device_, buffer.moved);
 }
 
-const char* Copier::load_into_blocks(const Buffer& buffer, int64_t first_shard,
+const char* Copier::load_into_blocks(const Buffer& buffer, int64_t tokens, int64_t first_shard,
                                      const int64_t* slots, const int64_t* payloads, int64_t shards,
                                      void* fence) {
   // Not on the device: the copies of other threads would wait as well.
@@ -295,13 +317,13 @@ const char* Copier::load_into_blocks(const Buffer& buffer, int64_t first_shard,
   std::vector<Transfer> transfers;
   std::vector<Run> pieces;
   for (const LayerRun& run : runs_) {
-    PagedIndex index = run.index;
+    PagedIndex index = index_of(run, tokens);
     index.first_head += first_shard * index.heads;
     step_over_single_slots(index);
     pieces.clear();
     find_runs(index, slots + run.first_slot, pieces);
     for (int64_t shard = 0; shard < shards; ++shard) {
-      const unsigned char* const from = address(payloads[shard]) + run.start;
+      const unsigned char* const from = address(payloads[shard]) + start_of(run, tokens);
       for (int64_t layer = 0; layer < index.layers; ++layer) {
         unsigned char* const cache = address(run.caches[static_cast<size_t>(layer)]);
         for (const Run& piece : pieces) {

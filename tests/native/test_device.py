@@ -137,6 +137,91 @@ def test_a_shard_goes_back_to_the_slots_that_are_not_skipped(rig: Rig) -> None:
                 np.testing.assert_array_equal(memory, after)
 
 
+@pytest.mark.parametrize("tokens", range(1, TOKENS))
+def test_a_tail_goes_there_and_back_with_offsets_of_its_own(rig: Rig, tokens: int) -> None:
+    path, size = rig.path.of_tail(tokens), rig.size // TOKENS * tokens
+    payloads = [torch.full((size,), 0xAB, dtype=torch.uint8) for _ in range(SHARDS)]
+    copied = path.gather(torch.tensor(SLOTS[:tokens]), payloads)
+    assert copied is not None
+    copied.wait()
+    for payload, want in zip(payloads, rig.expected(SLOTS[:tokens]), strict=True):
+        np.testing.assert_array_equal(payload.numpy(), want)
+    calls = [call.of_tail(tokens) for call in rig.calls]
+    slots = [19, 2, -1, 5, 6][:tokens]
+    for together in (False, True):
+        payloads = [torch.randint(0, 256, (size,), dtype=torch.uint8) for _ in range(SHARDS)]
+        if together:
+            path.scatter_chunk(range(SHARDS), torch.tensor(slots), payloads, rig.path.fence())
+        for shard, payload in enumerate(payloads):
+            if not together:
+                path.scatter(shard, torch.tensor(slots), payload, rig.path.fence())
+            after = place(replace(rig, calls=calls), shard, slots, payload)
+            for paged, of_paged in zip(rig.paged, after, strict=True):
+                for memory, want in zip(paged.memory, of_paged, strict=True):
+                    np.testing.assert_array_equal(memory, want)
+    # Chunks are copied as before.
+    whole = rig.payloads()
+    copied = rig.path.gather(torch.tensor(SLOTS), whole)
+    assert copied is not None
+    copied.wait()
+    for payload, want in zip(whole, rig.expected(SLOTS), strict=True):
+        np.testing.assert_array_equal(payload.numpy(), want)
+
+
+def test_a_tail_that_does_not_fit_is_refused(rig: Rig) -> None:
+    path, size = rig.path.of_tail(3), rig.size // TOKENS * 3
+    payloads = [torch.zeros(size, dtype=torch.uint8) for _ in range(SHARDS)]
+    for slots, problem in (([1, 2, 20], r"slot_mapping\[2\] is 20"), ([1, 2], "CPU tensor")):
+        with pytest.raises(ValueError, match=problem):
+            path.gather(torch.tensor(slots), payloads)
+        with pytest.raises(ValueError, match=problem):
+            path.scatter(0, torch.tensor(slots), payloads[0])
+    with pytest.raises(ValueError, match="a payload has"):
+        path.gather(torch.tensor([1, 2, 3]), rig.payloads())
+    for tokens in (0, TOKENS):
+        with pytest.raises(ValueError, match=f"a tail of {tokens} tokens: expected 1 to 5"):
+            rig.path.of_tail(tokens)
+    # No buffer was lost.
+    copied = path.gather(torch.tensor([1, 2, 3]), payloads)
+    assert copied is not None
+    copied.wait()
+
+
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_a_tail_is_loaded_into_the_heads_that_a_rank_holds(copier: str, tokens: int) -> None:
+    paged = make_paged("bhnc-hnd", torch.float32, blocks=6)
+    row = paged.layout.row_bytes
+    size = len(paged.caches) * paged.layout.chunk_bytes(TOKENS, 1) * 2
+    call = LayerCall(paged.caches, paged.layout, 0, size, 1, parts=2, part=1)
+    path = DeviceKVCache({0: [call]}, streams=FakeStreams())
+    payload = torch.randint(0, 256, (size // TOKENS * tokens,), dtype=torch.uint8)
+    rows = payload.view(-1, 2, row)[:, 1]
+    want = Case(paged, SLOTS[:tokens], 1, 1, 0, 1).scattered(rows.reshape(1, 1, -1).numpy())
+    path.of_tail(tokens).scatter(0, torch.tensor(SLOTS[:tokens]), payload, path.fence())
+    for memory, after in zip(paged.memory, want, strict=True):
+        np.testing.assert_array_equal(memory, after)
+    path.close()
+
+
+def test_copies_into_blocks_end_with_a_tail(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "DIRECT_BYTES", 48)
+    with on_device("native"):
+        backing, call = interleaved()
+        path = DeviceKVCache({0: [call]}, pinned=True, streams=FakeStreams())
+        before = backing.clone()
+        slots = [12, 13, -1, 5]
+        payload = torch.randint(0, 256, (call.end // TOKENS * 4,), dtype=torch.uint8)
+        launches = emulation().launches
+        path.of_tail(4).scatter(0, torch.tensor(slots), payload, path.fence())
+        assert emulation().launches == launches
+        rows = payload.view(3, 4, 16)
+        for token, slot in enumerate(slots):
+            if slot >= 0:
+                before[slot // 3, :, slot % 3] = rows[:, token]
+        torch.testing.assert_close(backing, before, rtol=0, atol=0)
+        path.close()
+
+
 @dataclass
 class Group:
     """Caches whose calls use a part of a chunk's slots, and only some of the payload's heads."""

@@ -26,9 +26,10 @@ from parts import (
 )
 
 from kvshelf.errors import DeviceUnavailableError, UnsupportedError
+from kvshelf.format.keys import KeyChain
 from kvshelf.kv.caches import KVMemory, LayerRun, PendingCopy, layer_calls
 from kvshelf.kv.device import DeviceKVCache
-from kvshelf.kv.layout import PermutedLayout, permutation_bytes
+from kvshelf.kv.layout import PermutedLayout, permutation_bytes, slots_of
 from kvshelf.transfer.context import ChunkSlots
 from kvshelf.transfer.stores import StoreOutcome
 
@@ -63,6 +64,40 @@ def test_host_and_device_share_a_shelf(tmp_path: Path, native: bool, shards: int
         assert load.failed_at is None
         assert all(rig.holds(item) for item in items)
         assert rig.untouched(rig.items(chunks[:1], 40)[0])
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_host_and_device_share_the_tail_of_a_prompt(tmp_path: Path, shards: int) -> None:
+    fmt = make_format(native=False, shards=shards)
+    chain = KeyChain(fmt.namespace.digest, fmt.chunk_size)
+    chain.extend(range(fmt.chunk_size + 6))
+    tail = chain.tail()
+    assert tail is not None
+    there, here = (ChunkSlots(tail, slots_of([block, block + 5], BLOCK, 0, 6)) for block in (3, 20))
+    caches: list[torch.Tensor] = []
+    stored = []
+    for folder in ("host", "device"):
+        on_host = closing(Rig(posix(tmp_path / folder), fmt, native=False))
+        with (
+            on_host
+            if folder == "host"
+            else on_device(tmp_path / folder, FakeStreams(), fmt=fmt, native=False)
+        ) as rig:
+            for layer, cache in enumerate(rig.caches):
+                cache.copy_(torch.arange(layer, layer + cache.numel()).view(cache.shape))
+            assert rig.transfer.store(there) == StoreOutcome.QUEUED
+            assert rig.transfer.drain(PATIENCE) == 0
+            caches = [cache.clone() for cache in rig.caches]
+            stored.append([rig.path(tail, shard).read_bytes() for shard in range(shards)])
+    assert stored[0] == stored[1]
+    with on_device(tmp_path / "host", FakeStreams(), fmt=fmt, native=False) as rig:
+        rig.transfer.load("r", [here])
+        assert rig.finished().failed_at is None
+        for cache, old in zip(rig.caches, caches, strict=True):
+            expected = torch.zeros_like(cache)
+            for block, tokens in ((0, BLOCK), (5, 2)):
+                expected[20 + block, :, :tokens] = old[3 + block, :, :tokens]
+            assert torch.equal(cache, expected)
 
 
 def test_nothing_is_published_before_it_has_arrived(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@
 // A load: `load` copies payloads to a device buffer by a Link of the other direction, and enqueues
 // behind it, and behind the caller's fence, the kernels that scatter them; it waits until they are
 // done. Where the layers lie inside the blocks, payloads are copied directly into the blocks.
+// A tail is copied like a chunk of fewer tokens: its payload holds fewer rows of each layer.
 //
 // store and fence never wait. All other functions may; none needs the GIL. Any thread may call
 // any of them. Device buffers are added before the first store or load.
@@ -64,10 +65,11 @@ class Copier {
   // Sets the addresses of a run's caches. Nothing may be under way.
   void bind(int64_t run, const int64_t* caches);
 
-  // payloads: where the first `shards` shards belong. Sets *chunk to a number for wait, kNoBuffer
-  // or kFirstBadSlot - position; nothing was enqueued then.
-  const char* store(const int64_t* slots, const int64_t* payloads, int64_t shards, void* stream,
-                    int64_t* chunk);
+  // tokens: the slots of a chunk, or fewer: of a tail. payloads: where the first `shards` shards
+  // belong. Sets *chunk to a number for wait, kNoBuffer or kFirstBadSlot - position; nothing was
+  // enqueued then.
+  const char* store(int64_t tokens, const int64_t* slots, const int64_t* payloads, int64_t shards,
+                    void* stream, int64_t* chunk);
 
   // Waits until a chunk is in its payloads, and forgets it.
   const char* wait(int64_t chunk);
@@ -84,8 +86,8 @@ class Copier {
 
   // Loads `shards` shards from the first one on. fence: an event, or null. Sets *bad to the
   // position of a bad slot, or kAllSlotsGood.
-  const char* load(int64_t first_shard, const int64_t* slots, const int64_t* payloads,
-                   int64_t shards, void* fence, int64_t* bad);
+  const char* load(int64_t tokens, int64_t first_shard, const int64_t* slots,
+                   const int64_t* payloads, int64_t shards, void* fence, int64_t* bad);
 
   // An event behind what is on a stream now; it is returned by `unfence`.
   const char* fence(void* stream, void** event);
@@ -111,21 +113,29 @@ class Copier {
     const char* error = nullptr;
   };
 
-  const char* enqueue(const LayerRun& run, bool gather, int64_t first_shard, int64_t shards,
-                      const int64_t* slots, const Buffer& buffer, void* stream);
-  int64_t bad_slot(const int64_t* slots) const;
+  // A run's part of a chunk or tail of `tokens` slots: its index, and its start in a payload.
+  PagedIndex index_of(const LayerRun& run, int64_t tokens) const;
+  int64_t start_of(const LayerRun& run, int64_t tokens) const;
+  int64_t payload_bytes(int64_t tokens) const;
+
+  const char* enqueue(const LayerRun& run, bool gather, int64_t tokens, int64_t first_shard,
+                      int64_t shards, const int64_t* slots, const Buffer& buffer, void* stream);
+  int64_t bad_slot(int64_t tokens, const int64_t* slots) const;
   bool gathered(const Job& job);
   const char* begin(const Job& job);
   void end(Job* job, const char* error);
-  const char* load_by_kernels(const Buffer& buffer, int64_t first_shard, const int64_t* slots,
-                              const int64_t* payloads, int64_t shards, void* fence);
-  const char* scatter(const Buffer& buffer, int64_t first_shard, const int64_t* slots,
-                      int64_t shards, void* fence);
-  const char* load_into_blocks(const Buffer& buffer, int64_t first_shard, const int64_t* slots,
-                               const int64_t* payloads, int64_t shards, void* fence);
+  const char* load_by_kernels(const Buffer& buffer, int64_t tokens, int64_t first_shard,
+                              const int64_t* slots, const int64_t* payloads, int64_t shards,
+                              void* fence);
+  const char* scatter(const Buffer& buffer, int64_t tokens, int64_t first_shard,
+                      const int64_t* slots, int64_t shards, void* fence);
+  const char* load_into_blocks(const Buffer& buffer, int64_t tokens, int64_t first_shard,
+                               const int64_t* slots, const int64_t* payloads, int64_t shards,
+                               void* fence);
 
   const int device_;
   std::vector<LayerRun> runs_;
+  int64_t tokens_ = 0;  // slots of a whole chunk
   const int64_t payload_bytes_;
   const bool direct_;
   Link out_;

@@ -13,7 +13,6 @@ from typing import NoReturn
 
 from torch import Tensor
 
-from kvshelf.errors import UnsupportedError
 from kvshelf.kv import ops
 from kvshelf.kv.copier import ChunkCopy, Copier
 from kvshelf.kv.ops import library
@@ -131,10 +130,10 @@ class NativeCopier(Copier):
 
     def store(self, copy: ChunkCopy, slots: Tensor, payloads: Sequence[Tensor]) -> int | None:
         """See :meth:`Copier.store`."""
-        self._check_whole(copy)
         addresses = array("q", [payload.data_ptr() for payload in payloads])
         chunk = self.functions.store(
             self.handle,
+            copy.tokens,
             slots.data_ptr(),
             addresses.buffer_info()[0],
             len(payloads),
@@ -176,10 +175,10 @@ class NativeCopier(Copier):
         fence: object | None,
     ) -> None:
         """See :meth:`Copier.load`."""
-        self._check_whole(copy)
         addresses = array("q", [payload.data_ptr() for payload in payloads])
         bad = self.functions.load(
             self.handle,
+            copy.tokens,
             first,
             slots.data_ptr(),
             addresses.buffer_info()[0],
@@ -188,10 +187,6 @@ class NativeCopier(Copier):
         )
         if bad != _ALL_SLOTS_GOOD:
             _refuse(copy, slots)
-
-    def _check_whole(self, copy: ChunkCopy) -> None:
-        if copy is not self._copy:
-            raise UnsupportedError("the compiled library copies no tails")
 
     def fence(self) -> _Fence:
         """See :meth:`Copier.fence`."""

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 #: Version of the functions that the compiled library exports. A library of another version, for
 #: instance of an older installation, is not used.
-_LIBRARY_VERSION: Final = 5
+_LIBRARY_VERSION: Final = 6
 _LIBRARY_NAME: Final = "libkvshelf_ops.so"
 #: Values of ``KVSHELF_OPS`` with which the library may be missing.
 _OPTIONAL: Final = ("auto", "triton")
@@ -83,13 +83,13 @@ class CopierFunctions:
     close: Callable[[int], None]
     add_buffer: Callable[[int, int, int, bool], None]
     bind: Callable[[int, int, int], None]
-    store: Callable[[int, int, int, int, int], int]
+    store: Callable[[int, int, int, int, int, int], int]
     wait: Callable[..., None]
     forget: Callable[..., None]
     drain: Callable[[int], None]
     run: Callable[[int], None]
     stop: Callable[[int], None]
-    load: Callable[[int, int, int, int, int, int], int]
+    load: Callable[[int, int, int, int, int, int, int], int]
     fence: Callable[[int, int], int]
     unfence: Callable[[int, int], None]
     rate: Callable[[int, bool], float]
