@@ -34,8 +34,7 @@ _WAIT: Final = "kvshelf_wait_s"
 _REQUIRED: Final = (_VERSION, _NAMESPACE, _TOKENS, _KEY, _TAIL, _ATTEMPT)
 _ASKING: Final = ("do_remote_decode", "kvshelf_handover")
 
-_DIGEST: Final = re.compile(r"[0-9a-f]{64}", re.ASCII)
-_RANDOM: Final = re.compile(r"[0-9a-f]{32}", re.ASCII)
+_DIGITS: Final = re.compile(r"[0-9a-f]+", re.ASCII)
 #: Tokens: more than any prompt has.
 _MOST_TOKENS: Final = 1 << 40
 #: Seconds: longer than any engine waits.
@@ -122,11 +121,11 @@ def read_handover(params: object) -> Handover | None:
         )
     tokens = _integer(params, _TOKENS, 1, _MOST_TOKENS)
     return Handover(
-        namespace=bytes.fromhex(_hex(params, _NAMESPACE, _DIGEST, 64)),
+        namespace=bytes.fromhex(_hex(params, _NAMESPACE, 64)),
         tokens=tokens,
-        key=bytes.fromhex(_hex(params, _KEY, _DIGEST, 64)),
+        key=bytes.fromhex(_hex(params, _KEY, 64)),
         tail=_integer(params, _TAIL, 0, tokens),
-        attempt=_hex(params, _ATTEMPT, _RANDOM, 32),
+        attempt=_hex(params, _ATTEMPT, 32),
         wait_s=_seconds(params[_WAIT]) if params.get(_WAIT) is not None else None,
     )
 
@@ -138,9 +137,9 @@ def _integer(params: Mapping[Any, Any], field: str, least: int, most: int) -> in
     return value
 
 
-def _hex(params: Mapping[Any, Any], field: str, pattern: re.Pattern[str], digits: int) -> str:
+def _hex(params: Mapping[Any, Any], field: str, digits: int) -> str:
     value = params.get(field)
-    if not isinstance(value, str) or len(value) != digits or not pattern.fullmatch(value):
+    if not isinstance(value, str) or len(value) != digits or not _DIGITS.fullmatch(value):
         raise ValueError(
             f"{field}: found {_shown(value)}, expected {digits} lowercase hexadecimal digits"
         )
