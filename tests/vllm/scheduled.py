@@ -16,12 +16,13 @@ import hashlib
 import random
 import warnings
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from hybrid_specs import cache_config
 from parts import PATIENCE, posix
 from pydantic.fields import FieldInfo
@@ -47,6 +48,7 @@ with warnings.catch_warnings():
     from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
     from vllm.v1.request import Request, RequestStatus
 
+    from kvshelf.vllm import handshake
     from kvshelf.vllm.groups import CacheGroup, CacheGroups
     from kvshelf.vllm.metadata import (
         NULL_BLOCK,
@@ -707,3 +709,28 @@ class ScheduledEngine:
                 at = (token - chunk.index * size) * TOKEN
                 offset = token % group.block_size * TOKEN
                 self._write(block, offset, own[at : at + TOKEN])
+
+
+def start_engines(
+    world: World,
+    models: Mapping[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> Iterator[Callable[..., ScheduledEngine]]:
+    """Yield a function that starts an engine with one of `models`, by name; close all at the end.
+
+    No engine may have contained an error.
+    """
+    monkeypatch.setattr(handshake, "build_namespace", make_namespace)
+    engines: list[ScheduledEngine] = []
+
+    def start(model: str = "plain", **options: Any) -> ScheduledEngine:
+        options.setdefault("chunk_size", 32)
+        engines.append(ScheduledEngine(world, models[model], **options))
+        return engines[-1]
+
+    yield start
+    for engine in engines:
+        engine.close()
+    # Of an error that was contained there would be such a line.
+    assert not [line for line in caplog.messages if "the engine goes on" in line]

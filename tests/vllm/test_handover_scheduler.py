@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from parts import until
 from replay import Request, image, prompt
-from scheduled import DAMAGED, ScheduledEngine, Text, World, make_namespace
+from scheduled import DAMAGED, ScheduledEngine, Text, World, make_namespace, start_engines
 from test_scheduler_side import Side, make_connector
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
@@ -50,19 +50,7 @@ def world(tmp_path: Path) -> World:
 def start(
     world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> Iterator[Callable[..., Any]]:
-    monkeypatch.setattr(handshake, "build_namespace", make_namespace)
-    engines: list[ScheduledEngine] = []
-
-    def start(model: str = "plain", **options: Any) -> ScheduledEngine:
-        options.setdefault("chunk_size", CHUNK)
-        engines.append(ScheduledEngine(world, MODELS[model], **options))
-        return engines[-1]
-
-    yield start
-    for engine in engines:
-        engine.close()
-    # Of an error that was contained there would be such a line.
-    assert not [line for line in caplog.messages if "the engine goes on" in line]
+    yield from start_engines(world, MODELS, monkeypatch, caplog)
 
 
 def counts(engine: ScheduledEngine) -> dict[str, float]:

@@ -15,7 +15,7 @@ from hybrid_specs import models
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from replay import prompt
-from scheduled import DAMAGED, ScheduledEngine, World, make_namespace
+from scheduled import DAMAGED, ScheduledEngine, World, make_namespace, start_engines
 
 from kvshelf.format.kinds import FULL, KINDS, STATE, WINDOW, kind_key
 from kvshelf.format.namespace import Namespace
@@ -49,19 +49,7 @@ def world(tmp_path: Path) -> World:
 def start(
     world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> Iterator[Callable[..., Any]]:
-    monkeypatch.setattr(handshake, "build_namespace", make_namespace)
-    engines: list[ScheduledEngine] = []
-
-    def start(model: str, **options: Any) -> ScheduledEngine:
-        options.setdefault("chunk_size", 32)
-        engines.append(ScheduledEngine(world, MODELS[model], **options))
-        return engines[-1]
-
-    yield start
-    for engine in engines:
-        engine.close()
-    # Of an error that was contained there would be such a line.
-    assert not [line for line in caplog.messages if "the engine goes on" in line]
+    yield from start_engines(world, MODELS, monkeypatch, caplog)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
