@@ -15,6 +15,7 @@ from typing import Any
 from kvshelf.backends.base import (
     NOT_REGULAR,
     Backend,
+    Borrowed,
     BytesLike,
     Deadlines,
     NotRegular,
@@ -32,6 +33,7 @@ from kvshelf.urls import directory_of
 __all__ = [
     "NOT_REGULAR",
     "Backend",
+    "Borrowed",
     "BytesLike",
     "Deadlines",
     "NotRegular",

@@ -21,7 +21,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Final, Literal, TypeAlias
+from typing import Final, Literal, Protocol, TypeAlias
 
 from kvshelf.backends.notices import FolderNotices
 
@@ -115,6 +115,9 @@ class Properties:
         0: none.
     probe_cost : float
         Seconds for one probe, typical or as measured.
+    lends : bool
+        :meth:`Backend.borrow` may return objects, and :meth:`Backend.expect` is of use. Elsewhere
+        callers may do without both calls.
     read_only : bool
         The storage is known to refuse writes.
     can_quarantine : bool
@@ -137,6 +140,7 @@ class Properties:
     probes_at_once: int = 1
     part_bytes: int = 0
     probe_cost: float = 10e-6
+    lends: bool = False
     read_only: bool = False
     can_quarantine: bool = False
     temporaries: bool = False
@@ -186,6 +190,27 @@ class Reader(ABC):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class Borrowed(Protocol):
+    """The bytes of one whole, verified object in memory that somebody else owns.
+
+    They are read in place, and must not be used after :meth:`release`. Any thread may call the
+    methods; none blocks.
+    """
+
+    @property
+    def view(self) -> memoryview:
+        """The whole object, header included; it may be read-only."""
+
+    def valid(self) -> bool:
+        """Tell whether `view` was the object until now: asked after the last use of the bytes.
+
+        False where the owner took the bytes back meanwhile: what was read from them is of no use.
+        """
+
+    def release(self) -> None:
+        """Give the bytes back. Called exactly once."""
 
 
 class Backend(ABC):
@@ -241,6 +266,43 @@ class Backend(ABC):
         StorageError
             If the storage failed.
         """
+
+    def expect(self, names: Sequence[str], sizes: Sequence[int]) -> None:
+        """Take note that these objects are about to be read, in this order.
+
+        Never blocks and never raises: it may be called on an engine's step thread. Objects that
+        are expected need not be read. Does nothing unless a backend can use the time.
+
+        Parameters
+        ----------
+        names : Sequence of str
+        sizes : Sequence of int
+            The bytes that each object should have.
+        """
+
+    def borrow(self, name: str, size: int) -> Borrowed | None:
+        """Return one object where it lies in memory; may block until it is there.
+
+        Parameters
+        ----------
+        name : str
+        size : int
+            The bytes that the object should have.
+
+        Returns
+        -------
+        Borrowed or None
+            None: this backend has no such memory, or no room in it now. The object may be there all
+            the same, for :meth:`open`.
+
+        Raises
+        ------
+        BadObjectError
+            If whoever has the memory found the object bad.
+        ObjectMissingError, NotRegularError, StorageError
+            As for :meth:`open`.
+        """
+        return None
 
     def open_large(self, name: str, size: int) -> Reader:
         """Open an object that should have `size` bytes; may fetch parts of it in parallel.

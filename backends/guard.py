@@ -54,6 +54,7 @@ from typing import Final, Protocol
 
 from kvshelf.backends.base import (
     Backend,
+    Borrowed,
     BytesLike,
     Deadlines,
     ObjectInfo,
@@ -243,6 +244,30 @@ class GuardedBackend(WrappedBackend):
         with _Guarded(self, _READ, name, self.deadlines.to_read(size)):
             reader = self.inner.open_large(name, size)
         return GuardedReader(self, reader, name, begin)
+
+    def expect(self, names: Sequence[str], sizes: Sequence[int]) -> None:
+        """Pass it on, unless the read breaker is open."""
+        if self.reads.is_closed:
+            self.inner.expect(names, sizes)
+
+    def borrow(self, name: str, size: int) -> Borrowed | None:
+        """Borrow one object, with the deadline of reading it.
+
+        That the backend has no such memory is no evidence that the storage works.
+        """
+        call = self._enter(_READ, name, self.deadlines.to_read(size))
+        try:
+            borrowed = self.inner.borrow(name, size)
+        except BaseException as error:
+            self._leave(call, error)
+            raise
+        if borrowed is not None:
+            self._worked[_READ] = name
+        if borrowed is not None or call.late or time.monotonic() > call.deadline:
+            self._leave(call)
+        else:
+            self._calls.pop(threading.get_ident(), None)
+        return borrowed
 
     def write(
         self, name: str, buffers: Sequence[BytesLike], mode: WriteMode = "create"

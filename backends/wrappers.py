@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from kvshelf.backends.base import (
     Backend,
+    Borrowed,
     BytesLike,
     ObjectInfo,
     Properties,
@@ -56,6 +57,12 @@ class WrappedBackend(Backend):
 
     def open_large(self, name: str, size: int) -> Reader:
         return self.inner.open_large(name, size)
+
+    def expect(self, names: Sequence[str], sizes: Sequence[int]) -> None:
+        self.inner.expect(names, sizes)
+
+    def borrow(self, name: str, size: int) -> Borrowed | None:
+        return self.inner.borrow(name, size)
 
     def write(
         self, name: str, buffers: Sequence[BytesLike], mode: WriteMode = "create"

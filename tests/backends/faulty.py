@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from kvshelf.backends.base import (
     Backend,
+    Borrowed,
     BytesLike,
     ObjectInfo,
     Reader,
@@ -65,6 +66,17 @@ class CountingBackend(WrappedBackend):
         """Open and count."""
         self._count("open")
         return _HookedReader(self.inner.open_large(name, size), after=self._read)
+
+    def expect(self, names: Sequence[str], sizes: Sequence[int]) -> None:
+        """Pass on and count."""
+        self._count("expect")
+        self.inner.expect(names, sizes)
+
+    def borrow(self, name: str, size: int) -> Borrowed | None:
+        """Borrow and count: ``borrow`` what was lent, ``refuse`` what was not."""
+        borrowed = self.inner.borrow(name, size)
+        self._count("refuse" if borrowed is None else "borrow")
+        return borrowed
 
     def _read(self, part: memoryview) -> int:
         self._count("read")
@@ -119,9 +131,9 @@ class Fault:
     Attributes
     ----------
     operation : str
-        ``stat``, ``info``, ``open``, ``read``, ``write``, ``publish`` (after a write succeeded,
-        before the caller is told), ``list``, ``folders``, ``delete``, ``quarantine``, ``sweep``,
-        ``touch``, or ``*``.
+        ``stat``, ``info``, ``borrow``, ``open``, ``read``, ``write``, ``publish`` (after a write
+        succeeded, before the caller is told), ``list``, ``folders``, ``delete``, ``quarantine``,
+        ``sweep``, ``touch``, or ``*``.
     pattern : str
         Names to which it applies, as for :mod:`fnmatch`.
     wait : threading.Event or float, optional
@@ -204,6 +216,11 @@ class FaultyBackend(WrappedBackend):
         """Probe one name, with faults."""
         self._meet("info", name)
         return self.inner.info(name)
+
+    def borrow(self, name: str, size: int) -> Borrowed | None:
+        """Borrow, with faults."""
+        self._meet("borrow", name)
+        return self.inner.borrow(name, size)
 
     def open(self, name: str) -> Reader:
         """Open, with faults now and at every read."""

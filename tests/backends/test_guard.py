@@ -19,7 +19,8 @@ from kvshelf.backends import breaker as breaker_module
 from kvshelf.backends.breaker import LEAST_FAILURES, WINDOW_SECONDS, Backoff, Breaker, BreakerState
 from kvshelf.backends.guard import GuardedBackend
 from kvshelf.backends.oserrors import storage_error
-from kvshelf.backends.wrappers import WrappedBackend
+from kvshelf.backends.wrappers import ReadOnlyBackend, WrappedBackend
+from lending import LendingBackend
 from parts import AT_ONCE, PATIENCE, SOON, posix, until
 from thread_limit import none_can_be_started
 
@@ -665,3 +666,48 @@ def test_a_deletion_does_not_end_the_rest_of_a_full_storage(
     until(rig.guard.writes.allows)
     assert rig.guard.delete("o1")
     assert not rig.guard.writes.is_closed
+
+
+# ------------------------------------------------------------------------- borrowing
+
+
+def test_wrappers_pass_on_what_is_expected_and_lent(tmp_path: Path) -> None:
+    lending = LendingBackend(posix(tmp_path))
+    lending.inner.write("o", [b"12345"])
+    with closing(GuardedBackend(ReadOnlyBackend(CountingBackend(lending)))) as backend:
+        backend.expect(["o", "p"], [5, 6])
+        assert lending.expected == [("o", 5), ("p", 6)]
+        loan = backend.borrow("o", 5)
+        assert loan is not None and bytes(loan.view) == b"12345" and loan.valid()
+        loan.release()
+        with pytest.raises(ObjectMissingError):
+            backend.borrow("p", 6)
+        lending.lends = lambda name: False
+        assert backend.borrow("o", 5) is None
+
+
+@pytest.mark.parametrize("rig", [(SOON, NEVER)], indirect=True)
+def test_a_late_loan_counts_as_a_late_read(rig: Rig) -> None:
+    gate = threading.Event()
+    rig.faults.add(Fault("borrow", wait=gate, times=2))
+    threads = [start(rig, lambda rig: rig.guard.borrow("o1", 2)) for _ in range(2)]
+    until(lambda: rig.guard.reads.state is BreakerState.OPEN)
+    assert rig.counts["late_calls"] == 2
+    gate.set()
+    for thread in threads:
+        thread.join(PATIENCE)
+    rig.inner.counts.clear()
+    with pytest.raises(UnavailableStorageError):
+        rig.guard.borrow("o1", 2)
+    rig.guard.expect(["o1"], [2])
+    assert not rig.inner.counts
+
+
+@pytest.mark.parametrize("rig", [(None, NEVER)], indirect=True)
+def test_a_refused_loan_is_no_sign_that_the_storage_works(rig: Rig) -> None:
+    rig.faults.add(Fault("open", error=eio))
+    for _ in range(LEAST_FAILURES):
+        for _ in range(3):
+            assert rig.guard.borrow("o1", 2) is None
+        rig.fail(1)
+    assert rig.guard.reads.state is BreakerState.OPEN

@@ -493,6 +493,18 @@ class ObjectFormat:
         self.read(_Continued(reader, count), chunk, parsed.shard, view)
         return chunk
 
+    def verify_header(self, buffer: memoryview, chunk: Chunk, shard: int) -> None:
+        """Verify size and header of an object in memory whose payload is verified already.
+
+        Raises
+        ------
+        BadObjectError
+            A subclass that says what is wrong.
+        """
+        template = self._template_of(chunk, shard)
+        self._check_size(buffer.nbytes, template.size)
+        self._check_header(buffer, template, chunk, shard)
+
     def verify_buffer(self, buffer: memoryview, chunk: Chunk, shard: int) -> None:
         """Verify an object that is already in memory.
 

@@ -207,6 +207,12 @@ class LateBackend(WrappedBackend):
         except UnavailableStorageError as error:
             return [error] * len(names)
 
+    def expect(self, names: Sequence[str], sizes: Sequence[int]) -> None:
+        """Pass it on if the storage is open."""
+        opened = self._opening.get()
+        if opened is not None:
+            opened.expect(names, sizes)
+
     def close(self) -> None:
         """Try no more, close the storage."""
         self._opening.close()

@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
-from kvshelf.backends import Backend, BytesLike, WriteResult, open_backend
+from kvshelf.backends import Backend, Borrowed, BytesLike, WriteResult, open_backend
 from kvshelf.backends.guard import GuardedBackend
 from kvshelf.config import Config, default_shelf_path
 from kvshelf.format.objects import ObjectFormat
@@ -52,6 +52,9 @@ class Tier(Protocol):
 
     def load(self, fmt: ObjectFormat, ref: ObjectRef, buffer: memoryview) -> bool:
         """Fill `buffer`, or at least its payload; False when the object is not here or is bad."""
+
+    def borrow(self, fmt: ObjectFormat, ref: ObjectRef) -> Borrowed | None:
+        """Return an object where it lies in memory; None if it does not. Never raises."""
 
     def keep(self, fmt: ObjectFormat, ref: ObjectRef, buffer: BytesLike) -> None:
         """Take a copy of an object that is on the shelf, if there is room. Never waits."""
@@ -129,6 +132,25 @@ class TieredView(ShelfView):
         self._shelf.load(ref, buffer)
         for tier in self._tiers:
             tier.keep(self.fmt, ref, buffer)
+
+    def expect(self, refs: Sequence[ObjectRef]) -> None:
+        """Tell the shelf, see :meth:`ShelfView.expect`. It is not known what the tiers have."""
+        self._shelf.expect(refs)
+
+    def borrow(self, ref: ObjectRef) -> Borrowed | None:
+        """Borrow an object from the first tier that has it, else from the shelf.
+
+        None also if a tier has it elsewhere than in memory. What the shelf lends is not copied
+        into the tiers: it is in memory already.
+        """
+        lends = self.backend.properties.lends
+        for tier in self._tiers:
+            borrowed = tier.borrow(self.fmt, ref)
+            if borrowed is not None:
+                return borrowed
+            if lends and tier.holds(self.fmt, [ref])[0]:
+                return None
+        return self._shelf.borrow(ref)
 
     def publish(self, ref: ObjectRef, buffer: BytesLike, *, suspect: bool = False) -> WriteResult:
         """Publish to the shelf, then copy to the tiers.

@@ -31,7 +31,7 @@ from enum import Enum
 from itertools import product
 from typing import Final, NamedTuple, TypeVar
 
-from kvshelf.backends import NOT_REGULAR, BytesLike, WriteResult
+from kvshelf.backends import NOT_REGULAR, Borrowed, BytesLike, WriteResult
 from kvshelf.backends.guard import GuardedBackend
 from kvshelf.errors import (
     BadObjectError,
@@ -181,6 +181,27 @@ class ShelfView(ABC):
         StorageError
             If the storage failed; the object may be good.
         """
+
+    def expect(self, refs: Sequence[ObjectRef]) -> None:
+        """Say that objects are about to be loaded, in this order. Never blocks, never raises.
+
+        An engine's step thread may call it.
+        """
+
+    def borrow(self, ref: ObjectRef) -> Borrowed | None:
+        """Return one object, whole and verified, where it lies in memory, to be read in place.
+
+        Returns
+        -------
+        Borrowed or None
+            The caller releases it, once. None: :meth:`load` may have it all the same.
+
+        Raises
+        ------
+        ObjectMissingError, BadObjectError, StorageError
+            As for :meth:`load`.
+        """
+        return None
 
     @abstractmethod
     def publish(self, ref: ObjectRef, buffer: BytesLike, *, suspect: bool = False) -> WriteResult:
@@ -603,6 +624,53 @@ class NamespaceView(ShelfView):
             with self._best_effort():
                 self.quarantine(ref, bad)
             raise
+
+    def expect(self, refs: Sequence[ObjectRef]) -> None:
+        """Tell the storage what is about to be loaded, see :meth:`ShelfView.expect`."""
+        if not self.backend.properties.lends:
+            return
+        names, sizes = self._names_and_sizes(refs)
+        # Not looked for here, since that may block. Nearly all namespaces have one folder.
+        start = self._folders[0] + "/"
+        self.backend.expect([start + name for name in names], sizes)
+
+    def borrow(self, ref: ObjectRef) -> Borrowed | None:
+        """Borrow one object from a storage that has it in memory, see :meth:`ShelfView.borrow`.
+
+        The storage has verified the payload. That the object is this one, its parent included, is
+        compared here.
+        """
+        if not self.backend.properties.lends:
+            return None
+        size = self._size(*ref)
+        folders = self._find_folders()
+        base = self._base(ref)
+        begin = time.monotonic()
+        try:
+            for folder in folders[:-1]:
+                with contextlib.suppress(ObjectMissingError):
+                    borrowed = self.backend.borrow(f"{folder}/{base}", size)
+                    break
+            else:
+                borrowed = self.backend.borrow(f"{folders[-1]}/{base}", size)
+        except BadObjectError as bad:
+            with self._best_effort():
+                self.quarantine(ref, bad)
+            raise
+        if borrowed is None:
+            return None
+        try:
+            self.fmt.verify_header(borrowed.view, *ref)
+        except BadObjectError as error:
+            # What is on the storage is read and judged as any other object.
+            borrowed.release()
+            self._log.warning("borrowed bytes are not those of %s: %s", base, error)
+            return None
+        except BaseException:
+            borrowed.release()
+            raise
+        self._counters.observe("read", time.monotonic() - begin)
+        return borrowed
 
     def load_named(self, parsed: ParsedName, buffer: memoryview) -> Chunk:
         """Read and verify one object of which only the name is known; nothing is quarantined.

@@ -138,6 +138,9 @@ class PrefetchMemory:
         self._counters.add("memory_tier_loaded_objects")
         return True
 
+    def borrow(self, fmt: ObjectFormat, ref: ObjectRef) -> None:
+        """Return None: only payloads are here, without their headers."""
+
     def keep(self, fmt: ObjectFormat, ref: ObjectRef, buffer: BytesLike) -> None:
         """Do nothing: only a :class:`Prefetcher` or a caller's prefetch fills the memory."""
 
