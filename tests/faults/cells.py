@@ -401,7 +401,7 @@ class EngineStandIn:
         if not lookup.wait(self.deadline if self.patience < LIMIT else LIMIT):
             lookup.cancel()
             return 0, 0.0
-        return lookup.hit_chunks, time.monotonic() - lookup.finished_at
+        return lookup.hit_chunks, time.monotonic() - lookup.as_of
 
     def _load(self, items: list[ChunkSlots]) -> int:
         self._requests += 1

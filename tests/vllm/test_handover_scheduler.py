@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 import tempfile
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,7 @@ pytest.importorskip("vllm")
 from hybrid_specs import full, models
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from parts import until
+from parts import PATIENCE, until
 from replay import Request, image, prompt
 from scheduled import DAMAGED, ScheduledEngine, Text, World, make_namespace, start_engines
 from test_scheduler_side import Side, make_connector
@@ -28,6 +29,7 @@ from kvshelf.format.keys import Chunk, KeyChain, MultimodalItem
 from kvshelf.format.kinds import FULL, kind_key
 from kvshelf.format.names import object_name
 from kvshelf.format.namespace import Namespace
+from kvshelf.shelf.view import NamespaceView, ObjectRef, Presence
 from kvshelf.shelf.waits import WaitService
 from kvshelf.vllm import handshake
 from kvshelf.vllm.awaiting import Awaited
@@ -183,6 +185,31 @@ def test_nothing_is_answered_to_those_who_ask_for_nothing(
     stores = [op for meta in engine.metas for op in meta.stores]
     assert len(stores) == 6
     assert not any(op.attempt or op.chunk.tail for op in stores)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_promise_does_not_wait_for_the_storage(
+    start: Callable[..., ScheduledEngine],
+    world: World,
+    monkeypatch: pytest.MonkeyPatch,
+    asynchronous: bool,
+) -> None:
+    engine = start(asynchronous=asynchronous, lookup_wait_s=0)
+    tokens, answers = prompt(203), threading.Event()
+    probe = NamespaceView.probe
+
+    def late(view: NamespaceView, refs: Sequence[ObjectRef]) -> list[Presence]:
+        assert answers.wait(PATIENCE)
+        return probe(view, refs)
+
+    monkeypatch.setattr(NamespaceView, "probe", late)
+    handover = prefill(engine, tokens)
+    answers.set()
+    assert handover.tokens == 203
+    # One chunk in one step, however often the step thread looks.
+    stores = [op.chunk.index for meta in engine.metas for op in meta.stores]
+    assert stores == list(range(7))
+    assert engine.tail_of(tokens).key in world.contents
 
 
 def test_each_attempt_has_an_id_of_its_own(start: Callable[..., ScheduledEngine]) -> None:

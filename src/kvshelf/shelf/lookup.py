@@ -76,8 +76,8 @@ class Lookup:
     known : Mapping[Kind, frozenset[int]]
         For each kind but full, the chunks (by their index in the prompt) that the search has seen
         on the shelf.
-    finished_at : float
-        ``time.monotonic()`` when the answer was there.
+    as_of : float
+        ``time.monotonic()`` of the answer; until it is there, of the lookup's beginning.
     given_up : bool
         The storage did not answer in time: nothing is known, not even the keys.
     """
@@ -106,7 +106,7 @@ class Lookup:
         self.hit_chunks = 0
         self.full_chunks = 0
         self.known: Mapping[Kind, frozenset[int]] = {}
-        self.finished_at = 0.0
+        self.as_of = time.monotonic()
 
     @property
     def done(self) -> bool:
@@ -143,7 +143,7 @@ class Lookup:
             self.full_chunks = full_chunks
             self.known = known or {}
             self.chain = chain
-            self.finished_at = time.monotonic()
+            self.as_of = time.monotonic()
             self._done.set()
         if self._on_done is not None:
             try:
@@ -350,7 +350,7 @@ class LookupService:
     def _note_speed(self, lookup: Lookup, begin: float) -> None:
         chunks = lookup._count // self._fmt.chunk_size
         if lookup.done and chunks:
-            found = (lookup.finished_at - begin) / (1 if self._high_latency else chunks)
+            found = (lookup.as_of - begin) / (1 if self._high_latency else chunks)
             known = self._usual_seconds or found
             self._usual_seconds = known + (found - known) / 4
 

@@ -57,7 +57,7 @@ class StoreOp:
     repair : bool
         A load found the existing object damaged, so it must be replaced.
     age : float
-        Seconds since the lookup found the chunk missing.
+        Seconds since the lookup found the chunk missing; since it began, if it has no answer yet.
     adapter : AdapterContent, optional
     round : int
         The weights round in whose namespace the chunk is; a worker that is in another drops the

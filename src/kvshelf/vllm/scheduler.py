@@ -600,38 +600,55 @@ class SchedulerSide:
 
     def _start_lookup(self, lookups: LookupService, state: _Request) -> Lookup:
         assert self.namespace is not None
-        request = state.request
         digest = self.namespace.digest
-
-        def make_chain() -> KeyChain | None:
-            adapter = self._adapters.digest(request.lora_request)
-            if adapter is None:
-                return None
-            if adapter:
-                state.adapter = AdapterContent(int(request.lora_request.lora_int_id), adapter)
-            salt = request.cache_salt or ""
-            make: Callable[..., KeyChain]
-            make = KeyChain if self._drafts is None else self._drafts.chain
-            return make(
-                digest,
-                self._config.chunk_size,
-                salt=salt,
-                lora_digest=adapter,
-                items=[
-                    MultimodalItem(
-                        self._item_ids.in_key(feature),
-                        feature.mm_position.offset,
-                        feature.mm_position.length,
-                    )
-                    for feature in request.mm_features
-                ],
-                salt_group=salt_group_of(salt) if self._config.group_by_salt else "_",
-            )
-
         # The list itself, of which the lookup thread takes slices: vLLM only ever appends to it
         # (see _has_address).
-        state.lookup = lookups.submit(request._all_token_ids, make_chain, ends=self._ends(state))
+        state.lookup = lookups.submit(
+            state.request._all_token_ids,
+            lambda: self._make_chain(state, digest),
+            ends=self._ends(state),
+        )
         return state.lookup
+
+    def _make_chain(self, state: _Request, digest: bytes) -> KeyChain | None:
+        """Make the chain of a request's keys, without tokens; of an adapter it may hash files."""
+        request = state.request
+        adapter = self._adapters.digest(request.lora_request)
+        if adapter is None:
+            return None
+        if adapter:
+            state.adapter = AdapterContent(int(request.lora_request.lora_int_id), adapter)
+        salt = request.cache_salt or ""
+        make: Callable[..., KeyChain]
+        make = KeyChain if self._drafts is None else self._drafts.chain
+        return make(
+            digest,
+            self._config.chunk_size,
+            salt=salt,
+            lora_digest=adapter,
+            items=[
+                MultimodalItem(
+                    self._item_ids.in_key(feature),
+                    feature.mm_position.offset,
+                    feature.mm_position.length,
+                )
+                for feature in request.mm_features
+            ],
+            salt_group=salt_group_of(salt) if self._config.group_by_salt else "_",
+        )
+
+    def _keys(self, state: _Request, lookup: Lookup) -> KeyChain | None:
+        """Return the chain of a request whose chunks can be stored now; None if there is none yet.
+
+        What is computed in the meantime is stored in a later step. But a prompt that is handed over
+        often has only one, so its keys do not wait for the answer of a slow storage.
+        """
+        if lookup.done:
+            return lookup.chain
+        if state.promise is None or state.request.lora_request is not None:
+            return None
+        assert self.namespace is not None
+        return self._make_chain(state, self.namespace.digest)
 
     # ------------------------------------------------------------- loads
 
@@ -889,11 +906,11 @@ class SchedulerSide:
             return
         if lookup is None or lookup.given_up:
             # The request was admitted before the namespace was known, or has no keys yet.
-            if self._lookups is not None:
-                self._start_lookup(self._lookups, state)
-            return
-        chain = lookup.chain
-        if not lookup.done or chain is None:
+            if self._lookups is None:
+                return
+            lookup = self._start_lookup(self._lookups, state)
+        chain = self._keys(state, lookup)
+        if chain is None:
             return
         if len(chain.chunks) < complete:
             chain.extend(request._all_token_ids[chain.tokens : complete * size])
@@ -915,20 +932,20 @@ class SchedulerSide:
                 blocks = self._blocks_of(chunk, kind, tables)
                 # vLLM has freed blocks that a sliding window has passed.
                 if blocks is not None:
-                    op = self._store_op(state, lookup, chunk, kind, blocks)
+                    op = self._store_op(state, lookup, chain, chunk, kind, blocks)
                     meta.stores.append(op)
         for index, blocks in states.items():
             chunk = chain.chunks[index]
             if self._is_worth_storing(state, lookup, chunk):
                 state.last_state = index
-                meta.stores.append(self._store_op(state, lookup, chunk, STATE, blocks))
+                meta.stores.append(self._store_op(state, lookup, chain, chunk, STATE, blocks))
         if tail:
             first, prompt = request.num_prompt_tokens // size, request.num_prompt_tokens
             chunk = chain.tail_after(first, request._all_token_ids[first * size : prompt])
             tables = output.kv_connector_block_state.get_block_ids(req_id)
             of_tail = None if tables is None else self._blocks_of(chunk, FULL, tables)
             if of_tail is not None:
-                meta.stores.append(self._store_op(state, lookup, chunk, FULL, of_tail))
+                meta.stores.append(self._store_op(state, lookup, chain, chunk, FULL, of_tail))
         state.next_store = max(state.next_store, complete)
 
     def _needs_tail(self, state: _Request, end: int) -> bool:
@@ -1044,6 +1061,7 @@ class SchedulerSide:
         self,
         state: _Request,
         lookup: Lookup,
+        chain: KeyChain,
         chunk: Chunk,
         kind: Kind,
         blocks: dict[int, list[int]],
@@ -1051,15 +1069,13 @@ class SchedulerSide:
         key = kind_key(chunk.key, kind)
         draft = None
         if self._drafts is not None and kind == FULL:
-            request_id, chain = state.request.request_id, lookup.chain
-            assert chain is not None
-            draft = self._drafts.to_store(request_id, chain, chunk.index)
+            draft = self._drafts.to_store(state.request.request_id, chain, chunk.index)
         self._note_promised(state, kind, chunk)
         return StoreOp(
             chunk,
             tuple(blocks.get(group.index, []) for group in self._groups),
             state.failures.get(key, False) or self._failed.is_bad(key),
-            time.monotonic() - lookup.finished_at,
+            time.monotonic() - lookup.as_of,
             state.adapter,
             self._handshake.round,
             draft,
