@@ -1,0 +1,572 @@
+"""The messages between the node server and its clients.
+
+Owns their types, their limits and their encoding. The protocol has two connections for each client:
+
+* The *session*, a Unix socket (:mod:`kvshelf.server.session`). The client says :class:`Hello`, the
+  server answers :class:`Welcome` or :class:`Refused`, and each passes the file descriptor of its
+  shared memory. Nothing else is said. The end of the connection is the end of the session.
+* A ZMQ connection, DEALER to ROUTER, on ``ipc://``. A client's routing id is the id it drew.
+
+A request is one frame: token (16 bytes), number (8 bytes, little-endian), body. A reply is one
+frame: number, body. Bodies are MessagePack. Each request gets one reply, with its number:
+
+========================  ===========================================
+request                   reply
+========================  ===========================================
+:class:`Ping`             :class:`Done`
+:class:`Register`         :class:`Registered`
+:class:`Find`             :class:`Found`
+:class:`Lookup`           :class:`LookedUp`
+:class:`Fetch`            :class:`Fetched`, once or several times: one outcome for each object
+:class:`Store`            :class:`Stored`
+:class:`Call`             :class:`Result`
+:class:`Release`          none
+:class:`EndSession`       none
+========================  ===========================================
+
+Every request may be answered by a :class:`Fault`. Replies with the number 0 belong to no request:
+:class:`Appeared`, :class:`Draining`.
+
+Contracts
+---------
+* Whatever does not have the form or is over a limit is refused by the decoder, before anything
+  else sees it. Nothing is unpickled.
+* A change that an older peer would not understand changes :data:`PROTOCOL`.
+
+Threads
+-------
+Everything is safe to call from any thread.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Annotated, Any, Final, Literal, TypeAlias, cast
+
+import msgspec
+
+from kvshelf import errors
+from kvshelf.format import invalid
+
+#: Version of the protocol. Server and client must have the same.
+PROTOCOL: Final = 1
+
+#: Bytes of a client's id and of a session's token; both are random.
+ID_BYTES: Final = 16
+TOKEN_BYTES: Final = 16
+
+#: Largest request and reply, and the most bytes of an object inside one.
+MAX_REQUEST: Final = 4 << 20
+MAX_REPLY: Final = 8 << 20
+MAX_INLINE: Final = 1 << 20
+
+#: Most names in one request; longer lists are split by whoever sends them.
+MAX_NAMES: Final = 8192
+MAX_NAME: Final = 512
+
+_MAX_BYTES: Final = 1 << 48
+
+Name: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME)]
+Names: TypeAlias = Annotated[list[Name], msgspec.Meta(max_length=MAX_NAMES)]
+Bytes: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=_MAX_BYTES)]
+#: Sizes in bytes, one for each name.
+Sizes: TypeAlias = Annotated[list[Bytes], msgspec.Meta(max_length=MAX_NAMES)]
+SessionName: TypeAlias = Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
+Text: TypeAlias = Annotated[str, msgspec.Meta(max_length=4096)]
+U64: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
+Leases: TypeAlias = Annotated[list[U64], msgspec.Meta(max_length=MAX_NAMES)]
+
+WriteMode: TypeAlias = Literal["create", "replace"]
+StoreResult: TypeAlias = Literal["created", "existed", "replaced"]
+
+Method: TypeAlias = Literal[
+    "delete",
+    "folders",
+    "info",
+    "list",
+    "properties",
+    "quarantine",
+    "read",
+    "stat",
+    "sweep",
+    "touch",
+    "trim",
+    "unwatch",
+    "watch",
+    "write",
+    "write_marker",
+]
+Argument: TypeAlias = (
+    bool | int | float | Annotated[str, msgspec.Meta(max_length=4096)] | Names | None
+)
+
+#: Answers of :class:`Found` that are no sizes.
+MISSING: Final = -1
+NOT_REGULAR: Final = -2
+UNKNOWN: Final = -3
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
+    """A message: an array of its type's name and its fields."""
+
+
+class Fault(Message, frozen=True, tag="fault"):
+    """An error, by the name of its class and its text.
+
+    Attributes
+    ----------
+    kind : str
+        Name of a class of :mod:`kvshelf.errors` or :mod:`kvshelf.format.invalid`.
+    text : str
+    """
+
+    kind: str
+    text: str
+
+    @classmethod
+    def of(cls, error: BaseException) -> Fault:
+        """Return the fault for an error; other errors than kvshelf's become transient ones."""
+        for base in type(error).__mro__:
+            if base.__name__ in _ERRORS:
+                return cls(base.__name__, str(error)[:4096])
+        text = f"the node server failed: {type(error).__name__}: {error}"
+        return cls("TransientStorageError", text[:4096])
+
+    def error(self) -> errors.KVShelfError:
+        """Return the error as its own class, or a :class:`StorageError` if it is not known."""
+        return _ERRORS.get(self.kind, errors.StorageError)(self.text)
+
+
+def _error_classes() -> dict[str, type[errors.KVShelfError]]:
+    found = {**vars(errors), **vars(invalid)}
+    return {
+        name: value
+        for name, value in found.items()
+        if isinstance(value, type) and issubclass(value, errors.KVShelfError)
+    }
+
+
+_ERRORS: Final = _error_classes()
+
+
+# ------------------------------------------------------------------------------- session
+
+
+class Hello(Message, frozen=True, tag="hello"):
+    """What a client says first; the segment's file descriptor comes with it.
+
+    Attributes
+    ----------
+    protocol : int
+        :data:`PROTOCOL` of the client.
+    client : bytes
+        The id that the client has drawn for this session.
+    segment_bytes : int
+        Size of the client's segment: a memfd, sealed against changes of its size. 0: none.
+    """
+
+    protocol: int
+    client: Annotated[bytes, msgspec.Meta(min_length=ID_BYTES, max_length=ID_BYTES)]
+    segment_bytes: Bytes
+
+
+class Facts(Message, frozen=True):
+    """What the server says of its storage: fields of :class:`kvshelf.backends.base.Properties`.
+
+    Attributes
+    ----------
+    url : str
+        The storage's URL, without secrets.
+    """
+
+    url: str
+    filesystem: str
+    atomic_publish: bool = True
+    conditional_create: bool = True
+    notifications: bool = False
+    cache_seconds: float = 0.0
+    links: bool = False
+    concurrency: int = 8
+    probe_cost: float = 10e-6
+    read_only: bool = False
+    can_quarantine: bool = False
+    temporaries: bool = False
+    probe_seconds: float = 1.0
+    read_seconds: float = 5.0
+    write_seconds: float = 5.0
+    bytes_per_second: float = 50e6
+
+
+class Welcome(Message, frozen=True, tag="welcome"):
+    """What the server answers; the file descriptor of its arena comes with it.
+
+    Attributes
+    ----------
+    token : bytes
+        Every request of this session begins with it.
+    server : bytes
+        An id that the server draws when it starts.
+    arena_bytes : int
+        Size of the arena.
+    slots : int
+        The arena begins with this many generations (uint64, native byte order), one for each slot.
+    lease_seconds : float
+        How long a lease lives.
+    chunk_size : int
+        Tokens of a chunk, for clients that have no configuration of their own.
+    facts : Facts
+    """
+
+    token: Annotated[bytes, msgspec.Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
+    server: bytes
+    arena_bytes: Bytes
+    slots: Bytes
+    lease_seconds: float
+    chunk_size: int
+    facts: Facts
+
+
+class Refused(Message, frozen=True, tag="refused"):
+    """The server takes no session with this client."""
+
+    text: str
+
+
+# ------------------------------------------------------------------------------- requests
+
+
+class Ping(Message, frozen=True, tag="ping"):
+    """Ask for a sign of life."""
+
+
+class Register(Message, frozen=True, tag="register"):
+    """Tell the server of a namespace, by the bytes of its ``namespace.json``."""
+
+    record: Annotated[bytes, msgspec.Meta(max_length=MAX_INLINE)]
+
+
+class Find(Message, frozen=True, tag="find"):
+    """Ask which objects exist, in the memory tier or on the shelf.
+
+    Attributes
+    ----------
+    names : list of str
+        With the namespace's folder, as on the storage.
+    sizes : list of int
+        Expected sizes in bytes; empty: not known.
+    """
+
+    names: Names
+    sizes: Sizes
+
+
+class Lookup(Message, frozen=True, tag="lookup"):
+    """Ask how many leading chunks exist; lease them until the session ends, or for a while.
+
+    Attributes
+    ----------
+    session : str
+        A name of the client's choice: a request's id.
+    chains : list of list of str
+        The objects of each chunk, in the order of the prompt.
+    """
+
+    session: SessionName
+    chains: Annotated[list[Names], msgspec.Meta(max_length=MAX_NAMES)]
+
+
+class Fetch(Message, frozen=True, tag="fetch"):
+    """Ask for objects in the arena, leased to the client until it releases them.
+
+    Attributes
+    ----------
+    session : str
+        The session of an earlier lookup, or a new one.
+    names : list of str
+    sizes : list of int
+        Size of each object in bytes.
+    """
+
+    session: SessionName
+    names: Names
+    sizes: Sizes
+
+
+class Release(Message, frozen=True, tag="release"):
+    """The client uses the memory of these leases no more."""
+
+    leases: Leases
+
+
+class EndSession(Message, frozen=True, tag="end"):
+    """The client wants nothing more of what it looked up under this name."""
+
+    session: SessionName
+
+
+class Store(Message, frozen=True, tag="store"):
+    """Publish an object whose bytes lie in the client's segment.
+
+    Attributes
+    ----------
+    name : str
+    offset, nbytes : int
+        Where the bytes are, in the segment. They stay there until the reply.
+    mode : str
+        As in :meth:`kvshelf.backends.base.Backend.write`.
+    memory_only : bool
+        Keep the object in the memory tier only. Its name is no name of an object of the format.
+    checksum : int or None
+        64-bit xxh3 of the bytes, for objects that carry no hash of their own.
+    """
+
+    name: Name
+    offset: Bytes
+    nbytes: Bytes
+    mode: WriteMode = "create"
+    memory_only: bool = False
+    checksum: U64 | None = None
+
+
+class Call(Message, frozen=True, tag="call"):
+    """Call a method of the server's backend.
+
+    Attributes
+    ----------
+    method : str
+    args : list
+        As the method of :class:`kvshelf.backends.base.Backend` takes them, without bytes.
+    data : bytes
+        What is to be written.
+    """
+
+    method: Method
+    args: Annotated[list[Argument], msgspec.Meta(max_length=16)]
+    data: Annotated[bytes, msgspec.Meta(max_length=MAX_INLINE)] = b""
+
+
+Request: TypeAlias = Ping | Register | Find | Lookup | Fetch | Release | EndSession | Store | Call
+
+# ------------------------------------------------------------------------------- replies
+
+
+class Done(Message, frozen=True, tag="done"):
+    """The request had no other answer."""
+
+
+class Registered(Message, frozen=True, tag="registered"):
+    """The namespace has this number at this server."""
+
+    namespace: int
+
+
+class Found(Message, frozen=True, tag="found"):
+    """What exists.
+
+    Attributes
+    ----------
+    answers : list of int
+        For each name the size in bytes, or :data:`MISSING`, :data:`NOT_REGULAR` or
+        :data:`UNKNOWN`.
+    fault : Fault or None
+        Why answers are unknown: the first such error.
+    """
+
+    answers: list[int]
+    fault: Fault | None = None
+
+
+class LookedUp(Message, frozen=True, tag="looked up"):
+    """The number of leading chunks that exist and are leased."""
+
+    chunks: int
+
+
+class Ready(Message, frozen=True, tag="ready"):
+    """One object of a :class:`Fetch` lies in the arena.
+
+    Attributes
+    ----------
+    index : int
+        Its index in the request.
+    offset, nbytes : int
+        Where it lies: bytes from the arena's beginning.
+    slot, generation : int
+        The object's bytes are unchanged as long as `slot` has this generation.
+    lease : int
+        What to release.
+    """
+
+    index: int
+    offset: int
+    nbytes: int
+    slot: int
+    generation: int
+    lease: int
+
+
+class Failed(Message, frozen=True, tag="failed"):
+    """One object of a :class:`Fetch` cannot be had."""
+
+    index: int
+    fault: Fault
+
+
+class Fetched(Message, frozen=True, tag="fetched"):
+    """Some outcomes of a :class:`Fetch`. Others may follow, until each object has one."""
+
+    outcomes: list[Ready | Failed]
+
+
+class Stored(Message, frozen=True, tag="stored"):
+    """An object exists now; `result` is a value of :class:`kvshelf.backends.base.WriteResult`."""
+
+    result: StoreResult
+
+
+class Result(Message, frozen=True, tag="result"):
+    """What a :class:`Call` returned."""
+
+    value: Any
+
+
+class Appeared(Message, frozen=True, tag="appeared"):
+    """Objects have appeared in a folder that the client watches.
+
+    Attributes
+    ----------
+    folder : str
+    names : list of str
+        Empty: something may have appeared that nobody can name.
+    """
+
+    folder: str
+    names: list[str]
+
+
+class Draining(Message, frozen=True, tag="draining"):
+    """The server is about to stop: nothing new is begun."""
+
+
+Reply: TypeAlias = (
+    Done | Registered | Found | LookedUp | Fetched | Stored | Result | Appeared | Draining | Fault
+)
+
+# ------------------------------------------------------------------------------- frames
+
+_REQUEST_HEAD: Final = struct.Struct(f"<{TOKEN_BYTES}sQ")
+_REPLY_HEAD: Final = struct.Struct("<Q")
+
+_encode: Final = msgspec.msgpack.Encoder().encode
+_requests: Final[msgspec.msgpack.Decoder[Request]] = msgspec.msgpack.Decoder(Request)
+_replies: Final[msgspec.msgpack.Decoder[Reply]] = msgspec.msgpack.Decoder(Reply)
+_greetings: Final = msgspec.msgpack.Decoder(Hello)
+_answers: Final[msgspec.msgpack.Decoder[Welcome | Refused]] = msgspec.msgpack.Decoder(
+    Welcome | Refused
+)
+
+
+class MalformedError(ValueError):
+    """A frame is no message of the protocol."""
+
+
+def encode_request(token: bytes, number: int, request: Request) -> bytes:
+    """Return the frame of a request.
+
+    Raises
+    ------
+    ValueError
+        If the frame would be longer than :data:`MAX_REQUEST`.
+    """
+    frame = _REQUEST_HEAD.pack(token, number) + _encode(request)
+    if len(frame) > MAX_REQUEST:
+        raise ValueError(
+            f"a {type(request).__name__} of {len(frame)} bytes: at most {MAX_REQUEST} can be sent"
+        )
+    return frame
+
+
+def read_request_head(frame: memoryview) -> tuple[bytes, int]:
+    """Return token and number of a request.
+
+    Raises
+    ------
+    MalformedError
+        If the frame is too short.
+    """
+    if len(frame) < _REQUEST_HEAD.size:
+        raise MalformedError(f"a request of {len(frame)} bytes")
+    return cast("tuple[bytes, int]", _REQUEST_HEAD.unpack_from(frame))
+
+
+def decode_request(frame: memoryview) -> Request:
+    """Return the request in a frame.
+
+    Raises
+    ------
+    MalformedError
+        If it is no request, or over a limit.
+    """
+    try:
+        return _requests.decode(frame[_REQUEST_HEAD.size :])
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise MalformedError(str(error)) from None
+
+
+def encode_reply(number: int, reply: Reply) -> bytes:
+    """Return the frame of a reply, of a :class:`Fault` if it would be over :data:`MAX_REPLY`."""
+    frame = _REPLY_HEAD.pack(number) + _encode(reply)
+    if len(frame) > MAX_REPLY:
+        text = f"the answer has {len(frame)} bytes: at most {MAX_REPLY} can be sent"
+        return _REPLY_HEAD.pack(number) + _encode(Fault("PermanentStorageError", text))
+    return frame
+
+
+def decode_reply(frame: memoryview) -> tuple[int, Reply]:
+    """Return number and reply.
+
+    Raises
+    ------
+    MalformedError
+        If the frame is no reply.
+    """
+    if len(frame) < _REPLY_HEAD.size:
+        raise MalformedError(f"a reply of {len(frame)} bytes")
+    number = cast("int", _REPLY_HEAD.unpack_from(frame)[0])
+    try:
+        return number, _replies.decode(frame[_REPLY_HEAD.size :])
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise MalformedError(str(error)) from None
+
+
+def encode_greeting(message: Hello | Welcome | Refused) -> bytes:
+    """Return the bytes of a message of the session socket."""
+    return _encode(message)
+
+
+def decode_hello(data: bytes) -> Hello:
+    """Return a client's first message.
+
+    Raises
+    ------
+    MalformedError
+        If it is no hello.
+    """
+    try:
+        return _greetings.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise MalformedError(str(error)) from None
+
+
+def decode_answer(data: bytes) -> Welcome | Refused:
+    """Return the server's answer to a hello.
+
+    Raises
+    ------
+    MalformedError
+        If it is neither a welcome nor a refusal.
+    """
+    try:
+        return _answers.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise MalformedError(str(error)) from None
