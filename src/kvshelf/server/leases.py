@@ -1,0 +1,258 @@
+"""Leases: which client holds which memory of the arena, and until when.
+
+Owns the book of leases, and no memory: whoever grants a lease pins what it names, and unpins what
+these methods return. A lease of a *lookup* keeps an object in memory until it is fetched; it ends
+with its session, or after its time. A lease of a *fetch* belongs to a client that reads the memory
+at this moment: nothing but that client, or the end of its connection, ends it. If its time is over,
+it is *overdue*: the memory stays, but the client is to learn that it may no longer trust it.
+
+Contracts
+---------
+* Every lease that began ends exactly once, and is then returned exactly once.
+* A client ends its own leases only. Numbers are never used again.
+* The distinct memory that a client holds is bounded.
+
+Threads
+-------
+Not safe for several threads: the owner locks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+Held = TypeVar("Held", bound=Hashable)
+
+
+@dataclass(slots=True)
+class _Lease(Generic[Held]):
+    client: bytes
+    session: str
+    held: Held
+    fetched: bool
+    ends: float
+
+
+@dataclass(slots=True)
+class _Client(Generic[Held]):
+    leases: set[int] = field(default_factory=set)
+    #: For everything that is held: its size, and how many leases name it.
+    held: dict[Held, tuple[int, int]] = field(default_factory=dict)
+    nbytes: int = 0
+    #: Leases of lookups, by session.
+    looked_up: dict[str, dict[Held, int]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseStats:
+    """How many leases there are.
+
+    Attributes
+    ----------
+    leases, fetched, overdue : int
+        All leases; those of fetches; those of fetches whose time is over.
+    clients : int
+        Clients that hold something.
+    nbytes : int
+        Bytes that clients hold. What two clients hold counts twice.
+    """
+
+    leases: int
+    fetched: int
+    overdue: int
+    clients: int
+    nbytes: int
+
+
+class Leases(Generic[Held]):
+    """The leases of all clients.
+
+    Parameters
+    ----------
+    seconds : float
+        How long a lease lives.
+    quota : int
+        Most bytes that one client may hold.
+    clock : Callable
+        Seconds; never goes back.
+    """
+
+    def __init__(
+        self,
+        *,
+        seconds: float = 30.0,
+        quota: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._seconds = seconds
+        self._quota = quota
+        self._clock = clock
+        self._last_number = 0
+        self._leases: dict[int, _Lease[Held]] = {}
+        self._clients: dict[bytes, _Client[Held]] = {}
+        #: Leases whose time is not over; the first one ends first.
+        self._running: dict[int, None] = {}
+        #: How many fetches, within their time, hold each thing.
+        self._readers: dict[Held, int] = {}
+        self._fetched = 0
+
+    def grant(
+        self, client: bytes, session: str, held: Held, nbytes: int, *, fetched: bool
+    ) -> tuple[int, bool] | None:
+        """Lease `held` to a client, or renew what its lookup has leased.
+
+        Parameters
+        ----------
+        client : bytes
+        session : str
+        held : Held
+        nbytes : int
+            Its size.
+        fetched : bool
+            The client is about to read the memory. The lease that the session's lookup has of it
+            becomes a fetch's.
+
+        Returns
+        -------
+        tuple of int and bool, or None
+            The lease's number, and whether it is a new one: then the caller has to pin `held`.
+            None: the client would hold more than the quota.
+        """
+        owner = self._clients.get(client)
+        if owner is None:
+            owner = _Client()
+        looked_up = owner.looked_up.get(session, {})
+        number = looked_up.get(held)
+        if number is not None:
+            lease = self._leases[number]
+            self._renew(number, lease)
+            if fetched:
+                self._forget_lookup(owner, lease)
+                self._begin_reading(lease)
+            return number, False
+        size, count = owner.held.get(held, (nbytes, 0))
+        if not count and owner.nbytes + size > self._quota:
+            return None
+        self._clients[client] = owner
+        owner.held[held] = (size, count + 1)
+        owner.nbytes += 0 if count else size
+        self._last_number = number = self._last_number + 1
+        lease = _Lease(client, session, held, False, 0.0)
+        self._leases[number] = lease
+        owner.leases.add(number)
+        self._renew(number, lease)
+        if fetched:
+            self._begin_reading(lease)
+        else:
+            owner.looked_up.setdefault(session, looked_up)[held] = number
+        return number, True
+
+    def release(self, client: bytes, numbers: Iterable[int]) -> list[Held]:
+        """End leases of a client; numbers that are not its leases do nothing.
+
+        Returns
+        -------
+        list of Held
+            What is to be unpinned: once for each lease that has ended.
+        """
+        ended = []
+        for number in numbers:
+            lease = self._leases.get(number)
+            if lease is not None and lease.client == client:
+                ended.append(self._end(number, lease))
+        return ended
+
+    def end_session(self, client: bytes, session: str) -> list[Held]:
+        """End what a session's lookups have leased and nobody has fetched; return it."""
+        owner = self._clients.get(client)
+        if owner is None:
+            return []
+        return self.release(client, list(owner.looked_up.get(session, {}).values()))
+
+    def end_client(self, client: bytes) -> list[Held]:
+        """End all leases of a client that is gone; return what they held."""
+        owner = self._clients.get(client)
+        return [] if owner is None else self.release(client, list(owner.leases))
+
+    def expire(self) -> tuple[list[Held], list[Held]]:
+        """End leases of lookups whose time is over, and find the fetches that are overdue.
+
+        Returns
+        -------
+        ended : list of Held
+            What is to be unpinned: once for each lease that has ended.
+        overdue : list of Held
+            What only overdue fetches hold from now on. Its memory is still in use.
+        """
+        now = self._clock()
+        ended: list[Held] = []
+        overdue: list[Held] = []
+        while self._running:
+            number = next(iter(self._running))
+            lease = self._leases[number]
+            if lease.ends > now:
+                break
+            if not lease.fetched:
+                ended.append(self._end(number, lease))
+                continue
+            del self._running[number]
+            if self._end_reading(lease):
+                overdue.append(lease.held)
+        return ended, overdue
+
+    def stats(self) -> LeaseStats:
+        """Return how many leases there are."""
+        return LeaseStats(
+            len(self._leases),
+            self._fetched,
+            len(self._leases) - len(self._running),
+            len(self._clients),
+            sum(client.nbytes for client in self._clients.values()),
+        )
+
+    def _renew(self, number: int, lease: _Lease[Held]) -> None:
+        lease.ends = self._clock() + self._seconds
+        self._running.pop(number, None)
+        self._running[number] = None
+
+    def _begin_reading(self, lease: _Lease[Held]) -> None:
+        lease.fetched = True
+        self._fetched += 1
+        self._readers[lease.held] = self._readers.get(lease.held, 0) + 1
+
+    def _end_reading(self, lease: _Lease[Held]) -> bool:
+        """Count one fetch within its time less; return whether it was the last."""
+        left = self._readers.pop(lease.held) - 1
+        if left:
+            self._readers[lease.held] = left
+        return not left
+
+    def _forget_lookup(self, owner: _Client[Held], lease: _Lease[Held]) -> None:
+        looked_up = owner.looked_up[lease.session]
+        del looked_up[lease.held]
+        if not looked_up:
+            del owner.looked_up[lease.session]
+
+    def _end(self, number: int, lease: _Lease[Held]) -> Held:
+        owner = self._clients[lease.client]
+        del self._leases[number]
+        owner.leases.remove(number)
+        running = number in self._running
+        self._running.pop(number, None)
+        if lease.fetched:
+            self._fetched -= 1
+            if running:
+                self._end_reading(lease)
+        else:
+            self._forget_lookup(owner, lease)
+        size, count = owner.held.pop(lease.held)
+        if count > 1:
+            owner.held[lease.held] = (size, count - 1)
+        else:
+            owner.nbytes -= size
+        if not owner.leases:
+            del self._clients[lease.client]
+        return lease.held

@@ -1,0 +1,202 @@
+"""No lease is lost, none ends twice, and memory that a client reads stays its own."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from kvshelf.server.leases import Leases
+
+A, B = b"a" * 16, b"b" * 16
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def leases(clock: Clock, quota: int = 1000) -> Leases[str]:
+    return Leases(seconds=30.0, quota=quota, clock=clock)
+
+
+def number(granted: tuple[int, bool] | None) -> int:
+    assert granted is not None
+    return granted[0]
+
+
+def test_a_lookup_lease_ends_after_its_time_and_a_renewed_one_later() -> None:
+    clock = Clock()
+    book = leases(clock)
+    book.grant(A, "r", "x", 10, fetched=False)
+    book.grant(A, "r", "y", 10, fetched=False)
+    clock.now = 20
+    assert book.grant(A, "r", "x", 10, fetched=False) == (1, False)
+    clock.now = 30
+    assert book.expire() == (["y"], [])
+    clock.now = 50
+    assert book.expire() == (["x"], [])
+    assert book.stats().leases == 0
+
+
+def test_what_is_read_stays_until_it_is_released_and_is_overdue_once() -> None:
+    clock = Clock()
+    book = leases(clock)
+    lease = number(book.grant(A, "r", "x", 10, fetched=True))
+    clock.now = 31
+    assert book.expire() == ([], ["x"])
+    assert book.expire() == ([], [])
+    assert book.stats().overdue == 1
+    assert book.end_session(A, "r") == []
+    assert book.release(A, [lease]) == ["x"]
+
+
+def test_another_reader_within_its_time_keeps_what_it_reads_valid() -> None:
+    clock = Clock()
+    book = leases(clock)
+    book.grant(A, "r", "x", 10, fetched=True)
+    clock.now = 20
+    book.grant(B, "r", "x", 10, fetched=True)
+    clock.now = 31
+    assert book.expire() == ([], [])
+    clock.now = 51
+    assert book.expire() == ([], ["x"])
+
+
+def test_a_fetch_takes_over_the_lease_of_its_lookup() -> None:
+    clock = Clock()
+    book = leases(clock)
+    lease = number(book.grant(A, "r", "x", 10, fetched=False))
+    assert book.grant(A, "r", "x", 10, fetched=True) == (lease, False)
+    # A second fetch of the same object has a lease of its own: both are released.
+    second, new = book.grant(A, "r", "x", 10, fetched=True) or (0, False)
+    assert new
+    assert second != lease
+    assert book.release(A, [lease, lease]) == ["x"]
+    assert book.release(A, [second]) == ["x"]
+    assert book.stats().clients == 0
+
+
+def test_a_client_ends_only_its_own_leases() -> None:
+    book = leases(Clock())
+    lease = number(book.grant(A, "r", "x", 10, fetched=True))
+    assert book.release(B, [lease, 0, 2**64 - 1]) == []
+    assert book.end_session(B, "r") == []
+    assert book.end_client(B) == []
+    assert book.end_client(A) == ["x"]
+
+
+def test_the_quota_counts_distinct_memory() -> None:
+    book = leases(Clock(), quota=100)
+    first = number(book.grant(A, "1", "x", 60, fetched=True))
+    assert book.grant(A, "2", "x", 60, fetched=True)
+    assert book.grant(A, "1", "y", 60, fetched=True) is None
+    assert book.grant(B, "1", "y", 60, fetched=True)
+    book.release(A, [first])
+    assert book.grant(A, "1", "y", 60, fetched=False) is None
+    assert book.end_session(A, "1") == []
+    assert len(book.end_client(A)) == 1
+    assert book.grant(A, "1", "y", 60, fetched=False)
+
+
+class LeaseMachine(RuleBasedStateMachine):
+    """Random operations against a plain list of leases."""
+
+    clients = st.sampled_from([A, B])
+    sessions = st.sampled_from(["1", "2"])
+    things = st.integers(0, 5)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clock = Clock()
+        self.book: Leases[int] = Leases(seconds=30.0, quota=100, clock=self.clock)
+        self.pins: Counter[int] = Counter()
+        #: By number: client, session, held, fetched, end, overdue.
+        self.model: dict[int, list] = {}
+        self.used: set[int] = set()
+
+    @staticmethod
+    def size(held: int) -> int:
+        return 15 + 5 * held
+
+    def ended(self, returned: list[int], numbers: list[int]) -> None:
+        expected = Counter(self.model.pop(n)[2] for n in numbers)
+        assert Counter(returned) == expected
+        self.pins -= expected
+
+    @rule(client=clients, session=sessions, held=things, fetched=st.booleans())
+    def grant(self, client: bytes, session: str, held: int, fetched: bool) -> None:
+        known = [n for n, m in self.model.items() if m[:3] == [client, session, held] and not m[3]]
+        mine = {m[2] for m in self.model.values() if m[0] == client}
+        granted = self.book.grant(client, session, held, self.size(held), fetched=fetched)
+        if not known and held not in mine and sum(map(self.size, [*mine, held])) > 100:
+            assert granted is None
+            return
+        assert granted is not None
+        number, new = granted
+        assert new == (not known)
+        if new:
+            assert number not in self.used
+            self.used.add(number)
+            self.pins[held] += 1
+        else:
+            assert [number] == known
+        end = self.clock.now + 30
+        self.model[number] = [client, session, held, fetched, end, False]
+
+    @rule(client=clients, data=st.data())
+    def release(self, client: bytes, data: st.DataObject) -> None:
+        numbers = data.draw(st.lists(st.integers(0, max(self.used, default=0) + 1), max_size=4))
+        mine = {n for n in numbers if n in self.model and self.model[n][0] == client}
+        self.ended(self.book.release(client, numbers), list(mine))
+
+    @rule(client=clients, session=sessions)
+    def end_session(self, client: bytes, session: str) -> None:
+        numbers = [n for n, m in self.model.items() if m[:2] == [client, session] and not m[3]]
+        self.ended(self.book.end_session(client, session), numbers)
+
+    @rule(client=clients)
+    def end_client(self, client: bytes) -> None:
+        numbers = [n for n, m in self.model.items() if m[0] == client]
+        self.ended(self.book.end_client(client), numbers)
+
+    @rule(seconds=st.floats(0, 40))
+    def wait(self, seconds: float) -> None:
+        self.clock.now += seconds
+        ended, overdue = self.book.expire()
+        over = [n for n, m in self.model.items() if m[4] <= self.clock.now and not m[5]]
+        self.ended(ended, [n for n in over if not self.model[n][3]])
+        expected = set()
+        for n in over:
+            if n in self.model:
+                self.model[n][5] = True
+                expected.add(self.model[n][2])
+        expected -= {m[2] for m in self.model.values() if m[3] and not m[5]}
+        assert sorted(overdue) == sorted(expected)
+
+    @invariant()
+    def nothing_is_lost(self) -> None:
+        stats = self.book.stats()
+        assert stats.leases == len(self.model) == sum(self.pins.values())
+        assert stats.fetched == sum(m[3] for m in self.model.values())
+        assert stats.overdue == sum(m[5] for m in self.model.values())
+        held = {(m[0], m[2]) for m in self.model.values()}
+        assert stats.nbytes == sum(self.size(h) for _, h in held)
+        assert stats.clients == len({c for c, _ in held})
+
+    def teardown(self) -> None:
+        for client in (A, B):
+            self.end_client(client)
+        assert not self.model
+        assert self.book.stats().nbytes == 0
+        assert not self.book._readers
+        assert not self.book._running
+
+
+TestLeaseMachine = LeaseMachine.TestCase
+TestLeaseMachine.settings = settings(max_examples=150, stateful_step_count=60)
