@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Final, Literal, Protocol, TypeAlias
 
-from kvshelf.backends.notices import FolderNotices
+from kvshelf.backends.notices import Notices
 
 from kvshelf.errors import ObjectNameError, StorageError
 
@@ -101,7 +101,7 @@ class Properties:
     conditional_create : bool
         Of several writers in mode ``create``, exactly one gets CREATED.
     notifications : bool
-        Change notifications report the writes of every client, see :meth:`Backend.notices`.
+        There are notices, see :meth:`Backend.notices`.
     cache_seconds : float
         How long the storage's own caches may give outdated answers.
     links : bool
@@ -424,10 +424,10 @@ class Backend(ABC):
     def touch(self, name: str) -> None:
         """Record a use of the object: set its access time, never its mtime. Best effort."""
 
-    def notices(self) -> FolderNotices | None:
+    def notices(self) -> Notices | None:
         """Return what says which objects appear in chosen folders, for the caller to close.
 
-        Never blocks. None where not all writes would be reported, or the system allows no more.
+        Never blocks. None where there are no notices, or the system allows no more.
         """
         return None
 

@@ -1,11 +1,13 @@
-"""Notices of files that appear in single folders of a local directory (inotify).
+"""Notices of what appears in single folders of a storage.
 
-Owns the watches of one reader, and nothing that was read. A folder that does not exist yet is
-watched through the nearest parent that does. Folders below a watched one are not watched.
+Owns what a reader of notices can rely on (:class:`Notices`), and the notices of a local directory
+(:class:`FolderNotices`, by inotify): the watches of one reader, and nothing that was read. A folder
+that does not exist yet is watched through the nearest parent that does. Folders below a watched one
+are not watched.
 
 Contracts
 ---------
-* One thread at a time uses an object. Only :meth:`FolderNotices.watch` touches the filesystem.
+* One thread at a time uses an object. Only :meth:`Notices.watch` touches the storage.
 * Nothing is promised: watches are limited by the system, and a folder can be moved away. Whoever
   uses notices also looks for himself, less often.
 """
@@ -18,7 +20,7 @@ import errno
 import os
 import struct
 from collections.abc import Iterable
-from typing import Final
+from typing import Final, Protocol
 
 _IN_MOVED_TO: Final = 0x80
 _IN_CREATE: Final = 0x100
@@ -35,8 +37,45 @@ _READ_BYTES: Final = 1 << 16
 _libc: Final = ctypes.CDLL(None, use_errno=True)
 
 
+class Notices(Protocol):
+    """Says what appears in some folders of a storage."""
+
+    def fileno(self) -> int:
+        """Return a file descriptor that is readable when :meth:`appeared` has something to say."""
+
+    def watch(self, folders: Iterable[str]) -> tuple[set[str], set[str]]:
+        """Watch these folders, and no others any more. May block on the storage.
+
+        Parameters
+        ----------
+        folders : iterable of str
+            Names relative to the storage's root.
+
+        Returns
+        -------
+        fresh : set of str
+            Of `folders` those that were not watched before. What has appeared in them until now is
+            not reported.
+        unwatched : set of str
+            Of `folders` those in which things may appear without a notice.
+        """
+
+    def appeared(self) -> set[str] | None:
+        """Return what has appeared since the last call, without waiting.
+
+        Returns
+        -------
+        set of str or None
+            Names relative to the storage's root. A name that ends with a slash is a folder in which
+            anything may have appeared. None: anything may have appeared anywhere.
+        """
+
+    def close(self) -> None:
+        """End all watches. Idempotent."""
+
+
 class FolderNotices:
-    """Says what appears in some folders.
+    """Says what appears in some folders of a local directory.
 
     Parameters
     ----------

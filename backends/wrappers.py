@@ -21,7 +21,7 @@ from kvshelf.backends.base import (
     WriteResult,
     check_name,
 )
-from kvshelf.backends.notices import FolderNotices
+from kvshelf.backends.notices import Notices
 
 from kvshelf.errors import ReadOnlyStorageError
 
@@ -87,7 +87,7 @@ class WrappedBackend(Backend):
     def sweep(self, folder: str, older_than: float, is_ours: Callable[[str], bool]) -> int:
         return self.inner.sweep(folder, older_than, is_ours)
 
-    def notices(self) -> FolderNotices | None:
+    def notices(self) -> Notices | None:
         return self.inner.notices()
 
     def touch(self, name: str) -> None:

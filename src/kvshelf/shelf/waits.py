@@ -46,7 +46,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Final, TypeAlias
 
 from kvshelf.backends.guard import GuardedBackend
-from kvshelf.backends.notices import FolderNotices
+from kvshelf.backends.notices import Notices
 from kvshelf.errors import StorageError
 from kvshelf.format.keys import Chunk
 from kvshelf.format.kinds import Kind, kind_key
@@ -532,7 +532,7 @@ class _Watcher:
     def __init__(self, backend: GuardedBackend, views: Mapping[Kind, ShelfView]) -> None:
         self._backend = backend
         self._views = views
-        self._notices: FolderNotices | None = None
+        self._notices: Notices | None = None
         #: Who waits for each object.
         self._names: dict[str, list[Wait]] = {}
         self._count = 0
@@ -568,7 +568,7 @@ class _Watcher:
                 wait._watched = False
             self.close()
 
-    def _watch(self, notices: FolderNotices, waits: Sequence[Wait]) -> None:
+    def _watch(self, notices: Notices, waits: Sequence[Wait]) -> None:
         self._names = {}
         folders: dict[str, list[Wait]] = {}
         for wait in waits:
