@@ -807,6 +807,38 @@ def test_before_a_far_shelf_tiers_say_what_they_have_at_this_moment(
         assert [cache.lookup(tokens, tiers=tiers) for tiers in near] == [0, 0]
 
 
+@pytest.mark.parametrize("far", [False, True])
+def test_a_chunk_that_is_removed_is_missing_and_can_be_stored_again(
+    make: Make, backend: FaultyBackend, tmp_path: Path, far: bool
+) -> None:
+    identity = PromptIdentity(salt="someone")
+    with closing(DiskTier(tmp_path / "tier", 1 << 30)) as tier:
+        cache = make(Far(backend) if far else backend, disk_tier=tier, group_by_salt=True)
+        tokens = prompt(4 * CHUNK)
+        put(cache, tokens, identity=identity)
+        assert tier.drain(PATIENCE)
+        assert cache.prefetch(tokens, identity=identity) == 4 * CHUNK
+        # A search on a far storage need not notice a hole in one tier.
+        left = 3 if far else 1
+        key = cache.chunk_keys(tokens, identity=identity)[left]
+
+        def hit(*tiers: str) -> int:
+            return cache.lookup(tokens, tiers=tiers or None, identity=identity)
+
+        for tiers in ("memory", "disk", "shelf"):
+            assert hit(tiers) == 4 * CHUNK
+            assert cache.remove(key, tiers=[tiers], identity=identity)
+            assert hit(tiers) == left * CHUNK
+        assert hit() == left * CHUNK
+        assert not cache.remove(key, identity=identity)
+        assert fetch(cache, tokens, identity=identity) == left * CHUNK
+        report = cache.store(tokens, kv=truth(tokens), identity=identity)
+        assert (report.published, report.existed) == (1, 3)
+        assert fetch(cache, tokens, identity=identity) == 4 * CHUNK
+        with pytest.raises(ValueError, match="expected some of memory, disk, shelf"):
+            cache.remove(key, tiers=["attic"], identity=identity)
+
+
 def test_prefetched_memory_is_bounded_and_the_oldest_goes_first(make: Make) -> None:
     probe = make()
     chunk = sum(-(-probe.fmt.payload_size(s) // 512) * 512 for s in range(probe.fmt.shards))

@@ -63,6 +63,7 @@ from kvshelf.shelf.hits import UNLIMITED, window_of
 from kvshelf.shelf.lookup import Lookup, LookupService
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.shelf.tiers import Tier, TieredShelf, open_configured, shelf_url
+from kvshelf.shelf.view import ObjectRef
 from kvshelf.transfer.context import ChunkSlots
 from kvshelf.transfer.loads import Failure, Load
 from kvshelf.transfer.prefetch import IntoMemory, PrefetchMemory
@@ -877,12 +878,7 @@ class ChunkCache:
     ) -> Handle[int]:
         """Start :meth:`lookup`."""
         prompt = self._prompt("lookup", tokens, None, identity)
-        wanted = TIERS if tiers is None else tuple(tier for tier in TIERS if tier in tiers)
-        unknown = sorted(set(tiers or ()) - set(TIERS))
-        if unknown or not wanted:
-            raise ValueError(
-                f"tiers is {unknown or list(tiers or ())}; expected some of {', '.join(TIERS)}"
-            )
+        wanted = _tiers(tiers)
         handle = _LookupHandle(self, self._timeout)
         if wanted == ("memory",):
             handle.set_result(self._memory.leading(self._chunks(prompt)))
@@ -1066,6 +1062,61 @@ class ChunkCache:
         return handle
 
     # -------------------------------------------------------------- by chunks
+
+    def remove(
+        self,
+        key: ChunkKey,
+        *,
+        tiers: Collection[str] | None = None,
+        identity: PromptIdentity = _PLAIN,
+    ) -> bool:
+        """Remove the objects of one chunk. A store of it that is running may bring it back.
+
+        Blocks on the storage. Other engines on the shelf miss the chunk from then on.
+
+        Parameters
+        ----------
+        key : ChunkKey
+            See :meth:`chunk_keys`. Of several kinds, the one of this cache is removed.
+        tiers : Collection[str], optional
+            Where to remove it, see :meth:`lookup`; everywhere by default.
+        identity : PromptIdentity
+            That of the prompt: with ``group_by_salt`` it names the folder.
+
+        Returns
+        -------
+        bool
+            Whether there was anything.
+
+        Raises
+        ------
+        ValueError
+            If a tier is unknown.
+        StorageError
+            If the storage refused or failed. Some objects may be gone.
+        """
+        self._check_open()
+        wanted = _tiers(tiers)
+        size = self.chunk_size
+        group = self._chain(identity).salt_group
+        chunk = Chunk(key.key, bytes(32), key.start // size, size, salt_group=group)
+        refs = [ObjectRef(chunk, shard) for shard in range(self.fmt.shards)]
+        removed = 0
+        try:
+            if "shelf" in wanted:
+                # First: a load that runs copies what it finds there into the tiers.
+                view = self.shelf.view(self.fmt)
+                removed += sum(view.delete(ref) for ref in refs)
+            for name, tier in self._tiers.items():
+                if name in wanted:
+                    removed += sum(tier.remove(self.fmt, ref) for ref in refs)
+        finally:
+            if self._transfer is not None:
+                self._transfer.forget_stored()
+            for cache in list(self._caches.values()):
+                for service in list(cache._lookups.values()):
+                    service.note_removed((self._kind_key(chunk),))
+        return removed > 0
 
     @property
     def transfer(self) -> Transfer:
@@ -1303,6 +1354,17 @@ class ChunkCache:
 
 
 # ----------------------------------------------------------------------------- arguments
+
+
+def _tiers(given: Collection[str] | None) -> tuple[str, ...]:
+    """Return the tiers that a caller names, the nearest first."""
+    wanted = TIERS if given is None else tuple(tier for tier in TIERS if tier in given)
+    unknown = sorted(set(given or ()) - set(TIERS))
+    if unknown or not wanted:
+        raise ValueError(
+            f"tiers is {unknown or list(given or ())}; expected some of {', '.join(TIERS)}"
+        )
+    return wanted
 
 
 def _token_ids(tokens: Tokens) -> array[int]:

@@ -12,6 +12,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -399,6 +400,51 @@ def test_a_load_does_not_wait_for_its_copies(
     monkeypatch.undo()
     assert machine.load(chunks)
     assert machine.count("disk_tier_loaded_objects") in (4, 5)
+
+
+def test_an_object_is_queued_once_and_can_be_removed_from_the_queue(
+    remote: CountingBackend,
+    start: Callable[..., Machine],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    written, go = threading.Event(), threading.Event()
+    writing = tier_module.BoundedBackend.write
+    names: list[str] = []
+
+    def held(self: Any, name: str, *args: Any) -> Any:
+        if name.endswith(".safetensors"):
+            names.append(name)
+            written.set()
+            assert go.wait(PATIENCE)
+        return writing(self, name, *args)
+
+    monkeypatch.setattr(tier_module.BoundedBackend, "write", held)
+    machine = start(remote)
+    refs = [ObjectRef(chunk, 0) for chunk in make_chunks(FMT, 3)]
+    data = [bytearray(FMT.object_size(0)) for _ in refs]
+    for ref, buffer in zip(refs, data, strict=True):
+        FMT.seal(memoryview(buffer), ref.chunk, 0)
+        assert not machine.tier.is_queued(FMT, ref)
+        for _ in range(3):
+            machine.tier.keep(FMT, ref, buffer)
+            assert machine.tier.is_queued(FMT, ref)
+    # The first is being written. It is not taken again either.
+    assert written.wait(PATIENCE)
+    machine.tier.keep(FMT, refs[0], data[0])
+    assert machine.tier.remove(FMT, refs[1])
+    assert not machine.tier.is_queued(FMT, refs[1])
+    with ThreadPoolExecutor(1) as pool:
+        removed = pool.submit(machine.tier.remove, FMT, refs[0])
+        go.set()
+        assert removed.result(PATIENCE)
+    assert machine.tier.drain(PATIENCE)
+    assert len(names) == 2
+    assert machine.tier.holds(FMT, refs) == [False, False, True]
+    assert not machine.tier.remove(FMT, refs[1])
+    assert machine.tier.remove(FMT, refs[2])
+    assert not files(tmp_path / "tier").keys() - {f"{FMT.namespace.folder}/namespace.json"}
+    assert machine.count("disk_tier_dropped_objects") == 0
 
 
 def test_a_tier_that_cannot_be_opened_is_used_when_it_can(

@@ -9,7 +9,8 @@ Contracts
 * What is read from the tier is verified like any object. A bad copy is removed; the load goes on
   from the shelf, and brings a new copy.
 * One thread of the tier writes to it. The objects that wait for this thread take a bounded amount
-  of memory; an object that finds no room there is not copied. Neither loads nor stores wait.
+  of memory, each once; an object that finds no room there is not copied. Neither loads nor stores
+  wait.
 * A directory that fails or takes no writes has a circuit breaker of its own. While it is open only
   the copies are missing. A thread that is stuck in the directory counts as stuck in the shelf
   behind, whose watchers replace it.
@@ -18,15 +19,16 @@ Contracts
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import threading
 import time
 import weakref
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeAlias
 
 import torch
 
@@ -42,6 +44,7 @@ from kvshelf.errors import (
     ObjectMissingError,
     ReadOnlyStorageError,
     StorageError,
+    TransientStorageError,
 )
 from kvshelf.format.kinds import Kind
 from kvshelf.format.objects import ObjectFormat
@@ -76,6 +79,10 @@ class _TierGuard(GuardedBackend):
     )
 
 
+#: An object: its chunk's key, its kind and shard.
+_Key: TypeAlias = "tuple[bytes, Kind, int]"
+
+
 @dataclass(frozen=True, slots=True)
 class _Copy:
     """An object that waits to be written to the tier."""
@@ -83,6 +90,10 @@ class _Copy:
     fmt: ObjectFormat
     ref: ObjectRef
     buffer: Buffer
+
+
+def _key(fmt: ObjectFormat, ref: ObjectRef) -> _Key:
+    return ref.chunk.key, fmt.kind, ref.shard
 
 
 class _PassOn:
@@ -146,10 +157,12 @@ class DiskTier:
         self._on_thread_start = on_thread_start
         self._pool = BufferPool(queue_bytes)
         self._work = threading.Condition()
-        self._copies: deque[_Copy] = deque()
+        self._copies: OrderedDict[_Key, _Copy] = OrderedDict()
+        #: Those that are being written: several where a stuck thread has been replaced.
+        self._writing: list[_Key] = []
         #: Objects whose use is to be noted, all at once and not before a moment has passed: a
         #: thread that wakes after each load takes the GIL from the next.
-        self._uses: dict[tuple[bytes, Kind, int], tuple[ObjectFormat, ObjectRef]] = {}
+        self._uses: dict[_Key, tuple[ObjectFormat, ObjectRef]] = {}
         self._note_at = 0.0
         self._busy = 0
         self._log = RateLimitedLog(logger)
@@ -297,7 +310,7 @@ class DiskTier:
                     return
                 self._note_at = time.monotonic() + _NOTE_SECONDS
                 self._work.notify_all()
-            self._uses[ref.chunk.key, fmt.kind, ref.shard] = fmt, ref
+            self._uses[_key(fmt, ref)] = fmt, ref
 
     def _remove_bad(self, view: NamespaceView, ref: ObjectRef, error: BadObjectError) -> None:
         self._counters.add("disk_tier_bad_objects")
@@ -309,8 +322,43 @@ class DiskTier:
 
     # ----------------------------------------------------------------------------------- copies
 
+    def is_queued(self, fmt: ObjectFormat, ref: ObjectRef) -> bool:
+        """Whether a copy of an object waits to be written, or is being written."""
+        key = _key(fmt, ref)
+        with self._work:
+            return key in self._copies or key in self._writing
+
+    def remove(self, fmt: ObjectFormat, ref: ObjectRef) -> bool:
+        """Remove a copy, also one that waits to be written; whether there was one.
+
+        Raises
+        ------
+        StorageError
+            If the directory failed, or does not take a copy that is being written in time.
+        """
+        shelf, key = self.usable, _key(fmt, ref)
+        if shelf is None:
+            return False
+        with self._work:
+            waiting = self._copies.pop(key, None)
+            self._work.notify_all()
+            if not self._work.wait_for(
+                lambda: key not in self._writing, shelf.backend.deadlines.write
+            ):
+                raise TransientStorageError(
+                    errno.ETIMEDOUT, "a copy is being written and cannot be removed", self.path
+                )
+        if waiting is not None:
+            waiting.buffer.release()
+        return shelf.view(fmt).delete(ref) or waiting is not None
+
     def keep(self, fmt: ObjectFormat, ref: ObjectRef, buffer: BytesLike) -> None:
-        """Copy an object into the queue of those to write, if there is room."""
+        """Copy an object into the queue of those to write, if there is room.
+
+        One that is in the queue already is not copied again.
+        """
+        if self.is_queued(fmt, ref):
+            return
         shelf = self.usable
         if shelf is None or not shelf.available or shelf.read_only or self._closing.is_set():
             self._counters.add("disk_tier_dropped_objects")
@@ -325,13 +373,17 @@ class DiskTier:
         else:
             # By torch, which releases the GIL meanwhile.
             copy.tensor.copy_(torch.frombuffer(view, dtype=torch.uint8))
+        key = _key(fmt, ref)
         with self._work:
-            if not self._closing.is_set() and self._start_thread():
-                self._copies.append(_Copy(fmt, ref, copy))
+            # Another thread may have been quicker.
+            queued = key in self._copies or key in self._writing
+            if not queued and not self._closing.is_set() and self._start_thread():
+                self._copies[key] = _Copy(fmt, ref, copy)
                 self._work.notify_all()
                 return
         copy.release()
-        self._counters.add("disk_tier_dropped_objects")
+        if not queued:
+            self._counters.add("disk_tier_dropped_objects")
 
     def _start_thread(self) -> bool:
         """Start the thread when it is needed; whether there is one. Holds the lock."""
@@ -361,7 +413,9 @@ class DiskTier:
             while True:
                 if self._copies:
                     self._busy += 1
-                    return self._copies.popleft()
+                    key, copy = self._copies.popitem(last=False)
+                    self._writing.append(key)
+                    return copy
                 if self._closing.is_set():
                     return None
                 left = self._note_at - time.monotonic()
@@ -398,6 +452,8 @@ class DiskTier:
                 if isinstance(item, _Copy):
                     item.buffer.release()
                 with self._work:
+                    if isinstance(item, _Copy):
+                        self._writing.remove(_key(item.fmt, item.ref))
                     self._busy -= 1
                     self._work.notify_all()
 
@@ -451,7 +507,7 @@ class DiskTier:
             self.drain(_CLOSE_SECONDS)
         self._closing.set()
         with self._work:
-            for copy in self._copies:
+            for copy in self._copies.values():
                 copy.buffer.release()
             self._copies.clear()
             self._work.notify_all()

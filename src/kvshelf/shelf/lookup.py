@@ -291,6 +291,12 @@ class LookupService:
             for key in keys:
                 self._cache.note_published(key)
 
+    def note_removed(self, keys: Iterable[bytes]) -> None:
+        """Note that these chunks were just deleted; lookups probe them from now on."""
+        if self._high_latency:
+            for key in keys:
+                self._cache.note_failed(key)
+
     def forget(self) -> None:
         """Forget the answers of the storage."""
         self._cache.clear()

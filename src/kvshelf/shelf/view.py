@@ -536,6 +536,18 @@ class NamespaceView(ShelfView):
             self.backend.write(name, [buffer], "replace")
         return WriteResult.REPLACED
 
+    def delete(self, ref: ObjectRef) -> bool:
+        """Delete one object, from all folders of the namespace; whether there was one.
+
+        Raises
+        ------
+        StorageError
+            If the storage refused or failed.
+        """
+        base = self._base(ref)
+        deleted = [self.backend.delete(f"{folder}/{base}") for folder in self._find_folders()]
+        return any(deleted)
+
     def describe(self) -> None:
         """Publish the namespace's description if it is not there; `publish` does so as well.
 
