@@ -9,6 +9,7 @@ import statistics
 import tempfile
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -22,6 +23,7 @@ from hypothesis import strategies as st
 from kvshelf.backends import Deadlines, open_backend
 from kvshelf.backends.breaker import Backoff
 from kvshelf.backends.wrappers import ReadOnlyBackend
+from lending import LendingBackend, Loan
 from parts import PATIENCE, SOON, Rig, content, make_chunks, make_format, posix, until
 from thread_limit import none_can_be_started
 
@@ -31,6 +33,8 @@ from kvshelf.errors import (
     ReadOnlyStorageError,
     TransientStorageError,
 )
+from kvshelf.format.names import parse_path
+from kvshelf.format.objects import ObjectFormat
 from kvshelf.kv.caches import DONE, HostKVCache, KVMemory, LayerRun, PendingCopy, layer_calls
 from kvshelf.shelf import threads as threads_module
 from kvshelf.transfer import stores
@@ -879,8 +883,11 @@ LENGTH = 3
             st.tuples(st.just("store"), st.integers(0, PROMPTS - 1), st.booleans()),
             st.tuples(st.just("load"), st.integers(0, PROMPTS - 1), st.booleans()),
             st.tuples(st.just("damage"), st.integers(0, PROMPTS - 1), st.integers(0, 2**16)),
-            st.tuples(st.just("fault"), st.sampled_from(["open", "read", "write", "stat"])),
+            st.tuples(
+                st.just("fault"), st.sampled_from(["open", "read", "write", "stat", "borrow"])
+            ),
             st.tuples(st.just("heal")),
+            st.tuples(st.just("lend"), st.integers(0, 3), st.integers(1, 4)),
             st.tuples(st.just("poll")),
             st.tuples(st.just("drain")),
         ),
@@ -893,15 +900,49 @@ def test_whatever_happens_a_load_delivers_the_right_bytes_or_says_from_where_not
 ) -> None:
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr(HostKVCache, "whole_chunks", whole_chunks)
-        backend = FaultyBackend(posix(Path(folder) / "shelf"))
+        lending = LendingBackend(posix(Path(folder) / "shelf"))
+        lending.lends = lambda name: False
+        backend = FaultyBackend(lending)
         with closing(Rig(backend, blocks=400)) as rig:
-            _live(rig, backend, steps)
+            _live(rig, backend, lending, steps)
             assert rig.transfer.drain(PATIENCE) == 0
             # Reads of cancelled loads end a little later than the loads.
             until(lambda: rig.staging.in_use == 0)
+            until(lambda: all(loan.released for loan in lending.loans))
+        assert all(loan.released == 1 for loan in lending.loans)
 
 
-def _live(rig: Rig, backend: FaultyBackend, steps: list[tuple[object, ...]]) -> None:
+class _Bytes:
+    """A reader of bytes in memory."""
+
+    def __init__(self, data: bytearray) -> None:
+        self._data = data
+        self.size = len(data)
+
+    def read_into(self, buffer: memoryview, offset: int) -> int:
+        part = self._data[offset : offset + len(buffer)]
+        buffer[: len(part)] = part
+        return len(part)
+
+
+def _lend(lending: LendingBackend, fmt: ObjectFormat, share: int, every: int) -> None:
+    """Lend some of the objects from now on, and take the bytes of some loans back at once."""
+
+    def lend(loan: Loan) -> None:
+        parsed = parse_path(loan.name)
+        assert parsed is not None
+        fmt.read_named(_Bytes(loan.data), parsed, memoryview(bytearray(len(loan.data))))
+        if every > 1 and len(lending.loans) % every == 0:
+            loan.valid_now = False
+            loan.data[fmt.data_offset :] = bytes(len(loan.data) - fmt.data_offset)
+
+    lending.lends = lambda name: zlib.crc32(name.encode()) % 3 < share
+    lending.on_lend = lend
+
+
+def _live(
+    rig: Rig, backend: FaultyBackend, lending: LendingBackend, steps: list[tuple[object, ...]]
+) -> None:
     prompts = [make_chunks(rig.fmt, LENGTH, seed) for seed in range(PROMPTS)]
     home = [rig.items(chunks, i * LENGTH * rig.per_chunk) for i, chunks in enumerate(prompts)]
     for items in home:
@@ -944,6 +985,10 @@ def _live(rig: Rig, backend: FaultyBackend, steps: list[tuple[object, ...]]) -> 
             backend.add(Fault(str(arguments[0]), error=error, times=3))
         elif action == "heal":
             backend.heal()
+        elif action == "lend":
+            share, every = arguments
+            assert isinstance(share, int) and isinstance(every, int)
+            _lend(lending, rig.fmt, share, every)
         elif action == "poll":
             check()
         elif action == "drain":

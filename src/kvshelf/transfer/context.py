@@ -5,11 +5,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from kvshelf.format.keys import Chunk
@@ -20,7 +22,7 @@ from kvshelf.logs import RateLimitedLog
 from kvshelf.metrics import Counters
 from kvshelf.shelf.threads import StorageThreads
 from kvshelf.shelf.view import ShelfView
-from kvshelf.transfer.staging import StagingBuffer, StagingPool
+from kvshelf.transfer.staging import StagingPool
 
 logger = logging.getLogger("kvshelf.transfer")
 
@@ -47,6 +49,17 @@ class ChunkSlots:
     slots: torch.Tensor
     memory: KVMemory | None = None
     fence: object = None
+
+
+def bytes_at(view: memoryview) -> torch.Tensor:
+    """Return bytes as a tensor, uint8 [bytes], that does not keep their memory alive.
+
+    `view` may be read-only: the caller must not write to the tensor.
+    """
+    # torch.frombuffer warns of read-only memory, and its tensors would keep a mapping open.
+    array = np.frombuffer(view, np.uint8)
+    address = array.__array_interface__["data"][0]
+    return torch.frombuffer((ctypes.c_uint8 * array.size).from_address(address), dtype=torch.uint8)
 
 
 class TransferContext:
@@ -110,9 +123,9 @@ class TransferContext:
             family = "dropped_chunks" if name.startswith("dropped_chunks_") else name
             self.counters.add(f"{self.fmt.kind}_{family}", amount)
 
-    def payload(self, buffer: StagingBuffer, chunk: Chunk, shard: int) -> torch.Tensor:
-        """Return the part of a staging buffer that holds the payload of a shard's object."""
-        return buffer.tensor[self.fmt.data_offset : self.fmt.object_size(shard, chunk.tokens)]
+    def payload(self, whole: torch.Tensor, chunk: Chunk, shard: int) -> torch.Tensor:
+        """Return the part of a buffer, uint8, that holds the payload of a shard's object."""
+        return whole[self.fmt.data_offset : self.fmt.object_size(shard, chunk.tokens)]
 
     def threads(
         self,

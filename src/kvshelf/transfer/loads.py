@@ -3,7 +3,9 @@
 Owns the queues of loads, the threads that read, and the loads in progress.
 
 A load: a load thread reads an object into a staging buffer, verifies it and scatters it into
-the paged cache. When all objects of a load have arrived or were given up, the load is
+the paged cache. An object that a tier or the storage has in memory is borrowed instead, and
+scattered from where it lies (:meth:`~kvshelf.shelf.view.ShelfView.borrow`): a load of such objects
+takes no staging. When all objects of a load have arrived or were given up, the load is
 ``finished`` and says at which chunk it failed. An object that misses its deadline is given
 up: its thread may hang for ever, the load does not.
 
@@ -16,7 +18,8 @@ all of them. An object that several loads need at the same time is read once, fo
 
 Where the caches prefer whole chunks (:attr:`~kvshelf.kv.caches.KVMemory.whole_chunks`), a thread
 leaves its object to a thread that still reads another one of the same chunk; the last of them
-scatters all. So what is left has a taker that needs no further staging, and no thread waits.
+scatters all. So what is left has a taker that needs no further staging, and no thread waits. A
+thread that could not borrow its object scatters what was left to it before it takes staging.
 
 Deadlines: each object has the deadline of its backend (:mod:`kvshelf.backends.guard`). A
 load's deadline is that of reading 2 × (the bytes of the loads before it + its own), since
@@ -31,7 +34,9 @@ Contracts
   its staging buffer stays with it.
 * Of a paged cache only the slots given are written, between :meth:`Loads.load` and the moment
   at which the load is reported finished, however it ends: loaded, failed, cancelled or late.
-* Nothing unverified is ever scattered.
+* Nothing unverified is ever scattered. Borrowed bytes are asked for their validity after the
+  scatter: where they were taken back meanwhile, the object counts as failed.
+* What is borrowed is given back exactly once, after the last scatter from it has ended.
 * One lock, held for queue operations and during completion callbacks.
 """
 
@@ -39,23 +44,27 @@ from __future__ import annotations
 
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
+import torch
+
+from kvshelf.backends import Borrowed
 from kvshelf.errors import (
     BadObjectError,
     DeviceUnavailableError,
-    NotRegularError,
     ObjectMissingError,
+    TransientStorageError,
     UnavailableStorageError,
 )
 from kvshelf.format.keys import Chunk
 from kvshelf.format.names import object_name
 from kvshelf.shelf.view import ObjectRef
-from kvshelf.transfer.context import ChunkSlots, TransferContext, TransferHalf
-from kvshelf.transfer.staging import StagingBuffer
+from kvshelf.transfer.context import ChunkSlots, TransferContext, TransferHalf, bytes_at
+from kvshelf.transfer.staging import StagingBuffer, StagingPool
 
 
 class Failure(Enum):
@@ -105,7 +114,7 @@ class Load:
     #: Threads that are copying into the cache at this moment.
     _scattering: int = 0
     #: Objects of each item that were read, and left to a thread that reads another one.
-    _left: dict[int, list[tuple[ReadTask, StagingBuffer]]] = field(default_factory=dict)
+    _left: dict[int, list[tuple[ReadTask, _Held]]] = field(default_factory=dict)
     _deadline: float = 0.0
     _bytes: int = 0
     #: Mark of the engine's work on the cache's device before the load.
@@ -140,7 +149,7 @@ class ReadTask:
     arrived: bool = False
     #: It was given up, since its thread is stuck.
     late: bool = False
-    #: Its thread has a staging buffer and is reading into it.
+    #: Its thread is borrowing the object, or has a staging buffer and is reading into it.
     reading: bool = False
     #: The same object for other loads.
     sharers: list[ReadTask] = field(default_factory=list)
@@ -159,6 +168,55 @@ class ReadTask:
     def wanted(self) -> bool:
         """Whether the object is still of use to the load."""
         return not self.load.finished and self.item < self.load._wanted
+
+
+class _Held(ABC):
+    """The bytes of one verified object that a thread has.
+
+    Attributes
+    ----------
+    tensor : Tensor
+        uint8 [bytes], the object with its header; there may be further bytes behind it.
+    """
+
+    tensor: torch.Tensor
+
+    @abstractmethod
+    def valid(self) -> bool:
+        """Tell whether they were the object's until now."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Give them back. Once."""
+
+
+class _Staged(_Held):
+    """An object in staging."""
+
+    def __init__(self, staging: StagingPool, buffer: StagingBuffer) -> None:
+        self._staging = staging
+        self.buffer = buffer
+        self.tensor = buffer.tensor
+
+    def valid(self) -> bool:
+        return True
+
+    def release(self) -> None:
+        self._staging.release(self.buffer)
+
+
+class _Lent(_Held):
+    """An object in memory that somebody else owns."""
+
+    def __init__(self, borrowed: Borrowed) -> None:
+        self._borrowed = borrowed
+        self.tensor = bytes_at(borrowed.view)
+
+    def valid(self) -> bool:
+        return self._borrowed.valid()
+
+    def release(self) -> None:
+        self._borrowed.release()
 
 
 class Loads(TransferHalf):
@@ -243,6 +301,11 @@ class Loads(TransferHalf):
                 load._fence = cache.fence()
             except DeviceUnavailableError:
                 usable = False
+        if usable and not early and self._shelf.backend.properties.lends:
+            # Without the lock: a name for each object takes a while.
+            self._shelf.expect(
+                [ObjectRef(item.chunk, shard) for item in items for shard in self._shards]
+            )
         with self._lock:
             ahead = bytes_ahead + self._unfinished_bytes()
             seconds = self._deadlines.to_read(2 * (ahead + load._bytes))
@@ -397,19 +460,42 @@ class Loads(TransferHalf):
 
     def _run(self) -> None:
         while not self._threads.replaced() and (task := self._next_task()) is not None:
-            buffer = self._staging_for(task)
+            held, failure = self._fetch(task)
             try:
-                failure = None if buffer is None else self._read(task, buffer)
-                if buffer is not None and failure is None and self._leave(task, buffer):
-                    buffer = None
+                if held is not None and self._leave(task, held):
+                    held = None
                     continue
                 taker: ReadTask | None = task
                 while taker is not None:
-                    self._deliver(taker, buffer, failure)
+                    self._deliver(taker, held, failure)
                     taker = self._next_sharer(task)
             finally:
-                if buffer is not None:
-                    self._staging.release(buffer)
+                if held is not None:
+                    held.release()
+
+    def _fetch(self, task: ReadTask) -> tuple[_Held | None, Failure | None]:
+        """Borrow an object, or read it into staging; otherwise return why not.
+
+        Neither is returned if no staging became free.
+        """
+        if not task.load.early:
+            # What is read early goes into the memory tier, and a tier copies what it is given.
+            lent, failure = self._borrow(task)
+            if lent is not None or failure is not None:
+                return lent, failure
+            if task.late:
+                # It was stuck there: nobody waits for the object any more.
+                return None, Failure.ERROR
+            # A wait for staging must not keep what others left to this thread.
+            self._deliver_left(task)
+        buffer = self._staging_for(task)
+        if buffer is None:
+            return None, None
+        failure = self._read(task, buffer)
+        if failure is None:
+            return _Staged(self._staging, buffer), None
+        self._staging.release(buffer)
+        return None, failure
 
     def _staging_for(self, task: ReadTask) -> StagingBuffer | None:
         """Take a buffer; wait for one until the last deadline of the loads that need it."""
@@ -431,26 +517,40 @@ class Loads(TransferHalf):
                     self._stop_sharing(task)
                     return None
 
+    def _borrow(self, task: ReadTask) -> tuple[_Held | None, Failure | None]:
+        """Borrow an object; otherwise return why it cannot be had, if it cannot."""
+        # A flag, not the lock: a thread that reads it too early scatters by itself.
+        task.reading = True
+        try:
+            borrowed = self._shelf.borrow(ObjectRef(task.chunk, task.shard))
+        except Exception as error:  # noqa: BLE001 - the thread must go on
+            return None, self._reason(task, error)
+        return None if borrowed is None else _Lent(borrowed), None
+
     def _read(self, task: ReadTask, buffer: StagingBuffer) -> Failure | None:
         """Read and verify an object; return why that failed, if it did."""
         object_buffer = buffer.view[: self._fmt.object_size(task.shard, task.chunk.tokens)]
         task.reading = True
         try:
             self._shelf.load(ObjectRef(task.chunk, task.shard), object_buffer)
-        except ObjectMissingError as error:
-            return self._load_failed(task, Failure.MISSING, error)
-        except (BadObjectError, NotRegularError) as error:
-            return self._load_failed(task, Failure.BAD, error)
-        except (UnavailableStorageError, DeviceUnavailableError) as error:
-            return self._load_failed(task, Failure.UNAVAILABLE, error)
         except Exception as error:  # noqa: BLE001 - the thread must go on
-            return self._load_failed(task, Failure.ERROR, error)
+            return self._reason(task, error)
         return None
 
-    def _leave(self, task: ReadTask, buffer: StagingBuffer) -> bool:
+    def _reason(self, task: ReadTask, error: Exception) -> Failure:
+        """Count and log that an object could not be had; return why."""
+        if isinstance(error, ObjectMissingError):
+            return self._load_failed(task, Failure.MISSING, error)
+        if isinstance(error, BadObjectError):
+            return self._load_failed(task, Failure.BAD, error)
+        if isinstance(error, UnavailableStorageError | DeviceUnavailableError):
+            return self._load_failed(task, Failure.UNAVAILABLE, error)
+        return self._load_failed(task, Failure.ERROR, error)
+
+    def _leave(self, task: ReadTask, held: _Held) -> bool:
         """Leave an object to a thread that still reads another one of its chunk, if there is one.
 
-        That thread delivers it, and releases the buffer.
+        That thread delivers it, and releases it.
         """
         load = task.load
         memory = load.items[task.item].memory or self._context.cache
@@ -465,38 +565,60 @@ class Loads(TransferHalf):
                 return False
             self._tasks.pop(threading.get_ident(), None)
             self._stop_sharing(task)
-            load._left.setdefault(task.item, []).append((task, buffer))
+            load._left.setdefault(task.item, []).append((task, held))
             return True
 
-    def _deliver(
-        self, task: ReadTask, buffer: StagingBuffer | None, failure: Failure | None
-    ) -> None:
-        """Scatter the object, and those left to this thread, for one of the loads that need it."""
+    def _take_left(self, task: ReadTask) -> list[tuple[ReadTask, _Held]]:
+        """Take over what was left to the thread of `task`; nothing more is left to it."""
         with self._lock:
             task.reading = False
-            left = task.load._left.pop(task.item, [])
+            return task.load._left.pop(task.item, [])
+
+    def _deliver_left(self, task: ReadTask) -> None:
+        """Scatter what was left to this thread, without its own object."""
+        left = self._take_left(task)
+        if not left:
+            return
+        failure = None
         try:
-            if buffer is None:
+            self._scatter(task.load, task.item, left)
+        except Exception as error:  # noqa: BLE001 - the thread must go on
+            failure = self._load_failed(left[0][0], Failure.ERROR, error)
+        finally:
+            for _, held in left:
+                held.release()
+        for number, (other, _) in enumerate(left):
+            self._end_task(other, None if number else failure)
+
+    def _deliver(self, task: ReadTask, held: _Held | None, failure: Failure | None) -> None:
+        """Scatter the object, and those left to this thread, for one of the loads that need it."""
+        left = self._take_left(task)
+        try:
+            if failure is None and held is None:
                 failure = Failure.UNAVAILABLE
                 if not task.load.early:
                     error = TimeoutError("no staging buffer became free")
                     failure = self._load_failed(task, Failure.ERROR, error)
-            elif failure is None:
+            elif failure is None and held is not None:
                 try:
-                    self._scatter(task.load, task.item, [(task, buffer), *left])
+                    self._scatter(task.load, task.item, [(task, held), *left])
                 except Exception as error:  # noqa: BLE001 - the thread must go on
                     failure = self._load_failed(task, Failure.ERROR, error)
         finally:
-            for _, held in left:
-                self._staging.release(held)
+            for _, other_held in left:
+                other_held.release()
         for other, _ in left:
             self._end_task(other, None)
         self._end_task(task, failure)
 
-    def _scatter(
-        self, load: Load, number: int, arrived: Sequence[tuple[ReadTask, StagingBuffer]]
-    ) -> None:
-        """Scatter objects of one item."""
+    def _scatter(self, load: Load, number: int, arrived: Sequence[tuple[ReadTask, _Held]]) -> None:
+        """Scatter objects of one item.
+
+        Raises
+        ------
+        TransientStorageError
+            If borrowed bytes were taken back meanwhile: none of the objects counts as arrived.
+        """
         with self._lock:
             if not all(task.wanted for task, _ in arrived):
                 return
@@ -504,8 +626,8 @@ class Loads(TransferHalf):
             load._scattering += 1
         item = load.items[number]
         payloads = {
-            task.shard: self._context.payload(buffer, item.chunk, task.shard)
-            for task, buffer in arrived
+            task.shard: self._context.payload(held.tensor, item.chunk, task.shard)
+            for task, held in arrived
         }
         begin = time.perf_counter()
         try:
@@ -517,6 +639,11 @@ class Loads(TransferHalf):
             else:
                 for shard, payload in payloads.items():
                     memory.scatter(shard, item.slots, payload, fence)
+            if not all(held.valid() for _, held in arrived):
+                raise TransientStorageError(
+                    "the memory that lent it was taken back while it was read; where this recurs,"
+                    " loads take longer than loans last"
+                )
             for task, _ in arrived:
                 task.arrived = True
         finally:
@@ -612,7 +739,7 @@ class Loads(TransferHalf):
             stuck.reading = False
             for _, held in stuck.load._left.pop(stuck.item, []):
                 # What was left to it is of no use without it.
-                self._staging.release(held)
+                held.release()
             for task in (stuck, *stuck.sharers):
                 task.late = True
                 if task.wanted:

@@ -1,0 +1,361 @@
+"""Loads of objects that the storage has in memory: read where they lie, and given back."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from faulty import CountingBackend, Fault, FaultyBackend
+from lending import LendingBackend, Loan
+from parts import PATIENCE, SOON, Rig, make_chunks, posix, until
+
+from kvshelf.format.invalid import PayloadDamaged
+from kvshelf.format.keys import Chunk
+from kvshelf.kv.caches import HostKVCache, KVMemory, PendingCopy
+from kvshelf.shelf.view import NamespaceView, ObjectRef
+from kvshelf.transfer.context import ChunkSlots, bytes_at
+from kvshelf.transfer.loads import Failure, Load
+
+
+class Lender:
+    """A transfer from a storage that lends."""
+
+    def __init__(self, root: Path, **options: object) -> None:
+        self.reads = CountingBackend(posix(root))
+        self.lending = LendingBackend(self.reads)
+        self.faults = FaultyBackend(self.lending)
+        self.rig = Rig(self.faults, blocks=200, options={"load_threads": 2}, **options)
+        #: While it is clear, lent objects do not reach their borrowers.
+        self.gate = threading.Event()
+        self.gate.set()
+        self.lending.on_lend = self._lend
+        self.asked = 0
+
+    def _lend(self, loan: Loan) -> None:
+        self.asked += 1
+        assert self.gate.wait(PATIENCE)
+
+    @property
+    def loans(self) -> list[Loan]:
+        return self.lending.loans
+
+    def put(self, count: int, seed: int = 0) -> list[Chunk]:
+        chunks = make_chunks(self.rig.fmt, count, seed)
+        self.rig.put(chunks)
+        self.reads.counts.clear()
+        return chunks
+
+    def start(self, chunks: Sequence[Chunk], first_block: int = 20, name: str = "r") -> Load:
+        return self.rig.transfer.load(name, self.rig.items(chunks, first_block))
+
+    def reading(self, shard: int) -> bool:
+        """Whether a thread is about to get an object of this shard."""
+        tasks = list(self.rig.transfer._loads._tasks.values())
+        return any(task.reading and task.shard == shard for task in tasks)
+
+    def settled(self, loans: int) -> None:
+        """Check that everything lent was given back once, and nothing else is held."""
+        until(lambda: len(self.loans) == loans and all(loan.released for loan in self.loans))
+        until(lambda: not self.rig.transfer._loads._tasks)
+        assert [loan.released for loan in self.loans] == [1] * loans
+        assert self.rig.staging.in_use == 0
+
+    def close(self) -> None:
+        self.gate.set()
+        self.faults.heal()
+        self.rig.transfer.close()
+        self.rig.guard.close()
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Lender]]:
+    started: list[Lender] = []
+
+    def make(**options: object) -> Lender:
+        started.append(Lender(tmp_path / "shelf", **options))
+        return started[-1]
+
+    yield make
+    for lender in started:
+        lender.close()
+
+
+def test_objects_in_memory_are_loaded_without_staging(start: Callable[..., Lender]) -> None:
+    lender = start()
+    rig = lender.rig
+    chunks = lender.put(5)
+    held = [rig.staging.acquire_for_load(0.0) for _ in range(rig.staging.limit)]
+    load, items = rig.load(chunks, 20)
+    assert load.failed_at is None
+    assert all(rig.holds(item) for item in items)
+    assert [loan.released for loan in lender.loans] == [1] * 5 * rig.fmt.shards
+    for buffer in held:
+        assert buffer is not None
+        rig.staging.release(buffer)
+    # All were announced, in the order of the prompt.
+    view = rig.shelf.view(rig.fmt)
+    assert lender.lending.expected == [
+        (view.name(ObjectRef(chunk, shard)), rig.fmt.object_size(shard))
+        for chunk in chunks
+        for shard in range(rig.fmt.shards)
+    ]
+    assert rig.count("loaded_chunks") == 5
+    assert rig.count("loaded_bytes") == 5 * rig.transfer.chunk_bytes
+
+
+def test_what_is_not_lent_is_read(start: Callable[..., Lender]) -> None:
+    lender = start()
+    rig = lender.rig
+    chunks = lender.put(4)
+    lent = [chunk.key.hex() for chunk in chunks[::2]]
+    lender.lending.lends = lambda name: any(key in name for key in lent)
+    load, items = rig.load(chunks, 20)
+    assert load.failed_at is None
+    assert all(rig.holds(item) for item in items)
+    lender.settled(2 * rig.fmt.shards)
+
+
+@pytest.mark.parametrize("whole_chunks", [False, True])
+def test_what_was_taken_back_meanwhile_is_a_failed_object(
+    start: Callable[..., Lender], whole_chunks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(HostKVCache, "whole_chunks", whole_chunks)
+    lender = start()
+    rig = lender.rig
+    chunks = lender.put(4)
+
+    def expire(loan: Loan) -> None:
+        if chunks[2].key.hex() in loan.name:
+            loan.valid_now = False
+            loan.data[rig.fmt.data_offset :] = bytes(len(loan.data) - rig.fmt.data_offset)
+
+    lender.lending.on_lend = expire
+    load, items = rig.load(chunks, 20)
+    assert load.failed_at == 2
+    assert {(chunk.key, failure) for chunk, failure in load.failures} >= {
+        (chunks[2].key, Failure.ERROR)
+    }
+    assert all(rig.holds(item) for item in items[:2])
+    until(lambda: not rig.transfer._loads._tasks)
+    lender.settled(len(lender.loans))
+    lender.lending.on_lend = lambda loan: None
+    load, items = rig.load(chunks, 60)
+    assert load.failed_at is None
+    assert all(rig.holds(item) for item in items)
+
+
+def test_the_bytes_are_asked_for_after_the_scatter(
+    start: Callable[..., Lender], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lender = start()
+    order: list[str] = []
+    scatter = HostKVCache.scatter
+
+    def noting(self: HostKVCache, *arguments: object) -> None:
+        scatter(self, *arguments)  # type: ignore[arg-type]
+        order.append("scatter")
+
+    monkeypatch.setattr(HostKVCache, "scatter", noting)
+    chunks = lender.put(1)
+    lender.lending.lends = lambda name: "0of" in name
+    lender.lending.on_lend = lambda loan: setattr(loan, "on_valid", lambda: order.append("valid"))
+    assert lender.rig.load(chunks, 20)[0].failed_at is None
+    lender.settled(1)
+    assert order.index("scatter") < order.index("valid")
+
+
+def test_objects_of_one_chunk_are_scattered_together(
+    start: Callable[..., Lender], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(HostKVCache, "whole_chunks", True)
+    got: list[list[int]] = []
+    scatter_chunk = HostKVCache.scatter_chunk
+
+    def noting(self: HostKVCache, shards: Sequence[int], *arguments: object) -> None:
+        got.append(list(shards))
+        scatter_chunk(self, shards, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(HostKVCache, "scatter_chunk", noting)
+    lender = start()
+    (chunk,) = lender.put(1)
+    held = threading.Event()
+    lender.faults.add(Fault("borrow", "*1of*", wait=held))
+    lender.lending.on_lend = lambda loan: until(lambda: "1of" in loan.name or lender.reading(1))
+    load = lender.start([chunk])
+    until(lambda: bool(load._left))
+    held.set()
+    assert lender.rig.finished().failed_at is None
+    assert got == [[0, 1]]
+    assert lender.rig.holds(lender.rig.items([chunk], 20)[0])
+    lender.settled(2)
+
+
+def test_a_thread_that_must_wait_for_staging_first_delivers_what_was_left_to_it(
+    start: Callable[..., Lender], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(HostKVCache, "whole_chunks", True)
+    lender = start()
+    rig = lender.rig
+    (chunk,) = lender.put(1)
+    taken = [rig.staging.acquire_for_load(0.0) for _ in range(rig.staging.limit)]
+    hold = threading.Event()
+    lender.faults.add(Fault("borrow", "*1of*", wait=hold))
+    lender.lending.lends = lambda name: "0of" in name
+    lender.lending.on_lend = lambda loan: until(lambda: lender.reading(1))
+    load = lender.start([chunk])
+    until(lambda: bool(load._left))
+    hold.set()
+    until(lambda: load._arrived == [1])
+    assert [loan.released for loan in lender.loans] == [1]
+    for buffer in taken:
+        assert buffer is not None
+        rig.staging.release(buffer)
+    assert rig.finished().failed_at is None
+    assert rig.holds(rig.items([chunk], 20)[0])
+    lender.settled(1)
+
+
+def test_what_was_left_to_a_thread_whose_loan_fails_is_given_back(
+    start: Callable[..., Lender], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(HostKVCache, "whole_chunks", True)
+    lender = start()
+    (chunk,) = lender.put(1)
+    hold = threading.Event()
+    lender.faults.add(Fault("borrow", "*1of*", wait=hold, error=PayloadDamaged("damaged")))
+    lender.lending.on_lend = lambda loan: until(lambda: lender.reading(1))
+    load = lender.start([chunk])
+    until(lambda: bool(load._left))
+    hold.set()
+    assert lender.rig.finished().failures == [(chunk, Failure.BAD)]
+    assert lender.rig.untouched(lender.rig.items([chunk], 20)[0])
+    lender.settled(1)
+
+
+def test_a_cancelled_load_gives_back_what_it_gets_and_touches_nothing(
+    start: Callable[..., Lender],
+) -> None:
+    lender = start()
+    chunks = lender.put(3)
+    lender.gate.clear()
+    lender.start(chunks)
+    until(lambda: lender.asked == 2)
+    lender.rig.transfer.cancel("r")
+    assert lender.rig.finished().cancelled
+    lender.gate.set()
+    lender.settled(2)
+    assert all(lender.rig.untouched(item) for item in lender.rig.items(chunks, 20))
+
+
+def test_loads_that_need_one_object_share_the_loan(start: Callable[..., Lender]) -> None:
+    lender = start()
+    rig = lender.rig
+    chunks = lender.put(1)
+    lender.gate.clear()
+    for number in range(3):
+        lender.start(chunks, 20 + 20 * number, str(number))
+    until(lambda: lender.asked == rig.fmt.shards)
+    lender.gate.set()
+    ended: list[Load] = []
+    while len(ended) < 3:
+        ended += rig.transfer.poll(PATIENCE)
+    assert all(load.failed_at is None for load in ended)
+    assert all(rig.holds(rig.items(chunks, 20 + 20 * number)[0]) for number in range(3))
+    lender.settled(rig.fmt.shards)
+
+
+@pytest.mark.parametrize("lent", [True, False])
+def test_a_loan_that_comes_late_is_given_back_unused(
+    start: Callable[..., Lender], lent: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lender = start(deadlines=SOON)
+    chunks = lender.put(1)
+    read: list[object] = []
+    monkeypatch.setattr(NamespaceView, "load", lambda *arguments: read.append(arguments))
+    hold = threading.Event()
+    lender.faults.add(Fault("borrow", wait=hold))
+    lender.lending.lends = lambda name: lent
+    lender.start(chunks)
+    load = lender.rig.finished()
+    assert load.failed_at == 0
+    until(lambda: lender.rig.transfer._loads._threads.stuck == 2)
+    hold.set()
+    until(lambda: not lender.rig.transfer._loads._threads.stuck)
+    lender.settled(lender.rig.fmt.shards if lent else 0)
+    assert lender.rig.untouched(lender.rig.items(chunks, 20)[0])
+    # Nobody waits for the object any more, so it is not read either.
+    assert not read
+
+
+def test_closing_ends_loads_of_lent_objects(start: Callable[..., Lender]) -> None:
+    lender = start()
+    chunks = lender.put(3)
+    lender.gate.clear()
+    load = lender.start(chunks)
+    until(lambda: lender.asked == 2)
+    ending = threading.Thread(target=lender.rig.transfer.close)
+    ending.start()
+    until(lambda: load.finished)
+    assert load.failed_at == 0
+    lender.gate.set()
+    ending.join(PATIENCE)
+    lender.settled(2)
+    assert all(lender.rig.untouched(item) for item in lender.rig.items(chunks, 20))
+
+
+def test_a_scatter_that_fails_gives_the_bytes_back(
+    start: Callable[..., Lender], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lender = start()
+    chunks = lender.put(1)
+
+    def broken(self: HostKVCache, *arguments: object) -> None:
+        raise ValueError("no such slot")
+
+    monkeypatch.setattr(HostKVCache, "scatter", broken)
+    lender.start(chunks)
+    assert lender.rig.finished().failed_at == 0
+    lender.settled(len(lender.loans))
+
+
+def test_a_missing_object_is_not_looked_for_twice(start: Callable[..., Lender]) -> None:
+    lender = start()
+    chunks = lender.put(2)
+    for shard in range(lender.rig.fmt.shards):
+        lender.rig.path(chunks[1], shard).unlink()
+    load, _ = lender.rig.load(chunks, 20)
+    assert load.failed_at == 1
+    assert load.failures[0] == (chunks[1], Failure.MISSING)
+    lender.settled(lender.rig.fmt.shards)
+
+
+class Nowhere(KVMemory):
+    """Memory that early loads fill."""
+
+    def gather(self, slots: torch.Tensor, payloads: Sequence[torch.Tensor]) -> PendingCopy:
+        raise AssertionError
+
+    def scatter(
+        self, shard: int, slots: torch.Tensor, payload: torch.Tensor, fence: object = None
+    ) -> None: ...
+
+
+def test_early_loads_borrow_nothing(start: Callable[..., Lender]) -> None:
+    lender = start()
+    chunks = lender.put(2)
+    none, ended = torch.empty(0, dtype=torch.int64), threading.Event()
+    items = [ChunkSlots(chunk, none, Nowhere()) for chunk in chunks]
+    lender.rig.transfer.load("early", items, early=True, on_done=lambda load: ended.set())
+    assert ended.wait(PATIENCE)
+    assert not lender.loans and not lender.lending.expected
+
+
+def test_a_tensor_of_read_only_bytes_keeps_them_no_longer_than_they_are_lent() -> None:
+    data = bytearray(b"0123456789")
+    tensor = bytes_at(memoryview(data)[2:].toreadonly())
+    assert tensor.tolist() == list(b"23456789")
+    # A tensor that held on to the bytes would not let their owner resize them.
+    data.append(1)
