@@ -243,6 +243,25 @@ class Backend(ABC):
             raise answer
         return answer
 
+    def find(self, names: Sequence[str], sizes: Sequence[int]) -> StatResults:
+        """Probe objects that are to be read: they may also be in memory only, see :meth:`borrow`.
+
+        The default is :meth:`stat`. A wrapper's is its own :meth:`stat` too, unless it passes this
+        call on.
+
+        Parameters
+        ----------
+        names : Sequence of str
+        sizes : Sequence of int
+            The bytes that each object should have.
+
+        Raises
+        ------
+        ObjectNameError
+            If a name is not safe: an error of the caller.
+        """
+        return self.stat(names)
+
     @abstractmethod
     def info(self, name: str) -> ObjectInfo | None:
         """Return size and times of the entry at `name`, of any type; None if missing.

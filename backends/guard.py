@@ -212,13 +212,20 @@ class GuardedBackend(WrappedBackend):
 
     def stat(self, names: Sequence[str]) -> StatResults:
         """Probe many names at once; all answers are errors while the read breaker is open."""
+        return self._probe_all(names, lambda: self.inner.stat(names))
+
+    def find(self, names: Sequence[str], sizes: Sequence[int]) -> StatResults:
+        """Probe many names at once; all answers are errors while the read breaker is open."""
+        return self._probe_all(names, lambda: self.inner.find(names, sizes))
+
+    def _probe_all(self, names: Sequence[str], ask: Callable[[], StatResults]) -> StatResults:
         try:
             call = self._enter(_PROBE, names[0] if names else "", self.deadlines.probe)
         except UnavailableStorageError as error:
             return [error] * len(names)
         failure: StorageError | None = None
         try:
-            answers = self.inner.stat(names)
+            answers = ask()
             # Faster than testing each answer: nearly all are sizes.
             if not _PLAIN_ANSWERS.issuperset(map(type, answers)):
                 failure = next((a for a in answers if isinstance(a, StorageError)), None)

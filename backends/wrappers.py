@@ -105,6 +105,9 @@ class ReadOnlyBackend(WrappedBackend):
         """The properties of the wrapped backend, with `read_only`."""
         return replace(self.inner.properties, read_only=True)
 
+    def find(self, names: Sequence[str], sizes: Sequence[int]) -> StatResults:
+        return self.inner.find(names, sizes)
+
     def _refuse(self, name: str) -> ReadOnlyStorageError:
         return ReadOnlyStorageError(
             errno.EROFS, "the shelf was opened read-only", f"{self.url}/{check_name(name)}"

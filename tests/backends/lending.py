@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from kvshelf.backends import Backend, Properties
+from kvshelf.backends.base import StatResults
 from kvshelf.backends.wrappers import WrappedBackend
 
 
@@ -55,6 +56,8 @@ class LendingBackend(WrappedBackend):
     expected : list of pairs
         Names and sizes of all objects that were expected.
     lends : Callable[[str], bool]
+    kept : set of str
+        Objects that are in memory, whether or not the storage has them.
     on_lend : Callable[[Loan], None]
         Called with each loan before the borrower has it.
     """
@@ -64,6 +67,7 @@ class LendingBackend(WrappedBackend):
         self.loans: list[Loan] = []
         self.expected: list[tuple[str, int]] = []
         self.lends: Callable[[str], bool] = lambda name: True
+        self.kept: set[str] = set()
         self.on_lend: Callable[[Loan], None] = lambda loan: None
         self._lock = threading.Lock()
 
@@ -71,6 +75,13 @@ class LendingBackend(WrappedBackend):
     def properties(self) -> Properties:
         """Those of the storage, and that it lends."""
         return replace(self.inner.properties, lends=True)
+
+    def find(self, names: Sequence[str], sizes: Sequence[int]) -> StatResults:
+        """Answer for what is in memory, and ask the storage for the rest."""
+        return [
+            size if name in self.kept else found
+            for name, size, found in zip(names, sizes, self.inner.stat(names), strict=True)
+        ]
 
     def expect(self, names: Sequence[str], sizes: Sequence[int]) -> None:
         """Note the names."""

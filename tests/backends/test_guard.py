@@ -686,6 +686,19 @@ def test_wrappers_pass_on_what_is_expected_and_lent(tmp_path: Path) -> None:
         assert backend.borrow("o", 5) is None
 
 
+@pytest.mark.parametrize("rig", [(None, NEVER)], indirect=True)
+def test_objects_that_are_to_be_read_are_probed_like_others(rig: Rig) -> None:
+    assert rig.guard.find(["o1", "none"], [2, 2]) == rig.guard.stat(["o1", "none"])
+    rig.faults.add(Fault("stat", error=eio))
+    for _ in range(LEAST_FAILURES):
+        assert isinstance(rig.guard.find(["o1"], [2])[0], TransientStorageError)
+    assert rig.guard.reads.state is BreakerState.OPEN
+    rig.inner.counts.clear()
+    answers = rig.guard.find(["o1", "o2"], [2, 2])
+    assert all(isinstance(answer, UnavailableStorageError) for answer in answers)
+    assert not rig.inner.counts
+
+
 @pytest.mark.parametrize("rig", [(SOON, NEVER)], indirect=True)
 def test_a_late_loan_counts_as_a_late_read(rig: Rig) -> None:
     gate = threading.Event()

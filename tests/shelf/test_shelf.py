@@ -17,6 +17,7 @@ import pytest
 from faulty import CountingBackend, Fault, FaultyBackend
 from kvshelf.backends import WriteResult, open_backend
 from kvshelf.backends.base import StatResults
+from kvshelf.backends.wrappers import ReadOnlyBackend
 from lending import LendingBackend
 from parts import PATIENCE, until
 
@@ -36,7 +37,7 @@ from kvshelf.format.namespace import Namespace
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.shelf import view as view_module
 from kvshelf.shelf.shelf import Shelf, open_shelf
-from kvshelf.shelf.view import ObjectRef, Presence
+from kvshelf.shelf.view import ObjectRef, Presence, find_together
 
 CHUNK = 16
 SHARDS = 2
@@ -751,6 +752,19 @@ def test_an_object_that_the_storage_has_in_memory_is_lent_whole(
             view.borrow(missing)
         lending.lends = lambda name: False
         assert view.borrow(ref) is None
+
+
+def test_lookups_find_what_is_in_memory_only_and_stores_do_not(
+    root: Path, fmt: ObjectFormat, chunks: list[Chunk]
+) -> None:
+    lending = LendingBackend(open_backend(root))
+    with Shelf(ReadOnlyBackend(lending)) as shelf:
+        view = shelf.view(fmt)
+        refs = [ObjectRef(chunk, 0) for chunk in chunks[:2]]
+        lending.kept = {view.name(refs[1])}
+        assert view.find(refs) == [Presence.MISSING, Presence.PRESENT]
+        assert find_together([(view, refs)]) == [[Presence.MISSING, Presence.PRESENT]]
+        assert view.probe(refs) == [Presence.MISSING, Presence.MISSING]
 
 
 def test_the_bytes_of_another_object_are_not_taken_for_this_one(

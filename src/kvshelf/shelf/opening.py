@@ -207,6 +207,13 @@ class LateBackend(WrappedBackend):
         except UnavailableStorageError as error:
             return [error] * len(names)
 
+    def find(self, names: Sequence[str], sizes: Sequence[int]) -> StatResults:
+        """Probe many names at once."""
+        try:
+            return self.inner.find(names, sizes)
+        except UnavailableStorageError as error:
+            return [error] * len(names)
+
     def expect(self, names: Sequence[str], sizes: Sequence[int]) -> None:
         """Pass it on if the storage is open."""
         opened = self._opening.get()

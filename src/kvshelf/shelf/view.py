@@ -129,7 +129,7 @@ class ShelfView(ABC):
         """
 
     def find(self, refs: Sequence[ObjectRef]) -> list[Presence]:
-        """Probe the storage and the tiers in front of it: an object in a tier is present."""
+        """Probe for objects that can be loaded, from the storage or from a tier in front of it."""
         return self.probe(refs)
 
     def nearby(self, refs: Sequence[ObjectRef]) -> list[Presence | None]:
@@ -290,7 +290,7 @@ def find_together(
         (view.on_storage, [ref for ref, answer in zip(refs, near, strict=True) if answer is None])
         for (view, refs), near in zip(asked, nearby, strict=True)
     ]
-    found = iter(NamespaceView.probe_together(left))
+    found = iter(NamespaceView.probe_together(left, find=True))
     return [[next(found) if answer is None else answer for answer in near] for near in nearby]
 
 
@@ -393,11 +393,22 @@ class NamespaceView(ShelfView):
         """Tell for many objects what stands in their places, see :meth:`ShelfView.probe`."""
         return self._probe_named(*self._names_and_sizes(refs))
 
+    def find(self, refs: Sequence[ObjectRef]) -> list[Presence]:
+        """Probe the storage, and what it has in memory only, see :meth:`ShelfView.find`."""
+        return self._probe_named(*self._names_and_sizes(refs), find=True)
+
     @staticmethod
     def probe_together(
-        asked: Sequence[tuple[NamespaceView, Sequence[ObjectRef]]],
+        asked: Sequence[tuple[NamespaceView, Sequence[ObjectRef]]], *, find: bool = False
     ) -> list[Presence]:
         """Probe objects of several kinds of one namespace in one call of the storage.
+
+        Parameters
+        ----------
+        asked : Sequence of pairs
+            A view, and objects.
+        find : bool
+            As :meth:`find`, not as :meth:`probe`.
 
         Returns
         -------
@@ -410,7 +421,7 @@ class NamespaceView(ShelfView):
             more = view._names_and_sizes(refs)
             names += more[0]
             sizes += more[1]
-        return asked[0][0]._probe_named(names, sizes) if names else []
+        return asked[0][0]._probe_named(names, sizes, find=find) if names else []
 
     def _names_and_sizes(self, refs: Sequence[ObjectRef]) -> tuple[list[str], list[int]]:
         names: list[str] = []
@@ -427,28 +438,31 @@ class NamespaceView(ShelfView):
             sizes.append(self._size(chunk, shard))
         return names, sizes
 
-    def _probe_named(self, names: list[str], sizes: list[int]) -> list[Presence]:
+    def _probe_named(
+        self, names: list[str], sizes: list[int], *, find: bool = False
+    ) -> list[Presence]:
         try:
             folders = self._find_folders()
         except StorageError as exc:
             self._log_failed_probe(exc)
             return [Presence.ERROR] * len(names)
-        answers = self._probe(folders[0], names, sizes)
+        answers = self._probe(folders[0], names, sizes, find)
         for folder in folders[1:]:
             open_ = [i for i, answer in enumerate(answers) if answer is not Presence.PRESENT]
             if not open_:
                 break
-            others = self._probe(folder, [names[i] for i in open_], [sizes[i] for i in open_])
+            others = self._probe(folder, [names[i] for i in open_], [sizes[i] for i in open_], find)
             for i, other in zip(open_, others, strict=True):
                 if other is Presence.PRESENT:
                     answers[i] = other
         return answers
 
-    def _probe(self, folder: str, names: list[str], sizes: list[int]) -> list[Presence]:
+    def _probe(self, folder: str, names: list[str], sizes: list[int], find: bool) -> list[Presence]:
         start = folder + "/"
         answers: list[Presence] = []
         begin = time.perf_counter()
-        stats = self.backend.stat([start + name for name in names])
+        named = [start + name for name in names]
+        stats = self.backend.find(named, sizes) if find else self.backend.stat(named)
         self._counters.observe("probe", time.perf_counter() - begin)
         error: StorageError | None = None
         for found, size in zip(stats, sizes, strict=True):
