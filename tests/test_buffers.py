@@ -346,7 +346,7 @@ def test_a_forked_process_has_no_copy_of_pinned_memory(
     make_pool: MakePool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(buffers_module, "_pin", lambda tensor: lambda: None)
+    monkeypatch.setattr(buffers_module, "page_lock", lambda tensor, device: lambda: None)
     for kind in ("host", "pinned"):
         buffer = make_pool(1 << 20, kind=kind).allocate(1)
         assert buffer is not None

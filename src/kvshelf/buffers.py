@@ -18,10 +18,7 @@ Contracts
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import logging
-import mmap
 import threading
 from bisect import bisect_left
 from collections.abc import Callable
@@ -32,7 +29,8 @@ import torch
 from torch import Tensor
 
 from kvshelf.errors import ConfigError, UnsupportedError
-from kvshelf.numa import processors_near, run_on
+from kvshelf.numa import run_on
+from kvshelf.pages import map_pages, page_lock, processors_near_device
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +38,6 @@ Kind: TypeAlias = Literal["host", "pinned", "device"]
 
 #: Minimum alignment of buffers in bytes: that of direct reads from storage to a GPU.
 BUFFER_ALIGNMENT: Final = 512
-_HUGE_PAGE: Final = 2 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -411,10 +408,10 @@ class BufferPool:
             skip = -memory.data_ptr() % self.alignment
             return _Segment(memory[skip : skip + nbytes], None, None)
         if self.kind == "host":
-            view = _map_huge(nbytes)
+            view = map_pages(nbytes)
             return _Segment(torch.frombuffer(view, dtype=torch.uint8), view, None)
         device = self._device
-        return run_on(_processors_near(device), lambda: _pinned_segment(nbytes, device))
+        return run_on(processors_near_device(device), lambda: _pinned_segment(nbytes, device))
 
     def _free_segments(self) -> None:
         # Ordinary and device memory is freed with the last tensor that refers to it.
@@ -425,72 +422,9 @@ class BufferPool:
         self._held = 0
 
 
-def _map_huge(nbytes: int, *, inherited: bool = True) -> memoryview:
-    """Return fresh memory that the kernel backs with huge pages where it has them.
-
-    Parameters
-    ----------
-    nbytes : int
-    inherited : bool
-        Processes that are forked from this one have a copy of it.
-    """
-    # Private, where Python's default is shared: the kernel backs shared memory with huge pages
-    # only if it is mounted so, and without them a first copy into it takes seven times as long.
-    # The part that only serves alignment is never touched, so it takes no memory.
-    pages = mmap.mmap(-1, nbytes + _HUGE_PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        try:
-            pages.madvise(mmap.MADV_HUGEPAGE)
-        except OSError:  # kernels without transparent huge pages
-            pass
-    if not inherited and hasattr(mmap, "MADV_DONTFORK"):
-        pages.madvise(mmap.MADV_DONTFORK)
-    start = -ctypes.addressof(ctypes.c_char.from_buffer(pages)) % _HUGE_PAGE
-    return memoryview(pages)[start : start + nbytes]
-
-
 def _pinned_segment(nbytes: int, device: torch.device | None) -> _Segment:
     # After a fork, the first process that writes to a page gets a copy of it. A GPU would go on
     # copying to and from the page that it knows, and this process would use the other one.
-    view = _map_huge(nbytes, inherited=False)
+    view = map_pages(nbytes, inherited=False)
     tensor = torch.frombuffer(view, dtype=torch.uint8)
-    # On a new thread device 0 is current; a call of CUDA would create a context there.
-    on_gpu = device is not None and device.type == "cuda"
-    with torch.cuda.device(device) if on_gpu else contextlib.nullcontext():
-        return _Segment(tensor, view, _pin(tensor))
-
-
-def _processors_near(device: torch.device | None) -> set[int]:
-    """Return the processors near a GPU; empty where it does not matter which ones work."""
-    if device is None or device.type != "cuda":
-        return set()
-    found = torch.cuda.get_device_properties(device)
-    domain, bus, slot = (
-        int(getattr(found, f"pci_{part}_id", -1)) for part in ("domain", "bus", "device")
-    )
-    if min(domain, bus, slot) < 0:  # an older torch
-        return set()
-    return processors_near(f"{domain:04x}:{bus:02x}:{slot:02x}.0")
-
-
-def _pin(tensor: Tensor) -> Callable[[], None]:
-    """Page-lock a tensor's memory; return the function that undoes it.
-
-    torch's own pinned allocator rounds sizes up to powers of two, which wastes gigabytes
-    for a large pool.
-    """
-    address, runtime = tensor.data_ptr(), torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    # 1: pinned for every GPU, not only the current one.
-    result = runtime.cudaHostRegister(address, tensor.numel(), 1)
-    error = int(getattr(result, "value", result))
-    if error:
-        # CUDA keeps the error for this thread, and torch would raise it at the engine's next
-        # launch. Only a launch clears it: torch has no cudaGetLastError.
-        with contextlib.suppress(RuntimeError):
-            torch.zeros(1, device="cuda")
-        raise RuntimeError(f"cudaHostRegister of {tensor.numel()} bytes failed with error {error}")
-
-    def unpin() -> None:
-        runtime.cudaHostUnregister(address)
-
-    return unpin
+    return _Segment(tensor, view, page_lock(tensor, device))

@@ -189,12 +189,12 @@ def test_a_closed_pool_has_given_all_its_memory_back() -> None:
 def test_staging_of_a_gpu_is_page_locked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     locked: list[int] = []
 
-    def pin(tensor: torch.Tensor) -> Callable[[], None]:
+    def pin(tensor: torch.Tensor, device: torch.device | None) -> Callable[[], None]:
         locked.append(tensor.numel())
         return locked.clear
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(buffers, "_pin", pin)
+    monkeypatch.setattr(buffers, "page_lock", pin)
     pool = StagingPool(16 * ROUNDED, SIZE, pinned=True)
     assert locked == [16 * ROUNDED]
     assert pool._made * pool.buffer_bytes == 16 * ROUNDED
@@ -210,11 +210,11 @@ def test_staging_of_a_gpu_is_page_locked_at_once(monkeypatch: pytest.MonkeyPatch
 def test_staging_that_cannot_be_page_locked_is_ordinary_memory(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def refuse(_: torch.Tensor) -> Callable[[], None]:
+    def refuse(_: torch.Tensor, device: torch.device | None) -> Callable[[], None]:
         raise RuntimeError("cudaHostRegister failed")
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(buffers, "_pin", refuse)
+    monkeypatch.setattr(buffers, "page_lock", refuse)
     pool = StagingPool(16 * ROUNDED, SIZE, pinned=True)
     assert "could not pin staging memory" in caplog.text
     assert pool.acquire_for_load(0) is not None

@@ -1,0 +1,205 @@
+"""Host memory from the system: huge pages, how much is free, and memory that is really there.
+
+Owns how memory is mapped, touched and page-locked, for :mod:`kvshelf.buffers` and
+:mod:`kvshelf.memory.arena`. Importing it needs no torch.
+
+Contracts
+---------
+* Mapped memory costs nothing before it is touched. :func:`populate` touches it, and raises
+  :class:`MemoryError` rather than let the system end a process for want of memory, as far as the
+  system says how much is free: Linux lends more than there is.
+* Any thread may call all functions. :func:`populate` does not hold the GIL while it touches memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from kvshelf.numa import processors_near
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+HUGE_PAGE: Final = 2 << 20
+#: Bytes that are touched before the free memory is looked at again.
+_STEP: Final = 256 << 20
+#: ``MADV_POPULATE_WRITE`` of Linux 5.14, which Python has no name for.
+_POPULATE_WRITE: Final = 23
+#: A limit of cgroup v1 that means none is near this one.
+_NO_LIMIT: Final = 1 << 62
+
+
+def map_pages(nbytes: int, *, fd: int | None = None, inherited: bool = True) -> memoryview:
+    """Return fresh memory that the kernel backs with huge pages where it has them.
+
+    Parameters
+    ----------
+    nbytes : int
+    fd : int, optional
+        Map this file, from its beginning, shared with other processes; private memory when absent.
+    inherited : bool
+        Processes that are forked from this one have it as well.
+    """
+    if fd is None:
+        # Private, where Python's default is shared: the kernel backs shared memory with huge pages
+        # only where it is told to, and without them a first copy into it takes seven times as
+        # long. The part that only serves alignment is never touched, so it takes no memory.
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        pages = mmap.mmap(-1, nbytes + HUGE_PAGE, flags)
+    else:
+        pages = mmap.mmap(fd, nbytes)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        # Kernels without transparent huge pages refuse it.
+        with contextlib.suppress(OSError):
+            pages.madvise(mmap.MADV_HUGEPAGE)
+    if not inherited and hasattr(mmap, "MADV_DONTFORK"):
+        pages.madvise(mmap.MADV_DONTFORK)
+    start = 0 if fd is not None else -address_of(memoryview(pages)) % HUGE_PAGE
+    return memoryview(pages)[start : start + nbytes]
+
+
+def address_of(view: memoryview) -> int:
+    """Return where the bytes of a writable view lie."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(view))
+
+
+def populate(view: memoryview) -> None:
+    """Touch all pages of mapped memory, so that it is there from now on.
+
+    Raises
+    ------
+    MemoryError
+        If the system has less free memory than that; says how much. What was touched already is
+        given back when the memory is unmapped.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    address, end = address_of(view), view.nbytes
+    for start in range(0, end, _STEP):
+        free, limit = free_memory()
+        if free < end - start:
+            raise MemoryError(f"{free} bytes are free ({limit}) for the last {end - start}")
+        size = min(_STEP, end - start)
+        # Through ctypes, which releases the GIL meanwhile.
+        if libc.madvise(ctypes.c_void_p(address + start), ctypes.c_size_t(size), _POPULATE_WRITE):
+            # An older kernel.
+            ctypes.memset(address + start, 0, size)
+
+
+def free_memory() -> tuple[int, str]:
+    """Return how many bytes this process can still take, and what says so.
+
+    The least of what the machine has available and what the limits of all control groups leave
+    (cgroup v1 and v2). A group's pages of files count as free: the system takes them back.
+    """
+    return min(_free_by_limit(), default=(_NO_LIMIT, "nothing limits it"))
+
+
+def _free_by_limit() -> Iterator[tuple[int, str]]:
+    with contextlib.suppress(OSError, ValueError, StopIteration):
+        with open("/proc/meminfo") as lines:
+            line = next(line for line in lines if line.startswith("MemAvailable:"))
+        yield int(line.split()[1]) * 1024, "MemAvailable of /proc/meminfo"
+    try:
+        groups = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for group in groups:
+        number, controllers, path = group.split(":", 2)
+        if number == "0" and not controllers:
+            for folder in _and_above(Path("/sys/fs/cgroup"), path):
+                yield from _left_in(folder, "memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            for folder in _and_above(Path("/sys/fs/cgroup/memory"), path):
+                yield from _left_in(
+                    folder,
+                    "memory.limit_in_bytes",
+                    "memory.usage_in_bytes",
+                    "total_inactive_file",
+                )
+
+
+def _and_above(root: Path, path: str) -> Iterator[Path]:
+    """Return the folders of a control group and of those above it.
+
+    A container may see its own group at the root, under whatever name it has outside.
+    """
+    folder = root / path.lstrip("/")
+    yield folder
+    while folder != root and root in folder.parents:
+        folder = folder.parent
+        yield folder
+
+
+def _left_in(folder: Path, limit: str, used: str, cache: str) -> Iterator[tuple[int, str]]:
+    try:
+        most = int((folder / limit).read_text())
+        now = int((folder / used).read_text())
+        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):  # no such group, or "max"
+        return
+    if most < _NO_LIMIT:
+        yield most - now + int(stat.get(cache, 0)), str(folder / limit)
+
+
+def processors_near_device(device: torch.device | None) -> set[int]:
+    """Return the processors near a GPU; empty where it does not matter which ones work."""
+    if device is None or device.type != "cuda":
+        return set()
+    import torch
+
+    found = torch.cuda.get_device_properties(device)
+    domain, bus, slot = (
+        int(getattr(found, f"pci_{part}_id", -1)) for part in ("domain", "bus", "device")
+    )
+    if min(domain, bus, slot) < 0:  # an older torch
+        return set()
+    return processors_near(f"{domain:04x}:{bus:02x}:{slot:02x}.0")
+
+
+def page_lock(tensor: Tensor, device: torch.device | None = None) -> Callable[[], None]:
+    """Page-lock a tensor's memory for all GPUs; return the function that undoes it.
+
+    torch's own pinned allocator rounds sizes up to powers of two, which wastes gigabytes
+    for a large pool.
+
+    Parameters
+    ----------
+    tensor : Tensor
+        Host memory.
+    device : torch.device, optional
+        A GPU with a context. On a new thread device 0 is current, and a call of CUDA would create
+        a context there.
+
+    Raises
+    ------
+    RuntimeError
+        If CUDA refuses.
+    """
+    import torch
+
+    on_gpu = device is not None and device.type == "cuda"
+    with torch.cuda.device(device) if on_gpu else contextlib.nullcontext():
+        address = tensor.data_ptr()
+        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        # 1: pinned for every GPU, not only the current one.
+        result = runtime.cudaHostRegister(address, tensor.numel(), 1)
+        error = int(getattr(result, "value", result))
+        if error:
+            # CUDA keeps the error for this thread, and torch would raise it at the engine's next
+            # launch. Only a launch clears it: torch has no cudaGetLastError.
+            with contextlib.suppress(RuntimeError):
+                torch.zeros(1, device="cuda")
+            raise RuntimeError(
+                f"cudaHostRegister of {tensor.numel()} bytes failed with error {error}"
+            )
+
+    def unlock() -> None:
+        runtime.cudaHostUnregister(address)
+
+    return unlock
