@@ -98,6 +98,14 @@ COUNTERS: Mapping[str, str] = {
     "prefetched_bytes": "bytes of objects prefetched into the memory tier",
     "prefetched_unused_objects": "prefetched objects that no load used",
     "memory_tier_loaded_objects": "objects that loads found in the memory tier",
+    "memory_tier_loaded_bytes": "bytes of objects that loads found in the memory tier",
+    "memory_tier_stored_objects": "objects that came into the memory tier",
+    "memory_tier_stored_bytes": "bytes of objects that came into the memory tier",
+    "memory_tier_evicted_objects": "objects evicted from the memory tier",
+    "memory_tier_evicted_bytes": "bytes of objects evicted from the memory tier",
+    "memory_tier_dropped_objects": (
+        "objects not kept in the memory tier because all of it was in use, or it was too small"
+    ),
     "disk_tier_loaded_objects": "objects that loads found in the disk tier",
     "disk_tier_loaded_bytes": "bytes of objects that loads found in the disk tier",
     "disk_tier_stored_bytes": "bytes of objects copied to the disk tier",
@@ -155,6 +163,9 @@ GAUGES: Mapping[str, tuple[str, Literal["sum", "max"]]] = {
     "staging_limit_bytes": ("upper limit of staging in bytes", "sum"),
     "read_breaker_state": ("read circuit breaker: 0 closed, 1 half-open, 2 open", "max"),
     "write_breaker_state": ("write circuit breaker: 0 closed, 1 half-open, 2 open", "max"),
+    "memory_tier_used_bytes": ("bytes of all objects in the memory tier", "sum"),
+    "memory_tier_pinned_bytes": ("bytes of objects in the memory tier that are in use", "sum"),
+    "memory_tier_limit_bytes": ("upper limit of the memory tier in bytes", "sum"),
     "disk_tier_used_bytes": ("bytes of all objects in the disk tier", "max"),
     "pending_late_calls": ("storage calls past their deadline that have not returned", "sum"),
 }

@@ -1,0 +1,1 @@
+"""Objects in bounded host memory: names and bytes, nothing of engines."""

@@ -1,0 +1,159 @@
+"""The memory of a tier: one range of host memory, taken when it is made.
+
+Contracts
+---------
+* Without ``lazy`` all memory is there when the constructor returns, or it has raised. On a system
+  that lends more memory than it has, memory that was only asked for would end some process later.
+* Memory that is ``shared`` has a file descriptor, which another process gets over a Unix socket. It
+  can map the memory for reading only, and neither process can change its length: the file is
+  sealed. The file has no name, so the memory is gone with the last process that has it.
+* Ordinary memory is freed with the last view or tensor of it, page-locked memory once
+  :meth:`Arena.close` is called, which must not happen while a GPU copies from or to it.
+* Any thread may call all methods.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from functools import cached_property
+from typing import TYPE_CHECKING, Final
+
+from kvshelf.errors import ConfigError, UnsupportedError
+from kvshelf.numa import run_on
+from kvshelf.pages import free_memory, map_pages, page_lock, populate, processors_near_device
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+    from torch import Tensor
+
+#: ``F_SEAL_FUTURE_WRITE`` of Linux 5.1, which Python has no name for.
+_SEAL_FUTURE_WRITE: Final = 0x10
+
+
+class Arena:
+    """One range of host memory.
+
+    Parameters
+    ----------
+    nbytes : int
+    shared : bool
+        Other processes can map it, see :attr:`fd`.
+    device : torch.device, optional
+        Page-lock the memory for copies to and from GPUs, and let it lie near this one.
+    lazy : bool
+        The system gives each page when it is first written to, and refuses nothing now.
+
+    Attributes
+    ----------
+    nbytes : int
+    view : memoryview
+        The bytes, writable. They start at a multiple of 4096, and of 2 MiB unless shared.
+    fd : int or None
+        Descriptor of shared memory, open until :meth:`close`.
+
+    Raises
+    ------
+    ConfigError
+        If there is not so much free memory, the system gives no more, or the arguments contradict
+        themselves.
+    UnsupportedError
+        If the system knows no sealed shared memory (Linux before 5.1).
+    RuntimeError
+        If CUDA cannot page-lock the memory.
+
+    Examples
+    --------
+    >>> arena = Arena(1 << 20)
+    >>> arena.view[:5] = b"bytes"
+    >>> arena.tensor[:5].tolist()
+    [98, 121, 116, 101, 115]
+    >>> arena.close()
+    """
+
+    def __init__(
+        self,
+        nbytes: int,
+        *,
+        shared: bool = False,
+        device: torch.device | None = None,
+        lazy: bool = False,
+    ) -> None:
+        if nbytes < 1:
+            raise ConfigError(f"an arena of {nbytes} bytes was requested; expected at least 1")
+        if lazy and device is not None:
+            raise ConfigError("page-locked memory is taken at once: give lazy or device, not both")
+        self.nbytes = nbytes
+        self.fd: int | None = None
+        self.view = memoryview(b"")
+        self._unlock: Callable[[], None] | None = None
+        if not lazy:
+            free, limit = free_memory()
+            if free < nbytes:
+                raise _refusal(nbytes, f"only {free} are free ({limit})")
+        try:
+            self.view = run_on(
+                processors_near_device(device),
+                lambda: self._take(shared=shared, private=device is not None, lazy=lazy),
+            )
+            if device is not None:
+                self._unlock = page_lock(self.tensor, device)
+        except (OSError, MemoryError) as error:
+            self.close()
+            raise _refusal(nbytes, str(error)) from error
+        except BaseException:
+            self.close()
+            raise
+
+    def __repr__(self) -> str:
+        return f"Arena({self.nbytes} bytes{', shared' if self.fd is not None else ''})"
+
+    @cached_property
+    def tensor(self) -> Tensor:
+        """The bytes as a uint8 tensor of shape ``[nbytes]``."""
+        import torch
+
+        # vLLM's step runs under inference_mode. Other threads cannot write to tensors that are
+        # created there.
+        with torch.inference_mode(False):
+            return torch.frombuffer(self.view, dtype=torch.uint8)
+
+    def close(self) -> None:
+        """End page-locking, close the descriptor and refer to the memory no more. Idempotent."""
+        self.view = memoryview(b"")
+        self.__dict__.pop("tensor", None)
+        unlock, self._unlock = self._unlock, None
+        if unlock is not None:
+            unlock()
+        fd, self.fd = self.fd, None
+        if fd is not None:
+            os.close(fd)
+
+    def _take(self, *, shared: bool, private: bool, lazy: bool) -> memoryview:
+        if shared:
+            self.fd = os.memfd_create("kvshelf", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            os.ftruncate(self.fd, self.nbytes)
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+        # After a fork, the first process that writes to a private page gets a copy of it, and a
+        # GPU would go on with the other one.
+        view = map_pages(self.nbytes, fd=self.fd, inherited=not private)
+        if self.fd is not None:
+            try:
+                fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEAL_FUTURE_WRITE)
+            except OSError as error:
+                raise UnsupportedError(
+                    f"the system cannot seal shared memory against writers ({error}); it takes"
+                    " Linux 5.1 or newer"
+                ) from error
+        if not lazy:
+            populate(view)
+        return view
+
+
+def _refusal(nbytes: int, found: str) -> ConfigError:
+    return ConfigError(
+        f"{nbytes} bytes of memory were requested, but {found}. Set max_bytes of the memory tier"
+        " to less, or give the machine or the container more memory"
+    )

@@ -1,0 +1,432 @@
+"""Which named objects are in a range of memory: places, pins, eviction.
+
+Owns the table from names to places and the decision what makes room for a new object. It knows
+offsets, and touches no memory itself.
+
+Contracts
+---------
+* An object is invisible from :meth:`Residents.reserve` until :meth:`Residents.publish`. Callers
+  publish only verified objects: nothing is verified again when it is used.
+* Only *leaves* are evicted, the least recently used first: an object stays while an object that
+  names it as its parent is there. So the beginning of a prompt outlives its end.
+* Memory that is pinned or reserved is never given to another object. A removed object is gone
+  for lookups at once; its memory is free when its last pin is.
+* A slot's number is free again together with its memory, and gets another generation before that.
+  Who knows number and generation can tell whether the memory was still the object's.
+* Any thread may call all methods. None waits for anything but the lock, and none is long under it:
+  a step thread may call all of them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+from typing import Final
+
+from kvshelf.memory.size_classes import SizeClasses
+
+_RESERVED: Final = 0
+_RESIDENT: Final = 1
+#: Gone for lookups, but pinned.
+_REMOVED: Final = 2
+_FREE: Final = 3
+
+
+class Slot:
+    """The place of one object.
+
+    Attributes
+    ----------
+    name : Hashable
+    offset, nbytes : int
+        Where its bytes are in the range, and how many.
+    number : int
+        Small number of the slot, which another slot has once this one is free.
+    generation : int
+        How often a slot of this number has been freed before, see :meth:`Residents.expire`.
+    """
+
+    __slots__ = (
+        "_pins",
+        "_queued",
+        "_state",
+        "_used",
+        "generation",
+        "name",
+        "nbytes",
+        "number",
+        "offset",
+        "parent",
+    )
+
+    def __init__(
+        self,
+        name: Hashable,
+        parent: Hashable | None,
+        offset: int,
+        nbytes: int,
+        number: int,
+        generation: int,
+    ) -> None:
+        self.name = name
+        self.parent = parent
+        self.offset = offset
+        self.nbytes = nbytes
+        self.number = number
+        self.generation = generation
+        self._state = _RESERVED
+        #: While it is reserved, the pin of who reserved it.
+        self._pins = 1
+        self._used = 0
+        #: Whether it is in the queue of leaves.
+        self._queued = False
+
+    def __repr__(self) -> str:
+        return f"Slot({self.name!r}, {self.offset}, {self.nbytes} bytes)"
+
+
+@dataclass(frozen=True, slots=True)
+class ResidentStats:
+    """What a range of memory holds.
+
+    Attributes
+    ----------
+    objects, bytes : int
+        Objects that can be found, and their bytes.
+    pinned_bytes : int
+        Bytes of objects, found or not, that are pinned or reserved.
+    wasted_bytes : int
+        Bytes lost by rounding sizes up.
+    free_bytes, largest_free : int
+        Free bytes, and those of the largest free range.
+    evictions, evicted_bytes : int
+        Objects evicted since the beginning, and their bytes.
+    """
+
+    objects: int
+    bytes: int
+    pinned_bytes: int
+    wasted_bytes: int
+    free_bytes: int
+    largest_free: int
+    evictions: int
+    evicted_bytes: int
+
+
+class Residents:
+    """The objects in a range of memory.
+
+    Parameters
+    ----------
+    capacity : int
+        Bytes of the range.
+    alignment : int
+        A power of two: objects start at its multiples.
+    on_generation : Callable, optional
+        Called with a slot's number and its new generation, before the memory that the slot had
+        can be reused. It must be quick, and must not call this object.
+
+    Attributes
+    ----------
+    capacity : int
+    most_slots : int
+        Slot numbers are less than this.
+    """
+
+    def __init__(
+        self,
+        capacity: int,
+        *,
+        alignment: int = 4096,
+        on_generation: Callable[[int, int], None] | None = None,
+    ) -> None:
+        self._space = SizeClasses(capacity, alignment=alignment)
+        self.capacity = self._space.capacity
+        self.most_slots = self.capacity // alignment
+        self._on_generation = on_generation
+        self._lock = threading.Lock()
+        self._closed = False
+        self._slots: dict[Hashable, Slot] = {}
+        #: How many resident objects name an object as their parent.
+        self._children: dict[Hashable, int] = {}
+        #: Slots that were unpinned leaves, by their use at that time. Each is in it at most once.
+        #: Uses since then are noticed when a slot comes up.
+        self._leaves: list[tuple[int, Slot]] = []
+        self._clock = 0
+        self._generations: list[int] = []
+        self._numbers: list[int] = []
+        self._bytes = self._exact = self._pinned = 0
+        self._evictions = self._evicted_bytes = 0
+
+    def __repr__(self) -> str:
+        return f"Residents({len(self._slots)} objects, {self._bytes} of {self.capacity} bytes)"
+
+    def __bool__(self) -> bool:
+        return bool(self._slots)
+
+    def __contains__(self, name: Hashable) -> bool:
+        return name in self._slots
+
+    def most(self, sizes: Sequence[int]) -> int:
+        """Return how often objects of these sizes, one of each, fit if nothing else is here."""
+        return self.capacity // sum(self._space.rounded(size) for size in sizes)
+
+    # ---------------------------------------------------------------------------------- entering
+
+    def reserve(
+        self, name: Hashable, nbytes: int, *, parent: Hashable | None = None
+    ) -> Slot | None:
+        """Make room for an object, by evicting others if need be.
+
+        Several slots may be reserved for one name: the first that is published counts.
+
+        Parameters
+        ----------
+        name : Hashable
+        nbytes : int
+        parent : Hashable, optional
+            Name of an object that is not evicted before this one.
+
+        Returns
+        -------
+        Slot or None
+            None if what is not pinned leaves no room.
+
+        Raises
+        ------
+        ValueError
+            If `nbytes` is less than one.
+        """
+        with self._lock:
+            offset = None if self._closed else self._space.allocate(nbytes)
+            while offset is None:
+                if self._closed or not self._evict_one():
+                    return None
+                offset = self._space.allocate(nbytes)
+            if self._numbers:
+                number = self._numbers.pop()
+            else:
+                number = len(self._generations)
+                self._generations.append(0)
+            self._exact += nbytes
+            self._pinned += nbytes
+            return Slot(name, parent, offset, nbytes, number, self._generations[number])
+
+    def publish(self, slot: Slot, *, pinned: bool = False) -> bool:
+        """Let a reserved object be found.
+
+        Parameters
+        ----------
+        slot : Slot
+        pinned : bool
+            The caller keeps a pin of it, and ends it by :meth:`unpin`.
+
+        Returns
+        -------
+        bool
+            False if another object of its name was there first, or :meth:`close` was called: the
+            slot is free again.
+        """
+        with self._lock:
+            self._check_reserved(slot)
+            if self._closed or slot.name in self._slots:
+                self._free(slot)
+                return False
+            slot._state = _RESIDENT
+            self._slots[slot.name] = slot
+            self._bytes += slot.nbytes
+            if slot.parent is not None:
+                self._children[slot.parent] = self._children.get(slot.parent, 0) + 1
+            self._note_use(slot)
+            if not pinned:
+                self._unpin(slot)
+            return True
+
+    def abandon(self, slot: Slot) -> None:
+        """Free a reserved slot whose object does not come."""
+        with self._lock:
+            self._check_reserved(slot)
+            self._free(slot)
+
+    @staticmethod
+    def _check_reserved(slot: Slot) -> None:
+        if slot._state != _RESERVED:
+            raise ValueError(f"{slot!r} is not reserved: it was published or abandoned before")
+
+    # ------------------------------------------------------------------------------------- using
+
+    def pin(self, name: Hashable) -> Slot | None:
+        """Protect an object from eviction until :meth:`unpin`; None if it is not here.
+
+        Pins are counted. A pin counts as a use.
+        """
+        with self._lock:
+            slot = self._slots.get(name)
+            if slot is None:
+                return None
+            if not slot._pins:
+                self._pinned += slot.nbytes
+            slot._pins += 1
+            self._note_use(slot)
+            return slot
+
+    def unpin(self, slot: Slot) -> None:
+        """End one pin.
+
+        Raises
+        ------
+        ValueError
+            If the slot has no pin, or is reserved.
+        """
+        with self._lock:
+            if not slot._pins or slot._state == _RESERVED:
+                raise ValueError(f"{slot!r} is not pinned")
+            self._unpin(slot)
+
+    def _unpin(self, slot: Slot) -> None:
+        slot._pins -= 1
+        if slot._pins:
+            return
+        if slot._state == _REMOVED:
+            self._free(slot, pinned=False)
+            self._pinned -= slot.nbytes
+            return
+        self._pinned -= slot.nbytes
+        self._queue(slot)
+
+    def holds(self, names: Sequence[Hashable]) -> list[bool]:
+        """Tell which of these objects are here. Takes no lock and counts as no use."""
+        slots = self._slots
+        return [name in slots for name in names]
+
+    def touch(self, names: Sequence[Hashable]) -> None:
+        """Count a use of these objects, those of them that are here."""
+        with self._lock:
+            for name in names:
+                slot = self._slots.get(name)
+                if slot is not None:
+                    self._note_use(slot)
+
+    def _note_use(self, slot: Slot) -> None:
+        self._clock += 1
+        slot._used = self._clock
+
+    # ------------------------------------------------------------------------------------ leaving
+
+    def remove(self, name: Hashable) -> bool:
+        """Remove an object; whether it was here."""
+        with self._lock:
+            slot = self._slots.get(name)
+            if slot is None:
+                return False
+            self._remove(slot)
+            return True
+
+    def expire(self, slot: Slot) -> None:
+        """Change the generation of a pinned slot now, and remove its object.
+
+        Who reads the memory without a pin of its own notices it; the memory is free when the last
+        pin is.
+        """
+        with self._lock:
+            if slot._state == _RESIDENT:
+                self._remove(slot)
+            if slot._state == _REMOVED:
+                self._next_generation(slot)
+
+    def close(self) -> None:
+        """Remove all objects, and take no more. What is pinned stays until it is unpinned."""
+        with self._lock:
+            self._closed = True
+            for slot in list(self._slots.values()):
+                self._remove(slot)
+            self._leaves.clear()
+
+    def stats(self) -> ResidentStats:
+        """Return what is here now."""
+        with self._lock:
+            used = self._space.used
+            return ResidentStats(
+                objects=len(self._slots),
+                bytes=self._bytes,
+                pinned_bytes=self._pinned,
+                wasted_bytes=used - self._exact,
+                free_bytes=self.capacity - used,
+                largest_free=self._space.largest_free,
+                evictions=self._evictions,
+                evicted_bytes=self._evicted_bytes,
+            )
+
+    def _remove(self, slot: Slot) -> None:
+        del self._slots[slot.name]
+        self._bytes -= slot.nbytes
+        parent = slot.parent
+        if parent is not None:
+            left = self._children[parent] - 1
+            if left:
+                self._children[parent] = left
+            else:
+                del self._children[parent]
+                above = self._slots.get(parent)
+                if above is not None and not above._pins:
+                    self._queue(above)
+        if slot._pins:
+            slot._state = _REMOVED
+        else:
+            self._free(slot, pinned=False)
+
+    def _free(self, slot: Slot, *, pinned: bool = True) -> None:
+        slot._state = _FREE
+        if pinned:
+            self._pinned -= slot.nbytes
+        self._exact -= slot.nbytes
+        self._next_generation(slot)
+        self._numbers.append(slot.number)
+        self._space.free(slot.offset)
+
+    def _next_generation(self, slot: Slot) -> None:
+        self._generations[slot.number] += 1
+        if self._on_generation is not None:
+            self._on_generation(slot.number, self._generations[slot.number])
+
+    # ----------------------------------------------------------------------------------- eviction
+
+    def _is_evictable(self, slot: Slot) -> bool:
+        return slot._state == _RESIDENT and not slot._pins and slot.name not in self._children
+
+    def _queue(self, slot: Slot) -> None:
+        """Queue a slot for eviction if it is an unpinned leaf."""
+        if slot._queued or slot.name in self._children:
+            return
+        slot._queued = True
+        heappush(self._leaves, (slot._used, slot))
+        if len(self._leaves) > 2 * len(self._slots) + 64:
+            # Slots that were removed are still in it.
+            for _, other in self._leaves:
+                other._queued = False
+            self._leaves = [
+                (other._used, other) for _, other in self._leaves if self._is_evictable(other)
+            ]
+            for _, other in self._leaves:
+                other._queued = True
+            heapify(self._leaves)
+
+    def _evict_one(self) -> bool:
+        """Evict the least recently used leaf; False if everything is pinned."""
+        leaves = self._leaves
+        while leaves:
+            used, slot = heappop(leaves)
+            slot._queued = False
+            if not self._is_evictable(slot):
+                continue
+            if slot._used != used:
+                slot._queued = True
+                heappush(leaves, (slot._used, slot))
+                continue
+            self._evictions += 1
+            self._evicted_bytes += slot.nbytes
+            self._remove(slot)
+            return True
+        return False
