@@ -150,6 +150,11 @@ class Leases(Generic[Held]):
             owner.looked_up.setdefault(session, looked_up)[held] = number
         return number, True
 
+    def nbytes(self, client: bytes) -> int:
+        """Return how many bytes a client holds."""
+        owner = self._clients.get(client)
+        return 0 if owner is None else owner.nbytes
+
     def release(self, client: bytes, numbers: Iterable[int]) -> list[Held]:
         """End leases of a client; numbers that are not its leases do nothing.
 

@@ -1,0 +1,224 @@
+"""Calls of clients that go to the server's storage as they are.
+
+Owns the arguments and answers of each method of :class:`kvshelf.server.messages.Call`, and the
+listings that clients are in the middle of:
+
+=================  ===========================  =================================================
+method             arguments                    answer
+=================  ===========================  =================================================
+``properties``                                  :class:`~kvshelf.server.messages.Facts`
+``stat``           names                        :class:`~kvshelf.server.messages.Found`
+``info``           name                         ``[name, size, mtime, atime]``, or None
+``read``           name, offset, bytes          ``[size of the object, bytes]``
+``list``           folder, number or None       ``[rows as those of info, number or None]``
+``folders``        folder                       names
+``write``          name, mode; bytes as data    ``created``, ``existed`` or ``replaced``
+``write_marker``   name                         the same
+``delete``         name                         bool
+``quarantine``     name, target                 bool
+``trim``           folder, count, bytes         None
+``sweep``          folder, age in seconds       number of files removed
+``touch``          name                         None
+=================  ===========================  =================================================
+
+A listing comes in pages: the number in an answer asks for the next one, None is the last.
+
+Contracts
+---------
+* Names are checked by the backend: none reaches outside the shelf's root.
+* Objects are not written here: the server publishes only what it has verified.
+* All methods may be called from any thread. :meth:`Calls.perform` blocks on the storage.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from typing import Any, Final
+
+import msgspec
+
+from kvshelf.backends.base import NotRegular, ObjectInfo, StatResults, check_name
+from kvshelf.backends.guard import GuardedBackend
+from kvshelf.errors import ObjectNameError, PermanentStorageError
+from kvshelf.format.names import parse_path
+from kvshelf.server.messages import (
+    MAX_INLINE,
+    MISSING,
+    NOT_REGULAR,
+    UNKNOWN,
+    Facts,
+    Fault,
+    Found,
+    WriteMode,
+)
+from kvshelf.shelf.view import DESCRIPTION
+
+#: Rows of a page, and listings that one client may be in the middle of.
+_PAGE: Final = 1000
+_LISTINGS: Final = 16
+
+#: What changes the storage.
+CHANGES: Final = frozenset(
+    ("write", "write_marker", "delete", "quarantine", "trim", "sweep", "touch")
+)
+
+
+class Calls:
+    """The methods of one backend for all clients.
+
+    Parameters
+    ----------
+    backend : GuardedBackend
+    """
+
+    def __init__(self, backend: GuardedBackend) -> None:
+        self._backend = backend
+        self._lock = threading.Lock()
+        self._numbers = itertools.count(1)
+        self._listings: dict[bytes, dict[int, Iterator[ObjectInfo]]] = {}
+        self._methods: dict[str, tuple[Any, Callable[..., Any]]] = {
+            "properties": (tuple[()], lambda: facts(backend)),
+            "stat": (tuple[list[str]], lambda names: found(backend.stat(names))),
+            "info": (tuple[str], self._info),
+            "read": (tuple[str, int, int], self._read),
+            "folders": (tuple[str], lambda folder: list(backend.folders(folder))),
+            "write_marker": (tuple[str], lambda name: backend.write_marker(name).value),
+            "delete": (tuple[str], backend.delete),
+            "quarantine": (tuple[str, str], backend.quarantine),
+            "trim": (tuple[str, int, int], backend.trim),
+            "sweep": (tuple[str, float], self._sweep),
+            "touch": (tuple[str], backend.touch),
+        }
+
+    def perform(self, client: bytes, method: str, args: Sequence[Any], data: bytes) -> Any:
+        """Call the storage.
+
+        Parameters
+        ----------
+        client : bytes
+        method : str
+        args : Sequence
+        data : bytes
+            What ``write`` writes.
+
+        Raises
+        ------
+        ObjectNameError
+            If a name is not safe, or ``write`` names an object.
+        PermanentStorageError
+            If there is no such method, or the arguments are not those of the method.
+        StorageError
+            If the storage failed.
+        """
+        own: dict[str, tuple[Any, Callable[..., Any]]] = {
+            "list": (tuple[str, int | None], lambda *rest: self._list(client, *rest)),
+            "write": (tuple[str, WriteMode], lambda *rest: self._write(data, *rest)),
+        }
+        known = own.get(method) or self._methods.get(method)
+        if known is None:
+            raise PermanentStorageError(f"{method!r} is no method of the server's storage")
+        types, perform = known
+        try:
+            values = msgspec.convert(tuple(args), types)
+        except msgspec.ValidationError as error:
+            raise PermanentStorageError(f"the arguments of {method}: {error}") from None
+        return perform(*values)
+
+    def forget(self, client: bytes) -> None:
+        """Drop the listings of a client that is gone."""
+        with self._lock:
+            self._listings.pop(client, None)
+
+    def _info(self, name: str) -> list[Any] | None:
+        info = self._backend.info(name)
+        return None if info is None else _row(info)
+
+    def _read(self, name: str, offset: int, nbytes: int) -> list[Any]:
+        if not 0 <= nbytes <= MAX_INLINE or offset < 0:
+            raise PermanentStorageError(f"{nbytes} bytes at {offset}: at most {MAX_INLINE} at once")
+        with self._backend.open(name) as reader:
+            data = bytearray(max(0, min(nbytes, reader.size - offset)))
+            count = reader.read_into(memoryview(data), offset) if data else 0
+            return [reader.size, bytes(data[:count])]
+
+    def _write(self, data: bytes, name: str, mode: WriteMode) -> str:
+        if parse_path(name) is not None:
+            raise ObjectNameError(f"{name!r} is the name of an object, which only Store writes")
+        return self._backend.write(name, [data], mode).value
+
+    def _sweep(self, folder: str, age: float) -> int:
+        if folder:
+            check_name(folder)
+        return self._backend.sweep(
+            folder,
+            age,
+            lambda name: name == DESCRIPTION or parse_path(f"{folder}/{name}") is not None,
+        )
+
+    def _list(self, client: bytes, folder: str, number: int | None) -> list[Any]:
+        rows: Iterator[ObjectInfo] | None
+        if number is None:
+            rows = iter(self._backend.list(folder))
+        else:
+            with self._lock:
+                rows = self._listings.get(client, {}).pop(number, None)
+            if rows is None:
+                raise PermanentStorageError(f"there is no listing {number}; begin another one")
+        page = [_row(info) for info in islice(rows, _PAGE)]
+        if len(page) < _PAGE:
+            return [page, None]
+        number = next(self._numbers)
+        with self._lock:
+            listings = self._listings.setdefault(client, {})
+            if len(listings) >= _LISTINGS:
+                # One that was given up.
+                del listings[next(iter(listings))]
+            listings[number] = rows
+        return [page, number]
+
+
+def _row(info: ObjectInfo) -> list[Any]:
+    return [info.name, info.size, info.mtime, info.atime]
+
+
+def found(answers: StatResults) -> Found:
+    """Return the message for the answers of a probe."""
+    sizes: list[int] = []
+    fault = None
+    for answer in answers:
+        if isinstance(answer, int):
+            sizes.append(answer)
+        elif answer is None:
+            sizes.append(MISSING)
+        elif isinstance(answer, NotRegular):
+            sizes.append(NOT_REGULAR)
+        else:
+            fault = fault or Fault.of(answer)
+            sizes.append(UNKNOWN)
+    return Found(sizes, fault)
+
+
+def facts(backend: GuardedBackend) -> Facts:
+    """Return what clients may rely on at present. Never blocks."""
+    known, deadlines = backend.properties, backend.deadlines
+    return Facts(
+        backend.url,
+        known.filesystem,
+        known.atomic_publish,
+        known.conditional_create,
+        known.notifications,
+        known.cache_seconds,
+        known.links,
+        known.concurrency,
+        known.probe_cost,
+        known.read_only,
+        known.can_quarantine,
+        known.temporaries,
+        deadlines.probe,
+        deadlines.read,
+        deadlines.write,
+        deadlines.bytes_per_second,
+    )

@@ -1,0 +1,146 @@
+"""A service without sockets: what a loop does for it, on the test's own thread."""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import xxhash
+from kvshelf.backends import Backend, Deadlines
+from kvshelf.backends.guard import GuardedBackend
+from parts import AT_ONCE, PATIENCE
+
+from kvshelf.format.keys import Chunk, KeyChain
+from kvshelf.format.names import object_name
+from kvshelf.format.objects import ObjectFormat
+from kvshelf.memory.arena import Arena
+from kvshelf.server.messages import Failed, Ready
+from kvshelf.server.service import Service
+from kvshelf.shelf.shelf import Shelf
+
+
+def name_of(fmt: ObjectFormat, chunk: Chunk, shard: int = 0) -> str:
+    """The name of an object on the storage."""
+    return f"{fmt.namespace.folder}/{object_name(chunk, shard, fmt.shards, fmt.kind)}"
+
+
+def sealed(fmt: ObjectFormat, chunk: Chunk, shard: int = 0) -> bytes:
+    """A whole object, whose payload follows from the chunk and the shard."""
+    buffer = bytearray(fmt.object_size(shard, chunk.tokens))
+    pattern = chunk.key + bytes((shard,))
+    payload = len(buffer) - fmt.data_offset
+    buffer[fmt.data_offset :] = (pattern * (payload // len(pattern) + 1))[:payload]
+    fmt.seal(memoryview(buffer), chunk, shard)
+    return bytes(buffer)
+
+
+class Desk:
+    """A service, the answers that it gave, and a clock that only the test moves."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        arena_bytes: int = 1 << 20,
+        *,
+        deadlines: Deadlines | None = None,
+        **options: Any,
+    ) -> None:
+        self.now = 0.0
+        self.posted: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self.told: list[tuple[bytes, str, Sequence[str]]] = []
+        self.shelf = Shelf(GuardedBackend(backend, deadlines, AT_ONCE))
+        self.arena = Arena(arena_bytes, shared=True)
+        self.service = Service(
+            self.shelf,
+            self.arena,
+            post=self.posted.put,
+            tell=lambda *what: self.told.append(what),
+            clock=lambda: self.now,
+            **options,
+        )
+
+    def run_until(self, condition: Callable[[], bool]) -> None:
+        """Run what is posted until the condition holds."""
+        deadline = time.monotonic() + PATIENCE
+        while not condition():
+            left = deadline - time.monotonic()
+            assert left > 0, "it never came true"
+            try:
+                self.posted.get(timeout=min(left, 0.01))()
+            except queue.Empty:
+                continue
+
+    def settle(self) -> None:
+        """Run until the service has nothing under way, but what waits for memory."""
+
+        def idle() -> bool:
+            stats = self.service.stats()
+            begun = stats["reads"] + stats["stores"]
+            return not begun and self.posted.empty()
+
+        self.run_until(idle)
+
+    def ask(self, method: str, *args: Any) -> Any:
+        """Call a method of the service whose last argument takes the reply; return the reply."""
+        replies: list[Any] = []
+        getattr(self.service, method)(*args, replies.append)
+        self.run_until(lambda: bool(replies))
+        (reply,) = replies
+        return reply
+
+    def begin_fetch(
+        self, client: bytes, names: Sequence[str], sizes: Sequence[int], session: str = "s"
+    ) -> dict[int, Ready | Failed]:
+        """Fetch objects; outcomes appear in the answer, by index."""
+        outcomes: dict[int, Ready | Failed] = {}
+
+        def each(some: list[Ready | Failed]) -> None:
+            for outcome in some:
+                assert outcome.index not in outcomes, "it was answered twice"
+                outcomes[outcome.index] = outcome
+
+        self.service.fetch(client, session, names, sizes, each)
+        return outcomes
+
+    def fetch(
+        self, client: bytes, names: Sequence[str], sizes: Sequence[int], session: str = "s"
+    ) -> list[Ready | Failed]:
+        """Fetch objects and wait for all outcomes."""
+        outcomes = self.begin_fetch(client, names, sizes, session)
+        self.run_until(lambda: len(outcomes) == len(names))
+        return [outcomes[index] for index in range(len(names))]
+
+    def store(self, client: bytes, name: str, data: bytes, mode: str = "create") -> Any:
+        """Store an object."""
+        return self.ask("store", client, name, memoryview(data), mode, False, None)
+
+    def remember(self, client: bytes, name: str, data: bytes) -> Any:
+        """Store an object in memory only."""
+        checksum = xxhash.xxh3_64_intdigest(data)
+        return self.ask("store", client, name, memoryview(data), "create", True, checksum)
+
+    def bytes_of(self, ready: Ready | Failed) -> bytes:
+        """What a client reads where an object lies."""
+        assert isinstance(ready, Ready), ready
+        return bytes(self.arena.view[ready.offset : ready.offset + ready.nbytes])
+
+    def is_valid(self, ready: Ready) -> bool:
+        """What a client finds out after its last look at the memory."""
+        generations = self.arena.view[: 8 * self.service.slots].cast("Q")
+        return bool(generations[ready.slot] == ready.generation)
+
+    def stat(self, name: str) -> float:
+        return self.service.stats()[name]
+
+    def close(self) -> None:
+        self.service.close()
+        self.shelf.close()
+        self.arena.close()
+
+
+def chunks_of(fmt: ObjectFormat, count: int, seed: int = 0) -> list[Chunk]:
+    """The chunks of a prompt."""
+    tokens = [(seed * 7919 + i * 31) % 1000 for i in range(count * fmt.chunk_size)]
+    return KeyChain(fmt.namespace.digest, fmt.chunk_size).extend(tokens)

@@ -1,0 +1,475 @@
+"""The node server's service, over a directory: reads once, stores once, leases, memory, faults."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from desk import Desk, chunks_of, name_of, sealed
+from faulty import CountingBackend, Fault, FaultyBackend
+from kvshelf.backends import Backend
+from parts import SOON, make_format, posix
+
+from kvshelf.errors import ConfigError
+from kvshelf.format.keys import Chunk
+from kvshelf.server.messages import MISSING, Failed, Found, LookedUp, Ready, Result, Stored
+from kvshelf.server.messages import Fault as Refusal
+
+FMT = make_format()
+SIZE = FMT.object_size(0)
+A, B, C = b"a" * 16, b"b" * 16, b"c" * 16
+
+
+@pytest.fixture
+def make_desk(tmp_path: Path) -> Iterator[Callable[..., Desk]]:
+    desks: list[Desk] = []
+
+    def make(backend: Backend | None = None, *args: Any, **options: Any) -> Desk:
+        desk = Desk(backend or posix(tmp_path / "shelf"), *args, **options)
+        desks.append(desk)
+        desk.service.register(FMT.namespace.encoded)
+        return desk
+
+    yield make
+    for desk in desks:
+        desk.close()
+
+
+def put(folder: Path, chunk: Chunk, shard: int = 0) -> str:
+    """Publish an object as another machine would; return its name."""
+    name = name_of(FMT, chunk, shard)
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(sealed(FMT, chunk, shard))
+    return name
+
+
+def test_what_one_client_stores_another_fetches_from_memory(
+    make_desk: Callable[..., Desk], tmp_path: Path
+) -> None:
+    counting = CountingBackend(posix(tmp_path / "shelf"))
+    desk = make_desk(counting)
+    (chunk,) = chunks_of(FMT, 1)
+    name, data = name_of(FMT, chunk), sealed(FMT, chunk)
+    assert desk.store(A, name, data) == Stored("created")
+    assert (tmp_path / "shelf" / name).read_bytes() == data
+    (ready,) = desk.fetch(B, [name], [SIZE])
+    assert desk.bytes_of(ready) == data
+    assert counting.counts["read_bytes"] == 0
+    assert desk.store(B, name, data) == Stored("existed")
+
+
+def test_an_object_of_the_shelf_is_read_once_for_all_who_want_it(
+    make_desk: Callable[..., Desk], tmp_path: Path
+) -> None:
+    names = [put(tmp_path / "shelf", chunk) for chunk in chunks_of(FMT, 8)]
+    counting = CountingBackend(posix(tmp_path / "shelf"))
+    desk = make_desk(counting)
+    sizes = [SIZE] * len(names)
+    fetches = [desk.begin_fetch(bytes([number]) * 16, names, sizes) for number in range(4)]
+    desk.run_until(lambda: all(len(outcomes) == len(names) for outcomes in fetches))
+    for outcomes in fetches:
+        for number, chunk in enumerate(chunks_of(FMT, 8)):
+            assert desk.bytes_of(outcomes[number]) == sealed(FMT, chunk)
+    assert counting.counts["read_bytes"] == len(names) * SIZE
+
+
+def test_several_stores_of_one_object_are_one(
+    make_desk: Callable[..., Desk], tmp_path: Path
+) -> None:
+    gate = threading.Event()
+    faulty = FaultyBackend(posix(tmp_path / "shelf"), Fault("write", wait=gate))
+    counting = CountingBackend(faulty)
+    desk = make_desk(counting)
+    (chunk,) = chunks_of(FMT, 1)
+    name, data = name_of(FMT, chunk), sealed(FMT, chunk)
+    replies: list[Any] = []
+    for client in (A, B, C):
+        desk.service.store(client, name, memoryview(data), "create", False, None, replies.append)
+    gate.set()
+    desk.run_until(lambda: len(replies) == 3)
+    assert replies == [Stored("created"), Stored("existed"), Stored("existed")]
+    assert counting.counts["write"] == 1
+
+
+def test_a_bad_store_is_not_published_and_does_not_spoil_that_of_another(
+    make_desk: Callable[..., Desk], tmp_path: Path
+) -> None:
+    desk = make_desk()
+    (chunk,) = chunks_of(FMT, 1)
+    name, data = name_of(FMT, chunk), sealed(FMT, chunk)
+    bad = bytearray(data)
+    bad[-1] ^= 1
+    replies: list[Any] = []
+    desk.service.store(A, name, memoryview(bad), "create", False, None, replies.append)
+    desk.service.store(B, name, memoryview(data), "create", False, None, replies.append)
+    desk.run_until(lambda: len(replies) == 2)
+    assert isinstance(replies[0], Refusal)
+    assert replies[0].kind == "PayloadDamaged"
+    assert replies[1] == Stored("created")
+    assert (tmp_path / "shelf" / name).read_bytes() == data
+
+
+def test_the_bytes_that_are_verified_are_those_that_are_published(
+    make_desk: Callable[..., Desk], tmp_path: Path
+) -> None:
+    # A client may change its segment at any time, also between two looks of the server at it.
+    gate = threading.Event()
+    faulty = FaultyBackend(posix(tmp_path / "shelf"), Fault("write", wait=gate))
+    desk = make_desk(faulty)
+    (chunk,) = chunks_of(FMT, 1)
+    name, data = name_of(FMT, chunk), sealed(FMT, chunk)
+    segment = bytearray(data)
+    replies: list[Any] = []
+    desk.service.store(A, name, memoryview(segment), "create", False, None, replies.append)
+    desk.run_until(lambda: bool(desk.shelf.backend._calls))
+    segment[:] = bytes(len(segment))
+    gate.set()
+    desk.run_until(lambda: bool(replies))
+    assert replies == [Stored("created")]
+    assert (tmp_path / "shelf" / name).read_bytes() == data
+    assert desk.bytes_of(desk.fetch(B, [name], [SIZE])[0]) == data
+
+
+def test_a_bad_object_of_the_shelf_reaches_nobody(
+    make_desk: Callable[..., Desk], tmp_path: Path
+) -> None:
+    desk = make_desk()
+    (chunk,) = chunks_of(FMT, 1)
+    name = put(tmp_path / "shelf", chunk)
+    path = tmp_path / "shelf" / name
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    (failed,) = desk.fetch(A, [name], [SIZE])
+    assert isinstance(failed, Failed)
+    assert failed.fault.kind == "PayloadDamaged"
+    assert desk.stat("objects") == desk.stat("pinned_bytes") == 0
+
+
+def test_find_asks_memory_first_and_the_shelf_for_the_rest(
+    make_desk: Callable[..., Desk], tmp_path: Path
+) -> None:
+    counting = CountingBackend(posix(tmp_path / "shelf"))
+    desk = make_desk(counting)
+    chunks = chunks_of(FMT, 3)
+    names = [name_of(FMT, chunk) for chunk in chunks]
+    desk.store(A, names[0], sealed(FMT, chunks[0]))
+    put(tmp_path / "shelf", chunks[1])
+    counting.counts.clear()
+    assert desk.ask("find", A, names, [SIZE] * 3) == Found([SIZE, SIZE, MISSING])
+    assert counting.counts["stat"] == 1
+    assert counting.counts["stat_names"] == 2
+
+
+def test_a_lookup_counts_leading_chunks_and_reads_what_only_the_shelf_has(
+    make_desk: Callable[..., Desk], tmp_path: Path
+) -> None:
+    desk = make_desk()
+    chunks = chunks_of(FMT, 5)
+    chains = [[name_of(FMT, chunk, shard) for shard in range(FMT.shards)] for chunk in chunks]
+    for chunk in chunks[:2]:
+        for shard in range(FMT.shards):
+            desk.store(A, name_of(FMT, chunk, shard), sealed(FMT, chunk, shard))
+    put(tmp_path / "shelf", chunks[2], 0)
+    put(tmp_path / "shelf", chunks[2], 1)
+    # One shard of the next is missing.
+    put(tmp_path / "shelf", chunks[3], 0)
+    put(tmp_path / "shelf", chunks[4], 0)
+    put(tmp_path / "shelf", chunks[4], 1)
+    assert desk.ask("lookup", A, "request", chains) == LookedUp(3)
+    desk.run_until(lambda: desk.stat("objects") == 3 * FMT.shards)
+    desk.settle()
+    assert desk.stat("pinned_bytes") == 3 * FMT.shards * SIZE
+    desk.service.end_session(A, "request")
+    assert desk.stat("pinned_bytes") == 0
+
+
+def test_leases_of_lookups_end_with_their_time(make_desk: Callable[..., Desk]) -> None:
+    desk = make_desk()
+    (chunk,) = chunks_of(FMT, 1)
+    desk.store(A, name_of(FMT, chunk), sealed(FMT, chunk))
+    desk.ask("lookup", A, "request", [[name_of(FMT, chunk)]])
+    assert desk.stat("leases") == 1
+    desk.now += 29.0
+    desk.service.tick()
+    assert desk.stat("leases") == 1
+    desk.now += 2.0
+    desk.service.tick()
+    assert desk.stat("leases") == desk.stat("pinned_bytes") == 0
+    assert desk.stat("objects") == 1
+
+
+def test_an_expired_lease_is_not_valid_and_its_memory_waits_for_its_client(
+    make_desk: Callable[..., Desk],
+) -> None:
+    desk = make_desk()
+    (chunk,) = chunks_of(FMT, 1)
+    name, data = name_of(FMT, chunk), sealed(FMT, chunk)
+    desk.store(A, name, data)
+    (ready,) = desk.fetch(A, [name], [SIZE])
+    assert isinstance(ready, Ready)
+    assert desk.is_valid(ready)
+    desk.now += 31.0
+    desk.service.tick()
+    assert not desk.is_valid(ready)
+    # Others read it anew, somewhere else.
+    (fresh,) = desk.fetch(B, [name], [SIZE])
+    assert desk.bytes_of(fresh) == desk.bytes_of(ready) == data
+    assert isinstance(fresh, Ready)
+    assert fresh.offset != ready.offset
+    free = desk.stat("pinned_bytes")
+    desk.service.release(A, [ready.lease])
+    assert desk.stat("pinned_bytes") == free - SIZE
+
+
+def test_what_a_dead_client_held_and_waited_for_is_taken_back(
+    make_desk: Callable[..., Desk], tmp_path: Path
+) -> None:
+    gate = threading.Event()
+    desk = make_desk(FaultyBackend(posix(tmp_path / "shelf"), Fault("read", wait=gate)))
+    first, second = chunks_of(FMT, 2)
+    desk.store(A, name_of(FMT, first), sealed(FMT, first))
+    put(tmp_path / "shelf", second)
+    (ready,) = desk.fetch(A, [name_of(FMT, first)], [SIZE])
+    assert isinstance(ready, Ready)
+    outcomes = desk.begin_fetch(A, [name_of(FMT, second)], [SIZE])
+    desk.service.client_gone(A)
+    gate.set()
+    desk.settle()
+    assert not outcomes
+    assert desk.stat("leases") == desk.stat("pinned_bytes") == desk.stat("clients") == 0
+    # What was read for it is there for others.
+    assert desk.stat("objects") == 2
+
+
+def test_requests_that_find_no_room_wait_until_others_give_memory_back(
+    make_desk: Callable[..., Desk], tmp_path: Path
+) -> None:
+    chunks = chunks_of(FMT, 48)
+    names = [put(tmp_path / "shelf", chunk) for chunk in chunks]
+    desk = make_desk(None, 16 * 16384)
+    outcomes = desk.begin_fetch(A, names, [SIZE] * len(names))
+    used = 0
+    while used < len(names):
+        # Memory is for those that were asked for first.
+        desk.run_until(lambda: used in outcomes)  # noqa: B023
+        ready = outcomes[used]
+        assert desk.bytes_of(ready) == sealed(FMT, chunks[used])
+        assert desk.stat("pinned_bytes") <= desk.stat("capacity_bytes") / 2
+        assert isinstance(ready, Ready)
+        desk.service.release(A, [ready.lease])
+        used += 1
+    assert desk.stat("pinned_bytes") == desk.stat("waiting") == 0
+
+
+def test_what_waits_too_long_for_memory_fails(
+    make_desk: Callable[..., Desk], tmp_path: Path
+) -> None:
+    names = [put(tmp_path / "shelf", chunk) for chunk in chunks_of(FMT, 48)]
+    desk = make_desk(None, 16 * 16384)
+    outcomes = desk.begin_fetch(A, names, [SIZE] * len(names))
+    desk.settle()
+    assert len(outcomes) < len(names)
+    desk.now += 31.0
+    desk.service.tick()
+    assert len(outcomes) == len(names)
+    assert isinstance(outcomes[len(names) - 1], Failed)
+    assert desk.stat("waiting") == 0
+
+
+def test_a_read_that_hangs_fails_those_who_wait_and_holds_up_nobody_else(
+    make_desk: Callable[..., Desk], tmp_path: Path
+) -> None:
+    gate = threading.Event()
+    first, second = chunks_of(FMT, 2)
+    names = [put(tmp_path / "shelf", chunk) for chunk in (first, second)]
+    fault = Fault("read", names[0], wait=gate, times=1)
+    desk = make_desk(FaultyBackend(posix(tmp_path / "shelf"), fault), deadlines=SOON)
+    (failed,) = desk.fetch(A, names[:1], [SIZE])
+    assert isinstance(failed, Failed)
+    assert failed.fault.kind == "TransientStorageError"
+    # Its memory is not given to others while the read may still write to it.
+    assert desk.stat("pinned_bytes") == SIZE
+    (ready,) = desk.fetch(B, names[1:], [SIZE])
+    assert desk.bytes_of(ready) == sealed(FMT, second)
+    (again,) = desk.fetch(B, names[:1], [SIZE])
+    assert desk.bytes_of(again) == sealed(FMT, first)
+    gate.set()
+    desk.run_until(lambda: desk.stat("pinned_bytes") == 2 * SIZE)
+
+
+def test_what_is_in_memory_only_has_its_checksum_and_never_reaches_the_shelf(
+    make_desk: Callable[..., Desk], tmp_path: Path
+) -> None:
+    desk = make_desk()
+    name = f"hash/{'0' * 64}/some-hash/0"
+    assert desk.remember(A, name, b"bytes" * 100) == Stored("created")
+    assert desk.remember(B, name, b"bytes" * 100) == Stored("existed")
+    (ready,) = desk.fetch(B, [name], [500])
+    assert desk.bytes_of(ready) == b"bytes" * 100
+    assert desk.ask("lookup", B, "r", [[name], [name + "1"]]) == LookedUp(1)
+    wrong = desk.ask("store", A, name + "2", memoryview(b"bytes"), "create", True, 7)
+    assert wrong.kind == "PayloadDamaged"
+    (failed,) = desk.fetch(B, [name + "2"], [5])
+    assert isinstance(failed, Failed)
+    assert failed.fault.kind == "ObjectMissingError"
+    assert not list((tmp_path / "shelf").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "kind"),
+    [
+        ("../../etc/passwd", SIZE, "ObjectNameError"),
+        (f"{FMT.namespace.folder}/namespace.json", SIZE, "ObjectNameError"),
+        (name_of(FMT, chunks_of(FMT, 1)[0]), SIZE - 1, "WrongSize"),
+        (name_of(make_format(shards=1), chunks_of(FMT, 1)[0]), SIZE, "UnavailableStorageError"),
+        ("hash/" + "0" * 64, SIZE, "ObjectMissingError"),
+        ("", SIZE, "ObjectNameError"),
+    ],
+)
+def test_a_name_that_is_no_object_of_a_known_namespace_is_refused(
+    make_desk: Callable[..., Desk], name: str, size: int, kind: str
+) -> None:
+    desk = make_desk()
+    (failed,) = desk.fetch(A, [name], [size])
+    assert isinstance(failed, Failed)
+    assert failed.fault.kind == kind
+    refused = desk.store(A, name, bytes(size))
+    assert isinstance(refused, Refusal)
+    assert desk.stat("pinned_bytes") == 0
+
+
+def test_a_record_that_is_none_is_refused(make_desk: Callable[..., Desk]) -> None:
+    desk = make_desk()
+    assert desk.service.register(FMT.namespace.encoded) == 1
+    assert desk.service.register(make_format(shards=1).namespace.encoded) == 2
+    for record in (b"", b"{}", b"[1]", FMT.namespace.encoded + b" ", b"{" * 2_000_000):
+        with pytest.raises(ConfigError):
+            desk.service.register(record)
+
+
+def test_calls_go_to_the_storage(make_desk: Callable[..., Desk], tmp_path: Path) -> None:
+    desk = make_desk()
+    shelf = tmp_path / "shelf"
+
+    def call(method: str, *args: Any, data: bytes = b"") -> Any:
+        reply = desk.ask("call", A, method, list(args), data)
+        return reply.value if isinstance(reply, Result) else reply
+
+    folder = FMT.namespace.folder
+    assert call("write", f"{folder}/namespace.json", "create", data=b"{}") == "created"
+    assert call("write", f"{folder}/namespace.json", "create", data=b"{}") == "existed"
+    assert call("folders", "") == [folder]
+    assert call("stat", [f"{folder}/namespace.json", f"{folder}/x"]) == Found([2, MISSING])
+    assert call("info", f"{folder}/namespace.json")[:2] == [f"{folder}/namespace.json", 2]
+    assert call("info", f"{folder}/x") is None
+    assert call("read", f"{folder}/namespace.json", 1, 100) == [2, b"}"]
+    assert call("read", f"{folder}/x", 0, 1).kind == "ObjectMissingError"
+    assert call("write_marker", f"{folder}/.kvshelf/gave-up/m") == "created"
+    assert call("properties").filesystem
+    chunks = chunks_of(FMT, 3)
+    names = [name_of(FMT, chunk) for chunk in chunks]
+    for chunk in chunks:
+        put(shelf, chunk)
+    rows, more = call("list", folder, None)
+    assert more is None
+    assert {row[0] for row in rows} == {*names, f"{folder}/namespace.json"}
+    desk.fetch(B, names[:1], [SIZE])
+    assert call("delete", names[0]) is True
+    assert call("delete", names[0]) is False
+    # Gone from memory as well.
+    assert desk.ask("find", A, names[:1], [SIZE]) == Found([MISSING])
+    assert call("quarantine", names[1], f"{folder}/.kvshelf/bad/1") is True
+    assert (shelf / folder / ".kvshelf/bad/1").exists()
+
+
+@pytest.mark.parametrize(
+    ("method", "args", "kind"),
+    [
+        ("delete", ["../x"], "ObjectNameError"),
+        ("read", ["/etc/passwd", 0, 10], "ObjectNameError"),
+        ("read", ["a", 0, 1 << 30], "PermanentStorageError"),
+        ("stat", ["a"], "PermanentStorageError"),
+        ("close", [], "PermanentStorageError"),
+        ("perform", ["a"], "PermanentStorageError"),
+        ("list", ["", 77], "PermanentStorageError"),
+        ("write", [name_of(FMT, chunks_of(FMT, 1)[0]), "create"], "ObjectNameError"),
+        ("watch", [["../x"]], "ObjectNameError"),
+        ("watch", ["x"], "PermanentStorageError"),
+    ],
+)
+def test_calls_of_strangers_are_refused(
+    make_desk: Callable[..., Desk], method: str, args: list[Any], kind: str
+) -> None:
+    assert make_desk().ask("call", A, method, args, b"").kind == kind
+
+
+def test_long_listings_come_in_pages(make_desk: Callable[..., Desk], tmp_path: Path) -> None:
+    folder = tmp_path / "shelf" / "many"
+    folder.mkdir(parents=True)
+    for number in range(2500):
+        (folder / f"{number}").touch()
+    desk = make_desk()
+    names: set[str] = set()
+    more, pages = None, 0
+    while more is not None or not pages:
+        rows, more = desk.ask("call", A, "list", ["many", more], b"").value
+        names |= {row[0] for row in rows}
+        pages += 1
+    assert len(names) == 2500
+    assert pages == 3
+
+
+def test_watchers_hear_of_what_anybody_publishes(
+    make_desk: Callable[..., Desk], tmp_path: Path
+) -> None:
+    desk = make_desk()
+    first, second = chunks_of(FMT, 2)
+    names = [name_of(FMT, chunk) for chunk in (first, second)]
+    folders = [name.rpartition("/")[0] for name in names]
+    fresh, unwatched = desk.ask("call", A, "watch", [folders], b"").value
+    assert set(fresh) == set(folders)
+    assert not unwatched
+    desk.store(B, names[0], sealed(FMT, first))
+    desk.run_until(lambda: (A, folders[0], [names[0]]) in desk.told)
+    # Another machine writes to a folder that did not exist when it was watched.
+    put(tmp_path / "shelf", second)
+    desk.run_until(
+        lambda: any(client == A and folder == folders[1] for client, folder, _ in desk.told)
+    )
+    assert all(client == A for client, _, _ in desk.told)
+    desk.service.client_gone(A)
+    desk.settle()
+    desk.told.clear()
+    desk.store(B, names[0], sealed(FMT, first), "replace")
+    desk.settle()
+    assert not desk.told
+
+
+def test_a_drain_waits_for_stores_and_takes_no_more(
+    make_desk: Callable[..., Desk], tmp_path: Path
+) -> None:
+    gate = threading.Event()
+    desk = make_desk(FaultyBackend(posix(tmp_path / "shelf"), Fault("write", wait=gate)))
+    first, second = chunks_of(FMT, 2)
+    replies: list[Any] = []
+    data = sealed(FMT, first)
+    desk.service.store(
+        A, name_of(FMT, first), memoryview(data), "create", False, None, replies.append
+    )
+    assert desk.service.drain(0.0) == 1
+    assert (
+        desk.store(A, name_of(FMT, second), sealed(FMT, second)).kind == "UnavailableStorageError"
+    )
+    left: list[int] = []
+    drainer = threading.Thread(target=lambda: left.append(desk.service.drain(20.0)))
+    drainer.start()
+    gate.set()
+    desk.run_until(lambda: bool(left))
+    drainer.join()
+    assert left == [0]
+    assert replies == [Stored("created")]
