@@ -439,9 +439,22 @@ class Config(BaseSettings):
         default=3600.0,
         ge=0,
         description=(
-            "Age, in seconds, at which the tails and markers of hand-overs between engines are "
-            "deleted, by engines that have been asked for a hand-over and may delete. No engine "
-            "waits so long for one. `0` keeps them for ever."
+            "Age, in seconds, at which tails, and the markers of hand-overs between engines, are "
+            "deleted, by engines that have stored tails or were asked for a hand-over, and may "
+            "delete. A tail's age counts from its last use, where the storage records uses. No "
+            "engine waits so long for a hand-over. `0` keeps them for ever."
+        ),
+    )
+    cache_tails: bool = Field(
+        default=False,
+        description=(
+            "Also store the last tokens of each prompt, which fill no chunk (the tail), and look "
+            "for them: a prompt that was stored before is then loaded whole, also one that is "
+            "shorter than a chunk. A tail is of use only to prompts with the same tokens to their "
+            "end. Each prompt adds one object for each shard, and each lookup that finds all "
+            "chunks one probe for each. Tails of fewer than 16 tokens are left out, and so are all "
+            "tails of hybrid models, engines with a drafter and unknown layouts. They are deleted "
+            "at the age `handover_keep_s`."
         ),
     )
 

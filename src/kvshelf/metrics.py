@@ -89,7 +89,7 @@ COUNTERS: Mapping[str, str] = {
     ),
     "promises_broken": "hand-overs of which a chunk was dropped or could not be stored",
     "markers_written": "markers written that tell other engines of a broken promise",
-    "leftovers_deleted": "tails and markers of old hand-overs deleted",
+    "leftovers_deleted": "old tails, and markers of old hand-overs, deleted",
     "late_calls": "storage calls that missed their deadline",
     "stuck_threads": "threads that got stuck in a storage call and were replaced",
     "breaker_opens": "times that a circuit breaker opened",

@@ -252,6 +252,106 @@ def test_a_process_without_threads_goes_on(place: Place, monkeypatch: pytest.Mon
     assert sweep._thread is not None
 
 
+# ------------------------------------------------------------------------------- tails in use
+
+
+def test_a_tail_that_is_used_goes_at_its_age_after_the_last_use(place: Place) -> None:
+    used, unused = tails(2)
+    paths, others = place.put(used, 2 * KEEP), place.put(unused, 2 * KEEP)
+    place.put(make_chunks(FMT, 1)[0])
+    sweep = place.sweep()
+    for shard in range(FMT.shards):
+        sweep.used(place.view, ObjectRef(used, shard))
+    until(lambda: all(time.time() - path.stat().st_atime < KEEP / 10 for path in paths))
+    walk(place.sweep(), place.view)
+    assert all(path.exists() for path in paths)
+    assert not any(path.exists() for path in others)
+    then = time.time() - 2 * KEEP
+    for path in paths:
+        os.utime(path, (then + 1, then))
+    walk(place.sweep(), place.view)
+    assert not any(path.exists() for path in paths)
+
+
+def test_a_process_keeps_its_own_tail_as_long_as_others_use_it(place: Place) -> None:
+    one, two = tails(2)
+    paths = [place.put(one, 2 * KEEP), place.put(two, 2 * KEEP)]
+    mine, theirs = place.sweep(walks=False), place.sweep(walks=False)
+    for chunk in (one, two):
+        for shard in range(FMT.shards):
+            mine.wrote(place.view, ObjectRef(chunk, shard))
+    for shard in range(FMT.shards):
+        theirs.used(place.view, ObjectRef(one, shard))
+    until(lambda: all(time.time() - path.stat().st_atime < KEEP / 10 for path in paths[0]))
+    for key in mine._own:
+        mine._own[key] -= KEEP + 1
+    mine.step()
+    assert all(path.exists() for path in paths[0])
+    assert not any(path.exists() for path in paths[1])
+    # Nobody has used it for another age.
+    then = time.time() - 2 * KEEP
+    for path in paths[0]:
+        os.utime(path, (then + 1, then))
+    for key in mine._own:
+        mine._own[key] -= KEEP + 1
+    mine.step()
+    assert not any(path.exists() for path in paths[0])
+
+
+def test_its_own_uses_need_no_storage_to_keep_a_tail(place: Place) -> None:
+    tail = tails(1)[0]
+    paths = place.put(tail, 2 * KEEP)
+    sweep = place.sweep(walks=False)
+    refs = [ObjectRef(tail, shard) for shard in range(FMT.shards)]
+    for ref in refs:
+        sweep.wrote(place.view, ref)
+    for key in sweep._own:
+        sweep._own[key] -= KEEP + 1
+    place.faults.add(Fault("touch", error=TransientStorageError(5, "down", "x")))
+    for ref in refs:
+        sweep.used(place.view, ref)
+    sweep.close()
+    assert all(due > time.monotonic() for due in sweep._own.values())
+    assert all(path.exists() for path in paths)
+
+
+def test_uses_are_recorded_a_few_times_in_an_age(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_MOST_OWN", 3)
+    monkeypatch.setattr(Sweep, "_start", lambda _: None)
+    sweep = place.sweep(walks=False)
+    refs = [ObjectRef(tail, 0) for tail in tails(4)]
+    touched: list[str] = []
+    monkeypatch.setattr(place.shelf.backend, "touch", touched.append)
+
+    def use(ref: ObjectRef) -> list[str]:
+        for _ in range(3):
+            sweep.used(place.view, ref)
+        touched.clear()
+        sweep._record_uses()
+        return list(touched)
+
+    assert use(refs[0]) == [place.view.name(refs[0])]
+    assert use(refs[0]) == []
+    sweep._used[place.view, refs[0]] -= KEEP / 4
+    assert use(refs[0]) == [place.view.name(refs[0])]
+    for ref in refs[1:]:
+        assert len(use(ref)) == 1
+    assert len(sweep._used) == 3
+
+
+def test_a_use_that_cannot_be_recorded_is_left_out(place: Place) -> None:
+    tail = tails(1)[0]
+    place.put(tail)
+    place.faults.add(Fault("touch", error=TransientStorageError(5, "down", "x")))
+    sweep = place.sweep()
+    sweep.used(place.view, ObjectRef(tail, 0))
+    until(lambda: not sweep._uses)
+    assert sweep._thread is not None
+    assert sweep._walks
+
+
 # ------------------------------------------------------------------------------- trouble
 
 

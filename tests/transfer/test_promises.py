@@ -81,6 +81,17 @@ def test_a_promise_is_broken_when_a_store_fails_or_is_lost(
     assert marked(rig) == ({ONE} if broken else set())
 
 
+def test_a_tail_that_nobody_waits_for_leaves_no_marker(rig: Rig, promises: Promises) -> None:
+    done = promises.watch_tail()
+    for outcome in StoreOutcome:
+        promises.note("", chunk(), outcome)
+    for result in StoreResult:
+        done(chunk(), result)
+    promises.close(PATIENCE)
+    assert not promises.given
+    assert rig.count("promises_broken") == rig.count("markers_written") == 0
+
+
 def test_an_attempt_is_given_up_once(rig: Rig, promises: Promises, backend: FaultyBackend) -> None:
     counting = CountingBackend(backend.inner)
     backend.inner = counting

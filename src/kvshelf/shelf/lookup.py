@@ -35,6 +35,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import product
+from typing import NamedTuple
 
 from kvshelf.format.keys import Chunk, KeyChain
 from kvshelf.format.kinds import FULL, KINDS, STATE, WINDOW, Kind, kind_key
@@ -76,6 +77,8 @@ class Lookup:
     known : Mapping[Kind, frozenset[int]]
         For each kind but full, the chunks (by their index in the prompt) that the search has seen
         on the shelf.
+    tail : Chunk or None
+        The tail behind the last of the chunks that can be loaded, where the search found it.
     as_of : float
         ``time.monotonic()`` of the answer; until it is there, of the lookup's beginning.
     given_up : bool
@@ -90,6 +93,7 @@ class Lookup:
         on_done: Callable[[Lookup], None] | None = None,
         log: RateLimitedLog | None = None,
         ends: Sequence[int] | None = None,
+        tail_end: int = 0,
     ) -> None:
         self._log = RateLimitedLog(logger) if log is None else log
         self.first_chunk = first_chunk
@@ -98,6 +102,7 @@ class Lookup:
         self._count = len(tokens)
         self._make_chain = make_chain
         self._ends = ends
+        self._tail_end = tail_end
         self._done = threading.Event()
         self._lock = threading.Lock()
         self._cancelled = False
@@ -106,6 +111,7 @@ class Lookup:
         self.hit_chunks = 0
         self.full_chunks = 0
         self.known: Mapping[Kind, frozenset[int]] = {}
+        self.tail: Chunk | None = None
         self.as_of = time.monotonic()
 
     @property
@@ -132,6 +138,7 @@ class Lookup:
         *,
         full_chunks: int = 0,
         known: Mapping[Kind, frozenset[int]] | None = None,
+        tail: Chunk | None = None,
         given_up: bool = False,
     ) -> None:
         """Give the answer, unless there is one: a stuck thread may come back late."""
@@ -142,6 +149,7 @@ class Lookup:
             self.hit_chunks = hit_chunks
             self.full_chunks = full_chunks
             self.known = known or {}
+            self.tail = tail
             self.chain = chain
             self.as_of = time.monotonic()
             self._done.set()
@@ -243,6 +251,7 @@ class LookupService:
         *,
         first_chunk: int = 0,
         ends: Sequence[int] | None = None,
+        tail_end: int = 0,
         on_done: Callable[[Lookup], None] | None = None,
     ) -> Lookup:
         """Start a lookup; returns at once. After :meth:`close` it is given up at once.
@@ -261,11 +270,15 @@ class LookupService:
             Numbers of chunks, from the prompt's beginning and ascending, at which a hit may end;
             any when absent. Of no meaning where full is the only kind: such a hit may be used in
             part.
+        tail_end : int
+            Number of leading tokens: also look for the tail that ends there, where all chunks are
+            found. It must begin behind the last chunk. 0: for no tail. Of no meaning where there
+            are other kinds than full.
         on_done : Callable, optional
             Called once on the background thread when the answer is there, also when the
             lookup was cancelled. Must not block.
         """
-        lookup = Lookup(tokens, make_chain, first_chunk, on_done, self._log, ends)
+        lookup = Lookup(tokens, make_chain, first_chunk, on_done, self._log, ends, tail_end)
         with self._submitting:
             taken = not self._closed and self._threads.ready()
             if taken:
@@ -383,8 +396,23 @@ class LookupService:
             full = full if FULL in self._views else len(chain.chunks) - first
             end, known = self._latest_end(lookup, chain.chunks, first, first + full, pace)
             hit = end - first
+        tail = (
+            self._tail_of(lookup, chain) if lookup.first_chunk + hit >= len(chain.chunks) else None
+        )
+        if tail is not None and not self._leading([tail]):
+            tail = None
         if not lookup._cancelled:
-            lookup._finish(hit, chain, full_chunks=full, known=known)
+            lookup._finish(hit, chain, full_chunks=full, known=known, tail=tail)
+
+    def _tail_of(self, lookup: Lookup, chain: KeyChain) -> Chunk | None:
+        """Return the tail to look for behind all chunks; None if there is none."""
+        first = len(chain.chunks) * chain.chunk_size
+        count = lookup._tail_end - first
+        if not 0 < count < chain.chunk_size or self._views.keys() != {FULL}:
+            return None
+        tokens = lookup._tokens[first : lookup._tail_end]
+        # They are gone from a lookup that was cancelled.
+        return chain.tail_after(len(chain.chunks), tokens) if len(tokens) == count else None
 
     def _ends(self, lookup: Lookup, chunks: Sequence[Chunk]) -> Sequence[int]:
         if lookup._ends is None:
@@ -584,6 +612,14 @@ class _Flight:
         self.over = threading.Event()
 
 
+class _Search(NamedTuple):
+    """What one lookup needs while it is searched for."""
+
+    search: HitSearch
+    chain: KeyChain
+    tail: Chunk | None
+
+
 class _Rounds:
     """The searches of one thread, from the first lookup until none is left."""
 
@@ -593,7 +629,7 @@ class _Rounds:
         self._first = first
         #: Lookups without an answer, in order, and when each was taken.
         self._lookups: dict[Lookup, float] = {}
-        self._searches: dict[Lookup, tuple[HitSearch, KeyChain]] = {}
+        self._searches: dict[Lookup, _Search] = {}
 
     def run(self) -> None:
         """Search; a lookup that fails ends alone."""
@@ -639,7 +675,7 @@ class _Rounds:
         else:
             self._searches[lookup] = search
 
-    def _search_for(self, lookup: Lookup) -> tuple[HitSearch, KeyChain] | None:
+    def _search_for(self, lookup: Lookup) -> _Search | None:
         service = self._service
         service._counters.add("lookups")
         chain = lookup._make_chain()
@@ -649,16 +685,18 @@ class _Rounds:
         # Remembered answers are of no use while nothing can be loaded.
         useful = service._remembers and service._shelf.backend.reads.is_closed
         cache = service._cache if useful else PresenceCache()
+        tail = service._tail_of(lookup, chain)
         search = HitSearch(
-            chain.chunks,
-            lookup.first_chunk,
+            # Last of all, as a chunk of which nothing but the length is different.
+            chain.chunks if tail is None else [*chain.chunks, tail],
+            min(lookup.first_chunk, len(chain.chunks)),
             service._ends(lookup, chain.chunks),
             service._window,
             cache,
             service._failed,
             {kind: view.fmt.shards for kind, view in service._views.items()},
         )
-        return search, chain
+        return _Search(search, chain, tail)
 
     def _end(self, lookup: Lookup) -> None:
         lookup._finish(0, None)
@@ -675,7 +713,7 @@ class _Rounds:
         asking: list[HitSearch] = []
         questions: Questions = {}
         together = len(self._searches)
-        for lookup, (search, chain) in list(self._searches.items()):
+        for lookup, (search, chain, tail) in list(self._searches.items()):
             planned = {} if lookup._cancelled else search.plan(service._costs, together)
             if planned:
                 asking.append(search)
@@ -685,11 +723,13 @@ class _Rounds:
             if not lookup._cancelled:
                 search.finish()
                 if not lookup._cancelled:
+                    chunks = len(chain.chunks)
                     lookup._finish(
-                        search.hit_chunks - search.first,
+                        min(search.hit_chunks, chunks) - search.first,
                         chain,
-                        full_chunks=search.full_chunks - search.first,
+                        full_chunks=min(search.full_chunks, chunks) - search.first,
                         known=search.known,
+                        tail=tail if search.hit_chunks > chunks else None,
                     )
                 service._note_speed(lookup, self._lookups[lookup])
             self._end(lookup)

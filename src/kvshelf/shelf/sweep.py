@@ -1,8 +1,8 @@
-"""Deletes tails and markers of old hand-overs.
+"""Deletes old tails, and the markers of old hand-overs.
 
 Owns the thread that does it (``kvshelf-sweep``), and the account of what this process has written.
 A hand-over leaves the tail of its prompt, which few other requests can use, and perhaps a marker.
-Both are deleted at a certain age:
+Tails may also be stored as a cache. All are deleted at a certain age:
 
 * what this process wrote, when it has seen so much time pass;
 * what others left, by a walk through the folder of the namespace: one of the folders with objects
@@ -13,21 +13,26 @@ Contracts
 ---------
 * Deletes only objects whose names are those of tails, and empty ones whose names are those of
   markers. A tail or a marker that is gone costs time only.
-* The age of what others left is the time from its last modification to now, or to the latest
-  modification that the walk has seen anywhere: a clock that runs ahead deletes nothing young.
+* The age of what others left is the time from its last modification, or of a tail its last use, to
+  now, or to the latest modification that the walk has seen anywhere: a clock that runs ahead
+  deletes nothing young. What this process wrote also stays as long as others use it. Uses are
+  recorded where the storage has access times, for each tail a few times in an age.
 * Deletes nothing more where the storage forbids it; one log line says so. Other trouble of the
   storage ends a piece of work, which is done later.
-* No thread is started before the first hand-over (:meth:`Sweep.begin`). All methods may be called
+* No thread is started before the first tail or hand-over (:meth:`Sweep.begin`, :meth:`Sweep.used`).
+  All methods may be called
   from any thread, and none waits for the storage.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import math
 import random
 import threading
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from typing import Final
 
@@ -47,8 +52,10 @@ _FOLDERS: Final = 256
 _LEAST_PAUSE: Final = 1.0
 #: Seconds after trouble of the storage.
 _TROUBLE_SECONDS: Final = 30.0
-#: Most of its own leftovers that a process remembers; a walk finds the others.
+#: Most of its own leftovers, and most uses, that a process remembers; a walk finds the others.
 _MOST_OWN: Final = 65536
+#: Uses of a tail that are recorded in an age.
+_USES: Final = 4
 
 #: A tail's object, or the attempt of a marker.
 Leftover = ObjectRef | str
@@ -91,6 +98,9 @@ class Sweep:
         self._closed = False
         #: When what this process wrote is old enough, the oldest first.
         self._own: OrderedDict[tuple[NamespaceView, Leftover], float] = OrderedDict()
+        #: Tails whose use is to be recorded, and when that was last asked for, the oldest first.
+        self._uses: deque[tuple[NamespaceView, ObjectRef]] = deque()
+        self._used: OrderedDict[tuple[NamespaceView, ObjectRef], float] = OrderedDict()
         self._view: NamespaceView | None = None
         #: Folders of the walk that are left; taken from the end.
         self._left: list[str] = []
@@ -102,7 +112,7 @@ class Sweep:
     # ------------------------------------------------------------- any thread
 
     def begin(self, view: ShelfView) -> None:
-        """Sweep a namespace from now on: a hand-over was asked for in it."""
+        """Sweep a namespace from now on: there are tails in it, or markers."""
         if self._view is not view.on_storage:
             with self._lock:
                 self._view = view.on_storage
@@ -134,6 +144,25 @@ class Sweep:
             # The thread knows nothing yet that will be due.
             self._wake.set()
 
+    def used(self, view: ShelfView, tail: ObjectRef) -> None:
+        """Note that a tail was loaded: its age counts from now on."""
+        key, now = (view.on_storage, tail), time.monotonic()
+        with self._lock:
+            if key in self._own:
+                self._own[key] = now + self.keep
+                self._own.move_to_end(key)
+            if now < self._used.get(key, -math.inf) + self.keep / _USES:
+                return
+            self._used[key] = now
+            self._used.move_to_end(key)
+            if len(self._used) > _MOST_OWN:
+                self._used.popitem(last=False)
+            if len(self._uses) < _MOST_OWN:
+                self._uses.append(key)
+        self._wake.set()
+        if self._thread is None:
+            self._start()
+
     def close(self) -> None:
         """End the thread, unless it waits for the storage. Idempotent."""
         self._closed = True
@@ -157,6 +186,7 @@ class Sweep:
     def step(self) -> float:
         """Do what is to be done now; return the seconds until there is more, at the earliest."""
         try:
+            self._record_uses()
             self._delete_own()
             self._walk()
         except StorageError as error:
@@ -173,6 +203,19 @@ class Sweep:
                 due.append(self._next_folder)
         return max(0.0, min(due, default=time.monotonic() + self.keep) - time.monotonic())
 
+    def _record_uses(self) -> None:
+        while self._uses and not self._closed:
+            view, tail = self._uses.popleft()
+            with contextlib.suppress(StorageError):
+                view.backend.touch(view.name(tail))
+
+    def _is_used(self, view: NamespaceView, name: str) -> bool:
+        """Whether anybody has used a tail within its age."""
+        found = view.backend.info(name)
+        if found is None or found.atime is None or found.atime <= found.mtime:
+            return False
+        return abs(time.time() - found.atime) < self.keep
+
     def _delete_own(self) -> None:
         """Delete what this process wrote that is old enough."""
         while not self._closed:
@@ -186,6 +229,9 @@ class Sweep:
                 name = f"{view.folder()}/{marker_name(leftover)}"
             else:
                 name = view.name(leftover)
+                if self._is_used(view, name):
+                    self.wrote(view, leftover)
+                    continue
             if not self._delete(view, name, "of this engine"):
                 self._closed = True
                 return
@@ -232,11 +278,11 @@ class Sweep:
             pace.rest()
             self._newest = max(self._newest, row.mtime)
             if _is_leftover(row.name, row.size):
-                found.append((row.name, row.mtime))
+                found.append((row.name, max(row.mtime, row.atime or 0.0)))
         limit = min(time.time(), self._newest) - self.keep
-        for name, mtime in found:
+        for name, used in found:
             # A filesystem that reports no times says 0.
-            if not 0 < mtime <= limit or self._closed:
+            if not 0 < used <= limit or self._closed:
                 continue
             if not self._delete(view, name, "that other engines left"):
                 self._walks = False

@@ -3,7 +3,8 @@
 Owns the account of broken promises, and the thread that writes their markers
 (:mod:`kvshelf.shelf.markers`). An engine that hands a request over promises that all chunks of the
 prompt will be stored. If one of them is dropped, fails or is lost at shutdown, the promise is
-broken: a marker says so to the engine that waits for the chunks.
+broken: a marker says so to the engine that waits for the chunks. Also tells the sweep which tails
+were stored, promised or not, and which were loaded.
 
 Contracts
 ---------
@@ -55,7 +56,7 @@ class Promises:
     counters : Counters
         Gets ``promises_broken`` and ``markers_written``.
     sweep : Sweep, optional
-        Deletes what hand-overs leave.
+        Deletes tails and markers.
     on_thread_start : Callable, optional
         Called first on the thread, to set its processors.
 
@@ -96,18 +97,34 @@ class Promises:
             self._sweep.begin(self._view)
         return functools.partial(self._ended, attempt)
 
+    def watch_tail(self) -> OnStored:
+        """Return what the store of a tail calls at its end for which nobody waits."""
+        if self._sweep is not None:
+            self._sweep.begin(self._view)
+        return functools.partial(self._ended, "")
+
     def note(self, attempt: str, chunk: Chunk, outcome: StoreOutcome) -> None:
-        """Note what became of the call that should queue a promised store."""
+        """Note what became of the call that should queue a watched store.
+
+        `attempt` is empty where nobody waits for it.
+        """
         if outcome in _BROKEN:
-            self.give_up(attempt)
+            if attempt:
+                self.give_up(attempt)
         elif outcome is StoreOutcome.KNOWN:
             self._note_tail(chunk)
 
     def _ended(self, attempt: str, chunk: Chunk, result: StoreResult) -> None:
-        if result in _LOST:
-            self.give_up(attempt)
-        else:
+        if result not in _LOST:
             self._note_tail(chunk)
+        elif attempt:
+            self.give_up(attempt)
+
+    def loaded(self, chunk: Chunk) -> None:
+        """Note that the last chunk of a prompt was loaded, perhaps a tail."""
+        if chunk.tail and self._sweep is not None:
+            for shard in self._shards:
+                self._sweep.used(self._view, ObjectRef(chunk, shard))
 
     def _note_tail(self, chunk: Chunk) -> None:
         if chunk.tail and self._sweep is not None:

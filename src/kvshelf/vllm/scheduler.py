@@ -31,6 +31,9 @@ Contracts
   breaker, a namespace that is not known yet. At its end there is a hit of what was seen.
 * A request that asks for a hand-over has its tail stored, in the step that completes the prompt,
   and promises what is stored or planned (:mod:`kvshelf.vllm.promise`).
+* With ``cache_tails`` the tails of all prompts are stored, and lookups look for them. Only a prompt
+  with equal tokens to its end finds one. Its hit then has all tokens, as that of a hand-over,
+  unless vLLM computes the tail sooner than it could be loaded.
 * A step sleeps, for at most 10 ms, if it computes nothing, all requests wait for hand-overs, and
   nobody waits for this engine's steps.
 * A request of which vLLM would not use a hit is not held, not read ahead and not counted; it is
@@ -126,6 +129,8 @@ _IDLE_WAIT_SECONDS = 10e-3
 # After so long without a step, a worker's last word on its breaker no longer counts.
 _STALE_SECONDS = 1.0
 _REPAIRS_REMEMBERED = 4096
+#: Shorter tails are computed sooner than they could be loaded, and take the same space.
+_LEAST_TAIL = 16
 #: So many loads of a request of a hybrid engine may fail before it is computed without the shelf.
 _MOST_FAILED_LOADS = 3
 
@@ -156,6 +161,7 @@ class _Request:
         "promise",
         "reads",
         "request",
+        "tail_planned",
         "waiting_since",
     )
 
@@ -189,6 +195,8 @@ class _Request:
         self.promise: Promise | None = None
         #: Index of the last chunk whose state was planned to be stored.
         self.last_state = -1
+        #: Whether the tail is on the shelf or planned to be stored, where tails are cached.
+        self.tail_planned = False
         #: From this token on the KV does not depend on the prefix alone.
         self.cut = sys.maxsize
         self.offered_from = 0
@@ -257,8 +265,8 @@ class SchedulerSide:
         self._block_size = groups.alignment
         self._may_store = may_store and not config.read_only
         self._hands_over = hands_over
-        #: Whether tails are stored and loaded.
-        self._tails = False
+        #: Whether tails can be stored and loaded, and whether those of all prompts are.
+        self._tails = self._caches_tails = False
         self._on_thread_start = on_thread_start
         self.counters = Counters() if counters is None else counters
         self._handshake = Handshake(vllm_config, config, ranks)
@@ -389,7 +397,7 @@ class SchedulerSide:
             return self._no_answer(state)
         if not self._adapters.trusts(request.lora_request):
             return 0, False
-        hit = self._hit_tokens(state, lookup)
+        hit = self._hit_tokens(state, lookup, computed)
         state.offered_from = computed
         if not state.counted:
             state.counted = True
@@ -537,7 +545,8 @@ class SchedulerSide:
         # Once the storage has held up one request for so long, the next does not wait for it.
         return now - state.waiting_since >= longest or lookups.stalled(longest)
 
-    def _hit_tokens(self, state: _Request, lookup: Lookup) -> int:
+    def _hit_tokens(self, state: _Request, lookup: Lookup, computed: int) -> int:
+        """Return the leading tokens that can be loaded; vLLM has `computed` of them already."""
         chunks, awaited = lookup.hit_chunks, state.awaited
         if self._groups.hybrid:
             # One of _ends.
@@ -549,6 +558,11 @@ class SchedulerSide:
             chunks = max(chunks, awaited.full_chunks)
             # A drafter has KV of whole chunks only.
             whole = awaited.hit_tokens if self._drafts is None else 0
+        if lookup.tail is not None:
+            end = lookup.tail.index * size + lookup.tail.tokens
+            # vLLM computes the rest of a block sooner than it could be loaded.
+            if not computed or end - computed > self._block_size:
+                whole = max(whole, end)
         if state.limit is not None:
             chunks = min(chunks, state.limit)
             whole = whole if whole <= state.limit * size else 0
@@ -607,8 +621,14 @@ class SchedulerSide:
             state.request._all_token_ids,
             lambda: self._make_chain(state, digest),
             ends=self._ends(state),
+            tail_end=state.request.num_prompt_tokens if self._has_cached_tail(state) else 0,
         )
         return state.lookup
+
+    def _has_cached_tail(self, state: _Request) -> bool:
+        """Whether a prompt ends in a tail that is cached without being asked for."""
+        rest = state.request.num_prompt_tokens % self._config.chunk_size
+        return self._caches_tails and bool(rest >= _LEAST_TAIL)
 
     def _make_chain(self, state: _Request, digest: bytes) -> KeyChain | None:
         """Make the chain of a request's keys, without tokens; of an adapter it may hash files."""
@@ -666,7 +686,9 @@ class SchedulerSide:
         start, end = state.offered_from, state.offered_from + external
         lookup = state.lookup
         chain = lookup.chain if lookup is not None and lookup.done else None
-        known = [] if chain is None else self._chunks_of(state, chain, end)
+        known: list[Chunk] = []
+        if lookup is not None and chain is not None:
+            known = self._chunks_of(state, lookup, chain, end)
         chunks = {
             kind: known[indices.start : indices.stop]
             for kind, indices in self._ranges(start, end).items()
@@ -689,14 +711,15 @@ class SchedulerSide:
         self._read_ahead.note_in_engine_cache(op.chunks)
         self._loads.append(op)
 
-    def _chunks_of(self, state: _Request, chain: KeyChain, end: int) -> list[Chunk]:
+    def _chunks_of(self, state: _Request, lookup: Lookup, chain: KeyChain, end: int) -> list[Chunk]:
         """Return the chunks of a prompt of which a load of tokens before `end` takes the first."""
         awaited = state.awaited
-        tail = awaited.tail if awaited is not None and awaited.hit_tokens else None
-        first = 0 if tail is None else tail.index * self._config.chunk_size
-        if tail is None or not first < end <= first + tail.tokens:
-            return chain.chunks
-        return [*chain.chunks[: tail.index], tail]
+        handed_over = awaited.tail if awaited is not None and awaited.hit_tokens else None
+        for tail in (handed_over, lookup.tail):
+            first = 0 if tail is None else tail.index * self._config.chunk_size
+            if tail is not None and first < end <= first + tail.tokens:
+                return [*chain.chunks[: tail.index], tail]
+        return chain.chunks
 
     def _ranges(self, start: int, end: int) -> dict[Kind, range]:
         """Return the chunks of each kind that a load of tokens ``[start, end)`` needs."""
@@ -863,10 +886,10 @@ class SchedulerSide:
             # Windows and states are of use at the end of the wait only.
             full = range(first // size, awaited.full_chunks)
             return Loadable(lookup.chain.chunks, {FULL: full} if full else {}, grows=True)
-        hit = self._hit_tokens(state, lookup)
+        hit = self._hit_tokens(state, lookup, first)
         if state.gave_up or hit <= first:
             return Loadable()
-        chunks = self._chunks_of(state, lookup.chain, hit)
+        chunks = self._chunks_of(state, lookup, lookup.chain, hit)
         if chunks[-1].tail:
             # It is small, and appears last.
             chunks = chunks[:-1]
@@ -912,6 +935,9 @@ class SchedulerSide:
         chain = self._keys(state, lookup)
         if chain is None:
             return
+        if lookup.tail is not None and self._is_usable(state, lookup.tail, FULL):
+            state.tail_planned = True
+            tail = self._needs_tail(state, end)
         if len(chain.chunks) < complete:
             chain.extend(request._all_token_ids[chain.tokens : complete * size])
         self._read_ahead.note_in_engine_cache(chain.chunks[state.next_store : complete])
@@ -944,16 +970,19 @@ class SchedulerSide:
             chunk = chain.tail_after(first, request._all_token_ids[first * size : prompt])
             tables = output.kv_connector_block_state.get_block_ids(req_id)
             of_tail = None if tables is None else self._blocks_of(chunk, FULL, tables)
+            state.tail_planned = True
             if of_tail is not None:
                 meta.stores.append(self._store_op(state, lookup, chain, chunk, FULL, of_tail))
         state.next_store = max(state.next_store, complete)
 
     def _needs_tail(self, state: _Request, end: int) -> bool:
         """Whether a request's tail is to be stored, of which tokens before `end` have KV."""
-        if state.promise is None or state.promise.tail is not None or not self._tails:
-            return False
         prompt = state.request.num_prompt_tokens
-        return bool(end >= prompt and prompt % self._config.chunk_size > 0)
+        if not self._tails or end < prompt or not prompt % self._config.chunk_size:
+            return False
+        if state.promise is not None:
+            return state.promise.tail is None
+        return not state.tail_planned and self._has_cached_tail(state)
 
     def _note_promised(self, state: _Request, kind: Kind, chunk: Chunk) -> None:
         """Note a kind of a chunk that is stored or planned to be, if the request hands over."""
@@ -1027,14 +1056,18 @@ class SchedulerSide:
 
     def _is_stored(self, state: _Request, lookup: Lookup, chunk: Chunk, kind: Kind) -> bool:
         """Whether the lookup saw a kind of a chunk on the shelf, and no load of it failed."""
-        key = kind_key(chunk.key, kind)
-        if key in state.failures or key in self._failed:
+        if not self._is_usable(state, chunk, kind):
             return False
         if state.awaited is not None and state.awaited.has_seen(kind, chunk.index):
             return True
         if kind == FULL:
             return chunk.index < lookup.full_chunks
         return chunk.index in lookup.known.get(kind, ())
+
+    def _is_usable(self, state: _Request, chunk: Chunk, kind: Kind) -> bool:
+        """Whether no load of a kind of a chunk has failed since it was last stored."""
+        key = kind_key(chunk.key, kind)
+        return key not in state.failures and key not in self._failed
 
     def _is_worth_storing(self, state: _Request, lookup: Lookup, chunk: Chunk) -> bool:
         """Whether to store the state after a chunk.
@@ -1192,6 +1225,16 @@ class SchedulerSide:
         self._ranks_of = self._ranks_with(fmt)
         drafts = draft_engine(self._vllm_config) is not None
         self._tails = fmt.tails and not self._groups.hybrid and not drafts
+        self._caches_tails = self._tails and self._config.cache_tails
+        if self._config.cache_tails and not self._tails:
+            self._log.warning(
+                "cache_tails has no effect: this engine has no tails, because %s",
+                "it has several kinds of KV"
+                if self._groups.hybrid
+                else "a drafter has KV of whole chunks only"
+                if drafts
+                else "the layout of its KV cache is not known",
+            )
         self._blocks.settle(changed=changed)
         self._handshake.settle(fmt.namespace)
         if self._waits is not None:

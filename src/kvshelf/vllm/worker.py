@@ -570,14 +570,17 @@ class WorkerSide:
         tokens = chunk.tokens if chunk.tail else None
         size = self._config.chunk_size
         slots = slots_to_store(memory.slots, op.block_ids, chunk.index, size, tokens=tokens)
-        promises = self._promises if op.attempt else None
+        promises = self._promises if op.attempt or chunk.tail else None
+        on_done = None
+        if promises is not None:
+            on_done = promises.watch(op.attempt) if op.attempt else promises.watch_tail()
         outcome = self._transfer.store(
             op.kind,
             ChunkSlots(chunk, slots),
             repair=op.repair,
             age=op.age,
-            promised=promises is not None,
-            on_done=None if promises is None else promises.watch(op.attempt),
+            promised=bool(op.attempt) and promises is not None,
+            on_done=on_done,
         )
         if promises is not None:
             promises.note(op.attempt, chunk, outcome)
@@ -623,6 +626,9 @@ class WorkerSide:
                 # The block in which the failed chunk begins is not complete either.
                 failed = part.items[part.failed_at].chunk.index * self._config.chunk_size
                 good_until = max(op.start, failed - failed % self._block_size)
+        elif self._config.cache_tails and self._promises is not None:
+            for chunk in op.chunks[-1:]:
+                self._promises.loaded(chunk)
         self.counters.add("loaded_tokens", good_until - op.start)
         self._note_bad(op, good_until)
 
