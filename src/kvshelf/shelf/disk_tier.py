@@ -328,17 +328,19 @@ class DiskTier:
         with self._work:
             return key in self._copies or key in self._writing
 
-    def remove(self, fmt: ObjectFormat, ref: ObjectRef) -> bool:
-        """Remove a copy, also one that waits to be written; whether there was one.
+    def remove(self, fmt: ObjectFormat, refs: Sequence[ObjectRef]) -> int:
+        """Remove copies, also those that wait to be written; return of how many objects.
 
         Raises
         ------
         StorageError
             If the directory failed, or does not take a copy that is being written in time.
         """
-        shelf, key = self.usable, _key(fmt, ref)
-        if shelf is None:
-            return False
+        shelf = self.usable
+        return 0 if shelf is None else sum(self._remove(shelf, fmt, ref) for ref in refs)
+
+    def _remove(self, shelf: Shelf, fmt: ObjectFormat, ref: ObjectRef) -> bool:
+        key = _key(fmt, ref)
         with self._work:
             waiting = self._copies.pop(key, None)
             self._work.notify_all()
