@@ -1,0 +1,587 @@
+"""A client's connection to the node server: requests as futures, and objects lent in place.
+
+Owns the session, the ZMQ socket (DEALER), the requests that wait for answers, and the leases that
+are to be given back. What is said is in :mod:`kvshelf.server.messages`.
+
+Contracts
+---------
+* No method blocks, except :meth:`Channel.wait_connected` for as long as it is told, and
+  :meth:`Channel.close` for a moment. A server that hangs leaves futures without a result: whoever
+  waits has a deadline, and cancels a future that it gives up.
+* A server that is gone fails all futures at once with :class:`UnavailableStorageError`, and so does
+  every request until there is a server again. The channel looks for one at least once a second.
+* Nothing of one session is used in another one. Memory that the old server lent stays mapped until
+  it is released.
+* A lease whose future was cancelled, or whose :class:`Leased` nobody has any more, is given back.
+* A channel belongs to the process that made it. After a fork, the child's copy is closed.
+
+Threads
+-------
+Any thread may call all methods. One thread, ``kvshelf-channel``, uses the sockets, completes the
+futures and calls the callbacks: these must not wait for the channel.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import os
+import socket
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Final, TypeAlias
+
+import zmq
+
+from kvshelf.errors import KVShelfError, UnavailableStorageError
+from kvshelf.logs import RateLimitedLog
+from kvshelf.server import messages, session
+from kvshelf.server.messages import (
+    Appeared,
+    Done,
+    Draining,
+    EndSession,
+    Failed,
+    Fault,
+    Fetch,
+    Fetched,
+    Hello,
+    MalformedError,
+    Ping,
+    Ready,
+    Release,
+    Reply,
+    Request,
+    Welcome,
+)
+from kvshelf.server.segment import Segment
+from kvshelf.server.wake import Wake
+
+logger = logging.getLogger(__name__)
+
+Notice: TypeAlias = Appeared | Draining
+
+#: Most answers that are waited for. A server that answers slowly for so long hangs.
+_MAX_OPEN: Final = 4 * messages.MAX_NAMES
+#: How long the server may take to take a client.
+_GREETING_SECONDS: Final = 2.0
+#: Pauses between attempts to connect.
+_RETRY_SECONDS: Final = (0.05, 0.2, 0.5)
+#: How long leases are collected before they are given back, and how many at most.
+_RELEASE_SECONDS: Final = 0.002
+_RELEASE_COUNT: Final = 256
+_CLOSE_SECONDS: Final = 1.0
+#: Answers that are handled before new requests are sent.
+_ROUND: Final = 64
+
+
+class _Waiting:
+    """A request that waits for its answer."""
+
+    __slots__ = ("future",)
+
+    def __init__(self, future: Future[Reply]) -> None:
+        self.future = future
+
+    @property
+    def left(self) -> int:
+        return 1
+
+    def fail(self, error: Callable[[], Exception]) -> None:
+        if self.future.set_running_or_notify_cancel():
+            self.future.set_exception(error())
+
+
+class _Fetching:
+    """A fetch that waits for the rest of its objects."""
+
+    __slots__ = ("futures", "left")
+
+    def __init__(self, futures: Sequence[Future[Leased]]) -> None:
+        self.futures: list[Future[Leased] | None] = list(futures)
+        self.left = len(futures)
+
+    def take(self, index: int) -> Future[Leased] | None:
+        """Return the future of an object that has no outcome yet."""
+        if not 0 <= index < len(self.futures):
+            return None
+        future, self.futures[index] = self.futures[index], None
+        if future is not None:
+            self.left -= 1
+        return future
+
+    def fail(self, error: Callable[[], Exception]) -> None:
+        for future in self.futures:
+            if future is not None and future.set_running_or_notify_cancel():
+                future.set_exception(error())
+
+
+class _Connection:
+    """One session, and its ZMQ socket."""
+
+    def __init__(self, connection: socket.socket, welcome: Welcome, arena: memoryview) -> None:
+        self.session = connection
+        self.welcome = welcome
+        self.arena = arena
+        self.generations = arena[: 8 * welcome.slots].cast("Q")
+        self.queue: deque[bytes] = deque()
+        self.waiting: dict[int, _Waiting | _Fetching] = {}
+        #: Answers that are waited for.
+        self.open = 0
+        self.released: deque[int] = deque()
+        #: Whether the channel's thread looks at `released` soon by itself.
+        self.collecting = False
+        #: Whether other threads may send requests.
+        self.ready = False
+        #: Nothing is sent any more.
+        self.lost = False
+        #: This is a copy in a forked process.
+        self.foreign = False
+        self.wake: Callable[[], None]
+
+
+class Leased:
+    """An object in the server's memory, lent to this process.
+
+    Attributes
+    ----------
+    view : memoryview
+        The whole object, header included; read-only. Empty after :meth:`release`.
+    """
+
+    __slots__ = ("_connection", "_generation", "_lease", "_slot", "view")
+
+    def __init__(self, connection: _Connection, ready: Ready) -> None:
+        self._connection = connection
+        self._slot = ready.slot
+        self._generation = ready.generation
+        self._lease: int | None = ready.lease
+        self.view = connection.arena[ready.offset : ready.offset + ready.nbytes]
+
+    def valid(self) -> bool:
+        """Tell whether `view` was the object until now; False once the lease was over."""
+        connection = self._connection
+        return connection.generations[self._slot] == self._generation and not connection.foreign
+
+    def release(self) -> None:
+        """Give the memory back. Idempotent."""
+        lease, self._lease = self._lease, None
+        if lease is not None:
+            self.view = memoryview(b"")
+            connection = self._connection
+            if not connection.lost:
+                connection.released.append(lease)
+                if not connection.collecting:
+                    connection.wake()
+
+    def __del__(self) -> None:
+        with contextlib.suppress(AttributeError):
+            self.release()
+
+
+class Channel:
+    """A connection to the server at a URL, made and kept in the background.
+
+    Parameters
+    ----------
+    url : str
+        ``ipc:///absolute/path``.
+    segment_bytes : int
+        Size of the memory for objects to be stored; 0: none.
+    clock : Callable
+        Seconds.
+
+    Attributes
+    ----------
+    url : str
+    welcome : Welcome or None
+        What the server said of itself, when it was last connected.
+    segment : Segment or None
+        Memory for objects to be stored. It outlives connections.
+
+    Raises
+    ------
+    ConfigError
+        If the URL is none of a server, or the system gives no memory.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        segment_bytes: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.url = url
+        self.welcome: Welcome | None = None
+        self._path = session.socket_path(url)
+        self.segment = Segment(segment_bytes) if segment_bytes else None
+        self._clock = clock
+        self._numbers = itertools.count(1)
+        self._lock = threading.Lock()
+        self._connection: _Connection | None = None
+        self._on_connect: list[Callable[[Welcome], None]] = []
+        self._on_notice: list[Callable[[Notice], None]] = []
+        self._is_connected = threading.Event()
+        self._wake = Wake()
+        self._closed = False
+        self._log = RateLimitedLog(logger, lines=10)
+        _channels.add(self)
+        self._thread = threading.Thread(target=self._run, name="kvshelf-channel", daemon=True)
+        self._thread.start()
+
+    # ---------------------------------------------------------------------------- any thread
+
+    @property
+    def connected(self) -> bool:
+        """Whether there is a server now, as far as is known."""
+        return self._is_connected.is_set()
+
+    def wait_connected(self, seconds: float) -> bool:
+        """Wait until there is a server; return whether there is one."""
+        return self._is_connected.wait(seconds)
+
+    def on_connect(self, callback: Callable[[Welcome], None]) -> None:
+        """Call a function at each connection, and now if there is one.
+
+        It runs before the requests of other threads are taken: its own requests come first.
+        """
+        with self._lock:
+            self._on_connect.append(callback)
+            connection = self._connection
+            now = connection is not None and connection.ready
+        if connection is not None and now:
+            callback(connection.welcome)
+
+    def on_notice(self, callback: Callable[[Notice], None]) -> None:
+        """Call a function for what the server says unasked."""
+        with self._lock:
+            self._on_notice.append(callback)
+
+    def request(self, message: Request) -> Future[Reply]:
+        """Send a request other than a fetch.
+
+        Returns
+        -------
+        Future of Reply
+            A fault is raised as its error.
+
+        Raises
+        ------
+        ValueError
+            If the message is too large.
+        """
+        future: Future[Reply] = Future()
+        self._send(message, _Waiting(future))
+        return future
+
+    def fetch(
+        self, session: str, names: Sequence[str], sizes: Sequence[int]
+    ) -> list[Future[Leased]]:
+        """Have objects lent, each as soon as it is in the server's memory.
+
+        Parameters
+        ----------
+        session : str
+            Name under which they were looked up.
+        names : Sequence of str
+        sizes : Sequence of int
+            Bytes of each object.
+        """
+        futures: list[Future[Leased]] = [Future() for _ in names]
+        for start in range(0, len(names), messages.MAX_NAMES):
+            part = slice(start, start + messages.MAX_NAMES)
+            message = Fetch(session, list(names[part]), list(sizes[part]))
+            self._send(message, _Fetching(futures[part]))
+        return futures
+
+    def end_session(self, session: str) -> None:
+        """Give up what was looked up under a name and not fetched."""
+        self._send(EndSession(session), None)
+
+    def close(self) -> None:
+        """End the connection; all futures fail. Idempotent."""
+        self._closed = True
+        self._wake.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(_CLOSE_SECONDS)
+        if self.segment is not None:
+            self.segment.close()
+
+    def _send(self, message: Request, waiting: _Waiting | _Fetching | None) -> None:
+        number = next(self._numbers)
+        connection = self._connection
+        problem = "is not connected"
+        if connection is not None:
+            frame = messages.encode_request(connection.welcome.token, number, message)
+            answers = 0 if waiting is None else waiting.left
+            with self._lock:
+                if connection.lost or not (connection.ready or self._is_mine()):
+                    problem = "has just been lost or found"
+                elif connection.open + answers > _MAX_OPEN:
+                    problem = f"has not answered {connection.open} requests"
+                else:
+                    if waiting is not None:
+                        connection.waiting[number] = waiting
+                        connection.open += answers
+                    connection.queue.append(frame)
+                    self._wake.set()
+                    return
+        if waiting is not None:
+            waiting.fail(lambda: self._unavailable(problem))
+
+    def _is_mine(self) -> bool:
+        return threading.current_thread() is self._thread
+
+    def _unavailable(self, problem: str) -> UnavailableStorageError:
+        if self._closed:
+            problem = "is not used any more: its channel is closed"
+        return UnavailableStorageError(f"the node server at {self._path} {problem}")
+
+    # ---------------------------------------------------------------------------- channel's thread
+
+    def _run(self) -> None:
+        attempts = 0
+        while not self._closed:
+            try:
+                self._stay_connected()
+                attempts = 0
+            except KVShelfError as error:
+                self._log.warning("%s; kvshelf tries again", error, about=str(error))
+            self._pause(_RETRY_SECONDS[min(attempts, len(_RETRY_SECONDS) - 1)])
+            attempts += 1
+
+    def _stay_connected(self) -> None:
+        """Connect, and return when the connection is lost."""
+        connection, dealer, context = self._connect()
+        problem = "the connection failed"
+        try:
+            self._announce(connection)
+            problem = self._serve(connection, dealer)
+        except (zmq.ZMQError, MalformedError) as error:
+            problem = f"the connection failed: {error}"
+        finally:
+            self._lose(connection)
+            dealer.close()
+            context.term()
+        if not self._closed:
+            self._log.warning("the node server at %s is lost: %s", self._path, problem)
+
+    def _pause(self, seconds: float) -> None:
+        poller = zmq.Poller()
+        poller.register(self._wake, zmq.POLLIN)
+        until = self._clock() + seconds
+        while not self._closed and (left := until - self._clock()) > 0:
+            poller.poll(int(left * 1000) + 1)
+            self._wake.clear()
+
+    def _connect(self) -> tuple[_Connection, zmq.Socket[bytes], zmq.Context[zmq.Socket[bytes]]]:
+        client = os.urandom(messages.ID_BYTES)
+        segment = self.segment
+        nbytes = 0 if segment is None or segment.fd is None else segment.nbytes
+        connected, welcome, arena = session.connect(
+            self._path,
+            Hello(messages.PROTOCOL, client, nbytes),
+            segment.fd if segment is not None and nbytes else None,
+            _GREETING_SECONDS,
+        )
+        connection = _Connection(connected, welcome, arena)
+        connection.wake = self._wake.set
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        dealer = context.socket(zmq.DEALER)
+        try:
+            dealer.setsockopt(zmq.LINGER, 0)
+            dealer.setsockopt(zmq.ROUTING_ID, client)
+            dealer.setsockopt(zmq.MAXMSGSIZE, messages.MAX_REPLY)
+            dealer.connect(self.url)
+            dealer.send(messages.encode_request(welcome.token, 0, Ping()))
+            if not dealer.poll(int(_GREETING_SECONDS * 1000)):
+                raise UnavailableStorageError(f"the node server at {self._path} does not answer")
+            if messages.decode_reply(memoryview(dealer.recv())) != (0, Done()):
+                raise UnavailableStorageError(f"the node server at {self._path} answers nonsense")
+        except BaseException as error:
+            connected.close()
+            dealer.close()
+            context.term()
+            if isinstance(error, (zmq.ZMQError, MalformedError)):
+                raise UnavailableStorageError(
+                    f"the node server at {self._path} cannot be used: {error}"
+                ) from error
+            raise
+        return connection, dealer, context
+
+    def _announce(self, connection: _Connection) -> None:
+        """Let the callbacks send first, then all others."""
+        self.welcome = connection.welcome
+        with self._lock:
+            self._connection = connection
+        done = 0
+        while not connection.ready:
+            with self._lock:
+                callbacks = self._on_connect[done:]
+                if not callbacks:
+                    connection.ready = True
+                    self._is_connected.set()
+            for callback in callbacks:
+                done += 1
+                self._call(callback, connection.welcome)
+
+    def _call(self, callback: Callable[..., None], argument: object) -> None:
+        try:
+            callback(argument)
+        except Exception as error:  # noqa: BLE001
+            self._log.error("a callback of the channel failed: %s", error, exc_info=error)
+
+    def _lose(self, connection: _Connection) -> None:
+        with self._lock:
+            connection.lost = True
+            self._connection = None
+            self._is_connected.clear()
+            waiting, connection.waiting = connection.waiting, {}
+        connection.session.close()
+        for one in waiting.values():
+            one.fail(lambda: self._unavailable("is gone"))
+
+    def _serve(self, connection: _Connection, dealer: zmq.Socket[bytes]) -> str:
+        """Send and receive until the session ends; return why it did."""
+        poller = zmq.Poller()
+        poller.register(self._wake, zmq.POLLIN)
+        poller.register(dealer, zmq.POLLIN)
+        ended = connection.session.fileno()
+        poller.register(ended, zmq.POLLIN)
+        give_back_at: float | None = None
+        while not self._closed:
+            wait = None
+            if give_back_at is not None:
+                wait = max(0, int((give_back_at - self._clock()) * 1000) + 1)
+            ready = dict(poller.poll(wait))
+            self._wake.clear()
+            if ended in ready and session.has_ended(connection.session):
+                return "it has ended the session"
+            if dealer in ready:
+                self._receive(connection, dealer)
+            if connection.released:
+                if give_back_at is None:
+                    connection.collecting = True
+                    give_back_at = self._clock() + _RELEASE_SECONDS
+                if connection.queue or self._clock() >= give_back_at:
+                    give_back_at = None
+                    self._give_back(connection)
+            blocked = not self._pass_on(connection, dealer)
+            poller.modify(dealer, zmq.POLLIN | (zmq.POLLOUT if blocked else 0))
+        return "the channel was closed"
+
+    def _give_back(self, connection: _Connection) -> None:
+        connection.collecting = False
+        while connection.released:
+            leases: list[int] = []
+            while connection.released and len(leases) < _RELEASE_COUNT:
+                leases.append(connection.released.popleft())
+            token = connection.welcome.token
+            connection.queue.append(messages.encode_request(token, 0, Release(leases)))
+
+    @staticmethod
+    def _pass_on(connection: _Connection, dealer: zmq.Socket[bytes]) -> bool:
+        """Pass the queue to ZMQ; return whether all of it was taken."""
+        while connection.queue:
+            frame = connection.queue.popleft()
+            try:
+                dealer.send(frame, zmq.NOBLOCK)
+            except zmq.Again:
+                connection.queue.appendleft(frame)
+                return False
+        return True
+
+    # ---------------------------------------------------------------------------- answers
+
+    def _receive(self, connection: _Connection, dealer: zmq.Socket[bytes]) -> None:
+        for _ in range(_ROUND):
+            try:
+                frame = dealer.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            number, reply = messages.decode_reply(memoryview(frame))
+            if not number:
+                self._notice(reply)
+                continue
+            waiting = connection.waiting.get(number)
+            if isinstance(reply, Fetched):
+                self._fetched(connection, number, waiting, reply)
+            elif waiting is not None:
+                self._settle(connection, number, waiting.left)
+                if isinstance(reply, Fault):
+                    waiting.fail(reply.error)
+                elif isinstance(waiting, _Fetching):
+                    raise MalformedError(f"a {type(reply).__name__} answers a fetch")
+                elif waiting.future.set_running_or_notify_cancel():
+                    waiting.future.set_result(reply)
+
+    def _settle(self, connection: _Connection, number: int, answers: int) -> None:
+        with self._lock:
+            connection.open -= answers
+            connection.waiting.pop(number, None)
+
+    def _fetched(
+        self,
+        connection: _Connection,
+        number: int,
+        waiting: _Waiting | _Fetching | None,
+        reply: Fetched,
+    ) -> None:
+        if not isinstance(waiting, _Fetching):
+            raise MalformedError("outcomes of a fetch that is not waited for")
+        for outcome in reply.outcomes:
+            future = waiting.take(outcome.index)
+            wanted = future is not None and future.set_running_or_notify_cancel()
+            if isinstance(outcome, Failed):
+                if future is not None and wanted:
+                    future.set_exception(outcome.fault.error())
+                continue
+            if outcome.offset + outcome.nbytes > len(connection.arena) or not (
+                0 <= outcome.slot < len(connection.generations) and outcome.offset >= 0
+            ):
+                raise MalformedError("an object outside the arena")
+            leased = Leased(connection, outcome)
+            if future is not None and wanted:
+                future.set_result(leased)
+            else:
+                leased.release()
+        with self._lock:
+            connection.open -= len(reply.outcomes)
+            if not waiting.left:
+                connection.waiting.pop(number, None)
+
+    def _notice(self, reply: Reply) -> None:
+        if isinstance(reply, (Appeared, Draining)):
+            for callback in list(self._on_notice):
+                self._call(callback, reply)
+
+    # ---------------------------------------------------------------------------- a fork
+
+    def _leave(self) -> None:
+        """Close a forked process's copy, which the parent's connection must not depend on."""
+        self._closed = True
+        self._is_connected = threading.Event()
+        self._lock = threading.Lock()
+        self.segment = None
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.lost = connection.foreign = True
+            # Or the server would take the parent for alive as long as this process is.
+            connection.session.close()
+
+
+_channels: Final[weakref.WeakSet[Channel]] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for channel in list(_channels):
+        channel._leave()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,85 @@
+"""The memory of a client that the node server reads: where objects lie until they are stored.
+
+Owns a range of shared memory, and who uses which part of it. Safe to call from any thread.
+"""
+
+from __future__ import annotations
+
+import threading
+
+from kvshelf.memory.arena import Arena
+from kvshelf.memory.size_classes import SizeClasses
+
+
+class Room:
+    """A part of a segment.
+
+    Attributes
+    ----------
+    view : memoryview
+        Writable; the bytes of one object.
+    offset, nbytes : int
+        Where it lies in the segment.
+    """
+
+    __slots__ = ("_segment", "nbytes", "offset", "view")
+
+    def __init__(self, segment: Segment, offset: int, nbytes: int, view: memoryview) -> None:
+        self._segment: Segment | None = segment
+        self.offset = offset
+        self.nbytes = nbytes
+        self.view = view
+
+    def release(self) -> None:
+        """Give the room back, which the server may still read. Idempotent."""
+        segment, self._segment = self._segment, None
+        if segment is not None:
+            self.view = memoryview(b"")
+            segment.give_back(self.offset)
+
+
+class Segment:
+    """Shared memory of this process, mapped for reading by the server.
+
+    Parameters
+    ----------
+    nbytes : int
+
+    Attributes
+    ----------
+    nbytes : int
+
+    Raises
+    ------
+    ConfigError
+        If the system gives no such memory.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self._arena = Arena(nbytes, shared=True, lazy=True)
+        self.nbytes = nbytes
+        self._lock = threading.Lock()
+        self._parts = SizeClasses(nbytes)
+
+    @property
+    def fd(self) -> int | None:
+        """The memory's descriptor; None once the segment is closed."""
+        return self._arena.fd
+
+    def reserve(self, nbytes: int) -> Room | None:
+        """Return room for an object, None if there is none now. Never blocks."""
+        with self._lock:
+            offset = None if self._arena.fd is None else self._parts.allocate(nbytes)
+            if offset is None:
+                return None
+            return Room(self, offset, nbytes, self._arena.view[offset : offset + nbytes])
+
+    def give_back(self, offset: int) -> None:
+        """Free the room at an offset."""
+        with self._lock:
+            self._parts.free(offset)
+
+    def close(self) -> None:
+        """Give no more rooms. The memory is freed with the last room's view. Idempotent."""
+        with self._lock:
+            self._arena.close()

@@ -1,0 +1,236 @@
+"""A server with a simple service, in this process or in one of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvshelf.errors import ObjectMissingError
+from kvshelf.memory.arena import Arena
+from kvshelf.server.leases import Leases
+from kvshelf.server.loop import Loop
+from kvshelf.server.messages import (
+    MISSING,
+    Done,
+    Facts,
+    Failed,
+    Fault,
+    Found,
+    LookedUp,
+    Ready,
+    Reply,
+    Result,
+    Stored,
+)
+
+ARENA_BYTES = 4 << 20
+SLOTS = 64
+TABLE = 4096
+OBJECT_BYTES = 4096
+
+
+class MemoryService:
+    """Objects by name in an arena, one in each slot; nothing behind it."""
+
+    def __init__(self, loop: Loop, arena: Arena) -> None:
+        self.loop = loop
+        self.arena = arena
+        self.generations = arena.view[: 8 * SLOTS].cast("Q")
+        self.objects: dict[str, int] = {}
+        self.leases: Leases[int] = Leases(quota=ARENA_BYTES // 2)
+        self.pins: Counter[int] = Counter()
+        self.clients: set[bytes] = set()
+        self.gone = threading.Semaphore(0)
+        self.calls: list[tuple[Any, ...]] = []
+        self.held_back: list[Callable[[], None]] = []
+
+    def put(self, name: str, content: bytes) -> None:
+        slot = self.objects.setdefault(name, len(self.objects))
+        start = TABLE + slot * OBJECT_BYTES
+        self.arena.view[start : start + OBJECT_BYTES] = content.ljust(OBJECT_BYTES, b"\0")
+
+    def register(self, record: bytes) -> int:
+        self.calls.append(("register", record))
+        return 1
+
+    def find(
+        self, client: bytes, names: Sequence[str], sizes: Sequence[int], done: Callable[..., None]
+    ) -> None:
+        self.clients.add(client)
+        done(Found([OBJECT_BYTES if name in self.objects else MISSING for name in names]))
+
+    def lookup(
+        self,
+        client: bytes,
+        session: str,
+        chains: Sequence[Sequence[str]],
+        done: Callable[[Reply], None],
+    ) -> None:
+        self.clients.add(client)
+        count = 0
+        for chain in chains:
+            if not all(name in self.objects for name in chain):
+                break
+            count += 1
+            for name in chain:
+                self.lease(client, session, name, fetched=False)
+        done(LookedUp(count))
+
+    def lease(self, client: bytes, session: str, name: str, *, fetched: bool) -> int:
+        slot = self.objects[name]
+        granted = self.leases.grant(client, session, slot, OBJECT_BYTES, fetched=fetched)
+        assert granted is not None
+        number, new = granted
+        self.pins[slot] += new
+        return number
+
+    def fetch(
+        self,
+        client: bytes,
+        session: str,
+        names: Sequence[str],
+        sizes: Sequence[int],
+        each: Callable[[list[Ready | Failed]], None],
+    ) -> None:
+        self.clients.add(client)
+        outcomes: list[Ready | Failed] = []
+        for index, name in enumerate(names):
+            slot = self.objects.get(name)
+            if slot is None:
+                outcomes.append(Failed(index, Fault.of(ObjectMissingError(name))))
+                continue
+            number = self.lease(client, session, name, fetched=True)
+            offset = TABLE + slot * OBJECT_BYTES
+            outcomes.append(
+                Ready(index, offset, OBJECT_BYTES, slot, self.generations[slot], number)
+            )
+        each(outcomes)
+
+    def store(
+        self,
+        client: bytes,
+        name: str,
+        source: memoryview,
+        mode: str,
+        memory_only: bool,
+        checksum: int | None,
+        done: Callable[[Reply], None],
+    ) -> None:
+        self.put(name, bytes(source))
+        done(Stored("created"))
+
+    def call(
+        self,
+        client: bytes,
+        method: str,
+        args: Sequence[Any],
+        data: bytes,
+        done: Callable[[Reply], None],
+    ) -> None:
+        """Answer by what the name says."""
+        name = args[0] if args and isinstance(args[0], str) else ""
+        if name == "never":
+            self.held_back.append(lambda: done(Done()))
+        elif name == "raise":
+            raise RuntimeError("the service is broken")
+        elif name == "thread":
+            answer = lambda: self.loop.post(lambda: done(Result("from a thread")))  # noqa: E731
+            threading.Thread(target=answer).start()
+        elif name == "large":
+            done(Result(b"x" * (1 << 20)))
+        elif name == "watch":
+            done(Done())
+            self.loop.tell(client, "folder", ["a", "b"])
+        else:
+            done(Result([method, list(args), data]))
+
+    def unpin(self, slots: Sequence[int]) -> None:
+        for slot in slots:
+            self.pins[slot] -= 1
+            assert self.pins[slot] >= 0
+        self.pins = +self.pins
+
+    def release(self, client: bytes, leases: Sequence[int]) -> None:
+        self.unpin(self.leases.release(client, leases))
+
+    def end_session(self, client: bytes, session: str) -> None:
+        self.unpin(self.leases.end_session(client, session))
+
+    def client_gone(self, client: bytes) -> None:
+        self.clients.discard(client)
+        self.unpin(self.leases.end_client(client))
+        self.gone.release()
+
+    def tick(self) -> None:
+        pass
+
+
+def run(loop: Loop, service: MemoryService, **options: Any) -> None:
+    loop.run(
+        service,
+        service.arena,
+        slots=SLOTS,
+        lease_seconds=30.0,
+        chunk_size=256,
+        facts=lambda: Facts("memory://", "memory"),
+        **options,
+    )
+
+
+@contextlib.contextmanager
+def serving(folder: Path, **options: Any) -> Iterator[tuple[str, Loop, MemoryService]]:
+    """Run a server on a thread of this process."""
+    url = f"ipc://{folder}/sockets/server"
+    loop = Loop(url)
+    arena = Arena(ARENA_BYTES, shared=True)
+    service = MemoryService(loop, arena)
+    thread = threading.Thread(target=run, args=(loop, service), kwargs=options)
+    thread.start()
+    try:
+        yield url, loop, service
+    finally:
+        loop.stop()
+        thread.join()
+        loop.close()
+        arena.close()
+
+
+@contextlib.contextmanager
+def serving_process(folder: Path) -> Iterator[tuple[str, int]]:
+    """Run a server, with objects named ``0`` to ``63``, in a process of its own."""
+    import subprocess
+
+    url = f"ipc://{folder}/sockets/server"
+    process = subprocess.Popen(
+        [sys.executable, __file__, url],
+        stdout=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert process.stdout is not None
+    try:
+        assert select.select([process.stdout], [], [], 60)[0]
+        assert process.stdout.readline() == b"ready\n"
+        yield url, process.pid
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+
+
+if __name__ == "__main__":
+    the_loop = Loop(sys.argv[1])
+    the_service = MemoryService(the_loop, Arena(ARENA_BYTES, shared=True))
+    for number in range(SLOTS):
+        the_service.put(str(number), b"%d" % number)
+    sys.stdout.write("ready\n")
+    sys.stdout.flush()
+    run(the_loop, the_service)

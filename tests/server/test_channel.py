@@ -1,0 +1,428 @@
+"""A client's channel: requests, lent memory, and servers that hang, die and come back."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import multiprocessing
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
+from pathlib import Path
+from typing import Any
+
+import pytest
+from serving import (
+    OBJECT_BYTES,
+    SLOTS,
+    MemoryService,
+    serving,
+    serving_process,
+)
+
+from kvshelf.errors import ConfigError, ObjectMissingError, UnavailableStorageError
+from kvshelf.server import messages
+from kvshelf.server.channel import Channel, Leased, Notice
+from kvshelf.server.loop import Loop
+from kvshelf.server.messages import (
+    Appeared,
+    Call,
+    Done,
+    Draining,
+    Find,
+    Found,
+    LookedUp,
+    Lookup,
+    Ping,
+    Register,
+    Registered,
+    Result,
+    Store,
+    Stored,
+)
+
+SECONDS = 30.0
+
+
+@contextlib.contextmanager
+def channel(url: str, segment_bytes: int = 0) -> Iterator[Channel]:
+    opened = Channel(url, segment_bytes=segment_bytes)
+    try:
+        assert opened.wait_connected(SECONDS)
+        yield opened
+    finally:
+        opened.close()
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    until = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < until, "it did not happen"
+        time.sleep(0.002)
+
+
+def fetch(client: Channel, name: str) -> Leased:
+    return client.fetch("request", [name], [OBJECT_BYTES])[0].result(SECONDS)
+
+
+def ping(client: Channel) -> None:
+    assert client.request(Ping()).result(SECONDS) == Done()
+
+
+def test_requests_get_their_answers(tmp_path: Path) -> None:
+    with serving(tmp_path) as (url, _, service), channel(url, 1 << 20) as client:
+        service.put("a", b"hello")
+        assert client.request(Register(b"{}")).result(SECONDS) == Registered(1)
+        assert client.request(Find(["a", "b"], [])).result(SECONDS) == Found([4096, -1])
+        assert client.request(Lookup("r", [["a"], ["b"]])).result(SECONDS) == LookedUp(1)
+        assert client.welcome is not None
+        assert client.welcome.chunk_size == 256
+        call = client.request(Call("write", ["x", None, 1.5, ["y"]], b"data"))
+        assert call.result(SECONDS) == Result(["write", ["x", None, 1.5, ["y"]], b"data"])
+        thread = client.request(Call("read", ["thread"]))
+        assert thread.result(SECONDS) == Result("from a thread")
+
+
+def test_lent_memory_is_the_servers_and_is_given_back(tmp_path: Path) -> None:
+    with serving(tmp_path) as (url, _, service), channel(url) as client:
+        service.put("a", b"hello")
+        lent, missing = client.fetch("r", ["a", "b"], [OBJECT_BYTES] * 2)
+        with pytest.raises(ObjectMissingError, match="b"):
+            missing.result(SECONDS)
+        leased = lent.result(SECONDS)
+        assert bytes(leased.view[:5]) == b"hello"
+        assert len(leased.view) == OBJECT_BYTES
+        assert leased.view.readonly
+        assert leased.valid()
+        service.generations[0] += 1
+        assert not leased.valid()
+        assert service.pins == {0: 1}
+        leased.release()
+        leased.release()
+        eventually(lambda: not service.pins)
+
+
+def test_stored_bytes_lie_in_the_segment(tmp_path: Path) -> None:
+    with serving(tmp_path) as (url, _, _), channel(url, 64 << 10) as client:
+        assert client.segment is not None
+        room = client.segment.reserve(5)
+        assert room is not None
+        room.view[:] = b"hello"
+        stored = client.request(Store("a", room.offset, room.nbytes))
+        assert stored.result(SECONDS) == Stored("created")
+        room.release()
+        room.release()
+        assert bytes(fetch(client, "a").view[:5]) == b"hello"
+        rooms = [client.segment.reserve(16 << 10) for _ in range(5)]
+        assert [room is None for room in rooms] == [False] * 4 + [True]
+
+
+def test_a_segment_is_bounded(tmp_path: Path) -> None:
+    with serving(tmp_path) as (url, _, _), channel(url, 4096) as client:
+        for offset, nbytes in ((0, 4097), (4096, 1), (1 << 40, 1)):
+            with pytest.raises(OSError, match="segment of 4096"):
+                client.request(Store("a", offset, nbytes)).result(SECONDS)
+
+
+def test_a_broken_service_fails_one_request(tmp_path: Path) -> None:
+    with serving(tmp_path) as (url, _, _), channel(url) as client:
+        with pytest.raises(OSError, match="the service is broken"):
+            client.request(Call("read", ["raise"])).result(SECONDS)
+        ping(client)
+
+
+def test_leases_that_nobody_wants_are_given_back(tmp_path: Path) -> None:
+    with serving_process(tmp_path) as (url, pid), channel(url) as client:
+        os.kill(pid, signal.SIGSTOP)
+        cancelled = client.fetch("r", ["1", "2"], [OBJECT_BYTES] * 2)
+        dropped = client.fetch("r", ["3"], [OBJECT_BYTES])
+        assert cancelled[0].cancel()
+        os.kill(pid, signal.SIGCONT)
+        cancelled[1].result(SECONDS).release()
+        dropped[0].result(SECONDS)
+        del dropped
+        gc.collect()
+        # The quota of the service is not reached, however often this is done.
+        for _ in range(40):
+            futures = client.fetch("r", [str(n) for n in range(SLOTS)], [OBJECT_BYTES] * SLOTS)
+            wait(futures, SECONDS)
+            del futures
+        ping(client)
+
+
+def test_the_end_of_a_session_gives_up_what_was_looked_up(tmp_path: Path) -> None:
+    with serving(tmp_path) as (url, _, service), channel(url) as client:
+        service.put("a", b"hello")
+        client.request(Lookup("r", [["a"]])).result(SECONDS)
+        assert service.pins == {0: 1}
+        client.end_session("r")
+        eventually(lambda: not service.pins)
+
+
+def test_what_the_server_says_unasked_reaches_the_callbacks(tmp_path: Path) -> None:
+    with serving(tmp_path) as (url, loop, _), channel(url) as client:
+        notices: list[Notice] = []
+        client.on_notice(lambda notice: 1 // 0)
+        client.on_notice(notices.append)
+        client.request(Call("watch", ["watch"])).result(SECONDS)
+        loop.announce_drain()
+        eventually(lambda: len(notices) == 2)
+        assert notices == [Appeared("folder", ["a", "b"]), Draining()]
+
+
+def test_callbacks_at_a_connection_send_first(tmp_path: Path) -> None:
+    with serving(tmp_path) as (url, _, service):
+        client = Channel(url)
+        client.on_connect(lambda _: client.request(Register(b"first")) and None)
+        with contextlib.closing(client):
+            assert client.wait_connected(SECONDS)
+            client.request(Register(b"second")).result(SECONDS)
+            late: list[object] = []
+            client.on_connect(late.append)
+            assert late == [client.welcome]
+        assert service.calls == [("register", b"first"), ("register", b"second")]
+
+
+def test_without_a_server_requests_fail_at_once(tmp_path: Path) -> None:
+    client = Channel(f"ipc://{tmp_path}/sockets/server")
+    with contextlib.closing(client):
+        assert not client.connected
+        with pytest.raises(UnavailableStorageError, match="not connected"):
+            client.request(Ping()).result(0)
+        with pytest.raises(UnavailableStorageError):
+            client.fetch("r", ["a"], [1])[0].result(0)
+        with serving(tmp_path):
+            assert client.wait_connected(SECONDS)
+            ping(client)
+    with pytest.raises(UnavailableStorageError, match="closed"):
+        client.request(Ping()).result(0)
+    with pytest.raises(ConfigError):
+        Channel("tcp://127.0.0.1:1")
+
+
+def test_a_killed_server_fails_what_waits_and_is_found_again(tmp_path: Path) -> None:
+    connections: list[bytes] = []
+    with serving_process(tmp_path) as (url, pid):
+        client = Channel(url, segment_bytes=64 << 10)
+        client.on_connect(lambda welcome: connections.append(welcome.server))
+        assert client.wait_connected(SECONDS)
+        lent = fetch(client, "7")
+        waits = client.request(Call("read", ["never"]))
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(UnavailableStorageError, match="gone"):
+            waits.result(SECONDS)
+        assert not client.connected
+        # Its memory stays as long as somebody has it.
+        assert bytes(lent.view[:1]) == b"7"
+    with serving_process(tmp_path) as (url, pid), contextlib.closing(client):
+        assert client.wait_connected(SECONDS)
+        assert len(set(connections)) == 2
+        assert bytes(lent.view[:1]) == b"7"
+        lent.release()
+        again = fetch(client, "7")
+        assert again.valid()
+        assert client.segment is not None
+        room = client.segment.reserve(1)
+        assert room is not None
+        room.view[:] = b"x"
+        client.request(Store("7", room.offset, 1)).result(SECONDS)
+        assert bytes(again.view[:1]) == b"x"
+
+
+def test_old_memory_is_unmapped_with_its_last_view(tmp_path: Path) -> None:
+    def mappings() -> int:
+        return Path("/proc/self/maps").read_text().count("/memfd:")
+
+    with serving_process(tmp_path) as (url, pid):
+        client = Channel(url)
+        assert client.wait_connected(SECONDS)
+        lent = fetch(client, "7")
+        before = mappings()
+        os.kill(pid, signal.SIGKILL)
+        eventually(lambda: not client.connected)
+        assert mappings() == before
+    lent.release()
+    del lent
+    eventually(lambda: mappings() < before)
+    client.close()
+
+
+def test_a_server_that_hangs_blocks_nobody(tmp_path: Path) -> None:
+    with serving_process(tmp_path) as (url, pid), channel(url) as client:
+        os.kill(pid, signal.SIGSTOP)
+        # Many more than are allowed, and large ones: none waits for the server.
+        large = Find(["x" * 500] * 1000, [])
+        futures: list[Future[Any]] = [client.request(large) for _ in range(300)]
+        for _ in range(5):
+            futures += client.fetch("r", ["1"] * messages.MAX_NAMES, [1] * messages.MAX_NAMES)
+        assert not futures[0].done()
+        with pytest.raises(UnavailableStorageError, match="has not answered"):
+            futures[-1].result(0)
+        os.kill(pid, signal.SIGCONT)
+        assert isinstance(futures[0].result(SECONDS), Found)
+        wait(futures, SECONDS)
+        ping(client)
+
+
+def test_closing_does_not_wait_for_a_server_that_hangs(tmp_path: Path) -> None:
+    with serving_process(tmp_path) as (url, pid):
+        with channel(url) as client:
+            os.kill(pid, signal.SIGSTOP)
+            waits = client.request(Ping())
+        with pytest.raises(UnavailableStorageError, match="closed"):
+            waits.result(0)
+
+
+def test_a_dead_clients_memory_is_free_at_once(tmp_path: Path) -> None:
+    with serving(tmp_path) as (url, _, service):
+        service.put("a", b"hello")
+        process = multiprocessing.get_context("spawn").Process(target=_hold, args=(url,))
+        process.start()
+        eventually(lambda: bool(service.pins))
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGKILL)
+        # Its socket closes when the system ends it.
+        assert service.gone.acquire(timeout=SECONDS)
+        assert not service.pins
+        process.join()
+
+
+def _hold(url: str) -> None:
+    with channel(url) as client:
+        lent = fetch(client, "a")
+        assert lent.valid()
+        threading.Event().wait()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_process_uses_nothing_of_its_parents_channel(tmp_path: Path) -> None:
+    with serving(tmp_path) as (url, _, service):
+        service.put("a", b"hello")
+        noted = tmp_path / "child"
+        parent = multiprocessing.get_context("spawn").Process(target=_fork, args=(url, noted))
+        parent.start()
+        try:
+            eventually(lambda: parent.exitcode is not None)
+            assert parent.exitcode == 0
+            # The child still lives, and the server has seen the end of its parent.
+            assert service.gone.acquire(timeout=SECONDS)
+            assert not service.pins
+        finally:
+            os.kill(int(noted.read_text()), signal.SIGKILL)
+
+
+def _fork(url: str, noted: Path) -> None:
+    client = Channel(url, segment_bytes=4096)
+    assert client.wait_connected(SECONDS)
+    lent = fetch(client, "a")
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        problem = 1
+        with contextlib.suppress(BaseException):
+            assert not client.connected
+            assert not lent.valid()
+            lent.release()
+            assert client.segment is None
+            with pytest.raises(UnavailableStorageError):
+                client.request(Ping()).result(0)
+            problem = 0
+        os.write(write, bytes([problem]))
+        os.close(write)
+        signal.pause()
+    noted.write_text(str(child))
+    assert os.read(read, 1) == b"\0"
+    # The child's release was none of this process.
+    ping(client)
+    assert lent.valid()
+    assert bytes(lent.view[:5]) == b"hello"
+    os._exit(0)
+
+
+def test_many_threads_share_a_channel(tmp_path: Path) -> None:
+    with serving_process(tmp_path) as (url, _), channel(url) as client:
+        problems: list[BaseException] = []
+
+        def work(seed: int) -> None:
+            chance = random.Random(seed)
+            try:
+                for _ in range(100):
+                    names = [str(chance.randrange(SLOTS)) for _ in range(chance.randint(1, 20))]
+                    futures = client.fetch(str(seed), names, [OBJECT_BYTES] * len(names))
+                    for name, future in zip(names, futures, strict=True):
+                        lent = future.result(SECONDS)
+                        assert bytes(lent.view).rstrip(b"\0") == name.encode()
+                        assert lent.valid()
+                        lent.release()
+            except BaseException as error:  # noqa: BLE001
+                problems.append(error)
+
+        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not problems
+
+
+def test_random_operations_lose_no_lease(tmp_path: Path) -> None:
+    chance = random.Random(11)
+    with serving(tmp_path) as (url, _, service):
+        for number in range(SLOTS):
+            service.put(str(number), b"%d" % number)
+        clients = [Channel(url) for _ in range(3)]
+        lent: list[list[Leased]] = [[] for _ in clients]
+        for client in clients:
+            assert client.wait_connected(SECONDS)
+        for _ in range(10_000):
+            place = chance.randrange(len(clients))
+            client, mine = clients[place], lent[place]
+            action = chance.randrange(100)
+            name = str(chance.randrange(SLOTS + 4))
+            session = str(chance.randrange(3))
+            if action < 35:
+                future = client.fetch(session, [name], [OBJECT_BYTES])[0]
+                if int(name) < SLOTS:
+                    mine.append(future.result(SECONDS))
+                else:
+                    assert isinstance(future.exception(SECONDS), ObjectMissingError)
+            elif action < 45:
+                client.fetch(session, [name], [OBJECT_BYTES])[0].cancel()
+            elif action < 80 and mine:
+                mine.pop(chance.randrange(len(mine))).release()
+            elif action < 90:
+                client.request(Lookup(session, [[name]])).result(SECONDS)
+            elif action < 99:
+                client.end_session(session)
+            else:
+                client.close()
+                mine.clear()
+                clients[place] = Channel(url)
+                assert clients[place].wait_connected(SECONDS)
+        for client, mine in zip(clients, lent, strict=True):
+            for session in "012":
+                client.end_session(session)
+            for leased in mine:
+                assert leased.valid()
+                leased.release()
+        eventually(lambda: not service.pins)
+        assert service.leases.stats().leases == 0
+        for client in clients:
+            client.close()
+
+
+def test_a_drained_server_can_be_followed_by_another(tmp_path: Path) -> None:
+    def serve() -> contextlib.AbstractContextManager[tuple[str, Loop, MemoryService]]:
+        return serving(tmp_path)
+
+    with serve() as (url, _, _):
+        client = Channel(url)
+        assert client.wait_connected(SECONDS)
+    eventually(lambda: not client.connected)
+    with serve(), contextlib.closing(client):
+        assert client.wait_connected(SECONDS)
+        ping(client)

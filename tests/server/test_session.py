@@ -1,0 +1,305 @@
+"""Who may talk to the node server, and which memory it maps."""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from serving import serving
+
+from kvshelf.errors import ConfigError, UnavailableStorageError
+from kvshelf.server import messages, session
+from kvshelf.server.messages import Hello
+
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+
+
+def memory(nbytes: int, seals: int = SEALS, flags: int = os.MFD_ALLOW_SEALING) -> int:
+    fd = os.memfd_create("test", flags)
+    os.ftruncate(fd, nbytes)
+    if seals:
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+    return fd
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def hello(segment_bytes: int = 0, **changes: object) -> Hello:
+    values = {"protocol": messages.PROTOCOL, "client": os.urandom(16)}
+    return Hello(**(values | changes), segment_bytes=segment_bytes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "tcp://127.0.0.1:5555",
+        "ipc://relative",
+        "ipc://",
+        "ipc:///folder/",
+        "ipc://@abstract",
+        "ipc:///a\0b",
+        "ipc:///" + "a" * 100,
+        "/path",
+    ],
+)
+def test_only_sockets_with_an_absolute_path_are_urls_of_a_server(url: str) -> None:
+    with pytest.raises(ConfigError, match="URL"):
+        session.socket_path(url)
+
+
+def test_the_folder_must_be_closed_to_others(tmp_path: Path) -> None:
+    folder = tmp_path / "sockets"
+    with pytest.raises(ConfigError, match="cannot be used"):
+        session.check_folder(str(folder / "server"))
+    folder.mkdir(mode=0o700)
+    session.check_folder(str(folder / "server"))
+    folder.chmod(0o750)
+    with pytest.raises(ConfigError, match="mode 750"):
+        session.check_folder(str(folder / "server"))
+    with pytest.raises(ConfigError, match="mode 750"):
+        session.Listener(str(folder / "server"))
+    with pytest.raises(ConfigError, match="mode 750"):
+        session.connect(str(folder / "server"), hello(), None, 1.0)
+    folder.chmod(0o700)
+    (tmp_path / "link").symlink_to(folder)
+    with pytest.raises(ConfigError, match="no folder"):
+        session.check_folder(str(tmp_path / "link" / "server"))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to another user")
+def test_the_folder_must_be_ones_own(tmp_path: Path) -> None:
+    folder = tmp_path / "sockets"
+    folder.mkdir(mode=0o700)
+    os.chown(folder, 65534, 65534)
+    with pytest.raises(ConfigError, match="belongs to user 65534"):
+        session.check_folder(str(folder / "server"))
+
+
+def test_a_folder_that_the_server_makes_is_closed_to_others(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        listener = session.Listener(str(tmp_path / "new" / "sockets" / "server"))
+    finally:
+        os.umask(before)
+    listener.close()
+    assert (tmp_path / "new" / "sockets").stat().st_mode & 0o777 == 0o700
+
+
+def test_one_server_runs_at_a_socket_and_a_killed_one_is_followed(tmp_path: Path) -> None:
+    path = str(tmp_path / "sockets" / "server")
+    listener = session.Listener(path)
+    with pytest.raises(ConfigError, match="runs already"):
+        session.Listener(path)
+    listener.close()
+    listener.close()
+    # What a killed server leaves.
+    left = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    left.bind(path + ".session")
+    left.close()
+    session.Listener(path).close()
+    assert not os.path.exists(path + ".session")
+
+
+def test_without_a_server_connecting_fails_at_once(tmp_path: Path) -> None:
+    path = str(tmp_path / "server")
+    tmp_path.chmod(0o700)
+    with pytest.raises(UnavailableStorageError, match="no node server answers"):
+        session.connect(path, hello(), None, 5.0)
+
+
+def file_descriptor(folder: Path) -> int:
+    path = folder / "file"
+    path.write_bytes(bytes(4096))
+    return os.open(path, os.O_RDWR)
+
+
+@pytest.mark.parametrize(
+    ("make", "problem"),
+    [
+        (file_descriptor, "no shared memory"),
+        (lambda _: os.open("/dev/zero", os.O_RDWR), "no shared memory"),
+        (lambda _: os.eventfd(0), "no shared memory"),
+        (lambda _: memory(4096, 0, 0), "not sealed"),
+        (lambda _: memory(4096, 0), "not sealed"),
+        (lambda _: memory(4096, fcntl.F_SEAL_GROW), "not sealed"),
+        (lambda _: memory(4095), "has 4095 bytes, not 4096"),
+        (lambda _: memory(8192), "has 8192 bytes, not 4096"),
+        (lambda _: memory(0), "has 0 bytes"),
+    ],
+    ids=range(9),
+)
+def test_memory_that_could_end_its_reader_is_refused(
+    tmp_path: Path, make: Callable[[Path], int], problem: str
+) -> None:
+    fd = make(tmp_path)
+    try:
+        with pytest.raises(session.SessionError, match=problem):
+            session.map_memory(fd, 4096)
+    finally:
+        os.close(fd)
+
+
+def test_memory_of_hugetlbfs_is_refused() -> None:
+    try:
+        fd = memory(2 << 20, flags=os.MFD_ALLOW_SEALING | os.MFD_HUGETLB)
+    except OSError:
+        pytest.skip("the system gives no memory of hugetlbfs")
+    try:
+        with pytest.raises(session.SessionError, match="huge pages"):
+            session.map_memory(fd, 2 << 20)
+    finally:
+        os.close(fd)
+
+
+def test_too_much_memory_is_refused() -> None:
+    fd = memory(8192)
+    try:
+        with pytest.raises(session.SessionError, match="at most 4096"):
+            session.map_memory(fd, 8192, 4096)
+    finally:
+        os.close(fd)
+
+
+def test_mapped_memory_is_shared_and_can_never_become_shorter() -> None:
+    fd = memory(8192)
+    view = session.map_memory(fd, 8192)
+    os.pwrite(fd, b"hello", 4096)
+    assert bytes(view[4096:4101]) == b"hello"
+    assert view.readonly
+    with pytest.raises(PermissionError):
+        os.ftruncate(fd, 0)
+    os.close(fd)
+    assert bytes(view[4096:4101]) == b"hello"
+
+
+def test_a_session_passes_memory_both_ways(tmp_path: Path) -> None:
+    with serving(tmp_path) as (url, loop, service):
+        before = descriptors()
+        path = session.socket_path(url)
+        fd = memory(4096)
+        connection, welcome, arena = session.connect(path, hello(4096), fd, 5.0)
+        service.arena.view[5000:5005] = b"hello"
+        assert bytes(arena[5000:5005]) == b"hello"
+        assert welcome.arena_bytes == len(arena)
+        assert loop.stats()["clients"] == 1
+        # Read-only, whatever the client does with the memory.
+        with pytest.raises(TypeError):
+            arena[0] = 1
+        with pytest.raises(PermissionError):
+            mmap.mmap(service.arena.fd or -1, 4096, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        connection.close()
+        os.close(fd)
+        assert service.gone.acquire(timeout=10)
+        del arena
+        assert descriptors() <= before
+
+
+def refusal(path: str, message: bytes, passed: list[int]) -> str:
+    """Say something to the server, and return what it says to that."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+        connection.settimeout(10)
+        connection.connect(path + ".session")
+        session._send(connection, message, passed)
+        data = connection.recv(1 << 16)
+        if not data:
+            return ""
+        answer = messages.decode_answer(data)
+        assert isinstance(answer, messages.Refused)
+        assert connection.recv(1) == b""
+        return answer.text
+
+
+def test_hostile_greetings_are_refused_and_cost_nothing(tmp_path: Path) -> None:
+    fd = memory(4096)
+    unsealed = memory(4096, 0)
+    with serving(tmp_path, max_segment_bytes=1 << 20) as (url, loop, service):
+        path = session.socket_path(url)
+        good, _, _ = session.connect(path, hello(), None, 5.0)
+        before = descriptors()
+        encode = messages.encode_greeting
+        assert "no hello" in refusal(path, b"\xff" * 100, [])
+        assert "no hello" in refusal(path, b"\xdd\xff\xff\xff\xff", [fd])
+        assert "no hello" in refusal(path, encode(messages.Refused("x")), [])
+        assert "version 99" in refusal(path, encode(hello(protocol=99)), [])
+        assert "no hello" in refusal(path, encode(hello(client=b"short")), [])
+        assert "descriptors" in refusal(path, encode(hello(4096)), [])
+        assert "descriptors" in refusal(path, encode(hello()), [fd])
+        assert "descriptors" in refusal(path, encode(hello(4096)), [fd, fd])
+        assert "descriptors" in refusal(path, encode(hello(4096)), [fd] * 100)
+        assert "too long" in refusal(path, b"x" * (100 << 10), [])
+        assert "not sealed" in refusal(path, encode(hello(4096)), [unsealed])
+        assert "at most" in refusal(path, encode(hello(1 << 40)), [fd])
+        assert "has 4096 bytes" in refusal(path, encode(hello(8192)), [fd])
+        assert descriptors() <= before + 1
+        assert loop.stats()["clients"] == 1
+        assert not session.has_ended(good)
+        assert not service.calls
+        good.close()
+    os.close(fd)
+    os.close(unsealed)
+
+
+def test_an_id_that_is_taken_is_refused(tmp_path: Path) -> None:
+    with serving(tmp_path) as (url, _, _):
+        path = session.socket_path(url)
+        mine = hello()
+        connection, _, _ = session.connect(path, mine, None, 5.0)
+        with pytest.raises(session.SessionError, match="same id"):
+            session.connect(path, mine, None, 5.0)
+        assert not session.has_ended(connection)
+        connection.close()
+
+
+def test_whoever_says_more_than_hello_loses_the_session(tmp_path: Path) -> None:
+    with serving(tmp_path) as (url, _, service):
+        connection, _, _ = session.connect(session.socket_path(url), hello(), None, 5.0)
+        connection.send(b"more")
+        assert service.gone.acquire(timeout=10)
+        connection.close()
+
+
+OTHER_USER = """
+import os, socket, sys
+os.setgid(65534)
+os.setuid(65534)
+connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+try:
+    connection.connect(sys.argv[1])
+except PermissionError:
+    print("cannot enter")
+    sys.exit()
+connection.settimeout(10)
+print(connection.recv(4096))
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_another_user_is_refused(tmp_path: Path) -> None:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        serving(Path(folder)) as (url, loop, service),
+    ):
+        os.chmod(folder, 0o755)
+        path = session.socket_path(url) + ".session"
+
+        def as_other_user() -> str:
+            command = [sys.executable, "-S", "-E", "-c", OTHER_USER, path]
+            done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+            return done.stdout
+
+        assert "cannot enter" in as_other_user()
+        os.chmod(os.path.dirname(path), 0o777)
+        os.chmod(path, 0o777)
+        assert "own user only" in as_other_user()
+        assert loop.stats()["clients"] == 0
+        assert not service.clients
