@@ -135,7 +135,6 @@ class Desk:
         return self.service.stats()[name]
 
     def close(self) -> None:
-        """Idempotent."""
         self.service.close()
         self.shelf.close()
         self.arena.close()

@@ -34,7 +34,8 @@ from kvshelf.format.objects import ObjectFormat
 from kvshelf.format.tensors import native_block_size, required_field
 from kvshelf.kv.caches import HostKVCache, KVCache, LayerCall, LayerRun, layer_calls
 from kvshelf.kv.device_tensors import DeviceTensors
-from kvshelf.kv.layout import PagedLayout
+from kvshelf.kv.layout import PagedLayout, PermutedLayout
+from kvshelf.kv.topology import ShardPlan
 
 #: Order of a tuple's dimensions: ``HTD`` = [heads, tokens, head size], as in transformers;
 #: ``THD`` = [tokens, heads, head size].
@@ -334,23 +335,35 @@ def host_slot_mapping(slot_mapping: Tensor) -> Tensor:
     return slot_mapping.to("cpu", torch.int64, copy=True).contiguous()
 
 
-def open_paged(fmt: ObjectFormat, runs: Sequence[LayerRun]) -> KVCache:
+def open_paged(
+    fmt: ObjectFormat, runs: Sequence[LayerRun], plan: ShardPlan | None = None
+) -> KVCache:
     """Return paged caches as the objects of a namespace see them, dtypes and sizes checked.
+
+    Parameters
+    ----------
+    fmt : ObjectFormat
+    runs : Sequence[LayerRun]
+        All tensors of an object.
+    plan : ShardPlan, optional
+        The shards whose heads the caches hold; all of them when absent.
 
     Raises
     ------
     ValueError
         If they do not fit the namespace.
     """
-    calls = layer_calls(fmt, runs)
+    shards = ShardPlan.whole(fmt.shards).shards if plan is None else plan.shards
+    calls = layer_calls(fmt, runs, plan)
     slots = fmt.chunk_size // _block_size(fmt)
-    dtypes = _of_layers(fmt, "layer_dtypes")
+    specs, numbers = fmt.tensors(shards[0]), fmt.layer_numbers(shards[0])
+    dtypes = required_field(fmt.namespace.record, "layer_dtypes")
     for run in runs:
-        size = run.layout.chunk_bytes(slots, run.layout.heads // fmt.shards)
-        for number, cache in enumerate(run.caches, run.first_layer):
-            spec = fmt.tensors(0)[number]
-            _check_tensor(cache, f"caches[{number}]", dtypes[number])
-            if size != spec.nbytes:
+        size = run.layout.chunk_bytes(slots, run.layout.heads // len(shards))
+        for place, cache in enumerate(run.caches, run.first_layer):
+            spec = specs[place]
+            _check_tensor(cache, f"caches[{place}]", dtypes[numbers[place]])
+            if size != spec.nbytes and not (plan and plan.divided):
                 raise ConfigError(
                     f"a chunk of layer {spec.name} takes {spec.nbytes} bytes a shard in this"
                     f" namespace, but {size} in the cache: layout, heads or head size are not"
@@ -359,7 +372,7 @@ def open_paged(fmt: ObjectFormat, runs: Sequence[LayerRun]) -> KVCache:
     return _memory_of(calls)
 
 
-def count_slots(fmt: ObjectFormat, layout: PagedLayout) -> int:
+def count_slots(fmt: ObjectFormat, layout: PagedLayout | PermutedLayout) -> int:
     """Return the number of token slots in caches of a layout."""
     return layout.num_slots * _block_size(fmt)
 

@@ -144,16 +144,15 @@ class PrefetchMemory:
     def keep(self, fmt: ObjectFormat, ref: ObjectRef, buffer: BytesLike) -> None:
         """Do nothing: only a :class:`Prefetcher` or a caller's prefetch fills the memory."""
 
-    def remove(self, fmt: ObjectFormat, refs: Sequence[ObjectRef]) -> int:
-        """Free the memory of some objects; return how many were here."""
+    def remove(self, fmt: ObjectFormat, ref: ObjectRef) -> bool:
+        """Free the memory of one object; whether it was here."""
         if not self._is_of(fmt):
-            return 0
+            return False
         with self._lock:
-            names = [(chunk.key, shard) for chunk, shard in refs]
-            found = [self._held.pop(name) for name in names if name in self._held]
-            for held in found:
-                held.buffer.release()
-        return len(found)
+            found = self._held.pop((ref.chunk.key, ref.shard), None)
+            if found is not None:
+                found.buffer.release()
+        return found is not None
 
     def attach(self, guard: GuardedBackend) -> None:
         """Do nothing: no thread is ever stuck in memory."""

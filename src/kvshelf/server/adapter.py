@@ -1,0 +1,174 @@
+"""What the adapters of a scheduler and of a worker have alike.
+
+Owns the adapter's connection, its namespace and chunk size, the registration of the namespace at
+the server, and the adapter's threads.
+
+Contracts
+---------
+* The namespace identifies weights and layout, so the caller states it. The server is told its
+  record, again after each new connection.
+* Only the constructor waits for the server, for a bounded time.
+
+Threads
+-------
+The channel's thread calls :meth:`Adapter._register`; everything else runs on the caller's.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from queue import SimpleQueue
+from typing import Any, Final
+
+from kvshelf.errors import ConfigError, UnavailableStorageError
+from kvshelf.format.model import ModelFacts
+from kvshelf.format.namespace import Namespace
+from kvshelf.format.objects import ObjectFormat
+from kvshelf.format.tensors import required_field
+from kvshelf.logs import RateLimitedLog
+from kvshelf.server.channel import Channel
+from kvshelf.server.messages import Register, Welcome
+
+logger = logging.getLogger("kvshelf.server.client")
+
+_CONNECT_SECONDS: Final = 10.0
+_LINES_PER_MINUTE: Final = 10
+
+
+class AdapterThreads:
+    """Daemon threads that call functions in the order in which they were put.
+
+    Parameters
+    ----------
+    count : int
+    on_error : Callable
+        Called with an exception that a function raised.
+    """
+
+    def __init__(self, count: int, on_error: Callable[[BaseException], None]) -> None:
+        self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._on_error = on_error
+        self._count = count
+        for number in range(count):
+            threading.Thread(target=self._run, name=f"kvshelf-client-{number}", daemon=True).start()
+
+    def put(self, work: Callable[[], None]) -> None:
+        """Let a thread call `work`."""
+        self._queue.put(work)
+
+    def close(self) -> None:
+        """End the threads when they have done what was put before. Does not wait."""
+        for _ in range(self._count):
+            self._queue.put(None)
+
+    def _run(self) -> None:
+        while (work := self._queue.get()) is not None:
+            try:
+                work()
+            except Exception as error:  # noqa: BLE001  the thread must go on
+                self._on_error(error)
+            del work
+
+
+class Adapter:
+    """A connection to a node server, for one namespace.
+
+    Parameters
+    ----------
+    server_url : str
+    model : Namespace or ModelFacts
+    block_size : int
+    channel : Channel or None
+        None: one of its own.
+    segment_bytes : int
+        Size of the segment of a connection of its own.
+
+    Attributes
+    ----------
+    namespace : Namespace
+    fmt : ObjectFormat
+    chunk_size, block_size, blocks_in_chunk : int
+        Tokens in a chunk, and in a block of the engine; blocks in a chunk.
+
+    Raises
+    ------
+    ConfigError
+        If the chunk size is no multiple of the block size, or the namespace has another one than
+        the server.
+    UnavailableStorageError
+        If facts are given and the server does not answer.
+    """
+
+    def __init__(
+        self,
+        server_url: str,
+        model: Namespace | ModelFacts,
+        block_size: int,
+        channel: Channel | None,
+        segment_bytes: int,
+    ) -> None:
+        self._owns_channel = channel is None
+        self._channel = channel or Channel(server_url, segment_bytes=segment_bytes)
+        self._log = RateLimitedLog(logger, _LINES_PER_MINUTE)
+        try:
+            self.namespace = self._namespace_of(server_url, model)
+            self.fmt = ObjectFormat(self.namespace)
+            self.chunk_size = self.fmt.chunk_size
+            if block_size < 1 or self.chunk_size % block_size:
+                raise ConfigError(
+                    f"the chunk size is {self.chunk_size} tokens, which is no multiple of the"
+                    f" engine's block size {block_size}: start the server with another chunk size,"
+                    " or the engine with another block size"
+                )
+        except BaseException:
+            self._close_channel()
+            raise
+        self.block_size = block_size
+        self.blocks_in_chunk = self.chunk_size // block_size
+        self._channel.on_connect(self._register)
+
+    def num_blocks_per_chunk(self) -> int:
+        """Return the number of the engine's blocks in a chunk."""
+        return self.blocks_in_chunk
+
+    def _namespace_of(self, server_url: str, model: Namespace | ModelFacts) -> Namespace:
+        self._channel.wait_connected(_CONNECT_SECONDS)
+        welcome = self._channel.welcome
+        if welcome is None:
+            text = f"the node server at {server_url} does not answer"
+            if not isinstance(model, Namespace):
+                raise UnavailableStorageError(
+                    f"{text}, so its chunk size is not known: start it with `kvshelf serve`, or"
+                    " pass a Namespace"
+                )
+            logger.warning("%s: going on without a cache until it does", text)
+            return model
+        if not isinstance(model, Namespace):
+            return model.namespace(chunk_size=welcome.chunk_size)
+        own = required_field(model.record, "chunk_size")
+        if welcome.chunk_size != own:
+            raise ConfigError(
+                f"the chunk size of the server is {welcome.chunk_size} tokens, that of the"
+                f" namespace is {own}: use one for both"
+            )
+        return model
+
+    def _register(self, _: Welcome) -> None:
+        """Tell the server, which may be a new one, of the namespace. Channel's thread."""
+        request = self._channel.request(Register(self.namespace.encoded))
+        request.add_done_callback(self._registered)
+
+    def _registered(self, future: Future[Any]) -> None:
+        error = future.exception()
+        if error is not None:
+            self._log.warning("the node server did not take the namespace: %s", error)
+
+    def _on_thread_error(self, error: BaseException) -> None:
+        self._log.error("an adapter's thread failed", exc_info=error, about=("thread", type(error)))
+
+    def _close_channel(self) -> None:
+        if self._owns_channel:
+            self._channel.close()

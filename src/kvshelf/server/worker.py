@@ -1,0 +1,761 @@
+"""The adapter of an engine's worker: copies KV between its caches and a node server.
+
+Owns :class:`WorkerAdapter` and :class:`LoadStoreOp`: the registered caches, the copies of each
+operation, and what waits to be fetched. When operations end is decided by
+:mod:`kvshelf.server.operations`. ``docs/multiprocess.md`` compares the adapter with vLLM's
+(vllm/distributed/kv_transfer/kv_connector/v1/lmcache_integration/multi_process_adapter.py).
+
+A store: the step thread copies KV into the segment that client and server share; an adapter's
+thread derives the keys, hashes the KV, and asks the server to publish it. A load: an adapter's
+thread derives the keys and asks for objects; as each arrives in the server's memory, a thread
+writes its KV to the blocks, then checks that the memory was the object's until now.
+
+Contracts
+---------
+* No method waits for the server, except the constructor and ``shutdown``, for a bounded time.
+* A store has copied the KV, or on a device enqueued the copy on the caller's current stream, when
+  its method returns. Only KV in host memory whose event has not passed yet is copied later.
+* A load writes only to the blocks of its operation, and not after its end. Whatever it could not
+  load is among :meth:`WorkerAdapter.get_block_ids_with_load_errors`.
+* Every operation ends, at the latest at its deadline. Without a server it fails at once.
+* In hash mode the server keeps the KV in memory only, and nothing is published.
+
+Threads
+-------
+The methods are called by one thread, that of the worker's step. The threads ``kvshelf-client-…``
+do what is described above; the channel's thread only puts work into their queue.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Final, Protocol, TypeAlias
+
+import torch
+import xxhash
+from torch import Tensor
+
+from kvshelf.cache import PromptIdentity
+from kvshelf.errors import ConfigError, KVShelfError, UnsupportedError
+from kvshelf.format.keys import Chunk
+from kvshelf.format.kinds import FULL
+from kvshelf.format.model import ModelFacts
+from kvshelf.format.namespace import Namespace
+from kvshelf.format.tensors import native_block_size, required_field
+from kvshelf.kv.caches import KVCache, LayerRun, PendingCopy
+from kvshelf.kv.layout import PagedLayout, PermutedLayout, slots_of
+from kvshelf.kv.sources import count_slots, open_paged, with_slots
+from kvshelf.kv.topology import ShardPlan
+from kvshelf.server.adapter import Adapter, AdapterThreads
+from kvshelf.server.channel import Channel, Leased
+from kvshelf.server.messages import Store, Stored
+from kvshelf.server.naming import (
+    PLAIN,
+    check_hash,
+    chunks_of,
+    hash_name,
+    stored_name,
+    striding_block_hashes,
+)
+from kvshelf.server.operations import Loads, Operation, Stores
+from kvshelf.server.segment import Room
+from kvshelf.transfer.context import bytes_at
+
+Layout: TypeAlias = "PagedLayout | PermutedLayout"
+
+_OPERATION_SECONDS: Final = 30.0
+_DRAIN_SECONDS: Final = 4.0
+_SEGMENT_BYTES: Final = 1 << 30
+_THREADS: Final = 2
+#: A worker leases this part of the server's arena at a time, and what it has not asked for waits.
+_ARENA_SHARE: Final = 8
+
+
+class Event(Protocol):
+    """What is needed of an event of the engine's device, such as ``torch.cuda.Event``."""
+
+    def query(self) -> bool:
+        """Whether it has passed."""
+
+    def synchronize(self) -> None:
+        """Wait until it has."""
+
+
+@dataclass(slots=True)
+class LoadStoreOp:
+    """What is stored or loaded for one request. Exactly one of tokens and hashes is given.
+
+    Attributes
+    ----------
+    block_ids : list of int
+        The engine's blocks, in the order of the tokens: from token `start` on, or in hash mode one
+        for each hash.
+    token_ids : list of int, optional
+        Token mode: the prompt from its beginning.
+    block_hashes : list of bytes, optional
+        Hash mode: the hash of each block.
+    start, end : int
+        Token mode: the tokens to store or to load; `start` is a multiple of the chunk size.
+    skip_first_n_tokens : int
+        A load writes nothing to the blocks of so many first tokens.
+    """
+
+    block_ids: list[int]
+    token_ids: list[int] | None = None
+    block_hashes: list[bytes] | None = None
+    start: int = 0
+    end: int = 0
+    skip_first_n_tokens: int = 0
+
+    def __len__(self) -> int:
+        return len(self.block_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class _ChunkCopy:
+    """One chunk of an operation.
+
+    Attributes
+    ----------
+    number : int
+        Counted from the operation's first chunk.
+    slots : Tensor
+        As :meth:`kvshelf.kv.caches.KVMemory.gather` takes them.
+    shards : tuple of int
+        What to store, or to load.
+    """
+
+    number: int
+    slots: Tensor
+    shards: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """An operation that is under way, and what it copies."""
+
+    operation: Operation
+    op: LoadStoreOp
+    identity: PromptIdentity
+    copies: list[_ChunkCopy]
+    memory: KVCache
+    event: Event | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Gathered:
+    """The KV of one chunk on its way into the segment: room for each shard."""
+
+    copy: _ChunkCopy
+    rooms: list[Room]
+    pending: PendingCopy
+
+
+@dataclass(frozen=True, slots=True)
+class _Object:
+    """One object of a load, not asked for yet; without a chunk in hash mode."""
+
+    work: _Work
+    copy: _ChunkCopy
+    shard: int
+    chunk: Chunk | None
+    name: str
+    size: int
+
+
+class WorkerAdapter(Adapter):
+    """Stores and loads the KV of one worker through a node server.
+
+    Parameters
+    ----------
+    server_url, model, block_size, channel
+        As for :class:`kvshelf.server.client.SchedulerAdapter`.
+    plan : ShardPlan, optional
+        The shards that this worker holds, or a function that returns them for the namespace; all
+        of them when absent.
+    timeout_s : float
+        An operation that has not ended after so many seconds has failed.
+    segment_bytes : int
+        Memory for KV on its way to the server. Chunks that find no room in it are not stored.
+    threads : int
+        Threads that hash and copy.
+
+    Raises
+    ------
+    ConfigError, UnavailableStorageError
+        As for :class:`kvshelf.server.client.SchedulerAdapter`.
+    UnsupportedError
+        If the namespace has layers of other kinds than ``full``: an operation names blocks of one
+        cache group.
+    """
+
+    def __init__(
+        self,
+        server_url: str,
+        model: Namespace | ModelFacts,
+        block_size: int,
+        *,
+        plan: ShardPlan | Callable[[Namespace], ShardPlan] | None = None,
+        timeout_s: float = _OPERATION_SECONDS,
+        segment_bytes: int = _SEGMENT_BYTES,
+        threads: int = _THREADS,
+        channel: Channel | None = None,
+    ) -> None:
+        super().__init__(server_url, model, block_size, channel, segment_bytes)
+        try:
+            self._plan = self._plan_of(plan)
+        except BaseException:
+            self._close_channel()
+            raise
+        self._timeout = timeout_s
+        self._memory: KVCache | None = None
+        self._num_slots = 0
+        self._device = torch.device("cpu")
+        self._stores = Stores()
+        self._loads = Loads()
+        self._lock = threading.Lock()
+        self._idle = threading.Condition(self._lock)
+        self._running: set[Operation] = set()
+        self._failed_blocks: set[int] = set()
+        self._wanted: deque[_Object] = deque()
+        self._leased_bytes = 0
+        self._closed = False
+        self._threads = AdapterThreads(threads, self._on_thread_error)
+
+    def _plan_of(self, plan: ShardPlan | Callable[[Namespace], ShardPlan] | None) -> ShardPlan:
+        if self.fmt.kinds != (FULL,):
+            raise UnsupportedError(
+                f"the namespace has layers of kind {', '.join(self.fmt.kinds)}, but an operation"
+                " names blocks of one cache group: use kvshelf's connector with the option server"
+            )
+        if plan is None:
+            return ShardPlan.whole(self.fmt.shards)
+        return plan(self.namespace) if callable(plan) else plan
+
+    def register_kv_caches(
+        self,
+        kv_caches: Mapping[str, Tensor],
+        layout: Layout | Mapping[str, Layout] | None = None,
+    ) -> None:
+        """Use these paged caches for all operations.
+
+        Parameters
+        ----------
+        kv_caches : Mapping[str, Tensor]
+            The cache of each layer of this worker, by the layer's name in the namespace.
+        layout : PagedLayout or PermutedLayout, or a mapping of them by layer
+            How a block lies in the caches: known, or learned by
+            :func:`kvshelf.kv.layout_learning.learn_layout`. It is needed: with one that was only
+            guessed from shapes, wrong KV could be stored.
+
+        Raises
+        ------
+        ConfigError
+            (A ValueError.) If the layout is missing, or the caches do not fit the namespace.
+        """
+        if layout is None:
+            raise ConfigError(
+                "register_kv_caches() needs layout, which is missing: pass how a block lies in the"
+                " caches, for example PagedLayout.from_bhnc(cache, head_size)"
+            )
+        shard = self._plan.shards[0]
+        names = [spec.name for spec in self.fmt.tensors(shard)]
+        different = sorted(set(names) ^ set(kv_caches))
+        if different:
+            raise ConfigError(
+                f"{', '.join(different[:4])}: expected the caches of exactly the layers that this"
+                f" worker has in the namespace, {names[0]} … {names[-1]}"
+            )
+        layouts = layout if isinstance(layout, Mapping) else dict.fromkeys(names, layout)
+        stored = required_field(self.namespace.record, "layouts")
+        native = native_block_size(stored[self.fmt.layer_numbers(shard)[0]]) is not None
+        runs: list[LayerRun] = []
+        for number, name in enumerate(names):
+            own = layouts[name]
+            if native and isinstance(own, PermutedLayout):
+                own = own.as_blocks()
+            if runs and runs[-1].layout == own:
+                runs[-1].caches.append(kv_caches[name])
+            else:
+                runs.append(LayerRun(number, [kv_caches[name]], own))
+        self._memory = open_paged(self.fmt, runs, self._plan)
+        self._num_slots = min(count_slots(self.fmt, run.layout) for run in runs)
+        self._device = runs[0].caches[0].device
+
+    # ------------------------------------------------------------------------- stores
+
+    def submit_store_request(
+        self,
+        request_id: str,
+        op: LoadStoreOp,
+        event: Event | None = None,
+        *,
+        identity: PromptIdentity = PLAIN,
+    ) -> None:
+        """Store the whole chunks of an operation. Never waits for the server.
+
+        Parameters
+        ----------
+        request_id : str
+        op : LoadStoreOp
+        event : Event, optional
+            Passes when the KV is in the blocks. Without one it is there.
+        identity : PromptIdentity
+            As for the lookup.
+
+        Raises
+        ------
+        ValueError
+            If the operation is malformed, or no caches are registered.
+        """
+        work = self._begin(request_id, op, event, identity, self._stores)
+        if work is None:
+            return
+        if event is None or self._may_copy_after(event):
+            gathered = self._gather(work)
+            self._threads.put(lambda: self._publish(work, gathered))
+        else:
+            self._threads.put(lambda: self._publish_after(work, event))
+
+    def batched_submit_store_requests(
+        self,
+        request_ids: Sequence[str],
+        ops: Sequence[LoadStoreOp],
+        event: Event | None = None,
+        *,
+        identities: Sequence[PromptIdentity] | None = None,
+    ) -> None:
+        """Store for several requests, see :meth:`submit_store_request`. Each ends by itself.
+
+        Raises
+        ------
+        ValueError
+            As for :meth:`submit_store_request`, or if the arguments differ in length.
+        """
+        for request_id, op, identity in _zipped(request_ids, ops, identities):
+            self.submit_store_request(request_id, op, event, identity=identity)
+
+    def _may_copy_after(self, event: Event) -> bool:
+        """Whether a copy that begins now begins after the event."""
+        if self._device.type == "cpu":
+            return event.query()
+        torch.cuda.current_stream(self._device).wait_event(event)  # type: ignore[arg-type]
+        return True
+
+    def _publish_after(self, work: _Work, event: Event) -> None:
+        event.synchronize()
+        self._publish(work, self._gather(work))
+
+    def _gather(self, work: _Work) -> list[_Gathered]:
+        """Copy chunks into the segment, or begin to. A chunk without room there has failed.
+
+        The operation touches the engine's memory until :meth:`_publish` lets go for each.
+        """
+        header = self._header_bytes(work.op)
+        gathered = []
+        for copy in work.copies:
+            if not work.operation.touch():
+                break
+            rooms: list[Room] = []
+            pending = None
+            try:
+                for shard in copy.shards:
+                    room = self._reserve(header + self.fmt.payload_size(shard))
+                    if room is None:
+                        break
+                    rooms.append(room)
+                else:
+                    payloads = [bytes_at(room.view)[header:] for room in rooms]
+                    pending = work.memory.gather(copy.slots, payloads)
+            except KVShelfError as error:
+                self._log.warning("a chunk of request %s was not stored: %s", *_about(work, error))
+            finally:
+                if pending is None:
+                    for room in rooms:
+                        room.release()
+                    for _ in copy.shards:
+                        work.operation.part_ended(copy.number, False)
+                    work.operation.let_go()
+            if pending is not None:
+                gathered.append(_Gathered(copy, rooms, pending))
+        return gathered
+
+    def _reserve(self, nbytes: int) -> Room | None:
+        segment = self._channel.segment
+        return None if segment is None else segment.reserve(nbytes)
+
+    def _publish(self, work: _Work, gathered: Sequence[_Gathered]) -> None:
+        """Hash what was gathered and ask the server to publish it. Adapter's thread."""
+        chunks = self._chunks(work)
+        for one in gathered:
+            ok = False
+            try:
+                one.pending.wait()
+                ok = chunks is not None
+            except KVShelfError as error:
+                self._log.warning("a chunk of request %s was not stored: %s", *_about(work, error))
+            finally:
+                work.operation.let_go()
+            for shard, room in zip(one.copy.shards, one.rooms, strict=True):
+                if ok and chunks is not None:
+                    self._send(work, one.copy, shard, chunks[one.copy.number], room)
+                else:
+                    room.release()
+                    work.operation.part_ended(one.copy.number, False)
+
+    def _send(
+        self, work: _Work, copy: _ChunkCopy, shard: int, chunk: Chunk | bytes, room: Room
+    ) -> None:
+        """Ask the server to publish one object; `chunk` is a block hash in hash mode."""
+        if isinstance(chunk, Chunk):
+            self.fmt.seal(room.view, chunk, shard)
+            name, checksum = stored_name(self.fmt, chunk, shard), None
+        else:
+            name = hash_name(self.fmt, chunk, shard)
+            checksum = xxhash.xxh3_64_intdigest(room.view)
+        request = self._channel.request(
+            Store(
+                name,
+                room.offset,
+                room.nbytes,
+                memory_only=checksum is not None,
+                checksum=checksum,
+            )
+        )
+
+        def stored(done: Future[Any]) -> None:
+            room.release()
+            error = done.exception()
+            if error is not None:
+                self._log.warning("a chunk of request %s was not stored: %s", *_about(work, error))
+            work.operation.part_ended(
+                copy.number, error is None and isinstance(done.result(), Stored)
+            )
+
+        request.add_done_callback(stored)
+
+    # ------------------------------------------------------------------------- loads
+
+    def submit_retrieve_request(
+        self,
+        request_id: str,
+        op: LoadStoreOp,
+        event: Event | None = None,
+        *,
+        identity: PromptIdentity = PLAIN,
+    ) -> None:
+        """Load the whole chunks of an operation into its blocks. Never waits for the server.
+
+        Parameters
+        ----------
+        request_id : str
+        op : LoadStoreOp
+        event : Event, optional
+            Passes when the engine's earlier work no longer uses the blocks. Without one it has
+            ended.
+        identity : PromptIdentity
+            As for the lookup.
+
+        Raises
+        ------
+        ValueError
+            If the operation is malformed, or no caches are registered.
+        """
+        work = self._begin(request_id, op, event, identity, self._loads)
+        if work is not None:
+            self._threads.put(lambda: self._want(work))
+
+    def batched_submit_retrieve_requests(
+        self,
+        request_ids: Sequence[str],
+        ops: Sequence[LoadStoreOp],
+        event: Event | None = None,
+        *,
+        identities: Sequence[PromptIdentity] | None = None,
+    ) -> None:
+        """Load for several requests, see :meth:`submit_retrieve_request`. Each ends by itself.
+
+        Raises
+        ------
+        ValueError
+            As for :meth:`submit_retrieve_request`, or if the arguments differ in length.
+        """
+        for request_id, op, identity in _zipped(request_ids, ops, identities):
+            self.submit_retrieve_request(request_id, op, event, identity=identity)
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Return the blocks that loads could not fill since the last call: compute them again.
+
+        A load's blocks are here before :meth:`get_finished` names its request, or with it.
+        """
+        with self._lock:
+            failed, self._failed_blocks = self._failed_blocks, set()
+            return failed
+
+    def _want(self, work: _Work) -> None:
+        """Derive the names of a load, and ask for as many objects as may be leased."""
+        chunks = self._chunks(work)
+        if chunks is None:
+            work.operation.expire()
+            return
+        objects = []
+        for copy in work.copies:
+            for shard in copy.shards:
+                chunk = chunks[copy.number]
+                if isinstance(chunk, Chunk):
+                    name, size = stored_name(self.fmt, chunk, shard), self.fmt.object_size(shard)
+                    objects.append(_Object(work, copy, shard, chunk, name, size))
+                else:
+                    name, size = hash_name(self.fmt, chunk, shard), self.fmt.payload_size(shard)
+                    objects.append(_Object(work, copy, shard, None, name, size))
+        with self._lock:
+            self._wanted.extend(objects)
+        self._ask()
+
+    def _ask(self) -> None:
+        """Ask for the next objects, as far as there is room for more leases."""
+        welcome = self._channel.welcome
+        window = 0 if welcome is None else welcome.arena_bytes // _ARENA_SHARE
+        taken: list[_Object] = []
+        with self._lock:
+            while self._wanted:
+                one = self._wanted[0]
+                if self._leased_bytes and self._leased_bytes + one.size > window:
+                    break
+                self._wanted.popleft()
+                if not one.work.operation.ended:
+                    self._leased_bytes += one.size
+                    taken.append(one)
+        for _, of_one in itertools.groupby(taken, key=lambda one: id(one.work)):
+            objects = list(of_one)
+            asked = self._channel.fetch(
+                objects[0].work.operation.request_id,
+                [one.name for one in objects],
+                [one.size for one in objects],
+            )
+            for one, future in zip(objects, asked, strict=True):
+                future.add_done_callback(self._arrival(one))
+
+    def _arrival(self, one: _Object) -> Callable[[Future[Leased]], None]:
+        return lambda future: self._threads.put(lambda: self._scatter(one, future))
+
+    def _scatter(self, one: _Object, future: Future[Leased]) -> None:
+        """Write one object's KV to its blocks, or note that it did not come. Adapter's thread."""
+        operation = one.work.operation
+        ok = False
+        borrowed: Leased | None = None
+        try:
+            borrowed = future.result()
+            if operation.touch():
+                try:
+                    ok = self._copy(one, borrowed)
+                finally:
+                    operation.part_ended(one.copy.number, ok)
+                    operation.let_go()
+        except KVShelfError as error:
+            if borrowed is None:
+                operation.part_ended(one.copy.number, False)
+            self._log.warning("a chunk of request %s was not loaded: %s", *_about(one.work, error))
+        finally:
+            if borrowed is not None:
+                borrowed.release()
+            with self._lock:
+                self._leased_bytes -= one.size
+            self._ask()
+
+    def _copy(self, one: _Object, borrowed: Leased) -> bool:
+        """Copy the KV of a borrowed object; return whether it was the object until the end."""
+        view = borrowed.view
+        if view.nbytes != one.size:
+            return False
+        if one.chunk is not None:
+            self.fmt.verify_header(view, one.chunk, one.shard)
+        if one.work.event is not None:
+            one.work.event.synchronize()
+        payload = bytes_at(view)[self._header_bytes(one.work.op) :]
+        one.work.memory.scatter(one.shard, one.copy.slots, payload)
+        return borrowed.valid()
+
+    # ------------------------------------------------------------------------- both
+
+    def get_finished(self, finished_req_ids_from_engine: set[str]) -> tuple[set[str], set[str]]:
+        """Return the requests whose blocks may be released, and those whose loads have ended.
+
+        Parameters
+        ----------
+        finished_req_ids_from_engine : set of str
+            The requests that the engine has finished; it may name one several times.
+
+        Returns
+        -------
+        set of str
+            Of the requests named in this call or before, those without a store under way. Each
+            once.
+        set of str
+            The requests whose loads have ended since the last call.
+        """
+        now = time.monotonic()
+        with self._lock:
+            late = [operation for operation in self._running if operation.deadline <= now]
+        for operation in late:
+            operation.expire()
+        return self._stores.finished(finished_req_ids_from_engine), self._loads.take_ended()
+
+    def shutdown(self) -> None:
+        """Wait a few seconds for stores, end all operations and close the connection. Idempotent.
+
+        When it returns, nothing touches the caches any more.
+        """
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._idle.wait_for(lambda: not self._running, _DRAIN_SECONDS)
+            running = list(self._running)
+        for operation in running:
+            operation.expire()
+        with self._lock:
+            self._idle.wait_for(lambda: not self._running, _DRAIN_SECONDS)
+        self._threads.close()
+        self._close_channel()
+
+    def _begin(
+        self,
+        request_id: str,
+        op: LoadStoreOp,
+        event: Event | None,
+        identity: PromptIdentity,
+        kind: Stores | Loads,
+    ) -> _Work | None:
+        """Check an operation and begin it; None if it has ended already."""
+        memory, copies = self._checked(op, store=kind is self._stores)
+
+        def on_end(operation: Operation) -> None:
+            failed = operation.failed
+            if failed:
+                self._log.warning(
+                    "%d of %d chunks of request %s were not %s",
+                    len(failed),
+                    len(copies),
+                    request_id,
+                    "stored" if kind is self._stores else "loaded",
+                )
+            if kind is self._loads:
+                blocks = self._blocks(op, failed)
+                with self._lock:
+                    self._failed_blocks |= blocks
+            kind.end(request_id)
+            with self._lock:
+                self._running.discard(operation)
+                self._idle.notify_all()
+
+        operation = Operation(
+            request_id,
+            time.monotonic() + self._timeout,
+            {copy.number: len(copy.shards) for copy in copies},
+            on_end,
+        )
+        with self._lock:
+            if self._closed:
+                raise ValueError("this adapter was shut down")
+            self._running.add(operation)
+        kind.begin(request_id)
+        if not self._channel.connected:
+            operation.expire()
+        elif copies:
+            return _Work(operation, op, identity, copies, memory, event)
+        else:
+            operation.start()
+        return None
+
+    def _checked(self, op: LoadStoreOp, *, store: bool) -> tuple[KVCache, list[_ChunkCopy]]:
+        """Return what an operation copies; raise ValueError if it is malformed."""
+        if self._memory is None:
+            raise ValueError("no KV caches are registered: call register_kv_caches first")
+        if (op.token_ids is None) == (op.block_hashes is None):
+            raise ValueError(
+                f"an operation has {'neither' if op.token_ids is None else 'both'} of token_ids"
+                " and block_hashes: expected exactly one"
+            )
+        size, per_chunk = self.chunk_size, self.blocks_in_chunk
+        if op.token_ids is not None:
+            if op.start % size or not 0 <= op.start <= op.end <= len(op.token_ids):
+                raise ValueError(
+                    f"tokens {op.start} … {op.end} of {len(op.token_ids)}: expected a range that"
+                    f" begins at a multiple of the chunk size {size}"
+                )
+            count = (op.end - op.start) // size
+            numbers = list(range(op.start // size, op.start // size + count))
+        else:
+            assert op.block_hashes is not None
+            hashes = striding_block_hashes(op.block_hashes, per_chunk)
+            for one in hashes:
+                check_hash(one)
+            # Replicas share the chunks of a prompt by any number that all of them know.
+            numbers = [int.from_bytes(one, "little") for one in hashes]
+            count = len(hashes)
+        if len(op.block_ids) < count * per_chunk:
+            raise ValueError(
+                f"{len(op.block_ids)} blocks for {count} chunks of {per_chunk} blocks: expected"
+                f" {count * per_chunk}"
+            )
+        mapping = slots_of(op.block_ids, self.block_size, 0, count * size)
+        if not store:
+            mapping[: op.skip_first_n_tokens] = -1
+        slots = with_slots(self.fmt, self._memory, mapping, self._num_slots).slots
+        copies = []
+        for number, place in enumerate(numbers):
+            shards = self._plan.writes(place) if store else self._plan.shards
+            skipped = not store and (number + 1) * size <= op.skip_first_n_tokens
+            if shards and not skipped:
+                start = number * size
+                copies.append(_ChunkCopy(number, slots(start, start + size), shards))
+        return self._memory, copies
+
+    def _chunks(self, work: _Work) -> Sequence[Chunk | bytes] | None:
+        """Return the operation's chunks, or in hash mode their block hashes; None: malformed."""
+        op = work.op
+        if op.block_hashes is not None:
+            return striding_block_hashes(op.block_hashes, self.blocks_in_chunk)
+        assert op.token_ids is not None
+        try:
+            chunks = chunks_of(self.fmt, op.token_ids, op.end, work.identity)
+        except ValueError as error:
+            self._log.warning("request %s cannot be cached: %s", *_about(work, error))
+            return None
+        return chunks[op.start // self.chunk_size :]
+
+    def _blocks(self, op: LoadStoreOp, chunks: Sequence[int]) -> set[int]:
+        """Return the blocks of an operation's chunks that a load writes to."""
+        per_chunk = self.blocks_in_chunk
+        first = op.skip_first_n_tokens // self.block_size
+        return {
+            op.block_ids[place]
+            for chunk in chunks
+            for place in range(chunk * per_chunk, (chunk + 1) * per_chunk)
+            if place >= first
+        }
+
+    def _header_bytes(self, op: LoadStoreOp) -> int:
+        """Return where the KV of a chunk begins in its object."""
+        return 0 if op.block_hashes is not None else self.fmt.data_offset
+
+
+def _about(work: _Work, error: BaseException) -> tuple[str, BaseException]:
+    return work.operation.request_id, error
+
+
+def _zipped(
+    request_ids: Sequence[str],
+    ops: Sequence[LoadStoreOp],
+    identities: Sequence[PromptIdentity] | None,
+) -> list[tuple[str, LoadStoreOp, PromptIdentity]]:
+    """Return the requests of a batch; ValueError if the arguments differ in length."""
+    whose = [PLAIN] * len(ops) if identities is None else identities
+    return list(zip(request_ids, ops, whose, strict=True))
