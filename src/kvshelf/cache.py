@@ -1109,7 +1109,7 @@ class ChunkCache:
                 removed += sum(view.delete(ref) for ref in refs)
             for name, tier in self._tiers.items():
                 if name in wanted:
-                    removed += sum(tier.remove(self.fmt, ref) for ref in refs)
+                    removed += tier.remove(self.fmt, refs)
         finally:
             if self._transfer is not None:
                 self._transfer.forget_stored()

@@ -135,6 +135,7 @@ class Desk:
         return self.service.stats()[name]
 
     def close(self) -> None:
+        """Idempotent."""
         self.service.close()
         self.shelf.close()
         self.arena.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from kvshelf.errors import ConfigError
 from kvshelf.format.keys import Chunk
 from kvshelf.server.messages import MISSING, Failed, Found, LookedUp, Ready, Result, Stored
 from kvshelf.server.messages import Fault as Refusal
+from kvshelf.shelf.disk_tier import DiskTier
 
 FMT = make_format()
 SIZE = FMT.object_size(0)
@@ -473,3 +475,24 @@ def test_a_drain_waits_for_stores_and_takes_no_more(
     drainer.join()
     assert left == [0]
     assert replies == [Stored("created")]
+
+
+def test_a_disk_tier_stands_before_the_shelf(
+    make_desk: Callable[..., Desk], tmp_path: Path
+) -> None:
+    names = [put(tmp_path / "shelf", chunk) for chunk in chunks_of(FMT, 2)]
+    counting = CountingBackend(posix(tmp_path / "shelf"))
+    with closing(DiskTier(tmp_path / "tier", 1 << 30)) as tier:
+        desk = make_desk(counting, disk_tier=tier)
+        desk.fetch(A, names, [SIZE] * 2)
+        assert tier.drain(20.0)
+        desk.close()
+        counting.counts.clear()
+        # After a restart the objects come from the tier.
+        desk = make_desk(counting, disk_tier=tier)
+        assert desk.ask("find", A, names, [SIZE] * 2) == Found([SIZE] * 2)
+        for ready, chunk in zip(desk.fetch(A, names, [SIZE] * 2), chunks_of(FMT, 2), strict=True):
+            assert desk.bytes_of(ready) == sealed(FMT, chunk)
+        assert not counting.counts
+        desk.ask("call", A, "delete", [names[0]], b"")
+        desk.run_until(lambda: desk.ask("find", A, names, [SIZE] * 2) == Found([MISSING, SIZE]))

@@ -46,7 +46,9 @@ from kvshelf.errors import (
     StorageError,
     TransientStorageError,
 )
+from kvshelf.format.keys import Chunk
 from kvshelf.format.kinds import Kind
+from kvshelf.format.names import ParsedName
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.logs import RateLimitedLog
 from kvshelf.metrics import Counters
@@ -279,24 +281,46 @@ class DiskTier:
 
     def load(self, fmt: ObjectFormat, ref: ObjectRef, buffer: memoryview) -> bool:
         """Read and verify a copy. A bad one is removed, and counts as none."""
+
+        def read(view: NamespaceView) -> Chunk:
+            view.load(ref, buffer)
+            return ref.chunk
+
+        return self._load(fmt, ref, buffer, read) is not None
+
+    def load_named(self, fmt: ObjectFormat, parsed: ParsedName, buffer: memoryview) -> Chunk | None:
+        """Read and verify a copy of which only the name is known; None if there is no good one.
+
+        See :meth:`kvshelf.shelf.view.NamespaceView.load_named`.
+        """
+        ref = ObjectRef(fmt.named_chunk(parsed), parsed.shard)
+        return self._load(fmt, ref, buffer, lambda view: view.load_named(parsed, buffer))
+
+    def _load(
+        self,
+        fmt: ObjectFormat,
+        ref: ObjectRef,
+        buffer: memoryview,
+        read: Callable[[NamespaceView], Chunk],
+    ) -> Chunk | None:
         shelf = self.usable
         if shelf is None or not shelf.available:
-            return False
+            return None
         view = shelf.view(fmt)
         try:
-            view.load(ref, buffer)
+            chunk = read(view)
         except ObjectMissingError:
-            return False
+            return None
         except BadObjectError as error:
             self._remove_bad(view, ref, error)
-            return False
+            return None
         except StorageError as error:
             logger.debug("a copy could not be read: %s", error)
-            return False
+            return None
         self._counters.add("disk_tier_loaded_objects")
         self._counters.add("disk_tier_loaded_bytes", len(buffer))
         self._note_use(fmt, ref)
-        return True
+        return chunk
 
     def borrow(self, fmt: ObjectFormat, ref: ObjectRef) -> None:
         """Return None: no copy lies in memory."""
@@ -328,17 +352,19 @@ class DiskTier:
         with self._work:
             return key in self._copies or key in self._writing
 
-    def remove(self, fmt: ObjectFormat, ref: ObjectRef) -> bool:
-        """Remove a copy, also one that waits to be written; whether there was one.
+    def remove(self, fmt: ObjectFormat, refs: Sequence[ObjectRef]) -> int:
+        """Remove copies, also those that wait to be written; return of how many objects.
 
         Raises
         ------
         StorageError
             If the directory failed, or does not take a copy that is being written in time.
         """
-        shelf, key = self.usable, _key(fmt, ref)
-        if shelf is None:
-            return False
+        shelf = self.usable
+        return 0 if shelf is None else sum(self._remove(shelf, fmt, ref) for ref in refs)
+
+    def _remove(self, shelf: Shelf, fmt: ObjectFormat, ref: ObjectRef) -> bool:
+        key = _key(fmt, ref)
         with self._work:
             waiting = self._copies.pop(key, None)
             self._work.notify_all()

@@ -59,8 +59,8 @@ class Tier(Protocol):
     def keep(self, fmt: ObjectFormat, ref: ObjectRef, buffer: BytesLike) -> None:
         """Take a copy of an object that is on the shelf, if there is room. Never waits."""
 
-    def remove(self, fmt: ObjectFormat, ref: ObjectRef) -> bool:
-        """Remove a copy; whether there was one. Raises StorageError."""
+    def remove(self, fmt: ObjectFormat, refs: Sequence[ObjectRef]) -> int:
+        """Remove copies; return of how many objects there were any. Raises StorageError."""
 
     def attach(self, guard: GuardedBackend) -> None:
         """Report to the watchers of `guard` which of their threads are stuck in the tier."""

@@ -520,7 +520,7 @@ class NamespaceView(ShelfView):
         else:
             result = self._create(folder, name, buffer, size)
         self._counters.observe("publish", time.perf_counter() - begin)
-        self._sweep(folder)
+        self.sweep(folder)
         return result
 
     def _create(self, folder: str, name: str, buffer: BytesLike, size: int) -> WriteResult:
@@ -585,8 +585,15 @@ class NamespaceView(ShelfView):
         if high_latency:
             self._described_until = time.monotonic() + _DESCRIPTION_SECONDS
 
-    def _sweep(self, namespace_folder: str) -> None:
-        """Now and then, remove the temporaries of killed writers in one more folder."""
+    def sweep(self, namespace_folder: str) -> None:
+        """Now and then, remove the temporaries of killed writers in one more folder.
+
+        Done after each write. Best effort.
+
+        Parameters
+        ----------
+        namespace_folder : str
+        """
         if not self.backend.properties.temporaries:
             return
         with self._lock:

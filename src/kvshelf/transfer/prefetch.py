@@ -144,15 +144,16 @@ class PrefetchMemory:
     def keep(self, fmt: ObjectFormat, ref: ObjectRef, buffer: BytesLike) -> None:
         """Do nothing: only a :class:`Prefetcher` or a caller's prefetch fills the memory."""
 
-    def remove(self, fmt: ObjectFormat, ref: ObjectRef) -> bool:
-        """Free the memory of one object; whether it was here."""
+    def remove(self, fmt: ObjectFormat, refs: Sequence[ObjectRef]) -> int:
+        """Free the memory of some objects; return how many were here."""
         if not self._is_of(fmt):
-            return False
+            return 0
         with self._lock:
-            found = self._held.pop((ref.chunk.key, ref.shard), None)
-            if found is not None:
-                found.buffer.release()
-        return found is not None
+            names = [(chunk.key, shard) for chunk, shard in refs]
+            found = [self._held.pop(name) for name in names if name in self._held]
+            for held in found:
+                held.buffer.release()
+        return len(found)
 
     def attach(self, guard: GuardedBackend) -> None:
         """Do nothing: no thread is ever stuck in memory."""

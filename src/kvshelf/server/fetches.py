@@ -1,0 +1,418 @@
+"""Objects that clients want in memory: leased to them, read from the shelf first where need be.
+
+Owns the leases of all clients, the reads under way, and the requests that wait for memory.
+
+Contracts
+---------
+* An object that several clients want is read once. What was read is verified, where it lies.
+* Memory is reused only when no client has a lease of it. A lease whose time is over is no longer
+  valid, and its memory still waits until the client gives it back or is gone.
+* One client holds at most half of the memory. Requests that find no room wait, those of one client
+  in their order, and fail after a while; when memory is given back, each client has its turn.
+* A read that hangs fails those who wait for it. Its memory is not reused before it has returned.
+
+Threads
+-------
+All methods are called on the loop's thread, and none blocks.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Final, TypeAlias
+
+from kvshelf.errors import (
+    KVShelfError,
+    ObjectMissingError,
+    PermanentStorageError,
+    StorageError,
+    UnavailableStorageError,
+)
+from kvshelf.format.invalid import WrongSize
+from kvshelf.format.keys import Chunk
+from kvshelf.memory.residents import Slot
+from kvshelf.server.held import Held
+from kvshelf.server.leases import Leases
+from kvshelf.server.messages import Failed, Fault, Ready
+from kvshelf.server.namespaces import HASH, NamedObject, Namespaces, key_of
+from kvshelf.server.storage import Storage
+from kvshelf.server.workers import Workers
+
+#: Takes outcomes of a fetch: some at once, others as they come.
+Each: TypeAlias = "Callable[[list[Ready | Failed]], None]"
+
+#: Part of the memory that one client may hold.
+_CLIENT_SHARE: Final = 2
+
+
+@dataclass(eq=False, slots=True)
+class _Want:
+    """One object that one client wants to have leased."""
+
+    client: bytes
+    session: str
+    index: int
+    name: str
+    key: str
+    nbytes: int
+    until: float
+    #: None: a lookup's, which only wants the object to be there.
+    each: Each | None
+
+    def tell(self, outcomes: list[Ready | Failed]) -> None:
+        if self.each is not None and outcomes:
+            self.each(outcomes)
+
+    def fail(self, error: KVShelfError | ValueError) -> None:
+        self.tell([Failed(self.index, Fault.of(error))])
+
+
+@dataclass(eq=False, slots=True)
+class _Read:
+    """One read for all who want an object."""
+
+    found: NamedObject
+    slot: Slot
+    wants: list[_Want] = field(default_factory=list)
+    #: Whether its outcome was in time, so that the slot is published or free.
+    settled: bool = False
+
+
+class Fetches:
+    """What clients want in memory.
+
+    Parameters
+    ----------
+    held : Held
+        The memory.
+    namespaces : Namespaces
+    storage : Storage
+    workers : Workers
+        The threads that read.
+    clock : Callable
+        Seconds.
+    lease_seconds : float
+        How long a lease lives, and how long a request waits for memory.
+    counts : dict
+        Counts what is done, by the names in :data:`kvshelf.server.service.COUNTERS`.
+    freed : Callable
+        Called when memory was given back.
+
+    Attributes
+    ----------
+    most : int
+        Most bytes that one client may hold.
+    leases : Leases
+    """
+
+    def __init__(
+        self,
+        held: Held,
+        namespaces: Namespaces,
+        storage: Storage,
+        workers: Workers,
+        *,
+        clock: Callable[[], float],
+        lease_seconds: float,
+        counts: dict[str, int],
+        freed: Callable[[], None],
+    ) -> None:
+        self._held = held
+        self._residents = held.residents
+        self._namespaces = namespaces
+        self._storage = storage
+        self._workers = workers
+        self._clock = clock
+        self._seconds = lease_seconds
+        self._counts = counts
+        self._freed = freed
+        self.most = held.residents.capacity // _CLIENT_SHARE
+        self.leases: Leases[Slot] = Leases(seconds=lease_seconds, quota=self.most, clock=clock)
+        self._reads: dict[str, _Read] = {}
+        #: Bytes that each client waits for in reads.
+        self._coming: dict[bytes, int] = {}
+        self._waiting: dict[bytes, deque[_Want]] = {}
+        self._closed = False
+
+    @property
+    def reads(self) -> int:
+        """Reads under way."""
+        return len(self._reads)
+
+    @property
+    def waiting(self) -> int:
+        """Requests for an object that wait for memory."""
+        return sum(map(len, list(self._waiting.values())))
+
+    def begin(
+        self,
+        client: bytes,
+        session: str,
+        names: Sequence[str],
+        sizes: Sequence[int],
+        each: Each | None,
+    ) -> None:
+        """Lease objects to a client.
+
+        Parameters
+        ----------
+        client : bytes
+        session : str
+        names : Sequence of str
+        sizes : Sequence of int
+            Bytes of each object.
+        each : Callable or None
+            Gets one outcome for each object, in any order and in several calls. None: the objects
+            are looked up, not fetched.
+        """
+        until = self._clock() + self._seconds
+        wants = [
+            _Want(client, session, index, name, key_of(name), nbytes, until, each)
+            for index, (name, nbytes) in enumerate(zip(names, sizes, strict=True))
+        ]
+        outcomes: list[Ready | Failed] = []
+        for number, want in enumerate(wants):
+            if self._waiting.get(client) or not self._try(want, outcomes):
+                # What finds no room waits, and everything behind it.
+                self._waiting.setdefault(client, deque()).extend(wants[number:])
+                break
+        if each is not None and outcomes:
+            each(outcomes)
+
+    def lock(self, client: bytes, session: str, slots: list[Slot]) -> bool:
+        """Lease what a lookup has found in memory.
+
+        Parameters
+        ----------
+        client : bytes
+        session : str
+        slots : list of Slot
+            Pinned. Those whose pins are the leases' now are taken out.
+
+        Returns
+        -------
+        bool
+            False if the client would hold too much.
+        """
+        for slot in slots.copy():
+            granted = self.leases.grant(client, session, slot, slot.nbytes, fetched=False)
+            if granted is None:
+                return False
+            if granted[1]:
+                slots.remove(slot)
+        return True
+
+    def check_fits(self, name: str, nbytes: int) -> None:
+        """Refuse an object for which there can never be room.
+
+        Raises
+        ------
+        PermanentStorageError
+        """
+        if nbytes > self.most:
+            raise PermanentStorageError(
+                f"{name} has {nbytes} bytes; one client may hold {self.most}, half of the server's"
+                " memory: give it more"
+            )
+
+    def _try(self, want: _Want, outcomes: list[Ready | Failed]) -> bool:
+        """Begin or settle one want; False if it must wait for memory."""
+        try:
+            return self._begin(want, outcomes)
+        except (KVShelfError, ValueError) as error:
+            self._counts["failed_fetches"] += 1
+            outcomes.append(Failed(want.index, Fault.of(error)))
+            return True
+
+    def _begin(self, want: _Want, outcomes: list[Ready | Failed]) -> bool:
+        slot = self._residents.pin(want.key)
+        if slot is not None:
+            if slot.nbytes != want.nbytes:
+                self._residents.unpin(slot)
+                raise WrongSize(f"{want.name}: {want.nbytes} bytes, expected {slot.nbytes}")
+            if not self._has_room(want) or not self._lease(want, slot, outcomes):
+                self._residents.unpin(slot)
+                return False
+            self._counts["memory_hits"] += 1
+            return True
+        read = self._reads.get(want.key)
+        if read is None:
+            if want.name.startswith(HASH):
+                raise ObjectMissingError(errno.ENOENT, "it is not in memory", want.name)
+            found = self._namespaces.object(want.name, want.nbytes)
+            self.check_fits(want.name, want.nbytes)
+            if self._closed:
+                raise draining()
+            slot = self._residents.reserve(want.key, want.nbytes) if self._has_room(want) else None
+            if slot is None:
+                return False
+            read = self._reads[want.key] = _Read(found, slot)
+            self._submit(read)
+        elif not self._has_room(want):
+            return False
+        else:
+            self._counts["joined_fetches"] += 1
+        read.wants.append(want)
+        self._coming[want.client] = self._coming.get(want.client, 0) + want.nbytes
+        return True
+
+    def _has_room(self, want: _Want) -> bool:
+        """Whether a client may hold one more object."""
+        held = self.leases.nbytes(want.client) + self._coming.get(want.client, 0)
+        return held + want.nbytes <= self.most
+
+    def _lease(self, want: _Want, slot: Slot, outcomes: list[Ready | Failed]) -> bool:
+        """Turn a pin of a slot into a lease; False if the client holds too much."""
+        fetched = want.each is not None
+        granted = self.leases.grant(want.client, want.session, slot, slot.nbytes, fetched=fetched)
+        if granted is None:
+            return False
+        number, new = granted
+        if not new:
+            self._residents.unpin(slot)
+        if fetched:
+            place = self._held.offset(slot)
+            outcomes.append(
+                Ready(want.index, place, slot.nbytes, slot.number, slot.generation, number)
+            )
+        return True
+
+    # --------------------------------------------------------------------------------------- reads
+
+    def _submit(self, read: _Read) -> None:
+        buffer = self._held.buffer(read.slot)
+        self._workers.submit(
+            lambda: self._storage.load(read.found, buffer),
+            partial(self._was_read, read),
+            partial(self._returned, read),
+        )
+
+    def _was_read(self, read: _Read, outcome: Chunk | Exception) -> None:
+        key = str(read.slot.name)
+        if self._reads.get(key) is read:
+            del self._reads[key]
+        wants, read.wants = read.wants, []
+        for want in wants:
+            left = self._coming.pop(want.client) - want.nbytes
+            if left:
+                self._coming[want.client] = left
+        if isinstance(outcome, Exception):
+            self._counts["failed_fetches"] += len(wants)
+            fault = Fault.of(outcome)
+            for want in wants:
+                want.tell([Failed(want.index, fault)])
+            return
+        read.settled = True
+        self._keep(read, outcome)
+        for want in wants:
+            outcomes: list[Ready | Failed] = []
+            if self._try(want, outcomes):
+                want.tell(outcomes)
+            else:
+                self._waiting.setdefault(want.client, deque()).appendleft(want)
+
+    def _returned(self, read: _Read, outcome: Chunk | Exception) -> None:
+        """End a read. One that was late is of use for whoever asks next."""
+        if not read.settled:
+            if isinstance(outcome, Exception):
+                self._residents.abandon(read.slot)
+            else:
+                self._keep(read, outcome)
+        self._freed()
+
+    def _keep(self, read: _Read, chunk: Chunk) -> None:
+        self._counts["read_objects"] += 1
+        self._counts["read_bytes"] += read.slot.nbytes
+        read.slot.parent = read.found.key_of_parent(chunk)
+        self._residents.publish(read.slot)
+
+    # ------------------------------------------------------------------------------------- endings
+
+    def release(self, client: bytes, leases: Sequence[int]) -> None:
+        """End leases of a client; numbers that are not its leases do nothing."""
+        self._unpin(self.leases.release(client, leases))
+
+    def end_session(self, client: bytes, session: str) -> None:
+        """End what lookups of a session have leased, and what waits for memory in its name."""
+        queue = self._waiting.get(client)
+        if queue is not None:
+            error = UnavailableStorageError(errno.ECANCELED, "its session has ended", session)
+            self._give_up(lambda want: want.client == client and want.session == session, error)
+        self._unpin(self.leases.end_session(client, session))
+
+    def client_gone(self, client: bytes) -> None:
+        """Take back what a client holds, and forget what it waits for."""
+        self._waiting.pop(client, None)
+        self._coming.pop(client, None)
+        for read in self._reads.values():
+            read.wants = [want for want in read.wants if want.client != client]
+        self._unpin(self.leases.end_client(client))
+
+    def tick(self) -> None:
+        """End what has lasted too long."""
+        ended, overdue = self.leases.expire()
+        for slot in overdue:
+            self._counts["overdue_leases"] += 1
+            self._residents.expire(slot)
+        now = self._clock()
+        self._give_up(lambda want: want.until <= now, no_room())
+        self._unpin(ended)
+
+    def resume(self) -> None:
+        """Begin what waits for memory, as far as there is room."""
+        clients = list(self._waiting)
+        while clients:
+            # One of each at a time: a client with many wants is not served before the others.
+            clients = [client for client in clients if self._resume_one(client)]
+
+    def drain(self) -> None:
+        """Begin no more reads."""
+        self._closed = True
+
+    def _unpin(self, slots: Sequence[Slot]) -> None:
+        for slot in slots:
+            self._residents.unpin(slot)
+        if slots:
+            self._freed()
+
+    def _give_up(self, over: Callable[[_Want], bool], error: StorageError) -> None:
+        ended: list[_Want] = []
+        for client, queue in list(self._waiting.items()):
+            gone = [want for want in queue if over(want)]
+            if gone:
+                ended += gone
+                self._waiting[client] = deque(want for want in queue if not over(want))
+        self._counts["failed_fetches"] += len(ended)
+        for want in ended:
+            want.fail(error)
+
+    def _resume_one(self, client: bytes) -> bool:
+        """Begin the next want of a client; False if it must wait, or there is none."""
+        queue = self._waiting.get(client)
+        if not queue:
+            self._waiting.pop(client, None)
+            return False
+        outcomes: list[Ready | Failed] = []
+        if not self._try(queue[0], outcomes):
+            return False
+        want = queue.popleft()
+        # Next time the others come first.
+        self._waiting[client] = self._waiting.pop(client)
+        want.tell(outcomes)
+        return True
+
+
+def draining() -> StorageError:
+    """Return the error for what a server that is about to stop does not begin."""
+    return UnavailableStorageError(errno.ESHUTDOWN, "the server is about to stop")
+
+
+def no_room() -> StorageError:
+    """Return the error for what has waited for memory in vain."""
+    return UnavailableStorageError(
+        errno.ENOMEM, "the server's memory is full of what its clients use"
+    )

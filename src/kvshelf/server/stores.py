@@ -1,0 +1,274 @@
+"""Objects that clients store: copied, verified, published, and kept in memory.
+
+Owns the stores under way, and those that wait for memory.
+
+Contracts
+---------
+* What is published or kept is a copy that was verified after its last byte was written: a client
+  may change its own memory at any time. Objects are verified by the record of their namespace and
+  their name, what is in memory only by the checksum that came with it.
+* A store of what is being stored joins it, and has its outcome, unless the first client's bytes
+  were bad.
+* The shelf decides what is stored: an object that it did not take is not kept.
+* A store that hangs fails. Its memory is not reused before it has returned.
+
+Threads
+-------
+All methods are called on the loop's thread and none blocks, but :meth:`Stores.wait`, which any
+other thread may call.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeAlias
+
+import xxhash
+
+from kvshelf.backends import WriteResult
+from kvshelf.errors import BadObjectError, KVShelfError, ObjectNameError, UnavailableStorageError
+from kvshelf.format.invalid import PayloadDamaged
+from kvshelf.format.keys import Chunk
+from kvshelf.memory.residents import Slot
+from kvshelf.server.fetches import Fetches, draining, no_room
+from kvshelf.server.held import Held
+from kvshelf.server.messages import Fault, Reply, Stored, WriteMode
+from kvshelf.server.namespaces import HASH, NamedObject, Namespaces, key_of
+from kvshelf.server.storage import Copied, Storage
+from kvshelf.server.workers import Workers
+
+#: Takes the reply to a request, on the loop's thread.
+Done: TypeAlias = Callable[[Reply], None]
+#: What a store did: whether it was written, the chunk (None for what is in memory only), and
+#: whether it may be kept.
+_Outcome: TypeAlias = "tuple[WriteResult, Chunk | None, bool]"
+
+
+@dataclass(eq=False, slots=True)
+class _Store:
+    """One object that a client stores, and the stores of it that came meanwhile."""
+
+    client: bytes
+    name: str
+    key: str
+    source: memoryview
+    mode: WriteMode
+    until: float
+    done: Done
+    #: None: in memory only.
+    found: NamedObject | None = None
+    checksum: int | None = None
+    slot: Slot | None = None
+    joined: list[_Store] = field(default_factory=list)
+
+
+class _ClientGoneError(UnavailableStorageError):
+    """The client that stores an object is gone."""
+
+
+class Stores:
+    """What clients store.
+
+    Parameters
+    ----------
+    held : Held
+        The memory.
+    namespaces : Namespaces
+    storage : Storage
+    fetches : Fetches
+        Knows what fits.
+    workers : Workers
+        The threads that copy and write.
+    clock : Callable
+        Seconds.
+    wait_seconds : float
+        How long a store waits for memory.
+    counts : dict
+        Counts what is done, by the names in :data:`kvshelf.server.service.COUNTERS`.
+    freed : Callable
+        Called when memory was given back.
+    published : Callable
+        Called with the name of an object that is on the shelf now.
+    """
+
+    def __init__(
+        self,
+        held: Held,
+        namespaces: Namespaces,
+        storage: Storage,
+        fetches: Fetches,
+        workers: Workers,
+        *,
+        clock: Callable[[], float],
+        wait_seconds: float,
+        counts: dict[str, int],
+        freed: Callable[[], None],
+        published: Callable[[str], None],
+    ) -> None:
+        self._held = held
+        self._residents = held.residents
+        self._namespaces = namespaces
+        self._storage = storage
+        self._fetches = fetches
+        self._workers = workers
+        self._clock = clock
+        self._seconds = wait_seconds
+        self._counts = counts
+        self._freed = freed
+        self._published = published
+        self._running: dict[tuple[str, WriteMode], _Store] = {}
+        self._waiting: deque[_Store] = deque()
+        self._closed = False
+        self._ended = threading.Condition()
+
+    @property
+    def running(self) -> int:
+        """Stores under way."""
+        return len(self._running)
+
+    @property
+    def waiting(self) -> int:
+        """Of these, those that wait for memory."""
+        return len(self._waiting)
+
+    def begin(
+        self,
+        client: bytes,
+        name: str,
+        source: memoryview,
+        mode: WriteMode,
+        memory_only: bool,
+        checksum: int | None,
+        done: Done,
+    ) -> None:
+        """Store an object, see :meth:`kvshelf.server.service.Service.store`."""
+        until = self._clock() + self._seconds
+        store = _Store(client, name, key_of(name), source, mode, until, done, None, checksum)
+        try:
+            self._check(store, memory_only)
+        except (KVShelfError, ValueError) as error:
+            self._counts["failed_stores"] += 1
+            done(Fault.of(error))
+            return
+        if memory_only and self._residents.holds([store.key])[0]:
+            done(Stored("existed"))
+            return
+        other = self._running.get((name, mode))
+        if other is not None:
+            self._counts["joined_stores"] += 1
+            other.joined.append(store)
+        else:
+            self._enter(store)
+
+    def _check(self, store: _Store, memory_only: bool) -> None:
+        nbytes = store.source.nbytes
+        if self._closed:
+            raise draining()
+        if not memory_only:
+            store.found = self._namespaces.object(store.name, nbytes)
+        elif not store.name.startswith(HASH) or store.checksum is None or not nbytes:
+            raise ObjectNameError(
+                f"{store.name!r}, {nbytes} bytes: what is in memory only has bytes, a checksum, and"
+                f" a name that begins with {HASH}"
+            )
+        self._fetches.check_fits(store.name, nbytes)
+
+    def _enter(self, store: _Store) -> None:
+        self._running[store.name, store.mode] = store
+        if self._waiting or not self._start(store):
+            self._waiting.append(store)
+
+    def _start(self, store: _Store) -> bool:
+        """Begin a store; False if it must wait for memory."""
+        slot = store.slot = self._residents.reserve(store.key, store.source.nbytes)
+        if slot is None:
+            return False
+        buffer = self._held.buffer(slot)
+        self._workers.submit(
+            lambda: self._copy_and_publish(store, buffer),
+            partial(self._end, store),
+            partial(self._returned, store, slot),
+        )
+        return True
+
+    def _copy_and_publish(self, store: _Store, buffer: memoryview) -> _Outcome:
+        """Do the work of one store, on a thread of its own."""
+        if store.found is not None:
+            return self._storage.publish(store.found, store.source, buffer, store.mode)
+        Copied(store.source).read_into(buffer, 0)
+        if xxhash.xxh3_64_intdigest(buffer) != store.checksum:
+            raise PayloadDamaged(f"{store.name}: its bytes do not have the given checksum")
+        return WriteResult.CREATED, None, True
+
+    def _end(self, store: _Store, outcome: _Outcome | Exception) -> None:
+        """Tell the clients that store an object how it ended."""
+        joined, store.joined = store.joined, []
+        if self._running.get((store.name, store.mode)) is store:
+            del self._running[store.name, store.mode]
+        reply: Reply
+        others: Reply
+        if isinstance(outcome, Exception):
+            self._counts["failed_stores"] += 1
+            reply = others = Fault.of(outcome)
+        else:
+            self._counts["stored_objects"] += 1
+            self._counts["stored_bytes"] += store.source.nbytes
+            reply, others = Stored(outcome[0].value), Stored("existed")
+        store.done(reply)
+        if isinstance(outcome, BadObjectError | _ClientGoneError) and joined:
+            # The fault of one client is not that of the others.
+            first, first.joined = joined[0], joined[1:]
+            self._enter(first)
+        else:
+            for other in joined:
+                other.done(others)
+        with self._ended:
+            self._ended.notify_all()
+
+    def _returned(self, store: _Store, slot: Slot, outcome: _Outcome | Exception) -> None:
+        """Keep what was stored."""
+        if isinstance(outcome, Exception):
+            self._residents.abandon(slot)
+        else:
+            result, chunk, kept = outcome
+            if store.found is not None and chunk is not None:
+                slot.parent = store.found.key_of_parent(chunk)
+                if result is not WriteResult.EXISTED:
+                    self._published(store.name)
+            if kept:
+                self._residents.publish(slot)
+            else:
+                self._residents.abandon(slot)
+        self._freed()
+
+    def client_gone(self, client: bytes) -> None:
+        """Forget what a client wants to store and nobody has begun."""
+        for store in list(self._running.values()):
+            store.joined = [other for other in store.joined if other.client != client]
+            if store.client == client and store.slot is None:
+                self._waiting.remove(store)
+                self._end(store, _ClientGoneError())
+
+    def tick(self) -> None:
+        """End what has waited too long."""
+        while self._waiting and self._waiting[0].until <= self._clock():
+            self._end(self._waiting.popleft(), no_room())
+
+    def resume(self) -> None:
+        """Begin what waits for memory, as far as there is room."""
+        while self._waiting and self._start(self._waiting[0]):
+            self._waiting.popleft()
+
+    def drain(self) -> None:
+        """Begin nothing more."""
+        self._closed = True
+
+    def wait(self, seconds: float) -> int:
+        """Wait until nothing is being stored; return the number of stores that are not over."""
+        with self._ended:
+            self._ended.wait_for(lambda: not self._running, seconds)
+        return len(self._running)
