@@ -38,12 +38,15 @@ class PoolMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.pool = BufferPool(CAPACITY, segment_bytes=self.segment_bytes)
+        self.pool = self.make_pool()
         # The views of each allocation, with its rounded size and the byte written all over it.
         self.blocks: list[tuple[set[Buffer], int, int, Buffer]] = []
         self.stamps = 0
 
     segment_bytes: int | None = None
+
+    def make_pool(self) -> BufferPool:
+        return BufferPool(CAPACITY, segment_bytes=self.segment_bytes)
 
     def block_of(self, buffer: Buffer) -> tuple[set[Buffer], int, int, Buffer]:
         return next(block for block in self.blocks if buffer in block[0])
@@ -73,6 +76,7 @@ class PoolMachine(RuleBasedStateMachine):
         view = buffer.share(offset, nbytes)
         assert view.tensor.data_ptr() == buffer.tensor.data_ptr() + offset
         self.block_of(buffer)[0].add(view)
+        assert view.views == buffer.views == len(self.block_of(buffer)[0])
         return view
 
     @rule(buffer=consumes(buffers))
@@ -82,6 +86,7 @@ class PoolMachine(RuleBasedStateMachine):
         block = self.block_of(buffer)
         buffer.release()
         block[0].remove(buffer)
+        assert buffer.views == 0
         if not block[0]:
             self.blocks.remove(block)
         with pytest.raises(ValueError, match="released"):
@@ -122,8 +127,18 @@ class SegmentedPoolMachine(PoolMachine):
     segment_bytes = 24 * BUFFER_ALIGNMENT
 
 
+class TensorPoolMachine(PoolMachine):
+    def make_pool(self) -> BufferPool:
+        # It starts between two multiples of the alignment, and has another dtype.
+        tensor = torch.zeros(CAPACITY // 4 + BUFFER_ALIGNMENT, dtype=torch.int32)
+        skip = -tensor.data_ptr() % BUFFER_ALIGNMENT // 4 + 1
+        return BufferPool.over(tensor[skip : skip + (CAPACITY + BUFFER_ALIGNMENT) // 4 - 1])
+
+
 TestOneSegment = PoolMachine.TestCase
 TestOneSegment.settings = settings(max_examples=50, stateful_step_count=40)
+TestTensor = TensorPoolMachine.TestCase
+TestTensor.settings = settings(max_examples=50, stateful_step_count=40)
 TestManySegments = SegmentedPoolMachine.TestCase
 TestManySegments.settings = settings(max_examples=50, stateful_step_count=40)
 
@@ -365,6 +380,18 @@ def _is_mapped(address: int) -> bool:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_tensor_on_a_gpu_is_divided() -> None:
+    tensor = torch.zeros(1 << 20, dtype=torch.uint8, device="cuda")
+    pool = BufferPool.over(tensor)
+    assert pool.kind == "device"
+    with pool.allocate(1000) as buffer:  # type: ignore[union-attr]
+        buffer.tensor.fill_(1)
+        with pytest.raises(ValueError, match="use its tensor"):
+            _ = buffer.view
+    assert int(tensor.sum()) == 1000
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("kind", ["pinned", "device"])
 def test_gpu_memory(make_pool: MakePool, kind: str) -> None:
     device = "cuda" if kind == "device" else None
@@ -396,6 +423,35 @@ def test_contradictions_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=problem):
         BufferPool(capacity, **options)  # type: ignore[arg-type]
+
+
+def test_a_callers_tensor_is_divided_and_kept_no_longer_than_needed() -> None:
+    tensor = torch.zeros(1000, 1024, dtype=torch.float32)
+    pool = BufferPool.over(tensor, alignment=4096)
+    assert pool.kind == "host"
+    assert 4_091_904 <= pool.capacity <= 4_096_000
+    buffer = pool.allocate(4096)
+    assert buffer is not None
+    assert buffer.tensor.data_ptr() % 4096 == 0
+    buffer.view[:4] = b"\0\0\x80?"
+    assert float(tensor.sum()) == 1.0
+    del tensor
+    pool.close()
+    assert int(buffer.tensor[2]) == 128
+    buffer.release()
+    assert pool._segments == []
+
+
+@pytest.mark.parametrize(
+    ("tensor", "problem"),
+    [
+        (torch.zeros(64, 64).T, "expected a contiguous one"),
+        (torch.zeros(8), "capacity is"),
+    ],
+)
+def test_tensors_that_cannot_be_divided_are_refused(tensor: torch.Tensor, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        BufferPool.over(tensor)
 
 
 @pytest.mark.parametrize("nbytes", [0, -1])

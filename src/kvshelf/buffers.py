@@ -6,7 +6,8 @@ aligned buffers, and the record of which parts are free.
 Contracts
 ---------
 * A pool never holds more than its capacity. It allocates memory from the system in segments,
-  when it needs them, and frees it once the pool is closed and no buffer is in use.
+  when it needs them, and frees it once the pool is closed and no buffer is in use. A pool over a
+  caller's tensor (:meth:`BufferPool.over`) allocates nothing, and refers to the tensor as long.
 * Every buffer starts at a multiple of the pool's alignment, at least 512 bytes.
 * Bytes belong to one allocation until all its views are released; then they are free at
   once, merged with free neighbours. The free range at the lowest address is used
@@ -139,6 +140,12 @@ class Buffer:
 
     def __len__(self) -> int:
         return self.nbytes
+
+    @property
+    def views(self) -> int:
+        """How many views of its allocation are not released; 0 once this one is."""
+        block = self._block
+        return 0 if block is None else block.views
 
     def __enter__(self) -> Buffer:
         return self
@@ -306,6 +313,51 @@ class BufferPool:
         self._held = 0
         self._closed = False
         self._short = False
+
+    @classmethod
+    def over(cls, tensor: Tensor, *, alignment: int = BUFFER_ALIGNMENT) -> BufferPool:
+        """Return a pool that divides a caller's tensor.
+
+        Nothing else may use the tensor while buffers of the pool are in use.
+
+        Parameters
+        ----------
+        tensor : Tensor
+            Contiguous, of any dtype and device.
+        alignment : int
+            As for the constructor. Bytes before the first multiple are left out.
+
+        Raises
+        ------
+        ConfigError
+            If the tensor is not contiguous, or has less than `alignment` bytes from there.
+
+        Examples
+        --------
+        >>> memory = torch.zeros(1 << 20, dtype=torch.uint8)
+        >>> with BufferPool.over(memory).allocate(1000) as buffer:
+        ...     _ = buffer.tensor.fill_(7)
+        >>> int(memory.sum())
+        7000
+        """
+        if not tensor.is_contiguous():
+            raise ConfigError(
+                f"a tensor of shape {list(tensor.shape)} and strides {list(tensor.stride())} was"
+                " given; expected a contiguous one"
+            )
+        with torch.inference_mode(False):
+            memory = tensor.detach().view(-1).view(torch.uint8)
+            memory = memory[-memory.data_ptr() % alignment :] if alignment > 0 else memory
+        on_host = tensor.device.type == "cpu"
+        pool = cls(memory.numel(), alignment=alignment)
+        if not on_host:
+            pool.kind = "device"
+        elif torch.cuda.is_available() and tensor.is_pinned():
+            pool.kind = "pinned"
+        view = memory.numpy().data if on_host else None
+        pool._segments.append(_Segment(memory[: pool.capacity], view, None))
+        pool._held = pool.capacity
+        return pool
 
     def __repr__(self) -> str:
         used = sum(entry.nbytes for entry in self.live())
