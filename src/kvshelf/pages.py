@@ -31,6 +31,9 @@ HUGE_PAGE: Final = 2 << 20
 _STEP: Final = 256 << 20
 #: ``MADV_POPULATE_WRITE`` of Linux 5.14, which Python has no name for.
 _POPULATE_WRITE: Final = 23
+_MEMORY: Final = Path("/proc/meminfo")
+_OWN_GROUPS: Final = Path("/proc/self/cgroup")
+_GROUPS: Final = Path("/sys/fs/cgroup")
 #: A limit of cgroup v1 that means none is near this one.
 _NO_LIMIT: Final = 1 << 62
 
@@ -102,20 +105,20 @@ def free_memory() -> tuple[int, str]:
 
 def _free_by_limit() -> Iterator[tuple[int, str]]:
     with contextlib.suppress(OSError, ValueError, StopIteration):
-        with open("/proc/meminfo") as lines:
-            line = next(line for line in lines if line.startswith("MemAvailable:"))
-        yield int(line.split()[1]) * 1024, "MemAvailable of /proc/meminfo"
+        lines = _MEMORY.read_text().splitlines()
+        line = next(line for line in lines if line.startswith("MemAvailable:"))
+        yield int(line.split()[1]) * 1024, f"MemAvailable of {_MEMORY}"
     try:
-        groups = Path("/proc/self/cgroup").read_text().splitlines()
+        groups = _OWN_GROUPS.read_text().splitlines()
     except OSError:
         return
     for group in groups:
         number, controllers, path = group.split(":", 2)
         if number == "0" and not controllers:
-            for folder in _and_above(Path("/sys/fs/cgroup"), path):
+            for folder in _and_above(_GROUPS, path):
                 yield from _left_in(folder, "memory.max", "memory.current", "inactive_file")
         elif "memory" in controllers.split(","):
-            for folder in _and_above(Path("/sys/fs/cgroup/memory"), path):
+            for folder in _and_above(_GROUPS / "memory", path):
                 yield from _left_in(
                     folder,
                     "memory.limit_in_bytes",

@@ -2,54 +2,252 @@
 
 from __future__ import annotations
 
+import random
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
+from kvshelf.backends.base import Borrowed
 from parts import make_chunks, make_format
 
 from kvshelf.errors import ConfigError
+from kvshelf.format.keys import Chunk
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.memory.tier import MemoryTier
 from kvshelf.metrics import Counters
+from kvshelf.shelf.shelf import open_shelf
+from kvshelf.shelf.tiers import Tier, TieredShelf
 from kvshelf.shelf.view import ObjectRef
 
 FMT = make_format(shards=2)
+OTHER = make_format(shards=1, weights="user:other")
 CHUNKS = make_chunks(FMT, 64)
+SIZE = FMT.object_size(0)
+MIB = 1 << 20
+
+
+@pytest.fixture
+def tier() -> Iterator[MemoryTier]:
+    tier = MemoryTier(MIB)
+    yield tier
+    assert tier.stats().pinned_bytes == 0, "something is still pinned"
+    tier.close()
 
 
 def ref(index: int, shard: int = 0) -> ObjectRef:
     return ObjectRef(CHUNKS[index], shard)
 
 
-def image(fmt: ObjectFormat, index: int, shard: int = 0) -> bytearray:
+def image(index: int, shard: int = 0, fmt: ObjectFormat = FMT, chunk: Chunk | None = None) -> bytes:
     buffer = bytearray([1 + index]) * fmt.object_size(shard)
-    fmt.seal(memoryview(buffer), CHUNKS[index], shard)
-    return buffer
+    fmt.seal(memoryview(buffer), CHUNKS[index] if chunk is None else chunk, shard)
+    return bytes(buffer)
 
 
 def test_an_object_comes_out_as_it_was_put_in() -> None:
     counters = Counters()
-    tier = MemoryTier(1 << 20, counters=counters)
-    assert not tier.available
-    tier.keep(FMT, ref(0), image(FMT, 0))
+    tier = MemoryTier(MIB, counters=counters)
+    shape: Tier = tier
+    assert not shape.available
+    tier.keep(FMT, ref(0), image(0))
     assert tier.available
     assert tier.holds(FMT, [ref(0), ref(0, 1), ref(1)]) == [True, False, False]
-    buffer = bytearray(FMT.object_size(0))
+    buffer = bytearray(SIZE)
     assert tier.load(FMT, ref(0), memoryview(buffer))
-    assert buffer == image(FMT, 0)
+    assert buffer == image(0)
     assert not tier.load(FMT, ref(1), memoryview(buffer))
     lent = tier.borrow(FMT, ref(0))
     assert lent is not None
-    assert bytes(lent.view) == buffer
-    assert lent.valid()
-    lent.release()
-    assert counters.snapshot() == {
+    as_lent: Borrowed = lent
+    assert bytes(as_lent.view) == buffer
+    assert as_lent.valid()
+    counts = counters.take()
+    assert counts["memory_tier_pinned_bytes"] == 0  # as of the last change of what is here
+    as_lent.release()
+    assert counts == {
         "memory_tier_loaded_objects": 2,
-        "memory_tier_loaded_bytes": 2 * len(buffer),
+        "memory_tier_loaded_bytes": 2 * SIZE,
         "memory_tier_stored_objects": 1,
-        "memory_tier_stored_bytes": len(buffer),
+        "memory_tier_stored_bytes": SIZE,
+        "memory_tier_used_bytes": SIZE,
+        "memory_tier_pinned_bytes": 0,
+        "memory_tier_limit_bytes": MIB,
     }
     tier.close()
+
+
+def test_it_stands_before_a_shelf(tmp_path: Path) -> None:
+    tier = MemoryTier(MIB)
+    shelf = TieredShelf(open_shelf(str(tmp_path)), [tier])
+    view = shelf.view(FMT)
+    view.publish(ref(0), image(0))
+    other = open_shelf(str(tmp_path)).view(FMT)
+    other.publish(ref(1), image(1))
+    assert tier.holds(FMT, [ref(0), ref(1)]) == [True, False]
+    buffer = bytearray(SIZE)
+    view.load(ref(1), memoryview(buffer))
+    assert buffer == image(1)
+    assert tier.holds(FMT, [ref(0), ref(1)]) == [True, True]
+    for path in Path(tmp_path).rglob("*.safetensors"):
+        path.unlink()
+    for index in (0, 1):
+        view.load(ref(index), memoryview(buffer))
+        assert buffer == image(index)
+    shelf.close()
+    assert not tier.available
+
+
+def test_namespaces_and_kinds_do_not_mix(tier: MemoryTier) -> None:
+    theirs = make_chunks(OTHER, 1)[0]
+    tier.keep(FMT, ref(0), image(0))
+    tier.keep(OTHER, ObjectRef(theirs, 0), image(5, 0, OTHER, theirs))
+    assert tier.holds(OTHER, [ref(0), ObjectRef(theirs, 0)]) == [False, True]
+    assert tier.holds(FMT, [ref(0), ObjectRef(theirs, 0)]) == [True, False]
+    assert tier.stats().objects == 2
+
+
+def test_objects_are_removed_by_key(tier: MemoryTier) -> None:
+    for shard in (0, 1):
+        tier.keep(FMT, ref(0, shard), image(0, shard))
+    lent = tier.pin(FMT, ref(0))
+    assert lent is not None
+    assert tier.remove(FMT, [ref(0), ref(0, 1), ref(1)]) == 2
+    assert tier.holds(FMT, [ref(0), ref(0, 1)]) == [False, False]
+    assert bytes(lent.view) == image(0)
+    lent.release()
+    stats = tier.stats()
+    assert (stats.objects, stats.free_bytes) == (0, MIB)
+
+
+def test_the_ends_of_prompts_are_evicted_first() -> None:
+    counters = Counters()
+    room = 8 * (-(-SIZE // 4096) * 4096)
+    tier = MemoryTier(room, counters=counters)
+    for index in range(8):
+        tier.keep(FMT, ref(index), image(index))
+    tier.touch(FMT, [ref(7)])
+    other = make_chunks(FMT, 3, seed=5)
+    for chunk in other:
+        tier.keep(FMT, ObjectRef(chunk, 0), image(0, 0, FMT, chunk))
+    assert tier.holds(FMT, [ref(i) for i in range(8)]) == [True] * 5 + [False] * 3
+    assert counters.snapshot()["memory_tier_evicted_objects"] == 3
+    assert counters.snapshot()["memory_tier_evicted_bytes"] == 3 * SIZE
+    tier.close()
+
+
+def test_what_is_lent_is_never_written_over() -> None:
+    counters = Counters()
+    tier = MemoryTier(2 * (-(-SIZE // 4096) * 4096), counters=counters)
+    tier.keep(FMT, ref(0), image(0))
+    tier.keep(FMT, ref(9), image(9))
+    lent = [tier.pin(FMT, ref(0)), tier.pin(FMT, ref(9))]
+    tier.keep(FMT, ref(1), image(1))
+    assert tier.holds(FMT, [ref(1)]) == [False]
+    assert counters.snapshot()["memory_tier_dropped_objects"] == 1
+    for pinned, index in zip(lent, (0, 9), strict=True):
+        assert pinned is not None
+        assert bytes(pinned.view) == image(index)
+        pinned.release()
+    tier.keep(FMT, ref(1), image(1))
+    assert tier.holds(FMT, [ref(1)]) == [True]
+    tier.close()
+
+
+def test_an_object_can_be_read_right_into_the_memory(tier: MemoryTier) -> None:
+    room = tier.reserve(FMT, ref(0))
+    assert room is not None
+    room.view[:] = image(0)
+    assert tier.holds(FMT, [ref(0)]) == [False]
+    lent = room.publish_pinned()
+    assert lent is not None
+    assert bytes(lent.view) == image(0)
+    assert tier.reserve(FMT, ref(0)) is None
+    lent.release()
+    lost = tier.reserve(FMT, ref(1))
+    assert lost is not None
+    lost.abandon()
+    assert tier.stats().objects == 1
+    # Two threads read one object: the second one's memory is free again.
+    first, second = tier.reserve(FMT, ref(2)), tier.reserve(FMT, ref(2))
+    assert first is not None
+    assert second is not None
+    first.view[:] = second.view[:] = image(2)
+    assert first.publish()
+    lent = second.publish_pinned()
+    assert lent is not None
+    assert bytes(lent.view) == image(2)
+    lent.release()
+    assert tier.stats().objects == 2
+
+
+def test_how_many_chunks_fit(tier: MemoryTier) -> None:
+    both = tier.most_chunks(FMT)
+    assert both == MIB // (2 * (-(-SIZE // 4096) * 4096))
+    assert tier.most_chunks(FMT, [0]) in (2 * both, 2 * both + 1)
+    for index in range(tier.most_chunks(FMT, [0])):
+        room = tier.reserve(FMT, ObjectRef(make_chunks(FMT, 1, seed=index)[0], 0))
+        assert room is not None
+        room.publish()
+    assert tier.stats().evictions == 0
 
 
 def test_memory_that_is_not_there_is_refused_at_the_start() -> None:
     with pytest.raises(ConfigError, match=r"only \d+ are free"):
         MemoryTier(1 << 60)
+
+
+def test_memory_is_freed_when_nothing_of_it_is_lent_any_more() -> None:
+    tier = MemoryTier(MIB, lazy=True)
+    tier.keep(FMT, ref(0), image(0))
+    lent = tier.pin(FMT, ref(0))
+    late = tier.reserve(FMT, ref(1))
+    assert lent is not None
+    assert late is not None
+    tier.close()
+    tier.close()
+    assert not tier.available
+    assert tier.pin(FMT, ref(0)) is None
+    assert tier.reserve(FMT, ref(2)) is None
+    assert bytes(lent.view) == image(0)
+    lent.release()
+    assert len(tier._arena.view) == MIB
+    late.view[:] = image(1)
+    assert not late.publish()
+    assert len(tier._arena.view) == 0
+
+
+def test_threads_read_what_others_replace() -> None:
+    tier = MemoryTier(16 * (-(-SIZE // 4096) * 4096))
+    images = [image(index) for index in range(40)]
+    errors: list[BaseException] = []
+
+    def work(seed: int) -> None:
+        rng = random.Random(seed)
+        buffer = bytearray(SIZE)
+        try:
+            for _ in range(300):
+                index = rng.randrange(40)
+                if tier.load(FMT, ref(index), memoryview(buffer)):
+                    assert buffer == images[index]
+                elif rng.random() < 0.9:
+                    tier.keep(FMT, ref(index), images[index])
+                else:
+                    tier.remove(FMT, [ref(rng.randrange(40))])
+                lent = tier.borrow(FMT, ref(rng.randrange(index + 1)))
+                if lent is not None:
+                    assert bytes(lent.view) in images
+                    lent.release()
+        except BaseException as error:  # noqa: BLE001 - looked at below
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    stats = tier.stats()
+    assert stats.pinned_bytes == 0
+    assert stats.bytes == stats.objects * SIZE
+    tier.close()

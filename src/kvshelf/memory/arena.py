@@ -44,7 +44,7 @@ class Arena:
     device : torch.device, optional
         Page-lock the memory for copies to and from GPUs, and let it lie near this one.
     lazy : bool
-        The system gives each page when it is first written to, and refuses nothing now.
+        The system gives each page when it is first written to; what is free is not looked at.
 
     Attributes
     ----------

@@ -7,8 +7,11 @@ Contracts
 ---------
 * An object is invisible from :meth:`Residents.reserve` until :meth:`Residents.publish`. Callers
   publish only verified objects: nothing is verified again when it is used.
-* Only *leaves* are evicted, the least recently used first: an object stays while an object that
-  names it as its parent is there. So the beginning of a prompt outlives its end.
+* *Leaves* are evicted, the least recently used first: an object stays while an object that names
+  it as its parent is there. So the beginning of a prompt outlives its end. Only where evicted
+  leaves of as many bytes as the new object has left gaps that are too small for it, objects that
+  lie side by side go, those that were used least recently, leaves or not. So an object of any
+  size finds room without much else being evicted, whatever sizes came before it.
 * Memory that is pinned or reserved is never given to another object. A removed object is gone
   for lookups at once; its memory is free when its last pin is.
 * A slot's number is free again together with its memory, and gets another generation before that.
@@ -40,6 +43,8 @@ class Slot:
     Attributes
     ----------
     name : Hashable
+    parent : Hashable or None
+        Name of the object before it; may be set until the slot is published.
     offset, nbytes : int
         Where its bytes are in the range, and how many.
     number : int
@@ -149,6 +154,8 @@ class Residents:
         self._lock = threading.Lock()
         self._closed = False
         self._slots: dict[Hashable, Slot] = {}
+        #: All slots whose memory is not free.
+        self._places: dict[int, Slot] = {}
         #: How many resident objects name an object as their parent.
         self._children: dict[Hashable, int] = {}
         #: Slots that were unpinned leaves, by their use at that time. Each is in it at most once.
@@ -200,11 +207,9 @@ class Residents:
             If `nbytes` is less than one.
         """
         with self._lock:
-            offset = None if self._closed else self._space.allocate(nbytes)
-            while offset is None:
-                if self._closed or not self._evict_one():
-                    return None
-                offset = self._space.allocate(nbytes)
+            offset = None if self._closed else self._make_room(nbytes)
+            if offset is None:
+                return None
             if self._numbers:
                 number = self._numbers.pop()
             else:
@@ -212,7 +217,9 @@ class Residents:
                 self._generations.append(0)
             self._exact += nbytes
             self._pinned += nbytes
-            return Slot(name, parent, offset, nbytes, number, self._generations[number])
+            slot = Slot(name, parent, offset, nbytes, number, self._generations[number])
+            self._places[offset] = slot
+            return slot
 
     def publish(self, slot: Slot, *, pinned: bool = False) -> bool:
         """Let a reserved object be found.
@@ -384,6 +391,7 @@ class Residents:
         self._exact -= slot.nbytes
         self._next_generation(slot)
         self._numbers.append(slot.number)
+        del self._places[slot.offset]
         self._space.free(slot.offset)
 
     def _next_generation(self, slot: Slot) -> None:
@@ -413,20 +421,77 @@ class Residents:
                 other._queued = True
             heapify(self._leaves)
 
-    def _evict_one(self) -> bool:
-        """Evict the least recently used leaf; False if everything is pinned."""
+    def _make_room(self, nbytes: int) -> int | None:
+        """Return the offset of free memory for an object, after evictions if need be."""
+        evicted = 0
+        while (offset := self._space.allocate(nbytes)) is None:
+            if nbytes > self.capacity - self._pinned:
+                return None
+            leaf = self._oldest_leaf()
+            if leaf is not None and evicted < nbytes:
+                evicted += leaf.nbytes
+                self._evict(leaf)
+                continue
+            window = None
+            if leaf is not None:
+                window = self._space.window(leaf.offset, nbytes, self._use_of)
+                if window is None:
+                    self._queue(leaf)
+            if window is None:
+                seed = self._oldest_with_room(nbytes)
+                if seed is None:
+                    return None
+                window = self._space.window(seed.offset, nbytes, self._use_of)
+                assert window is not None
+            for place in window:
+                self._evict(self._places[place])
+        return offset
+
+    def _oldest_leaf(self) -> Slot | None:
+        """Take the least recently used leaf from the queue; None if all are pinned."""
         leaves = self._leaves
         while leaves:
             used, slot = heappop(leaves)
             slot._queued = False
             if not self._is_evictable(slot):
                 continue
-            if slot._used != used:
-                slot._queued = True
-                heappush(leaves, (slot._used, slot))
+            if slot._used == used:
+                return slot
+            slot._queued = True
+            heappush(leaves, (slot._used, slot))
+        return None
+
+    def _oldest_with_room(self, nbytes: int) -> Slot | None:
+        """Return the least recently used object that lies where an object of so many bytes fits.
+
+        None if pins are in the way everywhere.
+        """
+        size = self._space.rounded(nbytes)
+        best: Slot | None = None
+        start, oldest = 0, None
+        for offset in [*sorted(self._places), self.capacity]:
+            slot = self._places.get(offset)
+            if slot is not None and self._use_of(offset) is not None:
+                if oldest is None or slot._used < oldest._used:
+                    oldest = slot
                 continue
-            self._evictions += 1
-            self._evicted_bytes += slot.nbytes
-            self._remove(slot)
-            return True
-        return False
+            if (
+                oldest is not None
+                and offset - start >= size
+                and (best is None or oldest._used < best._used)
+            ):
+                best = oldest
+            oldest = None
+            if slot is not None:
+                start = offset + self._space.length(offset)
+        return best
+
+    def _use_of(self, offset: int) -> int | None:
+        """Return when an object was last used; None if it must stay where it is."""
+        slot = self._places[offset]
+        return slot._used if slot._state == _RESIDENT and not slot._pins else None
+
+    def _evict(self, slot: Slot) -> None:
+        self._evictions += 1
+        self._evicted_bytes += slot.nbytes
+        self._remove(slot)

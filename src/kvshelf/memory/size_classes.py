@@ -1,23 +1,26 @@
 """Divides a range of memory among objects of many sizes.
 
-Owns which bytes of the range are in use. It knows offsets only, and touches no memory.
+Owns which bytes of the range are in use, and which neighbours a new object could take the place
+of. It knows offsets only, and touches no memory.
 
 Contracts
 ---------
-* Sizes are rounded up to one of eight classes between a power of two and the next, so that
-  memory of an object fits many later ones. An object wastes less than an eighth of its size,
-  or less than the alignment if it is smaller than eight times that.
-* Freed memory merges with what is free beside it, and any class may take it.
+* Sizes are rounded up to classes, 32 between a power of two and the next, so that the memory of
+  an object fits later ones of nearly its size. That wastes less than 1/32 of an object, or less
+  than the alignment for one that is smaller than 32 times the alignment.
+* No memory belongs to a class for good. What is freed merges with what is free beside it, and
+  :meth:`SizeClasses.window` names the neighbours that must go to make room for a larger object.
 * It has no lock: its owner locks.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Callable
 from typing import Final
 
-#: Sizes of classes between a power of two and the next.
-_STEPS: Final = 8
+#: Binary digits that tell the classes between a power of two and the next apart.
+_DIGITS: Final = 5
 
 
 class SizeClasses:
@@ -28,13 +31,27 @@ class SizeClasses:
     capacity : int
         Bytes of the range.
     alignment : int
-        A power of two: offsets and sizes are its multiples.
+        A power of two: offsets and lengths are its multiples.
 
     Attributes
     ----------
     capacity, alignment : int
     used : int
         Bytes in use, rounded up to classes.
+
+    Raises
+    ------
+    ValueError
+        If `alignment` is no power of two, or `capacity` is less.
+
+    Examples
+    --------
+    >>> space = SizeClasses(1 << 20)
+    >>> space.allocate(5000), space.allocate(100_000)
+    (0, 8192)
+    >>> space.free(0)
+    >>> space.used
+    102400
     """
 
     def __init__(self, capacity: int, *, alignment: int = 4096) -> None:
@@ -45,13 +62,18 @@ class SizeClasses:
         self.capacity = capacity // alignment * alignment
         self.alignment = alignment
         self.used = 0
-        #: Bytes of each allocation by its offset.
-        self._sizes: dict[int, int] = {}
-        #: Free ranges: by offset, by their end, and in order of size.
-        self._starts: dict[int, int] = {}
-        self._ends: dict[int, int] = {}
+        #: All ranges, free or in use: their lengths by offset, and their offsets by end.
+        self._lengths: dict[int, int] = {}
+        self._offsets: dict[int, int] = {}
+        #: The free ones, as (length, offset) in order, and their offsets.
         self._free: list[tuple[int, int]] = []
-        self._add(0, self.capacity)
+        self._is_free: set[int] = set()
+        self._add_free(0, self.capacity)
+
+    @property
+    def largest_free(self) -> int:
+        """Bytes of the largest free range."""
+        return self._free[-1][0] if self._free else 0
 
     def rounded(self, nbytes: int) -> int:
         """Return how many bytes an object takes.
@@ -63,48 +85,106 @@ class SizeClasses:
         """
         if nbytes < 1:
             raise ValueError(f"{nbytes} bytes were requested; expected at least 1")
-        step = max(self.alignment, 1 << max(0, (nbytes - 1).bit_length() - 4))
+        step = max(self.alignment, 1 << max(0, (nbytes - 1).bit_length() - 1 - _DIGITS))
         return -(-nbytes // step) * step
 
+    def length(self, offset: int) -> int:
+        """Return how many bytes the allocation at an offset takes."""
+        return self._lengths[offset]
+
     def allocate(self, nbytes: int) -> int | None:
-        """Return the offset of free memory for an object, None if no free range is so large."""
+        """Return the offset of memory for an object, from the smallest free range that fits.
+
+        Returns
+        -------
+        int or None
+            None if no free range is so large.
+
+        Raises
+        ------
+        ValueError
+            If `nbytes` is less than one.
+        """
         size = self.rounded(nbytes)
         place = bisect_left(self._free, (size, 0))
         if place == len(self._free):
             return None
-        length, start = self._free[place]
-        self._remove(start, length)
+        length, offset = self._free[place]
+        self._remove_free(offset)
         if length > size:
-            self._add(start + size, length - size)
-        self._sizes[start] = size
+            self._add_free(offset + size, length - size)
+        self._lengths[offset] = size
+        self._offsets[offset + size] = offset
         self.used += size
-        return start
+        return offset
 
     def free(self, offset: int) -> None:
         """Free what :meth:`allocate` returned."""
-        size = self._sizes.pop(offset)
+        assert offset not in self._is_free
+        size = self._lengths.pop(offset)
+        end = offset + size
+        del self._offsets[end]
         self.used -= size
-        start, end = offset, offset + size
-        before = self._ends.get(start)
-        if before is not None:
-            self._remove(before, start - before)
-            start = before
-        after = self._starts.get(end)
-        if after is not None:
-            self._remove(end, after - end)
-            end = after
-        self._add(start, end - start)
+        before = self._offsets.get(offset)
+        if before in self._is_free:
+            self._remove_free(before)
+            offset = before
+        if end in self._is_free:
+            after = end
+            end += self._lengths[after]
+            self._remove_free(after)
+        self._add_free(offset, end - offset)
 
-    @property
-    def largest_free(self) -> int:
-        """Bytes of the largest free range."""
-        return self._free[-1][0] if self._free else 0
+    def window(
+        self, offset: int, nbytes: int, cost: Callable[[int], int | None]
+    ) -> list[int] | None:
+        """Return the allocations around one that leave room for an object when they are freed.
 
-    def _add(self, start: int, length: int) -> None:
-        self._starts[start] = start + length
-        self._ends[start + length] = start
-        insort(self._free, (length, start))
+        The window begins with the allocation at `offset` and grows by the cheaper one of its
+        two neighbours; free ranges cost nothing.
 
-    def _remove(self, start: int, length: int) -> None:
-        del self._starts[start], self._ends[start + length]
-        del self._free[bisect_left(self._free, (length, start))]
+        Parameters
+        ----------
+        offset : int
+            Of an allocation.
+        nbytes : int
+            Size of the object.
+        cost : Callable
+            Returns what freeing the allocation at an offset costs, None if it must stay.
+
+        Returns
+        -------
+        list of int or None
+            Offsets of allocations; None if what must stay is in the way.
+        """
+        size = self.rounded(nbytes)
+        start, end = offset, offset + self._lengths[offset]
+        window = [offset]
+        while end - start < size:
+            before = self._offsets.get(start)
+            left = None if before is None else self._cost(before, cost)
+            right = self._cost(end, cost) if end in self._lengths else None
+            if before is not None and left is not None and (right is None or left <= right):
+                neighbour = start = before
+            elif right is not None:
+                neighbour, end = end, end + self._lengths[end]
+            else:
+                return None
+            if neighbour not in self._is_free:
+                window.append(neighbour)
+        return window
+
+    def _cost(self, offset: int, cost: Callable[[int], int | None]) -> int | None:
+        return -1 if offset in self._is_free else cost(offset)
+
+    def _add_free(self, offset: int, length: int) -> None:
+        self._lengths[offset] = length
+        self._offsets[offset + length] = offset
+        self._is_free.add(offset)
+        insort(self._free, (length, offset))
+
+    def _remove_free(self, offset: int) -> None:
+        length = self._lengths.pop(offset)
+        del self._offsets[offset + length]
+        self._is_free.remove(offset)
+        del self._free[bisect_left(self._free, (length, offset))]

@@ -211,15 +211,15 @@ class MemoryTier:
         size = fmt.object_size(shard, chunk.tokens)
         parent = (chunk.parent, fmt.kind, fmt.shards, shard)
         slot = self._residents.reserve(name, size, parent=parent)
-        if slot is None:
-            self._counters.add("memory_tier_dropped_objects")
-            return None
-        return Room(self, slot)
+        return None if slot is None else Room(self, slot)
 
     def keep(self, fmt: ObjectFormat, ref: ObjectRef, buffer: BytesLike) -> None:
         """Copy an object in, if there is room. The bytes must be verified."""
+        if self.holds(fmt, [ref])[0]:
+            return
         room = self.reserve(fmt, ref)
         if room is None:
+            self._counters.add("memory_tier_dropped_objects")
             return
         try:
             _copy(room.view, buffer)

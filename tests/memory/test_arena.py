@@ -1,0 +1,240 @@
+"""The memory of a tier: really there, or refused; shared with others for reading only."""
+
+from __future__ import annotations
+
+import array
+import fcntl
+import mmap
+import os
+import socket
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvshelf import pages
+from kvshelf.errors import ConfigError, UnsupportedError
+from kvshelf.memory import arena as arena_module
+from kvshelf.memory.arena import Arena
+
+MIB = 1 << 20
+
+
+def resident(view: memoryview) -> int:
+    """How many bytes of mapped memory are there."""
+    page = mmap.PAGESIZE
+    address = pages.address_of(view)
+    with open("/proc/self/pagemap", "rb") as file:
+        file.seek(address // page * 8)
+        entries = array.array("Q", file.read(view.nbytes // page * 8))
+    return sum(entry >> 63 for entry in entries) * page
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("populate", ["by the kernel", "by writing"])
+def test_the_memory_is_there_from_the_start(
+    shared: bool, populate: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if populate == "by writing":
+        monkeypatch.setattr(pages, "_POPULATE_WRITE", 999)
+    arena = Arena(4 * MIB, shared=shared)
+    assert resident(arena.view) == 4 * MIB == len(arena.view) == arena.tensor.numel()
+    assert pages.address_of(arena.view) % 4096 == 0
+    assert not arena.tensor.any()
+    arena.view[10] = 7
+    assert int(arena.tensor[10]) == 7
+    assert not arena.tensor.is_inference()
+    arena.close()
+    arena.close()
+
+
+def test_lazy_memory_is_taken_when_it_is_written_to() -> None:
+    arena = Arena(64 * MIB, lazy=True)
+    assert resident(arena.view) == 0
+    arena.view[0] = 1
+    assert 0 < resident(arena.view) <= 2 * MIB
+
+
+def test_memory_that_is_not_free_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"only \d+ are free \(.+\). Set max_bytes"):
+        Arena(1 << 50)
+
+
+def test_memory_that_others_take_meanwhile_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pages, "_STEP", MIB)
+    left = iter([8 * MIB, 8 * MIB, 7 * MIB, 5 * MIB])
+    monkeypatch.setattr(pages, "free_memory", lambda: (next(left), "what is left"))
+    monkeypatch.setattr(arena_module, "free_memory", pages.free_memory)
+    with pytest.raises(ConfigError, match=r"5242880 bytes are free \(what is left\) for the last"):
+        Arena(8 * MIB)
+    assert next(left, None) is None
+
+
+def test_contradictions_are_refused() -> None:
+    with pytest.raises(ConfigError, match="at least 1"):
+        Arena(0)
+    with pytest.raises(ConfigError, match="not both"):
+        Arena(MIB, lazy=True, device=torch.device("cuda"))
+
+
+def test_page_locked_memory_is_unlocked_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    locked: list[int] = []
+
+    def lock(tensor: torch.Tensor, device: torch.device) -> Any:
+        locked.append(tensor.numel())
+        return locked.clear
+
+    monkeypatch.setattr(arena_module, "page_lock", lock)
+    monkeypatch.setattr(arena_module, "processors_near_device", lambda device: {0})
+    arena = Arena(MIB, device=torch.device("cuda"))
+    assert locked == [MIB]
+    arena.close()
+    assert locked == []
+
+
+def test_nothing_is_left_open_where_memory_cannot_be_page_locked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(tensor: torch.Tensor, device: torch.device) -> Any:
+        raise RuntimeError("cudaHostRegister failed")
+
+    monkeypatch.setattr(arena_module, "page_lock", refuse)
+    monkeypatch.setattr(arena_module, "processors_near_device", lambda device: set())
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(RuntimeError, match="cudaHostRegister"):
+        Arena(MIB, shared=True, device=torch.device("cuda"))
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("shared", [False, True])
+def test_memory_for_a_gpu(shared: bool) -> None:
+    arena = Arena(64 * MIB, shared=shared, device=torch.device("cuda"))
+    assert arena.tensor.is_pinned()
+    arena.tensor.fill_(3)
+    copied = arena.tensor.to("cuda", non_blocking=True)
+    assert int(copied.sum()) == 3 * 64 * MIB
+    del copied
+    arena.close()
+
+
+# ---------------------------------------------------------------------------------- shared memory
+
+
+def test_others_see_the_bytes_and_cannot_change_them() -> None:
+    arena = Arena(MIB, shared=True)
+    assert arena.fd is not None
+    arena.view[:5] = b"bytes"
+    here, there = socket.socketpair()
+    socket.send_fds(here, [b"x"], [arena.fd])
+    child = os.fork()
+    if not child:
+        os._exit(_is_read_only(socket.recv_fds(there, 1, 1)[1][0]))
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    here.close()
+    there.close()
+    fd = arena.fd
+    arena.close()
+    with pytest.raises(OSError, match="Bad file"):
+        os.fstat(fd)
+
+
+def _is_read_only(fd: int) -> int:
+    """Return 0 if a descriptor can be read and nothing else."""
+    refused = 0
+    for attempt in (
+        lambda: mmap.mmap(fd, MIB),
+        lambda: os.pwrite(fd, b"x", 0),
+        lambda: os.ftruncate(fd, 0),
+        lambda: os.ftruncate(fd, 2 * MIB),
+        lambda: mmap.mmap(os.open(f"/proc/self/fd/{fd}", os.O_RDWR), MIB),
+    ):
+        try:
+            attempt()
+        except OSError:
+            refused += 1
+    seen = mmap.mmap(fd, MIB, prot=mmap.PROT_READ)
+    return 0 if refused == 5 and seen[:5] == b"bytes" else 1
+
+
+def test_a_system_without_seals_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arena_module, "_SEAL_FUTURE_WRITE", 0x8000)
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(UnsupportedError, match=r"Linux 5\.1"):
+        Arena(MIB, shared=True)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_the_length_is_sealed() -> None:
+    arena = Arena(MIB, shared=True, lazy=True)
+    assert arena.fd is not None
+    seals = fcntl.fcntl(arena.fd, fcntl.F_GET_SEALS)
+    assert seals & fcntl.F_SEAL_SHRINK
+    assert seals & fcntl.F_SEAL_GROW
+    arena.close()
+
+
+# ------------------------------------------------------------------------------- how much is free
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_limits_of_control_groups_count(
+    version: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / "cgroup"
+    if version == 1:
+        top, names = root / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        line, cache = "4:cpu,memory:/pod/container", "total_inactive_file"
+    else:
+        top, names = root, ("memory.max", "memory.current")
+        line, cache = "0::/pod/container", "inactive_file"
+    groups = {top: ("max" if version == 2 else str(2**63 - 4096), 0, 0)}
+    groups[top / "pod"] = ("1000000", 900_000, 50_000)
+    groups[top / "pod" / "container"] = ("500000", 100_000, 0)
+    for folder, (limit, used, file) in groups.items():
+        folder.mkdir(parents=True)
+        (folder / names[0]).write_text(f"{limit}\n")
+        (folder / names[1]).write_text(f"{used}\n")
+        (folder / "memory.stat").write_text(f"anon 5\n{cache} {file}\n")
+    own = tmp_path / "own"
+    own.write_text(f"9:name=systemd:/\n{line}\n")
+    monkeypatch.setattr(pages, "_GROUPS", root)
+    monkeypatch.setattr(pages, "_OWN_GROUPS", own)
+    free, says = pages.free_memory()
+    assert free == 150_000
+    assert says == str(top / "pod" / names[0])
+    # A container sees its own group at the root, under the name that it has outside.
+    own.write_text(line.replace("/pod/container", "/unknown/here") + "\n")
+    (top / names[0]).write_text("70000")
+    assert pages.free_memory() == (70_000, str(top / names[0]))
+
+
+def test_a_system_that_says_nothing_refuses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("_GROUPS", "_OWN_GROUPS", "_MEMORY"):
+        monkeypatch.setattr(pages, name, tmp_path / "none")
+    assert pages.free_memory()[0] > 1 << 60
+
+
+def test_other_threads_run_while_memory_is_touched() -> None:
+    count = 0
+    end = threading.Event()
+
+    def work() -> None:
+        nonlocal count
+        while not end.is_set():
+            count += 1
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        before = count
+        Arena(128 * MIB).close()
+        assert count > before
+    finally:
+        end.set()
+        thread.join()

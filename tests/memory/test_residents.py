@@ -1,0 +1,453 @@
+"""Named objects in a range of memory: who stays, who goes, and whose memory is whose."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kvshelf.memory.residents import Residents, Slot
+
+PAGE = 4096
+KIB, MIB = 1 << 10, 1 << 20
+
+
+def put(
+    residents: Residents, name: object, nbytes: int = PAGE, parent: object = None
+) -> Slot | None:
+    slot = residents.reserve(name, nbytes, parent=parent)
+    if slot is not None:
+        assert residents.publish(slot)
+    return slot
+
+
+def held(residents: Residents, names: str) -> str:
+    return "".join(n for n, here in zip(names, residents.holds(names), strict=True) if here)
+
+
+def test_the_beginnings_of_prompts_outlive_their_ends() -> None:
+    residents = Residents(8 * PAGE)
+    # Two prompts of four chunks; the second is older, although its end was stored last.
+    for name, parent in ("a ", "ba", "cb", "dc", "A ", "BA", "CB", "DC"):
+        put(residents, name, parent=parent)
+    residents.touch("abcd")
+    put(residents, "1")
+    assert held(residents, "abcdABCD") == "abcdABC"
+    put(residents, "2")
+    put(residents, "3")
+    put(residents, "4")
+    assert held(residents, "abcdABCD") == "abcd"
+    residents.touch("1234")
+    put(residents, "5")
+    put(residents, "6")
+    assert held(residents, "abcd") == "ab"
+
+
+def test_a_parent_that_comes_later_is_not_evicted_before_its_child() -> None:
+    residents = Residents(2 * PAGE)
+    put(residents, "child", parent="parent")
+    put(residents, "parent")
+    residents.touch(["child"])
+    put(residents, "x")
+    assert residents.holds(["child", "parent", "x"]) == [False, True, True]
+
+
+def test_what_is_pinned_or_reserved_keeps_its_memory() -> None:
+    residents = Residents(3 * PAGE)
+    put(residents, "pinned")
+    pinned = residents.pin("pinned")
+    assert pinned is not None
+    reserved = residents.reserve("reserved", PAGE)
+    assert reserved is not None
+    assert not residents.holds(["reserved"])[0]
+    for name in range(5):
+        put(residents, name)
+    assert residents.holds(["pinned", 3, 4]) == [True, False, True]
+    assert residents.reserve("larger", 2 * PAGE) is None
+    # What could not be made room for has not cost what could stay.
+    assert residents.holds([4]) == [True]
+    residents.unpin(pinned)
+    residents.abandon(reserved)
+    assert put(residents, "larger", 2 * PAGE) is not None
+
+
+def test_the_first_of_two_objects_of_one_name_counts() -> None:
+    residents = Residents(4 * PAGE)
+    first, second = residents.reserve("x", PAGE), residents.reserve("x", PAGE)
+    assert first is not None
+    assert second is not None
+    assert residents.publish(second)
+    assert not residents.publish(first)
+    assert residents.pin("x") is second
+    assert residents.stats().free_bytes == 3 * PAGE
+
+
+def test_a_published_object_can_be_pinned_from_the_start() -> None:
+    residents = Residents(PAGE)
+    slot = residents.reserve("x", PAGE)
+    assert slot is not None
+    assert residents.publish(slot, pinned=True)
+    assert residents.reserve("y", PAGE) is None
+    residents.unpin(slot)
+    assert residents.reserve("y", PAGE) is not None
+
+
+def test_a_removed_object_is_gone_at_once_and_its_memory_when_it_is_unpinned() -> None:
+    told: list[tuple[int, int]] = []
+    residents = Residents(PAGE, on_generation=lambda *what: told.append(what))
+    put(residents, "x")
+    slot = residents.pin("x")
+    assert slot is not None
+    assert residents.remove("x")
+    assert not residents.remove("x")
+    assert residents.pin("x") is None
+    assert residents.reserve("y", PAGE) is None
+    assert told == []
+    residents.unpin(slot)
+    assert told == [(slot.number, slot.generation + 1)]
+    after = residents.reserve("y", PAGE)
+    assert after is not None
+    assert (after.number, after.generation) == (slot.number, slot.generation + 1)
+
+
+def test_an_expired_slot_has_another_generation_before_its_memory_is_free() -> None:
+    told: list[tuple[int, int]] = []
+    residents = Residents(PAGE, on_generation=lambda *what: told.append(what))
+    put(residents, "x")
+    slot = residents.pin("x")
+    assert slot is not None
+    residents.expire(slot)
+    assert told == [(slot.number, slot.generation + 1)]
+    assert not residents.holds(["x"])[0]
+    assert residents.reserve("y", PAGE) is None
+    residents.unpin(slot)
+    assert residents.reserve("y", PAGE) is not None
+
+
+def test_mistakes_of_callers_are_named() -> None:
+    residents = Residents(PAGE)
+    slot = residents.reserve("x", PAGE)
+    assert slot is not None
+    with pytest.raises(ValueError, match="is not pinned"):
+        residents.unpin(slot)
+    assert residents.publish(slot)
+    for end in (residents.publish, residents.abandon):
+        with pytest.raises(ValueError, match="is not reserved"):
+            end(slot)
+    with pytest.raises(ValueError, match="is not pinned"):
+        residents.unpin(slot)
+
+
+def test_after_the_end_nothing_comes_in_and_what_is_pinned_stays() -> None:
+    residents = Residents(4 * PAGE)
+    put(residents, "x")
+    put(residents, "y")
+    slot = residents.pin("x")
+    late = residents.reserve("z", PAGE)
+    assert slot is not None
+    assert late is not None
+    residents.close()
+    assert residents.holds(["x", "y"]) == [False, False]
+    assert not residents.publish(late)
+    assert residents.reserve("z", PAGE) is None
+    assert residents.stats().pinned_bytes == PAGE
+    residents.unpin(slot)
+    assert residents.stats().free_bytes == 4 * PAGE
+
+
+def test_one_large_object_does_not_cost_all_small_ones() -> None:
+    residents = Residents(1024 * PAGE)
+    order = list(range(1024))
+    for name in order:
+        put(residents, name)
+    # The order of use has nothing to do with the order of places.
+    random.Random(1).shuffle(order)
+    for name in order:
+        residents.touch([name])
+    assert put(residents, "large", 64 * PAGE) is not None
+    assert residents.stats().objects >= 1024 - 2 * 64
+
+
+def test_room_is_found_between_pins() -> None:
+    residents = Residents(64 * PAGE)
+    for name in range(64):
+        put(residents, name)
+    for name in (0, 20, 25, 63):
+        residents.pin(name)
+    # Between 25 and 63 only; the least recently used objects lie elsewhere.
+    residents.touch(range(25, 64))
+    assert residents.reserve("too large", 38 * PAGE) is None
+    slot = residents.reserve("large", 36 * PAGE)
+    assert slot is not None
+    assert 26 * PAGE <= slot.offset <= 27 * PAGE
+
+
+# ------------------------------------------------------------------------------------ in any order
+
+
+class ResidentsMachine(RuleBasedStateMachine):
+    """All calls in any order, against a plain record of who has which bytes."""
+
+    CAPACITY = 32 * PAGE
+    NAMES = st.integers(0, 30)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: dict[int, int] = {}
+        self.residents = Residents(self.CAPACITY, on_generation=self.tell)
+        self.reserved: list[Slot] = []
+        #: One entry for each pin, and the slots of those that were removed.
+        self.pins: list[Slot] = []
+        #: The resident objects as far as they are known: evictions are noticed afterwards.
+        self.known: dict[int, Slot] = {}
+        self.expired: set[int] = set()
+
+    def tell(self, number: int, generation: int) -> None:
+        assert generation == self.told.get(number, 0) + 1
+        self.told[number] = generation
+
+    def notice_evictions(self, room_for: int) -> None:
+        gone = [name for name in self.known if not self.residents.holds([name])[0]]
+        for name in gone:
+            slot = self.known.pop(name)
+            assert slot not in self.pins, "a pinned object was evicted"
+            assert self.told[slot.number] > slot.generation
+        if gone:
+            assert room_for
+
+    @rule(name=NAMES, pages=st.integers(1, 12), parent=st.none() | NAMES)
+    def reserve(self, name: int, pages: int, parent: int | None) -> None:
+        nbytes = pages * PAGE
+        before = dict(self.known)
+        oldest = self.residents._evictions
+        slot = self.residents.reserve(name, nbytes, parent=parent)
+        self.notice_evictions(pages)
+        if slot is None:
+            if not self.pins and not self.reserved:
+                assert nbytes > self.CAPACITY
+            return
+        assert self.told.get(slot.number, 0) == slot.generation
+        assert len(before) - len(self.known) == self.residents._evictions - oldest
+        self.reserved.append(slot)
+
+    @precondition(lambda self: self.reserved)
+    @rule(data=st.data(), pinned=st.booleans())
+    def publish(self, data: st.DataObject, pinned: bool) -> None:
+        slot = self.reserved.pop(data.draw(st.integers(0, len(self.reserved) - 1)))
+        assert isinstance(slot.name, int)
+        published = self.residents.publish(slot, pinned=pinned)
+        assert published == (slot.name not in self.known)
+        if published:
+            self.known[slot.name] = slot
+            if pinned:
+                self.pins.append(slot)
+
+    @precondition(lambda self: self.reserved)
+    @rule(data=st.data())
+    def abandon(self, data: st.DataObject) -> None:
+        slot = self.reserved.pop(data.draw(st.integers(0, len(self.reserved) - 1)))
+        self.residents.abandon(slot)
+        assert self.told[slot.number] == slot.generation + 1
+
+    @rule(name=NAMES)
+    def pin(self, name: int) -> None:
+        slot = self.residents.pin(name)
+        assert slot is self.known.get(name)
+        if slot is not None:
+            self.pins.append(slot)
+
+    @precondition(lambda self: self.pins)
+    @rule(data=st.data())
+    def unpin(self, data: st.DataObject) -> None:
+        slot = self.pins.pop(data.draw(st.integers(0, len(self.pins) - 1)))
+        self.residents.unpin(slot)
+
+    @rule(names=st.lists(NAMES))
+    def touch(self, names: list[int]) -> None:
+        self.residents.touch(names)
+
+    @rule(name=NAMES)
+    def remove(self, name: int) -> None:
+        assert self.residents.remove(name) == (self.known.pop(name, None) is not None)
+
+    @precondition(lambda self: self.pins)
+    @rule(data=st.data())
+    def expire(self, data: st.DataObject) -> None:
+        slot = data.draw(st.sampled_from(self.pins))
+        generation = self.told.get(slot.number, 0)
+        self.residents.expire(slot)
+        assert self.told[slot.number] == generation + 1
+        if self.known.get(slot.name) is slot:  # type: ignore[call-overload]
+            del self.known[slot.name]  # type: ignore[arg-type]
+
+    @invariant()
+    def no_byte_has_two_owners_and_none_is_lost(self) -> None:
+        space = self.residents._space
+        live = {id(s): s for s in (*self.known.values(), *self.reserved, *self.pins)}.values()
+        assert set(self.residents._places) == {slot.offset for slot in live}
+        ranges = sorted((s.offset, s.offset + space.length(s.offset)) for s in live)
+        assert all(end <= start for (_, end), (start, _) in itertools.pairwise(ranges))
+        assert len({slot.number for slot in live}) == len(live)
+        assert sum(end - start for start, end in ranges) == space.used
+        stats = self.residents.stats()
+        assert stats.objects == len(self.known)
+        assert stats.bytes == sum(slot.nbytes for slot in self.known.values())
+        busy = {id(s): s.nbytes for s in (*self.reserved, *self.pins)}
+        assert stats.pinned_bytes == sum(busy.values())
+        assert stats.wasted_bytes == space.used - sum(slot.nbytes for slot in live)
+        assert len(self.residents._generations) <= self.residents.most_slots
+        assert len(self.residents._numbers) + len(live) == len(self.residents._generations)
+
+    @invariant()
+    def each_unpinned_leaf_is_queued_once(self) -> None:
+        queued = [id(slot) for _, slot in self.residents._leaves if slot._queued]
+        for slot in self.known.values():
+            if self.residents._is_evictable(slot):
+                assert queued.count(id(slot)) == 1
+
+    def teardown(self) -> None:
+        for slot in self.reserved:
+            self.residents.abandon(slot)
+        for slot in self.pins:
+            self.residents.unpin(slot)
+        for name in list(self.known):
+            assert self.residents.remove(name)
+        stats = self.residents.stats()
+        assert stats.free_bytes == stats.largest_free == self.CAPACITY
+        assert stats.pinned_bytes == stats.bytes == stats.wasted_bytes == 0
+
+
+TestResidents = ResidentsMachine.TestCase
+TestResidents.settings = settings(stateful_step_count=80)
+
+
+def test_threads_that_use_it_at_once_leave_nothing_behind() -> None:
+    residents = Residents(64 * PAGE)
+    memory = bytearray(64 * PAGE)
+    errors: list[BaseException] = []
+    rounds = 400
+
+    def work(seed: int) -> None:
+        rng = random.Random(seed)
+        try:
+            for _ in range(rounds):
+                name = rng.randrange(40)
+                slot = residents.pin(name)
+                if slot is None:
+                    pages = 1 + name % 7
+                    slot = residents.reserve(name, pages * PAGE, parent=name - 1)
+                    if slot is None:
+                        continue
+                    end = slot.offset + slot.nbytes
+                    memory[slot.offset : end] = bytes([name]) * slot.nbytes
+                    if rng.random() < 0.1:
+                        residents.abandon(slot)
+                        continue
+                    if not residents.publish(slot, pinned=True):
+                        continue
+                seen = set(memory[slot.offset : slot.offset + slot.nbytes])
+                assert seen == {name}, f"{name} was overwritten while it was pinned"
+                residents.holds(range(40))
+                residents.touch(range(name))
+                if rng.random() < 0.2:
+                    residents.remove(name)
+                residents.unpin(slot)
+        except BaseException as error:  # noqa: BLE001 - looked at below
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    assert residents.stats().pinned_bytes == 0
+    for name in range(40):
+        residents.remove(name)
+    assert residents.stats().largest_free == 64 * PAGE
+
+
+# --------------------------------------------------------------------------------- for a long time
+
+
+def _log_uniform(low: int, high: int) -> Callable[[random.Random], int]:
+    return lambda rng: int(low * (high / low) ** rng.random())
+
+
+SIZES = {
+    "16 KiB to 8 MiB": _log_uniform(16 * KIB, 8 * MIB),
+    "100 KiB to 4 MiB, most of them large": lambda rng: rng.randint(100 * KIB, 4 * MIB),
+    "1 MiB to 2 MiB": lambda rng: rng.randint(MIB, 2 * MIB),
+    "mostly 3 MiB, and shorter tails": lambda rng: (
+        3 * MIB + PAGE if rng.random() < 0.8 else rng.randint(PAGE, 3 * MIB)
+    ),
+}
+
+
+def _lifetime(kind: str, operations: int) -> Iterator[tuple[float, float]]:
+    """Use a range for a long time; yield the shares that objects, and with rounding, take."""
+    rng = random.Random(kind)
+    sizes = [SIZES[kind](rng) for _ in range(1000)]
+    residents = Residents(512 * MIB)
+    pins: list[Slot] = []
+    written = 0
+    name = 0
+    for count in range(operations):
+        what = rng.random()
+        if what < 0.6:
+            name += 1
+            # Prompts of 16 chunks.
+            parent = name - 1 if name % 16 else None
+            slot = put(residents, name, rng.choice(sizes), parent)
+            assert slot is not None
+            written += slot.nbytes
+        elif what < 0.85:
+            residents.touch([name - rng.randrange(500)])
+        elif what < 0.9:
+            residents.remove(name - rng.randrange(500))
+        else:
+            found = residents.pin(name - rng.randrange(500))
+            if found is not None:
+                pins.append(found)
+            if pins and (found is None or len(pins) > 8):
+                residents.unpin(pins.pop(rng.randrange(len(pins))))
+        if written > residents.capacity and count % 100 == 0:
+            stats = residents.stats()
+            yield stats.bytes / residents.capacity, 1 - stats.free_bytes / residents.capacity
+    for slot in pins:
+        residents.unpin(slot)
+    assert residents.stats().pinned_bytes == 0
+    for old in range(name + 1):
+        residents.remove(old)
+    assert residents.stats().largest_free == residents.capacity
+    assert len(residents._leaves) < 1000
+
+
+def _check_lifetime(kind: str, operations: int) -> None:
+    shares = list(_lifetime(kind, operations))
+    assert len(shares) > operations / 1000
+    filled = sorted(objects for objects, _ in shares)
+    # Removed objects leave gaps until others take their place.
+    assert filled[len(filled) // 2] > 0.85
+    assert filled[len(filled) // 100] > 0.7
+    assert all(rounded - objects < 1 / 32 for objects, rounded in shares)
+    first, last = shares[: len(shares) // 4], shares[-len(shares) // 4 :]
+    # It does not get worse with time.
+    assert sum(s for s, _ in last) / len(last) > sum(s for s, _ in first) / len(first) - 0.02
+
+
+@pytest.mark.parametrize("kind", SIZES)
+def test_memory_does_not_fragment(kind: str) -> None:
+    _check_lifetime(kind, 15_000)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", SIZES)
+def test_memory_does_not_fragment_over_days(kind: str) -> None:
+    _check_lifetime(kind, 2_500_000)

@@ -1,0 +1,107 @@
+"""Dividing a range of memory: nothing overlaps, and freed memory serves objects of any size."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kvshelf.memory.size_classes import SizeClasses
+
+PAGE = 4096
+CAPACITY = 256 * PAGE
+
+
+class SpaceMachine(RuleBasedStateMachine):
+    """Allocations and frees in any order, against a map of the pages in use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.space = SizeClasses(CAPACITY)
+        self.taken: dict[int, int] = {}
+
+    def free_runs(self) -> list[int]:
+        ends = [0, *(offset + length for offset, length in sorted(self.taken.items()))]
+        starts = [*sorted(self.taken), CAPACITY]
+        return [start - end for start, end in zip(starts, ends, strict=True)]
+
+    @rule(nbytes=st.integers(1, CAPACITY // 2))
+    def allocate(self, nbytes: int) -> None:
+        runs = self.free_runs()
+        size = self.space.rounded(nbytes)
+        offset = self.space.allocate(nbytes)
+        if offset is None:
+            assert max(runs) < size
+            return
+        assert offset % PAGE == 0
+        assert 0 <= offset <= CAPACITY - size
+        assert all(
+            other + length <= offset or offset + size <= other
+            for other, length in self.taken.items()
+        )
+        assert self.space.length(offset) == size
+        self.taken[offset] = size
+
+    @precondition(lambda self: self.taken)
+    @rule(data=st.data())
+    def free(self, data: st.DataObject) -> None:
+        offset = data.draw(st.sampled_from(sorted(self.taken)))
+        del self.taken[offset]
+        self.space.free(offset)
+
+    @precondition(lambda self: self.taken)
+    @rule(data=st.data(), nbytes=st.integers(1, CAPACITY))
+    def make_room(self, data: st.DataObject, nbytes: int) -> None:
+        stays = data.draw(st.sets(st.sampled_from(sorted(self.taken))))
+        seed = data.draw(st.sampled_from(sorted(self.taken)))
+        stays.discard(seed)
+        window = self.space.window(
+            seed, nbytes, lambda offset: None if offset in stays else offset % 5
+        )
+        if window is None:
+            # What stays beside the seed leaves too little between.
+            size = self.space.rounded(nbytes)
+            low = max((o + self.taken[o] for o in stays if o < seed), default=0)
+            high = min((o for o in stays if o > seed), default=CAPACITY)
+            assert high - low < size
+            return
+        assert seed in window
+        assert not stays.intersection(window)
+        for offset in window:
+            del self.taken[offset]
+            self.space.free(offset)
+        self.allocate(nbytes)
+        assert self.space.rounded(nbytes) in self.taken.values()
+
+    @invariant()
+    def knows_what_is_free(self) -> None:
+        assert self.space.largest_free == max(self.free_runs())
+        assert self.space.used == sum(self.taken.values())
+
+
+TestSpace = SpaceMachine.TestCase
+
+
+@given(nbytes=st.integers(1, 1 << 40))
+def test_classes_waste_little(nbytes: int) -> None:
+    rounded = SizeClasses(PAGE).rounded(nbytes)
+    assert rounded >= nbytes
+    assert rounded % PAGE == 0
+    assert rounded - nbytes < max(PAGE, nbytes / 32)
+
+
+def test_sizes_that_are_nearly_equal_are_of_one_class() -> None:
+    space = SizeClasses(PAGE)
+    assert len({space.rounded(nbytes) for nbytes in range(1 << 20, 2 << 20, 1000)}) == 33
+
+
+@pytest.mark.parametrize(("capacity", "alignment"), [(PAGE, 3), (PAGE, 0), (PAGE - 1, PAGE)])
+def test_a_range_that_cannot_be_divided_is_refused(capacity: int, alignment: int) -> None:
+    with pytest.raises(ValueError, match="expected"):
+        SizeClasses(capacity, alignment=alignment)
+
+
+def test_an_object_without_bytes_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least 1"):
+        SizeClasses(PAGE).allocate(0)
