@@ -948,6 +948,16 @@ def test_what_vllm_relies_on(tmp_path: Path) -> None:
     made.shutdown()
 
 
+def test_metrics_of_vllm_know_where_hits_come_from(tmp_path: Path) -> None:
+    request = Request("r", prompt(20))
+    for place, source in ((str(tmp_path), "disk"), ("memory://kv", "external_unspecified")):
+        config = make_config(place)
+        made = SharedStorageConnector(config, KVConnectorRole.SCHEDULER, make_groups(config))
+        assert made.get_external_cache_hit_sources(request, 16) == {source: 16}
+        assert made.get_external_cache_hit_sources(request, 0) == {}
+        made.shutdown()
+
+
 @pytest.mark.usefixtures("quiet")
 def test_nothing_that_goes_wrong_ends_the_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

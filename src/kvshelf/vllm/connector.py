@@ -51,7 +51,7 @@ from kvshelf.logs import RateLimitedLog
 from kvshelf.metrics import Counters
 from kvshelf.shelf.opening import START_SECONDS, Opening
 from kvshelf.shelf.tiers import AnyShelf, TieredShelf, open_configured, shelf_url
-from kvshelf.urls import shown_url
+from kvshelf.urls import directory_of, shown_url
 from kvshelf.vllm.affinity import widen_cpu_affinity
 from kvshelf.vllm.groups import CacheGroups, with_chunk_size
 from kvshelf.vllm.metadata import StepMetadata, WorkerMetadata
@@ -127,6 +127,7 @@ class SharedStorageConnector(KVConnectorBase_V1, SupportsHMA):
         For engines that this version of kvshelf does not support.
     """
 
+    #: What vLLM's metrics call the source of hits.
     _cache_hit_source = CacheHitSource.DISK
 
     def __init__(
@@ -151,6 +152,9 @@ class SharedStorageConnector(KVConnectorBase_V1, SupportsHMA):
                 )
         _apply_load_failure_policy(transfer, self._config.load_failure_policy)
         _check_other_loads(vllm_config)
+        if directory_of(self._config.shared_storage_path or "") is None:
+            # A remote store. It is not known here which tier a hit will come from.
+            self._cache_hit_source = CacheHitSource.EXTERNAL_UNSPECIFIED
         self._counters = Counters()
         self._shelf = _open(self._config, self._counters)
         self._scheduler: SchedulerSide | None = None
