@@ -59,7 +59,7 @@ def test_only_sockets_with_an_absolute_path_are_urls_of_a_server(url: str) -> No
 
 def test_the_folder_must_be_closed_to_others(tmp_path: Path) -> None:
     folder = tmp_path / "sockets"
-    with pytest.raises(ConfigError, match="cannot be used"):
+    with pytest.raises(UnavailableStorageError, match="no node server has run"):
         session.check_folder(str(folder / "server"))
     folder.mkdir(mode=0o700)
     session.check_folder(str(folder / "server"))

@@ -201,6 +201,8 @@ class Channel:
     url : str
     welcome : Welcome or None
         What the server said of itself, when it was last connected.
+    problem : KVShelfError or None
+        Why the last attempt to connect failed.
     segment : Segment or None
         Memory for objects to be stored. It outlives connections.
 
@@ -219,6 +221,7 @@ class Channel:
     ) -> None:
         self.url = url
         self.welcome: Welcome | None = None
+        self.problem: KVShelfError | None = None
         self._path = session.socket_path(url)
         self.segment = Segment(segment_bytes) if segment_bytes else None
         self._clock = clock
@@ -352,6 +355,7 @@ class Channel:
                 self._stay_connected()
                 attempts = 0
             except KVShelfError as error:
+                self.problem = error
                 self._log.warning("%s; kvshelf tries again", error, about=str(error))
             self._pause(_RETRY_SECONDS[min(attempts, len(_RETRY_SECONDS) - 1)])
             attempts += 1

@@ -94,11 +94,15 @@ def check_folder(path: str) -> None:
     Raises
     ------
     ConfigError
-        If the folder does not exist, or others own it or may enter it.
+        If others own the folder or may enter it.
+    UnavailableStorageError
+        If it does not exist: the server makes it.
     """
     folder = os.path.dirname(path)
     try:
         found = os.lstat(folder)
+    except FileNotFoundError as error:
+        raise UnavailableStorageError(f"no node server has run at {path}: {error}") from error
     except OSError as error:
         raise ConfigError(
             f"the folder of the node server's socket cannot be used: {error}"
