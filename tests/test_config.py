@@ -128,6 +128,34 @@ def test_paths_become_absolute_and_urls_stay(monkeypatch: pytest.MonkeyPatch) ->
         assert load({"shared_storage_path": url}).shared_storage_path == url
 
 
+def test_the_address_of_a_node_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/someone")
+    assert load({"server": "ipc:///run/kv.sock"}).server == "ipc:///run/kv.sock"
+    assert load({}, {"KVSHELF_SERVER": "ipc://~/kv.sock"}).server == "ipc:///home/someone/kv.sock"
+    assert load({"server": "ipc://kv.sock"}).server == f"ipc://{Path.cwd()}/kv.sock"
+    for value in ("/run/kv.sock", "tcp://127.0.0.1:5555", "ipc://", "ipc:/run/kv.sock"):
+        assert "expected ipc:// and the path of its socket" in problem({"server": value})
+    text = problem({"server": "ipc:///" + 99 * "x"})
+    assert "has a path of 100 bytes; the system allows 99" in text
+    load({"server": "ipc:///" + 98 * "x"})
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"shared_storage_path": "/kv"},
+        {"storage_options": {"create": False}},
+        {"disk_tier": {"path": "/nvme/kv", "max_bytes": "1GiB"}},
+        {"prefetch_bytes": 0},
+    ],
+)
+def test_an_engine_with_a_node_server_has_no_shelf_of_its_own(option: dict[str, object]) -> None:
+    (name,) = option
+    text = problem({"server": "ipc:///run/kv.sock", **option})
+    assert f"{name} is set too" in text
+    assert "give these options to `kvshelf serve`" in text
+
+
 def test_a_config_cannot_be_changed() -> None:
     with pytest.raises(ValidationError):
         load().chunk_size = 1  # type: ignore[misc]

@@ -569,6 +569,11 @@ class ChunkCache:
         StorageError
             If the storage could not be opened.
         """
+        if config.server is not None:
+            raise ConfigError(
+                f"server is {config.server}: a cache with a node server is opened by"
+                " kvshelf.server.client.open_cache"
+            )
         if config.layout == "native" and model.layouts is None:
             raise ConfigError(
                 "layout is native, but the model's facts state no native layout: set layout to"

@@ -74,6 +74,16 @@ PROCESS_VARIABLES: Final[Mapping[str, str]] = types.MappingProxyType(
 FILE_KEY: Final = "config_file"
 
 _EXTRA: Final = "kv_connector_extra_config"
+#: Longest path of a Unix socket on Linux (sockaddr_un), less the ending of the server's second one.
+_SOCKET_BYTES: Final = 107 - len(".session")
+#: Options that a node server decides for its engines.
+_OF_THE_SERVER: Final = (
+    "shared_storage_path",
+    "storage_options",
+    "disk_tier",
+    "memory_tier",
+    "prefetch_bytes",
+)
 _PREFETCH_BYTES: Final = 256 << 20
 _PREFETCH_FROM_PROBE_SECONDS: Final = 1e-3
 _SECRET_FIELDS: Final = frozenset({"storage_options"})
@@ -104,6 +114,25 @@ def _no_boolean(value: object) -> object:
     if isinstance(value, bool):
         raise ValueError("is a boolean; expected a number")
     return value
+
+
+def _socket(value: object) -> object:
+    """Check where a node server listens; make its path absolute."""
+    if not isinstance(value, str):
+        return value
+    scheme, found, path = value.partition("://")
+    if not found or scheme != "ipc" or not path.strip():
+        raise ValueError(
+            "is not the address of a node server; expected ipc:// and the path of its socket, such"
+            " as ipc:///run/user/1000/kvshelf/node.sock"
+        )
+    path = os.path.abspath(os.path.expanduser(path))
+    if len(os.fsencode(path)) > _SOCKET_BYTES:
+        raise ValueError(
+            f"has a path of {len(os.fsencode(path))} bytes; the system allows {_SOCKET_BYTES} for a"
+            " socket of a node server"
+        )
+    return f"ipc://{path}"
 
 
 def _directory(value: object) -> object:
@@ -203,6 +232,17 @@ class Config(BaseSettings):
             "shelf or stored on it are copied there, and later loads read the copies. When the "
             "copies exceed `max_bytes`, the least recently used are evicted. Any number of "
             "engines on one machine may share it. See [Storage](storage.md#disk-tier)."
+        ),
+    )
+    server: Annotated[str, BeforeValidator(_socket)] | None = Field(
+        default=None,
+        description=(
+            "The node server of this machine, as `kvshelf serve` shows it: `ipc://` and the path of"
+            " its socket. Its engines share one memory tier and one set of connections to the"
+            " storage. The shelf and the tiers are then options of the server: "
+            "`shared_storage_path`, `storage_options`, `disk_tier`, `memory_tier` and "
+            "`prefetch_bytes` are errors beside this option. Without the server the engine runs as "
+            "without a cache."
         ),
     )
     read_only: bool = Field(
@@ -477,13 +517,19 @@ class Config(BaseSettings):
         return {name: float(value) for name, value in given.items() if value is not None}
 
     def prefetch_budget(self, probe_seconds: float) -> int:
-        """Bytes for prefetching from storage with this probe latency."""
+        """Bytes for prefetching from storage with this probe latency.
+
+        With a node server nothing is prefetched here: the memory is the server's.
+        """
+        if self.server is not None:
+            return 0
         if self.prefetch_bytes is not None:
             return int(self.prefetch_bytes)
         return _PREFETCH_BYTES if probe_seconds >= _PREFETCH_FROM_PROBE_SECONDS else 0
 
     @model_validator(mode="after")
     def _consistent(self) -> Config:
+        self._check_server()
         shelf, tier = self.shared_storage_path, self.disk_tier
         if tier is not None and _overlap(shelf, tier.path):
             where = "not set, so the shelf is this user's private one" if shelf is None else shelf
@@ -497,6 +543,17 @@ class Config(BaseSettings):
                 "nothing: remove one of them"
             )
         return self
+
+    def _check_server(self) -> None:
+        """Refuse options of an engine that its node server decides."""
+        given = [name for name in _OF_THE_SERVER if getattr(self, name, None) not in (None, {})]
+        if self.server is not None and given:
+            raise ValueError(
+                f"server is {self.server}, and {' and '.join(given)} "
+                f"{'is' if len(given) == 1 else 'are'} set too, but an engine with a node server"
+                " has no shelf and no tiers of its own: give these options to `kvshelf serve`, or"
+                " remove server"
+            )
 
     @classmethod
     def settings_customise_sources(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -15,7 +16,9 @@ from kvshelf.backends import Backend, posix
 from kvshelf.backends.generic import GenericBackend
 from kvshelf.backends.guard import GuardedBackend
 from kvshelf.backends.posix import PosixBackend
+from node import LocalServer
 
+from kvshelf.errors import PermanentStorageError
 from kvshelf.testing import BackendSuite, FolderOracle, MemoryOracle, Oracle
 
 SHM = Path("/dev/shm")
@@ -154,3 +157,60 @@ class TestWrapped(TestPosix):
     @pytest.fixture
     def reopen(self) -> Callable[[], Backend] | None:
         return None
+
+
+class TestServed(_OverFolder):
+    """What an engine gets from a node server, past the server's memory."""
+
+    examples = 10
+
+    @pytest.fixture
+    def server(self, root: Path, tmp_path: Path) -> Iterator[LocalServer]:
+        with LocalServer(tmp_path / "node", root) as server:
+            yield server
+
+    @pytest.fixture
+    def backend(self, server: LocalServer) -> Iterator[Backend]:
+        from kvshelf.server.backend import open_served
+
+        with open_served(server.url) as shelf:
+            yield shelf.backend
+
+    @pytest.fixture
+    def reopen(self, server: LocalServer) -> Callable[[], Backend] | None:
+        return partial(_open_served_backend, server.url)
+
+    def test_large_object_in_many_pieces(self, backend: Backend, oracle: Oracle) -> None:
+        """Objects of the format are stored through shared memory; anything else is small."""
+        data = bytes(range(256)) * (9 << 12)
+        with pytest.raises(PermanentStorageError, match="no object of the format"):
+            backend.write("big", [data])
+        oracle.put("big", data)
+        read = bytearray(len(data))
+        assert backend.read_into("big", memoryview(read)) == len(data)
+        assert read == data
+
+    def test_notices_tell_what_is_published(self, backend: Backend, oracle: Oracle) -> None:
+        """They come in messages: a little later, and of some only the folder is named."""
+        notices = backend.notices()
+        assert notices is not None
+        assert backend.properties.notifications
+        assert backend.notices() is None, "one reader at a time"
+        oracle.put("a/b/before", b"1")
+        with closing(notices):
+            assert notices.watch(["a/b"]) == ({"a/b"}, set())
+            backend.write("a/b/created", [b"1"])
+            oracle.put("a/b/by others", b"1")
+            backend.write("a/other", [b"1"])
+            seen: set[str] = set()
+            while not {"a/b/created", "a/b/by others"} <= seen:
+                assert select.select([notices], [], [], 30)[0], "nothing was told"
+                seen |= notices.appeared() or set()
+            assert seen <= {"a/b/created", "a/b/by others", "a/b/"}
+        assert backend.notices() is not None
+
+
+def _open_served_backend(url: str) -> Backend:
+    from kvshelf.server.backend import open_served
+
+    return open_served(url).backend

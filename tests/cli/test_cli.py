@@ -17,6 +17,7 @@ import safetensors.torch
 import torch
 from filled import CHUNK, hybrid, namespace, store
 from kvshelf.backends.posix import PosixBackend
+from node import LocalServer
 from typer.testing import CliRunner, Result
 
 import kvshelf
@@ -538,6 +539,24 @@ def test_doctor_of_any_other_filesystem() -> None:
     result = run("doctor", "memory://doctor", "--json")
     assert result.exit_code == 0, result.stdout
     assert checks(result)["delete"]["state"] == "ok"
+
+
+def test_doctor_asks_the_node_server_for_its_shelf(shelf: Path, tmp_path: Path) -> None:
+    with LocalServer(tmp_path / "node", shelf) as server:
+        env = {"KVSHELF_SERVER": server.url}
+        result = run("doctor", "--json", env=env)
+        assert result.exit_code == 0, result.stdout
+        found = checks(result)
+        assert found["open"]["found"] == "ServedBackend"
+        assert "through a node server" in found["root"]["found"]
+        assert found["list"]["found"] == "1 namespace"
+        assert found["delete"]["state"] == "ok"
+        # Commands on a shelf work past the server.
+        assert run("ls", shelf, env=env).exit_code == 0
+        assert "name the shelf on the command line" in run("ls", env=env).stderr
+    result = run("doctor", "--json", env=env)
+    assert result.exit_code == 3
+    assert checks(result)["open"]["hint"] == "start it: kvshelf serve"
 
 
 def test_doctor_does_not_make_a_missing_shelf(tmp_path: Path) -> None:

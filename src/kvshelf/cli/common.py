@@ -111,6 +111,17 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
+def configuration(shelf: str | None) -> Config:
+    """Return the options for a command; the command line's shelf replaces what they say.
+
+    Raises
+    ------
+    ConfigError
+        If the configuration cannot be used.
+    """
+    return Config.load({} if shelf is None else {"shared_storage_path": shelf, "server": None})
+
+
 def find_shelf(shelf: str | None) -> tuple[str, dict[str, Any]]:
     """Return URL and storage options of the shelf for a command.
 
@@ -122,9 +133,14 @@ def find_shelf(shelf: str | None) -> tuple[str, dict[str, Any]]:
     Raises
     ------
     ConfigError
-        If the configuration cannot be used.
+        If the configuration cannot be used, or names a node server, which alone knows its shelf.
     """
-    config = Config.load({} if shelf is None else {"shared_storage_path": shelf})
+    config = configuration(shelf)
+    if config.server is not None:
+        raise ConfigError(
+            f"server is {config.server}, so the shelf is an option of that server: name the shelf"
+            " on the command line"
+        )
     if config.shared_storage_path is None:
         return str(default_shelf_path()), config.storage_options
     return config.shared_storage_path, config.storage_options

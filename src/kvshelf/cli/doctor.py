@@ -37,12 +37,13 @@ from kvshelf.cli.common import (
     UNREACHABLE,
     JsonOption,
     ShelfArgument,
+    configuration,
     is_local,
     is_missing,
     size_text,
     write_json,
 )
-from kvshelf.config import Config, DiskTierConfig, cache_dir
+from kvshelf.config import DiskTierConfig, cache_dir
 from kvshelf.errors import (
     ConfigError,
     KVShelfError,
@@ -260,11 +261,14 @@ def _ops_on_gpus() -> Iterator[Check]:
 
 def _shelf(shelf: str | None, timeout: float) -> Iterator[Check]:
     try:
-        config = Config.load({} if shelf is None else {"shared_storage_path": shelf})
+        config = configuration(shelf)
     except ConfigError as error:
         yield Check("configuration", State.PROBLEM, str(error), "correct it")
         return
     yield Check("configuration", State.OK, "valid")
+    if config.server is not None:
+        yield from _server(config.server, read_only=config.read_only, timeout=timeout)
+        return
     url = config.shared_storage_path
     if url is None:
         yield Check(
@@ -278,9 +282,30 @@ def _shelf(shelf: str | None, timeout: float) -> Iterator[Check]:
     options = dict(config.storage_options)
     if is_local(url):
         options["create"] = False
-    yield from _Examination(url, options, config.read_only, timeout).run()
+    yield from _Examination(
+        _opener(url, options, config.read_only), config.read_only, timeout
+    ).run()
     if config.disk_tier is not None:
         yield from _disk_tier(config.disk_tier, timeout)
+
+
+def _opener(url: str, options: dict[str, Any], read_only: bool) -> Callable[[], Backend]:
+    return lambda: open_backend(url, storage_options=options, read_only=read_only)
+
+
+def _server(url: str, *, read_only: bool, timeout: float) -> Iterator[Check]:
+    """Check access to a shelf through its node server."""
+    try:
+        from kvshelf.server.backend import ServedBackend, connect
+    except ImportError as error:
+        hint = "pip install 'kvshelf[server]'"
+        yield Check("node server", State.PROBLEM, f"a package is missing: {error}", hint)
+        return
+
+    def opener() -> Backend:
+        return ServedBackend(connect(url))
+
+    yield from _Examination(opener, read_only, timeout, "start it: kvshelf serve").run()
 
 
 def _disk_tier(tier: DiskTierConfig, timeout: float) -> Iterator[Check]:
@@ -300,7 +325,8 @@ def _disk_tier(tier: DiskTierConfig, timeout: float) -> Iterator[Check]:
         yield Check(name, State.NOTE, f"{tier.path} is missing", "the first engine creates it")
         return
     yield Check(name, State.OK, found)
-    for check in _Examination(tier.path, {"create": False}, False, timeout).run():
+    opener = _opener(tier.path, {"create": False}, False)
+    for check in _Examination(opener, False, timeout).run():
         if check.state is not State.OK:
             # Engines work without the disk tier.
             found = f"{check.name}: {check.found}"
@@ -328,10 +354,14 @@ class _Examination:
     """
 
     def __init__(
-        self, url: str, storage_options: dict[str, Any], read_only: bool, timeout: float
+        self,
+        opener: Callable[[], Backend],
+        read_only: bool,
+        timeout: float,
+        hint: str = "check the path, the URL and its options",
     ) -> None:
-        self._url = url
-        self._options = storage_options
+        self._opener = opener
+        self._hint = hint
         self._read_only = read_only
         self._timeout = timeout
         self._name = f".kvshelf/doctor-{secrets.token_hex(8)}"
@@ -343,7 +373,7 @@ class _Examination:
         """Yield the checks; stop after a failure that makes the other checks pointless."""
         try:
             for name, action, hint in (
-                ("open", self._open, "check the path, the URL and its options"),
+                ("open", self._open, self._hint),
                 ("root", self._root, "create the directory, or mount the filesystem"),
                 ("storage", self._storage, ""),
                 ("list", self._list, "check the permission to list and read it"),
@@ -404,9 +434,7 @@ class _Examination:
         return self._opened
 
     def _open(self) -> str:
-        self._opened = open_backend(
-            self._url, storage_options=self._options, read_only=self._read_only
-        )
+        self._opened = self._opener()
         return type(self._opened).__name__
 
     def _root(self) -> str:

@@ -436,15 +436,36 @@ def _show_log_lines() -> None:
 
 def _open(config: Config, counters: Counters) -> Opening[AnyShelf]:
     """Open the engine's shelf on a thread of its own; wait for it for a bounded time."""
-    url = shelf_url(config)
+    server = config.server
+    url = shelf_url(config) if server is None else server
 
     def make() -> AnyShelf:
+        if server is not None:
+            return _open_served(server, config, counters)
         shelf, tier = open_configured(url, config, counters, on_thread_start=widen_cpu_affinity)
         return shelf if tier is None else TieredShelf(shelf, [tier])
 
     opening = Opening(shown_url(url), make)
     opening.first(START_SECONDS, "the engine runs without it")
     return opening
+
+
+def _open_served(server: str, config: Config, counters: Counters) -> AnyShelf:
+    try:
+        from kvshelf.server.backend import open_served
+    except ImportError as error:
+        raise ConfigError(
+            f"server is {server}, but a package for node servers is missing ({error}): install"
+            " kvshelf[server]"
+        ) from error
+
+    return open_served(
+        server,
+        segment_bytes=min(int(config.staging_bytes), 1 << 30),
+        read_only=config.read_only,
+        counters=counters,
+        deadlines=config.deadlines,
+    )
 
 
 def _check_engine(vllm_config: Any) -> None:

@@ -1,0 +1,395 @@
+"""A shelf behind a node server, from its client's side: what it lends, stores and survives."""
+
+from __future__ import annotations
+
+import select
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from desk import sealed
+from faulty import CountingBackend, FaultyBackend
+from kvshelf.backends import WriteResult
+from kvshelf.backends.breaker import BreakerState
+from kvshelf.backends.posix import PosixBackend
+from node import LocalServer
+from parts import PATIENCE, Rig, make_chunks, make_format, until
+
+from kvshelf.errors import (
+    BadObjectError,
+    ConfigError,
+    ObjectMissingError,
+    ReadOnlyStorageError,
+    StorageError,
+    UnavailableStorageError,
+)
+from kvshelf.format.keys import KeyChain
+from kvshelf.format.objects import ObjectFormat
+from kvshelf.metrics import Counters
+from kvshelf.server import backend as served_module
+from kvshelf.server import session
+from kvshelf.server.backend import ServedShelf, open_served
+from kvshelf.shelf.failed_keys import FailedKeys
+from kvshelf.shelf.lookup import LookupService
+from kvshelf.shelf.shelf import Shelf
+from kvshelf.shelf.view import ObjectRef, Presence
+
+
+@dataclass
+class Setting:
+    """A server on a directory, and clients of it."""
+
+    folder: Path
+    stack: ExitStack
+    arena_bytes: int = 1 << 20
+    fmt: ObjectFormat = field(default_factory=make_format)
+
+    def __post_init__(self) -> None:
+        self.root = self.folder / "shelf"
+        self.chunks = make_chunks(self.fmt, 8)
+        self.start()
+
+    def start(self) -> None:
+        """Start a server, which knows nothing of earlier ones."""
+        self.storage = CountingBackend(FaultyBackend(PosixBackend(self.root)))
+        self.server = LocalServer(self.folder / "node", self.storage, self.arena_bytes)
+        self.stack.callback(self.server.close)
+
+    def connect(self, **options: Any) -> ServedShelf:
+        return self.stack.enter_context(open_served(self.server.url, **options))
+
+    def ref(self, index: int, shard: int = 0) -> ObjectRef:
+        return ObjectRef(self.chunks[index], shard)
+
+    def image(self, index: int) -> bytes:
+        return sealed(self.fmt, self.chunks[index])
+
+    def publish(self, shelf: Shelf, *indices: int) -> None:
+        for index in indices:
+            assert shelf.view(self.fmt).publish(self.ref(index), self.image(index)) in (
+                WriteResult.CREATED,
+                WriteResult.REPLACED,
+            )
+
+    def place(self, *indices: int) -> None:
+        """Publish past the server."""
+        with Shelf(PosixBackend(self.root)) as shelf:
+            self.publish(shelf, *indices)
+
+    def path(self, index: int) -> Path:
+        with Shelf(PosixBackend(self.root)) as shelf:
+            return self.root / shelf.view(self.fmt).name(self.ref(index))
+
+    def borrowed(self, shelf: Shelf, index: int) -> bytes:
+        """Borrow an object and give it back."""
+        loan = shelf.view(self.fmt).borrow(self.ref(index))
+        assert loan is not None
+        data = bytes(loan.view)
+        assert loan.valid()
+        loan.release()
+        return data
+
+    def stats(self) -> dict[str, int]:
+        return dict(self.server.service.stats())
+
+
+@pytest.fixture
+def setting(tmp_path: Path) -> Iterator[Setting]:
+    with ExitStack() as stack:
+        yield Setting(tmp_path, stack)
+
+
+# ------------------------------------------------------------------------------ the server works
+
+
+def test_what_one_client_stores_another_borrows_without_a_read(setting: Setting) -> None:
+    one, other = setting.connect(), setting.connect()
+    setting.publish(one, 0)
+    assert setting.path(0).read_bytes() == setting.image(0)
+    assert setting.borrowed(other, 0) == setting.image(0)
+    assert setting.stats()["read_objects"] == 0
+    until(lambda: setting.stats()["leases"] == 0)
+    # The description of the namespace is on the shelf for everybody.
+    assert (setting.path(0).parents[2] / "namespace.json").exists()
+
+
+def test_an_object_is_read_once_for_all(setting: Setting) -> None:
+    setting.place(0, 1)
+    clients = [setting.connect() for _ in range(3)]
+    for client in clients:
+        view = client.view(setting.fmt)
+        view.expect([setting.ref(0), setting.ref(1)])
+    for client in clients:
+        assert setting.borrowed(client, 0) == setting.image(0)
+        assert setting.borrowed(client, 1) == setting.image(1)
+    assert setting.stats()["read_objects"] == 2
+    with pytest.raises(ObjectMissingError):
+        clients[0].view(setting.fmt).borrow(setting.ref(2))
+
+
+def test_stores_ask_the_storage_and_lookups_the_memory_as_well(setting: Setting) -> None:
+    shelf = setting.connect()
+    setting.publish(shelf, 0)
+    setting.path(0).unlink()
+    view = shelf.view(setting.fmt)
+    refs = [setting.ref(0), setting.ref(1)]
+    assert view.find(refs) == [Presence.PRESENT, Presence.MISSING]
+    assert view.probe(refs) == [Presence.MISSING, Presence.MISSING]
+    setting.publish(shelf, 0)
+    assert setting.path(0).read_bytes() == setting.image(0)
+
+
+def test_what_was_expected_is_lent_and_the_rest_is_given_back(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(served_module, "EXPECTED_SECONDS", 0.2)
+    setting.place(0, 1, 2)
+    shelf = setting.connect()
+    view = shelf.view(setting.fmt)
+    view.expect([setting.ref(index) for index in (0, 1, 2, 3)])
+    until(lambda: setting.stats()["leases"] == 3)
+    assert setting.borrowed(shelf, 1) == setting.image(1)
+    until(lambda: setting.stats()["leases"] == 0)
+    # It can be had all the same.
+    assert setting.borrowed(shelf, 0) == setting.image(0)
+    assert setting.stats()["read_objects"] == 3
+
+
+def test_expectations_take_a_small_part_of_the_memory(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        setting = Setting(tmp_path, stack, arena_bytes=256 << 10)
+        setting.place(*range(8))
+        shelf = setting.connect()
+        shelf.view(setting.fmt).expect([setting.ref(index) for index in range(8)])
+        few = (256 << 10) // 8 // setting.fmt.object_size(0)
+        until(lambda: setting.stats()["leases"] == few)
+        for index in range(8):
+            assert setting.borrowed(shelf, index) == setting.image(index)
+        until(lambda: setting.stats()["leases"] == 0)
+
+
+def test_objects_too_large_for_the_memory_come_in_messages(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        fmt = make_format(chunk_size=2048)
+        setting = Setting(tmp_path, stack, arena_bytes=64 << 10, fmt=fmt)
+        setting.place(0)
+        view = setting.connect().view(fmt)
+        assert view.borrow(setting.ref(0)) is None
+        data = bytearray(fmt.object_size(0))
+        assert len(data) > 64 << 10
+        view.load(setting.ref(0), memoryview(data))
+        assert data == setting.image(0)
+
+
+def test_a_bad_object_is_moved_aside_and_replaced(setting: Setting) -> None:
+    setting.place(0)
+    path = setting.path(0)
+    good = path.read_bytes()
+    path.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
+    shelf = setting.connect()
+    view = shelf.view(setting.fmt)
+    with pytest.raises(BadObjectError):
+        view.borrow(setting.ref(0))
+    assert not path.exists()
+    assert len(list((path.parents[2] / ".kvshelf" / "bad").iterdir())) == 1
+    assert view.publish(setting.ref(0), setting.image(0), suspect=True) is WriteResult.CREATED
+    assert setting.borrowed(shelf, 0) == good
+
+
+def test_the_server_takes_no_bad_object(setting: Setting) -> None:
+    shelf = setting.connect()
+    bad = bytearray(setting.image(0))
+    bad[-1] ^= 1
+    with pytest.raises(BadObjectError):
+        shelf.view(setting.fmt).publish(setting.ref(0), bad)
+    assert not setting.path(0).exists()
+    assert shelf.view(setting.fmt).find([setting.ref(0)]) == [Presence.MISSING]
+
+
+def test_a_client_that_only_reads(setting: Setting) -> None:
+    setting.place(0)
+    shelf = setting.connect(read_only=True)
+    assert shelf.read_only
+    assert setting.borrowed(shelf, 0) == setting.image(0)
+    with pytest.raises(ReadOnlyStorageError):
+        shelf.view(setting.fmt).publish(setting.ref(1), setting.image(1))
+    assert shelf.view(setting.fmt).find([setting.ref(0)]) == [Presence.PRESENT]
+
+
+def test_stores_wait_for_room_in_the_segment(setting: Setting) -> None:
+    size = setting.fmt.object_size(0)
+    shelf = setting.connect(segment_bytes=-(-size // 4096) * 4096)
+    threads = [threading.Thread(target=setting.publish, args=(shelf, index)) for index in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE)
+    assert [setting.borrowed(shelf, index) for index in range(8)] == [
+        setting.image(index) for index in range(8)
+    ]
+    small = setting.connect(segment_bytes=4096)
+    with pytest.raises(StorageError, match="set staging_bytes higher"):
+        small.view(setting.fmt).publish(
+            setting.ref(0, 1), sealed(setting.fmt, setting.chunks[0], 1)
+        )
+
+
+def test_a_transfer_stores_and_loads_in_place(setting: Setting) -> None:
+    rigs = [
+        Rig(
+            PosixBackend(setting.folder / "unused"),
+            fmt=setting.fmt,
+            in_front=lambda _: setting.connect(),
+            staging_objects=64,
+        )
+        for _ in range(2)
+    ]
+    for rig in rigs:
+        setting.stack.callback(rig.close)
+    writer, reader = rigs
+    writer.put(setting.chunks)
+    load, items = reader.load(setting.chunks, 8)
+    assert not load.failures
+    assert all(reader.holds(item) for item in items)
+    stats = setting.stats()
+    assert (stats["read_objects"], stats["memory_hits"]) == (0, 16)
+    assert reader.count("loaded_chunks") == 8
+    until(lambda: setting.stats()["leases"] == 0)
+
+
+def test_a_lookup_takes_few_messages(setting: Setting) -> None:
+    """On a shelf behind a server as on any that is far away: not one for each chunk."""
+    tokens = list(range(64 * setting.fmt.chunk_size))
+    chunks = KeyChain(setting.fmt.namespace.digest, setting.fmt.chunk_size).extend(tokens)
+    shelf = setting.connect()
+    view = shelf.view(setting.fmt)
+    for chunk in chunks:
+        for shard in range(setting.fmt.shards):
+            view.publish(ObjectRef(chunk, shard), sealed(setting.fmt, chunk, shard))
+    service = LookupService(view, failed=FailedKeys(), counters=Counters())
+    try:
+        before = setting.server.loop.stats()["requests"]
+        lookup = service.submit(
+            tokens, lambda: KeyChain(setting.fmt.namespace.digest, setting.fmt.chunk_size)
+        )
+        assert lookup.wait(PATIENCE)
+        assert lookup.hit_chunks == 64
+        assert setting.server.loop.stats()["requests"] - before <= 6
+    finally:
+        service.close()
+
+
+# ------------------------------------------------------------------------------ the server fails
+
+
+def test_a_server_that_is_gone_is_used_again_when_it_is_back(setting: Setting) -> None:
+    shelf = setting.connect()
+    view = shelf.view(setting.fmt)
+    setting.publish(shelf, 0)
+    loan = view.borrow(setting.ref(0))
+    assert loan is not None
+    setting.server.close()
+    with pytest.raises(UnavailableStorageError):
+        view.borrow(setting.ref(0))
+    until(lambda: view.find([setting.ref(0)]) == [Presence.ERROR] and not shelf.available)
+    # What was lent stays where it is, and valid.
+    assert bytes(loan.view) == setting.image(0)
+    assert loan.valid()
+    loan.release()
+    setting.start()
+    until(lambda: shelf.available)
+    # The new server knows the namespace.
+    assert setting.borrowed(shelf, 0) == setting.image(0)
+    setting.publish(shelf, 1)
+
+
+def test_a_server_that_hangs_is_late(setting: Setting) -> None:
+    shelf = setting.connect(deadlines={"probe": 0.1, "read": 0.1, "write": 0.1})
+    setting.publish(shelf, 0)
+    gate = threading.Event()
+    setting.server.loop.post(lambda: gate.wait(PATIENCE))
+    view = shelf.view(setting.fmt)
+    threads = [
+        threading.Thread(target=view.find, args=([setting.ref(0)],), daemon=True) for _ in range(2)
+    ]
+    for thread in threads:
+        thread.start()
+    until(lambda: shelf.backend.reads.state is BreakerState.OPEN)
+    assert view.find([setting.ref(0)]) == [Presence.ERROR]
+    gate.set()
+    for thread in threads:
+        thread.join(PATIENCE)
+    until(lambda: shelf.available)
+    assert setting.borrowed(shelf, 0) == setting.image(0)
+
+
+def test_notices_end_with_the_server_and_say_so(setting: Setting) -> None:
+    shelf = setting.connect()
+    notices = shelf.backend.notices()
+    assert notices is not None
+    folder = shelf.view(setting.fmt).name(setting.ref(0)).rpartition("/")[0]
+    assert notices.watch([folder]) == ({folder}, set())
+    setting.server.close()
+    setting.start()
+    while notices.appeared() is not None:
+        assert select.select([notices], [], [], PATIENCE)[0], "nothing was said"
+    until(lambda: shelf.backend.stat(["x"]) == [None])
+    assert notices.watch([folder])[0] == {folder}
+    setting.publish(shelf, 0)
+    assert select.select([notices], [], [], PATIENCE)[0]
+    seen = notices.appeared()
+    assert seen is None or any(name.startswith(folder) for name in seen)
+    notices.close()
+
+
+def test_a_server_that_is_not_there_is_to_be_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(served_module, "CONNECT_SECONDS", 0.1)
+    for path in (tmp_path / "missing" / "node.sock", tmp_path / "node.sock"):
+        tmp_path.chmod(0o700)
+        with pytest.raises(UnavailableStorageError):
+            open_served(f"ipc://{path}")
+
+
+def test_what_is_no_server_of_this_user_is_refused_at_once(
+    setting: Setting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(served_module, "CONNECT_SECONDS", 0.5)
+    with pytest.raises(ConfigError, match="expected ipc:///absolute/path"):
+        open_served("tcp://127.0.0.1:5555")
+    # Something else listens.
+    other = tmp_path / "other"
+    other.mkdir(mode=0o700)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(str(other / "node.sock.session"))
+        listener.listen()
+        threading.Thread(target=_greet, args=(listener, b"hello"), daemon=True).start()
+        with pytest.raises(StorageError, match="is no node server of this version") as caught:
+            open_served(f"ipc://{other}/node.sock")
+        assert not caught.value.retryable
+    # Others may enter the folder.
+    other.chmod(0o755)
+    with pytest.raises(ConfigError, match="other users may enter"):
+        open_served(f"ipc://{other}/node.sock")
+    # The server is another user's.
+    monkeypatch.setattr(session, "peer_user", lambda connection: 4711)
+    with pytest.raises(StorageError, match="runs as user 4711") as caught:
+        open_served(setting.server.url)
+    assert not caught.value.retryable
+
+
+def _greet(listener: socket.socket, data: bytes) -> None:
+    while True:
+        try:
+            connection, _ = listener.accept()
+        except OSError:
+            return
+        with connection:
+            connection.recv(1 << 16)
+            connection.send(data)

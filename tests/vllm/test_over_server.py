@@ -1,0 +1,354 @@
+"""Real engines whose shelf is behind one node server: shared hits, crashes, hand-overs.
+
+The engines know nothing of the storage. What is on it is looked at from outside, and the server's
+own counts tell what was read. No test asserts times: what must not be waited for would miss
+deadlines that are longer than a test may take.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from fleet import Engines
+from handing_over import Counted, Promises, prefill
+from harness import SHELF_CONNECTOR, Answer, Engine, assert_same, assert_same_up_to_ties
+from hybrid_files import HybridFiles
+from make_hybrid_model import make_hybrid_model
+from node import NodeServer
+from shelf_files import ShelfFiles, wait_until
+
+MakePrompt = Callable[[int], list[int]]
+Reference = Callable[..., Answer]
+
+#: Seconds that an engine waits for a hand-over: longer than a test may take.
+NEVER = 600.0
+
+
+def start(engines: Engines, name: str, node: NodeServer, core: int, **options: object) -> Engine:
+    arguments = options.pop("arguments", {})
+    assert isinstance(arguments, dict)
+    return engines.start(
+        name,
+        connector=SHELF_CONNECTOR,
+        extra_config={"server": node.url, "handover_wait_s": NEVER, **options},
+        core=core,
+        **{"model": engines.places.model, **arguments},
+    )
+
+
+@pytest.fixture(scope="module")
+def shelf(engines: Engines) -> ShelfFiles:
+    return ShelfFiles(engines.places.root / "behind a server")
+
+
+@pytest.fixture(scope="module")
+def node(shelf: ShelfFiles, tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeServer]:
+    with NodeServer(tmp_path_factory.mktemp("node"), shelf.root) as node:
+        yield node
+
+
+@pytest.fixture(scope="module")
+def both(engines: Engines, node: NodeServer) -> Iterator[tuple[Engine, Engine]]:
+    started = [
+        start(engines, f"over a server, {name}", node, core)
+        for core, name in enumerate(("first", "second"))
+    ]
+    first, second = (engine.wait_ready() for engine in started)
+    yield first, second
+    for engine in started:
+        engine.stop(at_once=True)
+
+
+@pytest.fixture
+def one(both: tuple[Engine, Engine]) -> Engine:
+    """The first engine, its own prefix cache empty."""
+    both[0].reset_prefix_cache()
+    return both[0]
+
+
+@pytest.fixture
+def other(both: tuple[Engine, Engine]) -> Engine:
+    """The second engine, its own prefix cache empty."""
+    both[1].reset_prefix_cache()
+    return both[1]
+
+
+def eventually_hits(engine: Engine, tokens: list[int], expected: Answer, hit: int) -> None:
+    """Ask until a prompt's KV comes from the server again; every answer must be right."""
+
+    def hits() -> bool:
+        engine.reset_prefix_cache()
+        answer = engine.generate(tokens)
+        assert_same(answer, expected)
+        return answer.shelf_tokens == hit
+
+    wait_until(hits, f"a hit of {hit} tokens")
+
+
+# ------------------------------------------------------------------------------------ shared hits
+
+
+def test_the_first_request_of_another_engine_hits_without_a_read(
+    one: Engine,
+    other: Engine,
+    node: NodeServer,
+    shelf: ShelfFiles,
+    reference: Reference,
+    prompt: MakePrompt,
+) -> None:
+    """Must be the first test with these engines."""
+    tokens = prompt(1500)
+    assert_same(one.generate(tokens), reference(tokens))
+    shelf.wait_stored(tokens)
+    before = node.counts()
+    answer = other.generate(tokens)
+    assert answer.shelf_tokens == 1280
+    assert_same(answer, reference(tokens))
+    # What one engine has stored is in the server's memory for all.
+    assert node.counts()["read_bytes"] == before["read_bytes"]
+    assert node.counts()["memory_hits"] > before["memory_hits"]
+
+
+def test_a_fresh_server_reads_each_object_once_for_all_engines(
+    one: Engine,
+    other: Engine,
+    node: NodeServer,
+    shelf: ShelfFiles,
+    reference: Reference,
+    prompt: MakePrompt,
+) -> None:
+    """The server is restarted in order while its engines run."""
+    tokens = prompt(1500)
+    one.generate(tokens)
+    size = sum(path.stat().st_size for chunk in shelf.wait_stored(tokens) for path in chunk)
+    expected = reference(tokens)
+    node.restart()
+    for engine in (one, other):
+        eventually_hits(engine, tokens, expected, 1280)
+    assert node.counts()["read_bytes"] == size
+    for engine in (one, other):
+        engine.reset_prefix_cache()
+    for request in [engine.submit(tokens) for engine in (one, other)]:
+        assert_same(request.result(), expected)
+    assert node.counts()["read_bytes"] == size
+
+
+def test_two_engines_store_the_same_chunks_at_once(
+    one: Engine,
+    other: Engine,
+    inert: Engine,
+    shelf: ShelfFiles,
+    reference: Reference,
+    prompt: MakePrompt,
+) -> None:
+    prompts = [prompt(800) for _ in range(4)]
+    pairs = [[engine.submit(tokens) for engine in (one, other)] for tokens in prompts]
+    answers = [request.result() for pair in pairs for request in pair]
+    inert.reset_prefix_cache()
+    control = [answer for answer in inert.generate_all(prompts) for _ in range(2)]
+    assert_same_up_to_ties(
+        answers, [reference(tokens) for tokens in prompts for _ in range(2)], control
+    )
+    for tokens in prompts:
+        shelf.wait_stored(tokens)
+    shelf.check_all()
+    for engine in (one, other):
+        engine.reset_prefix_cache()
+        for tokens in prompts:
+            answer = engine.generate(tokens)
+            assert answer.shelf_tokens == 768
+            assert_same(answer, reference(tokens))
+
+
+# ------------------------------------------------------------------------------------- hand-overs
+
+
+@pytest.mark.parametrize("length", [40, 256, 900])
+def test_one_engine_hands_over_to_the_other(
+    one: Engine,
+    other: Engine,
+    shelf: ShelfFiles,
+    reference: Reference,
+    prompt: MakePrompt,
+    length: int,
+) -> None:
+    """With tails; what the producer has just stored is in the server's memory."""
+    tokens = prompt(length)
+    counted = Counted(other)
+    params = prefill(one, tokens)
+    answer = other.generate(tokens, kv_transfer_params=params)
+    assert answer.shelf_tokens == length
+    assert_same(answer, reference(tokens))
+    counted.wait(handovers_complete=1, handovers_late=0, handovers_gave_up=0)
+
+
+def test_a_request_that_waits_is_told_by_the_server(
+    one: Engine,
+    other: Engine,
+    shelf: ShelfFiles,
+    reference: Reference,
+    prompt: MakePrompt,
+) -> None:
+    tokens = prompt(700)
+    counted = Counted(other)
+    early = other.submit(tokens, kv_transfer_params=Promises(shelf).params(tokens))
+    assert_same(other.generate(tokens[:300]), reference(tokens[:300]))
+    prefill(one, tokens)
+    answer = early.result()
+    assert answer.cached_tokens == 700
+    assert_same(answer, reference(tokens))
+    counted.wait(handovers_complete=1, handovers_late=0)
+
+
+def test_a_marker_ends_the_wait(
+    other: Engine, shelf: ShelfFiles, reference: Reference, prompt: MakePrompt
+) -> None:
+    tokens = prompt(700)
+    promises = Promises(shelf)
+    params = promises.params(tokens)
+    request = other.submit(tokens, kv_transfer_params=params)
+    other.generate(prompt(5))
+    marker = promises.marker(params["kvshelf_attempt"])
+    marker.parent.mkdir(parents=True, exist_ok=True)
+    marker.touch()
+    assert_same(request.result(), reference(tokens))
+
+
+# --------------------------------------------------------------------------- servers that are gone
+
+
+def test_the_server_is_killed_under_load_and_restarted(
+    one: Engine,
+    other: Engine,
+    inert: Engine,
+    node: NodeServer,
+    shelf: ShelfFiles,
+    reference: Reference,
+    prompt: MakePrompt,
+) -> None:
+    known = prompt(1100)
+    one.generate(known)
+    shelf.wait_stored(known)
+    for engine in (one, other):
+        engine.reset_prefix_cache()
+    prompts = [known + prompt(5) for _ in range(4)] + [prompt(900) for _ in range(4)]
+    requests = [engine.submit(tokens) for tokens in prompts for engine in (one, other)]
+    node.kill()
+    answers = [request.result() for request in requests]
+    alone = [reference(tokens) for tokens in prompts for _ in range(2)]
+    inert.reset_prefix_cache()
+    control = [answer for answer in inert.generate_all(prompts) for _ in range(2)]
+    assert_same_up_to_ties(answers, alone, control)
+    # Without a server they go on without a cache.
+    for engine in (one, other):
+        engine.reset_prefix_cache()
+        answer = engine.generate(known)
+        assert answer.shelf_tokens == 0
+        assert_same(answer, reference(known))
+    node.start()
+    for engine in (one, other):
+        eventually_hits(engine, known, reference(known), 1024)
+    # It stores again, too.
+    new = prompt(600)
+    wait_until(lambda: _stores(one, new, shelf, reference(new)), "a store")
+
+
+def _stores(engine: Engine, tokens: list[int], shelf: ShelfFiles, expected: Answer) -> bool:
+    engine.reset_prefix_cache(connector=True)
+    assert_same(engine.generate(tokens), expected)
+    return all(path.is_file() for chunk in shelf.of(tokens) for path in chunk)
+
+
+def test_the_server_hangs_while_requests_run(
+    one: Engine,
+    other: Engine,
+    node: NodeServer,
+    shelf: ShelfFiles,
+    reference: Reference,
+    prompt: MakePrompt,
+) -> None:
+    known, new = prompt(1100), prompt(600)
+    one.generate(known)
+    shelf.wait_stored(known)
+    one.reset_prefix_cache()
+    node.signal(signal.SIGSTOP)
+    try:
+        for tokens in (known, new, known):
+            for engine in (one, other):
+                assert_same(engine.generate(tokens), reference(tokens))
+    finally:
+        node.signal(signal.SIGCONT)
+    for engine in (one, other):
+        eventually_hits(engine, known, reference(known), 1024)
+
+
+# ------------------------------------------------------------------------------- engines that end
+
+
+def test_an_engine_is_killed_while_it_uses_the_server(
+    one: Engine,
+    other: Engine,
+    node: NodeServer,
+    shelf: ShelfFiles,
+    reference: Reference,
+    prompt: MakePrompt,
+) -> None:
+    """The last test with the second engine. What it held is given back at once."""
+    known = prompt(1500)
+    one.generate(known)
+    shelf.wait_stored(known)
+    other.reset_prefix_cache()
+    requests = [other.submit(tokens) for tokens in (known, prompt(900), prompt(900))]
+    requests[0].wait_first_token()
+    clients = node.counts()["clients"]
+    other.kill()
+    wait_until(lambda: node.counts()["clients"] < clients, "the end of a session")
+    one.generate(prompt(5))
+    wait_until(lambda: node.counts()["leases"] == 0, "no lease left")
+    one.reset_prefix_cache()
+    answer = one.generate(known)
+    assert answer.shelf_tokens == 1280
+    assert_same(answer, reference(known))
+    shelf.check_all()
+
+
+# --------------------------------------------------------------------------------- hybrid models
+
+
+def _begins_to_store(engine: Engine, tokens: list[int], shelf: ShelfFiles) -> bool:
+    engine.generate(tokens)
+    return bool(shelf.namespaces())
+
+
+@pytest.mark.parametrize(
+    "family",
+    ["gemma3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3-next", "lfm2"))],
+)
+def test_a_hybrid_model_hits_over_a_server_that_starts_late(
+    engines: Engines, tmp_path: Path, prompt: MakePrompt, family: str
+) -> None:
+    """Every kind of KV passes through the server: what is loaded is what vLLM has in memory."""
+    chunk = 256 if family == "gemma3" else 128
+    model = make_hybrid_model(engines.places.root / "models" / family, family)
+    arguments: dict[str, object] = {"model": model, "dtype": "float32"}
+    if family == "qwen3-next":
+        arguments = {"model": model, "mamba_ssm_cache_dtype": "float32"}
+    shelf = HybridFiles(tmp_path / "shelf")
+    node = NodeServer(tmp_path, shelf.root, started=False)
+    tokens = prompt(3 * chunk + 40)
+    with start(engines, f"{family} over a server", node, 0, arguments=arguments) as engine, node:
+        node.start()
+        # Until it is connected it computes.
+        wait_until(lambda: _begins_to_store(engine, prompt(2 * chunk), shelf), "a connection")
+        assert engine.generate(tokens).shelf_tokens == 0
+        shelf.wait_hit(tokens, 3 * chunk)
+        own = engine.generate(tokens)
+        assert (own.cached_tokens, own.shelf_tokens) == (3 * chunk, 0)
+        engine.reset_prefix_cache()
+        loaded = engine.generate(tokens)
+        assert (loaded.cached_tokens, loaded.shelf_tokens) == (3 * chunk, 3 * chunk)
+        assert (loaded.tokens, loaded.logprobs) == (own.tokens, own.logprobs)
+        assert shelf.check_all()
