@@ -72,21 +72,29 @@ def address_of(view: memoryview) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(view))
 
 
+def require_free(nbytes: int) -> None:
+    """Raise :class:`MemoryError`, which says how much is free, if less than `nbytes` is."""
+    free, limit = free_memory()
+    if free < nbytes:
+        raise MemoryError(f"{nbytes} bytes have to be free, and {free} are ({limit})")
+
+
 def populate(view: memoryview) -> None:
     """Touch all pages of mapped memory, so that it is there from now on.
+
+    A sixteenth more must be free, and stays free for everything else. That is looked at again
+    and again: other processes may take memory at the same time.
 
     Raises
     ------
     MemoryError
-        If the system has less free memory than that; says how much. What was touched already is
-        given back when the memory is unmapped.
+        If less is free; says how much. What was touched already is given back when the memory is
+        unmapped.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     address, end = address_of(view), view.nbytes
     for start in range(0, end, _STEP):
-        free, limit = free_memory()
-        if free < end - start:
-            raise MemoryError(f"{free} bytes are free ({limit}) for the last {end - start}")
+        require_free(end - start + end // 16)
         size = min(_STEP, end - start)
         # Through ctypes, which releases the GIL meanwhile.
         if libc.madvise(ctypes.c_void_p(address + start), ctypes.c_size_t(size), _POPULATE_WRITE):

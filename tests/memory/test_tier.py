@@ -193,7 +193,7 @@ def test_how_many_chunks_fit(tier: MemoryTier) -> None:
 
 
 def test_memory_that_is_not_there_is_refused_at_the_start() -> None:
-    with pytest.raises(ConfigError, match=r"only \d+ are free"):
+    with pytest.raises(ConfigError, match="have to be free"):
         MemoryTier(1 << 60)
 
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvshelf.errors import ConfigError, UnsupportedError
 from kvshelf.numa import run_on
-from kvshelf.pages import free_memory, map_pages, page_lock, populate, processors_near_device
+from kvshelf.pages import map_pages, page_lock, populate, processors_near_device, require_free
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -57,7 +57,7 @@ class Arena:
     Raises
     ------
     ConfigError
-        If there is not so much free memory, the system gives no more, or the arguments contradict
+        If there is not so much free memory and a sixteenth more, or the arguments contradict
         themselves.
     UnsupportedError
         If the system knows no sealed shared memory (Linux before 5.1).
@@ -89,10 +89,6 @@ class Arena:
         self.fd: int | None = None
         self.view = memoryview(b"")
         self._unlock: Callable[[], None] | None = None
-        if not lazy:
-            free, limit = free_memory()
-            if free < nbytes:
-                raise _refusal(nbytes, f"only {free} are free ({limit})")
         try:
             self.view = run_on(
                 processors_near_device(device),
@@ -102,7 +98,11 @@ class Arena:
                 self._unlock = page_lock(self.tensor, device)
         except (OSError, MemoryError) as error:
             self.close()
-            raise _refusal(nbytes, str(error)) from error
+            raise ConfigError(
+                f"there is no memory for an arena of {nbytes} bytes: {error}. Ask for less"
+                " (memory_tier.max_bytes of an engine, --memory of `kvshelf serve`), or give the"
+                " machine or the container more memory"
+            ) from error
         except BaseException:
             self.close()
             raise
@@ -132,6 +132,9 @@ class Arena:
             os.close(fd)
 
     def _take(self, *, shared: bool, private: bool, lazy: bool) -> memoryview:
+        if not lazy:
+            # Before it is mapped: the system's own refusal does not say what is free.
+            require_free(self.nbytes)
         if shared:
             self.fd = os.memfd_create("kvshelf", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             os.ftruncate(self.fd, self.nbytes)
@@ -150,10 +153,3 @@ class Arena:
         if not lazy:
             populate(view)
         return view
-
-
-def _refusal(nbytes: int, found: str) -> ConfigError:
-    return ConfigError(
-        f"{nbytes} bytes of memory were requested, but {found}. Set max_bytes of the memory tier"
-        " to less, or give the machine or the container more memory"
-    )
