@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import mmap
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -98,6 +100,9 @@ def populate(view: memoryview) -> None:
         size = min(_STEP, end - start)
         # Through ctypes, which releases the GIL meanwhile.
         if libc.madvise(ctypes.c_void_p(address + start), ctypes.c_size_t(size), _POPULATE_WRITE):
+            error = ctypes.get_errno()
+            if error != errno.EINVAL:
+                raise MemoryError(f"{os.strerror(error)} when {start} bytes were taken")
             # An older kernel.
             ctypes.memset(address + start, 0, size)
 

@@ -138,6 +138,8 @@ class Residents:
     capacity : int
     most_slots : int
         Slot numbers are less than this.
+    pinned_bytes : int
+        Bytes of objects that are pinned or reserved.
     """
 
     def __init__(
@@ -164,7 +166,7 @@ class Residents:
         self._clock = 0
         self._generations: list[int] = []
         self._numbers: list[int] = []
-        self._bytes = self._exact = self._pinned = 0
+        self._bytes = self._exact = self.pinned_bytes = 0
         self._evictions = self._evicted_bytes = 0
 
     def __repr__(self) -> str:
@@ -216,7 +218,7 @@ class Residents:
                 number = len(self._generations)
                 self._generations.append(0)
             self._exact += nbytes
-            self._pinned += nbytes
+            self.pinned_bytes += nbytes
             slot = Slot(name, parent, offset, nbytes, number, self._generations[number])
             self._places[offset] = slot
             return slot
@@ -239,7 +241,7 @@ class Residents:
         with self._lock:
             self._check_reserved(slot)
             if self._closed or slot.name in self._slots:
-                self._free(slot)
+                self._unpin(slot)
                 return False
             slot._state = _RESIDENT
             self._slots[slot.name] = slot
@@ -255,7 +257,7 @@ class Residents:
         """Free a reserved slot whose object does not come."""
         with self._lock:
             self._check_reserved(slot)
-            self._free(slot)
+            self._unpin(slot)
 
     @staticmethod
     def _check_reserved(slot: Slot) -> None:
@@ -274,7 +276,7 @@ class Residents:
             if slot is None:
                 return None
             if not slot._pins:
-                self._pinned += slot.nbytes
+                self.pinned_bytes += slot.nbytes
             slot._pins += 1
             self._note_use(slot)
             return slot
@@ -296,12 +298,11 @@ class Residents:
         slot._pins -= 1
         if slot._pins:
             return
-        if slot._state == _REMOVED:
-            self._free(slot, pinned=False)
-            self._pinned -= slot.nbytes
-            return
-        self._pinned -= slot.nbytes
-        self._queue(slot)
+        self.pinned_bytes -= slot.nbytes
+        if slot._state == _RESIDENT:
+            self._queue(slot)
+        else:
+            self._free(slot)
 
     def holds(self, names: Sequence[Hashable]) -> list[bool]:
         """Tell which of these objects are here. Takes no lock and counts as no use."""
@@ -358,7 +359,7 @@ class Residents:
             return ResidentStats(
                 objects=len(self._slots),
                 bytes=self._bytes,
-                pinned_bytes=self._pinned,
+                pinned_bytes=self.pinned_bytes,
                 wasted_bytes=used - self._exact,
                 free_bytes=self.capacity - used,
                 largest_free=self._space.largest_free,
@@ -382,12 +383,10 @@ class Residents:
         if slot._pins:
             slot._state = _REMOVED
         else:
-            self._free(slot, pinned=False)
+            self._free(slot)
 
-    def _free(self, slot: Slot, *, pinned: bool = True) -> None:
+    def _free(self, slot: Slot) -> None:
         slot._state = _FREE
-        if pinned:
-            self._pinned -= slot.nbytes
         self._exact -= slot.nbytes
         self._next_generation(slot)
         self._numbers.append(slot.number)
@@ -425,7 +424,7 @@ class Residents:
         """Return the offset of free memory for an object, after evictions if need be."""
         evicted = 0
         while (offset := self._space.allocate(nbytes)) is None:
-            if nbytes > self.capacity - self._pinned:
+            if nbytes > self.capacity - self.pinned_bytes:
                 return None
             leaf = self._oldest_leaf()
             if leaf is not None and evicted < nbytes:

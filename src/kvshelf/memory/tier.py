@@ -258,6 +258,7 @@ class MemoryTier:
 
     def _unpin(self, slot: Slot) -> None:
         self._residents.unpin(slot)
+        self._counters.set_gauge("memory_tier_pinned_bytes", self._residents.pinned_bytes)
         if self._closed:
             self._free_if_closed()
 
@@ -290,8 +291,9 @@ class MemoryTier:
         self._counters.set_gauge("memory_tier_pinned_bytes", stats.pinned_bytes)
 
     def _free_if_closed(self) -> None:
-        if not self._residents.stats().pinned_bytes:
-            self._arena.close()
+        with self._lock:
+            if not self._residents.pinned_bytes:
+                self._arena.close()
 
 
 def _name(fmt: ObjectFormat, chunk: Chunk, shard: int) -> _Name:
