@@ -92,7 +92,7 @@ class Place:
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
     # The sweep of temporaries is not of interest.
-    monkeypatch.setattr(NamespaceView, "_sweep", lambda *_: None)
+    monkeypatch.setattr(NamespaceView, "sweep", lambda *_: None)
     with closing(Place(tmp_path)) as place:
         yield place
 
@@ -339,6 +339,22 @@ def test_uses_are_recorded_a_few_times_in_an_age(
     for ref in refs[1:]:
         assert len(use(ref)) == 1
     assert len(sweep._used) == 3
+
+
+def test_an_engine_that_only_loads_tails_rests_until_the_next_use(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Sweep, "_start", lambda _: None)
+    sweep = place.sweep()
+    assert sweep.step() == pytest.approx(KEEP, abs=1)
+    sweep.used(place.view, ObjectRef(tails(1)[0], 0))
+    assert sweep._wake.is_set()
+    assert sweep.step() == pytest.approx(KEEP, abs=1)
+    # It walks as soon as it stores tails itself.
+    sweep._wake.clear()
+    sweep.begin(place.view)
+    assert sweep._wake.is_set()
+    assert sweep.step() <= sweep._pause
 
 
 def test_a_use_that_cannot_be_recorded_is_left_out(place: Place) -> None:

@@ -120,6 +120,8 @@ class Sweep:
                 # Engines that start together do not walk together.
                 self._next_folder = time.monotonic() + random.SystemRandom().uniform(0, self._pause)
                 self._next_walk = 0.0
+            # The thread may run already, for uses of tails.
+            self._wake.set()
         if self._thread is None:
             self._start()
 
@@ -199,7 +201,7 @@ class Sweep:
             self._closed = True
         with self._lock:
             due = [next(iter(self._own.values()))] if self._own else []
-            if self._walks:
+            if self._walks and self._view is not None:
                 due.append(self._next_folder)
         return max(0.0, min(due, default=time.monotonic() + self.keep) - time.monotonic())
 

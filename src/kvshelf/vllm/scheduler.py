@@ -970,7 +970,7 @@ class SchedulerSide:
             chunk = chain.tail_after(first, request._all_token_ids[first * size : prompt])
             tables = output.kv_connector_block_state.get_block_ids(req_id)
             of_tail = None if tables is None else self._blocks_of(chunk, FULL, tables)
-            state.tail_planned = True
+            state.tail_planned = tables is not None
             if of_tail is not None:
                 meta.stores.append(self._store_op(state, lookup, chain, chunk, FULL, of_tail))
         state.next_store = max(state.next_store, complete)
