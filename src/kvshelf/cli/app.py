@@ -13,6 +13,7 @@ from kvshelf.cli.doctor import doctor
 from kvshelf.cli.ls import ls
 from kvshelf.cli.proxy import proxy
 from kvshelf.cli.seed import seed
+from kvshelf.cli.serve import serve
 from kvshelf.cli.show import show
 
 _CODES = ", ".join(f"{code} {meaning}" for code, meaning in EXIT_CODES.items())
@@ -29,6 +30,7 @@ app.command()(guarded(show))
 app.command()(guarded(copy))
 app.command()(guarded(seed))
 app.command()(guarded(proxy))
+app.command()(guarded(serve))
 app.command()(guarded(doctor))
 
 

@@ -1,0 +1,110 @@
+"""``kvshelf serve``: the node server of a machine.
+
+The work is in :mod:`kvshelf.server`, whose packages the extra ``kvshelf[server]`` installs; they
+are imported when the command runs.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+from pydantic import ByteSize, TypeAdapter, ValidationError
+
+from kvshelf.cli.common import size_text
+from kvshelf.config import FILE_KEY, Config
+from kvshelf.errors import ConfigError
+
+
+def serve(
+    memory: Annotated[
+        str,
+        typer.Option(metavar="SIZE", help="Memory for objects, such as 20GiB; taken at the start."),
+    ],
+    url: Annotated[
+        str | None,
+        typer.Option(
+            "--url",
+            metavar="SHELF",
+            help="Directory or URL of the shelf; default: the configured one.",
+            show_default=False,
+        ),
+    ] = None,
+    config: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="YAML file with options; default: the one that KVSHELF_CONFIG names.",
+            show_default=False,
+        ),
+    ] = None,
+    socket: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="Where engines connect: ipc:// and an absolute path in a folder that only this"
+            " user can enter.",
+            show_default="$XDG_RUNTIME_DIR/kvshelf/node.sock",
+        ),
+    ] = None,
+    http: Annotated[
+        str | None,
+        typer.Option(
+            metavar="[HOST:]PORT",
+            help="Where to answer /health, /ready and /metrics; port 0: any free one. Without it"
+            " nowhere.",
+            show_default=False,
+        ),
+    ] = None,
+    lease: Annotated[
+        float,
+        typer.Option(
+            metavar="SECONDS", min=0.1, help="How long an engine may read what it was lent."
+        ),
+    ] = 30.0,
+) -> None:
+    """Serve one memory tier and one shelf to all engines of this machine."""
+    try:
+        from kvshelf.server.process import Place, default_socket
+        from kvshelf.server.process import serve as run
+    except ImportError as error:
+        raise ConfigError(
+            f"kvshelf serve needs packages that are missing ({error}):"
+            " pip install 'kvshelf[server]'"
+        ) from error
+    given: dict[str, Any] = {}
+    if config is not None:
+        given[FILE_KEY] = config
+    if url is not None:
+        given["shared_storage_path"] = url
+    options = Config.load(given)
+    nbytes = _size(memory)
+    place = Place(socket or default_socket(), None if http is None else _address(http))
+
+    def ready(shelf: str, port: int | None) -> None:
+        where = "" if port is None else f", http://{_shown(place.http)}:{port}"
+        typer.echo(
+            f"kvshelf serve: {place.url}, {size_text(nbytes)} of memory, shelf {shelf}{where}"
+        )
+
+    run(options, place, nbytes, ready=ready, lease_seconds=lease)
+
+
+def _size(text: str) -> int:
+    try:
+        return int(TypeAdapter(ByteSize).validate_python(text))
+    except ValidationError:
+        raise ConfigError(f"--memory is {text!r}; expected a size, such as 20GiB") from None
+
+
+def _address(text: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not port.isdecimal() or int(port) > 65535:
+        raise ConfigError(f"--http is {text!r}; expected a port, or an address and a port")
+    return host or "127.0.0.1", int(port)
+
+
+def _shown(address: tuple[str, int] | None) -> str:
+    host = "" if address is None else address[0]
+    return f"[{host}]" if ":" in host else host

@@ -1,0 +1,209 @@
+"""The process of a node server: what ``kvshelf serve`` runs, from its first check to its end.
+
+Owns the order in which the parts are made and closed, and the signals. The socket comes first, so
+that a second server is refused before it takes memory; then the memory, all of it, or the server
+does not start; then the shelf, which may open later (a storage that does not answer now is tried
+again, and nothing is found meanwhile).
+
+SIGTERM and SIGINT end the server: clients are told, what they are storing is published within the
+drain time, and the sockets close. A second signal ends it at once.
+
+Threads
+-------
+The main thread waits for signals. ``kvshelf-loop`` is the loop's thread
+(:mod:`kvshelf.server.loop`), ``kvshelf-http`` answers HTTP.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Final
+
+from kvshelf.backends import Backend, open_backend
+from kvshelf.config import Config
+from kvshelf.memory.arena import Arena
+from kvshelf.metrics import Counters
+from kvshelf.server.health import Health, ServerMetrics
+from kvshelf.server.loop import Loop
+from kvshelf.server.service import LEASE_SECONDS, Service
+from kvshelf.shelf.disk_tier import DiskTier
+from kvshelf.shelf.opening import START_SECONDS, LateBackend, Opening
+from kvshelf.shelf.shelf import Shelf
+from kvshelf.shelf.tiers import open_configured, shelf_url
+from kvshelf.urls import shown_url
+
+logger = logging.getLogger(__name__)
+
+#: How long the loop may take to answer before it counts as hung.
+_HEALTH_SECONDS: Final = 2.0
+_CLOSE_SECONDS: Final = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a server listens.
+
+    Attributes
+    ----------
+    url : str
+        ``ipc://`` and the path of its socket.
+    http : tuple of str and int, or None
+        Address and port for health and metrics; port 0: any free one.
+    """
+
+    url: str
+    http: tuple[str, int] | None
+
+
+def default_socket() -> str:
+    """Return the URL of this user's server on this machine."""
+    folder = os.environ.get("XDG_RUNTIME_DIR") or f"/tmp/kvshelf-{os.getuid()}"  # noqa: S108
+    return f"ipc://{os.path.abspath(folder)}/kvshelf/node.sock"
+
+
+def serve(
+    config: Config,
+    place: Place,
+    memory_bytes: int,
+    *,
+    ready: Callable[[str, int | None], None],
+    lease_seconds: float = LEASE_SECONDS,
+) -> None:
+    """Serve until SIGTERM or SIGINT; called on the main thread.
+
+    Parameters
+    ----------
+    config : Config
+        The shelf, its disk tier, deadlines and threads.
+    place : Place
+    memory_bytes : int
+        Memory for objects, taken now.
+    ready : Callable
+        Called with the shelf's URL and the port for HTTP when clients can connect.
+    lease_seconds : float
+
+    Raises
+    ------
+    ConfigError
+        If another server listens there, the memory is not free, or the configuration cannot work.
+    StorageError
+        If the shelf cannot be opened, and waiting would not help.
+    """
+    over = threading.Event()
+    failures: list[BaseException] = []
+
+    def stop(*_: object) -> None:
+        if over.is_set():
+            os._exit(1)
+        over.set()
+
+    with contextlib.ExitStack() as opened:
+        loop = Loop(place.url)
+        opened.callback(loop.close)
+        arena = Arena(memory_bytes, shared=True)
+        opened.callback(arena.close)
+        counters = Counters()
+        shelf, disk = open_shelf_late(config, counters)
+        opened.callback(shelf.close)
+        if disk is not None:
+            opened.callback(disk.close)
+        shelf.backend.count_into(counters.add)
+        service = Service(
+            shelf,
+            arena,
+            post=loop.post,
+            tell=loop.tell,
+            disk_tier=disk,
+            counters=counters,
+            lease_seconds=lease_seconds,
+            io_threads=config.io_threads,
+        )
+        opened.callback(service.close)
+
+        def run() -> None:
+            try:
+                loop.run(
+                    service,
+                    arena,
+                    slots=service.slots,
+                    lease_seconds=service.lease_seconds,
+                    chunk_size=config.chunk_size,
+                    facts=lambda: service.facts,
+                )
+            except BaseException as error:  # noqa: BLE001 - raised by the main thread
+                failures.append(error)
+            finally:
+                over.set()
+
+        def problem() -> str | None:
+            if over.is_set():
+                return "the server is about to stop"
+            if not shelf.available and (disk is None or not disk.available):
+                return "the shelf does not answer"
+            return None
+
+        port = None
+        if place.http is not None:
+            health = Health(
+                *place.http,
+                healthy=lambda: answers(loop.post, _HEALTH_SECONDS),
+                problem=problem,
+                metrics=[
+                    ServerMetrics(
+                        lambda: {**service.stats(), **loop.stats()}, counters, shelf.backend
+                    )
+                ],
+            )
+            opened.callback(health.close)
+            port = health.port
+        before = {which: signal.signal(which, stop) for which in (signal.SIGTERM, signal.SIGINT)}
+        thread = threading.Thread(target=run, name="kvshelf-loop", daemon=True)
+        thread.start()
+        try:
+            ready(shelf.url, port)
+            over.wait()
+            loop.announce_drain()
+            left = service.drain(config.shutdown_drain_s)
+            if left:
+                logger.warning("%d stores of clients were not finished", left)
+        finally:
+            loop.stop()
+            thread.join(_CLOSE_SECONDS)
+            for which, handler in before.items():
+                signal.signal(which, handler)
+        if failures:
+            raise failures[0]
+
+
+def open_shelf_late(config: Config, counters: Counters) -> tuple[Shelf, DiskTier | None]:
+    """Open the shelf of a configuration and its disk tier, also when it does not answer now.
+
+    Raises
+    ------
+    ConfigError, StorageError
+        If it cannot be opened, and waiting would not help.
+    """
+    url = shelf_url(config)
+    if config.disk_tier is not None:
+        return open_configured(url, config, counters)
+
+    def make() -> Backend:
+        return open_backend(url, storage_options=config.storage_options, read_only=config.read_only)
+
+    opening = Opening(shown_url(url), make)
+    backend = opening.first(START_SECONDS, "nothing is found or stored") or LateBackend(opening)
+    wanted = replace(backend.properties.deadlines, **config.deadlines)
+    return Shelf(backend, counters, deadlines=wanted), None
+
+
+def answers(post: Callable[[Callable[[], None]], None], seconds: float) -> bool:
+    """Whether a loop runs what is posted, within so many seconds."""
+    heard = threading.Event()
+    post(heard.set)
+    return heard.wait(seconds)

@@ -1,0 +1,180 @@
+"""``kvshelf serve`` as a process, and a client of it as another."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from parts import PATIENCE
+
+from kvshelf.format.objects import ObjectFormat
+from kvshelf.server.channel import Channel, Leased
+from kvshelf.server.messages import Register, Store, Stored
+
+CLIENT = Path(__file__).with_name("client_child.py")
+_ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+
+
+def command(shelf: str | Path, socket: Path, memory: str = "64MiB", *more: str) -> list[str]:
+    """The command line of a server."""
+    return [
+        *(sys.executable, "-m", "kvshelf", "serve"),
+        *("--url", str(shelf), "--memory", memory, "--socket", f"ipc://{socket}", "--http", "0"),
+        *more,
+    ]
+
+
+class ServeProcess:
+    """A server; started anew by :meth:`start` after it was killed."""
+
+    def __init__(
+        self, shelf: str | Path, socket: Path, memory: str = "64MiB", *more: str, **environ: str
+    ) -> None:
+        self.url = f"ipc://{socket}"
+        self._command = command(shelf, socket, memory, *more)
+        self._environ = os.environ | environ
+        self.http = ""
+        self.start()
+
+    def start(self) -> None:
+        self.process = subprocess.Popen(
+            self._command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=self._environ,
+        )
+        assert self.process.stdout is not None
+        self.line = self.process.stdout.readline()
+        found = re.search(r"http://\S+", self.line)
+        assert found, self.line + self.process.communicate()[1]
+        self.http = found[0]
+
+    def get(self, path: str) -> tuple[int, str]:
+        """What it answers over HTTP."""
+        try:
+            with urllib.request.urlopen(self.http + path, timeout=PATIENCE) as answer:
+                return answer.status, answer.read().decode()
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, error.read().decode()
+
+    def metrics(self) -> dict[str, float]:
+        """Its metrics without labels, without their prefix."""
+        lines = self.get("/metrics")[1].splitlines()
+        rows = [line.split() for line in lines if line.startswith("kvshelf_server_")]
+        return {
+            name.removeprefix("kvshelf_server_").removesuffix("_total"): float(value)
+            for name, value in rows
+            if "{" not in name
+        }
+
+    def kill(self) -> None:
+        """End it at once (SIGKILL)."""
+        self.process.kill()
+        self._close()
+
+    def stop(self) -> tuple[int, str]:
+        """End it (SIGTERM); return its exit code and what it wrote to standard error."""
+        self.process.terminate()
+        errors = self.process.communicate(timeout=60)[1]
+        return self.process.returncode, errors
+
+    def _close(self) -> None:
+        self.process.communicate()
+
+    def __enter__(self) -> ServeProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            self.kill()
+
+
+class Client:
+    """A client in this process."""
+
+    def __init__(self, url: str, fmt: ObjectFormat, segment_bytes: int = 4 << 20) -> None:
+        self.channel = Channel(url, segment_bytes=segment_bytes)
+        self.channel.on_connect(
+            lambda _: self.channel.request(Register(fmt.namespace.encoded)) and None
+        )
+        assert self.channel.wait_connected(PATIENCE)
+
+    def store(self, name: str, data: bytes, **fields: Any) -> str:
+        """Store an object; return how that ended."""
+        assert self.channel.segment is not None
+        room = self.channel.segment.reserve(len(data))
+        assert room is not None
+        room.view[:] = data
+        try:
+            reply = self.channel.request(Store(name, room.offset, len(data), **fields)).result(
+                PATIENCE
+            )
+        finally:
+            room.release()
+        assert isinstance(reply, Stored)
+        return reply.result
+
+    def fetch(self, names: Sequence[str], sizes: Sequence[int]) -> list[Leased]:
+        """Have objects lent."""
+        return [future.result(PATIENCE) for future in self.channel.fetch("s", names, sizes)]
+
+    def close(self) -> None:
+        self.channel.close()
+
+
+class ClientProcess:
+    """A client in a process of its own, told by lines what to do, see ``client_child.py``."""
+
+    def __init__(self, url: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, str(CLIENT), url],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=_ENVIRONMENT,
+        )
+
+    def send(self, line: str) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(line + "\n")
+        self.process.stdin.flush()
+
+    def answer(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+    def ask(self, line: str) -> str:
+        self.send(line)
+        return self.answer()
+
+    def signal(self, which: signal.Signals) -> None:
+        self.process.send_signal(which)
+        if which is signal.SIGSTOP:
+            self._wait_until_stopped()
+
+    def _wait_until_stopped(self) -> None:
+        deadline = time.monotonic() + PATIENCE
+        stat = Path(f"/proc/{self.process.pid}/stat")
+        while stat.read_text().rpartition(")")[2].split()[0] != "T":
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+
+    def __enter__(self) -> ClientProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self.process.kill()
+        self.process.communicate()

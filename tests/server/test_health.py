@@ -1,0 +1,92 @@
+"""Health and metrics of a node server over HTTP."""
+
+from __future__ import annotations
+
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from desk import Desk, chunks_of, name_of, sealed
+from parts import make_format, posix
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvshelf.errors import ConfigError
+from kvshelf.metrics import Counters
+from kvshelf.server.health import Health, ServerMetrics
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
+FMT = make_format()
+
+
+class Asked:
+    """What a server says of itself, as the test wants it."""
+
+    def __init__(self, desk: Desk, counters: Counters) -> None:
+        self.well = True
+        self.found: str | None = None
+        self.health = Health(
+            "127.0.0.1",
+            0,
+            healthy=lambda: self.well,
+            problem=lambda: self.found,
+            metrics=[ServerMetrics(desk.service.stats, counters, desk.shelf.backend)],
+        )
+
+    def get(self, path: str) -> tuple[int, str]:
+        try:
+            url = f"http://127.0.0.1:{self.health.port}{path}"
+            with urllib.request.urlopen(url, timeout=20) as answer:
+                return answer.status, answer.read().decode()
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, error.read().decode()
+
+
+@pytest.fixture
+def asked(tmp_path: Path) -> Iterator[Asked]:
+    counters = Counters()
+    with closing(Desk(posix(tmp_path / "shelf"), counters=counters)) as desk:
+        desk.service.register(FMT.namespace.encoded)
+        (chunk,) = chunks_of(FMT, 1)
+        desk.store(b"a" * 16, name_of(FMT, chunk), sealed(FMT, chunk))
+        counters.observe("read", 0.003)
+        asked = Asked(desk, counters)
+        with closing(asked.health):
+            yield asked
+
+
+def test_it_says_whether_it_lives_and_whether_it_serves(asked: Asked) -> None:
+    assert asked.get("/health") == (200, "ok\n")
+    assert asked.get("/ready?now") == (200, "ok\n")
+    asked.well = False
+    asked.found = "the shelf does not answer"
+    assert asked.get("/health")[0] == 503
+    assert asked.get("/ready") == (503, "the shelf does not answer\n")
+    assert asked.get("/../etc/passwd")[0] == 404
+
+
+def test_the_page_lists_exactly_the_metrics(asked: Asked) -> None:
+    families = list(text_string_to_metric_families(asked.get("/metrics")[1]))
+    values = {sample.name: sample.value for family in families for sample in family.samples}
+    assert values["kvshelf_server_stored_objects_total"] == 1
+    assert values["kvshelf_server_operation_duration_seconds_count"] == 1
+    rows = PAGE.read_text().partition("## Of the node server")[2].partition("\n## ")[0]
+    listed = {row.split("`")[1] for row in rows.splitlines() if row.startswith("| `")}
+    shown = {
+        f"{family.name}_total" if family.type == "counter" else family.name for family in families
+    }
+    assert listed == shown
+
+
+def test_a_port_that_is_taken_is_an_error_of_the_configuration(asked: Asked) -> None:
+    with pytest.raises(ConfigError, match="cannot listen"):
+        Health(
+            "127.0.0.1",
+            asked.health.port,
+            healthy=lambda: True,
+            problem=lambda: None,
+            metrics=[],
+        )

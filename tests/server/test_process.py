@@ -1,0 +1,181 @@
+"""``kvshelf serve`` and its clients as processes: start, end, crashes on both sides."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from client_child import FMT, SIZE
+from desk import chunks_of, name_of, sealed
+from parts import until
+from serve_process import Client, ClientProcess, ServeProcess, command
+
+from kvshelf.errors import UnavailableStorageError
+
+CHUNKS = chunks_of(FMT, 256)
+NAMES = [name_of(FMT, chunk) for chunk in CHUNKS]
+
+
+def fill(shelf: Path, count: int) -> None:
+    """Publish the first chunks of the prompt as another machine would."""
+    for chunk, name in zip(CHUNKS[:count], NAMES[:count], strict=True):
+        path = shelf / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(sealed(FMT, chunk))
+
+
+@pytest.fixture
+def shelf(tmp_path: Path) -> Path:
+    folder = tmp_path / "shelf"
+    folder.mkdir()
+    return folder
+
+
+@pytest.fixture
+def server(tmp_path: Path, shelf: Path) -> Iterator[ServeProcess]:
+    with ServeProcess(shelf, tmp_path / "sockets" / "node.sock") as process:
+        yield process
+
+
+def test_it_says_when_it_is_ready_and_ends_when_it_is_told(server: ServeProcess) -> None:
+    assert server.url in server.line
+    assert server.get("/health")[0] == server.get("/ready")[0] == 200
+    assert server.get("/anything")[0] == 404
+    assert server.metrics()["capacity_bytes"] > 60 << 20
+    assert server.stop() == (0, "")
+
+
+def test_a_second_server_is_refused_and_a_killed_one_replaced(
+    server: ServeProcess, tmp_path: Path, shelf: Path
+) -> None:
+    second = subprocess.run(
+        command(shelf, tmp_path / "sockets" / "node.sock"),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert second.returncode == 2
+    assert "runs already" in second.stderr
+    server.kill()
+    server.start()
+    assert server.get("/ready")[0] == 200
+
+
+def test_memory_that_is_not_there_is_refused_at_the_start(tmp_path: Path, shelf: Path) -> None:
+    refused = subprocess.run(
+        command(shelf, tmp_path / "sockets" / "node.sock", "64TiB"),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert refused.returncode == 2
+    assert "free" in refused.stderr
+
+
+def test_a_server_that_is_killed_under_load_loses_nothing_that_it_confirmed(
+    server: ServeProcess, shelf: Path
+) -> None:
+    with ClientProcess(server.url) as other:
+        client = Client(server.url, FMT)
+        other.send("store 100 200")
+        stored = [
+            client.store(name, sealed(FMT, chunk))
+            for name, chunk in zip(NAMES[:20], CHUNKS, strict=False)
+        ]
+        assert set(stored) == {"created"}
+        (lent,) = client.fetch(NAMES[:1], [SIZE])
+        running = client.channel.fetch("s", NAMES[:20], [SIZE] * 20)
+        server.kill()
+        for future in running:
+            try:
+                future.result(20)
+            except UnavailableStorageError:
+                continue
+        # What was lent stays readable: the memory is gone only with its last user.
+        assert bytes(lent.view) == sealed(FMT, CHUNKS[0])
+        until(lambda: not client.channel.connected)
+        server.start()
+        assert client.channel.wait_connected(20)
+        lent.release()
+        for leased, chunk in zip(client.fetch(NAMES[:20], [SIZE] * 20), CHUNKS, strict=False):
+            assert bytes(leased.view) == sealed(FMT, chunk)
+            assert leased.valid()
+            leased.release()
+        assert "created" in other.answer()
+        assert other.ask("store 200 210") == "{'created': 10}"
+        client.close()
+
+
+def test_what_a_killed_client_held_is_free_at_once(server: ServeProcess, shelf: Path) -> None:
+    fill(shelf, 64)
+    with ClientProcess(server.url) as client:
+        assert client.ask("fetch 0 64") == "64"
+        assert server.metrics()["leases"] == 64
+        client.signal(signal.SIGKILL)
+        until(lambda: server.metrics()["leases"] == 0)
+    metrics = server.metrics()
+    assert metrics["pinned_bytes"] == metrics["clients"] == 0
+    assert metrics["objects"] == 64
+
+
+def test_a_client_that_is_stopped_beyond_its_lease_in_a_copy_fails_its_load(
+    tmp_path: Path, shelf: Path
+) -> None:
+    fill(shelf, 200)
+    # Room for 128 objects, of which one client may hold half.
+    with (
+        ServeProcess(shelf, tmp_path / "sockets" / "node.sock", "1MiB", "--lease", "0.5") as server,
+        ClientProcess(server.url) as stopped,
+        ClientProcess(server.url) as other,
+    ):
+        assert stopped.ask("fetch 0 32") == "32"
+        assert stopped.ask("slowly") == "begun"
+        stopped.signal(signal.SIGSTOP)
+        until(lambda: server.metrics()["overdue_leases"] == 32)
+        # Others take all memory that is left, again and again.
+        for first in range(0, 192, 48):
+            assert other.ask(f"fetch {first} {first + 48}") == "48"
+            assert other.ask("check") == "good"
+            assert other.ask("release") == "released"
+        until(lambda: server.metrics()["leases"] == 32)
+        assert server.metrics()["pinned_bytes"] == 32 * SIZE
+        stopped.signal(signal.SIGCONT)
+        assert stopped.ask("go on") == "lapsed"
+        assert stopped.ask("release") == "released"
+        until(lambda: server.metrics()["pinned_bytes"] == 0)
+        assert stopped.ask("fetch 0 32") == "32"
+        assert stopped.ask("check") == "good"
+
+
+def test_four_clients_that_start_together_read_one_set_once(
+    server: ServeProcess, shelf: Path
+) -> None:
+    fill(shelf, 256)
+    clients = [ClientProcess(server.url) for _ in range(4)]
+    for client in clients:
+        client.send("fetch 0 256")
+    for client in clients:
+        with client:
+            assert client.answer() == "256"
+            assert client.ask("check") == "good"
+    assert server.metrics()["read_bytes"] == 256 * SIZE
+
+
+def test_what_is_being_stored_is_published_before_the_end(
+    server: ServeProcess, shelf: Path
+) -> None:
+    client = Client(server.url, FMT)
+    assert client.channel.segment is not None
+    with ClientProcess(server.url) as other:
+        other.send("store 0 256")
+        until(lambda: server.metrics()["stored_objects"] > 20)
+        assert server.stop() == (0, "")
+        outcomes = other.answer()
+    created = int(outcomes.partition("'created': ")[2].partition(",")[0].rstrip("}"))
+    assert len(list(shelf.rglob("*.safetensors"))) == created
+    for name, chunk in zip(NAMES[:created], CHUNKS, strict=False):
+        assert (shelf / name).read_bytes() == sealed(FMT, chunk)
+    client.close()
