@@ -189,6 +189,48 @@ def test_an_empty_prompt_and_a_short_one_hit_nothing(rig: Rig) -> None:
     assert rig.look(prompt(0, SIZE - 1)).hit_chunks == 0
 
 
+@pytest.mark.parametrize("chunks", [0, 1, 9])
+@pytest.mark.parametrize(
+    "missing", ["", "the tail", "a shard of the tail", "a chunk", "failed", "begins later"]
+)
+def test_a_tail_is_found_behind_all_chunks(rig: Rig, chunks: int, missing: str) -> None:
+    tokens = prompt(chunks, 5)
+    chain = rig.chain(tokens)
+    tail = chain.tail()
+    assert tail is not None
+    stored = max(0, chunks - 1) if missing == "a chunk" else chunks
+    for index in range(stored):
+        for shard in range(FMT.shards):
+            rig.put(tokens, index, shard)
+    shards = {"the tail": 0, "a shard of the tail": 1}.get(missing, FMT.shards)
+    for shard in range(shards):
+        name = f"{FMT.namespace.folder}/{object_name(tail, shard, FMT.shards)}"
+        rig.counting.inner.write(name, [bytes(FMT.object_size(shard, 5))])
+    if missing == "failed":
+        rig.failed.add(tail.key, bad=False)
+
+    def look(end: int) -> tuple[int, int, Chunk | None]:
+        lookup = rig.service.submit(
+            tokens,
+            lambda: KeyChain(FMT.namespace.digest, SIZE),
+            first_chunk=chunks if missing == "begins later" else 0,
+            tail_end=end,
+        )
+        assert lookup.wait(PATIENCE)
+        assert lookup.chain is not None
+        assert len(lookup.chain.chunks) == chunks
+        return lookup.hit_chunks, lookup.full_chunks, lookup.tail
+
+    hit = 0 if missing == "begins later" else stored
+    there = missing in ("", "begins later") or (missing == "a chunk" and not chunks)
+    assert look(len(tokens)) == (hit, hit, tail if there else None)
+    # Nobody asked, or the prompt goes on behind the tail.
+    assert look(0) == look(len(tokens) - 5) == (hit, hit, None)
+    tokens += prompt(1, seed=1)
+    chunks += 1
+    assert look(len(tokens) - SIZE)[2] is None
+
+
 def test_a_chunk_of_which_a_shard_is_missing_or_of_wrong_size_ends_the_hit(rig: Rig) -> None:
     tokens = prompt(6)
     for index in range(6):

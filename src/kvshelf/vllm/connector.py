@@ -152,7 +152,8 @@ class SharedStorageConnector(KVConnectorBase_V1, SupportsHMA):
                 )
         _apply_load_failure_policy(transfer, self._config.load_failure_policy)
         _check_other_loads(vllm_config)
-        if directory_of(self._config.shared_storage_path or "") is None:
+        url, server = self._config.shared_storage_path, self._config.server
+        if server is not None or directory_of(url or "") is None:
             # A remote store. It is not known here which tier a hit will come from.
             self._cache_hit_source = CacheHitSource.EXTERNAL_UNSPECIFIED
         self._counters = Counters()
