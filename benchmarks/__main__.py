@@ -25,6 +25,7 @@ from benchmarks.handover import bench_handover
 from benchmarks.hybrid import bench_hybrid
 from benchmarks.lookups import bench_lookup
 from benchmarks.measure import Row
+from benchmarks.memory import bench_memory
 from benchmarks.near import bench_tier
 from benchmarks.objects import bench_load, bench_publish
 from benchmarks.remote import bench_s3
@@ -36,6 +37,7 @@ GROUPS: dict[str, Callable[[Settings], Iterator[Row]]] = {
     "load": bench_load,
     "publish": bench_publish,
     "tier": bench_tier,
+    "memory": bench_memory,
     "far": bench_far,
     "copy": bench_copy,
     "lookup": bench_lookup,

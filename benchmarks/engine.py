@@ -30,7 +30,7 @@ HIT_TOKENS = _CHUNKS * CHUNK_TOKENS
 PROMPT_TOKENS = HIT_TOKENS + 32
 _BURST = 3
 #: Size of an engine's KV cache, in prompts: small, so that prompts are soon evicted.
-_PROMPTS_IN_CACHE = 6
+PROMPTS_IN_CACHE = 6
 #: vLLM's workers poll for a second after their last step before they sleep. During this time an
 #: idle engine uses a core that the measured engine needs.
 QUIET_SECONDS = 1.3
@@ -84,7 +84,7 @@ class EngineRun:
             "max_model_len": 8192,
             "max_num_batched_tokens": 8192,
             "block_size": BLOCK_TOKENS,
-            "kv_cache_memory_bytes": _PROMPTS_IN_CACHE * self._prompt_bytes(),
+            "kv_cache_memory_bytes": PROMPTS_IN_CACHE * self.prompt_bytes(),
             "gpu_memory_utilization": 0.1,
             "max_num_seqs": 16,
             "seed": 0,
@@ -104,7 +104,8 @@ class EngineRun:
             **settings,
         )
 
-    def _prompt_bytes(self) -> int:
+    def prompt_bytes(self) -> int:
+        """Return the bytes of a prompt's KV."""
         config = json.loads((self._model / "config.json").read_text())
         heads = config["num_attention_heads"]
         row = config.get("head_dim") or config["hidden_size"] // heads
@@ -256,7 +257,7 @@ def warm_up(engine: Child, run: EngineRun) -> None:
     """Run what is not to be timed."""
     # Triggers one-time compilation, and touches all memory of the KV cache.
     engine.call("generate", prompts=[run.prompt()[:600]])
-    engine.call("generate", prompts=[run.prompt() for _ in range(_PROMPTS_IN_CACHE + 1)])
+    engine.call("generate", prompts=[run.prompt() for _ in range(PROMPTS_IN_CACHE + 1)])
 
 
 def cold(engine: Child, run: EngineRun, prompts: int) -> dict[str, Any]:

@@ -24,13 +24,14 @@ from benchmarks.settings import Settings
 from kvshelf.format.keys import Chunk
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.kv.caches import DONE, KVMemory, PendingCopy
+from kvshelf.memory.tier import MemoryTier
 from kvshelf.metrics import Counters
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.shelf.tiers import TieredView
 from kvshelf.shelf.view import ObjectRef, ShelfView
 from kvshelf.transfer.context import ChunkSlots
 from kvshelf.transfer.loads import Load
-from kvshelf.transfer.prefetch import Prefetcher, PrefetchMemory
+from kvshelf.transfer.prefetch import KindMemory, Prefetcher
 from kvshelf.transfer.staging import StagingPool
 from kvshelf.transfer.transfer import Transfer, default_io_threads
 
@@ -110,16 +111,16 @@ def _rows(
         threads = default_io_threads(shelf.backend.properties)[0]
         view = shelf.view(fmt)
         many, few = (_Loads(view, chunks, count) for count in (threads, 2))
-        capacity = 2 * objects * fmt.payload_size(0)
-        memory = PrefetchMemory(fmt, capacity, Counters(), evict=False)
-        stack.callback(memory.close)
+        tier = MemoryTier(2 * objects * fmt.object_size(0), lazy=True)
+        stack.callback(tier.close)
+        memory = KindMemory(tier, fmt, Counters(), keeps=False)
         ahead = _Loads(TieredView(view, [memory]), chunks, threads)
         for loads in (many, few, ahead):
             stack.callback(loads.transfer.close)
         prefetcher = Prefetcher(ahead.transfer, memory)
         prefetcher.add("request", chunks)
         deadline = time.monotonic() + _LOAD_SECONDS
-        while memory.leading(chunks) < len(chunks):
+        while memory.kept(chunks) < len(chunks):
             if time.monotonic() > deadline:
                 raise RuntimeError("existing objects were not prefetched")
             threading.Event().wait(1e-3)

@@ -24,9 +24,11 @@ from hypothesis import strategies as st
 from kvshelf.backends import Backend, Properties, open_backend
 from kvshelf.backends.wrappers import ReadOnlyBackend, WrappedBackend
 from parts import PATIENCE, posix, until
+from pydantic import ByteSize
 from simulated_device import SimulatedStreams
 
 from kvshelf import ChunkCache, Config, ModelFacts, PromptIdentity, Shelf
+from kvshelf.config import MemoryTierConfig
 from kvshelf.errors import (
     ConfigError,
     DeviceUnavailableError,
@@ -48,6 +50,8 @@ from kvshelf.kv import device_tensors, sources
 from kvshelf.kv.caches import HostKVCache
 from kvshelf.kv.device_tensors import DeviceTensors
 from kvshelf.kv.layout import PagedLayout
+from kvshelf.memory.size_classes import SizeClasses
+from kvshelf.memory.tier import MemoryTier
 from kvshelf.shelf.disk_tier import DiskTier
 
 LAYERS, HEADS, SIZE, CHUNK = 3, 4, 8, 16
@@ -803,7 +807,8 @@ def test_before_a_far_shelf_tiers_say_what_they_have_at_this_moment(
         assert [cache.lookup(tokens, tiers=tiers) for tiers in near] == [0, 0]
         assert cache.prefetch(tokens) == 4 * CHUNK
         assert [cache.lookup(tokens, tiers=tiers) for tiers in near] == [4 * CHUNK] * 2
-        cache._memory.drop([found.key for found in cache.chunk_keys(tokens)])
+        for found in cache.chunk_keys(tokens):
+            assert cache.remove(found, tiers=["memory"])
         assert [cache.lookup(tokens, tiers=tiers) for tiers in near] == [0, 0]
 
 
@@ -841,7 +846,8 @@ def test_a_chunk_that_is_removed_is_missing_and_can_be_stored_again(
 
 def test_prefetched_memory_is_bounded_and_the_oldest_goes_first(make: Make) -> None:
     probe = make()
-    chunk = sum(-(-probe.fmt.payload_size(s) // 512) * 512 for s in range(probe.fmt.shards))
+    rounded = SizeClasses(1 << 30).rounded
+    chunk = sum(rounded(probe.fmt.object_size(s)) for s in range(probe.fmt.shards))
     cache = make(prefetch_bytes=4 * chunk + 100)
     prompts = [prompt(2 * CHUNK, seed) for seed in range(3)]
     for tokens in prompts:
@@ -863,6 +869,42 @@ def test_prefetching_may_begin_behind_what_the_caller_has(cache: ChunkCache) -> 
     assert cache.lookup(tokens, tiers=["memory"]) == 0
     assert fetch(cache, tokens, mask=mask) == CHUNK
     assert cache.counters.snapshot()["memory_tier_loaded_objects"] == cache.fmt.shards
+
+
+def test_a_memory_tier_keeps_what_is_stored_and_loaded(make: Make, backend: FaultyBackend) -> None:
+    stored, loaded = prompt(3 * CHUNK), prompt(2 * CHUNK, 1)
+    put(make(), loaded)
+    with closing(MemoryTier(1 << 24)) as tier:
+        cache, other = make(memory_tier=tier), make(memory_tier=tier)
+        put(cache, stored)
+        assert cache.lookup(loaded, tiers=["memory"]) == 0
+        assert fetch(cache, loaded) == 2 * CHUNK
+        # Both caches use the same memory.
+        for each in (cache, other):
+            assert each.lookup(stored, tiers=["memory"]) == 3 * CHUNK
+            assert each.lookup(loaded, tiers=["memory"]) == 2 * CHUNK
+        backend.add(Fault("open", error=lambda: TransientStorageError("broken")))
+        assert fetch(other, stored) == 3 * CHUNK
+        assert fetch(other, loaded) == 2 * CHUNK
+        counts = other.counters.snapshot()
+        assert "load_failures_error" not in counts
+        for found in cache.chunk_keys(stored):
+            assert cache.remove(found, tiers=["memory"])
+        assert other.lookup(stored, tiers=["memory"]) == 0
+        # What was prefetched is counted, what is there already is not read again.
+        assert cache.prefetch(loaded) == 2 * CHUNK
+        backend.heal()
+        cache.close()
+        assert other.lookup(loaded, tiers=["memory"]) == 2 * CHUNK
+        other.close()
+
+
+def test_a_prefetch_goes_on_when_nobody_waits_for_it(make: Make) -> None:
+    cache = make()
+    tokens = prompt(3 * CHUNK)
+    put(cache, tokens)
+    cache.submit_prefetch(tokens)
+    until(lambda: cache.lookup(tokens, tiers=["memory"]) == 3 * CHUNK)
 
 
 def test_no_memory_for_prefetching_is_no_prefetching(make: Make) -> None:
@@ -1162,6 +1204,23 @@ def test_a_configuration_decides_how_much_is_prefetched(config: Config) -> None:
         assert cache.prefetch(tokens) == len(tokens)
     with ChunkCache.open(config.model_copy(update={"prefetch_bytes": 0}), facts()) as cache:
         assert cache.prefetch(tokens) == 0
+
+
+def test_a_configuration_decides_how_much_is_kept_in_memory(
+    config: Config, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokens = prompt(2 * CHUNK)
+    for options, kept in (
+        ({"memory_tier": MemoryTierConfig(max_bytes=ByteSize(1 << 24))}, True),
+        ({"prefetch_bytes": 1 << 24}, True),
+        ({}, False),
+    ):
+        with ChunkCache.open(config.model_copy(update=options), facts()) as cache:
+            put(cache, tokens)
+            assert fetch(cache, tokens) == len(tokens)
+            found = cache.lookup(tokens, tiers=["memory"])
+            assert found == (len(tokens) if kept else 0)
+    assert caplog.text.count("prefetch_bytes is an earlier name of memory_tier") == 1
 
 
 def test_a_configuration_that_cannot_be_used_is_refused(config: Config) -> None:

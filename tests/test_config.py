@@ -229,6 +229,10 @@ def test_every_bad_value_is_named_with_its_source(file: Path) -> None:
         {"disk_tier": {"path": "/nvme", "max_bytes": 0}},
         {"disk_tier": {"path": "/nvme", "max_bytes": True}},
         {"disk_tier": {"path": "/nvme", "max_bytes": 1, "max_byte": 2}},
+        {"memory_tier": "20GiB"},
+        {"memory_tier": {}},
+        {"memory_tier": {"max_bytes": 0}},
+        {"memory_tier": {"max_bytes": "1GiB", "path": "/nvme"}},
         {"_env_file": "/etc/passwd"},
         {"config_file": 3},
     ],
@@ -242,6 +246,19 @@ def test_options_that_contradict_each_other() -> None:
     text = problem({"read_only": True}, {"KVSHELF_SAVE_DECODE": "1"})
     assert "read_only" in text
     assert "save_decode" in text
+
+
+def test_an_earlier_name_means_the_same_but_not_at_once() -> None:
+    text = problem({"memory_tier": {"max_bytes": "1GiB"}, "prefetch_bytes": "1GiB"})
+    assert "prefetch_bytes is an earlier name of memory_tier" in text
+    named = load({}, {"KVSHELF_MEMORY_TIER": '{"max_bytes": "1GiB"}'})
+    for config in (named, load({"prefetch_bytes": "1GiB"})):
+        assert config.memory_bytes == 1 << 30
+        assert config.prefetch_budget(0.0) == config.prefetch_budget(1.0) == 1 << 29
+    without, nothing = load({}), load({"prefetch_bytes": 0})
+    assert (without.prefetch_budget(0.0), without.memory_bytes) == (0, 0)
+    assert without.prefetch_budget(1.0) > 0
+    assert (nothing.prefetch_budget(1.0), nothing.memory_bytes) == (0, 0)
 
 
 def test_a_disk_tier_is_a_place_and_a_size(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,9 +1,10 @@
 """``ChunkCache``: the KV of prompts on a shelf, for any program.
 
 Owns the combination of a shelf, the format of one kind of KV of one namespace, staging, the
-threads that look up, load and store, the record of failed keys, and a memory for prefetched
-chunks; and the interface by tokens (:meth:`ChunkCache.store`, :meth:`~ChunkCache.retrieve`,
-:meth:`~ChunkCache.lookup`, :meth:`~ChunkCache.prefetch`), blocking and as handles to poll.
+threads that look up, load and store, the record of failed keys, and a memory for prefetched chunks
+unless it is given a memory tier; and the interface by tokens (:meth:`ChunkCache.store`,
+:meth:`~ChunkCache.retrieve`, :meth:`~ChunkCache.lookup`, :meth:`~ChunkCache.prefetch`), blocking
+and as handles to poll.
 
 A namespace of a hybrid model has several kinds (:mod:`kvshelf.format.kinds`), and a cache for
 each (:meth:`ChunkCache.of`). States are no KV of tokens, and have methods of their own.
@@ -36,7 +37,7 @@ from typing import Any, ClassVar, Final, Generic, NamedTuple, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from kvshelf.config import Config
+from kvshelf.config import EARLIER_NAME, Config
 from kvshelf.errors import ConfigError
 from kvshelf.format.keys import Chunk, KeyChain, MultimodalItem, salt_group_of
 from kvshelf.format.kinds import STATE, Kind, kind_key
@@ -56,6 +57,7 @@ from kvshelf.kv.sources import (
     with_slots,
 )
 from kvshelf.kv.state_tensors import StateTensors, empty_state
+from kvshelf.memory.tier import MemoryTier
 from kvshelf.metrics import Counters
 from kvshelf.shelf.disk_tier import DiskTier
 from kvshelf.shelf.failed_keys import FailedKeys
@@ -66,7 +68,7 @@ from kvshelf.shelf.tiers import Tier, TieredShelf, open_configured, shelf_url
 from kvshelf.shelf.view import ObjectRef
 from kvshelf.transfer.context import ChunkSlots
 from kvshelf.transfer.loads import Failure, Load
-from kvshelf.transfer.prefetch import IntoMemory, PrefetchMemory
+from kvshelf.transfer.prefetch import IntoMemory, KindMemory
 from kvshelf.transfer.staging import StagingPool
 from kvshelf.transfer.stores import StoreOutcome, StoreResult
 from kvshelf.transfer.transfer import Transfer, default_io_threads
@@ -85,6 +87,8 @@ TIERS: Final = ("memory", "disk", "shelf")
 
 _CHECK_SECONDS: Final = 0.5
 _PREFETCH_BYTES: Final = 256 << 20
+#: The smallest memory tier.
+_LEAST_MEMORY: Final = 4096
 #: The name of the lookups over all kinds.
 _ALL_KINDS: Final = ("all kinds",)
 
@@ -338,7 +342,7 @@ class _PrefetchHandle(_LoadHandle[int]):
     _early = True
 
     def __init__(
-        self, cache: ChunkCache, prompt: _Prompt, timeout: float, memory: PrefetchMemory
+        self, cache: ChunkCache, prompt: _Prompt, timeout: float, memory: KindMemory
     ) -> None:
         super().__init__(cache, prompt, timeout)
         self._memory = memory
@@ -347,9 +351,12 @@ class _PrefetchHandle(_LoadHandle[int]):
     def _items(self, chunks: Sequence[Chunk]) -> list[ChunkSlots]:
         none = torch.empty(0, dtype=torch.int64)
         self._chunks = chunks[: self._memory.most_chunks]
-        return [
-            ChunkSlots(chunk, none, IntoMemory(self._memory, chunk.key)) for chunk in self._chunks
-        ]
+        self._memory.want(chunk.key for chunk in self._chunks)
+        return [ChunkSlots(chunk, none, IntoMemory(self._memory, chunk)) for chunk in self._chunks]
+
+    def _on_load_done(self, load: Load) -> None:
+        self._memory.unwant(chunk.key for chunk in self._chunks)
+        super()._on_load_done(load)
 
     def _outcome(self) -> int:
         # Other prompts may have evicted prefetched chunks.
@@ -445,8 +452,11 @@ class ChunkCache:
     disk_tier : DiskTier, optional
         A local directory that caches objects of a remote shelf. Stays open when the cache is
         closed.
+    memory_tier : MemoryTier, optional
+        Memory that keeps what is stored, loaded and prefetched, of any number of caches. Stays open
+        when the cache is closed.
     prefetch_bytes : int
-        Largest memory for prefetched chunks.
+        Without `memory_tier`: largest memory for prefetched chunks.
     timeout_s : float
         Default timeout of blocking calls, in seconds.
     drain_s : float
@@ -486,6 +496,7 @@ class ChunkCache:
         group_by_salt: bool = False,
         check_finite: bool = False,
         disk_tier: DiskTier | None = None,
+        memory_tier: MemoryTier | None = None,
         prefetch_bytes: int = _PREFETCH_BYTES,
         timeout_s: float = 30.0,
         drain_s: float = 4.0,
@@ -525,13 +536,22 @@ class ChunkCache:
             "group_by_salt": group_by_salt,
             "check_finite": check_finite,
             "disk_tier": disk_tier,
+            "memory_tier": memory_tier,
             "prefetch_bytes": prefetch_bytes,
             "timeout_s": timeout_s,
             "drain_s": drain_s,
             "counters": self.counters,
             "on_thread_start": on_thread_start,
         }
-        self._memory = PrefetchMemory(self.fmt, prefetch_bytes, self.counters)
+        #: The memory that this cache closes.
+        self._own_memory: MemoryTier | None = None
+        if memory_tier is None:
+            memory_tier = self._own_memory = MemoryTier(
+                max(prefetch_bytes, _LEAST_MEMORY), counters=self.counters, lazy=True
+            )
+        self._memory = KindMemory(
+            memory_tier, self.fmt, self.counters, keeps=self._own_memory is None
+        )
         self._tiers: dict[str, Tier] = {"memory": self._memory}
         self._disk_tier = disk_tier
         if disk_tier is not None:
@@ -586,17 +606,21 @@ class ChunkCache:
             weights=config.weights,
         )
         counters = Counters()
+        if config.prefetch_bytes:
+            logger.warning(EARLIER_NAME, config.memory_bytes)
         shelf, disk_tier = open_configured(shelf_url(config), config, counters)
+        memory_tier = None
         try:
+            if config.memory_bytes:
+                memory_tier = MemoryTier(config.memory_bytes, counters=counters)
             cache = cls(
                 shelf,
                 namespace,
                 disk_tier=disk_tier,
+                memory_tier=memory_tier,
                 staging_bytes=int(config.staging_bytes),
                 io_threads=config.io_threads,
-                prefetch_bytes=(
-                    _PREFETCH_BYTES if config.prefetch_bytes is None else int(config.prefetch_bytes)
-                ),
+                prefetch_bytes=_PREFETCH_BYTES if config.prefetch_bytes is None else 0,
                 group_by_salt=config.group_by_salt,
                 check_finite=config.check_finite,
                 timeout_s=timeout_s,
@@ -604,11 +628,14 @@ class ChunkCache:
                 counters=counters,
             )
         except BaseException:
+            if memory_tier is not None:
+                memory_tier.close()
             if disk_tier is not None:
                 disk_tier.close()
             shelf.close()
             raise
         cache._owns_shelf = True
+        cache._own_memory = cache._own_memory or memory_tier
         return cache
 
     @classmethod
@@ -661,7 +688,8 @@ class ChunkCache:
         """Return the cache of a kind of this namespace; the same each time.
 
         The caches of a namespace's kinds are closed together, and share counters and failed keys.
-        Each has staging, memory for prefetched chunks and threads of its own, with equal limits.
+        Each has staging and threads of its own, and without a memory tier memory for prefetched
+        chunks, with equal limits.
 
         Parameters
         ----------
@@ -862,8 +890,8 @@ class ChunkCache:
         tokens, identity
             As for :meth:`chunk_keys`.
         tiers : Collection[str], optional
-            The tiers to search: ``memory`` (prefetched), ``disk`` (the disk tier), ``shelf``, or
-            several of them; all by default.
+            The tiers to search: ``memory`` (the memory tier; without one, prefetched chunks),
+            ``disk`` (the disk tier), ``shelf``, or several of them; all by default.
         timeout : float, optional
             Seconds, after which the result is 0.
 
@@ -1042,8 +1070,8 @@ class ChunkCache:
         Returns
         -------
         int
-            Number of tokens in memory, counted from the first that `mask` selects; limited by
-            ``prefetch_bytes``.
+            Number of tokens in memory, counted from the first that `mask` selects; limited by the
+            memory tier, without one by ``prefetch_bytes``.
 
         Raises
         ------
@@ -1059,7 +1087,7 @@ class ChunkCache:
         *,
         identity: PromptIdentity = _PLAIN,
     ) -> Handle[int]:
-        """Start :meth:`prefetch`."""
+        """Start :meth:`prefetch`. It goes on if nobody keeps the handle."""
         self._check_kind("prefetch")
         prompt = self._prompt("prefetch", tokens, mask, identity)
         handle = _PrefetchHandle(self, prompt, self._timeout, self._memory)
@@ -1166,6 +1194,8 @@ class ChunkCache:
             others = [cache for cache in self._caches.values() if not cache._closed]
         for cache in others:
             cache.close()
+        if self._own_memory is not None:
+            self._own_memory.close()
         if self._owns_shelf:
             if self._disk_tier is not None:
                 self._disk_tier.close()

@@ -85,7 +85,13 @@ _OF_THE_SERVER: Final = (
     "prefetch_bytes",
 )
 _PREFETCH_BYTES: Final = 256 << 20
+_LEAST_MEMORY: Final = 4096
 _PREFETCH_FROM_PROBE_SECONDS: Final = 1e-3
+#: For the log, where the option is used.
+EARLIER_NAME: Final = (
+    "prefetch_bytes is an earlier name of memory_tier, which keeps what is stored and loaded as"
+    ' well: set memory_tier to {"max_bytes": %d} instead'
+)
 _SECRET_FIELDS: Final = frozenset({"storage_options"})
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(::|://)")
 _SERVICE_LINK = re.compile(r"KVSHELF_(\w+_)?(SERVICE_(HOST|PORT)\w*|PORT(_\d+_\w+)?)")
@@ -145,6 +151,20 @@ def _directory(value: object) -> object:
 #: A number that is not a boolean, which pydantic would take for 0 or 1.
 _Count: TypeAlias = Annotated[int, BeforeValidator(_no_boolean)]
 _Size: TypeAlias = Annotated[ByteSize, BeforeValidator(_no_boolean)]
+
+
+class MemoryTierConfig(BaseModel):
+    """The option ``memory_tier``.
+
+    Attributes
+    ----------
+    max_bytes : int
+        Bytes of host memory.
+    """
+
+    model_config = ModelOptions(frozen=True, extra="forbid")
+
+    max_bytes: Annotated[_Size, Field(ge=_LEAST_MEMORY)]
 
 
 class DiskTierConfig(BaseModel):
@@ -243,6 +263,22 @@ class Config(BaseSettings):
             "`shared_storage_path`, `storage_options`, `disk_tier`, `memory_tier` and "
             "`prefetch_bytes` are errors beside this option. Without the server the engine runs as "
             "without a cache."
+        ),
+    )
+    memory_tier: MemoryTierConfig | None = Field(
+        default=None,
+        description=(
+            "Host memory of each worker process that keeps copies of the shelf's objects, in front "
+            'of the disk tier: `{"max_bytes": "20GiB"}`. Objects that are loaded from the shelf or '
+            "stored on it are copied there, and later loads read them in place. All of it is taken "
+            "when the engine starts, in addition to `staging_bytes`; if so much is not free, the "
+            "engine does not start. A machine with several workers needs it for each. When it is "
+            "full, the least recently used objects are evicted, the ends of prompts first. At most "
+            "half of it holds objects that were read ahead for requests that still wait to be "
+            "scheduled. If it is not set, only such objects are kept in memory: up to `256MiB`, "
+            "taken when needed, for storage with a probe latency of 1 ms or more, such as S3; none "
+            "for faster storage, such as local disks and nearby mounts. See "
+            "[Storage](storage.md#memory-tier)."
         ),
     )
     read_only: bool = Field(
@@ -362,12 +398,8 @@ class Config(BaseSettings):
     prefetch_bytes: Annotated[_Size, Field(ge=0)] | None = Field(
         default=None,
         description=(
-            "Host memory of each worker for prefetching: reading the objects of requests that "
-            "still wait to be scheduled. A number of bytes or a size such as `1GiB`; `0` turns "
-            "prefetching off. It is allocated when needed, in addition to `staging_bytes`; the "
-            "kinds of KV of a hybrid model share it. If "
-            "it is not set: `256MiB` for storage with a probe latency of 1 ms or more, such as "
-            "S3; none for faster storage, such as local disks and nearby mounts."
+            "An earlier name: the same as `memory_tier` with this `max_bytes`, and a warning. `0`: "
+            "nothing is read ahead for requests that wait. Not together with `memory_tier`."
         ),
     )
     io_threads: _Count | None = Field(
@@ -505,6 +537,13 @@ class Config(BaseSettings):
             return value
         raise ValueError('is not a mapping; expected {"path": …, "max_bytes": …}, as JSON')
 
+    @field_validator("memory_tier", mode="before")
+    @classmethod
+    def _memory(cls, value: object) -> object:
+        if value is None or isinstance(value, Mapping | MemoryTierConfig):
+            return value
+        raise ValueError('is not a mapping; expected {"max_bytes": …}, as JSON')
+
     @property
     def deadlines(self) -> dict[str, float]:
         """The deadlines that are set, by the names of :class:`kvshelf.backends.Deadlines`."""
@@ -516,16 +555,25 @@ class Config(BaseSettings):
         }
         return {name: float(value) for name, value in given.items() if value is not None}
 
-    def prefetch_budget(self, probe_seconds: float) -> int:
-        """Bytes for prefetching from storage with this probe latency.
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of each worker's memory tier; 0 if none is configured."""
+        if self.memory_tier is not None:
+            return int(self.memory_tier.max_bytes)
+        return max(int(self.prefetch_bytes), _LEAST_MEMORY) if self.prefetch_bytes else 0
 
-        With a node server nothing is prefetched here: the memory is the server's.
+    def prefetch_budget(self, probe_seconds: float) -> int:
+        """Bytes for what is read ahead from storage with this probe latency.
+
+        With a node server nothing is read ahead here: the memory is the server's.
         """
         if self.server is not None:
             return 0
-        if self.prefetch_bytes is not None:
-            return int(self.prefetch_bytes)
-        return _PREFETCH_BYTES if probe_seconds >= _PREFETCH_FROM_PROBE_SECONDS else 0
+        if self.memory_bytes:
+            return self.memory_bytes // 2
+        if self.prefetch_bytes is not None or probe_seconds < _PREFETCH_FROM_PROBE_SECONDS:
+            return 0
+        return _PREFETCH_BYTES
 
     @model_validator(mode="after")
     def _consistent(self) -> Config:
@@ -536,6 +584,11 @@ class Config(BaseSettings):
             raise ValueError(
                 f"disk_tier.path is {tier.path} and shared_storage_path {where}: one is inside "
                 "the other; give the disk tier a directory of its own"
+            )
+        if self.memory_tier is not None and self.prefetch_bytes is not None:
+            raise ValueError(
+                "memory_tier and prefetch_bytes are both set, but prefetch_bytes is an earlier name"
+                " of memory_tier: remove it"
             )
         if self.read_only and self.save_decode:
             raise ValueError(

@@ -28,6 +28,7 @@ from kvshelf.format.names import object_name
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.kv.caches import DONE, KVMemory, PendingCopy
 from kvshelf.kv.topology import ShardPlan
+from kvshelf.memory.tier import MemoryTier
 from kvshelf.metrics import Counters
 from kvshelf.shelf.disk_tier import DiskTier
 from kvshelf.shelf.shelf import Shelf
@@ -36,7 +37,7 @@ from kvshelf.shelf.view import ObjectRef, Presence
 from kvshelf.transfer.context import ChunkSlots
 from kvshelf.transfer.kinds import JointLoad, KindTransfers, share_out
 from kvshelf.transfer.loads import Failure
-from kvshelf.transfer.prefetch import PrefetchMemory
+from kvshelf.transfer.prefetch import KindMemory
 from kvshelf.transfer.staging import StagingPool
 from kvshelf.transfer.stores import StoreOutcome
 from kvshelf.transfer.transfer import Transfer
@@ -467,15 +468,14 @@ def test_copies_in_tiers_are_of_one_kind(tmp_path: Path) -> None:
     with closing(Kinds(posix(tmp_path / "shelf"))) as kinds:
         kinds.put({kind: [chunk] for kind in SHARDS})
         tier = DiskTier(tmp_path / "tier", 1 << 30, counters=kinds.counters)
-        memory = PrefetchMemory(FMT.of(STATE), 1 << 20, kinds.counters)
+        kept = MemoryTier(1 << 20, counters=kinds.counters)
+        memory = KindMemory(kept, FMT.of(STATE), kinds.counters)
         shelf = TieredShelf(kinds.shelf, [memory, tier])
         views = {kind: shelf.view(FMT.of(kind)) for kind in SHARDS}
         state = views[STATE]
         for shard in range(SHARDS[STATE]):
             buffer = bytearray(state.fmt.object_size(shard))
             state.load(ObjectRef(chunk, shard), memoryview(buffer))
-            payload = torch.frombuffer(buffer, dtype=torch.uint8)[state.fmt.data_offset :]
-            memory.put(chunk.key, shard, payload)
         assert tier.drain(PATIENCE)
         for kind in SHARDS:
             kinds.delete(kind, chunk)
@@ -488,6 +488,7 @@ def test_copies_in_tiers_are_of_one_kind(tmp_path: Path) -> None:
             assert not memory.load(FMT.of(kind), refs[0], memoryview(buffer))
         assert state.find(refs) == [Presence.PRESENT]
         shelf.close()
+        kept.close()
 
 
 # ------------------------------------------------------------------------------- memory
@@ -515,7 +516,7 @@ def test_each_kind_gets_what_it_needs_and_all_together_no_more_than_there_is(
             assert pool.limit >= 2 * fmt.shards
     with pytest.raises(ConfigError, match=f"staging_bytes to {needed}"):
         share_out(needed - 1, formats, plans, "staging_bytes")
-    assert sum(share_out(100, formats, plans, "prefetch_bytes", chunks=0).values()) <= 100
+    assert sum(share_out(100, formats, plans, "memory_tier", chunks=0).values()) <= 100
 
 
 def test_a_state_counts_a_quarter_when_memory_is_shared_out() -> None:

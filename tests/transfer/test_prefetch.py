@@ -15,24 +15,28 @@ from parts import Rig, make_chunks, posix, until
 from kvshelf.errors import TransientStorageError
 from kvshelf.format.keys import Chunk
 from kvshelf.kv.caches import HostKVCache
+from kvshelf.memory.size_classes import SizeClasses
+from kvshelf.memory.tier import MemoryTier
 from kvshelf.shelf.tiers import TieredShelf
 from kvshelf.transfer import prefetch
 from kvshelf.transfer.loads import Failure
-from kvshelf.transfer.prefetch import Prefetcher, PrefetchMemory
+from kvshelf.transfer.prefetch import KindMemory, Prefetcher
 from kvshelf.transfer.transfer import Transfer
 
 
 class Waiting:
     """A rig whose transfer looks into memory first."""
 
-    def __init__(self, root: Path, chunks: float) -> None:
+    def __init__(self, root: Path, chunks: float, **options: Any) -> None:
         self.faults = FaultyBackend(posix(root))
         self.counting = CountingBackend(self.faults)
         self.rig = Rig(self.counting, blocks=200, staging_objects=32)
         fmt = self.rig.fmt
-        size = sum(-(-fmt.payload_size(s) // 512) * 512 for s in range(fmt.shards))
-        self.budget = int(chunks * size)
-        self.memory = PrefetchMemory(fmt, self.budget, self.rig.counters, evict=False)
+        rounded = SizeClasses(1 << 30).rounded
+        self.budget = int(chunks * sum(rounded(fmt.object_size(s)) for s in range(fmt.shards)))
+        self.tier = MemoryTier(self.budget, counters=self.rig.counters, lazy=True)
+        options = {"keeps": False, **options}
+        self.memory = KindMemory(self.tier, fmt, self.rig.counters, **options)
         cache = self.rig.transfer._context.cache
         assert isinstance(cache, HostKVCache)
         self.rig.transfer.close()
@@ -53,9 +57,19 @@ class Waiting:
         return chunks
 
     def here(self, chunks: list[Chunk]) -> int:
-        """Leading chunks in memory, after what was asked for has come."""
+        """Leading chunks that are kept in memory, after what was asked for has come."""
         self.prefetcher.take_failures()
-        return self.memory.leading(chunks)
+        return self.memory.kept(chunks)
+
+    @property
+    def keeps(self) -> int:
+        """Bytes that are kept for requests."""
+        return self.tier.stats().pinned_bytes
+
+    @property
+    def busy(self) -> int:
+        """Threads that read."""
+        return len(self.rig.transfer._loads._tasks)
 
     def opened(self) -> int:
         return self.counting.counts["open"]
@@ -64,14 +78,15 @@ class Waiting:
         self.faults.heal()
         self.rig.close()
         self.memory.close()
+        self.tier.close()
 
 
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[Callable[..., Waiting]]:
     made: list[Waiting] = []
 
-    def make(chunks: float = 100) -> Waiting:
-        made.append(Waiting(tmp_path / "shelf", chunks))
+    def make(chunks: float = 100, **options: Any) -> Waiting:
+        made.append(Waiting(tmp_path / "shelf", chunks, **options))
         return made[-1]
 
     yield make
@@ -101,7 +116,7 @@ def test_a_request_that_waited_reads_nothing_when_its_turn_comes(
     assert counters["prefetched_bytes"] == objects * waiting.rig.fmt.payload_size(0)
     assert counters["loaded_chunks"] == 3
     assert "prefetched_unused_objects" not in counters
-    assert not waiting.memory.available
+    assert not waiting.keeps
 
 
 def test_memory_is_never_more_than_it_may_be_and_goes_to_who_came_first(
@@ -112,16 +127,15 @@ def test_memory_is_never_more_than_it_may_be_and_goes_to_who_came_first(
     for name, chunks in (("first", first), ("second", second), ("third", third)):
         waiting.prefetcher.add(name, chunks)
     until(lambda: (waiting.here(first), waiting.here(second)) == (3, 1))
-    assert waiting.memory.leading(third) == 0
-    used = sum(entry.nbytes for entry in waiting.memory._pool.live())
-    assert 0 < used <= waiting.budget
+    assert waiting.memory.kept(third) == 0
+    assert 0 < waiting.keeps <= waiting.budget
     read = waiting.opened()
     assert read == 4 * waiting.rig.fmt.shards
     # When the first has been served there is room for the others.
     assert waiting.rig.load(first, 20)[0].failed_at is None
     waiting.prefetcher.release("first")
     until(lambda: (waiting.here(second), waiting.here(third)) == (3, 1))
-    assert waiting.memory.leading(first) == 0
+    assert waiting.memory.kept(first) == 0
 
 
 def test_what_a_request_that_ends_left_is_dropped(make: Callable[..., Waiting]) -> None:
@@ -130,7 +144,7 @@ def test_what_a_request_that_ends_left_is_dropped(make: Callable[..., Waiting]) 
     waiting.prefetcher.add("r", chunks)
     until(lambda: waiting.here(chunks) == 3)
     waiting.prefetcher.release("r")
-    assert not waiting.memory.available
+    assert not waiting.keeps
     assert waiting.rig.count("prefetched_unused_objects") == 3 * waiting.rig.fmt.shards
     waiting.prefetcher.release("r")
 
@@ -147,7 +161,7 @@ def test_what_another_request_wants_too_is_read_once_and_stays(
     waiting.prefetcher.release("one")
     assert waiting.here(chunks) == 3
     waiting.prefetcher.release("other")
-    assert not waiting.memory.available
+    assert not waiting.keeps
 
 
 def test_a_request_that_ends_while_it_is_read_for_leaves_nothing(
@@ -158,13 +172,13 @@ def test_a_request_that_ends_while_it_is_read_for_leaves_nothing(
     gate = threading.Event()
     waiting.faults.add(Fault("read", wait=gate))
     waiting.prefetcher.add("r", chunks)
-    until(lambda: waiting.rig.staging.in_use == 1)
+    until(lambda: waiting.opened() == 1)
     waiting.prefetcher.release("r")
     gate.set()
-    until(lambda: waiting.rig.staging.in_use == 0)
+    until(lambda: not waiting.busy)
     assert waiting.opened() == 1
     assert waiting.here(chunks) == 0
-    assert not waiting.memory.available
+    assert not waiting.keeps
     assert not waiting.prefetcher._users
 
 
@@ -174,7 +188,7 @@ def test_a_load_takes_over_what_is_being_read(make: Callable[..., Waiting]) -> N
     gate = threading.Event()
     waiting.faults.add(Fault("read", wait=gate))
     waiting.prefetcher.add("r", chunks)
-    until(lambda: waiting.rig.staging.in_use == 1)
+    until(lambda: waiting.opened() == 1)
     items = waiting.rig.items(chunks, 20)
     waiting.rig.transfer.load("r", items)
     waiting.prefetcher.cancel_reads("r")
@@ -183,7 +197,7 @@ def test_a_load_takes_over_what_is_being_read(make: Callable[..., Waiting]) -> N
     waiting.prefetcher.release("r")
     assert all(waiting.rig.holds(item) for item in items)
     assert waiting.opened() == 6 * waiting.rig.fmt.shards
-    until(lambda: waiting.here(chunks) == 0 and not waiting.memory.available)
+    until(lambda: waiting.here(chunks) == 0 and not waiting.keeps)
 
 
 def _broken() -> Exception:
@@ -224,23 +238,63 @@ def test_a_storage_at_rest_is_blamed_for_nothing(make: Callable[..., Waiting]) -
     assert not waiting.prefetcher._users
 
 
-def test_what_did_not_come_at_a_bad_moment_is_read_again(make: Callable[..., Waiting]) -> None:
+def test_reading_ahead_needs_no_staging(make: Callable[..., Waiting]) -> None:
     waiting = make(3)
     chunks, others = waiting.put(0), waiting.put(1)
-    # As when stores have taken all staging.
+    # As when stores have taken all of it.
     buffers = [waiting.rig.staging.acquire_for_load(0.0) for _ in range(32)]
     waiting.prefetcher.add("r", chunks)
-    until(lambda: all(load.finished for load in waiting.prefetcher._requests["r"].loads))
-    assert waiting.here(chunks) == 0
+    until(lambda: waiting.here(chunks) == 3)
+    assert waiting.rig.load(chunks, 20)[0].failed_at is None
     for buffer in buffers:
         assert buffer is not None
         waiting.rig.staging.release(buffer)
-    until(lambda: waiting.here(chunks) == 3)
     assert waiting.opened() == 3 * waiting.rig.fmt.shards
     # Nothing of its room is lost.
     waiting.prefetcher.add("s", others)
     waiting.prefetcher.release("r")
     until(lambda: waiting.here(others) == 3)
+
+
+def test_what_did_not_come_at_a_bad_moment_is_read_again(make: Callable[..., Waiting]) -> None:
+    waiting = make(3)
+    chunks = waiting.put(0)
+    # As when loads of other kinds use all of the memory, and stores all staging.
+    full = [waiting.tier._residents.reserve(n, waiting.budget // 6) for n in range(6)]
+    buffers = [waiting.rig.staging.acquire_for_load(0.0) for _ in range(32)]
+    waiting.prefetcher.add("r", chunks)
+    until(lambda: all(load.finished for load in waiting.prefetcher._requests["r"].loads))
+    assert waiting.here(chunks) == 0
+    for slot, buffer in zip(full + [None] * 26, buffers, strict=True):
+        assert buffer is not None
+        waiting.rig.staging.release(buffer)
+        if slot is not None:
+            waiting.tier._residents.abandon(slot)
+    until(lambda: waiting.here(chunks) == 3)
+
+
+def test_what_is_in_memory_already_is_kept_and_not_read(make: Callable[..., Waiting]) -> None:
+    waiting = make(keeps=True)
+    chunks = waiting.put(0)
+    waiting.prefetcher.add("r", chunks)
+    assert waiting.here(chunks) == 3
+    waiting.prefetcher.release("r")
+    assert not waiting.keeps
+    assert waiting.rig.load(chunks, 20)[0].failed_at is None
+    assert waiting.opened() == 0
+    assert "prefetched_objects" not in waiting.rig.counters.snapshot()
+
+
+def test_a_part_of_the_memory_is_left_to_others(make: Callable[..., Waiting]) -> None:
+    waiting = make(8, keeps=True, share=0.5)
+    first = waiting.put(0, 6)
+    waiting.prefetcher.add("r", first)
+    assert waiting.here(first) == 4
+    # Stores and loads of others go through the rest.
+    others = [waiting.put(seed, 4) for seed in range(1, 5)]
+    assert all(waiting.memory.leading(chunks) for chunks in others[-1:])
+    assert waiting.here(first) == 4
+    assert waiting.tier.stats().bytes <= waiting.budget
 
 
 def test_while_the_storage_rests_it_is_tried_again_each_second(
@@ -283,12 +337,12 @@ def test_a_prefix_that_was_read_for_a_request_that_went_is_read_for_the_next(
     waiting.faults.add(Fault("read", wait=gate))
     waiting.prefetcher.add("one", chunks)
     waiting.prefetcher.add("other", chunks)
-    until(lambda: waiting.rig.staging.in_use == 1)
+    until(lambda: waiting.opened() == 1)
     waiting.prefetcher.release("one")
     gate.set()
     until(lambda: waiting.here(chunks) == 3)
     waiting.prefetcher.release("other")
-    until(lambda: waiting.here(chunks) == 0 and not waiting.memory.available)
+    until(lambda: waiting.here(chunks) == 0 and not waiting.keeps)
     assert not waiting.prefetcher._users
 
 
@@ -314,7 +368,7 @@ def test_many_chunks_are_given_back_in_several_steps(make: Callable[..., Waiting
     waiting.prefetcher.add("r", chunks)
     until(lambda: waiting.here(chunks) == 45)
     waiting.prefetcher.release("r")
-    assert waiting.memory.available
+    assert waiting.keeps
     for _ in range(3):
         waiting.prefetcher.take_failures()
-    assert not waiting.memory.available
+    assert not waiting.keeps

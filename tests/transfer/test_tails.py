@@ -30,11 +30,12 @@ from kvshelf.format.keys import Chunk, KeyChain
 from kvshelf.format.namespace import Namespace
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.kv.layout import slots_of
+from kvshelf.memory.tier import MemoryTier
 from kvshelf.metrics import Counters
 from kvshelf.shelf.tiers import TieredShelf
 from kvshelf.transfer.context import ChunkSlots
 from kvshelf.transfer.loads import Failure
-from kvshelf.transfer.prefetch import Prefetcher, PrefetchMemory
+from kvshelf.transfer.prefetch import KindMemory, Prefetcher
 from kvshelf.transfer.stores import StoreOutcome, StoreResult
 
 #: A namespace of its own for each example.
@@ -230,12 +231,13 @@ def test_a_tail_that_was_read_ahead_is_taken_from_memory(tmp_path: Path) -> None
     tail = pieces(fmt, 1, 5)[-1]
     with closing(Rig(posix(tmp_path / "shelf"), fmt)) as rig:
         put(rig, tail)
-    memory = PrefetchMemory(fmt, 1 << 20, Counters(), evict=False)
+    tier = MemoryTier(1 << 20)
+    memory = KindMemory(tier, fmt, Counters())
     in_front = lambda shelf: TieredShelf(shelf, [memory])  # noqa: E731
     with closing(Rig(posix(tmp_path / "shelf"), fmt, in_front=in_front)) as rig:
         prefetcher = Prefetcher(rig.transfer, memory)
         prefetcher.add("r", [tail])
-        until(lambda: memory.leading([tail]) == 1)
+        until(lambda: memory.kept([tail]) == 1)
         for shard in range(fmt.shards):
             rig.path(tail, shard).unlink()
         item = tail_item(rig, tail, 30)
@@ -243,5 +245,5 @@ def test_a_tail_that_was_read_ahead_is_taken_from_memory(tmp_path: Path) -> None
         assert rig.finished().failed_at is None
         assert holds(rig, item)
         prefetcher.release("r")
-        assert not memory.available
-        memory.close()
+        assert not tier.stats().pinned_bytes
+        tier.close()

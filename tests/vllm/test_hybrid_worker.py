@@ -438,7 +438,7 @@ def test_a_load_that_is_cancelled_is_reported_once(rig: Rig) -> None:
 
 def test_prefetched_objects_of_all_kinds_are_loaded_from_memory(rig: Rig) -> None:
     writer = rig.engine("three kinds")
-    reader = rig.engine("three kinds", prefetch_bytes=64 << 20)
+    reader = rig.engine("three kinds", memory_tier={"max_bytes": 64 << 20})
     chunks = chunks_of(writer.namespace_open, 2)
     stored = put(writer, chunks)
     op = load_op(reader, chunks, tables(reader, 32, 9))

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,8 +31,10 @@ from kvshelf.format.kinds import FULL
 from kvshelf.format.names import object_name
 from kvshelf.format.namespace import Namespace
 from kvshelf.format.objects import ObjectFormat
+from kvshelf.memory.tier import MemoryTier
 from kvshelf.shelf import tiers
 from kvshelf.shelf.shelf import Shelf
+from kvshelf.shelf.view import ObjectRef
 from kvshelf.transfer.staging import StagingPool
 from kvshelf.vllm import connector, weight_changes
 from kvshelf.vllm.connector import SharedStorageConnector
@@ -1333,13 +1335,34 @@ def test_shutting_down_publishes_everything_when_there_is_time(
 
 # ------------------------------------------------------------------------- requests that wait
 
+TIER = {"max_bytes": 4 << 20}
+
+
+def forget(rig: Rig, chunks: Sequence[Chunk]) -> None:
+    """Remove objects that were just stored from the memory tier."""
+    memory = tier_of(rig)
+    refs = [ObjectRef(chunk, shard) for chunk in chunks for shard in range(rig.fmt.shards)]
+    assert memory.remove(rig.fmt, refs) == len(refs)
+
+
+def tier_of(rig: Rig) -> MemoryTier:
+    memory = rig.side._memory
+    assert memory is not None
+    return memory
+
+
+def kept(rig: Rig) -> int:
+    """Bytes that are kept for waiting requests, or are in use by loads."""
+    return tier_of(rig).stats().pinned_bytes
+
 
 def test_a_waiting_requests_objects_are_in_memory_when_its_load_comes(
     make: Callable[..., Rig], backend: FaultyBackend
 ) -> None:
-    rig = make(prefetch_bytes=1 << 20)
+    rig = make(memory_tier=TIER)
     chunks = rig.chunks(4)
     rig.store(chunks)
+    forget(rig, chunks)
     rig.step(StepMetadata(prefetches=[PrefetchOp("r", chunks)]))
     objects = 4 * rig.fmt.shards
     count = rig.side.counters.snapshot
@@ -1353,32 +1376,33 @@ def test_a_waiting_requests_objects_are_in_memory_when_its_load_comes(
     assert all(rig.same(i + 1, block) for i, block in enumerate(blocks))
     # The thread that delivered the last object counts it afterwards.
     until(lambda: count()["memory_tier_loaded_objects"] == objects)
-    memory = rig.side._prefetched[FULL]
-    until(lambda: bool(rig.step(StepMetadata()) and not memory.available))
+    until(lambda: bool(rig.step(StepMetadata()) and not kept(rig)))
 
 
 def test_a_waiting_request_that_ends_leaves_no_memory_behind(make: Callable[..., Rig]) -> None:
-    rig = make(prefetch_bytes=1 << 20)
+    rig = make(memory_tier=TIER)
     chunks = rig.chunks(4)
     rig.store(chunks)
+    forget(rig, chunks)
     rig.step(StepMetadata(prefetches=[PrefetchOp("r", chunks), PrefetchOp("s", chunks[:1])]))
     memory = rig.side._prefetched[FULL]
-    until(lambda: memory.leading(chunks) == 4)
+    until(lambda: memory.kept(chunks) == 4)
     rig.step(StepMetadata(prefetch_ended=["r"]))
-    until(lambda: bool(rig.step(StepMetadata()) and memory.leading(chunks) == 1))
+    until(lambda: bool(rig.step(StepMetadata()) and memory.kept(chunks) == 1))
     rig.step(StepMetadata(cancelled=["s"]))
-    assert not memory.available
+    assert not kept(rig)
 
 
 def test_when_weights_change_nothing_is_read_ahead_and_its_memory_is_given_back(
     make: Callable[..., Rig], backend: FaultyBackend
 ) -> None:
-    rig = make(prefetch_bytes=1 << 20)
+    rig = make(memory_tier=TIER)
     chunks = rig.chunks(4)
     rig.store(chunks)
+    forget(rig, chunks)
     rig.step(StepMetadata(prefetches=[PrefetchOp("r", chunks[:2])]))
     memory, prefetcher = rig.side._prefetched[FULL], rig.side._prefetchers[FULL]
-    until(lambda: memory.leading(chunks) == 2)
+    until(lambda: memory.kept(chunks) == 2)
     gate = threading.Event()
     backend.add(Fault("read", wait=gate))
     rig.step(StepMetadata(prefetches=[PrefetchOp("s", chunks)]))
@@ -1386,33 +1410,35 @@ def test_when_weights_change_nothing_is_read_ahead_and_its_memory_is_given_back(
     gate.set()
     rig.step(StepMetadata(prefetches=[PrefetchOp("t", chunks)]))
     until(lambda: bool(rig.step(StepMetadata()) and not prefetcher._users))
-    assert not memory.available
+    assert not kept(rig)
     rig.step(StepMetadata(prefetch_ended=["r", "s", "t"]))
 
 
 def test_a_waiting_request_whose_load_is_refused_leaves_no_memory_behind(
     make: Callable[..., Rig],
 ) -> None:
-    rig = make(prefetch_bytes=1 << 20)
+    rig = make(memory_tier=TIER)
     chunks = rig.chunks(4)
     rig.store(chunks)
+    forget(rig, chunks)
     rig.step(StepMetadata(prefetches=[PrefetchOp("r", chunks)]))
     memory = rig.side._prefetched[FULL]
-    until(lambda: memory.leading(chunks) == 4)
+    until(lambda: memory.kept(chunks) == 4)
     # Its chunks are not known, as when the scheduler's look-up was given up.
     finished, _, _ = rig.step(
         StepMetadata(loads=[LoadOp("r", 0, 4 * CHUNK, [], ([*range(20, 28)],))])
     )
     assert finished == {"r"}
-    until(lambda: bool(rig.step(StepMetadata()) and not memory.available))
+    until(lambda: bool(rig.step(StepMetadata()) and not kept(rig)))
 
 
 def test_a_waiting_requests_bad_object_is_reported_before_its_load(
     make: Callable[..., Rig], backend: FaultyBackend
 ) -> None:
-    rig = make(prefetch_bytes=1 << 20)
+    rig = make(memory_tier=TIER)
     chunks = rig.chunks(3)
     rig.store(chunks)
+    forget(rig, chunks)
     backend.add(Fault("read", f"*{chunks[1].key.hex()}*", damage=lambda data: data.reverse()))
     found: list[LoadFailure] = []
 
@@ -1431,9 +1457,10 @@ def test_a_waiting_requests_bad_object_is_reported_before_its_load(
 def test_a_step_that_computes_nothing_does_not_wait_for_early_reads(
     make: Callable[..., Rig], backend: FaultyBackend
 ) -> None:
-    rig = make(prefetch_bytes=1 << 20)
+    rig = make(memory_tier=TIER)
     chunks = rig.chunks(2)
     rig.store(chunks)
+    forget(rig, chunks)
     gate = threading.Event()
     backend.add(Fault("read", wait=gate))
     rig.step(StepMetadata(prefetches=[PrefetchOp("r", chunks)]))
@@ -1449,3 +1476,86 @@ def test_a_near_shelf_takes_no_memory_for_waiting_requests(make: Callable[..., R
     rig.step(StepMetadata(prefetches=[PrefetchOp("r", chunks)]))
     assert not rig.side._prefetchers
     assert rig.side.counters.snapshot().get("prefetched_objects", 0) == 0
+
+
+# ------------------------------------------------------------------------- the memory tier
+
+
+def test_what_was_stored_is_loaded_from_memory_without_storage_and_staging(
+    make: Callable[..., Rig], backend: FaultyBackend
+) -> None:
+    rig = make(memory_tier=TIER)
+    chunks = rig.chunks(3)
+    rig.store(chunks)
+    backend.add(Fault("open", error=TransientStorageError("broken")))
+    pools = [memory.staging for memory in rig.side._registration.memories.values()]
+    taken = [(pool, pool.acquire_for_load(0.0)) for pool in pools for _ in range(pool.limit)]
+    blocks = [*range(20, 26)]
+    answer = rig.step(StepMetadata(loads=[LoadOp("r", 0, 3 * CHUNK, chunks, (blocks,))]))
+    finished, bad, _ = answer if answer[0] else rig.until_finished()
+    assert (finished, bad) == ({"r"}, set())
+    assert all(rig.same(i + 1, block) for i, block in enumerate(blocks))
+    counts = rig.side.counters.snapshot()
+    assert counts["memory_tier_loaded_objects"] == 3 * rig.fmt.shards
+    assert counts["memory_tier_stored_objects"] == 3 * rig.fmt.shards
+    until(lambda: not kept(rig))
+    for pool, buffer in taken:
+        assert buffer is not None
+        pool.release(buffer)
+
+
+def test_what_was_loaded_is_read_once(make: Callable[..., Rig], backend: FaultyBackend) -> None:
+    writer = make()
+    chunks = writer.chunks(3)
+    writer.store(chunks)
+    rig = make(memory_tier=TIER)
+    for first in (20, 30):
+        blocks = [*range(first, first + 6)]
+        op = LoadOp(f"r{first}", 0, 3 * CHUNK, chunks, (blocks,))
+        answer = rig.step(StepMetadata(loads=[op]))
+        finished, bad, _ = answer if answer[0] else rig.until_finished()
+        assert (finished, bad) == ({op.request_id}, set())
+        backend.add(Fault("open", error=TransientStorageError("broken")))
+    assert all(rig.same(20 + i, 30 + i) for i in range(6))
+    assert all(
+        torch.equal(a, b)
+        for i in range(6)
+        for a, b in zip(writer.rows(1 + i), rig.rows(20 + i), strict=True)
+    )
+
+
+def test_the_memory_tier_outlives_a_change_of_the_weights(
+    make: Callable[..., Rig], backend: FaultyBackend
+) -> None:
+    rig = make(memory_tier=TIER)
+    named, chunks = rig.namespace(), rig.chunks(2)
+    rig.store(chunks)
+    memory = tier_of(rig)
+    record = Namespace.from_bytes(named[0]).record | {"weights": "user:other"}
+    rig.step(StepMetadata(namespace=(Namespace(record, "other").encoded, "other")))
+    assert rig.side._registration.namespace is not None
+    assert rig.side._registration.namespace.encoded != named[0]
+    rig.step(StepMetadata(namespace=named))
+    assert tier_of(rig) is memory
+    backend.add(Fault("open", error=TransientStorageError("broken")))
+    blocks = [20, 21, 22, 23]
+    answer = rig.step(StepMetadata(loads=[LoadOp("r", 0, 2 * CHUNK, chunks, (blocks,))]))
+    finished, bad, _ = answer if answer[0] else rig.until_finished()
+    assert (finished, bad) == ({"r"}, set())
+    assert all(rig.same(i + 1, block) for i, block in enumerate(blocks))
+
+
+def test_an_engine_does_not_start_without_the_memory_of_its_tier(
+    make: Callable[..., Rig],
+) -> None:
+    with pytest.raises(ConfigError, match="are free"):
+        make(memory_tier={"max_bytes": 1 << 50})
+
+
+def test_an_earlier_name_of_the_memory_tier_is_warned_of_once(
+    make: Callable[..., Rig], caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = make(prefetch_bytes=1 << 20)
+    assert tier_of(rig).max_bytes == 1 << 20
+    rig.connector.register_kv_caches(rig.caches)
+    assert caplog.text.count("prefetch_bytes is an earlier name of memory_tier") == 1

@@ -325,6 +325,9 @@ class DiskTier:
     def borrow(self, fmt: ObjectFormat, ref: ObjectRef) -> None:
         """Return None: no copy lies in memory."""
 
+    def reserve(self, fmt: ObjectFormat, ref: ObjectRef) -> None:
+        """Return None: no copy lies in memory."""
+
     def _note_use(self, fmt: ObjectFormat, ref: ObjectRef) -> None:
         with self._work:
             if len(self._uses) >= _QUEUED_USES or self._closing.is_set():

@@ -3,7 +3,7 @@
 Owns the shape of a tier (:class:`Tier`), the shelf that looks into tiers first
 (:class:`TieredShelf`), and how a shelf is opened together with its disk tier
 (:func:`open_configured`). The disk tier is :mod:`kvshelf.shelf.disk_tier`, the memory tier
-:mod:`kvshelf.transfer.prefetch`.
+:mod:`kvshelf.memory.tier`.
 
 Contracts
 ---------
@@ -11,7 +11,10 @@ Contracts
   does not get into a tier. Loads and lookups ask the tiers first, and ask the shelf only for the
   objects that are in no tier. So an object that was deleted from the shelf is found until it is
   gone from the tiers as well.
-* All methods may be called from any thread but an engine's step thread.
+* What is in memory is read where it lies, and what is not is read into a tier's memory, where a
+  tier has room for it (:meth:`TieredView.borrow`): it is verified there, and copied from there.
+* All methods may be called from any thread but an engine's step thread, but for
+  :meth:`TieredView.expect`.
 """
 
 from __future__ import annotations
@@ -40,6 +43,26 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+class Room(Protocol):
+    """Memory of a tier for one object that is about to be read, which nobody finds yet.
+
+    Exactly one of the methods is called, once.
+    """
+
+    @property
+    def view(self) -> memoryview:
+        """Memory of the object's size, writable."""
+
+    def publish_pinned(self) -> Borrowed | None:
+        """Let the object be found, and lend it: `view` holds it, whole and verified.
+
+        None only if another thread had read it too, and it is gone again.
+        """
+
+    def abandon(self) -> None:
+        """Give the memory back."""
+
+
 class Tier(Protocol):
     """Something in front of a shelf that has copies of some of its objects."""
 
@@ -55,6 +78,9 @@ class Tier(Protocol):
 
     def borrow(self, fmt: ObjectFormat, ref: ObjectRef) -> Borrowed | None:
         """Return an object where it lies in memory; None if it does not. Never raises."""
+
+    def reserve(self, fmt: ObjectFormat, ref: ObjectRef) -> Room | None:
+        """Return memory into which an object is to be read; None if it should not, or is here."""
 
     def keep(self, fmt: ObjectFormat, ref: ObjectRef, buffer: BytesLike) -> None:
         """Take a copy of an object that is on the shelf, if there is room. Never waits."""
@@ -125,15 +151,18 @@ class TieredView(ShelfView):
         return self._shelf.on_storage
 
     def load(self, ref: ObjectRef, buffer: memoryview) -> None:
-        """Read and verify one object, from the first tier that has it, else from the shelf.
+        """Read and verify one object, from the first tier that has it, else from the shelf."""
+        self._load(ref, buffer, self._tiers)
 
-        From some tiers the payload comes without the header.
-        """
-        for tier in self._tiers:
+    def _load(self, ref: ObjectRef, buffer: memoryview, tiers: Sequence[Tier]) -> None:
+        for place, tier in enumerate(tiers):
             if tier.load(self.fmt, ref, buffer):
-                return
-        self._shelf.load(ref, buffer)
-        for tier in self._tiers:
+                nearer = tiers[:place]
+                break
+        else:
+            self._shelf.load(ref, buffer)
+            nearer = tiers
+        for tier in nearer:
             tier.keep(self.fmt, ref, buffer)
 
     def expect(self, refs: Sequence[ObjectRef]) -> None:
@@ -143,8 +172,9 @@ class TieredView(ShelfView):
     def borrow(self, ref: ObjectRef) -> Borrowed | None:
         """Borrow an object from the first tier that has it, else from the shelf.
 
-        None also if a tier has it elsewhere than in memory. What the shelf lends is not copied
-        into the tiers: it is in memory already.
+        If none lends it, it is read into the first tier that has room for it, and lent from there.
+        None if a tier has it elsewhere than in memory. What the shelf lends is not copied into the
+        tiers: it is in memory already.
         """
         lends = self.backend.properties.lends
         for tier in self._tiers:
@@ -153,7 +183,22 @@ class TieredView(ShelfView):
                 return borrowed
             if lends and tier.holds(self.fmt, [ref])[0]:
                 return None
-        return self._shelf.borrow(ref)
+        if lends:
+            return self._shelf.borrow(ref)
+        for tier in self._tiers:
+            room = tier.reserve(self.fmt, ref)
+            if room is not None:
+                return self._borrow_from(room, tier, ref)
+        return None
+
+    def _borrow_from(self, room: Room, tier: Tier, ref: ObjectRef) -> Borrowed | None:
+        """Read an object into the room that a tier has made for it."""
+        try:
+            self._load(ref, room.view, [other for other in self._tiers if other is not tier])
+        except BaseException:
+            room.abandon()
+            raise
+        return room.publish_pinned()
 
     def publish(self, ref: ObjectRef, buffer: BytesLike, *, suspect: bool = False) -> WriteResult:
         """Publish to the shelf, then copy to the tiers.

@@ -3,10 +3,10 @@
 Owns the queues of loads, the threads that read, and the loads in progress.
 
 A load: a load thread reads an object into a staging buffer, verifies it and scatters it into
-the paged cache. An object that a tier or the storage has in memory is borrowed instead, and
-scattered from where it lies (:meth:`~kvshelf.shelf.view.ShelfView.borrow`): a load of such objects
-takes no staging. When all objects of a load have arrived or were given up, the load is
-``finished`` and says at which chunk it failed. An object that misses its deadline is given
+the paged cache. An object that a tier or the storage has in memory, or a tier takes into memory, is
+borrowed instead, and scattered from where it lies (:meth:`~kvshelf.shelf.view.ShelfView.borrow`): a
+load of such objects takes no staging. When all objects of a load have arrived or were given up, the
+load is ``finished`` and says at which chunk it failed. An object that misses its deadline is given
 up: its thread may hang for ever, the load does not.
 
 Order: the objects of a load are read from its beginning, as many at once as there are
@@ -478,16 +478,14 @@ class Loads(TransferHalf):
 
         Neither is returned if no staging became free.
         """
-        if not task.load.early:
-            # What is read early goes into the memory tier, and a tier copies what it is given.
-            lent, failure = self._borrow(task)
-            if lent is not None or failure is not None:
-                return lent, failure
-            if task.late:
-                # It was stuck there: nobody waits for the object any more.
-                return None, Failure.ERROR
-            # A wait for staging must not keep what others left to this thread.
-            self._deliver_left(task)
+        lent, failure = self._borrow(task)
+        if lent is not None or failure is not None:
+            return lent, failure
+        if task.late:
+            # It was stuck there: nobody waits for the object any more.
+            return None, Failure.ERROR
+        # A wait for staging must not keep what others left to this thread.
+        self._deliver_left(task)
         buffer = self._staging_for(task)
         if buffer is None:
             return None, None

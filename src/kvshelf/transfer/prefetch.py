@@ -1,17 +1,17 @@
-"""The memory tier: objects that were prefetched for requests that wait.
+"""What is read ahead of requests that wait, into a memory tier.
 
-Owns the payloads of prefetched objects (:class:`PrefetchMemory`), which the classes of
-:mod:`kvshelf.shelf.tiers` put in front of a shelf, and the decision what to prefetch for the
-waiting requests of an engine (:class:`Prefetcher`).
+Owns what the loads of one kind see of a memory tier (:class:`KindMemory`), with the objects in it
+that are kept for requests that wait, and the decision what to prefetch for the waiting requests of
+an engine (:class:`Prefetcher`). :mod:`kvshelf.memory.tier` owns the memory.
 
 Contracts
 ---------
-* The tier receives only payloads that a load has verified, so they are not verified again.
-  Evicted payloads, the least recently used first, are still on the shelf. The memory of a
-  :class:`Prefetcher` evicts none: requests are served in order of arrival, so the chunks that
-  are needed first came first.
-* Any thread may call the methods of :class:`PrefetchMemory`. Copies are made outside the lock;
-  a payload that is evicted meanwhile keeps its memory until its copy is done.
+* A prefetched object is pinned until its load has used it, or until no request needs it any more.
+  So requests are served in order of arrival: the chunks that are needed first came first.
+* What is pinned here is at most a given part of the memory: stores, loads and other kinds always
+  find some of it.
+* Any thread may call the methods of :class:`KindMemory`. Those that copy an object
+  (:meth:`KindMemory.load`, :meth:`KindMemory.keep`) are not for an engine's step thread.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -29,10 +29,10 @@ from torch import Tensor
 
 from kvshelf.backends import BytesLike
 from kvshelf.backends.guard import GuardedBackend
-from kvshelf.buffers import BUFFER_ALIGNMENT, Buffer, BufferPool
 from kvshelf.format.keys import Chunk
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.kv.caches import KVMemory, PendingCopy
+from kvshelf.memory.tier import Lent, MemoryTier, Room
 from kvshelf.metrics import Counters
 from kvshelf.shelf.view import ObjectRef
 from kvshelf.transfer.context import ChunkSlots
@@ -48,177 +48,221 @@ _RETRY_SECONDS: Final = 1.0
 
 
 @dataclass(slots=True)
-class _Held:
-    """One payload, and whether a load has used it."""
+class _Pin:
+    """One object that is kept for waiting requests."""
 
-    buffer: Buffer
-    used: bool = False
+    lent: Lent
+    #: It was read for them, and no load has used it.
+    unused: bool
 
 
-class PrefetchMemory:
-    """Payloads of prefetched objects of one kind in one namespace.
+class KindMemory:
+    """A memory tier as the loads and stores of one kind in one namespace see it.
 
     Parameters
     ----------
+    memory : MemoryTier
+        Others may use it too; it stays open.
     fmt : ObjectFormat
-        Objects of other formats, such as those of another kind, are never here.
-    capacity : int
-        Upper limit of their bytes.
     counters : Counters
     shards : Sequence of int, optional
         The shards that are prefetched; all of them when absent.
-    evict : bool
-        Make room for new payloads by evicting the least recently used ones.
+    share : float
+        The part of the memory that may be pinned for waiting requests.
+    keeps : bool
+        What is stored and loaded gets into the memory. False: only what is prefetched does.
+    lends : bool
+        Loads read in place what is here. False: they copy it to staging, for caches on a GPU to
+        which copies from ordinary memory are slow.
 
     Attributes
     ----------
     most_chunks : int
-        Number of chunks that fit.
+        Number of chunks that may be pinned for waiting requests.
     """
 
     def __init__(
         self,
+        memory: MemoryTier,
         fmt: ObjectFormat,
-        capacity: int,
         counters: Counters,
         *,
         shards: Sequence[int] | None = None,
-        evict: bool = True,
+        share: float = 1.0,
+        keeps: bool = True,
+        lends: bool = True,
     ) -> None:
-        self._counters = counters
+        self._memory = memory
         self._fmt = fmt
-        self._data_offset = fmt.data_offset
+        self._counters = counters
         self._shards = range(fmt.shards) if shards is None else shards
-        self._evict = evict
-        sizes = [fmt.payload_size(shard) for shard in self._shards]
-        self.most_chunks = capacity // sum(
-            -(-size // BUFFER_ALIGNMENT) * BUFFER_ALIGNMENT for size in sizes
-        )
-        self._pool = BufferPool(max(capacity, BUFFER_ALIGNMENT))
+        self._keeps = keeps
+        self._lends = lends
+        self.most_chunks = int(memory.most_chunks(fmt, self._shards) * share)
         self._lock = threading.Lock()
-        self._held: OrderedDict[tuple[bytes, int], _Held] = OrderedDict()
+        #: How often each chunk is wanted.
+        self._wanted: Counter[bytes] = Counter()
+        self._pins: dict[tuple[bytes, int], _Pin] = {}
+
+    # ------------------------------------------------------------- the tier
 
     @property
     def available(self) -> bool:
-        """Whether any payload is here: it can be read even while the storage is unavailable."""
-        return bool(self._held)
+        """Whether any object is here: it can be read even while the storage is unavailable."""
+        return self._memory.available
 
     def holds(self, fmt: ObjectFormat, refs: Sequence[ObjectRef]) -> list[bool]:
-        """Return, for each object, whether its payload is here."""
-        if not self._is_of(fmt):
-            return [False] * len(refs)
-        return [(chunk.key, shard) in self._held for chunk, shard in refs]
-
-    def _is_of(self, fmt: ObjectFormat) -> bool:
-        # A chunk has the same key in all kinds. Keys of other namespaces differ.
-        return fmt.kind == self._fmt.kind
-
-    def leading(self, chunks: Sequence[Chunk]) -> int:
-        """Return how many leading `chunks` are here with all shards."""
-        for number, chunk in enumerate(chunks):
-            if not all((chunk.key, shard) in self._held for shard in self._shards):
-                return number
-        return len(chunks)
+        """Return, for each object, whether it is here."""
+        return self._memory.holds(fmt, refs)
 
     def load(self, fmt: ObjectFormat, ref: ObjectRef, buffer: memoryview) -> bool:
-        """Fill the payload of `buffer` and leave its header; False when it is not here."""
-        if not self._is_of(fmt):
-            return False
-        out = torch.frombuffer(buffer, dtype=torch.uint8)[self._data_offset :]
-        name = (ref.chunk.key, ref.shard)
-        with self._lock:
-            found = self._held.get(name)
-            if found is None:
-                return False
-            self._held.move_to_end(name)
-            found.used = True
-            view = found.buffer.share()
-        with view:
-            out.copy_(view.tensor)
-        self._counters.add("memory_tier_loaded_objects")
-        return True
+        """Copy an object to `buffer`; False when it is not here."""
+        loaded = self._memory.load(fmt, ref, buffer)
+        if loaded:
+            self._note_use(ref)
+        return loaded
 
-    def borrow(self, fmt: ObjectFormat, ref: ObjectRef) -> None:
-        """Return None: only payloads are here, without their headers."""
+    def borrow(self, fmt: ObjectFormat, ref: ObjectRef) -> Lent | None:
+        """Lend an object; None when it is not here."""
+        lent = self._memory.borrow(fmt, ref) if self._lends else None
+        if lent is not None:
+            self._note_use(ref)
+        return lent
+
+    def reserve(self, fmt: ObjectFormat, ref: ObjectRef) -> Room | None:
+        """Make room for an object that is about to be read, if it should be here."""
+        return self._memory.reserve(fmt, ref) if self._takes(ref, read=True) else None
 
     def keep(self, fmt: ObjectFormat, ref: ObjectRef, buffer: BytesLike) -> None:
-        """Do nothing: only a :class:`Prefetcher` or a caller's prefetch fills the memory."""
+        """Copy an object in, if it should be here and there is room."""
+        if self._takes(ref):
+            self._memory.keep(fmt, ref, buffer)
 
     def remove(self, fmt: ObjectFormat, refs: Sequence[ObjectRef]) -> int:
-        """Free the memory of some objects; return how many were here."""
-        if not self._is_of(fmt):
-            return 0
-        with self._lock:
-            names = [(chunk.key, shard) for chunk, shard in refs]
-            found = [self._held.pop(name) for name in names if name in self._held]
-            for held in found:
-                held.buffer.release()
-        return len(found)
+        """Remove objects; return how many were here."""
+        return self._memory.remove(fmt, refs)
 
     def attach(self, guard: GuardedBackend) -> None:
         """Do nothing: no thread is ever stuck in memory."""
 
-    def put(self, key: bytes, shard: int, payload: Tensor) -> None:
-        """Keep a copy of a payload, if there is room for it."""
-        name = (key, shard)
+    def close(self) -> None:
+        """Unpin all objects. Idempotent."""
         with self._lock:
-            if name in self._held:
-                self._held.move_to_end(name)
-                return
-            buffer = self._pool.allocate(payload.numel())
-            while buffer is None and self._held and self._evict:
-                self._held.popitem(last=False)[1].buffer.release()
-                buffer = self._pool.allocate(payload.numel())
-        if buffer is None:
-            return
-        buffer.tensor.copy_(payload)
-        with self._lock:
-            if name in self._held:
-                buffer.release()
-            else:
-                self._held[name] = _Held(buffer)
-                self._counters.add("prefetched_objects")
-                self._counters.add("prefetched_bytes", payload.numel())
+            pins = list(self._pins.values())
+            self._pins.clear()
+        for pin in pins:
+            pin.lent.release()
 
-    def drop(self, keys: Iterable[bytes]) -> None:
-        """Free the memory of some chunks."""
-        unused = 0
+    def _takes(self, ref: ObjectRef, *, read: bool = False) -> bool:
+        if ref.chunk.key in self._wanted:
+            return True
+        # What is read into memory is lent from there.
+        return self._keeps and (self._lends or not read)
+
+    def _note_use(self, ref: ObjectRef) -> None:
+        pin = self._pins.get((ref.chunk.key, ref.shard))
+        if pin is not None:
+            pin.unused = False
+
+    # ------------------------------------------------------------- what is prefetched
+
+    def leading(self, chunks: Sequence[Chunk]) -> int:
+        """Return how many leading `chunks` are here with all shards."""
+        refs = [ObjectRef(chunk, shard) for chunk in chunks for shard in self._shards]
+        held = self._memory.holds(self._fmt, refs)
+        return held.index(False) // len(self._shards) if False in held else len(chunks)
+
+    def kept(self, chunks: Sequence[Chunk]) -> int:
+        """Return how many leading `chunks` are pinned here with all shards."""
+        for number, chunk in enumerate(chunks):
+            if not all((chunk.key, shard) in self._pins for shard in self._shards):
+                return number
+        return len(chunks)
+
+    def want(self, keys: Iterable[bytes]) -> None:
+        """Let objects of these chunks get into the memory until :meth:`unwant`."""
+        with self._lock:
+            self._wanted.update(keys)
+
+    def unwant(self, keys: Iterable[bytes]) -> None:
+        """End what :meth:`want` began; what is here stays until it is evicted."""
         with self._lock:
             for key in keys:
-                for shard in self._shards:
-                    found = self._held.pop((key, shard), None)
-                    if found is not None:
-                        unused += not found.used
-                        found.buffer.release()
+                self._wanted[key] -= 1
+                if not self._wanted[key]:
+                    del self._wanted[key]
+
+    def pin(self, ref: ObjectRef, *, fresh: bool = False) -> bool:
+        """Keep an object here until :meth:`drop`; False if it is not here.
+
+        Parameters
+        ----------
+        ref : ObjectRef
+        fresh : bool
+            It was read for that.
+        """
+        name = (ref.chunk.key, ref.shard)
+        lent = self._memory.pin(self._fmt, ref)
+        if lent is None:
+            return False
+        with self._lock:
+            if name not in self._pins:
+                self._pins[name] = _Pin(lent, fresh)
+                return True
+        lent.release()
+        return True
+
+    def pin_chunk(self, chunk: Chunk) -> bool:
+        """Keep a chunk here until :meth:`drop`, if all its shards are here."""
+        if not self.leading([chunk]):
+            return False
+        return all(self.pin(ObjectRef(chunk, shard)) for shard in self._shards)
+
+    def drop(self, keys: Iterable[bytes]) -> None:
+        """Keep some chunks no longer. They stay here until they are evicted."""
+        with self._lock:
+            pins = [self._pins.pop((key, shard), None) for key in keys for shard in self._shards]
+        dropped = [pin for pin in pins if pin is not None]
+        for pin in dropped:
+            pin.lent.release()
+        unused = sum(pin.unused for pin in dropped)
         if unused:
             self._counters.add("prefetched_unused_objects", unused)
 
-    def close(self) -> None:
-        """Free all memory."""
-        with self._lock:
-            for held in self._held.values():
-                held.buffer.release()
-            self._held.clear()
-        self._pool.close()
+    def note_read(self, payload: Tensor) -> None:
+        """Count an object that was prefetched."""
+        self._counters.add("prefetched_objects")
+        self._counters.add("prefetched_bytes", payload.numel())
 
 
 class IntoMemory(KVMemory):
-    """The destination of an early load: receives the payloads of one chunk."""
+    """The destination of an early load: the objects of one chunk, which reads leave in memory.
 
-    def __init__(self, memory: PrefetchMemory, key: bytes) -> None:
+    Parameters
+    ----------
+    memory : KindMemory
+    chunk : Chunk
+        :meth:`KindMemory.want` was called for it.
+    pins : bool
+        Pin what has come.
+    """
+
+    def __init__(self, memory: KindMemory, chunk: Chunk, *, pins: bool = False) -> None:
         self._memory = memory
-        self._key = key
+        self._chunk = chunk
+        self._pins = pins
 
     def gather(self, slots: Tensor, payloads: Sequence[Tensor]) -> PendingCopy:
         """Never called: nothing is stored from here."""
         raise NotImplementedError("prefetched objects are on the shelf already")
 
     def scatter(self, shard: int, slots: Tensor, payload: Tensor, fence: object = None) -> None:
-        """Keep a payload."""
-        self._memory.put(self._key, shard, payload)
+        """Note that an object was read; it is in the memory if there was room."""
+        if not self._pins or self._memory.pin(ObjectRef(self._chunk, shard), fresh=True):
+            self._memory.note_read(payload)
 
     def of_tail(self, tokens: int) -> IntoMemory:
-        """Return itself: a payload is kept as it is."""
+        """Return itself: the memory holds objects of any size."""
         return self
 
 
@@ -250,11 +294,10 @@ class Prefetcher:
     ----------
     transfer : Transfer
         Its shelf is a :class:`~kvshelf.shelf.tiers.TieredView` with the same memory.
-    memory : PrefetchMemory
-        Made with ``evict=False``.
+    memory : KindMemory
     """
 
-    def __init__(self, transfer: Transfer, memory: PrefetchMemory) -> None:
+    def __init__(self, transfer: Transfer, memory: KindMemory) -> None:
         self._transfer = transfer
         self._memory = memory
         self._requests: OrderedDict[str, _Request] = OrderedDict()
@@ -292,7 +335,7 @@ class Prefetcher:
                 self._transfer.cancel_early(load.request_id)
 
     def release(self, request_id: str) -> None:
-        """Drop the chunks that no other request needs."""
+        """Keep the chunks no longer that no other request needs."""
         self.cancel_reads(request_id)
         request = self._requests.pop(request_id, None)
         if request is not None:
@@ -300,7 +343,7 @@ class Prefetcher:
             self._advance()
 
     def release_all(self) -> None:
-        """Drop all chunks."""
+        """Keep no chunk any longer."""
         # The reads of all are cancelled first, so that no request takes the room of another.
         for request_id in self._requests:
             self.cancel_reads(request_id)
@@ -341,8 +384,10 @@ class Prefetcher:
                 if len(self._users) >= self._memory.most_chunks:
                     break
                 users = self._users[key] = []
-                fresh.append(chunk)
-            elif key not in self._reading and not self._memory.leading([chunk]):
+                self._memory.want([key])
+                if not self._memory.pin_chunk(chunk):
+                    fresh.append(chunk)
+            elif key not in self._reading and not self._memory.kept([chunk]):
                 # The requests that needed it until now have loads of their own.
                 self._retries.pop(key, None)
                 fresh.append(chunk)
@@ -354,7 +399,9 @@ class Prefetcher:
     def _read(self, request: _Request, chunks: Sequence[Chunk]) -> None:
         name = f"{request.request_id}#{next(self._numbers)}"
         none = torch.empty(0, dtype=torch.int64)
-        items = [ChunkSlots(chunk, none, IntoMemory(self._memory, chunk.key)) for chunk in chunks]
+        items = [
+            ChunkSlots(chunk, none, IntoMemory(self._memory, chunk, pins=True)) for chunk in chunks
+        ]
         self._reading.update(chunk.key for chunk in chunks)
         request.loads = [load for load in request.loads if not load.finished]
         # A load of its own, since the request's earlier chunks are being read already.
@@ -396,11 +443,10 @@ class Prefetcher:
                 elif (
                     place >= load.leading
                     and key not in lost
-                    and not self._memory.leading([item.chunk])
+                    and not self._memory.kept([item.chunk])
                 ):
                     self._retries[key] = item.chunk
-        if gone:
-            self._memory.drop(gone)
+        self._forget(gone)
 
     def _give_up(self, chunk: Chunk, failure: Failure) -> None:
         """Report a chunk as failed for all requests that need it, and end their reads there."""
@@ -418,7 +464,7 @@ class Prefetcher:
                 self._released.append((rest, key))
 
     def _drop(self) -> None:
-        """Free the memory that no request needs any more, once no thread writes to it."""
+        """Unpin what no request needs any more, once nothing is read for it."""
         gone = []
         # Limited per step, since each chunk takes a microsecond or two.
         for _ in range(min(_DROPS_PER_STEP, len(self._released))):
@@ -430,5 +476,9 @@ class Prefetcher:
                 if key not in self._reading:
                     del self._users[key]
                     gone.append(key)
-        if gone:
-            self._memory.drop(gone)
+        self._forget(gone)
+
+    def _forget(self, keys: Sequence[bytes]) -> None:
+        if keys:
+            self._memory.unwant(keys)
+            self._memory.drop(keys)

@@ -26,9 +26,11 @@ import torch
 from kvshelf.config import Config
 from kvshelf.format.kinds import FULL
 from kvshelf.kv.streams import Streams
+from kvshelf.kv.topology import ShardPlan
 from kvshelf.logs import RateLimitedLog
 from kvshelf.metrics import COUNTERS, Counters
 from kvshelf.shelf.tiers import AnyShelf
+from kvshelf.shelf.view import ShelfView
 from kvshelf.transfer.context import ChunkSlots
 from kvshelf.transfer.loads import Load
 from kvshelf.transfer.transfer import Transfer
@@ -86,6 +88,8 @@ class DraftWorker:
     counters : Counters
     streams : Callable[[torch.device], Streams or None], optional
         As for the worker side.
+    in_front : Callable[[ShelfView, ShardPlan], ShelfView], optional
+        Puts the worker's memory tier in front of the shelf.
     """
 
     def __init__(
@@ -98,10 +102,12 @@ class DraftWorker:
         rank: int,
         counters: Counters,
         streams: Callable[[torch.device], Streams | None] | None,
+        in_front: Callable[[ShelfView, ShardPlan], ShelfView] = lambda view, plan: view,
     ) -> None:
         self._engine = engine
         self._config = config
         self._shelf = shelf
+        self._in_front = in_front
         self._rank = rank
         self._counters = _DraftCounters(counters)
         self._registration = Registration(
@@ -123,6 +129,7 @@ class DraftWorker:
         rank: int,
         counters: Counters,
         streams: Callable[[torch.device], Streams | None] | None,
+        in_front: Callable[[ShelfView, ShardPlan], ShelfView],
     ) -> DraftWorker | None:
         """Return the drafter's side of a worker; None where it has none or it is left out.
 
@@ -134,7 +141,7 @@ class DraftWorker:
             The engine's options.
         rank : int
             The worker's rank, over all stages.
-        shelf, kv_cache_config, counters, streams
+        shelf, kv_cache_config, counters, streams, in_front
             As for the class.
         """
         if not drafter_has_kv(vllm_config):
@@ -159,6 +166,7 @@ class DraftWorker:
             rank=rank,
             counters=counters,
             streams=streams,
+            in_front=in_front,
         )
 
     # ------------------------------------------------------------- caches
@@ -223,7 +231,7 @@ class DraftWorker:
         if memories is None:
             return
         memory = memories[FULL]
-        view = shelf.view(memory.fmt)
+        view = self._in_front(shelf.view(memory.fmt), memory.plan)
         try:
             self._transfer = registration.start_transfer(view, memory, self._counters, quiet=True)
         except RuntimeError:

@@ -1,7 +1,7 @@
 """The worker side of the connector: moves KV between the paged cache and the shelf.
 
 Owns the :class:`~kvshelf.transfer.kinds.KindTransfers` that run this worker's stores and loads, the
-memory for what is read ahead for waiting requests, and the account of loads that vLLM waits for.
+memory tier, and the account of loads that vLLM waits for.
 :mod:`kvshelf.vllm.registration` owns the caches and the way to the namespace.
 
 Owns also the :class:`~kvshelf.vllm.draft_worker.DraftWorker` of a worker with a drafter.
@@ -28,6 +28,8 @@ Contracts
   tokens computed behind a part of the hit would read blocks that are not there.
 * Where the engine has several cache groups or states, all loads do: no block of a load that failed
   is used, and vLLM computes all tokens that it was for, or asks again.
+* One memory tier serves all kinds of KV and outlives changes of the weights: objects have the names
+  of their namespace. The scheduler side knows nothing of it: the shelf decides what is a hit.
 * What a failed step left in the cache is never stored.
 * From the moment when weights may have changed in place, nothing is loaded or stored until the
   scheduler has named the namespace of the weights that are there now
@@ -51,9 +53,12 @@ from typing import Any
 import torch
 
 from kvshelf.backends.breaker import BreakerState
-from kvshelf.config import Config
+from kvshelf.config import EARLIER_NAME, Config
 from kvshelf.format.kinds import FULL, WINDOW, Kind
+from kvshelf.format.objects import ObjectFormat
 from kvshelf.kv.streams import Streams
+from kvshelf.kv.topology import ShardPlan
+from kvshelf.memory.tier import MemoryTier
 from kvshelf.metrics import Counters
 from kvshelf.shelf.sweep import Sweep
 from kvshelf.shelf.tiers import AnyShelf, TieredView
@@ -61,7 +66,7 @@ from kvshelf.shelf.view import ShelfView
 from kvshelf.transfer.context import ChunkSlots
 from kvshelf.transfer.kinds import JointLoad, KindTransfers, share_out
 from kvshelf.transfer.loads import Failure
-from kvshelf.transfer.prefetch import Prefetcher, PrefetchMemory
+from kvshelf.transfer.prefetch import KindMemory, Prefetcher
 from kvshelf.transfer.promises import Promises
 from kvshelf.transfer.transfer import Transfer
 from kvshelf.vllm import weight_changes
@@ -152,6 +157,7 @@ class WorkerSide:
             rank=rank,
             counters=self.counters,
             streams=streams,
+            in_front=self._before_drafts,
         )
         self._transfer: KindTransfers | None = None
         self._sweep: Sweep | None = None
@@ -167,7 +173,10 @@ class WorkerSide:
         #: Transfers of earlier weights that still publish, and their promises.
         self._retired: list[tuple[KindTransfers, Promises]] = []
         self._prefetchers: dict[Kind, Prefetcher] = {}
-        self._prefetched: dict[Kind, PrefetchMemory] = {}
+        self._prefetched: dict[Kind, KindMemory] = {}
+        self._memory: MemoryTier | None = None
+        #: Loads copy straight from the memory tier to the caches.
+        self._memory_lends = True
         self._meta: StepMetadata | None = None
         #: Loads that the scheduler planned and that have not started.
         self._planned: list[LoadOp] = []
@@ -212,8 +221,53 @@ class WorkerSide:
                 " with one is not stored"
             )
         self._registration.register(kv_caches)
+        self._take_memory()
         if self._drafts is not None:
             self._drafts.register(kv_caches)
+
+    def _take_memory(self) -> None:
+        """Take the memory of the tier that is configured, once."""
+        nbytes, caches = self._config.memory_bytes, self._registration.caches
+        if not nbytes or caches is None or self._memory is not None:
+            return
+        if self._registration.disabled_reason:
+            return
+        if self._config.prefetch_bytes and self.rank == 0:
+            logger.warning(EARLIER_NAME, nbytes)
+        if caches.device.type == "cuda":
+            try:
+                self._memory = MemoryTier(nbytes, counters=self.counters, device=caches.device)
+                return
+            except RuntimeError as error:
+                logger.warning(
+                    "could not pin the memory tier (%s; check `ulimit -l`); its objects are copied"
+                    " to staging on their way to the GPU",
+                    error,
+                )
+            self._memory_lends = False
+        self._memory = MemoryTier(nbytes, counters=self.counters)
+
+    def _memory_of(self, fmt: ObjectFormat, plan: ShardPlan, prefetched: int) -> KindMemory | None:
+        """Return the memory tier as one kind uses it; `prefetched` bytes are for waiting requests.
+
+        Without a tier that is configured nothing else gets into it.
+        """
+        if self._memory is None:
+            return None
+        return KindMemory(
+            self._memory,
+            fmt,
+            self.counters,
+            shards=plan.shards,
+            share=prefetched / self._memory.max_bytes,
+            keeps=self._config.memory_bytes > 0,
+            lends=self._memory_lends,
+        )
+
+    def _before_drafts(self, view: ShelfView, plan: ShardPlan) -> ShelfView:
+        """Put the memory tier in front of the shelf for a drafter's KV, if one is configured."""
+        memory = self._memory_of(view.fmt, plan, 0) if self._config.memory_bytes else None
+        return view if memory is None else TieredView(view, [memory])
 
     def _watch_weights(self, model: torch.nn.Module | None) -> None:
         """Read the weights for the first time, and notice when they are loaded anew."""
@@ -330,25 +384,23 @@ class WorkerSide:
         if memories is None:
             return
         budget = self._config.prefetch_budget(shelf.backend.properties.probe_cost)
+        if budget and self._memory is None:
+            self._memory = MemoryTier(budget, counters=self.counters, lazy=True)
+            self._memory_lends = not registration.on_device
         shares: Mapping[Kind, int] = {}
         if budget:
             formats = [memory.fmt for memory in memories.values()]
             plans = {kind: memory.plan for kind, memory in memories.items()}
-            shares = share_out(budget, formats, plans, "prefetch_bytes", chunks=0)
+            shares = share_out(budget, formats, plans, "memory_tier", chunks=0)
         transfers: dict[Kind, Transfer] = {}
-        prefetched: dict[Kind, PrefetchMemory] = {}
+        prefetched: dict[Kind, KindMemory] = {}
         try:
             for kind, memory in memories.items():
                 view: ShelfView = shelf.view(memory.fmt)
-                if shares:
-                    prefetched[kind] = PrefetchMemory(
-                        memory.fmt,
-                        shares[kind],
-                        self.counters,
-                        shards=memory.plan.shards,
-                        evict=False,
-                    )
-                    view = TieredView(view, [prefetched[kind]])
+                near = self._memory_of(memory.fmt, memory.plan, shares.get(kind, 0))
+                if near is not None:
+                    prefetched[kind] = near
+                    view = TieredView(view, [near])
                 transfers[kind] = registration.start_transfer(view, memory, self.counters)
         except RuntimeError:
             # No threads can be started now. The next step tries again.
@@ -389,6 +441,7 @@ class WorkerSide:
         self._registration.put_back(self._registration.memories)
 
     def _close_prefetched(self) -> None:
+        """Keep nothing for waiting requests any more. The memory tier stays."""
         self._prefetchers = {}
         for prefetched in self._prefetched.values():
             prefetched.close()
@@ -755,4 +808,6 @@ class WorkerSide:
                 )
         if self._drafts is not None:
             self._drafts.close(max(0.0, deadline - time.monotonic()))
+        if self._memory is not None:
+            self._memory.close()
         self._registration.close()

@@ -1,0 +1,168 @@
+"""Rows ``memory/*``: hits in the memory tier of a process, and of an engine.
+
+Owns the floors: the scatter of the same chunks from the same memory, by as many threads; and a hit
+of the same length in vLLM's own prefix cache, in the same engine.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
+from dataclasses import replace
+
+import torch
+from kvshelf.backends import open_backend
+
+from benchmarks.engine import (
+    HIT_TOKENS,
+    PROMPT_TOKENS,
+    PROMPTS_IN_CACHE,
+    EngineRun,
+    cold,
+    find_model,
+    guarded,
+    warm,
+    warm_up,
+)
+from benchmarks.measure import Goal, Row, Work, measure_pairs
+from benchmarks.samples import (
+    BLOCK_TOKENS,
+    CHUNK_TOKENS,
+    LARGE,
+    TINY,
+    Shape,
+    make_chunks,
+    make_format,
+    make_prompt,
+)
+from benchmarks.settings import Settings
+from kvshelf.cache import ChunkCache
+from kvshelf.kv.layout import PagedLayout
+from kvshelf.kv.sources import PagedKV
+from kvshelf.memory.tier import MemoryTier
+from kvshelf.shelf.shelf import Shelf
+from kvshelf.shelf.view import ObjectRef
+from kvshelf.transfer.context import bytes_at
+
+_CHUNKS = 16
+_THREADS = 2
+_PAIRS = 31
+#: Pairs of the engine that are not counted.
+_WARM_UP_PAIRS = 2
+_SEED = 3_000_000
+#: The engine stores a prompt in less.
+_STORE_SECONDS = 3.0
+_ENGINE = Row(
+    "memory/engine",
+    f"warm TTFT, {HIT_TOKENS} of {PROMPT_TOKENS} tokens from the memory tier in process",
+    "vLLM's in-memory prefix cache",
+    goal=Goal(1.15),
+)
+
+
+def bench_memory(settings: Settings) -> Iterator[Row]:
+    """Measure hits in the memory tier: of ``ChunkCache``, and of an engine."""
+    yield _retrieve_row(settings, TINY if settings.quick else LARGE)
+    yield from guarded(settings, [_ENGINE], _engine_rows)
+
+
+def _retrieve_row(settings: Settings, shape: Shape) -> Row:
+    """Compare ``retrieve``, search and keys included, with the scatter alone."""
+    fmt = make_format(shape, 1)
+    tokens = make_prompt(_CHUNKS * CHUNK_TOKENS)
+    blocks = len(tokens) // BLOCK_TOKENS
+    caches = [
+        torch.ones(blocks, shape.kv_heads, BLOCK_TOKENS, 2 * shape.head_size, dtype=torch.bfloat16)
+        for _ in range(shape.layers)
+    ]
+    kv = PagedKV(caches, PagedLayout.native_blocks(caches[0]), torch.arange(len(tokens)))
+    with ExitStack() as stack:
+        tier = stack.enter_context(closing(MemoryTier(2 * _CHUNKS * fmt.object_size(0))))
+        shelf = stack.enter_context(Shelf(open_backend(str(settings.folder("memory")))))
+        cache = stack.enter_context(
+            ChunkCache(shelf, fmt, memory_tier=tier, io_threads=_THREADS, timeout_s=60.0)
+        )
+        if not cache.store(tokens, kv=kv).complete:
+            raise RuntimeError("the prompt was not stored")
+        if cache.lookup(tokens, tiers=["memory"]) != len(tokens):
+            raise RuntimeError("the memory tier does not hold what was stored")
+        opened = kv.open(fmt)
+        pieces = []
+        for chunk in make_chunks(fmt, _CHUNKS):
+            lent = tier.pin(fmt, ObjectRef(chunk, 0))
+            assert lent is not None
+            stack.callback(lent.release)
+            start = chunk.index * CHUNK_TOKENS
+            slots = opened.slots(start, start + CHUNK_TOKENS)
+            pieces.append((slots, bytes_at(lent.view)[fmt.data_offset :]))
+        pool = stack.enter_context(ThreadPoolExecutor(_THREADS))
+
+        def scatter() -> None:
+            done = [pool.submit(opened.memory.scatter, 0, slots, data) for slots, data in pieces]
+            for each in done:
+                each.result()
+
+        def retrieve() -> None:
+            if not bool(cache.retrieve(tokens, kv=kv).all()):
+                raise RuntimeError("a prompt in memory was not retrieved")
+
+        staging = cache.staging.in_use
+        times = measure_pairs(Work(retrieve), Work(scatter), settings.pairs(_PAIRS), warm_up=2)
+        return Row(
+            "memory/retrieve",
+            f"retrieve of {len(tokens)} tokens from the memory tier in process",
+            "scatter alone from that memory",
+            *times,
+            goal=Goal(1.1),
+            extra={"bytes": _CHUNKS * fmt.object_size(0), "staging_in_use": staging},
+        )
+
+
+def _wait_stored(run: EngineRun) -> int:
+    """Wait until no further object is stored; return how many there are."""
+    found = -1
+    while found != (now := len(run.objects())):
+        found = now
+        time.sleep(_STORE_SECONDS)
+    return found
+
+
+def _engine_rows(settings: Settings) -> Iterator[Row]:
+    run = EngineRun(settings, find_model(settings), "memory")
+    pairs = settings.pairs(_PAIRS)
+    times: tuple[list[float], list[float]] = ([], [])
+    options = {
+        "shared_storage_path": str(run.shelf),
+        "memory_tier": {"max_bytes": (pairs + _WARM_UP_PAIRS + 16) * run.prompt_bytes()},
+    }
+    settings.progress("starting an engine with a memory tier")
+    with run.engine("memory", options=options) as engine:
+        engine.wait_ready()
+        run.seed = 2 * _SEED
+        warm_up(engine, run)
+        settings.progress("storing prompts")
+        run.seed = _SEED
+        for _ in range(pairs + _WARM_UP_PAIRS + 1):
+            cold(engine, run, 1)
+        # vLLM's own cache has none of these any more.
+        cold(engine, run, PROMPTS_IN_CACHE + 1)
+        objects = _wait_stored(run)
+        # Sizes stay, contents do not: only the memory tier has these objects now.
+        for path in run.objects():
+            path.write_bytes(bytes(path.stat().st_size))
+        run.seed = _SEED
+        before = run.prompt()
+        warm(engine, before, HIT_TOKENS)
+        for pair in range(-_WARM_UP_PAIRS, pairs):
+            settings.progress(f"{_ENGINE.work}: pair {pair + 1} of {pairs}")
+            prompt = run.prompt()
+            # The previous prompt is always in vLLM's cache, so the order does not matter.
+            turns = [(0, prompt, HIT_TOKENS), (1, before, 0)]
+            for side, tokens, shelf in turns if pair % 2 else turns[::-1]:
+                seconds = warm(engine, tokens, shelf)
+                if pair >= 0:
+                    times[side].append(seconds)
+            before = prompt
+    yield replace(_ENGINE, ours=times[0], floors=times[1], extra={"objects": objects})
