@@ -411,8 +411,13 @@ def connect(
         connection.connect(path + _SUFFIX)
         if peer_user(connection) != os.geteuid():
             raise SessionError(f"the server at {path} runs as user {peer_user(connection)}")
-        _send(connection, encode_greeting(hello), [] if segment_fd is None else [segment_fd])
-        data, descriptors = _receive(connection)
+        # A server that refuses at once does not wait for this, and its answer comes all the same.
+        with contextlib.suppress(BrokenPipeError):
+            _send(connection, encode_greeting(hello), [] if segment_fd is None else [segment_fd])
+        try:
+            data, descriptors = _receive(connection)
+        except ConnectionResetError:
+            data, descriptors = _receive(connection)
         if not data:
             raise ConnectionResetError(errno.ECONNRESET, "it closed the connection")
         answer = decode_answer(data)

@@ -1,0 +1,374 @@
+"""Messages that no client of ours sends: refused, without effect on others, in bounded memory."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+from serving import OBJECT_BYTES, SLOTS, serving
+
+from kvshelf.server import loop as loop_module
+from kvshelf.server import messages, session
+from kvshelf.server.channel import Channel
+from kvshelf.server.messages import (
+    Call,
+    Done,
+    Fault,
+    Fetch,
+    Fetched,
+    Find,
+    Found,
+    Hello,
+    Ping,
+    Ready,
+    Release,
+    Reply,
+    Request,
+)
+
+SECONDS = 30.0
+
+
+class RawClient:
+    """Sends any bytes; in one thread."""
+
+    def __init__(
+        self, url: str, *, greet: bool = True, client: bytes | None = None, queue: int = 1000
+    ) -> None:
+        self.client = client or os.urandom(16)
+        self.token = bytes(16)
+        self.session: socket.socket | None = None
+        if greet:
+            hello = Hello(messages.PROTOCOL, self.client, 0)
+            path = session.socket_path(url)
+            self.session, welcome, _ = session.connect(path, hello, None, SECONDS)
+            self.token = welcome.token
+        self.context = zmq.Context()
+        self.socket = self.context.socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.setsockopt(zmq.RCVHWM, queue)
+        self.socket.setsockopt(zmq.ROUTING_ID, self.client)
+        self.socket.connect(url)
+
+    def send(self, request: Request, number: int = 1, token: bytes | None = None) -> None:
+        frame = messages.encode_request(self.token if token is None else token, number, request)
+        self.socket.send(frame)
+
+    def receive(self, seconds: float = SECONDS) -> tuple[int, Reply] | None:
+        if not self.socket.poll(int(seconds * 1000)):
+            return None
+        return messages.decode_reply(memoryview(self.socket.recv()))
+
+    def close(self) -> None:
+        if self.session is not None:
+            self.session.close()
+        self.context.destroy(linger=0)
+
+
+@contextlib.contextmanager
+def raw(
+    url: str, *, greet: bool = True, client: bytes | None = None, queue: int = 1000
+) -> Iterator[RawClient]:
+    opened = RawClient(url, greet=greet, client=client, queue=queue)
+    try:
+        yield opened
+    finally:
+        opened.close()
+
+
+@contextlib.contextmanager
+def neighbour(url: str) -> Iterator[Callable[[], None]]:
+    """Give a function that shows that another client is served."""
+    with contextlib.closing(Channel(url)) as client:
+        assert client.wait_connected(SECONDS)
+
+        def is_served() -> None:
+            assert client.request(Find(["a"], [])).result(SECONDS) == Found([-1])
+
+        is_served()
+        yield is_served
+        is_served()
+        assert client.connected
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    until = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < until, "it did not happen"
+        time.sleep(0.002)
+
+
+def test_without_a_session_nothing_is_answered(tmp_path: Path) -> None:
+    with (
+        serving(tmp_path) as (url, loop, service),
+        raw(url, greet=False) as stranger,
+        neighbour(url),
+    ):
+        for token in (bytes(16), os.urandom(16)):
+            stranger.send(Ping(), token=token)
+        eventually(lambda: loop.stats()["refused"] == 2)
+        assert stranger.receive(0) is None
+        assert stranger.client not in service.clients
+
+
+def test_a_wrong_token_is_refused(tmp_path: Path) -> None:
+    with serving(tmp_path) as (url, loop, _), raw(url) as one, raw(url) as other:
+        one.send(Ping(), token=bytes(16))
+        one.send(Ping(), token=other.token)
+        eventually(lambda: loop.stats()["refused"] == 2)
+        one.send(Ping(), number=7)
+        assert one.receive() == (7, Done())
+
+
+def test_a_session_of_another_client_cannot_be_used(tmp_path: Path) -> None:
+    with serving(tmp_path) as (url, loop, service), raw(url) as mine:
+        mine.send(Ping())
+        assert mine.receive() == (1, Done())
+        # With the same id, the second connection is refused by ZMQ.
+        with raw(url, greet=False, client=mine.client) as thief:
+            thief.send(Ping(), token=bytes(16))
+            mine.send(Ping(), number=2)
+            assert mine.receive() == (2, Done())
+            assert thief.receive(0) is None
+        assert loop.stats()["clients"] == 1
+        assert not service.calls
+
+
+def test_an_id_that_a_stranger_uses_gives_way_to_another(tmp_path: Path) -> None:
+    with serving(tmp_path) as (url, _, _), raw(url, greet=False) as stranger:
+        stranger.send(Ping())
+        with neighbour(url):
+            pass
+
+
+def test_leases_of_others_cannot_be_ended(tmp_path: Path) -> None:
+    with serving(tmp_path) as (url, _, service), raw(url) as one, raw(url) as other:
+        service.put("x", b"hello")
+        one.send(Fetch("r", ["x"], [OBJECT_BYTES]))
+        received = one.receive()
+        assert received is not None
+        assert isinstance(received[1], Fetched)
+        (ready,) = received[1].outcomes
+        assert isinstance(ready, Ready)
+        other.send(Release([ready.lease, 0, 2**64 - 1]))
+        other.send(Ping())
+        assert other.receive() == (1, Done())
+        assert service.pins == {0: 1}
+        one.send(Release([ready.lease, ready.lease]))
+        one.send(Ping())
+        assert one.receive() == (1, Done())
+        assert not service.pins
+
+
+def test_malformed_requests_are_answered_by_a_fault(tmp_path: Path) -> None:
+    with serving(tmp_path) as (url, loop, service), neighbour(url), raw(url) as client:
+        bodies = [
+            b"",
+            b"\xc1",
+            msgspec.msgpack.encode(["no such message"]),
+            msgspec.msgpack.encode(["find", ["a" * 1000], []]),
+            msgspec.msgpack.encode(["find", ["a"] * 10_000, []]),
+            b"\x93\xa4find\xdd\xff\xff\xff\xff",
+            b"\x91" * 100_000,
+            msgspec.msgpack.encode(["fetch", "r", ["a", "b"], [1]]),
+            msgspec.msgpack.encode(["store", "a", 0, 1]),
+            msgspec.msgpack.encode(["store", "a", 2**47, 2**47]),
+        ]
+        for number, body in enumerate(bodies):
+            client.socket.send(client.token + number.to_bytes(8, "little") + body)
+            answer = client.receive()
+            assert answer is not None, body[:20]
+            assert answer[0] == number
+            assert isinstance(answer[1], Fault)
+        assert not service.objects
+        assert loop.stats()["clients"] == 2
+
+
+def test_what_is_no_request_at_all_is_dropped(tmp_path: Path) -> None:
+    with serving(tmp_path) as (url, loop, _), neighbour(url), raw(url) as client:
+        frame = messages.encode_request(client.token, 1, Ping())
+        client.socket.send(b"")
+        client.socket.send(client.token)
+        client.socket.send_multipart([frame, frame])
+        client.socket.send_multipart([b""] * 1000)
+        eventually(lambda: loop.stats()["refused"] == 4)
+        client.send(Ping(), number=5)
+        assert client.receive() == (5, Done())
+
+
+def test_frames_over_the_limit_end_the_connection(tmp_path: Path) -> None:
+    with serving(tmp_path) as (url, loop, _), neighbour(url), raw(url) as client:
+        monitor = client.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        client.socket.send(client.token + bytes(messages.MAX_REQUEST))
+        assert monitor.poll(int(SECONDS * 1000))
+        monitor.close()
+        assert loop.stats()["requests"] == 2
+
+
+def test_ten_thousand_random_frames_change_nothing(tmp_path: Path) -> None:
+    chance = random.Random(3)
+    valid = [
+        Find(["a"] * 20, []),
+        Fetch("r", ["0", "1"], [1, 2]),
+        Release([1, 2, 3]),
+        Call("read", ["x"]),
+        messages.Store("0", 0, 1),
+        messages.EndSession("r"),
+        messages.Lookup("r", [["0"]]),
+        messages.Register(b"{}"),
+    ]
+    with (
+        serving(tmp_path) as (url, loop, service),
+        neighbour(url) as is_served,
+        raw(url) as client,
+    ):
+        for number in range(SLOTS):
+            service.put(str(number), b"%d" % number)
+        content = bytes(service.arena.view)
+        client.socket.setsockopt(zmq.SNDHWM, 0)
+        for round_ in range(10_000):
+            frame = bytearray(messages.encode_request(client.token, 1, chance.choice(valid)))
+            for _ in range(chance.randint(1, 6)):
+                frame[chance.randrange(24, len(frame))] = chance.randrange(256)
+            action = chance.randrange(10)
+            if action == 0:
+                frame = bytearray(chance.randbytes(chance.randrange(200)))
+            elif action == 1:
+                del frame[chance.randrange(len(frame)) :]
+            client.socket.send(frame)
+            while client.socket.poll(0):
+                messages.decode_reply(memoryview(client.socket.recv()))
+            if round_ % 1000 == 0:
+                is_served()
+        client.send(Ping(), number=99)
+        while client.receive() != (99, Done()):
+            pass
+        assert bytes(service.arena.view) == content
+        assert loop.stats()["clients"] == 2
+        assert loop.stats()["refused"] > 1000
+        client.close()
+        assert service.gone.acquire(timeout=SECONDS)
+        assert not service.pins
+
+
+def test_requests_without_an_answer_are_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop_module, "MAX_OPEN", 10)
+    with serving(tmp_path) as (url, _, service), neighbour(url), raw(url) as client:
+        for number in range(1, 11):
+            client.send(Call("read", ["never"]), number)
+        client.send(Ping(), 11)
+        answer = client.receive()
+        assert answer is not None
+        assert answer[0] == 11
+        assert isinstance(answer[1], Fault)
+        assert "10 answers" in answer[1].text
+        eventually(lambda: len(service.held_back) == 10)
+        service.loop.post(service.held_back.pop())
+        received = client.receive()
+        assert received is not None
+        assert received[1] == Done()
+        client.send(Ping(), 12)
+        assert client.receive() == (12, Done())
+        # What is answered after the client is gone goes nowhere.
+        client.close()
+        assert service.gone.acquire(timeout=SECONDS)
+        for answer_late in service.held_back:
+            service.loop.post(answer_late)
+
+
+def test_a_client_that_does_not_read_loses_its_session_and_nothing_else_waits(
+    tmp_path: Path,
+) -> None:
+    with serving(tmp_path) as (url, loop, service), neighbour(url) as is_served:
+        service.put("x", b"hello")
+        with raw(url, queue=1) as slow:
+            slow.send(Fetch("r", ["x"], [OBJECT_BYTES]))
+            frame = messages.encode_request(slow.token, 1, Call("read", ["large"]))
+
+            def has_lost_its_session() -> bool:
+                assert slow.session is not None
+                for _ in range(20):
+                    with contextlib.suppress(zmq.Again):
+                        slow.socket.send(frame, zmq.NOBLOCK)
+                is_served()
+                return session.has_ended(slow.session)
+
+            eventually(has_lost_its_session)
+            # It may still be reading what it was lent.
+            is_served()
+            assert service.pins == {0: 1}
+            assert loop.stats()["clients"] == 2
+            assert not service.gone.acquire(blocking=False)
+        assert service.gone.acquire(timeout=SECONDS)
+        assert not service.pins
+
+
+def test_many_answers_at_once_reach_a_client_that_reads(tmp_path: Path) -> None:
+    with serving(tmp_path) as (url, _, _), contextlib.closing(Channel(url)) as client:
+        assert client.wait_connected(SECONDS)
+        futures = [client.request(Call("read", ["large"])) for _ in range(200)]
+        for future in futures:
+            assert len(future.result(SECONDS).value) == 1 << 20  # type: ignore[union-attr]
+
+
+def test_connections_that_say_nothing_are_bounded_and_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop_module, "_GREETING_SECONDS", 0.5)
+    with serving(tmp_path) as (url, _, _), neighbour(url) as is_served:
+        path = session.socket_path(url) + ".session"
+        silent = []
+        for _ in range(loop_module._MAX_GREETING + 5):
+            connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            connection.settimeout(SECONDS)
+            connection.connect(path)
+            silent.append(connection)
+        is_served()
+        for connection in silent:
+            connection.recv(4096)
+            connection.close()
+        with neighbour(url):
+            pass
+
+
+def test_sessions_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop_module, "MAX_SESSIONS", 2)
+    with serving(tmp_path) as (url, _, _), neighbour(url), raw(url):
+        hello = Hello(messages.PROTOCOL, os.urandom(16), 0)
+        with pytest.raises(session.SessionError, match="2 clients already"):
+            session.connect(session.socket_path(url), hello, None, SECONDS)
+
+
+def test_descriptors_that_run_out_end_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving(tmp_path) as (url, loop, _), neighbour(url) as is_served:
+        problems = [OSError(24, "Too many open files")] * 2
+        accept = session.Listener.accept
+        tried = threading.Event()
+
+        def fails(self: session.Listener) -> socket.socket | None:
+            tried.set()
+            if problems:
+                raise problems.pop()
+            return accept(self)
+
+        monkeypatch.setattr(session.Listener, "accept", fails)
+        with raw(url) as client:
+            assert tried.is_set()
+            is_served()
+            client.send(Ping())
+            assert client.receive() == (1, Done())
+        assert not problems
+        assert loop.url == url
