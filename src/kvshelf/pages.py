@@ -129,14 +129,12 @@ def _free_by_limit() -> Iterator[tuple[int, str]]:
         number, controllers, path = group.split(":", 2)
         if number == "0" and not controllers:
             for folder in _and_above(_GROUPS, path):
-                yield from _left_in(folder, "memory.max", "memory.current", "inactive_file")
+                for limit in ("memory.max", "memory.high"):
+                    yield from _left_in(folder, limit, "memory.current", "")
         elif "memory" in controllers.split(","):
             for folder in _and_above(_GROUPS / "memory", path):
                 yield from _left_in(
-                    folder,
-                    "memory.limit_in_bytes",
-                    "memory.usage_in_bytes",
-                    "total_inactive_file",
+                    folder, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"
                 )
 
 
@@ -152,7 +150,7 @@ def _and_above(root: Path, path: str) -> Iterator[Path]:
         yield folder
 
 
-def _left_in(folder: Path, limit: str, used: str, cache: str) -> Iterator[tuple[int, str]]:
+def _left_in(folder: Path, limit: str, used: str, prefix: str) -> Iterator[tuple[int, str]]:
     try:
         most = int((folder / limit).read_text())
         now = int((folder / used).read_text())
@@ -160,7 +158,9 @@ def _left_in(folder: Path, limit: str, used: str, cache: str) -> Iterator[tuple[
     except (OSError, ValueError):  # no such group, or "max"
         return
     if most < _NO_LIMIT:
-        yield most - now + int(stat.get(cache, 0)), str(folder / limit)
+        # Weights that were read from files are in it, often most of what the group uses.
+        files = sum(int(stat.get(f"{prefix}{state}_file", 0)) for state in ("active", "inactive"))
+        yield most - now + files, str(folder / limit)
 
 
 def processors_near_device(device: torch.device | None) -> set[int]:

@@ -187,18 +187,20 @@ def test_limits_of_control_groups_count(
     root = tmp_path / "cgroup"
     if version == 1:
         top, names = root / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
-        line, cache = "4:cpu,memory:/pod/container", "total_inactive_file"
+        line, prefix = "4:cpu,memory:/pod/container", "total_"
     else:
         top, names = root, ("memory.max", "memory.current")
-        line, cache = "0::/pod/container", "inactive_file"
-    groups = {top: ("max" if version == 2 else str(2**63 - 4096), 0, 0)}
+        line, prefix = "0::/pod/container", ""
+    groups = {top: ("max" if version == 2 else str(2**63 - 4096), 10_000, 10_000)}
     groups[top / "pod"] = ("1000000", 900_000, 50_000)
-    groups[top / "pod" / "container"] = ("500000", 100_000, 0)
+    groups[top / "pod" / "container"] = ("500000", 110_000, 10_000)
     for folder, (limit, used, file) in groups.items():
         folder.mkdir(parents=True)
         (folder / names[0]).write_text(f"{limit}\n")
         (folder / names[1]).write_text(f"{used}\n")
-        (folder / "memory.stat").write_text(f"anon 5\n{cache} {file}\n")
+        (folder / "memory.stat").write_text(
+            f"anon 5\n{prefix}active_file {file - 10_000}\n{prefix}inactive_file 10000\n"
+        )
     own = tmp_path / "own"
     own.write_text(f"9:name=systemd:/\n{line}\n")
     monkeypatch.setattr(pages, "_GROUPS", root)
@@ -206,6 +208,9 @@ def test_limits_of_control_groups_count(
     free, says = pages.free_memory()
     assert free == 150_000
     assert says == str(top / "pod" / names[0])
+    if version == 2:
+        (top / "pod" / "memory.high").write_text("920000")
+        assert pages.free_memory() == (70_000, str(top / "pod" / "memory.high"))
     # A container sees its own group at the root, under the name that it has outside.
     own.write_text(line.replace("/pod/container", "/unknown/here") + "\n")
     (top / names[0]).write_text("70000")
