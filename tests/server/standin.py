@@ -14,7 +14,16 @@ from kvshelf.errors import ObjectMissingError, UnavailableStorageError
 from kvshelf.format.names import parse_path
 from kvshelf.format.namespace import Namespace
 from kvshelf.format.objects import ObjectFormat
-from kvshelf.server.messages import LookedUp, Lookup, Register, Registered, Store, Stored
+from kvshelf.server.messages import (
+    Call,
+    LookedUp,
+    Lookup,
+    Register,
+    Registered,
+    Result,
+    Store,
+    Stored,
+)
 
 
 @dataclass
@@ -77,6 +86,7 @@ class StandIn:
         self.connected = True
         self.segment = Segment(segment_bytes)
         self.objects: dict[str, bytes] = {}
+        self.files: dict[str, bytes] = {}
         self.formats: dict[str, ObjectFormat] = {}
         self.sessions: dict[str, list[str]] = {}
         self.ended: list[str] = []
@@ -131,6 +141,7 @@ class StandIn:
     def come_back(self) -> None:
         """Connect again, to a server that remembers nothing."""
         self.objects.clear()
+        self.files.clear()
         self.formats.clear()
         self.connected = True
         for callback in self._on_connect:
@@ -176,6 +187,10 @@ class StandIn:
                 self.sessions.setdefault(message.session, []).extend(names)
                 chunks += 1
             return LookedUp(chunks)
+        if isinstance(message, Call):
+            assert (message.method, message.args[1]) == ("write", "create")
+            self.files[str(message.args[0])] = message.data
+            return Result("created")
         assert isinstance(message, Store)
         self.stores.append(message)
         if message.name in self.refuses:

@@ -293,9 +293,19 @@ def test_a_server_that_comes_back_is_told_the_namespace(
     server: StandIn, engines: Callable[..., Engine]
 ) -> None:
     engine = engines(seed=1)
-    server.lose()
-    server.come_back()
-    assert list(server.formats) == [engine.worker.namespace.digest.hex()[:16]]
+    space = engine.worker.namespace
+    for _ in range(2):
+        # The shelf is told of a namespace when it gets the first object of it.
+        assert not server.files
+        engine.worker.submit_store_request("h", op("hashes", range(PER_CHUNK), 1), None)
+        engine.stored("h")
+        assert not server.files
+        engine.worker.submit_store_request("t", op("tokens", range(PER_CHUNK), 1), None)
+        engine.stored("t")
+        assert server.files == {f"{space.folder}/namespace.json": space.encoded}
+        server.lose()
+        server.come_back()
+        assert list(server.formats) == [space.digest.hex()[:16]]
 
 
 # ------------------------------------------------------------------------------ scheduler

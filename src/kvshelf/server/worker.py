@@ -54,7 +54,7 @@ from kvshelf.kv.sources import count_slots, open_paged, with_slots
 from kvshelf.kv.topology import ShardPlan
 from kvshelf.server.adapter import Adapter, AdapterThreads
 from kvshelf.server.channel import Channel, Leased
-from kvshelf.server.messages import Store, Stored
+from kvshelf.server.messages import Call, Store, Stored, Welcome
 from kvshelf.server.naming import (
     PLAIN,
     check_hash,
@@ -65,6 +65,7 @@ from kvshelf.server.naming import (
 )
 from kvshelf.server.operations import Loads, Operation, Stores
 from kvshelf.server.segment import Room
+from kvshelf.shelf.view import DESCRIPTION
 from kvshelf.transfer.context import bytes_at
 
 Layout: TypeAlias = "PagedLayout | PermutedLayout"
@@ -207,6 +208,8 @@ class WorkerAdapter(Adapter):
         threads: int = _THREADS,
         channel: Channel | None = None,
     ) -> None:
+        #: Whether the server was asked in this session to describe the namespace on the shelf.
+        self._described = False
         super().__init__(server_url, model, block_size, channel, segment_bytes)
         try:
             self._plan = self._plan_of(plan)
@@ -414,6 +417,7 @@ class WorkerAdapter(Adapter):
     ) -> None:
         """Ask the server to publish one object; `chunk` is a block hash in hash mode."""
         if isinstance(chunk, Chunk):
+            self._describe()
             self.fmt.seal(room.view, chunk, shard)
             name, checksum = stored_name(self.fmt, chunk, shard), None
         else:
@@ -439,6 +443,24 @@ class WorkerAdapter(Adapter):
             )
 
         request.add_done_callback(stored)
+
+    def _register(self, welcome: Welcome) -> None:
+        self._described = False
+        super()._register(welcome)
+
+    def _describe(self) -> None:
+        """Have the shelf say what the namespace is, beside its first object."""
+        if not self._described:
+            self._described = True
+            name = f"{self.namespace.folder}/{DESCRIPTION}"
+            request = self._channel.request(Call("write", [name, "create"], self.namespace.encoded))
+            request.add_done_callback(self._on_described)
+
+    def _on_described(self, done: Future[Any]) -> None:
+        error = done.exception()
+        if error is not None:
+            self._described = False
+            self._log.warning("the shelf does not describe the namespace: %s", error)
 
     # ------------------------------------------------------------------------- loads
 
