@@ -594,6 +594,38 @@ class ChunkCache:
                 f"server is {config.server}: a cache with a node server is opened by"
                 " kvshelf.server.client.open_cache"
             )
+        return cls.open_on(
+            lambda counters: open_configured(shelf_url(config), config, counters),
+            config,
+            model,
+            timeout_s=timeout_s,
+        )
+
+    @classmethod
+    def open_on(
+        cls,
+        open_shelf: Callable[[Counters], tuple[Shelf, DiskTier | None]],
+        config: Config,
+        model: ModelFacts,
+        *,
+        timeout_s: float = 30.0,
+    ) -> ChunkCache:
+        """Open a cache for the KV of `model` on a shelf that is opened in another way.
+
+        Parameters
+        ----------
+        open_shelf : Callable
+            Opens the shelf, which the cache closes, and its disk tier if there is one.
+        config, model, timeout_s
+            As for :meth:`open`.
+
+        Raises
+        ------
+        ConfigError
+            If the configuration or the facts cannot be used.
+        StorageError
+            As `open_shelf`.
+        """
         if config.layout == "native" and model.layouts is None:
             raise ConfigError(
                 "layout is native, but the model's facts state no native layout: set layout to"
@@ -608,7 +640,7 @@ class ChunkCache:
         counters = Counters()
         if config.prefetch_bytes:
             logger.warning(EARLIER_NAME, config.memory_bytes)
-        shelf, disk_tier = open_configured(shelf_url(config), config, counters)
+        shelf, disk_tier = open_shelf(counters)
         memory_tier = None
         try:
             if config.memory_bytes:

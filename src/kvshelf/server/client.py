@@ -1,10 +1,16 @@
 """The node server's clients for engines and programs that bring their own connector.
 
-The public names of :mod:`kvshelf.server.scheduler` and :mod:`kvshelf.server.worker`. No vLLM.
+The public names of :mod:`kvshelf.server.scheduler` and :mod:`kvshelf.server.worker`, for engines,
+and :func:`open_cache`, for programs. No vLLM.
 """
 
 from __future__ import annotations
 
+from kvshelf.cache import ChunkCache
+from kvshelf.config import Config
+from kvshelf.errors import ConfigError
+from kvshelf.format.model import ModelFacts
+from kvshelf.server.backend import open_served
 from kvshelf.server.naming import striding_block_hashes
 from kvshelf.server.scheduler import SchedulerAdapter
 from kvshelf.server.worker import Event, Layout, LoadStoreOp, WorkerAdapter
@@ -15,5 +21,49 @@ __all__ = [
     "LoadStoreOp",
     "SchedulerAdapter",
     "WorkerAdapter",
+    "open_cache",
     "striding_block_hashes",
 ]
+
+
+def open_cache(config: Config, model: ModelFacts, *, timeout_s: float = 30.0) -> ChunkCache:
+    """Open a cache whose shelf is that of the node server which ``config.server`` names.
+
+    Blocks for some seconds while the server does not answer, and while weight files are
+    fingerprinted.
+
+    Parameters
+    ----------
+    config : Config
+    model : ModelFacts
+    timeout_s : float
+        As for :meth:`kvshelf.cache.ChunkCache.open`.
+
+    Raises
+    ------
+    ConfigError
+        If no server is configured, or the configuration or the facts cannot be used.
+    StorageError
+        If the server does not answer.
+    """
+    server = config.server
+    if server is None:
+        raise ConfigError(
+            "no node server is configured: set server to the address that `kvshelf serve` shows, or"
+            " use ChunkCache.open for a shelf without one"
+        )
+    return ChunkCache.open_on(
+        lambda counters: (
+            open_served(
+                server,
+                segment_bytes=int(config.staging_bytes),
+                read_only=config.read_only,
+                counters=counters,
+                deadlines=config.deadlines,
+            ),
+            None,
+        ),
+        config,
+        model,
+        timeout_s=timeout_s,
+    )
