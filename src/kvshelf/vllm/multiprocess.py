@@ -1,0 +1,414 @@
+"""The node server's adapters under the signatures of vLLM's LMCache adapters.
+
+Owns nothing of its own: :class:`MPSchedulerAdapter` and :class:`MPWorkerAdapter` take arguments in
+the order of
+vllm/distributed/kv_transfer/kv_connector/v1/lmcache_integration/multi_process_adapter.py and hand
+them to :mod:`kvshelf.server.client`. They also take the keyword arguments that vLLM's own connector
+(lmcache_mp_connector.py beside it) passes to LMCache's adapters. ``docs/multiprocess.md`` compares
+them row by row.
+
+A model's name does not say which weights and which layout an engine has. So the namespace is given
+by the keyword `namespace`, or follows from vLLM's configuration (:func:`model_facts`).
+
+Threads
+-------
+As :mod:`kvshelf.server.client`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import gcd
+from typing import Any, Final
+
+from torch import Tensor
+
+from kvshelf.cache import PromptIdentity
+from kvshelf.config import Config
+from kvshelf.errors import ConfigError, UnsupportedError
+from kvshelf.format.model import ModelFacts
+from kvshelf.format.namespace import Namespace
+from kvshelf.format.objects import ObjectFormat
+from kvshelf.format.tensors import required_field, shape_heads
+from kvshelf.kv.topology import ShardPlan, Topology
+from kvshelf.server.client import (
+    Event,
+    Layout,
+    LoadStoreOp,
+    SchedulerAdapter,
+    WorkerAdapter,
+    striding_block_hashes,
+)
+from kvshelf.vllm.layout_discovery import discover_layouts
+from kvshelf.vllm.namespace import config_overrides, local_model_dir
+
+__all__ = [
+    "LoadStoreOp",
+    "MPSchedulerAdapter",
+    "MPWorkerAdapter",
+    "ParallelStrategy",
+    "learn_layouts",
+    "model_facts",
+    "striding_block_hashes",
+]
+
+_LOOKUP_SECONDS: Final = 2.0
+_OPERATION_SECONDS: Final = 30.0
+
+
+@dataclass
+class ParallelStrategy:
+    """Where a worker stands among an engine's ranks; see vLLM's class of this name.
+
+    Attributes
+    ----------
+    use_mla : bool
+        All ranks of a stage hold the same KV, and only the first of them stores.
+    kv_world_size, kv_worker_id : int
+        Not used: keys hold no rank.
+    actual_world_size, actual_worker_id : int
+        Number of ranks, and this one's.
+    tp_size, pp_size : int
+        Tensor-parallel ranks of each pipeline stage, and stages.
+    """
+
+    use_mla: bool
+    kv_world_size: int
+    kv_worker_id: int
+    actual_world_size: int
+    actual_worker_id: int
+    tp_size: int
+    pp_size: int
+
+    def shard_plan(self, namespace: Namespace) -> ShardPlan:
+        """Return the shards that the worker holds.
+
+        Raises
+        ------
+        ConfigError
+            If the namespace does not fit the ranks.
+        """
+        record = namespace.record
+        stages = len(required_field(record, "stages"))
+        if stages != self.pp_size:
+            raise ConfigError(
+                f"the namespace has {stages} pipeline stages, the engine {self.pp_size}: state the"
+                " layers of each stage in the facts"
+            )
+        found = [shape_heads(shape) for shape in required_field(record, "layer_shapes")]
+        heads = [1 if count is None else count for count in found]
+        topology = Topology(
+            gcd(*heads),
+            ObjectFormat(namespace).shards,
+            self.tp_size,
+            self.pp_size,
+            most_kv_heads=max(heads),
+        )
+        plan = topology.plan(self.actual_worker_id)
+        # With MLA the connector calls no rank but the first for stores.
+        return replace(plan, replicas=1, replica=0) if self.use_mla else plan
+
+
+def model_facts(vllm_config: Any) -> ModelFacts:
+    """Return the facts about an engine's model, for a namespace with the canonical layout.
+
+    Engines with kvshelf's connector and ``layout: canonical`` share its chunks. Weight files are
+    hashed only when the namespace is made.
+
+    Parameters
+    ----------
+    vllm_config : VllmConfig
+
+    Raises
+    ------
+    UnsupportedError
+        If a layer keeps anything other than K and V of each token.
+    ConfigError
+        If the weights are not in files of this machine, the KV cache has a dtype of its own, or
+        there are several pipeline stages.
+    """
+    model, cache_dtype = vllm_config.model_config, vllm_config.cache_config.cache_dtype
+    if cache_dtype != "auto":
+        raise ConfigError(
+            f"the KV cache has the dtype {cache_dtype}, and its scales are known only to the loaded"
+            " model: pass namespace"
+        )
+    if vllm_config.parallel_config.pipeline_parallel_size > 1:
+        raise ConfigError(
+            "the layers of each pipeline stage are not known here: pass namespace, made of facts"
+            " that state them"
+        )
+    facts = ModelFacts.from_transformers(
+        model.hf_config,
+        weights=local_model_dir(vllm_config),
+        dtype=str(model.dtype).removeprefix("torch."),
+        name=str(model.served_model_name or model.model),
+        max_model_len=int(model.max_model_len),
+    )
+    return replace(
+        facts,
+        quantization=str(model.quantization) if model.quantization else None,
+        config_overrides=config_overrides(model, Config()),
+    )
+
+
+def learn_layouts(
+    vllm_config: Any, kv_caches: Mapping[str, Tensor], kv_cache_config: Any = None
+) -> dict[str, Layout]:
+    """Learn how blocks lie in an engine's caches, by writing patterns through its layers.
+
+    The blocks that are written to are restored.
+
+    Parameters
+    ----------
+    vllm_config : VllmConfig
+        Of the worker's process, whose layers are bound to the caches.
+    kv_caches : Mapping[str, Tensor]
+        As vLLM registers them.
+    kv_cache_config : KVCacheConfig, optional
+        Says how many blocks the caches have. A worker in a process of its own is told by nothing
+        else.
+
+    Raises
+    ------
+    UnsupportedError
+        If the layout of a layer could not be learned.
+    ConfigError
+        If the number of blocks is not known.
+    """
+    cache = vllm_config.cache_config
+    num_blocks = getattr(kv_cache_config, "num_blocks", None) or cache.num_gpu_blocks
+    if not num_blocks:
+        raise ConfigError("the number of blocks is not known yet: pass kv_cache_config")
+    layers = discover_layouts(
+        vllm_config.compilation_config.static_forward_context,
+        kv_caches,
+        list(kv_caches),
+        num_blocks=int(num_blocks),
+        block_size=int(cache.block_size),
+        cache_dtype=str(cache.cache_dtype),
+        compute_dtype=vllm_config.model_config.dtype,
+    )
+    layouts: dict[str, Layout] = {}
+    for layer in layers:
+        if layer.learned.layout is None:
+            raise UnsupportedError(
+                f"the layout of the KV cache of {layer.name} is not known"
+                f" ({layer.learned.reason}): use kvshelf's connector with the option server"
+            )
+        layouts[layer.name] = layer.learned.layout
+    return layouts
+
+
+def _model(
+    model_name: str, namespace: Namespace | ModelFacts | None, vllm_config: Any
+) -> Namespace | ModelFacts:
+    if namespace is not None:
+        return namespace
+    if vllm_config is not None:
+        return model_facts(vllm_config)
+    raise ConfigError(
+        f"the name {model_name!r} does not say which weights and layout the model has: pass"
+        " namespace, or vllm_config from which it follows"
+    )
+
+
+class MPSchedulerAdapter(SchedulerAdapter):
+    """:class:`~kvshelf.server.client.SchedulerAdapter` with the arguments of vLLM's class.
+
+    Parameters
+    ----------
+    server_url : str
+        ``ipc://`` and the path of the socket of ``kvshelf serve``.
+    context : zmq.Context
+        Not used: the connection has one of its own, which survives a fork.
+    model_name : str
+        For messages.
+    vllm_block_size : int
+    parallel_strategy : ParallelStrategy
+        Not used: keys hold no rank.
+    namespace : Namespace or ModelFacts, optional
+    vllm_config : VllmConfig, optional
+        Needed where `namespace` is absent.
+    mq_timeout : float
+        As `timeout_s` of the base class, but two seconds at most: requests wait for their lookups,
+        and vLLM's connector passes five minutes.
+    heartbeat_interval : float, optional
+        Not used: the end of a process ends its connection.
+
+    Raises
+    ------
+    ConfigError
+        If neither `namespace` nor `vllm_config` is given; and as for the base class.
+    """
+
+    def __init__(
+        self,
+        server_url: str,
+        context: Any,
+        model_name: str,
+        vllm_block_size: int,
+        parallel_strategy: ParallelStrategy,
+        *,
+        namespace: Namespace | ModelFacts | None = None,
+        vllm_config: Any = None,
+        mq_timeout: float = _LOOKUP_SECONDS,
+        heartbeat_interval: float | None = None,
+    ) -> None:
+        model = _model(model_name, namespace, vllm_config)
+        timeout_s = min(mq_timeout, _LOOKUP_SECONDS)
+        super().__init__(server_url, model, vllm_block_size, timeout_s=timeout_s)
+        self.model_name = model_name
+        self.parallel_strategy = parallel_strategy
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks with KV of their own."""
+        return self.parallel_strategy.kv_world_size
+
+    @property
+    def worker_id(self) -> int:
+        """The number of this rank among them."""
+        return self.parallel_strategy.kv_worker_id
+
+    @property
+    def tp_size(self) -> int:
+        """Tensor-parallel ranks."""
+        return self.parallel_strategy.tp_size
+
+    def maybe_submit_lookup_request(
+        self,
+        request_id: str,
+        block_hashes: Sequence[bytes] | None = None,
+        token_ids: Sequence[int] | None = None,
+        *,
+        identity: PromptIdentity | None = None,
+        cache_salt: str = "",
+    ) -> None:
+        """See the base class; `cache_salt` stands for an identity that has only a salt."""
+        super().maybe_submit_lookup_request(
+            request_id,
+            block_hashes,
+            token_ids,
+            identity=identity or PromptIdentity(cache_salt or ""),
+        )
+
+    def report_block_allocations(self, records: Sequence[Any]) -> None:
+        """Do nothing: LMCache's server counts an engine's blocks, ours counts objects."""
+
+
+class MPWorkerAdapter(WorkerAdapter):
+    """:class:`~kvshelf.server.client.WorkerAdapter` with the arguments of vLLM's class.
+
+    Parameters
+    ----------
+    server_url, context, model_name, vllm_block_size
+        As for :class:`MPSchedulerAdapter`.
+    parallel_strategy : ParallelStrategy
+        Says which heads and layers the worker holds.
+    namespace, vllm_config, heartbeat_interval
+        As for :class:`MPSchedulerAdapter`.
+    kv_cache_config : KVCacheConfig, optional
+        See :func:`learn_layouts`.
+    mq_timeout : float
+        As `timeout_s` of the base class.
+
+    Raises
+    ------
+    ConfigError
+        If neither `namespace` nor `vllm_config` is given, or the namespace does not fit the ranks;
+        and as for the base class.
+    """
+
+    def __init__(
+        self,
+        server_url: str,
+        context: Any,
+        model_name: str,
+        vllm_block_size: int,
+        parallel_strategy: ParallelStrategy,
+        *,
+        namespace: Namespace | ModelFacts | None = None,
+        vllm_config: Any = None,
+        kv_cache_config: Any = None,
+        mq_timeout: float = _OPERATION_SECONDS,
+        heartbeat_interval: float | None = None,
+    ) -> None:
+        super().__init__(
+            server_url,
+            _model(model_name, namespace, vllm_config),
+            vllm_block_size,
+            plan=parallel_strategy.shard_plan,
+            timeout_s=mq_timeout,
+        )
+        self.model_name = model_name
+        self.parallel_strategy = parallel_strategy
+        self._vllm_config = vllm_config
+        self._kv_cache_config = kv_cache_config
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks with KV of their own."""
+        return self.parallel_strategy.kv_world_size
+
+    @property
+    def worker_id(self) -> int:
+        """The number of this rank among them."""
+        return self.parallel_strategy.kv_worker_id
+
+    @property
+    def use_mla(self) -> bool:
+        """Whether all ranks of a stage hold the same KV."""
+        return self.parallel_strategy.use_mla
+
+    @property
+    def is_first_rank_of_pp_group(self) -> bool:
+        """Whether this is the first rank of its pipeline stage."""
+        return self.parallel_strategy.actual_worker_id % self.parallel_strategy.tp_size == 0
+
+    def register_kv_caches(
+        self,
+        kv_caches: Mapping[str, Tensor],
+        layout: Layout | Mapping[str, Layout] | None = None,
+    ) -> None:
+        """See the base class; without a layout, it is learned where `vllm_config` was given."""
+        if layout is None and self._vllm_config is not None:
+            layout = learn_layouts(self._vllm_config, kv_caches, self._kv_cache_config)
+        super().register_kv_caches(kv_caches, layout)
+
+    def batched_submit_store_requests(
+        self,
+        request_ids: Sequence[str],
+        ops: Sequence[LoadStoreOp],
+        event: Event | None = None,
+        *,
+        identities: Sequence[PromptIdentity] | None = None,
+        cache_salts: Sequence[str] | None = None,
+    ) -> None:
+        """See the base class; salts stand for identities that have only a salt."""
+        super().batched_submit_store_requests(
+            request_ids, ops, event, identities=_identities(identities, cache_salts)
+        )
+
+    def batched_submit_retrieve_requests(
+        self,
+        request_ids: Sequence[str],
+        ops: Sequence[LoadStoreOp],
+        event: Event | None = None,
+        *,
+        identities: Sequence[PromptIdentity] | None = None,
+        cache_salts: Sequence[str] | None = None,
+    ) -> None:
+        """See the base class; salts stand for identities that have only a salt."""
+        super().batched_submit_retrieve_requests(
+            request_ids, ops, event, identities=_identities(identities, cache_salts)
+        )
+
+
+def _identities(
+    identities: Sequence[PromptIdentity] | None, salts: Sequence[str] | None
+) -> Sequence[PromptIdentity] | None:
+    if identities is not None or salts is None:
+        return identities
+    return [PromptIdentity(salt or "") for salt in salts]

@@ -1,0 +1,253 @@
+"""The adapters over a node server in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kvshelf.backends import open_backend
+from parts import until
+from serve_process import ServeProcess
+from test_adapters import (
+    BLOCK,
+    BLOCKS,
+    CHUNK,
+    MODES,
+    PER_CHUNK,
+    answer,
+    asked,
+    caches,
+    facts,
+    layout_of,
+    names,
+    namespace,
+    op,
+    prompt,
+)
+
+from kvshelf import ChunkCache, Config, Shelf
+from kvshelf.errors import ConfigError, StorageError
+from kvshelf.forms import PagedKV
+from kvshelf.kv.layout import slots_of
+from kvshelf.server import backend
+from kvshelf.server.client import LoadStoreOp, SchedulerAdapter, WorkerAdapter, open_cache
+
+SEGMENT = 4 << 20
+
+#: Looks a prompt up, says so, and waits to be killed.
+HOLDER = """
+import sys
+from parts import until
+from test_adapters import BLOCK, asked, namespace
+from kvshelf.server.client import SchedulerAdapter
+scheduler = SchedulerAdapter(sys.argv[1], namespace(), BLOCK)
+scheduler.maybe_submit_lookup_request("b", **asked("tokens", 1))
+until(lambda: scheduler.check_lookup_result("b") is not None)
+print(scheduler.check_lookup_result("b"), flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def shelf(tmp_path: Path) -> Path:
+    (tmp_path / "shelf").mkdir()
+    return tmp_path / "shelf"
+
+
+@pytest.fixture
+def node(tmp_path: Path, shelf: Path) -> Iterator[ServeProcess]:
+    socket = tmp_path / "sockets" / "node.sock"
+    with ServeProcess(shelf, socket, KVSHELF_CHUNK_SIZE=str(CHUNK)) as node:
+        yield node
+
+
+class Engine:
+    """An engine's two adapters, each with a connection of its own, and its caches."""
+
+    def __init__(self, node: ServeProcess, seed: int | None = None, **options: Any) -> None:
+        self.kv = caches(seed)
+        self.scheduler = SchedulerAdapter(node.url, namespace(), BLOCK, **options)
+        self.worker = WorkerAdapter(node.url, namespace(), BLOCK, segment_bytes=SEGMENT, **options)
+        self.worker.register_kv_caches(self.kv, layout_of(self.kv))
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.scheduler.shutdown()
+        self.worker.shutdown()
+
+    def hit(self, request_id: str, **what: Any) -> int:
+        self.scheduler.maybe_submit_lookup_request(request_id, **what)
+        return answer(self.scheduler, request_id)
+
+    def store(self, request_id: str, work: LoadStoreOp) -> None:
+        self.worker.submit_store_request(request_id, work, None)
+        until(lambda: self.worker.get_finished({request_id})[0] == {request_id})
+
+    def load(self, request_id: str, work: LoadStoreOp) -> set[int]:
+        self.worker.submit_retrieve_request(request_id, work, None)
+        until(lambda: self.worker.get_finished(set())[1] == {request_id})
+        return self.worker.get_block_ids_with_load_errors()
+
+    def blocks(self, ids: list[int]) -> torch.Tensor:
+        return torch.stack([self.kv[name][ids] for name in names()])
+
+    def until_connected(self) -> None:
+        until(lambda: self.scheduler._channel.connected and self.worker._channel.connected)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_engines_share_what_they_store(mode: str, node: ServeProcess) -> None:
+    with Engine(node, 1) as one, Engine(node) as other:
+        ids = [5, 3, 60, 7, 8, 9, 1, 0]
+        one.store("a", op(mode, ids, 2))
+        assert other.hit("b", **asked(mode, 3)) == 2 * CHUNK
+        assert other.load("b", op(mode, ids, 2)) == set()
+        assert torch.equal(other.blocks(ids), one.blocks(ids))
+        unused = sorted(set(range(BLOCKS)) - set(ids))
+        assert not other.blocks(unused).any()
+        other.scheduler.free_lookup_locks(start=0, end=CHUNK, request_id="b")
+        other.scheduler.end_session("b")
+
+
+def test_tokens_are_on_the_shelf_and_hashes_are_not(node: ServeProcess, shelf: Path) -> None:
+    """What is stored by tokens is there for all programs; by hashes, until the server ends."""
+    ids = list(range(PER_CHUNK))
+    with Engine(node, 1) as one:
+        one.store("t", op("tokens", ids, 1))
+        one.store("h", op("hashes", ids, 1, seed=1))
+        truth = one.blocks(ids).clone()
+        node.kill()
+        node.start()
+        one.until_connected()
+        assert one.hit("t", **asked("tokens", 1)) == CHUNK
+        assert one.hit("h", **asked("hashes", 1, seed=1)) == 0
+    files = [path.name for path in shelf.rglob("*") if path.is_file()]
+    objects = [name for name in files if name.endswith(".safetensors")]
+    assert len(objects) == one.worker.fmt.shards
+    assert "namespace.json" in files
+    kv = caches()
+    with (
+        Shelf(open_backend(str(shelf))) as opened,
+        ChunkCache(opened, namespace()) as cache,
+    ):
+        mapping = slots_of(ids, BLOCK, 0, CHUNK)
+        found = cache.retrieve(
+            prompt(CHUNK), kv=PagedKV([kv[name] for name in names()], layout_of(kv), mapping)
+        )
+    assert bool(found.all())
+    assert torch.equal(torch.stack([kv[name][ids] for name in names()]), truth)
+
+
+def test_a_server_that_is_killed_and_comes_back(node: ServeProcess) -> None:
+    ids = list(range(PER_CHUNK))
+    with Engine(node, 1) as engine:
+        engine.store("a", op("tokens", ids, 1))
+        node.kill()
+        # Whether or not the end of the socket was noticed already, nothing waits for the server.
+        assert engine.hit("b", **asked("tokens", 1)) == 0
+        assert engine.load("b", op("tokens", ids, 1)) == set(ids)
+        engine.store("b", op("tokens", ids, 1, seed=1))
+        node.start()
+        engine.until_connected()
+        assert engine.hit("c", **asked("tokens", 1)) == CHUNK
+        assert engine.load("c", op("tokens", ids, 1)) == set()
+        engine.store("d", op("tokens", ids, 1, seed=2))
+        assert engine.hit("d", **asked("tokens", 1, seed=2)) == CHUNK
+
+
+def test_a_server_that_is_stopped_blocks_nothing(node: ServeProcess) -> None:
+    """The blocks of all requests of a batch stay while the server may still store them."""
+    ids = list(range(PER_CHUNK))
+    batch = ["a", "b", "c"]
+    with Engine(node, 1) as engine:
+        engine.store("before", op("tokens", ids, 1))
+        node.process.send_signal(signal.SIGSTOP)
+        try:
+            ops = [op("tokens", ids, 1, seed=1 + number) for number in range(len(batch))]
+            engine.worker.batched_submit_store_requests(batch, ops, None)
+            engine.worker.submit_retrieve_request("l", op("tokens", ids, 1), None)
+            engine.scheduler.maybe_submit_lookup_request("l", **asked("tokens", 1))
+            assert engine.worker.get_finished({"b", "c"}) == (set(), set())
+            assert engine.scheduler.check_lookup_result("l") is None
+            engine.scheduler._lookups["l"].deadline = 0.0
+            assert engine.scheduler.check_lookup_result("l") == 0
+            for operation in list(engine.worker._running):
+                if operation.request_id == "l":
+                    operation.deadline = 0.0
+            assert engine.worker.get_finished(set()) == (set(), {"l"})
+            assert engine.worker.get_block_ids_with_load_errors() == set(ids)
+            assert engine.worker.get_finished({"a"}) == (set(), set())
+        finally:
+            node.process.send_signal(signal.SIGCONT)
+        found = set[str]()
+
+        def ended() -> bool:
+            found.update(engine.worker.get_finished(set())[0])
+            return found == set(batch)
+
+        until(ended)
+        for number in range(len(batch)):
+            assert engine.hit(f"{number}", **asked("tokens", 1, seed=1 + number)) == CHUNK
+
+
+def test_what_a_killed_engine_held_is_free_at_once(node: ServeProcess) -> None:
+    ids = list(range(PER_CHUNK))
+    with Engine(node, 1) as engine:
+        engine.store("a", op("tokens", ids, 1))
+        holder = subprocess.Popen(
+            [sys.executable, "-c", HOLDER, node.url],
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert holder.stdout is not None
+        assert int(holder.stdout.readline()) == CHUNK
+        shards = engine.worker.fmt.shards
+        assert node.metrics()["leases"] == shards
+        holder.kill()
+        holder.communicate()
+        until(lambda: node.metrics()["leases"] == 0)
+        assert engine.hit("c", **asked("tokens", 1)) == CHUNK
+        assert node.metrics()["leases"] == shards
+        engine.scheduler.end_session("c")
+        until(lambda: node.metrics()["leases"] == 0)
+
+
+def test_a_program_shares_chunks_through_the_server(node: ServeProcess) -> None:
+    """What an engine stores, a program retrieves over the same server, and the other way round."""
+    ids = list(range(2 * PER_CHUNK))
+    mapping = slots_of(ids, BLOCK, 0, 2 * CHUNK)
+    config = Config(server=node.url, chunk_size=CHUNK, staging_bytes=SEGMENT)
+    kv = caches()
+    with Engine(node, 1) as engine, open_cache(config, facts()) as cache:
+        engine.store("a", op("tokens", ids, 2))
+        paged = PagedKV([kv[name] for name in names()], layout_of(kv), mapping)
+        assert cache.lookup(prompt(2 * CHUNK)) == 2 * CHUNK
+        assert bool(cache.retrieve(prompt(2 * CHUNK), kv=paged).all())
+        assert torch.equal(torch.stack([kv[name][ids] for name in names()]), engine.blocks(ids))
+        assert cache.store(prompt(2 * CHUNK, seed=1), kv=paged).complete
+        assert engine.hit("b", **asked("tokens", 2, seed=1)) == 2 * CHUNK
+
+
+def test_a_cache_needs_a_server() -> None:
+    with pytest.raises(ConfigError, match="no node server is configured"):
+        open_cache(Config(), facts())
+
+
+def test_a_cache_on_a_server_that_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backend, "CONNECT_SECONDS", 0.1)
+    config = Config(server=f"ipc://{tmp_path}/none/node.sock", chunk_size=CHUNK)
+    with pytest.raises(StorageError):
+        open_cache(config, facts())

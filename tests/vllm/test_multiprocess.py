@@ -1,0 +1,404 @@
+"""vLLM's adapters for LMCache's server and ours: signatures, arguments, and the page about them."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import inspect
+import re
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+with warnings.catch_warnings():
+    # vLLM's own imports are not ours to judge.
+    warnings.simplefilter("ignore")
+    pytest.importorskip("vllm")
+    from simulated import FORMS, HEADS, LAYERS, SIZE, Writing, make_cache
+
+    from kvshelf.vllm import multiprocess
+    from kvshelf.vllm.multiprocess import (
+        LoadStoreOp,
+        MPSchedulerAdapter,
+        MPWorkerAdapter,
+        ParallelStrategy,
+        learn_layouts,
+        model_facts,
+        striding_block_hashes,
+    )
+
+from kvshelf import ModelFacts, PromptIdentity
+from kvshelf.errors import ConfigError, UnsupportedError
+from kvshelf.kv.layout import PagedLayout, PermutedLayout
+from kvshelf.kv.topology import ShardPlan
+from kvshelf.server.scheduler import SchedulerAdapter
+from kvshelf.server.worker import WorkerAdapter
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "multiprocess.md"
+CLASSES = {
+    "LMCacheMPSchedulerAdapter": MPSchedulerAdapter,
+    "LMCacheMPWorkerAdapter": MPWorkerAdapter,
+    "ParallelStrategy": ParallelStrategy,
+    "LoadStoreOp": LoadStoreOp,
+}
+CHUNK, BLOCK = 16, 4
+
+
+def original() -> ast.Module:
+    """vLLM's file, which cannot be imported without LMCache."""
+    spec = importlib.util.find_spec("vllm")
+    assert spec is not None and spec.origin is not None
+    folder = Path(spec.origin).parent / "distributed/kv_transfer/kv_connector/v1"
+    return ast.parse((folder / "lmcache_integration/multi_process_adapter.py").read_text())
+
+
+def classes() -> dict[str, ast.ClassDef]:
+    return {node.name: node for node in original().body if isinstance(node, ast.ClassDef)}
+
+
+def methods(of: ast.ClassDef) -> dict[str, ast.FunctionDef]:
+    return {node.name: node for node in of.body if isinstance(node, ast.FunctionDef)}
+
+
+def fields(of: ast.ClassDef) -> list[str]:
+    return [
+        node.target.id
+        for node in of.body
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+    ]
+
+
+def public_names() -> set[str]:
+    """Every name that vLLM's file defines: functions, classes, methods, fields and attributes."""
+    names = set()
+    for node in original().body:
+        if isinstance(node, ast.FunctionDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Assign):
+            names.update(target.id for target in node.targets if isinstance(target, ast.Name))
+        elif isinstance(node, ast.ClassDef):
+            names.update((node.name, *fields(node), *methods(node)))
+            for inner in ast.walk(node):
+                if isinstance(inner, (ast.Assign, ast.AnnAssign)):
+                    targets = inner.targets if isinstance(inner, ast.Assign) else [inner.target]
+                    names.update(
+                        target.attr
+                        for target in targets
+                        if isinstance(target, ast.Attribute)
+                        and isinstance(target.value, ast.Name)
+                        and target.value.id == "self"
+                    )
+    return {name for name in names if not name.startswith("_")}
+
+
+# ------------------------------------------------------------------------------ the page
+
+
+def test_the_page_names_all_of_the_original() -> None:
+    names = public_names()
+    assert {"LoadStoreOp", "get_finished", "previously_finished", "pp_size"} <= names
+    page = PAGE.read_text()
+    missing = {name for name in names if not re.search(rf"`[^`\n]*\b{name}\b[^`\n]*`", page)}
+    assert not missing
+    for definition in classes().values():
+        init = methods(definition).get("__init__")
+        for argument in [] if init is None else init.args.args[1:]:
+            assert f"`{argument.arg}`" in page
+
+
+def test_the_page_names_all_errors_of_the_original() -> None:
+    """Each assert of the original has a row; it raises nothing else."""
+    nodes = list(ast.walk(original()))
+    assert not [node for node in nodes if isinstance(node, ast.Raise)]
+    asserted = {
+        name.id
+        for node in nodes
+        if isinstance(node, ast.Assert)
+        for name in ast.walk(node.test)
+        if isinstance(name, ast.Name)
+    }
+    rows = [line for line in PAGE.read_text().splitlines() if "AssertionError" in line]
+    for name in asserted - {"self", "op"}:
+        said = {"request_id": "of an id without a lookup", "vllm_block_size": "block size"}
+        assert any(said.get(name, name) in row for row in rows), name
+
+
+def rows() -> Iterator[list[str]]:
+    """The cells of all rows with a test."""
+    header: list[str] = []
+    for line in PAGE.read_text().splitlines():
+        if not line.startswith("|"):
+            header = []
+            continue
+        # A bar inside code would be no border.
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if not header:
+            header = cells
+        elif header[-1] == "test" and not set(line) <= set("|-"):
+            assert len(cells) == len(header), line
+            yield cells
+
+
+def test_each_row_has_a_verdict_and_a_test_that_exists() -> None:
+    tests_of_page = ROOT / "tests"
+    files = [
+        *(tests_of_page / "vllm").glob("test_multiprocess*.py"),
+        *(tests_of_page / "server").glob("test_*.py"),
+    ]
+    tests = {
+        node.name
+        for file in files
+        for node in ast.parse(file.read_text()).body
+        if isinstance(node, ast.FunctionDef)
+    }
+    found = list(rows())
+    assert len(found) > 50
+    for cells in found:
+        assert re.match(r"(equal|different|none)\b", cells[-2]), cells
+        named = re.findall(r"`(test_\w+)`", cells[-1])
+        assert named and set(named) <= tests, (cells, set(named) - tests)
+
+
+# ------------------------------------------------------------------------------ signatures
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_arguments_are_in_the_same_order(name: str) -> None:
+    ours = CLASSES[name]
+    theirs = classes()[name]
+    assert fields(theirs) == list(getattr(ours, "__dataclass_fields__", ()))[: len(fields(theirs))]
+    for method in methods(theirs).values():
+        if method.name.startswith("_") and method.name != "__init__":
+            continue
+        found = getattr(ours, method.name)
+        if isinstance(found, property):
+            continue
+        parameters = list(inspect.signature(found).parameters.values())
+        names = [argument.arg for argument in method.args.args]
+        assert [one.name for one in parameters[: len(names)]] == names, method.name
+        # Whatever the original lets a caller leave out, and no further argument is needed.
+        required = len(names) - len(method.args.defaults)
+        for one in parameters[required:]:
+            assert one.default is not one.empty, (method.name, one.name)
+
+
+def test_the_functions_have_the_same_arguments() -> None:
+    [theirs] = [
+        node
+        for node in original().body
+        if isinstance(node, ast.FunctionDef) and node.name == striding_block_hashes.__name__
+    ]
+    assert list(inspect.signature(striding_block_hashes).parameters) == [
+        argument.arg for argument in theirs.args.args
+    ]
+
+
+# ------------------------------------------------------------------------------ arguments
+
+
+@pytest.fixture
+def passed_on(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[Any, ...], dict[str, Any]]]:
+    """What the classes hand to those that they are made of."""
+    calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
+
+    def noted(name: str) -> Any:
+        return lambda self, *args, **options: calls.append((name, args, options))
+
+    for base, names in (
+        (SchedulerAdapter, ["__init__", "maybe_submit_lookup_request"]),
+        (
+            WorkerAdapter,
+            [
+                "__init__",
+                "register_kv_caches",
+                "batched_submit_store_requests",
+                "batched_submit_retrieve_requests",
+            ],
+        ),
+    ):
+        for name in names:
+            monkeypatch.setattr(base, name, noted(name))
+    return calls
+
+
+STRATEGY = ParallelStrategy(True, 2, 1, 4, 2, 2, 2)
+FACTS = ModelFacts(layers=2, kv_heads=4, head_size=8, dtype="bfloat16", weights="w")
+
+
+def test_attributes_of_the_strategy(passed_on: list[Any]) -> None:
+    scheduler = MPSchedulerAdapter("url", None, "model", BLOCK, STRATEGY, namespace=FACTS)
+    worker = MPWorkerAdapter("url", None, "model", BLOCK, STRATEGY, namespace=FACTS)
+    for one in (scheduler, worker):
+        assert (one.model_name, one.world_size, one.worker_id) == ("model", 2, 1)
+        assert one.parallel_strategy is STRATEGY
+    assert scheduler.tp_size == 2
+    assert worker.use_mla
+    assert worker.is_first_rank_of_pp_group
+    scheduler.report_block_allocations([object()])
+
+
+def test_timeouts_of_the_original(passed_on: list[Any]) -> None:
+    options: dict[str, Any] = {"mq_timeout": 7.0, "heartbeat_interval": 1.0, "namespace": FACTS}
+    MPSchedulerAdapter("url", None, "model", BLOCK, STRATEGY, **options)
+    MPWorkerAdapter("url", None, "model", BLOCK, STRATEGY, **options)
+    assert [call[1] for call in passed_on] == [("url", FACTS, BLOCK)] * 2
+    assert [call[2]["timeout_s"] for call in passed_on] == [2.0, 7.0]
+
+
+def test_salts_separate_prompts(passed_on: list[Any]) -> None:
+    scheduler = MPSchedulerAdapter("url", None, "model", BLOCK, STRATEGY, namespace=FACTS)
+    worker = MPWorkerAdapter("url", None, "model", BLOCK, STRATEGY, namespace=FACTS)
+    passed_on.clear()
+    scheduler.maybe_submit_lookup_request("a", token_ids=[1], cache_salt="s")
+    worker.batched_submit_store_requests(["a"], [LoadStoreOp([0])], None, cache_salts=["s"])
+    worker.batched_submit_retrieve_requests(["a"], [LoadStoreOp([0])], None, cache_salts=[""])
+    assert passed_on[0][2]["identity"] == PromptIdentity("s")
+    assert passed_on[1][2]["identities"] == [PromptIdentity("s")]
+    assert passed_on[2][2]["identities"] == [PromptIdentity()]
+
+
+@pytest.mark.parametrize("adapter", [MPSchedulerAdapter, MPWorkerAdapter])
+def test_a_name_is_no_namespace(adapter: type[Any]) -> None:
+    with pytest.raises(ConfigError, match="'model' does not say which weights"):
+        adapter("ipc:///none", None, "model", BLOCK, STRATEGY)
+
+
+def test_a_strategy_says_which_shards_a_worker_holds() -> None:
+    whole = ParallelStrategy(False, 1, 0, 1, 0, 1, 1)
+    space = FACTS.namespace(chunk_size=CHUNK, shards=4)
+    assert whole.shard_plan(space) == ShardPlan((0, 1, 2, 3))
+    halves = [ParallelStrategy(False, 2, rank, 2, rank, 2, 1) for rank in range(2)]
+    assert [half.shard_plan(space).shards for half in halves] == [(0, 1), (2, 3)]
+    # Eight ranks for four heads: two hold the same, and take turns.
+    ranks = [ParallelStrategy(False, 8, rank, 8, rank, 8, 1).shard_plan(space) for rank in (2, 3)]
+    assert [plan.shards for plan in ranks] == [(1,), (1,)]
+    assert [plan.writes(5) for plan in ranks] == [(), (1,)]
+    with pytest.raises(ConfigError, match="1 pipeline stages, the engine 2"):
+        ParallelStrategy(False, 2, 0, 2, 0, 1, 2).shard_plan(space)
+    latent = ModelFacts(
+        layers=2,
+        kv_heads=1,
+        head_size=8,
+        dtype="bfloat16",
+        weights="w",
+        layer_shapes=("*,24", "*,24"),
+        attention=("mla", "mla"),
+        stages=(1, 1),
+    ).namespace(chunk_size=CHUNK, shards=2)
+    # The connector lets the first rank of a stage store, and only that one.
+    first = ParallelStrategy(True, 2, 1, 4, 2, 2, 2).shard_plan(latent)
+    assert first.shards == first.writes(0) == first.writes(1) == (1,)
+
+
+# ------------------------------------------------------------------------------ vLLM's objects
+
+
+def engine_config(form: str = "HND") -> tuple[SimpleNamespace, dict[str, torch.Tensor]]:
+    """What is read of an engine's configuration, and its caches."""
+    caches = {f"model.layers.{i}.attn": make_cache(form, 4, BLOCK) for i in range(LAYERS)}
+    layers = {
+        name: SimpleNamespace(
+            impl=Writing(form, BLOCK),
+            kv_cache=cache,
+            num_kv_heads=HEADS,
+            head_size=SIZE,
+            head_size_v=SIZE,
+            kv_sharing_target_layer_name=None,
+            kv_cache_dtype="auto",
+            attn_backend=SimpleNamespace(forward_includes_kv_cache_update=False),
+            _k_scale_float=1.0,
+            _v_scale_float=1.0,
+        )
+        for name, cache in caches.items()
+    }
+    config = SimpleNamespace(
+        compilation_config=SimpleNamespace(static_forward_context=layers),
+        cache_config=SimpleNamespace(block_size=BLOCK, cache_dtype="auto", num_gpu_blocks=4),
+        parallel_config=SimpleNamespace(pipeline_parallel_size=1),
+        model_config=SimpleNamespace(dtype=torch.bfloat16),
+    )
+    return config, caches
+
+
+@pytest.mark.parametrize("form", [form for form in FORMS if form != "amx"])
+def test_layouts_are_learned_through_layers(form: str, passed_on: list[Any]) -> None:
+    config, caches = engine_config(form)
+    before = {name: cache.clone() for name, cache in caches.items()}
+    worker = MPWorkerAdapter("url", None, "m", BLOCK, STRATEGY, namespace=FACTS, vllm_config=config)
+    worker.register_kv_caches(caches)
+    name, (registered, layouts), _ = passed_on[-1]
+    assert name == "register_kv_caches" and registered is caches
+    for layer, cache in caches.items():
+        expected = PermutedLayout if form == "vec" else PagedLayout
+        assert isinstance(layouts[layer], expected)
+        assert torch.equal(cache, before[layer])
+    worker.register_kv_caches(caches, layouts[layer])
+    assert passed_on[-1][1] == (caches, layouts[layer])
+
+
+def test_the_number_of_blocks_comes_from_either_configuration() -> None:
+    config, caches = engine_config()
+    config.cache_config.num_gpu_blocks = None
+    with pytest.raises(ConfigError, match="kv_cache_config"):
+        learn_layouts(config, caches)
+    layouts = learn_layouts(config, caches, SimpleNamespace(num_blocks=4))
+    assert {layout.num_blocks for layout in layouts.values()} == {4}
+
+
+def test_a_layout_that_cannot_be_learned_is_refused() -> None:
+    config, caches = engine_config("odd")
+    with pytest.raises(UnsupportedError, match=r"KV cache of model\.layers\.0\.attn"):
+        learn_layouts(config, caches)
+
+
+@pytest.mark.parametrize(
+    ("where", "field", "value", "text"),
+    [
+        ("cache_config", "cache_dtype", "fp8", "dtype fp8"),
+        ("parallel_config", "pipeline_parallel_size", 2, "pipeline stage"),
+    ],
+)
+def test_facts_that_only_a_running_engine_knows(
+    where: str, field: str, value: Any, text: str
+) -> None:
+    config, _ = engine_config()
+    setattr(getattr(config, where), field, value)
+    with pytest.raises(ConfigError, match=text):
+        model_facts(config)
+
+
+def test_the_facts_of_an_engine_follow_from_its_configuration(
+    monkeypatch: pytest.MonkeyPatch, passed_on: list[Any]
+) -> None:
+    from transformers import LlamaConfig
+
+    monkeypatch.setattr(multiprocess, "local_model_dir", lambda config: Path("/models/m"))
+    monkeypatch.setattr(multiprocess, "config_overrides", lambda model, config: "overrides")
+    config, _ = engine_config()
+    config.model_config = SimpleNamespace(
+        dtype=torch.float16,
+        hf_config=LlamaConfig(
+            num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, hidden_size=32
+        ),
+        served_model_name="served",
+        model="m",
+        max_model_len=128,
+        quantization=None,
+    )
+    facts = model_facts(config)
+    assert (facts.layers, facts.kv_heads, facts.head_size) == (3, 2, 8)
+    assert (facts.dtype, facts.weights, facts.name) == ("float16", Path("/models/m"), "served")
+    assert facts.config_overrides == "overrides"
+    MPSchedulerAdapter("url", None, "model", BLOCK, STRATEGY, vllm_config=config)
+    assert passed_on[-1][1] == ("url", facts, BLOCK)
+
+
+def test_the_module_needs_no_lmcache() -> None:
+    assert "lmcache" not in sys.modules
