@@ -36,10 +36,14 @@ from kvshelf.errors import (
 from kvshelf.format.names import parse_path
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.kv.caches import DONE, HostKVCache, KVMemory, LayerRun, PendingCopy, layer_calls
+from kvshelf.memory.tier import MemoryTier
+from kvshelf.metrics import Counters
 from kvshelf.shelf import threads as threads_module
+from kvshelf.shelf.tiers import TieredShelf
 from kvshelf.transfer import stores
 from kvshelf.transfer.context import ChunkSlots
 from kvshelf.transfer.loads import Failure, Load
+from kvshelf.transfer.prefetch import KindMemory
 from kvshelf.transfer.stores import StoreOutcome
 from kvshelf.transfer.transfer import Transfer
 
@@ -894,21 +898,30 @@ LENGTH = 3
         max_size=25,
     ),
     st.booleans(),
+    st.sampled_from([0, 1, 5, 1000]),
 )
 def test_whatever_happens_a_load_delivers_the_right_bytes_or_says_from_where_not(
-    steps: list[tuple[object, ...]], whole_chunks: bool
+    steps: list[tuple[object, ...]], whole_chunks: bool, in_memory: int
 ) -> None:
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr(HostKVCache, "whole_chunks", whole_chunks)
         lending = LendingBackend(posix(Path(folder) / "shelf"))
         lending.lends = lambda name: False
         backend = FaultyBackend(lending)
-        with closing(Rig(backend, blocks=400)) as rig:
+        fmt = make_format()
+        memory = MemoryTier(max(1, in_memory) * 4 * fmt.object_size(0))
+        tiers = [KindMemory(memory, fmt, Counters())] if in_memory else []
+        in_front = lambda shelf: TieredShelf(shelf, tiers)  # noqa: E731
+        with (
+            closing(memory),
+            closing(Rig(backend, fmt=fmt, blocks=400, in_front=in_front)) as rig,
+        ):
             _live(rig, backend, lending, steps)
             assert rig.transfer.drain(PATIENCE) == 0
             # Reads of cancelled loads end a little later than the loads.
             until(lambda: rig.staging.in_use == 0)
             until(lambda: all(loan.released for loan in lending.loans))
+            until(lambda: not memory.stats().pinned_bytes)
         assert all(loan.released == 1 for loan in lending.loans)
 
 

@@ -21,7 +21,7 @@ from simulated_device import SimulatedStreams
 from torch import Tensor
 from vllm.platforms import current_platform
 
-from kvshelf.errors import UnsupportedError
+from kvshelf.errors import TransientStorageError, UnsupportedError
 from kvshelf.format.keys import Chunk, KeyChain
 from kvshelf.format.kinds import FULL, STATE, WINDOW, Kind
 from kvshelf.format.names import object_name
@@ -453,6 +453,21 @@ def test_prefetched_objects_of_all_kinds_are_loaded_from_memory(rig: Rig) -> Non
     assert until_loaded(reader, op) == set()
     assert holds(reader, expected)
     assert reader.side.counters.snapshot()["memory_tier_loaded_objects"] == count
+
+
+def test_what_was_stored_of_all_kinds_is_loaded_from_memory(rig: Rig) -> None:
+    worker = rig.engine("three kinds", memory_tier={"max_bytes": 64 << 20})
+    chunks = chunks_of(worker.namespace_open, 2)
+    stored = put(worker, chunks)
+    rig.backend.add(Fault("open", error=TransientStorageError("broken")))
+    op = load_op(worker, chunks, tables(worker, 32, 9))
+    expected = expect(worker, worker, op, stored)
+    assert until_loaded(worker, op) == set()
+    assert holds(worker, expected)
+    counts = worker.side.counters.snapshot()
+    assert counts["memory_tier_loaded_objects"] == 4 * (
+        len(op.chunks) + len(op.windows) + len(op.states)
+    )
 
 
 # ------------------------------------------------------------------------- several workers

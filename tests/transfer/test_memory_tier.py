@@ -1,0 +1,244 @@
+"""A memory tier in front: what gets into it, what is read from there, and what stays there."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from faulty import CountingBackend, Fault, FaultyBackend
+from parts import AT_ONCE, PATIENCE, SOON, Rig, make_chunks, make_format, posix, until
+
+from kvshelf.errors import TransientStorageError
+from kvshelf.format.keys import Chunk
+from kvshelf.memory.size_classes import SizeClasses
+from kvshelf.memory.tier import MemoryTier
+from kvshelf.metrics import Counters
+from kvshelf.shelf.disk_tier import DiskTier
+from kvshelf.shelf.tiers import Tier, TieredShelf
+from kvshelf.shelf.view import ObjectRef
+from kvshelf.transfer.loads import Failure
+from kvshelf.transfer.prefetch import KindMemory
+
+FMT = make_format()
+OBJECT = SizeClasses(1 << 30).rounded(FMT.object_size(0))
+
+
+class Near:
+    """A transfer behind a memory tier, and perhaps a disk tier."""
+
+    def __init__(
+        self, root: Path, *, objects: int = 100, disk: Path | None = None, **options: Any
+    ) -> None:
+        self.faults = FaultyBackend(posix(root))
+        self.reads = CountingBackend(self.faults)
+        self.counters = Counters()
+        self.tier = MemoryTier(objects * OBJECT, counters=self.counters)
+        tiers: list[Tier] = [KindMemory(self.tier, FMT, self.counters, **options)]
+        self.disk: DiskTier | None = None
+        if disk is not None:
+            self.disk = DiskTier(disk, 1 << 30, counters=self.counters, backoff=AT_ONCE)
+            tiers.append(self.disk)
+        self.rig = Rig(
+            self.reads,
+            fmt=FMT,
+            blocks=400,
+            deadlines=SOON,
+            in_front=lambda shelf: TieredShelf(shelf, tiers),
+        )
+
+    def opens(self) -> int:
+        return self.reads.counts["open"]
+
+    def count(self, name: str) -> float:
+        return self.counters.snapshot().get(name, 0)
+
+    def load(self, chunks: list[Chunk], first_block: int = 100) -> int | None:
+        """Load; return at which chunk it failed, having checked the others."""
+        load, items = self.rig.load(chunks, first_block)
+        good = len(items) if load.failed_at is None else load.failed_at
+        assert all(self.rig.holds(item) for item in items[:good])
+        return load.failed_at
+
+    def idle(self) -> None:
+        """Wait until nothing of the memory is in use."""
+        until(lambda: not self.tier.stats().pinned_bytes)
+
+    def close(self) -> None:
+        self.faults.heal()
+        self.rig.close()
+        if self.disk is not None:
+            self.disk.close()
+        self.tier.close()
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Near]]:
+    started: list[Near] = []
+
+    def make(**options: Any) -> Near:
+        started.append(Near(tmp_path / "shelf", **options))
+        return started[-1]
+
+    yield make
+    for near in started:
+        near.close()
+
+
+def stored(tmp_path: Path, count: int) -> list[Chunk]:
+    """Chunks that another engine has stored."""
+    chunks = make_chunks(FMT, count)
+    with closing(Rig(posix(tmp_path / "shelf"), fmt=FMT)) as rig:
+        rig.put(chunks)
+    return chunks
+
+
+def test_what_is_loaded_once_comes_from_memory(start: Callable[..., Near], tmp_path: Path) -> None:
+    chunks = stored(tmp_path, 4)
+    near = start(disk=tmp_path / "disk")
+    assert near.disk is not None
+    assert near.load(chunks) is None
+    assert near.opens() == 4 * FMT.shards
+    assert near.disk.drain(PATIENCE)
+    # All tiers have got it.
+    near.faults.add(Fault("open", error=lambda: TransientStorageError(5, "broken")))
+    assert near.load(chunks, 200) is None
+    assert near.count("memory_tier_loaded_objects") == 4 * FMT.shards
+    assert near.count("disk_tier_loaded_objects") == 0
+    near.idle()
+    for chunk in chunks:
+        for shard in range(FMT.shards):
+            assert near.tier.remove(FMT, [ObjectRef(chunk, shard)])
+    assert near.load(chunks, 300) is None
+    assert near.count("disk_tier_loaded_objects") == 4 * FMT.shards
+    # ... and has given it to the tier before it.
+    assert near.tier.stats().objects == 4 * FMT.shards
+
+
+def test_loads_into_memory_take_no_staging(start: Callable[..., Near], tmp_path: Path) -> None:
+    chunks = stored(tmp_path, 3)
+    near = start()
+    taken = [near.rig.staging.acquire_for_load(0.0) for _ in range(near.rig.staging.limit)]
+    assert near.load(chunks) is None
+    near.idle()
+    for buffer in taken:
+        assert buffer is not None
+        near.rig.staging.release(buffer)
+
+
+def test_what_was_stored_is_in_memory(start: Callable[..., Near]) -> None:
+    near = start()
+    chunks = make_chunks(FMT, 3)
+    near.rig.put(chunks)
+    near.reads.counts.clear()
+    assert near.load(chunks) is None
+    assert near.opens() == 0
+
+
+@pytest.mark.parametrize("objects", [1, 2, 5])
+def test_a_memory_that_is_too_small_costs_no_load(
+    start: Callable[..., Near], tmp_path: Path, objects: int
+) -> None:
+    chunks = stored(tmp_path, 6)
+    near = start(objects=objects)
+    for first in (100, 200):
+        assert near.load(chunks, first) is None
+    near.idle()
+    assert near.tier.stats().bytes <= objects * OBJECT
+
+
+def test_objects_that_memory_has_no_room_for_are_read_into_staging(
+    start: Callable[..., Near], tmp_path: Path
+) -> None:
+    chunks = stored(tmp_path, 2)
+    near = start(objects=1)
+    slot = near.tier._residents.reserve("other", 1)
+    assert slot is not None
+    assert near.load(chunks) is None
+    assert near.count("memory_tier_dropped_objects") == 2 * FMT.shards
+    near.tier._residents.abandon(slot)
+
+
+def test_where_memory_does_not_lend_objects_pass_through_staging(
+    start: Callable[..., Near], tmp_path: Path
+) -> None:
+    chunks = stored(tmp_path, 3)
+    near = start(lends=False)
+    assert near.load(chunks) is None
+    assert near.load(chunks, 200) is None
+    assert near.opens() == 3 * FMT.shards
+    assert near.count("memory_tier_loaded_objects") == 3 * FMT.shards
+
+
+@pytest.mark.parametrize(
+    ("damage", "failure"),
+    [
+        (lambda near, chunk: near.rig.path(chunk, 1).unlink(), Failure.MISSING),
+        (lambda near, chunk: near.rig.path(chunk, 1).write_bytes(b"no"), Failure.BAD),
+        (
+            lambda near, chunk: near.faults.add(
+                Fault("read", error=lambda: TransientStorageError(5, "EIO"))
+            ),
+            Failure.ERROR,
+        ),
+    ],
+)
+def test_a_read_that_fails_leaves_nothing_in_memory(
+    start: Callable[..., Near],
+    tmp_path: Path,
+    damage: Callable[[Near, Chunk], Any],
+    failure: Failure,
+) -> None:
+    (chunk,) = stored(tmp_path, 1)
+    near = start()
+    damage(near, chunk)
+    load, _ = near.rig.load([chunk], 100)
+    assert load.failed_at == 0
+    assert load.failures[0] == (chunk, failure)
+    near.idle()
+    assert near.tier.stats().objects < FMT.shards
+
+
+def test_a_read_into_memory_that_hangs_gives_it_back_when_it_returns(
+    start: Callable[..., Near], tmp_path: Path
+) -> None:
+    chunks = stored(tmp_path, 1)
+    near = start()
+    gate = threading.Event()
+    near.faults.add(Fault("read", wait=gate))
+    assert near.load(chunks) == 0
+    assert near.tier.stats().pinned_bytes == FMT.shards * FMT.object_size(0)
+    near.rig.let_go(gate)
+    near.idle()
+    assert near.rig.untouched(near.rig.items(chunks, 100)[0])
+
+
+def test_two_transfers_share_one_memory(start: Callable[..., Near], tmp_path: Path) -> None:
+    chunks = stored(tmp_path, 3)
+    near = start()
+    memory = KindMemory(near.tier, FMT, near.counters)
+    with closing(
+        Rig(
+            posix(tmp_path / "shelf"),
+            fmt=FMT,
+            blocks=400,
+            in_front=lambda shelf: TieredShelf(shelf, [memory]),
+        )
+    ) as other:
+        gate = threading.Event()
+        near.faults.add(Fault("read", wait=gate))
+        items = near.rig.items(chunks, 100)
+        near.rig.transfer.load("r", items)
+        until(lambda: near.opens() == 2)
+        # The same objects are read twice at once: one copy stays.
+        load, others = other.load(chunks, 200)
+        assert load.failed_at is None
+        assert all(other.holds(item) for item in others)
+        gate.set()
+        assert near.rig.finished().failed_at is None
+        assert all(near.rig.holds(item) for item in items)
+    near.idle()
+    assert near.tier.stats().objects == 3 * FMT.shards

@@ -1,0 +1,47 @@
+"""A real engine with a memory tier: hits come from there, and the shelf decides what is a hit."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+
+from fleet import Engines
+from harness import SHELF_CONNECTOR, Answer, assert_same
+from shelf_files import ShelfFiles
+
+HIT = 768
+
+
+def test_a_second_request_is_loaded_from_memory_while_the_shelf_has_its_objects(
+    engines: Engines, reference: Callable[..., Answer], prompt: Callable[[int], list[int]]
+) -> None:
+    tokens = prompt(1000)
+    shelf = ShelfFiles(engines.places.root / "shelf behind memory")
+    with engines.start(
+        "with memory",
+        model=engines.places.model,
+        connector=SHELF_CONNECTOR,
+        extra_config={
+            "shared_storage_path": str(shelf.root),
+            "memory_tier": {"max_bytes": "64MiB"},
+        },
+    ) as engine:
+        assert engine.generate(tokens).shelf_tokens == 0
+        objects = [path for chunk in shelf.wait_stored(tokens) for path in chunk]
+        # They are found by their sizes, and nobody could load them from the shelf.
+        for path in objects:
+            path.write_bytes(bytes(path.stat().st_size))
+        engine.reset_prefix_cache()
+        warm = engine.generate(tokens)
+        assert warm.shelf_tokens == HIT
+        assert_same(warm, reference(tokens))
+        counts = engine.counters()
+        assert counts["memory_tier_loaded_objects"] == len(objects)
+        assert not counts.get("load_failures_bad", 0)
+
+        # What is not on the shelf is no hit, though the memory of a worker has it.
+        shutil.rmtree(shelf.root)
+        engine.reset_prefix_cache()
+        computed = engine.generate(tokens)
+        assert computed.shelf_tokens == 0
+        assert_same(computed, reference(tokens))
