@@ -18,6 +18,7 @@ from kvshelf.errors import ConfigError
 from kvshelf.format.keys import Chunk
 from kvshelf.server.messages import MISSING, Failed, Found, LookedUp, Ready, Result, Stored
 from kvshelf.server.messages import Fault as Refusal
+from kvshelf.server.namespaces import key_of
 from kvshelf.shelf.disk_tier import DiskTier
 
 FMT = make_format()
@@ -134,6 +135,19 @@ def test_the_bytes_that_are_verified_are_those_that_are_published(
     assert replies == [Stored("created")]
     assert (tmp_path / "shelf" / name).read_bytes() == data
     assert desk.bytes_of(desk.fetch(B, [name], [SIZE])[0]) == data
+
+
+def test_an_object_is_found_in_a_folder_that_is_newer_than_the_last_listing(
+    make_desk: Callable[..., Desk],
+) -> None:
+    # The slug of a folder is the client's: the server learns of it by the first name.
+    desk = make_desk()
+    (chunk,) = chunks_of(FMT, 1)
+    name = name_of(FMT, chunk)
+    assert isinstance(desk.fetch(A, [name], [SIZE])[0], Failed)
+    desk.store(A, name, sealed(FMT, chunk))
+    desk.service._residents.remove(key_of(name))
+    assert isinstance(desk.fetch(A, [name], [SIZE])[0], Ready)
 
 
 def test_a_bad_object_of_the_shelf_reaches_nobody(

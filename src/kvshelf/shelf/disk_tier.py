@@ -27,7 +27,7 @@ import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, TypeAlias
 
 import torch
@@ -294,6 +294,8 @@ class DiskTier:
         See :meth:`kvshelf.shelf.view.NamespaceView.load_named`.
         """
         ref = ObjectRef(fmt.named_chunk(parsed), parsed.shard)
+        # Folders have other names here.
+        parsed = replace(parsed, namespace=None)
         return self._load(fmt, ref, buffer, lambda view: view.load_named(parsed, buffer))
 
     def _load(

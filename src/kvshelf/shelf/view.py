@@ -711,7 +711,8 @@ class NamespaceView(ShelfView):
         Parameters
         ----------
         parsed : ParsedName
-            The object's name; its namespace folder is of no meaning.
+            The object's name. If it has a namespace folder, that is looked into first: it may be
+            newer than the last listing.
         buffer : memoryview
             As for :meth:`load`.
 
@@ -730,7 +731,10 @@ class NamespaceView(ShelfView):
         fmt = self.fmt
         name = object_name(fmt.named_chunk(parsed), parsed.shard, fmt.shards, fmt.kind)
         return self._read_from(
-            name, len(buffer), lambda reader: fmt.read_named(reader, parsed, buffer)
+            name,
+            len(buffer),
+            lambda reader: fmt.read_named(reader, parsed, buffer),
+            first=parsed.namespace,
         )
 
     def _read(self, ref: ObjectRef, buffer: memoryview) -> None:
@@ -738,12 +742,30 @@ class NamespaceView(ShelfView):
             self._base(ref), len(buffer), lambda reader: self.fmt.read(reader, *ref, buffer)
         )
 
-    def _read_from(self, name: str, size: int, read: Callable[[ReaderLike], _T]) -> _T:
-        folders = self._find_folders()
-        for folder in folders[:-1]:
-            with contextlib.suppress(ObjectMissingError):
+    def _read_from(
+        self,
+        name: str,
+        size: int,
+        read: Callable[[ReaderLike], _T],
+        first: str | None = None,
+    ) -> _T:
+        """Read an object from the first folder of the namespace that has it.
+
+        `first`, if given, is looked into before it is known which folders there are.
+        """
+        missing: ObjectMissingError | None = None
+        for folder in self._folders_from(first):
+            try:
                 return self._read_twice(f"{folder}/{name}", size, read)
-        return self._read_twice(f"{folders[-1]}/{name}", size, read)
+            except ObjectMissingError as error:
+                missing = error
+        assert missing is not None, "a namespace has a folder"
+        raise missing
+
+    def _folders_from(self, first: str | None) -> Iterator[str]:
+        if first is not None:
+            yield first
+        yield from (folder for folder in self._find_folders() if folder != first)
 
     def _read_twice(self, name: str, size: int, read: Callable[[ReaderLike], _T]) -> _T:
         try:
