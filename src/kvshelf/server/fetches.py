@@ -183,8 +183,12 @@ class Fetches:
         if each is not None and outcomes:
             each(outcomes)
 
-    def lock(self, client: bytes, session: str, slots: list[Slot]) -> bool:
-        """Lease what a lookup has found in memory.
+    def room(self, client: bytes) -> int:
+        """Return how many bytes more a client may hold."""
+        return self.most - self.leases.nbytes(client) - self._coming.get(client, 0)
+
+    def lock(self, client: bytes, session: str, slots: list[Slot]) -> None:
+        """Lease what a lookup has found in memory, as far as the client may hold it.
 
         Parameters
         ----------
@@ -192,19 +196,11 @@ class Fetches:
         session : str
         slots : list of Slot
             Pinned. Those whose pins are the leases' now are taken out.
-
-        Returns
-        -------
-        bool
-            False if the client would hold too much.
         """
         for slot in slots.copy():
             granted = self.leases.grant(client, session, slot, slot.nbytes, fetched=False)
-            if granted is None:
-                return False
-            if granted[1]:
+            if granted is not None and granted[1]:
                 slots.remove(slot)
-        return True
 
     def check_fits(self, name: str, nbytes: int) -> None:
         """Refuse an object for which there can never be room.
@@ -229,12 +225,13 @@ class Fetches:
             return True
 
     def _begin(self, want: _Want, outcomes: list[Ready | Failed]) -> bool:
+        fits = self.room(want.client) >= want.nbytes
         slot = self._residents.pin(want.key)
         if slot is not None:
             if slot.nbytes != want.nbytes:
                 self._residents.unpin(slot)
                 raise WrongSize(f"{want.name}: {want.nbytes} bytes, expected {slot.nbytes}")
-            if not self._has_room(want) or not self._lease(want, slot, outcomes):
+            if not fits or not self._lease(want, slot, outcomes):
                 self._residents.unpin(slot)
                 return False
             self._counts["memory_hits"] += 1
@@ -247,23 +244,18 @@ class Fetches:
             self.check_fits(want.name, want.nbytes)
             if self._closed:
                 raise draining()
-            slot = self._residents.reserve(want.key, want.nbytes) if self._has_room(want) else None
+            slot = self._residents.reserve(want.key, want.nbytes) if fits else None
             if slot is None:
                 return False
             read = self._reads[want.key] = _Read(found, slot)
             self._submit(read)
-        elif not self._has_room(want):
+        elif not fits:
             return False
         else:
             self._counts["joined_fetches"] += 1
         read.wants.append(want)
         self._coming[want.client] = self._coming.get(want.client, 0) + want.nbytes
         return True
-
-    def _has_room(self, want: _Want) -> bool:
-        """Whether a client may hold one more object."""
-        held = self.leases.nbytes(want.client) + self._coming.get(want.client, 0)
-        return held + want.nbytes <= self.most
 
     def _lease(self, want: _Want, slot: Slot, outcomes: list[Ready | Failed]) -> bool:
         """Turn a pin of a slot into a lease; False if the client holds too much."""

@@ -289,14 +289,12 @@ class Service:
         pinned: list[list[Slot]] = []
         missing: list[list[str]] = []
         for names in chains:
-            slots: list[Slot] = []
+            found_here = [self._residents.pin(key_of(name)) for name in names]
+            slots = [slot for slot in found_here if slot is not None]
             absent: list[str] = []
-            for name in names:
-                slot = self._residents.pin(key_of(name))
-                if slot is None:
-                    absent.append(name)
-                else:
-                    slots.append(slot)
+            if len(slots) < len(names):
+                pairs = zip(names, found_here, strict=True)
+                absent = [name for name, slot in pairs if slot is None]
             pinned.append(slots)
             missing.append(absent)
             if absent and absent[0].startswith(HASH):
@@ -336,23 +334,26 @@ class Service:
             The others, with the sizes that the shelf has them in.
         """
         count = 0
-        if client in self._clients:
-            while (
-                count < len(there)
-                and all(self._known(*other) is not None for other in there[count])
-                and self._fetches.lock(client, session, pinned[count])
-            ):
-                count += 1
+        room = self._fetches.room(client) if client in self._clients else -1
+        while count < len(there):
+            room -= sum([slot.nbytes for slot in pinned[count]])
+            others = there[count]
+            if room < 0 or (others and not all(self._known(*other) for other in others)):
+                break
+            count += 1
+        # All is pinned: the answer need not wait for the leases.
+        done(LookedUp(count))
+        for slots in pinned[:count]:
+            self._fetches.lock(client, session, slots)
         for slots in pinned:
             for slot in slots:
                 self._residents.unpin(slot)
-        others = [other for chunk in there[:count] for other in chunk]
-        if others:
-            names, sizes = zip(*others, strict=True)
+        asked = [other for chunk in there[:count] for other in chunk]
+        if asked:
+            names, sizes = zip(*asked, strict=True)
             self._fetches.begin(client, session, names, sizes, None)
         self._counts["lookups"] += 1
         self._resume()
-        done(LookedUp(count))
 
     # -------------------------------------------------------------------------- fetches and stores
 
