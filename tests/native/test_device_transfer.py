@@ -12,6 +12,7 @@ import pytest
 import torch
 from emulation import emulation
 from fake_streams import FakeEvent, FakeStreams
+from lending import LendingBackend
 from parts import (
     BLOCK,
     HEAD_SIZE,
@@ -24,6 +25,7 @@ from parts import (
     posix,
     until,
 )
+from simulated_device import SimulatedStreams
 
 from kvshelf.errors import DeviceUnavailableError, UnsupportedError
 from kvshelf.format.keys import KeyChain
@@ -98,6 +100,26 @@ def test_host_and_device_share_the_tail_of_a_prompt(tmp_path: Path, shards: int)
             for block, tokens in ((0, BLOCK), (5, 2)):
                 expected[20 + block, :, :tokens] = old[3 + block, :, :tokens]
             assert torch.equal(cache, expected)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_is_lent_is_given_back_after_the_device_has_read_it(tmp_path: Path, seed: int) -> None:
+    # Memory that is given back is spoiled at once.
+    lending = LendingBackend(posix(tmp_path))
+    chunks = make_chunks(make_format(), 6)
+    with closing(Rig(posix(tmp_path))) as host:
+        host.put(chunks)
+    streams = SimulatedStreams(seed, engine_at_once=True, rate=1e8)
+    with (
+        closing(streams),
+        closing(Rig(lending, streams=streams, blocks=100, options={"load_threads": 2})) as rig,
+    ):
+        load, items = rig.load(chunks, 30)
+        assert load.failed_at is None
+        assert all(rig.holds(item) for item in items)
+        until(lambda: all(loan.released for loan in lending.loans))
+        assert [loan.released for loan in lending.loans] == [1] * 6 * rig.fmt.shards
+    assert not streams.problems
 
 
 def test_nothing_is_published_before_it_has_arrived(tmp_path: Path) -> None:

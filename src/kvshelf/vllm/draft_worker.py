@@ -129,7 +129,7 @@ class DraftWorker:
         rank: int,
         counters: Counters,
         streams: Callable[[torch.device], Streams | None] | None,
-        in_front: Callable[[ShelfView, ShardPlan], ShelfView],
+        in_front: Callable[[ShelfView, ShardPlan], ShelfView] = lambda view, plan: view,
     ) -> DraftWorker | None:
         """Return the drafter's side of a worker; None where it has none or it is left out.
 
