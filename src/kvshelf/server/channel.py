@@ -1,7 +1,7 @@
 """A client's connection to the node server: requests as futures, and objects lent in place.
 
-Owns the session, the ZMQ socket (DEALER), the requests that wait for answers, and the leases that
-are to be given back. What is said is in :mod:`kvshelf.server.messages`.
+Owns the session, the ZMQ sockets, the requests that wait for answers, and the leases that are to be
+given back. What is said is in :mod:`kvshelf.server.messages`.
 
 Contracts
 ---------
@@ -17,8 +17,10 @@ Contracts
 
 Threads
 -------
-Any thread may call all methods. One thread, ``kvshelf-channel``, uses the sockets, completes the
-futures and calls the callbacks: these must not wait for the channel.
+Any thread may call all methods. One thread, ``kvshelf-channel``, connects, completes the futures
+and calls the callbacks: these must not wait for the channel. Requests are sent by whoever makes
+them, under a lock, through a ZMQ socket of their own: handing them to a thread would take longer
+than the server needs for its answer.
 """
 
 from __future__ import annotations
@@ -66,27 +68,30 @@ logger = logging.getLogger(__name__)
 
 Notice: TypeAlias = Appeared | Draining
 
-#: Most answers that are waited for. A server that answers slowly for so long hangs.
+#: Most answers that are waited for, and bytes of their requests. A server that lets them become so
+#: many hangs.
 _MAX_OPEN: Final = 4 * messages.MAX_NAMES
+_MAX_OPEN_BYTES: Final = 64 << 20
 #: How long the server may take to take a client.
 _GREETING_SECONDS: Final = 2.0
 #: Pauses between attempts to connect.
 _RETRY_SECONDS: Final = (0.05, 0.2, 0.5)
 #: How long leases are collected before they are given back, and how many at most.
-_RELEASE_SECONDS: Final = 0.002
+_RELEASE_SECONDS: Final = 0.01
 _RELEASE_COUNT: Final = 256
 _CLOSE_SECONDS: Final = 1.0
-#: Answers that are handled before new requests are sent.
+#: Answers that are handled before anything else is looked at.
 _ROUND: Final = 64
 
 
 class _Waiting:
     """A request that waits for its answer."""
 
-    __slots__ = ("future",)
+    __slots__ = ("future", "nbytes")
 
     def __init__(self, future: Future[Reply]) -> None:
         self.future = future
+        self.nbytes = 0
 
     @property
     def left(self) -> int:
@@ -100,11 +105,12 @@ class _Waiting:
 class _Fetching:
     """A fetch that waits for the rest of its objects."""
 
-    __slots__ = ("futures", "left")
+    __slots__ = ("futures", "left", "nbytes")
 
     def __init__(self, futures: Sequence[Future[Leased]]) -> None:
         self.futures: list[Future[Leased] | None] = list(futures)
         self.left = len(futures)
+        self.nbytes = 0
 
     def take(self, index: int) -> Future[Leased] | None:
         """Return the future of an object that has no outcome yet."""
@@ -122,17 +128,26 @@ class _Fetching:
 
 
 class _Connection:
-    """One session, and its ZMQ socket."""
+    """One session, and its ZMQ sockets."""
 
-    def __init__(self, connection: socket.socket, welcome: Welcome, arena: memoryview) -> None:
+    def __init__(
+        self,
+        connection: socket.socket,
+        welcome: Welcome,
+        arena: memoryview,
+        sender: zmq.Socket[bytes],
+        receiver: zmq.Socket[bytes],
+    ) -> None:
         self.session = connection
+        self.sender = sender
+        self.receiver = receiver
         self.welcome = welcome
         self.arena = arena
         self.generations = arena[: 8 * welcome.slots].cast("Q")
-        self.queue: deque[bytes] = deque()
         self.waiting: dict[int, _Waiting | _Fetching] = {}
-        #: Answers that are waited for.
+        #: Answers that are waited for, and bytes of their requests.
         self.open = 0
+        self.open_bytes = 0
         self.released: deque[int] = deque()
         #: Whether the channel's thread looks at `released` soon by itself.
         self.collecting = False
@@ -143,6 +158,12 @@ class _Connection:
         #: This is a copy in a forked process.
         self.foreign = False
         self.wake: Callable[[], None]
+
+    def forget(self, number: int, waiting: _Waiting | _Fetching, answers: int) -> None:
+        """Wait for the answers of a request no more."""
+        del self.waiting[number]
+        self.open -= answers
+        self.open_bytes -= waiting.nbytes
 
 
 class Leased:
@@ -322,21 +343,39 @@ class Channel:
         problem = "is not connected"
         if connection is not None:
             frame = messages.encode_request(connection.welcome.token, number, message)
-            answers = 0 if waiting is None else waiting.left
             with self._lock:
-                if connection.lost or not (connection.ready or self._is_mine()):
-                    problem = "has just been lost or found"
-                elif connection.open + answers > _MAX_OPEN:
-                    problem = f"has not answered {connection.open} requests"
-                else:
-                    if waiting is not None:
-                        connection.waiting[number] = waiting
-                        connection.open += answers
-                    connection.queue.append(frame)
-                    self._wake.set()
-                    return
+                if not connection.lost and (connection.ready or self._is_mine()):
+                    problem = self._pass_on(connection, number, frame, waiting)
+            if not problem:
+                return
         if waiting is not None:
             waiting.fail(lambda: self._unavailable(problem))
+
+    @staticmethod
+    def _pass_on(
+        connection: _Connection,
+        number: int,
+        frame: bytes,
+        waiting: _Waiting | _Fetching | None,
+    ) -> str:
+        """Give a request to ZMQ, under the lock; return what was wrong."""
+        if waiting is not None:
+            if (
+                connection.open + waiting.left > _MAX_OPEN
+                or connection.open_bytes + len(frame) > _MAX_OPEN_BYTES
+            ):
+                return f"has not answered {connection.open} requests"
+            waiting.nbytes = len(frame)
+            connection.waiting[number] = waiting
+            connection.open += waiting.left
+            connection.open_bytes += waiting.nbytes
+        try:
+            connection.sender.send(frame, zmq.NOBLOCK)
+        except zmq.Again:
+            if waiting is not None:
+                connection.forget(number, waiting, waiting.left)
+            return "takes no requests"
+        return ""
 
     def _is_mine(self) -> bool:
         return threading.current_thread() is self._thread
@@ -362,17 +401,21 @@ class Channel:
 
     def _stay_connected(self) -> None:
         """Connect, and return when the connection is lost."""
-        connection, dealer, context = self._connect()
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        try:
+            connection = self._connect(context)
+        except BaseException:
+            context.destroy(linger=0)
+            raise
         problem = "the connection failed"
         try:
             self._announce(connection)
-            problem = self._serve(connection, dealer)
+            problem = self._serve(connection)
         except (zmq.ZMQError, MalformedError) as error:
             problem = f"the connection failed: {error}"
         finally:
             self._lose(connection)
-            dealer.close()
-            context.term()
+            context.destroy(linger=0)
         if not self._closed:
             self._log.warning("the node server at %s is lost: %s", self._path, problem)
 
@@ -384,7 +427,7 @@ class Channel:
             poller.poll(int(left * 1000) + 1)
             self._wake.clear()
 
-    def _connect(self) -> tuple[_Connection, zmq.Socket[bytes], zmq.Context[zmq.Socket[bytes]]]:
+    def _connect(self, context: zmq.Context[zmq.Socket[bytes]]) -> _Connection:
         client = os.urandom(messages.ID_BYTES)
         segment = self.segment
         nbytes = 0 if segment is None or segment.fd is None else segment.nbytes
@@ -394,30 +437,35 @@ class Channel:
             segment.fd if segment is not None and nbytes else None,
             _GREETING_SECONDS,
         )
-        connection = _Connection(connected, welcome, arena)
-        connection.wake = self._wake.set
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        dealer = context.socket(zmq.DEALER)
         try:
-            dealer.setsockopt(zmq.LINGER, 0)
-            dealer.setsockopt(zmq.ROUTING_ID, client)
-            dealer.setsockopt(zmq.MAXMSGSIZE, messages.MAX_REPLY)
-            dealer.connect(self.url)
-            dealer.send(messages.encode_request(welcome.token, 0, Ping()))
-            if not dealer.poll(int(_GREETING_SECONDS * 1000)):
+            receiver = self._socket(context, client)
+            sender = self._socket(context, client + messages.SENDER)
+            receiver.send(messages.encode_request(welcome.token, 0, Ping()))
+            if not receiver.poll(int(_GREETING_SECONDS * 1000)):
                 raise UnavailableStorageError(f"the node server at {self._path} does not answer")
-            if messages.decode_reply(memoryview(dealer.recv())) != (0, Done()):
+            if messages.decode_reply(memoryview(receiver.recv())) != (0, Done()):
                 raise UnavailableStorageError(f"the node server at {self._path} answers nonsense")
-        except BaseException as error:
+        except (zmq.ZMQError, MalformedError) as error:
             connected.close()
-            dealer.close()
-            context.term()
-            if isinstance(error, (zmq.ZMQError, MalformedError)):
-                raise UnavailableStorageError(
-                    f"the node server at {self._path} cannot be used: {error}"
-                ) from error
+            raise UnavailableStorageError(
+                f"the node server at {self._path} cannot be used: {error}"
+            ) from error
+        except BaseException:
+            connected.close()
             raise
-        return connection, dealer, context
+        connection = _Connection(connected, welcome, arena, sender, receiver)
+        connection.wake = self._wake.set
+        return connection
+
+    def _socket(
+        self, context: zmq.Context[zmq.Socket[bytes]], routing_id: bytes
+    ) -> zmq.Socket[bytes]:
+        dealer = context.socket(zmq.DEALER)
+        dealer.setsockopt(zmq.LINGER, 0)
+        dealer.setsockopt(zmq.ROUTING_ID, routing_id)
+        dealer.setsockopt(zmq.MAXMSGSIZE, messages.MAX_REPLY)
+        dealer.connect(self.url)
+        return dealer
 
     def _announce(self, connection: _Connection) -> None:
         """Let the callbacks send first, then all others."""
@@ -451,33 +499,34 @@ class Channel:
         for one in waiting.values():
             one.fail(lambda: self._unavailable("is gone"))
 
-    def _serve(self, connection: _Connection, dealer: zmq.Socket[bytes]) -> str:
-        """Send and receive until the session ends; return why it did."""
+    def _serve(self, connection: _Connection) -> str:
+        """Receive until the session ends; return why it did."""
         poller = zmq.Poller()
         poller.register(self._wake, zmq.POLLIN)
-        poller.register(dealer, zmq.POLLIN)
+        poller.register(connection.receiver, zmq.POLLIN)
         ended = connection.session.fileno()
         poller.register(ended, zmq.POLLIN)
-        give_back_at: float | None = None
+        wait = None
+        give_back_at = 0.0
         while not self._closed:
-            wait = None
-            if give_back_at is not None:
-                wait = max(0, int((give_back_at - self._clock()) * 1000) + 1)
-            ready = dict(poller.poll(wait))
-            self._wake.clear()
-            if ended in ready and session.has_ended(connection.session):
-                return "it has ended the session"
-            if dealer in ready:
-                self._receive(connection, dealer)
-            if connection.released:
-                if give_back_at is None:
-                    connection.collecting = True
-                    give_back_at = self._clock() + _RELEASE_SECONDS
-                if connection.queue or self._clock() >= give_back_at:
-                    give_back_at = None
-                    self._give_back(connection)
-            blocked = not self._pass_on(connection, dealer)
-            poller.modify(dealer, zmq.POLLIN | (zmq.POLLOUT if blocked else 0))
+            for source, _ in poller.poll(wait):
+                if source is connection.receiver:
+                    self._receive(connection)
+                elif source == ended:
+                    if session.has_ended(connection.session):
+                        return "it has ended the session"
+                else:
+                    self._wake.clear()
+            if not connection.released:
+                continue
+            now = self._clock()
+            if not connection.collecting:
+                connection.collecting = True
+                give_back_at = now + _RELEASE_SECONDS
+            wait = int((give_back_at - now) * 1000) + 1
+            if now >= give_back_at:
+                wait = None
+                self._give_back(connection)
         return "the channel was closed"
 
     def _give_back(self, connection: _Connection) -> None:
@@ -486,49 +535,39 @@ class Channel:
             leases: list[int] = []
             while connection.released and len(leases) < _RELEASE_COUNT:
                 leases.append(connection.released.popleft())
-            token = connection.welcome.token
-            connection.queue.append(messages.encode_request(token, 0, Release(leases)))
-
-    @staticmethod
-    def _pass_on(connection: _Connection, dealer: zmq.Socket[bytes]) -> bool:
-        """Pass the queue to ZMQ; return whether all of it was taken."""
-        while connection.queue:
-            frame = connection.queue.popleft()
-            try:
-                dealer.send(frame, zmq.NOBLOCK)
-            except zmq.Again:
-                connection.queue.appendleft(frame)
-                return False
-        return True
+            frame = messages.encode_request(connection.welcome.token, 0, Release(leases))
+            with self._lock:
+                refused = self._pass_on(connection, 0, frame, None)
+            if refused:
+                # The server hangs: try again when the next lease is given back.
+                connection.released.extend(leases)
+                return
 
     # ---------------------------------------------------------------------------- answers
 
-    def _receive(self, connection: _Connection, dealer: zmq.Socket[bytes]) -> None:
+    def _receive(self, connection: _Connection) -> None:
         for _ in range(_ROUND):
-            try:
-                frame = dealer.recv(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            number, reply = messages.decode_reply(memoryview(frame))
+            number, reply = messages.decode_reply(memoryview(connection.receiver.recv()))
             if not number:
                 self._notice(reply)
-                continue
-            waiting = connection.waiting.get(number)
-            if isinstance(reply, Fetched):
-                self._fetched(connection, number, waiting, reply)
-            elif waiting is not None:
-                self._settle(connection, number, waiting.left)
-                if isinstance(reply, Fault):
-                    waiting.fail(reply.error)
-                elif isinstance(waiting, _Fetching):
-                    raise MalformedError(f"a {type(reply).__name__} answers a fetch")
-                elif waiting.future.set_running_or_notify_cancel():
-                    waiting.future.set_result(reply)
+            else:
+                self._answered(connection, number, reply)
+            if not int(connection.receiver.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+                return
 
-    def _settle(self, connection: _Connection, number: int, answers: int) -> None:
-        with self._lock:
-            connection.open -= answers
-            connection.waiting.pop(number, None)
+    def _answered(self, connection: _Connection, number: int, reply: Reply) -> None:
+        waiting = connection.waiting.get(number)
+        if isinstance(reply, Fetched):
+            self._fetched(connection, number, waiting, reply)
+        elif waiting is not None:
+            with self._lock:
+                connection.forget(number, waiting, waiting.left)
+            if isinstance(reply, Fault):
+                waiting.fail(reply.error)
+            elif isinstance(waiting, _Fetching):
+                raise MalformedError(f"a {type(reply).__name__} answers a fetch")
+            elif waiting.future.set_running_or_notify_cancel():
+                waiting.future.set_result(reply)
 
     def _fetched(
         self,
@@ -539,6 +578,7 @@ class Channel:
     ) -> None:
         if not isinstance(waiting, _Fetching):
             raise MalformedError("outcomes of a fetch that is not waited for")
+        before = waiting.left
         for outcome in reply.outcomes:
             future = waiting.take(outcome.index)
             wanted = future is not None and future.set_running_or_notify_cancel()
@@ -556,9 +596,10 @@ class Channel:
             else:
                 leased.release()
         with self._lock:
-            connection.open -= len(reply.outcomes)
-            if not waiting.left:
-                connection.waiting.pop(number, None)
+            if waiting.left:
+                connection.open -= before - waiting.left
+            else:
+                connection.forget(number, waiting, before)
 
     def _notice(self, reply: Reply) -> None:
         if isinstance(reply, (Appeared, Draining)):

@@ -526,7 +526,7 @@ class Loop:
                 frames = self._router.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            client = self._sessions.get(frames[0])
+            client = self._sessions.get(frames[0][: messages.ID_BYTES])
             if client is None or client.ended or len(frames) != 2:
                 self._refused += 1
                 continue

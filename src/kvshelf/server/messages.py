@@ -5,7 +5,9 @@ Owns their types, their limits and their encoding. The protocol has two connecti
 * The *session*, a Unix socket (:mod:`kvshelf.server.session`). The client says :class:`Hello`, the
   server answers :class:`Welcome` or :class:`Refused`, and each passes the file descriptor of its
   shared memory. Nothing else is said. The end of the connection is the end of the session.
-* A ZMQ connection, DEALER to ROUTER, on ``ipc://``. A client's routing id is the id it drew.
+* ZMQ, DEALER to ROUTER, on ``ipc://``. Replies go to the routing id that is the client's id.
+  Requests come from there, or from that id with :data:`SENDER` behind it: a client may send and
+  receive on different threads, and thus through different sockets.
 
 A request is one frame: token (16 bytes), number (8 bytes, little-endian), body. A reply is one
 frame: number, body. Bodies are MessagePack. Each request gets one reply, with its number:
@@ -54,6 +56,8 @@ PROTOCOL: Final = 1
 #: Bytes of a client's id and of a session's token; both are random.
 ID_BYTES: Final = 16
 TOKEN_BYTES: Final = 16
+#: What the routing id of a socket that only sends has behind the client's id.
+SENDER: Final = b">"
 
 #: Largest request and reply, and the most bytes of an object inside one.
 MAX_REQUEST: Final = 4 << 20
