@@ -18,6 +18,7 @@ from kvshelf.kv.caches import HostKVCache
 from kvshelf.memory.size_classes import SizeClasses
 from kvshelf.memory.tier import MemoryTier
 from kvshelf.shelf.tiers import TieredShelf
+from kvshelf.shelf.view import ObjectRef
 from kvshelf.transfer import prefetch
 from kvshelf.transfer.loads import Failure
 from kvshelf.transfer.prefetch import KindMemory, Prefetcher
@@ -371,4 +372,18 @@ def test_many_chunks_are_given_back_in_several_steps(make: Callable[..., Waiting
     assert waiting.keeps
     for _ in range(3):
         waiting.prefetcher.take_failures()
+    assert not waiting.keeps
+
+
+def test_nothing_is_kept_for_requests_of_weights_that_are_gone(
+    make: Callable[..., Waiting],
+) -> None:
+    waiting = make(keeps=True)
+    chunks = waiting.put(0)
+    waiting.prefetcher.add("r", chunks)
+    assert waiting.keeps
+    waiting.memory.close()
+    assert not waiting.keeps
+    # A load that was under way ends after that.
+    assert not waiting.memory.pin(ObjectRef(chunks[0], 0), fresh=True)
     assert not waiting.keeps

@@ -1499,6 +1499,10 @@ def test_what_was_stored_is_loaded_from_memory_without_storage_and_staging(
     assert counts["memory_tier_loaded_objects"] == 3 * rig.fmt.shards
     assert counts["memory_tier_stored_objects"] == 3 * rig.fmt.shards
     until(lambda: not kept(rig))
+    rig.side.set_gauges()
+    gauges = rig.side.counters.take()
+    assert gauges["memory_tier_pinned_bytes"] == 0
+    assert gauges["memory_tier_used_bytes"] == tier_of(rig).stats().bytes > 0
     for pool, buffer in taken:
         assert buffer is not None
         pool.release(buffer)

@@ -103,6 +103,7 @@ class KindMemory:
         #: How often each chunk is wanted.
         self._wanted: Counter[bytes] = Counter()
         self._pins: dict[tuple[bytes, int], _Pin] = {}
+        self._closed = False
 
     # ------------------------------------------------------------- the tier
 
@@ -146,8 +147,9 @@ class KindMemory:
         """Do nothing: no thread is ever stuck in memory."""
 
     def close(self) -> None:
-        """Unpin all objects. Idempotent."""
+        """Unpin all objects, and pin no more. Idempotent."""
         with self._lock:
+            self._closed = True
             pins = list(self._pins.values())
             self._pins.clear()
         for pin in pins:
@@ -193,7 +195,7 @@ class KindMemory:
                     del self._wanted[key]
 
     def pin(self, ref: ObjectRef, *, fresh: bool = False) -> bool:
-        """Keep an object here until :meth:`drop`; False if it is not here.
+        """Keep an object here until :meth:`drop`; False if it is not here, or after :meth:`close`.
 
         Parameters
         ----------
@@ -206,11 +208,12 @@ class KindMemory:
         if lent is None:
             return False
         with self._lock:
-            if name not in self._pins:
+            kept = not self._closed
+            if kept and name not in self._pins:
                 self._pins[name] = _Pin(lent, fresh)
                 return True
         lent.release()
-        return True
+        return kept
 
     def pin_chunk(self, chunk: Chunk) -> bool:
         """Keep a chunk here until :meth:`drop`, if all its shards are here."""

@@ -766,6 +766,9 @@ class WorkerSide:
             self.counters.set_gauge("staging_used_bytes", used)
             limit = sum(pool.limit * pool.buffer_bytes for pool in pools)
             self.counters.set_gauge("staging_limit_bytes", limit)
+        if self._memory is not None:
+            self.counters.set_gauge("memory_tier_used_bytes", self._memory.stats().bytes)
+            self.counters.set_gauge("memory_tier_pinned_bytes", self._memory.stats().pinned_bytes)
         shelf = self._shelf()
         if shelf is not None:
             guard = shelf.backend
