@@ -23,6 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvshelf.backends import Backend, Properties, open_backend
 from kvshelf.backends.wrappers import ReadOnlyBackend, WrappedBackend
+from node import LocalServer
 from parts import PATIENCE, posix, until
 from pydantic import ByteSize
 from simulated_device import SimulatedStreams
@@ -52,6 +53,7 @@ from kvshelf.kv.device_tensors import DeviceTensors
 from kvshelf.kv.layout import PagedLayout
 from kvshelf.memory.size_classes import SizeClasses
 from kvshelf.memory.tier import MemoryTier
+from kvshelf.server.backend import open_served
 from kvshelf.shelf.disk_tier import DiskTier
 
 LAYERS, HEADS, SIZE, CHUNK = 3, 4, 8, 16
@@ -184,9 +186,14 @@ def on_device(streams: SimulatedStreams) -> Iterator[None]:
         yield
 
 
-@pytest.fixture(params=["host", "device"])
+#: Over a node server, memory is the server's: what it has is lent whatever becomes of the storage, and
+#: nothing is kept in the process. What others store is found as on any shelf that is far away.
+past_the_server = pytest.mark.parametrize("place", ["host", "device"], indirect=True)
+
+
+@pytest.fixture(params=["host", "device", pytest.param("server", marks=pytest.mark.slow)])
 def place(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Where the tensors are that tests pass."""
+    """Where the tensors are that tests pass; with `server`, what is in front of the storage."""
     with ExitStack() as stack:
         if request.param == "device":
             # What tests do to their tensors they do at once, on the host.
@@ -198,9 +205,20 @@ Make = Callable[..., ChunkCache]
 
 
 @pytest.fixture
-def make(backend: Backend, place: str, no_leaks: None) -> Iterator[Make]:
+def make(backend: Backend, place: str, no_leaks: None, tmp_path: Path) -> Iterator[Make]:
     """Make caches on one shelf; they are closed at the end, and must have leaked nothing."""
     with ExitStack() as stack:
+        servers: dict[Backend, LocalServer] = {}
+
+        def shelf_on(storage: Backend) -> Shelf:
+            if place != "server":
+                return Shelf(storage)
+            server = servers.get(storage)
+            if server is None:
+                folder = tmp_path / f"node {len(servers)}"
+                server = stack.enter_context(LocalServer(folder, storage))
+                servers[storage] = server
+            return open_served(server.url)
 
         def made(on: Backend | None = None, **options: Any) -> ChunkCache:
             model = options.pop("model", None) or facts()
@@ -208,7 +226,8 @@ def make(backend: Backend, place: str, no_leaks: None) -> Iterator[Make]:
             of_namespace = {name: options.pop(name) for name in names if name in options}
             namespace = model.namespace(**{"chunk_size": CHUNK, **of_namespace})
             options = {"timeout_s": PATIENCE, "staging_bytes": 64 << 20, "drain_s": 0, **options}
-            return stack.enter_context(ChunkCache(Shelf(on or backend), namespace, **options))
+            shelf = stack.enter_context(shelf_on(on or backend))
+            return stack.enter_context(ChunkCache(shelf, namespace, **options))
 
         yield made
 
@@ -417,6 +436,7 @@ def test_what_a_store_copied_may_change_afterwards(
     assert fetch(cache, tokens) == 3 * CHUNK
 
 
+@past_the_server
 def test_handles_end_by_themselves(cache: ChunkCache) -> None:
     tokens = prompt(3 * CHUNK)
     stored = cache.submit_store(tokens, kv=truth(tokens))
@@ -435,6 +455,7 @@ def test_handles_end_by_themselves(cache: ChunkCache) -> None:
     assert prefetched.result() == 3 * CHUNK
 
 
+@past_the_server
 def test_many_threads_share_two_caches_on_one_shelf(make: Make) -> None:
     caches = [make(), make()]
     base = prompt(4 * CHUNK)
@@ -579,6 +600,7 @@ def test_tensors_of_two_devices_are_refused() -> None:
 # ------------------------------------------------------------------- what goes wrong
 
 
+@past_the_server
 def test_a_damaged_object_ends_the_hit_and_is_replaced_by_the_next_store(
     cache: ChunkCache, backend: FaultyBackend
 ) -> None:
@@ -596,6 +618,7 @@ def test_a_damaged_object_ends_the_hit_and_is_replaced_by_the_next_store(
     assert fetch(cache, tokens) == 5 * CHUNK
 
 
+@past_the_server
 def test_a_damaged_object_is_replaced_where_nothing_can_be_set_aside(make: Make) -> None:
     backend = open_backend(f"memory://cache-{next(_numbers)}")
     cache = make(backend)
@@ -628,6 +651,7 @@ def test_storage_trouble_is_a_miss_and_no_exception(
     assert fetch(cache, tokens) == len(tokens)
 
 
+@past_the_server
 def test_what_was_prefetched_can_be_had_while_the_storage_rests(
     make: Make, backend: FaultyBackend
 ) -> None:
@@ -657,6 +681,7 @@ def test_a_read_only_shelf_serves_loads(make: Make, backend: FaultyBackend) -> N
     assert (report.chunks, report.dropped) == (3, 3)
 
 
+@past_the_server
 def test_a_storage_that_hangs_ends_nothing_but_the_hit(make: Make, backend: FaultyBackend) -> None:
     cache = make(timeout_s=0.2)
     tokens = prompt(3 * CHUNK)
@@ -677,6 +702,7 @@ def test_a_storage_that_hangs_ends_nothing_but_the_hit(make: Make, backend: Faul
     assert not held.read().any()
 
 
+@past_the_server
 def test_a_retrieve_that_is_out_of_time_keeps_what_came_and_touches_nothing_later(
     make: Make, backend: FaultyBackend
 ) -> None:
@@ -702,6 +728,7 @@ def _chunk_bytes(cache: ChunkCache) -> int:
     return sum(cache.fmt.object_size(shard) for shard in range(cache.fmt.shards))
 
 
+@past_the_server
 @pytest.mark.parametrize("operation", ["stat", "read"])
 def test_a_cancelled_retrieve_is_over_at_once(
     cache: ChunkCache, backend: FaultyBackend, operation: str
@@ -768,6 +795,7 @@ def test_stores_that_close_gives_up_are_reported_lost(make: Make, backend: Fault
 # ------------------------------------------------------------------------- prefetch
 
 
+@past_the_server
 def test_what_was_prefetched_needs_no_storage(make: Make, backend: FaultyBackend) -> None:
     counting = CountingBackend(backend)
     cache = make(counting)
@@ -795,6 +823,7 @@ class Far(WrappedBackend):
         return replace(self.inner.properties, probe_cost=0.02, concurrency=8)
 
 
+@past_the_server
 def test_before_a_far_shelf_tiers_say_what_they_have_at_this_moment(
     make: Make, backend: FaultyBackend, tmp_path: Path
 ) -> None:
@@ -844,6 +873,7 @@ def test_a_chunk_that_is_removed_is_missing_and_can_be_stored_again(
             cache.remove(key, tiers=["attic"], identity=identity)
 
 
+@past_the_server
 def test_prefetched_memory_is_bounded_and_the_oldest_goes_first(make: Make) -> None:
     probe = make()
     rounded = SizeClasses(1 << 30).rounded
@@ -861,6 +891,7 @@ def test_prefetched_memory_is_bounded_and_the_oldest_goes_first(make: Make) -> N
     assert fetch(cache, long) == 9 * CHUNK
 
 
+@past_the_server
 def test_prefetching_may_begin_behind_what_the_caller_has(cache: ChunkCache) -> None:
     tokens = prompt(4 * CHUNK)
     put(cache, tokens)
@@ -871,6 +902,7 @@ def test_prefetching_may_begin_behind_what_the_caller_has(cache: ChunkCache) -> 
     assert cache.counters.snapshot()["memory_tier_loaded_objects"] == cache.fmt.shards
 
 
+@past_the_server
 def test_a_memory_tier_keeps_what_is_stored_and_loaded(make: Make, backend: FaultyBackend) -> None:
     stored, loaded = prompt(3 * CHUNK), prompt(2 * CHUNK, 1)
     put(make(), loaded)
@@ -899,6 +931,7 @@ def test_a_memory_tier_keeps_what_is_stored_and_loaded(make: Make, backend: Faul
         other.close()
 
 
+@past_the_server
 def test_a_prefetch_goes_on_when_nobody_waits_for_it(make: Make) -> None:
     cache = make()
     tokens = prompt(3 * CHUNK)
