@@ -186,8 +186,8 @@ def on_device(streams: SimulatedStreams) -> Iterator[None]:
         yield
 
 
-#: Over a node server, memory is the server's: what it has is lent whatever becomes of the storage, and
-#: nothing is kept in the process. What others store is found as on any shelf that is far away.
+#: Over a node server, memory is the server's: what it has is lent whatever becomes of the storage,
+#: and nothing is kept in the process. What others store is found as on any shelf that is far away.
 past_the_server = pytest.mark.parametrize("place", ["host", "device"], indirect=True)
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import select
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +27,7 @@ from kvshelf.errors import (
     ObjectMissingError,
     ReadOnlyStorageError,
     StorageError,
+    TransientStorageError,
     UnavailableStorageError,
 )
 from kvshelf.format.keys import KeyChain
@@ -166,7 +168,7 @@ def test_expectations_take_a_small_part_of_the_memory(tmp_path: Path) -> None:
         setting.place(*range(8))
         shelf = setting.connect()
         shelf.view(setting.fmt).expect([setting.ref(index) for index in range(8)])
-        few = (256 << 10) // 8 // setting.fmt.object_size(0)
+        few = (256 << 10) // 16 // setting.fmt.object_size(0)
         until(lambda: setting.stats()["leases"] == few)
         for index in range(8):
             assert setting.borrowed(shelf, index) == setting.image(index)
@@ -184,6 +186,73 @@ def test_objects_too_large_for_the_memory_come_in_messages(tmp_path: Path) -> No
         assert len(data) > 64 << 10
         view.load(setting.ref(0), memoryview(data))
         assert data == setting.image(0)
+
+
+def test_memory_that_a_device_cannot_read_is_copied_from(setting: Setting) -> None:
+    setting.place(0, 1)
+    shelf = setting.connect(lends=False)
+    view = shelf.view(setting.fmt)
+    assert view.borrow(setting.ref(0)) is None
+    data = memoryview(bytearray(setting.fmt.object_size(0)))
+    for _ in range(2):
+        view.load(setting.ref(0), data)
+        assert data == setting.image(0)
+    # The second time it was in the server's memory.
+    assert setting.stats()["read_objects"] == 1
+    until(lambda: setting.stats()["leases"] == 0)
+    with pytest.raises(ObjectMissingError):
+        view.load(setting.ref(2), data)
+    # A lease that was taken back spoils what is read from it.
+    with shelf.backend.open_large(view.name(setting.ref(1)), len(data)) as reader:
+        assert reader.read_into(data[:100], 0) == 100
+        generations = setting.server.arena.view[: 8 * setting.server.service.slots].cast("Q")
+        for slot in range(len(generations)):
+            generations[slot] += 1
+        with pytest.raises(TransientStorageError, match="took the memory back"):
+            reader.read_into(data[:100], 100)
+
+
+def test_what_finds_no_room_in_time_is_read_past_the_memory(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server without room is no storage that fails."""
+    shelf = setting.connect()
+    setting.publish(shelf, 0)
+    view = shelf.view(setting.fmt)
+    waiting: list[Future[Any]] = []
+
+    def fetch(session: str, names: Sequence[str], sizes: Sequence[int]) -> list[Future[Any]]:
+        waiting.append(Future())
+        return waiting[-1:]
+
+    monkeypatch.setattr(shelf._served._channel, "fetch", fetch)
+    # Of the time that a read may take, little is left.
+    monkeypatch.setattr(served_module, "_LATER", 2 * (5.0 + 1.0) - 0.1)
+    assert view.borrow(setting.ref(0)) is None
+    assert waiting[0].cancelled()
+    data = memoryview(bytearray(setting.fmt.object_size(0)))
+    view.load(setting.ref(0), data)
+    assert data == setting.image(0)
+    assert shelf.available
+
+
+def test_many_objects_are_expected_with_few_messages(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        setting = Setting(tmp_path, stack, arena_bytes=64 << 20)
+        setting.chunks = make_chunks(setting.fmt, 100)
+        setting.place(*range(100))
+        shelf = setting.connect()
+        view = shelf.view(setting.fmt)
+        view.find([setting.ref(0)])
+        before = setting.server.loop.stats()["requests"]
+        view.expect([setting.ref(index) for index in range(100)])
+        until(lambda: setting.stats()["leases"] == 32)
+        loans = [view.borrow(setting.ref(index)) for index in range(100)]
+        assert setting.server.loop.stats()["requests"] - before <= 10
+        for loan in loans:
+            assert loan is not None and loan.valid()
+            loan.release()
+        until(lambda: setting.stats()["leases"] == 0)
 
 
 def test_a_bad_object_is_moved_aside_and_replaced(setting: Setting) -> None:

@@ -36,13 +36,15 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import replace
 from typing import Any, Final, TypeVar
+
+import numpy as np
 
 from kvshelf.backends.base import (
     NOT_REGULAR,
     Backend,
-    Borrowed,
     BytesLike,
     Deadlines,
     ObjectInfo,
@@ -75,8 +77,10 @@ _Reply = TypeVar("_Reply", bound=messages.Message)
 
 #: Seconds for which what was expected is kept for whoever borrows it.
 EXPECTED_SECONDS: Final = 10.0
-#: Part of the server's arena that one client's expectations may take.
-_EXPECTED_SHARE: Final = 1 / 8
+#: Part of the server's arena that one client's expectations may take; a server has many clients.
+_EXPECTED_SHARE: Final = 1 / 16
+#: Most objects that one message asks for ahead. An engine's step thread sends the first.
+_ASKED_AT_ONCE: Final = 32
 #: Seconds for one message to the server and its answer. A probe of many names takes little longer.
 _MESSAGE_SECONDS: Final = 150e-6
 _NAMES_AT_ONCE: Final = 256
@@ -99,19 +103,25 @@ class ServedBackend(Backend):
     ----------
     channel : Channel
         Has been connected once; closed together with the backend.
+    lends : bool
+        Lend objects in place. A device cannot read the server's memory, which is not page-locked:
+        False copies objects from there.
     """
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: Channel, *, lends: bool = True) -> None:
         assert channel.welcome is not None
         self.url = channel.url
         self._channel = channel
         self._welcome = channel.welcome
+        self._lends = lends
         self._records: list[bytes] = []
         self._notices: ServedNotices | None = None
         #: Notified when room in the segment is given back.
         self._freed = threading.Condition()
         self._wake = threading.Condition()
         self._closed = False
+        #: What is expected and not asked for yet: the bytes, and until when that is of use.
+        self._later: OrderedDict[str, tuple[int, float]] = OrderedDict()
         #: Objects that were asked for ahead: the answer, the bytes, when they are given back.
         self._expected: OrderedDict[str, tuple[Future[Leased], int, float]] = OrderedDict()
         self._expected_bytes = 0
@@ -146,7 +156,9 @@ class ServedBackend(Backend):
             can_quarantine=facts.can_quarantine,
             # The server removes those of killed writers.
             temporaries=False,
-            lends=True,
+            lends=self._lends,
+            # Any object is opened by its size, so that it can come from the server's memory.
+            part_bytes=0 if self._lends else 1,
             # The server says itself that its storage is late, if it can.
             deadlines=Deadlines(
                 probe=facts.probe_seconds + _LATER,
@@ -214,36 +226,61 @@ class ServedBackend(Backend):
         size, data = self._call("read", name, offset, nbytes)
         return size, data
 
-    def expect(self, names: Sequence[str], sizes: Sequence[int]) -> None:
-        """Have the server read objects, the first of them at least, and lease them to this client.
+    def open_large(self, name: str, size: int) -> Reader:
+        """Open an object in the server's memory; as :meth:`open` where that has no room for it."""
+        leased = self.borrow(name, size)
+        return self.open(name) if leased is None else _LeasedReader(self, name, leased)
 
-        With that, a load of many objects takes one message.
+    def expect(self, names: Sequence[str], sizes: Sequence[int]) -> None:
+        """Have the server read objects and lease them to this client.
+
+        Few messages serve a load of many objects: the first of them are asked for now, and more
+        when these are borrowed.
         """
-        room = int(self._welcome.arena_bytes * _EXPECTED_SHARE)
+        until = time.monotonic() + self._keep_seconds
         with self._wake:
-            room -= self._expected_bytes
-            asked: list[tuple[str, int]] = []
+            if self._closed:
+                return
             for name, size in zip(names, sizes, strict=True):
-                room -= size
-                if room < 0 or len(asked) == messages.MAX_NAMES:
+                if len(self._later) == messages.MAX_NAMES:
                     break
                 if name not in self._expected:
-                    asked.append((name, size))
-            if not asked or self._closed:
-                return
-            until = time.monotonic() + EXPECTED_SECONDS
-            futures = self._channel.fetch(
-                _SESSION, [name for name, _ in asked], [size for _, size in asked]
-            )
-            for (name, size), future in zip(asked, futures, strict=True):
-                self._expected[name] = future, size, until
-                self._expected_bytes += size
-            self._wake.notify()
+                    self._later[name] = size, until
+            self._ask_ahead()
 
-    def borrow(self, name: str, size: int) -> Borrowed | None:
+    @property
+    def _keep_seconds(self) -> float:
+        return min(EXPECTED_SECONDS, self._welcome.lease_seconds / 2)
+
+    def _ask_ahead(self) -> None:
+        """Ask for some of what is expected, as far as there is room. The lock is held."""
+        now = time.monotonic()
+        room = int(self._welcome.arena_bytes * _EXPECTED_SHARE) - self._expected_bytes
+        names: list[str] = []
+        sizes: list[int] = []
+        while self._later and len(names) < _ASKED_AT_ONCE:
+            name, (size, until) = next(iter(self._later.items()))
+            if until > now:
+                room -= size
+                if room < 0:
+                    break
+                names.append(name)
+                sizes.append(size)
+            del self._later[name]
+        if not names:
+            return
+        futures = self._channel.fetch(_SESSION, names, sizes)
+        until = now + self._keep_seconds
+        for name, size, future in zip(names, sizes, futures, strict=True):
+            self._expected[name] = future, size, until
+            self._expected_bytes += size
+        self._wake.notify()
+
+    def borrow(self, name: str, size: int) -> Leased | None:
         """Lease an object in the server's memory, read or not yet."""
         check_name(name)
         with self._wake:
+            self._later.pop(name, None)
             future, nbytes, _ = self._expected.pop(name, (None, 0, 0.0))
             self._expected_bytes -= nbytes
         if future is not None and nbytes != size:
@@ -254,7 +291,17 @@ class ServedBackend(Backend):
                 # More than one client may hold.
                 return None
             [future] = self._channel.fetch(_SESSION, [name], [size])
-        return future.result()
+        if self._later and len(self._expected) < _ASKED_AT_ONCE // 2:
+            with self._wake:
+                self._ask_ahead()
+        # Past this the server has no room for it now: it would have said that its storage is late.
+        seconds = self.properties.deadlines.to_read(size) - _LATER / 2
+        try:
+            return future.result(seconds)
+        except FutureTimeoutError:
+            if future.cancel():
+                return None
+            return future.result()
 
     def _give_back_unused(self) -> None:
         """Release what was expected and not borrowed in time; runs on a thread."""
@@ -294,8 +341,8 @@ class ServedBackend(Backend):
         room = self._take_room(name, size)
         try:
             start = 0
-            for view in views:
-                room.view[start : start + view.nbytes] = view
+            for view in filter(len, views):
+                _copy(room.view[start : start + view.nbytes], view)
                 start += view.nbytes
             stored = self._channel.request(messages.Store(name, room.offset, size, mode))
             return WriteResult(_answer(stored, messages.Stored).result)
@@ -383,6 +430,9 @@ class ServedBackend(Backend):
         """Tell a server that may have just started what it must know."""
         self._welcome = welcome
         with self._wake:
+            # These have failed with the old connection.
+            self._expected.clear()
+            self._expected_bytes = 0
             records, notices = list(self._records), self._notices
         for record in records:
             self._channel.request(messages.Register(record))
@@ -482,6 +532,37 @@ class _ServedReader(Reader):
         self._beginning = b""
 
 
+class _LeasedReader(Reader):
+    """Copies from an object in the server's memory.
+
+    Parameters
+    ----------
+    backend : ServedBackend
+    name : str
+    leased : Leased
+        Given back when the reader is closed.
+    """
+
+    def __init__(self, backend: ServedBackend, name: str, leased: Leased) -> None:
+        self._place = f"{backend.url}/{name}"
+        self._leased = leased
+        self.size = leased.view.nbytes
+
+    def read_into(self, buffer: memoryview, offset: int) -> int:
+        target = buffer.cast("B")
+        count = max(0, min(target.nbytes, self.size - offset))
+        if count:
+            _copy(target[:count], self._leased.view[offset : offset + count])
+        if not self._leased.valid():
+            raise TransientStorageError(
+                errno.ESTALE, "the server took the memory back while it was read", self._place
+            )
+        return count
+
+    def close(self) -> None:
+        self._leased.release()
+
+
 class ServedNotices:
     """Says what appears in folders of the server's storage.
 
@@ -555,6 +636,8 @@ class ServedShelf(Shelf):
         As for :class:`~kvshelf.shelf.shelf.Shelf`.
     read_only : bool
         This client changes nothing.
+    lends : bool
+        As for :class:`ServedBackend`.
     deadlines : Mapping, optional
         Fields of :class:`~kvshelf.backends.Deadlines` that replace those of the server.
     """
@@ -565,9 +648,10 @@ class ServedShelf(Shelf):
         counters: Counters | None = None,
         *,
         read_only: bool = False,
+        lends: bool = True,
         deadlines: Mapping[str, float] | None = None,
     ) -> None:
-        served = ServedBackend(channel)
+        served = ServedBackend(channel, lends=lends)
         wanted = replace(served.properties.deadlines, **(deadlines or {}))
         backend: Backend = ReadOnlyBackend(served) if read_only else served
         super().__init__(backend, counters, deadlines=wanted)
@@ -621,6 +705,7 @@ def open_served(
     *,
     segment_bytes: int = SEGMENT_BYTES,
     read_only: bool = False,
+    lends: bool = True,
     counters: Counters | None = None,
     deadlines: Mapping[str, float] | None = None,
 ) -> ServedShelf:
@@ -630,7 +715,7 @@ def open_served(
     ----------
     url, segment_bytes
         As for :func:`connect`.
-    read_only, counters, deadlines
+    read_only, lends, counters, deadlines
         As for :class:`ServedShelf`.
 
     Raises
@@ -640,10 +725,15 @@ def open_served(
     """
     channel = connect(url, segment_bytes=segment_bytes)
     try:
-        return ServedShelf(channel, counters, read_only=read_only, deadlines=deadlines)
+        return ServedShelf(channel, counters, read_only=read_only, lends=lends, deadlines=deadlines)
     except BaseException:
         channel.close()
         raise
+
+
+def _copy(into: memoryview, source: memoryview) -> None:
+    # By NumPy, which releases the GIL meanwhile.
+    np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(source, np.uint8))
 
 
 def _parts(items: Sequence[Any]) -> list[list[Any]]:

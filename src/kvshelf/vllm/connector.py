@@ -157,7 +157,9 @@ class SharedStorageConnector(KVConnectorBase_V1, SupportsHMA):
             # A remote store. It is not known here which tier a hit will come from.
             self._cache_hit_source = CacheHitSource.EXTERNAL_UNSPECIFIED
         self._counters = Counters()
-        self._shelf = _open(self._config, self._counters)
+        device = getattr(vllm_config, "device_config", None)
+        on_cpu = device is None or device.device_type == "cpu"
+        self._shelf = _open(self._config, self._counters, on_cpu=on_cpu)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         if role is KVConnectorRole.SCHEDULER:
@@ -435,14 +437,14 @@ def _show_log_lines() -> None:
         ours.propagate = False
 
 
-def _open(config: Config, counters: Counters) -> Opening[AnyShelf]:
+def _open(config: Config, counters: Counters, *, on_cpu: bool) -> Opening[AnyShelf]:
     """Open the engine's shelf on a thread of its own; wait for it for a bounded time."""
     server = config.server
     url = shelf_url(config) if server is None else server
 
     def make() -> AnyShelf:
         if server is not None:
-            return _open_served(server, config, counters)
+            return _open_served(server, config, counters, on_cpu=on_cpu)
         shelf, tier = open_configured(url, config, counters, on_thread_start=widen_cpu_affinity)
         return shelf if tier is None else TieredShelf(shelf, [tier])
 
@@ -451,7 +453,7 @@ def _open(config: Config, counters: Counters) -> Opening[AnyShelf]:
     return opening
 
 
-def _open_served(server: str, config: Config, counters: Counters) -> AnyShelf:
+def _open_served(server: str, config: Config, counters: Counters, *, on_cpu: bool) -> AnyShelf:
     try:
         from kvshelf.server.backend import open_served
     except ImportError as error:
@@ -464,6 +466,8 @@ def _open_served(server: str, config: Config, counters: Counters) -> AnyShelf:
         server,
         segment_bytes=min(int(config.staging_bytes), 1 << 30),
         read_only=config.read_only,
+        # A GPU copies from page-locked memory, which the server's is not.
+        lends=on_cpu,
         counters=counters,
         deadlines=config.deadlines,
     )
