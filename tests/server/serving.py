@@ -112,6 +112,11 @@ class MemoryService:
             outcomes.append(
                 Ready(index, offset, OBJECT_BYTES, slot, self.generations[slot], number)
             )
+        if session == "fails half-way":
+            half = len(names) // 2
+            self.held_back.append(lambda: each(outcomes[half:]))
+            each(outcomes[:half])
+            raise RuntimeError("the service is broken")
         each(outcomes)
 
     def store(

@@ -25,6 +25,7 @@ from serving import (
 )
 
 from kvshelf.errors import ConfigError, ObjectMissingError, UnavailableStorageError
+from kvshelf.server import channel as channel_module
 from kvshelf.server import messages
 from kvshelf.server.channel import Channel, Leased, Notice
 from kvshelf.server.loop import Loop
@@ -426,3 +427,21 @@ def test_a_drained_server_can_be_followed_by_another(tmp_path: Path) -> None:
     with serve(), contextlib.closing(client):
         assert client.wait_connected(SECONDS)
         ping(client)
+
+
+def test_descriptors_that_run_out_end_no_channel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving(tmp_path) as (url, _, _):
+        context = channel_module.zmq.Context
+        failures = [OSError(24, "Too many open files"), channel_module.zmq.ZMQError(24)]
+
+        def fails() -> object:
+            if failures:
+                raise failures.pop()
+            return context()
+
+        monkeypatch.setattr(channel_module.zmq, "Context", fails)
+        with channel(url) as client:
+            assert not failures
+            ping(client)

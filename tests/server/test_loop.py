@@ -372,3 +372,37 @@ def test_descriptors_that_run_out_end_nothing(
             assert client.receive() == (1, Done())
         assert not problems
         assert loop.url == url
+
+
+def test_a_fetch_that_fails_half_way_loses_no_lease(tmp_path: Path) -> None:
+    with serving(tmp_path) as (url, _, service), contextlib.closing(Channel(url)) as client:
+        assert client.wait_connected(SECONDS)
+        service.put("x", b"hello")
+        futures = client.fetch("fails half-way", ["x"] * 4, [OBJECT_BYTES] * 4)
+        for future in futures:
+            with pytest.raises(OSError, match="broken"):
+                future.result(SECONDS)
+        service.loop.post(service.held_back.pop())
+        eventually(lambda: not service.pins)
+        assert client.request(Ping()).result(SECONDS) == Done()
+
+
+def test_a_failure_while_a_client_is_greeted_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving(tmp_path) as (url, _, _), neighbour(url) as is_served:
+        welcome = session.welcome
+        failures = [RuntimeError("a mistake")]
+
+        def fails(*args: object) -> None:
+            if failures:
+                raise failures.pop()
+            welcome(*args)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(session, "welcome", fails)
+        hello = Hello(messages.PROTOCOL, os.urandom(16), 0)
+        with pytest.raises(OSError, match="timed out"):
+            session.connect(session.socket_path(url), hello, None, 0.2)
+        is_served()
+        with neighbour(url):
+            pass

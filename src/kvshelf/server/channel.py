@@ -396,6 +396,8 @@ class Channel:
             except KVShelfError as error:
                 self.problem = error
                 self._log.warning("%s; kvshelf tries again", error, about=str(error))
+            except Exception as error:  # noqa: BLE001 - no descriptors are left, or a mistake here
+                self._log.error("the node server cannot be used: %s", error, exc_info=error)
             self._pause(_RETRY_SECONDS[min(attempts, len(_RETRY_SECONDS) - 1)])
             attempts += 1
 
@@ -409,6 +411,7 @@ class Channel:
             raise
         problem = "the connection failed"
         try:
+            logger.info("the node server at %s is connected", self._path)
             self._announce(connection)
             problem = self._serve(connection)
         except (zmq.ZMQError, MalformedError) as error:

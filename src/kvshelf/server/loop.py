@@ -237,9 +237,12 @@ class _Pending:
 
     def each(self, outcomes: Sequence[Ready | Failed]) -> None:
         """Answer a fetch, for some of its objects."""
-        answered = min(len(outcomes), self._left)
-        self._left -= answered
-        self._client.open -= answered
+        if len(outcomes) > self._left:
+            # The request has failed as a whole, and nobody waits for its objects.
+            self._loop._give_back(self._client, outcomes)
+            return
+        self._left -= len(outcomes)
+        self._client.open -= len(outcomes)
         self._loop._add_outcomes(self._client, self._number, outcomes)
 
 
@@ -367,16 +370,12 @@ class Loop:
             wait = _BACKLOG_SECONDS if self._slow else max(0.0, next_tick - self._clock())
             events = self._poller.poll(0 if self._posted else int(wait * 1000) + 1)
             for source, _ in events:
-                if source is self._router:
-                    self._receive()
-                elif source == self._wake.fileno():
-                    self._wake.clear()
-                elif source == self._listener.fileno():
-                    self._accept()
-                elif source in self._greeting:
-                    self._greet(source)
-                elif source in self._sockets:
-                    self._look_at(self._sockets[source])
+                try:
+                    self._handle_event(source)
+                except (zmq.ZMQError, MemoryError):
+                    raise
+                except Exception as error:  # noqa: BLE001
+                    self._log.error("the node server failed: %s", error, exc_info=error)
             self._run_posted()
             self._send_outcomes()
             for slow in list(self._slow):
@@ -384,6 +383,19 @@ class Loop:
             if self._clock() >= next_tick:
                 next_tick = self._clock() + _TICK_SECONDS
                 self._tick()
+
+    def _handle_event(self, source: object) -> None:
+        """Look at a socket, or at a descriptor, that is readable."""
+        if source is self._router:
+            self._receive()
+        elif source == self._wake.fileno():
+            self._wake.clear()
+        elif source == self._listener.fileno():
+            self._accept()
+        elif source in self._greeting:
+            self._greet(source)
+        elif source in self._sockets:
+            self._look_at(self._sockets[source])
 
     def tell(self, client: bytes, folder: str, names: Sequence[str]) -> None:
         """Tell a client what appeared in a folder; no names: anything may have."""
@@ -561,6 +573,7 @@ class Loop:
         except Exception as error:  # noqa: BLE001
             if not isinstance(error, KVShelfError):
                 self._log.error("the node server failed: %s", error, exc_info=error)
+            self._give_back(client, self._outcomes.pop((client, number), []))
             pending.done(Fault.of(error))
 
     def _dispatch(self, client: _Session, request: Request, pending: _Pending) -> None:
@@ -615,10 +628,13 @@ class Loop:
     ) -> None:
         """Keep outcomes until the end of the round: one message for all of a fetch."""
         if client.ended:
-            leases = [outcome.lease for outcome in outcomes if isinstance(outcome, Ready)]
-            self._service.release(client.client, leases)
-            return
-        self._outcomes.setdefault((client, number), []).extend(outcomes)
+            self._give_back(client, outcomes)
+        else:
+            self._outcomes.setdefault((client, number), []).extend(outcomes)
+
+    def _give_back(self, client: _Session, outcomes: Sequence[Ready | Failed]) -> None:
+        leases = [outcome.lease for outcome in outcomes if isinstance(outcome, Ready)]
+        self._service.release(client.client, leases)
 
     def _send_outcomes(self) -> None:
         waiting, self._outcomes = self._outcomes, {}
