@@ -14,8 +14,10 @@ from faulty import CountingBackend, Fault, FaultyBackend
 from kvshelf.backends import Backend
 from parts import SOON, make_format, posix
 
-from kvshelf.errors import ConfigError
+from kvshelf.errors import ConfigError, TransientStorageError
 from kvshelf.format.keys import Chunk
+from kvshelf.format.namespace import Namespace
+from kvshelf.format.objects import ObjectFormat
 from kvshelf.server.messages import MISSING, Failed, Found, LookedUp, Ready, Result, Stored
 from kvshelf.server.messages import Fault as Refusal
 from kvshelf.server.namespaces import key_of
@@ -232,14 +234,16 @@ def test_an_expired_lease_is_not_valid_and_its_memory_waits_for_its_client(
     desk.now += 31.0
     desk.service.tick()
     assert not desk.is_valid(ready)
-    # Others read it anew, somewhere else.
+    # Others use it as before.
     (fresh,) = desk.fetch(B, [name], [SIZE])
-    assert desk.bytes_of(fresh) == desk.bytes_of(ready) == data
     assert isinstance(fresh, Ready)
-    assert fresh.offset != ready.offset
-    free = desk.stat("pinned_bytes")
+    assert desk.bytes_of(fresh) == data
+    assert desk.is_valid(fresh)
+    desk.service.release(B, [fresh.lease])
+    assert desk.stat("pinned_bytes") == SIZE
+    assert desk.bytes_of(ready) == data
     desk.service.release(A, [ready.lease])
-    assert desk.stat("pinned_bytes") == free - SIZE
+    assert desk.stat("pinned_bytes") == 0
 
 
 def test_what_a_dead_client_held_and_waited_for_is_taken_back(
@@ -293,8 +297,117 @@ def test_what_waits_too_long_for_memory_fails(
     desk.now += 31.0
     desk.service.tick()
     assert len(outcomes) == len(names)
-    assert isinstance(outcomes[len(names) - 1], Failed)
+    last = outcomes[len(names) - 1]
+    assert isinstance(last, Failed)
+    # Nothing that the client should blame the storage for.
+    assert last.fault.kind == "NoSpaceStorageError"
     assert desk.stat("waiting") == 0
+
+
+def test_a_client_that_asks_for_the_wrong_size_of_what_is_being_read_harms_nobody(
+    make_desk: Callable[..., Desk], tmp_path: Path
+) -> None:
+    gate = threading.Event()
+    desk = make_desk(FaultyBackend(posix(tmp_path / "shelf"), Fault("read", wait=gate)))
+    (chunk,) = chunks_of(FMT, 1)
+    name = put(tmp_path / "shelf", chunk)
+    outcomes = desk.begin_fetch(A, [name], [SIZE])
+    wrong = desk.fetch(B, [name, name], [0, SIZE + 1])
+    assert [one.fault.kind for one in wrong if isinstance(one, Failed)] == ["WrongSize"] * 2
+    gate.set()
+    desk.run_until(lambda: bool(outcomes))
+    assert desk.bytes_of(outcomes[0]) == sealed(FMT, chunk)
+
+
+def test_what_a_lookup_has_leased_can_be_fetched_whatever_else_waits(
+    make_desk: Callable[..., Desk], tmp_path: Path
+) -> None:
+    desk = make_desk(None, 24 * 8192)
+    chunks = chunks_of(FMT, 40)
+    names = [put(tmp_path / "shelf", chunk) for chunk in chunks]
+    # Longer than the client's share, so it is cut there.
+    reply = desk.ask("lookup", A, "request", [[name] for name in names])
+    assert isinstance(reply, LookedUp)
+    assert 5 < reply.chunks < 24
+    desk.settle()
+    assert desk.stat("waiting") == 0
+    assert desk.stat("leases") == reply.chunks
+    more = desk.begin_fetch(A, names[-4:], [SIZE] * 4, "other")
+    assert not more
+    found = names[: reply.chunks]
+    for ready, chunk in zip(
+        desk.fetch(A, found, [SIZE] * len(found), "request"), chunks, strict=False
+    ):
+        assert desk.bytes_of(ready) == sealed(FMT, chunk)
+    assert desk.stat("leases") == reply.chunks
+
+
+def test_a_lookup_counts_what_is_in_memory_while_the_shelf_fails(
+    make_desk: Callable[..., Desk], tmp_path: Path
+) -> None:
+    faulty = FaultyBackend(posix(tmp_path / "shelf"))
+    desk = make_desk(faulty)
+    chunks = chunks_of(FMT, 3)
+    for chunk in chunks[:2]:
+        desk.store(A, name_of(FMT, chunk), sealed(FMT, chunk))
+    faulty.add(Fault("stat", error=TransientStorageError(5, "broken")))
+    chains = [[name_of(FMT, chunk)] for chunk in chunks]
+    assert desk.ask("lookup", A, "request", chains) == LookedUp(2)
+
+
+def test_an_overdue_client_takes_nothing_from_others(make_desk: Callable[..., Desk]) -> None:
+    desk = make_desk()
+    name = f"hash/{'0' * 64}/some-hash/0"
+    desk.remember(A, name, b"bytes")
+    desk.fetch(B, [name], [5])
+    desk.now += 20.0
+    desk.ask("lookup", A, "request", [[name]])
+    desk.now += 15.0
+    desk.service.tick()
+    assert desk.stat("overdue_leases") == 1
+    (ready,) = desk.fetch(A, [name], [5], "request")
+    assert desk.bytes_of(ready) == b"bytes"
+    assert isinstance(ready, Ready)
+    assert desk.is_valid(ready)
+
+
+def test_what_is_deleted_while_it_is_read_or_stored_is_not_kept(
+    make_desk: Callable[..., Desk], tmp_path: Path
+) -> None:
+    gate = threading.Event()
+    faulty = FaultyBackend(
+        posix(tmp_path / "shelf"), Fault("read", wait=gate), Fault("publish", wait=gate)
+    )
+    desk = make_desk(faulty)
+    first, second = chunks_of(FMT, 2)
+    names = [put(tmp_path / "shelf", first), name_of(FMT, second)]
+    outcomes = desk.begin_fetch(A, names[:1], [SIZE])
+    replies: list[Any] = []
+    data = sealed(FMT, second)
+    desk.service.store(A, names[1], memoryview(data), "create", False, None, replies.append)
+    desk.run_until((tmp_path / "shelf" / names[1]).exists)
+    for name in names:
+        assert desk.ask("call", B, "delete", [name], b"") == Result(True)
+    gate.set()
+    desk.run_until(lambda: bool(outcomes and replies))
+    desk.settle()
+    assert desk.ask("find", B, names, [SIZE] * 2) == Found([MISSING] * 2)
+
+
+def test_stores_that_wait_for_the_storage_leave_memory_to_others(
+    make_desk: Callable[..., Desk], tmp_path: Path
+) -> None:
+    gate = threading.Event()
+    desk = make_desk(FaultyBackend(posix(tmp_path / "shelf"), Fault("write", wait=gate)), 32 * 8192)
+    chunks = chunks_of(FMT, 32)
+    replies: list[Any] = []
+    for chunk in chunks:
+        data = memoryview(sealed(FMT, chunk))
+        desk.service.store(A, name_of(FMT, chunk), data, "create", False, None, replies.append)
+    assert desk.stat("pinned_bytes") <= desk.stat("capacity_bytes") / 4
+    gate.set()
+    desk.run_until(lambda: len(replies) == len(chunks))
+    assert replies == [Stored("created")] * len(chunks)
 
 
 def test_a_read_that_hangs_fails_those_who_wait_and_holds_up_nobody_else(
@@ -363,9 +476,18 @@ def test_a_record_that_is_none_is_refused(make_desk: Callable[..., Desk]) -> Non
     desk = make_desk()
     assert desk.service.register(FMT.namespace.encoded) == 1
     assert desk.service.register(make_format(shards=1).namespace.encoded) == 2
-    for record in (b"", b"{}", b"[1]", FMT.namespace.encoded + b" ", b"{" * 2_000_000):
+    record = FMT.namespace.record | {
+        "shards": 4096,
+        "kv_heads": 4096,
+        "layer_shapes": ["2,*,4096,8"] * 3,
+        "layouts": ["canonical"] * 3,
+    }
+    many = Namespace({**record, "data_offset": ObjectFormat.required_data_offset(record)})
+    with pytest.raises(ConfigError, match="are served"):
+        desk.service.register(many.encoded)
+    for wrong in (b"", b"{}", b"[1]", FMT.namespace.encoded + b" ", b"{" * 2_000_000):
         with pytest.raises(ConfigError):
-            desk.service.register(record)
+            desk.service.register(wrong)
 
 
 def test_calls_go_to_the_storage(make_desk: Callable[..., Desk], tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 import typer
-from pydantic import ByteSize, TypeAdapter, ValidationError
 
 from kvshelf.cli.common import size_text
 from kvshelf.config import FILE_KEY, Config
@@ -18,9 +17,14 @@ from kvshelf.errors import ConfigError
 
 def serve(
     memory: Annotated[
-        str,
-        typer.Option(metavar="SIZE", help="Memory for objects, such as 20GiB; taken at the start."),
-    ],
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Memory for objects, such as 20GiB, taken at the start; default: the configured"
+            " memory_tier.",
+            show_default=False,
+        ),
+    ] = None,
     url: Annotated[
         str | None,
         typer.Option(
@@ -77,8 +81,12 @@ def serve(
         given[FILE_KEY] = config
     if url is not None:
         given["shared_storage_path"] = url
+    if memory is not None:
+        given["memory_tier"] = {"max_bytes": memory}
     options = Config.load(given)
-    nbytes = _size(memory)
+    if options.memory_tier is None:
+        raise ConfigError("the server has no memory: give --memory 20GiB, or set memory_tier")
+    nbytes = int(options.memory_tier.max_bytes)
     place = Place(socket or default_socket(), None if http is None else _address(http))
 
     def ready(shelf: str, port: int | None) -> None:
@@ -88,13 +96,6 @@ def serve(
         )
 
     run(options, place, nbytes, ready=ready, lease_seconds=lease)
-
-
-def _size(text: str) -> int:
-    try:
-        return int(TypeAdapter(ByteSize).validate_python(text))
-    except ValidationError:
-        raise ConfigError(f"--memory is {text!r}; expected a size, such as 20GiB") from None
 
 
 def _address(text: str) -> tuple[str, int]:

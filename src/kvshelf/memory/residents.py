@@ -309,6 +309,14 @@ class Residents:
         slots = self._slots
         return [name in slots for name in names]
 
+    def sizes(self, names: Sequence[Hashable]) -> list[int | None]:
+        """Return the bytes of each of these objects, None for those that are not here.
+
+        Takes no lock and counts as no use.
+        """
+        found = map(self._slots.get, names)
+        return [None if slot is None else slot.nbytes for slot in found]
+
     def touch(self, names: Sequence[Hashable]) -> None:
         """Count a use of these objects, those of them that are here."""
         with self._lock:
@@ -333,16 +341,15 @@ class Residents:
             return True
 
     def expire(self, slot: Slot) -> None:
-        """Change the generation of a pinned slot now, and remove its object.
+        """Change the generation of a pinned slot now.
 
-        Who reads the memory without a pin of its own notices it; the memory is free when the last
-        pin is.
+        Who was told the one before notices it. The object stays, for others and with the new
+        generation; its memory cannot be reused before the pin ends.
         """
         with self._lock:
-            if slot._state == _RESIDENT:
-                self._remove(slot)
-            if slot._state == _REMOVED:
+            if slot._state in (_RESIDENT, _REMOVED):
                 self._next_generation(slot)
+                slot.generation = self._generations[slot.number]
 
     def close(self) -> None:
         """Remove all objects, and take no more. What is pinned stays until it is unpinned."""

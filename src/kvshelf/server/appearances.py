@@ -16,15 +16,16 @@ Contracts
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import select
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final, TypeAlias
 
 from kvshelf.backends.guard import GuardedBackend, try_to_start
 from kvshelf.backends.notices import Notices
-from kvshelf.errors import StorageError
+from kvshelf.errors import StorageError, TransientStorageError
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +88,7 @@ class Appearances:
             else:
                 self._folders.pop(client, None)
         self._follow()
-        with self._watching:
+        with self._alone():
             unwatched = wanted if self._notices is None else wanted & self._unwatched
         return sorted(wanted - before), sorted(unwatched)
 
@@ -110,7 +111,7 @@ class Appearances:
 
     def _follow(self) -> None:
         """Let the storage watch what clients watch now."""
-        with self._watching:
+        with self._alone():
             with self._lock:
                 wanted = frozenset[str]().union(*self._folders.values())
             try:
@@ -133,6 +134,18 @@ class Appearances:
                     return
         # Whoever watched them until now was not told of what is in them already.
         self._may_have_appeared(fresh)
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Wait for the others, but not for one that is stuck in the storage."""
+        if not self._watching.acquire(timeout=self._backend.deadlines.probe):
+            raise TransientStorageError(
+                errno.ETIMEDOUT, "another watch of folders has not ended", self._backend.url
+            )
+        try:
+            yield
+        finally:
+            self._watching.release()
 
     def _stop(self) -> None:
         notices, self._notices, self._thread = self._notices, None, None
@@ -161,13 +174,18 @@ class Appearances:
             if appeared is None:
                 with self._lock:
                     everything = frozenset[str]().union(*self._folders.values())
-                self._follow()
+                self._follow_again()
                 self._may_have_appeared(everything)
                 continue
             self._appeared({name for name in appeared if not name.endswith("/")})
             if any(name.endswith("/") for name in appeared):
                 # A watched folder may have been made, or is gone.
-                self._follow()
+                self._follow_again()
+
+    def _follow_again(self) -> None:
+        # Another thread may be about to do it.
+        with contextlib.suppress(StorageError):
+            self._follow()
 
     # ------------------------------------------------------------------------------------- clients
 

@@ -27,6 +27,7 @@ from typing import Final, TypeAlias
 
 from kvshelf.errors import (
     KVShelfError,
+    NoSpaceStorageError,
     ObjectMissingError,
     PermanentStorageError,
     StorageError,
@@ -44,6 +45,9 @@ from kvshelf.server.workers import Workers
 
 #: Takes outcomes of a fetch: some at once, others as they come.
 Each: TypeAlias = "Callable[[list[Ready | Failed]], None]"
+
+#: Why a request that has waited for memory fails.
+NO_ROOM: Final = "the server's memory is full of what its clients use"
 
 #: Part of the memory that one client may hold.
 _CLIENT_SHARE: Final = 2
@@ -80,6 +84,8 @@ class _Read:
     wants: list[_Want] = field(default_factory=list)
     #: Whether its outcome was in time, so that the slot is published or free.
     settled: bool = False
+    #: The object was deleted meanwhile.
+    gone: bool = False
 
 
 class Fetches:
@@ -96,7 +102,9 @@ class Fetches:
     clock : Callable
         Seconds.
     lease_seconds : float
-        How long a lease lives, and how long a request waits for memory.
+        How long a lease lives.
+    wait_seconds : float
+        How long a request waits for memory.
     counts : dict
         Counts what is done, by the names in :data:`kvshelf.server.service.COUNTERS`.
     freed : Callable
@@ -118,6 +126,7 @@ class Fetches:
         *,
         clock: Callable[[], float],
         lease_seconds: float,
+        wait_seconds: float,
         counts: dict[str, int],
         freed: Callable[[], None],
     ) -> None:
@@ -127,7 +136,7 @@ class Fetches:
         self._storage = storage
         self._workers = workers
         self._clock = clock
-        self._seconds = lease_seconds
+        self._wait_seconds = wait_seconds
         self._counts = counts
         self._freed = freed
         self.most = held.residents.capacity // _CLIENT_SHARE
@@ -169,23 +178,32 @@ class Fetches:
             Gets one outcome for each object, in any order and in several calls. None: the objects
             are looked up, not fetched.
         """
-        until = self._clock() + self._seconds
+        until = self._clock() + self._wait_seconds
         wants = [
             _Want(client, session, index, name, key_of(name), nbytes, until, each)
             for index, (name, nbytes) in enumerate(zip(names, sizes, strict=True))
         ]
         outcomes: list[Ready | Failed] = []
-        for number, want in enumerate(wants):
-            if self._waiting.get(client) or not self._try(want, outcomes):
-                # What finds no room waits, and everything behind it.
-                self._waiting.setdefault(client, deque()).extend(wants[number:])
-                break
+        for want in wants:
+            # Memory is for what has waited longest. What is there already needs none.
+            if self._must_wait(want) or not self._try(want, outcomes):
+                if each is None:
+                    # It is only read ahead.
+                    break
+                self._waiting.setdefault(client, deque()).append(want)
         if each is not None and outcomes:
             each(outcomes)
+
+    def _must_wait(self, want: _Want) -> bool:
+        return bool(self._waiting.get(want.client)) and not self._residents.holds([want.key])[0]
 
     def room(self, client: bytes) -> int:
         """Return how many bytes more a client may hold."""
         return self.most - self.leases.nbytes(client) - self._coming.get(client, 0)
+
+    def added(self, client: bytes, slots: Sequence[Slot]) -> int:
+        """Return how many bytes more a client would hold with these."""
+        return sum([slot.nbytes for slot in slots if not self.leases.holds(client, slot)])
 
     def lock(self, client: bytes, session: str, slots: list[Slot]) -> None:
         """Lease what a lookup has found in memory, as far as the client may hold it.
@@ -225,18 +243,20 @@ class Fetches:
             return True
 
     def _begin(self, want: _Want, outcomes: list[Ready | Failed]) -> bool:
-        fits = self.room(want.client) >= want.nbytes
         slot = self._residents.pin(want.key)
         if slot is not None:
             if slot.nbytes != want.nbytes:
                 self._residents.unpin(slot)
                 raise WrongSize(f"{want.name}: {want.nbytes} bytes, expected {slot.nbytes}")
-            if not fits or not self._lease(want, slot, outcomes):
+            if not self._lease(want, slot, outcomes):
                 self._residents.unpin(slot)
                 return False
             self._counts["memory_hits"] += 1
             return True
+        fits = self.room(want.client) >= want.nbytes
         read = self._reads.get(want.key)
+        if read is not None and read.slot.nbytes != want.nbytes:
+            raise WrongSize(f"{want.name}: {want.nbytes} bytes, expected {read.slot.nbytes}")
         if read is None:
             if want.name.startswith(HASH):
                 raise ObjectMissingError(errno.ENOENT, "it is not in memory", want.name)
@@ -289,8 +309,8 @@ class Fetches:
             del self._reads[key]
         wants, read.wants = read.wants, []
         for want in wants:
-            left = self._coming.pop(want.client) - want.nbytes
-            if left:
+            left = self._coming.pop(want.client, 0) - want.nbytes
+            if left > 0:
                 self._coming[want.client] = left
         if isinstance(outcome, Exception):
             self._counts["failed_fetches"] += len(wants)
@@ -304,8 +324,10 @@ class Fetches:
             outcomes: list[Ready | Failed] = []
             if self._try(want, outcomes):
                 want.tell(outcomes)
-            else:
+            elif want.each is not None:
                 self._waiting.setdefault(want.client, deque()).appendleft(want)
+        if read.gone:
+            self._residents.remove(key)
 
     def _returned(self, read: _Read, outcome: Chunk | Exception) -> None:
         """End a read. One that was late is of use for whoever asks next."""
@@ -314,6 +336,8 @@ class Fetches:
                 self._residents.abandon(read.slot)
             else:
                 self._keep(read, outcome)
+                if read.gone:
+                    self._residents.remove(read.slot.name)
         self._freed()
 
     def _keep(self, read: _Read, chunk: Chunk) -> None:
@@ -331,9 +355,10 @@ class Fetches:
     def end_session(self, client: bytes, session: str) -> None:
         """End what lookups of a session have leased, and what waits for memory in its name."""
         queue = self._waiting.get(client)
-        if queue is not None:
+        if queue:
+            self._waiting[client] = deque(want for want in queue if want.session != session)
             error = UnavailableStorageError(errno.ECANCELED, "its session has ended", session)
-            self._give_up(lambda want: want.client == client and want.session == session, error)
+            self._fail([want for want in queue if want.session == session], error)
         self._unpin(self.leases.end_session(client, session))
 
     def client_gone(self, client: bytes) -> None:
@@ -351,7 +376,12 @@ class Fetches:
             self._counts["overdue_leases"] += 1
             self._residents.expire(slot)
         now = self._clock()
-        self._give_up(lambda want: want.until <= now, no_room())
+        late: list[_Want] = []
+        for queue in self._waiting.values():
+            while queue and queue[0].until <= now:
+                late.append(queue.popleft())
+        # Waiting longer is of no use for the client, and the storage is not to blame.
+        self._fail(late, NoSpaceStorageError(errno.ENOMEM, NO_ROOM))
         self._unpin(ended)
 
     def resume(self) -> None:
@@ -360,6 +390,13 @@ class Fetches:
         while clients:
             # One of each at a time: a client with many wants is not served before the others.
             clients = [client for client in clients if self._resume_one(client)]
+
+    def forget(self, key: str) -> None:
+        """Keep an object no longer that was deleted, also if it is being read."""
+        read = self._reads.get(key)
+        if read is not None:
+            read.gone = True
+        self._residents.remove(key)
 
     def drain(self) -> None:
         """Begin no more reads."""
@@ -371,15 +408,9 @@ class Fetches:
         if slots:
             self._freed()
 
-    def _give_up(self, over: Callable[[_Want], bool], error: StorageError) -> None:
-        ended: list[_Want] = []
-        for client, queue in list(self._waiting.items()):
-            gone = [want for want in queue if over(want)]
-            if gone:
-                ended += gone
-                self._waiting[client] = deque(want for want in queue if not over(want))
-        self._counts["failed_fetches"] += len(ended)
-        for want in ended:
+    def _fail(self, wants: Sequence[_Want], error: StorageError) -> None:
+        self._counts["failed_fetches"] += len(wants)
+        for want in wants:
             want.fail(error)
 
     def _resume_one(self, client: bytes) -> bool:
@@ -401,10 +432,3 @@ class Fetches:
 def draining() -> StorageError:
     """Return the error for what a server that is about to stop does not begin."""
     return UnavailableStorageError(errno.ESHUTDOWN, "the server is about to stop")
-
-
-def no_room() -> StorageError:
-    """Return the error for what has waited for memory in vain."""
-    return UnavailableStorageError(
-        errno.ENOMEM, "the server's memory is full of what its clients use"
-    )

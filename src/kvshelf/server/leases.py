@@ -150,6 +150,11 @@ class Leases(Generic[Held]):
             owner.looked_up.setdefault(session, looked_up)[held] = number
         return number, True
 
+    def holds(self, client: bytes, held: Held) -> bool:
+        """Tell whether a client has a lease of this."""
+        owner = self._clients.get(client)
+        return owner is not None and held in owner.held
+
     def nbytes(self, client: bytes) -> int:
         """Return how many bytes a client holds."""
         owner = self._clients.get(client)

@@ -18,6 +18,7 @@ from typing import Final, NamedTuple
 from kvshelf.errors import ConfigError, ObjectNameError, UnavailableStorageError
 from kvshelf.format.invalid import WrongSize
 from kvshelf.format.keys import Chunk
+from kvshelf.format.kinds import SHARDS_FIELDS
 from kvshelf.format.names import ParsedName, object_name, parse_path
 from kvshelf.format.namespace import Namespace
 from kvshelf.format.objects import ObjectFormat
@@ -28,6 +29,9 @@ HASH: Final = "hash/"
 #: Most namespaces that are known at a time; those that were used longest ago are forgotten.
 _NAMESPACES: Final = 1024
 _RECORD_BYTES: Final = 1 << 20
+#: Most layers and shards of a namespace: the header of each shard's objects takes time to lay out.
+_LAYERS: Final = 1024
+_SHARDS: Final = 1024
 
 
 class NamedObject(NamedTuple):
@@ -97,6 +101,12 @@ class Namespaces:
         if len(record) > _RECORD_BYTES:
             raise ConfigError(f"a namespace record of {len(record)} bytes: at most {_RECORD_BYTES}")
         namespace = Namespace.from_bytes(record)
+        layers, shards = _size_of(namespace)
+        if layers > _LAYERS or shards > _SHARDS:
+            raise ConfigError(
+                f"a namespace of {layers} layers and {shards} shards: at most {_LAYERS} and"
+                f" {_SHARDS} are served"
+            )
         tag = namespace.digest.hex()[:16]
         known = self._known.get(tag)
         if known is None:
@@ -143,3 +153,14 @@ class Namespaces:
         if nbytes is not None and nbytes != expected:
             raise WrongSize(f"{name}: {nbytes} bytes, expected {expected}")
         return found
+
+
+def _size_of(namespace: Namespace) -> tuple[int, int]:
+    """Return the numbers of layers and of shards that a record names; 0 where it names none."""
+    record = namespace.record
+    names = record.get("layer_names", ())
+    shards = [record.get(field, 0) for field in SHARDS_FIELDS.values()]
+    return (
+        len(names) if isinstance(names, list) else 0,
+        max((count for count in shards if isinstance(count, int)), default=0),
+    )

@@ -63,8 +63,10 @@ class Place:
 
 def default_socket() -> str:
     """Return the URL of this user's server on this machine."""
-    folder = os.environ.get("XDG_RUNTIME_DIR") or f"/tmp/kvshelf-{os.getuid()}"  # noqa: S108
-    return f"ipc://{os.path.abspath(folder)}/kvshelf/node.sock"
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    # The folder is checked when the server starts: it must be this user's alone.
+    folder = f"{runtime}/kvshelf" if runtime else f"/tmp/kvshelf-{os.getuid()}"  # noqa: S108
+    return f"ipc://{os.path.abspath(folder)}/node.sock"
 
 
 def serve(

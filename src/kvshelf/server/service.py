@@ -34,7 +34,16 @@ from kvshelf.server.appearances import MAX_FOLDERS, Appearances
 from kvshelf.server.calls import CHANGES, Calls, facts, found
 from kvshelf.server.fetches import Each, Fetches, draining
 from kvshelf.server.held import Held
-from kvshelf.server.messages import Facts, Failed, Fault, Found, LookedUp, Result, WriteMode
+from kvshelf.server.messages import (
+    UNKNOWN,
+    Facts,
+    Failed,
+    Fault,
+    Found,
+    LookedUp,
+    Result,
+    WriteMode,
+)
 from kvshelf.server.namespaces import HASH, NamedObject, Namespaces, key_of
 from kvshelf.server.storage import Storage
 from kvshelf.server.stores import Done, Stores
@@ -77,6 +86,8 @@ GAUGES: Final = {
 
 #: Seconds that a lease lives.
 LEASE_SECONDS: Final = 30.0
+#: Part of the storage's deadlines for which a request waits for memory.
+_WAIT_SHARE: Final = 0.8
 #: Threads of each kind where the storage is near, and most where it is not.
 _NEAR_THREADS: Final = 4
 _MOST_THREADS: Final = 16
@@ -177,6 +188,8 @@ class Service:
             self._workers["fetch"],
             clock=clock,
             lease_seconds=lease_seconds,
+            # A client waits about as long as for the storage itself.
+            wait_seconds=_WAIT_SHARE * self._backend.deadlines.read,
             counts=self._counts,
             freed=self._resume,
         )
@@ -187,7 +200,7 @@ class Service:
             self._fetches,
             self._workers["publish"],
             clock=clock,
-            wait_seconds=self._backend.deadlines.write,
+            wait_seconds=_WAIT_SHARE * self._backend.deadlines.write,
             counts=self._counts,
             freed=self._resume,
             published=self._appearances.published,
@@ -239,10 +252,10 @@ class Service:
         if len(sizes) != len(names):
             done(Fault.of(_unequal(names, sizes)))
             return
-        here = self._residents.holds(list(map(key_of, names)))
-        missing = [name for name, held in zip(names, here, strict=True) if not held]
+        here = self._residents.sizes(list(map(key_of, names)))
+        missing = [name for name, held in zip(names, here, strict=True) if held is None]
         if not missing:
-            done(Found(list(sizes)))
+            done(Found([held for held in here if held is not None]))
             return
 
         def answer(outcome: Found | Exception) -> None:
@@ -250,7 +263,7 @@ class Service:
                 done(Fault.of(outcome))
                 return
             rest = iter(outcome.answers)
-            answers = [size if held else next(rest) for size, held in zip(sizes, here, strict=True)]
+            answers = [next(rest) if held is None else held for held in here]
             done(Found(answers, outcome.fault))
 
         self._probe(missing, answer)
@@ -296,20 +309,19 @@ class Service:
                 pairs = zip(names, found_here, strict=True)
                 absent = [name for name, slot in pairs if slot is None]
             pinned.append(slots)
-            missing.append(absent)
             if absent and absent[0].startswith(HASH):
                 # The shelf has none of them.
                 break
+            missing.append(absent)
         asked = [name for absent in missing for name in absent]
         if not asked:
-            self._looked_up(client, session, pinned, [[]] * len(pinned), done)
+            self._looked_up(client, session, pinned, [[]] * len(missing), done)
             return
 
         def answer(outcome: Found | Exception) -> None:
-            there: list[list[tuple[str, int]]] = []
-            if isinstance(outcome, Found):
-                sizes = iter(outcome.answers)
-                there = [[(name, next(sizes)) for name in absent] for absent in missing]
+            # Where the shelf fails, what is in memory counts.
+            sizes = iter(outcome.answers if isinstance(outcome, Found) else [UNKNOWN] * len(asked))
+            there = [[(name, next(sizes)) for name in absent] for absent in missing]
             self._looked_up(client, session, pinned, there, done)
 
         self._probe(asked, answer)
@@ -336,14 +348,17 @@ class Service:
         count = 0
         room = self._fetches.room(client) if client in self._clients else -1
         while count < len(there):
-            room -= sum([slot.nbytes for slot in pinned[count]])
             others = there[count]
+            room -= self._fetches.added(client, pinned[count])
+            room -= sum([size for _, size in others])
             if room < 0 or (others and not all(self._known(*other) for other in others)):
                 break
             count += 1
         # All is pinned: the answer need not wait for the leases.
         done(LookedUp(count))
-        for slots in pinned[:count]:
+        # The first chunks last: of those that are used least recently, the ends go first.
+        for slots in reversed(pinned[:count]):
+            self._residents.touch([slot.name for slot in slots])
             self._fetches.lock(client, session, slots)
         for slots in pinned:
             for slot in slots:
@@ -463,7 +478,8 @@ class Service:
             if client not in self._clients:
                 self._forget(client)
             if method in ("delete", "quarantine") and args and isinstance(args[0], str):
-                self._residents.remove(key_of(args[0]))
+                self._stores.forget(args[0])
+                self._fetches.forget(key_of(args[0]))
                 gone = self._known(args[0])
                 if gone is not None and self._storage.has_tier:
                     self._workers["call"].submit(lambda: self._storage.forget(gone), lambda _: None)

@@ -10,7 +10,8 @@ Contracts
 * A store of what is being stored joins it, and has its outcome, unless the first client's bytes
   were bad.
 * The shelf decides what is stored: an object that it did not take is not kept.
-* A store that hangs fails. Its memory is not reused before it has returned.
+* A store that hangs fails. Its memory is not reused before it has returned. Stores that have begun
+  take at most a quarter of the memory, or one of them has it.
 
 Threads
 -------
@@ -20,12 +21,13 @@ other thread may call.
 
 from __future__ import annotations
 
+import errno
 import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import xxhash
 
@@ -34,12 +36,15 @@ from kvshelf.errors import BadObjectError, KVShelfError, ObjectNameError, Unavai
 from kvshelf.format.invalid import PayloadDamaged
 from kvshelf.format.keys import Chunk
 from kvshelf.memory.residents import Slot
-from kvshelf.server.fetches import Fetches, draining, no_room
+from kvshelf.server.fetches import NO_ROOM, Fetches, draining
 from kvshelf.server.held import Held
 from kvshelf.server.messages import Fault, Reply, Stored, WriteMode
 from kvshelf.server.namespaces import HASH, NamedObject, Namespaces, key_of
 from kvshelf.server.storage import Copied, Storage
 from kvshelf.server.workers import Workers
+
+#: Part of the memory that stores under way may take.
+_STORES_SHARE: Final = 4
 
 #: Takes the reply to a request, on the loop's thread.
 Done: TypeAlias = Callable[[Reply], None]
@@ -63,6 +68,8 @@ class _Store:
     found: NamedObject | None = None
     checksum: int | None = None
     slot: Slot | None = None
+    #: The object was deleted meanwhile.
+    gone: bool = False
     joined: list[_Store] = field(default_factory=list)
 
 
@@ -123,6 +130,9 @@ class Stores:
         self._running: dict[tuple[str, WriteMode], _Store] = {}
         self._waiting: deque[_Store] = deque()
         self._closed = False
+        #: Bytes of the stores that have begun.
+        self._busy = 0
+        self._most_busy = held.residents.capacity // _STORES_SHARE
         self._ended = threading.Condition()
 
     @property
@@ -184,9 +194,14 @@ class Stores:
 
     def _start(self, store: _Store) -> bool:
         """Begin a store; False if it must wait for memory."""
-        slot = store.slot = self._residents.reserve(store.key, store.source.nbytes)
+        nbytes = store.source.nbytes
+        if self._busy and self._busy + nbytes > self._most_busy:
+            # What is only to be written must not take the memory of what is used.
+            return False
+        slot = store.slot = self._residents.reserve(store.key, nbytes)
         if slot is None:
             return False
+        self._busy += nbytes
         buffer = self._held.buffer(slot)
         self._workers.submit(
             lambda: self._copy_and_publish(store, buffer),
@@ -231,6 +246,7 @@ class Stores:
 
     def _returned(self, store: _Store, slot: Slot, outcome: _Outcome | Exception) -> None:
         """Keep what was stored."""
+        self._busy -= slot.nbytes
         if isinstance(outcome, Exception):
             self._residents.abandon(slot)
         else:
@@ -239,7 +255,7 @@ class Stores:
                 slot.parent = store.found.key_of_parent(chunk)
                 if result is not WriteResult.EXISTED:
                     self._published(store.name)
-            if kept:
+            if kept and not store.gone:
                 self._residents.publish(slot)
             else:
                 self._residents.abandon(slot)
@@ -253,10 +269,17 @@ class Stores:
                 self._waiting.remove(store)
                 self._end(store, _ClientGoneError())
 
+    def forget(self, name: str) -> None:
+        """Do not keep an object that was deleted while it is stored."""
+        for store in self._running.values():
+            if store.name == name:
+                store.gone = True
+
     def tick(self) -> None:
         """End what has waited too long."""
         while self._waiting and self._waiting[0].until <= self._clock():
-            self._end(self._waiting.popleft(), no_room())
+            error = UnavailableStorageError(errno.ENOMEM, NO_ROOM)
+            self._end(self._waiting.popleft(), error)
 
     def resume(self) -> None:
         """Begin what waits for memory, as far as there is room."""

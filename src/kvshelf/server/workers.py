@@ -178,6 +178,9 @@ class Workers:
             job.done(outcome)
 
     def _end(self, job: _Job, outcome: Any) -> None:
-        self._tell(job, outcome)
-        if job.returned is not None:
-            job.returned(outcome)
+        try:
+            self._tell(job, outcome)
+        finally:
+            # Otherwise what the work used would be lost.
+            if job.returned is not None:
+                job.returned(outcome)
