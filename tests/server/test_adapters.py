@@ -17,6 +17,8 @@ from standin import StandIn
 from kvshelf import ModelFacts, PromptIdentity
 from kvshelf.errors import ConfigError, UnavailableStorageError, UnsupportedError
 from kvshelf.format.namespace import Namespace
+from kvshelf.format.objects import ObjectFormat
+from kvshelf.kv.caches import PendingCopy
 from kvshelf.kv.layout import PagedLayout
 from kvshelf.kv.topology import ShardPlan, Topology
 from kvshelf.server import adapter as adapter_module
@@ -655,6 +657,66 @@ def test_a_failed_store_ends(server: StandIn, engines: Callable[..., Engine]) ->
     server.refuses = {store.name for store in server.stores}
     engine.worker.submit_store_request("a", work, None)
     engine.stored("a")
+
+
+@pytest.mark.parametrize("where", ["gather", "wait", "seal"])
+def test_any_error_in_one_chunk_ends_it_and_no_other(
+    where: str,
+    server: StandIn,
+    engines: Callable[..., Engine],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = engines(seed=1, namespace=facts().namespace(chunk_size=CHUNK, shards=1))
+    memory = engine.worker._memory
+    assert memory is not None
+    real_gather, real_seal = memory.gather, ObjectFormat.seal
+    calls = itertools.count()
+
+    def fail_in(place: str) -> None:
+        if place == where and next(calls) == 1:
+            raise RuntimeError("broken")
+
+    class Pending(PendingCopy):
+        def wait(self) -> None:
+            fail_in("wait")
+
+    def gather(slots: torch.Tensor, payloads: Sequence[torch.Tensor]) -> PendingCopy:
+        fail_in("gather")
+        real_gather(slots, payloads)
+        return Pending()
+
+    def seal(self: ObjectFormat, *args: Any) -> None:
+        fail_in("seal")
+        real_seal(self, *args)
+
+    monkeypatch.setattr(memory, "gather", gather)
+    monkeypatch.setattr(ObjectFormat, "seal", seal)
+    engine.worker.submit_store_request("a", op("tokens", range(3 * PER_CHUNK), 3), None)
+    engine.stored("a")
+    assert not server.segment.rooms
+    assert len(server.objects) == 2
+
+
+@pytest.mark.parametrize("error", [RuntimeError("broken"), UnavailableStorageError("gone")])
+def test_any_error_of_a_copy_is_a_load_error(
+    error: Exception, engines: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engines(seed=1)
+    work = op("tokens", range(2 * PER_CHUNK), 2)
+    engine.worker.submit_store_request("s", work, None)
+    engine.stored("s")
+    memory = engine.worker._memory
+    assert memory is not None
+    real = memory.scatter
+
+    def scatter(shard: int, slots: torch.Tensor, payload: torch.Tensor) -> None:
+        if int(slots[0]) == 0:
+            raise error
+        real(shard, slots, payload)
+
+    monkeypatch.setattr(memory, "scatter", scatter)
+    engine.worker.submit_retrieve_request("a", work, None)
+    assert engine.loaded("a") == set(range(PER_CHUNK))
 
 
 def test_a_store_ends_when_the_server_dies(server: StandIn, engines: Callable[..., Engine]) -> None:

@@ -192,7 +192,7 @@ class SchedulerAdapter(Adapter):
         """Derive the names and send them. Adapter's thread."""
         try:
             chains = _fitting(derive())
-        except ValueError as error:
+        except Exception as error:  # noqa: BLE001  tokens may be anything
             self._log.warning("request %s was not looked up: %s", request_id, error)
             chains = []
         with self._lock:

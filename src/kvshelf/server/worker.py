@@ -42,7 +42,7 @@ import xxhash
 from torch import Tensor
 
 from kvshelf.cache import PromptIdentity
-from kvshelf.errors import ConfigError, KVShelfError, UnsupportedError
+from kvshelf.errors import ConfigError, UnsupportedError
 from kvshelf.format.keys import Chunk
 from kvshelf.format.kinds import FULL
 from kvshelf.format.model import ModelFacts
@@ -376,17 +376,16 @@ class WorkerAdapter(Adapter):
                 else:
                     payloads = [bytes_at(room.view)[header:] for room in rooms]
                     pending = work.memory.gather(copy.slots, payloads)
-            except KVShelfError as error:
+            except Exception as error:  # noqa: BLE001  it must not end the engine's step
                 self._log.warning("a chunk of request %s was not stored: %s", *_about(work, error))
-            finally:
-                if pending is None:
-                    for room in rooms:
-                        room.release()
-                    for _ in copy.shards:
-                        work.operation.part_ended(copy.number, False)
-                    work.operation.let_go()
             if pending is not None:
                 gathered.append(_Gathered(copy, rooms, pending))
+                continue
+            for room in rooms:
+                room.release()
+            for _ in copy.shards:
+                work.operation.part_ended(copy.number, False)
+            work.operation.let_go()
         return gathered
 
     def _reserve(self, nbytes: int) -> Room | None:
@@ -397,23 +396,23 @@ class WorkerAdapter(Adapter):
         """Hash what was gathered and ask the server to publish it. Adapter's thread."""
         chunks = self._chunks(work)
         for one in gathered:
-            ok = False
+            unsent = deque(zip(one.copy.shards, one.rooms, strict=True))
             try:
-                one.pending.wait()
-                ok = chunks is not None
-            except KVShelfError as error:
+                try:
+                    one.pending.wait()
+                finally:
+                    work.operation.let_go()
+                while unsent and chunks is not None:
+                    self._send(work, one.copy, chunks[one.copy.number], *unsent[0])
+                    unsent.popleft()
+            except Exception as error:  # noqa: BLE001  the other chunks must end as well
                 self._log.warning("a chunk of request %s was not stored: %s", *_about(work, error))
-            finally:
-                work.operation.let_go()
-            for shard, room in zip(one.copy.shards, one.rooms, strict=True):
-                if ok and chunks is not None:
-                    self._send(work, one.copy, shard, chunks[one.copy.number], room)
-                else:
-                    room.release()
-                    work.operation.part_ended(one.copy.number, False)
+            for _, room in unsent:
+                room.release()
+                work.operation.part_ended(one.copy.number, False)
 
     def _send(
-        self, work: _Work, copy: _ChunkCopy, shard: int, chunk: Chunk | bytes, room: Room
+        self, work: _Work, copy: _ChunkCopy, chunk: Chunk | bytes, shard: int, room: Room
     ) -> None:
         """Ask the server to publish one object; `chunk` is a block hash in hash mode."""
         if isinstance(chunk, Chunk):
@@ -580,7 +579,7 @@ class WorkerAdapter(Adapter):
                 finally:
                     operation.part_ended(one.copy.number, ok)
                     operation.let_go()
-        except KVShelfError as error:
+        except Exception as error:  # noqa: BLE001  the chunk has failed, whatever happened
             if borrowed is None:
                 operation.part_ended(one.copy.number, False)
             self._log.warning("a chunk of request %s was not loaded: %s", *_about(one.work, error))
@@ -748,7 +747,7 @@ class WorkerAdapter(Adapter):
         assert op.token_ids is not None
         try:
             chunks = chunks_of(self.fmt, op.token_ids, op.end, work.identity)
-        except ValueError as error:
+        except Exception as error:  # noqa: BLE001  tokens may be anything
             self._log.warning("request %s cannot be cached: %s", *_about(work, error))
             return None
         return chunks[op.start // self.chunk_size :]
