@@ -128,6 +128,7 @@ class MemoryService:
         memory_only: bool,
         checksum: int | None,
         done: Callable[[Reply], None],
+        parent: str = "",
     ) -> None:
         self.put(name, bytes(source))
         done(Stored("created"))

@@ -240,6 +240,25 @@ def test_hashes_of_another_model_find_nothing(
     assert other.hit("b", **asked("hashes", 1)) == 0
 
 
+def test_chunks_named_by_hashes_say_what_comes_before_them(
+    server: StandIn, engines: Callable[..., Engine]
+) -> None:
+    """The server keeps the beginnings of prompts longest, and cannot tell from hashes."""
+    engine = engines(seed=1, namespace=facts().namespace(chunk_size=CHUNK, shards=1))
+    for first, chunks in ((0, 2), (2, 1)):
+        work = op("hashes", range(chunks * PER_CHUNK), chunks, first=first)
+        engine.worker.submit_store_request("a", work, None)
+    engine.stored("a")
+    stores = {store.name: store for store in server.stores}
+    ends = [one.hex() for one in striding_block_hashes(hashes(3 * PER_CHUNK), PER_CHUNK)]
+    found = [next(name for name in stores if end in name) for end in ends]
+    assert [stores[name].parent for name in found] == ["", *found[:-1]]
+    engine.worker.submit_store_request("t", op("tokens", range(PER_CHUNK), 1), None)
+    engine.stored("t")
+    assert server.stores[-1].parent == ""
+    assert not engine.worker._last_hashes
+
+
 def test_the_last_hash_of_each_chunk_is_taken() -> None:
     many = [bytes([number]) for number in range(11)]
     assert striding_block_hashes(many, 4) == [bytes([3]), bytes([7])]

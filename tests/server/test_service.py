@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import xxhash
 from desk import Desk, chunks_of, name_of, sealed
 from faulty import CountingBackend, Fault, FaultyBackend
 from kvshelf.backends import Backend
@@ -447,6 +449,29 @@ def test_what_is_in_memory_only_has_its_checksum_and_never_reaches_the_shelf(
     assert isinstance(failed, Failed)
     assert failed.fault.kind == "ObjectMissingError"
     assert not list((tmp_path / "shelf").iterdir())
+
+
+def test_what_is_in_memory_only_outlives_what_comes_after_it(
+    make_desk: Callable[..., Desk],
+) -> None:
+    desk = make_desk()
+    size = 64 << 10
+    chain = [f"hash/chain/{number}" for number in range(3)]
+    data = memoryview(bytes(size))
+    checksum = xxhash.xxh3_64_intdigest(data)
+    for number, name in enumerate(chain):
+        parent = chain[number - 1] if number else ""
+        answers: list[Any] = []
+        desk.service.store(A, name, data, "create", True, checksum, answers.append, parent)
+        desk.run_until(lambda: answers == [Stored("created")])  # noqa: B023
+    desk.settle()
+    for number in itertools.count():
+        if desk.stat("evicted_objects"):
+            break
+        desk.remember(A, f"hash/other/{number}", bytes(size))
+    # The chain was used before all others, and its end goes first.
+    found = [desk.ask("lookup", A, name, [[name]]) for name in chain]
+    assert found == [LookedUp(1), LookedUp(1), LookedUp(0)]
 
 
 @pytest.mark.parametrize(

@@ -141,6 +141,7 @@ class Service(Protocol):
         memory_only: bool,
         checksum: int | None,
         done: Callable[[Reply], None],
+        parent: str = "",
     ) -> None:
         """Answer a :class:`~kvshelf.server.messages.Store`.
 
@@ -611,6 +612,7 @@ class Loop:
                     request.memory_only,
                     request.checksum,
                     pending.done,
+                    request.parent,
                 )
             case Call():
                 service.call(

@@ -322,6 +322,9 @@ class Store(Message, frozen=True, tag="store"):
         Keep the object in the memory tier only. Its name is no name of an object of the format.
     checksum : int or None
         64-bit xxh3 of the bytes, for objects that carry no hash of their own.
+    parent : str
+        Name of the object before it in its prompt, for objects that do not say so themselves:
+        memory keeps the beginnings of prompts longest. Empty: not known.
     """
 
     name: Name
@@ -330,6 +333,7 @@ class Store(Message, frozen=True, tag="store"):
     mode: WriteMode = "create"
     memory_only: bool = False
     checksum: U64 | None = None
+    parent: Annotated[str, msgspec.Meta(max_length=MAX_NAME)] = ""
 
 
 class Call(Message, frozen=True, tag="call"):

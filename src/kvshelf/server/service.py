@@ -409,6 +409,7 @@ class Service:
         memory_only: bool,
         checksum: int | None,
         done: Done,
+        parent: str = "",
     ) -> None:
         """Copy an object into memory, verify the copy and publish it from there.
 
@@ -428,9 +429,11 @@ class Service:
             64-bit xxh3 of an object that is in memory only.
         done : Callable
             Gets a :class:`~kvshelf.server.messages.Stored`, or a fault.
+        parent : str
+            Name of the object before it, of one that is in memory only; empty where not known.
         """
         self._clients.add(client)
-        self._stores.begin(client, name, source, mode, memory_only, checksum, done)
+        self._stores.begin(client, name, source, mode, memory_only, checksum, done, parent)
 
     # --------------------------------------------------------------------------------------- calls
 

@@ -67,6 +67,8 @@ class _Store:
     #: None: in memory only.
     found: NamedObject | None = None
     checksum: int | None = None
+    #: Name of the object before it, of one that is in memory only.
+    parent: str = ""
     slot: Slot | None = None
     #: The object was deleted meanwhile.
     gone: bool = False
@@ -154,10 +156,12 @@ class Stores:
         memory_only: bool,
         checksum: int | None,
         done: Done,
+        parent: str = "",
     ) -> None:
         """Store an object, see :meth:`kvshelf.server.service.Service.store`."""
         until = self._clock() + self._seconds
-        store = _Store(client, name, key_of(name), source, mode, until, done, None, checksum)
+        store = _Store(client, name, key_of(name), source, mode, until, done)
+        store.checksum, store.parent = checksum, parent
         try:
             self._check(store, memory_only)
         except (KVShelfError, ValueError) as error:
@@ -255,6 +259,8 @@ class Stores:
                 slot.parent = store.found.key_of_parent(chunk)
                 if result is not WriteResult.EXISTED:
                     self._published(store.name)
+            elif store.parent:
+                slot.parent = key_of(store.parent)
             if kept and not store.gone:
                 self._residents.publish(slot)
             else:

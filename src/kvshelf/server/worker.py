@@ -31,7 +31,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -74,6 +74,8 @@ _OPERATION_SECONDS: Final = 30.0
 _DRAIN_SECONDS: Final = 4.0
 _SEGMENT_BYTES: Final = 1 << 30
 _THREADS: Final = 2
+#: Requests of which the last chunk is remembered.
+_REQUESTS: Final = 4096
 #: A worker leases this part of the server's arena at a time, and what it has not asked for waits.
 _ARENA_SHARE: Final = 8
 
@@ -147,6 +149,8 @@ class _Work:
     copies: list[_ChunkCopy]
     memory: KVCache
     event: Event | None
+    #: Hash mode: the last chunk that the request stored before.
+    before: bytes | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,6 +232,8 @@ class WorkerAdapter(Adapter):
         self._failed_blocks: set[int] = set()
         self._wanted: deque[_Object] = deque()
         self._leased_bytes = 0
+        #: Hash mode: the last chunk that each request has stored.
+        self._last_hashes: OrderedDict[str, bytes] = OrderedDict()
         self._closed = False
         self._threads = AdapterThreads(threads, self._on_thread_error)
 
@@ -403,7 +409,9 @@ class WorkerAdapter(Adapter):
                 finally:
                     work.operation.let_go()
                 while unsent and chunks is not None:
-                    self._send(work, one.copy, chunks[one.copy.number], *unsent[0])
+                    number = one.copy.number
+                    parent = chunks[number - 1] if number else work.before
+                    self._send(work, one.copy, chunks[number], parent, *unsent[0])
                     unsent.popleft()
             except Exception as error:  # noqa: BLE001  the other chunks must end as well
                 self._log.warning("a chunk of request %s was not stored: %s", *_about(work, error))
@@ -412,9 +420,15 @@ class WorkerAdapter(Adapter):
                 work.operation.part_ended(one.copy.number, False)
 
     def _send(
-        self, work: _Work, copy: _ChunkCopy, chunk: Chunk | bytes, shard: int, room: Room
+        self,
+        work: _Work,
+        copy: _ChunkCopy,
+        chunk: Chunk | bytes,
+        parent: Chunk | bytes | None,
+        shard: int,
+        room: Room,
     ) -> None:
-        """Ask the server to publish one object; `chunk` is a block hash in hash mode."""
+        """Ask the server to publish one object; chunks are block hashes in hash mode."""
         if isinstance(chunk, Chunk):
             self._describe()
             self.fmt.seal(room.view, chunk, shard)
@@ -429,6 +443,8 @@ class WorkerAdapter(Adapter):
                 room.nbytes,
                 memory_only=checksum is not None,
                 checksum=checksum,
+                # Objects of the format name theirs.
+                parent=hash_name(self.fmt, parent, shard) if isinstance(parent, bytes) else "",
             )
         )
 
@@ -626,7 +642,10 @@ class WorkerAdapter(Adapter):
             late = [operation for operation in self._running if operation.deadline <= now]
         for operation in late:
             operation.expire()
-        return self._stores.finished(finished_req_ids_from_engine), self._loads.take_ended()
+        finished = self._stores.finished(finished_req_ids_from_engine)
+        for request_id in finished:
+            self._last_hashes.pop(request_id, None)
+        return finished, self._loads.take_ended()
 
     def shutdown(self) -> None:
         """Wait a few seconds for stores, end all operations and close the connection. Idempotent.
@@ -690,10 +709,22 @@ class WorkerAdapter(Adapter):
         if not self._channel.connected:
             operation.expire()
         elif copies:
-            return _Work(operation, op, identity, copies, memory, event)
+            before = self._follow(request_id, op) if kind is self._stores else None
+            return _Work(operation, op, identity, copies, memory, event, before)
         else:
             operation.start()
         return None
+
+    def _follow(self, request_id: str, op: LoadStoreOp) -> bytes | None:
+        """Return the last chunk that a request stored before, in hash mode."""
+        if not op.block_hashes:
+            return None
+        before = self._last_hashes.pop(request_id, None)
+        hashes = striding_block_hashes(op.block_hashes, self.blocks_in_chunk)
+        self._last_hashes[request_id] = hashes[-1]
+        if len(self._last_hashes) > _REQUESTS:
+            self._last_hashes.popitem(last=False)
+        return before
 
     def _checked(self, op: LoadStoreOp, *, store: bool) -> tuple[KVCache, list[_ChunkCopy]]:
         """Return what an operation copies; raise ValueError if it is malformed."""
