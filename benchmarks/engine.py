@@ -30,7 +30,7 @@ HIT_TOKENS = _CHUNKS * CHUNK_TOKENS
 PROMPT_TOKENS = HIT_TOKENS + 32
 _BURST = 3
 #: Size of an engine's KV cache, in prompts: small, so that prompts are soon evicted.
-PROMPTS_IN_CACHE = 6
+_PROMPTS_IN_CACHE = 6
 #: vLLM's workers poll for a second after their last step before they sleep. During this time an
 #: idle engine uses a core that the measured engine needs.
 QUIET_SECONDS = 1.3
@@ -84,7 +84,7 @@ class EngineRun:
             "max_model_len": 8192,
             "max_num_batched_tokens": 8192,
             "block_size": BLOCK_TOKENS,
-            "kv_cache_memory_bytes": PROMPTS_IN_CACHE * self.prompt_bytes(),
+            "kv_cache_memory_bytes": _PROMPTS_IN_CACHE * self.prompt_bytes(),
             "gpu_memory_utilization": 0.1,
             "max_num_seqs": 16,
             "seed": 0,
@@ -257,7 +257,7 @@ def warm_up(engine: Child, run: EngineRun) -> None:
     """Run what is not to be timed."""
     # Triggers one-time compilation, and touches all memory of the KV cache.
     engine.call("generate", prompts=[run.prompt()[:600]])
-    engine.call("generate", prompts=[run.prompt() for _ in range(PROMPTS_IN_CACHE + 1)])
+    engine.call("generate", prompts=[run.prompt() for _ in range(_PROMPTS_IN_CACHE + 1)])
 
 
 def cold(engine: Child, run: EngineRun, prompts: int) -> dict[str, Any]:
