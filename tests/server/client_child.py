@@ -3,7 +3,7 @@
 It reads commands from standard input and answers each by a line:
 
 =================  ==========================================================================
-``fetch A B``      fetch the chunks A to B-1 of the prompt and hold them; the number fetched
+``fetch A B``      fetch the chunks A to B-1 of the prompt and hold them; the number held
 ``check``          compare what is held with what it must be: ``good``, ``lapsed`` (a lease
                    was over) or ``wrong``
 ``slowly``         say ``begun``, copy byte by byte until the next line comes, then as check
@@ -14,11 +14,12 @@ It reads commands from standard input and answers each by a line:
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections import Counter
 
 from desk import chunks_of, name_of, sealed
-from parts import make_format
+from parts import PATIENCE, make_format
 from serve_process import Client
 
 from kvshelf.errors import KVShelfError
@@ -52,8 +53,12 @@ def main(url: str) -> None:
         span = range(*map(int, numbers)) if numbers else range(0)
         if word == "fetch":
             names = [name_of(FMT, chunks[at]) for at in span]
-            held += zip(span, client.fetch(names, [SIZE] * len(names)), strict=True)
-            answer = str(len(span))
+            futures = client.channel.fetch("s", names, [SIZE] * len(names))
+            for at, future in zip(span, futures, strict=True):
+                # Some may not be stored, and the server may be killed.
+                with contextlib.suppress(KVShelfError):
+                    held.append((at, future.result(PATIENCE)))
+            answer = str(len(held))
         elif word == "check":
             answer = verdict([bytes(leased.view) for _, leased in held])
         elif word == "slowly":

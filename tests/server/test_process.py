@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -12,6 +14,8 @@ from client_child import FMT, SIZE
 from desk import chunks_of, name_of, sealed
 from parts import until
 from serve_process import Client, ClientProcess, ServeProcess, command
+from servers import BUCKET, moto_s3
+from servers import command as command_of
 
 from kvshelf.errors import UnavailableStorageError
 
@@ -162,6 +166,31 @@ def test_four_clients_that_start_together_read_one_set_once(
             assert client.answer() == "256"
             assert client.ask("check") == "good"
     assert server.metrics()["read_bytes"] == 256 * SIZE
+
+
+@pytest.mark.skipif(
+    command_of("moto_server") is None or importlib.util.find_spec("obstore") is None,
+    reason="moto or obstore is not installed: pip install 'moto[server]' obstore",
+)
+def test_a_shelf_on_s3_is_read_once_for_two_clients(tmp_path: Path) -> None:
+    with moto_s3() as storage:
+        storage.client().create_bucket(Bucket=BUCKET)
+        options = {"KVSHELF_STORAGE_OPTIONS": json.dumps(storage.options())}
+        socket = tmp_path / "sockets" / "node.sock"
+        with ServeProcess(f"s3://{BUCKET}/kv", socket, **options) as server:
+            with ClientProcess(server.url) as client:
+                assert client.ask("store 0 32") == "{'created': 32}"
+            # Memory is empty after a restart, the storage is not.
+            server.kill()
+            server.start()
+            with ClientProcess(server.url) as one, ClientProcess(server.url) as other:
+                for client in (one, other):
+                    client.send("fetch 0 32")
+                for client in (one, other):
+                    assert client.answer() == "32"
+                    assert client.ask("check") == "good"
+            assert server.metrics()["read_bytes"] == 32 * SIZE
+            assert server.stop() == (0, "")
 
 
 def test_what_is_being_stored_is_published_before_the_end(
