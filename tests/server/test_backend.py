@@ -24,6 +24,7 @@ from parts import PATIENCE, Rig, make_chunks, make_format, until
 from kvshelf.errors import (
     BadObjectError,
     ConfigError,
+    NoSpaceStorageError,
     ObjectMissingError,
     ReadOnlyStorageError,
     StorageError,
@@ -230,6 +231,26 @@ def test_what_finds_no_room_in_time_is_read_past_the_memory(
     monkeypatch.setattr(served_module, "_LATER", 2 * (5.0 + 1.0) - 0.1)
     assert view.borrow(setting.ref(0)) is None
     assert waiting[0].cancelled()
+    data = memoryview(bytearray(setting.fmt.object_size(0)))
+    view.load(setting.ref(0), data)
+    assert data == setting.image(0)
+    assert shelf.available
+
+
+def test_what_the_server_has_no_room_for_is_read_past_the_memory(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shelf = setting.connect()
+    setting.publish(shelf, 0)
+    view = shelf.view(setting.fmt)
+
+    def fetch(session: str, names: Sequence[str], sizes: Sequence[int]) -> list[Future[Any]]:
+        full: Future[Any] = Future()
+        full.set_exception(NoSpaceStorageError("the server's memory is full"))
+        return [full]
+
+    monkeypatch.setattr(shelf._served._channel, "fetch", fetch)
+    assert view.borrow(setting.ref(0)) is None
     data = memoryview(bytearray(setting.fmt.object_size(0)))
     view.load(setting.ref(0), data)
     assert data == setting.image(0)

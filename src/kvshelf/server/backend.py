@@ -59,6 +59,7 @@ from kvshelf.backends.base import (
 from kvshelf.backends.notices import Notices
 from kvshelf.backends.wrappers import ReadOnlyBackend
 from kvshelf.errors import (
+    NoSpaceStorageError,
     PermanentStorageError,
     StorageError,
     TransientStorageError,
@@ -298,6 +299,8 @@ class ServedBackend(Backend):
         seconds = self.properties.deadlines.to_read(size) - _LATER / 2
         try:
             return future.result(seconds)
+        except NoSpaceStorageError:
+            return None
         except FutureTimeoutError:
             if future.cancel():
                 return None

@@ -220,7 +220,8 @@ class Leases(Generic[Held]):
             self._fetched,
             len(self._leases) - len(self._running),
             len(self._clients),
-            sum(client.nbytes for client in self._clients.values()),
+            # A copy: the metrics are asked for on another thread.
+            sum(client.nbytes for client in list(self._clients.values())),
         )
 
     def _renew(self, number: int, lease: _Lease[Held]) -> None:
