@@ -30,6 +30,7 @@ from benchmarks.near import bench_tier
 from benchmarks.objects import bench_load, bench_publish
 from benchmarks.remote import bench_s3
 from benchmarks.report import describe_machine, make_report, markdown, print_report
+from benchmarks.served import bench_server
 from benchmarks.settings import Settings
 from benchmarks.waits import bench_waits
 
@@ -45,10 +46,11 @@ GROUPS: dict[str, Callable[[Settings], Iterator[Row]]] = {
     "waits": bench_waits,
     "engine": bench_engine,
     "hybrid": bench_hybrid,
+    "server": bench_server,
     "handover": bench_handover,
     "startup": bench_startup,
 }
-_ONLY_WHEN_ASKED = frozenset({"waits", "handover", "hybrid", "startup"})
+_ONLY_WHEN_ASKED = frozenset({"waits", "server", "handover", "hybrid", "startup"})
 _INTERRUPTED = 130
 
 
@@ -62,7 +64,7 @@ def _parser() -> argparse.ArgumentParser:
         nargs="*",
         metavar="GROUP",
         help=f"groups of rows: {', '.join(GROUPS)}; default: all but"
-        " waits, hybrid, handover and startup",
+        " waits, hybrid, server, handover and startup",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table to FILE")
