@@ -262,7 +262,7 @@ class Config(BaseSettings):
             " storage. The shelf and the tiers are then options of the server: "
             "`shared_storage_path`, `storage_options`, `disk_tier`, `memory_tier` and "
             "`prefetch_bytes` are errors beside this option. Without the server the engine runs as "
-            "without a cache."
+            "without a cache. See [Node server](node-server.md)."
         ),
     )
     memory_tier: MemoryTierConfig | None = Field(
