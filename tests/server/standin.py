@@ -119,6 +119,11 @@ class StandIn:
         self.fetches.append(list(names))
         futures: list[Future[Loan]] = []
         for name, size in zip(names, sizes, strict=True):
+            held = self.sessions.get(session, [])
+            if name in held:
+                held.remove(name)
+            if not held:
+                self.sessions.pop(session, None)
             future: Future[Loan] = Future()
             futures.append(future)
             self._do("Fetch", future, lambda name=name, size=size: self._loan(name, size))

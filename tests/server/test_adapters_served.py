@@ -112,9 +112,18 @@ def test_engines_share_what_they_store(mode: str, node: ServeProcess) -> None:
         assert other.hit("b", **asked(mode, 3)) == 2 * CHUNK
         assert other.load("b", op(mode, ids, 2)) == set()
         assert torch.equal(other.blocks(ids), one.blocks(ids))
+        # What was retrieved is kept for nobody any more.
+        until(lambda: node.metrics()["leases"] == 0)
         unused = sorted(set(range(BLOCKS)) - set(ids))
         assert not other.blocks(unused).any()
-        other.scheduler.free_lookup_locks(start=0, end=CHUNK, request_id="b")
+        shards = one.worker.fmt.shards
+        assert other.hit("c", **asked(mode, 2)) == 2 * CHUNK
+        until(lambda: node.metrics()["leases"] == 2 * shards)
+        other.scheduler.free_lookup_locks(start=0, end=CHUNK, request_id="c")
+        until(lambda: node.metrics()["leases"] == shards)
+        rest = op(mode, ids[PER_CHUNK:], 1, first=1)
+        assert other.load("c", rest) == set()
+        until(lambda: node.metrics()["leases"] == 0)
         other.scheduler.end_session("b")
 
 
@@ -213,12 +222,12 @@ def test_what_a_killed_engine_held_is_free_at_once(node: ServeProcess) -> None:
         assert holder.stdout is not None
         assert int(holder.stdout.readline()) == CHUNK
         shards = engine.worker.fmt.shards
-        assert node.metrics()["leases"] == shards
+        until(lambda: node.metrics()["leases"] == shards)
         holder.kill()
         holder.communicate()
         until(lambda: node.metrics()["leases"] == 0)
         assert engine.hit("c", **asked("tokens", 1)) == CHUNK
-        assert node.metrics()["leases"] == shards
+        until(lambda: node.metrics()["leases"] == shards)
         engine.scheduler.end_session("c")
         until(lambda: node.metrics()["leases"] == 0)
 

@@ -91,6 +91,19 @@ def test_a_client_ends_only_its_own_leases() -> None:
     assert book.end_client(A) == ["x"]
 
 
+def test_what_is_fetched_ends_the_lookups_of_other_clients_in_its_session() -> None:
+    book: Leases[str] = Leases(quota=100)
+    for client, session, held in ((A, "1", "x"), (A, "1", "y"), (A, "2", "x"), (B, "1", "x")):
+        assert book.grant(client, session, held, 10, fetched=False)
+    assert book.grant(B, "1", "x", 10, fetched=True)
+    assert book.end_lookups(B, "1", "x") == ["x"]
+    assert book.end_lookups(B, "1", "x") == []
+    # What was not fetched stays, as does what another request has looked up.
+    assert book.end_session(A, "1") == ["y"]
+    assert book.end_session(A, "2") == ["x"]
+    assert book.stats().fetched == 1
+
+
 def test_the_quota_counts_distinct_memory() -> None:
     book = leases(Clock(), quota=100)
     first = number(book.grant(A, "1", "x", 60, fetched=True))

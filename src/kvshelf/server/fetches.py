@@ -287,6 +287,8 @@ class Fetches:
         if not new:
             self._residents.unpin(slot)
         if fetched:
+            for other in self.leases.end_lookups(want.client, want.session, slot):
+                self._residents.unpin(other)
             place = self._held.offset(slot)
             outcomes.append(
                 Ready(want.index, place, slot.nbytes, slot.number, slot.generation, number)

@@ -182,6 +182,26 @@ class Leases(Generic[Held]):
             return []
         return self.release(client, list(owner.looked_up.get(session, {}).values()))
 
+    def end_lookups(self, client: bytes, session: str, held: Held) -> list[Held]:
+        """End the leases of `held` that other clients' lookups of a session have; return them.
+
+        An engine's scheduler looks up what its workers fetch, each with a connection of its own:
+        what a worker has fetched needs to be kept for nobody any more.
+
+        Parameters
+        ----------
+        client : bytes
+            Who fetches `held`, in a session of this name.
+        session : str
+        held : Held
+        """
+        ended = []
+        for other, owner in list(self._clients.items()):
+            number = owner.looked_up.get(session, {}).get(held) if other != client else None
+            if number is not None:
+                ended.append(self._end(number, self._leases[number]))
+        return ended
+
     def end_client(self, client: bytes) -> list[Held]:
         """End all leases of a client that is gone; return what they held."""
         owner = self._clients.get(client)

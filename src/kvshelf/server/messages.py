@@ -285,7 +285,8 @@ class Fetch(Message, frozen=True, tag="fetch"):
     Attributes
     ----------
     session : str
-        The session of an earlier lookup, or a new one.
+        The session of an earlier lookup, of this client or another one: its leases of these objects
+        end. Or a new one.
     names : list of str
     sizes : list of int
         Size of each object in bytes.

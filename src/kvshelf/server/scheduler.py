@@ -121,8 +121,8 @@ class SchedulerAdapter(Adapter):
     ) -> None:
         """Start to look a prompt up, unless this request has a lookup. Never waits.
 
-        The server holds the chunks that it finds until :meth:`free_lookup_locks`,
-        :meth:`end_session`, or the end of their leases.
+        The server holds the chunks that it finds until a worker has fetched them for the request
+        of this id, :meth:`free_lookup_locks`, :meth:`end_session`, or the end of their leases.
 
         Parameters
         ----------
@@ -282,15 +282,36 @@ class SchedulerAdapter(Adapter):
             }
             if len(kept) == len(lookup.chains):
                 return
-            ended, lookup.chains = lookup.session, kept
-            lookup.session = f"{ended}+" if kept else ""
-        if not kept:
-            self._held.pop(request_id, None)
-            self._channel.end_session(ended)
-            return
-        # Chunks that stay are held under another session before the first one ends.
-        again = self._channel.request(Lookup(lookup.session, list(kept.values())))
-        again.add_done_callback(lambda _: self._channel.end_session(ended))
+            lookup.chains = kept
+        if kept:
+            self._hold_only(lookup, request_id, kept)
+        else:
+            self.end_session(request_id)
+
+    def _hold_only(self, lookup: _PromptLookup, session: str, kept: dict[int, list[str]]) -> None:
+        """Let go of all chunks of a session but those that are kept, at no time of these."""
+        meanwhile = f"{session}+"
+
+        def held_meanwhile(_: Future[Any]) -> None:
+            self._channel.end_session(session)
+            with self._lock:
+                # Others may have been freed by now, or all.
+                chains = list(lookup.chains.values()) if lookup.session else []
+            if chains:
+                again = self._channel.request(Lookup(session, chains))
+                again.add_done_callback(held_again)
+            else:
+                self._channel.end_session(meanwhile)
+
+        def held_again(_: Future[Any]) -> None:
+            self._channel.end_session(meanwhile)
+            with self._lock:
+                ended = not lookup.session
+            if ended:
+                self._channel.end_session(session)
+
+        request = self._channel.request(Lookup(meanwhile, list(kept.values())))
+        request.add_done_callback(held_meanwhile)
 
     def end_session(self, request_id: str) -> None:
         """Let go of all that the server holds for a request. Never waits."""
