@@ -27,7 +27,6 @@ from benchmarks.child import ChildError
 from benchmarks.engine import (
     HIT_TOKENS,
     PROMPT_TOKENS,
-    PROMPTS_IN_CACHE,
     QUIET_SECONDS,
     EngineRun,
     cold,
@@ -300,13 +299,12 @@ def _engine_rows(settings: Settings) -> Iterator[Row]:
                 engine.wait_ready()
             settings.progress("storing prompts")
             for engine in engines:
-                run.seed = 2 * _SEED
-                warm_up(engine, run)
                 run.seed = _SEED
                 for _ in range(prompts):
                     cold(engine, run, 1)
-                # vLLM's own cache has none of these any more.
-                cold(engine, run, PROMPTS_IN_CACHE + 1)
+                # After that, vLLM's own cache has none of these any more.
+                run.seed = 2 * _SEED
+                warm_up(engine, run)
                 time.sleep(_STORE_SECONDS)
             run.seed = _SEED
             before = node.count("read_bytes_total")
