@@ -25,7 +25,6 @@ than the server needs for its answer.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
 import os
@@ -201,8 +200,10 @@ class Leased:
                     connection.wake()
 
     def __del__(self) -> None:
-        with contextlib.suppress(AttributeError):
+        try:
             self.release()
+        except (AttributeError, TypeError):  # half made, or the interpreter ends
+            pass
 
 
 class Channel:

@@ -17,8 +17,10 @@ class Wake:
         self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
 
     def __del__(self) -> None:
-        with contextlib.suppress(AttributeError):
+        try:
             os.close(self._fd)
+        except (AttributeError, TypeError):  # half made, or the interpreter ends
+            pass
 
     def fileno(self) -> int:
         """Return the descriptor: readable while the event is set."""
