@@ -132,6 +132,20 @@ def test_an_expired_slot_has_another_generation_and_its_object_stays() -> None:
     assert residents.reserve("y", PAGE) is not None
 
 
+def test_of_many_that_are_pinned_together_the_last_is_evicted_first() -> None:
+    residents = Residents(3 * PAGE)
+    for name in "abc":
+        put(residents, name)
+    found = residents.pin_all(["a", "x", "b", "c"])
+    assert [slot and slot.name for slot in found] == ["a", None, "b", "c"]
+    assert residents.stats().pinned_bytes == 3 * PAGE
+    for slot in found:
+        if slot is not None:
+            residents.unpin(slot)
+    put(residents, "d")
+    assert residents.holds(["a", "b", "c"]) == [True, True, False]
+
+
 def test_mistakes_of_callers_are_named() -> None:
     residents = Residents(PAGE)
     slot = residents.reserve("x", PAGE)

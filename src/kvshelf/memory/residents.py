@@ -281,6 +281,22 @@ class Residents:
             self._note_use(slot)
             return slot
 
+    def pin_all(self, names: Sequence[Hashable]) -> list[Slot | None]:
+        """Pin many objects, those of them that are here.
+
+        The first counts as the one that was used last: of a prompt the end is evicted before the
+        beginning.
+        """
+        with self._lock:
+            found = list(map(self._slots.get, names))
+            for slot in reversed(found):
+                if slot is not None:
+                    if not slot._pins:
+                        self.pinned_bytes += slot.nbytes
+                    slot._pins += 1
+                    self._note_use(slot)
+        return found
+
     def unpin(self, slot: Slot) -> None:
         """End one pin.
 

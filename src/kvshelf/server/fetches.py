@@ -205,20 +205,27 @@ class Fetches:
         """Return how many bytes more a client would hold with these."""
         return sum([slot.nbytes for slot in slots if not self.leases.holds(client, slot)])
 
-    def lock(self, client: bytes, session: str, slots: list[Slot]) -> None:
+    def lock(self, client: bytes, session: str, slots: Sequence[Slot]) -> list[Slot]:
         """Lease what a lookup has found in memory, as far as the client may hold it.
 
         Parameters
         ----------
         client : bytes
         session : str
-        slots : list of Slot
-            Pinned. Those whose pins are the leases' now are taken out.
+        slots : Sequence of Slot
+            Pinned.
+
+        Returns
+        -------
+        list of Slot
+            Those whose pins are not the leases' now.
         """
-        for slot in slots.copy():
+        left = []
+        for slot in slots:
             granted = self.leases.grant(client, session, slot, slot.nbytes, fetched=False)
-            if granted is not None and granted[1]:
-                slots.remove(slot)
+            if granted is None or not granted[1]:
+                left.append(slot)
+        return left
 
     def check_fits(self, name: str, nbytes: int) -> None:
         """Refuse an object for which there can never be room.

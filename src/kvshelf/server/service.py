@@ -299,20 +299,28 @@ class Service:
             Gets a :class:`~kvshelf.server.messages.LookedUp`.
         """
         self._clients.add(client)
+        found_here = self._residents.pin_all([key_of(name) for names in chains for name in names])
+        here = [slot for slot in found_here if slot is not None]
+        if len(here) == len(found_here) and self._fetches.room(client) >= sum(
+            [slot.nbytes for slot in here]
+        ):
+            # The usual case, quickly.
+            self._take(client, session, len(chains), here, [], done)
+            return
         pinned: list[list[Slot]] = []
         missing: list[list[str]] = []
+        end = 0
         for names in chains:
-            found_here = [self._residents.pin(key_of(name)) for name in names]
-            slots = [slot for slot in found_here if slot is not None]
+            begin, end = end, end + len(names)
+            places = found_here[begin:end]
+            slots = [slot for slot in places if slot is not None]
             absent: list[str] = []
             if len(slots) < len(names):
-                pairs = zip(names, found_here, strict=True)
-                absent = [name for name, slot in pairs if slot is None]
+                absent = [name for name, slot in zip(names, places, strict=True) if slot is None]
             pinned.append(slots)
-            if absent and absent[0].startswith(HASH):
-                # The shelf has none of them.
-                break
-            missing.append(absent)
+            if len(missing) == len(pinned) - 1 and not (absent and absent[0].startswith(HASH)):
+                # Of what is in memory only, the shelf has nothing: the count ends there.
+                missing.append(absent)
         asked = [name for absent in missing for name in absent]
         if not asked:
             self._looked_up(client, session, pinned, [[]] * len(missing), done)
@@ -354,18 +362,29 @@ class Service:
             if room < 0 or (others and not all(self._known(*other) for other in others)):
                 break
             count += 1
-        # All is pinned: the answer need not wait for the leases.
-        done(LookedUp(count))
-        # The first chunks last: of those that are used least recently, the ends go first.
-        for slots in reversed(pinned[:count]):
-            self._residents.touch([slot.name for slot in slots])
-            self._fetches.lock(client, session, slots)
-        for slots in pinned:
+        for slots in pinned[count:]:
             for slot in slots:
                 self._residents.unpin(slot)
+        slots = [slot for slots in pinned[:count] for slot in slots]
         asked = [other for chunk in there[:count] for other in chunk]
-        if asked:
-            names, sizes = zip(*asked, strict=True)
+        self._take(client, session, count, slots, asked, done)
+
+    def _take(
+        self,
+        client: bytes,
+        session: str,
+        count: int,
+        slots: Sequence[Slot],
+        others: Sequence[tuple[str, int]],
+        done: Done,
+    ) -> None:
+        """Answer a lookup, lease what is in memory, and read the others."""
+        # All is pinned: the answer need not wait for the leases.
+        done(LookedUp(count))
+        for slot in self._fetches.lock(client, session, slots):
+            self._residents.unpin(slot)
+        if others:
+            names, sizes = zip(*others, strict=True)
             self._fetches.begin(client, session, names, sizes, None)
         self._counts["lookups"] += 1
         self._resume()
