@@ -1,21 +1,15 @@
-"""Node servers for tests: one in this process, and one in a process of its own.
-
-Run as a script, ``node.py FOLDER SHELF ARENA_BYTES``, it serves until SIGTERM, and answers each
-line on its standard input by a line with the server's counts as JSON.
-"""
+"""Node servers for tests: one in this process, and ``kvshelf serve`` in a process of its own."""
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 import signal
 import subprocess
 import sys
 import threading
+import urllib.request
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 from kvshelf.backends import Backend, open_backend
 
@@ -86,7 +80,7 @@ class LocalServer:
 
 
 class NodeServer:
-    """A node server in a process of its own.
+    """``kvshelf serve`` in a process of its own.
 
     Parameters
     ----------
@@ -94,49 +88,54 @@ class NodeServer:
         For its socket and its log.
     shelf : Path
         The directory that it serves.
-    arena_bytes : int
+    memory_bytes : int
     started : bool
         Whether to start it at once.
     """
 
     def __init__(
-        self, folder: Path, shelf: Path, arena_bytes: int = 256 << 20, *, started: bool = True
+        self, folder: Path, shelf: Path, memory_bytes: int = 256 << 20, *, started: bool = True
     ) -> None:
-        self.folder = folder / "socket"
-        self.url = f"ipc://{self.folder}/node.sock"
+        self.url = f"ipc://{folder}/socket/node.sock"
         self.log = folder / "node.log"
-        self._arguments = [str(self.folder), str(shelf), str(arena_bytes)]
+        self._arguments = ["--url", str(shelf), "--memory", str(memory_bytes)]
+        self._http = ""
         self._process: subprocess.Popen[str] | None = None
         if started:
             self.start()
 
     def start(self) -> None:
         """Start it, and wait until it takes clients."""
+        command = [sys.executable, "-m", "kvshelf", "serve", *self._arguments]
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, __file__, *self._arguments],
-                stdin=subprocess.PIPE,
+                [*command, "--socket", self.url, "--http", "0"],
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
                 start_new_session=True,
+                # What engines are told does not concern the server.
+                env={**os.environ, "KVSHELF_SERVER": self.url},
             )
-        self.counts()
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        assert "http://" in line, f"the server ended: {self.log.read_text()}"
+        self._http = "http://" + line.rpartition("http://")[2].strip()
 
-    def counts(self) -> dict[str, int]:
+    def counts(self) -> dict[str, float]:
         """What the server has counted, and what it has at present."""
-        process = self._running()
-        assert process.stdin is not None and process.stdout is not None
-        process.stdin.write("\n")
-        process.stdin.flush()
-        line = process.stdout.readline()
-        assert line, f"the server ended: {self.log.read_text()}"
-        found: dict[str, int] = json.loads(line)
-        return found
+        with urllib.request.urlopen(f"{self._http}/metrics", timeout=30) as answer:
+            rows = answer.read().decode().splitlines()
+        found = dict(row.rsplit(" ", 1) for row in rows if row.startswith("kvshelf_server_"))
+        return {
+            name.removeprefix("kvshelf_server_").removesuffix("_total"): float(value)
+            for name, value in found.items()
+        }
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal."""
-        self._running().send_signal(number)
+        assert self._process is not None, "it is not running"
+        self._process.send_signal(number)
 
     def kill(self) -> None:
         """End it as ``kill -9`` does."""
@@ -144,27 +143,20 @@ class NodeServer:
 
     def stop(self) -> None:
         """Stop it in order."""
-        self._end(signal.SIGTERM)
+        assert self._end(signal.SIGTERM) == 0
 
     def restart(self) -> None:
         """Stop it in order, and start it anew."""
         self.stop()
         self.start()
 
-    def _running(self) -> subprocess.Popen[str]:
-        assert self._process is not None, "it is not running"
-        return self._process
-
-    def _end(self, number: signal.Signals) -> None:
+    def _end(self, number: signal.Signals) -> int:
         process, self._process = self._process, None
         if process is None:
-            return
+            return 0
         process.send_signal(number)
         with process:
-            assert process.stdin is not None
-            with contextlib.suppress(BrokenPipeError):
-                process.stdin.close()
-            process.wait(30)
+            return process.wait(30)
 
     def __enter__(self) -> NodeServer:
         return self
@@ -176,17 +168,3 @@ class NodeServer:
         trace: TracebackType | None,
     ) -> None:
         self.kill()
-
-
-def main(folder: str, shelf: str, arena_bytes: str) -> None:
-    """Serve, and answer questions for counts."""
-    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
-    with LocalServer(Path(folder), Path(shelf), int(arena_bytes)) as server:
-        for _ in sys.stdin:
-            counts: dict[str, Any] = {**server.service.stats(), **server.loop.stats()}
-            sys.stdout.write(json.dumps(counts) + "\n")
-            sys.stdout.flush()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

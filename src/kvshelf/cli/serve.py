@@ -76,7 +76,8 @@ def serve(
             f"kvshelf serve needs packages that are missing ({error}):"
             " pip install 'kvshelf[server]'"
         ) from error
-    given: dict[str, Any] = {}
+    # The same file or environment may name this server to engines.
+    given: dict[str, Any] = {"server": None}
     if config is not None:
         given[FILE_KEY] = config
     if url is not None:
