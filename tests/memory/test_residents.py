@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import random
+import sys
 import threading
 from collections.abc import Callable, Iterator
+from types import FrameType
 
 import pytest
 from hypothesis import settings
@@ -204,6 +206,88 @@ def test_room_is_found_between_pins() -> None:
     assert 26 * PAGE <= slot.offset <= 27 * PAGE
 
 
+def test_what_finds_no_room_costs_nothing() -> None:
+    residents = Residents(256 * PAGE)
+    for name in range(256):
+        put(residents, name)
+    pinned = [residents.pin(name) for name in range(0, 256, 16)]
+    for _ in range(3):
+        assert residents.reserve("large", 16 * PAGE) is None
+    assert residents.stats().objects == 256
+    assert put(residents, "fits", 15 * PAGE) is not None
+    # One pin less, and there is room.
+    assert pinned[7] is not None
+    residents.unpin(pinned[7])
+    assert put(residents, "large", 16 * PAGE) is not None
+
+
+def test_leaves_between_pins_do_not_go_for_what_fits_elsewhere() -> None:
+    residents = Residents(256 * PAGE)
+    for name in range(256):
+        put(residents, name)
+    for name in range(0, 200, 4):
+        residents.pin(name)
+    # The least recently used leaves lie between pins.
+    for number in range(8):
+        assert put(residents, f"large {number}", 6 * PAGE) is not None
+    assert residents.stats().evictions < 2 * 8 * 6
+    assert all(residents.holds(range(196)))
+
+
+class _CountedLock:
+    """A lock that counts the calls that its holder makes."""
+
+    def __init__(self) -> None:
+        self.calls = self.most = 0
+        self.lock = threading.Lock()
+
+    def __enter__(self) -> None:
+        self.lock.acquire()
+        self.calls = 0
+        sys.setprofile(self.count)
+
+    def __exit__(self, *_: object) -> None:
+        sys.setprofile(None)
+        self.most = max(self.most, self.calls)
+        self.lock.release()
+
+    def count(self, frame: FrameType, event: str, what: object) -> None:
+        self.calls += event in ("call", "c_call")
+
+
+def test_no_call_is_long_under_the_lock_however_many_objects_there_are() -> None:
+    count = 5000
+    residents = Residents(count * PAGE)
+    for name in range(count):
+        put(residents, name, parent=name - 1 if name % 5 else None)
+    lock = residents._lock = _CountedLock()  # type: ignore[assignment]
+    for name in range(0, count, 16):
+        residents.pin(name)
+    assert residents.reserve("too large", 40 * PAGE) is None
+    assert residents.reserve("large", 12 * PAGE) is not None
+    # All places in the queue are wrong now.
+    residents.touch(range(count))
+    assert put(residents, "small") is not None
+    residents.pin_all(range(count // 2))
+    assert residents.reserve("large", 12 * PAGE) is not None
+    for name in range(count // 2, count):
+        if name % 16:
+            residents.remove(name)
+    assert residents.reserve("larger", 14 * PAGE) is not None
+    residents.close()
+    # A thousand calls take less than a millisecond.
+    assert lock.most < 1000
+
+
+def test_many_small_objects_go_for_a_large_one_a_few_at_a_time() -> None:
+    residents = Residents(1024 * PAGE)
+    for name in range(1024):
+        put(residents, name)
+    lock = residents._lock = _CountedLock()  # type: ignore[assignment]
+    assert put(residents, "large", 900 * PAGE) is not None
+    assert lock.most < 1000
+
+
 # ------------------------------------------------------------------------------------ in any order
 
 
@@ -222,11 +306,18 @@ class ResidentsMachine(RuleBasedStateMachine):
         self.pins: list[Slot] = []
         #: The resident objects as far as they are known: evictions are noticed afterwards.
         self.known: dict[int, Slot] = {}
-        self.expired: set[int] = set()
 
     def tell(self, number: int, generation: int) -> None:
         assert generation == self.told.get(number, 0) + 1
         self.told[number] = generation
+
+    def longest_run(self) -> int:
+        """Bytes of the longest run without a pinned or reserved object."""
+        space = self.residents._space
+        stay = {s.offset: s.offset + space.length(s.offset) for s in (*self.reserved, *self.pins)}
+        ends = [0, *(stay[offset] for offset in sorted(stay))]
+        starts = [*sorted(stay), self.CAPACITY]
+        return max(start - end for start, end in zip(starts, ends, strict=True))
 
     def notice_evictions(self, room_for: int) -> None:
         gone = [name for name in self.known if not self.residents.holds([name])[0]]
@@ -242,11 +333,11 @@ class ResidentsMachine(RuleBasedStateMachine):
         nbytes = pages * PAGE
         before = dict(self.known)
         oldest = self.residents._evictions
+        longest = self.longest_run()
         slot = self.residents.reserve(name, nbytes, parent=parent)
-        self.notice_evictions(pages)
+        assert (slot is None) == (nbytes > longest)
+        self.notice_evictions(0 if slot is None else pages)
         if slot is None:
-            if not self.pins and not self.reserved:
-                assert nbytes > self.CAPACITY
             return
         assert self.told.get(slot.number, 0) == slot.generation
         assert len(before) - len(self.known) == self.residents._evictions - oldest
@@ -277,6 +368,12 @@ class ResidentsMachine(RuleBasedStateMachine):
         assert slot is self.known.get(name)
         if slot is not None:
             self.pins.append(slot)
+
+    @rule(names=st.lists(NAMES, unique=True))
+    def pin_all(self, names: list[int]) -> None:
+        slots = self.residents.pin_all(names)
+        assert slots == [self.known.get(name) for name in names]
+        self.pins += [slot for slot in slots if slot is not None]
 
     @precondition(lambda self: self.pins)
     @rule(data=st.data())
@@ -320,7 +417,8 @@ class ResidentsMachine(RuleBasedStateMachine):
 
     @invariant()
     def each_unpinned_leaf_is_queued_once(self) -> None:
-        queued = [id(slot) for _, slot in self.residents._leaves if slot._queued]
+        queues = itertools.chain(self.residents._leaves, self.residents._mixed)
+        queued = [id(slot) for _, slot in queues if slot._queued]
         for slot in self.known.values():
             if self.residents._is_evictable(slot):
                 assert queued.count(id(slot)) == 1
@@ -440,7 +538,7 @@ def _lifetime(kind: str, operations: int) -> Iterator[tuple[float, float]]:
     for old in range(name + 1):
         residents.remove(old)
     assert residents.stats().largest_free == residents.capacity
-    assert len(residents._leaves) < 1000
+    assert len(residents._leaves) + len(residents._mixed) < 1000
 
 
 def _check_lifetime(kind: str, operations: int) -> None:

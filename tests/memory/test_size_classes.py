@@ -56,23 +56,28 @@ class SpaceMachine(RuleBasedStateMachine):
         stays = data.draw(st.sets(st.sampled_from(sorted(self.taken))))
         seed = data.draw(st.sampled_from(sorted(self.taken)))
         stays.discard(seed)
-        window = self.space.window(
-            seed, nbytes, lambda offset: None if offset in stays else offset % 5
-        )
-        if window is None:
-            # What stays beside the seed leaves too little between.
-            size = self.space.rounded(nbytes)
-            low = max((o + self.taken[o] for o in stays if o < seed), default=0)
-            high = min((o for o in stays if o > seed), default=CAPACITY)
-            assert high - low < size
-            return
-        assert seed in window
-        assert not stays.intersection(window)
-        for offset in window:
+        low = max((o + self.taken[o] for o in stays if o < seed), default=0)
+        high = min((o for o in stays if o > seed), default=CAPACITY)
+        del self.taken[seed]
+        start = self.space.free(seed)
+        while beside := [o for o in self.space.neighbours(start) if o not in stays]:
+            offset = data.draw(st.sampled_from(beside))
             del self.taken[offset]
-            self.space.free(offset)
-        self.allocate(nbytes)
-        assert self.space.rounded(nbytes) in self.taken.values()
+            start = self.space.free(offset)
+        # All between what stays is one free range now.
+        assert (start, start + self.space.length(start)) == (low, high)
+        if self.space.rounded(nbytes) <= high - low:
+            self.allocate(nbytes)
+            assert self.space.rounded(nbytes) in self.taken.values()
+
+    @rule(offset=st.integers(0, CAPACITY // PAGE - 1))
+    def ask(self, offset: int) -> None:
+        offset *= PAGE
+        beside = self.space.neighbours(offset)
+        assert all(place in self.taken for place in beside)
+        if offset in self.taken or not self.space.divides(offset):
+            assert beside == []
+        assert self.space.divides(offset) or offset not in self.taken
 
     @invariant()
     def knows_what_is_free(self) -> None:

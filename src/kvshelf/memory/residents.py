@@ -12,22 +12,30 @@ Contracts
   leaves of as many bytes as the new object has left gaps that are too small for it, objects that
   lie side by side go, those that were used least recently, leaves or not. So an object of any
   size finds room without much else being evicted, whatever sizes came before it.
+* Nothing is evicted for an object that finds no room: pins leave no run (:mod:`.runs`) of its
+  size. Leaves in runs that are too short for it stay too. Where most of the oldest leaves lie in
+  such runs, the order of eviction is that of a sample.
 * Memory that is pinned or reserved is never given to another object. A removed object is gone
   for lookups at once; its memory is free when its last pin is.
 * A slot's number is free again together with its memory, and gets another generation before that.
   Who knows number and generation can tell whether the memory was still the object's.
-* Any thread may call all methods. None waits for anything but the lock, and none is long under it:
-  a step thread may call all of them.
+* Any thread may call all methods. None waits for anything but the lock, and none holds it for much
+  longer than a few evictions take, however many objects there are. :meth:`Residents.reserve` and
+  :meth:`Residents.close` let other threads have the lock in between.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable, Sequence
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
+from itertools import islice
 from typing import Final
 
+from kvshelf.memory.runs import Runs
 from kvshelf.memory.size_classes import SizeClasses
 
 _RESERVED: Final = 0
@@ -35,6 +43,19 @@ _RESIDENT: Final = 1
 #: Gone for lookups, but pinned.
 _REMOVED: Final = 2
 _FREE: Final = 3
+
+#: Between two pauses, a thread that makes room evicts at most so many objects.
+_STEPS: Final = 8
+#: For one eviction, at most so many leaves are looked at, or neighbours in a run.
+_LOOKS: Final = 16
+#: In one step, so many changes of pins are sorted into the runs, or leaves into the queue.
+_SORTED: Final = 4
+#: Objects that are pinned, touched, or removed at the end, before others can have the lock.
+_BATCH: Final = 64
+#: Seconds of a pause. The lock is not fair: a thread that takes it again at once keeps it.
+_PAUSE: Final = 2e-5
+#: Says that room is still being made.
+_GO_ON: Final = -1
 
 
 class Slot:
@@ -158,11 +179,19 @@ class Residents:
         self._slots: dict[Hashable, Slot] = {}
         #: All slots whose memory is not free.
         self._places: dict[int, Slot] = {}
+        #: Where nothing was pinned or reserved, apart from the slots that were pinned or unpinned
+        #: since, in that order.
+        self._runs = Runs(self.capacity)
+        self._repinned: OrderedDict[Slot, None] = OrderedDict()
+        #: Where the last search of a run for what was used least recently ended.
+        self._hand = 0
         #: How many resident objects name an object as their parent.
         self._children: dict[Hashable, int] = {}
         #: Slots that were unpinned leaves, by their use at that time. Each is in it at most once.
         #: Uses since then are noticed when a slot comes up.
         self._leaves: list[tuple[int, Slot]] = []
+        #: The same, while entries of removed slots are sorted out of it.
+        self._mixed: list[tuple[int, Slot]] = []
         self._clock = 0
         self._generations: list[int] = []
         self._numbers: list[int] = []
@@ -201,27 +230,34 @@ class Residents:
         Returns
         -------
         Slot or None
-            None if what is not pinned leaves no room.
+            None if what is pinned or reserved leaves no room: nothing was evicted for it.
 
         Raises
         ------
         ValueError
             If `nbytes` is less than one.
         """
-        with self._lock:
-            offset = None if self._closed else self._make_room(nbytes)
-            if offset is None:
-                return None
-            if self._numbers:
-                number = self._numbers.pop()
-            else:
-                number = len(self._generations)
-                self._generations.append(0)
-            self._exact += nbytes
-            self.pinned_bytes += nbytes
-            slot = Slot(name, parent, offset, nbytes, number, self._generations[number])
-            self._places[offset] = slot
-            return slot
+        steps = self._make_room(nbytes)
+        while True:
+            with self._lock:
+                offset = None if self._closed else next(steps)
+                if offset is None:
+                    return None
+                if offset != _GO_ON:
+                    return self._enter(name, parent, offset, nbytes)
+            time.sleep(_PAUSE)
+
+    def _enter(self, name: Hashable, parent: Hashable | None, offset: int, nbytes: int) -> Slot:
+        if self._numbers:
+            number = self._numbers.pop()
+        else:
+            number = len(self._generations)
+            self._generations.append(0)
+        slot = Slot(name, parent, offset, nbytes, number, self._generations[number])
+        self._exact += nbytes
+        self._places[offset] = slot
+        self._note_pinned(slot)
+        return slot
 
     def publish(self, slot: Slot, *, pinned: bool = False) -> bool:
         """Let a reserved object be found.
@@ -275,10 +311,7 @@ class Residents:
             slot = self._slots.get(name)
             if slot is None:
                 return None
-            if not slot._pins:
-                self.pinned_bytes += slot.nbytes
-            slot._pins += 1
-            self._note_use(slot)
+            self._pin(slot)
             return slot
 
     def pin_all(self, names: Sequence[Hashable]) -> list[Slot | None]:
@@ -287,15 +320,15 @@ class Residents:
         The first counts as the one that was used last: of a prompt the end is evicted before the
         beginning.
         """
-        with self._lock:
-            found = list(map(self._slots.get, names))
-            for slot in reversed(found):
-                if slot is not None:
-                    if not slot._pins:
-                        self.pinned_bytes += slot.nbytes
-                    slot._pins += 1
-                    self._note_use(slot)
-        return found
+        found: list[Slot | None] = []
+        for end in range(len(names), 0, -_BATCH):
+            with self._lock:
+                for name in reversed(names[max(0, end - _BATCH) : end]):
+                    slot = self._slots.get(name)
+                    found.append(slot)
+                    if slot is not None:
+                        self._pin(slot)
+        return found[::-1]
 
     def unpin(self, slot: Slot) -> None:
         """End one pin.
@@ -315,10 +348,28 @@ class Residents:
         if slot._pins:
             return
         self.pinned_bytes -= slot.nbytes
+        self._note_repinned(slot)
         if slot._state == _RESIDENT:
             self._queue(slot)
         else:
             self._free(slot)
+
+    def _pin(self, slot: Slot) -> None:
+        if not slot._pins:
+            self._note_pinned(slot)
+        slot._pins += 1
+        self._note_use(slot)
+
+    def _note_pinned(self, slot: Slot) -> None:
+        self.pinned_bytes += slot.nbytes
+        self._note_repinned(slot)
+
+    def _note_repinned(self, slot: Slot) -> None:
+        # The runs are only looked at when memory is full: most pins are gone until then.
+        if slot in self._repinned:
+            del self._repinned[slot]
+        else:
+            self._repinned[slot] = None
 
     def holds(self, names: Sequence[Hashable]) -> list[bool]:
         """Tell which of these objects are here. Takes no lock and counts as no use."""
@@ -335,11 +386,12 @@ class Residents:
 
     def touch(self, names: Sequence[Hashable]) -> None:
         """Count a use of these objects, those of them that are here."""
-        with self._lock:
-            for name in names:
-                slot = self._slots.get(name)
-                if slot is not None:
-                    self._note_use(slot)
+        for start in range(0, len(names), _BATCH):
+            with self._lock:
+                for name in names[start : start + _BATCH]:
+                    slot = self._slots.get(name)
+                    if slot is not None:
+                        self._note_use(slot)
 
     def _note_use(self, slot: Slot) -> None:
         self._clock += 1
@@ -369,11 +421,18 @@ class Residents:
 
     def close(self) -> None:
         """Remove all objects, and take no more. What is pinned stays until it is unpinned."""
-        with self._lock:
-            self._closed = True
-            for slot in list(self._slots.values()):
-                self._remove(slot)
-            self._leaves.clear()
+        left = True
+        while left:
+            with self._lock:
+                self._closed = True
+                for slot in list(islice(reversed(self._slots.values()), _BATCH)):
+                    self._remove(slot)
+                left = bool(self._slots)
+                # Freed without the lock, when this call ends.
+                queues = self._leaves, self._mixed
+                if not left:
+                    self._leaves, self._mixed = [], []
+        del queues
 
     def stats(self) -> ResidentStats:
         """Return what is here now."""
@@ -391,6 +450,13 @@ class Residents:
             )
 
     def _remove(self, slot: Slot) -> None:
+        self._hide(slot)
+        if slot._pins:
+            slot._state = _REMOVED
+        else:
+            self._free(slot)
+
+    def _hide(self, slot: Slot) -> None:
         del self._slots[slot.name]
         self._bytes -= slot.nbytes
         parent = slot.parent
@@ -403,18 +469,15 @@ class Residents:
                 above = self._slots.get(parent)
                 if above is not None and not above._pins:
                     self._queue(above)
-        if slot._pins:
-            slot._state = _REMOVED
-        else:
-            self._free(slot)
 
-    def _free(self, slot: Slot) -> None:
+    def _free(self, slot: Slot) -> int:
+        """Free a slot; return where the free range begins that it is part of now."""
         slot._state = _FREE
         self._exact -= slot.nbytes
         self._next_generation(slot)
         self._numbers.append(slot.number)
         del self._places[slot.offset]
-        self._space.free(slot.offset)
+        return self._space.free(slot.offset)
 
     def _next_generation(self, slot: Slot) -> None:
         self._generations[slot.number] += 1
@@ -432,88 +495,122 @@ class Residents:
             return
         slot._queued = True
         heappush(self._leaves, (slot._used, slot))
-        if len(self._leaves) > 2 * len(self._slots) + 64:
+        if not self._mixed and len(self._leaves) > 2 * len(self._slots) + 64:
             # Slots that were removed are still in it.
-            for _, other in self._leaves:
-                other._queued = False
-            self._leaves = [
-                (other._used, other) for _, other in self._leaves if self._is_evictable(other)
-            ]
-            for _, other in self._leaves:
-                other._queued = True
-            heapify(self._leaves)
+            self._leaves, self._mixed = [], self._leaves
+        for _ in range(min(_SORTED, len(self._mixed))):
+            # What is left without its last entry is a heap still.
+            _, other = self._mixed.pop()
+            other._queued = self._is_evictable(other)
+            if other._queued:
+                heappush(self._leaves, (other._used, other))
 
-    def _make_room(self, nbytes: int) -> int | None:
-        """Return the offset of free memory for an object, after evictions if need be."""
-        evicted = 0
+    def _make_room(self, nbytes: int) -> Iterator[int | None]:
+        """Make room for an object, by evictions if need be.
+
+        Yields
+        ------
+        int or None
+            The offset of the object's memory, or None if there is no room, and then nothing more;
+            ``_GO_ON`` where the lock should be released before it goes on.
+        """
+        size = self._space.rounded(nbytes)
+        steps = evicted = 0
+        hole: int | None = None
         while (offset := self._space.allocate(nbytes)) is None:
-            if nbytes > self.capacity - self.pinned_bytes:
-                return None
-            leaf = self._oldest_leaf()
-            if leaf is not None and evicted < nbytes:
-                evicted += leaf.nbytes
-                self._evict(leaf)
+            steps += 1
+            if steps % _STEPS == 0:
+                yield _GO_ON
                 continue
-            window = None
-            if leaf is not None:
-                window = self._space.window(leaf.offset, nbytes, self._use_of)
-                if window is None:
-                    self._queue(leaf)
-            if window is None:
-                seed = self._oldest_with_room(nbytes)
-                if seed is None:
-                    return None
-                window = self._space.window(seed.offset, nbytes, self._use_of)
-                assert window is not None
-            for place in window:
-                self._evict(self._places[place])
-        return offset
+            if self._repinned:
+                self._sort_pins()
+                continue
+            start, end = self._runs.longest
+            if end - start < size:
+                break
+            if hole is not None:
+                hole = self._widen(hole)
+                if hole is not None:
+                    continue
+            victim = self._victim(size)
+            if victim is None:
+                continue
+            side_by_side = evicted >= nbytes or victim.name in self._children
+            evicted += victim.nbytes
+            start = self._evict(victim)
+            if side_by_side:
+                hole = start
+        yield offset
 
-    def _oldest_leaf(self) -> Slot | None:
-        """Take the least recently used leaf from the queue; None if all are pinned."""
-        leaves = self._leaves
-        while leaves:
+    def _sort_pins(self) -> None:
+        """Bring the runs nearer to what is pinned now."""
+        for _ in range(min(_SORTED, len(self._repinned))):
+            slot, _ = self._repinned.popitem(last=False)
+            if self._runs.holds(slot.offset):
+                self._runs.let_go(slot.offset)
+            else:
+                self._runs.hold(slot.offset, slot.offset + self._space.length(slot.offset))
+
+    def _widen(self, hole: int) -> int | None:
+        """Evict the neighbour of a free range that was used less recently than the other.
+
+        Returns where the free range begins now; None if it is gone, or both neighbours must stay.
+        """
+        beside = [self._places[offset] for offset in self._space.neighbours(hole)]
+        beside = [slot for slot in beside if not slot._pins]
+        return self._evict(min(beside, key=lambda slot: slot._used)) if beside else None
+
+    def _victim(self, size: int) -> Slot | None:
+        """Return the least recently used leaf in a run of this size, if it is soon found.
+
+        Otherwise an object of a sample in such a run, there is one; None if it needs another look.
+        """
+        short: list[Slot] = []
+        found, stale = None, False
+        for _ in range(_LOOKS):
+            leaves = self._leaves
+            if self._mixed and (not leaves or self._mixed[0] < leaves[0]):
+                leaves = self._mixed
+            if not leaves:
+                break
             used, slot = heappop(leaves)
             slot._queued = False
             if not self._is_evictable(slot):
-                continue
-            if slot._used == used:
-                return slot
-            slot._queued = True
-            heappush(leaves, (slot._used, slot))
-        return None
+                stale = True
+            elif slot._used != used:
+                stale = True
+                self._queue(slot)
+            elif self._is_in_run(slot.offset, size):
+                found = slot
+                break
+            else:
+                short.append(slot)
+        for slot in short:
+            self._queue(slot)
+        return found if found is not None or stale else self._sampled(size)
 
-    def _oldest_with_room(self, nbytes: int) -> Slot | None:
-        """Return the least recently used object that lies where an object of so many bytes fits.
+    def _is_in_run(self, offset: int, size: int) -> bool:
+        start, end = self._runs.around(offset)
+        return end - start >= size
 
-        None if pins are in the way everywhere.
-        """
-        size = self._space.rounded(nbytes)
-        best: Slot | None = None
-        start, oldest = 0, None
-        for offset in [*sorted(self._places), self.capacity]:
+    def _sampled(self, size: int) -> Slot | None:
+        """Return the least recently used of some objects side by side in a run, leaves first."""
+        offset = self._hand
+        end = self._runs.around(offset)[1]
+        if offset == end or not self._space.divides(offset) or not self._is_in_run(offset, size):
+            offset, end = self._runs.longest
+        sample: list[Slot] = []
+        while offset < end and len(sample) < _LOOKS:
             slot = self._places.get(offset)
-            if slot is not None and self._use_of(offset) is not None:
-                if oldest is None or slot._used < oldest._used:
-                    oldest = slot
-                continue
-            if (
-                oldest is not None
-                and offset - start >= size
-                and (best is None or oldest._used < best._used)
-            ):
-                best = oldest
-            oldest = None
             if slot is not None:
-                start = offset + self._space.length(offset)
-        return best
+                sample.append(slot)
+            offset += self._space.length(offset)
+        self._hand = offset
+        return min(sample, key=lambda slot: (slot.name in self._children, slot._used), default=None)
 
-    def _use_of(self, offset: int) -> int | None:
-        """Return when an object was last used; None if it must stay where it is."""
-        slot = self._places[offset]
-        return slot._used if slot._state == _RESIDENT and not slot._pins else None
-
-    def _evict(self, slot: Slot) -> None:
+    def _evict(self, slot: Slot) -> int:
+        """Evict an object; return where the free range begins that it was in."""
         self._evictions += 1
         self._evicted_bytes += slot.nbytes
-        self._remove(slot)
+        self._hide(slot)
+        return self._free(slot)

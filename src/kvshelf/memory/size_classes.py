@@ -1,7 +1,7 @@
 """Divides a range of memory among objects of many sizes.
 
-Owns which bytes of the range are in use, and which neighbours a new object could take the place
-of. It knows offsets only, and touches no memory.
+Owns which bytes of the range are in use, and what lies beside what is free. It knows offsets only,
+and touches no memory.
 
 Contracts
 ---------
@@ -9,14 +9,13 @@ Contracts
   an object fits later ones of nearly its size. That wastes less than 1/32 of an object, or less
   than the alignment for one that is smaller than 32 times the alignment.
 * No memory belongs to a class for good. What is freed merges with what is free beside it, and
-  :meth:`SizeClasses.window` names the neighbours that must go to make room for a larger object.
+  :meth:`SizeClasses.neighbours` names what must go to make a free range larger.
 * It has no lock: its owner locks.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable
 from typing import Final
 
 #: Binary digits that tell the classes between a power of two and the next apart.
@@ -89,8 +88,12 @@ class SizeClasses:
         return -(-nbytes // step) * step
 
     def length(self, offset: int) -> int:
-        """Return how many bytes the allocation at an offset takes."""
+        """Return how many bytes the allocation or free range at an offset takes."""
         return self._lengths[offset]
+
+    def divides(self, offset: int) -> bool:
+        """Tell whether an allocation or a free range begins at an offset."""
+        return offset in self._lengths
 
     def allocate(self, nbytes: int) -> int | None:
         """Return the offset of memory for an object, from the smallest free range that fits.
@@ -118,8 +121,8 @@ class SizeClasses:
         self.used += size
         return offset
 
-    def free(self, offset: int) -> None:
-        """Free what :meth:`allocate` returned."""
+    def free(self, offset: int) -> int:
+        """Free what :meth:`allocate` returned; return where the free range begins it is part of."""
         assert offset not in self._is_free
         size = self._lengths.pop(offset)
         end = offset + size
@@ -134,48 +137,16 @@ class SizeClasses:
             end += self._lengths[after]
             self._remove_free(after)
         self._add_free(offset, end - offset)
+        return offset
 
-    def window(
-        self, offset: int, nbytes: int, cost: Callable[[int], int | None]
-    ) -> list[int] | None:
-        """Return the allocations around one that leave room for an object when they are freed.
-
-        The window begins with the allocation at `offset` and grows by the cheaper one of its
-        two neighbours; free ranges cost nothing.
-
-        Parameters
-        ----------
-        offset : int
-            Of an allocation.
-        nbytes : int
-            Size of the object.
-        cost : Callable
-            Returns what freeing the allocation at an offset costs, None if it must stay.
-
-        Returns
-        -------
-        list of int or None
-            Offsets of allocations; None if what must stay is in the way.
-        """
-        size = self.rounded(nbytes)
-        start, end = offset, offset + self._lengths[offset]
-        window = [offset]
-        while end - start < size:
-            before = self._offsets.get(start)
-            left = None if before is None else self._cost(before, cost)
-            right = self._cost(end, cost) if end in self._lengths else None
-            if before is not None and left is not None and (right is None or left <= right):
-                neighbour = start = before
-            elif right is not None:
-                neighbour, end = end, end + self._lengths[end]
-            else:
-                return None
-            if neighbour not in self._is_free:
-                window.append(neighbour)
-        return window
-
-    def _cost(self, offset: int, cost: Callable[[int], int | None]) -> int | None:
-        return -1 if offset in self._is_free else cost(offset)
+    def neighbours(self, offset: int) -> list[int]:
+        """Return the allocations beside the free range at an offset; none if there is no such."""
+        if offset not in self._is_free:
+            return []
+        before = self._offsets.get(offset)
+        after = offset + self._lengths[offset]
+        beside = [] if before is None else [before]
+        return [*beside, after] if after in self._lengths else beside
 
     def _add_free(self, offset: int, length: int) -> None:
         self._lengths[offset] = length
