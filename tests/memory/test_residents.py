@@ -288,6 +288,28 @@ def test_many_small_objects_go_for_a_large_one_a_few_at_a_time() -> None:
     assert lock.most < 1000
 
 
+def test_what_is_removed_while_it_is_read_does_not_come_back() -> None:
+    residents = Residents(8 * PAGE)
+    first, second = residents.reserve("x", PAGE), residents.reserve("x", PAGE)
+    other = residents.reserve("y", PAGE)
+    assert first is not None
+    assert second is not None
+    assert other is not None
+    # It was not here yet.
+    assert not residents.remove("x")
+    late = residents.reserve("x", PAGE)
+    assert late is not None
+    assert not residents.publish(first)
+    assert not residents.publish(second, pinned=True)
+    assert residents.publish(other)
+    assert residents.holds(["x"]) == [False]
+    assert residents.stats().pinned_bytes == PAGE
+    # What is read after that counts.
+    assert residents.publish(late)
+    assert residents.holds(["x"]) == [True]
+    assert residents.stats().free_bytes == 6 * PAGE
+
+
 # ------------------------------------------------------------------------------------ in any order
 
 
@@ -306,6 +328,8 @@ class ResidentsMachine(RuleBasedStateMachine):
         self.pins: list[Slot] = []
         #: The resident objects as far as they are known: evictions are noticed afterwards.
         self.known: dict[int, Slot] = {}
+        #: Reserved slots whose names were removed.
+        self.refused: set[Slot] = set()
 
     def tell(self, number: int, generation: int) -> None:
         assert generation == self.told.get(number, 0) + 1
@@ -349,7 +373,7 @@ class ResidentsMachine(RuleBasedStateMachine):
         slot = self.reserved.pop(data.draw(st.integers(0, len(self.reserved) - 1)))
         assert isinstance(slot.name, int)
         published = self.residents.publish(slot, pinned=pinned)
-        assert published == (slot.name not in self.known)
+        assert published == (slot.name not in self.known and slot not in self.refused)
         if published:
             self.known[slot.name] = slot
             if pinned:
@@ -388,6 +412,7 @@ class ResidentsMachine(RuleBasedStateMachine):
     @rule(name=NAMES)
     def remove(self, name: int) -> None:
         assert self.residents.remove(name) == (self.known.pop(name, None) is not None)
+        self.refused.update(slot for slot in self.reserved if slot.name == name)
 
     @precondition(lambda self: self.pins)
     @rule(data=st.data())
@@ -414,6 +439,8 @@ class ResidentsMachine(RuleBasedStateMachine):
         assert stats.wasted_bytes == space.used - sum(slot.nbytes for slot in live)
         assert len(self.residents._generations) <= self.residents.most_slots
         assert len(self.residents._numbers) + len(live) == len(self.residents._generations)
+        coming = [slot for slots in self.residents._coming.values() for slot in slots]
+        assert sorted(map(id, coming)) == sorted(map(id, self.reserved))
 
     @invariant()
     def each_unpinned_leaf_is_queued_once(self) -> None:

@@ -127,6 +127,23 @@ def test_a_tail_is_an_object_like_others(tier: MemoryTier) -> None:
     assert buffer == expected
 
 
+def test_an_object_that_is_removed_while_it_is_read_is_not_found(tier: MemoryTier) -> None:
+    rooms = [tier.reserve(FMT, ref(number)) for number in range(2)]
+    assert tier.remove(FMT, [ref(0), ref(1)]) == 0
+    for number, room in enumerate(rooms):
+        assert room is not None
+        room.view[:] = image(number)
+    assert rooms[0] is not None
+    assert not rooms[0].publish()
+    assert rooms[1] is not None
+    assert rooms[1].publish_pinned() is None
+    assert tier.holds(FMT, [ref(0), ref(1)]) == [False, False]
+    assert tier.stats().free_bytes == MIB
+    # It can be read again.
+    tier.keep(FMT, ref(0), image(0))
+    assert tier.holds(FMT, [ref(0)]) == [True]
+
+
 def test_objects_are_removed_by_key(tier: MemoryTier) -> None:
     for shard in (0, 1):
         tier.keep(FMT, ref(0, shard), image(0, shard))

@@ -16,7 +16,8 @@ Contracts
   size. Leaves in runs that are too short for it stay too. Where most of the oldest leaves lie in
   such runs, the order of eviction is that of a sample.
 * Memory that is pinned or reserved is never given to another object. A removed object is gone
-  for lookups at once; its memory is free when its last pin is.
+  for lookups at once; its memory is free when its last pin is. What was reserved for a name before
+  the name was removed is not published: it may be a copy of what is gone.
 * A slot's number is free again together with its memory, and gets another generation before that.
   Who knows number and generation can tell whether the memory was still the object's.
 * Any thread may call all methods. None waits for anything but the lock, and none holds it for much
@@ -77,6 +78,7 @@ class Slot:
     __slots__ = (
         "_pins",
         "_queued",
+        "_refused",
         "_state",
         "_used",
         "generation",
@@ -108,6 +110,8 @@ class Slot:
         self._used = 0
         #: Whether it is in the queue of leaves.
         self._queued = False
+        #: Whether its name was removed while it was reserved.
+        self._refused = False
 
     def __repr__(self) -> str:
         return f"Slot({self.name!r}, {self.offset}, {self.nbytes} bytes)"
@@ -179,6 +183,8 @@ class Residents:
         self._slots: dict[Hashable, Slot] = {}
         #: All slots whose memory is not free.
         self._places: dict[int, Slot] = {}
+        #: Reserved slots, by name.
+        self._coming: dict[Hashable, list[Slot]] = {}
         #: Where nothing was pinned or reserved, apart from the slots that were pinned or unpinned
         #: since, in that order.
         self._runs = Runs(self.capacity)
@@ -256,6 +262,7 @@ class Residents:
         slot = Slot(name, parent, offset, nbytes, number, self._generations[number])
         self._exact += nbytes
         self._places[offset] = slot
+        self._coming.setdefault(name, []).append(slot)
         self._note_pinned(slot)
         return slot
 
@@ -271,12 +278,12 @@ class Residents:
         Returns
         -------
         bool
-            False if another object of its name was there first, or :meth:`close` was called: the
-            slot is free again.
+            False if another object of its name was there first, its name was removed since it was
+            reserved, or :meth:`close` was called: the slot is free again.
         """
         with self._lock:
-            self._check_reserved(slot)
-            if self._closed or slot.name in self._slots:
+            self._arrive(slot)
+            if self._closed or slot._refused or slot.name in self._slots:
                 self._unpin(slot)
                 return False
             slot._state = _RESIDENT
@@ -292,13 +299,16 @@ class Residents:
     def abandon(self, slot: Slot) -> None:
         """Free a reserved slot whose object does not come."""
         with self._lock:
-            self._check_reserved(slot)
+            self._arrive(slot)
             self._unpin(slot)
 
-    @staticmethod
-    def _check_reserved(slot: Slot) -> None:
+    def _arrive(self, slot: Slot) -> None:
         if slot._state != _RESERVED:
             raise ValueError(f"{slot!r} is not reserved: it was published or abandoned before")
+        coming = self._coming[slot.name]
+        coming.remove(slot)
+        if not coming:
+            del self._coming[slot.name]
 
     # ------------------------------------------------------------------------------------- using
 
@@ -400,8 +410,10 @@ class Residents:
     # ------------------------------------------------------------------------------------ leaving
 
     def remove(self, name: Hashable) -> bool:
-        """Remove an object; whether it was here."""
+        """Remove an object; whether it was here. What is reserved for its name does not come."""
         with self._lock:
+            for coming in self._coming.get(name, ()):
+                coming._refused = True
             slot = self._slots.get(name)
             if slot is None:
                 return False

@@ -82,13 +82,17 @@ class Room:
         self.view = tier._bytes_of(slot)
 
     def publish(self) -> bool:
-        """Let the object be found; it is whole and verified. False if it was there already."""
+        """Let the object be found; it is whole and verified.
+
+        False if it was there already, or was removed since the room was made.
+        """
         return self._tier._publish(self._slot, pinned=False)
 
     def publish_pinned(self) -> Lent | None:
         """Do the same and return the object that is there now, pinned.
 
-        None only where another thread had entered the object and it is gone again.
+        None only where the object was removed since the room was made, or another thread had
+        entered it and it is gone again.
         """
         slot, tier = self._slot, self._tier
         if tier._publish(slot, pinned=True):
@@ -229,7 +233,10 @@ class MemoryTier:
         room.publish()
 
     def remove(self, fmt: ObjectFormat, refs: Sequence[ObjectRef]) -> int:
-        """Remove objects; return how many were here. Memory that is lent is freed later."""
+        """Remove objects; return how many were here. Memory that is lent is freed later.
+
+        What is being read or copied in for these names is not published.
+        """
         names = [_name(fmt, chunk, shard) for chunk, shard in refs]
         removed = sum(self._residents.remove(name) for name in names)
         self._report()

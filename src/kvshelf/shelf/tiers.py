@@ -56,7 +56,8 @@ class Room(Protocol):
     def publish_pinned(self) -> Borrowed | None:
         """Let the object be found, and lend it: `view` holds it, whole and verified.
 
-        None only if another thread had read it too, and it is gone again.
+        None only if it was removed meanwhile, or another thread had read it too and it is gone
+        again.
         """
 
     def abandon(self) -> None:
