@@ -6,19 +6,24 @@ import itertools
 import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from parts import until
+from simulated_device import SimulatedStreams
 from standin import StandIn
 
 from kvshelf import ModelFacts, PromptIdentity
 from kvshelf.errors import ConfigError, UnavailableStorageError, UnsupportedError
 from kvshelf.format.namespace import Namespace
 from kvshelf.format.objects import ObjectFormat
-from kvshelf.kv.caches import PendingCopy
+from kvshelf.kv import sources
+from kvshelf.kv.caches import DONE, PendingCopy
+from kvshelf.kv.device_tensors import DeviceTensors
 from kvshelf.kv.layout import PagedLayout
 from kvshelf.kv.topology import ShardPlan, Topology
 from kvshelf.server import adapter as adapter_module
@@ -149,6 +154,18 @@ class Engine:
         until(ended)
         assert found == set(request_ids)
         return errors
+
+    def stored_and_loaded(self, request_id: str) -> None:
+        """Wait until a finished request's stores and loads have ended."""
+        stores, loads = set[str](), set[str]()
+
+        def ended() -> bool:
+            some_stores, some_loads = self.worker.get_finished({request_id})
+            stores.update(some_stores)
+            loads.update(some_loads)
+            return stores == loads == {request_id}
+
+        until(ended)
 
     def blocks(self, ids: Sequence[int]) -> torch.Tensor:
         return torch.stack([self.kv[name][list(ids)] for name in names()])
@@ -668,6 +685,80 @@ def test_a_load_waits_for_its_event(engines: Callable[..., Engine]) -> None:
     assert torch.equal(other.blocks(range(PER_CHUNK)), one.blocks(range(PER_CHUNK)))
 
 
+@pytest.fixture
+def streams() -> Iterator[SimulatedStreams]:
+    """All caches lie on a simulated device."""
+    streams = SimulatedStreams()
+    with (
+        mock.patch.object(sources, "HostKVCache", lambda calls: DeviceTensors(calls, streams)),
+        closing(streams),
+    ):
+        yield streams
+
+
+def test_on_a_device_copies_keep_the_order_of_the_engines_stream(
+    streams: SimulatedStreams, engines: Callable[..., Engine]
+) -> None:
+    engine, truth = engines(), caches(1)
+    ids = list(range(PER_CHUNK))
+    work = op("tokens", ids, 1)
+    streams.slow_down(streams.engine)
+
+    def scatter_is_enqueued() -> bool:
+        return any(
+            stream is not streams.engine and any(kind == "record" for kind, _ in stream.entries)
+            for stream in list(streams.streams)
+        )
+
+    with streams.hold():
+        for name, cache in engine.kv.items():
+            streams.do(cache.copy_, truth[name])
+        engine.worker.submit_store_request("a", work, None)
+        for cache in engine.kv.values():
+            streams.do(cache.zero_)
+        assert engine.worker.get_finished({"a"}) == (set(), set())
+    engine.stored("a")
+    with streams.hold():
+        # The last work of another request, whose blocks these were.
+        for cache in engine.kv.values():
+            streams.do(cache.fill_, 5)
+        engine.worker.submit_retrieve_request("a", work, None)
+        until(scatter_is_enqueued)
+        assert engine.worker.get_finished(set()) == (set(), set())
+    assert engine.loaded("a") == set()
+    streams.finish()
+    assert torch.equal(engine.blocks(ids), torch.stack([truth[name][ids] for name in names()]))
+
+
+def test_on_a_device_a_store_follows_its_event(
+    engines: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engines(seed=1)
+    order = mock.Mock()
+    memory = engine.worker._memory
+    assert memory is not None
+    monkeypatch.setattr(engine.worker, "_device", torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "current_stream", order.stream)
+    monkeypatch.setattr(memory, "gather", mock.Mock(side_effect=order.gather, return_value=DONE))
+    event = Event()
+    engine.worker.submit_store_request("a", op("tokens", range(PER_CHUNK), 1), event)
+    # The stream waits for the event, and the step for nothing.
+    assert [call[0] for call in order.mock_calls] == ["stream", "stream().wait_event", "gather"]
+    assert order.mock_calls[1].args == (event,)
+
+
+def test_a_device_that_failed_neither_stores_nor_loads(
+    streams: SimulatedStreams, engines: Callable[..., Engine]
+) -> None:
+    engine = engines()
+    work = op("tokens", range(PER_CHUNK), 1)
+    streams.fail()
+    engine.worker.submit_store_request("a", work, None)
+    engine.worker.submit_retrieve_request("a", work, None)
+    engine.stored_and_loaded("a")
+    assert engine.worker.get_block_ids_with_load_errors() == set(range(PER_CHUNK))
+
+
 def test_a_failed_store_ends(server: StandIn, engines: Callable[..., Engine]) -> None:
     engine = engines(seed=1)
     work = op("tokens", range(PER_CHUNK), 1)
@@ -728,10 +819,12 @@ def test_any_error_of_a_copy_is_a_load_error(
     assert memory is not None
     real = memory.scatter
 
-    def scatter(shard: int, slots: torch.Tensor, payload: torch.Tensor) -> None:
+    def scatter(
+        shard: int, slots: torch.Tensor, payload: torch.Tensor, fence: object = None
+    ) -> None:
         if int(slots[0]) == 0:
             raise error
-        real(shard, slots, payload)
+        real(shard, slots, payload, fence)
 
     monkeypatch.setattr(memory, "scatter", scatter)
     engine.worker.submit_retrieve_request("a", work, None)

@@ -42,7 +42,7 @@ import xxhash
 from torch import Tensor
 
 from kvshelf.cache import PromptIdentity
-from kvshelf.errors import ConfigError, UnsupportedError
+from kvshelf.errors import ConfigError, DeviceUnavailableError, UnsupportedError
 from kvshelf.format.keys import Chunk
 from kvshelf.format.kinds import FULL
 from kvshelf.format.model import ModelFacts
@@ -172,6 +172,8 @@ class _Object:
     chunk: Chunk | None
     name: str
     size: int
+    #: What :meth:`kvshelf.kv.caches.KVCache.fence` returned when the load began.
+    fence: object
 
 
 class WorkerAdapter(Adapter):
@@ -494,8 +496,8 @@ class WorkerAdapter(Adapter):
         request_id : str
         op : LoadStoreOp
         event : Event, optional
-            Passes when the engine's earlier work no longer uses the blocks. Without one it has
-            ended.
+            Passes when the engine's earlier work no longer uses the blocks. On a device, loads also
+            wait for what the caller's current stream has to do.
         identity : PromptIdentity
             As for the lookup.
 
@@ -505,8 +507,16 @@ class WorkerAdapter(Adapter):
             If the operation is malformed, or no caches are registered.
         """
         work = self._begin(request_id, op, event, identity, self._loads)
-        if work is not None:
-            self._threads.put(lambda: self._want(work))
+        if work is None:
+            return
+        try:
+            # On a device, the engine's work so far may still use the blocks.
+            fence = work.memory.fence()
+        except DeviceUnavailableError as error:
+            self._log.warning("request %s was not loaded: %s", *_about(work, error))
+            work.operation.expire()
+        else:
+            self._threads.put(lambda: self._want(work, fence))
 
     def batched_submit_retrieve_requests(
         self,
@@ -535,7 +545,7 @@ class WorkerAdapter(Adapter):
             failed, self._failed_blocks = self._failed_blocks, set()
             return failed
 
-    def _want(self, work: _Work) -> None:
+    def _want(self, work: _Work, fence: object) -> None:
         """Derive the names of a load, and ask for as many objects as may be leased."""
         chunks = self._chunks(work)
         if chunks is None:
@@ -547,10 +557,10 @@ class WorkerAdapter(Adapter):
                 chunk = chunks[copy.number]
                 if isinstance(chunk, Chunk):
                     name, size = stored_name(self.fmt, chunk, shard), self.fmt.object_size(shard)
-                    objects.append(_Object(work, copy, shard, chunk, name, size))
+                    objects.append(_Object(work, copy, shard, chunk, name, size, fence))
                 else:
                     name, size = hash_name(self.fmt, chunk, shard), self.fmt.payload_size(shard)
-                    objects.append(_Object(work, copy, shard, None, name, size))
+                    objects.append(_Object(work, copy, shard, None, name, size, fence))
         with self._lock:
             self._wanted.extend(objects)
         self._ask()
@@ -616,7 +626,7 @@ class WorkerAdapter(Adapter):
         if one.work.event is not None:
             one.work.event.synchronize()
         payload = bytes_at(view)[self._header_bytes(one.work.op) :]
-        one.work.memory.scatter(one.shard, one.copy.slots, payload)
+        one.work.memory.scatter(one.shard, one.copy.slots, payload, one.fence)
         return borrowed.valid()
 
     # ------------------------------------------------------------------------- both
