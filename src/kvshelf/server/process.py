@@ -17,6 +17,7 @@ The main thread waits for signals. ``kvshelf-loop`` is the loop's thread
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -164,6 +165,10 @@ def serve(
             )
             opened.callback(health.close)
             port = health.port
+        # Or the collector would look at all of torch from time to time: a tenth of a second without
+        # an answer.
+        gc.collect()
+        gc.freeze()
         before = {which: signal.signal(which, stop) for which in (signal.SIGTERM, signal.SIGINT)}
         thread = threading.Thread(target=run, name="kvshelf-loop", daemon=True)
         thread.start()
