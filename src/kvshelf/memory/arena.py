@@ -19,6 +19,9 @@ import os
 from functools import cached_property
 from typing import TYPE_CHECKING, Final
 
+import numpy as np
+
+from kvshelf.backends import BytesLike
 from kvshelf.errors import ConfigError, UnsupportedError
 from kvshelf.numa import run_on
 from kvshelf.pages import map_pages, page_lock, populate, processors_near_device, require_free
@@ -153,3 +156,8 @@ class Arena:
         if not lazy:
             populate(view)
         return view
+
+
+def copy_bytes(into: memoryview, source: BytesLike) -> None:
+    """Copy bytes to memory of the same length, without the GIL meanwhile."""
+    np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(source, np.uint8))

@@ -20,14 +20,12 @@ import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
-import numpy as np
-
 from kvshelf.backends import BytesLike
 from kvshelf.backends.guard import GuardedBackend
 from kvshelf.format.keys import Chunk
 from kvshelf.format.kinds import Kind
 from kvshelf.format.objects import ObjectFormat
-from kvshelf.memory.arena import Arena
+from kvshelf.memory.arena import Arena, copy_bytes
 from kvshelf.memory.residents import Residents, ResidentStats, Slot
 from kvshelf.metrics import Counters
 from kvshelf.shelf.view import ObjectRef
@@ -196,7 +194,7 @@ class MemoryTier:
         if lent is None:
             return False
         try:
-            _copy(buffer, lent.view)
+            copy_bytes(buffer, lent.view)
         finally:
             lent.release()
         return True
@@ -226,7 +224,7 @@ class MemoryTier:
             self._counters.add("memory_tier_dropped_objects")
             return
         try:
-            _copy(room.view, buffer)
+            copy_bytes(room.view, buffer)
         except BaseException:
             room.abandon()
             raise
@@ -306,8 +304,3 @@ class MemoryTier:
 def _name(fmt: ObjectFormat, chunk: Chunk, shard: int) -> _Name:
     # Keys of other namespaces differ; a chunk has the same key in all kinds.
     return chunk.key, fmt.kind, fmt.shards, shard
-
-
-def _copy(into: memoryview, source: BytesLike) -> None:
-    # By NumPy, which releases the GIL meanwhile.
-    np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(source, np.uint8))

@@ -17,7 +17,8 @@ Contracts
   breakers try sooner.
 * A server that hangs is noticed by the deadlines of :mod:`kvshelf.backends.guard`; the call returns
   when the server answers or its connection ends.
-* What was expected and is not borrowed is given back after :data:`EXPECTED_SECONDS`.
+* What was expected and is not borrowed is given back after :data:`EXPECTED_SECONDS`, or half the
+  time of a lease if that is less.
 
 Threads
 -------
@@ -39,8 +40,6 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import replace
 from typing import Any, Final, TypeVar
-
-import numpy as np
 
 from kvshelf.backends.base import (
     NOT_REGULAR,
@@ -67,6 +66,7 @@ from kvshelf.errors import (
 )
 from kvshelf.format.names import parse_path
 from kvshelf.format.objects import ObjectFormat
+from kvshelf.memory.arena import copy_bytes
 from kvshelf.metrics import Counters
 from kvshelf.server import messages
 from kvshelf.server.channel import Channel, Leased
@@ -345,7 +345,7 @@ class ServedBackend(Backend):
         try:
             start = 0
             for view in filter(len, views):
-                _copy(room.view[start : start + view.nbytes], view)
+                copy_bytes(room.view[start : start + view.nbytes], view)
                 start += view.nbytes
             stored = self._channel.request(messages.Store(name, room.offset, size, mode))
             return WriteResult(_answer(stored, messages.Stored).result)
@@ -555,7 +555,7 @@ class _LeasedReader(Reader):
         target = buffer.cast("B")
         count = max(0, min(target.nbytes, self.size - offset))
         if count:
-            _copy(target[:count], self._leased.view[offset : offset + count])
+            copy_bytes(target[:count], self._leased.view[offset : offset + count])
         if not self._leased.valid():
             raise TransientStorageError(
                 errno.ESTALE, "the server took the memory back while it was read", self._place
@@ -732,11 +732,6 @@ def open_served(
     except BaseException:
         channel.close()
         raise
-
-
-def _copy(into: memoryview, source: memoryview) -> None:
-    # By NumPy, which releases the GIL meanwhile.
-    np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(source, np.uint8))
 
 
 def _parts(items: Sequence[Any]) -> list[list[Any]]:
