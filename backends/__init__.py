@@ -22,7 +22,9 @@ from kvshelf.backends.base import (
     ObjectInfo,
     Properties,
     Reader,
+    Space,
     StatResult,
+    Touched,
     WriteMode,
     WriteResult,
 )
@@ -40,7 +42,9 @@ __all__ = [
     "ObjectInfo",
     "Properties",
     "Reader",
+    "Space",
     "StatResult",
+    "Touched",
     "WriteMode",
     "WriteResult",
     "open_backend",
@@ -52,6 +56,7 @@ def open_backend(
     *,
     storage_options: Mapping[str, Any] | None = None,
     read_only: bool = False,
+    keep_atime: bool = False,
 ) -> Backend:
     """Open the storage at `url`.
 
@@ -65,6 +70,8 @@ def open_backend(
         see :class:`~kvshelf.backends.posix.PosixBackend`.
     read_only : bool
         Refuse every change.
+    keep_atime : bool
+        Reads are not uses: they leave the access times of files alone, where that is possible.
 
     Raises
     ------
@@ -79,7 +86,7 @@ def open_backend(
     options = dict(storage_options or {})
     directory = directory_of(text)
     if directory is not None:
-        return _open_folder(directory, options, read_only)
+        return _open_folder(directory, options, read_only, keep_atime)
 
     from kvshelf.backends.wrappers import ReadOnlyBackend
 
@@ -95,7 +102,7 @@ def open_backend(
     return ReadOnlyBackend(backend) if read_only else backend
 
 
-def _open_folder(path: str, options: dict[str, Any], read_only: bool) -> Backend:
+def _open_folder(path: str, options: dict[str, Any], read_only: bool, keep_atime: bool) -> Backend:
     from kvshelf.backends.posix import PosixBackend
 
     create = options.pop("create", True)
@@ -105,4 +112,6 @@ def _open_folder(path: str, options: dict[str, Any], read_only: bool) -> Backend
         raise ConfigError(f"storage_options for a directory: found {names}; known: create, fsync")
     if not isinstance(create, bool) or not isinstance(fsync, bool):
         raise ConfigError("storage_options: create and fsync are true or false")
-    return PosixBackend(path, read_only=read_only, create=create, fsync=fsync)
+    return PosixBackend(
+        path, read_only=read_only, create=create, fsync=fsync, keep_atime=keep_atime
+    )

@@ -34,6 +34,8 @@ WriteMode: TypeAlias = Literal["create", "replace"]
 #: A *high-latency* storage is one whose probe takes at least this many seconds. On any other
 #: storage, probing thousands of objects takes less time than a search that probes few of them.
 HIGH_LATENCY_SECONDS: Final = 75e-6
+#: The reserved folder of the root in which :meth:`Backend.now` may write a temporary.
+CLOCK_FOLDER: Final = ".kvshelf"
 
 
 class NotRegular(Enum):
@@ -57,6 +59,36 @@ class WriteResult(Enum):
     CREATED = "created"
     EXISTED = "existed"
     REPLACED = "replaced"
+
+
+class Touched(Enum):
+    """Whether a storage can record uses in access times.
+
+    TOUCHED: it can. A use that it could not record for a passing reason is lost.
+    REFUSED: it has no access times, or this user may not set those of the object.
+    """
+
+    TOUCHED = "touched"
+    REFUSED = "refused"
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """The room on a storage.
+
+    Attributes
+    ----------
+    free : int
+        Bytes that this user may still write, quotas of users aside.
+    total : int
+        Bytes of the whole filesystem.
+    memory : bool
+        The objects lie in the host's memory (tmpfs, ramfs).
+    """
+
+    free: int
+    total: int
+    memory: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,12 +187,16 @@ class Properties:
 
 @dataclass(frozen=True, slots=True)
 class ObjectInfo:
-    """One row of a listing: name, size in bytes, times in seconds since the epoch."""
+    """One row of a listing: name, size in bytes, times in seconds since the epoch.
+
+    `ctime` is the last change of the entry itself (its times, links, owner), where that is known.
+    """
 
     name: str
     size: int
     mtime: float
     atime: float | None = None
+    ctime: float | None = None
 
 
 class Reader(ABC):
@@ -371,6 +407,19 @@ class Backend(ABC):
             If the storage failed.
         """
 
+    def entries(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        """Stream what :meth:`list` does, and what it skips because of a leading dot.
+
+        These are temporaries, and files in reserved folders. No link is followed or listed. The
+        default is :meth:`list`: then neither is counted or cleaned up by what bounds a shelf.
+
+        Raises
+        ------
+        StorageError
+            If the storage failed.
+        """
+        return self.list(prefix)
+
     @abstractmethod
     def folders(self, prefix: str = "") -> Sequence[str]:
         """Return the names of the folders directly in `prefix`, sorted, without dot folders.
@@ -440,8 +489,40 @@ class Backend(ABC):
         return 0
 
     @abstractmethod
-    def touch(self, name: str) -> None:
-        """Record a use of the object: set its access time, never its mtime. Best effort."""
+    def touch(self, name: str) -> Touched:
+        """Record a use of the object: set its access time, never its mtime. Best effort.
+
+        REFUSED says that another way to record uses is needed. A missing object is none: TOUCHED.
+        """
+
+    def space(self) -> Space | None:
+        """Return the room on the storage; None if the storage cannot tell.
+
+        Raises
+        ------
+        StorageError
+            If the storage failed.
+        """
+        return None
+
+    def now(self) -> float | None:
+        """Return the time by the storage's own clock, in seconds since the epoch.
+
+        That is what the mtime of an object written now would be, to the resolution of the storage.
+        Ages of objects are differences of this and of their times: the clock of this machine may
+        be another.
+
+        Returns
+        -------
+        float or None
+            None: the storage cannot tell, or would have to be written to and takes no writes.
+
+        Raises
+        ------
+        StorageError
+            If the storage failed.
+        """
+        return None
 
     def notices(self) -> Notices | None:
         """Return what says which objects appear in chosen folders, for the caller to close.
@@ -451,7 +532,10 @@ class Backend(ABC):
         return None
 
     def read_into(self, name: str, buffer: memoryview, offset: int = 0) -> int:
-        """Open, read `len(buffer)` bytes from `offset`, close; return the number of bytes read."""
+        """Open, read `len(buffer)` bytes from `offset`, close; return the number of bytes read.
+
+        That is no use of the object: where it can, a storage leaves its access time as it is.
+        """
         with self.open(name) as reader:
             return reader.read_into(buffer, offset)
 
@@ -471,6 +555,14 @@ def final_name(temporary: str) -> str | None:
     """Return the final name of a temporary; None if `temporary` is not a temporary's name."""
     found = _TEMPORARY.fullmatch(temporary)
     return found[1] if found else None
+
+
+def endless_listing(seconds: float) -> str:
+    """Return why a listing was given up after some time, and what to do."""
+    return (
+        f"the listing did not end within {seconds:g} s: very many objects lie beside the shelf, or"
+        " the server's listings have no end; give the shelf a prefix of its own in the bucket"
+    )
 
 
 def check_name(name: str) -> str:

@@ -27,7 +27,6 @@ import asyncio
 import errno
 import re
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import partial
@@ -35,6 +34,7 @@ from typing import Any, Final
 from urllib.parse import quote, unquote, urlsplit
 
 from kvshelf.backends.base import (
+    CLOCK_FOLDER,
     NOT_REGULAR,
     Backend,
     BytesLike,
@@ -44,13 +44,15 @@ from kvshelf.backends.base import (
     Reader,
     StatResult,
     StatResults,
+    Touched,
     WriteMode,
     WriteResult,
     check_name,
+    endless_listing,
     final_name,
     temporary_name,
 )
-from kvshelf.backends.oserrors import storage_error
+from kvshelf.backends.oserrors import process_limit, storage_error
 
 from kvshelf.errors import (
     ConfigError,
@@ -60,6 +62,7 @@ from kvshelf.errors import (
     ReadOnlyStorageError,
     StorageError,
     TransientStorageError,
+    printable,
 )
 from kvshelf.urls import shown_url
 
@@ -82,7 +85,13 @@ _SSH: Final = frozenset(("sftp", "ssh"))
 _SSH_OPTIONS: Final = {"connect_timeout": 10, "keepalive_interval": 15}
 #: Objects up to this size are fetched in one request, so that all reads see one version.
 _WHOLE_BYTES: Final = 256 << 20
+#: Seconds for the listing of one folder, which asynchronous filesystems collect in memory, and for
+#: that of a folder of which only the folders inside are wanted.
+_LISTING_SECONDS: Final = 60.0
+_FOLDERS_SECONDS: Final = 10.0
 _PROBES_AT_ONCE: Final = 64
+#: Most characters of an answer of the filesystem that are shown.
+_SHOWN_CHARACTERS: Final = 500
 
 _SECRET_OPTION: Final = re.compile(
     r"key|secret|token|passw|passphrase|credential|sas|connection_string|auth|sign", re.IGNORECASE
@@ -223,7 +232,7 @@ class GenericBackend(Backend):
     def _clean(self, text: str) -> str:
         for secret in self._secrets:
             text = text.replace(secret, "***")
-        return text
+        return printable(text, _SHOWN_CHARACTERS)
 
     def _translate(
         self, exc: Exception, what: str, name: str, *, writing: bool = False
@@ -234,6 +243,9 @@ class GenericBackend(Backend):
         if self._protocol in _SSH and _LOST.search(type(exc).__name__):
             self._lost = True
         path = f"{self.url}/{name}" if name else self.url
+        limit = process_limit(exc, what, path)
+        if limit is not None:
+            return limit
         text = self._clean(str(exc)) or type(exc).__name__
         message = f"{what} failed: {text}"
         if isinstance(exc, FileNotFoundError):
@@ -395,11 +407,7 @@ class GenericBackend(Backend):
         folder, _, base = path.rpartition("/")
         temporary = f"{folder}/{temporary_name(base)}"
         try:
-            try:
-                self._fs.pipe_file(temporary, data)
-            except FileNotFoundError:
-                self._fs.makedirs(folder, exist_ok=True)
-                self._fs.pipe_file(temporary, data)
+            self._write_temporary(temporary, data)
             size = self._fs.info(temporary).get("size")
             if size != len(data):
                 raise TransientStorageError(
@@ -415,14 +423,28 @@ class GenericBackend(Backend):
                 pass  # it may not exist; the first error is the one to report
             raise
 
+    def _write_temporary(self, path: str, data: bytes) -> None:
+        try:
+            self._fs.pipe_file(path, data)
+        except FileNotFoundError:
+            self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+            self._fs.pipe_file(path, data)
+
     # ---------------------------------------------------------------------------------- listings
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         """Stream all objects below `prefix`, with one listing per folder."""
+        return self._walk(prefix, hidden=False)
+
+    def entries(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        """Stream all files below `prefix`, with one listing per folder."""
+        return self._walk(prefix, hidden=True)
+
+    def _walk(self, prefix: str, *, hidden: bool) -> Iterator[ObjectInfo]:
         pending = [check_name(prefix) if prefix else ""]
         while pending:
             folder = pending.pop()
-            for name, found in self._entries(folder):
+            for name, found in self._entries(folder, hidden=hidden):
                 if found.get("type") == "directory" and not found.get("islink"):
                     pending.append(name)
                 elif _is_file(found):
@@ -432,19 +454,40 @@ class GenericBackend(Backend):
         """Names of the folders directly below `prefix`."""
         return sorted(
             name.rpartition("/")[2]
-            for name, found in self._entries(check_name(prefix) if prefix else "")
+            for name, found in self._entries(
+                check_name(prefix) if prefix else "", seconds=_FOLDERS_SECONDS
+            )
             if found.get("type") == "directory" and not found.get("islink")
         )
 
-    def _entries(self, folder: str) -> Iterator[tuple[str, dict[str, Any]]]:
-        for base, found in self._all_entries(folder):
-            if base[0] != "." and base.isascii():
+    def _entries(
+        self, folder: str, *, hidden: bool = False, seconds: float | None = None
+    ) -> Iterator[tuple[str, dict[str, Any]]]:
+        for base, found in self._all_entries(folder, seconds):
+            if (hidden or base[0] != ".") and base.isascii():
                 yield (f"{folder}/{base}" if folder else base), found
 
-    def _all_entries(self, folder: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    def _ls(self, path: str, seconds: float | None) -> Sequence[Any]:
+        fs, seconds = self._fs, _LISTING_SECONDS if seconds is None else seconds
+        if self._properties.probes_at_once == 1:
+            return list(fs.ls(path, detail=True))
+        from fsspec.asyn import sync
+
+        try:
+            return list(sync(fs.loop, fs._ls, path, detail=True, timeout=seconds))
+        except (TimeoutError, asyncio.TimeoutError) as exc:
+            if not self._atomic_put:
+                raise
+            raise PermanentStorageError(
+                errno.EOVERFLOW, f"listing failed: {endless_listing(seconds)}", self.url
+            ) from exc
+
+    def _all_entries(
+        self, folder: str, seconds: float | None = None
+    ) -> Iterator[tuple[str, dict[str, Any]]]:
         path = self._path(folder)
         try:
-            entries = self._fs.ls(path, detail=True)
+            entries = self._ls(path, seconds)
         except FileNotFoundError:
             return
         except Exception as exc:
@@ -484,14 +527,15 @@ class GenericBackend(Backend):
         """Remove old temporaries, if writes make any and the filesystem reports times."""
         if self._atomic_put:
             return 0
-        limit = time.time() - older_than
+        ours = [
+            (base, _object_info(base, found).mtime)
+            for base, found in self._all_entries(check_name(folder) if folder else "")
+            if (final := final_name(base)) is not None and is_ours(final) and _is_file(found)
+        ]
+        now = self.now() if ours else None
         removed = 0
-        for base, found in self._all_entries(check_name(folder) if folder else ""):
-            final = final_name(base)
-            if final is None or not is_ours(final) or not _is_file(found):
-                continue
-            changed = _object_info(base, found).mtime
-            if not 0 < changed < limit:
+        for base, changed in ours:
+            if now is None or not 0 < changed < now - older_than:
                 continue
             try:
                 self._fs.rm_file(f"{self._path(folder)}/{base}")
@@ -502,9 +546,24 @@ class GenericBackend(Backend):
             removed += 1
         return removed
 
-    def touch(self, name: str) -> None:
+    def touch(self, name: str) -> Touched:
         """Do nothing: fsspec does not know access times."""
         check_name(name)
+        return Touched.REFUSED
+
+    def now(self) -> float | None:
+        """Write a temporary, look at its time, and remove it."""
+        name = f"{CLOCK_FOLDER}/{temporary_name('now')}"
+        try:
+            self._write_temporary(self._path(name), b"")
+            found = self._fs.info(self._path(name))
+            self._fs.rm_file(self._path(name))
+        except Exception as exc:
+            error = self._translate(exc, "asking for the time", name, writing=True)
+            if isinstance(error, ReadOnlyStorageError):
+                return None
+            raise error from exc
+        return _object_info(name, found).mtime or None
 
     def close(self) -> None:
         """Do nothing: fsspec's filesystems close their connections themselves."""

@@ -17,6 +17,8 @@ breaker   failures counted                       while it is open
 ========  =====================================  ==========================================
 reads     probes, reads and listings             every call fails at once
 writes    writes, deletions and moves            these fail at once, other calls are made
+                                                 (after a refused write: deletions
+                                                 and touches too)
 ========  =====================================  ==========================================
 
 A failure is an error that may pass by itself (retryable) or a missed deadline; a late call counts
@@ -24,8 +26,14 @@ as two. A missing or damaged object is not a failure. Besides the rule of every 
 
 * a breaker opens when a watcher reports too many stuck threads (``on_late_call``);
 * the write breaker opens when the storage refuses a write (no space, read-only), and then stays
-  open for at least :data:`REFUSED_SECONDS`. Neither a deletion that is refused nor one that
-  succeeds says anything about writes: many users may write and not delete.
+  open for at least :data:`REFUSED_SECONDS`. Meanwhile deletions are made all the same, because they
+  make room on a full storage, and uses are recorded, because they decide what is deleted. Neither
+  a deletion that is refused nor one that succeeds says anything about writes: many users may write
+  and not delete.
+
+That this process has no more files or memory (ProcessLimitError) says nothing about the storage,
+and counts neither as a failure nor as a success. Nor does a late call count while the process is
+out of files: some clients then try to connect for a long time.
 
 In the half-open state the read breaker is closed by a *trial*: threads of the guard repeat the call
 that failed last and, for an object that was read or probed successfully before, the same kind of
@@ -60,17 +68,22 @@ from kvshelf.backends.base import (
     ObjectInfo,
     Properties,
     Reader,
+    Space,
     StatResults,
+    Touched,
     WriteMode,
     WriteResult,
 )
 from kvshelf.backends.breaker import DEFAULT_BACKOFF, Backoff, Breaker, BreakerState
+from kvshelf.backends.oserrors import is_out_of_files
 from kvshelf.backends.wrappers import WrappedBackend
 
 from kvshelf.errors import (
+    NoRoomError,
     NoSpaceStorageError,
     NotRegularError,
     ObjectMissingError,
+    ProcessLimitError,
     ReadOnlyStorageError,
     StorageError,
     TransientStorageError,
@@ -91,7 +104,8 @@ _TRIAL_BYTES: Final = 16 << 20
 _TRIAL_PIECE: Final = 1 << 20
 
 #: Kinds of calls.
-_PROBE, _READ, _LIST, _WRITE, _DELETE = "probe", "read", "list", "write", "deletion"
+_PROBE, _READ, _LIST = "probe", "read", "list"
+_WRITE, _DELETE, _TOUCH = "write", "deletion", "touch"
 
 
 class Watcher(Protocol):
@@ -113,6 +127,19 @@ class _Call:
     late: bool = False
 
 
+class StoreBound(Protocol):
+    """What bounds how much is stored. Its methods must not block."""
+
+    def allows(self, nbytes: int) -> bool:
+        """Whether `nbytes` may be written now."""
+
+    def begin(self, nbytes: int) -> bool:
+        """Take the room for a write that begins now; False, and nothing is taken, if it may not."""
+
+    def end(self, nbytes: int, written: bool) -> None:
+        """Note that a write which has begun is over, and whether it wrote anything."""
+
+
 class GuardedBackend(WrappedBackend):
     """A backend whose calls have deadlines and circuit breakers.
 
@@ -128,6 +155,8 @@ class GuardedBackend(WrappedBackend):
     ----------
     deadlines : Deadlines
     reads, writes : Breaker
+    bound : StoreBound or None
+        Bounds what is written; None: nothing does.
     """
 
     #: Effect of an open breaker, for the log.
@@ -146,15 +175,18 @@ class GuardedBackend(WrappedBackend):
         super().__init__(inner)
         self.deadlines = inner.properties.deadlines if deadlines is None else deadlines
         self.reads = Breaker((_PROBE, _READ, _LIST), backoff, self._changed)
-        self.writes = Breaker((_WRITE, _DELETE), backoff, self._changed)
+        self.writes = Breaker((_WRITE, _DELETE, _TOUCH), backoff, self._changed)
         self._breakers = {_PROBE: self.reads, _READ: self.reads, _LIST: self.reads}
-        self._breakers |= {_WRITE: self.writes, _DELETE: self.writes}
+        self._breakers |= {_WRITE: self.writes, _DELETE: self.writes, _TOUCH: self.writes}
+        self.bound: StoreBound | None = None
         self._calls: dict[int, _Call] = {}
         self._watchers: list[Watcher] = []
         self._count: Callable[[str], None] = _count_nothing
         #: Kind and name of the call that failed last, and the last name that worked for each kind.
         self._failed: tuple[str, str] | None = None
         self._worked: dict[str, str] = {}
+        #: Whether the write breaker opened because the storage refused a write, not for failures.
+        self._refused = False
         self._trials: set[int] = set()
         #: When trials without a result count as failed.
         self._trials_end = 0.0
@@ -182,6 +214,11 @@ class GuardedBackend(WrappedBackend):
     def late_calls(self) -> int:
         """Number of calls past their deadline that have not returned."""
         return sum(call.late for call in list(self._calls.values()))
+
+    def has_room(self, nbytes: int) -> bool:
+        """Whether the bound on writes allows `nbytes` now. Never blocks."""
+        bound = self.bound
+        return bound is None or bound.allows(nbytes)
 
     def count_into(self, count: Callable[[str], None]) -> None:
         """Call `count` with the name of a counter for each event."""
@@ -244,6 +281,12 @@ class GuardedBackend(WrappedBackend):
             reader = self.inner.open(name)
         return GuardedReader(self, reader, name, begin)
 
+    def read_into(self, name: str, buffer: memoryview, offset: int = 0) -> int:
+        with _Guarded(self, _READ, name, self.deadlines.to_read(buffer.nbytes)):
+            count = self.inner.read_into(name, buffer, offset)
+        self._worked[_READ] = name
+        return count
+
     def open_large(self, name: str, size: int) -> GuardedReader:
         """Open one large object; one deadline covers all reads of it."""
         begin = time.monotonic()
@@ -279,9 +322,27 @@ class GuardedBackend(WrappedBackend):
     def write(
         self, name: str, buffers: Sequence[BytesLike], mode: WriteMode = "create"
     ) -> WriteResult:
+        """Publish one object, unless the bound on writes forbids it.
+
+        Raises
+        ------
+        NoRoomError
+            If it does. Nothing was written, and this says nothing about the storage.
+        """
         size = sum(memoryview(buffer).nbytes for buffer in buffers)
-        with _Guarded(self, _WRITE, name, self.deadlines.to_write(size)):
-            return self.inner.write(name, buffers, mode)
+        bound = self.bound
+        if bound is not None and not bound.begin(size):
+            raise NoRoomError(
+                errno.ENOSPC, "not written: a bound of the shelf is reached", f"{self.url}/{name}"
+            )
+        result: WriteResult | None = None
+        try:
+            with _Guarded(self, _WRITE, name, self.deadlines.to_write(size)):
+                result = self.inner.write(name, buffers, mode)
+        finally:
+            if bound is not None:
+                bound.end(size, result not in (None, WriteResult.EXISTED))
+        return result
 
     def write_marker(self, name: str) -> WriteResult:
         """Create an empty object even while the write breaker is open: a full disk may take it.
@@ -293,19 +354,22 @@ class GuardedBackend(WrappedBackend):
         UnavailableStorageError
             If the read breaker is open.
         """
-        call = self._enter(_PROBE, name, self.deadlines.write)
-        try:
+        with self._uncounted(name):
             return self.inner.write(name, [b""])
-        finally:
-            if call.late or time.monotonic() > call.deadline:
-                self._leave(call)
-            else:
-                self._calls.pop(threading.get_ident(), None)
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         """Stream the objects below a folder; each step has a deadline of its own."""
+        return self._stream(prefix, self.inner.list)
+
+    def entries(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        """Stream all files below a folder; each step has a deadline of its own."""
+        return self._stream(prefix, self.inner.entries)
+
+    def _stream(
+        self, prefix: str, begin: Callable[[str], Iterator[ObjectInfo]]
+    ) -> Iterator[ObjectInfo]:
         with _Guarded(self, _LIST, prefix, self.deadlines.read):
-            rows = iter(self.inner.list(prefix))
+            rows = iter(begin(prefix))
         while True:
             with _Guarded(self, _LIST, prefix, self.deadlines.read):
                 row = next(rows, None)
@@ -326,18 +390,48 @@ class GuardedBackend(WrappedBackend):
             return self.inner.quarantine(name, target)
 
     def trim(self, folder: str, max_count: int, max_bytes: int) -> None:
-        with _Guarded(self, _WRITE, folder, self.deadlines.write):
+        with _Guarded(self, _DELETE, folder, self.deadlines.write):
             self.inner.trim(folder, max_count, max_bytes)
 
     def sweep(self, folder: str, older_than: float, is_ours: Callable[[str], bool]) -> int:
-        with _Guarded(self, _WRITE, folder, self.deadlines.write):
+        with _Guarded(self, _DELETE, folder, self.deadlines.write):
             return self.inner.sweep(folder, older_than, is_ours)
 
-    def touch(self, name: str) -> None:
+    @property
+    def touches(self) -> bool:
+        """Whether uses are recorded at present: also while the storage refuses writes."""
+        return self.reads.is_closed and (self._refused or self.writes.is_closed)
+
+    def touch(self, name: str) -> Touched:
         """Record a use of an object unless a breaker is open. Best effort."""
-        if self.reads.is_closed and self.writes.is_closed:
-            with _Guarded(self, _WRITE, name, self.deadlines.write):
-                self.inner.touch(name)
+        if self.touches:
+            with _Guarded(self, _TOUCH, name, self.deadlines.write):
+                return self.inner.touch(name)
+        return Touched.TOUCHED
+
+    def space(self) -> Space | None:
+        with _Guarded(self, _PROBE, "", self.deadlines.probe):
+            return self.inner.space()
+
+    def now(self) -> float | None:
+        """Ask for the storage's clock, also while the write breaker is open.
+
+        Neither success nor failure counts, unless the call is late.
+        """
+        with self._uncounted(""):
+            return self.inner.now()
+
+    @contextmanager
+    def _uncounted(self, name: str) -> Iterator[None]:
+        """Apply the write deadline to a call that says nothing about other writes."""
+        call = self._enter(_PROBE, name, self.deadlines.write)
+        try:
+            yield
+        finally:
+            if call.late or time.monotonic() > call.deadline:
+                self._leave(call)
+            else:
+                self._calls.pop(threading.get_ident(), None)
 
     def tracked_write(self, name: str) -> AbstractContextManager[None]:
         """Apply the write deadline and breaker to storage calls made outside of this backend.
@@ -382,7 +476,8 @@ class GuardedBackend(WrappedBackend):
             if self._idle:
                 self._start_watching()
             raise self._unavailable(call.name)
-        if self._breakers[call.kind] is self.writes and not self.writes.allows():
+        needs_no_room = call.kind is not _WRITE and self._refused
+        if self._breakers[call.kind] is self.writes and not (needs_no_room or self.writes.allows()):
             raise self._unavailable(call.name)
         self._calls[thread] = call
         if self._idle and not self._start_watching():
@@ -407,7 +502,10 @@ class GuardedBackend(WrappedBackend):
             self._count_late(threading.get_ident(), call)
             return
         if isinstance(error, ReadOnlyStorageError | NoSpaceStorageError) and kind is _WRITE:
+            self._refused = True
             self.writes.trip(str(error), REFUSED_SECONDS)
+        elif isinstance(error, ProcessLimitError):
+            pass
         elif isinstance(error, StorageError) and error.retryable:
             self._note_failed(call)
             self._count_failure(threading.get_ident(), call, str(error))
@@ -424,12 +522,16 @@ class GuardedBackend(WrappedBackend):
 
     def _count_late(self, thread: int, call: _Call) -> None:
         self._count("late_calls")
+        if is_out_of_files():
+            return
         self._note_failed(call)
         reason = f"a {call.kind} took longer than {call.seconds:.3g} s"
         self._count_failure(thread, call, reason, LATE_WEIGHT)
 
     def _count_failure(self, thread: int, call: _Call, reason: str, weight: int = 1) -> None:
         breaker = self._breakers[call.kind]
+        if breaker is self.writes:
+            self._refused = False
         if thread in self._trials:
             # A trial repeats a call that failed: that it fails again is no further evidence.
             breaker.trip(reason, trial=True)

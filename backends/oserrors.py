@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from typing import Final
 
 from kvshelf.errors import (
     NoSpaceStorageError,
     ObjectMissingError,
     PermanentStorageError,
+    ProcessLimitError,
     ReadOnlyStorageError,
     StorageError,
     TransientStorageError,
@@ -28,9 +30,6 @@ _TRANSIENT: Final = frozenset(
         errno.EINTR,
         errno.EAGAIN,
         errno.EBUSY,
-        errno.ENOMEM,
-        errno.EMFILE,
-        errno.ENFILE,
         errno.ENOBUFS,
         errno.ENOLCK,
         errno.EDEADLK,
@@ -45,9 +44,54 @@ _TRANSIENT: Final = frozenset(
         errno.ECONNRESET,
         errno.ECONNABORTED,
         errno.EPIPE,
-        getattr(errno, "EREMOTEIO", errno.EIO),
+        # Tickets of Kerberos, which are renewed from outside.
+        *(
+            getattr(errno, name)
+            for name in ("EREMOTEIO", "ENOKEY", "EKEYEXPIRED", "EKEYREVOKED", "EKEYREJECTED")
+            if hasattr(errno, name)
+        ),
     )
 )
+
+
+#: Errors of the process or the machine, whatever the storage, and what to do.
+_LIMITS: Final = {
+    errno.EMFILE: "this process has too many files open: raise its limit (ulimit -n)",
+    errno.ENFILE: "this machine has too many files open: raise fs.file-max",
+    errno.ENOMEM: "this process gets no more memory: give it more, or let it use less",
+}
+#: How libraries written in Rust say the error of the system.
+_RUST: Final = re.compile(r"os error (\d+)|Os \{\s*code: (\d+)")
+
+
+def is_out_of_files() -> bool:
+    """Whether this process, or its machine, can open no more files at this moment."""
+    try:
+        os.close(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+    except OSError as exc:
+        return exc.errno in (errno.EMFILE, errno.ENFILE)
+    return False
+
+
+def process_limit(exc: BaseException, what: str, path: str) -> ProcessLimitError | None:
+    """Return the error if `exc`, or what it came from, is a limit of this process.
+
+    Parameters
+    ----------
+    exc : BaseException
+        Of any library.
+    what, path
+        As for :func:`storage_error`.
+    """
+    cause: BaseException | None = exc
+    while cause is not None:
+        said = _RUST.search(str(cause))
+        code = int(said[1] or said[2]) if said else getattr(cause, "errno", None)
+        if code in _LIMITS:
+            text = f"{what} failed: {os.strerror(code)} ({errno.errorcode[code]}); {_LIMITS[code]}"
+            return ProcessLimitError(code, text, path)
+        cause = cause.__cause__ or cause.__context__
+    return None
 
 
 def storage_error(exc: OSError, what: str, path: str, *, writing: bool = False) -> StorageError:
@@ -74,6 +118,8 @@ def storage_error(exc: OSError, what: str, path: str, *, writing: bool = False) 
     code = exc.errno or errno.EIO
     reason = exc.strerror or str(exc) or os.strerror(code)
     text = f"{what} failed: {reason} ({errno.errorcode.get(code, code)})"
+    if code in _LIMITS:
+        return ProcessLimitError(code, f"{text}; {_LIMITS[code]}", path)
     if code == errno.ENOENT:
         return ObjectMissingError(code, text, path)
     if code in _NO_SPACE:

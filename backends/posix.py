@@ -11,6 +11,8 @@ Contracts
   root no link is followed, neither to a folder nor to a file.
 * Every call resolves names from the root's path and keeps no folder open. A shelf that is deleted,
   moved or remounted while the process runs therefore needs no special handling.
+* While another filesystem than at first is at the root's path, because that of the shelf was
+  unmounted or another was mounted over it, every call fails. Nothing is written into a mount point.
 * Files and folders get the permissions and the group of the root, whatever the umask, so that
   processes with other user ids share a shelf exactly as its root allows.
 * A missing folder means a missing object. A file or link in the place of a *folder* is an error
@@ -38,6 +40,7 @@ from itertools import islice
 from typing import Final
 
 from kvshelf.backends.base import (
+    CLOCK_FOLDER,
     HIGH_LATENCY_SECONDS,
     NOT_REGULAR,
     Backend,
@@ -45,7 +48,9 @@ from kvshelf.backends.base import (
     ObjectInfo,
     Properties,
     Reader,
+    Space,
     StatResults,
+    Touched,
     WriteMode,
     WriteResult,
     check_name,
@@ -57,12 +62,14 @@ from kvshelf.backends.oserrors import storage_error
 
 from kvshelf.errors import (
     ConfigError,
+    NoSpaceStorageError,
     NotRegularError,
     ObjectNameError,
     PermanentStorageError,
     ReadOnlyStorageError,
     StorageError,
     TransientStorageError,
+    UnavailableStorageError,
 )
 
 #: Seconds for which writes fail at once after the storage refused one.
@@ -73,16 +80,27 @@ _FOLDER: Final = _O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
 _FOLDER_NOFOLLOW: Final = _FOLDER | os.O_NOFOLLOW
 _SCAN: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _READ: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_READ_NOATIME: Final[int] = _READ | getattr(os, "O_NOATIME", 0)
 _CREATE: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _IOV_MAX: Final = max(16, os.sysconf("SC_IOV_MAX"))
 _DOTS: Final = frozenset(("", ".", ".."))
 #: Ways to publish, the best first; a backend only ever moves down this list.
 _LINK, _NOREPLACE, _RENAME = range(3)
+#: Seconds from one check of what is mounted at the root to the next, by calls that change nothing.
+_CHECK_SECONDS: Final = 0.05
+#: Seconds for which an unchanged device number shows that nothing else was mounted.
+_MOUNT_SECONDS: Final = 10.0
+#: Seconds for which the difference between two clocks is believed.
+_APART_SECONDS: Final = 600.0
 #: Number of entries of one folder that a sweep examines.
 _SWEEP_ENTRIES: Final = 65536
 
 #: Errors of `link` if the filesystem has no hard links.
 _NO_LINKS: Final = frozenset((errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS))
+#: Errors of `utimensat` if this user may not set the times, or the filesystem has none.
+_NO_TIMES: Final = frozenset((errno.EACCES, errno.EROFS, *_NO_LINKS))
+#: A filesystem may know times no better than to so many seconds.
+_COARSE_SECONDS: Final = 60.0
 #: Errors of `renameat2` if the filesystem does not support RENAME_NOREPLACE.
 _NO_NOREPLACE: Final = frozenset((errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP))
 
@@ -125,7 +143,7 @@ def _open_how(flags: int) -> tuple[_OpenHow, object]:
     return how, ctypes.byref(how)
 
 
-_HOWS: Final = {flags: _open_how(flags) for flags in (_FOLDER, _SCAN, _READ)}
+_HOWS: Final = {flags: _open_how(flags) for flags in (_FOLDER, _SCAN, _READ, _READ_NOATIME)}
 _HOW_SIZE: Final = ctypes.c_size_t(ctypes.sizeof(_OpenHow))
 _NUMBER: Final = ctypes.c_long(_SYS_OPENAT2)
 
@@ -169,6 +187,8 @@ _LOCAL: Final = frozenset(
         *("tmpfs", "ramfs", "overlay", "apfs", "hfs", "ufs", "vfat", "exfat"),
     )
 )
+#: Filesystems in the host's memory.
+_MEMORY: Final = frozenset(("tmpfs", "ramfs"))
 #: Seconds for which a client's caches may be outdated by default: attribute caches of NFS and SMB,
 #: metadata caches of FUSE programs.
 _CACHE_SECONDS: Final = {
@@ -201,10 +221,23 @@ class Mount:
         ``unknown``.
     options : frozenset of str
         Of the mount and of the filesystem, such as ``ro`` or ``acdirmax=5``.
+    point : str
+        Where it is mounted; empty if that is unknown.
+    source : str
+        What is mounted there: a device, ``server:/export``, or a name.
     """
 
     kind: str = "unknown"
     options: frozenset[str] = frozenset()
+    point: str = ""
+    source: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.kind} of {self.source!r} at {self.point!r}"
+
+    def has_source_of(self, other: Mount) -> bool:
+        """Whether what is mounted is the same as for `other`."""
+        return (self.kind, self.source) == (other.kind, other.source)
 
     @property
     def local(self) -> bool:
@@ -245,7 +278,7 @@ def find_mount(path: str) -> Mount:
                 # Of several mounts on one mount point, the last line is the topmost.
                 if inside and len(mount) >= len(best):
                     options = [*fields[5].split(","), *rest[-1].split(",")]
-                    best, found = mount, Mount(rest[0], frozenset(options))
+                    best, found = mount, Mount(rest[0], frozenset(options), mount, rest[1])
     except (OSError, IndexError):
         return found
     return found
@@ -304,6 +337,8 @@ class PosixBackend(Backend):
     fsync : bool
         Flush each object and its folder to the disk before the write returns. Not needed for
         correctness: loads verify every object.
+    keep_atime : bool
+        Reads are not uses: they leave access times alone, of the files whose owner this user is.
 
     Raises
     ------
@@ -320,6 +355,7 @@ class PosixBackend(Backend):
         read_only: bool = False,
         create: bool = True,
         fsync: bool = False,
+        keep_atime: bool = False,
     ) -> None:
         given = os.path.expanduser(os.fspath(root))
         if not given or "\0" in given:
@@ -330,6 +366,7 @@ class PosixBackend(Backend):
         self._option_read_only = read_only
         self._create = create
         self._fsync = fsync
+        self._read_flags = _READ_NOATIME if keep_atime else _READ
         self._openat2 = _has_openat2()
         self._how = _LINK
         self._refused_until = 0.0
@@ -337,6 +374,12 @@ class PosixBackend(Backend):
         self._folder_mode = 0o700
         self._file_mode = 0o600
         self._gid = -1
+        #: Device and mount of the root, once it has been seen.
+        self._device: int | None = None
+        self._mount = Mount()
+        #: How long the last look at the mount, and the last check at all, are good for.
+        self._mount_until = 0.0
+        self._checked_until = 0.0
         try:
             self._learn_root(make=create and not read_only)
         except PermanentStorageError as exc:
@@ -348,6 +391,12 @@ class PosixBackend(Backend):
         mount = find_mount(self._root)
         # Some FUSE programs take UTIME_OMIT for a time, so pass both times explicitly.
         self._sets_both_times = mount.kind.startswith("fuse")
+        #: Seconds by which the storage's clock is ahead of this machine's, as of the last look.
+        self._apart = 0.0
+        self._apart_until = 0.0
+        self._in_memory = mount.kind in _MEMORY
+        #: Whether access times that are set are kept; None while that is not known.
+        self._keeps_access_times = True if mount.local else None
         self._properties = Properties(
             filesystem=mount.kind,
             atomic_publish=mount.kind not in _TORN,
@@ -424,6 +473,8 @@ class PosixBackend(Backend):
                 info = os.stat(self._root)
             if not stat_module.S_ISDIR(info.st_mode):
                 raise NotADirectoryError(errno.ENOTDIR, "the shelf's root is a file", self._root)
+            if self._device is None:
+                self._device, self._mount = info.st_dev, find_mount(self._root)
             self._folder_mode = stat_module.S_IMODE(info.st_mode)
             self._file_mode = self._folder_mode & 0o666
             self._gid = info.st_gid
@@ -431,6 +482,48 @@ class PosixBackend(Backend):
                 self._refused_until = time.monotonic() + READ_ONLY_MEMORY
         except OSError as exc:
             raise storage_error(exc, "opening the shelf", self._root, writing=writing) from exc
+
+    def _check_root_at_times(self) -> None:
+        """Check unless that was done just now: for calls that change nothing.
+
+        What they find in a wrong place is a miss.
+        """
+        if time.monotonic() >= self._checked_until:
+            self._check_root()
+
+    def _check_root(self) -> None:
+        """Raise UnavailableStorageError if another filesystem is where the root was.
+
+        A filesystem without a disk may have the device number of one that is gone, and another one
+        when it is mounted again: where its number is no evidence, the mount is looked at.
+        """
+        try:
+            try:
+                device = os.stat(self._root).st_dev
+            except FileNotFoundError:
+                if self._device is None:
+                    return
+                device = _device_above(self._root)
+        except OSError:
+            return  # the call itself says what is wrong
+        now = time.monotonic()
+        if device != self._device or now >= self._mount_until:
+            mount, known = find_mount(self._root), self._mount
+            if self._device is None:
+                same = True
+            elif device == self._device:
+                same = mount.has_source_of(known) or not mount.point
+            else:
+                same = mount.has_source_of(known) and mount.point == known.point != ""
+            if not same:
+                raise UnavailableStorageError(
+                    errno.ENODEV,
+                    f"another filesystem is at the root: found {mount}, expected {known}. Mount"
+                    " that again, or restart to use what is there now",
+                    self._root,
+                )
+            self._device, self._mount, self._mount_until = device, mount, now + _MOUNT_SECONDS
+        self._checked_until = now + _CHECK_SECONDS
 
     def _give(self, target: str | int, *, folder: bool) -> None:
         """Give a new file or folder the group and mode of the root, as far as possible."""
@@ -446,6 +539,20 @@ class PosixBackend(Backend):
 
     def _open_folder(self, folder: str, flags: int = _FOLDER) -> int:
         """Open a folder below the root without following links; OSError on failure."""
+        try:
+            fd = self._open_below(folder, flags)
+        except OSError:
+            self._check_root_at_times()
+            raise
+        # Only now: until then another filesystem may be mounted.
+        try:
+            self._check_root_at_times()
+        except UnavailableStorageError:
+            os.close(fd)
+            raise
+        return fd
+
+    def _open_below(self, folder: str, flags: int) -> int:
         if self._openat2:
             return _openat2(self._base + folder, flags)
         fd = os.open(self._root, flags if not folder else _FOLDER)
@@ -464,6 +571,7 @@ class PosixBackend(Backend):
     def _make_folder(self, folder: str) -> int:
         """Like :meth:`_open_folder`, but make missing folders, the root included."""
         with self._lock:
+            self._check_root()
             if not self._create and not os.path.isdir(self._root):
                 raise PermanentStorageError(
                     errno.ENOENT, "the shelf's root is gone; make or mount it again", self._root
@@ -523,6 +631,7 @@ class PosixBackend(Backend):
         except OSError as exc:
             raise self._folder_error(exc, what, folder, writing=True) from exc
         try:
+            self._check_root()
             yield fd
         finally:
             os.close(fd)
@@ -620,25 +729,43 @@ class PosixBackend(Backend):
             raise storage_error(exc, "probing", self._base + name) from exc
         finally:
             os.close(fd)
-        return ObjectInfo(name, found.st_size, found.st_mtime, found.st_atime)
+        return _object_info(name, found)
 
     # -------------------------------------------------------------------------------------- reads
 
     def open(self, name: str) -> PosixReader:
         """Open one file; 4 µs on a local disk."""
+        return self._open(name, self._read_flags)
+
+    def read_into(self, name: str, buffer: memoryview, offset: int = 0) -> int:
+        """Read a part of a file, which is no use of it: its access time stays, if it is our own."""
+        with self._open(name, _READ_NOATIME) as reader:
+            return reader.read_into(buffer, offset)
+
+    def _open_file(self, name: str, flags: int) -> int:
+        if self._openat2:
+            return _openat2(self._base + name, flags)
+        folder, _, base = name.rpartition("/")
+        folder_fd = self._open_below(folder, _FOLDER)
+        try:
+            return os.open(base, flags, dir_fd=folder_fd)
+        finally:
+            os.close(folder_fd)
+
+    def _open(self, name: str, flags: int) -> PosixReader:
         check_name(name)
         path = self._base + name
-        folder, _, base = name.rpartition("/")
+        folder = name.rpartition("/")[0]
         try:
-            if self._openat2:
-                fd = _openat2(path, _READ)
-            else:
-                folder_fd = self._open_folder(folder)
-                try:
-                    fd = os.open(base, _READ, dir_fd=folder_fd)
-                finally:
-                    os.close(folder_fd)
+            try:
+                fd = self._open_file(name, flags)
+            except PermissionError:
+                if flags == _READ:
+                    raise
+                # Another user's file, whose access time is set by reading it.
+                fd = self._open_file(name, _READ)
         except OSError as exc:
+            self._check_root_at_times()
             if exc.errno not in (errno.ELOOP, errno.ENOTDIR, errno.ENXIO):
                 raise storage_error(exc, "opening", path) from exc
             # Is it the object itself, or a folder on its path?
@@ -650,6 +777,7 @@ class PosixBackend(Backend):
                 ) from folder_exc
             raise self._not_regular(exc.errno, "a link, socket or device", path) from exc
         try:
+            self._check_root_at_times()
             info = os.fstat(fd)
         except OSError as exc:
             os.close(fd)
@@ -704,6 +832,7 @@ class PosixBackend(Backend):
         temporary = temporary_name(base)
         left = False
         try:
+            self._check_root()
             existed = _occupied(base, dir_fd)
             if existed and mode == "create":
                 return WriteResult.EXISTED
@@ -787,24 +916,29 @@ class PosixBackend(Backend):
     # ----------------------------------------------------------------------------------- listings
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        """Stream all objects below `prefix`, one open folder at a time."""
+        return self._walk(prefix, hidden=False)
+
+    def entries(self, prefix: str = "") -> Iterator[ObjectInfo]:
         """Stream all files below `prefix`, one open folder at a time."""
+        return self._walk(prefix, hidden=True)
+
+    def _walk(self, prefix: str, *, hidden: bool) -> Iterator[ObjectInfo]:
         if prefix:
             check_name(prefix)
+        self._check_root()
         pending = [prefix]
         while pending:
             folder = pending.pop()
             start = folder + "/" if folder else ""
             for entry in self._scan(folder):
-                if entry.name[0] == "." or not entry.name.isascii():
+                if (entry.name[0] == "." and not hidden) or not entry.name.isascii():
                     continue
                 try:
                     if entry.is_dir(follow_symlinks=False):
                         pending.append(start + entry.name)
                     elif entry.is_file(follow_symlinks=False):
-                        info = entry.stat(follow_symlinks=False)
-                        yield ObjectInfo(
-                            start + entry.name, info.st_size, info.st_mtime, info.st_atime
-                        )
+                        yield _object_info(start + entry.name, entry.stat(follow_symlinks=False))
                 except FileNotFoundError:
                     continue
                 except OSError as exc:
@@ -814,6 +948,7 @@ class PosixBackend(Backend):
         """Names of the folders directly below `prefix`."""
         if prefix:
             check_name(prefix)
+        self._check_root()
         return sorted(
             entry.name
             for entry in self._scan(prefix)
@@ -920,23 +1055,104 @@ class PosixBackend(Backend):
         finally:
             os.close(fd)
 
-    def touch(self, name: str) -> None:
-        """Set the access time to now; keep the modification time."""
+    def touch(self, name: str) -> Touched:
+        """Set the access time to the storage's now; keep the modification time.
+
+        Only the owner of a file may do so, whatever its permissions. Some FUSE programs, such as
+        rclone, say that they did so and do nothing: where that is seen, it counts as refused.
+        """
         folder, _, base = check_name(name).rpartition("/")
-        if self.properties.read_only:
-            return
-        with contextlib.suppress(OSError):
+        if self.properties.read_only or self._keeps_access_times is False:
+            return Touched.REFUSED
+        try:
             fd = self._open_folder(folder)
             try:
-                _touch(base, fd, explicit=self._sets_both_times)
+                before = None if self._keeps_access_times else os.lstat(base, dir_fd=fd)
+                _touch(base, fd, self._time() if self._sets_both_times else None)
+                if before is not None:
+                    after = os.lstat(base, dir_fd=fd)
+                    self._keeps_access_times = _has_kept(before, after, self._time())
+                    return Touched.REFUSED if self._keeps_access_times is False else Touched.TOUCHED
             finally:
                 os.close(fd)
+        except OSError as exc:
+            if exc.errno in _NO_TIMES:
+                return Touched.REFUSED
+        return Touched.TOUCHED
+
+    def space(self) -> Space | None:
+        """Return what `statvfs` says of the root; None for filesystems that do not tell."""
+        self._check_root()
+        try:
+            found = os.statvfs(self._root)
+        except FileNotFoundError:
+            return None
+        except OSError as exc:
+            raise storage_error(exc, "asking for the free space", self._root) from exc
+        if not found.f_blocks:
+            return None
+        unit = found.f_frsize
+        return Space(found.f_bavail * unit, found.f_blocks * unit, self._in_memory)
+
+    def _time(self) -> float:
+        """Return the storage's time by this machine's clock and how far the two are apart."""
+        if time.monotonic() >= self._apart_until:
+            self._apart_until = time.monotonic() + _APART_SECONDS
+            now = self.now()
+            self._apart = 0.0 if now is None else now - time.time()
+        return time.time() + self._apart
+
+    def now(self) -> float | None:
+        """Create a temporary, look at its time, and remove it."""
+        if self.properties.read_only:
+            return None
+        name = f"{CLOCK_FOLDER}/{temporary_name('now')}"
+        try:
+            try:
+                folder = self._open_folder(CLOCK_FOLDER)
+            except FileNotFoundError:
+                folder = self._make_folder(CLOCK_FOLDER)
+            try:
+                self._check_root()
+                return self._time_of_a_new_file(folder, name.rpartition("/")[2])
+            finally:
+                os.close(folder)
+        except OSError as exc:
+            error = self._folder_error(exc, "asking for the time", CLOCK_FOLDER, writing=True)
+            if isinstance(error, ReadOnlyStorageError):
+                return None
+            if not isinstance(error, NoSpaceStorageError):
+                raise error from exc
+            return self._time_of_the_root()
+
+    def _time_of_a_new_file(self, dir_fd: int, temporary: str) -> float:
+        fd = os.open(temporary, _CREATE, self._file_mode, dir_fd=dir_fd)
+        try:
+            # Some filesystems make an empty file only after it was closed and removed.
+            os.write(fd, b"1")
+            return os.fstat(fd).st_mtime
+        finally:
+            os.close(fd)
+            with contextlib.suppress(OSError):  # sweeps remove it later
+                os.unlink(temporary, dir_fd=dir_fd)
+
+    def _time_of_the_root(self) -> float | None:
+        """Set the root's times to now: a full filesystem takes no new file, but takes this."""
+        if self._sets_both_times:
+            return None
+        try:
+            os.utime(self._root)
+            return os.stat(self._root).st_mtime
+        except OSError as exc:
+            error = storage_error(exc, "asking for the time", self._root, writing=True)
+            if isinstance(error, ReadOnlyStorageError | NoSpaceStorageError):
+                return None
+            raise error from exc
 
     def sweep(self, folder: str, older_than: float, is_ours: Callable[[str], bool]) -> int:
         """Remove old temporaries among the first 65536 entries of one folder."""
         self._check_writable(check_name(folder) if folder else "")
-        limit = time.time() - older_than
-        stale: list[str] = []
+        found: list[tuple[str, float]] = []
         for entry in islice(self._scan(folder), _SWEEP_ENTRIES):
             final = final_name(entry.name)
             if final is None or not is_ours(final):
@@ -944,8 +1160,10 @@ class PosixBackend(Backend):
             with contextlib.suppress(OSError):
                 info = entry.stat(follow_symlinks=False)
                 # Linking or renaming changes only the ctime; such a file is in use as well.
-                if stat_module.S_ISREG(info.st_mode) and max(info.st_mtime, info.st_ctime) < limit:
-                    stale.append(entry.name)
+                if stat_module.S_ISREG(info.st_mode):
+                    found.append((entry.name, max(info.st_mtime, info.st_ctime)))
+        now = self.now() if found else None
+        stale = [name for name, changed in found if now is not None and changed < now - older_than]
         if not stale:
             return 0
         removed = 0
@@ -961,6 +1179,14 @@ class PosixBackend(Backend):
 
 
 # -------------------------------------------------------------------------------------- helpers
+
+
+def _device_above(path: str) -> int:
+    """Return the device of the nearest folder above `path` that exists."""
+    while True:
+        path = os.path.dirname(path)
+        with contextlib.suppress(FileNotFoundError):
+            return os.stat(path).st_dev
 
 
 def _as_bytes(buffer: BytesLike) -> memoryview:
@@ -987,6 +1213,10 @@ def _write_all(fd: int, views: list[memoryview]) -> int:
     return written
 
 
+def _object_info(name: str, found: os.stat_result) -> ObjectInfo:
+    return ObjectInfo(name, found.st_size, found.st_mtime, found.st_atime, found.st_ctime)
+
+
 def _occupied(base: str, dir_fd: int) -> bool:
     try:
         os.lstat(base, dir_fd=dir_fd)
@@ -1002,10 +1232,19 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
         return False
 
 
-def _touch(base: str, dir_fd: int, *, explicit: bool) -> None:
-    if explicit or _utimensat is None:
+def _has_kept(before: os.stat_result, after: os.stat_result, now: float) -> bool | None:
+    """Whether an access time that was set between two looks was kept; None if that is not sure."""
+    if after.st_atime_ns != before.st_atime_ns or after.st_atime_ns > after.st_mtime_ns:
+        return True
+    # To a coarse clock, a file that was just written has been used just now.
+    return None if abs(now - after.st_mtime) < _COARSE_SECONDS else False
+
+
+def _touch(base: str, dir_fd: int, now: float | None) -> None:
+    """Set the access time to `now`, or to what the kernel takes for now."""
+    if now is not None or _utimensat is None:
         info = os.lstat(base, dir_fd=dir_fd)
-        times = (time.time_ns(), info.st_mtime_ns)
+        times = (int((time.time() if now is None else now) * 1e9), info.st_mtime_ns)
         os.utime(base, ns=times, dir_fd=dir_fd, follow_symlinks=False)
         return
     times_spec = (_TimeSpec * 2)(_TimeSpec(0, _UTIME_NOW), _TimeSpec(0, _UTIME_OMIT))

@@ -19,9 +19,12 @@ Contracts
   so the second write does no harm.
 * obstore retries timeouts, 5xx and 429, with jitter, for a few seconds. A request that still fails
   becomes one typed error that says what to do.
+* Of a body no more bytes are taken than were asked for, whatever the server sends.
+* A server cannot keep a listing going for ever without rows, nor repeat itself for ever; see
+  :meth:`S3Backend.list` and :meth:`S3Backend.folders`.
 * Neither ``url``, ``repr`` nor messages show keys, secrets or tokens.
 
-Batches of probes, and the parts of an object, run in parallel on an event loop in one thread of the
+Batches of probes, the parts of an object, and listings run on an event loop in one thread of the
 backend, started when first needed. Everything else runs on the caller's thread, without the GIL.
 """
 
@@ -33,7 +36,7 @@ import errno
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Final
 from urllib.parse import urlsplit
@@ -47,12 +50,15 @@ from kvshelf.backends.base import (
     Reader,
     StatResult,
     StatResults,
+    Touched,
     WriteMode,
     WriteResult,
     check_name,
+    endless_listing,
 )
 from kvshelf.backends.generic import GenericBackend
 from kvshelf.backends.guard import THREAD_LIMIT, try_to_start
+from kvshelf.backends.oserrors import storage_error
 from kvshelf.backends.s3_client import (
     CONNECT_SECONDS,
     OPTIONS,
@@ -63,6 +69,7 @@ from kvshelf.backends.s3_client import (
     mapping_of,
     unknown_options,
 )
+from kvshelf.backends.s3_clock import Clock, time_of
 from kvshelf.backends.s3_errors import (
     NO_CREDENTIALS,
     RETRYABLE,
@@ -75,6 +82,8 @@ from kvshelf.backends.s3_errors import (
 from kvshelf.errors import (
     ConfigError,
     ObjectMissingError,
+    PermanentStorageError,
+    ProcessLimitError,
     StorageError,
     TransientStorageError,
 )
@@ -94,6 +103,13 @@ _BODIES_AT_ONCE: Final = 16
 #: Smaller bodies are not used to measure a connection's rate.
 _RATE_BYTES: Final = 1 << 20
 _CONFLICTS: Final = 4
+#: Rows of a listing that arrive together, and seconds within which they must: empty pages of a
+#: bucket with many delete markers are legitimate.
+_ROWS: Final = 1000
+_ROWS_SECONDS: Final = 60.0
+#: Seconds for all folders in one place, which are as many as 50 000 entries, and for the request
+#: that opens a shelf. Until then the client collects them in memory.
+_FOLDERS_SECONDS: Final = 8.0
 #: Largest object that is written twice to learn whether the store honours If-None-Match.
 _SMALL_BYTES: Final = 64 << 10
 
@@ -210,14 +226,16 @@ class _PartsReader(Reader):
         backend: S3Backend,
         name: str,
         size: int,
-        first: memoryview,
-        later: Sequence[tuple[int, Future[tuple[int, memoryview]]]],
+        first: Sequence[memoryview],
+        later: Sequence[tuple[int, Future[tuple[int, Sequence[memoryview]]]]],
     ) -> None:
         self.size = size
         self._backend = backend
         self._name = name
-        #: The current part and the later ones, each with the offset of its first byte.
-        self._part = (0, first)
+        #: The current piece of the current part, the pieces that follow it, and the later parts;
+        #: each with the offset of its first byte.
+        self._piece = (0, memoryview(b""))
+        self._pieces = deque(_placed(0, first))
         self._later = deque(later)
         self._bodies = 1 + len(later)
 
@@ -226,11 +244,14 @@ class _PartsReader(Reader):
         done = 0
         try:
             while done < len(view):
-                start, data = self._part
+                start, data = self._piece
                 inside = offset + done - start
+                if inside == len(data) and self._pieces:
+                    self._piece = self._pieces.popleft()
+                    continue
                 if inside == len(data) and self._later:
                     start, part = self._later.popleft()
-                    self._part = start, part.result()[1]
+                    self._pieces.extend(_placed(start, part.result()[1]))
                     continue
                 piece = data[inside : inside + len(view) - done] if inside >= 0 else data[:0]
                 if not len(piece):
@@ -246,7 +267,8 @@ class _PartsReader(Reader):
         for _, part in self._later:
             part.cancel()
         self._later.clear()
-        self._part = 0, memoryview(b"")
+        self._pieces.clear()
+        self._piece = 0, memoryview(b"")
         bodies, self._bodies = self._bodies, 0
         self._backend._note_bodies(-bodies)
 
@@ -287,6 +309,9 @@ class S3Backend(Backend):
         ]
         self._endpoint = endpoint_of(options)
         self._store = make_store(self._bucket, prefix, options, self._endpoint, checksum)
+        config = self._store.config
+        server = config.get("endpoint") or f"https://s3.{config['region']}.amazonaws.com"
+        self._clock = Clock(server, options)
         self._conditional = True
         self._knows_ranges = True
         #: Bytes per second that one connection delivers, and requests for bodies in flight.
@@ -319,11 +344,8 @@ class S3Backend(Backend):
 
     def _check(self) -> None:
         """Fail now if every later call would fail."""
-        try:
-            for _ in self._store.list(chunk_size=1):
-                break
-        except Exception as exc:
-            raise self._translate(exc, "opening the shelf", "") from exc
+        rows = self._store.list(chunk_size=1)
+        self._ask(lambda: _next(rows), _FOLDERS_SECONDS, "opening the shelf", "")
 
     # ------------------------------------------------------------------------------------ errors
 
@@ -393,6 +415,26 @@ class S3Backend(Backend):
                 self._loop = loop
             return self._loop
 
+    def _ask(
+        self, request: Callable[[], Awaitable[Any]], seconds: float, what: str, name: str
+    ) -> Any:
+        """Make a request whose answer can be of many pages, and drop it after `seconds`."""
+        loop = self._running_loop()
+
+        async def ask() -> Any:
+            return await asyncio.wait_for(request(), seconds)
+
+        try:
+            return asyncio.run_coroutine_threadsafe(ask(), loop).result()
+        except (TimeoutError, asyncio.TimeoutError) as exc:
+            raise PermanentStorageError(
+                errno.EOVERFLOW,
+                f"{what} failed: {endless_listing(seconds)}",
+                f"{self.url}/{name}" if name else self.url,
+            ) from exc
+        except Exception as exc:
+            raise self._translate(exc, what, name) from exc
+
     def _answer(self, name: str, found: Any) -> StatResult:
         if isinstance(found, FileNotFoundError):
             return None
@@ -455,13 +497,19 @@ class S3Backend(Backend):
             raise self._translate(exc, "opening", name) from exc
         return _PartsReader(self, name, found, first, list(zip(starts, parts, strict=True))[1:])
 
-    async def _get_part(self, name: str, start: int, end: int) -> tuple[int, memoryview]:
-        """Return the size of an object and the bytes of one part."""
+    async def _get_part(self, name: str, start: int, end: int) -> tuple[int, Sequence[memoryview]]:
+        """Return the size of an object and the bytes of one part, in pieces."""
         found = await self._store.get_async(name, options={"range": (start, end)})
         begin = time.monotonic()
-        data = memoryview(await found.buffer_async()).cast("B")
-        self._note_rate(len(data), time.monotonic() - begin)
-        return int(found.meta["size"]), data
+        pieces = []
+        left = end - start
+        async for piece in found.stream(min_chunk_size=_STREAM_BYTES):
+            pieces.append(memoryview(piece).cast("B")[:left])
+            left -= len(pieces[-1])
+            if not left:
+                break
+        self._note_rate(end - start - left, time.monotonic() - begin)
+        return int(found.meta["size"]), pieces
 
     def _note_bodies(self, more: int) -> None:
         with self._lock:
@@ -497,14 +545,14 @@ class S3Backend(Backend):
         if etag:
             options["if_match"] = etag
         try:
-            return memoryview(self._store.get(name, options=options).buffer()).cast("B")
+            return _body(self._store.get(name, options=options), 0, length)
         except Exception as exc:
             if "range" not in str(exc).lower():
                 raise self._translate(exc, "reading", name) from exc
         # Some servers answer a range request with the whole object.
         try:
             whole = self._store.get(name, options={"if_match": etag} if etag else {})
-            return memoryview(whole.buffer()).cast("B")[offset : offset + length]
+            return _body(whole, offset, length)
         except Exception as exc:
             raise self._translate(exc, "reading", name) from exc
 
@@ -587,27 +635,45 @@ class S3Backend(Backend):
     # ---------------------------------------------------------------------------------- listings
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """Stream all objects below `prefix`, a thousand per request."""
+        """Stream all objects below `prefix`, a thousand per request.
+
+        Raises :class:`~kvshelf.errors.PermanentStorageError` if no rows arrive for a minute or
+        rows are repeated: such a listing may have no end.
+        """
+        return self._rows(prefix, _is_listed)
+
+    def entries(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        """Stream everything below `prefix`, a thousand per request; raises as :meth:`list`."""
+        return self._rows(prefix, _is_name)
+
+    def _rows(self, prefix: str, wanted: Callable[[str], bool]) -> Iterator[ObjectInfo]:
         folder = check_name(prefix) + "/" if prefix else ""
-        try:
-            for rows in self._store.list(prefix or None, chunk_size=1000):
-                for row in rows:
-                    name = str(row["path"])
-                    inside = name[len(folder) :]
-                    if name.startswith(folder) and _is_listed(inside):
-                        yield _object_info(name, row)
-        except Exception as exc:
-            raise self._translate(exc, "listing", prefix) from exc
+        stream = self._store.list(prefix or None, chunk_size=_ROWS)
+        cycle = _Cycle()
+        while rows := self._ask(lambda: _next(stream), _ROWS_SECONDS, "listing", prefix):
+            for row in rows:
+                name = str(row["path"])
+                if cycle.closes(name):
+                    raise PermanentStorageError(
+                        errno.ELOOP,
+                        "listing failed: the server lists the same objects again and again",
+                        f"{self.url}/{prefix}" if prefix else self.url,
+                    )
+                inside = name[len(folder) :]
+                if name.startswith(folder) and wanted(inside):
+                    yield _object_info(name, row)
 
     def folders(self, prefix: str = "") -> Sequence[str]:
         """Names of the folders directly below `prefix`."""
         if prefix:
             check_name(prefix)
-        try:
-            found = self._store.list_with_delimiter(prefix or None)["common_prefixes"]
-        except Exception as exc:
-            raise self._translate(exc, "listing", prefix) from exc
-        names = (str(path).rstrip("/").rpartition("/")[2] for path in found)
+        found = self._ask(
+            lambda: self._store.list_with_delimiter_async(prefix or None),
+            _FOLDERS_SECONDS,
+            "listing",
+            prefix,
+        )
+        names = (str(path).rstrip("/").rpartition("/")[2] for path in found["common_prefixes"])
         return sorted(name for name in names if name and name[0] != "." and name.isascii())
 
     # ------------------------------------------------------------------------------ other changes
@@ -629,9 +695,17 @@ class S3Backend(Backend):
         check_name(target)
         return self.delete(name)
 
-    def touch(self, name: str) -> None:
+    def touch(self, name: str) -> Touched:
         """Do nothing: S3 has no access times."""
         check_name(name)
+        return Touched.REFUSED
+
+    def now(self) -> float | None:
+        """Return the time at which the server answers a request."""
+        try:
+            return self._clock.now()
+        except OSError as exc:
+            raise storage_error(exc, "asking for the time", self.url) from exc
 
     def close(self) -> None:
         """Stop the event loop's thread."""
@@ -679,6 +753,17 @@ class S3fsBackend(GenericBackend):
         except Exception as exc:
             raise self._translate(exc, "opening the shelf", "") from exc
 
+    def now(self) -> float | None:
+        """Return the time at which the server answers a request."""
+        prefix = self._root.partition("/")[2]
+        try:
+            answer = self._fs.call_s3(
+                "list_objects_v2", Bucket=self._bucket, Prefix=prefix, MaxKeys=1
+            )
+        except Exception as exc:
+            raise self._translate(exc, "asking for the time", "") from exc
+        return time_of(answer["ResponseMetadata"]["HTTPHeaders"].get("date"))
+
     def _translate(
         self, exc: Exception, what: str, name: str, *, writing: bool = False
     ) -> StorageError:
@@ -689,7 +774,8 @@ class S3fsBackend(GenericBackend):
             if type(exc).__name__ == "NoCredentialsError":
                 raise ConfigError(NO_CREDENTIALS) from exc
             error = super()._translate(exc, what, name, writing=writing)
-            if isinstance(error, TransientStorageError) and "endpoint" in str(exc):
+            unreachable = isinstance(error, TransientStorageError) and "endpoint" in str(exc)
+            if unreachable and not isinstance(error, ProcessLimitError):
                 hint = unreachable_hint(self._endpoint)
                 return TransientStorageError(errno.EIO, f"{what} failed: {hint}", path)
             return error
@@ -725,12 +811,62 @@ async def _drop_tasks() -> None:
     await asyncio.gather(*left, return_exceptions=True)
 
 
+def _placed(start: int, pieces: Sequence[memoryview]) -> Iterator[tuple[int, memoryview]]:
+    """Yield pieces that follow one another with the offset of each."""
+    for piece in pieces:
+        yield start, piece
+        start += len(piece)
+
+
+def _body(result: Any, skip: int, length: int) -> memoryview:
+    """Return `length` bytes of a body behind `skip` others, fewer at its end; read no more."""
+    data = memoryview(bytearray(length))
+    done = 0
+    for piece in result.stream(min_chunk_size=_STREAM_BYTES):
+        view = memoryview(piece).cast("B")
+        part = view[skip : skip + length - done]
+        skip = max(0, skip - len(view))
+        data[done : done + len(part)] = part
+        done += len(part)
+        if done == length:
+            break
+    return data[:done]
+
+
+async def _next(stream: Any) -> Any:
+    """Return the next rows of a listing, None at its end."""
+    return await anext(stream, None)
+
+
+class _Cycle:
+    """Notices that a sequence of names repeats itself, by remembering one of them.
+
+    The remembered name is replaced after 1, 2, 4, … names, so a cycle of any length is noticed
+    after at most three times its length and what precedes it.
+    """
+
+    def __init__(self) -> None:
+        self._name: str | None = None
+        self._left = self._power = 1
+
+    def closes(self, name: str) -> bool:
+        """Take the next name; return whether the sequence repeats itself."""
+        if name == self._name:
+            return True
+        self._left -= 1
+        if not self._left:
+            self._name = name
+            self._power *= 2
+            self._left = self._power
+        return False
+
+
 def _is_listed(name: str) -> bool:
-    return (
-        bool(name)
-        and name.isascii()
-        and not any(part in ("", "..") or part[0] == "." for part in name.split("/"))
-    )
+    return _is_name(name) and not any(part[0] == "." for part in name.split("/"))
+
+
+def _is_name(name: str) -> bool:
+    return name.isascii() and not any(part in ("", ".", "..") for part in name.split("/"))
 
 
 def _object_info(name: str, row: Any) -> ObjectInfo:

@@ -88,6 +88,11 @@ def endpoint_of(options: Mapping[str, Any]) -> str | None:
     return str(found).rstrip("/")
 
 
+def verify_of(client_kwargs: Mapping[str, Any]) -> Any:
+    """Return which certificates are trusted: a path, False for any, or None for the usual ones."""
+    return client_kwargs.get("verify", os.environ.get("AWS_CA_BUNDLE"))
+
+
 def make_store(
     bucket: str, prefix: str, options: Mapping[str, Any], endpoint: str | None, checksum: bool
 ) -> Any:
@@ -127,7 +132,7 @@ def make_store(
         if endpoint is not None:
             scheme, _, host = endpoint.partition("://")
             config["endpoint"] = f"{scheme}://{bucket}.{host}"
-    verify = client_kwargs.get("verify", os.environ.get("AWS_CA_BUNDLE"))
+    verify = verify_of(client_kwargs)
     if verify is False:
         client["allow_invalid_certificates"] = True
     elif isinstance(verify, (str, os.PathLike)):

@@ -10,6 +10,8 @@ import errno
 import re
 from typing import Final
 
+from kvshelf.backends.oserrors import process_limit
+
 from kvshelf.errors import (
     NoSpaceStorageError,
     ObjectMissingError,
@@ -17,6 +19,7 @@ from kvshelf.errors import (
     ReadOnlyStorageError,
     StorageError,
     TransientStorageError,
+    printable,
 )
 
 _CODE: Final = re.compile(r"<Code>(\w+)</Code>")
@@ -61,6 +64,8 @@ RETRYABLE: Final = frozenset(
         "504",
     )
 )
+#: Most characters of an answer that are shown.
+SHOWN_CHARACTERS: Final = 300
 NO_CREDENTIALS: Final = (
     "no AWS credentials were found: set key and secret in storage_options, or AWS_ACCESS_KEY_ID"
     " and AWS_SECRET_ACCESS_KEY, a profile or a role; for a public bucket set anon: true"
@@ -92,6 +97,9 @@ def obstore_error(
     bucket, endpoint : str
         Where it came from, for advice; endpoint None is AWS.
     """
+    limit = process_limit(exc, what, path)
+    if limit is not None:
+        return limit
     text = text.partition("\n\nDebug source")[0].strip() or type(exc).__name__
     status = _STATUS.search(text)
     codes = codes_of(text)
@@ -168,7 +176,14 @@ def unreachable_hint(endpoint: str | None) -> str:
 
 
 def shorten(text: str) -> str:
-    """Return the code and message of an answer, without the request and the XML around them."""
+    """Return the code and message of an answer, without the request and the XML around them.
+
+    The server chose the text: what is returned is printable, on one line, and not long.
+    """
+    return printable(_said(text), SHOWN_CHARACTERS)
+
+
+def _said(text: str) -> str:
     code = _CODE.search(text)
     said = re.search(r"<Message>(.*?)</Message>", text, re.DOTALL)
     if code is not None:
@@ -176,7 +191,8 @@ def shorten(text: str) -> str:
     status = re.search(r"status code: (\d{3}[ \w]*)", text)
     if status is not None:
         return status[1].strip()
-    return text.splitlines()[0][-300:]
+    # What matters is at the end, behind the causes.
+    return text.splitlines()[0][-SHOWN_CHARACTERS:] if text.strip() else ""
 
 
 def codes_of(text: str) -> set[str]:

@@ -16,7 +16,9 @@ from kvshelf.backends.base import (
     ObjectInfo,
     Properties,
     Reader,
+    Space,
     StatResults,
+    Touched,
     WriteMode,
     WriteResult,
     check_name,
@@ -72,6 +74,9 @@ class WrappedBackend(Backend):
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         return self.inner.list(prefix)
 
+    def entries(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        return self.inner.entries(prefix)
+
     def folders(self, prefix: str = "") -> Sequence[str]:
         return self.inner.folders(prefix)
 
@@ -90,8 +95,14 @@ class WrappedBackend(Backend):
     def notices(self) -> Notices | None:
         return self.inner.notices()
 
-    def touch(self, name: str) -> None:
-        self.inner.touch(name)
+    def touch(self, name: str) -> Touched:
+        return self.inner.touch(name)
+
+    def space(self) -> Space | None:
+        return self.inner.space()
+
+    def now(self) -> float | None:
+        return self.inner.now()
 
     def close(self) -> None:
         self.inner.close()
@@ -130,5 +141,10 @@ class ReadOnlyBackend(WrappedBackend):
     def sweep(self, folder: str, older_than: float, is_ours: Callable[[str], bool]) -> int:
         return 0
 
-    def touch(self, name: str) -> None:
+    def touch(self, name: str) -> Touched:
         """Do nothing."""
+        return Touched.REFUSED
+
+    def now(self) -> float | None:
+        """Tell nothing: a storage may have to be written to for it."""
+        return None

@@ -1,11 +1,15 @@
 """Error types of kvshelf.
 
-Owns every exception class that kvshelf raises deliberately, and :func:`short_repr` for their
-texts. Each class also derives from the builtin that a Python user would catch for the same
-problem, so ``except FileNotFoundError`` works without knowing kvshelf. This module imports nothing.
+Owns every exception class that kvshelf raises deliberately, and :func:`printable` and
+:func:`short_repr` for their texts. Each class also derives from the builtin that a Python user
+would catch for the same problem, so ``except FileNotFoundError`` works without knowing kvshelf.
+This module imports nothing.
 """
 
 from __future__ import annotations
+
+#: Longest text of a storage error.
+_MOST_CHARACTERS = 2000
 
 
 class KVShelfError(Exception):
@@ -31,6 +35,8 @@ class ObjectNameError(KVShelfError, ValueError):
 class StorageError(KVShelfError, OSError):
     """A storage operation failed.
 
+    Its text may quote what a server answered, so it is one line, printable and not long.
+
     Attributes
     ----------
     retryable : bool
@@ -38,6 +44,9 @@ class StorageError(KVShelfError, OSError):
     """
 
     retryable: bool = False
+
+    def __str__(self) -> str:
+        return printable(super().__str__(), _MOST_CHARACTERS)
 
 
 class ObjectMissingError(StorageError, FileNotFoundError):
@@ -51,7 +60,11 @@ class TransientStorageError(StorageError):
 
 
 class UnavailableStorageError(TransientStorageError):
-    """The circuit breaker is open after failures: no request was sent to the storage."""
+    """No request was sent to the storage: it failed before, or it is not there (unmounted)."""
+
+
+class ProcessLimitError(TransientStorageError):
+    """The process or its machine, not the storage, has run out of open files or memory."""
 
 
 class PermanentStorageError(StorageError):
@@ -64,6 +77,10 @@ class ReadOnlyStorageError(PermanentStorageError, PermissionError):
 
 class NoSpaceStorageError(PermanentStorageError):
     """The storage has no room (ENOSPC, EDQUOT)."""
+
+
+class NoRoomError(PermanentStorageError):
+    """A bound of the shelf allows no store now: nothing was sent to the storage."""
 
 
 class BadObjectError(KVShelfError, ValueError):
@@ -79,6 +96,23 @@ class NotRegularError(StorageError, BadObjectError):
 
     A storage error when a backend meets it, and one of the ways an object can be invalid.
     """
+
+
+def printable(text: str, most: int | None = None) -> str:
+    """Return `text`, which comes from elsewhere, on one line and without control characters.
+
+    Parameters
+    ----------
+    text : str
+    most : int, optional
+        Most characters that are returned; a longer text ends with ``...``.
+    """
+    if most is not None and len(text) > most:
+        text = text[: most - 3] + "..."
+    if text.isprintable():
+        return text
+    shown = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+    return shown if most is None else shown[:most]
 
 
 def short_repr(value: object) -> str:

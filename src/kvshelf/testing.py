@@ -48,7 +48,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from kvshelf.backends.base import NOT_REGULAR, Backend, BytesLike, WriteResult
+from kvshelf.backends.base import NOT_REGULAR, Backend, BytesLike, Touched, WriteResult
 from kvshelf.backends.wrappers import ReadOnlyBackend
 from kvshelf.errors import (
     NotRegularError,
@@ -237,6 +237,7 @@ def _every_call(backend: Backend, name: str) -> dict[str, Callable[[], object]]:
     }
     if name:  # "" is the root in a listing
         calls["list"] = lambda: list(backend.list(name))
+        calls["entries"] = lambda: list(backend.entries(name))
         calls["folders"] = lambda: backend.folders(name)
     return calls
 
@@ -482,8 +483,9 @@ class BackendSuite:
                 backend.read_into(name, memoryview(bytearray(1)))
             assert backend.delete(name) is False
             assert backend.quarantine(name, "aside/x") is False
-            backend.touch(name)
+            assert isinstance(backend.touch(name), Touched)
         assert list(backend.list()) == []
+        assert list(backend.entries("no/such")) == []
         assert list(backend.list("no/such")) == []
         assert list(backend.folders("no")) == []
         backend.write("no/such/other", [b""])
@@ -516,12 +518,36 @@ class BackendSuite:
         """Recording a use changes nothing but the access time."""
         backend.write("a/x", [b"12345"])
         before = backend.info("a/x")
-        backend.touch("a/x")
+        touched = backend.touch("a/x")
         after = backend.info("a/x")
         assert before is not None
         assert after is not None
         assert after.mtime == before.mtime
         assert _read_all(backend, "a/x") == b"12345"
+        if touched is Touched.TOUCHED:
+            assert after.atime is not None
+            assert after.atime >= before.mtime
+
+    def test_space(self, backend: Backend) -> None:
+        """What the storage says of its room makes sense."""
+        space = backend.space()
+        if space is None:
+            pytest.skip("this storage does not tell how much room it has")
+        assert 0 <= space.free <= space.total
+        assert space.total > 0
+
+    def test_the_clock_is_that_of_new_objects(self, backend: Backend, oracle: Oracle) -> None:
+        """The storage's own clock, the times of objects, and nothing is left behind."""
+        before = backend.now()
+        if before is None:
+            pytest.skip("this storage does not tell its time")
+        backend.write("a/x", [b"12345"])
+        info, after = backend.info("a/x"), backend.now()
+        assert info is not None
+        assert after is not None
+        # Times may be of whole seconds, and a coarse clock may be behind a finer one.
+        assert before - 2 <= info.mtime <= after + 2
+        assert oracle.names() == {"a/x"}
 
     def test_notices_tell_what_is_published(self, backend: Backend) -> None:
         """Where there are notices, they tell of every object that appears in a watched folder."""
@@ -592,6 +618,26 @@ class BackendSuite:
         assert [row.name for row in backend.list("a/.kvshelf/bad")] == ["a/.kvshelf/bad/y"]
         assert list(backend.folders()) == ["a"]
         assert list(backend.folders("a")) == []
+
+    def test_entries_are_all_files(self, backend: Backend, oracle: Oracle) -> None:
+        """Temporaries and reserved folders are listed too, with their sizes; links are not."""
+        objects = {
+            "top": 1,
+            "a/x": 2,
+            "a/.x.0123456789abcdef.tmp": 3,
+            "a/.kvshelf/bad/y": 4,
+            ".kvshelf/pins/z.json": 5,
+        }
+        for name, size in objects.items():
+            oracle.put(name, b"." * size)
+        if "link" in oracle.specials:
+            oracle.put_special("a/link", "link")
+            oracle.put_special(".kvshelf/link", "link")
+        found = {row.name: row.size for row in backend.entries()}
+        assert found == objects
+        inside = {row.name for row in backend.entries("a")}
+        assert inside == {name for name in objects if name.startswith("a/")}
+        assert [row.name for row in backend.entries(".kvshelf")] == [".kvshelf/pins/z.json"]
 
     # ---------------------------------------------------------------------------- other changes
 
@@ -667,7 +713,8 @@ class BackendSuite:
         assert fixed.stat(["a/x", "a/y"]) == [5, None]
         assert _read_all(fixed, "a/x") == b"12345"
         assert [row.name for row in fixed.list()] == ["a/x"]
-        fixed.touch("a/x")
+        assert fixed.touch("a/x") is Touched.REFUSED
+        assert fixed.now() is None
         for change in (
             lambda: fixed.write("a/y", [b""]),
             lambda: fixed.write("a/x", [b""], "replace"),

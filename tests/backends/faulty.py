@@ -18,7 +18,9 @@ from kvshelf.backends.base import (
     BytesLike,
     ObjectInfo,
     Reader,
+    Space,
     StatResults,
+    Touched,
     WriteMode,
     WriteResult,
 )
@@ -116,10 +118,25 @@ class CountingBackend(WrappedBackend):
         self._count("sweep")
         return self.inner.sweep(folder, older_than, is_ours)
 
-    def touch(self, name: str) -> None:
+    def entries(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        """List and count."""
+        self._count("entries")
+        return self.inner.entries(prefix)
+
+    def touch(self, name: str) -> Touched:
         """Touch and count."""
         self._count("touch")
-        self.inner.touch(name)
+        return self.inner.touch(name)
+
+    def space(self) -> Space | None:
+        """Ask and count."""
+        self._count("space")
+        return self.inner.space()
+
+    def now(self) -> float | None:
+        """Ask and count."""
+        self._count("now")
+        return self.inner.now()
 
 
 @dataclass(slots=True)
@@ -133,7 +150,7 @@ class Fault:
     operation : str
         ``stat``, ``info``, ``borrow``, ``open``, ``read``, ``write``, ``publish`` (after a write
         succeeded, before the caller is told), ``list``, ``folders``, ``delete``, ``quarantine``,
-        ``sweep``, ``touch``, or ``*``.
+        ``sweep``, ``touch``, ``entries``, ``space``, ``now``, or ``*``.
     pattern : str
         Names to which it applies, as for :mod:`fnmatch`.
     wait : threading.Event or float, optional
@@ -283,10 +300,26 @@ class FaultyBackend(WrappedBackend):
         self._meet("sweep", folder)
         return self.inner.sweep(folder, older_than, is_ours)
 
-    def touch(self, name: str) -> None:
+    def entries(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        """List, with faults before each entry."""
+        for info in self.inner.entries(prefix):
+            self._meet("entries", info.name)
+            yield info
+
+    def touch(self, name: str) -> Touched:
         """Touch, with faults."""
         self._meet("touch", name)
-        self.inner.touch(name)
+        return self.inner.touch(name)
+
+    def space(self) -> Space | None:
+        """Ask, with faults."""
+        self._meet("space", "")
+        return self.inner.space()
+
+    def now(self) -> float | None:
+        """Ask, with faults."""
+        self._meet("now", "")
+        return self.inner.now()
 
 
 class _HookedReader(Reader):

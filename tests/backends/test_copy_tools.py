@@ -15,10 +15,12 @@ from filled import CHUNK, contents, fill, namespace, prompt, times
 from servers import BUCKET, S3Server, moto_s3, rclone_s3
 
 from kvshelf import ChunkCache, Shelf
+from kvshelf.capacity.uses import Uses
 from kvshelf.format.keys import KeyChain
 from kvshelf.format.names import object_name
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.forms import BlobKV
+from kvshelf.metrics import Counters
 from kvshelf.shelf.shelf import open_shelf
 
 SHARED, OTHER = namespace(), namespace("Org/Other", weights="user:other")
@@ -86,8 +88,8 @@ def open_place(tool: Tool, place: Path | str) -> Shelf:
 
 
 def hit(shelf: Shelf, tokens: Sequence[int]) -> int:
-    """Chunks that a look-up finds and that a load brings."""
-    with ChunkCache(shelf, SHARED) as cache:
+    """Chunks that a look-up finds and that a load brings; no use is recorded."""
+    with ChunkCache(shelf, SHARED, uses=Uses(Counters(), how="off")) as cache:
         found = cache.lookup(tokens)
         blob = torch.zeros(2, 2, len(tokens), 64, dtype=torch.bfloat16)
         loaded = int(cache.retrieve(tokens, kv=BlobKV(blob)).sum())

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 from faultfs import FaultMount, _unmount, mounted, skip, why_not
-from kvshelf.backends import Backend, BytesLike, WriteResult, posix
+from kvshelf.backends import Backend, BytesLike, Touched, WriteResult, posix
 from kvshelf.backends.base import WriteMode
 from kvshelf.backends.posix import Mount, PosixBackend, find_mount
 from parts import PATIENCE, Rig, make_chunks, make_format, until
@@ -181,6 +181,31 @@ class _RcloneMount:
         self._process.kill()
         self._process.wait()
         _unmount(self.path)
+
+
+def test_a_mount_that_forgets_access_times_is_found_out(tmp_path: Path) -> None:
+    with _RcloneMount(tmp_path) as mount, closing(PosixBackend(mount.path)) as backend:
+        backend.write("a/x", [b"x"])
+        path = tmp_path / "source/a/x"
+        until(path.exists)
+        # A file that was just written may have that access time for its own sake.
+        assert backend.touch("a/x") is Touched.TOUCHED
+        os.utime(path, (1e9, 1e9))
+        until(lambda: (mount.path / "a/x").stat().st_mtime == 1e9)
+        for _ in range(2):
+            assert backend.touch("a/x") is Touched.REFUSED
+        assert path.stat().st_atime == 1e9
+
+
+def test_a_mount_that_keeps_access_times_is_believed(tmp_path: Path) -> None:
+    with mounted(tmp_path) as mount, closing(PosixBackend(mount.path)) as backend:
+        backend.write("a/old", [b"x"])
+        os.utime(mount.source / "a/old", (1e9, 1e9))
+        for _ in range(2):
+            assert backend.touch("a/old") is Touched.TOUCHED
+            info = backend.info("a/old")
+            assert info is not None and info.atime is not None and info.atime > info.mtime == 1e9
+            os.utime(mount.source / "a/old", (1e9, 1e9))
 
 
 # --------------------------------------------------------------------------- two clients of one

@@ -294,6 +294,8 @@ def test_unusable_urls(url: str, text: str) -> None:
 def test_missing_package_names_the_extra(monkeypatch: Any, client: str) -> None:
     monkeypatch.setitem(sys.modules, "obstore", None)
     monkeypatch.setitem(sys.modules, "s3fs", None)
+    # fsspec remembers what earlier tests have imported.
+    monkeypatch.delitem(sys.modules["fsspec.registry"]._registry, "s3", raising=False)
     with pytest.raises(ConfigError, match=r"kvshelf\[s3\]"):
         open_backend("s3://bucket/x", storage_options={"client": client})
 

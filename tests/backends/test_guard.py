@@ -14,8 +14,9 @@ from types import SimpleNamespace
 
 import pytest
 from faulty import CountingBackend, Fault, FaultyBackend
-from kvshelf.backends import Backend, Deadlines, Properties, Reader, guard
+from kvshelf.backends import Backend, Deadlines, Properties, Reader, Touched, guard
 from kvshelf.backends import breaker as breaker_module
+from kvshelf.backends.base import WriteResult
 from kvshelf.backends.breaker import LEAST_FAILURES, WINDOW_SECONDS, Backoff, Breaker, BreakerState
 from kvshelf.backends.guard import GuardedBackend
 from kvshelf.backends.oserrors import storage_error
@@ -25,8 +26,11 @@ from parts import AT_ONCE, PATIENCE, SOON, posix, until
 from thread_limit import none_can_be_started
 
 from kvshelf.errors import (
+    NoRoomError,
+    NoSpaceStorageError,
     NotRegularError,
     ObjectMissingError,
+    ProcessLimitError,
     StorageError,
     TransientStorageError,
     UnavailableStorageError,
@@ -130,6 +134,61 @@ def test_a_storage_that_fails_is_not_asked_any_more(
     assert rig.counts == {"breaker_opens": 1}
     (line,) = lines(caplog)
     assert "circuit breaker open ([Errno 5] EIO)" in line
+
+
+def limit() -> ProcessLimitError:
+    return ProcessLimitError(errno.EMFILE, "EMFILE")
+
+
+@pytest.mark.parametrize("rig", [(None, NEVER)], indirect=True)
+def test_what_this_process_has_run_out_of_opens_no_breaker(rig: Rig) -> None:
+    rig.faults.add(Fault("*", error=limit))
+    for _ in range(3 * LEAST_FAILURES):
+        assert isinstance(rig.guard.stat(["o1"])[0], ProcessLimitError)
+        for call in (
+            lambda: rig.guard.open("o1"),
+            rig.guard.folders,
+            lambda: rig.guard.write("new", [b"x"]),
+            lambda: rig.guard.delete("o1"),
+        ):
+            with pytest.raises(ProcessLimitError):
+                call()
+    assert rig.guard.reads.is_closed
+    assert rig.guard.writes.is_closed
+    rig.faults.heal()
+    assert rig.read("o1") == b"o1"
+
+
+@pytest.mark.parametrize("rig", [(SOON, NEVER)], indirect=True)
+def test_calls_that_are_late_for_want_of_files_open_no_breaker(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guard, "is_out_of_files", lambda: True)
+    gate = threading.Event()
+    rig.faults.add(Fault("open", wait=gate, error=limit))
+    threads = [start(rig, lambda rig: rig.guard.open("o1")) for _ in range(LEAST_FAILURES)]
+    until(lambda: rig.counts.get("late_calls") == LEAST_FAILURES)
+    gate.set()
+    for thread in threads:
+        thread.join(60)
+    assert rig.guard.reads.is_closed
+
+
+@pytest.mark.parametrize("rig", [(None, NEVER)], indirect=True)
+def test_a_full_storage_tells_what_it_takes_to_make_room(rig: Rig) -> None:
+    """Its clock and room are asked for and uses recorded, though nothing can be written."""
+    full = Fault("write", error=lambda: NoSpaceStorageError(errno.ENOSPC, "full"))
+    rig.faults.add(full)
+    with pytest.raises(NoSpaceStorageError):
+        rig.guard.write("new", [b"x"])
+    with pytest.raises(UnavailableStorageError):
+        rig.guard.write("new", [b"x"])
+    assert rig.guard.now() is not None
+    assert rig.guard.space() is not None
+    assert rig.guard.touch("o1") is Touched.TOUCHED
+    assert rig.inner.counts["touch"] == 1
+    assert {row.name for row in rig.guard.entries()} == set(rig.names)
+    assert rig.guard.delete("o1")
 
 
 def test_it_is_used_again_by_itself_when_it_is_well(
@@ -305,6 +364,9 @@ CALLS = {
     "delete": lambda rig: rig.guard.delete("o1"),
     "quarantine": lambda rig: rig.guard.quarantine("o1", "o2"),
     "touch": lambda rig: rig.guard.touch("o1"),
+    "entries": lambda rig: list(rig.guard.entries()),
+    "space": lambda rig: rig.guard.space(),
+    "now": lambda rig: rig.guard.now(),
     "sweep": lambda rig: rig.guard.sweep("folder", 3600.0, lambda name: False),
 }
 
@@ -668,6 +730,32 @@ def test_a_deletion_does_not_end_the_rest_of_a_full_storage(
     assert not rig.guard.writes.is_closed
 
 
+@pytest.mark.parametrize("rig", [(None, NEVER)], indirect=True)
+def test_room_can_be_made_on_a_storage_that_is_full(rig: Rig) -> None:
+    full = storage_error(OSError(errno.ENOSPC, "full"), "writing", "x", writing=True)
+    rig.faults.add(Fault("write", error=full))
+    with pytest.raises(StorageError, match="ENOSPC"):
+        rig.guard.write("new", [b"x"])
+    assert rig.guard.delete("o1")
+    assert rig.guard.sweep("", 0.0, lambda name: True) == 0
+    rig.guard.trim("bad", 0, 0)
+    assert rig.inner.counts["delete"] == rig.inner.counts["sweep"] == 1
+    with pytest.raises(UnavailableStorageError):
+        rig.guard.write("new", [b"x"])
+    with pytest.raises(UnavailableStorageError):
+        rig.guard.quarantine("o2", "bad/o2")
+
+
+@pytest.mark.parametrize("rig", [(None, NEVER)], indirect=True)
+def test_a_storage_that_fails_writes_is_not_asked_to_delete(rig: Rig) -> None:
+    rig.faults.add(Fault("write", error=eio))
+    for _ in range(LEAST_FAILURES):
+        with pytest.raises(TransientStorageError, match="EIO"):
+            rig.guard.write("new", [b"x"])
+    with pytest.raises(UnavailableStorageError):
+        rig.guard.delete("o1")
+
+
 # ------------------------------------------------------------------------- borrowing
 
 
@@ -724,3 +812,44 @@ def test_a_refused_loan_is_no_sign_that_the_storage_works(rig: Rig) -> None:
             assert rig.guard.borrow("o1", 2) is None
         rig.fail(1)
     assert rig.guard.reads.state is BreakerState.OPEN
+
+
+class RoomFor:
+    """A bound that has room for so many bytes."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.left = nbytes
+
+    def allows(self, nbytes: int) -> bool:
+        return nbytes <= self.left
+
+    def begin(self, nbytes: int) -> bool:
+        allowed = self.allows(nbytes)
+        self.left -= nbytes if allowed else 0
+        return allowed
+
+    def end(self, nbytes: int, written: bool) -> None:
+        self.left += 0 if written else nbytes
+
+
+def test_a_write_uses_up_its_room_while_it_goes_on(rig: Rig) -> None:
+    rig.guard.bound = bound = RoomFor(15)
+    gate = threading.Event()
+    rig.faults.add(Fault("write", wait=gate))
+    first = threading.Thread(target=rig.guard.write, args=("x", [bytes(10)]))
+    first.start()
+    until(lambda: rig.inner.counts["write"] == 1)
+    with pytest.raises(NoRoomError):
+        rig.guard.write("y", [bytes(10)])
+    gate.set()
+    first.join()
+    assert bound.left == 5
+
+
+def test_what_was_not_written_gives_its_room_back(rig: Rig) -> None:
+    rig.guard.bound = bound = RoomFor(100)
+    assert rig.guard.write("o1", [bytes(10)]) is WriteResult.EXISTED
+    rig.faults.add(Fault("write", error=eio()))
+    with pytest.raises(TransientStorageError):
+        rig.guard.write("z", [bytes(10)])
+    assert bound.left == 100

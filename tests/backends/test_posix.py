@@ -11,13 +11,15 @@ import stat
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from kvshelf.backends import NOT_REGULAR, WriteResult, open_backend, posix
+from kvshelf.backends import NOT_REGULAR, Touched, WriteResult, open_backend, posix
 from kvshelf.backends.oserrors import storage_error
 from kvshelf.backends.posix import PosixBackend, find_mount
 
@@ -27,6 +29,7 @@ from kvshelf.errors import (
     NotRegularError,
     ObjectMissingError,
     PermanentStorageError,
+    ProcessLimitError,
     ReadOnlyStorageError,
     StorageError,
     TransientStorageError,
@@ -250,6 +253,30 @@ def test_another_shelf_takes_the_place(backend: PosixBackend, root: Path) -> Non
     assert files(root.parent / "old") == {"a/x"}
 
 
+def test_a_deleted_shelf_below_folders_that_may_not_be_looked_at(
+    backend: PosixBackend, root: Path, monkeypatch: Any
+) -> None:
+    backend.write("a/x", [b"1"])
+    shutil.rmtree(root)
+    monkeypatch.setattr(posix, "_device_above", failing(errno.EACCES))
+    monkeypatch.setattr(posix, "_CHECK_SECONDS", 0.0)
+    monkeypatch.setattr(backend, "_checked_until", 0.0)
+    assert backend.stat(["a/x"]) == [None]
+    assert list(backend.list()) == []
+    assert backend.space() is None
+    with pytest.raises(ObjectMissingError):
+        backend.open("a/x")
+
+
+def test_files_that_nfs_keeps_for_readers_are_no_objects(backend: PosixBackend, root: Path) -> None:
+    backend.write("a/x", [b"1"])
+    kept = root / "a" / ".nfs00000000000004d200000001"
+    kept.write_bytes(b"deleted, and open")
+    assert [row.name for row in backend.list()] == ["a/x"]
+    assert backend.sweep("a", -60, any_name) == 0
+    assert kept.exists()
+
+
 def test_shelf_deleted_during_a_write(backend: PosixBackend, root: Path, monkeypatch: Any) -> None:
     backend.write("a/b/x", [b"1"])
     real = os.link
@@ -382,7 +409,10 @@ def test_one_folder_without_permission_does_not_make_the_shelf_read_only(
         (errno.ESTALE, TransientStorageError, OSError),
         (errno.ETIMEDOUT, TransientStorageError, OSError),
         (errno.ENOTCONN, TransientStorageError, OSError),
-        (errno.EMFILE, TransientStorageError, OSError),
+        (errno.EKEYEXPIRED, TransientStorageError, OSError),
+        (errno.EMFILE, ProcessLimitError, OSError),
+        (errno.ENFILE, ProcessLimitError, OSError),
+        (errno.ENOMEM, ProcessLimitError, OSError),
         (errno.EFBIG, PermanentStorageError, OSError),
         (errno.ENAMETOOLONG, PermanentStorageError, OSError),
     ],
@@ -412,7 +442,7 @@ def test_failed_writes_publish_nothing_and_leave_nothing(
             backend.write("a/y", [b"bytes"])
     assert isinstance(caught.value, builtin)
     assert caught.value.errno == code
-    assert caught.value.retryable == (kind is TransientStorageError)
+    assert caught.value.retryable == issubclass(kind, TransientStorageError)
     assert str(root / "a/y") in str(caught.value)
     assert files(root) == {"a/x"}
 
@@ -687,6 +717,74 @@ def test_touch_changes_the_access_time_only(backend: PosixBackend, root: Path) -
     info = (root / "a/x").stat()
     assert info.st_mtime_ns == 10**18
     assert info.st_atime_ns > 10**18
+
+
+def test_only_whoever_uses_an_object_sets_its_access_time(root: Path, monkeypatch: Any) -> None:
+    """A relatime mount sets it at a read if it is not later than the modification time."""
+    backend, looking = PosixBackend(root), PosixBackend(root, keep_atime=True)
+    backend.write("a/x", [b"12345"])
+    path = root / "a/x"
+
+    def atime_after(read: Any) -> float:
+        os.utime(path, (1000, 2000))
+        read()
+        return path.stat().st_atime
+
+    def read(opened: PosixBackend) -> None:
+        with opened.open("a/x") as reader:
+            assert reader.read_into(memoryview(bytearray(5)), 0) == 5
+
+    if atime_after(lambda: read(backend)) == 1000:
+        pytest.skip("this filesystem is mounted with noatime")
+    assert atime_after(lambda: read(looking)) == 1000
+    assert atime_after(lambda: backend.read_into("a/x", memoryview(bytearray(3)))) == 1000
+    # Another user's file: reading it is allowed, not doing so unseen.
+    real = PosixBackend._open_file
+
+    def refused(self: PosixBackend, name: str, flags: int) -> int:
+        if flags & os.O_NOATIME:
+            raise PermissionError(errno.EPERM, "not the owner", name)
+        return real(self, name, flags)
+
+    monkeypatch.setattr(PosixBackend, "_open_file", refused)
+    assert atime_after(lambda: read(looking)) > 2000
+
+
+def test_who_may_not_set_times_is_told(backend: PosixBackend, monkeypatch: Any) -> None:
+    backend.write("a/x", [b"1"])
+    assert backend.touch("a/x") is Touched.TOUCHED
+    for code, answer in (
+        (errno.EPERM, Touched.REFUSED),
+        (errno.EACCES, Touched.REFUSED),
+        (errno.EROFS, Touched.REFUSED),
+        (errno.EIO, Touched.TOUCHED),
+    ):
+        monkeypatch.setattr(posix, "_touch", failing(code))
+        assert backend.touch("a/x") is answer
+
+
+def test_room_is_that_of_the_filesystem(root: Path, monkeypatch: Any) -> None:
+    space = PosixBackend(root).space()
+    assert space is not None
+    assert space.total == shutil.disk_usage(root).total
+    for kind in ("tmpfs", "ext4"):
+        monkeypatch.setattr(posix, "find_mount", lambda _, kind=kind: posix.Mount(kind))
+        found = PosixBackend(root).space()
+        assert found is not None
+        assert found.memory is (kind == "tmpfs")
+    # Some filesystems of programs know no size.
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_blocks=0, f_flag=0))
+    assert PosixBackend(root).space() is None
+
+
+def test_a_full_storage_tells_its_time(backend: PosixBackend, root: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(os, "mkdir", failing(errno.ENOSPC))
+    os.utime(root, (1000, 1000))
+    found = backend.now()
+    assert found is not None
+    assert abs(found - time.time()) < 60
+    monkeypatch.setattr(os, "mkdir", failing(errno.EACCES))
+    assert backend.now() is None, "a storage that takes no writes does not tell"
 
 
 def test_foreign_names_are_not_listed(backend: PosixBackend, root: Path) -> None:

@@ -52,6 +52,12 @@ def allows(of: dict[str, Any], method: str, place: str) -> bool:
     bucket, _, key = unquote(parts.path).lstrip("/").partition("/")
     query = parse_qs(parts.query, keep_blank_values=True)
     arn = f"arn:aws:s3:::{bucket}"
+    if not bucket:
+        # The clock: the date of any answer will do, also of a refusal.
+        return method == "HEAD"
+    if method == "POST" and "delete" in query:
+        # The body names the objects.
+        return any(_matches(s, "s3:DeleteObject", f"{arn}/kv/x", "") for s in of["Statement"])
     if not key:
         listing = method == "GET" and "list-type" in query
         asked = [("s3:ListBucket" if listing else method, arn, query.get("prefix", [""])[0])]
@@ -153,6 +159,34 @@ def test_the_policies_allow_exactly_what_is_asked_for(
     # Another prefix of the bucket is out of reach.
     assert not allows(storing, "GET", f"/{BUCKET}/other/x")
     assert not allows(storing, "GET", f"/{BUCKET}?list-type=2&prefix=other%2F")
+
+
+def test_deleting_takes_one_more_right(server: S3Server, log: Log) -> None:
+    url = f"{URL}-swept"
+    with (
+        open_shelf(url, storage_options=server.options()) as shelf,
+        ChunkCache(shelf, namespace()) as cache,
+    ):
+        assert cache.store(prompt(0, 3), kv=blob(prompt(0, 3))).complete
+    log.take()
+    asked = {}
+    for arguments in (["gc", url], ["gc", url, "--yes"]):
+        result = CliRunner().invoke(
+            app,
+            [*arguments, "--max-bytes", "1", "--orphans"],
+            env={"KVSHELF_STORAGE_OPTIONS": json.dumps(server.options())},
+        )
+        # Its description stays, which is more than one byte.
+        assert result.exit_code == 1, result.output
+        asked[arguments[-1]] = [(m, p.replace("kv-swept", "kv")) for m, p, _ in log.take()]
+    loading, storing, sweeping = map(
+        policy, ("policy-load.json", "policy-store.json", "policy-sweep.json")
+    )
+    assert all(allows(loading, *request) for request in asked[url])
+    assert [request for request in asked["--yes"] if not allows(sweeping, *request)] == []
+    refused = [request for request in asked["--yes"] if not allows(storing, *request)]
+    assert {method for method, _ in refused} == {"POST"} and len(refused) == 6
+    assert sweeping["Statement"][:-1] == storing["Statement"]
 
 
 def test_the_documentation_shows_the_policy() -> None:

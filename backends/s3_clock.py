@@ -1,0 +1,80 @@
+"""The clock of an S3 server.
+
+Owns the request that asks for it: one HEAD without credentials, whose answer, whatever it is, has
+the server's time in its ``Date`` header. obstore shows no such headers. Runs on the caller's
+thread.
+"""
+
+from __future__ import annotations
+
+import os
+import ssl
+from collections.abc import Mapping
+from email.utils import parsedate_to_datetime
+from typing import Any, Final
+from urllib.error import HTTPError, URLError
+from urllib.request import HTTPRedirectHandler, HTTPSHandler, Request, build_opener
+
+from kvshelf.backends.s3_client import mapping_of, verify_of
+
+_SECONDS: Final = 10.0
+
+
+class _NoRedirect(HTTPRedirectHandler):
+    """The answer that redirects has a date as well."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
+class Clock:
+    """The clock of the server at `url`.
+
+    Parameters
+    ----------
+    url : str
+        Of the server; nothing below it needs to exist.
+    options : Mapping
+        Storage options, for the certificates that are trusted.
+    """
+
+    def __init__(self, url: str, options: Mapping[str, Any]) -> None:
+        self._url = url
+        self._verify = verify_of(mapping_of(options, "client_kwargs"))
+
+    def now(self) -> float | None:
+        """Return the server's time, in seconds since the epoch; None if it does not tell.
+
+        Raises
+        ------
+        OSError
+            If the server does not answer.
+        """
+        opener = build_opener(_NoRedirect, HTTPSHandler(context=self._context()))
+        try:
+            # The scheme was checked when the URL came from the options.
+            request = Request(self._url, method="HEAD")  # noqa: S310
+            with opener.open(request, timeout=_SECONDS) as answer:
+                return time_of(answer.headers.get("Date"))
+        except HTTPError as refused:
+            with refused:
+                return time_of(refused.headers.get("Date"))
+        except URLError as error:
+            raise error.reason if isinstance(error.reason, OSError) else error from None
+
+    def _context(self) -> ssl.SSLContext:
+        if isinstance(self._verify, (str, os.PathLike)):
+            return ssl.create_default_context(cafile=os.fspath(self._verify))
+        context = ssl.create_default_context()
+        if self._verify is False:
+            context.check_hostname = False
+            context.verify_mode = ssl.CERT_NONE
+        return context
+
+
+def time_of(date: str | None) -> float | None:
+    """Return the seconds since the epoch of an HTTP date; None if it is none."""
+    try:
+        return None if date is None else parsedate_to_datetime(date).timestamp()
+    except (ValueError, OverflowError):
+        return None

@@ -1,0 +1,124 @@
+"""Two users share a directory: what one of them may do with what the other has stored.
+
+Owns both sides. Imported by pytest, as root, it looks at what came of the calls. Run as a program,
+it is one of the users: it becomes that user after its imports, so that neither Python nor the
+checkout need to be readable for everybody, and prints the answer of each call.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kvshelf.backends.guard import GuardedBackend
+from kvshelf.backends.posix import PosixBackend
+
+from kvshelf.errors import KVShelfError
+
+FIRST, SECOND = 61234, 61235
+
+
+def _read(backend: GuardedBackend, name: str) -> int:
+    data = memoryview(bytearray(16))
+    with backend.open(name) as reader:
+        return reader.read_into(data, 0)
+
+
+CALLS: dict[str, Callable[[GuardedBackend], Any]] = {
+    "read": lambda backend: _read(backend, "a/x"),
+    "touch": lambda backend: backend.touch("a/x").value,
+    "touch own": lambda backend: backend.touch("a/own").value,
+    "write": lambda backend: backend.write("a/own", [b"mine"]).value,
+    "entries": lambda backend: sorted(row.name for row in backend.entries()),
+    "now": lambda backend: backend.now() is not None,
+    "space": lambda backend: backend.space() is not None,
+    "sweep": lambda backend: backend.sweep("a", -60, lambda name: name == "x"),
+    "delete": lambda backend: backend.delete("a/x"),
+    "writes go on": lambda backend: backend.writes.is_closed,
+}
+
+
+def _be(user: int, root: str, calls: list[str]) -> None:
+    os.setgroups([])
+    os.setgid(user)
+    os.setuid(user)
+    backend = GuardedBackend(PosixBackend(root, keep_atime=True))
+    answers = []
+    for call in calls:
+        try:
+            answers.append(CALLS[call](backend))
+        except KVShelfError as error:
+            answers.append(type(error).__name__)
+    sys.stdout.write(json.dumps(answers))
+
+
+def as_user(user: int, root: Path, *calls: str) -> list[Any]:
+    """Make calls as another user; return their answers, errors by the names of their classes."""
+    command = [sys.executable, __file__, str(user), str(root), *calls]
+    # The child may not read this checkout once it is another user.
+    found = subprocess.run(command, capture_output=True, text=True, check=True, cwd="/")
+    answers: list[Any] = json.loads(found.stdout)
+    return answers
+
+
+@pytest.fixture
+def root() -> Iterator[Path]:
+    """A directory of the first user's; pytest's own are closed to other users."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can be several users")
+    folder = Path(tempfile.mkdtemp())
+    folder.chmod(0o755)
+    root = folder / "shelf"
+    root.mkdir()
+    os.chown(root, FIRST, FIRST)
+    yield root
+    shutil.rmtree(folder)
+
+
+def test_a_shelf_for_everybody(root: Path) -> None:
+    root.chmod(0o777)
+    assert as_user(FIRST, root, "write", "touch own") == ["created", "touched"]
+    (root / "a/own").rename(root / "a/x")
+    left = root / "a/.x.0123456789abcdef.tmp"
+    left.write_bytes(b"")
+    os.utime(root / "a/x", (1000, 2000))
+    assert as_user(SECOND, root, "read", "touch", "write", "touch own", "now", "space") == [
+        *(4, "refused", "created", "touched", True, True)
+    ]
+    found = (root / "a/x").stat()
+    assert found.st_uid == FIRST
+    assert found.st_mtime == 2000
+    assert (root / "a/own").stat().st_uid == SECOND
+    assert stat.S_IMODE((root / "a/own").stat().st_mode) == 0o666
+    assert as_user(SECOND, root, "sweep", "delete", "entries") == [1, True, ["a/own"]]
+
+
+def test_a_shelf_in_which_each_may_delete_only_their_own(root: Path) -> None:
+    root.chmod(0o1777)
+    assert as_user(FIRST, root, "write") == ["created"]
+    (root / "a/own").rename(root / "a/x")
+    assert as_user(SECOND, root, "read", "touch", "delete", "write", "writes go on") == [
+        *(4, "refused", "ReadOnlyStorageError", "created", True)
+    ]
+
+
+def test_a_shelf_that_others_only_read(root: Path) -> None:
+    root.chmod(0o755)
+    assert as_user(FIRST, root, "write") == ["created"]
+    (root / "a/own").rename(root / "a/x")
+    assert as_user(SECOND, root, "read", "touch", "space", "now", "entries", "write") == [
+        *(4, "refused", True, False, ["a/x"], "ReadOnlyStorageError")
+    ]
+
+
+if __name__ == "__main__":
+    _be(int(sys.argv[1]), sys.argv[2], sys.argv[3:])
