@@ -18,7 +18,8 @@ from kvshelf.errors import ConfigError, UnsupportedError
 from kvshelf.format.kinds import KINDS, STATE
 from kvshelf.forms import blob_of_tuples, empty_tuples
 from kvshelf.kv.state_tensors import empty_state
-from kvshelf.tools.seeding import SeedReport, TokenPrompt, seed_shelf
+from kvshelf.tools.prompts import TokenPrompt
+from kvshelf.tools.seeding import SeedReport, seed_shelf
 
 CHUNK = 16
 WINDOW = 24

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 from kvshelf.backends import Deadlines
-from pydantic import ValidationError
+from pydantic import ByteSize, ValidationError
 
-from kvshelf.config import PROCESS_VARIABLES, Config, cache_dir, default_shelf_path
+from kvshelf.config import PROCESS_VARIABLES, CapacityConfig, Config, cache_dir, default_shelf_path
 from kvshelf.errors import ConfigError, KVShelfError
 from kvshelf.shelf.shelf import open_shelf
 
@@ -147,6 +147,7 @@ def test_the_address_of_a_node_server(monkeypatch: pytest.MonkeyPatch) -> None:
         {"storage_options": {"create": False}},
         {"disk_tier": {"path": "/nvme/kv", "max_bytes": "1GiB"}},
         {"prefetch_bytes": 0},
+        {"capacity": {"max_bytes": "1TiB"}},
     ],
 )
 def test_an_engine_with_a_node_server_has_no_shelf_of_its_own(option: dict[str, object]) -> None:
@@ -168,7 +169,7 @@ def test_every_unknown_key_is_named_with_its_source_and_the_nearest_one(file: Pa
         {"KVSHELF_SHARDSS": "1", "HOME": "/", "OTHER_KVSHELF_X": "1"},
     )
     assert "'chunksize' in kv_connector_extra_config; did you mean chunk_size?" in text
-    assert "'zzz' in kv_connector_extra_config; known: cache_tails, check_finite" in text
+    assert "'zzz' in kv_connector_extra_config; known: cache_tails, capacity, check_finite" in text
     assert "variable KVSHELF_SHARDSS in the environment; did you mean KVSHELF_SHARDS?" in text
     assert f"'shard' in the file {file}; did you mean shards?" in text
     assert "OTHER_KVSHELF_X" not in text
@@ -233,6 +234,16 @@ def test_every_bad_value_is_named_with_its_source(file: Path) -> None:
         {"memory_tier": {}},
         {"memory_tier": {"max_bytes": 0}},
         {"memory_tier": {"max_bytes": "1GiB", "path": "/nvme"}},
+        {"capacity": "1TiB"},
+        {"capacity": None},
+        {"capacity": {"max_bytes": 0}},
+        {"capacity": {"max_byte": 1}},
+        {"capacity": {"max_age": "1m"}},
+        {"capacity": {"max_age": "1 fortnight"}},
+        {"capacity": {"max_age": "nand"}},
+        {"capacity": {"max_age": True}},
+        {"capacity": {"min_free": -1}},
+        {"capacity": {"uses": "atime"}},
         {"_env_file": "/etc/passwd"},
         {"config_file": 3},
     ],
@@ -306,6 +317,32 @@ def test_a_disk_tier_is_not_where_the_private_shelf_is(tmp_path: Path) -> None:
         text = problem({"disk_tier": {"path": str(path), "max_bytes": 1}}, environ)
         assert "one is inside the other" in text
     load({"disk_tier": {"path": str(tmp_path / "tier"), "max_bytes": 1}}, environ)
+
+
+def test_capacity_has_sizes_and_times_with_units() -> None:
+    config = load(
+        {"capacity": {"max_bytes": "2TiB", "min_free": 0}},
+        {"KVSHELF_CAPACITY": '{"max_age": "1.5d", "uses": "marks"}'},
+    )
+    assert config.capacity == CapacityConfig(
+        max_bytes=ByteSize(2 << 40), max_age=129600.0, min_free=ByteSize(0), uses="marks"
+    )
+    for text, seconds in {"120": 120, "120s": 120, "3 m": 180, "12h": 43200, "7D": 604800}.items():
+        assert load({"capacity": {"max_age": text}}).capacity.max_age == seconds
+    nothing = load().capacity
+    assert (nothing.max_bytes, nothing.max_age, nothing.min_free) == (None, None, None)
+
+
+def test_a_bound_of_salt_groups_needs_salt_groups() -> None:
+    bound = {"capacity": {"group_max_bytes": "1GiB"}}
+    assert "set group_by_salt to true, or remove group_max_bytes" in problem(bound)
+    assert load({**bound, "group_by_salt": True}).capacity.group_max_bytes == 1 << 30
+
+
+def test_a_variable_that_is_not_json_is_named() -> None:
+    text = problem({}, {"KVSHELF_CAPACITY": "2TiB", "KVSHELF_STORAGE_OPTIONS": "{}"})
+    assert "variable KVSHELF_CAPACITY in the environment is not JSON; expected an object" in text
+    assert "STORAGE_OPTIONS" not in text
 
 
 @pytest.mark.parametrize("content", ["a: [", "- a\n- b\n", "\x00", "just text"])

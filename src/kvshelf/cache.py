@@ -19,6 +19,8 @@ Contracts
   done, cancelled, or ``result`` has returned; not after that. On a device it writes after the
   work that the caller's current stream has when it is called.
 * Blocking calls and ``result`` end after their timeout; the cache has a default timeout.
+* What is retrieved is recorded as used, with the prompt's chunks before it
+  (:mod:`kvshelf.capacity.uses`). To look a prompt up, or to prefetch it, is no use.
 * All methods may be called from any thread. The cache's threads are daemons and start when
   they are first needed.
 """
@@ -37,10 +39,12 @@ from typing import Any, ClassVar, Final, Generic, NamedTuple, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
+from kvshelf.capacity.sweeper import Sweeper
+from kvshelf.capacity.uses import Uses
 from kvshelf.config import EARLIER_NAME, Config
 from kvshelf.errors import ConfigError
 from kvshelf.format.keys import Chunk, KeyChain, MultimodalItem, salt_group_of
-from kvshelf.format.kinds import STATE, Kind, kind_key
+from kvshelf.format.kinds import FULL, STATE, Kind, kind_key
 from kvshelf.format.model import ModelFacts
 from kvshelf.format.namespace import Namespace
 from kvshelf.format.objects import ObjectFormat
@@ -262,6 +266,10 @@ class _LoadHandle(Handle[T]):
             self._starting = True
         first = self._prompt.first_chunk
         chunks = lookup.chain.chunks[first : first + lookup.hit_chunks]
+        if not self._early:
+            # Of the full chunks, those before the first are in use as well.
+            whole = lookup.chain.chunks[: first + lookup.hit_chunks]
+            self._cache._note_used(whole if self._cache.fmt.kind == FULL else chunks)
         try:
             load = self._cache.transfer.load(
                 self._cache._next_id(),
@@ -465,6 +473,8 @@ class ChunkCache:
         The counters to use; new ones when absent.
     on_thread_start : Callable, optional
         Called first on each thread with ``"load"``, ``"store"`` or ``"lookup"``.
+    uses : Uses, optional
+        Records what is used. When absent, the cache has its own.
 
     Attributes
     ----------
@@ -502,6 +512,7 @@ class ChunkCache:
         drain_s: float = 4.0,
         counters: Counters | None = None,
         on_thread_start: Callable[[str], None] | None = None,
+        uses: Uses | None = None,
     ) -> None:
         self.shelf = shelf
         self.fmt = ObjectFormat(namespace) if isinstance(namespace, Namespace) else namespace
@@ -521,7 +532,11 @@ class ChunkCache:
         self._timeout = timeout_s
         self._drain = drain_s
         self._on_thread_start = on_thread_start
+        self._owns_uses = uses is None
+        self._uses = Uses(self.counters) if uses is None else uses
         self._owns_shelf = False
+        #: What keeps the shelf within its bounds, where this cache does.
+        self._sweeper: Sweeper | None = None
         self._lock = threading.Lock()
         self._kinds_lock = threading.Lock()
         self._closed = False
@@ -542,6 +557,7 @@ class ChunkCache:
             "drain_s": drain_s,
             "counters": self.counters,
             "on_thread_start": on_thread_start,
+            "uses": self._uses,
         }
         #: The memory that this cache closes.
         self._own_memory: MemoryTier | None = None
@@ -640,11 +656,21 @@ class ChunkCache:
         counters = Counters()
         if config.prefetch_bytes:
             logger.warning(EARLIER_NAME, config.memory_bytes)
+        uses = Uses.of(config, counters)
         shelf, disk_tier = open_shelf(counters)
-        memory_tier = None
+        memory_tier = sweeper = None
         try:
             if config.memory_bytes:
                 memory_tier = MemoryTier(config.memory_bytes, counters=counters)
+            if config.server is None and not config.read_only:
+                # With a node server, that keeps the shelf within its bounds.
+                sweeper = Sweeper(
+                    shelf,
+                    config.capacity,
+                    counters,
+                    keep_tails=config.handover_keep_s or None,
+                )
+                sweeper.start()
             cache = cls(
                 shelf,
                 namespace,
@@ -658,15 +684,19 @@ class ChunkCache:
                 timeout_s=timeout_s,
                 drain_s=config.shutdown_drain_s,
                 counters=counters,
+                uses=uses,
             )
         except BaseException:
+            if sweeper is not None:
+                sweeper.close()
             if memory_tier is not None:
                 memory_tier.close()
             if disk_tier is not None:
                 disk_tier.close()
             shelf.close()
             raise
-        cache._owns_shelf = True
+        cache._owns_shelf = cache._owns_uses = True
+        cache._sweeper = sweeper
         cache._own_memory = cache._own_memory or memory_tier
         return cache
 
@@ -1226,8 +1256,12 @@ class ChunkCache:
             others = [cache for cache in self._caches.values() if not cache._closed]
         for cache in others:
             cache.close()
+        if self._owns_uses:
+            self._uses.close()
         if self._own_memory is not None:
             self._own_memory.close()
+        if self._sweeper is not None:
+            self._sweeper.close()
         if self._owns_shelf:
             if self._disk_tier is not None:
                 self._disk_tier.close()
@@ -1278,6 +1312,10 @@ class ChunkCache:
 
     def _kind_key(self, chunk: Chunk) -> bytes:
         return kind_key(chunk.key, self.fmt.kind)
+
+    def _note_used(self, chunks: Sequence[Chunk]) -> None:
+        """Record that chunks of this kind were used."""
+        self._uses.hit(self.shelf.view(self.fmt), chunks)
 
     def _note_stored(self, chunk: Chunk) -> None:
         """Let lookups find a chunk that was just published."""

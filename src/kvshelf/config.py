@@ -18,6 +18,8 @@ Contracts
 from __future__ import annotations
 
 import difflib
+import json
+import math
 import os
 import re
 import stat
@@ -83,9 +85,14 @@ _OF_THE_SERVER: Final = (
     "disk_tier",
     "memory_tier",
     "prefetch_bytes",
+    "capacity",
 )
 _PREFETCH_BYTES: Final = 256 << 20
 _LEAST_MEMORY: Final = 4096
+#: A shorter age would delete chunks in use: uses are recorded about once a minute at most.
+_LEAST_MAX_AGE: Final = 120.0
+#: Seconds of the units of time that options know.
+TIME_UNITS: Final = types.MappingProxyType({"s": 1, "m": 60, "h": 3600, "d": 86400})
 _PREFETCH_FROM_PROBE_SECONDS: Final = 1e-3
 #: For the log, where the option is used.
 EARLIER_NAME: Final = (
@@ -148,9 +155,71 @@ def _directory(value: object) -> object:
     return place
 
 
+def _history_folder(value: object) -> object:
+    # An empty variable counts as absent, so there is a word for it.
+    return "" if value in ("", "off") else _directory(value)
+
+
 #: A number that is not a boolean, which pydantic would take for 0 or 1.
 _Count: TypeAlias = Annotated[int, BeforeValidator(_no_boolean)]
 _Size: TypeAlias = Annotated[ByteSize, BeforeValidator(_no_boolean)]
+
+
+def parse_duration(value: object) -> object:
+    """Return the seconds that a text such as ``7d``, ``12h``, ``30m`` or ``90s`` means.
+
+    Anything but a text that ends in one of these units is returned as it is.
+
+    Raises
+    ------
+    ValueError
+        If what stands before the unit is not a finite number.
+    """
+    text = value.strip() if isinstance(value, str) else ""
+    unit = text[-1:].lower()
+    if unit not in TIME_UNITS:
+        return value
+    try:
+        seconds = float(text[:-1]) * TIME_UNITS[unit]
+    except ValueError:
+        seconds = math.nan
+    if not math.isfinite(seconds):
+        raise ValueError("is not a time; expected seconds, or a number and s, m, h or d as in 7d")
+    return seconds
+
+
+_Duration: TypeAlias = Annotated[
+    float, BeforeValidator(_no_boolean), BeforeValidator(parse_duration)
+]
+
+
+class CapacityConfig(BaseModel):
+    """The option ``capacity``.
+
+    Attributes
+    ----------
+    max_bytes : int or None
+        Most bytes of everything on the shelf: all namespaces, temporaries, quarantine. Above it
+        the chunks that were used longest ago are deleted. None: no bound, nothing is deleted for
+        it.
+    max_age : float or None
+        Seconds after its last use at which a chunk is deleted. None: never.
+    min_free : int or None
+        Bytes of the storage that stores leave free. None: 5 %, at most 20 GiB, and 10 % of a
+        filesystem in memory. 0: stores use all.
+    group_max_bytes : int or None
+        Most bytes of each salt group of a namespace. None: no bound.
+    uses : str
+        How uses of chunks are recorded: ``auto``, ``marks``, ``rewrite`` or ``off``.
+    """
+
+    model_config = ModelOptions(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    max_bytes: Annotated[_Size, Field(gt=0)] | None = None
+    max_age: Annotated[_Duration, Field(ge=_LEAST_MAX_AGE)] | None = None
+    min_free: Annotated[_Size, Field(ge=0)] | None = None
+    group_max_bytes: Annotated[_Size, Field(gt=0)] | None = None
+    uses: Literal["auto", "marks", "rewrite", "off"] = "auto"
 
 
 class MemoryTierConfig(BaseModel):
@@ -259,8 +328,8 @@ class Config(BaseSettings):
         description=(
             "The node server of this machine, as `kvshelf serve` shows it: `ipc://` and the path of"
             " its socket. Its engines share one memory tier and one set of connections to the"
-            " storage. The shelf and the tiers are then options of the server: "
-            "`shared_storage_path`, `storage_options`, `disk_tier`, `memory_tier` and "
+            " storage. The shelf, its bounds and the tiers are then options of the server: "
+            "`shared_storage_path`, `storage_options`, `capacity`, `disk_tier`, `memory_tier` and "
             "`prefetch_bytes` are errors beside this option. Without the server the engine runs as "
             "without a cache. See [Node server](node-server.md)."
         ),
@@ -279,6 +348,23 @@ class Config(BaseSettings):
             "taken when needed, for storage with a probe latency of 1 ms or more, such as S3; none "
             "for faster storage, such as local disks and nearby mounts. See "
             "[Storage](storage.md#memory-tier)."
+        ),
+    )
+    capacity: CapacityConfig = Field(
+        default=CapacityConfig(),
+        description=(
+            'Bounds of the shelf, all optional: `{"max_bytes": "2TiB", "max_age": "7d", '
+            '"min_free": "50GiB"}`. `max_bytes` bounds everything on the shelf, of all models '
+            "and engines together; above it, engines delete the chunks that were used longest ago, "
+            "down to a part of it. If engines give several values, the smallest acts. `max_age` "
+            "deletes chunks that long after their last use: seconds (at least 120), or a number "
+            "and `s`, `m`, `h` or `d`. Without `max_bytes` and `max_age` no engine deletes chunks. "
+            "`min_free` is what stores leave free on the storage; below it they are dropped and "
+            "counted. If it is not set, that is 5 % of the storage, at most 20 GiB, and 10 % of a "
+            "filesystem in memory (tmpfs); `0` turns it off. `group_max_bytes` bounds each salt "
+            "group, with `group_by_salt` only. `uses` says how uses of chunks are recorded: `auto` "
+            "(default), `marks`, `rewrite` (for S3 with a lifecycle rule) or `off`. An engine with "
+            "`read_only` deletes nothing. See [Capacity](capacity.md)."
         ),
     )
     read_only: bool = Field(
@@ -530,6 +616,17 @@ class Config(BaseSettings):
         ),
     )
 
+    history_path: Annotated[str, BeforeValidator(_history_folder)] | None = Field(
+        default=None,
+        description=(
+            "The folder of this machine in which engines keep their histories: files from which "
+            "`kvshelf explain` tells what they missed, refused, dropped and deleted. Each engine "
+            "keeps at most 1 MiB, only its user can read it, and it holds no tokens. If it is not "
+            "set: `$XDG_STATE_HOME/kvshelf`, else `~/.local/state/kvshelf`. `off`: no history. See "
+            "[Why a lookup misses](misses.md#history)."
+        ),
+    )
+
     @field_validator("disk_tier", mode="before")
     @classmethod
     def _tier(cls, value: object) -> object:
@@ -543,6 +640,13 @@ class Config(BaseSettings):
         if value is None or isinstance(value, Mapping | MemoryTierConfig):
             return value
         raise ValueError('is not a mapping; expected {"max_bytes": …}, as JSON')
+
+    @field_validator("capacity", mode="before")
+    @classmethod
+    def _bounds(cls, value: object) -> object:
+        if isinstance(value, Mapping | CapacityConfig):
+            return value
+        raise ValueError('is not a mapping; expected {"max_bytes": …, "max_age": …}, as JSON')
 
     @property
     def deadlines(self) -> dict[str, float]:
@@ -590,6 +694,11 @@ class Config(BaseSettings):
                 "memory_tier and prefetch_bytes are both set, but prefetch_bytes is an earlier name"
                 " of memory_tier: remove it"
             )
+        if self.capacity.group_max_bytes is not None and not self.group_by_salt:
+            raise ValueError(
+                "capacity.group_max_bytes is set and group_by_salt is not: without it the chunks of"
+                " all salts lie in one group; set group_by_salt to true, or remove group_max_bytes"
+            )
         if self.read_only and self.save_decode:
             raise ValueError(
                 "read_only and save_decode are both true, but a read-only shelf stores "
@@ -599,7 +708,8 @@ class Config(BaseSettings):
 
     def _check_server(self) -> None:
         """Refuse options of an engine that its node server decides."""
-        given = [name for name in _OF_THE_SERVER if getattr(self, name, None) not in (None, {})]
+        nothing: tuple[object, ...] = (None, {}, CapacityConfig())
+        given = [name for name in _OF_THE_SERVER if getattr(self, name, None) not in nothing]
         if self.server is not None and given:
             raise ValueError(
                 f"server is {self.server}, and {' and '.join(given)} "
@@ -680,12 +790,7 @@ class Config(BaseSettings):
             raise _error(_explain(error, given, environ, file_source)) from None
         except SettingsError:
             # The cause, left out here, contains the variable's whole value.
-            raise _error(
-                [
-                    f"variable {variable_of('storage_options')} in the environment is not JSON; "
-                    'expected an object such as {"anon": true}'
-                ]
-            ) from None
+            raise _error(_not_json(environ)) from None
         finally:
             _sources.reset(token)
 
@@ -711,6 +816,29 @@ def cache_dir(environ: Mapping[str, str] | None = None) -> Path:
     if (base := environ.get("XDG_CACHE_HOME")) and os.path.isabs(base):
         return Path(base) / "kvshelf"
     return Path("~/.cache/kvshelf").expanduser()
+
+
+def history_dir(config: Config, environ: Mapping[str, str] | None = None) -> Path | None:
+    """Return the folder of the histories of this user's engines; None if there are to be none.
+
+    Parameters
+    ----------
+    config : Config
+    environ : Mapping, optional
+        The environment; ``os.environ`` when absent.
+
+    Returns
+    -------
+    Path or None
+        ``history_path``, else ``$XDG_STATE_HOME/kvshelf``, else ``~/.local/state/kvshelf``. Not
+        created.
+    """
+    if config.history_path is not None:
+        return Path(config.history_path) if config.history_path else None
+    environ = os.environ if environ is None else environ
+    if (base := environ.get("XDG_STATE_HOME")) and os.path.isabs(base):
+        return Path(base) / "kvshelf"
+    return Path("~/.local/state/kvshelf").expanduser()
 
 
 def default_shelf_path(environ: Mapping[str, str] | None = None) -> Path:
@@ -818,6 +946,23 @@ def _unknown_variables(environ: Mapping[str, str]) -> list[str]:
         else:
             hint = _suggest(name.upper(), known)
         problems.append(f"unknown variable {name} in the environment; {hint}")
+    return problems
+
+
+def _not_json(environ: Mapping[str, str]) -> list[str]:
+    """Return a problem for each variable that must be JSON and is not."""
+    examples = {"storage_options": '{"anon": true}', "capacity": '{"max_bytes": "2TiB"}'}
+    expected = {variable_of(name): example for name, example in examples.items()}
+    problems = []
+    for name, value in sorted(environ.items()):
+        if value and name.upper() in expected:
+            try:
+                json.loads(value)
+            except ValueError:
+                problems.append(
+                    f"variable {name} in the environment is not JSON; expected an object such as "
+                    f"{expected[name.upper()]}"
+                )
     return problems
 
 

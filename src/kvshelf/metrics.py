@@ -60,10 +60,16 @@ COUNTERS: Mapping[str, str] = {
     **_of_kind("state", "states"),
     "existing_chunks": "chunks already on the shelf when their store began",
     "repaired_objects": "bad objects replaced with good ones",
+    "unrepaired_objects": (
+        "bad objects found by an engine that stores nothing, and so cannot replace them"
+    ),
     "dropped_chunks_staging_full": "chunks dropped because staging was full",
     "dropped_chunks_unavailable": (
         "chunks dropped because a circuit breaker was open, the storage was read-only, or every"
         " store thread was stuck"
+    ),
+    "dropped_chunks_no_room": (
+        "chunks dropped because the storage or the shelf was full up to a bound of `capacity`"
     ),
     "dropped_chunks_parent_dropped": "chunks dropped because a chunk before them was dropped",
     "dropped_chunks_not_finite": "chunks dropped because their KV contains NaN or infinity",
@@ -90,6 +96,14 @@ COUNTERS: Mapping[str, str] = {
     "promises_broken": "hand-overs of which a chunk was dropped or could not be stored",
     "markers_written": "markers written that tell other engines of a broken promise",
     "leftovers_deleted": "old tails, and markers of old hand-overs, deleted",
+    "touched_objects": "objects in use whose access times were set",
+    "marked_chunks": "chunks in use that were marked, as access times could not be set",
+    "rewritten_objects": "objects in use written anew, for storages that delete by age",
+    "rewritten_bytes": "bytes of objects in use written anew",
+    "sweeps": "listings of the whole shelf that deleted what went",
+    "sweep_seconds": "seconds of processor time that sweeps took",
+    "shelf_evicted_objects": "objects deleted from the shelf by sweeps",
+    "shelf_evicted_bytes": "bytes of objects deleted from the shelf by sweeps",
     "late_calls": "storage calls that missed their deadline",
     "stuck_threads": "threads that got stuck in a storage call and were replaced",
     "breaker_opens": "times that a circuit breaker opened",
@@ -163,6 +177,9 @@ GAUGES: Mapping[str, tuple[str, Literal["sum", "max"]]] = {
     "staging_limit_bytes": ("upper limit of staging in bytes", "sum"),
     "read_breaker_state": ("read circuit breaker: 0 closed, 1 half-open, 2 open", "max"),
     "write_breaker_state": ("write circuit breaker: 0 closed, 1 half-open, 2 open", "max"),
+    "shelf_used_bytes": ("bytes of everything on the shelf, as far as is known", "max"),
+    "shelf_limit_bytes": ("upper limit of the shelf in bytes, the smallest of all engines", "max"),
+    "storage_free_bytes": ("bytes that are free on the shelf's storage", "max"),
     "memory_tier_used_bytes": ("bytes of all objects in the memory tier", "sum"),
     "memory_tier_pinned_bytes": ("bytes of objects in the memory tier that are in use", "sum"),
     "memory_tier_limit_bytes": ("upper limit of the memory tier in bytes", "sum"),
@@ -234,6 +251,11 @@ class Counters:
         """Return all counters that are not zero."""
         with self._lock:
             return dict(self._sums)
+
+    def gauges(self) -> dict[str, float]:
+        """Return all gauges that were set."""
+        with self._lock:
+            return dict(self._gauges)
 
     def times(self) -> dict[str, list[float]]:
         """Return the counts by bucket and then the total seconds of each recorded operation."""

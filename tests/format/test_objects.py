@@ -693,12 +693,14 @@ def test_one_format_serves_many_threads() -> None:
 
 
 def test_templates_of_many_tails_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(objects, "_TEMPLATES_KEPT", 4)
+    monkeypatch.setattr(objects, "_TENSORS_KEPT", 12)
     fmt = make_format(chunk_size=64)
     for chunk in [make_chunks(fmt, n)[-1] for n in range(1, 65)]:
         image = make_object(fmt, chunk)
         assert read(fmt, image, chunk) == image
     assert len(fmt._templates) <= 4
+    # A forged record may have many layers.
+    assert make_format(layers=13).tensors(0)
 
 
 # --------------------------------------------------------------------------- misuse
@@ -824,16 +826,27 @@ def test_contradictions_are_refused(fields: dict[str, Any], message: str) -> Non
     [
         {"chunk_size": 2**32 - 1},
         {"layer_shapes": ["2,*,100000000000000,100000000000000"] * 2},
-        {"shards": 2**32 - 2, "layer_shapes": ["2,*,4294967294,8"] * 2, "data_offset": 8192},
+        {"shards": 2**32 - 2, "layer_shapes": ["2,*,4294967294,8"] * 2},
+        {"shards": 65537 * 2, "layer_shapes": ["2,*,131074,8"] * 2},
     ],
 )
 def test_a_namespace_of_any_size_costs_nothing(fields: dict[str, Any]) -> None:
     """Its record may be forged."""
     record = make_format(2).namespace.record | fields
     begin = time.process_time()
-    with pytest.raises(ConfigError, match=r"an object would hold|data_offset is 8192"):
+    with pytest.raises(ConfigError, match=r"an object would hold|at most 65536"):
         ObjectFormat(Namespace(record))
     assert time.process_time() - begin < 1
+
+
+def test_the_most_shards_cost_little() -> None:
+    """Sizes are known without a template for each shard."""
+    fmt = make_format(layers=3, stages=[2, 1], shards=1 << 16, shape="2,*,32768,8")
+    sizes = [fmt.object_size(shard) for shard in range(fmt.shards)]
+    assert sizes == [fmt.tensors(0)[-1].offset * 2 + fmt.data_offset] * (1 << 15) + [
+        fmt.tensors(1 << 15)[-1].nbytes + fmt.data_offset
+    ] * (1 << 15)
+    assert len(fmt._templates) == 2
 
 
 def test_the_number_of_layers_must_agree() -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hybrid_format import format_of_kinds
@@ -291,8 +292,9 @@ def test_few_rounds_find_a_hit_far_away(
     hit: int,
     rounds: int,
 ) -> None:
-    # What rounds really take must not change what is asked in them.
+    # What rounds really take must not change what is asked in them, nor what is remembered.
     monkeypatch.setattr(RoundCosts, "note", lambda *_: None)
+    monkeypatch.setattr(presence_module, "time", SimpleNamespace(monotonic=lambda: 1000.0))
     backend = Names(0.02)
     with closing(Rig(FORMATS[name], 4 * SIZE, backend)) as rig:
         tokens = prompt(512)
@@ -380,7 +382,7 @@ def test_a_load_that_fails_during_a_search_makes_its_hit_shorter() -> None:
         cache = PresenceCache()
         for state in (kind_key(chunks[0].key, STATE), key):
             cache.learn(state, there=True, asked=cache.ask())
-        search = HitSearch(chunks, 0, [1, 2], 0, cache, frozenset(), {STATE: 1})
+        search = HitSearch(chunks, 0, [1, 2], 0, cache, FailedKeys(), {STATE: 1})
         cache.note_failed(failed)
         search.finish()
         assert search.hit_chunks == hit
@@ -600,6 +602,7 @@ class Searches(RuleBasedStateMachine):
             answers = self._ask(search, concurrency)
             if not answers:
                 search.finish()
+                search.remember()
                 return search.hit_chunks
             search.take(answers)
         raise AssertionError("a search without end")

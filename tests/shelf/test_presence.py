@@ -353,7 +353,9 @@ class Searches(RuleBasedStateMachine):
         for _ in range(40):
             answers = self._ask(search, costs)
             if not answers:
-                return search.finish()
+                hit = search.finish()
+                search.remember()
+                return hit
             search.take(answers)
         raise AssertionError("a search without end")
 

@@ -248,6 +248,23 @@ def test_damaged_description_is_written_again(
     assert description.read_bytes() == fmt.namespace.encoded
 
 
+def test_a_description_of_zeros_is_written_again(
+    any_shelf: Shelf, fmt: ObjectFormat, chunks: list[Chunk], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A power loss may leave the size of a file and none of its bytes."""
+    name = f"{fmt.namespace.folder}/namespace.json"
+    any_shelf.backend.write(name, [bytes(len(fmt.namespace.encoded))])
+    assert [info.namespace for info in any_shelf.namespaces()] == [None]
+    store(any_shelf, fmt, chunks[0])
+    assert [info.namespace for info in any_shelf.namespaces()] == [fmt.namespace]
+    assert "is damaged" in caplog.text
+    # The next process finds nothing to do.
+    caplog.clear()
+    fresh = Shelf(any_shelf.backend)
+    store(fresh, fmt, chunks[1])
+    assert not caplog.records
+
+
 def test_folder_is_found_by_its_digest_whatever_the_slug(
     shelf: Shelf, fmt: ObjectFormat, chunks: list[Chunk], root: Path
 ) -> None:
@@ -702,7 +719,7 @@ def test_stores_sweep_the_namespace_of_old_temporaries(
         for chunk in chunks[1:5]:
             store(fresh, fmt, chunk)
         assert left in temporaries(Path(shelf.url)), "it may still be written to"
-        monkeypatch.setattr(view_module, "_SWEEP_AGE", -1.0)
+        monkeypatch.setattr(view_module, "TEMPORARY_SECONDS", -1.0)
         folders = {path_of(shelf, fmt, chunk).parent for chunk in chunks[:40]}
         for chunk in chunks[5:40]:
             store(fresh, fmt, chunk)

@@ -72,6 +72,31 @@ def test_what_was_used_longest_ago_goes_first(tmp_path: Path) -> None:
     assert used(backend) == 10 * SIZE
 
 
+def test_what_was_never_used_again_goes_before_what_was(tmp_path: Path) -> None:
+    backend = open_bounded(tmp_path)
+    for number in range(10):
+        put(backend, number)
+        age(tmp_path, number, 1000 - 10 * number)
+    stored = time.time() - 9000
+    os.utime(tmp_path / name(0), (time.time() - 1000, stored))
+    put(backend, 10)
+    assert there(tmp_path) == {0, *range(2, 11)}
+
+
+def test_tails_and_salt_groups_are_evicted_too(tmp_path: Path) -> None:
+    backend = open_bounded(tmp_path)
+    tail = name(0).replace("/_/", f"/{'ab' * 8}/").replace("-0-0of1", "-0t17-0of1")
+    backend.evict(0, backend)
+    backend.write(tail, [bytes(SIZE)])
+    for number in range(1, 11):
+        put(backend, number)
+        if number == 1:
+            then = time.time() - 1000
+            os.utime(tmp_path / tail, (then, then))
+    assert not (tmp_path / tail).exists()
+    assert there(tmp_path) == set(range(1, 11))
+
+
 def test_of_what_was_used_together_the_beginning_of_a_prompt_stays(tmp_path: Path) -> None:
     backend = open_bounded(tmp_path)
     for number in range(10):
@@ -294,7 +319,7 @@ def test_what_killed_writers_left_goes_when_room_is_made(tmp_path: Path) -> None
     with pytest.MonkeyPatch.context() as patch:
         # An hour later, in which only one of them was written to. The change time of a file
         # cannot be set.
-        patch.setattr(time, "time", lambda: real() + 3600)
+        patch.setattr(PosixBackend, "now", lambda _: real() + 3600)
         os.utime(fresh, (real() + 3600, real() + 3600))
         put(backend, 10)
     assert not left.exists()

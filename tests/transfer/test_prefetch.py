@@ -103,8 +103,9 @@ def test_a_request_that_waited_reads_nothing_when_its_turn_comes(
     waiting.prefetcher.add("r", chunks[:2])
     waiting.prefetcher.add("r", chunks[2:])
     objects = 3 * waiting.rig.fmt.shards
-    # Objects are there a moment before they are counted.
+    # Objects are there a moment before they are counted, and until a read ends others share it.
     until(lambda: waiting.rig.counters.snapshot().get("prefetched_objects") == objects)
+    until(lambda: not waiting.busy)
     assert waiting.here(chunks) == 3
     waiting.counting.counts.clear()
     load, items = waiting.rig.load(chunks, 20)
@@ -145,7 +146,8 @@ def test_what_a_request_that_ends_left_is_dropped(make: Callable[..., Waiting]) 
     waiting.prefetcher.add("r", chunks)
     until(lambda: waiting.here(chunks) == 3)
     waiting.prefetcher.release("r")
-    assert not waiting.keeps
+    # A read may hold its own pin for a moment.
+    until(lambda: not waiting.keeps)
     assert waiting.rig.count("prefetched_unused_objects") == 3 * waiting.rig.fmt.shards
     waiting.prefetcher.release("r")
 
@@ -162,7 +164,8 @@ def test_what_another_request_wants_too_is_read_once_and_stays(
     waiting.prefetcher.release("one")
     assert waiting.here(chunks) == 3
     waiting.prefetcher.release("other")
-    assert not waiting.keeps
+    # A read may hold its own pin for a moment.
+    until(lambda: not waiting.keeps)
 
 
 def test_a_request_that_ends_while_it_is_read_for_leaves_nothing(
@@ -372,7 +375,8 @@ def test_many_chunks_are_given_back_in_several_steps(make: Callable[..., Waiting
     assert waiting.keeps
     for _ in range(3):
         waiting.prefetcher.take_failures()
-    assert not waiting.keeps
+    # A read may hold its own pin for a moment.
+    until(lambda: not waiting.keeps)
 
 
 def test_nothing_is_kept_for_requests_of_weights_that_are_gone(

@@ -183,8 +183,9 @@ def compare_tensors(header: Mapping[str, object], specs: Sequence[TensorSpec]) -
     for name in names:
         if name not in entries:
             raise WrongTensorName(f"tensor {name!r} is missing")
+    known = set(names)
     for name in entries:
-        if name not in set(names):
+        if name not in known:
             raise WrongTensorName(f"tensor {short_repr(name)} does not belong to this object")
     if list(entries) != names:
         raise WrongTensorOrder(f"tensors are in the order {short_repr(list(entries))}")

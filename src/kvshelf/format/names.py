@@ -24,6 +24,9 @@ from kvshelf.errors import ObjectNameError
 from kvshelf.format.keys import MAX_U32, Chunk, check_salt_group
 from kvshelf.format.kinds import FULL, KINDS, Kind
 
+#: Name of a namespace's description in its folder.
+DESCRIPTION: Final = "namespace.json"
+
 _DECIMAL: Final = r"0|[1-9][0-9]{0,9}"
 _OBJECT: Final = re.compile(
     r"(?P<group>_|[0-9a-f]{16})/(?P<fan>[0-9a-f]{2})/(?P<key>(?P=fan)[0-9a-f]{62})"

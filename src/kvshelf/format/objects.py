@@ -78,11 +78,13 @@ _SMALL_OBJECT: Final = 8 << 20
 _SMALL_OBJECT_READ: Final = 1 << 20
 _READ: Final = 512 << 10
 _ONE_SHOT: Final = 1 << 20
+_CHECK_READ: Final = 1 << 20
 
 _HEX: Final = b"0123456789abcdef"
 _KEY_CHARS: Final = 64
 _BEFORE_PARENT: Final = b'","parent":"'
-_TEMPLATES_KEPT: Final = 1024
+#: Tensors in all templates that a format keeps; at least one template is kept.
+_TENSORS_KEPT: Final = 1 << 18
 
 
 class ReaderLike(Protocol):
@@ -316,12 +318,13 @@ class ObjectFormat:
     def object_size(self, shard: int, tokens: int | None = None) -> int:
         """Return the size of one object in bytes, header included."""
         tokens = self._tokens(tokens, False)
-        whole = self._template(shard, self.chunk_size).size
-        if tokens == self.chunk_size or self.kind == STATE:
-            return whole
-        # In every form the bytes of a layer are in proportion to the tokens. Engines ask in their
-        # steps, where the template of one more length would take milliseconds.
-        return self.data_offset + (whole - self.data_offset) // self.chunk_size * tokens
+        # Sizes differ between stages only. A namespace may have thousands of shards, and engines
+        # ask in their steps, where a template would take milliseconds.
+        payload = self._plan.payload_bytes[self._checked(shard) // self._plan.split]
+        if tokens != self.chunk_size and self.kind != STATE:
+            # In every form the bytes of a layer are in proportion to the tokens.
+            payload = payload // self.chunk_size * tokens
+        return self.data_offset + payload
 
     def seal(self, buffer: memoryview, chunk: Chunk, shard: int) -> None:
         """Hash the payload in an object buffer and write the header before it.
@@ -409,10 +412,7 @@ class ObjectFormat:
                 part = view[where]
                 count = read_into(part, start)
                 if count != length:
-                    raise TransientStorageError(
-                        f"short read: found {count} bytes at {start}, expected {length}; "
-                        "the object was replaced or its storage is failing"
-                    )
+                    raise _short_read(count, start, length)
                 if state is not None:
                     state.update(part)
                 elif not hashes:
@@ -485,13 +485,67 @@ class ObjectFormat:
         self._check_size(reader.size, view.nbytes)
         region = view[: self.data_offset]
         count = reader.read_into(region, 0)
+        chunk = self._with_parent(region, template, chunk)
+        self.read(_Continued(reader, count), chunk, parsed.shard, view)
+        return chunk
+
+    def check_named(self, reader: ReaderLike, parsed: ParsedName) -> Chunk:
+        """Verify an object of which only the name is known, and keep nothing of it.
+
+        As :meth:`read_named`, with little more memory than for the header, however large the
+        object is, and with more reads.
+
+        Parameters
+        ----------
+        reader : ReaderLike
+            The opened object.
+        parsed : ParsedName
+            The object's name.
+
+        Returns
+        -------
+        Chunk
+            The chunk, its parent included.
+
+        Raises
+        ------
+        ObjectNameError
+            If no object of this kind of the namespace has such a name.
+        BadObjectError
+            A subclass that says what is wrong.
+        TransientStorageError
+            If fewer bytes were read than the object has.
+        StorageError
+            If the storage failed.
+        """
+        chunk = self.named_chunk(parsed)
+        template = self._template_of(chunk, parsed.shard)
+        self._check_size(reader.size, template.size)
+        region = memoryview(bytearray(self.data_offset))
+        _fill(reader, region, 0)
+        chunk = self._with_parent(region, template, chunk)
+        expected = self._check_header(region, template, chunk, parsed.shard)
+        piece = memoryview(bytearray(_CHECK_READ))
+        for number, tensor in enumerate(template.slices):
+            digest = xxhash.xxh3_128()
+            for start in range(tensor.start, tensor.stop, _CHECK_READ):
+                part = piece[: min(_CHECK_READ, tensor.stop - start)]
+                _fill(reader, part, start)
+                digest.update(part)
+            found = digest.hexdigest()
+            if found != expected[number]:
+                raise self._damaged(template, number, [found], [expected[number]])
+        return chunk
+
+    @staticmethod
+    def _with_parent(region: memoryview, template: _Template, chunk: Chunk) -> Chunk:
+        """Return `chunk` with the parent that an object's header names."""
         first = len(template.before_key) + _KEY_CHARS + len(_BEFORE_PARENT)
         parent = region[first : first + _KEY_CHARS].tobytes()
         # If this is not a key, the comparison of headers fails and explains why.
-        if not parent.translate(None, _HEX):
-            chunk = replace(chunk, parent=bytes.fromhex(parent.decode("ascii")))
-        self.read(_Continued(reader, count), chunk, parsed.shard, view)
-        return chunk
+        if parent.translate(None, _HEX):
+            return chunk
+        return replace(chunk, parent=bytes.fromhex(parent.decode("ascii")))
 
     def verify_header(self, buffer: memoryview, chunk: Chunk, shard: int) -> None:
         """Verify size and header of an object in memory whose payload is verified already.
@@ -576,7 +630,7 @@ class ObjectFormat:
             _read_spans(slices, base),
         )
         # Tails have many lengths, so this is bounded; whole chunks are added again when needed.
-        if len(self._templates) >= _TEMPLATES_KEPT:
+        if (len(self._templates) + 1) * len(specs) > _TENSORS_KEPT:
             self._templates.clear()
         self._templates[shard, tokens] = template
         return template
@@ -681,6 +735,19 @@ class ObjectFormat:
         return HeaderNotCanonical(
             "the header is equivalent but not canonical (spacing, order or escapes)"
         )
+
+
+def _short_read(count: int, start: int, length: int) -> TransientStorageError:
+    return TransientStorageError(
+        f"short read: found {count} bytes at {start}, expected {length}; "
+        "the object was replaced or its storage is failing"
+    )
+
+
+def _fill(reader: ReaderLike, part: memoryview, start: int) -> None:
+    count = reader.read_into(part, start)
+    if count != len(part):
+        raise _short_read(count, start, len(part))
 
 
 class _Continued:

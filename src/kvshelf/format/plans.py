@@ -40,6 +40,10 @@ HASH_CHARS: Final = 32
 #: Largest payload of an object. Real ones are far smaller; a forged namespace may name any size.
 _MAX_PAYLOAD: Final = 1 << 36
 
+#: Most shards of a kind. Real namespaces have at most a few hundred; programs keep a few bytes for
+#: each, and ask the storage for all shards of a chunk.
+MAX_SHARDS: Final = 1 << 16
+
 
 class ObjectPlan:
     """The layers of one kind in each stage that has some, and the headers of their objects."""
@@ -61,10 +65,12 @@ class ObjectPlan:
         self.numbers = [tuple(stage) for stage in numbers]
         self.chunk_size = chunk_size
         self.tails = all(layer.form != "blocks" for stage in self.stages for layer in stage)
-        largest = max(
+        #: Bytes of the payload of a whole chunk, by stage.
+        self.payload_bytes = [
             sum(spec.nbytes for spec in self.specs(stage * self.split, chunk_size, True))
             for stage in range(len(stages))
-        )
+        ]
+        largest = max(self.payload_bytes)
         if largest > _MAX_PAYLOAD:
             raise ConfigError(
                 f"namespace record: an object would hold {largest} bytes, more than "
@@ -175,10 +181,11 @@ def object_plans(record: Mapping[str, FieldValue]) -> dict[Kind, ObjectPlan]:
             for count, end in zip(stages, ends, strict=True)
         ]
         own = [numbers for numbers in members if numbers]
-        if shards[kind] < 1 or shards[kind] % len(own) or shards[kind] > 2**32 - 1:
+        if not 1 <= shards[kind] <= MAX_SHARDS or shards[kind] % len(own):
             raise ConfigError(
                 f"namespace record: {SHARDS_FIELDS[kind]} is {shards[kind]}, expected a positive "
-                f"multiple of the {len(own)} stages with layers of kind {kind}"
+                f"multiple of the {len(own)} stages with layers of kind {kind}, and at most "
+                f"{MAX_SHARDS}"
             )
         split = shards[kind] // len(own)
         layers = [

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 
 class FailedKeys:
@@ -51,6 +51,12 @@ class FailedKeys:
 
     def __len__(self) -> int:
         return sum(key in self for key in list(self._keys))
+
+    def leading(self, keys: Sequence[bytes]) -> int:
+        """Return how many of `keys` come before the first that is failed."""
+        if self._keys.keys().isdisjoint(keys):
+            return len(keys)
+        return next((place for place, key in enumerate(keys) if key in self), len(keys))
 
     def is_bad(self, key: bytes) -> bool:
         """Whether `key` failed because its object is damaged."""

@@ -17,13 +17,14 @@ from others: all shards of those that a hit needs were seen.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, TypeAlias
 
 from kvshelf.format.keys import Chunk
 from kvshelf.format.kinds import FULL, STATE, WINDOW, Kind, kind_key
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.format.tensors import required_field
+from kvshelf.shelf.failed_keys import FailedKeys
 from kvshelf.shelf.presence import Known, PresenceCache
 from kvshelf.shelf.search import Answers, PrefixSearch, Question, RoundCosts
 from kvshelf.shelf.view import Presence
@@ -86,7 +87,7 @@ class HitSearch:
         See :func:`window_chunks`.
     cache : PresenceCache
         By kind key, see :func:`~kvshelf.format.kinds.kind_key`.
-    failed : Container of bytes
+    failed : FailedKeys
         Kind keys that count as missing.
     shards : Mapping[Kind, int]
         Objects of each chunk, for each kind of the namespace.
@@ -107,7 +108,7 @@ class HitSearch:
         ends: Sequence[int],
         window: int,
         cache: PresenceCache,
-        failed: Container[bytes],
+        failed: FailedKeys,
         shards: Mapping[Kind, int],
     ) -> None:
         self.first = first = min(first, len(chunks))
@@ -280,6 +281,14 @@ class HitSearch:
         if self._kinds:
             ends = (end for end in self._ends if end <= self.full_chunks and self._holds(end))
             self.hit_chunks = next(ends, self.first)
+
+    def remember(self) -> None:
+        """Let other searches know the answer; after :meth:`finish`.
+
+        By itself, as it takes longer than the rest: whoever waits for the answer has it before.
+        """
+        if self._prefix is not None:
+            self._prefix.remember()
 
     def _holds(self, end: int) -> bool:
         """Whether all that a hit needs was seen, and nothing else has become known since."""

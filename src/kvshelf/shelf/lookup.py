@@ -521,11 +521,7 @@ class LookupService:
 
     def _leading(self, chunks: Sequence[Chunk]) -> int:
         """Return how many leading `chunks` are there in full."""
-        usable = len(chunks)
-        for i, chunk in enumerate(chunks):
-            if chunk.key in self._failed:
-                usable = i
-                break
+        usable = self._failed.leading([chunk.key for chunk in chunks])
         shards = self._fmt.shards
         # Quicker than a call of the class for each, which lookups would notice.
         refs = list(map(ObjectRef._make, product(chunks[:usable], range(shards))))
@@ -630,6 +626,7 @@ class _Rounds:
         #: Lookups without an answer, in order, and when each was taken.
         self._lookups: dict[Lookup, float] = {}
         self._searches: dict[Lookup, _Search] = {}
+        self._pace = GilPace()
 
     def run(self) -> None:
         """Search; a lookup that fails ends alone."""
@@ -731,6 +728,9 @@ class _Rounds:
                         known=search.known,
                         tail=tail if search.hit_chunks > chunks else None,
                     )
+                # Whoever waits for the answer goes on before that.
+                self._pace.rest()
+                search.remember()
                 service._note_speed(lookup, self._lookups[lookup])
             self._end(lookup)
         if asking:

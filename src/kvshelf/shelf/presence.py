@@ -195,13 +195,20 @@ class PresenceCache:
             What :meth:`ask` returned before the search began.
         """
         now = time.monotonic()
+        until = asked.at + self._seconds[Known.INFERRED]
         with self._lock:
             self._settle()
+            entries, current = self._entries, asked.generation >= self._floor
             for key in keys:
-                entry = self._entries.get(key)
+                entry = entries.get(key)
+                if entry is None:
+                    # As _learn does, and quicker: most chunks of a long prompt are new here.
+                    if current:
+                        entries[key] = _Entry(asked.generation, Known.INFERRED, until)
                 # An answer of this cache must not extend its own time.
-                if entry is None or entry.until <= now or entry.known not in _THERE:
+                elif entry.until <= now or entry.known not in _THERE:
                     self._learn(key, Known.INFERRED, asked)
+            self._trim()
 
     def _learn(self, key: bytes, known: Known, asked: Asked) -> None:
         entry = self._entries.get(key)
@@ -219,6 +226,9 @@ class PresenceCache:
     def _keep(self, key: bytes, entry: _Entry) -> None:
         self._entries[key] = entry
         self._entries.move_to_end(key)
+        self._trim()
+
+    def _trim(self) -> None:
         while len(self._entries) > self._limit:
             _, oldest = self._entries.popitem(last=False)
             self._floor = max(self._floor, oldest.generation)
@@ -266,6 +276,8 @@ class PresenceCache:
         with self._lock:
             self._settle()
             entries = self._entries
+            if entries.keys().isdisjoint(keys):
+                return Prefix(found, len(keys), seen, gaps)
             for index, key in enumerate(keys):
                 entry = entries.get(key)
                 if entry is None:

@@ -11,10 +11,11 @@ failed loads. How many chunks a round probes follows from the time that rounds h
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
 from kvshelf.format.keys import Chunk
+from kvshelf.shelf.failed_keys import FailedKeys
 from kvshelf.shelf.presence import Asked, PresenceCache
 from kvshelf.shelf.view import ObjectRef, Presence
 
@@ -89,7 +90,7 @@ class PrefixSearch:
     chunks : Sequence of Chunk
         The prompt's chunks, from the one that the search begins at.
     cache : PresenceCache
-    failed : Container of bytes
+    failed : FailedKeys
         Keys that count as missing.
     shards : int
         Objects of each chunk.
@@ -99,7 +100,7 @@ class PrefixSearch:
         self,
         chunks: Sequence[Chunk],
         cache: PresenceCache,
-        failed: Container[bytes],
+        failed: FailedKeys,
         shards: int,
     ) -> None:
         self.began = cache.ask()
@@ -107,12 +108,10 @@ class PrefixSearch:
         self._failed = failed
         self._shards = shards
         self._wanted: dict[int, bool] = {}
-        for end, chunk in enumerate(chunks):
-            if chunk.key in failed:
-                chunks = chunks[:end]
-                break
-        self._chunks = chunks
-        self._keys = [chunk.key for chunk in chunks]
+        keys = [chunk.key for chunk in chunks]
+        usable = failed.leading(keys)
+        self._chunks = chunks[:usable]
+        self._keys = keys[:usable]
         known = cache.prefix(self._keys)
         self.found, self.end = known.found, known.end
         self._seen = known.seen
@@ -187,9 +186,9 @@ class PrefixSearch:
         # Other searches may have learned more meanwhile.
         known = self._cache.prefix(self._keys[:hit])
         hit = min([known.end, *known.gaps])
-        for index, key in enumerate(self._keys[:hit]):
-            if key in self._failed:
-                hit = index
-                break
-        self._cache.infer(self._keys[:hit], self.began)
-        return hit
+        self.found = self._failed.leading(self._keys[:hit])
+        return self.found
+
+    def remember(self) -> None:
+        """Let other searches know the answer; after :meth:`finish`."""
+        self._cache.infer(self._keys[: self.found], self.began)

@@ -26,14 +26,16 @@ from kvshelf.errors import (
     StorageError,
 )
 from kvshelf.format.kinds import Kind
-from kvshelf.format.names import ParsedName, parse_namespace_folder, parse_path
+from kvshelf.format.names import DESCRIPTION, ParsedName, parse_namespace_folder, parse_path
 from kvshelf.format.namespace import Namespace
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.metrics import Counters
-from kvshelf.shelf.view import DESCRIPTION, NamespaceView
+from kvshelf.shelf.orphans import Orphans
+from kvshelf.shelf.view import NamespaceView
 
-#: Most bytes read of a ``namespace.json``.
-_DESCRIPTION_BYTES: Final = 16 << 20
+#: Most bytes read of a ``namespace.json``. Those of real models have some tens of thousands; one of
+#: this size, which may be forged, costs a second.
+_DESCRIPTION_BYTES: Final = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +112,7 @@ class Shelf:
         )
         self._counters = Counters() if counters is None else counters
         self._views: dict[tuple[bytes, Kind], NamespaceView] = {}
+        self._orphans = Orphans(self.backend)
 
     def __repr__(self) -> str:
         return f"Shelf({self.url!r})"
@@ -150,7 +153,7 @@ class Shelf:
         place = fmt.namespace.digest, fmt.kind
         view = self._views.get(place)
         if view is None:
-            fresh = NamespaceView(self.backend, fmt, self._counters)
+            fresh = NamespaceView(self.backend, fmt, self._counters, self._orphans)
             # Another thread may have been faster.
             view = self._views.setdefault(place, fresh)
         return view
@@ -238,12 +241,25 @@ def read_namespace(backend: Backend, folder: str) -> Namespace:
     StorageError
         If there is none, or it cannot be read.
     """
+    return Namespace.from_bytes(read_description(backend, folder), folder[:-17])
+
+
+def read_description(backend: Backend, folder: str) -> bytes:
+    """Return the bytes of the description in a namespace folder, whatever they are.
+
+    Raises
+    ------
+    ValueError
+        If it is too large for one.
+    StorageError
+        If there is none, or it cannot be read.
+    """
     with backend.open(f"{folder}/{DESCRIPTION}") as reader:
         if reader.size > _DESCRIPTION_BYTES:
             raise ValueError(f"found {reader.size} bytes, expected a few thousand")
         data = bytearray(reader.size)
         count = reader.read_into(memoryview(data), 0)
-    return Namespace.from_bytes(bytes(data[:count]), folder[:-17])
+    return bytes(data[:count])
 
 
 def open_shelf(
@@ -251,6 +267,7 @@ def open_shelf(
     *,
     storage_options: Mapping[str, Any] | None = None,
     read_only: bool = False,
+    keep_atime: bool = False,
     counters: Counters | None = None,
     deadlines: Mapping[str, float] | None = None,
 ) -> Shelf:
@@ -264,6 +281,8 @@ def open_shelf(
         Options of the storage.
     read_only : bool
         Refuse every change.
+    keep_atime : bool
+        Reads are not uses, see :func:`kvshelf.backends.open_backend`.
     counters : Counters, optional
         Gets the times of probes, reads, verifications and writes.
     deadlines : Mapping, optional
@@ -282,6 +301,8 @@ def open_shelf(
     ...     list(shelf.objects())
     []
     """
-    backend = open_backend(url, storage_options=storage_options, read_only=read_only)
+    backend = open_backend(
+        url, storage_options=storage_options, read_only=read_only, keep_atime=keep_atime
+    )
     wanted = replace(backend.properties.deadlines, **(deadlines or {}))
     return Shelf(backend, counters, deadlines=wanted)

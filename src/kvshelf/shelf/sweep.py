@@ -14,9 +14,9 @@ Contracts
 * Deletes only objects whose names are those of tails, and empty ones whose names are those of
   markers. A tail or a marker that is gone costs time only.
 * The age of what others left is the time from its last modification, or of a tail its last use, to
-  now, or to the latest modification that the walk has seen anywhere: a clock that runs ahead
-  deletes nothing young. What this process wrote also stays as long as others use it. Uses are
-  recorded where the storage has access times, for each tail a few times in an age.
+  now by the storage's own clock; that of this machine does not matter. A storage that does not tell
+  its time is not walked through. What this process wrote also stays as long as others use it. Uses
+  are recorded where the storage has access times, for each tail a few times in an age.
 * Deletes nothing more where the storage forbids it; one log line says so. Other trouble of the
   storage ends a piece of work, which is done later.
 * No thread is started before the first tail or hand-over (:meth:`Sweep.begin`, :meth:`Sweep.used`).
@@ -34,6 +34,7 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
+from itertools import islice
 from typing import Final
 
 from kvshelf.backends.guard import try_to_start
@@ -54,6 +55,8 @@ _LEAST_PAUSE: Final = 1.0
 _TROUBLE_SECONDS: Final = 30.0
 #: Most of its own leftovers, and most uses, that a process remembers; a walk finds the others.
 _MOST_OWN: Final = 65536
+#: Most rows of one folder that are looked at: a listing may have no end.
+_MOST_ROWS: Final = 1 << 20
 #: Uses of a tail that are recorded in an age.
 _USES: Final = 4
 
@@ -106,8 +109,6 @@ class Sweep:
         self._left: list[str] = []
         self._next_folder = 0.0
         self._next_walk = 0.0
-        #: The latest modification that was seen.
-        self._newest = 0.0
 
     # ------------------------------------------------------------- any thread
 
@@ -216,7 +217,8 @@ class Sweep:
         found = view.backend.info(name)
         if found is None or found.atime is None or found.atime <= found.mtime:
             return False
-        return abs(time.time() - found.atime) < self.keep
+        now = view.backend.now()
+        return now is None or abs(now - found.atime) < self.keep
 
     def _delete_own(self) -> None:
         """Delete what this process wrote that is old enough."""
@@ -276,15 +278,14 @@ class Sweep:
         """Delete what is old enough in one folder."""
         found: list[tuple[str, float]] = []
         pace = GilPace()
-        for row in view.backend.list(folder):
+        for row in islice(view.backend.list(folder), _MOST_ROWS):
             pace.rest()
-            self._newest = max(self._newest, row.mtime)
             if _is_leftover(row.name, row.size):
                 found.append((row.name, max(row.mtime, row.atime or 0.0)))
-        limit = min(time.time(), self._newest) - self.keep
+        now = view.backend.now() if found else None
         for name, used in found:
             # A filesystem that reports no times says 0.
-            if not 0 < used <= limit or self._closed:
+            if now is None or not 0 < used <= now - self.keep or self._closed:
                 continue
             if not self._delete(view, name, "that other engines left"):
                 self._walks = False

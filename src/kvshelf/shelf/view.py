@@ -12,7 +12,8 @@ Contracts
 * A folder belongs to a namespace by the 16 hex at its end, whatever the slug before them. Objects
   are read from all such folders and written to one.
 * A namespace that is written to is swept of the temporaries of killed writers: one folder at a
-  time, seconds apart, after a write and on its thread.
+  time, seconds apart, after a write and on its thread. When a write finds no room, orphans of the
+  whole shelf are removed at once, see :class:`~kvshelf.shelf.orphans.Orphans`.
 * All methods block on storage and may be called from any number of threads, never from an engine's
   step thread.
 """
@@ -35,6 +36,7 @@ from kvshelf.backends import NOT_REGULAR, Borrowed, BytesLike, WriteResult
 from kvshelf.backends.guard import GuardedBackend
 from kvshelf.errors import (
     BadObjectError,
+    NoSpaceStorageError,
     NotRegularError,
     ObjectMissingError,
     PermanentStorageError,
@@ -42,11 +44,12 @@ from kvshelf.errors import (
 )
 from kvshelf.format.invalid import EmptyObject, TruncatedObject, WrongSize
 from kvshelf.format.keys import Chunk
-from kvshelf.format.names import ParsedName, object_name, parse_namespace_folder, parse_path
+from kvshelf.format.names import DESCRIPTION, ParsedName, object_name, parse_namespace_folder
 from kvshelf.format.objects import ObjectFormat, ReaderLike
 from kvshelf.logs import RateLimitedLog
 from kvshelf.metrics import Counters
 from kvshelf.shelf.markers import is_attempt, marker_name
+from kvshelf.shelf.orphans import QUARANTINE, TEMPORARY_SECONDS, Orphans, is_written_by_us
 
 logger = logging.getLogger(__name__)
 
@@ -58,17 +61,14 @@ COPY_SECONDS: Final = 60.0
 BAD_COUNT: Final = 32
 #: Most bytes kept there.
 BAD_BYTES: Final = 1 << 30
-#: Name of a namespace's description in its folder.
-DESCRIPTION: Final = "namespace.json"
 
-_BAD: Final = ".kvshelf/bad"
 #: Most folders of one namespace that are looked into: each costs a round of probes.
 _MAX_FOLDERS: Final = 8
 _FOLDERS_SECONDS: Final = 60.0
 _NO_FOLDER_SECONDS: Final = 5.0
+#: Where listings are refused or have no end, which costs requests and memory each time.
+_REFUSED_FOLDERS_SECONDS: Final = 900.0
 _DESCRIPTION_SECONDS: Final = 60.0
-#: A temporary of a killed writer is removed when nothing has changed it for so long.
-_SWEEP_AGE: Final = 3600.0
 #: Seconds from the sweep of one folder to that of the next, and from one round to the next.
 _SWEEP_SECONDS: Final = 10.0
 _SWEEP_ROUND_SECONDS: Final = 3600.0
@@ -305,16 +305,27 @@ class NamespaceView(ShelfView):
         As for :class:`ShelfView`.
     counters : Counters
         Gets the times of probes, reads, verifications and writes.
+    orphans : Orphans, optional
+        Makes room when a write finds none.
     """
 
-    def __init__(self, backend: GuardedBackend, fmt: ObjectFormat, counters: Counters) -> None:
+    def __init__(
+        self,
+        backend: GuardedBackend,
+        fmt: ObjectFormat,
+        counters: Counters,
+        orphans: Orphans | None = None,
+    ) -> None:
         super().__init__(backend, fmt)
+        self._orphans = orphans
         self._counters = counters
         self._log = RateLimitedLog(logger)
         self._lock = threading.Lock()
         self._folders: tuple[str, ...] = (fmt.namespace.folder,)
         self._folders_until = 0.0
         self._described_until = 0.0
+        #: The description was compared with what it should be, by this process.
+        self._compared = False
         self._sizes = tuple(fmt.object_size(shard) for shard in range(fmt.shards))
         self._tail_sizes: dict[tuple[int, int], int] = {}
         #: Ends of the names of a chunk's objects, by shard.
@@ -348,7 +359,9 @@ class NamespaceView(ShelfView):
             found = [f for f in self.backend.folders() if parse_namespace_folder(f) == tag]
         except PermanentStorageError:
             # Listing may be forbidden where reading is not.
-            found = [own]
+            self._folders = (own,)
+            self._folders_until = now + _REFUSED_FOLDERS_SECONDS
+            return self._folders
         except StorageError:
             if self._folders_until:
                 return self._folders
@@ -377,6 +390,11 @@ class NamespaceView(ShelfView):
     def name(self, ref: ObjectRef) -> str:
         """Name, relative to the shelf's root, under which a store writes this object."""
         return f"{self.folder()}/{self._base(ref)}"
+
+    def names(self, ref: ObjectRef) -> list[str]:
+        """Names, relative to the shelf's root, under which this object may be."""
+        base = self._base(ref)
+        return [f"{folder}/{base}" for folder in self._find_folders()]
 
     def _size(self, chunk: Chunk, shard: int) -> int:
         if not chunk.tail:
@@ -513,12 +531,17 @@ class NamespaceView(ShelfView):
                 return WriteResult.EXISTED
         begin = time.perf_counter()
         folder = self.folder()
-        self._describe(folder)
         name = f"{folder}/{self._base(ref)}"
-        if bad:
-            result = self._replace(folder, name, buffer)
-        else:
-            result = self._create(folder, name, buffer, size)
+        try:
+            self._describe(folder)
+            if bad:
+                result = self._replace(folder, name, buffer)
+            else:
+                result = self._create(folder, name, buffer, size)
+        except NoSpaceStorageError:
+            if self._orphans is not None:
+                self._orphans.remove(name.rpartition("/")[0])
+            raise
         self._counters.observe("publish", time.perf_counter() - begin)
         self.sweep(folder)
         return result
@@ -581,9 +604,29 @@ class NamespaceView(ShelfView):
         # On a high-latency storage the create serves as the first probe: a backend learns from it.
         first = high_latency and not self._described_until
         if first or self.backend.stat([name])[0] != len(encoded):
-            self._create(folder, name, encoded, len(encoded))
+            created = self._create(folder, name, encoded, len(encoded))
+            self._compared = self._compared or created is not WriteResult.EXISTED
+        if not self._compared:
+            self._compared = True
+            self._compare_description(folder, name, encoded)
         if high_latency:
             self._described_until = time.monotonic() + _DESCRIPTION_SECONDS
+
+    def _compare_description(self, folder: str, name: str, encoded: bytes) -> None:
+        """Replace a description of the right size with other bytes, as a power loss leaves it."""
+        found = bytearray(len(encoded))
+        try:
+            count = self.backend.read_into(name, memoryview(found))
+        except StorageError as error:
+            logger.debug("%s could not be compared: %s", name, error)
+            return
+        if count == len(encoded) and found != encoded:
+            logger.warning(
+                "%s/%s is damaged: its bytes are not those of the namespace; it is replaced",
+                self.backend.url,
+                name,
+            )
+            self._replace(folder, name, encoded)
 
     def sweep(self, namespace_folder: str) -> None:
         """Now and then, remove the temporaries of killed writers in one more folder.
@@ -607,8 +650,8 @@ class NamespaceView(ShelfView):
         try:
             self.backend.sweep(
                 folder,
-                _SWEEP_AGE,
-                lambda name: name == DESCRIPTION or parse_path(f"{folder}/{name}") is not None,
+                TEMPORARY_SECONDS,
+                lambda name: is_written_by_us(f"{folder}/{name}"),
             )
             # Objects lie in <namespace>/<group>/<2 hex>.
             inner = [] if folder.count("/") == 2 else list(self.backend.folders(folder))
@@ -819,18 +862,50 @@ class NamespaceView(ShelfView):
         if properties.read_only or not properties.can_quarantine:
             return False
         for folder in self._find_folders():
-            name = f"{folder}/{self._base(ref)}"
-            found = self.backend.probe(name)
-            if found is None:
-                continue
-            if isinstance(found, int):
-                if found != self._size(*ref):
-                    if not self._is_surely_of_wrong_size(name):
-                        return False
-                elif isinstance(bad, _WRONG_SIZE_OR_KIND):
-                    return False
-            return self._quarantine(folder, name)
+            moved = self._quarantine_if_bad(f"{folder}/{self._base(ref)}", self._size(*ref), bad)
+            if moved is not None:
+                return moved
         return False
+
+    def quarantine_named(self, name: str, size: int | None, bad: Exception) -> bool:
+        """Move a file that was found bad to quarantine, by the rules of :meth:`quarantine`.
+
+        It is exactly this file: another folder of the namespace may have a good one. Where the
+        storage cannot move things, it is deleted.
+
+        Parameters
+        ----------
+        name : str
+            Relative to the shelf's root.
+        size : int or None
+            The bytes that it should have; None if the namespace has no object of this name.
+        bad : Exception
+            What was found wrong with it.
+
+        Returns
+        -------
+        bool
+            Whether something was moved.
+
+        Raises
+        ------
+        StorageError
+            If the storage refused or failed.
+        """
+        return self._quarantine_if_bad(name, size, bad) or False
+
+    def _quarantine_if_bad(self, name: str, size: int | None, bad: Exception) -> bool | None:
+        """Move a file, unless it may be good now; None if there is none."""
+        found = self.backend.probe(name)
+        if found is None:
+            return None
+        if isinstance(found, int) and size is not None:
+            if found != size:
+                if not self._is_surely_of_wrong_size(name):
+                    return False
+            elif isinstance(bad, _WRONG_SIZE_OR_KIND):
+                return False
+        return self._quarantine(name.partition("/")[0], name)
 
     @staticmethod
     @contextlib.contextmanager
@@ -845,12 +920,12 @@ class NamespaceView(ShelfView):
         """Whether a wrong size that was seen shows that the object is bad."""
         if self.backend.properties.cache_seconds:
             return False
-        info = self.backend.info(name)
-        return info is None or abs(time.time() - info.mtime) >= COPY_SECONDS
+        info, now = self.backend.info(name), self.backend.now()
+        return info is None or (now is not None and abs(now - info.mtime) >= COPY_SECONDS)
 
     def _quarantine(self, folder: str, name: str) -> bool:
         # The time makes names sort by age, which is how trim() finds the oldest.
-        bad = f"{folder}/{_BAD}"
+        bad = f"{folder}/{QUARANTINE}"
         target = f"{bad}/{time.time_ns():020d}-{os.urandom(4).hex()}-{name.rpartition('/')[2]}"
         moved = self.backend.quarantine(name, target)
         if moved:

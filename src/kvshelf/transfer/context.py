@@ -14,8 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from kvshelf.capacity.history import Event, History, Reason
 from kvshelf.format.keys import Chunk
-from kvshelf.format.kinds import FULL
+from kvshelf.format.kinds import FULL, kind_key
 from kvshelf.kv.caches import KVCache, KVMemory
 from kvshelf.kv.topology import ShardPlan
 from kvshelf.logs import RateLimitedLog
@@ -67,7 +68,7 @@ class TransferContext:
 
     Parameters
     ----------
-    shelf, cache, staging, counters, plan, on_thread_start, quiet
+    shelf, cache, staging, counters, plan, on_thread_start, quiet, history
         See :class:`kvshelf.transfer.transfer.Transfer`.
 
     Attributes
@@ -85,6 +86,7 @@ class TransferContext:
         plan: ShardPlan,
         on_thread_start: Callable[[str], None] | None,
         quiet: bool = False,
+        history: History | None = None,
     ) -> None:
         self.shelf = shelf
         self.fmt = shelf.fmt
@@ -94,6 +96,7 @@ class TransferContext:
         self.plan = plan
         self.log = RateLimitedLog(logger, 0 if quiet else _LINES_PER_MINUTE)
         self._on_thread_start = on_thread_start
+        self._history = history
 
     def memory(self, item: ChunkSlots) -> KVMemory:
         """Return the memory that has a chunk's slots, in the form that takes the chunk.
@@ -122,6 +125,22 @@ class TransferContext:
             # Dropped chunks are counted by reason for all kinds together.
             family = "dropped_chunks" if name.startswith("dropped_chunks_") else name
             self.counters.add(f"{self.fmt.kind}_{family}", amount)
+
+    def count_dropped(self, chunk: Chunk, reason: Reason) -> None:
+        """Count a chunk that is not stored, by a reason of the counters, and note it."""
+        self.count(f"dropped_chunks_{reason.name.lower()}")
+        self.note(Event.DROPPED_STORE, chunk, reason)
+
+    def note(self, event: Event, chunk: Chunk, reason: Reason) -> None:
+        """Note an event in the history, if there is one."""
+        if self._history is not None:
+            key = kind_key(chunk.key, self.fmt.kind)
+            self._history.note(event, key, chunk=chunk.index, detail=reason)
+
+    def note_bad(self, name: str) -> None:
+        """Note the name of a bad object in the history, if there is one."""
+        if self._history is not None:
+            self._history.note_bad(name)
 
     def payload(self, whole: torch.Tensor, chunk: Chunk, shard: int) -> torch.Tensor:
         """Return the part of a buffer, uint8, that holds the payload of a shard's object."""

@@ -49,10 +49,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Final
 
 import torch
 
 from kvshelf.backends import Borrowed
+from kvshelf.capacity.history import Event, Reason
 from kvshelf.errors import (
     BadObjectError,
     DeviceUnavailableError,
@@ -75,6 +77,14 @@ class Failure(Enum):
     ERROR = "error"
     #: The circuit breaker is open, or the device cannot be used: no verdict on the object.
     UNAVAILABLE = "unavailable"
+
+
+_REASONS: Final = {
+    Failure.MISSING: Reason.ABSENT,
+    Failure.BAD: Reason.BAD,
+    Failure.ERROR: Reason.ERROR,
+    Failure.UNAVAILABLE: Reason.UNAVAILABLE,
+}
 
 
 @dataclass(eq=False, slots=True)
@@ -670,13 +680,14 @@ class Loads(TransferHalf):
         if task.late or failure is Failure.UNAVAILABLE:
             # It was counted when it was given up, or the storage was not called.
             return failure
+        name = object_name(task.chunk, task.shard, self._fmt.shards, self._fmt.kind)
         if failure is Failure.MISSING:
             self._counters.add("load_failures_missing")
         elif failure is Failure.BAD:
             self._counters.add("load_failures_bad")
+            self._context.note_bad(f"{self._fmt.namespace.folder}/{name}")
         else:
             self._counters.add("load_failures_error")
-        name = object_name(task.chunk, task.shard, self._fmt.shards, self._fmt.kind)
         early = all(share.load.early for share in [task, *task.sharers])
         self._log.warning(
             "object %s was not %s: %s",
@@ -716,7 +727,7 @@ class Loads(TransferHalf):
         """Fail a load from an item on that missed its deadline. Holds the lock."""
         self._counters.add("load_failures_timeout")
         chunk = load.items[item].chunk
-        self._fail(load, item, Failure.ERROR)
+        self._fail(load, item, Failure.ERROR, Reason.TIMED_OUT)
         self._settle(load)
         if not load.early:
             self._log.warning(
@@ -760,9 +771,12 @@ class Loads(TransferHalf):
         self._fail(load, load._leading, Failure.UNAVAILABLE)
         self._settle(load)
 
-    def _fail(self, load: Load, item: int, failure: Failure) -> None:
+    def _fail(self, load: Load, item: int, failure: Failure, reason: Reason | None = None) -> None:
         """Note that an item will not arrive. Holds the lock."""
-        load.failures.append((load.items[item].chunk, failure))
+        chunk = load.items[item].chunk
+        load.failures.append((chunk, failure))
+        if not load.early:
+            self._context.note(Event.FAILED_LOAD, chunk, reason or _REASONS[failure])
         if load.failed_at is None or item < load.failed_at:
             load.failed_at = item
 

@@ -39,7 +39,12 @@ _BROKEN_MEMORY: Final = 4096
 #: Most markers that wait to be written.
 _MOST_QUEUED: Final = 1024
 _BROKEN: Final = frozenset(
-    (StoreOutcome.STAGING_FULL, StoreOutcome.PARENT_DROPPED, StoreOutcome.UNAVAILABLE)
+    (
+        StoreOutcome.STAGING_FULL,
+        StoreOutcome.PARENT_DROPPED,
+        StoreOutcome.NO_ROOM,
+        StoreOutcome.UNAVAILABLE,
+    )
 )
 _LOST: Final = frozenset((StoreResult.FAILED, StoreResult.LOST))
 

@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 STAGING_ALIGNMENT = 4096
 _SLAB_BYTES = 32 << 20
+#: Buffers that are made at once, at most: a slab may have thousands of small ones.
+_AT_ONCE = 16
 #: Part of the buffers that stores never use.
 _LOAD_SHARE = 0.25
 
@@ -162,9 +164,8 @@ class StagingPool:
             )
             return
         ordinary.close()
-        self._slab = self.limit
         self._made = 1
-        self._free = [StagingBuffer(first), *self._grow(self.limit)]
+        self._free = [StagingBuffer(first), *self._grow(self.limit, self.limit)]
 
     @property
     def pinned(self) -> bool:
@@ -274,10 +275,10 @@ class StagingPool:
             self._free += fresh
         return True
 
-    def _grow(self, most: int) -> list[StagingBuffer]:
+    def _grow(self, most: int, at_once: int = _AT_ONCE) -> list[StagingBuffer]:
         """Return new buffers; none if `most` exist or the system refuses memory."""
         fresh = []
-        for _ in range(min(self._slab, most - self._made)):
+        for _ in range(min(at_once, most - self._made)):
             buffer = self._pool.allocate(self.buffer_bytes)
             if buffer is None:
                 break

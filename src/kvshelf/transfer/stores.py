@@ -35,6 +35,7 @@ Contracts
 from __future__ import annotations
 
 import contextlib
+import errno
 import threading
 import time
 from collections import OrderedDict, deque
@@ -43,7 +44,13 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from kvshelf.backends import WriteResult
-from kvshelf.errors import DeviceUnavailableError, StorageError, UnavailableStorageError
+from kvshelf.capacity.history import Event, Reason
+from kvshelf.errors import (
+    DeviceUnavailableError,
+    NoRoomError,
+    StorageError,
+    UnavailableStorageError,
+)
 from kvshelf.format.keys import Chunk
 from kvshelf.format.kinds import FULL, kind_key
 from kvshelf.format.names import object_name
@@ -69,6 +76,8 @@ class StoreOutcome(Enum):
     STAGING_FULL = "staging full"
     #: Dropped: the chunk before it was dropped.
     PARENT_DROPPED = "parent dropped"
+    #: Dropped: a bound of the shelf is reached.
+    NO_ROOM = "no room"
     #: Dropped: the storage takes no writes for now or all store threads are stuck, the device
     #: cannot be used, or the transfer is closed.
     UNAVAILABLE = "unavailable"
@@ -83,6 +92,9 @@ class StoreResult(Enum):
     FAILED = "failed"
     #: The transfer was closed before.
     LOST = "lost"
+
+
+#: The counters of chunks that are dropped before they are queued.
 
 
 OnStored = Callable[[Chunk, StoreResult], None]
@@ -187,7 +199,7 @@ class Stores(TransferHalf):
         writable = properties.available and not properties.read_only and not self._closing
         if not (writable and self._threads.ready()):
             self._log_read_only()
-            return self._drop(key, StoreOutcome.UNAVAILABLE)
+            return self._drop(item.chunk, StoreOutcome.UNAVAILABLE)
         with self._lock:
             job = self._in_flight.get(key)
             if job is not None:
@@ -201,14 +213,16 @@ class Stores(TransferHalf):
             if published_at is not None and published_at >= now - age and not repair:
                 return StoreOutcome.KNOWN
         if self._parent_dropped(item.chunk, now - age):
-            self._count("dropped_chunks_parent_dropped")
+            self._context.count_dropped(item.chunk, Reason.PARENT_DROPPED)
             return StoreOutcome.PARENT_DROPPED
+        if not self._shelf.backend.has_room(len(shards) * self._staging.buffer_bytes):
+            return self._drop(item.chunk, StoreOutcome.NO_ROOM)
         memory = self._context.memory(item)
         buffers = self._staging.acquire_for_store(len(shards), wait)
         if buffers is None and promised:
             buffers = self._take_staging(len(shards))
         if buffers is None:
-            return self._drop(key, StoreOutcome.STAGING_FULL)
+            return self._drop(item.chunk, StoreOutcome.STAGING_FULL)
         begin = time.perf_counter()
         pending = None
         try:
@@ -218,14 +232,14 @@ class Stores(TransferHalf):
             ]
             pending = memory.gather(item.slots, payloads)
         except DeviceUnavailableError:
-            return self._drop(key, StoreOutcome.UNAVAILABLE)
+            return self._drop(item.chunk, StoreOutcome.UNAVAILABLE)
         finally:
             if pending is None:
                 for buffer in buffers:
                     self._staging.release(buffer)
                 self._note_dropped(key)
         if pending is None:
-            return self._drop(key, StoreOutcome.STAGING_FULL)
+            return self._drop(item.chunk, StoreOutcome.STAGING_FULL)
         self._counters.observe("gather", time.perf_counter() - begin)
         job = _StoreJob(item.chunk, buffers, repair, now - age, on_done, promised, pending)
         with self._lock:
@@ -238,7 +252,7 @@ class Stores(TransferHalf):
         if queued:
             return StoreOutcome.QUEUED
         self._release(job)
-        return self._drop(key, StoreOutcome.UNAVAILABLE)
+        return self._drop(item.chunk, StoreOutcome.UNAVAILABLE)
 
     def _promise(self, job: _StoreJob) -> None:
         """Make a store in flight a promised one. Holds the lock."""
@@ -267,17 +281,16 @@ class Stores(TransferHalf):
                 self._forget(job)
         taken = [buffer for job in victims for buffer in job.buffers]
         for job in victims:
-            self._drop(job.chunk.key, StoreOutcome.STAGING_FULL)
+            self._drop(job.chunk, StoreOutcome.STAGING_FULL)
             self._report(job, StoreResult.FAILED)
         for buffer in taken[count:]:
             self._staging.release(buffer)
         return taken[:count]
 
-    def _drop(self, key: bytes, outcome: StoreOutcome) -> StoreOutcome:
+    def _drop(self, chunk: Chunk, outcome: StoreOutcome) -> StoreOutcome:
         """Count and remember a chunk that is not stored."""
-        full = outcome is StoreOutcome.STAGING_FULL
-        self._count("dropped_chunks_staging_full" if full else "dropped_chunks_unavailable")
-        self._note_dropped(key)
+        self._context.count_dropped(chunk, Reason[outcome.name])
+        self._note_dropped(chunk.key)
         return outcome
 
     def _note_dropped(self, key: bytes) -> None:
@@ -335,7 +348,7 @@ class Stores(TransferHalf):
             try:
                 job.pending.wait()
                 if self._parent_dropped(job.chunk, job.seen):
-                    self._count("dropped_chunks_parent_dropped")
+                    self._context.count_dropped(job.chunk, Reason.PARENT_DROPPED)
                 else:
                     result = self._publish(job)
             except Exception as error:  # noqa: BLE001 - the thread must go on
@@ -363,10 +376,15 @@ class Stores(TransferHalf):
         if self._finite is not None and not self._is_finite(self._finite, job):
             return StoreResult.FAILED
         refs = [ObjectRef(chunk, shard) for shard in self._plan.writes(chunk.index)]
-        for ref, answer, buffer in zip(refs, shelf.probe(refs), job.buffers, strict=True):
-            if answer is Presence.PRESENT and not job.repair:
-                continue
-            size = fmt.object_size(ref.shard, chunk.tokens)
+        found = [
+            (ref, answer, buffer, fmt.object_size(ref.shard, chunk.tokens))
+            for ref, answer, buffer in zip(refs, shelf.probe(refs), job.buffers, strict=True)
+            if answer is not Presence.PRESENT or job.repair
+        ]
+        if found and not shelf.backend.has_room(sum(size for *_, size in found)):
+            # Some of the objects alone would be of no use.
+            raise NoRoomError(errno.ENOSPC, "not stored: a bound of the shelf is reached")
+        for ref, answer, buffer, size in found:
             object_buffer = buffer.view[:size]
             fmt.seal(object_buffer, *ref)
             suspect = answer is not Presence.MISSING
@@ -392,7 +410,7 @@ class Stores(TransferHalf):
             payload = self._context.payload(buffer.tensor, chunk, shard)
             layer = check.first_bad(shard, payload, chunk.tokens)
             if layer is not None:
-                self._count("dropped_chunks_not_finite")
+                self._context.count_dropped(chunk, Reason.NOT_FINITE)
                 self._log.warning(
                     "a chunk was not stored: the engine's KV holds NaN or infinity in layer %s;"
                     " further ones are only counted",
@@ -416,9 +434,13 @@ class Stores(TransferHalf):
         key = job.chunk.key
         self._note_dropped(key)
         if isinstance(error, (UnavailableStorageError, DeviceUnavailableError)):
-            self._count("dropped_chunks_unavailable")
+            self._context.count_dropped(job.chunk, Reason.UNAVAILABLE)
             return
-        self._count("dropped_chunks_error")
+        if isinstance(error, NoRoomError):
+            # Whoever has the bound has logged it.
+            self._context.count_dropped(job.chunk, Reason.NO_ROOM)
+            return
+        self._context.count_dropped(job.chunk, Reason.ERROR)
         if not isinstance(error, StorageError):
             self._log.error("a chunk was not stored", exc_info=error, about=("store", type(error)))
         elif not self._shelf.backend.properties.read_only:
@@ -467,7 +489,7 @@ class Stores(TransferHalf):
         with self._lock:
             job = self._running.get(thread)
         if job is not None:
-            self._count("dropped_chunks_error")
+            self._context.count_dropped(job.chunk, Reason.ERROR)
             self._note_dropped(job.chunk.key)
             self._end(thread, job, StoreResult.FAILED)
 
@@ -476,7 +498,7 @@ class Stores(TransferHalf):
         if self._threads.any:
             return
         for job in self._take_queue():
-            self._drop(job.chunk.key, StoreOutcome.UNAVAILABLE)
+            self._drop(job.chunk, StoreOutcome.UNAVAILABLE)
             self._end_queued(job, StoreResult.FAILED)
 
     def _take_queue(self) -> list[_StoreJob]:
@@ -524,6 +546,8 @@ class Stores(TransferHalf):
         self._closing = True
         self._threads.close()
         for job in self._take_queue():
+            # The transfer has counted them.
+            self._context.note(Event.DROPPED_STORE, job.chunk, Reason.SHUTDOWN)
             self._end_queued(job, StoreResult.LOST)
         with self._lock:
             self._work.notify_all()

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable
 
 from kvshelf.backends import Properties
+from kvshelf.capacity.history import History
 from kvshelf.kv.caches import KVCache
 from kvshelf.kv.topology import ShardPlan
 from kvshelf.metrics import Counters
@@ -67,6 +68,8 @@ class Transfer:
         Called first on each thread with ``"load"`` or ``"store"``, to set its processors.
     quiet : bool
         Write failures to the debug log only: nobody depends on these chunks.
+    history : History, optional
+        Gets what becomes of chunks.
 
     Attributes
     ----------
@@ -96,10 +99,11 @@ class Transfer:
         check_finite: bool = False,
         on_thread_start: Callable[[str], None] | None = None,
         quiet: bool = False,
+        history: History | None = None,
     ) -> None:
         plan = plan or ShardPlan.whole(shelf.fmt.shards)
         self._context = context = TransferContext(
-            shelf, cache, staging, counters, plan, on_thread_start, quiet
+            shelf, cache, staging, counters, plan, on_thread_start, quiet, history
         )
         shelf.backend.count_into(counters.add)
         self._loads = loads = Loads(context, load_threads)

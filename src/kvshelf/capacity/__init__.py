@@ -1,0 +1,1 @@
+"""What bounds a shelf: how much is on it, what may go, and who deletes it."""

@@ -1,0 +1,225 @@
+"""The lease of a sweep, and what the last sweep of any process found.
+
+Owns the file ``.kvshelf/sweep`` at the root of a shelf (:class:`Record`), which processes write
+that sweep the shelf. Whoever lists a whole shelf says so there, so that others need not list it
+too: neither at the same time (the *lease*) nor soon afterwards (the *finding*).
+
+Contracts
+---------
+* Best effort: the file may be missing, damaged, forged or impossible to write. Several processes
+  may then sweep at once, or list a shelf more often; nothing is deleted that would not be deleted
+  otherwise, since no deletion follows from what stands here.
+* A lease ends by itself when its holder says nothing for :data:`LEASE_SECONDS`.
+* Times are those of the storage's clock.
+* Reading and writing block on the storage. Used by one thread.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import secrets
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Final
+
+from kvshelf.backends import Backend
+from kvshelf.errors import ObjectMissingError, StorageError
+
+logger = logging.getLogger(__name__)
+
+#: Name of the file.
+SWEEP: Final = ".kvshelf/sweep"
+#: Seconds after which a lease ends that nobody has renewed.
+LEASE_SECONDS: Final = 60.0
+#: Seconds for which the smallest ``max_bytes`` of all engines acts on the others.
+BOUND_SECONDS: Final = 3600.0
+
+_VERSION: Final = 1
+_MOST_BYTES: Final = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What a listing of a whole shelf found.
+
+    Attributes
+    ----------
+    at : float
+        When the listing began.
+    nbytes : int
+        Bytes of everything on the shelf, less what the sweep deleted.
+    seconds : float
+        Processor time that the sweep took.
+    free : int or None
+        Bytes that were free on the storage at `at`, and what the sweep deleted. None: unknown.
+    max_age : float or None
+        The age at which the sweep deleted chunks.
+    """
+
+    at: float
+    nbytes: int
+    seconds: float
+    free: int | None = None
+    max_age: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """The content of the file.
+
+    Attributes
+    ----------
+    owner : str
+        Who holds the lease, or held it last: a random id.
+    until : float
+        When the lease ends.
+    finding : Finding or None
+        What the last sweep found.
+    max_bytes : int or None
+        The smallest bound of the engines that have swept lately.
+    max_bytes_at : float
+        When an engine with that bound last swept.
+    """
+
+    owner: str = ""
+    until: float = 0.0
+    finding: Finding | None = None
+    max_bytes: int | None = None
+    max_bytes_at: float = 0.0
+
+    def bound(self, own: int, now: float) -> int:
+        """Return the bound that acts on an engine whose ``max_bytes`` is `own`."""
+        if self.max_bytes is None or now > self.max_bytes_at + BOUND_SECONDS:
+            return own
+        return min(own, self.max_bytes)
+
+    def bounded_by(self, own: int | None, now: float) -> Record:
+        """Return the record after a sweep by an engine whose ``max_bytes`` is `own`, if any."""
+        if own is None or self.bound(own, now) < own:
+            return self
+        return replace(self, max_bytes=own, max_bytes_at=now)
+
+
+class Lease:
+    """One process's part in the sweeps of a shelf.
+
+    Parameters
+    ----------
+    backend : Backend
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._owner = secrets.token_hex(8)
+
+    def read(self, now: float) -> Record:
+        """Return the record; an empty one where there is none, or it makes no sense.
+
+        Parameters
+        ----------
+        now : float
+            The storage's time. What claims to come from the future is left out.
+
+        Raises
+        ------
+        StorageError
+            If the storage failed.
+        """
+        try:
+            with self._backend.open(SWEEP) as reader:
+                data = bytearray(min(reader.size, _MOST_BYTES + 1))
+                count = reader.read_into(memoryview(data), 0)
+        except ObjectMissingError:
+            return Record()
+        return _decode(bytes(data[:count]), now)
+
+    def take(self, record: Record, now: float) -> Record | None:
+        """Take the lease, for :data:`LEASE_SECONDS`; return the record, None if another has it.
+
+        Two processes that take it at the same moment may both have it.
+
+        Parameters
+        ----------
+        record : Record
+            As read last.
+        now : float
+            The storage's time.
+
+        Raises
+        ------
+        StorageError
+            If the storage failed while the record was read again.
+        """
+        if record.owner != self._owner and now < record.until:
+            return None
+        taken = replace(record, owner=self._owner, until=now + LEASE_SECONDS)
+        if not self._write(taken):
+            # A full storage, or one that takes no such file, must be swept all the same.
+            return taken
+        return taken if self.read(now).owner == self._owner else None
+
+    def renew(self, record: Record, now: float) -> Record:
+        """Prolong the lease. Best effort."""
+        renewed = replace(record, until=now + LEASE_SECONDS)
+        self._write(renewed)
+        return renewed
+
+    def release(self, record: Record) -> Record:
+        """Give the lease back, and tell others what was found. Best effort."""
+        released = replace(record, until=0.0)
+        self._write(released)
+        return released
+
+    def _write(self, record: Record) -> bool:
+        encoded = json.dumps({"version": _VERSION, **asdict(record)}).encode()
+        try:
+            self._backend.write(SWEEP, [encoded], "replace")
+        except StorageError as error:
+            logger.debug("the lease of a sweep was not written: %s", error)
+            return False
+        return True
+
+
+def _decode(data: bytes, now: float) -> Record:
+    """Return what the bytes of the file say; what makes no sense is left out."""
+    try:
+        found = json.loads(data)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict) or found.get("version") != _VERSION:
+        return Record()
+    # Nothing may claim more of the future than a lease lasts: clocks may step back.
+    latest = now + LEASE_SECONDS
+    owner, until = found.get("owner"), _number(found.get("until"), latest)
+    max_bytes, bound_at = _count(found.get("max_bytes")), _number(found.get("max_bytes_at"), latest)
+    return Record(
+        owner=owner if isinstance(owner, str) else "",
+        until=until or 0.0,
+        finding=_finding(found.get("finding"), now),
+        max_bytes=None if bound_at is None else max_bytes or None,
+        max_bytes_at=bound_at or 0.0,
+    )
+
+
+def _finding(found: Any, now: float) -> Finding | None:
+    if not isinstance(found, dict):
+        return None
+    at, nbytes = _number(found.get("at"), now), _count(found.get("nbytes"))
+    seconds = _number(found.get("seconds"))
+    if at is None or nbytes is None or seconds is None:
+        return None
+    max_age = _number(found.get("max_age"))
+    return Finding(at, nbytes, seconds, _count(found.get("free")), max_age)
+
+
+def _number(value: Any, most: float = math.inf) -> float | None:
+    """Return a finite number from 0 to `most`, None for anything else."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value) if 0 <= value <= min(most, 1e18) else None
+
+
+def _count(value: Any) -> int | None:
+    """Return a number of bytes, None for anything else."""
+    return value if isinstance(value, int) and 0 <= value < 1 << 63 and value is not True else None

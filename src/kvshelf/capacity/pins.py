@@ -1,0 +1,388 @@
+"""Pins: what no sweeper and no ``kvshelf gc`` deletes.
+
+Owns the files ``.kvshelf/pins/<name>.json`` at the root of a shelf: their form, which is part of
+the format (``docs/format.md``), how they are read, written and removed, and what they cover.
+
+Contracts
+---------
+* A pin protects chunks from deletions that bound a shelf. It does not lift a bound: chunks that are
+  pinned count against ``max_bytes`` like all others.
+* A pin that cannot be read pins nothing, and neither does one that has expired. Nobody's sweep ends
+  because of a file that somebody else has damaged. A storage that does not answer is an error: who
+  does not know the pins must not delete.
+* What is read is bounded: 1 MiB for each pin, 64 MiB for all.
+
+Threads
+-------
+Reading, adding and removing block on the storage. :class:`Pins` is immutable after it was read, and
+may be used from any thread.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvshelf.backends import Backend
+from kvshelf.errors import ConfigError, ObjectMissingError, StorageError, short_repr
+from kvshelf.format.keys import check_salt_group
+from kvshelf.format.names import parse_namespace_folder
+from kvshelf.logs import RateLimitedLog
+
+logger = logging.getLogger(__name__)
+_log: Final = RateLimitedLog(logger, lines=8)
+
+#: The folder of pins at the root of a shelf.
+PINS: Final = ".kvshelf/pins"
+#: Most bytes of one pin.
+MAX_BYTES: Final = 1 << 20
+#: Most bytes of all pins; those that come after, by name, pin nothing.
+MAX_TOTAL_BYTES: Final = 64 << 20
+_VERSION: Final = 1
+_FIELDS: Final = {"version", "namespace", "group", "keys", "until"}
+_LATEST: Final = 1 << 53
+_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", re.ASCII)
+_KEY: Final = re.compile(r"[0-9a-f]{64}", re.ASCII)
+_KEY_TYPE: Final = np.dtype("S32")
+
+#: A namespace by the 16 hex digits of its folder, and a salt group; None: all.
+_Scope = tuple[str | None, str | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """One pin: the chunks of a namespace, of a salt group, and with certain keys.
+
+    Conditions that are given all have to hold; at least one is given.
+
+    Attributes
+    ----------
+    namespace : str or None
+        Folder of a namespace. Its digest decides, not its slug.
+    group : str or None
+        A salt group: ``_`` or 16 hex.
+    keys : Sequence of bytes or None
+        Chunk keys, 32 bytes each.
+    until : float or None
+        When it expires, in seconds since the epoch.
+    """
+
+    namespace: str | None = None
+    group: str | None = None
+    keys: Sequence[bytes] | None = None
+    until: float | None = None
+
+    def expired(self, now: float) -> bool:
+        """Whether it has expired at `now`, in seconds since the epoch."""
+        return self.until is not None and self.until <= now
+
+    def to_bytes(self) -> bytes:
+        """Return the content of its file.
+
+        Raises
+        ------
+        ConfigError
+            If it pins everything, or its file would be larger than 1 MiB.
+        """
+        if self.namespace is None and self.group is None and self.keys is None:
+            raise ConfigError(
+                "a pin needs a namespace, a salt group or keys: it found none of them"
+            )
+        keys = None if self.keys is None else [key.hex() for key in self.keys]
+        value = {
+            "version": _VERSION,
+            "namespace": self.namespace,
+            "group": self.group,
+            "keys": keys,
+            "until": self.until,
+        }
+        data = json.dumps(value, separators=(",", ":")).encode("ascii")
+        if len(data) > MAX_BYTES:
+            raise ConfigError(
+                f"the pin has {len(data)} bytes with its {len(keys or ())} keys; expected at most"
+                f" {MAX_BYTES}: pin the prompts in several parts"
+            )
+        return data
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Pin:
+        """Return the pin that a file holds.
+
+        Raises
+        ------
+        ValueError
+            If it is not one that this version knows.
+        """
+        try:
+            value = json.loads(data.decode("utf-8"))
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"it is not JSON ({error})") from None
+        if not isinstance(value, dict):
+            raise ValueError(f"found {short_repr(value)}; expected an object")
+        version = value.get("version")
+        if type(version) is not int or version != _VERSION:
+            raise ValueError(f"its version is {short_repr(version)}; expected {_VERSION}")
+        if unknown := sorted(set(value) - _FIELDS):
+            raise ValueError(f"unknown field {short_repr(unknown[0])}")
+        pin = cls(_namespace(value), _group(value), _keys(value), _until(value))
+        if pin.namespace is None and pin.group is None and pin.keys is None:
+            raise ValueError("found neither a namespace, nor a group, nor keys")
+        return pin
+
+
+class Pins:
+    """The pins of one shelf, as they were when they were read.
+
+    Parameters
+    ----------
+    pins : Mapping
+        All pins by name, also those that have expired.
+    unreadable : Mapping
+        The files of pins that pin nothing, by name, and why.
+    now : float
+        Seconds since the epoch: pins that have expired then cover nothing.
+
+    Attributes
+    ----------
+    all : Mapping
+    unreadable : Mapping
+    """
+
+    def __init__(
+        self,
+        pins: Mapping[str, Pin] | None = None,
+        unreadable: Mapping[str, str] | None = None,
+        now: float = 0.0,
+    ) -> None:
+        self.all: Mapping[str, Pin] = dict(pins or {})
+        self.unreadable: Mapping[str, str] = dict(unreadable or {})
+        whole: set[_Scope] = set()
+        keys: dict[_Scope, list[bytes]] = {}
+        for pin in self.all.values():
+            if pin.expired(now):
+                continue
+            tag = None if pin.namespace is None else parse_namespace_folder(pin.namespace)
+            scope = tag, pin.group
+            if pin.keys is None:
+                whole.add(scope)
+            else:
+                keys.setdefault(scope, []).extend(pin.keys)
+        self._whole: Final = whole
+        self._keys: Final = {
+            scope: np.unique(np.array(found, _KEY_TYPE)) for scope, found in keys.items() if found
+        }
+
+    def __bool__(self) -> bool:
+        """Whether anything can be covered."""
+        return bool(self._whole or self._keys)
+
+    @classmethod
+    def load(cls, backend: Backend, now: float | None = None) -> Pins:
+        """Read the pins of a shelf; log one warning for each that cannot be read.
+
+        Parameters
+        ----------
+        backend : Backend
+        now : float, optional
+            Seconds since the epoch, by the clock of the storage; this machine's when absent.
+
+        Raises
+        ------
+        StorageError
+            If the storage did not answer, or does not allow that pins are listed.
+        """
+        pins = cls.read(backend, now)
+        for name, problem in pins.unreadable.items():
+            _log.warning(
+                "the pin %s on %s pins nothing: %s. Make it anew with `kvshelf pin`, or remove it"
+                " with `kvshelf unpin`",
+                name,
+                backend.url,
+                problem,
+                about=(backend.url, name),
+            )
+        return pins
+
+    @classmethod
+    def read(cls, backend: Backend, now: float | None = None) -> Pins:
+        """As :meth:`load`, without warnings."""
+        pins: dict[str, Pin] = {}
+        unreadable: dict[str, str] = {}
+        left = MAX_TOTAL_BYTES
+        for name, size in sorted(_files(backend)):
+            left -= min(size, MAX_BYTES)
+            if left < 0:
+                unreadable[name] = f"all pins together have more than {MAX_TOTAL_BYTES} bytes"
+                continue
+            try:
+                pins[name] = Pin.from_bytes(_content(backend, pin_file(name)))
+            except ObjectMissingError:
+                continue
+            except StorageError as error:
+                if error.retryable:
+                    raise
+                unreadable[name] = str(error)
+            except ValueError as error:
+                unreadable[name] = str(error)
+        return cls(pins, unreadable, time.time() if now is None else now)
+
+    def covers(
+        self, namespace_folder: str, group: str, keys: NDArray[np.uint8]
+    ) -> NDArray[np.bool_]:
+        """Return which chunks of one salt group of one namespace are pinned.
+
+        Parameters
+        ----------
+        namespace_folder : str
+        group : str
+            ``_`` or 16 hex.
+        keys : ndarray of uint8, [n, 32]
+            Chunk keys.
+
+        Returns
+        -------
+        ndarray of bool, [n]
+        """
+        tag = parse_namespace_folder(namespace_folder)
+        scopes: list[_Scope] = [(tag, group), (tag, None), (None, group), (None, None)]
+        if not self._whole.isdisjoint(scopes):
+            return np.ones(len(keys), np.bool_)
+        covered = np.zeros(len(keys), np.bool_)
+        wanted = np.ascontiguousarray(keys, np.uint8).reshape(-1).view(_KEY_TYPE)
+        for scope in scopes:
+            pinned = self._keys.get(scope)
+            if pinned is not None:
+                place = np.searchsorted(pinned, wanted)
+                covered |= pinned[np.minimum(place, len(pinned) - 1)] == wanted
+        return covered
+
+    @staticmethod
+    def add(backend: Backend, name: str, pin: Pin, *, replace: bool = False) -> bool:
+        """Write a pin; return False if there is one with this name that is not to be replaced.
+
+        Raises
+        ------
+        ConfigError
+            If `name` is not a pin's name, or the pin would pin nothing for a reason of its own.
+        StorageError
+            If it could not be written.
+        """
+        check_pin_name(name)
+        data = pin.to_bytes()
+        others = sum(min(size, MAX_BYTES) for other, size in _files(backend) if other != name)
+        if others + len(data) > MAX_TOTAL_BYTES:
+            raise ConfigError(
+                f"the other pins have {others} bytes, and this one {len(data)}; expected at most"
+                f" {MAX_TOTAL_BYTES} together: remove pins, or pin a namespace or a salt group"
+            )
+        result = backend.write(pin_file(name), [data], "replace" if replace else "create")
+        return result.value != "existed"
+
+    @staticmethod
+    def remove(backend: Backend, name: str) -> bool:
+        """Remove a pin, readable or not; return False if there was none of this name.
+
+        Raises
+        ------
+        ConfigError
+            If `name` is not a pin's name.
+        StorageError
+            If it could not be removed.
+        """
+        return backend.delete(pin_file(name))
+
+
+def check_pin_name(name: str) -> str:
+    """Return `name` if a pin can have it.
+
+    Raises
+    ------
+    ConfigError
+        If not.
+    """
+    if _NAME.fullmatch(name) is None:
+        raise ConfigError(
+            f"{short_repr(name)} is not a name of a pin: expected 1 to 64 letters, digits, '.', '_'"
+            " and '-', and a letter or a digit first"
+        )
+    return name
+
+
+def pin_file(name: str) -> str:
+    """Return the name of a pin's file below the root.
+
+    Raises
+    ------
+    ConfigError
+        If `name` is not a pin's name.
+    """
+    return f"{PINS}/{check_pin_name(name)}.json"
+
+
+def _files(backend: Backend) -> Iterator[tuple[str, int]]:
+    """Yield names and sizes of the files of pins; what else lies there is skipped."""
+    for row in backend.list(PINS):
+        folder, _, base = row.name.rpartition("/")
+        name = base.removesuffix(".json")
+        if folder == PINS and name != base and _NAME.fullmatch(name) is not None:
+            yield name, row.size
+
+
+def _content(backend: Backend, file: str) -> bytes:
+    with backend.open(file) as reader:
+        if reader.size > MAX_BYTES:
+            raise ValueError(f"it has {reader.size} bytes; expected at most {MAX_BYTES}")
+        data = bytearray(reader.size)
+        count = reader.read_into(memoryview(data), 0)
+    return bytes(data[:count])
+
+
+def _namespace(value: Mapping[str, Any]) -> str | None:
+    found = value.get("namespace")
+    if found is None:
+        return None
+    if not isinstance(found, str) or parse_namespace_folder(found) is None:
+        raise ValueError(f"its namespace is {short_repr(found)}; expected <slug>-<16 hex>")
+    return found
+
+
+def _group(value: Mapping[str, Any]) -> str | None:
+    found = value.get("group")
+    if found is None:
+        return None
+    if not isinstance(found, str):
+        raise ValueError(f"its group is {short_repr(found)}; expected _ or 16 hex digits")
+    return check_salt_group(found)
+
+
+def _keys(value: Mapping[str, Any]) -> tuple[bytes, ...] | None:
+    found = value.get("keys")
+    if found is None:
+        return None
+    if not isinstance(found, list):
+        raise ValueError(f"its keys are {short_repr(found)}; expected a list")
+    return tuple(_key_bytes(found))
+
+
+def _key_bytes(found: Iterable[object]) -> Iterator[bytes]:
+    for key in found:
+        if not isinstance(key, str) or _KEY.fullmatch(key) is None:
+            raise ValueError(f"one of its keys is {short_repr(key)}; expected 64 hex digits")
+        yield bytes.fromhex(key)
+
+
+def _until(value: Mapping[str, Any]) -> float | None:
+    found = value.get("until")
+    if found is None:
+        return None
+    if isinstance(found, bool) or not isinstance(found, int | float) or not 0 <= found <= _LATEST:
+        raise ValueError(f"it expires at {short_repr(found)}; expected seconds since the epoch")
+    return float(found)

@@ -1,0 +1,402 @@
+"""Which objects are deleted first when room is needed, and which are too old.
+
+Owns the order of eviction: :func:`choose` looks at all units of a storage and returns what to
+delete, in order. The disk tier and the tools use the same order as engines.
+
+A *unit* is one chunk, or one tail, with all its shards and kinds. The order is:
+
+1. what was not used for `max_age`;
+2. what no hit can use any more (*dead*): chunks whose parent is gone and what follows them, KV of a
+   model with states behind the last state of its branch, windows and states that no possible hit
+   needs;
+3. the rest by age, the oldest first. The age is the time since the last use. What was never used
+   since it was stored ages twice as fast, because most chunks are never used. What was used for
+   longer than it has been idle ages more slowly, at most by half. Windows inside a prompt, where no
+   hit ended and no prompts part, age 32 times as fast.
+
+Of units with about the same age those deepest in their prompts go first: a chunk is of no use
+without the ones before it. For the same reason a use of a chunk counts for all chunks before it, as
+far as parents are known. "About the same" is a small part of the age that most units have, at most
+the resolution with which uses are recorded: where all is replaced within minutes, an hour would
+make all uses equal.
+
+``python -m benchmarks.traces`` compares this order with others, on traces of requests.
+
+Contracts
+---------
+* Pure: numpy arrays in, numpy arrays out. It neither reads nor deletes anything, and has no state.
+* Deleting the victims in order, and stopping anywhere, leaves the beginnings of prompts.
+* A state goes before the KV of its chunk only if an older state of the branch stays.
+* Pinned units are never chosen.
+* A million units take less than a second.
+
+Threads
+-------
+Everything is safe to call from any thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+Floats: TypeAlias = "npt.NDArray[np.float64]"
+Integers: TypeAlias = "npt.NDArray[np.int64]"
+Flags: TypeAlias = "npt.NDArray[np.bool_]"
+Masks: TypeAlias = "npt.NDArray[np.uint8]"
+
+#: Bits of a mask of kinds.
+FULL_BIT: Final = 1
+WINDOW_BIT: Final = 2
+STATE_BIT: Final = 4
+
+#: Values of :attr:`Units.parent` that are no row.
+UNKNOWN: Final = -1
+GONE: Final = -2
+
+#: What was stored in the last so many seconds is not dead, nor is what it follows: the prompt may
+#: still be computed, and what makes it useful not be stored yet.
+SETTLE_SECONDS: Final = 300.0
+
+_BITS: Final = (FULL_BIT, WINDOW_BIT, STATE_BIT)
+#: How many times faster a unit ages that was never used since it was stored.
+_NEVER_HIT_AGES: Final = 2.0
+#: The same, besides, for a window inside a prompt, where no hit ended and no prompts part.
+_UNLIKELY_AGES: Final = 32.0
+_UNLIKELY_STATE = 1.0
+#: A unit that was used for so many times as long as it has been idle ages at half the rate.
+_LONG_USED: Final = 2.0
+#: Part of the median age, and least seconds, within which ages count as equal: the uses of one hit
+#: are recorded one after the other.
+_SAME_PART: Final = 1 / 32
+_LEAST_SAME: Final = 1.0
+#: Units before a place: all, from the beginning of the prompt.
+_WHOLE: Final = 1 << 40
+#: Most ages that are told apart, and the place of the rank above them in a key of sorting.
+_MOST_AGES: Final = (1 << 30) - 1
+_RANK_BITS: Final = np.uint64(62)
+#: Ranks in keys of sorting; what is too old has 0.
+_DEAD, _USEFUL = np.uint64(1), np.uint64(2)
+
+
+@dataclass(slots=True)
+class Units:
+    """All units of a storage, one row each.
+
+    Attributes
+    ----------
+    used : float64 array [n]
+        Last use of the unit, seconds since the epoch; at least `born`.
+    born : float64 array [n]
+        When the last of its objects was stored, seconds since the epoch.
+    index : uint32 array [n]
+        Chunk index: the unit's place in its prompt.
+    parent : int64 array [n]
+        Row of the unit before it in its prompt; `UNKNOWN` if that was not looked up, `GONE` if it
+        is not there or the unit is the first of its prompt.
+    full, window, state : int64 array [n]
+        Bytes of all objects of each kind.
+    hit : bool array [n]
+        It was used since it was stored.
+    pinned : bool array [n]
+    needs : uint8 array [n] or None
+        Kinds of the row's namespace, by its record, as bits: what hits are made of. None: one
+        namespace, with the kinds that any row has.
+    broken : uint8 array [n] or None
+        Kinds of which objects of some shards are missing, as bits. None: nothing is missing.
+    window_used, state_used : float64 array [n] or None
+        Last use of the objects of these kinds, where known by themselves. None: as `used`.
+    """
+
+    used: Floats
+    born: Floats
+    index: npt.NDArray[np.uint32]
+    parent: Integers
+    full: Integers
+    window: Integers
+    state: Integers
+    hit: Flags
+    pinned: Flags
+    needs: Masks | None = None
+    broken: Masks | None = None
+    window_used: Floats | None = None
+    state_used: Floats | None = None
+
+    def __len__(self) -> int:
+        return len(self.used)
+
+
+@dataclass(frozen=True, slots=True)
+class Victims:
+    """What to delete, in this order.
+
+    A row comes more than once if its kinds go at different times.
+
+    Attributes
+    ----------
+    rows : int64 array [m]
+        Rows of the :class:`Units`.
+    kinds : uint8 array [m]
+        The kinds to delete, as bits: `FULL_BIT`, `WINDOW_BIT`, `STATE_BIT`.
+    nbytes : int64 array [m]
+        Their bytes.
+    """
+
+    rows: Integers
+    kinds: Masks
+    nbytes: Integers
+
+
+def choose(
+    units: Units,
+    *,
+    free: int,
+    now: float,
+    resolution: float,
+    max_age: float | None = None,
+    window_chunks: int | Integers = 0,
+) -> Victims:
+    """Return what to delete so that `free` bytes become free and nothing is too old.
+
+    Parameters
+    ----------
+    units : Units
+    free : int
+        Bytes to free. 0 or less: only what is too old goes. Victims hold fewer bytes only if
+        nothing else may be deleted.
+    now : float
+        By the clock of the storage, seconds since the epoch.
+    resolution : float
+        Seconds in which uses are recorded once; above 0.
+    max_age : float or None
+        Seconds after the last use at which a unit is too old.
+    window_chunks : int or int64 array [n]
+        Number of last chunks whose window objects a hit needs (see
+        :func:`kvshelf.shelf.hits.window_chunks`), for each row that of its namespace. Of no meaning
+        where there are no windows.
+    """
+    size = len(units)
+    if not size or (free <= 0 and max_age is None):
+        return _none()
+    reach = np.broadcast_to(np.minimum(np.asarray(window_chunks, np.int64), _WHOLE), (size,))
+    deepest_first = np.uint32(0xFFFFFFFF) - units.index
+    # What lies in the future was used now.
+    same = _LEAST_SAME
+    if not units.pinned.all():
+        same = max(same, float(np.median(now - units.used[~units.pinned])) * _SAME_PART)
+    same = min(same, resolution)
+    keys: list[npt.NDArray[np.uint64]] = []
+    sizes = (units.full, units.window, units.state)
+    for of_kind, (used, ages, dead) in zip(sizes, _judge(units, reach, now), strict=True):
+        if keys and not of_kind.any():
+            keys.append(keys[0])
+            continue
+        # In place: of a million units each array takes 8 MB.
+        scaled = ages / same
+        key = np.minimum(scaled, _MOST_AGES, out=scaled).astype(np.uint64)
+        del scaled
+        np.subtract(np.uint64(_MOST_AGES), key, out=key)
+        key <<= np.uint64(32)
+        key |= deepest_first
+        expired = np.zeros(size, np.bool_) if max_age is None else used < now - max_age
+        key[~expired & ~dead] |= _USEFUL << _RANK_BITS
+        key[~expired & dead] |= _DEAD << _RANK_BITS
+        keys.append(key)
+    del used, ages, dead, key, deepest_first
+    return _take(units, keys, free)
+
+
+def _none() -> Victims:
+    return Victims(np.empty(0, np.int64), np.empty(0, np.uint8), np.empty(0, np.int64))
+
+
+def _take(units: Units, keys: list[npt.NDArray[np.uint64]], free: int) -> Victims:
+    """Sort what may be deleted by the keys of full, window and state; take what is needed."""
+    sizes = (units.full, units.window, units.state)
+    has_full = (units.full > 0) & ~units.pinned
+    # Kinds that do not go before their chunk's full object go with it.
+    mask = np.where(has_full, np.uint8(FULL_BIT), np.uint8(0))
+    nbytes = np.where(has_full, units.full, 0)
+    parts = []
+    for key, of_kind, bit in zip(keys[1:], sizes[1:], _BITS[1:], strict=True):
+        there = (of_kind > 0) & ~units.pinned
+        if not there.any():
+            continue
+        apart = there & (~has_full | (key < keys[0]))
+        together = there & ~apart
+        mask[together] |= bit
+        nbytes[together] += of_kind[together]
+        rows = np.flatnonzero(apart)
+        parts.append((rows, np.full(len(rows), bit, np.uint8), of_kind[rows], key[rows]))
+    rows = np.flatnonzero(has_full)
+    parts.append((rows, mask[rows], nbytes[rows], keys[0][rows]))
+    keys.clear()
+    del mask, nbytes
+    if len(parts) == 1:
+        rows, kinds, held, key = parts[0]
+    else:
+        rows, kinds, held, key = (np.concatenate(column) for column in zip(*parts, strict=True))
+    order = np.argsort(key, kind="stable")
+    held, key = held[order], key[order]
+    before = np.cumsum(held)
+    before -= held
+    taken = (before < free) | (key < _DEAD << _RANK_BITS)
+    order = order[taken]
+    return Victims(rows[order].astype(np.int64, copy=False), kinds[order], held[taken])
+
+
+def _judge(units: Units, reach: Integers, now: float) -> Iterator[tuple[Floats, Floats, Flags]]:
+    """Yield for each kind: the last use that counts, the age, whether it goes as dead."""
+    needs = _needs(units)
+    broken = np.zeros(len(units), np.uint8) if units.broken is None else units.broken
+    forest = _Forest(units)
+    needs_full, needs_window, needs_state = ((needs & bit) != 0 for bit in _BITS)
+    # Without the full objects before it nothing is found.
+    reached = ~(needs_full & (units.parent == GONE) & (units.index > 0))
+    reached &= ~needs_full | ((units.full > 0) & ((broken & FULL_BIT) == 0))
+    forest.downwards(reached)
+    # A hit can end here.
+    end = reached & (~needs_state | ((units.state > 0) & ((broken & STATE_BIT) == 0)))
+    if needs_window.any():
+        has_window = (units.window > 0) & ((broken & WINDOW_BIT) == 0)
+        end &= ~needs_window | (forest.run(has_window) >= reach)
+    # Where a chunk's followers are not known, it counts as useful.
+    judged = forest.followers_known(needs_state | needs_window)
+
+    # What follows was stored just now: the prompt may still be computed.
+    latest = np.maximum(units.used, units.born)
+    forest.upwards(latest)
+    settled = latest <= now - SETTLE_SECONDS
+    del latest
+
+    # Who used what follows has used this as well.
+    full_used, full_ages = units.used.copy(), _ages(units, units.used, units.hit, now)
+    forest.upwards(full_used)
+    np.negative(full_ages, out=full_ages)
+    forest.upwards(full_ages)
+    np.negative(full_ages, out=full_ages)
+    useful = end.copy()
+    forest.upwards(useful)
+    yield full_used, full_ages, settled & (~reached | (needs_state & judged & ~useful))
+
+    dead = ~reached
+    used, ages, never_hit = _of_kind(units, units.window_used, now)
+    if needs_window.any():
+        dead |= judged & ~forest.above(end, reach)
+        # Prompts part where one ends, or where others part already: there hits will end.
+        likely = forest.last_before(reached & (forest.followers() != 1), end)
+        unlikely = judged & ~needs_state & ~forest.above(likely, reach)
+        ages[never_hit & unlikely] *= _UNLIKELY_AGES
+    yield used, ages, settled & dead
+
+    used, ages, _ = _of_kind(units, units.state_used, now)
+    if needs_state.any():
+        # The oldest state of a branch goes with the KV of its chunk.
+        oldest = end & needs_full & ~forest.any_before(end)
+        used, ages = np.where(oldest, full_used, used), np.where(oldest, full_ages, ages)
+    yield used, ages, settled & (~reached | (judged & ~end))
+
+
+def _ages(units: Units, used: Floats, hit: Flags, now: float) -> Floats:
+    """Return by how much each unit has aged since its last use, in seconds."""
+    idle = np.maximum(now - used, 0.0)
+    used, born, rested = used[hit], units.born[hit], idle[hit]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        proven = np.nan_to_num((used - born) / rested)
+    idle *= _NEVER_HIT_AGES
+    idle[hit] = rested / (1.0 + np.clip(proven / _LONG_USED, 0.0, 1.0))
+    return idle
+
+
+def _of_kind(units: Units, used: Floats | None, now: float) -> tuple[Floats, Floats, Flags]:
+    """Return last uses and ages of the objects of one kind, and which were never hit."""
+    hit = units.hit
+    if used is None:
+        used = units.used
+    else:
+        hit = hit & (used > units.born)
+    return used, _ages(units, used, hit, now), ~hit
+
+
+def _needs(units: Units) -> Masks:
+    if units.needs is not None:
+        return units.needs
+    there = (units.full.any(), units.window.any(), units.state.any())
+    return np.full(len(units), np.dot(there, _BITS), np.uint8)
+
+
+class _Forest:
+    """The units as trees: a unit follows its parent, several may follow one."""
+
+    def __init__(self, units: Units) -> None:
+        self._units = units
+        self._parent = units.parent
+        rows = np.flatnonzero(units.parent >= 0)
+        # Names and headers are not ours alone: a parent is the chunk before, or none.
+        is_before = units.index[units.parent[rows]].astype(np.int64) + 1 == units.index[rows]
+        rows = rows[is_before]
+        depth = units.index[rows]
+        order = np.argsort(depth, kind="stable")
+        cuts = np.flatnonzero(np.diff(depth[order])) + 1
+        #: Rows with a parent, those of one index together, the beginnings of prompts first.
+        self._levels = np.split(rows[order], cuts) if len(rows) else []
+
+    def upwards(self, values: Floats | Flags) -> None:
+        """Give each unit the largest value of itself and all that follow it."""
+        for rows in reversed(self._levels):
+            np.maximum.at(values, self._parent[rows], values[rows])
+
+    def downwards(self, flags: Flags) -> None:
+        """Keep the flags of those units only that have it, and all before them."""
+        for rows in self._levels:
+            flags[rows] &= flags[self._parent[rows]]
+
+    def any_before(self, flags: Flags) -> Flags:
+        """Return whether some unit before each one has the flag."""
+        found = np.zeros(len(flags), np.bool_)
+        for rows in self._levels:
+            above = self._parent[rows]
+            found[rows] = found[above] | flags[above]
+        return found
+
+    def run(self, flags: Flags) -> Integers:
+        """Return how many units up to each one have the flag; many, if all of its prompt have."""
+        runs = np.where(flags, _WHOLE, 0)
+        for rows in self._levels:
+            above = runs[self._parent[rows]]
+            runs[rows] = np.where(flags[rows], np.minimum(above, _WHOLE - 1) + 1, 0)
+        return runs
+
+    def followers(self) -> Integers:
+        """Return how many units follow each one directly."""
+        counts = np.zeros(len(self._parent), np.int64)
+        for rows in self._levels:
+            np.add.at(counts, self._parent[rows], 1)
+        return counts
+
+    def last_before(self, places: Flags, flags: Flags) -> Flags:
+        """Return which units are the last one with the flag up to one of the places."""
+        last = np.where(flags, np.arange(len(flags)), -1)
+        for rows in self._levels:
+            last[rows] = np.where(flags[rows], rows, last[self._parent[rows]])
+        found = np.zeros(len(flags), np.bool_)
+        last = last[places]
+        found[last[last >= 0]] = True
+        return found
+
+    def above(self, flags: Flags, reach: Integers) -> Flags:
+        """Return whether each unit is one of the last `reach` up to some unit with the flag."""
+        left = np.where(flags, reach, 0)
+        for rows in reversed(self._levels):
+            np.maximum.at(left, self._parent[rows], left[rows] - 1)
+        return left > 0
+
+    def followers_known(self, asked: Flags) -> Flags:
+        """Return of which units it is known which others follow them."""
+        units = self._units
+        orphans = asked & (units.parent == UNKNOWN) & (units.index > 0)
+        return units.index >= (units.index[orphans].max() if orphans.any() else 0)

@@ -1,0 +1,152 @@
+"""What writers leave behind: temporaries of killed writers, and bad objects in quarantine.
+
+Owns the rule by which a temporary is one of kvshelf's, and the removal of all this when the storage
+is full (:class:`Orphans`): nothing else makes room there without a loss.
+
+Contracts
+---------
+* Removed are files whose names are exactly those of temporaries of objects, descriptions and
+  reserved files, and which nothing has changed for an hour; and files in quarantine, whatever their
+  age.
+* Nothing is followed or descended into that is not a folder of a namespace.
+* Best effort: trouble of the storage ends the removal, and is not raised.
+
+:class:`Orphans` may be called from any thread; it blocks on the storage for about its time.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import random
+import threading
+import time
+from collections.abc import Iterator
+from typing import Final
+
+from kvshelf.backends import Backend
+from kvshelf.backends.base import final_name
+from kvshelf.errors import StorageError
+from kvshelf.format.names import DESCRIPTION, parse_namespace_folder, parse_path
+from kvshelf.shelf.markers import MARKERS
+
+logger = logging.getLogger(__name__)
+
+#: The reserved folder, at the root and in each namespace folder.
+RESERVED: Final = ".kvshelf"
+#: The folder of bad objects inside a namespace folder.
+QUARANTINE: Final = f"{RESERVED}/bad"
+#: A temporary belongs to a killed writer when nothing has changed it for so many seconds.
+TEMPORARY_SECONDS: Final = 3600.0
+
+#: Seconds from one removal on a full storage to the next, and when all folders were looked into.
+_PAUSE_SECONDS: Final = 60.0
+_ROUND_SECONDS: Final = 600.0
+#: Seconds that one takes, to the end of the call of the storage that is under way then.
+_WORK_SECONDS: Final = 2.0
+
+
+def is_written_by_us(name: str) -> bool:
+    """Whether kvshelf writes a file of this name, relative to the root, by way of a temporary."""
+    first, _, rest = name.partition("/")
+    if first == RESERVED:
+        return bool(rest)
+    if parse_namespace_folder(first) is None:
+        return False
+    return rest == DESCRIPTION or rest.startswith(f"{RESERVED}/") or parse_path(name) is not None
+
+
+def is_temporary(name: str) -> bool:
+    """Whether a name, relative to the root, is that of a temporary of kvshelf."""
+    folder, _, base = name.rpartition("/")
+    final = final_name(base)
+    return final is not None and is_written_by_us(f"{folder}/{final}")
+
+
+class Orphans:
+    """Removes orphans from a storage that is full, at most once a minute.
+
+    Parameters
+    ----------
+    backend : Backend
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._lock = threading.Lock()
+        self._next = 0.0
+        #: Goes on where the last removal ended.
+        self._left: Iterator[str] | None = None
+
+    def remove(self, folder: str | None = None) -> int:
+        """Remove orphans, for about two seconds; go on there the next time.
+
+        Parameters
+        ----------
+        folder : str, optional
+            Begin with this one, of the file that found no room.
+
+        Returns
+        -------
+        int
+            Number of temporaries that were removed. 0 also if another thread removes orphans, or
+            some were removed within the last minute.
+        """
+        with self._lock:
+            now = time.monotonic()
+            if now < self._next:
+                return 0
+            self._next = math.inf
+        removed = 0
+        pause = _PAUSE_SECONDS
+        try:
+            if folder is not None:
+                removed += self._sweep(folder)
+            if self._left is None:
+                self._left = self._folders()
+            while time.monotonic() < now + _WORK_SECONDS:
+                following = next(self._left, None)
+                if following is None:
+                    self._left = None
+                    pause = _ROUND_SECONDS
+                    break
+                removed += self._sweep(following)
+        except StorageError as error:
+            self._left = None
+            logger.debug("orphans could not be removed: %s", error)
+        finally:
+            self._next = time.monotonic() + pause
+        if removed:
+            logger.info(
+                "%s is full: %d temporaries of killed writers were removed",
+                self._backend.url,
+                removed,
+            )
+        return removed
+
+    def _sweep(self, folder: str) -> int:
+        if folder.endswith(QUARANTINE):
+            self._backend.trim(folder, 0, 0)
+            return 0
+        return self._backend.sweep(
+            folder, TEMPORARY_SECONDS, lambda name: is_written_by_us(f"{folder}/{name}")
+        )
+
+    def _folders(self) -> Iterator[str]:
+        """Yield all folders with orphans: quarantine first, which is found without a search."""
+        backend = self._backend
+        namespaces = [f for f in backend.folders() if parse_namespace_folder(f) is not None]
+        # Of many engines that find a storage full at once each begins elsewhere.
+        chance = random.SystemRandom()
+        chance.shuffle(namespaces)
+        yield from (f"{namespace}/{QUARANTINE}" for namespace in namespaces)
+        yield RESERVED
+        for namespace in namespaces:
+            yield namespace
+            yield f"{namespace}/{MARKERS}"
+            groups = [f"{namespace}/{name}" for name in backend.folders(namespace)]
+            chance.shuffle(groups)
+            for group in groups:
+                inner = [f"{group}/{name}" for name in backend.folders(group)]
+                chance.shuffle(inner)
+                yield from inner

@@ -1,0 +1,105 @@
+"""Shelves for tests of capacity: objects with ages, on a storage whose clock a test sets."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from faulty import CountingBackend, FaultyBackend
+from kvshelf.backends import Backend
+from kvshelf.backends.wrappers import WrappedBackend
+from parts import posix
+
+from kvshelf.capacity.inventory import Inventory
+from kvshelf.format.keys import Chunk
+from kvshelf.format.objects import ObjectFormat
+from kvshelf.shelf.shelf import Shelf
+from kvshelf.shelf.view import ObjectRef
+
+DAY = 86400.0
+
+
+class LaterBackend(WrappedBackend):
+    """A storage whose clock is some days ahead: nobody can set the time of a file's last change.
+
+    Attributes
+    ----------
+    ahead : float
+        Seconds.
+    """
+
+    def __init__(self, inner: Backend, ahead: float) -> None:
+        super().__init__(inner)
+        self.ahead = ahead
+
+    def now(self) -> float:
+        return time.time() + self.ahead
+
+
+class Place:
+    """A shelf in a folder, on which all files have the ages that a test gave them."""
+
+    def __init__(self, root: Path, *, ahead: float = 3 * DAY) -> None:
+        self.root = root
+        self.later = LaterBackend(posix(root), ahead)
+        self.faults = FaultyBackend(self.later)
+        self.counting = CountingBackend(self.faults)
+        self.shelf = Shelf(self.counting)
+        self.backend = self.shelf.backend
+        self.now = self.later.now()
+
+    def path(self, name: str) -> Path:
+        return self.root / name
+
+    def name(self, fmt: ObjectFormat, chunk: Chunk, shard: int = 0) -> str:
+        return self.shelf.view(fmt).name(ObjectRef(chunk, shard))
+
+    def age(self, path: Path, age: float, used: float | None = None) -> None:
+        """Say how long ago a file was written and used."""
+        last = age if used is None else used
+        os.utime(path, (self.now - last, self.now - age))
+
+    def put(
+        self,
+        fmt: ObjectFormat,
+        chunks: Iterable[Chunk],
+        age: float = 0.0,
+        *,
+        used: float | None = None,
+        shards: Sequence[int] | None = None,
+    ) -> list[str]:
+        """Store all objects of some chunks; return their names."""
+        names = []
+        for chunk in chunks:
+            for shard in range(fmt.shards) if shards is None else shards:
+                tokens = chunk.tokens if chunk.tail else None
+                data = bytearray(fmt.object_size(shard, tokens))
+                fmt.seal(memoryview(data), chunk, shard)
+                self.shelf.view(fmt).publish(ObjectRef(chunk, shard), data)
+                names.append(self.name(fmt, chunk, shard))
+                self.age(self.path(names[-1]), age, used)
+        return names
+
+    def write(self, name: str, data: bytes = b"x", age: float = 0.0) -> Path:
+        """Write any file."""
+        path = self.path(name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+        self.age(path, age)
+        return path
+
+    def scan(self, **options: object) -> Inventory:
+        found = Inventory.scan(self.backend, **options)  # type: ignore[arg-type]
+        assert found is not None
+        return found
+
+    def files(self) -> set[str]:
+        """Return the names of all files."""
+        return {str(path.relative_to(self.root)) for path in self.root.rglob("*") if path.is_file()}
+
+
+def salted(chunk: Chunk, group: str) -> Chunk:
+    return replace(chunk, salt_group=group)

@@ -1,0 +1,52 @@
+"""Programs whose shelf is bounded: ``ChunkCache`` keeps it so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from parts import until
+from test_cache import CHUNK, facts, prompt, put, truth
+
+from kvshelf import ChunkCache, Config
+
+TOKENS = prompt(12 * CHUNK)
+
+
+def opened(tmp_path: Path, **capacity: Any) -> ChunkCache:
+    shelf = {"shared_storage_path": str(tmp_path / "shelf"), "chunk_size": CHUNK}
+    return ChunkCache.open(Config.load({**shelf, "capacity": capacity}, {}), facts())
+
+
+def objects(tmp_path: Path) -> list[Path]:
+    return list((tmp_path / "shelf").rglob("*.safetensors"))
+
+
+def test_a_storage_without_room_gets_nothing(tmp_path: Path) -> None:
+    with opened(tmp_path, min_free="1PiB") as cache:
+        until(lambda: not cache.shelf.backend.has_room(1))
+        report = cache.store(TOKENS, kv=truth(TOKENS))
+        assert report.published == 0
+        assert report.dropped == report.chunks == len(TOKENS) // CHUNK
+        assert cache.counters.snapshot()["dropped_chunks_no_room"] == 1
+    assert not objects(tmp_path)
+
+
+def test_what_is_above_the_bound_is_deleted_and_the_beginning_stays(tmp_path: Path) -> None:
+    with opened(tmp_path, min_free=0) as cache:
+        put(cache, TOKENS)
+    before = objects(tmp_path)
+    bound = sum(path.stat().st_size for path in before) // 2
+    with opened(tmp_path, max_bytes=bound, min_free=0) as cache:
+        until(lambda: cache.counters.snapshot().get("shelf_evicted_objects", 0) > 0)
+        assert 0 < len(objects(tmp_path)) < len(before)
+        assert cache.lookup(TOKENS) >= CHUNK
+
+
+def test_without_a_bound_nothing_is_deleted(tmp_path: Path) -> None:
+    with opened(tmp_path) as cache:
+        put(cache, TOKENS)
+        until(lambda: "storage_free_bytes" in cache.counters.gauges())
+        before = objects(tmp_path)
+    assert objects(tmp_path) == before
+    assert not (tmp_path / "shelf" / ".kvshelf" / "sweep").exists()

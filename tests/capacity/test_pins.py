@@ -1,0 +1,276 @@
+"""Pins: which chunks they cover, what is a pin, and what becomes of files that are none."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from faulty import Fault, FaultyBackend
+from hypothesis import given
+from hypothesis import strategies as st
+from kvshelf.backends import Backend, open_backend
+
+from kvshelf.capacity import pins as pins_module
+from kvshelf.capacity.pins import MAX_BYTES, Pin, Pins, pin_file
+from kvshelf.errors import ConfigError, TransientStorageError
+from kvshelf.logs import RateLimitedLog
+
+ONE = "one-0123456789abcdef"
+TWO = "two-fedcba9876543210"
+GROUP = "00112233445566aa"
+
+
+def key(number: int) -> bytes:
+    return hashlib.sha256(bytes([number])).digest()
+
+
+def rows(*keys: bytes) -> npt.NDArray[np.uint8]:
+    return np.frombuffer(b"".join(keys), np.uint8).reshape(-1, 32)
+
+
+@pytest.fixture
+def backend(tmp_path: Path) -> Iterator[Backend]:
+    opened = open_backend(str(tmp_path / "shelf"))
+    yield opened
+    opened.close()
+
+
+def write(backend: Backend, name: str, content: bytes) -> None:
+    backend.write(f".kvshelf/pins/{name}.json", [content], "replace")
+
+
+# ------------------------------------------------------------------------------- what they cover
+
+
+def test_a_pin_of_keys_covers_these_chunks_in_every_group(backend: Backend) -> None:
+    Pins.add(backend, "prompt", Pin(namespace=ONE, keys=[key(1), key(3)]))
+    pins = Pins.load(backend)
+    assert pins
+    for group in ("_", GROUP):
+        covered = pins.covers(ONE, group, rows(key(1), key(2), key(3)))
+        assert covered.tolist() == [True, False, True]
+    assert not pins.covers(TWO, "_", rows(key(1))).any()
+
+
+def test_a_pin_of_a_namespace_covers_it_whatever_its_slug(backend: Backend) -> None:
+    Pins.add(backend, "model", Pin(namespace=ONE))
+    pins = Pins.load(backend)
+    assert pins.covers("renamed-" + ONE[-16:], GROUP, rows(key(1))).all()
+    assert not pins.covers(TWO, "_", rows(key(1))).any()
+
+
+def test_a_pin_of_a_group_covers_it_in_every_namespace(backend: Backend) -> None:
+    Pins.add(backend, "tenant", Pin(group=GROUP))
+    pins = Pins.load(backend)
+    assert pins.covers(ONE, GROUP, rows(key(1))).all()
+    assert pins.covers(TWO, GROUP, rows(key(1))).all()
+    assert not pins.covers(ONE, "_", rows(key(1))).any()
+
+
+def test_conditions_of_one_pin_all_have_to_hold(backend: Backend) -> None:
+    Pins.add(backend, "narrow", Pin(namespace=ONE, group=GROUP, keys=[key(1)]))
+    pins = Pins.load(backend)
+    assert pins.covers(ONE, GROUP, rows(key(1), key(2))).tolist() == [True, False]
+    assert not pins.covers(ONE, "_", rows(key(1))).any()
+    assert not pins.covers(TWO, GROUP, rows(key(1))).any()
+
+
+def test_an_expired_pin_covers_nothing_and_is_still_listed(backend: Backend) -> None:
+    Pins.add(backend, "old", Pin(namespace=ONE, until=1000.0))
+    assert Pins.load(backend, now=999.0).covers(ONE, "_", rows(key(1))).all()
+    expired = Pins.load(backend, now=1000.0)
+    assert not expired
+    assert not expired.covers(ONE, "_", rows(key(1))).any()
+    assert expired.all["old"].until == 1000.0
+
+
+def test_no_pins_cover_nothing(backend: Backend) -> None:
+    pins = Pins.load(backend)
+    assert not pins
+    assert pins.covers(ONE, "_", rows(key(1))).tolist() == [False]
+    assert pins.covers(ONE, "_", np.empty((0, 32), np.uint8)).tolist() == []
+
+
+_few_keys = st.lists(
+    st.sampled_from([bytes(32), b"\1" + bytes(31), bytes(31) + b"\1", b"\xff" * 32, key(1)]),
+    max_size=6,
+)
+_pin = st.builds(
+    Pin,
+    st.sampled_from([None, ONE, TWO]),
+    st.sampled_from([None, "_", GROUP]),
+    st.none() | _few_keys.map(tuple),
+    st.sampled_from([None, 10.0, 20.0]),
+)
+
+
+@given(st.lists(_pin, max_size=5), _few_keys)
+def test_covers_agrees_with_the_definition(pins: list[Pin], keys: list[bytes]) -> None:
+    now = 15.0
+    read = Pins({str(number): pin for number, pin in enumerate(pins)}, now=now)
+    for folder in (ONE, TWO):
+        for group in ("_", GROUP):
+            expected = [
+                any(
+                    pin.namespace in (None, folder)
+                    and pin.group in (None, group)
+                    and (pin.keys is None or each in pin.keys)
+                    and not pin.expired(now)
+                    for pin in pins
+                )
+                for each in keys
+            ]
+            found = read.covers(
+                folder, group, np.array(list(b"".join(keys)), np.uint8).reshape(-1, 32)
+            )
+            assert found.tolist() == expected
+
+
+# ------------------------------------------------------------------------------- files
+
+
+@given(_pin)
+def test_a_pin_is_read_as_it_was_written(pin: Pin) -> None:
+    if pin.namespace is None and pin.group is None and pin.keys is None:
+        with pytest.raises(ConfigError, match="needs a namespace"):
+            pin.to_bytes()
+    else:
+        assert Pin.from_bytes(pin.to_bytes()) == pin
+
+
+def test_the_file_is_that_of_the_format(backend: Backend, tmp_path: Path) -> None:
+    Pins.add(backend, "a", Pin(ONE, GROUP, [key(1)], 12.5))
+    written = json.loads((tmp_path / "shelf/.kvshelf/pins/a.json").read_bytes())
+    assert written == {
+        "version": 1,
+        "namespace": ONE,
+        "group": GROUP,
+        "keys": [key(1).hex()],
+        "until": 12.5,
+    }
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (b"", "not JSON"),
+        (b"\xff\xfe{", "not JSON"),
+        (b"[" * 100_000, "not JSON"),
+        (b"[]", "expected an object"),
+        (b"{}", "version"),
+        (b'{"version":2,"namespace":null}', "version is 2"),
+        (b'{"version":true}', "version is True"),
+        (b'{"version":1}', "neither"),
+        (b'{"version":1,"group":"_","kinds":["full"]}', "unknown field 'kinds'"),
+        (b'{"version":1,"namespace":"../x"}', "namespace is"),
+        (b'{"version":1,"namespace":7}', "namespace is"),
+        (b'{"version":1,"group":"G"}', "salt group 'G'"),
+        (b'{"version":1,"group":7}', "group is 7"),
+        (b'{"version":1,"keys":"all"}', "keys are"),
+        (b'{"version":1,"keys":["00"]}', "one of its keys"),
+        (b'{"version":1,"keys":[null]}', "one of its keys"),
+        (b'{"version":1,"group":"_","until":NaN}', "expires at"),
+        (b'{"version":1,"group":"_","until":-1}', "expires at"),
+        (b'{"version":1,"group":"_","until":true}', "expires at"),
+        (b'{"version":1,"group":"_","until":"never"}', "expires at"),
+        (b'{"version":1,"group":"_","until":1' + b"0" * 400 + b"}", "expires at"),
+        (b" " * (MAX_BYTES + 1), "bytes; expected at most"),
+    ],
+)
+def test_a_file_that_is_no_pin_pins_nothing_and_is_named_once(
+    backend: Backend,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    content: bytes,
+    problem: str,
+) -> None:
+    monkeypatch.setattr(pins_module, "_log", RateLimitedLog(pins_module.logger, lines=8))
+    write(backend, "bad", content)
+    Pins.add(backend, "good", Pin(namespace=ONE))
+    with caplog.at_level(logging.WARNING, pins_module.__name__):
+        for _ in range(3):
+            pins = Pins.load(backend)
+    assert problem in pins.unreadable["bad"]
+    assert pins.all.keys() == {"good"}
+    assert not pins.covers(TWO, "_", rows(key(1))).any()
+    (line,) = caplog.messages
+    assert "the pin bad on" in line
+    assert "pins nothing" in line
+
+
+def test_what_else_lies_beside_pins_is_skipped(backend: Backend, tmp_path: Path) -> None:
+    folder = tmp_path / "shelf/.kvshelf/pins"
+    (folder / "sub").mkdir(parents=True)
+    (folder / "sub/inner.json").write_text('{"version":1,"group":"_"}')
+    (folder / "README").write_text("hello")
+    (folder / ".hidden.json").write_text('{"version":1,"group":"_"}')
+    (folder / "-x.json").write_text('{"version":1,"group":"_"}')
+    os.mkfifo(folder / "pipe.json")
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.write_text('{"version":1,"group":"_"}')
+    (folder / "link.json").symlink_to(elsewhere)
+    pins = Pins.load(backend)
+    assert not pins
+    assert not pins.all
+    assert not pins.unreadable
+
+
+def test_pins_beyond_the_bound_of_all_pin_nothing(
+    backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Pins.add(backend, "a", Pin(namespace=ONE))
+    Pins.add(backend, "b", Pin(namespace=TWO))
+    size = len(Pin(namespace=ONE).to_bytes())
+    monkeypatch.setattr(pins_module, "MAX_TOTAL_BYTES", size * 2 - 1)
+    pins = Pins.load(backend)
+    assert pins.all.keys() == {"a"}
+    assert "together" in pins.unreadable["b"]
+    with pytest.raises(ConfigError, match="together"):
+        Pins.add(backend, "c", Pin(namespace=TWO))
+
+
+def test_a_storage_that_does_not_answer_is_no_shelf_without_pins(backend: Backend) -> None:
+    Pins.add(backend, "a", Pin(namespace=ONE))
+    faulty = FaultyBackend(backend, Fault("open", error=TransientStorageError("EIO")))
+    with pytest.raises(TransientStorageError):
+        Pins.load(faulty)
+
+
+def test_a_pin_is_added_once_unless_it_is_to_be_replaced(backend: Backend) -> None:
+    assert Pins.add(backend, "a", Pin(namespace=ONE))
+    assert not Pins.add(backend, "a", Pin(namespace=TWO))
+    assert Pins.load(backend).all["a"].namespace == ONE
+    assert Pins.add(backend, "a", Pin(namespace=TWO), replace=True)
+    assert Pins.load(backend).all["a"].namespace == TWO
+
+
+def test_a_pin_is_removed_readable_or_not(backend: Backend) -> None:
+    Pins.add(backend, "a", Pin(namespace=ONE))
+    write(backend, "b", b"torn")
+    assert Pins.remove(backend, "a")
+    assert Pins.remove(backend, "b")
+    assert not Pins.remove(backend, "a")
+    assert not Pins.load(backend).unreadable
+
+
+@pytest.mark.parametrize("name", ["", "../a", "a/b", ".a", "-a", "ä", "a" * 65, "a\n"])
+def test_a_name_that_could_be_another_file_is_refused(backend: Backend, name: str) -> None:
+    with pytest.raises(ConfigError, match="not a name of a pin"):
+        Pins.add(backend, name, Pin(namespace=ONE))
+    with pytest.raises(ConfigError, match="not a name of a pin"):
+        Pins.remove(backend, name)
+
+
+def test_a_pin_that_is_too_large_is_refused(backend: Backend) -> None:
+    keys = [number.to_bytes(32, "big") for number in range(16_000)]
+    with pytest.raises(ConfigError, match="in several parts"):
+        Pins.add(backend, "large", Pin(keys=keys))
+    assert Pins.add(backend, "less", Pin(keys=keys[:15_000]))
+    assert backend.probe(pin_file("less"))

@@ -1,0 +1,485 @@
+"""The sweeper: when it looks, when it lists, and what it leaves to others."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from faulty import Fault
+from kvshelf.backends import Deadlines
+from kvshelf.backends.base import Space
+from parts import make_chunks, make_format, until
+from shelves import Place
+
+from kvshelf.capacity import sweeper as sweeper_module
+from kvshelf.capacity.lease import SWEEP, Finding, Lease, Record
+from kvshelf.capacity.pins import Pin, Pins
+from kvshelf.capacity.sweeper import Sweeper
+from kvshelf.config import CapacityConfig
+from kvshelf.errors import (
+    NoSpaceStorageError,
+    PermanentStorageError,
+    ReadOnlyStorageError,
+    TransientStorageError,
+)
+from kvshelf.metrics import Counters
+from kvshelf.shelf import orphans as orphans_module
+
+HOUR = 3600.0
+FMT = make_format()
+CHUNKS = make_chunks(FMT, 10)
+CHUNK_BYTES = sum(FMT.object_size(shard) for shard in range(FMT.shards))
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
+    """A shelf on a filesystem to which nobody else writes."""
+    place = Place(tmp_path)
+
+    def space() -> Space:
+        used = 0
+        for name in place.files():
+            with contextlib.suppress(FileNotFoundError):
+                used += (tmp_path / name).stat().st_size
+        return Space((1 << 40) - used, 1 << 41)
+
+    monkeypatch.setattr(place.later, "space", space)
+    return place
+
+
+@pytest.fixture
+def make(place: Place) -> Iterator[Callable[..., Sweeper]]:
+    made: list[Sweeper] = []
+
+    def make(options: dict[str, Any] | None = None, **capacity: object) -> Sweeper:
+        sweeper = Sweeper(
+            place.shelf,
+            CapacityConfig.model_validate(capacity),
+            Counters(),
+            **(options or {}),
+        )
+        made.append(sweeper)
+        return sweeper
+
+    yield make
+    for sweeper in made:
+        sweeper.close()
+
+
+def objects(place: Place) -> set[str]:
+    return {name for name in place.files() if name.endswith(".safetensors")}
+
+
+def count(sweeper: Sweeper, name: str) -> float:
+    return sweeper._counters.snapshot().get(name, 0)
+
+
+def fill(place: Place) -> list[str]:
+    """Store ten chunks of one prompt, and a second prompt of ten that was used since."""
+    old = place.put(FMT, CHUNKS, age=10 * HOUR)
+    place.put(FMT, make_chunks(FMT, 10, 7), age=9 * HOUR, used=HOUR)
+    return old
+
+
+def test_without_bounds_nothing_is_listed_and_nothing_deleted(
+    place: Place, make: Callable[..., Sweeper]
+) -> None:
+    fill(place)
+    before = place.files()
+    place.counting.counts.clear()
+    sweeper = make()
+    sweeper.step()
+    assert set(place.counting.counts) == {"space"}
+    assert place.files() == before
+    assert sweeper._counters.take()["storage_free_bytes"] > 0
+
+
+def test_orphans_go_when_stores_find_too_little_room(
+    place: Place, make: Callable[..., Sweeper], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stores are refused then before they come to the storage: none of them finds it full."""
+    # Nobody can set the time of a file's last change.
+    monkeypatch.setattr(orphans_module, "TEMPORARY_SECONDS", -1.0)
+    (name, *_) = fill(place)
+    folder, _, base = name.rpartition("/")
+    orphan = place.write(f"{folder}/.{base}.0123456789abcdef.tmp", bytes(5000), 200 * HOUR)
+    before = objects(place)
+    make().step()
+    assert orphan.exists()
+    room = place.later.space()
+    assert room is not None
+    make({"sweeps": False}, min_free=room.free + 1000).step()
+    assert orphan.exists()
+    sweeper = make(min_free=room.free + 1000)
+    sweeper.step()
+    assert not orphan.exists()
+    assert objects(place) == before
+    assert sweeper.room.allows(1000)
+
+
+def test_nothing_runs_if_nothing_is_bounded(place: Place, make: Callable[..., Sweeper]) -> None:
+    sweeper = make(min_free=0)
+    sweeper.start()
+    assert sweeper._thread is None
+    assert place.backend.bound is None
+
+
+def test_above_the_bound_the_ends_of_old_prompts_go_first(
+    place: Place, make: Callable[..., Sweeper]
+) -> None:
+    old = fill(place)
+    evicted: list[tuple[bytes, int]] = []
+    sweeper = make(
+        {"on_evicted": lambda key, index: evicted.append((key, index))},
+        max_bytes=20 * CHUNK_BYTES,
+    )
+    sweeper.step()
+    gone = set(old) - objects(place)
+    assert len(objects(place)) + len(gone) == 20 * FMT.shards, "only the older prompt lost chunks"
+    assert gone == set(old[-len(gone) :])
+    assert count(sweeper, "shelf_evicted_objects") == len(gone)
+    assert count(sweeper, "shelf_evicted_bytes") == len(gone) * FMT.object_size(0)
+    assert [index for _, index in evicted] == sorted((i for _, i in evicted), reverse=True)
+    assert {key for key, _ in evicted} == {chunk.key for chunk in CHUNKS[-len(evicted) :]}
+    found = Lease(place.backend).read(place.later.now()).finding
+    assert found is not None
+    assert found.nbytes <= 0.8 * 20 * CHUNK_BYTES
+
+
+@pytest.mark.parametrize("chunks", [1.5, 2.9, 4.5, 9.05])
+def test_a_bound_of_a_few_chunks_always_has_room_for_the_next_one(
+    place: Place, make: Callable[..., Sweeper], chunks: float
+) -> None:
+    """Also where the last chunk that has room leaves less than 90 % in use."""
+    sweeper = make(max_bytes=int(chunks * CHUNK_BYTES))
+    sweeper.step()
+    for seed in range(int(chunks) + 2):
+        until(lambda: sweeper.step() > 0 and sweeper.room.allows(CHUNK_BYTES))
+        place.put(FMT, make_chunks(FMT, 1, seed), age=HOUR)
+        assert len(objects(place)) <= int(chunks) * FMT.shards
+    assert count(sweeper, "shelf_evicted_objects") > 0
+
+
+def test_a_store_that_is_larger_than_the_bound_deletes_nothing(
+    place: Place, make: Callable[..., Sweeper]
+) -> None:
+    fill(place)
+    before = objects(place)
+    sweeper = make(max_bytes=40 * CHUNK_BYTES)
+    sweeper.step()
+    assert not sweeper.room.allows(41 * CHUNK_BYTES)
+    sweeper._not_before = 0.0
+    sweeper.step()
+    assert objects(place) == before
+
+
+def test_what_was_not_used_for_the_age_goes_and_nothing_else(
+    place: Place, make: Callable[..., Sweeper]
+) -> None:
+    old = fill(place)
+    make(max_age="5h").step()
+    assert objects(place).isdisjoint(old)
+    assert len(objects(place)) == 10 * FMT.shards
+
+
+def test_what_one_engine_found_others_need_not_look_for(
+    place: Place, make: Callable[..., Sweeper]
+) -> None:
+    fill(place)
+    make(max_bytes=40 * CHUNK_BYTES).step()
+    place.counting.counts.clear()
+    other = make(max_bytes=40 * CHUNK_BYTES)
+    other.step()
+    assert place.counting.counts["entries"] == 0
+    used = other._counters.take()["shelf_used_bytes"]
+    assert used >= 20 * CHUNK_BYTES
+
+
+def test_a_rank_that_does_not_sweep_knows_what_the_one_found_that_does(
+    place: Place, make: Callable[..., Sweeper]
+) -> None:
+    fill(place)
+    rank = make({"sweeps": False}, max_bytes=20 * CHUNK_BYTES)
+    rank.step()
+    assert place.counting.counts["entries"] == 0
+    assert rank.room.allows(1 << 20), "nothing is known yet"
+    make(max_bytes=20 * CHUNK_BYTES).step()
+    rank._read_at -= HOUR
+    rank.step()
+    assert not rank.room.allows(10 * CHUNK_BYTES)
+    assert rank.room.allows(CHUNK_BYTES)
+
+
+def test_who_finds_the_lease_taken_waits(place: Place, make: Callable[..., Sweeper]) -> None:
+    fill(place)
+    before = objects(place)
+    lease = Lease(place.backend)
+    taken = lease.take(Record(), place.later.now())
+    assert taken is not None
+    sweeper = make(max_bytes=CHUNK_BYTES)
+    sweeper.step()
+    assert objects(place) == before
+    lease.release(taken)
+    sweeper._not_before = 0.0
+    sweeper.step()
+    assert objects(place) < before
+
+
+def test_the_smallest_bound_acts_on_all(place: Place, make: Callable[..., Sweeper]) -> None:
+    fill(place)
+    make(max_bytes=30 * CHUNK_BYTES).step()
+    large = make(max_bytes=1000 * CHUNK_BYTES)
+    large.step()
+    assert large._counters.take()["shelf_limit_bytes"] == 30 * CHUNK_BYTES
+
+
+def finding(place: Place, **changes: Any) -> Finding:
+    found = Finding(at=place.later.now(), nbytes=CHUNK_BYTES, seconds=0.0, free=None)
+    return replace(found, **changes)
+
+
+@pytest.mark.parametrize(
+    ("capacity", "found", "due"),
+    [
+        # Room is short: after a second, or a hundred times what the last sweep took.
+        ({"max_bytes": 100}, {"nbytes": 10, "free": 5000, "age": 5}, 0),
+        ({"max_bytes": 100}, {"nbytes": 10, "free": 5000, "age": 5, "seconds": 0.1}, 5),
+        ({"max_bytes": 100}, {"nbytes": 10, "free": 5000, "age": 11, "seconds": 0.1}, 0),
+        # The last sweep could not make room.
+        ({"max_bytes": 100}, {"nbytes": 95, "free": 1000, "age": 5}, 55),
+        ({"max_bytes": 100}, {"nbytes": 95, "free": 1000, "age": 61}, 0),
+        # There is room, and the filesystem tells what others write.
+        ({"max_bytes": 10000}, {"nbytes": 10, "free": 1000, "age": 3000}, 600),
+        ({"max_bytes": 10000}, {"nbytes": 10, "free": 1000, "age": 3601}, 0),
+        # Nothing tells it.
+        ({"max_bytes": 10000}, {"nbytes": 10, "age": 59}, 1),
+        ({"max_bytes": 10000}, {"nbytes": 10, "age": 61}, 0),
+        ({"max_bytes": 10000}, {"nbytes": 10, "age": 61, "seconds": 1.0}, 39),
+        ({"max_age": 10 * HOUR}, {"nbytes": 10, "age": 100, "max_age": 10 * HOUR}, 3500),
+        ({"max_age": 10 * HOUR}, {"nbytes": 10, "age": 3601, "max_age": 10 * HOUR}, 0),
+        ({"max_age": 10 * HOUR}, {"nbytes": 10, "age": 100}, 0),
+        ({"max_age": 10 * HOUR}, {"nbytes": 10, "age": 100, "max_age": 90 * HOUR}, 0),
+        ({"max_age": 10 * HOUR}, {"nbytes": 10, "age": 100, "max_age": 9 * HOUR}, 3500),
+        ({"group_max_bytes": 10}, {"nbytes": 10, "free": 1000, "age": 100}, 3500),
+        ({"group_max_bytes": 10}, {"nbytes": 10, "free": 1001, "age": 100}, 0),
+    ],
+)
+def test_when_a_sweep_is_due(
+    place: Place,
+    make: Callable[..., Sweeper],
+    capacity: dict[str, object],
+    found: dict[str, Any],
+    due: float,
+) -> None:
+    sweeper = make(**capacity)
+    now = place.later.now()
+    sweeper._record = Record(finding=finding(place, at=now - found.pop("age"), **found))
+    assert sweeper._due_in(Space(1000, 10000), now) == pytest.approx(due)
+
+
+def test_a_sweep_that_is_due_soon_waits_for_no_store(
+    place: Place, make: Callable[..., Sweeper]
+) -> None:
+    sweeper = make(max_bytes=12 * CHUNK_BYTES)
+    sweeper.step()
+    fill(place)
+    # The last sweep is less than a second ago.
+    assert sweeper.step() == 1.0
+    assert len(objects(place)) == 20 * FMT.shards
+    until(lambda: sweeper.step() > 0 and len(objects(place)) < 20 * FMT.shards)
+
+
+def test_the_first_look_is_a_sweep_and_a_failed_one_is_not_repeated_at_once(
+    place: Place, make: Callable[..., Sweeper]
+) -> None:
+    fill(place)
+    place.faults.add(Fault("entries", error=TransientStorageError(5, "EIO")))
+    sweeper = make(max_bytes=CHUNK_BYTES)
+    sweeper.step()
+    listed = place.counting.counts["entries"]
+    assert listed
+    sweeper.step()
+    assert place.counting.counts["entries"] == listed
+    assert place.backend.reads.is_closed
+    assert count(sweeper, "sweeps") == 0
+    assert Lease(place.backend).read(place.later.now()).until == 0.0, "the lease was given back"
+
+
+@pytest.mark.parametrize("operation", ["entries", "folders", "delete"])
+def test_a_storage_that_refuses_is_named_once(
+    place: Place,
+    make: Callable[..., Sweeper],
+    caplog: pytest.LogCaptureFixture,
+    operation: str,
+) -> None:
+    fill(place)
+    before = objects(place)
+    place.faults.add(Fault(operation, error=ReadOnlyStorageError(13, "EACCES")))
+    sweeper = make(max_bytes=CHUNK_BYTES)
+    for _ in range(3):
+        sweeper.step()
+    tries = place.counting.counts[operation]
+    sweeper._not_before = 0.0
+    sweeper._record = replace(sweeper._record, finding=None)
+    (place.root / SWEEP).unlink()
+    sweeper.step()
+    assert place.counting.counts[operation] > tries, "an hour later it tries again"
+    assert objects(place) == before
+    lines = [record.getMessage() for record in caplog.records]
+    assert len([line for line in lines if "keeps the shelf within no bounds" in line]) == 1
+    assert place.backend.writes.is_closed
+
+
+def test_some_files_of_others_do_not_end_a_sweep(
+    place: Place, make: Callable[..., Sweeper], caplog: pytest.LogCaptureFixture
+) -> None:
+    old = fill(place)
+    place.faults.add(Fault("delete", old[-1], error=PermanentStorageError(1, "EPERM")))
+    sweeper = make(max_bytes=20 * CHUNK_BYTES)
+    sweeper.step()
+    assert old[-1] in objects(place)
+    assert count(sweeper, "shelf_evicted_objects") > 0
+    assert not caplog.records
+
+
+def test_a_full_storage_is_swept(place: Place, make: Callable[..., Sweeper]) -> None:
+    fill(place)
+    before = objects(place)
+    place.faults.add(Fault("write", error=NoSpaceStorageError(28, "ENOSPC")))
+    with pytest.raises(NoSpaceStorageError):
+        place.backend.write("x", [b"x"])
+    assert not place.backend.writes.is_closed
+    make(max_bytes=CHUNK_BYTES).step()
+    assert objects(place) < before
+
+
+def test_while_the_storage_does_not_answer_it_is_left_alone(
+    place: Place, make: Callable[..., Sweeper]
+) -> None:
+    fill(place)
+    place.backend.reads.trip("it does not answer")
+    place.counting.counts.clear()
+    make(max_bytes=CHUNK_BYTES).step()
+    assert not place.counting.counts
+
+
+def test_a_slow_listing_holds_up_nothing_and_counts_as_no_failure(
+    place: Place, make: Callable[..., Sweeper]
+) -> None:
+    fill(place)
+    place.backend.deadlines = Deadlines(probe=0.05, read=0.05, write=0.05)
+    gate = threading.Event()
+    place.faults.add(Fault("entries", wait=gate))
+    sweeper = make(max_bytes=10 * CHUNK_BYTES)
+    sweeper.start()
+    until(lambda: place.counting.counts["entries"] > 0)
+    assert sweeper.room.allows(1)
+    time.sleep(0.2)  # several deadlines
+    assert place.backend.reads.is_closed
+    assert place.backend.late_calls == 0
+    gate.set()
+    until(lambda: len(objects(place)) < 20 * FMT.shards)
+
+
+def test_pins_do_not_lift_the_bound(
+    place: Place, make: Callable[..., Sweeper], caplog: pytest.LogCaptureFixture
+) -> None:
+    fill(place)
+    before = objects(place)
+    Pins.add(place.backend, "all", Pin(namespace=FMT.namespace.folder))
+    sweeper = make(max_bytes=10 * CHUNK_BYTES)
+    sweeper.start()
+    until(lambda: count(sweeper, "sweeps") > 0)
+    until(lambda: not place.backend.has_room(1))
+    assert objects(place) == before
+    assert "pin" in caplog.text
+    sweeper.close()
+    assert place.backend.has_room(1)
+
+
+def test_a_store_wakes_it(
+    place: Place, make: Callable[..., Sweeper], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sweeper = make(max_bytes=100 * CHUNK_BYTES)
+    sweeper.start()
+    until(lambda: count(sweeper, "sweeps") > 0)
+    until(lambda: not sweeper.room.wake.is_set())
+    looks = place.counting.counts["space"]
+    place.backend.has_room(1)
+    until(lambda: place.counting.counts["space"] > looks)
+
+
+def test_stores_know_the_room_while_a_sweep_goes_on(
+    place: Place, make: Callable[..., Sweeper], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They learn of other engines' writes before the sweep, not after it."""
+    sweeper = make(max_bytes=30 * CHUNK_BYTES)
+    sweeper.step()
+    assert sweeper.room.allows(20 * CHUNK_BYTES)
+    fill(place)
+    place.put(FMT, make_chunks(FMT, 8, 11), age=HOUR)
+    allowed: list[bool] = []
+    sweep = sweeper._list_and_delete
+
+    def observed(*arguments: Any) -> Any:
+        allowed.append(sweeper.room.allows(5 * CHUNK_BYTES))
+        return sweep(*arguments)
+
+    monkeypatch.setattr(sweeper, "_list_and_delete", observed)
+    until(lambda: sweeper.step() > 0 and bool(allowed))
+    assert allowed == [False]
+    assert sweeper.room.allows(5 * CHUNK_BYTES)
+
+
+def test_an_error_of_its_own_bounds_nothing_and_is_logged(
+    place: Place,
+    make: Callable[..., Sweeper],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(sweeper_module, "plan", broken)
+    sweeper = make(max_bytes=CHUNK_BYTES)
+    sweeper.start()
+    until(sweeper._closed.is_set)
+    assert place.backend.has_room(1 << 60)
+    assert "capacity has no effect in this process any more" in caplog.text
+
+
+def test_the_record_is_small_and_readable(place: Place, make: Callable[..., Sweeper]) -> None:
+    fill(place)
+    make(max_bytes=40 * CHUNK_BYTES, max_age="7d").step()
+    found = json.loads((place.root / SWEEP).read_bytes())
+    assert found["version"] == 1
+    assert found["max_bytes"] == 40 * CHUNK_BYTES
+    assert found["finding"]["max_age"] == 7 * 86400
+    assert found["finding"]["nbytes"] >= 20 * CHUNK_BYTES
+
+
+def test_a_sweep_ends_with_its_engine(place: Place, make: Callable[..., Sweeper]) -> None:
+    fill(place)
+    before = objects(place)
+    sweeper = make(max_bytes=CHUNK_BYTES)
+    begun = threading.Event()
+
+    def pace() -> None:
+        begun.set()
+        sweeper._closed.wait()
+
+    sweeper._rests = pace  # type: ignore[method-assign]
+    with closing(sweeper):
+        sweeper.start()
+        assert begun.wait(30)
+    assert sweeper._thread is not None
+    sweeper._thread.join(30)
+    assert objects(place) == before

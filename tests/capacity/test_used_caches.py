@@ -1,0 +1,110 @@
+"""What programs retrieve through ChunkCache is recorded as used; what they ask for is not."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kvshelf.backends import Backend, Touched
+from kvshelf.backends.wrappers import WrappedBackend
+from parts import PATIENCE, posix
+from test_cache_kinds import CHUNK, TOKENS, facts, fill, random_kv
+
+from kvshelf import ChunkCache, Shelf
+from kvshelf.capacity.uses import Uses
+from kvshelf.config import Config
+from kvshelf.format.names import parse_path
+from kvshelf.forms import empty_tuples
+from kvshelf.metrics import Counters
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Iterator[ChunkCache]:
+    namespace = facts().namespace(chunk_size=CHUNK, shards=4)
+    with ChunkCache(
+        Shelf(Touches(posix(tmp_path))), namespace, staging_bytes=1 << 20, timeout_s=PATIENCE
+    ) as cache:
+        fill(cache, full=5, windows=5, states=(2, 5))
+        yield cache
+
+
+class Touches(WrappedBackend):
+    """Notes whose access times are set; the system may set them too, when a file is read."""
+
+    def __init__(self, inner: Backend) -> None:
+        super().__init__(inner)
+        self.names: list[str] = []
+
+    def touch(self, name: str) -> Touched:
+        self.names.append(name)
+        return self.inner.touch(name)
+
+
+def used(cache: ChunkCache) -> dict[str, set[int]]:
+    """The chunks of each kind of which all objects were touched, and nothing else was."""
+    assert cache._uses.flush(PATIENCE)
+    touches = cache.shelf.backend.inner
+    assert isinstance(touches, Touches)
+    found: dict[tuple[str, int], set[int]] = defaultdict(set)
+    for name in touches.names:
+        parsed = parse_path(name)
+        assert parsed is not None
+        found[parsed.kind, parsed.index].add(parsed.shard)
+    kinds: dict[str, set[int]] = defaultdict(set)
+    for (kind, index), shards in found.items():
+        assert len(shards) == cache.fmt.of(kind).shards  # type: ignore[arg-type]
+        kinds[kind].add(index)
+    return dict(kinds)
+
+
+def retrieve(cache: ChunkCache, kind: Any, tokens: list[int], first: int = 0) -> None:
+    of_kind = cache.of(kind)
+    mask = torch.arange(len(tokens)) >= first * CHUNK
+    kv = empty_tuples(of_kind.fmt, len(tokens))
+    assert torch.equal(of_kind.retrieve(tokens, mask, kv=kv), mask)
+
+
+@pytest.mark.parametrize("first", [0, 2])
+def test_what_is_retrieved_is_used_with_all_before_it(cache: ChunkCache, first: int) -> None:
+    retrieve(cache, "full", TOKENS[: 4 * CHUNK], first)
+    assert used(cache) == {"full": {0, 1, 2, 3}}
+
+
+def test_of_windows_and_states_only_those_that_are_retrieved_are_used(cache: ChunkCache) -> None:
+    retrieve(cache, "window", TOKENS, 3)
+    assert used(cache) == {"window": {3, 4}}
+    assert cache.retrieve_state(TOKENS[: 2 * CHUNK]) is not None
+    assert used(cache) == {"window": {3, 4}, "state": {1}}
+
+
+def test_questions_are_no_use(cache: ChunkCache) -> None:
+    assert cache.lookup(TOKENS) == len(TOKENS) == cache.prefetch(TOKENS)
+    assert cache.find_hit(TOKENS) == 2 * CHUNK
+    cache.store(TOKENS, kv=random_kv(cache))
+    assert used(cache) == {}
+
+
+def test_caches_of_all_kinds_record_on_one_thread(cache: ChunkCache) -> None:
+    assert cache.of("window")._uses is cache._uses is cache.of("state")._uses
+    cache.of("window").close()
+    assert cache._uses._closed
+
+
+def test_whoever_gives_a_cache_its_uses_closes_them(tmp_path: Path) -> None:
+    uses = Uses(Counters())
+    namespace = facts().namespace(chunk_size=CHUNK, shards=4)
+    ChunkCache(Shelf(posix(tmp_path)), namespace, staging_bytes=1 << 20, uses=uses).close()
+    assert not uses._closed
+    uses.close()
+
+
+def test_a_cache_that_is_opened_records_as_its_configuration_says(tmp_path: Path) -> None:
+    capacity = {"uses": "marks", "max_age": 4000}
+    config = Config(shared_storage_path=str(tmp_path), capacity=capacity)  # type: ignore[arg-type]
+    with ChunkCache.open(config, facts()) as cache:
+        assert (cache._uses._how, cache._uses.resolution) == ("marks", 500)
+    assert cache._uses._closed

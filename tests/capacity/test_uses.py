@@ -1,0 +1,539 @@
+"""Uses of chunks are recorded in the way that the storage allows, and as often as is of use."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+from faulty import CountingBackend, Fault, FaultyBackend
+from kvshelf.backends import Touched, open_backend
+from kvshelf.backends.base import Backend
+from kvshelf.backends.wrappers import ReadOnlyBackend, WrappedBackend
+from parts import PATIENCE, make_chunks, make_format, posix, until
+
+from kvshelf.capacity import uses as uses_module
+from kvshelf.capacity.collect import Limits, carry_out, plan
+from kvshelf.capacity.inventory import Inventory
+from kvshelf.capacity.marks import MARKS, Marks
+from kvshelf.capacity.uses import How, Uses, resolution
+from kvshelf.errors import (
+    ConfigError,
+    NoSpaceStorageError,
+    PermanentStorageError,
+    StorageError,
+    TransientStorageError,
+)
+from kvshelf.format.keys import Chunk
+from kvshelf.format.objects import ObjectFormat
+from kvshelf.metrics import Counters
+from kvshelf.shelf.shelf import Shelf
+from kvshelf.shelf.view import NamespaceView, ObjectRef
+
+FMT = make_format(native=False)
+CHUNKS = make_chunks(FMT, 6)
+DAY = 86400.0
+
+
+class Clock:
+    """Seconds that a test lets pass."""
+
+    def __init__(self) -> None:
+        self.now = time.monotonic()
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def image(fmt: ObjectFormat, chunk: Chunk, shard: int) -> bytearray:
+    data = bytearray(fmt.object_size(shard, chunk.tokens if chunk.tail else None))
+    fmt.seal(memoryview(data), chunk, shard)
+    return data
+
+
+class Refusing(WrappedBackend):
+    """A storage without access times; counts what it is asked."""
+
+    def touch(self, name: str) -> Touched:
+        self.inner.touch(name)
+        return Touched.REFUSED
+
+
+class Place:
+    """A shelf in a folder, with what was stored a day ago."""
+
+    def __init__(
+        self, root: Path, wrap: Callable[[Backend], Backend] = lambda inner: inner
+    ) -> None:
+        self.root = root
+        self.faults = FaultyBackend(posix(root))
+        self.counting = CountingBackend(self.faults)
+        self.shelf = Shelf(wrap(self.counting))
+        self.view: NamespaceView = self.shelf.view(FMT)
+        self.counters = Counters()
+        self.clock = Clock()
+        self.then = time.time() - DAY
+        with closing(Shelf(posix(root))) as shelf:
+            view = shelf.view(FMT)
+            for chunk in CHUNKS:
+                for shard in range(FMT.shards):
+                    view.publish(ObjectRef(chunk, shard), image(FMT, chunk, shard))
+                    os.utime(self.path(chunk, shard), (self.then, self.then))
+
+    def path(self, chunk: Chunk, shard: int = 0) -> Path:
+        return self.root / self.view.name(ObjectRef(chunk, shard))
+
+    def uses(self, how: How = "auto", **options: object) -> Uses:
+        return Uses(self.counters, how=how, clock=self.clock, **options)  # type: ignore[arg-type]
+
+    def fresh(self) -> list[int]:
+        """The chunks whose objects all have a new access time; no other time may have moved."""
+        found = []
+        for number, chunk in enumerate(CHUNKS):
+            stats = [self.path(chunk, shard).stat() for shard in range(FMT.shards)]
+            assert all(abs(one.st_mtime - self.then) < 1 for one in stats)
+            new = [one.st_atime > self.then + 1 for one in stats]
+            assert all(new) or not any(new)
+            if all(new):
+                found.append(number)
+        return found
+
+    def marked(self) -> list[int]:
+        found = Marks.read(self.shelf.backend)
+        keys = np.frombuffer(b"".join(chunk.key for chunk in CHUNKS), np.uint8).reshape(-1, 32)
+        times = found.used(FMT.namespace.folder, keys)
+        return [number for number, at in enumerate(times) if at]
+
+    def count(self, name: str) -> float:
+        return self.counters.snapshot().get(name, 0)
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Place]:
+    place = Place(tmp_path)
+    with closing(place.shelf):
+        yield place
+
+
+@pytest.mark.parametrize(
+    ("max_age", "expected"),
+    [(None, 3600), (30 * DAY, 3600), (8 * 3600, 3600), (4000, 500), (300, 60), (1, 60)],
+)
+def test_the_resolution_follows_from_the_age(max_age: float | None, expected: float) -> None:
+    assert resolution(max_age) == expected
+
+
+def test_a_hit_sets_the_access_times_of_all_its_objects(place: Place) -> None:
+    with closing(place.uses()) as uses:
+        uses.hit(place.view, CHUNKS[:3])
+        assert uses.flush(PATIENCE)
+        assert place.fresh() == [0, 1, 2] and place.marked() == []
+    assert place.count("touched_objects") == 3 * FMT.shards
+    assert not (place.root / MARKS).exists()
+
+
+def test_a_use_is_recorded_again_when_it_is_of_use(place: Place) -> None:
+    with closing(place.uses(resolution=600.0)) as uses:
+        for seconds, expected in [(0, 4), (300, 4), (200, 4), (101, 8), (1, 8)]:
+            place.clock.now += seconds
+            uses.hit(place.view, CHUNKS[:2])
+            assert uses.flush(PATIENCE)
+            assert place.counting.counts["touch"] == expected
+
+
+def test_what_the_storage_refuses_for_one_object_is_marked(tmp_path: Path) -> None:
+    class Partly(Refusing):
+        def touch(self, name: str) -> Touched:
+            return super().touch(name) if CHUNKS[1].key.hex() in name else self.inner.touch(name)
+
+    place = Place(tmp_path, Partly)
+    with closing(place.shelf), closing(place.uses()) as uses:
+        uses.hit(place.view, CHUNKS[:3])
+        assert uses.flush(PATIENCE)
+        assert place.marked() == [1]
+        assert place.count("marked_chunks") == 1
+        assert place.count("touched_objects") == 2 * FMT.shards
+
+
+def test_marks_are_written_in_batches(tmp_path: Path) -> None:
+    place = Place(tmp_path, Refusing)
+    with closing(place.shelf):
+        uses = place.uses(resolution=3600.0)
+        for count in (1, 2, 5, 3):
+            uses.hit(place.view, CHUNKS[:count])
+        uses._work()
+        assert place.counting.counts["write"] == 0
+        place.clock.now += 900
+        uses._work()
+        assert place.counting.counts["write"] == 1 and place.marked() == [0, 1, 2, 3, 4]
+        uses.hit(place.view, CHUNKS)
+        uses._work()
+        place.clock.now += 900
+        uses._work()
+        assert place.counting.counts["write"] == 2 and place.count("marked_chunks") == 6
+        uses.close()
+
+
+def test_marks_do_not_pile_up_where_nobody_sweeps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(uses_module, "_MERGE_PART", 1.0)
+    place = Place(tmp_path, Refusing)
+    with closing(place.shelf):
+        uses = place.uses(resolution=3600.0)
+        for turn in range(200):
+            uses.hit(place.view, CHUNKS[: 1 + turn % 5])
+            assert uses.flush(30.0)
+            place.clock.now += 3600
+        uses.close()
+        files = [info for info in place.shelf.backend.entries(".kvshelf") if "uses" in info.name]
+        assert 0 < len(files) <= 70
+        assert place.marked() == [0, 1, 2, 3, 4]
+
+
+def test_the_end_of_a_process_records_what_it_used(tmp_path: Path) -> None:
+    place = Place(tmp_path, Refusing)
+    with closing(place.shelf):
+        uses = place.uses()
+        uses.hit(place.view, CHUNKS[:2])
+        uses.close()
+        uses.close()
+        assert place.marked() == [0, 1]
+        uses.hit(place.view, CHUNKS)
+        assert place.marked() == [0, 1]
+
+
+def test_only_marks_where_that_is_asked_for(place: Place) -> None:
+    with closing(place.uses("marks")) as uses:
+        uses.hit(place.view, CHUNKS[:2])
+        assert uses.flush(PATIENCE)
+        assert place.marked() == [0, 1] and place.fresh() == []
+
+
+def test_off_is_off(place: Place) -> None:
+    with closing(place.uses("off")) as uses:
+        uses.hit(place.view, CHUNKS)
+        uses.used(place.shelf.backend, [place.view.name(ObjectRef(CHUNKS[0], 0))])
+        assert uses.flush(PATIENCE) and uses._thread is None
+    assert place.fresh() == [] and place.marked() == []
+
+
+def test_a_shelf_that_takes_no_writes_is_left_alone(tmp_path: Path) -> None:
+    place = Place(tmp_path, ReadOnlyBackend)
+    with closing(place.shelf), closing(place.uses()) as uses:
+        uses.hit(place.view, CHUNKS)
+        assert uses.flush(PATIENCE)
+        assert place.counting.counts["touch"] == place.counting.counts["write"] == 0
+
+
+def test_a_storage_in_trouble_is_asked_again_at_the_next_hit(place: Place) -> None:
+    place.faults.add(Fault("touch", error=TransientStorageError(5, "down", "x"), times=1))
+    with closing(place.uses()) as uses:
+        uses.hit(place.view, CHUNKS[:2])
+        assert uses.flush(PATIENCE)
+        assert place.fresh() == []
+        uses.hit(place.view, CHUNKS[:2])
+        assert uses.flush(PATIENCE)
+        assert place.fresh() == [0, 1]
+
+
+def test_uses_are_recorded_on_a_full_storage(place: Place) -> None:
+    """They decide what is deleted to make room."""
+    backend = place.shelf.backend
+    place.faults.add(Fault("write", error=NoSpaceStorageError(28, "full", "x")))
+    with pytest.raises(NoSpaceStorageError):
+        backend.write("x", [b"x"])
+    assert backend.properties.read_only
+    with closing(place.uses()) as uses:
+        uses.hit(place.view, CHUNKS[:2])
+        assert uses.flush(PATIENCE)
+    assert place.fresh() == [0, 1]
+
+
+def test_what_a_storage_that_fails_has_not_recorded_is_recorded_later(place: Place) -> None:
+    backend = place.shelf.backend
+    backend.writes.trip("down")
+    with closing(place.uses()) as uses:
+        uses.hit(place.view, CHUNKS[:2])
+        assert uses.flush(PATIENCE)
+        assert place.counting.counts["touch"] == 0
+        backend.writes.close()
+        uses.hit(place.view, CHUNKS[:2])
+        assert uses.flush(PATIENCE)
+    assert place.fresh() == [0, 1]
+
+
+@pytest.mark.parametrize(
+    "error", [TransientStorageError(5, "down", "x"), NoSpaceStorageError(28, "full", "x")]
+)
+def test_marks_that_could_not_be_written_are_written_later(
+    tmp_path: Path, error: StorageError
+) -> None:
+    place = Place(tmp_path, Refusing)
+    place.faults.add(Fault("write", error=error, times=1))
+    with closing(place.shelf), closing(place.uses()) as uses:
+        uses.hit(place.view, CHUNKS[:2])
+        assert uses.flush(PATIENCE)
+        assert place.marked() == []
+        # A full storage is given a rest.
+        place.shelf.backend.writes.close()
+        assert uses.flush(PATIENCE)
+        assert place.marked() == [0, 1] and place.count("marked_chunks") == 2
+
+
+def test_marks_that_may_not_be_written_are_spoken_of_once_an_hour(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    place = Place(tmp_path, Refusing)
+    place.faults.add(Fault("write", error=PermanentStorageError(13, "forbidden", "x")))
+    with closing(place.shelf), closing(place.uses(resolution=60.0)) as uses:
+        for seconds in (0, 61, 61, 61):
+            place.clock.now += seconds
+            uses.hit(place.view, CHUNKS)
+            assert uses.flush(PATIENCE)
+        assert place.counting.counts["write"] == 1
+        place.clock.now += 3600
+        place.faults.heal()
+        uses.hit(place.view, CHUNKS)
+        assert uses.flush(PATIENCE)
+        assert place.marked() == [0, 1, 2, 3, 4, 5]
+    lines = [r for r in caplog.records if "are not recorded" in r.message]
+    assert len(lines) == 1 and "capacity.uses" in lines[0].message
+
+
+def test_a_storage_that_hangs_holds_nobody_up(tmp_path: Path) -> None:
+    place = Place(tmp_path)
+    hang = threading.Event()
+    place.faults.add(Fault("touch", wait=hang))
+    with closing(place.shelf):
+        uses = place.uses()
+        uses._hurry.set()
+        uses.hit(place.view, CHUNKS)
+        until(lambda: place.counting.counts["touch"] == 1)
+        for _ in range(5000):
+            uses.hit(place.view, CHUNKS)
+        assert len(uses._queue) <= 1024
+        assert not uses.flush(0.01)
+        uses.close()
+        hang.set()
+        assert uses._thread is not None
+        uses._thread.join(PATIENCE)
+        assert not uses._thread.is_alive()
+        # The storage may be closed by then: nothing more is asked of it but what was begun.
+        assert place.counting.counts["touch"] <= FMT.shards
+
+
+def test_what_is_remembered_is_bounded(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvshelf.capacity.uses._MOST_USES", 4)
+    with closing(place.uses()) as uses:
+        uses.hit(place.view, CHUNKS)
+        assert uses.flush(PATIENCE)
+        assert len(uses._due) == 4
+        uses.hit(place.view, CHUNKS[-1:])
+        assert uses.flush(PATIENCE)
+        assert place.counting.counts["touch"] == len(CHUNKS) * FMT.shards
+        uses.hit(place.view, CHUNKS[:1])
+        assert uses.flush(PATIENCE)
+        assert place.counting.counts["touch"] == (len(CHUNKS) + 1) * FMT.shards
+
+
+def test_objects_are_used_by_their_names(place: Place) -> None:
+    names = [place.view.name(ObjectRef(CHUNKS[3], shard)) for shard in range(FMT.shards)]
+    with closing(place.uses()) as uses:
+        uses.used(place.shelf.backend, names)
+        uses.used(place.shelf.backend, names)
+        assert uses.flush(PATIENCE)
+    assert place.fresh() == [3]
+    assert place.counting.counts["touch"] == FMT.shards
+
+
+def test_objects_used_by_name_are_marked_where_that_is_refused(tmp_path: Path) -> None:
+    place = Place(tmp_path, Refusing)
+    names = [place.view.name(ObjectRef(CHUNKS[3], shard)) for shard in range(FMT.shards)]
+    with closing(place.shelf), closing(place.uses()) as uses:
+        uses.used(place.shelf.backend, [*names, "foreign/file"])
+        assert uses.flush(PATIENCE)
+        assert place.marked() == [3] and place.count("marked_chunks") == 1
+
+
+# ------------------------------------------------------------------------- rewriting
+
+
+def test_rewriting_needs_an_age(place: Place) -> None:
+    with pytest.raises(ConfigError, match="max_age"):
+        place.uses("rewrite")
+
+
+def stale(place: Place, days: float, chunks: Sequence[Chunk]) -> None:
+    for chunk in chunks:
+        for shard in range(FMT.shards):
+            then = time.time() - days * DAY
+            os.utime(place.path(chunk, shard), (then, then))
+
+
+def is_new(path: Path) -> bool:
+    return path.exists() and path.stat().st_mtime > time.time() - DAY / 2
+
+
+def moved(place: Place) -> list[int]:
+    return [
+        number
+        for number, chunk in enumerate(CHUNKS)
+        if all(is_new(place.path(chunk, shard)) for shard in range(FMT.shards))
+    ]
+
+
+def test_a_used_object_is_written_anew_at_half_of_its_age(tmp_path: Path) -> None:
+    place = Place(tmp_path, Refusing)
+    stale(place, 4.0, CHUNKS[1:])
+    before = {path: path.read_bytes() for path in place.root.rglob("*.safetensors")}
+    with closing(place.shelf), closing(place.uses("rewrite", max_age=7 * DAY)) as uses:
+        uses.hit(place.view, CHUNKS[:3])
+        assert uses.flush(PATIENCE)
+        # The first chunk is a day old.
+        assert moved(place) == [1, 2]
+        assert place.count("rewritten_objects") == 2 * FMT.shards
+        assert place.count("rewritten_bytes") == sum(
+            len(before[place.path(chunk, shard)])
+            for chunk in CHUNKS[1:3]
+            for shard in range(FMT.shards)
+        )
+        place.clock.now += DAY
+        probed = place.counting.counts["info"]
+        uses.hit(place.view, CHUNKS[:3])
+        assert uses.flush(PATIENCE)
+        assert place.counting.counts["info"] == probed
+    assert before == {path: path.read_bytes() for path in place.root.rglob("*.safetensors")}
+    assert place.marked() == []
+
+
+def test_what_another_engine_has_written_anew_is_not_written_again(tmp_path: Path) -> None:
+    place = Place(tmp_path, Refusing)
+    stale(place, 4.0, CHUNKS)
+    for number in range(2):
+        with closing(place.uses("rewrite", max_age=7 * DAY)) as uses:
+            uses.hit(place.view, CHUNKS)
+            assert uses.flush(PATIENCE)
+        assert place.count("rewritten_objects") == len(CHUNKS) * FMT.shards, number
+    place.shelf.close()
+
+
+def test_a_damaged_object_is_not_written_anew(tmp_path: Path) -> None:
+    place = Place(tmp_path, Refusing)
+    path = place.path(CHUNKS[0])
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    stale(place, 4.0, CHUNKS)
+    with closing(place.shelf), closing(place.uses("rewrite", max_age=7 * DAY)) as uses:
+        uses.hit(place.view, CHUNKS)
+        assert uses.flush(PATIENCE)
+    assert not is_new(path) and moved(place) == [1, 2, 3, 4, 5]
+
+
+def test_an_object_that_is_gone_is_not_brought_back(tmp_path: Path) -> None:
+    place = Place(tmp_path, Refusing)
+    stale(place, 4.0, CHUNKS)
+    place.path(CHUNKS[2]).unlink()
+    with closing(place.shelf), closing(place.uses("rewrite", max_age=7 * DAY)) as uses:
+        uses.hit(place.view, CHUNKS)
+        assert uses.flush(PATIENCE)
+    assert not place.path(CHUNKS[2]).exists()
+    assert place.count("rewritten_objects") == len(CHUNKS) * FMT.shards - 1
+
+
+def test_access_times_are_enough_where_there_are_any(place: Place) -> None:
+    stale(place, 4.0, CHUNKS)
+    place.then = time.time() - 4 * DAY
+    with closing(place.uses("rewrite", max_age=7 * DAY)) as uses:
+        uses.hit(place.view, CHUNKS[:2])
+        assert uses.flush(PATIENCE)
+    assert place.fresh() == [0, 1] and place.count("rewritten_objects") == 0
+
+
+def test_objects_used_by_name_are_written_anew(tmp_path: Path) -> None:
+    place = Place(tmp_path, Refusing)
+    stale(place, 4.0, CHUNKS)
+    names = [place.view.name(ObjectRef(CHUNKS[3], shard)) for shard in range(FMT.shards)]
+    images = {name: image(FMT, CHUNKS[3], shard) for shard, name in enumerate(names)}
+    with closing(place.shelf), closing(place.uses("rewrite", max_age=7 * DAY)) as uses:
+        uses.used(place.shelf.backend, names, lambda name: memoryview(images[name]))
+        uses.used(place.shelf.backend, [place.view.name(ObjectRef(CHUNKS[4], 0))])
+        assert uses.flush(PATIENCE)
+    assert moved(place) == [3]
+
+
+# ------------------------------------------------------------------------- two users
+
+
+class Later(WrappedBackend):
+    """A storage two days later."""
+
+    def now(self) -> float | None:
+        now = self.inner.now()
+        return None if now is None else now + 2 * DAY
+
+
+def as_other_user(root: Path) -> None:
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    script = Path(__file__).with_name("other_user.py")
+    command = [sys.executable, str(script), str(root)]
+    done = subprocess.run(
+        command, env=environ, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_another_user_marks_what_it_may_not_touch() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o777)
+        root = Path(folder) / "shelf"
+        root.mkdir()
+        os.chmod(root, 0o777)
+        place = Place(root)
+        stale(place, 2.0, CHUNKS)
+        place.then = time.time() - 2 * DAY
+        as_other_user(place.root)
+        assert place.fresh() == [] and place.marked() == [0, 1, 2]
+        (mark,) = (place.root / MARKS).iterdir()
+        assert mark.stat().st_uid == 65534
+        # What it stored itself it may touch.
+        own = [path for path in place.root.rglob("*.safetensors") if path.stat().st_uid == 65534]
+        assert own and all(path.stat().st_atime > path.stat().st_mtime for path in own)
+        with closing(place.shelf), closing(place.uses()) as uses:
+            uses.hit(place.view, CHUNKS[:1])
+            assert uses.flush(PATIENCE)
+            assert place.fresh() == [0]
+        # Whoever deletes by age, two days later, takes what neither of the two has used.
+        later = Later(posix(root))
+        inventory = Inventory.scan(later)
+        assert inventory is not None
+        found = plan(inventory, Limits(max_age=3 * DAY), marks=Marks.read(later))
+        carry_out(later, found)
+        left = [number for number, chunk in enumerate(CHUNKS) if place.path(chunk).exists()]
+        assert left == [0, 1, 2] and all(path.exists() for path in own)
+
+
+# ------------------------------------------------------------------------- storages
+
+
+def test_a_storage_without_access_times_gets_marks() -> None:
+    with closing(Shelf(open_backend("memory://uses"))) as shelf:
+        view = shelf.view(FMT)
+        for shard in range(FMT.shards):
+            view.publish(ObjectRef(CHUNKS[0], shard), image(FMT, CHUNKS[0], shard))
+        with closing(Uses(Counters())) as uses:
+            uses.hit(view, CHUNKS[:1])
+            assert uses.flush(PATIENCE)
+        keys = np.frombuffer(CHUNKS[0].key + CHUNKS[1].key, np.uint8).reshape(-1, 32)
+        times = Marks.read(shelf.backend).used(view.folder(), keys)
+        assert abs(times[0] - time.time()) < 60 and times[1] == 0
