@@ -169,7 +169,7 @@ def test_expectations_take_a_small_part_of_the_memory(tmp_path: Path) -> None:
         setting.place(*range(8))
         shelf = setting.connect()
         shelf.view(setting.fmt).expect([setting.ref(index) for index in range(8)])
-        few = (256 << 10) // 16 // setting.fmt.object_size(0)
+        few = (256 << 10) // 8 // setting.fmt.object_size(0)
         until(lambda: setting.stats()["leases"] == few)
         for index in range(8):
             assert setting.borrowed(shelf, index) == setting.image(index)

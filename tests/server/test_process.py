@@ -193,6 +193,39 @@ def test_a_shelf_on_s3_is_read_once_for_two_clients(tmp_path: Path) -> None:
             assert server.stop() == (0, "")
 
 
+def test_a_server_keeps_its_shelf_within_bounds(tmp_path: Path, shelf: Path) -> None:
+    fill(shelf, 200)
+    bound = f"{100 * SIZE}"
+    node = tmp_path / "sockets" / "node.sock"
+    with ServeProcess(shelf, node, "64MiB", "--max-bytes", bound, "--max-age", "7d") as server:
+        until(lambda: server.metrics()["shelf_evicted_objects"] > 0)
+        until(lambda: server.metrics().get("shelf_used_bytes", 0) > 0)
+        found = server.metrics()
+        assert found["shelf_limit_bytes"] == 100 * SIZE
+        assert found["shelf_used_bytes"] > 70 * SIZE
+        left = list(shelf.rglob("*.safetensors"))
+        assert len(left) == 200 - found["shelf_evicted_objects"]
+        assert shelf / NAMES[0] in left
+        assert shelf / NAMES[199] not in left
+
+
+def test_a_server_on_a_full_storage_takes_no_stores_and_says_so_once(
+    tmp_path: Path, shelf: Path
+) -> None:
+    fill(shelf, 2)
+    node = tmp_path / "sockets" / "node.sock"
+    with ServeProcess(shelf, node, "64MiB", "--min-free", "1PiB") as server:
+        until(lambda: "storage_free_bytes" in server.metrics())
+        with ClientProcess(server.url) as client:
+            assert client.ask("store 2 6") == "{'NoRoomError': 4}"
+            assert client.ask("fetch 0 2") == "2"
+            assert client.ask("check") == "good"
+        assert len(list(shelf.rglob("*.safetensors"))) == 2
+        code, errors = server.stop()
+    assert code == 0
+    assert errors.count("(min_free)") == 1
+
+
 def test_what_is_being_stored_is_published_before_the_end(
     server: ServeProcess, shelf: Path
 ) -> None:

@@ -30,6 +30,9 @@ ARENA_BYTES = 48 * 8192
 LEASE = 30.0
 #: Leases that a client keeps: never so many that others find no room for long.
 MOST_KEPT = 6
+#: Part of the memory that may be in use before the sessions of lookups end. An object takes almost
+#: twice its bytes, so little more would fill the memory, and no store would ever find room.
+MOST_PINNED = 0.4
 
 
 class Model:
@@ -66,6 +69,7 @@ class Model:
             self.damage: 3,
         }
         (operation,) = self.random.choices(list(operations), list(operations.values()))
+        self.end_sessions_where_memory_is_full()
         operation()
         self.desk.settle()
         self.check()
@@ -189,6 +193,13 @@ class Model:
         # What there is no room for is no hit.
         if room >= len(chains) * FMT.shards * SIZE:
             assert reply.chunks >= [*on_shelf, False].index(False)
+
+    def end_sessions_where_memory_is_full(self) -> None:
+        stats = self.desk.service.stats()
+        if stats["pinned_bytes"] > MOST_PINNED * stats["capacity_bytes"]:
+            for client in CLIENTS:
+                for session in "xyz":
+                    self.desk.service.end_session(client, session)
 
     def end_session(self) -> None:
         self.desk.service.end_session(self.client(), self.random.choice("xyz"))

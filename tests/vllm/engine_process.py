@@ -19,7 +19,11 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+#: An environment variable: give up root's privilege to write where permissions forbid it.
+HEED_PERMISSIONS = "ENGINE_HEEDS_PERMISSIONS"
+
 _CAP_DAC_OVERRIDE = 1
+_CAPABILITY_VERSION_3 = 0x20080522
 _PR_CAPBSET_DROP = 24
 
 
@@ -250,13 +254,24 @@ def ignores_permissions() -> bool:
 
 
 def heed_permissions() -> None:
-    """Give that privilege up, for this program started anew and all it starts."""
-    dropped = ctypes.CDLL(None).prctl(_PR_CAPBSET_DROP, _CAP_DAC_OVERRIDE, 0, 0, 0) == 0
-    if dropped:
-        os.execv(sys.executable, [sys.executable, *sys.argv])
+    """Give that privilege up, for this thread and all that it starts; harmless if it fails."""
+    system = ctypes.CDLL(None)
+    system.prctl(_PR_CAPBSET_DROP, _CAP_DAC_OVERRIDE, 0, 0, 0)
+    header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
+    # Effective, permitted and inheritable ones, the lower 32 of each first.
+    sets = (ctypes.c_uint32 * 6)()
+    if system.capget(header, sets) == 0:
+        for number in range(3):
+            sets[number] &= ~(1 << _CAP_DAC_OVERRIDE)
+        system.capset(header, sets)
+
+
+def run() -> None:
+    """Be an engine until its socket closes; to be called before there are other threads."""
+    if HEED_PERMISSIONS in os.environ and ignores_permissions():
+        heed_permissions()
+    asyncio.run(main())
 
 
 if __name__ == "__main__":
-    if "--heed-permissions" in sys.argv and ignores_permissions():
-        heed_permissions()
-    asyncio.run(main())
+    run()

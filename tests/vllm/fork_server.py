@@ -13,7 +13,6 @@ process id with a descriptor of the process.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import functools
 import gc
@@ -239,7 +238,7 @@ def _become_engine(environment: dict[str, str], connection: int, log: int) -> No
     paths = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
     sys.path[1:1] = [path for path in paths if path not in sys.path]
     sys.argv = ["engine_process.py", str(connection)]
-    asyncio.run(engine_process.main())
+    engine_process.run()
 
 
 def main() -> None:

@@ -28,6 +28,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from engine_process import HEED_PERMISSIONS
 from fork_server import ForkedProcess, ForkServer
 
 START_TIMEOUT = 240.0
@@ -156,7 +157,7 @@ class Engine:
         Give up root's privilege to write where permissions forbid it; see
         :attr:`heeds_permissions`.
     forks : ForkServer, optional
-        Forks the engine, unless `heed_permissions` or `env` need a program started anew.
+        Forks the engine, unless `env` needs a program started anew.
     **arguments
         Fields of vLLM's ``AsyncEngineArgs`` on top of the harness's.
 
@@ -214,15 +215,16 @@ class Engine:
         ours, theirs = socket.socketpair()
         command = [sys.executable, str(Path(__file__).with_name("engine_process.py"))]
         environment = engine_environment(core, env)
+        if heed_permissions:
+            environment[HEED_PERMISSIONS] = "1"
         self.started = time.monotonic()
         self.process: subprocess.Popen[bytes] | ForkedProcess
         with self.log_path.open("ab") as output, theirs:
-            anew = heed_permissions or set(env or ()) - _READ_LATE
-            if forks is not None and not anew:
+            if forks is not None and not set(env or ()) - _READ_LATE:
                 self.process = forks.start(environment, theirs.fileno(), output.fileno())
             else:
                 self.process = subprocess.Popen(
-                    [*command, str(theirs.fileno()), *["--heed-permissions"] * heed_permissions],
+                    [*command, str(theirs.fileno())],
                     pass_fds=[theirs.fileno()],
                     stdin=subprocess.DEVNULL,
                     stdout=output,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import random
 import threading
@@ -80,8 +81,9 @@ def make_chunks(fmt: ObjectFormat, count: int, seed: int = 0) -> list[Chunk]:
     return KeyChain(fmt.namespace.digest, fmt.chunk_size).extend(tokens)
 
 
+@functools.lru_cache(maxsize=4096)
 def content(chunk: Chunk, layer: int, block: int) -> torch.Tensor:
-    """The bytes that a block of a chunk holds in one layer: different for every one."""
+    """The bytes that a block of a chunk holds in one layer: different for every one. To be read."""
     seed = hashlib.sha256(chunk.key + bytes((layer, block))).digest()
     size = HEADS * BLOCK * 2 * HEAD_SIZE * 2
     data = bytearray(random.Random(seed).randbytes(size))

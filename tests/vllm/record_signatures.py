@@ -59,6 +59,8 @@ SUBJECTS: Final = {
     "vllm.config.scheduler": ("SchedulerConfig",),
     "vllm.config.speculative": ("SpeculativeConfig",),
     "vllm.config.vllm": ("VllmConfig",),
+    "vllm.engine.arg_utils": ("EngineArgs",),
+    "vllm.entrypoints.common.offline": ("OfflineInferenceMixin",),
     "vllm.lora.request": ("LoRARequest",),
     "vllm.lora.worker_manager": ("WorkerLoRAManager", "LRUCacheWorkerLoRAManager"),
     "vllm.model_executor.layers.attention.attention": ("Attention", "set_default_quant_scales"),
@@ -106,7 +108,13 @@ SUBJECTS: Final = {
     "vllm.v1.worker.gpu_worker": ("Worker",),
 }
 #: Packages with a list of what they offer, which is defined elsewhere.
-PACKAGES: Final = ("vllm", "vllm.config", "vllm.distributed.kv_transfer", "vllm.platforms")
+PACKAGES: Final = (
+    "vllm",
+    "vllm.config",
+    "vllm.distributed.kv_transfer",
+    "vllm.platforms",
+    "vllm.renderers",
+)
 _CONNECTOR: Final = f"{_V1}.base:KVConnectorBase_V1"
 # What is called a connector of KV, and not of encoder outputs or of others.
 _RECEIVERS: Final = re.compile(

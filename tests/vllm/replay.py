@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -768,11 +769,17 @@ class MiniVllm:
         """
         size = self.block_size
         first = (end - 1) // size * size
-        digests = [
-            hashlib.shake_128(self._prefix(request, token + 1, history) + bytes([layer]))
-            for token in range(first, end)
-        ]
-        data = bytearray(b"".join(digest.digest(4 * HEADS * HEAD_SIZE) for digest in digests))
+        # What decides the KV of a token: all up to it.
+        identity = _identity(request, self.adapters.content(request.lora_request))
+        made = zip_longest(request._all_token_ids[:end], history[:end])
+        prefix = [f"{token} {weights}," for token, weights in made]
+        running = hashlib.shake_128((identity + "".join(prefix[:first])).encode())
+        data = bytearray()
+        for token in prefix[first:]:
+            running.update(token.encode())
+            digest = running.copy()
+            digest.update(bytes([layer]))
+            data += digest.digest(4 * HEADS * HEAD_SIZE)
         rows = torch.frombuffer(data, dtype=torch.int16).view(-1, 2, HEADS, HEAD_SIZE)
         if self.device is not None:
             strided = torch.zeros(HEADS, size, 2, HEAD_SIZE, dtype=torch.int16)
@@ -804,11 +811,6 @@ class MiniVllm:
 
     def _null_is_empty(self) -> None:
         assert not any(cache[NULL].any() for cache in self.caches.values()), "the null block"
-
-    def _prefix(self, request: Request, end: int, history: Sequence[float]) -> bytes:
-        """What decides the KV of a token."""
-        tokens = _digest(request, end, self.adapters.content(request.lora_request))
-        return tokens + repr(history[:end]).encode()
 
     def _local_hit(self, request: Request) -> list[int]:
         blocks: list[int] = []
@@ -876,8 +878,12 @@ class MiniVllm:
             self.free.append(block)
 
 
+def _identity(request: Request, adapter: object) -> str:
+    return repr((request.cache_salt, adapter, _items(request)))
+
+
 def _digest(request: Request, end: int, adapter: object) -> bytes:
-    identity = repr((request.cache_salt, adapter, _items(request)))
+    identity = _identity(request, adapter)
     return hashlib.sha256((identity + repr(request._all_token_ids[:end])).encode()).digest()
 
 

@@ -25,6 +25,7 @@ from test_scheduler_side import Side, make_connector
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
+from kvshelf.format.differences import how_to_unite
 from kvshelf.format.keys import Chunk, KeyChain, MultimodalItem
 from kvshelf.format.kinds import FULL, kind_key
 from kvshelf.format.names import object_name
@@ -34,7 +35,6 @@ from kvshelf.shelf.waits import WaitService
 from kvshelf.vllm import handshake
 from kvshelf.vllm.awaiting import Awaited
 from kvshelf.vllm.handover import Handover, read_handover
-from kvshelf.vllm.other_namespaces import how_to_unite
 
 HYBRID = models()
 MODELS = {"plain": [full(8)], **HYBRID}

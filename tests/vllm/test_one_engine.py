@@ -120,6 +120,28 @@ def test_what_vllm_has_itself_is_not_loaded(
     assert_same(again, reference(tokens))
 
 
+def test_what_vllm_has_itself_is_used_all_the_same(
+    engine: Engine, shelf: ShelfFiles, prompt: MakePrompt
+) -> None:
+    """The next engine would load it, so it must not be what is deleted first."""
+    tokens, unused = prompt(800), prompt(800)
+    paths = {}
+    for each in (tokens, unused):
+        engine.generate(each)
+        paths[tuple(each)] = [path for of_chunk in shelf.wait_stored(each) for path in of_chunk]
+        for path in paths[tuple(each)]:
+            os.utime(path, (1e9, 1e9))
+    answer = engine.generate(tokens)
+    assert answer.shelf_tokens == 0 and answer.cached_tokens == 768
+    wait_until(
+        lambda: all(path.stat().st_atime > 1e9 for path in paths[tuple(tokens)]),
+        "access times of the prompt's objects",
+    )
+    stats = [path.stat() for found in paths.values() for path in found]
+    assert {found.st_mtime for found in stats} == {1e9}
+    assert {path.stat().st_atime for path in paths[tuple(unused)]} == {1e9}
+
+
 def test_loads_and_stores_in_one_request(
     engine: Engine, shelf: ShelfFiles, reference: Reference, prompt: MakePrompt
 ) -> None:

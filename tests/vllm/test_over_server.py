@@ -156,11 +156,9 @@ def test_two_engines_store_the_same_chunks_at_once(
         shelf.wait_stored(tokens)
     shelf.check_all()
     for engine in (one, other):
-        engine.reset_prefix_cache()
         for tokens in prompts:
-            answer = engine.generate(tokens)
-            assert answer.shelf_tokens == 768
-            assert_same(answer, reference(tokens))
+            # An engine remembers for a second that a chunk was missing.
+            eventually_hits(engine, tokens, reference(tokens), 768)
 
 
 # ------------------------------------------------------------------------------------- hand-overs

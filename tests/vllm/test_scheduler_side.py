@@ -34,10 +34,12 @@ from vllm.config.aux_output import AuxOutputConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.core.sched.output import KVConnectorBlockState
 
+from kvshelf.capacity.history import Event, Reason
 from kvshelf.config import Config
 from kvshelf.errors import ConfigError, UnsupportedError
 from kvshelf.format.keys import KeyChain, MultimodalItem
 from kvshelf.format.names import object_name
+from kvshelf.format.namespace import Namespace
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.metrics import Counters
 from kvshelf.shelf import tiers
@@ -79,6 +81,7 @@ class Side:
         *,
         known: bool = True,
         change: Callable[[SimpleNamespace], None] = lambda config: None,
+        history: Any = None,
         **options: Any,
     ) -> None:
         self.faults = FaultyBackend(posix(root))
@@ -93,6 +96,7 @@ class Side:
             found,
             lambda: self.shelf,
             groups=CacheGroups(self.config, None),
+            history=history,
         )
         namespace = build_namespace(self.config, self.side._config, [PART], "user:test")
         self.fmt = ObjectFormat(namespace)
@@ -436,6 +440,83 @@ def test_a_look_up_that_hangs_is_made_again_for_the_keys(make: Callable[..., Sid
     meta = side.step({"r": (16, 16)})
     assert [op.chunk.index for op in meta.stores] == [0, 1, 2, 3]
     gate.set()
+
+
+# ------------------------------------------------------------------------- history
+
+
+class Notes:
+    """What a history was told."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[Event, bytes, int, int]] = []
+        self.header: dict[str, Any] = {}
+
+    def note(self, event: Event, key: bytes, *, chunk: int, detail: int) -> None:
+        self.events.append((event, key, chunk, detail))
+
+    def describe(self, **header: Any) -> None:
+        self.header |= header
+
+
+def test_the_chunk_that_ends_a_hit_is_noted_once(make: Callable[..., Side]) -> None:
+    notes = Notes()
+    side = make(history=notes)
+    tokens = prompt(40)
+    chunks = KeyChain(side.fmt.namespace.digest, CHUNK).extend(tokens)
+    side.put(tokens, 3)
+    request = Request("r", tokens)
+    assert side.ask(request) == (24, True)
+    assert side.ask(request) == (24, True)
+    side.side.finished("r")
+    assert notes.events == [(Event.MISSED, chunks[3].key, 3, Reason.ABSENT)]
+    assert notes.header["namespace"] == side.fmt.namespace.folder
+    assert Namespace(notes.header["record"]) == side.fmt.namespace
+    notes.events.clear()
+    # vLLM has the chunk that is missing; or all is there.
+    assert side.ask(Request("s", tokens), 32) == (0, False)
+    side.put(tokens)
+    assert side.ask(Request("t", tokens)) == (36, True)
+    assert not notes.events
+    failure = LoadFailure("t", 2, chunks[2].key, True)
+    side.side.worker_output(WorkerMetadata(failures=([failure],)))
+    assert side.ask(Request("u", tokens)) == (16, True)
+    assert notes.events == [(Event.MISSED, chunks[2].key, 2, Reason.FAILED_BEFORE)]
+
+
+@pytest.mark.parametrize("reason", [Reason.UNAVAILABLE, Reason.TIMED_OUT, Reason.STARTING])
+def test_a_request_that_is_computed_without_an_answer_is_noted(
+    make: Callable[..., Side], reason: Reason
+) -> None:
+    notes = Notes()
+    starting = reason is Reason.STARTING
+    side = make(
+        history=notes,
+        known=not starting,
+        identity_wait_s=0.0 if starting else PATIENCE,
+        probe_deadline_s=0.3 if reason is Reason.TIMED_OUT else PATIENCE,
+    )
+    tokens = prompt(44)
+    chunks = KeyChain(side.fmt.namespace.digest, CHUNK).extend(tokens)
+    side.put(tokens)
+    gate = threading.Event()
+    if reason is Reason.UNAVAILABLE:
+        side.shelf.backend.reads.trip("broken")
+    elif reason is Reason.TIMED_OUT:
+        side.faults.add(Fault("stat", wait=gate, times=1))
+    request = Request("r", tokens)
+    side.side.new_request(request)
+    assert side.ask(request) == (0, False)
+    if starting:
+        side.side.worker_output(WorkerMetadata(reports={0: PART}))
+        side.side.worker_output(WorkerMetadata())
+    side.step({"r": (0, 20)}, new=("r",))
+    lookup = side.side._requests["r"].lookup
+    assert lookup is not None
+    assert lookup.wait(PATIENCE)
+    gate.set()
+    side.side.finished("r")
+    assert notes.events == [(Event.NOT_LOADED, chunks[4].key, 4, reason)]
 
 
 # ------------------------------------------------------------------------- stores

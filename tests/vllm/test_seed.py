@@ -72,6 +72,21 @@ def test_what_was_seeded_is_found_by_another_engine(
     again, _ = seed(file, "--model", model, "--shelf", shelf.root)
     assert (again["existed"], again["short"], again["stored"]) == (5, 1, 0)
 
+    # Without an engine, the same texts and chats have the same chunks.
+    pinned = subprocess.run(
+        [
+            *(sys.executable, "-m", "kvshelf", "pin", "seeded", "--json", "--prompts", str(file)),
+            *("--model", str(model), "--shelf", str(shelf.root)),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert pinned.returncode == 0, pinned.stderr
+    row = json.loads(pinned.stdout)
+    assert row["chunks"] == row["stored"] == first["chunks"]
+
     # A line that only the model can tell is bad ends all before anything is computed.
     file.write_text("\n".join([json.dumps(prompt(600)), json.dumps([1] * 5000), "[999999999]"]))
     objects = shelf.objects()

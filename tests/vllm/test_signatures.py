@@ -354,21 +354,24 @@ def test_what_is_imported_exists(version: dict[str, Any]) -> None:
             assert f"{module}:{name}" in version["classes"], f"{module} has no {name}"
 
 
-def read_of(called: str) -> Iterator[str]:
-    """The attributes that our code reads of objects that it calls so."""
+@functools.cache
+def reads() -> dict[str, set[str]]:
+    """The attributes that our code reads of objects, by what it calls them."""
+    found: dict[str, set[str]] = {}
     for file in SOURCES:
         for node in ast.walk(ast.parse(file.read_text())):
             match node:
                 case ast.Attribute(value=receiver, attr=name, ctx=ast.Load()):
                     pass
                 case ast.Call(
-                    func=ast.Name(id="getattr"), args=[receiver, ast.Constant(value=name), *_]
+                    func=ast.Name(id="getattr"), args=[receiver, ast.Constant(value=str(name)), *_]
                 ):
                     pass
                 case _:
                     continue
-            if ast.unparse(receiver).rpartition(".")[2].removeprefix("_") == called:
-                yield name
+            called = ast.unparse(receiver).rpartition(".")[2].removeprefix("_")
+            found.setdefault(called, set()).add(name)
+    return found
 
 
 @pytest.mark.parametrize("name", sorted(set(OBJECTS.values()) | set(ATTRIBUTES)))
@@ -376,7 +379,7 @@ def test_what_is_read_of_vllm_s_objects_exists(version: dict[str, Any], name: st
     read = set(ATTRIBUTES.get(name, ()))
     for called, kind in OBJECTS.items():
         if kind == name:
-            read |= set(read_of(called))
+            read |= reads().get(called, set())
     assert read
     assert read - names_of(version, name) == set()
 

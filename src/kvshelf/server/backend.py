@@ -39,7 +39,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import replace
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Literal, TypeVar
 
 from kvshelf.backends.base import (
     NOT_REGULAR,
@@ -49,8 +49,10 @@ from kvshelf.backends.base import (
     ObjectInfo,
     Properties,
     Reader,
+    Space,
     StatResult,
     StatResults,
+    Touched,
     WriteMode,
     WriteResult,
     check_name,
@@ -79,7 +81,7 @@ _Reply = TypeVar("_Reply", bound=messages.Message)
 #: Seconds for which what was expected is kept for whoever borrows it.
 EXPECTED_SECONDS: Final = 10.0
 #: Part of the server's arena that one client's expectations may take; a server has many clients.
-_EXPECTED_SHARE: Final = 1 / 16
+_EXPECTED_SHARE: Final = 1 / 8
 #: Most objects that one message asks for ahead. An engine's step thread sends the first.
 _ASKED_AT_ONCE: Final = 32
 #: Seconds for one message to the server and its answer. A probe of many names takes little longer.
@@ -253,10 +255,14 @@ class ServedBackend(Backend):
     def _keep_seconds(self) -> float:
         return min(EXPECTED_SECONDS, self._welcome.lease_seconds / 2)
 
+    @property
+    def _most_expected(self) -> int:
+        return int(self._welcome.arena_bytes * _EXPECTED_SHARE)
+
     def _ask_ahead(self) -> None:
         """Ask for some of what is expected, as far as there is room. The lock is held."""
         now = time.monotonic()
-        room = int(self._welcome.arena_bytes * _EXPECTED_SHARE) - self._expected_bytes
+        room = self._most_expected - self._expected_bytes
         names: list[str] = []
         sizes: list[int] = []
         while self._later and len(names) < _ASKED_AT_ONCE:
@@ -292,7 +298,11 @@ class ServedBackend(Backend):
                 # More than one client may hold.
                 return None
             [future] = self._channel.fetch(_SESSION, [name], [size])
-        if self._later and len(self._expected) < _ASKED_AT_ONCE // 2:
+        if (
+            self._later
+            and len(self._expected) <= _ASKED_AT_ONCE // 2
+            and self._expected_bytes <= self._most_expected // 2
+        ):
             with self._wake:
                 self._ask_ahead()
         # Past this the server has no room for it now: it would have said that its storage is late.
@@ -386,25 +396,39 @@ class ServedBackend(Backend):
         """Remove the first entries of a folder."""
         self._call("trim", folder, max_count, max_bytes)
 
-    def touch(self, name: str) -> None:
-        """Record a use, without waiting for it."""
-        self._channel.request(messages.Call("touch", [check_name(name)]))
+    def touch(self, name: str) -> Touched:
+        """Record a use, with the rights of the server."""
+        return Touched(self._call("touch", check_name(name)))
+
+    def space(self) -> Space | None:
+        """Ask for the room on the server's storage."""
+        found = self._call("space")
+        return None if found is None else Space(*found)
+
+    def now(self) -> float | None:
+        """Ask for the clock of the server's storage."""
+        found: float | None = self._call("now")
+        return found
 
     # ----------------------------------------------------------------------------- listings
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         """Stream the storage's listing, in pages."""
+        return self._rows("list", prefix)
+
+    def entries(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        """Stream the listing of all files of the storage, in pages."""
+        return self._rows("entries", prefix)
+
+    def _rows(self, method: Literal["list", "entries"], prefix: str) -> Iterator[ObjectInfo]:
         if prefix:
             check_name(prefix)
-        return self._rows(prefix)
-
-    def _rows(self, prefix: str) -> Iterator[ObjectInfo]:
-        rows, number = self._call("list", prefix, None)
+        rows, number = self._call(method, prefix, None)
         while True:
             yield from itertools.starmap(ObjectInfo, rows)
             if number is None:
                 return
-            rows, number = self._call("list", prefix, number)
+            rows, number = self._call(method, prefix, number)
 
     def folders(self, prefix: str = "") -> Sequence[str]:
         """List folders of the storage."""

@@ -8,9 +8,10 @@ method             arguments                    answer
 =================  ===========================  =================================================
 ``properties``                                  :class:`~kvshelf.server.messages.Facts`
 ``stat``           names                        :class:`~kvshelf.server.messages.Found`
-``info``           name                         ``[name, size, mtime, atime]``, or None
+``info``           name                         ``[name, size, mtime, atime, ctime]``, or None
 ``read``           name, offset, bytes          ``[size of the object, bytes]``
 ``list``           folder, number or None       ``[rows as those of info, number or None]``
+``entries``        folder, number or None       the same
 ``folders``        folder                       names
 ``write``          name, mode; bytes as data    ``created``, ``existed`` or ``replaced``
 ``write_marker``   name                         the same
@@ -18,7 +19,9 @@ method             arguments                    answer
 ``quarantine``     name, target                 bool
 ``trim``           folder, count, bytes         None
 ``sweep``          folder, age in seconds       number of files removed
-``touch``          name                         None
+``touch``          name                         ``touched`` or ``refused``
+``space``                                       ``[free, total, memory]``, or None
+``now``                                         seconds since the epoch, or None
 =================  ===========================  =================================================
 
 A listing comes in pages: the number in an answer asks for the next one, None is the last.
@@ -35,6 +38,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any, Final
 
@@ -54,7 +58,7 @@ from kvshelf.server.messages import (
     Found,
     WriteMode,
 )
-from kvshelf.shelf.view import DESCRIPTION
+from kvshelf.shelf.orphans import is_written_by_us
 
 #: Rows of a page, and listings that one client may be in the middle of.
 _PAGE: Final = 1000
@@ -62,7 +66,7 @@ _LISTINGS: Final = 16
 
 #: What changes the storage.
 CHANGES: Final = frozenset(
-    ("write", "write_marker", "delete", "quarantine", "trim", "sweep", "touch")
+    ("write", "write_marker", "delete", "quarantine", "trim", "sweep", "touch", "now")
 )
 
 
@@ -90,7 +94,9 @@ class Calls:
             "quarantine": (tuple[str, str], backend.quarantine),
             "trim": (tuple[str, int, int], backend.trim),
             "sweep": (tuple[str, float], self._sweep),
-            "touch": (tuple[str], backend.touch),
+            "touch": (tuple[str], lambda name: backend.touch(name).value),
+            "space": (tuple[()], self._space),
+            "now": (tuple[()], backend.now),
         }
 
     def perform(self, client: bytes, method: str, args: Sequence[Any], data: bytes) -> Any:
@@ -114,7 +120,11 @@ class Calls:
             If the storage failed.
         """
         own: dict[str, tuple[Any, Callable[..., Any]]] = {
-            "list": (tuple[str, int | None], lambda *rest: self._list(client, *rest)),
+            "list": (tuple[str, int | None], partial(self._list, client, self._backend.list)),
+            "entries": (
+                tuple[str, int | None],
+                partial(self._list, client, self._backend.entries),
+            ),
             "write": (tuple[str, WriteMode], lambda *rest: self._write(data, *rest)),
         }
         known = own.get(method) or self._methods.get(method)
@@ -155,13 +165,23 @@ class Calls:
         return self._backend.sweep(
             folder,
             age,
-            lambda name: name == DESCRIPTION or parse_path(f"{folder}/{name}") is not None,
+            lambda name: is_written_by_us(f"{folder}/{name}"),
         )
 
-    def _list(self, client: bytes, folder: str, number: int | None) -> list[Any]:
+    def _space(self) -> list[Any] | None:
+        space = self._backend.space()
+        return None if space is None else [space.free, space.total, space.memory]
+
+    def _list(
+        self,
+        client: bytes,
+        begin: Callable[[str], Iterator[ObjectInfo]],
+        folder: str,
+        number: int | None,
+    ) -> list[Any]:
         rows: Iterator[ObjectInfo] | None
         if number is None:
-            rows = iter(self._backend.list(folder))
+            rows = iter(begin(folder))
         else:
             with self._lock:
                 rows = self._listings.get(client, {}).pop(number, None)
@@ -181,7 +201,7 @@ class Calls:
 
 
 def _row(info: ObjectInfo) -> list[Any]:
-    return [info.name, info.size, info.mtime, info.atime]
+    return [info.name, info.size, info.mtime, info.atime, info.ctime]
 
 
 def found(answers: StatResults) -> Found:

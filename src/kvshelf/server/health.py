@@ -40,19 +40,29 @@ from kvshelf.backends.breaker import BreakerState
 from kvshelf.backends.guard import GuardedBackend
 from kvshelf.errors import ConfigError
 from kvshelf.metrics import COUNTERS as SHELF_COUNTERS
+from kvshelf.metrics import GAUGES as SHELF_GAUGES
 from kvshelf.metrics import OPERATIONS, TIME_BOUNDS, Counters
 from kvshelf.server.service import COUNTERS, GAUGES
 
 #: Prefix of all names.
 PREFIX: Final = "kvshelf_server_"
-#: What the shelf, its storage threads and the disk tier count in a server.
+#: What the shelf, its storage threads, sweeps and the disk tier count in a server.
 _OF_THE_SHELF: Final = (
     "late_calls",
     "stuck_threads",
     "breaker_opens",
     "breaker_closes",
+    "touched_objects",
+    "marked_chunks",
+    "rewritten_objects",
+    "rewritten_bytes",
+    "sweeps",
+    "sweep_seconds",
+    "shelf_evicted_objects",
+    "shelf_evicted_bytes",
     *(name for name in SHELF_COUNTERS if name.startswith("disk_tier_")),
 )
+_GAUGES_OF_THE_SHELF: Final = ("shelf_used_bytes", "shelf_limit_bytes", "storage_free_bytes")
 _TIMED: Final = ("probe", "read", "verify", "publish")
 _BREAKER: Final = {BreakerState.CLOSED: 0, BreakerState.HALF_OPEN: 1, BreakerState.OPEN: 2}
 #: What the loop counts.
@@ -86,6 +96,7 @@ class ServerMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield all metrics."""
         stats, counts = self._stats(), self._counters.snapshot()
+        known = self._counters.gauges()
         for name, meaning in {**COUNTERS, **LOOP}.items():
             yield CounterMetricFamily(PREFIX + name, meaning, value=stats.get(name, 0))
         for name in _OF_THE_SHELF:
@@ -94,6 +105,9 @@ class ServerMetrics(Collector):
             )
         for name, meaning in GAUGES.items():
             yield GaugeMetricFamily(PREFIX + name, meaning, value=stats.get(name, 0))
+        for name in _GAUGES_OF_THE_SHELF:
+            # Without a value the metric has no sample.
+            yield GaugeMetricFamily(PREFIX + name, SHELF_GAUGES[name][0], value=known.get(name))
         for name, breaker in (("read", self._backend.reads), ("write", self._backend.writes)):
             yield GaugeMetricFamily(
                 f"{PREFIX}{name}_breaker_state",

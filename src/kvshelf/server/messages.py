@@ -51,7 +51,7 @@ from kvshelf import errors
 from kvshelf.format import invalid
 
 #: Version of the protocol. Server and client must have the same.
-PROTOCOL: Final = 1
+PROTOCOL: Final = 2
 
 #: Bytes of a client's id and of a session's token; both are random.
 ID_BYTES: Final = 16
@@ -85,12 +85,15 @@ StoreResult: TypeAlias = Literal["created", "existed", "replaced"]
 
 Method: TypeAlias = Literal[
     "delete",
+    "entries",
     "folders",
     "info",
     "list",
+    "now",
     "properties",
     "quarantine",
     "read",
+    "space",
     "stat",
     "sweep",
     "touch",

@@ -27,7 +27,10 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from kvshelf.backends import Backend, open_backend
-from kvshelf.config import Config
+from kvshelf.capacity.history import History
+from kvshelf.capacity.sweeper import Sweeper
+from kvshelf.capacity.uses import Uses
+from kvshelf.config import Config, history_dir
 from kvshelf.memory.arena import Arena
 from kvshelf.metrics import Counters
 from kvshelf.server.health import Health, ServerMetrics
@@ -83,7 +86,7 @@ def serve(
     Parameters
     ----------
     config : Config
-        The shelf, its disk tier, deadlines and threads.
+        The shelf, its bounds, its disk tier, deadlines and threads.
     place : Place
     memory_bytes : int
         Memory for objects, taken now.
@@ -117,6 +120,24 @@ def serve(
         if disk is not None:
             opened.callback(disk.close)
         shelf.backend.count_into(counters.add)
+        uses = Uses.of(config, counters)
+        if not config.read_only:
+            folder, history = history_dir(config), None
+            if folder is not None:
+                history = History.open(
+                    folder, role="node server", shelf=shelf.url, socket=place.url
+                )
+            if history is not None:
+                opened.callback(history.close)
+            sweeper = Sweeper(
+                shelf,
+                config.capacity,
+                counters,
+                keep_tails=config.handover_keep_s or None,
+                on_evicted=None if history is None else history.note_evicted,
+            )
+            opened.callback(sweeper.close)
+            sweeper.start()
         service = Service(
             shelf,
             arena,
@@ -126,8 +147,10 @@ def serve(
             counters=counters,
             lease_seconds=lease_seconds,
             io_threads=config.io_threads,
+            uses=uses,
         )
         opened.callback(service.close)
+        opened.callback(uses.close)
 
         def run() -> None:
             try:

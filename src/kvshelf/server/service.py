@@ -9,6 +9,8 @@ Contracts
 ---------
 * What is in memory was verified there, by the server.
 * A storage that hangs fails the requests that wait for it, and holds up nothing else.
+* What a lookup finds is used, and so is what a client says that it has used: the server records
+  both (:mod:`kvshelf.capacity.uses`). But of tails a client says when to set the access time.
 
 Threads
 -------
@@ -21,12 +23,15 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Final
 
+from kvshelf.backends import Touched
 from kvshelf.backends.base import check_name
+from kvshelf.capacity.uses import Uses
 from kvshelf.errors import KVShelfError, ObjectNameError, PermanentStorageError
+from kvshelf.format.names import parse_path
 from kvshelf.memory.arena import Arena
 from kvshelf.memory.residents import Slot
 from kvshelf.metrics import Counters
@@ -84,6 +89,8 @@ GAUGES: Final = {
     "waiting": "objects that wait for memory",
 }
 
+#: Most objects that clients say they have used, from one tick to the next.
+_MOST_USED: Final = 1 << 16
 #: Seconds that a lease lives.
 LEASE_SECONDS: Final = 30.0
 #: Part of the storage's deadlines for which a request waits for memory.
@@ -117,6 +124,9 @@ class Service:
         How long a lease lives.
     io_threads : int, optional
         Threads that read objects; half as many write. By default as the storage needs.
+    uses : Uses, optional
+        Records what clients use; the caller closes it, before the service. When absent, nothing
+        is recorded but what clients set themselves.
 
     Attributes
     ----------
@@ -144,6 +154,7 @@ class Service:
         clock: Callable[[], float] = time.monotonic,
         lease_seconds: float = LEASE_SECONDS,
         io_threads: int | None = None,
+        uses: Uses | None = None,
     ) -> None:
         counters = Counters() if counters is None else counters
         held = Held(arena)
@@ -153,6 +164,9 @@ class Service:
         self._backend = shelf.backend
         self._residents = held.residents
         self._storage = storage
+        self._uses = uses
+        #: What clients have said since the last tick that they use.
+        self._used: list[str] = []
         self._clients: set[bytes] = set()
         self._namespaces = Namespaces()
         self._calls = Calls(self._backend)
@@ -305,7 +319,7 @@ class Service:
             [slot.nbytes for slot in here]
         ):
             # The usual case, quickly.
-            self._take(client, session, len(chains), here, [], done)
+            self._take(client, session, chains, here, [], done)
             return
         pinned: list[list[Slot]] = []
         missing: list[list[str]] = []
@@ -323,14 +337,14 @@ class Service:
                 missing.append(absent)
         asked = [name for absent in missing for name in absent]
         if not asked:
-            self._looked_up(client, session, pinned, [[]] * len(missing), done)
+            self._looked_up(client, session, chains, pinned, [[]] * len(missing), done)
             return
 
         def answer(outcome: Found | Exception) -> None:
             # Where the shelf fails, what is in memory counts.
             sizes = iter(outcome.answers if isinstance(outcome, Found) else [UNKNOWN] * len(asked))
             there = [[(name, next(sizes)) for name in absent] for absent in missing]
-            self._looked_up(client, session, pinned, there, done)
+            self._looked_up(client, session, chains, pinned, there, done)
 
         self._probe(asked, answer)
 
@@ -338,6 +352,7 @@ class Service:
         self,
         client: bytes,
         session: str,
+        chains: Sequence[Sequence[str]],
         pinned: Sequence[list[Slot]],
         there: Sequence[Sequence[tuple[str, int]]],
         done: Done,
@@ -346,7 +361,7 @@ class Service:
 
         Parameters
         ----------
-        client, session, done
+        client, session, chains, done
             As for :meth:`lookup`.
         pinned : Sequence of list of Slot
             The objects of each chunk that are in memory.
@@ -367,27 +382,53 @@ class Service:
                 self._residents.unpin(slot)
         slots = [slot for slots in pinned[:count] for slot in slots]
         asked = [other for chunk in there[:count] for other in chunk]
-        self._take(client, session, count, slots, asked, done)
+        self._take(client, session, chains[:count], slots, asked, done)
 
     def _take(
         self,
         client: bytes,
         session: str,
-        count: int,
+        found: Sequence[Sequence[str]],
         slots: Sequence[Slot],
         others: Sequence[tuple[str, int]],
         done: Done,
     ) -> None:
         """Answer a lookup, lease what is in memory, and read the others."""
         # All is pinned: the answer need not wait for the leases.
-        done(LookedUp(count))
+        done(LookedUp(len(found)))
         for slot in self._fetches.lock(client, session, slots):
             self._residents.unpin(slot)
         if others:
             names, sizes = zip(*others, strict=True)
             self._fetches.begin(client, session, names, sizes, None)
         self._counts["lookups"] += 1
+        self._record(name for names in found for name in names if not name.startswith(HASH))
         self._resume()
+
+    # ---------------------------------------------------------------------------------------- uses
+
+    def _record(self, names: Iterable[str]) -> None:
+        """Record the use of objects; `names` is iterated over on another thread."""
+        if self._uses is not None:
+            self._uses.used(self._backend, names, self._read)
+
+    def _read(self, name: str) -> memoryview | None:
+        """Read an object, from the disk tier if it is there, to be written anew."""
+        found = self._known(name)
+        if found is None:
+            return None
+        image = memoryview(bytearray(found.fmt.object_size(found.parsed.shard)))
+        self._storage.load(found, image)
+        return image
+
+    def _note_used(self, name: str) -> bool:
+        """Take note of a use that a client tells of; False if the storage is to be called."""
+        parsed = parse_path(name)
+        if self._uses is None or parsed is None or parsed.tail_tokens is not None:
+            return False
+        if len(self._used) < _MOST_USED:
+            self._used.append(name)
+        return True
 
     # -------------------------------------------------------------------------- fetches and stores
 
@@ -479,6 +520,9 @@ class Service:
             self._appearances.forget(client)
             done(Result(None))
             return
+        if method == "touch" and len(args) == 1 and self._note_used(str(args[0])):
+            done(Result(Touched.TOUCHED.value))
+            return
         changes = method in CHANGES
         if changes and self._draining:
             done(Fault.of(draining()))
@@ -540,6 +584,9 @@ class Service:
         """End what has lasted too long; to be called several times a second."""
         self._stores.tick()
         self._fetches.tick()
+        if self._used:
+            used, self._used = self._used, []
+            self._record(used)
 
     def _resume(self) -> None:
         """Let those who wait for memory have what is free."""

@@ -46,6 +46,7 @@ from kvshelf.errors import ConfigError, DeviceUnavailableError, UnsupportedError
 from kvshelf.format.keys import Chunk
 from kvshelf.format.kinds import FULL
 from kvshelf.format.model import ModelFacts
+from kvshelf.format.names import DESCRIPTION
 from kvshelf.format.namespace import Namespace
 from kvshelf.format.tensors import native_block_size, required_field
 from kvshelf.kv.caches import KVCache, LayerRun, PendingCopy
@@ -65,7 +66,6 @@ from kvshelf.server.naming import (
 )
 from kvshelf.server.operations import Loads, Operation, Stores
 from kvshelf.server.segment import Room
-from kvshelf.shelf.view import DESCRIPTION
 from kvshelf.transfer.context import bytes_at
 
 Layout: TypeAlias = "PagedLayout | PermutedLayout"

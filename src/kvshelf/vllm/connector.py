@@ -44,7 +44,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.kv_cache_interface import FullAttentionSpec, iter_layer_specs
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvshelf.config import Config
+from kvshelf import __version__
+from kvshelf.capacity.history import HEADER, LARGEST, WITH_RECORD, History
+from kvshelf.capacity.uses import Uses
+from kvshelf.config import Config, history_dir
 from kvshelf.errors import ConfigError, UnsupportedError
 from kvshelf.format.namespace import Namespace
 from kvshelf.logs import RateLimitedLog
@@ -162,20 +165,28 @@ class SharedStorageConnector(KVConnectorBase_V1, SupportsHMA):
         self._shelf = _open(self._config, self._counters, on_cpu=on_cpu)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
+        self._uses: Uses | None = None
+        context = context_ranks(vllm_config, kv_cache_config)
+        refuses = _why_no_stores(self._config, transfer, context)
+        self._history = _begin_history(self._config, vllm_config, role, self._shelf.name, refuses)
         if role is KVConnectorRole.SCHEDULER:
+            if context > 1 and transfer.is_kv_producer:
+                logger.warning("this engine loads KV from the shelf and stores none: %s", refuses)
             if _windows_kept_as_full(kv_cache_config):
                 _name_connectors_with_one_group()
+            self._uses = Uses.of(self._config, self._counters, on_thread_start=widen_cpu_affinity)
             self._scheduler = SchedulerSide(
                 vllm_config,
                 self._config,
                 self._shelf.get,
                 groups=self._groups,
                 ranks=int(vllm_config.parallel_config.world_size),
-                may_store=transfer.is_kv_producer
-                and _tokens_are_together(context_ranks(vllm_config, kv_cache_config)),
+                may_store=not refuses,
                 hands_over=_is_first_in_multi_connector(),
                 on_thread_start=widen_cpu_affinity,
                 counters=self._counters,
+                uses=self._uses,
+                history=self._history,
             )
         else:
             # The modules that move KV take 0.1 s to import, and the scheduler does not need them.
@@ -189,6 +200,8 @@ class SharedStorageConnector(KVConnectorBase_V1, SupportsHMA):
                 rank=int(vllm_config.parallel_config.rank),
                 counters=self._counters,
                 streams=self._streams_of,
+                may_store=not refuses,
+                history=self._history,
             )
 
     def _streams_of(self, device: torch.device) -> Streams | None:
@@ -411,7 +424,11 @@ class SharedStorageConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.close()
         if self._scheduler is not None:
             self._scheduler.close()
+        if self._uses is not None:
+            self._uses.close()
         self._shelf.close()
+        if self._history is not None:
+            self._history.close()
 
     def _as_worker(self) -> WorkerSide:
         assert self._worker is not None, "called on the scheduler's instance"
@@ -451,6 +468,30 @@ def _open(config: Config, counters: Counters, *, on_cpu: bool) -> Opening[AnyShe
     opening = Opening(shown_url(url), make)
     opening.first(START_SECONDS, "the engine runs without it")
     return opening
+
+
+def _begin_history(
+    config: Config, vllm_config: Any, role: KVConnectorRole, shelf: str, refuses: str
+) -> History | None:
+    """Begin the history of this process; None where there is none."""
+    folder = history_dir(config)
+    if folder is None:
+        return None
+    parallel = vllm_config.parallel_config
+    scheduler = role is KVConnectorRole.SCHEDULER
+    least = 2 * WITH_RECORD if scheduler else 2 * HEADER
+    return History.open(
+        folder,
+        # The processes of an engine share the bytes, but for very many.
+        nbytes=max(least, LARGEST // (1 + int(parallel.world_size))),
+        header_bytes=WITH_RECORD if scheduler else HEADER,
+        on_thread_start=widen_cpu_affinity,
+        role="scheduler" if scheduler else f"rank {parallel.rank}",
+        group_by_salt=config.group_by_salt,
+        shelf=shelf,
+        release=__version__,
+        refuses=refuses,
+    )
 
 
 def _open_served(server: str, config: Config, counters: Counters, *, on_cpu: bool) -> AnyShelf:
@@ -518,15 +559,19 @@ def _answers_see_a_window(kv_cache_config: Any) -> bool:
     return any(hasattr(spec, "rswa_window") for spec in itertools.chain.from_iterable(layers))
 
 
-def _tokens_are_together(ranks: int) -> bool:
-    """Whether one rank holds all tokens of its heads, so that it can store them."""
+def _why_no_stores(config: Config, transfer: Any, ranks: int) -> str:
+    """Return why an engine stores nothing; empty if it stores.
+
+    Where `ranks` share the tokens of a block, no rank holds all tokens of its heads.
+    """
+    if not transfer.is_kv_producer:
+        return "kv_role is kv_consumer"
     if ranks > 1:
-        logger.warning(
-            "decode_context_parallel_size spreads the tokens of each block over %d ranks: this"
-            " engine loads KV from the shelf and stores none, so other engines must store it",
-            ranks,
+        return (
+            f"decode_context_parallel_size spreads the tokens of each block over {ranks} ranks, so"
+            " other engines must store it"
         )
-    return ranks == 1
+    return "read_only is true" if config.read_only else ""
 
 
 def _apply_load_failure_policy(transfer: Any, policy: Literal["recompute", "vllm"]) -> None:

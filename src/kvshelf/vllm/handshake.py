@@ -81,6 +81,7 @@ class Handshake:
         self.ranks = ranks
         self.namespace: Namespace | None = None
         self.disabled = False
+        self.disabled_reason = ""
         self.round = 0
         self.checking = False
         self._reports: dict[int, WorkerReport] = {}
@@ -317,3 +318,4 @@ class Handshake:
         if not self.disabled and not already_logged:
             logger.error("nothing is loaded from or stored on the shelf: %s", reason)
         self.disabled = True
+        self.disabled_reason = self.disabled_reason or reason

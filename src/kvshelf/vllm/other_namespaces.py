@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping
-from typing import Any, Final
+from typing import Final
 
 from kvshelf.errors import KVShelfError
+from kvshelf.format.differences import how_to_unite
 from kvshelf.format.names import parse_namespace_folder
 from kvshelf.format.namespace import Namespace
 from kvshelf.shelf.shelf import read_namespace
@@ -24,26 +24,6 @@ logger = logging.getLogger(__name__)
 
 #: Other namespaces that are looked for, in an engine's life.
 _MOST: Final = 16
-_SHOWN: Final = 60
-
-#: What to set where a field differs, the likeliest cause first.
-_ADVICE: Final[Mapping[str, str]] = {
-    "weights": "serve the same weights, or set weights to the same name",
-    "version": "set version to the same string",
-    "chunk_size": "set chunk_size to the same number",
-    "kinds": "turn vLLM's hybrid KV cache manager on or off alike",
-    "kv_dtype": "set --kv-cache-dtype to the same type",
-    "kv_scales": "load the same scales of the KV cache",
-    "compute_dtype": "set --dtype to the same type",
-    "quantization": "set --quantization to the same method",
-    "stages": "set --pipeline-parallel-size to the same number",
-    "layouts": "set layout: canonical",
-    "shards": "set shards to the same number",
-}
-_OPAQUE: Final = (
-    "the layout of the KV cache is unknown: run the same release of vLLM with the same"
-    " --tensor-parallel-size, --block-size and attention backend"
-)
 
 
 class OtherNamespaces:
@@ -104,38 +84,3 @@ def _find(shelf: AnyShelf, digest: bytes) -> Namespace | None:
             if namespace.digest == digest:
                 return namespace
     return None
-
-
-def how_to_unite(own: Namespace, other: Namespace) -> str:
-    """Return how two namespaces differ, and what to set so that engines share one.
-
-    Parameters
-    ----------
-    own, other : Namespace
-        Of the consumer, and of the producer.
-    """
-    ours, theirs = own.record, other.record
-    fields = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
-    for field, advice in _ADVICE.items():
-        if field in fields:
-            if field == "layouts" and _is_opaque(ours) | _is_opaque(theirs):
-                advice = _OPAQUE
-            break
-    else:
-        field, advice = min(fields), "serve the model with the same configuration"
-    return (
-        f"{field} is {_shown(theirs.get(field))} there and {_shown(ours.get(field))} here: {advice}"
-        " in both engines"
-    )
-
-
-def _is_opaque(record: Mapping[str, Any]) -> bool:
-    return any(layout.startswith(("opaque-", "replicated-")) for layout in record["layouts"])
-
-
-def _shown(value: object) -> str:
-    """Return a value of a record: short, and printable whoever wrote the record."""
-    if isinstance(value, list) and value and all(item == value[0] for item in value):
-        value = value[0]
-    text = "absent" if value is None else ascii(value)
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"

@@ -49,6 +49,7 @@ from vllm.distributed.parallel_state import get_dcp_group, model_parallel_is_ini
 
 from kvshelf.backends import Properties
 from kvshelf.backends.guard import try_to_start
+from kvshelf.capacity.history import History
 from kvshelf.config import Config
 from kvshelf.errors import ConfigError, UnsupportedError
 from kvshelf.format.kinds import STATE, Kind
@@ -419,7 +420,13 @@ class Registration:
         return max(2, loads, idle), max(1, stores, idle // 2)
 
     def start_transfer(
-        self, view: ShelfView, memory: TransferMemory, counters: Counters, *, quiet: bool = False
+        self,
+        view: ShelfView,
+        memory: TransferMemory,
+        counters: Counters,
+        *,
+        quiet: bool = False,
+        history: History | None = None,
     ) -> Transfer:
         """Start the stores and loads of one kind, with the threads that this engine gives it.
 
@@ -430,7 +437,7 @@ class Registration:
         memory : TransferMemory
             The transfer closes it.
         counters : Counters
-        quiet : bool
+        quiet, history
             See :class:`~kvshelf.transfer.transfer.Transfer`.
 
         Raises
@@ -453,6 +460,7 @@ class Registration:
             check_finite=self._config.check_finite,
             on_thread_start=lambda kind: widen_cpu_affinity(),
             quiet=quiet,
+            history=history,
         )
 
     def _ring(self, kind: Kind, chunk_bytes: int) -> int:

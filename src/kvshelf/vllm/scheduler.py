@@ -66,6 +66,8 @@ Contracts
   on which of its tokens one step computes. So no hit ends within an image, because a later step
   would have to continue it; and where vLLM divided an image all the same, nothing from its first
   token on is stored.
+* A hit is recorded as a use of all that it needs, on the lookup thread, also where vLLM's prefix
+  cache has a part of it or all (:mod:`kvshelf.capacity.uses`).
 * A drafter's KV is stored and loaded beside the model's (:mod:`kvshelf.vllm.draft_scheduler`). It
   never changes what is a hit.
 * Only tokens that can no longer change are stored: those of the prompt and those that vLLM has
@@ -83,6 +85,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from kvshelf.capacity.history import Event, History, Reason
+from kvshelf.capacity.uses import Uses
 from kvshelf.config import Config, cache_dir
 from kvshelf.format.keys import Chunk, KeyChain, MultimodalItem, salt_group_of
 from kvshelf.format.kinds import FULL, STATE, WINDOW, Kind, kind_key, kind_of_key
@@ -99,7 +103,7 @@ from kvshelf.shelf.waits import Wait, WaitService
 from kvshelf.vllm.adapters import AdapterDigests, adapter_settings
 from kvshelf.vllm.awaiting import RETRY_SECONDS, Awaited, Awaiting
 from kvshelf.vllm.block_weights import BlockWeights
-from kvshelf.vllm.draft_scheduler import DraftScheduler
+from kvshelf.vllm.draft_scheduler import DraftedChain, DraftScheduler
 from kvshelf.vllm.groups import CacheGroups
 from kvshelf.vllm.handover import Handover, asks_for_handover
 from kvshelf.vllm.handshake import Handshake
@@ -156,6 +160,7 @@ class _Request:
         "loading",
         "lookup",
         "next_store",
+        "not_loaded",
         "offered_from",
         "period",
         "promise",
@@ -170,6 +175,8 @@ class _Request:
         self.addressable = addressable
         #: Whether a hit would be used.
         self.reads = addressable and reads
+        #: Why the request is computed without the answer of a lookup, for the history.
+        self.not_loaded = None if reads else Reason.NOT_ASKED
         self.adapter: AdapterContent | None = None
         # A request that was preempted since then is admitted anew.
         self.admission: int = request.num_preemptions
@@ -207,6 +214,8 @@ class _Request:
         self.admission = self.request.num_preemptions
         self.loaded = self.gave_up = False
         self.failed_loads = 0
+        if self.reads:
+            self.not_loaded = None
         if self.awaited is not None and self.awaited.outcome is not None:
             # What is promised is there, or is not waited for again.
             self.awaited.deadline = math.inf
@@ -242,6 +251,10 @@ class SchedulerSide:
         Called first on each lookup thread.
     counters : Counters, optional
         Where to count; new counters when absent.
+    uses : Uses, optional
+        Records what hits use; the caller closes it. Nothing is recorded without it.
+    history : History, optional
+        Gets what is missed and refused.
     """
 
     def __init__(
@@ -256,11 +269,14 @@ class SchedulerSide:
         hands_over: bool = True,
         on_thread_start: Callable[[], None] | None = None,
         counters: Counters | None = None,
+        uses: Uses | None = None,
+        history: History | None = None,
     ) -> None:
         self._vllm_config = vllm_config
         self._config = config
         self._shelf = shelf
         self._groups = groups
+        self._history = history
         #: Tokens: where a hit may end.
         self._block_size = groups.alignment
         self._may_store = may_store and not config.read_only
@@ -278,6 +294,9 @@ class SchedulerSide:
         self._waits: WaitService | None = None
         #: The objects of each kind.
         self._views: dict[Kind, ShelfView] = {}
+        self._uses = uses
+        #: The drafter's objects.
+        self._draft_view: ShelfView | None = None
         self._others = OtherNamespaces()
         #: Requests that were asked for since the last step and wait for a hand-over. Of some of
         #: them a lookup is about to end.
@@ -377,17 +396,21 @@ class SchedulerSide:
                 state.offered_from = computed
                 return None, False
         if self._handshake.checking:
+            state.not_loaded = Reason.WEIGHTS_CHANGED
             return 0, False
         lookups = self._lookups
         overdue = awaited is not None and awaited.is_overdue(self._awaiting.clock())
         if lookups is None:
             may_wait = not overdue and self._handshake.may_wait()
+            state.not_loaded = Reason.STARTING
             return (None, False) if may_wait else (0, False)
+        state.not_loaded = None
         lookup = state.lookup or self._start_lookup(lookups, state)
         if self._breaker_is_open(lookups):
             if not state.breaker_counted:
                 state.breaker_counted = True
                 self.counters.add("skipped_lookups")
+            state.not_loaded = Reason.UNAVAILABLE
             return 0, False
         if not lookup.done and not self._wait(lookups, lookup):
             if not overdue and not self._too_long(lookups, state):
@@ -396,6 +419,7 @@ class SchedulerSide:
         if lookup.given_up:
             return self._no_answer(state)
         if not self._adapters.trusts(request.lora_request):
+            state.not_loaded = Reason.ADAPTER_UNKNOWN
             return 0, False
         hit = self._hit_tokens(state, lookup, computed)
         state.offered_from = computed
@@ -403,6 +427,7 @@ class SchedulerSide:
             state.counted = True
             self.counters.add("lookup_tokens", request.num_tokens - computed)
             self.counters.add("hit_tokens", max(0, hit - computed))
+            self._note_miss(state, lookup, computed)
         return (hit - computed, True) if hit > computed else (0, False)
 
     def _still_waits(self, state: _Request, awaited: Awaited) -> bool:
@@ -491,8 +516,46 @@ class SchedulerSide:
     def _no_answer(self, state: _Request) -> tuple[int, bool]:
         """Have a request computed whose lookup took too long."""
         state.gave_up = True
+        state.not_loaded = Reason.TIMED_OUT
         self.counters.add("lookup_timeouts")
         return 0, False
+
+    def _note(self, event: Event, chunk: Chunk, reason: Reason, kind: Kind = FULL) -> None:
+        """Note an event in the history, if there is one."""
+        if self._history is not None:
+            key = kind_key(chunk.key, kind)
+            self._history.note(event, key, chunk=chunk.index, detail=reason)
+
+    def _note_miss(self, state: _Request, lookup: Lookup, computed: int) -> None:
+        """Note the chunk at which the hit of a request ends, if the prompt goes on behind it."""
+        if self._history is None or lookup.chain is None:
+            return
+        size, awaited = self._config.chunk_size, state.awaited
+        place = lookup.hit_chunks
+        if awaited is not None:
+            place = max(place, awaited.full_chunks)
+        if state.limit is not None:
+            place = min(place, state.limit)
+        whole = len(lookup.chain.chunks)
+        if self._groups.hybrid:
+            # A hit leaves one token to compute, and ends at a chunk boundary.
+            whole = min(whole, (state.request.num_tokens - 1) // size)
+        if place >= whole or place * size < computed:
+            return
+        chunk, kind = lookup.chain.chunks[place], FULL
+        if self._groups.hybrid and place < lookup.full_chunks:
+            kind = STATE if STATE in self._groups.kinds else WINDOW
+        usable = self._is_usable(state, chunk, kind)
+        self._note(Event.MISSED, chunk, Reason.ABSENT if usable else Reason.FAILED_BEFORE, kind)
+
+    def _note_not_loaded(self, state: _Request) -> None:
+        """Note that a request was computed without the answer of a lookup, by its last chunk."""
+        lookup, reason = state.lookup, state.not_loaded
+        if reason is None or lookup is None or not lookup.done or lookup.chain is None:
+            return
+        whole = state.request.num_prompt_tokens // self._config.chunk_size
+        for chunk in lookup.chain.chunks[max(0, whole - 1) : whole]:
+            self._note(Event.NOT_LOADED, chunk, reason)
 
     def _state_of(self, request: Any) -> _Request:
         state = self._requests.get(request.request_id)
@@ -622,8 +685,36 @@ class SchedulerSide:
             lambda: self._make_chain(state, digest),
             ends=self._ends(state),
             tail_end=state.request.num_prompt_tokens if self._has_cached_tail(state) else 0,
+            on_done=self._recorder() if state.reads else None,
         )
         return state.lookup
+
+    def _recorder(self) -> Callable[[Lookup], None] | None:
+        """Return what records the hit of a lookup that begins now, called on its thread."""
+        if self._uses is None:
+            return None
+        uses, views, drafts = self._uses, self._views, self._view_of_drafts()
+        size = self._config.chunk_size
+
+        def record(lookup: Lookup) -> None:
+            chain, end = lookup.chain, lookup.first_chunk + lookup.hit_chunks
+            if chain is None or not lookup.hit_chunks:
+                return
+            for kind, indices in self._ranges(0, end * size).items():
+                # The step thread may append chunks meanwhile, behind the hit.
+                uses.hit(views[kind], chain.chunks[indices.start : indices.stop])
+            if drafts is not None and isinstance(chain, DraftedChain):
+                uses.hit(drafts, chain.drafts.chunks[:end])
+
+        return record
+
+    def _view_of_drafts(self) -> ShelfView | None:
+        """Return the drafter's objects, once their namespace is known."""
+        namespace = None if self._drafts is None else self._drafts.namespace
+        if self._draft_view is None and namespace is not None:
+            shelf = self._shelf()
+            self._draft_view = None if shelf is None else shelf.view(ObjectFormat(namespace))
+        return self._draft_view
 
     def _has_cached_tail(self, state: _Request) -> bool:
         """Whether a prompt ends in a tail that is cached without being asked for."""
@@ -956,8 +1047,10 @@ class SchedulerSide:
                     return
             for kind in missing:
                 blocks = self._blocks_of(chunk, kind, tables)
-                # vLLM has freed blocks that a sliding window has passed.
-                if blocks is not None:
+                if blocks is None:
+                    # vLLM has freed blocks that a sliding window has passed.
+                    self._note(Event.DROPPED_STORE, chunk, Reason.BLOCKS_FREED, kind)
+                else:
                     op = self._store_op(state, lookup, chain, chunk, kind, blocks)
                     meta.stores.append(op)
         for index, blocks in states.items():
@@ -965,6 +1058,8 @@ class SchedulerSide:
             if self._is_worth_storing(state, lookup, chunk):
                 state.last_state = index
                 meta.stores.append(self._store_op(state, lookup, chain, chunk, STATE, blocks))
+            elif index != state.last_state and not self._is_stored(state, lookup, chunk, STATE):
+                self._note(Event.REFUSED_STORE, chunk, Reason.NOT_WORTH, STATE)
         if tail:
             first, prompt = request.num_prompt_tokens // size, request.num_prompt_tokens
             chunk = chain.tail_after(first, request._all_token_ids[first * size : prompt])
@@ -1197,6 +1292,8 @@ class SchedulerSide:
         """Start lookups once the workers' reports make a namespace."""
         fmt = self._handshake.unite()
         if fmt is None:
+            if self.disabled and self._history is not None:
+                self._history.describe(disabled=self._handshake.disabled_reason)
             return
         self._check_whole_shards(fmt)
         changed = self._handshake.weights_changed
@@ -1246,6 +1343,8 @@ class SchedulerSide:
         probe_cost = shelf.backend.properties.probe_cost
         if self._config.prefetch_budget(probe_cost) > 0:
             self._read_ahead.enable(self._engine_chunks())
+        if self._history is not None:
+            self._history.describe(namespace=fmt.namespace.folder, record=fmt.namespace.record)
         logger.info("shelf %s, namespace %s", shelf.backend.url, fmt.namespace.folder)
 
     def _ranks_with(self, fmt: ObjectFormat) -> dict[Kind, int]:
@@ -1264,6 +1363,8 @@ class SchedulerSide:
         topology = next((one for one in topologies.values() if one.divided), None)
         if self._may_store and topology is not None:
             self._may_store = False
+            if self._history is not None:
+                self._history.describe(refuses="each rank holds only a part of a shard")
             logger.warning(
                 "tensor_parallel_size=%d is more than the %d KV heads that all layers of this model"
                 " have in common, so each rank holds only a part of a shard: this engine loads KV"
@@ -1310,6 +1411,7 @@ class SchedulerSide:
         self._awaiting.forget(request_id)
         if self._drafts is not None:
             self._drafts.finished(state.request)
+        self._note_not_loaded(state)
         if state.lookup is not None:
             state.lookup.cancel()
         if state.loading:

@@ -1,7 +1,6 @@
 """An offline vLLM that fills a shelf: the engine behind ``kvshelf seed``.
 
-Owns the engine's start, the conversion of prompts to token ids (by vLLM's own code, so that chunks
-get the same keys as those of a server's requests), and the wait until stores are done.
+Owns the engine's start, and the wait until stores are done.
 
 The engine core runs in this process, which can so ask for the namespace and wait for stores;
 workers of further ranks have processes of their own.
@@ -17,12 +16,12 @@ from types import TracebackType
 from typing import Any, Final
 
 from kvshelf.config import Config
-from kvshelf.errors import ConfigError, UnsupportedError
+from kvshelf.errors import ConfigError
 from kvshelf.format.namespace import Namespace
 from kvshelf.format.objects import ObjectFormat
-from kvshelf.tools.prompts import Prompt, raise_bad_lines
-from kvshelf.tools.seeding import TokenPrompt
+from kvshelf.tools.prompts import Prompt, TokenPrompt
 from kvshelf.vllm import CONNECTOR_NAME, check_vllm_version
+from kvshelf.vllm.rendering import PromptRenderer, missing_vllm
 
 _OURS: Final = ("model", "kv_transfer_config")
 #: Options that seeding overrides. With a disk tier, chunks that only the tier has would not be
@@ -68,10 +67,7 @@ class OfflineEngine:
             from vllm import LLM
             from vllm.config import KVTransferConfig
         except ImportError as error:
-            raise UnsupportedError(
-                f"vLLM cannot be imported ({error}): pip install 'kvshelf[vllm]', or 'kvshelf[cpu]'"
-                " without a GPU"
-            ) from error
+            raise missing_vllm(error) from error
         check_vllm_version(vllm.__version__)
         try:
             self._llm: Any = LLM(
@@ -148,38 +144,7 @@ class OfflineEngine:
         ConfigError
             If the model does not accept some prompts; the message names all their lines.
         """
-        rendered: list[TokenPrompt] = []
-        problems: list[tuple[int, str]] = []
-        for prompt in prompts:
-            try:
-                rendered.append(self._render(prompt))
-            except Exception as error:  # noqa: BLE001  whatever tokenizers and templates raise
-                problems.append((prompt.line, str(error) or type(error).__name__))
-        raise_bad_lines(problems)
-        return rendered
-
-    def _render(self, prompt: Prompt) -> TokenPrompt:
-        tokens: Sequence[int]
-        if prompt.tokens is not None:
-            tokens = prompt.tokens
-        else:
-            if prompt.messages is not None:
-                made = self._llm._preprocess_chat_one(list(prompt.messages), **prompt.chat)
-            else:
-                made = self._llm._preprocess_cmpl_one(prompt.text)
-            if made.get("type") != "token":
-                raise ValueError(f"it holds more than text ({made.get('type')})")
-            tokens = made["prompt_token_ids"]
-        config = self._llm.model_config
-        if len(tokens) >= config.max_model_len:
-            raise ValueError(
-                f"{len(tokens)} tokens, expected less than max_model_len, {config.max_model_len}"
-            )
-        if max(tokens) >= config.get_vocab_size():
-            raise ValueError(
-                f"token {max(tokens)} is not in the vocabulary of {config.get_vocab_size()}"
-            )
-        return TokenPrompt(prompt.line, tokens, prompt.salt)
+        return PromptRenderer(self._llm).render(prompts)
 
     def compute(self, prompts: Sequence[TokenPrompt]) -> None:
         """Compute prompts, and wait until their chunks are stored."""

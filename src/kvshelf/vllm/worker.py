@@ -53,8 +53,10 @@ from typing import Any
 import torch
 
 from kvshelf.backends.breaker import BreakerState
+from kvshelf.capacity.history import Event, History, Reason
+from kvshelf.capacity.sweeper import Sweeper
 from kvshelf.config import EARLIER_NAME, Config
-from kvshelf.format.kinds import FULL, WINDOW, Kind
+from kvshelf.format.kinds import FULL, WINDOW, Kind, kind_key
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.kv.streams import Streams
 from kvshelf.kv.topology import ShardPlan
@@ -121,6 +123,10 @@ class WorkerSide:
         Where to count; new counters when absent.
     streams : Callable[[torch.device], Streams or None], optional
         Returns the streams to use on a device; its own where the answer is None.
+    may_store : bool
+        Whether the engine stores anything: no object that it finds bad is replaced otherwise.
+    history : History, optional
+        Gets what becomes of chunks.
 
     Attributes
     ----------
@@ -138,8 +144,12 @@ class WorkerSide:
         rank: int = 0,
         counters: Counters | None = None,
         streams: Callable[[torch.device], Streams | None] | None = None,
+        may_store: bool = True,
+        history: History | None = None,
     ) -> None:
         self._vllm_config = vllm_config
+        self._may_store = may_store
+        self._history = history
         self._config = config
         self._shelf = shelf
         self.rank = rank
@@ -169,6 +179,7 @@ class WorkerSide:
                 walks=rank == 0,
                 on_thread_start=widen_cpu_affinity,
             )
+        self._sweeper: Sweeper | None = None
         self._promises: Promises | None = None
         #: Transfers of earlier weights that still publish, and their promises.
         self._retired: list[tuple[KindTransfers, Promises]] = []
@@ -347,6 +358,12 @@ class WorkerSide:
         settled = self._weights is None or self._weights.settled
         return settled and self._registration.state is State.SERVING
 
+    @property
+    def _stores(self) -> bool:
+        """Whether what is computed instead of a bad object may replace it."""
+        shelf = self._shelf()
+        return self._may_store and shelf is not None and not shelf.backend.properties.read_only
+
     def _is_current(self, op: LoadOp | StoreOp) -> bool:
         """Whether an operation was planned in the namespace that is open."""
         return self._weights is None or op.round == self._weights.round
@@ -375,6 +392,7 @@ class WorkerSide:
         if shelf is None or registration.caches is None:
             # The scheduler announces the namespace until this worker's reports end.
             return
+        self._bound(shelf)
         if self._transfer is not None:
             if self._ops:
                 # Their blocks may still be written to. All are cancelled, so they end soon.
@@ -401,7 +419,9 @@ class WorkerSide:
                 if near is not None:
                     prefetched[kind] = near
                     view = TieredView(view, [near])
-                transfers[kind] = registration.start_transfer(view, memory, self.counters)
+                transfers[kind] = registration.start_transfer(
+                    view, memory, self.counters, history=self._history
+                )
         except RuntimeError:
             # No threads can be started now. The next step tries again.
             for transfer in transfers.values():
@@ -418,6 +438,23 @@ class WorkerSide:
             kind: Prefetcher(transfers[kind], one) for kind, one in prefetched.items()
         }
         registration.serve(memories)
+
+    def _bound(self, shelf: AnyShelf) -> None:
+        """Keep the shelf within its bounds, unless others see to that. Idempotent."""
+        if self._config.server is not None or self._config.read_only:
+            return
+        if self._sweeper is None:
+            self._sweeper = Sweeper(
+                shelf,
+                self._config.capacity,
+                self.counters,
+                # One rank for all.
+                sweeps=self.rank == 0,
+                keep_tails=self._config.handover_keep_s or None,
+                on_evicted=None if self._history is None else self._history.note_evicted,
+                on_thread_start=widen_cpu_affinity,
+            )
+        self._sweeper.start()
 
     def _promises_in(self, shelf: AnyShelf, memories: Memories) -> Promises:
         kind = FULL if FULL in memories else next(iter(memories))
@@ -595,7 +632,7 @@ class WorkerSide:
                 kept = usable and self._store(op)
             except Exception as error:
                 usable = False
-                self.counters.add("dropped_chunks_error")
+                self._drop(op, Reason.ERROR)
                 logger.error("a chunk was not stored", exc_info=error)
             if op.attempt and not kept and self._promises is not None:
                 # Another engine waits for the chunk.
@@ -604,7 +641,7 @@ class WorkerSide:
     def _store(self, op: StoreOp) -> bool:
         """Gather one chunk; False if it cannot be stored, and :class:`Stores` was not asked."""
         if not (self._serving and self._is_current(op)):
-            self.counters.add("dropped_chunks_weights_changed")
+            self._drop(op, Reason.WEIGHTS_CHANGED)
             return False
         memory = self._registration.memories.get(op.kind)
         if memory is None:
@@ -613,7 +650,7 @@ class WorkerSide:
         if any(NULL_BLOCK in ids for ids in op.block_ids):
             return False
         if not self._adapters.may_store(op.adapter):
-            self.counters.add("dropped_chunks_adapter_unknown")
+            self._drop(op, Reason.ADAPTER_UNKNOWN)
             return False
         if self._drafts is not None:
             # First, so that who finds the model's KV finds the drafter's as well.
@@ -638,6 +675,13 @@ class WorkerSide:
         if promises is not None:
             promises.note(op.attempt, chunk, outcome)
         return True
+
+    def _drop(self, op: StoreOp, reason: Reason) -> None:
+        """Count a chunk that is not stored, and note it in the history."""
+        self.counters.add(f"dropped_chunks_{reason.name.lower()}")
+        if self._history is not None:
+            key, index = kind_key(op.chunk.key, op.kind), op.chunk.index
+            self._history.note(Event.DROPPED_STORE, key, chunk=index, detail=reason)
 
     def finished_loads(self) -> set[str]:
         """Return the requests whose loads are finished, and note what failed."""
@@ -669,6 +713,8 @@ class WorkerSide:
             if failure is Failure.UNAVAILABLE:
                 key, self._breaker_open = b"", None
             bad = failure is Failure.BAD
+            if bad and not self._stores:
+                self.counters.add("unrepaired_objects")
             self._failures.append(LoadFailure(load.request_id, chunk.index, key, bad, kind))
         good_until = op.end
         if load.failed:
@@ -811,6 +857,8 @@ class WorkerSide:
                 )
         if self._drafts is not None:
             self._drafts.close(max(0.0, deadline - time.monotonic()))
+        if self._sweeper is not None:
+            self._sweeper.close()
         if self._memory is not None:
             self._memory.close()
         self._registration.close()

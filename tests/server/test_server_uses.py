@@ -1,0 +1,166 @@
+"""The node server records what its clients use, in the way and as often as it is configured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from desk import Desk, chunks_of, name_of, sealed
+from kvshelf.backends import Backend, Touched
+from kvshelf.backends.wrappers import WrappedBackend
+from node import LocalServer
+from parts import PATIENCE, make_format, posix, until
+
+from kvshelf.capacity.uses import Uses
+from kvshelf.config import Config
+from kvshelf.format.keys import Chunk, KeyChain
+from kvshelf.metrics import Counters
+from kvshelf.server.backend import open_served
+from kvshelf.server.messages import Fault, LookedUp, Result
+
+FMT = make_format()
+CLIENT = b"c" * 16
+
+
+class Touches(WrappedBackend):
+    """Notes whose access times are to be set."""
+
+    def __init__(self, inner: Backend, answer: Touched) -> None:
+        super().__init__(inner)
+        self.names: list[str] = []
+        self.answer = answer
+
+    def touch(self, name: str) -> Touched:
+        self.names.append(name)
+        return self.answer
+
+
+class Used:
+    """A service that records uses, on a shelf with the chunks of one prompt."""
+
+    def __init__(self, root: Path, answer: Touched = Touched.TOUCHED, **options: Any) -> None:
+        self.counters = Counters()
+        self.touches = Touches(posix(root), answer)
+        self.uses = Uses(self.counters, **options)
+        self.desk = Desk(self.touches, uses=self.uses)
+        self.desk.service.register(FMT.namespace.encoded)
+        self.chunks = chunks_of(FMT, 4)
+        for chunk in self.chunks:
+            for shard in range(FMT.shards):
+                self.touches.write(name_of(FMT, chunk, shard), [sealed(FMT, chunk, shard)])
+
+    def names(self, chunk: Chunk) -> list[str]:
+        return [name_of(FMT, chunk, shard) for shard in range(FMT.shards)]
+
+    def recorded(self) -> list[str]:
+        self.desk.service.tick()
+        assert self.uses.flush(PATIENCE)
+        return self.touches.names
+
+    def close(self) -> None:
+        self.uses.close()
+        self.desk.close()
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Callable[..., Used]]:
+    with ExitStack() as stack:
+        yield lambda *args, **options: stack.enter_context(
+            closing(Used(tmp_path, *args, **options))
+        )
+
+
+def test_what_a_lookup_finds_is_used(make: Callable[..., Used]) -> None:
+    used = make()
+    (absent,) = chunks_of(FMT, 1, seed=1)
+    chains = [used.names(chunk) for chunk in [*used.chunks[:3], absent, used.chunks[3]]]
+    # From the storage, and from memory.
+    for _ in range(2):
+        assert used.desk.ask("lookup", CLIENT, "s", chains) == LookedUp(3)
+        used.desk.settle()
+        assert used.recorded() == [name for names in chains[:3] for name in names]
+
+
+def test_what_is_in_memory_only_is_not_recorded(make: Callable[..., Used]) -> None:
+    used = make()
+    used.desk.remember(CLIENT, "hash/one", b"x" * 64)
+    assert used.desk.ask("lookup", CLIENT, "s", [["hash/one"]]) == LookedUp(1)
+    assert used.recorded() == []
+
+
+def test_what_a_client_says_it_has_used_is_recorded_by_the_server(
+    make: Callable[..., Used],
+) -> None:
+    used = make(Touched.REFUSED)
+    names = used.names(used.chunks[0])
+    for name in names * 2:
+        answer = used.desk.ask("call", CLIENT, "touch", [name], b"")
+        assert answer == Result(Touched.TOUCHED.value)
+    assert used.touches.names == []
+    assert used.recorded() == names
+    # The server marks what it may not touch.
+    assert used.counters.snapshot()["marked_chunks"] == 1
+
+
+def test_of_tails_and_foreign_names_the_storage_is_asked(make: Callable[..., Used]) -> None:
+    used = make()
+    chain = KeyChain(FMT.namespace.digest, FMT.chunk_size)
+    chain.extend([1, 2, 3])
+    tail = chain.tail()
+    assert tail is not None
+    for name in (name_of(FMT, tail), "some/file"):
+        assert used.desk.ask("call", CLIENT, "touch", [name], b"") == Result("touched")
+        assert used.touches.names.pop() == name
+    assert isinstance(used.desk.ask("call", CLIENT, "touch", [5], b""), Fault)
+    assert used.recorded() == []
+
+
+def test_what_clients_say_is_bounded(
+    make: Callable[..., Used], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvshelf.server.service._MOST_USED", 3)
+    used = make()
+    for chunk in used.chunks:
+        for name in used.names(chunk):
+            used.desk.ask("call", CLIENT, "touch", [name], b"")
+    assert len(used.recorded()) == 3
+
+
+def test_the_server_writes_objects_anew(make: Callable[..., Used], tmp_path: Path) -> None:
+    used = make(Touched.REFUSED, how="rewrite", max_age=1e-9)
+    names = used.names(used.chunks[0])
+    before = {name: (tmp_path / name).stat().st_ino for name in names}
+    assert used.desk.ask("lookup", CLIENT, "s", [names]) == LookedUp(1)
+    used.recorded()
+    assert used.counters.snapshot()["rewritten_objects"] == FMT.shards
+    for shard, name in enumerate(names):
+        assert (tmp_path / name).stat().st_ino != before[name]
+        assert (tmp_path / name).read_bytes() == sealed(FMT, used.chunks[0], shard)
+
+
+def test_an_engines_hits_reach_the_server(tmp_path: Path) -> None:
+    """As the connector records them: each object of the whole prefix."""
+    storage = Touches(posix(tmp_path / "shelf"), Touched.REFUSED)
+    chunks = chunks_of(FMT, 3)
+    for chunk in chunks:
+        for shard in range(FMT.shards):
+            storage.write(name_of(FMT, chunk, shard), [sealed(FMT, chunk, shard)])
+    server_counts, counts = Counters(), Counters()
+    with ExitStack() as stack:
+        of_server = stack.enter_context(closing(Uses(server_counts)))
+        server = stack.enter_context(LocalServer(tmp_path / "s", storage, uses=of_server))
+        shelf = stack.enter_context(closing(open_served(server.url)))
+        uses = stack.enter_context(closing(Uses.of(Config(server=server.url), counts)))
+        assert uses.resolution == 60.0
+        uses.hit(shelf.view(FMT), chunks)
+        assert uses.flush(PATIENCE)
+        assert counts.snapshot()["touched_objects"] == 3 * FMT.shards
+        until(lambda: bool(of_server.flush(PATIENCE) and server_counts.snapshot()))
+        # The server may not touch them, and marks.
+        assert server_counts.snapshot() == {"marked_chunks": 3}
+        assert sorted(storage.names) == sorted(
+            name_of(FMT, chunk, shard) for chunk in chunks for shard in range(FMT.shards)
+        )

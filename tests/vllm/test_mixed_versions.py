@@ -1,0 +1,133 @@
+"""An engine of an earlier version and one of this version on one shelf, while the new one sweeps.
+
+The earlier version is taken from the repository's history. Both run on the vLLM that is installed.
+"""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import tarfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from fleet import Engines, Places
+from harness import SHELF_CONNECTOR, Answer, Engine, assert_same
+from shelf_files import ShelfFiles, wait_until
+
+MakePrompt = Callable[[int], list[int]]
+Reference = Callable[..., Answer]
+
+#: The commit that was version 0.1.0, before shelves were bounded.
+EARLIER = "e47901d8a85435e342b2473ebacb2d7a6d377afa"
+REPOSITORY = Path(__file__).parents[2]
+#: A prompt's chunks: two objects or so of 300 kB each.
+TOKENS = 600
+#: Puts the earlier package before the one that is installed for development.
+_CUSTOMIZE = """
+import sys
+sys.meta_path[:] = [f for f in sys.meta_path if not type(f).__module__.startswith("_editable_")]
+"""
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def earlier(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for PYTHONPATH with the package as it was."""
+    archive = subprocess.run(
+        ["git", "-C", REPOSITORY, "archive", EARLIER, "src/kvshelf", "backends"],
+        capture_output=True,
+        check=False,
+    )
+    if archive.returncode:
+        pytest.skip(f"the repository's history is not here: {archive.stderr.decode().strip()}")
+    place = tmp_path_factory.mktemp("earlier")
+    with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as files:
+        files.extractall(place, filter="data")
+    (place / "backends").rename(place / "src" / "kvshelf" / "backends")
+    (place / "src" / "sitecustomize.py").write_text(_CUSTOMIZE)
+    with (place / "src" / "kvshelf" / "vllm" / "connector.py").open("a") as connector:
+        connector.write(f"\nprint('this is kvshelf of {EARLIER}', flush=True)\n")
+    return place / "src"
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> ShelfFiles:
+    return ShelfFiles(tmp_path_factory.mktemp("shared"))
+
+
+def nbytes(shelf: ShelfFiles) -> int:
+    found = 0
+    for path in shelf.objects():
+        try:
+            found += path.stat().st_size
+        except FileNotFoundError:
+            continue
+    return found
+
+
+@pytest.fixture(scope="module")
+def bound() -> int:
+    """Bytes that the new engine allows."""
+    return 24 << 20
+
+
+@pytest.fixture(scope="module")
+def both(
+    engines: Engines, places: Places, earlier: Path, shared: ShelfFiles, bound: int
+) -> Iterator[tuple[Engine, Engine]]:
+    """The earlier engine and the new one, which sweeps."""
+    options = {"shared_storage_path": str(shared.root)}
+    old = engines.start(
+        "earlier",
+        model=places.model,
+        connector=SHELF_CONNECTOR,
+        extra_config=options,
+        # The second variable keeps it from being forked from a process of this version.
+        env={"PYTHONPATH": str(earlier), "PYTHONNOUSERSITE": "1"},
+        core=0,
+    )
+    new = engines.start(
+        "bounded",
+        model=places.model,
+        connector=SHELF_CONNECTOR,
+        extra_config={**options, "capacity": {"max_bytes": bound}},
+        core=1,
+    )
+    yield old.wait_ready(), new.wait_ready()
+    old.stop()
+    new.stop()
+
+
+def test_both_store_and_load_while_one_sweeps(
+    both: tuple[Engine, Engine],
+    shared: ShelfFiles,
+    bound: int,
+    reference: Reference,
+    prompt: MakePrompt,
+) -> None:
+    old, new = both
+    assert f"kvshelf of {EARLIER}" in old.log_path.read_text(errors="replace")
+    assert f"kvshelf of {EARLIER}" not in new.log_path.read_text(errors="replace")
+    written = 0
+    for turn in range(200):
+        tokens = prompt(TOKENS)
+        first, second = (old, new) if turn % 2 else (new, old)
+        expected = reference(tokens)
+        assert_same(first.generate(tokens), expected)
+        written += sum(path.stat().st_size for row in shared.wait_stored(tokens) for path in row)
+        found = second.generate(tokens)
+        assert found.shelf_tokens == TOKENS // 256 * 256
+        assert_same(found, expected)
+        if written > 3 * bound:
+            break
+    assert written > 3 * bound, "the new engine never had to sweep"
+    wait_until(lambda: nbytes(shared) <= 1.1 * bound, "the bound holds")
+    shared.check_all()
+    # What is left is used by both.
+    tokens = prompt(TOKENS)
+    new.generate(tokens)
+    shared.wait_stored(tokens)
+    assert old.generate(tokens).shelf_tokens == TOKENS // 256 * 256

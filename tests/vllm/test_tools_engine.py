@@ -1,0 +1,194 @@
+"""Commands on the shelves of real engines: what they report, repair and delete."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fleet import Engines
+from harness import SHELF_CONNECTOR, Answer, Engine, assert_same
+from kvshelf.backends.posix import PosixBackend
+from servers import BUCKET, S3Server, command, rclone_s3
+from shelf_files import ShelfFiles
+from typer.testing import CliRunner, Result
+
+from kvshelf.cli.app import app
+
+OLD = 1_700_000_000.0
+DAY = 86400.0
+BREAKDOWNS = ("namespace", "group", "age", "depth", "kind")
+MakePrompt = Callable[[int], list[int]]
+Reference = Callable[..., Answer]
+
+
+def run(*args: object, code: int = 0, env: dict[str, str] | None = None) -> Result:
+    result = CliRunner().invoke(app, [*map(str, args), "--json"], env=env)
+    assert result.exit_code == code, result.output
+    return result
+
+
+def report(*args: object, code: int = 0, env: dict[str, str] | None = None) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(run(*args, code=code, env=env).stdout)
+    return found
+
+
+def check_tools(
+    engine: Engine,
+    shelf: ShelfFiles,
+    tokens: list[int],
+    answer: Answer,
+    *where: str,
+    env: dict[str, str] | None = None,
+) -> None:
+    """Try the commands on what an engine stored, and go on with the engine after a repair."""
+    chunks = shelf.wait_stored(tokens)
+    folder = chunks[0][0].parents[2].name
+    [namespace] = [
+        json.loads(line)
+        for line in run("ls", *where, "--long", env=env).stdout.splitlines()
+        if json.loads(line)["namespace"] == folder
+    ]
+    by = [part for name in BREAKDOWNS for part in ("--by", name)]
+    usage = report("du", *where, "-n", folder, *by, env=env)
+    assert (usage["objects"], usage["bytes"]) == (namespace["objects"], namespace["bytes"])
+    for rows in usage["by"].values():
+        assert sum(row["objects"] for row in rows) == usage["objects"]
+    found = report("verify", *where, "-n", folder, env=env)
+    assert (found["intact"], found["sound"]) == (usage["objects"], True)
+    assert report("verify", *where, "--sample", "2", env=env)["intact"] == 2
+
+    bad = chunks[1][0]
+    data = bytearray(bad.read_bytes())
+    data[-1] ^= 1
+    bad.write_bytes(data)
+    os.utime(bad, (OLD, OLD))
+    description = bad.parents[2] / "namespace.json"
+    good = description.read_bytes()
+    description.write_bytes(good + b"\n")
+    found = report("verify", *where, "-n", folder, code=1, env=env)
+    assert (found["bad"], found["descriptions"]) == (1, 1)
+    found = report("verify", *where, "-n", folder, "--repair", env=env)
+    assert (found["moved"], found["rewritten"]) == (1, 1)
+    assert not bad.exists()
+    assert description.read_bytes() == good
+
+    engine.reset_prefix_cache()
+    again = engine.generate(tokens)
+    assert_same(again, answer)
+    shelf.wait_stored(tokens)
+    engine.reset_prefix_cache()
+    assert_same(engine.generate(tokens), answer)
+    assert report("verify", *where, "-n", folder, env=env)["sound"] is True
+
+
+def check_gc(
+    engine: Engine,
+    shelf: ShelfFiles,
+    prompt: MakePrompt,
+    reference: Reference,
+    *where: str,
+    now: float,
+    env: dict[str, str] | None = None,
+) -> None:
+    """Delete what an engine stored, by age and by size, and go on with the engine.
+
+    `now` is the storage's time.
+    """
+    unused, cut, used = prompts = [prompt(1100) for _ in range(3)]
+    for tokens in prompts:
+        engine.generate(tokens)
+    stored = {id(tokens): shelf.wait_stored(tokens) for tokens in prompts}
+    for path in stored[id(cut)][0]:
+        path.unlink()
+    before = shelf.objects()
+    for tokens, days in ((used, 1), (cut, 2), (unused, 3)):
+        # First those of all other prompts too.
+        last = {path for chunk in stored[id(tokens)] for path in chunk} & before
+        for path in before if tokens is used else last:
+            os.utime(path, (now - days * DAY, now - days * DAY))
+
+    bounds = ("--max-age", "60h", "--orphans")
+    planned = report("gc", *where, *bounds, env=env)
+    assert planned["dry_run"] is True
+    assert shelf.objects() == before
+    done = report("gc", *where, *bounds, "--yes", env=env)
+    assert done["failed"] == 0
+    assert {why: row["files"] for why, row in done["deleted"].items()} == {
+        "age": sum(map(len, stored[id(unused)])),
+        "orphan": sum(map(len, stored[id(cut)][1:])),
+    }
+    left = before - {path for chunk in stored[id(unused)] + stored[id(cut)] for path in chunk}
+    assert shelf.objects() == left
+    for tokens in prompts:
+        # What the engine remembers to be there is a miss.
+        engine.reset_prefix_cache()
+        answer = engine.generate(tokens)
+        assert_same(answer, reference(tokens))
+        assert answer.shelf_tokens == (1024 if tokens is used else 0)
+        shelf.wait_stored(tokens)
+
+    most = report("du", *where, env=env)["bytes"] // 2
+    done = report("gc", *where, "--max-bytes", most, "--yes", env=env)
+    # Beside objects there are descriptions of namespaces.
+    assert 0 < report("du", *where, env=env)["bytes"] <= done["bytes_after"] <= most
+    assert report("verify", *where, env=env)["sound"] is True
+    hits = 0
+    for tokens in prompts:
+        engine.reset_prefix_cache()
+        answer = engine.generate(tokens)
+        assert_same(answer, reference(tokens))
+        hits += answer.shelf_tokens or 0
+    assert hits < 3 * 1024
+    assert not engine.log_lines("Traceback")
+
+
+def test_in_a_directory(
+    engine: Engine,
+    shelf: ShelfFiles,
+    reference: Reference,
+    prompt: MakePrompt,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tokens = prompt(1000)
+    answer = engine.generate(tokens)
+    assert_same(answer, reference(tokens))
+    check_tools(engine, shelf, tokens, answer, str(shelf.root))
+    # What was written within a day is in use, whatever its times say: the commands run days later.
+    now = time.time() + 4 * DAY
+    monkeypatch.setattr(PosixBackend, "now", lambda _: now)
+    check_gc(engine, shelf, prompt, reference, str(shelf.root), now=now)
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[S3Server]:
+    pytest.importorskip("obstore", reason="obstore is missing: pip install 'kvshelf[s3]'")
+    with rclone_s3(tmp_path / "bucket") as running:
+        yield running
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(command("rclone") is None, reason="rclone is not installed")
+def test_in_a_bucket(
+    engines: Engines, server: S3Server, reference: Reference, prompt: MakePrompt
+) -> None:
+    assert server.folder is not None
+    tokens = prompt(1000)
+    url = f"s3://{BUCKET}/kv"
+    env = {"KVSHELF_STORAGE_OPTIONS": json.dumps(server.options())}
+    with engines.start(
+        "its shelf is inspected",
+        model=engines.places.model,
+        connector=SHELF_CONNECTOR,
+        extra_config={"shared_storage_path": url, "storage_options": server.options()},
+        core=1,
+    ) as engine:
+        answer = engine.generate(tokens)
+        assert_same(answer, reference(tokens))
+        shelf = ShelfFiles(server.folder / BUCKET / "kv")
+        check_tools(engine, shelf, tokens, answer, url, env=env)
+        check_gc(engine, shelf, prompt, reference, url, now=time.time(), env=env)

@@ -1,0 +1,193 @@
+"""Hits of engines are recorded as uses of all that they need, wherever the engine has it from."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("vllm")
+
+from hybrid_specs import models
+from kvshelf.backends import Touched
+from kvshelf.backends.posix import PosixBackend
+from parts import until
+from replay import Request, prompt
+from scheduled import ScheduledEngine, World, start_engines
+from test_drafts import Drafting
+from test_drafts import prompt as draft_prompt
+from test_scheduler_side import PATIENCE, Side
+
+from kvshelf.capacity.marks import MARKS, Marks
+from kvshelf.capacity.uses import Uses
+from kvshelf.format.keys import Chunk
+from kvshelf.format.kinds import FULL, KINDS, STATE, WINDOW, Kind
+from kvshelf.format.names import parse_path
+from kvshelf.metrics import Counters
+from kvshelf.shelf.view import ShelfView
+
+MODELS = models()
+
+
+class Noted(Uses):
+    """Notes what is recorded."""
+
+    def __init__(self) -> None:
+        super().__init__(Counters())
+        self.hits: list[tuple[Kind, list[int]]] = []
+
+    def hit(self, view: ShelfView, chunks: Sequence[Chunk]) -> None:
+        """Note the kind and the indices."""
+        self.hits.append((view.fmt.kind, [chunk.index for chunk in chunks]))
+
+
+@pytest.fixture
+def side(tmp_path: Path) -> Iterator[Side]:
+    side = Side(tmp_path / "shelf")
+    side.side._uses = Noted()
+    yield side
+    side.close()
+
+
+def hits(side: Side) -> list[tuple[Kind, list[int]]]:
+    assert isinstance(side.side._uses, Noted)
+    return side.side._uses.hits
+
+
+@pytest.mark.parametrize("at_hand", [0, 8, 24, 28])
+def test_a_hit_is_a_use_of_its_whole_prefix(side: Side, at_hand: int) -> None:
+    side.put(prompt(33), 3)
+    request = Request("r", prompt(33))
+    side.side.new_request(request)
+    side.ask(request, at_hand)
+    until(lambda: hits(side) == [(FULL, [0, 1, 2])])
+
+
+def test_a_miss_uses_nothing(side: Side) -> None:
+    side.ask(Request("r", prompt(33)))
+    assert hits(side) == []
+
+
+def test_a_hit_that_vllm_would_not_use_is_none(side: Side) -> None:
+    side.put(prompt(33), 3)
+    request = Request("r", prompt(33), skip_reading_prefix_cache=True)
+    side.side.new_request(request)
+    lookup = side.side._requests["r"].lookup
+    assert lookup is not None and lookup.wait(PATIENCE)
+    assert hits(side) == []
+
+
+# ------------------------------------------------------------------------- with files
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return World(tmp_path / "shelf")
+
+
+@pytest.fixture
+def start(
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> Iterator[Callable[..., Any]]:
+    yield from start_engines(world, MODELS, monkeypatch, caplog)
+
+
+@pytest.fixture
+def touched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names whose access times are set; the system may set them too, when a file is read."""
+    names: list[str] = []
+    touch = PosixBackend.touch
+
+    def noted(self: PosixBackend, name: str) -> Touched:
+        names.append(name)
+        return touch(self, name)
+
+    monkeypatch.setattr(PosixBackend, "touch", noted)
+    return names
+
+
+def recorded(uses: Uses, condition: Callable[[], object]) -> None:
+    """Wait until uses are recorded: a lookup's thread tells of them after its answer."""
+    until(lambda: uses.flush(PATIENCE) and bool(condition()))
+
+
+def used(touched: list[str]) -> dict[Kind, set[int]]:
+    kinds: dict[Kind, set[int]] = defaultdict(set)
+    for name in touched:
+        parsed = parse_path(name)
+        assert parsed is not None
+        kinds[parsed.kind].add(parsed.index)
+    return dict(kinds)
+
+
+@pytest.mark.parametrize("warm", [False, True])
+@pytest.mark.parametrize("model", MODELS)
+def test_a_hit_of_a_hybrid_engine_uses_all_kinds_that_it_needs(
+    start: Callable[..., ScheduledEngine], touched: list[str], model: str, warm: bool
+) -> None:
+    start(model, state_interval=1, budget=32).run(prompt(203))
+    engine = start(model)
+    if warm:
+        # Most of it is in vLLM's prefix cache by then.
+        engine.run(prompt(190))
+        recorded(engine.connector._uses, lambda: engine.connector._uses._due)
+        engine.connector._uses._due.clear()
+        touched.clear()
+    engine.run(prompt(203))
+    kinds = engine.groups.kinds
+    expected = {FULL: {0, 1, 2, 3, 4, 5}, WINDOW: {5}, STATE: {5}}
+    expected = {kind: chunks for kind, chunks in expected.items() if kind in kinds}
+    recorded(engine.connector._uses, lambda: used(touched) == expected)
+    counts = engine.connector._counters.snapshot()
+    assert counts["touched_objects"] and "marked_chunks" not in counts
+
+
+def test_an_engine_that_may_not_set_access_times_writes_marks(
+    start: Callable[..., ScheduledEngine], world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PosixBackend, "touch", lambda *_: Touched.REFUSED)
+    start("Gemma 3").run(prompt(203))
+    engine = start("Gemma 3")
+    engine.run(prompt(203))
+    until(lambda: engine.connector._uses._queue or engine.connector._uses._marked)
+    engine.connector.shutdown()
+    assert len(list((world.root / MARKS).iterdir())) == 1
+    found = Marks.read(world.backend)
+    chunks = engine.chunks_of(prompt(203))
+    keys = np.frombuffer(b"".join(chunk.key for chunk in chunks), np.uint8).reshape(-1, 32)
+    of_kind = {kind: found.used(engine.fmt.namespace.folder, keys, kind) for kind in KINDS}
+    assert [bool(at) for at in of_kind[FULL]] == [True] * 6
+    assert [bool(at) for at in of_kind[WINDOW]] == [False] * 5 + [True]
+    assert not of_kind[STATE].any()
+
+
+@pytest.mark.parametrize("options", [{"capacity": {"uses": "off"}}, {"read_only": True}])
+def test_uses_that_are_not_wanted_are_not_recorded(
+    start: Callable[..., ScheduledEngine],
+    world: World,
+    touched: list[str],
+    options: dict[str, Any],
+) -> None:
+    start("Gemma 3").run(prompt(203))
+    engine = start("Gemma 3", **options)
+    assert engine.run(prompt(203)) == [192]
+    assert engine.connector._uses.flush(PATIENCE)
+    assert not touched and not (world.root / MARKS).exists()
+
+
+def test_a_drafters_chunks_are_used_with_the_models(tmp_path: Path, touched: list[str]) -> None:
+    root, tokens = tmp_path / "shelf", draft_prompt(70)
+    with ExitStack() as stack:
+        stack.enter_context(closing(Drafting(root))).serve(tokens)
+        second = stack.enter_context(closing(Drafting(root)))
+        uses = stack.enter_context(closing(Uses(Counters())))
+        second.engine.scheduler._uses = uses
+        assert second.serve(tokens) == 64
+        objects = {str(path.relative_to(root)) for path in root.rglob("*.safetensors")}
+        recorded(uses, lambda: set(touched) == objects)
+        assert len({name.partition("/")[0] for name in objects}) == 2
