@@ -358,6 +358,46 @@ def test_show_and_ls_survive_a_hostile_namespace(shelf: Path, fields: dict[str, 
         assert all(c.isprintable() or c == "\n" for c in result.stdout)
 
 
+@pytest.mark.parametrize("shards", [200_000, 2**32 - 2])
+def test_copy_leaves_out_a_namespace_of_absurdly_many_shards(
+    shelf: Path, tmp_path: Path, shards: int
+) -> None:
+    """Each shard costs a little memory and time, and a record of 200 bytes may name any number."""
+    record = namespace().record | {"shards": shards, "layer_shapes": [f"2,*,{shards},1"] * 2}
+    hostile = Namespace(record, "hostile")
+    (shelf / hostile.folder).mkdir()
+    (shelf / hostile.folder / "namespace.json").write_bytes(hostile.encoded)
+    result = run("copy", shelf, tmp_path / "target", "--json")
+    assert result.exit_code == 1
+    report = json.loads(result.stdout)
+    assert (report["copied"], report["skipped_namespaces"]) == (6, 1)
+    assert "at most 65536" in report["problems"][0]["problem"]
+
+
+@pytest.mark.parametrize("when", [999999999999999.0, -999999999999.0, 1e11])
+def test_an_absurd_time_does_not_end_a_listing(shelf: Path, when: float) -> None:
+    path = an_object(shelf)
+    try:
+        os.utime(path, (when, when))
+    except OverflowError:
+        pytest.skip("this system has no such times")
+    result = run("ls", shelf, "-n", namespace().folder)
+    assert result.exit_code == 0, result.output
+    assert result.stdout.splitlines()[-1].startswith("6 objects, ")
+    rows = lines(run("ls", shelf, "-n", namespace().folder, "--json"))
+    assert len(rows) == 6
+    for arguments in (["show", path], ["copy", shelf, shelf.with_name("t"), "--since", "1h"]):
+        assert run(*arguments).exit_code == 0
+
+
+def test_messages_are_printable(tmp_path: Path) -> None:
+    result = run("show", tmp_path / "\x1b]0;title\x07", tmp_path)
+    assert result.exit_code == 2
+    result = run("ls", f"{tmp_path}/\x1b[2J\nINFO forged")
+    assert result.exit_code == 3
+    assert all(c.isprintable() or c == "\n" for c in result.stderr)
+
+
 def test_show_needs_no_namespace_that_is_a_file(shelf: Path) -> None:
     path = an_object(shelf)
     description = shelf / namespace().folder / "namespace.json"

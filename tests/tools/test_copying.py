@@ -32,6 +32,7 @@ from kvshelf.cli.app import app
 from kvshelf.errors import NoSpaceStorageError, StorageError, TransientStorageError
 from kvshelf.format.keys import salt_group_of
 from kvshelf.shelf.shelf import Shelf, open_shelf
+from kvshelf.tools import copying
 from kvshelf.tools.copying import CopyReport, Selection, copy_shelf
 from kvshelf.tools.prompts import Prompt
 
@@ -165,6 +166,34 @@ def test_a_bad_object_is_left_out_named_and_keeps_nothing_else(
     assert arrived == {key: value for key, value in contents(source).items() if key != name}
     # Without --json the name is on standard error.
     assert name in run(source, tmp_path / "target", code=1).stderr
+
+
+@pytest.mark.parametrize(("most", "large"), [(1 << 30, 1000), (1000, 100)])
+def test_large_objects_are_copied_one_at_a_time_and_huge_ones_not(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int, large: int
+) -> None:
+    """A copy holds objects in memory, and a forged namespace may demand any size."""
+    monkeypatch.setattr(copying, "_MOST_BYTES", most)
+    monkeypatch.setattr(copying, "_LARGE_BYTES", large)
+    at_once: list[int] = []
+    held = 0
+    real = copying._Copier._copy_through
+
+    def counted(self: Any, item: Any, buffer: memoryview) -> None:
+        nonlocal held
+        held += 1
+        at_once.append(held)
+        real(self, item, buffer)
+        held -= 1
+
+    monkeypatch.setattr(copying._Copier, "_copy_through", counted)
+    found = report(source, tmp_path / "target", code=1 if most == 1000 else 0)
+    if most == 1000:
+        assert (found["failed"], found["copied"]) == (14, 0)
+        assert "more than 1000" in found["problems"][0]["problem"]
+    else:
+        assert (found["failed"], found["copied"]) == (0, 14)
+        assert max(at_once) == 1
 
 
 def test_a_bad_object_does_not_replace_one_of_wrong_size(source: Path, tmp_path: Path) -> None:

@@ -21,8 +21,8 @@ from kvshelf.format.keys import salt_group_of
 from kvshelf.format.namespace import Namespace
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.shelf.shelf import open_shelf
-from kvshelf.tools.prompts import parse_prompts, read_prompts
-from kvshelf.tools.seeding import SeedReport, TokenPrompt, seed_shelf
+from kvshelf.tools.prompts import TokenPrompt, parse_prompts, read_prompts
+from kvshelf.tools.seeding import SeedReport, seed_shelf
 from kvshelf.vllm.seeding import OfflineEngine
 
 FORMAT = ObjectFormat(namespace())

@@ -10,25 +10,37 @@ from kvshelf import __version__
 from kvshelf.cli.common import EXIT_CODES, guarded
 from kvshelf.cli.copy import copy
 from kvshelf.cli.doctor import doctor
+from kvshelf.cli.du import du
+from kvshelf.cli.explain import explain
+from kvshelf.cli.gc import gc
 from kvshelf.cli.ls import ls
+from kvshelf.cli.pin import pin, unpin
 from kvshelf.cli.proxy import proxy
+from kvshelf.cli.rm import rm
 from kvshelf.cli.seed import seed
 from kvshelf.cli.serve import serve
 from kvshelf.cli.show import show
+from kvshelf.cli.verify import verify
 
 _CODES = ", ".join(f"{code} {meaning}" for code, meaning in EXIT_CODES.items())
 
 app = typer.Typer(
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     help="Inspect, copy and fill a kvshelf store, and check an installation of kvshelf.",
     epilog=f"Exit codes: {_CODES}.",
 )
 app.command()(guarded(ls))
 app.command()(guarded(show))
+app.command()(guarded(du))
+app.command()(guarded(verify))
+app.command()(guarded(explain))
 app.command()(guarded(copy))
+app.command()(guarded(gc))
 app.command()(guarded(seed))
+app.command()(guarded(pin))
+app.command()(guarded(unpin))
+app.command()(guarded(rm))
 app.command()(guarded(proxy))
 app.command()(guarded(serve))
 app.command()(guarded(doctor))

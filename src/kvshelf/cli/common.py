@@ -13,9 +13,12 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 import sys
+import types
 from collections.abc import Callable
-from datetime import datetime
+from dataclasses import replace
+from datetime import datetime, timedelta, timezone
 from typing import Annotated, Any, Final, NoReturn, ParamSpec, TypeAlias
 
 import typer
@@ -23,7 +26,7 @@ from rich.console import Console
 
 from kvshelf.backends import Backend, open_backend
 from kvshelf.backends.posix import PosixBackend
-from kvshelf.config import Config, default_shelf_path
+from kvshelf.config import TIME_UNITS, Config, default_shelf_path
 from kvshelf.errors import (
     BadObjectError,
     ConfigError,
@@ -32,7 +35,10 @@ from kvshelf.errors import (
     ObjectMissingError,
     ObjectNameError,
     StorageError,
+    printable,
 )
+from kvshelf.format.names import parse_namespace_folder
+from kvshelf.shelf.shelf import Shelf, open_shelf
 
 OK: Final = 0
 PROBLEM: Final = 1
@@ -47,6 +53,13 @@ EXIT_CODES: Final = {
     UNREACHABLE: "the shelf cannot be reached",
 }
 
+#: No request waits for a command, so slow storage has long deadlines before the breaker opens.
+PATIENT: Final = types.MappingProxyType(
+    {"probe": 60.0, "read": 60.0, "write": 60.0, "bytes_per_second": 1e6}
+)
+_AGE: Final = re.compile(r"(\d+(?:\.\d+)?)([smhdw])", re.ASCII)
+_UNITS: Final = types.MappingProxyType({**TIME_UNITS, "w": 7 * TIME_UNITS["d"]})
+
 ShelfArgument: TypeAlias = Annotated[
     str | None,
     typer.Argument(
@@ -54,6 +67,10 @@ ShelfArgument: TypeAlias = Annotated[
         help="Directory or URL; default: the shelf that an engine started here would use.",
         show_default=False,
     ),
+]
+ShelfOption: TypeAlias = Annotated[
+    str | None,
+    typer.Option("--shelf", help="Directory or URL; default: the configured one."),
 ]
 JsonOption: TypeAlias = Annotated[bool, typer.Option("--json", help="Write JSON.")]
 
@@ -92,9 +109,10 @@ def exit_code(error: KVShelfError) -> int:
 
 
 def message(text: str) -> None:
-    """Print a message for the user on standard error."""
+    """Print a message for the user on standard error; it may quote what a server answered."""
+    shown = "\n".join(map(printable, text.splitlines()))
     Console(stderr=True, highlight=False).print(
-        f"kvshelf: {text}", style="red", markup=False, soft_wrap=True
+        f"kvshelf: {shown}", style="red", markup=False, soft_wrap=True
     )
 
 
@@ -102,13 +120,6 @@ def write_json(value: object) -> None:
     """Write one JSON value on a line of its own."""
     # ASCII: strings from a shelf may contain control characters or lone surrogates.
     sys.stdout.write(json.dumps(value) + "\n")
-
-
-def printable(text: str) -> str:
-    """Return `text`, which comes from a shelf, with unprintable characters escaped."""
-    if text.isprintable():
-        return text
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def configuration(shelf: str | None) -> Config:
@@ -147,7 +158,7 @@ def find_shelf(shelf: str | None) -> tuple[str, dict[str, Any]]:
 
 
 def open_existing(url: str, storage_options: dict[str, Any]) -> Backend:
-    """Open a storage for reading; nothing is created.
+    """Open a storage for looking: nothing is created, and reads are not uses.
 
     Raises
     ------
@@ -156,11 +167,75 @@ def open_existing(url: str, storage_options: dict[str, Any]) -> Backend:
     StorageError
         If it is missing or cannot be opened.
     """
-    backend = open_backend(url, storage_options=storage_options, read_only=True)
+    backend = open_backend(url, storage_options=storage_options, read_only=True, keep_atime=True)
     if is_missing(backend):
         backend.close()
         raise missing_error(backend)
     return backend
+
+
+def open_to_look(url: str, storage_options: dict[str, Any]) -> Shelf:
+    """Open a shelf that exists, for a command that looks at all of it: nothing is changed.
+
+    Raises
+    ------
+    ConfigError
+        If URL or options cannot be used.
+    StorageError
+        If it is missing or cannot be opened.
+    """
+    backend = open_existing(url, storage_options)
+    return Shelf(backend, deadlines=replace(backend.properties.deadlines, **PATIENT))
+
+
+def open_to_change(url: str, storage_options: dict[str, Any]) -> Shelf:
+    """Open a shelf that exists, for a command that changes it.
+
+    Raises
+    ------
+    ConfigError
+        If URL or options cannot be used.
+    StorageError
+        If it is missing or cannot be opened.
+    """
+    open_existing(url, storage_options).close()
+    return open_shelf(url, storage_options=storage_options, keep_atime=True, deadlines=PATIENT)
+
+
+def namespace_folder(shelf: Shelf, wanted: str) -> str:
+    """Return the namespace folder of a shelf that a folder or the 16 hex at its end names.
+
+    Raises
+    ------
+    ConfigError
+        If there is none, or more than one.
+    StorageError
+        If the storage failed.
+    """
+    found = namespace_folders(shelf, wanted)
+    if len(found) == 1:
+        return found[0]
+    raise ConfigError(f"{wanted} names {len(found)} folders; give one: {', '.join(found)}")
+
+
+def namespace_folders(shelf: Shelf, wanted: str) -> list[str]:
+    """Return the namespace folders of a shelf that a folder or the 16 hex at its end names.
+
+    Raises
+    ------
+    ConfigError
+        If there is none.
+    StorageError
+        If the storage failed.
+    """
+    wanted = wanted.rstrip("/")
+    folders = [f for f in shelf.backend.folders() if parse_namespace_folder(f) is not None]
+    found = [f for f in folders if wanted in (f, parse_namespace_folder(f))]
+    if found:
+        return found
+    known = ", ".join(folders[:10]) or "none"
+    more = f" and {len(folders) - 10} more" if len(folders) > 10 else ""
+    raise ConfigError(f"no namespace {wanted} on {shelf.url}; it has: {known}{more}")
 
 
 def missing_error(backend: Backend) -> StorageError:
@@ -215,5 +290,56 @@ def size_text(count: int) -> str:
 
 
 def time_text(seconds: float) -> str:
-    """Return a time since the epoch as readable text, in the local time zone."""
-    return datetime.fromtimestamp(seconds).astimezone().strftime("%Y-%m-%d %H:%M")
+    """Return a time since the epoch as readable text, in the local time zone.
+
+    Storages return any number: it is ``?`` where there is no such date.
+    """
+    try:
+        return datetime.fromtimestamp(seconds).astimezone().strftime("%Y-%m-%d %H:%M")
+    except (ValueError, OverflowError, OSError):
+        return "?"
+
+
+def duration(text: str, option: str) -> float:
+    """Return the seconds that the value of an option means, such as ``90s``, ``12h`` or ``7d``.
+
+    Raises
+    ------
+    ConfigError
+        If `text` is not a number and one of the units s, m, h, d and w.
+    """
+    found = _AGE.fullmatch(text)
+    if found is None:
+        raise ConfigError(f"{option}: found {text!r}; expected an age such as 90s, 12h or 7d")
+    return float(found[1]) * _UNITS[found[2]]
+
+
+def moment(text: str, option: str, *, ahead: bool = False) -> float:
+    """Return the seconds since the epoch that the value of an option means.
+
+    Parameters
+    ----------
+    text : str
+        An age such as ``12h`` or ``7d``, or a date such as ``2026-01-31``, in local time.
+    option : str
+        Its name, for messages.
+    ahead : bool
+        An age is in the future, not in the past.
+
+    Raises
+    ------
+    ConfigError
+        If `text` is neither.
+    """
+    try:
+        if _AGE.fullmatch(text) is not None:
+            seconds = duration(text, option)
+            found = datetime.now(timezone.utc) + timedelta(seconds=seconds if ahead else -seconds)
+            return found.timestamp()
+        # Without a time zone it is local time, as in listings.
+        return datetime.fromisoformat(text).astimezone().timestamp()
+    except (ValueError, OverflowError, OSError):
+        raise ConfigError(
+            f"{option}: found {text!r}; expected an age such as 12h or 7d, or a date such as "
+            "2026-01-31"
+        ) from None

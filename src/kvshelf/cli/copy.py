@@ -1,47 +1,34 @@
 """``kvshelf copy``: copies a shelf, or a part of it.
 
-Owns the command's options, the progress bar (only on a terminal, on standard error) and the
-summary; :mod:`kvshelf.tools.copying` does the work.
+Owns the command's options and the summary; :mod:`kvshelf.tools.copying` does the work.
 """
 
 from __future__ import annotations
 
-import re
-import sys
-import time
 from dataclasses import asdict
-from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from kvshelf.backends import open_backend
 from kvshelf.cli.common import (
-    PROBLEM,
+    PATIENT,
     JsonOption,
-    exit_interrupted,
     is_local,
     is_missing,
     json_object,
     missing_error,
-    printable,
+    moment,
     size_text,
-    write_json,
 )
+from kvshelf.cli.progress import Display
 from kvshelf.config import Config
-from kvshelf.errors import ConfigError, StorageError
+from kvshelf.errors import ConfigError
 from kvshelf.format.namespace import slugify
 from kvshelf.shelf.shelf import Shelf, open_shelf
 from kvshelf.tools.copying import CopyReport, Selection, copy_shelf
 from kvshelf.tools.prompts import Prompt, read_prompts
-
-#: No request waits for a copy, so slow storage has long deadlines before the breaker opens.
-_DEADLINES = {"probe": 60.0, "read": 60.0, "write": 60.0, "bytes_per_second": 1e6}
-_AGE = re.compile(r"(\d+(?:\.\d+)?)([smhdw])", re.ASCII)
-_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
 _WHEN = "An age (90s, 30m, 12h, 7d, 2w) or a date (2026-01-31, 2026-01-31T12:00)."
 
@@ -102,53 +89,34 @@ def copy(
     selection = Selection(
         tuple(name.rstrip("/") for name in namespaces or ()),
         tuple(slugify(name) for name in models or ()),
-        _time(since, "--since"),
-        _time(until, "--until"),
+        None if since is None else moment(since, "--since"),
+        None if until is None else moment(until, "--until"),
         None if tokens is None else _token_prompts(tokens),
     )
     report = CopyReport()
-    display = _Display(as_json, dry_run)
-    interrupted = False
+    display = Display("looking" if dry_run else "copying", as_json=as_json)
     with (
         _open(source, source_options, "--source-options", read_only=True) as from_,
         _open(target, target_options, "--target-options", read_only=dry_run) as to,
     ):
         if from_.url == to.url and source_options == target_options:
             raise ConfigError(f"SRC and DST are both {from_.url}; expected two places")
-        try:
-            with display:
-                copy_shelf(
-                    from_,
-                    to,
-                    selection,
-                    jobs=jobs,
-                    verify_existing=verify_existing,
-                    dry_run=dry_run,
-                    report=report,
-                    on_progress=display.show,
-                    on_problem=display.problem,
-                )
-        except KeyboardInterrupt:
-            interrupted = True
-        except StorageError:
-            if not as_json:
-                sys.stdout.write(_summary(report, dry_run))
-            raise
-    if as_json:
-        write_json(
-            asdict(report)
-            | {
-                "dry_run": dry_run,
-                "interrupted": interrupted,
-                "problems": [{"name": name, "problem": text} for name, text in display.problems],
-            }
+        display.run(
+            lambda: copy_shelf(
+                from_,
+                to,
+                selection,
+                jobs=jobs,
+                verify_existing=verify_existing,
+                dry_run=dry_run,
+                report=report,
+                on_progress=lambda now: display.show(now.done, now.found, now.bytes),
+                on_problem=display.problem,
+            ),
+            row=lambda: asdict(report) | {"dry_run": dry_run},
+            summary=lambda: _summary(report, dry_run),
+            complete=lambda: report.complete,
         )
-    else:
-        sys.stdout.write(_summary(report, dry_run))
-    if interrupted:
-        exit_interrupted()
-    if not report.complete:
-        raise typer.Exit(PROBLEM)
 
 
 def _open(url: str, options: str | None, name: str, *, read_only: bool) -> Shelf:
@@ -161,7 +129,11 @@ def _open(url: str, options: str | None, name: str, *, read_only: bool) -> Shelf
         if missing and name == "--source-options":
             raise missing_error(backend)
     return open_shelf(
-        url, storage_options=storage_options, read_only=read_only, deadlines=_DEADLINES
+        url,
+        storage_options=storage_options,
+        read_only=read_only,
+        keep_atime=True,
+        deadlines=PATIENT,
     )
 
 
@@ -170,22 +142,6 @@ def _options(url: str, text: str | None, name: str) -> dict[str, Any]:
         # The configured options belong to a URL; a directory uses none of them.
         return {} if is_local(url) else Config.load({"shared_storage_path": url}).storage_options
     return json_object(text, name)
-
-
-def _time(text: str | None, name: str) -> float | None:
-    if text is None:
-        return None
-    age = _AGE.fullmatch(text)
-    try:
-        if age is not None:
-            return time.time() - timedelta(seconds=float(age[1]) * _UNITS[age[2]]).total_seconds()
-        # Without a time zone it is local time, as in listings.
-        return datetime.fromisoformat(text).astimezone().timestamp()
-    except (ValueError, OverflowError):
-        raise ConfigError(
-            f"{name}: found {text!r}; expected an age such as 12h or 7d, or a date such as "
-            "2026-01-31"
-        ) from None
 
 
 def _token_prompts(path: Path) -> list[Prompt]:
@@ -197,47 +153,6 @@ def _token_prompts(path: Path) -> list[Prompt]:
                 "tokenizer"
             )
     return prompts
-
-
-class _Display:
-    """The progress bar, and the objects that were not copied."""
-
-    def __init__(self, as_json: bool, dry_run: bool) -> None:
-        self.problems: list[tuple[str, str]] = []
-        self._json = as_json
-        self._console = Console(stderr=True, highlight=False, soft_wrap=True)
-        self._bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TextColumn("{task.completed:.0f}/{task.total:.0f} objects"),
-            TextColumn("{task.fields[amount]}"),
-            TimeElapsedColumn(),
-            console=self._console,
-            transient=True,
-            disable=not self._console.is_terminal,
-        )
-        self._task = self._bar.add_task("looking" if dry_run else "copying", total=0, amount="")
-
-    def __enter__(self) -> _Display:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
-
-    def show(self, report: CopyReport) -> None:
-        self._bar.update(
-            self._task,
-            completed=report.done,
-            total=report.found,
-            amount=size_text(report.bytes),
-        )
-
-    def problem(self, name: str, text: str) -> None:
-        if self._json:
-            self.problems.append((name, text))
-        else:
-            self._console.print(f"{printable(name)}: {printable(text)}", style="red", markup=False)
 
 
 def _summary(report: CopyReport, dry_run: bool) -> str:

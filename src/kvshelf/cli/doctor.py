@@ -19,7 +19,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from typing import Annotated, Any
@@ -31,6 +31,7 @@ from rich.text import Text
 from kvshelf import __version__
 from kvshelf.backends import Backend, WriteResult, open_backend
 from kvshelf.backends.posix import PosixBackend
+from kvshelf.capacity.history import Past, read_histories
 from kvshelf.cli.common import (
     OK,
     PROBLEM,
@@ -43,16 +44,19 @@ from kvshelf.cli.common import (
     size_text,
     write_json,
 )
-from kvshelf.config import DiskTierConfig, cache_dir
+from kvshelf.config import DiskTierConfig, cache_dir, history_dir
 from kvshelf.errors import (
     ConfigError,
     KVShelfError,
     ReadOnlyStorageError,
     StorageError,
     UnsupportedError,
+    printable,
 )
 from kvshelf.format.names import parse_namespace_folder
+from kvshelf.shelf.shelf import Shelf
 from kvshelf.shelf.usage_ledger import BoundedBackend
+from kvshelf.tools.noted import still_bad
 
 _PACKAGES = (
     "torch",
@@ -266,8 +270,10 @@ def _shelf(shelf: str | None, timeout: float) -> Iterator[Check]:
         yield Check("configuration", State.PROBLEM, str(error), "correct it")
         return
     yield Check("configuration", State.OK, "valid")
+    folder = history_dir(config)
+    pasts = [] if folder is None else read_histories(folder)
     if config.server is not None:
-        yield from _server(config.server, read_only=config.read_only, timeout=timeout)
+        yield from _server(config.server, config.read_only, timeout, pasts)
         return
     url = config.shared_storage_path
     if url is None:
@@ -283,7 +289,7 @@ def _shelf(shelf: str | None, timeout: float) -> Iterator[Check]:
     if is_local(url):
         options["create"] = False
     yield from _Examination(
-        _opener(url, options, config.read_only), config.read_only, timeout
+        _opener(url, options, config.read_only), config.read_only, timeout, pasts=pasts
     ).run()
     if config.disk_tier is not None:
         yield from _disk_tier(config.disk_tier, timeout)
@@ -293,7 +299,7 @@ def _opener(url: str, options: dict[str, Any], read_only: bool) -> Callable[[], 
     return lambda: open_backend(url, storage_options=options, read_only=read_only)
 
 
-def _server(url: str, *, read_only: bool, timeout: float) -> Iterator[Check]:
+def _server(url: str, read_only: bool, timeout: float, pasts: Sequence[Past]) -> Iterator[Check]:
     """Check access to a shelf through its node server."""
     try:
         from kvshelf.server.backend import ServedBackend, connect
@@ -305,7 +311,8 @@ def _server(url: str, *, read_only: bool, timeout: float) -> Iterator[Check]:
     def opener() -> Backend:
         return ServedBackend(connect(url))
 
-    yield from _Examination(opener, read_only, timeout, "start it: kvshelf serve").run()
+    hint = "start it: kvshelf serve"
+    yield from _Examination(opener, read_only, timeout, hint, pasts).run()
 
 
 def _disk_tier(tier: DiskTierConfig, timeout: float) -> Iterator[Check]:
@@ -359,7 +366,9 @@ class _Examination:
         read_only: bool,
         timeout: float,
         hint: str = "check the path, the URL and its options",
+        pasts: Sequence[Past] = (),
     ) -> None:
+        self._pasts = pasts
         self._opener = opener
         self._hint = hint
         self._read_only = read_only
@@ -382,6 +391,9 @@ class _Examination:
                 yield check
                 if check.state is State.PROBLEM:
                     return
+            if self._pasts:
+                hint = "engines that store replace them; kvshelf verify --repair moves them aside"
+                yield self._step("bad objects", self._bad_objects, hint)
             if self._read_only:
                 yield Check("write", State.NOTE, "not tried: read_only is set")
                 return
@@ -458,6 +470,14 @@ class _Examination:
         count = sum(parse_namespace_folder(folder) is not None for folder in folders)
         return f"{count} namespace{'' if count == 1 else 's'}"
 
+    def _bad_objects(self) -> str:
+        found = still_bad(Shelf(self._backend), self._pasts)
+        if found:
+            raise KVShelfError(
+                f"{len(found)}, which engines of this machine could not load: {', '.join(found)}"
+            )
+        return "none that engines of this machine have met"
+
     def _write(self) -> str:
         result = self._backend.write(self._name, [self._content])
         self._written = True
@@ -533,13 +553,15 @@ _STYLES = {
 
 def _print(console: Console, check: Check) -> None:
     line = Text.assemble(
-        f"{check.name:<18} ", (f"{check.state.value:<8}", _STYLES[check.state]), check.found
+        f"{check.name:<18} ",
+        (f"{check.state.value:<8}", _STYLES[check.state]),
+        printable(check.found),
     )
     if check.seconds is not None:
         line.append(f"  {check.seconds * 1e3:.1f} ms", "dim")
     console.print(line)
     if check.hint is not None:
-        console.print(Text(f"{'':<27}{check.hint}", _STYLES[State.NOTE]))
+        console.print(Text(f"{'':<27}{printable(check.hint)}", _STYLES[State.NOTE]))
 
 
 def _as_json(check: Check) -> dict[str, Any]:

@@ -15,15 +15,14 @@ from kvshelf.cli.common import (
     JsonOption,
     ShelfArgument,
     find_shelf,
+    namespace_folder,
     open_existing,
-    printable,
     size_text,
     time_text,
     write_json,
 )
-from kvshelf.errors import ConfigError
+from kvshelf.errors import printable
 from kvshelf.format.kinds import FULL, KINDS, Kind
-from kvshelf.format.names import parse_namespace_folder
 from kvshelf.shelf.shelf import NamespaceInfo, Shelf, ShelfObject
 
 
@@ -48,20 +47,7 @@ def ls(
         if namespace is None:
             _namespaces(opened, long, as_json)
         else:
-            _objects(opened, _folder(opened, namespace), as_json)
-
-
-def _folder(shelf: Shelf, wanted: str) -> str:
-    wanted = wanted.rstrip("/")
-    folders = [f for f in shelf.backend.folders() if parse_namespace_folder(f) is not None]
-    found = [f for f in folders if wanted in (f, parse_namespace_folder(f))]
-    if len(found) == 1:
-        return found[0]
-    if found:
-        raise ConfigError(f"{wanted} names {len(found)} folders; give one: {', '.join(found)}")
-    known = ", ".join(folders[:10]) or "none"
-    more = f" and {len(folders) - 10} more" if len(folders) > 10 else ""
-    raise ConfigError(f"no namespace {wanted} on {shelf.url}; it has: {known}{more}")
+            _objects(opened, namespace_folder(opened, namespace), as_json)
 
 
 def _namespaces(shelf: Shelf, long: bool, as_json: bool) -> None:

@@ -60,6 +60,33 @@ def serve(
             show_default=False,
         ),
     ] = None,
+    max_bytes: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Most bytes of the whole shelf, such as 2TiB: above it the chunks that were used"
+            " longest ago are deleted; default: the configured capacity.",
+            show_default=False,
+        ),
+    ] = None,
+    max_age: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TIME",
+            help="Time after its last use at which a chunk is deleted, such as 7d or 12h; default:"
+            " the configured capacity.",
+            show_default=False,
+        ),
+    ] = None,
+    min_free: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="What stores leave free on the storage, such as 50GiB; 0: nothing; default: the"
+            " configured capacity.",
+            show_default=False,
+        ),
+    ] = None,
     lease: Annotated[
         float,
         typer.Option(
@@ -84,6 +111,9 @@ def serve(
         given["shared_storage_path"] = url
     if memory is not None:
         given["memory_tier"] = {"max_bytes": memory}
+    bounds = {"max_bytes": max_bytes, "max_age": max_age, "min_free": min_free}
+    if bounds := {name: bound for name, bound in bounds.items() if bound is not None}:
+        given["capacity"] = bounds
     options = Config.load(given)
     if options.memory_tier is None:
         raise ConfigError("the server has no memory: give --memory 20GiB, or set memory_tier")

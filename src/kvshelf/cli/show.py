@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any
 
 import typer
-import xxhash
 from rich.console import Console
 
 from kvshelf.backends import Backend, Reader
@@ -22,7 +21,6 @@ from kvshelf.cli.common import (
     JsonOption,
     find_shelf,
     open_existing,
-    printable,
     size_text,
     write_json,
 )
@@ -31,17 +29,16 @@ from kvshelf.errors import (
     ConfigError,
     ObjectMissingError,
     ObjectNameError,
+    printable,
 )
-from kvshelf.format.invalid import TruncatedObject, WrongSize, describe_header, header_length
+from kvshelf.format.invalid import describe_header, header_length
 from kvshelf.format.names import ParsedName, parse_path
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.shelf.shelf import read_namespace
+from kvshelf.tools.verify import check_own_hashes
 from kvshelf.urls import shown_url
 
 _NAME_PARTS = 4  # namespace folder, group, fan-out, file
-_PIECE_BYTES = 1 << 20
-#: Larger objects, which kvshelf does not write, are not checked: that needs as much memory.
-_CHECKED_BYTES = 4 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,13 +131,17 @@ def _examine(backend: Backend, place: _Place, reader: Reader) -> _Report:
         report.metadata = found["metadata"]
         report.tensors = found["tensors"]
         fmt = None if place.parsed is None else _format(backend, place.parsed)
-        if place.parsed is None or fmt is None:
-            _check_hashes(report, reader)
-        else:
+        if place.parsed is not None and fmt is not None:
             report.checked = "all"
-            _check_all(report, reader, fmt, place.parsed)
+            fmt.of_name(place.parsed).check_named(reader, place.parsed)
+        else:
+            report.checked = "hashes"
+            if not check_own_hashes(reader, found):
+                report.checked = "nothing"
     except BadObjectError as error:
         report.problem = f"{type(error).__name__}: {error}"
+    except ObjectNameError as error:
+        report.problem = str(error)
     return report
 
 
@@ -160,48 +161,6 @@ def _format(backend: Backend, parsed: ParsedName) -> ObjectFormat | None:
         return ObjectFormat(namespace)
     except (ObjectMissingError, ValueError):  # also NotRegularError and ConfigError
         return None
-
-
-def _check_all(report: _Report, reader: Reader, fmt: ObjectFormat, parsed: ParsedName) -> None:
-    try:
-        fmt = fmt.of_name(parsed)
-        fmt.named_chunk(parsed)
-    except ObjectNameError as error:
-        report.problem = str(error)
-        return
-    size = fmt.object_size(parsed.shard, parsed.tail_tokens)
-    if reader.size != size:
-        kind = TruncatedObject if reader.size < size else WrongSize
-        report.problem = f"{kind.__name__}: found {reader.size} bytes, expected {size}"
-        return
-    if size > _CHECKED_BYTES:
-        report.checked = "nothing"
-        return
-    fmt.read_named(reader, parsed, memoryview(bytearray(size)))
-
-
-def _check_hashes(report: _Report, reader: Reader) -> None:
-    expected = report.data_offset + max((t["data_offsets"][1] for t in report.tensors), default=0)
-    if reader.size != expected:
-        report.problem = f"found {reader.size} bytes, but its header describes {expected}"
-        return
-    hashes = report.metadata.get("xxh3", "").split(",")
-    if len(hashes) != len(report.tensors) or not all(hashes):
-        return
-    total = sum(t["data_offsets"][1] - t["data_offsets"][0] for t in report.tensors)
-    if total != reader.size - report.data_offset:
-        report.problem = "its tensors overlap, or there are gaps between them"
-        return
-    report.checked = "hashes"
-    for tensor, wanted in zip(report.tensors, hashes, strict=True):
-        first, last = tensor["data_offsets"]
-        digest = xxhash.xxh3_128()
-        for start in range(first, last, _PIECE_BYTES):
-            length = min(_PIECE_BYTES, last - start)
-            digest.update(_read(reader, report.data_offset + start, length))
-        if digest.hexdigest() != wanted:
-            report.problem = f"PayloadDamaged: tensor {tensor['name']!r} does not match its hash"
-            return
 
 
 _VERDICTS = {

@@ -20,14 +20,14 @@ Contracts
 
 Threads
 -------
-:func:`copy_shelf` lists and probes on the calling thread and copies on daemon threads of its
-own, each with one buffer that it reuses. `on_progress` and `on_problem` are called on any of these
-threads, one call at a time.
+:func:`copy_shelf` lists and probes on the calling thread and copies on the threads of
+:mod:`kvshelf.tools.parallel`, each with one buffer that it reuses; large objects are copied one
+after another. `on_progress` and `on_problem` are called on any of these threads, one call at a
+time.
 """
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -39,15 +39,13 @@ from typing import Final, TypeVar
 from kvshelf.errors import (
     BadObjectError,
     ConfigError,
-    NoSpaceStorageError,
     NotRegularError,
     ObjectMissingError,
     ObjectNameError,
-    ReadOnlyStorageError,
     StorageError,
     TransientStorageError,
 )
-from kvshelf.format.keys import Chunk, KeyChain, salt_group_of
+from kvshelf.format.keys import Chunk
 from kvshelf.format.kinds import STATE, WINDOW
 from kvshelf.format.names import (
     ParsedName,
@@ -58,16 +56,16 @@ from kvshelf.format.names import (
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.shelf.view import NamespaceView, ObjectRef, Presence
+from kvshelf.tools.parallel import MOST_JOBS, PAUSES, Attempts, work_on
+from kvshelf.tools.prompt_objects import prompt_chunks
 from kvshelf.tools.prompts import Prompt
 
 #: Objects that are probed at the target at once.
 _BATCH: Final = 256
-_MAX_JOBS: Final = 16
-_QUEUE_LENGTH: Final = 1024
-#: Seconds between the attempts for one object.
-_PAUSES: Final = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
-#: Seconds that an interrupted copy waits for the objects in progress.
-_INTERRUPT_SECONDS: Final = 5.0
+#: Objects over this size are copied one at a time, and those over the other one not at all: a
+#: forged namespace may demand any size, and a copy holds objects in memory.
+_LARGE_BYTES: Final = 256 << 20
+_MOST_BYTES: Final = 4 << 30
 
 _T = TypeVar("_T")
 
@@ -186,8 +184,6 @@ class _State:
     folders: list[str] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
     stop: threading.Event = field(default_factory=threading.Event)
-    error: BaseException | None = None
-    successes: int = 0
 
     def count(self, name: str, more: int = 1) -> None:
         with self.lock:
@@ -207,12 +203,6 @@ class _State:
             setattr(self.report, kind, getattr(self.report, kind) + 1)
             self.on_problem(name, text)
             self.on_progress(self.report)
-
-    def end(self, error: BaseException) -> None:
-        with self.lock:
-            if self.error is None:
-                self.error = error
-        self.stop.set()
 
 
 def copy_shelf(
@@ -266,58 +256,45 @@ def copy_shelf(
     count = jobs or max(
         1,
         min(
-            _MAX_JOBS,
+            MOST_JOBS,
             source.backend.properties.concurrency,
             target.backend.properties.concurrency,
         ),
     )
-    work: queue.Queue[_Item | None] = queue.Queue(_QUEUE_LENGTH)
-    workers = [
-        _Worker(source, target, state, work, f"kvshelf-copy-{number}")
-        for number in range(0 if dry_run else count)
-    ]
-    for worker in workers:
-        worker.thread.start()
     try:
-        for item in _find(source, target, selection, state, describe=not dry_run):
-            if dry_run:
-                if item.present:
-                    state.count("existed")
-                else:
-                    state.count_copied(item, item.size)
-            elif item.present and not verify_existing:
-                state.count("existed")
-            else:
-                _put(work, item, state)
-            if state.stop.is_set():
-                break
-        for _ in workers:
-            _put(work, None, state)
-        for worker in workers:
-            worker.ended.wait()
-        if state.error is None and report.gone:
+        work_on(
+            _to_do(
+                _find(source, target, selection, state, describe=not dry_run),
+                state,
+                verify_existing=verify_existing,
+                dry_run=dry_run,
+            ),
+            _Copier(source, target, state),
+            jobs=0 if dry_run else count,
+            name="kvshelf-copy",
+            stop=state.stop,
+        )
+        if report.gone:
             _check_there(source, state.folders)
-    except BaseException:
-        # After an interrupt or a failed listing, let the objects in progress finish.
-        state.stop.set()
-        deadline = time.monotonic() + _INTERRUPT_SECONDS
-        for worker in workers:
-            worker.ended.wait(max(0.0, deadline - time.monotonic()))
-        raise
     finally:
         report.seconds = time.monotonic() - begin
-    if state.error is not None:
-        raise state.error
     return report
 
 
-def _put(work: queue.Queue[_Item | None], item: _Item | None, state: _State) -> None:
-    while not state.stop.is_set():
-        try:
-            work.put(item, timeout=0.1)
-        except queue.Full:
-            continue
-        return
+def _to_do(
+    items: Iterable[_Item], state: _State, *, verify_existing: bool, dry_run: bool
+) -> Iterator[_Item]:
+    """Yield what is to be copied or verified; count the rest."""
+    for item in items:
+        if dry_run:
+            if item.present:
+                state.count("existed")
+            else:
+                state.count_copied(item, item.size)
+        elif item.present and not verify_existing:
+            state.count("existed")
+        else:
+            yield item
 
 
 # --------------------------------------------------------------------------- what to copy
@@ -369,7 +346,7 @@ def _check_there(source: Shelf, folders: Sequence[str]) -> None:
 
 
 def _describe(target: Shelf, fmt: ObjectFormat, state: _State) -> None:
-    for pause in _PAUSES:
+    for pause in PAUSES:
         try:
             return target.view(fmt).describe()
         except TransientStorageError:
@@ -445,23 +422,13 @@ def _listed(
 
 def _of_prompts(source: Shelf, fmt: ObjectFormat, prompts: Sequence[Prompt]) -> Iterator[_Item]:
     """Yield the objects of the prompts that the source has, of all kinds."""
-    seen: set[tuple[bytes, str]] = set()
-
-    def wanted() -> Iterator[tuple[ObjectFormat, ObjectRef]]:
-        for prompt in prompts:
-            groups = ["_", salt_group_of(prompt.salt)] if prompt.salt else ["_"]
-            for group in groups:
-                chain = KeyChain(
-                    fmt.namespace.digest, fmt.chunk_size, salt=prompt.salt, salt_group=group
-                )
-                for chunk in chain.extend(prompt.tokens or ()):
-                    if (chunk.key, group) not in seen:
-                        seen.add((chunk.key, group))
-                        for own in map(fmt.of, fmt.kinds):
-                            for shard in range(own.shards):
-                                yield own, ObjectRef(chunk, shard)
-
-    for batch in _batches(wanted(), _BATCH):
+    wanted = (
+        (own, ObjectRef(chunk, shard))
+        for chunk in prompt_chunks(fmt, prompts)
+        for own in map(fmt.of, fmt.kinds)
+        for shard in range(own.shards)
+    )
+    for batch in _batches(wanted, _BATCH):
         for (own, (chunk, shard)), answer in zip(batch, _probe(source, batch), strict=True):
             # Objects of the wrong size are yielded too, so that they are reported as bad.
             if answer is Presence.MISSING:
@@ -482,76 +449,49 @@ def _of_prompts(source: Shelf, fmt: ObjectFormat, prompts: Sequence[Prompt]) -> 
 # --------------------------------------------------------------------------- copying
 
 
-class _Worker:
-    """A thread that copies one object after another."""
+class _Copier:
+    """Copies one object; called by any of the threads."""
 
-    def __init__(
-        self,
-        source: Shelf,
-        target: Shelf,
-        state: _State,
-        work: queue.Queue[_Item | None],
-        name: str,
-    ) -> None:
+    def __init__(self, source: Shelf, target: Shelf, state: _State) -> None:
         self._source = source
         self._target = target
         self._state = state
-        self._work = work
-        self._buffer = bytearray()
-        # In some versions of Python an interrupted join() marks the thread as finished.
-        self.ended = threading.Event()
-        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._attempts = Attempts(state.stop)
+        self._own = threading.local()
+        self._large = threading.Lock()
 
-    def _run(self) -> None:
+    def __call__(self, item: _Item) -> None:
+        """Copy one object, with retries after errors that may pass; count what became of it."""
+        state = self._state
         try:
-            self._process_queue()
-        finally:
-            self.ended.set()
+            error = self._attempts.make(lambda: self._copy(item))
+        except ObjectMissingError:
+            state.count("gone")
+        except BadObjectError as bad:
+            state.problem("bad", item.name, f"{type(bad).__name__}: {bad}")
+        else:
+            if error is not None:
+                state.problem("failed", item.name, str(error))
 
-    def _process_queue(self) -> None:
-        state = self._state
-        while not state.stop.is_set():
-            try:
-                item = self._work.get(timeout=0.1)
-            except queue.Empty:
-                continue
-            if item is None:
-                return
-            try:
-                self._copy_with_retries(item)
-            except BaseException as error:  # noqa: BLE001  raised again by the caller's thread
-                state.end(error)
-
-    def _copy_with_retries(self, item: _Item) -> None:
-        """Copy one object; retry after errors that may be transient."""
-        state = self._state
-        before = state.successes
-        pauses = iter(_PAUSES)
-        while True:
-            try:
-                return self._copy(item)
-            except ObjectMissingError:
-                return state.count("gone")
-            except (ReadOnlyStorageError, NoSpaceStorageError):
-                raise
-            except BadObjectError as error:
-                return state.problem("bad", item.name, f"{type(error).__name__}: {error}")
-            except StorageError as error:
-                pause = next(pauses, None) if isinstance(error, TransientStorageError) else None
-                if pause is not None and not state.stop.wait(pause):
-                    continue
-                if state.stop.is_set():
-                    return None
-                if state.successes == before and error.retryable:
-                    # No thread succeeded during all these pauses.
-                    raise
-                return state.problem("failed", item.name, str(error))
+    def _buffer(self, size: int) -> memoryview:
+        """Return this thread's buffer, which each of its objects uses again."""
+        buffer = getattr(self._own, "buffer", b"")
+        if len(buffer) < size:
+            buffer = self._own.buffer = bytearray(size)
+        return memoryview(buffer)[:size]
 
     def _copy(self, item: _Item) -> None:
         size = item.fmt.object_size(item.parsed.shard, item.parsed.tail_tokens)
-        if len(self._buffer) < size:
-            self._buffer = bytearray(size)
-        buffer = memoryview(self._buffer)[:size]
+        if size > _MOST_BYTES:
+            text = f"it cannot be copied: {size} bytes, more than {_MOST_BYTES}"
+            self._state.problem("failed", item.name, text)
+        elif size > _LARGE_BYTES:
+            with self._large:
+                self._copy_through(item, memoryview(bytearray(size)))
+        else:
+            self._copy_through(item, self._buffer(size))
+
+    def _copy_through(self, item: _Item, buffer: memoryview) -> None:
         bad = False
         if item.present:
             try:
@@ -561,7 +501,6 @@ class _Worker:
             except BadObjectError:
                 bad = True
             else:
-                self._succeeded()
                 return self._state.count("existed")
         chunk = self._read(self._source, item, buffer)
         ref = ObjectRef(chunk, item.parsed.shard)
@@ -574,12 +513,10 @@ class _Worker:
                 f"it cannot be published: {error}; remove it, then start the copy again",
             )
         if result.value == "existed":
-            self._succeeded()
             return self._state.count("existed")
         if result.value == "replaced":
             self._state.count("repaired")
-        self._succeeded()
-        return self._state.count_copied(item, size)
+        return self._state.count_copied(item, len(buffer))
 
     @staticmethod
     def _read(shelf: Shelf, item: _Item, buffer: memoryview) -> Chunk:
@@ -587,7 +524,3 @@ class _Worker:
         if item.parent_known and chunk != item.chunk:
             item.fmt.verify_buffer(buffer, item.chunk, item.parsed.shard)
         return chunk
-
-    def _succeeded(self) -> None:
-        # A lost update only causes more retries.
-        self._state.successes += 1

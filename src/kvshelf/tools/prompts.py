@@ -1,4 +1,4 @@
-"""Files with one prompt per line, for ``kvshelf seed`` and ``kvshelf copy --tokens``.
+"""Files with one prompt per line, for the commands that take prompts.
 
 Owns the format of the lines. A line is JSON:
 
@@ -67,6 +67,15 @@ class Prompt:
     tokens: Sequence[int] | None = None
     salt: str = ""
     chat: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPrompt:
+    """One prompt as the engine sees it: its line in the file, its token ids and its cache_salt."""
+
+    line: int
+    tokens: Sequence[int]
+    salt: str = ""
 
 
 def parse_prompts(lines: Iterable[str], where: str) -> list[Prompt]:

@@ -27,19 +27,11 @@ from kvshelf.format.kinds import FULL, STATE, WINDOW, Kind
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.shelf.hits import window_chunks, window_of
 from kvshelf.shelf.shelf import Shelf
+from kvshelf.tools.prompts import TokenPrompt
 
 _ATTEMPTS: Final = 3
 _MAX_PROMPTS: Final = 64
 _PROBE_BATCH: Final = 256
-
-
-@dataclass(frozen=True, slots=True)
-class TokenPrompt:
-    """A prompt for the engine: its line in the file, its token ids and its cache_salt."""
-
-    line: int
-    tokens: Sequence[int]
-    salt: str = ""
 
 
 @dataclass(slots=True)

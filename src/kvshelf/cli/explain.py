@@ -1,0 +1,129 @@
+"""``kvshelf explain``: says why prompts miss.
+
+Owns the options and the output; :mod:`kvshelf.tools.explain` looks for the causes.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvshelf.capacity.history import read_histories
+from kvshelf.cli.common import (
+    PROBLEM,
+    JsonOption,
+    ShelfArgument,
+    configuration,
+    find_shelf,
+    open_existing,
+    time_text,
+    write_json,
+)
+from kvshelf.cli.prompts import ModelOption, token_prompts
+from kvshelf.config import history_dir
+from kvshelf.errors import printable
+from kvshelf.format.kinds import FULL
+from kvshelf.shelf.shelf import Shelf
+from kvshelf.tools.explain import Explainer, Explanation
+
+_MOST_OBJECTS = 8
+
+
+def explain(
+    prompts: Annotated[
+        Path,
+        typer.Argument(
+            metavar="PROMPTS",
+            help="A file with a prompt on each line, as for `kvshelf seed`; with cache_salt where"
+            " the request had one.",
+        ),
+    ],
+    shelf: ShelfArgument = None,
+    namespace: Annotated[
+        str | None,
+        typer.Option(
+            "--namespace",
+            "-n",
+            help="The namespace of the engine that missed: its folder, or the 16 hex at the end of"
+            " it. Default: that of the engine of this machine that used the shelf last.",
+        ),
+    ] = None,
+    like: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PROMPTS", help="Prompts that should have been stored: says what differs."
+        ),
+    ] = None,
+    model: ModelOption = None,
+    history: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Where the engines of this machine keep their histories; default: history_path.",
+        ),
+    ] = None,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Read and verify all objects of the prompts.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Say why prompts miss; --json writes one object per prompt."""
+    asked = token_prompts(prompts, model)
+    earlier = [] if like is None else token_prompts(like, model)
+    folder = history or history_dir(configuration(shelf))
+    pasts = [] if folder is None else read_histories(folder)
+    url, options = find_shelf(shelf)
+    complete = True
+    with Shelf(open_existing(url, options)) as opened:
+        explainer = Explainer(opened, pasts, namespace=namespace, verify=verify)
+        for prompt in asked:
+            found = explainer.explain(prompt, earlier)
+            complete = complete and found.hits
+            if as_json:
+                write_json({"hits": found.hits, **asdict(found)})
+            else:
+                _show(found)
+            sys.stdout.flush()
+    if not complete:
+        raise typer.Exit(PROBLEM)
+
+
+def _show(found: Explanation) -> None:
+    lines = [f"line {found.line}: {found.tokens} tokens"]
+    if found.namespace is not None:
+        lines[0] += (
+            f", {found.chunks} chunks of {found.chunk_size}: a lookup finds {found.hit_chunks} of"
+            f" the {found.usable_chunks} that it can use"
+        )
+        lines.append(f"  namespace  {found.namespace} ({found.chosen})")
+    for piece in found.missing:
+        kind = "" if piece.kind == FULL else f", kind {piece.kind}"
+        lines.append(
+            f"  missing    chunk {piece.chunk}{kind}, tokens {piece.first_token} to"
+            f" {piece.last_token}"
+        )
+        rows = list(piece.objects.items())
+        lines += [f"             {name}: {state}" for name, state in rows[:_MOST_OBJECTS]]
+        if len(rows) > _MOST_OBJECTS:
+            lines.append(f"             and {len(rows) - _MOST_OBJECTS} more objects")
+    for cause in found.causes:
+        lines.append(f"  cause      {cause.text}")
+        if cause.advice:
+            lines.append(f"             {cause.advice}")
+    others = [near for near in found.near if near.namespace != found.namespace]
+    for near in others:
+        lines.append(
+            f"  near       {near.namespace}: {near.hit_chunks} of {near.chunks} chunks; differs in"
+            f" {', '.join(near.differs)}"
+        )
+    for noted in found.events:
+        kind = "" if noted.kind == FULL else f", kind {noted.kind}"
+        lines.append(
+            f"  history    {time_text(noted.time)} {noted.process}, chunk {noted.chunk}{kind}:"
+            f" {noted.text}"
+        )
+    sys.stdout.write("".join(f"{printable(line)}\n" for line in lines))

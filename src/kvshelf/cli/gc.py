@@ -1,0 +1,267 @@
+"""``kvshelf gc``: deletes what a shelf need not keep; shows it first.
+
+Owns the options, the table and the JSON. What goes, in which order, and that it is looked at again
+before it is deleted, is :mod:`kvshelf.capacity.collect`'s, which engines use too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import sys
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any, Final
+
+import numpy as np
+import typer
+
+from kvshelf.backends.guard import GuardedBackend
+from kvshelf.capacity.collect import Limits, Outcome, Plan, Reason, carry_out, plan
+from kvshelf.capacity.history import History
+from kvshelf.capacity.inventory import Inventory, Total
+from kvshelf.capacity.marks import Marks
+from kvshelf.capacity.pins import Pins
+from kvshelf.capacity.uses import resolution
+from kvshelf.cli.common import (
+    PROBLEM,
+    UNREACHABLE,
+    JsonOption,
+    ShelfArgument,
+    configuration,
+    exit_interrupted,
+    find_shelf,
+    message,
+    open_to_change,
+    open_to_look,
+    size_text,
+    write_json,
+)
+from kvshelf.cli.progress import Display
+from kvshelf.config import CapacityConfig, Config, history_dir
+
+#: Files between two changes of what is shown on a terminal.
+_SHOWN: Final = 1000
+
+_WHY: Final = {
+    Reason.TEMPORARY: "temporaries of killed writers",
+    Reason.QUARANTINE: "bad objects that were moved aside long ago",
+    Reason.MARKER: "markers of old hand-overs",
+    Reason.TAIL: "tails of old hand-overs",
+    Reason.ORPHAN: "chunks behind one that is gone",
+    Reason.AGE: "not used for max_age",
+    Reason.GROUP: "used longest ago in a salt group above its bound",
+    Reason.SIZE: "used longest ago of all, above max_bytes",
+}
+
+
+def gc(
+    shelf: ShelfArgument = None,
+    max_bytes: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Most bytes of the whole shelf, such as 2TiB; default: the configured capacity.",
+            show_default=False,
+        ),
+    ] = None,
+    max_age: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TIME",
+            help="Time after its last use at which a chunk goes, such as 7d or 12h; default: the"
+            " configured capacity.",
+            show_default=False,
+        ),
+    ] = None,
+    group_max_bytes: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Most bytes of each salt group of a namespace; default: the configured capacity.",
+            show_default=False,
+        ),
+    ] = None,
+    orphans: Annotated[
+        bool | None,
+        typer.Option(
+            "--orphans/--no-orphans",
+            help="Look for chunks whose parent is gone: that reads the beginning of one object of"
+            " each chunk; default: only where a storage is near.",
+            show_default=False,
+        ),
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Delete; without it, only show.")] = False,
+    names: Annotated[
+        bool, typer.Option("--names", help="Write the name of each file that goes.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Delete leftovers, and chunks above the bounds that are given; a dry run unless --yes."""
+    given = {"max_bytes": max_bytes, "max_age": max_age, "group_max_bytes": group_max_bytes}
+    limits = _limits(shelf, {name: value for name, value in given.items() if value is not None})
+    url, options = find_shelf(shelf)
+    with (open_to_change if yes else open_to_look)(url, options) as opened:
+        shown = opened.url
+        with Display("deleting", as_json=as_json) as display:
+            found = _plan(opened.backend, limits, orphans, display)
+        _write_names(found, names, as_json)
+        with (
+            Display("deleting", as_json=as_json) as display,
+            _history(shelf, shown, yes) as history,
+        ):
+            note = None if history is None else history.note_evicted
+            outcome = _carry_out(opened.backend, found, limits, display, note) if yes else None
+    if as_json:
+        write_json(_json(shown, found, outcome))
+    else:
+        sys.stdout.write(_text(shown, found, outcome))
+    _exit(found, outcome)
+
+
+def _limits(shelf: str | None, given: dict[str, Any]) -> Limits:
+    """Return the configured bounds, those of the command line in their place."""
+    config = configuration(shelf)
+    capacity: CapacityConfig = config.capacity
+    if given:
+        bounds = capacity.model_dump(exclude_none=True) | given
+        # What lies on a shelf shows its groups, whatever engines started here would do.
+        capacity = Config.load({"capacity": bounds, "group_by_salt": True}).capacity
+    return Limits(
+        max_bytes=capacity.max_bytes,
+        max_age=capacity.max_age,
+        group_max_bytes=capacity.group_max_bytes,
+        keep_tails=config.handover_keep_s or None,
+    )
+
+
+@contextlib.contextmanager
+def _history(shelf: str | None, url: str, yes: bool) -> Iterator[History | None]:
+    """Keep a history of what is deleted, for ``kvshelf explain``; None where there is none."""
+    folder = history_dir(configuration(shelf)) if yes else None
+    history = None if folder is None else History.open(folder, role="kvshelf gc", shelf=url)
+    try:
+        yield history
+    finally:
+        if history is not None:
+            history.close()
+
+
+def _plan(backend: GuardedBackend, limits: Limits, orphans: bool | None, display: Display) -> Plan:
+    near = not backend.properties.high_latency
+    inventory = Inventory.scan(
+        backend, parents=near if orphans is None else orphans, pace=display.listed
+    )
+    assert inventory is not None, "nothing stops it"
+    return plan(
+        inventory,
+        limits,
+        pins=Pins.load(backend, inventory.now),
+        marks=Marks.read(backend),
+        resolution=resolution(limits.max_age),
+    )
+
+
+def _carry_out(
+    backend: GuardedBackend,
+    found: Plan,
+    limits: Limits,
+    display: Display,
+    note: Callable[[bytes, int], None] | None,
+) -> Outcome:
+    sizes = np.concatenate([[left.size for left, _ in found.leftovers], found.nbytes]).cumsum()
+    begun = itertools.count()
+
+    def show() -> None:
+        number = next(begun)
+        if number % _SHOWN == 0:
+            display.show(number, len(sizes), int(sizes[number]))
+
+    try:
+        outcome = carry_out(backend, found, pace=show, on_deleted=note)
+        if outcome.finished:
+            used = resolution(limits.max_age)
+            Marks.compact(backend, max_age=limits.max_age, resolution=used)
+    except KeyboardInterrupt:
+        exit_interrupted()
+    return outcome
+
+
+def _write_names(found: Plan, names: bool, as_json: bool) -> None:
+    for name, reason in found.names() if names else ():
+        if as_json:
+            write_json({"name": name, "reason": reason.name.lower()})
+        else:
+            sys.stdout.write(f"{name}  ({reason.name.lower()})\n")
+
+
+def _json(url: str, found: Plan, outcome: Outcome | None) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "shelf": url,
+        "dry_run": outcome is None,
+        "objects": len(found.inventory),
+        "bytes": found.before,
+        "bytes_after": found.after,
+        "pinned_bytes": found.pinned,
+        "chosen": _totals(found.totals()),
+        "problem": found.problem,
+    }
+    if outcome is not None:
+        row |= {
+            "deleted": _totals(outcome.deleted),
+            "bytes_after": found.before - outcome.nbytes,
+            "kept": {"files": outcome.kept.count, "bytes": outcome.kept.nbytes},
+            "gone": outcome.gone,
+            "failed": outcome.failed,
+            "error": None if outcome.error is None else str(outcome.error),
+            "finished": outcome.finished,
+        }
+    return row
+
+
+def _totals(totals: dict[Reason, Total]) -> dict[str, dict[str, int]]:
+    return {
+        reason.name.lower(): {"files": total.count, "bytes": total.nbytes}
+        for reason, total in totals.items()
+    }
+
+
+def _text(url: str, found: Plan, outcome: Outcome | None) -> str:
+    totals = found.totals() if outcome is None else outcome.deleted
+    lines = [f"{url}: {len(found.inventory)} objects, {size_text(found.before)} in all"]
+    if totals:
+        lines.append(f"{'FILES':>10}  {'SIZE':>10}  {'WOULD GO' if outcome is None else 'DELETED'}")
+    for reason in sorted(totals):
+        total = totals[reason]
+        lines.append(f"{total.count:>10}  {size_text(total.nbytes):>10}  {_WHY[reason]}")
+    count = sum(total.count for total in totals.values())
+    nbytes = sum(total.nbytes for total in totals.values())
+    if outcome is None:
+        left = size_text(found.after)
+        lines.append(f"{count} files, {size_text(nbytes)}, would be deleted: {left} would stay")
+        if count:
+            lines.append("this was a dry run: --yes deletes them")
+    else:
+        lines.append(f"{count} files, {size_text(nbytes)}, were deleted")
+        if outcome.kept.count:
+            lines.append(f"{outcome.kept.count} files stay: they were used or changed meanwhile")
+        if outcome.gone:
+            lines.append(f"{outcome.gone} files had been deleted by others")
+    return "\n".join(lines) + "\n"
+
+
+def _exit(found: Plan, outcome: Outcome | None) -> None:
+    code = 0
+    if found.problem is not None:
+        message(found.problem)
+        code = PROBLEM
+    if outcome is not None and outcome.error is not None:
+        if outcome.failed:
+            message(
+                f"{outcome.failed} files could not be deleted, the first of them: {outcome.error}"
+            )
+            code = PROBLEM
+        else:
+            message(f"not all was deleted: {outcome.error}")
+            code = UNREACHABLE
+    if code:
+        raise typer.Exit(code)

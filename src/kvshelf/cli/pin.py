@@ -1,0 +1,208 @@
+"""``kvshelf pin`` and ``kvshelf unpin``: what stays when a shelf is bounded.
+
+Owns the options, the listing of pins and the texts; :mod:`kvshelf.capacity.pins` owns pins, and
+:mod:`kvshelf.tools.pinning` finds the chunks of prompts.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Annotated, Any
+
+import typer
+
+from kvshelf.capacity.pins import Pin, Pins, check_pin_name
+from kvshelf.cli.common import (
+    PROBLEM,
+    JsonOption,
+    ShelfOption,
+    find_shelf,
+    message,
+    moment,
+    namespace_folder,
+    open_existing,
+    open_to_change,
+    size_text,
+    time_text,
+    write_json,
+)
+from kvshelf.cli.prompts import (
+    GroupOption,
+    ModelOption,
+    PromptsOption,
+    SaltFileOption,
+    salt_group,
+    token_prompts,
+)
+from kvshelf.errors import ConfigError, printable
+from kvshelf.shelf.shelf import Shelf
+from kvshelf.tools.pinning import PromptKeys, prompt_keys
+
+
+def pin(
+    name: Annotated[
+        str | None, typer.Argument(metavar="[NAME]", help="Name of the new pin.")
+    ] = None,
+    shelf: ShelfOption = None,
+    namespaces: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--namespace",
+            "-n",
+            metavar="X",
+            help="This namespace: its folder, or the 16 hex at the end of it. Repeatable with "
+            "--prompts.",
+        ),
+    ] = None,
+    group: GroupOption = None,
+    salt_file: SaltFileOption = None,
+    prompts: PromptsOption = None,
+    model: ModelOption = None,
+    until: Annotated[
+        str | None,
+        typer.Option(
+            metavar="WHEN",
+            help="When it expires: a time from now (12h, 7d, 2w) or a date (2026-01-31).",
+        ),
+    ] = None,
+    replace: Annotated[
+        bool, typer.Option("--replace", help="Replace the pin that has this name.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Keep chunks from being deleted when a shelf is bounded; without a name, list the pins."""
+    chosen = salt_group(group, salt_file)
+    expires = None if until is None else moment(until, "--until", ahead=True)
+    url, options = find_shelf(shelf)
+    if name is None:
+        if namespaces or chosen or prompts or model or until or replace:
+            raise ConfigError("the pin has no name; give one, or no options to list the pins")
+        with Shelf(open_existing(url, options)) as opened:
+            _list(opened, as_json)
+        return
+    check_pin_name(name)
+    if prompts is None and len(namespaces or ()) > 1:
+        raise ConfigError("a pin without prompts has one namespace; make one pin for each")
+    if prompts is None and not namespaces and chosen is None:
+        raise ConfigError(
+            "found nothing to pin; give --prompts, --namespace, --group or --salt-file"
+        )
+    wanted = None if prompts is None else token_prompts(prompts, model)
+    with open_to_change(url, options) as opened:
+        folders = [namespace_folder(opened, each) for each in namespaces or ()]
+        keys = None if wanted is None else prompt_keys(opened, wanted, folders)
+        made = _pin(folders, chosen, keys, expires)
+        if not Pins.add(opened.backend, name, made, replace=replace):
+            message(
+                f"there is a pin {name} on {opened.url} already; choose another name, or replace it"
+                " with --replace"
+            )
+            raise typer.Exit(PROBLEM)
+        if as_json:
+            write_json(_row(name, made, time.time()) | _counts(keys))
+        else:
+            sys.stdout.write(f"pinned {name}: {_text(made, keys)}\n")
+
+
+def unpin(
+    names: Annotated[list[str], typer.Argument(metavar="NAME...", help="Names of pins.")],
+    shelf: ShelfOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Remove pins, so that their chunks may be deleted again; deletes no chunk itself."""
+    for name in names:
+        check_pin_name(name)
+    url, options = find_shelf(shelf)
+    missing = []
+    with open_to_change(url, options) as opened:
+        for name in names:
+            removed = Pins.remove(opened.backend, name)
+            if as_json:
+                write_json({"pin": name, "removed": removed})
+            elif removed:
+                sys.stdout.write(f"unpinned {name}\n")
+            if not removed:
+                missing.append(name)
+        if missing:
+            message(f"no pin {', '.join(missing)} on {opened.url}; `kvshelf pin` lists them")
+            raise typer.Exit(PROBLEM)
+
+
+def _pin(
+    folders: list[str], group: str | None, found: list[PromptKeys] | None, until: float | None
+) -> Pin:
+    """Return the pin; one of prompts in several namespaces has no namespace, only their keys."""
+    if found is None:
+        return Pin(folders[0] if folders else None, group, None, until)
+    keys = list(dict.fromkeys(key for each in found for key in each.keys))
+    return Pin(found[0].folder if len(found) == 1 else None, group, keys, until)
+
+
+def _counts(found: list[PromptKeys] | None) -> dict[str, Any]:
+    if found is None:
+        return {}
+    return {
+        "namespaces": [each.folder for each in found],
+        "stored": sum(each.stored for each in found),
+        "bytes": sum(each.bytes for each in found),
+    }
+
+
+def _text(made: Pin, found: list[PromptKeys] | None) -> str:
+    parts = [
+        f"{len(each.keys)} chunks of {each.folder}, {each.stored} of them stored"
+        f" ({size_text(each.bytes)})"
+        for each in found or ()
+    ]
+    if found is None and made.namespace is not None:
+        parts.append(f"all of {made.namespace}" if made.group is None else f"of {made.namespace}")
+    if made.group is not None:
+        parts.append(f"salt group {made.group}")
+    if made.until is not None:
+        parts.append(f"until {time_text(made.until)}")
+    return ", ".join(parts)
+
+
+# ---------------------------------------------------------------------------------- the listing
+
+_HEAD = f"{'CHUNKS':>7}  {'UNTIL':<16}  {'GROUP':<16}  {'NAME':<24}  NAMESPACE\n"
+
+
+def _list(opened: Shelf, as_json: bool) -> None:
+    now = time.time()
+    pins = Pins.read(opened.backend, now)
+    if not as_json:
+        sys.stdout.write(_HEAD if pins.all else f"{opened.url} has no pins\n")
+    for name, each in pins.all.items():
+        if as_json:
+            write_json(_row(name, each, now))
+        else:
+            sys.stdout.write(_line(name, each, now))
+    for name, problem in pins.unreadable.items():
+        if as_json:
+            write_json({"pin": name, "problem": problem})
+        message(f"the pin {name} pins nothing: {printable(problem)}")
+    if pins.unreadable:
+        raise typer.Exit(PROBLEM)
+
+
+def _row(name: str, each: Pin, now: float) -> dict[str, Any]:
+    return {
+        "pin": name,
+        "problem": None,
+        "namespace": each.namespace,
+        "group": each.group,
+        "chunks": None if each.keys is None else len(each.keys),
+        "until": each.until,
+        "expired": each.expired(now),
+    }
+
+
+def _line(name: str, each: Pin, now: float) -> str:
+    chunks = "all" if each.keys is None else str(len(each.keys))
+    until = "-" if each.until is None else time_text(each.until)
+    return (
+        f"{chunks:>7}  {'expired' if each.expired(now) else until:<16}  {each.group or 'all':<16}"
+        f"  {name:<24}  {each.namespace or 'all'}\n"
+    )

@@ -1,0 +1,124 @@
+"""The chunks of prompts, and their objects on a shelf.
+
+Owns which chunks a prompt has in a namespace, in which salt groups they may be, and how their
+objects are found: by name, without a listing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Final
+
+from kvshelf.backends import Backend
+from kvshelf.errors import ConfigError, StorageError
+from kvshelf.format.keys import Chunk, KeyChain, salt_group_of
+from kvshelf.format.kinds import Kind
+from kvshelf.format.names import object_name
+from kvshelf.format.objects import ObjectFormat
+from kvshelf.shelf.shelf import NamespaceInfo
+from kvshelf.tools.prompts import Prompt, TokenPrompt
+
+_BATCH: Final = 256
+
+
+@dataclass(frozen=True, slots=True)
+class PromptObject:
+    """An object of a prompt that a shelf has: its name below the root, and its bytes."""
+
+    name: str
+    chunk: Chunk
+    kind: Kind
+    size: int
+
+
+def prompt_chunks(
+    fmt: ObjectFormat, prompts: Iterable[Prompt | TokenPrompt], *, tails: bool = False
+) -> Iterator[Chunk]:
+    """Yield the chunks of prompts in each salt group that they may be in, each once.
+
+    Parameters
+    ----------
+    fmt : ObjectFormat
+        Of the namespace; its kind is of no matter.
+    prompts : Iterable of Prompt or TokenPrompt
+        With token ids.
+    tails : bool
+        Also the tail of each prompt.
+    """
+    seen: set[tuple[bytes, str]] = set()
+    for prompt in prompts:
+        # Grouping is an option of each engine, and no part of a key.
+        groups = ["_", salt_group_of(prompt.salt)] if prompt.salt else ["_"]
+        for group in groups:
+            chain = KeyChain(
+                fmt.namespace.digest, fmt.chunk_size, salt=prompt.salt, salt_group=group
+            )
+            chunks = chain.extend(prompt.tokens or ())
+            if tails and (tail := chain.tail()) is not None:
+                chunks.append(tail)
+            for chunk in chunks:
+                if (chunk.key, group) not in seen:
+                    seen.add((chunk.key, group))
+                    yield chunk
+
+
+def prompt_objects(
+    backend: Backend,
+    folder: str,
+    fmt: ObjectFormat,
+    prompts: Iterable[Prompt | TokenPrompt],
+    *,
+    tails: bool = False,
+) -> Iterator[PromptObject]:
+    """Yield the objects of prompts that a shelf has, of all kinds and shards and of any size.
+
+    Parameters
+    ----------
+    backend : Backend
+    folder : str
+        The namespace folder.
+    fmt, prompts, tails
+        As for :func:`prompt_chunks`.
+
+    Raises
+    ------
+    StorageError
+        If the storage failed.
+    """
+    wanted = (
+        (chunk, own.kind, f"{folder}/{object_name(chunk, shard, own.shards, own.kind)}")
+        for chunk in prompt_chunks(fmt, prompts, tails=tails)
+        for own in map(fmt.of, fmt.kinds)
+        for shard in range(own.shards)
+    )
+    while batch := list(islice(wanted, _BATCH)):
+        answers = backend.stat([name for _, _, name in batch])
+        for (chunk, kind, name), answer in zip(batch, answers, strict=True):
+            if isinstance(answer, StorageError):
+                raise answer
+            if isinstance(answer, int):
+                yield PromptObject(name, chunk, kind, answer)
+
+
+def known_format(info: NamespaceInfo, *, required: bool) -> ObjectFormat | None:
+    """Return the format of a namespace; None if it is unknown, and not required.
+
+    Raises
+    ------
+    ConfigError
+        If it is unknown, and required.
+    """
+    try:
+        if info.namespace is not None:
+            return ObjectFormat(info.namespace)
+        problem = str(info.problem)
+    except ConfigError as error:
+        problem = str(error)
+    if not required:
+        return None
+    raise ConfigError(
+        f"the keys of chunks in {info.folder} are unknown: {problem}; an engine that stores to it"
+        " writes a new namespace.json"
+    )

@@ -1,0 +1,299 @@
+"""Of all commands: the shell completes them, and absurd shelves end none of them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from filled import fill, hybrid, namespace, prompt
+from servers import BUCKET, S3Server, command, rclone_s3
+from typer.testing import CliRunner, Result
+
+from kvshelf.cli.app import app
+from kvshelf.cli.common import EXIT_CODES
+from kvshelf.format.namespace import Namespace
+
+#: Commands that take a shelf, in the forms in which a test tries each.
+ON_A_SHELF = [
+    ["ls"],
+    ["ls", "--long"],
+    ["ls", "-n", "{folder}"],
+    ["du"],
+    ["du", "--by", "group", "--by", "age", "--by", "depth", "--by", "kind"],
+    ["verify"],
+    ["verify", "--sample", "3"],
+    ["rm", "-n", "{folder}"],
+    ["rm", "--unused-for", "1h"],
+    ["gc", "--orphans"],
+    ["gc", "--max-bytes", "40000"],
+    ["doctor"],
+]
+FOLDER = namespace().folder
+
+
+def run(*args: object, env: dict[str, str] | None = None) -> Result:
+    return CliRunner().invoke(app, [str(arg) for arg in args], env=env)
+
+
+def commands() -> list[str]:
+    return [one.callback.__name__ for one in app.registered_commands if one.callback is not None]
+
+
+# ------------------------------------------------------------------------------ completion
+
+
+def completed(line: str, shell: str = "bash") -> list[str]:
+    """What a shell is told for a line that ends at the cursor."""
+    words = line.split(" ")
+    env = os.environ | {
+        "_KVSHELF_COMPLETE": f"complete_{shell}",
+        "COMP_WORDS": line,
+        "COMP_CWORD": str(len(words) - 1),
+        "_TYPER_COMPLETE_ARGS": line,
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "kvshelf"], env=env, capture_output=True, text=True, check=False
+    )
+    assert done.stderr == ""
+    return done.stdout.split()
+
+
+def test_the_shell_completes_commands_and_options() -> None:
+    assert set(completed("kvshelf ")) >= set(commands())
+    assert set(completed("kvshelf ver")) == {"verify"}
+    assert set(completed("kvshelf verify --re")) == {"--repair"}
+    assert set(completed("kvshelf du --by ")) == {"namespace", "group", "age", "depth", "kind"}
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_the_script_for_a_shell(shell: str) -> None:
+    env = os.environ | {"_KVSHELF_COMPLETE": f"source_{shell}"}
+    done = subprocess.run(
+        [sys.executable, "-m", "kvshelf"], env=env, capture_output=True, text=True, check=False
+    )
+    assert "_KVSHELF_COMPLETE" in done.stdout
+
+
+# ------------------------------------------------------------------------------ all commands
+
+
+def test_commands_that_report_have_json() -> None:
+    """Servers write logs instead."""
+    for name in commands():
+        shown = run(name, "--help", env={"COLUMNS": "200"})
+        assert shown.exit_code == 0
+        assert ("--json" in shown.stdout) == (name not in ("proxy", "serve")), name
+
+
+def test_the_manual_has_the_json_and_codes_of_each_command() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "cli.md").read_text()
+    rows = [line.split("|") for line in text.splitlines() if line.startswith("| `")]
+    for name in commands():
+        assert f"## `kvshelf {name}" in text, name
+        assert any(f"`{name}`" in row[1] and len(row) == 5 for row in rows), name
+    for code in EXIT_CODES:
+        assert f"\n| {code} | " in text
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    pytest.importorskip("obstore", reason="obstore is missing: pip install 'kvshelf[s3]'")
+    if command("rclone") is None:
+        pytest.skip("rclone is not installed")
+    with rclone_s3(tmp_path_factory.mktemp("bucket")) as running:
+        yield running
+
+
+def absurd(root: Path) -> None:
+    """Put everything onto a shelf that its readers should survive."""
+    fill(root, namespace(), prompt(0, 2))
+    fill(root, hybrid(), prompt(0, 1))
+    paths = sorted(root.rglob("*.safetensors"))
+    for number, when in enumerate((999999999999.0, -1e10, 0.0)):
+        os.utime(paths[number], (when, when))
+    os.truncate(paths[3], 1 << 36)
+    os.truncate(paths[4], 0)
+    name = paths[0].name
+    paths[0].with_name(name.replace("-0of2", f"-{2**32 - 2}of{2**32 - 1}")).write_bytes(b"")
+    inner = paths[0].relative_to(root / paths[0].relative_to(root).parts[0])
+    base = dict(namespace().record)
+    records: dict[str, bytes] = {
+        "shards": Namespace(
+            base | {"shards": 2_000_000, "layer_shapes": ["2,*,2000000,1"] * 2}
+        ).encoded,
+        "size": Namespace(base | {"chunk_size": 2**32 - 1}).encoded,
+        "large": Namespace(base | {"layer_shapes": ["2,*,4,8388608"] * 2}).encoded,
+        "text": Namespace(base | {"kv_dtype": "\x1b]0;x\x07\x1b[2J\nINFO \u202e"}).encoded,
+        "deep": b"[" * 100_000,
+        "long": b'{"format":"' + b"x" * (2 << 20) + b'"}',
+        "number": b'{"chunk_size":' + b"9" * 5000 + b"}",
+        "nan": b'{"chunk_size":NaN,"kinds":[[]],"sliding_windows":[1e400]}',
+        "kinds": json.dumps(
+            {"kinds": ["window"], "sliding_windows": [2**61], "chunk_size": 1}
+        ).encode(),
+        "empty": b"",
+        "null": b"null",
+    }
+    for slug, data in records.items():
+        folder = root / f"{slug}-{hashlib.sha256(data).hexdigest()[:16]}"
+        (folder / inner).parent.mkdir(parents=True)
+        shutil.copy(paths[0], folder / inner)
+        (folder / "namespace.json").write_bytes(data)
+    (root / ".kvshelf" / "pins").mkdir(parents=True, exist_ok=True)
+    (root / ".kvshelf" / "pins" / "x.json").write_bytes(b"[" * 100_000)
+    (root / ".kvshelf" / "uses").mkdir(parents=True, exist_ok=True)
+    (root / ".kvshelf" / "uses" / f"1-{'0' * 16}").write_bytes(b'{"version":1,"sections":[[]]}\n')
+
+
+def check(result: Result) -> None:
+    assert result.exit_code in EXIT_CODES, result.output
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    for text in (result.stdout, result.stderr):
+        assert all(c.isprintable() or c == "\n" for c in text)
+        assert not any(line.startswith("INFO") for line in text.splitlines())
+
+
+@pytest.mark.parametrize("arguments", ON_A_SHELF, ids=" ".join)
+def test_an_absurd_shelf_ends_no_command(tmp_path: Path, arguments: list[str]) -> None:
+    absurd(tmp_path / "shelf")
+    first, *rest = arguments
+    for more in ([], ["--json"]):
+        result = run(first, tmp_path / "shelf", *(a.format(folder=FOLDER) for a in rest), *more)
+        check(result)
+        if more:
+            for line in result.stdout.splitlines():
+                json.loads(line)
+
+
+def test_a_repair_of_an_absurd_shelf(tmp_path: Path) -> None:
+    absurd(tmp_path / "shelf")
+    check(run("verify", tmp_path / "shelf", "--repair"))
+    check(run("copy", tmp_path / "shelf", tmp_path / "target"))
+    for path in (tmp_path / "shelf").rglob("*.safetensors"):
+        check(run("show", path))
+
+
+@pytest.mark.parametrize("arguments", ON_A_SHELF, ids=" ".join)
+def test_each_command_on_s3(server: S3Server, tmp_path: Path, arguments: list[str]) -> None:
+    """Its output is that of the same shelf in a directory."""
+    assert server.folder is not None
+    local, bucket = tmp_path / "shelf", server.folder / BUCKET / tmp_path.name
+    fill(local, namespace(), prompt(0, 3))
+    shutil.copytree(local, bucket)
+    env = {"KVSHELF_STORAGE_OPTIONS": json.dumps(server.options())}
+    first, *rest = (a.format(folder=FOLDER) for a in arguments)
+    there = run(first, f"s3://{BUCKET}/{tmp_path.name}", *rest, "--json", env=env)
+    here = run(first, local, *rest, "--json")
+    assert (there.exit_code, here.exit_code) == (0, 0), there.output
+    if first == "doctor":
+        return
+    assert [_comparable(line) for line in sorted(there.stdout.splitlines())] == [
+        _comparable(line) for line in sorted(here.stdout.splitlines())
+    ]
+
+
+def _comparable(line: str) -> Any:
+    """The parts of a row of JSON that do not depend on the storage."""
+
+    def without(value: Any) -> Any:
+        skipped = ("mtime", "atime", "last_used", "seconds", "free", "total", "shelf")
+        if isinstance(value, dict):
+            return {key: without(one) for key, one in value.items() if key not in skipped}
+        return [without(one) for one in value] if isinstance(value, list) else value
+
+    return without(json.loads(line))
+
+
+@pytest.mark.parametrize(
+    "arguments", [["ls"], ["du"], ["verify"], ["verify", "--repair"], ["gc"], ["gc", "--yes"]]
+)
+def test_a_storage_that_cannot_be_reached(arguments: list[str], tmp_path: Path) -> None:
+    first, *rest = arguments
+    result = run(first, tmp_path / "missing", *rest, "--json")
+    assert (result.exit_code, result.stdout) == (3, "")
+    assert result.stderr.startswith("kvshelf: ")
+    result = run(first, "s3://", *rest)
+    assert result.exit_code == 2
+
+
+def test_an_interrupt_has_a_code_of_its_own(tmp_path: Path) -> None:
+    """And says how to go on."""
+    root = tmp_path / "shelf"
+    fill(root, namespace(), prompt(0, 40))
+    code = (
+        "import signal, time\n"
+        "from kvshelf.backends.posix import PosixBackend\n"
+        "real = PosixBackend.open\n"
+        "def slow(self, name):\n"
+        "    print('reading', flush=True)\n"
+        "    time.sleep(0.1)\n"
+        "    return real(self, name)\n"
+        "PosixBackend.open = slow\n"
+        "import sys\n"
+        f"sys.argv = ['kvshelf', 'verify', {str(root)!r}, '--json', '-j', '1']\n"
+        "from kvshelf.cli import main\n"
+        "main()\n"
+    )
+    child = subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # Shells have what they start in the background ignore it.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509
+    )
+    assert child.stdout is not None
+    for _ in range(3):
+        assert child.stdout.readline() == "reading\n"
+    begin = time.monotonic()
+    child.send_signal(signal.SIGINT)
+    out, err = child.communicate(timeout=60)
+    assert child.returncode == 130, err
+    assert time.monotonic() - begin < 30
+    report = json.loads(next(line for line in out.splitlines() if line[0] == "{"))
+    assert report["interrupted"] is True
+    assert "start it again" in err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["explain", "{prompts}", "{shelf}"],
+        ["explain", "{prompts}", "{shelf}", "--verify", "-n", "{folder}"],
+        ["explain", "{prompts}", "{shelf}", "-n", "{large}"],
+        ["explain", "{prompts}", "{shelf}", "-n", "{shards}"],
+        ["pin", "--shelf", "{shelf}"],
+        ["pin", "x", "--shelf", "{shelf}", "-n", "{folder}"],
+        ["pin", "new", "--shelf", "{shelf}", "-n", "{shards}"],
+        ["pin", "new", "--shelf", "{shelf}", "-n", "{folder}", "--prompts", "{prompts}"],
+        ["unpin", "x", "--shelf", "{shelf}"],
+        ["copy", "{shelf}", "{shelf}-2", "--tokens", "{prompts}"],
+    ],
+    ids=" ".join,
+)
+def test_commands_about_prompts_survive_an_absurd_shelf(
+    tmp_path: Path, arguments: list[str]
+) -> None:
+    root = tmp_path / "shelf"
+    absurd(root)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps(prompt(0, 2)) + "\n")
+    names = {
+        "prompts": prompts,
+        "shelf": root,
+        "folder": FOLDER,
+        "large": next(root.glob("large-*")).name,
+        "shards": next(root.glob("shards-*")).name,
+    }
+    for more in ([], ["--json"]):
+        check(run(*(one.format(**names) for one in arguments), *more))

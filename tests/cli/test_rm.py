@@ -1,0 +1,310 @@
+"""``kvshelf rm``: what it deletes, what stays, and what it says before."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from faulty import Fault, FaultyBackend
+from filled import CHUNK, hybrid, namespace, prompt
+from places import Place
+
+from kvshelf.capacity import inventory, marks
+from kvshelf.errors import PermanentStorageError
+from kvshelf.format.keys import KeyChain, salt_group_of
+from kvshelf.format.names import parse_path
+from kvshelf.format.namespace import Namespace
+from kvshelf.shelf.shelf import Shelf, open_shelf
+from kvshelf.tools import remove
+from kvshelf.tools.remove import Choice, find_objects, remove_objects
+
+ONE, OTHER = namespace(), hybrid()
+
+
+def rm(place: Place, *args: object, code: int = 0) -> dict[str, Any]:
+    (row,) = place.rows("rm", *args, code=code)
+    return row
+
+
+def keys(names: set[str]) -> set[bytes]:
+    return {parsed.key for name in names if (parsed := parse_path(name)) is not None}
+
+
+def keys_of(of: Namespace, tokens: list[int], salt: str = "") -> set[bytes]:
+    return {chunk.key for chunk in KeyChain(of.digest, CHUNK, salt=salt).extend(tokens)}
+
+
+@pytest.fixture
+def place(empty: Place) -> Place:
+    """Two prompts of three chunks that begin alike, one with a salt, and one of a hybrid model."""
+    shared = prompt(0, chunks=1)
+    empty.fill(ONE, shared + prompt(1, chunks=2))
+    empty.fill(ONE, shared + prompt(2, chunks=2))
+    empty.fill(ONE, prompt(1, chunks=2), salt="tenant")
+    empty.fill(OTHER, prompt(1, chunks=2))
+    return empty
+
+
+def test_nothing_is_deleted_before_it_is_asked_for(place: Place) -> None:
+    before = place.names()
+    found = rm(place, "-n", ONE.folder)
+    assert found["dry_run"] is True
+    assert found["objects"] == 14
+    assert found["deleted"]["removed"] == 0
+    text = place.run("rm", "-n", ONE.folder[-16:]).stdout
+    assert f"{ONE.folder}/_" in text
+    assert f"{ONE.folder}/{salt_group_of('tenant')}" in text
+    assert "would delete 14 objects" in text
+    assert "--yes deletes" in text
+    assert place.names() == before
+
+
+def test_a_namespace_goes_with_what_was_moved_aside_and_markers(place: Place) -> None:
+    kept = {name for name in place.names() if name.startswith(OTHER.folder)}
+    with place.open() as shelf:
+        shelf.backend.write(f"{ONE.folder}/.kvshelf/bad/1-bad.safetensors", [b"bad"])
+        shelf.backend.write_marker(f"{ONE.folder}/.kvshelf/gave-up/{'0' * 32}")
+        shelf.backend.write(f"{ONE.folder}/_/README", [b"mine"])
+        shelf.backend.write(f"{OTHER.folder}/.kvshelf/bad/1-bad.safetensors", [b"bad"])
+    assert "and 2 files of quarantine and markers" in place.run("rm", "-n", ONE.folder).stdout
+    found = rm(place, "-n", ONE.folder, "--yes")
+    assert (found["objects"], found["leftovers"]) == (14, 2)
+    assert found["deleted"]["removed"] == 16
+    assert found["deleted"]["bytes"] == found["bytes"] + 3
+    assert place.names() == kept
+    with place.open() as shelf:
+        left = {row.name for row in shelf.backend.entries(ONE.folder)}
+        assert left == {f"{ONE.folder}/namespace.json", f"{ONE.folder}/_/README"}
+        assert shelf.backend.probe(f"{OTHER.folder}/.kvshelf/bad/1-bad.safetensors") == 3
+
+
+def test_a_salt_group_goes_in_all_namespaces_or_in_one(place: Place, tmp_path: Path) -> None:
+    place.fill(OTHER, prompt(1, chunks=1), salt="tenant")
+    salt = tmp_path / "salt"
+    salt.write_text("tenant\n")
+    assert rm(place, "--group", salt_group_of("tenant"), "-n", ONE.folder)["objects"] == 4
+    found = rm(place, "--salt-file", salt, "--yes")
+    assert {part["namespace"] for part in found["parts"]} == {ONE.folder, OTHER.folder}
+    assert found["deleted"]["removed"] == 4 + 7
+    assert all("/_/" in name for name in place.names())
+    assert len(place.names()) == 10 + 14
+
+
+def test_prompts_go_with_all_kinds_shards_and_tails(place: Place, tmp_path: Path) -> None:
+    tokens = prompt(1, chunks=2)
+    with place.open() as shelf:
+        # The tail of a prompt that ends inside its third chunk.
+        chain = KeyChain(ONE.digest, CHUNK)
+        chain.extend([*tokens, 7, 8])
+        tail = chain.tail()
+        assert tail is not None
+        for shard in range(2):
+            name = (
+                f"{ONE.folder}/_/{tail.key.hex()[:2]}/{tail.key.hex()}-2t2-{shard}of2.safetensors"
+            )
+            assert parse_path(name) is not None
+            shelf.backend.write(name, [b"tail"])
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(
+        json.dumps([*tokens, 7, 8])
+        + "\n"
+        + json.dumps({"tokens": tokens, "cache_salt": "tenant"})
+        + "\n"
+    )
+    found = rm(place, "--prompts", file, "--yes")
+    # Without its beginning, the prompt is not stored in this namespace's group _.
+    assert {(part["namespace"], part["group"], part["objects"]) for part in found["parts"]} == {
+        (ONE.folder, "_", 2),
+        (ONE.folder, salt_group_of("tenant"), 4),
+        (OTHER.folder, "_", 14),
+    }
+    left = keys(place.names())
+    assert left == keys_of(ONE, prompt(0, chunks=1) + prompt(1, chunks=2)) | keys_of(
+        ONE, prompt(0, chunks=1) + prompt(2, chunks=2)
+    )
+
+
+def test_what_is_pinned_stays_unless_it_is_chosen(place: Place, tmp_path: Path) -> None:
+    pinned = prompt(0, chunks=1) + prompt(1, chunks=2)
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(json.dumps(pinned))
+    assert place.run("pin", "mine", "--prompts", file).exit_code == 0
+    found = rm(place, "-n", ONE.folder, "--yes")
+    assert found["pinned"] == 6
+    assert found["pinned_bytes"] > 0
+    assert found["deleted"]["removed"] == 8
+    assert keys(place.names()) >= keys_of(ONE, pinned)
+    assert "6 (" in (text := place.run("rm", "--prompts", file).stdout)
+    assert "pinned, left" in text
+    assert rm(place, "--prompts", file, "--pinned", "--yes")["deleted"]["removed"] == 6
+    assert not keys(place.names()) & keys_of(ONE, pinned)
+
+
+def test_an_unreadable_pin_is_named(place: Place) -> None:
+    with place.open() as shelf:
+        shelf.backend.write(".kvshelf/pins/torn.json", [b"{"])
+    result = place.run("rm", "-n", ONE.folder)
+    assert "the pin torn pins nothing" in result.stderr
+    assert rm(place, "-n", ONE.folder)["unreadable_pins"].keys() == {"torn"}
+
+
+@pytest.fixture
+def later(monkeypatch: pytest.MonkeyPatch) -> float:
+    """The storage's time is three days ahead of that of what was just written."""
+    now = time.time() + 3 * 86400
+    monkeypatch.setattr(inventory, "_now", lambda backend: now)
+    monkeypatch.setattr(remove, "_now", lambda backend: now)
+    return now
+
+
+def test_only_what_was_not_used_for_so_long(place: Place, later: float) -> None:
+    assert rm(place, "--unused-for", "4d")["objects"] == 0
+    assert rm(place, "--unused-for", "2d", "-n", OTHER.folder)["objects"] == 14
+    found = rm(place, "--unused-for", "2d", "--group", "_", "--yes")
+    assert found["deleted"]["removed"] == 10 + 14
+    assert len(place.names()) == 4
+
+
+def use(root: str, name: str, when: float) -> None:
+    path = Path(root, name)
+    os.utime(path, (when, path.stat().st_mtime))
+
+
+def test_a_use_counts_by_its_time_or_its_mark(tmp_path: Path, later: float) -> None:
+    place = Place(str(tmp_path / "shelf"))
+    place.fill(ONE, prompt(1, chunks=4))
+    names = sorted(place.names())
+    chunks = KeyChain(ONE.digest, CHUNK).extend(prompt(1, chunks=4))
+    for name in names:
+        if f"-{chunks[0].index}-" in name:
+            use(place.url, name, later - 3600)
+    with place.open() as shelf:
+        marks.write(shelf.backend, [marks.Batch(ONE.folder, 7200.0, chunks[1].key[:16])])
+    (mark,) = Path(place.url, marks.MARKS).iterdir()
+    os.utime(mark, (later, later))
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(json.dumps(prompt(1, chunks=4)))
+    assert rm(place, "--unused-for", "1d")["objects"] == 4
+    assert rm(place, "--unused-for", "1d", "--prompts", file)["objects"] == 4
+    assert rm(place, "--unused-for", "90m")["objects"] == 6
+    assert rm(place, "--unused-for", "4d")["objects"] == 0
+    assert rm(place, "--unused-for", "1d", "--yes")["deleted"]["removed"] == 4
+    assert keys(place.names()) == {chunk.key for chunk in chunks[:2]}
+
+
+def test_an_object_that_is_used_meanwhile_stays(tmp_path: Path, later: float) -> None:
+    place = Place(str(tmp_path / "shelf"))
+    place.fill(ONE, prompt(1, chunks=3))
+    names = sorted(place.names())
+    with open_shelf(place.url) as shelf:
+        found = find_objects(shelf, Choice(unused_for=86400.0))
+        assert found.objects == 6
+        use(place.url, names[0], later)
+        report = remove_objects(shelf, found)
+    assert (report.removed, report.kept) == (5, 1)
+    assert place.names() == {names[0]}
+
+
+def test_the_ends_of_prompts_go_first(tmp_path: Path) -> None:
+    place = Place(str(tmp_path / "shelf"))
+    place.fill(ONE, prompt(1, chunks=9))
+    with open_shelf(place.url) as shelf:
+        found = find_objects(shelf, Choice(folders=[ONE.folder]))
+        names = [name for part in found.parts for name, _ in part.files()]
+        indexes = [parsed.index for name in names if (parsed := parse_path(name)) is not None]
+        assert indexes == sorted(indexes, reverse=True)
+        assert len(indexes) == 18
+
+
+def test_what_the_storage_refuses_is_named_and_the_rest_goes(tmp_path: Path) -> None:
+    place = Place(str(tmp_path / "shelf"))
+    place.fill(ONE, prompt(1, chunks=3))
+    problems = []
+    with open_shelf(place.url) as opened:
+        refused = FaultyBackend(
+            opened.backend.inner,
+            Fault("delete", "*-1-0of2.safetensors", error=PermanentStorageError("not yours")),
+        )
+        with Shelf(refused) as shelf:
+            found = find_objects(shelf, Choice(folders=[ONE.folder]))
+            report = remove_objects(
+                shelf, found, on_problem=lambda name, text: problems.append((name, text))
+            )
+    assert (report.removed, report.failed) == (5, 1)
+    assert [text for _, text in problems] == ["not yours"]
+    (left,) = place.names()
+    assert left.endswith("-1-0of2.safetensors")
+
+
+def test_foreign_files_links_and_other_versions_stay(tmp_path: Path) -> None:
+    place = Place(str(tmp_path / "shelf"))
+    place.fill(ONE, prompt(1, chunks=2))
+    names = sorted(place.names())
+    root = Path(place.url)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.write_bytes(b"mine")
+    (root / names[0]).unlink()
+    (root / names[0]).symlink_to(elsewhere)
+    (root / names[1]).unlink()
+    (root / names[1]).mkdir()
+    (root / "notes.txt").write_text("mine")
+    folder = root / ONE.folder
+    (folder / "_" / "notes.safetensors").write_text("mine")
+    newer = root / "model-00112233445566aa"
+    (newer / "_" / "00").mkdir(parents=True)
+    (newer / "namespace.json").write_text('{"format":"kvshelf/2"}')
+    stays = newer / "_" / "00" / f"{'00' * 32}-0-0of1.safetensors"
+    stays.write_bytes(b"of another version")
+    found = rm(place, "-n", ONE.folder, "-n", newer.name, "--yes")
+    assert found["deleted"]["removed"] == 2
+    assert elsewhere.read_bytes() == b"mine"
+    assert (root / names[0]).is_symlink()
+    assert (root / names[1]).is_dir()
+    assert stays.exists()
+    assert {path.name for path in (folder / "_").iterdir() if path.is_file()} == {
+        "notes.safetensors"
+    }
+    assert (root / "notes.txt").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ((), "nothing to select by"),
+        (("--yes",), "nothing to select by"),
+        (("-n", "unknown", "--yes"), "no namespace unknown"),
+        (("--group", "x"), "--group"),
+        (("--unused-for", "2020-01-01"), "--unused-for"),
+        (("--prompts", "/nowhere"), "cannot be read"),
+    ],
+)
+def test_what_cannot_be_used_is_refused(
+    tmp_path: Path, arguments: tuple[str, ...], problem: str
+) -> None:
+    place = Place(str(tmp_path / "shelf"))
+    place.fill(ONE, prompt(1, chunks=1))
+    result = place.run("rm", *arguments)
+    assert result.exit_code == 2, result.output
+    assert problem in result.stderr
+    assert len(place.names()) == 2
+
+
+def test_a_missing_shelf_is_not_made(tmp_path: Path) -> None:
+    for more in ((), ("--yes",)):
+        result = Place(str(tmp_path / "nowhere")).run("rm", "--unused-for", "1h", *more)
+        assert result.exit_code == 3
+    assert not (tmp_path / "nowhere").exists()
+
+
+def test_a_shelf_that_takes_no_changes_keeps_all(tmp_path: Path) -> None:
+    place = Place(str(tmp_path / "shelf"))
+    place.fill(ONE, prompt(1, chunks=1))
+    with open_shelf(place.url, read_only=True) as shelf:
+        found = find_objects(shelf, Choice(folders=[ONE.folder]))
+        with pytest.raises(OSError, match="read-only"):
+            remove_objects(shelf, found)
+    assert len(place.names()) == 2

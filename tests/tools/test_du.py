@@ -1,0 +1,250 @@
+"""``kvshelf du``: every object is counted once, in the row where a user looks for it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from filled import fill, hybrid, namespace, prompt, store
+from kvshelf.backends import open_backend
+from kvshelf.backends.posix import PosixBackend
+from servers import BUCKET, S3Server, command, rclone_s3
+from typer.testing import CliRunner, Result
+
+from kvshelf.capacity import inventory as inventory_module
+from kvshelf.cli.app import app
+from kvshelf.cli.du import By
+from kvshelf.errors import PermanentStorageError
+from kvshelf.shelf.shelf import open_shelf
+from kvshelf.tools.du import BREAKDOWNS, measure
+
+FOLDER = namespace().folder
+HYBRID = hybrid()
+DAY = 86400.0
+
+
+def run(*args: object, code: int = 0) -> Result:
+    result = CliRunner().invoke(app, ["du", *map(str, args)])
+    assert result.exit_code == code, result.output
+    return result
+
+
+def usage(*args: object) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(run(*args, "--json").stdout)
+    return found
+
+
+def rows(found: dict[str, Any], by: str) -> dict[str, tuple[int, int]]:
+    return {row["name"]: (row["objects"], row["bytes"]) for row in found["by"][by]}
+
+
+def of(paths: list[Path]) -> tuple[int, int]:
+    return len(paths), sum(path.stat().st_size for path in paths)
+
+
+def objects(root: Path, pattern: str = "*.safetensors") -> list[Path]:
+    return sorted(root.rglob(pattern))
+
+
+@pytest.fixture
+def shelf(tmp_path: Path) -> Path:
+    root = tmp_path / "shelf"
+    fill(root, namespace(), prompt(0, 6))
+    with open_shelf(root) as opened:
+        store(opened, namespace(), prompt(1, 2), salt="tenant")
+    fill(root, HYBRID, prompt(0, 2))
+    return root
+
+
+def test_the_command_knows_all_breakdowns() -> None:
+    assert [by.value for by in By] == list(BREAKDOWNS)
+
+
+def test_by_namespace(shelf: Path) -> None:
+    found = usage(shelf)
+    assert rows(found, "namespace") == {
+        folder: of(objects(shelf / folder)) for folder in (FOLDER, HYBRID.folder)
+    }
+    assert (found["objects"], found["bytes"]) == of(objects(shelf))
+    sizes = [row["bytes"] for row in found["by"]["namespace"]]
+    assert sizes == sorted(sizes, reverse=True)
+    descriptions = of(objects(shelf, "namespace.json"))
+    assert found["others"]["descriptions"] == {"files": 2, "bytes": descriptions[1]}
+    assert found["counted_bytes"] == found["bytes"] + descriptions[1]
+    assert 0 < found["free"] <= found["total"]
+    text = run(shelf).stdout
+    assert text.splitlines()[0].split() == ["OBJECTS", "SIZE", "SHARE", "LAST", "USED", "NAMESPACE"]
+    assert FOLDER in text
+    assert "2: " in text.splitlines()[-1]
+
+
+def test_by_group_depth_and_kind_of_one_listing(
+    shelf: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed: list[str] = []
+    real = PosixBackend.entries
+
+    def entries(self: PosixBackend, prefix: str = "") -> Any:
+        listed.append(prefix)
+        return real(self, prefix)
+
+    monkeypatch.setattr(PosixBackend, "entries", entries)
+    found = usage(shelf, "--by", "group", "--by", "depth", "--by", "kind", "--by", "kind")
+    assert len(listed) == len(set(listed))
+    assert rows(found, "group") == {
+        f"{folder}/{group.name}": of(objects(group))
+        for folder in (FOLDER, HYBRID.folder)
+        for group in (shelf / folder).iterdir()
+        if group.is_dir() and group.name[0] != "."
+    }
+    assert len(rows(found, "group")) == 3
+    first = [p for p in objects(shelf) if "-0-" in p.name[64:67]]
+    assert rows(found, "depth")["chunk 0"] == of(first)
+    assert list(rows(found, "depth")) == ["chunk 0", "chunks 1 to 3", "chunks 4 to 15"]
+    assert rows(found, "kind") == {
+        "full": of(
+            [p for p in objects(shelf) if "-state-" not in p.name and "-window-" not in p.name]
+        ),
+        "window": of(objects(shelf, "*-window-*")),
+        "state": of(objects(shelf, "*-state-*")),
+    }
+    assert all(
+        sum(row["objects"] for row in table) == found["objects"]
+        and sum(row["bytes"] for row in table) == found["bytes"]
+        for table in found["by"].values()
+    )
+
+
+def test_by_age_of_the_last_use(shelf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = objects(shelf)
+    now = time.time() + 100 * DAY
+    monkeypatch.setattr(PosixBackend, "now", lambda _: now)
+    ages = [10.0, 7200.0, 2 * DAY, 10 * DAY, 50 * DAY]
+    for number, path in enumerate(paths):
+        # What counts is the later one of access and modification.
+        os.utime(path, (now - ages[number % 5], now - 60 * DAY))
+    found = rows(usage(shelf, "--by", "age"), "age")
+    assert list(found) == [
+        "under 1 hour",
+        "1 to 24 hours",
+        "1 to 7 days",
+        "7 to 30 days",
+        "over 30 days",
+    ]
+    assert found == {name: of(paths[n::5]) for n, name in enumerate(found)}
+
+
+@pytest.mark.parametrize("when", [-1e10, 1e14])
+def test_absurd_times_are_counted(shelf: Path, when: float) -> None:
+    try:
+        os.utime(objects(shelf)[0], (when, when))
+    except OverflowError:
+        pytest.skip("this system has no such times")
+    found = usage(shelf, "--by", "age", "--by", "namespace")
+    assert sum(row["objects"] for row in found["by"]["age"]) == len(objects(shelf))
+    run(shelf, "--by", "age")
+
+
+def test_forged_sizes_do_not_overflow(shelf: Path) -> None:
+    for path in objects(shelf)[:4]:
+        try:
+            os.truncate(path, (1 << 63) - 4096)
+        except OSError:
+            os.truncate(path, 1 << 43)
+    found = usage(shelf)
+    assert found["bytes"] > 1 << 43
+    assert all(row["bytes"] > 0 for row in found["by"]["namespace"])
+
+
+def test_one_namespace(shelf: Path) -> None:
+    found = usage(shelf, "-n", FOLDER[-16:])
+    assert rows(found, "namespace") == {FOLDER: of(objects(shelf / FOLDER))}
+    assert "it has:" in run(shelf, "-n", "other-0123456789abcdef", code=2).stderr
+
+
+def test_what_lies_beside(shelf: Path) -> None:
+    path = objects(shelf)[0]
+    path.with_name(f".{path.name}.{'a' * 16}.tmp").write_bytes(b"x" * 10)
+    bad = shelf / FOLDER / ".kvshelf" / "bad"
+    bad.mkdir(parents=True)
+    (bad / f"{0:020d}-00000000-{path.name}").write_bytes(b"x" * 20)
+    (shelf / FOLDER / "notes").write_bytes(b"x" * 30)
+    found = usage(shelf)["others"]
+    assert {name: (total["files"], total["bytes"]) for name, total in found.items()} == {
+        "temporaries": (1, 10),
+        "quarantine": (1, 20),
+        "markers": (0, 0),
+        "descriptions": (2, found["descriptions"]["bytes"]),
+        "reserved": (0, 0),
+        "other versions": (0, 0),
+        "foreign": (1, 30),
+    }
+    assert "temporaries 1: 10 B" in run(shelf).stdout
+
+
+def test_empty_and_missing(tmp_path: Path) -> None:
+    found = usage(tmp_path, *(part for name in BREAKDOWNS for part in ("--by", name)))
+    assert found["objects"] == 0
+    assert found["by"] == {name: [] for name in BREAKDOWNS}
+    assert "0 objects" in run(tmp_path).stdout
+    run(tmp_path / "typo", code=3)
+    run(tmp_path, "--by", "moon", code=2)
+
+
+def test_a_listing_without_end_is_ended(shelf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inventory_module, "_MOST_OBJECTS", 5)
+    with (
+        closing(open_backend(str(shelf))) as backend,
+        pytest.raises(PermanentStorageError, match="no end"),
+    ):
+        measure(backend)
+    assert "no end" in run(shelf, code=3).stderr
+
+
+def test_sums_are_exact_for_many_rows() -> None:
+    code = np.array([2, 0, 2, 1, 0])
+    names = ["a", "b", "c"]
+
+    class Stub:
+        size = np.array([1 << 45, 1, 2, 3, 4])
+
+    from kvshelf.tools.du import _rows
+
+    found = _rows(Stub(), np.array([1.0, 5.0, 3.0, 4.0, 2.0]), code, names)  # type: ignore[arg-type]
+    assert [(row.name, row.objects, row.bytes, row.last_used) for row in found] == [
+        ("a", 2, 5, 5.0),
+        ("b", 1, 3, 4.0),
+        ("c", 2, (1 << 45) + 2, 3.0),
+    ]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    pytest.importorskip("obstore", reason="obstore is missing: pip install 'kvshelf[s3]'")
+    if command("rclone") is None:
+        pytest.skip("rclone is not installed")
+    with rclone_s3(tmp_path_factory.mktemp("bucket")) as running:
+        yield running
+
+
+def test_on_s3(server: S3Server, shelf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert server.folder is not None
+    shutil.copytree(shelf, server.folder / BUCKET / "used")
+    every = [part for name in BREAKDOWNS for part in ("--by", name)]
+    here = usage(shelf, *every)
+    monkeypatch.setenv("KVSHELF_SHARED_STORAGE_PATH", f"s3://{BUCKET}/used")
+    monkeypatch.setenv("KVSHELF_STORAGE_OPTIONS", json.dumps(server.options()))
+    there = usage(*every)
+    assert (there["objects"], there["bytes"]) == (here["objects"], here["bytes"])
+    for name in BREAKDOWNS:
+        assert rows(there, name) == rows(here, name)
+    assert there["free"] is None
+    assert "free on the storage" not in run().stdout

@@ -1,0 +1,490 @@
+"""``kvshelf verify``: what it finds, what a repair does, and what it leaves alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from filled import contents, fill, hybrid, namespace, prompt, times
+from kvshelf.backends import open_backend
+from kvshelf.backends.posix import PosixBackend
+from servers import BUCKET, S3Server, command, rclone_s3
+from typer.testing import CliRunner, Result
+
+from kvshelf.cli.app import app
+from kvshelf.errors import TransientStorageError
+from kvshelf.format.namespace import Namespace
+from kvshelf.shelf.shelf import Shelf
+from kvshelf.tools import parallel
+from kvshelf.tools.verify import VerifyReport, recovered, verify_shelf
+
+FOLDER = namespace().folder
+HYBRID = hybrid()
+OLD = time.time() - 2 * 86400
+
+
+def run(*args: object, code: int = 0) -> Result:
+    result = CliRunner().invoke(app, ["verify", *map(str, args)])
+    assert result.exit_code == code, result.output
+    return result
+
+
+def report(*args: object, code: int = 0) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(run(*args, "--json", code=code).stdout)
+    return found
+
+
+def objects(root: Path) -> list[Path]:
+    return sorted(path for path in root.rglob("*.safetensors") if ".kvshelf" not in path.parts)
+
+
+def age(root: Path) -> None:
+    """Make all files old, so that nothing looks as if it were being copied."""
+    for path in root.rglob("*"):
+        if path.is_file():
+            os.utime(path, (OLD, OLD))
+
+
+@pytest.fixture
+def shelf(tmp_path: Path) -> Path:
+    root = tmp_path / "shelf"
+    fill(root, namespace(), prompt(0, 3), prompt(1, 2))
+    fill(root, HYBRID, prompt(0, 2))
+    age(root)
+    return root
+
+
+def flip(path: Path, at: int = -1) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+    os.utime(path, (OLD, OLD))
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 1)
+    os.utime(path, (OLD, OLD))
+
+
+def empty(path: Path) -> None:
+    os.truncate(path, 0)
+    os.utime(path, (OLD, OLD))
+
+
+def grow(path: Path) -> None:
+    with open(path, "ab") as file:
+        file.write(b"x")
+    os.utime(path, (OLD, OLD))
+
+
+def other(path: Path) -> None:
+    shutil.copy(next(p for p in objects(path.parents[3]) if p.name[:64] != path.name[:64]), path)
+    os.utime(path, (OLD, OLD))
+
+
+# ------------------------------------------------------------------------------ what is found
+
+
+def test_a_good_shelf_is_good_and_stays_as_it_is(shelf: Path) -> None:
+    before = times(shelf), contents(shelf)
+    found = report(shelf)
+    total = len(objects(shelf))
+    assert (found["found"], found["intact"], found["namespaces"]) == (total, total, 2)
+    assert found["bytes"] == sum(path.stat().st_size for path in objects(shelf))
+    assert found["sound"] is True
+    assert found["problems"] == []
+    assert f"verified {total} of {total} objects in 2 namespaces" in run(shelf).stdout
+    assert (times(shelf), contents(shelf)) == before
+
+
+def test_a_shelf_of_the_first_release_is_good(tmp_path: Path) -> None:
+    golden = Path(__file__).parents[1] / "golden" / "v0.1.0" / "shelf"
+    shutil.copytree(golden, tmp_path / "shelf")
+    found = report(tmp_path / "shelf", "--repair")
+    assert (found["intact"], found["sound"]) == (len(objects(golden)), True)
+    assert contents(tmp_path / "shelf") == contents(golden)
+
+
+@pytest.mark.parametrize("damage", [flip, cut, empty, grow, other])
+def test_a_bad_object_is_named_and_moved_aside(shelf: Path, damage: Callable[[Path], None]) -> None:
+    before = contents(shelf)
+    bad = objects(shelf)[4]
+    name = str(bad.relative_to(shelf))
+    damage(bad)
+    damaged = bad.read_bytes()
+    found = report(shelf, code=1)
+    assert (found["bad"], found["moved"], found["intact"]) == (1, 0, len(objects(shelf)) - 1)
+    assert [row["name"] for row in found["problems"]] == [name]
+    assert bad.read_bytes() == damaged, "only --repair changes anything"
+    assert name in run(shelf, code=1).stderr
+    mended = report(shelf, "--repair")
+    assert (mended["bad"], mended["moved"], mended["sound"]) == (1, 1, True)
+    assert not bad.exists()
+    (aside,) = (shelf / name.partition("/")[0] / ".kvshelf" / "bad").iterdir()
+    assert aside.read_bytes() == damaged
+    left = {key: data for key, data in contents(shelf).items() if "/.kvshelf/" not in key}
+    assert left == {key: data for key, data in before.items() if key != name}
+    assert report(shelf)["sound"] is True
+
+
+def test_a_file_that_may_still_be_copied_stays(shelf: Path) -> None:
+    bad = objects(shelf)[0]
+    os.truncate(bad, 1000)
+    found = report(shelf, "--repair", code=1)
+    assert (found["bad"], found["moved"]) == (1, 0)
+    assert "may still be copied" in found["problems"][0]["problem"]
+    assert bad.stat().st_size == 1000
+
+
+def test_names_that_the_namespace_has_not_are_bad(shelf: Path) -> None:
+    path = next(p for p in objects(shelf) if p.name.endswith("-0of2.safetensors"))
+    wrong = [
+        path.with_name(path.name.replace("-0of2", "-0of3")),
+        path.with_name(path.name.replace("-0of2", "-state-0of9")),
+    ]
+    for name in wrong:
+        shutil.copy2(path, name)
+    found = report(shelf, "--repair")
+    assert (found["bad"], found["moved"]) == (2, 2)
+    assert not any(name.exists() for name in wrong)
+
+
+def test_only_the_bad_one_of_two_folders_of_a_namespace_is_moved(shelf: Path) -> None:
+    renamed = namespace("renamed").folder
+    shutil.copytree(shelf / FOLDER, shelf / renamed)
+    age(shelf)
+    for folder in (FOLDER, renamed):
+        bad = next(p for p in objects(shelf / folder) if "-1-0of2" in p.name)
+        flip(bad)
+        found = report(shelf, "--repair")
+        assert (found["bad"], found["moved"]) == (1, 1)
+        assert found["problems"][0]["name"] == str(bad.relative_to(shelf))
+        assert not bad.exists()
+
+
+def test_what_others_left_stays(shelf: Path) -> None:
+    foreign = [
+        shelf / "README",
+        shelf / FOLDER / "notes.txt",
+        shelf / FOLDER / "_" / "x.safetensors",
+        shelf / "other" / "model.safetensors",
+        shelf / FOLDER / ".kvshelf" / "gave-up" / ("a" * 32),
+        shelf / ".kvshelf" / "pins" / "keep.json",
+    ]
+    for path in foreign:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"" if "gave-up" in path.parts else b"foreign")
+    link = objects(shelf)[0].with_name("link")
+    link.symlink_to("/etc/hostname")
+    age(shelf)
+    assert report(shelf, "--repair")["sound"] is True
+    assert all(path.exists() for path in foreign)
+    assert link.is_symlink()
+
+
+# ------------------------------------------------------------------------------ descriptions
+
+
+def spoil(data: bytes, how: str) -> bytes | None:
+    if how == "missing":
+        return None
+    if how == "zeros":
+        return bytes(len(data))
+    if how == "cut":
+        return data[:-10]
+    if how == "empty":
+        return b""
+    if how == "spaces":
+        return json.dumps(json.loads(data), indent=1).encode() + b"\n"
+    if how == "mark":
+        return b"\xef\xbb\xbf" + data
+    if how == "tail":
+        return data + bytes(4096)
+    if how == "other":
+        return namespace("x", weights="user:other").encoded
+    assert how == "flip"
+    return data.replace(b"user:test", b"user:tesu")
+
+
+@pytest.mark.parametrize(
+    ("how", "known"),
+    [
+        ("missing", False),
+        ("zeros", False),
+        ("cut", False),
+        ("empty", False),
+        ("flip", False),
+        ("other", False),
+        ("spaces", True),
+        ("mark", True),
+        ("tail", True),
+    ],
+)
+@pytest.mark.parametrize("second", [False, True], ids=["alone", "second"])
+def test_a_description_is_written_again_only_if_its_bytes_are_known(
+    shelf: Path, how: str, known: bool, second: bool
+) -> None:
+    good = (shelf / FOLDER / "namespace.json").read_bytes()
+    if second:
+        shutil.copytree(shelf / FOLDER, shelf / namespace("renamed").folder)
+        age(shelf)
+    spoilt = spoil(good, how)
+    path = shelf / FOLDER / "namespace.json"
+    if spoilt is None:
+        path.unlink()
+    else:
+        path.write_bytes(spoilt)
+    found = report(shelf, "-n", FOLDER, code=1)
+    assert (found["descriptions"], found["rewritten"], found["bad"]) == (1, 0, 0)
+    assert found["problems"][0]["name"] == f"{FOLDER}/namespace.json"
+    assert found["intact" if known or second else "unverified"] == 10
+    mended = report(shelf, "-n", FOLDER, "--repair", code=0 if known or second else 1)
+    assert mended["rewritten"] == (known or second)
+    if known or second:
+        assert path.read_bytes() == good
+    else:
+        assert (path.read_bytes() if path.exists() else None) == spoilt
+        assert "an engine that stores to it" in mended["problems"][0]["problem"]
+
+
+def test_without_a_record_bad_objects_are_named_and_stay(shelf: Path) -> None:
+    (shelf / FOLDER / "namespace.json").unlink()
+    bad = objects(shelf / FOLDER)[3:6]
+    flip(bad[0])
+    cut(bad[1])
+    empty(bad[2])
+    found = report(shelf, "--repair", code=1)
+    assert (found["bad"], found["moved"], found["unverified"]) == (3, 0, 7)
+    assert {row["name"] for row in found["problems"]} == {
+        f"{FOLDER}/namespace.json",
+        *(str(path.relative_to(shelf)) for path in bad),
+    }
+    assert all(path.exists() for path in bad)
+
+
+def test_another_version_of_the_format_is_left_alone(shelf: Path) -> None:
+    import hashlib
+
+    record = dict(namespace().record) | {"format": "kvshelf/2", "cipher": "x"}
+    data = json.dumps(record, separators=(",", ":"), sort_keys=True).encode()
+    folder = f"new-{hashlib.sha256(data).hexdigest()[:16]}"
+    inner = objects(shelf / FOLDER)[0].relative_to(shelf / FOLDER)
+    (shelf / folder / inner).parent.mkdir(parents=True)
+    (shelf / folder / inner).write_bytes(b"what nobody knows")
+    (shelf / folder / "namespace.json").write_bytes(data)
+    age(shelf)
+    found = report(shelf, "--repair")
+    assert (found["other_versions"], found["bad"], found["sound"]) == (1, 0, True)
+    assert (shelf / folder / inner).exists()
+
+
+def test_recovered_believes_the_digest_only() -> None:
+    folder = namespace().folder
+    data = namespace().encoded
+    assert recovered(data, folder) == namespace()
+    assert recovered(json.dumps(json.loads(data)).encode() + b"\0\0", folder) == namespace()
+    for wrong in (b"", b"{}", b"[]", b"null", b"[" * 100_000, data[:-1], bytes(100), b"\xff" * 10):
+        assert recovered(wrong, folder) is None
+    assert recovered(namespace(weights="user:other").encoded, folder) is None
+
+
+# ------------------------------------------------------------------------------ beside objects
+
+
+def test_orphans_are_removed_when_they_are_old(
+    shelf: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = objects(shelf)[0]
+    old = path.with_name(f".{path.name}.{'a' * 16}.tmp")
+    young = path.with_name(f".{path.name}.{'b' * 16}.tmp")
+    foreign = path.with_name(f".notes.{'c' * 16}.tmp")
+    folder = path.relative_to(shelf).parts[0]
+    quarantined = shelf / folder / ".kvshelf" / "bad" / f"{0:020d}-00000000-{path.name}"
+    quarantined.parent.mkdir(parents=True)
+    for each in (old, young, foreign, quarantined):
+        each.write_bytes(b"x" * 100)
+    found = report(shelf, "--repair")
+    assert (found["orphans"], found["removed"], found["sound"]) == (0, 0, True)
+    later = time.time() + 8 * 86400
+    monkeypatch.setattr(PosixBackend, "now", lambda _: later)
+    os.utime(young, (later, later))
+    found = report(shelf)
+    assert (found["orphans"], found["orphan_bytes"], found["sound"]) == (2, 200, True)
+    assert "2 orphans (200 B)" in run(shelf).stdout
+    assert old.exists()
+    other = next(each for each in (FOLDER, HYBRID.folder) if each != folder)
+    assert report(shelf, "--repair", "-n", other)["removed"] == 0
+    assert report(shelf, "--repair")["removed"] == 2
+    assert (old.exists(), quarantined.exists()) == (False, False)
+    assert (young.exists(), foreign.exists()) == (True, True)
+
+
+# ------------------------------------------------------------------------------ samples
+
+
+def test_a_sample_is_a_part(shelf: Path) -> None:
+    total = len(objects(shelf))
+    for text, size in (("5", 5), ("1000000", total), ("0", 0), ("100%", total), ("0.001%", 1)):
+        found = report(shelf, "--sample", text)
+        assert (found["found"], found["intact"]) == (size, size)
+    assert report(shelf, "--sample", "50%")["found"] == round(total / 2)
+    for text in ("-1", "101%", "x", "1e3", "%", ""):
+        assert "--sample" in run(shelf, f"--sample={text}", code=2).stderr
+
+
+def test_samples_differ(shelf: Path) -> None:
+    flip(objects(shelf)[0])
+    codes = {
+        CliRunner().invoke(app, ["verify", str(shelf), "--sample", "50%"]).exit_code
+        for _ in range(40)
+    }
+    assert codes == {0, 1}
+
+
+def test_only_one_namespace(shelf: Path) -> None:
+    flip(objects(shelf / HYBRID.folder)[0])
+    assert report(shelf, "-n", FOLDER[-16:])["intact"] == 10
+    assert report(shelf, "-n", HYBRID.folder + "/", code=1)["bad"] == 1
+    assert "it has:" in run(shelf, "-n", "x-0123456789abcdef", code=2).stderr
+
+
+# ------------------------------------------------------------------------------ trouble
+
+
+def test_an_error_of_the_storage_changes_nothing(
+    shelf: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parallel, "PAUSES", (0.0,))
+    before = contents(shelf)
+    ill = str(objects(shelf)[3].relative_to(shelf))
+    real = PosixBackend.open
+
+    def fails(self: PosixBackend, name: str) -> Any:
+        if name == ill:
+            raise TransientStorageError(5, "made by a test", name)
+        return real(self, name)
+
+    monkeypatch.setattr(PosixBackend, "open", fails)
+    found = report(shelf, "--repair", "-j", "1", code=1)
+    assert (found["failed"], found["bad"], found["moved"]) == (1, 0, 0)
+    assert contents(shelf) == before
+
+
+def test_objects_that_vanish_are_no_problem(shelf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = objects(shelf)[3]
+    real = PosixBackend.open
+
+    def vanish(self: PosixBackend, name: str) -> Any:
+        if name == str(gone.relative_to(shelf)):
+            gone.unlink(missing_ok=True)
+        return real(self, name)
+
+    monkeypatch.setattr(PosixBackend, "open", vanish)
+    found = report(shelf)
+    assert (found["gone"], found["sound"]) == (1, True)
+
+
+def test_a_bad_read_that_is_good_the_second_time_is_good(
+    shelf: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Network filesystems show old contents to an old open."""
+    path = objects(shelf)[3]
+    good = path.read_bytes()
+    flip(path)
+    real = PosixBackend.open
+    opened = 0
+
+    def heal(self: PosixBackend, name: str) -> Any:
+        nonlocal opened
+        if name == str(path.relative_to(shelf)):
+            opened += 1
+            if opened == 2:
+                path.write_bytes(good)
+        return real(self, name)
+
+    monkeypatch.setattr(PosixBackend, "open", heal)
+    assert report(shelf)["sound"] is True
+    assert opened == 2
+
+
+def test_a_missing_and_a_read_only_shelf(shelf: Path, tmp_path: Path) -> None:
+    run(tmp_path / "typo", code=3)
+    assert not (tmp_path / "typo").exists()
+    run(tmp_path / "typo", "--repair", code=3)
+    assert not (tmp_path / "typo").exists()
+    with Shelf(open_backend(str(shelf), read_only=True)) as opened:
+        with pytest.raises(OSError, match="read-only"):
+            verify_shelf(opened, repair=True)
+        assert verify_shelf(opened).sound
+
+
+def test_mass_damage(tmp_path: Path) -> None:
+    root = tmp_path / "shelf"
+    fill(root, namespace(), *(prompt(number, 4) for number in range(20)))
+    for path in objects(root):
+        path.write_bytes(bytes(path.stat().st_size))
+    age(root)
+    found = report(root, "--repair")
+    assert found["bad"] == found["moved"] == 160
+    assert objects(root) == []
+    assert len(list((root / FOLDER / ".kvshelf" / "bad").iterdir())) == 32
+
+
+def test_progress_reaches_the_end(shelf: Path) -> None:
+    seen: list[tuple[int, int]] = []
+    listed = 0
+
+    def count() -> None:
+        nonlocal listed
+        listed += 1
+
+    with Shelf(open_backend(str(shelf))) as opened:
+        result = verify_shelf(
+            opened,
+            on_listed=count,
+            on_progress=lambda now: seen.append((now.done, now.found)),
+        )
+    assert isinstance(result, VerifyReport)
+    assert seen[-1] == (len(objects(shelf)), len(objects(shelf)))
+    assert listed == len(objects(shelf)) + 2
+
+
+# ------------------------------------------------------------------------------ S3
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    pytest.importorskip("obstore", reason="obstore is missing: pip install 'kvshelf[s3]'")
+    if command("rclone") is None:
+        pytest.skip("rclone is not installed")
+    with rclone_s3(tmp_path_factory.mktemp("bucket")) as running:
+        yield running
+
+
+def test_on_s3(server: S3Server, shelf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert server.folder is not None
+    root = server.folder / BUCKET / "verified"
+    shutil.copytree(shelf, root)
+    monkeypatch.setenv("KVSHELF_SHARED_STORAGE_PATH", f"s3://{BUCKET}/verified")
+    monkeypatch.setenv("KVSHELF_STORAGE_OPTIONS", json.dumps(server.options()))
+    total = len(objects(root))
+    found = report()
+    assert (found["intact"], found["sound"]) == (total, True)
+    bad = objects(root)[2:4]
+    for path in bad:
+        flip(path)
+    (root / FOLDER / "namespace.json").write_bytes(namespace().encoded + b"\n")
+    time.sleep(0.1)  # the server's own cache of its folder
+    found = report(code=1)
+    assert (found["bad"], found["descriptions"]) == (2, 1)
+    found = report("--repair")
+    assert (found["bad"], found["moved"], found["rewritten"]) == (2, 2, 1)
+    assert not any(path.exists() for path in bad)
+    assert Namespace.from_bytes((root / FOLDER / "namespace.json").read_bytes()) == namespace()
+    assert report()["intact"] == total - 2
