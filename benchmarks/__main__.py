@@ -18,9 +18,11 @@ from pathlib import Path
 
 from rich.console import Console
 
+from benchmarks.capacity import bench_capacity
 from benchmarks.copies import bench_copy
 from benchmarks.engine import bench_engine, bench_startup
 from benchmarks.far import bench_far
+from benchmarks.gc import bench_gc
 from benchmarks.handover import bench_handover
 from benchmarks.hybrid import bench_hybrid
 from benchmarks.lookups import bench_lookup
@@ -48,9 +50,11 @@ GROUPS: dict[str, Callable[[Settings], Iterator[Row]]] = {
     "hybrid": bench_hybrid,
     "server": bench_server,
     "handover": bench_handover,
+    "capacity": bench_capacity,
+    "gc": bench_gc,
     "startup": bench_startup,
 }
-_ONLY_WHEN_ASKED = frozenset({"waits", "server", "handover", "hybrid", "startup"})
+_ONLY_WHEN_ASKED = frozenset({"waits", "server", "handover", "capacity", "hybrid", "gc", "startup"})
 _INTERRUPTED = 130
 
 
@@ -64,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
         nargs="*",
         metavar="GROUP",
         help=f"groups of rows: {', '.join(GROUPS)}; default: all but"
-        " waits, hybrid, server, handover and startup",
+        " waits, hybrid, server, handover, capacity, gc and startup",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table to FILE")

@@ -115,6 +115,10 @@ class Child:
         self._send({"op": op, **arguments})
         return self._receive(_CALL_SECONDS)
 
+    def said(self, text: str) -> bool:
+        """Tell whether the child has written a text to its log."""
+        return text in self._log.read_text(errors="replace")
+
     def cpu_seconds(self) -> float:
         """Return the processor time of the child and its children so far."""
         return sum(self.cpu_seconds_by_process().values())

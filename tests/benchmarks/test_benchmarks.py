@@ -101,6 +101,14 @@ def test_waits_are_measured_when_asked_for(tmp_path: Path) -> None:
         assert row["skipped"] or row["ours_seconds"]["least"] >= 0, row
 
 
+def test_a_sweep_of_many_objects_is_measured_when_asked_for(tmp_path: Path) -> None:
+    file = tmp_path / "figures.json"
+    assert bench.main(["gc", "--quick", "--json", str(file)]) == 0
+    rows = {row["name"]: row for row in json.loads(file.read_text())["rows"]}
+    assert set(rows) == {"gc/plan", "gc/orphans", "gc/delete"}
+    assert all(row["extra"]["resident_bytes"] > 20 << 20 for row in rows.values())
+
+
 def test_runs_as_a_module() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks", "load", "--quick"],

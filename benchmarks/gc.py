@@ -1,0 +1,99 @@
+"""Rows ``gc/*``: ``kvshelf gc`` over a shelf of a million small objects.
+
+Owns the shelf, which is made without kvshelf, and the measurement: the time of each command, and
+the most memory that its process had. The objects are 300 bytes, so their number counts, not their
+size; the folder should be on tmpfs, where they take 5 GiB.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+from benchmarks.measure import Goal, Row
+from benchmarks.samples import TINY, make_format
+from benchmarks.settings import Settings
+
+_OBJECTS: Final = 1_000_000
+_QUICK_OBJECTS: Final = 2_000
+_PROMPT_CHUNKS: Final = 40
+_GOAL_SECONDS: Final = 120.0
+_GOAL_BYTES: Final = 300 << 20
+_CHECKOUT: Final = str(Path(__file__).resolve().parents[1])
+
+
+def _fill(root: Path, count: int) -> int:
+    """Make objects with true names and beginnings; return the bytes of all."""
+    fmt = make_format(TINY, 1)
+    folder = root / fmt.namespace.folder
+    for fan in range(256):
+        (folder / "_" / f"{fan:02x}").mkdir(parents=True)
+    (folder / "namespace.json").write_bytes(fmt.namespace.encoded)
+    begin = (
+        (fmt.data_offset - 8).to_bytes(8, "little")
+        + b'{"__metadata__":{"format":"kvshelf/1","namespace":"%s",'
+        % fmt.namespace.digest.hex().encode()
+    )
+    base, key, held = str(folder / "_"), b"", 0
+    for number in range(count):
+        index = number % _PROMPT_CHUNKS
+        parent = key if index else number.to_bytes(32, "little")
+        key = hashlib.sha256(parent).digest()
+        text = key.hex()
+        data = begin + f'"key":"{text}","parent":"{parent.hex()}","chunk":"{index}"'.encode()
+        path = f"{base}/{text[:2]}/{text}-{index}-0of1.safetensors"
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        held += os.write(file, data)
+        os.close(file)
+    return held
+
+
+def _run(*arguments: str) -> tuple[float, int]:
+    """Run ``kvshelf gc``; return its seconds and the most bytes that it had in memory."""
+    begin = time.monotonic()
+    process = subprocess.Popen(  # noqa: S603  our own module
+        [sys.executable, "-m", "kvshelf", "gc", *arguments],
+        cwd=_CHECKOUT,
+        stdout=subprocess.DEVNULL,
+        env={name: value for name, value in os.environ.items() if not name.startswith("KVSHELF_")},
+    )
+    try:
+        _, status, used = os.wait4(process.pid, 0)
+    except BaseException:
+        process.kill()
+        raise
+    seconds = time.monotonic() - begin
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        raise RuntimeError(f"kvshelf gc ended with {process.returncode}; see above")
+    return seconds, used.ru_maxrss << 10
+
+
+def bench_gc(settings: Settings) -> Iterator[Row]:
+    """Measure a dry run without and with a look at parents, and the deletion of a half."""
+    count = _QUICK_OBJECTS if settings.quick else _OBJECTS
+    root = settings.folder("gc")
+    settings.progress(f"gc: making {count} objects")
+    held = _fill(root, count)
+    bound = f"--max-bytes={held // 2}"
+    for name, what, arguments in (
+        ("plan", "a dry run", [bound, "--no-orphans"]),
+        ("orphans", "a dry run that reads all parents", [bound, "--orphans"]),
+        ("delete", "the deletion of the older half", [bound, "--no-orphans", "--yes"]),
+    ):
+        settings.progress(f"gc: {what}")
+        seconds, nbytes = _run(str(root), *arguments)
+        yield Row(
+            f"gc/{name}",
+            f"`kvshelf gc` of {count:,} objects: {what}, with {nbytes >> 20} MiB at most",
+            ours=[seconds],
+            goal=Goal(_GOAL_SECONDS, "seconds"),
+            note=f"The goal for memory is {_GOAL_BYTES >> 20} MiB.",
+            extra={"objects": count, "resident_bytes": nbytes, "goal_resident_bytes": _GOAL_BYTES},
+        )
