@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import os
+import sys
 import threading
 import time
 import traceback
@@ -54,6 +56,7 @@ def clean_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
             if name.upper().startswith("KVSHELF_") and name != "KVSHELF_OPS":
                 patch.delenv(name)
         patch.setenv("KVSHELF_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
         for name in ("NO_PROXY", "no_proxy"):
             # The servers of the tests are on this machine, whatever the way to others is.
             patch.setenv(name, "127.0.0.1,localhost")
@@ -64,7 +67,7 @@ def clean_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
 def no_leaks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Fail the test if a buffer of any pool made during it is not released at its end."""
     pools: list[BufferPool] = []
-    places: dict[int, str] = {}
+    places: dict[int, list[tuple[str, int]]] = {}
     make, allocate = BufferPool.__init__, BufferPool.allocate
 
     def noted(self: BufferPool, *args: Any, **options: Any) -> None:
@@ -74,7 +77,9 @@ def no_leaks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def traced(self: BufferPool, nbytes: int) -> Buffer | None:
         buffer = allocate(self, nbytes)
         if buffer is not None:
-            places[id(buffer._block)] = "".join(traceback.format_stack(limit=6)[:-1])
+            # Without their lines, which take far longer to get: a pool has thousands of buffers.
+            frames = itertools.islice(traceback.walk_stack(sys._getframe(1)), 5)
+            places[id(buffer._block)] = [(f.f_code.co_filename, line) for f, line in frames]
         return buffer
 
     monkeypatch.setattr(BufferPool, "__init__", noted)
@@ -86,7 +91,8 @@ def no_leaks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         threading.Event().wait(0.001)
     leaks = [block for pool in pools for block in pool._live.values()]
     assert not leaks, "not released:\n" + "\n".join(
-        f"{leak.nbytes} bytes, {leak.views} views, allocated at\n{places.get(id(leak))}"
+        f"{leak.nbytes} bytes, {leak.views} views, allocated at"
+        + "".join(f"\n  {path}:{line}" for path, line in places.get(id(leak), ()))
         for leak in leaks
     )
 

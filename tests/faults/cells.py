@@ -49,10 +49,27 @@ RECOVERY: Final = 15.0
 BACK_OFF: Final = 0.05
 CHUNKS: Final = 3
 
-ERRNOS: Final = ("EIO", "ENOSPC", "EDQUOT", "EACCES", "EROFS", "ESTALE", "ENOENT")
+ERRNOS: Final = (
+    *("EIO", "ENOSPC", "EDQUOT", "EACCES", "EROFS", "ESTALE", "ENOENT"),
+    # The process's own: too many files open, no memory.
+    *("EMFILE", "ENOMEM"),
+)
+#: What mounts of several kinds say: bad blocks, damaged metadata, tickets of Kerberos that have
+#: expired, and names, links and signals where none was expected.
+MOUNT_ERRNOS: Final = (
+    *("EUCLEAN", "ENODATA", "EKEYEXPIRED", "ETXTBSY", "ELOOP", "ENAMETOOLONG"),
+    "EINTR",
+)
 DAMAGES: Final = ("short read", "short read once", "flipped bit", "flipped bit once")
 TIMES: Final = ("slow, in time", "slow, too late", "blocked for ever")
 KILL: Final = "killed"
+UNMOUNTED: Final = "unmounted"
+COVERED: Final = "another mount"
+STALE_FOLDER: Final = "ESTALE of folders"
+AHEAD: Final = "clock ahead"
+BEHIND: Final = "clock behind"
+BACK: Final = "clock set back"
+ODD_TIMES: Final = "odd times"
 STALE: Final = "stale attributes"
 
 FAULTS: Final = (*ERRNOS, *DAMAGES, *TIMES, KILL)
@@ -60,12 +77,16 @@ BUCKET_FAULTS: Final = (*STATUSES, RESET, STALLED, WRONG_LENGTH, WRONG_BYTES, RE
 
 _NO_BYTES: Final = "no bytes of an object move at this moment"
 _NO_PROCESS: Final = "the storage behind the wrapper has no process (killed writers: test_crash.py)"
+_ONE_MOUNT: Final = "a mount that is gone or covered is so for every call"
+_NO_TIMES: Final = "no decision by time at this moment"
 _ONE_SERVER: Final = "a server that is gone is gone for every request"
 
 
 def faults_of(backend: str) -> tuple[str, ...]:
     """Return the faults that a kind of storage knows."""
-    return BUCKET_FAULTS if backend in BUCKETS else FAULTS
+    if backend in BUCKETS:
+        return BUCKET_FAULTS
+    return (*FAULTS, *MOUNT_ERRNOS) if backend == "fuse" else FAULTS
 
 
 def why_not_a_cell(fault: str, moment: str, backend: str) -> str | None:
@@ -80,6 +101,25 @@ def why_not_a_cell(fault: str, moment: str, backend: str) -> str | None:
     if fault == KILL and backend != "fuse":
         return _NO_PROCESS
     return None
+
+
+MOUNTS: Final = (UNMOUNTED, COVERED, STALE_FOLDER)
+CLOCKS: Final = (AHEAD, BEHIND, BACK, ODD_TIMES)
+
+
+def why_no_cell_of_a_mount(fault: str, moment: str) -> str | None:
+    """Give the reason why there is no cell for what mounts and clocks do, or None."""
+    if fault in (UNMOUNTED, COVERED):
+        return None if moment == "write" else _ONE_MOUNT
+    if fault == STALE_FOLDER:
+        return None if moment in ("probe", "list") else "what follows is the row ESTALE"
+    by_time = {
+        AHEAD: ("write", "list", "delete"),
+        BEHIND: ("write", "list", "delete"),
+        BACK: ("read", "write"),
+        ODD_TIMES: ("read", "list", "delete"),
+    }
+    return None if moment in by_time[fault] else _NO_TIMES
 
 
 # --------------------------------------------------------------------------------------- storage
@@ -160,8 +200,11 @@ class MountedStorage(Storage):
     def make_trouble(self, fault: str, moment: str) -> None:
         operation = _FUSE_OPERATIONS.get(moment, "read")
         what: dict[str, Any]
-        if fault in ERRNOS:
+        if fault in (*ERRNOS, *MOUNT_ERRNOS):
             what = {"error": getattr(errno, fault)}
+            if fault == "EINTR":
+                # A storm that passes: interrupted calls are made again.
+                what["times"] = 30
             if moment == "read":
                 operation = "open|read"
         elif fault in DAMAGES:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from string import ascii_lowercase
 from typing import Any
 
 import pytest
@@ -98,19 +99,25 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     from test_table import rows_of, why_no_cell
 
     ended: dict[tuple[str, str, str], Counter[str]] = defaultdict(Counter)
+    conditions: dict[str, Counter[str]] = defaultdict(Counter)
     met = killed = 0
     for outcome in ("passed", "failed", "skipped", "error"):
         for report in terminalreporter.stats.get(outcome, ()):
             for name, value in getattr(report, "user_properties", ()):
                 if name == "cell":
                     ended[tuple(value)][outcome] += 1
+                elif name == "condition":
+                    conditions[value][outcome] += 1
                 elif name == "met" and outcome == "passed":
                     met += value
                 elif name == "killed":
                     killed += value
     write = terminalreporter.write_line
-    if ended or killed:
+    if ended or killed or conditions:
         terminalreporter.section("faults")
+    for text, counts in conditions.items():
+        outcomes = ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
+        write(f"{text}: {outcomes}")
     if killed:
         write(f"{killed} writers and readers were killed, one at each step of what they did.")
     if not ended:
@@ -139,7 +146,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
                 elif counts["skipped"]:
                     text = "skipped"
                 elif reason is not None:
-                    text = reasons.setdefault(reason, "abcdefghij"[len(reasons)])
+                    text = reasons.setdefault(reason, ascii_lowercase[len(reasons)])
                 else:
                     text = "."
                 line += f"{text:>9}"

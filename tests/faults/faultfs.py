@@ -178,9 +178,17 @@ def _unmount(mountpoint: str | Path) -> None:
     )
 
 
+def _mounts_at(path: Path) -> int:
+    """Return how many filesystems are mounted at `path`, one over the other."""
+    lines = Path("/proc/self/mountinfo").read_text().splitlines()
+    return sum(line.split(" ")[4] == str(path.resolve()) for line in lines)
+
+
 def _serve_filesystem(source: str, mountpoint: str, socket_path: str, options: str) -> None:
     import mfusepy
 
+    given = json.loads(options)
+    ahead = int(given.pop("ahead") * 10**9)
     rules = _Rules()
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(socket_path)
@@ -202,7 +210,7 @@ def _serve_filesystem(source: str, mountpoint: str, socket_path: str, options: s
                 name: getattr(info, name)
                 for name in ("st_mode", "st_nlink", "st_size", "st_uid", "st_gid", "st_ino")
             }
-            return found | {f"st_{t}": getattr(info, f"st_{t}_ns") for t in _TIMES}
+            return found | {f"st_{t}": getattr(info, f"st_{t}_ns") + ahead for t in _TIMES}
 
         def statfs(self, path: str) -> dict[str, int]:
             info = os.statvfs(self._at("statfs", path))
@@ -260,7 +268,8 @@ def _serve_filesystem(source: str, mountpoint: str, socket_path: str, options: s
             return 0
 
         def utimens(self, path: str, times: tuple[int, int] | None = None) -> int:
-            os.utime(self._at("utimens", path), ns=times, follow_symlinks=False)
+            ours = None if times is None else (times[0] - ahead, times[1] - ahead)
+            os.utime(self._at("utimens", path), ns=ours, follow_symlinks=False)
             return 0
 
         def open(self, path: str, flags: int) -> int:
@@ -301,9 +310,8 @@ def _serve_filesystem(source: str, mountpoint: str, socket_path: str, options: s
         mountpoint,
         foreground=True,
         nothreads=False,
-        fsname="faultfs",
         hard_remove=True,
-        **json.loads(options),
+        **given,
     )
 
 
@@ -362,6 +370,10 @@ class FaultMount:
         Where to mount instead: an existing folder. What is in it shows, with faults.
     source : Path, optional
         The files to show instead, such as those of another mount.
+    name : str
+        The source that the kernel's table of mounts names.
+    ahead : float
+        Seconds by which the clock of the filesystem is ahead of this machine's.
     """
 
     def __init__(
@@ -371,15 +383,18 @@ class FaultMount:
         cache_seconds: float = 0.0,
         path: Path | None = None,
         source: Path | None = None,
+        name: str = "faultfs",
+        ahead: float = 0.0,
     ) -> None:
         self.source = folder / "source" if source is None else source
         self.path = folder / "mount" if path is None else path
-        if path is not None:
+        if path is not None and source is None:
             shutil.copytree(path, self.source)
         self._socket_path = folder / "socket"
         self._log = folder / "log"
         timeouts = ("attr_timeout", "entry_timeout", "negative_timeout")
-        self._options = dict.fromkeys(timeouts, cache_seconds)
+        self._options: dict[str, Any] = dict.fromkeys(timeouts, cache_seconds)
+        self._options |= {"fsname": name, "ahead": ahead}
         self._process: subprocess.Popen[bytes] | None = None
         self._stream: Any = None
         self._lock = threading.Lock()
@@ -416,6 +431,7 @@ class FaultMount:
             If that failed, with what the filesystem said.
         """
         self._socket_path.unlink(missing_ok=True)
+        before = _mounts_at(self.path)
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
                 [
@@ -432,7 +448,7 @@ class FaultMount:
                 start_new_session=True,
             )
         deadline = time.monotonic() + _START_SECONDS
-        while not (self._socket_path.exists() and os.path.ismount(self.path)):
+        while not (self._socket_path.exists() and _mounts_at(self.path) > before):
             if not self.alive or time.monotonic() > deadline:
                 self.close()
                 raise RuntimeError(f"could not mount: {self._log.read_text()[-500:]}")
@@ -466,6 +482,8 @@ class FaultMount:
         """Stop the process: from now on nothing on the mount is answered."""
         assert self._process is not None
         self._process.send_signal(signal.SIGSTOP)
+        # Threads that run on other cores go on for a moment.
+        os.waitid(os.P_PID, self._process.pid, os.WSTOPPED)
 
     def thaw(self) -> None:
         """Let a frozen process go on."""

@@ -101,7 +101,7 @@ def sweep_all(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Store as often as it takes to come through all folders once."""
     with monkeypatch.context() as patch:
         patch.setattr(view_module, "_SWEEP_SECONDS", 0.0)
-        patch.setattr(view_module, "_SWEEP_AGE", -1.0)
+        patch.setattr(view_module, "TEMPORARY_SECONDS", -1.0)
         with open_shelf(root) as shelf:
             for _ in range(8):
                 store_all(shelf)

@@ -13,10 +13,12 @@ import pytest
 from cells import (
     BACKENDS,
     BUCKETS,
+    CLOCKS,
     DAMAGES,
     DEADLINE,
     LIMIT,
     MOMENTS,
+    MOUNTS,
     RECOVERY,
     STALE,
     EngineStandIn,
@@ -28,6 +30,7 @@ from cells import (
     faults_of,
     make_old,
     make_prompt,
+    why_no_cell_of_a_mount,
     why_not_a_cell,
     within,
 )
@@ -46,7 +49,8 @@ FMT = make_format()
 def rows_of(backend: str) -> tuple[str, ...]:
     """Return the rows of the table for a kind of storage."""
     own = () if backend in BUCKETS else (STALE, "frozen")
-    return (*faults_of(backend), "truncated", *own)
+    mounts = (*MOUNTS, *CLOCKS) if backend == "fuse" else ()
+    return (*faults_of(backend), "truncated", *own, *mounts)
 
 
 def why_no_cell(fault: str, moment: str, backend: str) -> str | None:
@@ -61,6 +65,8 @@ def why_no_cell(fault: str, moment: str, backend: str) -> str | None:
         if backend != "fuse":
             return "no filesystem's process that could be stopped"
         return None if moment == "probe" else "a stopped filesystem answers no probe already"
+    if fault in (*MOUNTS, *CLOCKS):
+        return why_no_cell_of_a_mount(fault, moment)
     return why_not_a_cell(fault, moment, backend)
 
 
@@ -99,6 +105,8 @@ def eventually(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + RECOVERY
     while not condition():
         assert time.monotonic() < deadline, "it does not recover without a restart"
+        # Tests that run beside this one need the processor, too.
+        threading.Event().wait(0.005)
 
 
 def counters_of(fault: str, moment: str) -> tuple[str, ...]:

@@ -1,0 +1,185 @@
+"""Clocks that are wrong: rows of the table of faults.
+
+The storage's clock is an hour ahead of this machine's, or an hour behind it. What is young by the
+storage's clock stays, what is old goes, whatever this machine takes for now.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from cells import AHEAD, BACK, BEHIND, ODD_TIMES, EngineStandIn, MountedStorage, make_prompt
+from faultfs import FaultMount
+from kvshelf.backends import Properties, Touched, WriteResult, open_backend
+from kvshelf.backends.wrappers import WrappedBackend
+from parts import make_chunks, make_format
+from test_table import eventually, loads_all
+
+from kvshelf.metrics import Counters
+from kvshelf.shelf.markers import MARKERS
+from kvshelf.shelf.shelf import Shelf
+from kvshelf.shelf.sweep import Sweep
+from kvshelf.shelf.view import ObjectRef
+
+FMT = make_format()
+HOUR = 3600.0
+OURS = ".x.0123456789abcdef.tmp"
+
+
+class Uncached(WrappedBackend):
+    """Says that no cache is between it and its files, as a cluster filesystem does."""
+
+    @property
+    def properties(self) -> Properties:
+        return replace(self.inner.properties, cache_seconds=0.0)
+
+
+class Skewed:
+    """A shelf on a storage with a clock of its own, and its files past the mount."""
+
+    def __init__(self, fault: str, mount: FaultMount) -> None:
+        self.fault = fault
+        name = uuid.uuid4().hex
+        self.files = mount.source / name
+        self.backend = Uncached(open_backend(mount.path / name))
+        self.shelf = Shelf(self.backend)
+        self.view = self.shelf.view(FMT)
+
+    def make_older(self, name: str, seconds: float) -> None:
+        """Date a file back; past the mount all times are those of this machine."""
+        then = time.time() - seconds
+        os.utime(self.files / name, (then, then))
+
+
+@pytest.fixture(scope="module", params=[AHEAD, BEHIND])
+def skewed_mount(
+    request: pytest.FixtureRequest, mounts: Callable[..., FaultMount]
+) -> tuple[str, FaultMount]:
+    return request.param, mounts(ahead=HOUR if request.param == AHEAD else -HOUR)
+
+
+@pytest.fixture
+def skewed(skewed_mount: tuple[str, FaultMount]) -> Iterator[Skewed]:
+    place = Skewed(*skewed_mount)
+    yield place
+    place.shelf.close()
+
+
+def test_the_storage_says_its_own_time(skewed: Skewed) -> None:
+    now = skewed.backend.now()
+    assert now is not None
+    assert abs(abs(now - time.time()) - HOUR) < 60
+    assert list(skewed.backend.entries()) == []
+
+
+def test_temporaries_go_by_the_clock_of_the_storage(
+    skewed: Skewed, note_cell: Callable[..., None]
+) -> None:
+    note_cell(skewed.fault, "delete", "fuse")
+    skewed.backend.write("a/x", [b"1"])
+    (skewed.files / "a" / OURS).write_bytes(b"being written")
+
+    def sweep(older_than: float) -> int:
+        return skewed.backend.sweep("a", older_than, lambda name: name == "x")
+
+    assert sweep(60.0) == 0
+    # The change time of a file cannot be set: what was written now counts as old by a minute.
+    assert sweep(-60.0) == 1
+    assert [row.name for row in skewed.backend.entries()] == ["a/x"]
+
+
+def test_a_file_that_is_being_copied_stays_by_the_clock_of_the_storage(
+    skewed: Skewed, note_cell: Callable[..., None]
+) -> None:
+    note_cell(skewed.fault, "write", "fuse")
+    (chunk,) = make_chunks(FMT, 1)
+    bad = f"{FMT.namespace.folder}/.kvshelf/bad"
+    for shard, age in ((0, 0.0), (1, 2 * HOUR)):
+        ref = ObjectRef(chunk, shard)
+        data = bytearray(FMT.object_size(shard))
+        FMT.seal(memoryview(data), chunk, shard)
+        name = skewed.view.name(ref)
+        skewed.backend.write(name, [data[: len(data) // 2]])
+        skewed.make_older(name, age)
+        assert skewed.view.publish(ref, data) is WriteResult.REPLACED
+        assert len(list(skewed.backend.list(bad))) == (1 if age else 0)
+
+
+def test_leftovers_go_by_the_clock_of_the_storage(
+    skewed: Skewed, note_cell: Callable[..., None]
+) -> None:
+    note_cell(skewed.fault, "list", "fuse")
+    folder = f"{FMT.namespace.folder}/{MARKERS}"
+    for attempt, age in (("0" * 32, 1.0), ("1" * 32, HOUR / 2)):
+        skewed.view.give_up(attempt)
+        skewed.make_older(f"{folder}/{attempt}", age)
+    with closing(Sweep(HOUR / 6, Counters())) as sweep:
+        sweep._look_into(skewed.view, folder)
+    assert [row.name for row in skewed.backend.list(folder)] == [f"{folder}/{'0' * 32}"]
+
+
+def test_uses_are_recorded_in_the_time_of_the_storage(skewed: Skewed) -> None:
+    for name in ("a/used", "a/later"):
+        skewed.backend.write(name, [b"1"])
+        skewed.make_older(name, 100.0)
+    assert skewed.backend.touch("a/used") is Touched.TOUCHED
+    used, later = skewed.backend.info("a/used"), skewed.backend.info("a/later")
+    now = skewed.backend.now()
+    assert used is not None and later is not None and now is not None
+    assert used.atime is not None
+    assert abs(used.atime - now) < 60
+    assert used.mtime < later.mtime + 60 < used.atime
+
+
+@pytest.mark.parametrize("backend", ["fuse"])
+def test_a_clock_that_is_set_back_stops_nothing(
+    storage: MountedStorage,
+    backend: str,
+    note_cell: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    note_cell(BACK, "read", backend)
+    note_cell(BACK, "write", backend)
+    known, new = make_prompt(FMT, 0), make_prompt(FMT, 1)
+    with closing(EngineStandIn(storage.backend, deadline=storage.deadline)) as engine:
+        engine.answer(known)
+        eventually(loads_all(engine, known))
+        real = time.time
+        monkeypatch.setattr(time, "time", lambda: real() - 2 * HOUR)
+        assert engine.answer(new) == 0
+        eventually(loads_all(engine, known, new))
+
+
+#: In 1969, and in the year 30000, which most filesystems take for the end of their time.
+@pytest.mark.parametrize("moment", [-1e6, 8.8e11], ids=["1969", "30000"])
+@pytest.mark.parametrize("backend", ["fuse"])
+def test_times_that_make_no_sense(
+    storage: MountedStorage, backend: str, moment: float, note_cell: Callable[..., None]
+) -> None:
+    for what in ("read", "list", "delete"):
+        note_cell(ODD_TIMES, what, backend)
+    known = make_prompt(FMT, 0)
+    with closing(EngineStandIn(storage.backend, deadline=storage.deadline)) as engine:
+        engine.answer(known)
+        eventually(loads_all(engine, known))
+        names = [row.name for row in storage.plain.list()]
+        for name in names:
+            os.utime(Path(storage.plain.url, name), (moment, moment))
+        eventually(loads_all(engine, known))
+        assert len(list(engine.rig.shelf.objects())) == len(known.chunks) * FMT.shards
+        for name in names:
+            assert storage.backend.touch(name) is Touched.TOUCHED
+        folder = names[0].rpartition("/")[0]
+        assert storage.backend.sweep(folder, 60.0, lambda name: True) == 0
+        with closing(Sweep(HOUR, Counters())) as sweep:
+            sweep._look_into(engine.rig.shelf.view(FMT), folder)
+        assert {row.name for row in storage.plain.list()} == set(names)
+        assert storage.backend.delete(names[0])
+        eventually(loads_all(engine, known))
