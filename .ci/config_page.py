@@ -5,7 +5,7 @@ from __future__ import annotations
 import types
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import ByteSize
+from pydantic import BaseModel, ByteSize
 
 from kvshelf.config import PROCESS_VARIABLES, Config, variable_of
 
@@ -31,7 +31,7 @@ def _default_text(default: object) -> str:
         return f"`{default.human_readable(separator='')}`".replace(".0", "")
     if isinstance(default, bool):
         return f"`{str(default).lower()}`"
-    if isinstance(default, dict):
+    if isinstance(default, dict | BaseModel):
         return "`{}`"
     return f"`{default}`"
 
