@@ -14,7 +14,7 @@ from harness import NEAR_TIE, SHELF_CONNECTOR, Answer, Engine, assert_same
 from shelf_files import CHUNK, ShelfFiles, wait_until
 
 BLOCK = 128
-MakePrompt = Callable[[int], list[int]]
+MakePrompt = Callable[..., list[int]]
 Reference = Callable[..., Answer]
 
 
@@ -55,14 +55,16 @@ def place(engines: Engines) -> Iterator[Place]:
 def test_a_prompt_that_comes_again_is_loaded_whole(
     place: Place, reference: Reference, prompt: MakePrompt, length: int
 ) -> None:
-    tokens = prompt(length)
+    shorter = prompt(length - 1)
+    tokens = prompt(1, after=shorter)
+    longer = prompt(1, after=tokens)
     assert place.stored(tokens).shelf_tokens == 0
     warm = place.engine.generate(tokens)
     assert warm.shelf_tokens == length
     assert_same(warm, reference(tokens))
     assert warm.logprobs == pytest.approx(reference(tokens).logprobs, abs=NEAR_TIE)
     # One token more or less is another prompt.
-    for other in (tokens[:-1], [*tokens, 5]):
+    for other in (shorter, longer):
         place.engine.reset_prefix_cache()
         answer = place.engine.generate(other)
         assert answer.shelf_tokens == length // CHUNK * CHUNK

@@ -14,7 +14,7 @@ def test_answers_stay_the_same_beside_a_device(
     beside_device: Engine,
     shelf: ShelfFiles,
     reference: Callable[..., Answer],
-    prompt: Callable[[int], list[int]],
+    prompt: Callable[..., list[int]],
     length: int,
 ) -> None:
     engine, tokens = beside_device, prompt(length)
@@ -35,13 +35,13 @@ def test_requests_that_load_store_and_end_early_at_the_same_time(
     beside_device: Engine,
     shelf: ShelfFiles,
     reference: Callable[..., Answer],
-    prompt: Callable[[int], list[int]],
+    prompt: Callable[..., list[int]],
 ) -> None:
     engine, base = beside_device, prompt(4 * CHUNK)
     engine.generate(base)
     shelf.wait_stored(base)
     engine.reset_prefix_cache()
-    prompts = [base[: (1 + i % 4) * CHUNK] + prompt(100 + 300 * (i % 3)) for i in range(8)]
+    prompts = [prompt(100 + 300 * (i % 3), after=base[: (1 + i % 4) * CHUNK]) for i in range(8)]
     requests = [engine.submit(tokens) for tokens in prompts]
     for request in requests[::4]:
         request.abort()

@@ -38,7 +38,7 @@ DAY = 86400
 MULTI_CONNECTOR = ("MultiConnector", "vllm.distributed.kv_transfer.kv_connector.v1.multi_connector")
 #: Longer than a test may take: what waits for it fails.
 NEVER = 600.0
-MakePrompt = Callable[[int], list[int]]
+MakePrompt = Callable[..., list[int]]
 Reference = Callable[..., Answer]
 
 
@@ -230,16 +230,17 @@ def test_long_before_the_producer_begins(
     pair: Pair, reference: Reference, prompt: MakePrompt
 ) -> None:
     """Longer than a miss is remembered; others are served meanwhile."""
-    tokens, other = prompt(1500), prompt(900)
+    beginning, other = prompt(600), prompt(900)
+    tokens = prompt(900, after=beginning)
     pair.consumer.reset_prefix_cache()
     request = pair.consumer.submit(tokens, kv_transfer_params=pair.promises.params(tokens))
     for number in range(40):
         # Requests without params and hand-overs go ahead of what waits.
         assert_same(pair.consumer.generate(other, max_tokens=8), reference(other, max_tokens=8))
         if number == 20:
-            params = prefill(pair.producer, tokens[:600])
-            answer = pair.consumer.generate(tokens[:600], kv_transfer_params=params)
-            assert_same(answer, reference(tokens[:600]))
+            params = prefill(pair.producer, beginning)
+            answer = pair.consumer.generate(beginning, kv_transfer_params=params)
+            assert_same(answer, reference(beginning))
     prefill(pair.producer, tokens)
     answer = request.result()
     assert_same(answer, reference(tokens))
@@ -380,7 +381,7 @@ def test_params_of_another_prompt(pair: Pair, reference: Reference, prompt: Make
     params = prefill(pair.producer, other)
     check(pair.consume(tokens, params), reference(tokens), 0)
     # Params of the prompt's beginning, as where a proxy adds tokens: what they name is loaded.
-    longer = other + prompt(200)
+    longer = prompt(200, after=other)
     answer = pair.consume(longer, params)
     assert answer.shelf_tokens in (768, 900)
     assert_same(answer, reference(longer))

@@ -23,7 +23,7 @@ from kvshelf.format.keys import KeyChain
 from kvshelf.format.names import object_name
 from kvshelf.format.namespace import Namespace
 
-MakePrompt = Callable[[int], list[int]]
+MakePrompt = Callable[..., list[int]]
 Reference = Callable[..., Answer]
 
 
@@ -191,7 +191,7 @@ def test_chunks_that_are_no_whole_blocks(
     engine.reset_prefix_cache()
     tokens = prompt(1500)
     # The same beginning, so that both caches have exactly `hit` tokens of it.
-    asked = tokens[:hit] + prompt(92)
+    asked = prompt(92, after=tokens[:hit])
     engine.generate(tokens)
     own = engine.generate(asked)
     assert own.shelf_tokens == 0

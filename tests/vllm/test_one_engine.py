@@ -23,7 +23,7 @@ from shelf_files import (
 )
 
 BLOCK = 128
-MakePrompt = Callable[[int], list[int]]
+MakePrompt = Callable[..., list[int]]
 Reference = Callable[..., Answer]
 
 
@@ -77,7 +77,7 @@ def test_shared_prefixes_of_any_length(
     lengths = [1, 128, 255, 256, 257, 384, 511, 512, 700, 1024, 1279, 1280, 1499]
     lengths += random.Random(7).sample(range(2, 1500), 7)
     for shared in lengths:
-        tokens = base[:shared] + prompt(1 + shared % 90)
+        tokens = prompt(1 + shared % 90, after=base[:shared])
         engine.reset_prefix_cache()
         answer = engine.generate(tokens)
         assert answer.shelf_tokens == expected_hit(shared, len(tokens)), shared
@@ -148,7 +148,7 @@ def test_loads_and_stores_in_one_request(
     base = prompt(600)
     engine.generate(base)
     shelf.wait_stored(base)
-    longer = base + prompt(700)
+    longer = prompt(700, after=base)
     engine.reset_prefix_cache()
     assert engine.generate(longer).shelf_tokens == 512
     shelf.wait_stored(longer)

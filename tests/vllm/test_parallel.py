@@ -75,6 +75,7 @@ def own_hit(engine: Engine, tokens: list[int], hit: int) -> Answer:
     return answer
 
 
+@pytest.mark.usefixtures("reference")  # so that no near-tie is drawn
 def test_two_ranks_store_and_load(degrees: Degrees, prompt: MakePrompt) -> None:
     engine, shelf = degrees.two, degrees.shelf
     tokens = prompt(900)
@@ -128,6 +129,7 @@ def test_both_degrees_compute_the_same_kv(degrees: Degrees, prompt: MakePrompt) 
             assert_close(of_one, of_two)
 
 
+@pytest.mark.usefixtures("reference")  # so that no near-tie is drawn
 @pytest.mark.parametrize("shard", [0, 1])
 def test_what_one_rank_cannot_load_all_compute_again(
     degrees: Degrees, prompt: MakePrompt, shard: int

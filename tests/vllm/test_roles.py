@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 
 import pytest
@@ -10,7 +11,7 @@ from harness import Answer, Engine, EngineError, assert_same
 from make_model import make_model
 from shelf_files import ShelfFiles, wait_until
 
-MakePrompt = Callable[[int], list[int]]
+MakePrompt = Callable[..., list[int]]
 Reference = Callable[..., Answer]
 
 
@@ -34,7 +35,7 @@ def test_save_decode(
     conversation = question + answer.tokens
     # The last token of an answer has no KV: nothing was computed after it.
     shelf.wait_stored(conversation[:-1])
-    follow_up = conversation + prompt(30)
+    follow_up = prompt(30, after=conversation)
     answer = chatting.generate(follow_up)
     assert answer.shelf_tokens == 512
     assert_same(answer, reference(follow_up))
@@ -103,6 +104,8 @@ def test_changed_weights_at_a_path_do_not_hit_old_kv(
         wait_until(lambda: len(shelf.namespaces()) == 2, "a namespace of the new weights")
         [after] = set(shelf.namespaces()) - {before}
         assert after.name.startswith("a-copy-")
+    # Other tests look for their prompts in the one namespace of this shelf.
+    shutil.rmtree(after)
 
 
 @pytest.mark.slow
