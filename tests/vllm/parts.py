@@ -7,7 +7,7 @@ import hashlib
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,13 @@ def until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline, "it never came true"
         threading.Event().wait(0.001)
+
+
+def while_patient() -> Iterator[None]:
+    """Go on for as long as :func:`until` waits: for steps that are made until a thread is done."""
+    deadline = time.monotonic() + PATIENCE
+    while time.monotonic() < deadline:
+        yield
 
 
 def make_format(

@@ -23,7 +23,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from parts import PATIENCE
+from parts import PATIENCE, while_patient
 from simulated_device import SimulatedStreams
 
 with warnings.catch_warnings():
@@ -444,13 +444,13 @@ class MiniVllm:
         assert not self.running
         self.cached.clear()
 
-    def run(self, limit: int = 2000) -> None:
+    def run(self) -> None:
         """Step until no request is left."""
-        for _ in range(limit):
+        for _ in while_patient():
             if not self.states:
                 return
             self.step()
-        raise AssertionError(f"not done after {limit} steps: {self.states}")
+        raise AssertionError(f"not done: {self.states}")
 
     def close(self) -> None:
         self.worker.shutdown()

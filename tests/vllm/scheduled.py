@@ -24,7 +24,7 @@ from typing import Any
 
 import pytest
 from hybrid_specs import cache_config
-from parts import PATIENCE, posix
+from parts import PATIENCE, posix, while_patient
 from pydantic.fields import FieldInfo
 
 with warnings.catch_warnings():
@@ -69,7 +69,6 @@ from kvshelf.format.objects import ObjectFormat
 
 #: Bytes of a token in a group, and of a state.
 TOKEN, STATE_BYTES = 8, 32
-MOST_STEPS = 5000
 DAMAGED = b"damaged"
 
 
@@ -426,7 +425,7 @@ class ScheduledEngine:
 
     def settle(self) -> None:
         """Step until the weights were compared, so that there are hits again."""
-        for _ in range(MOST_STEPS):
+        for _ in while_patient():
             if not self.connector._scheduler._handshake.checking and self._settled:
                 return
             self.step()
@@ -454,7 +453,7 @@ class ScheduledEngine:
 
     def finish(self) -> None:
         """Step until all requests are done, and compare their answers."""
-        for _ in range(MOST_STEPS):
+        for _ in while_patient():
             if not self.scheduler.has_requests() and not self.results:
                 break
             self.step()

@@ -85,7 +85,7 @@ def run(engine: MiniVllm, tokens: list[int], name: str = "") -> int:
     """Run a request to its end; return the tokens that it got from the shelf."""
     request = engine.add(Request(name or f"{engine.steps}", tokens))
     state = engine.states[request.request_id]
-    engine.run(100_000)
+    engine.run()
     assert side_of(engine).drain(PATIENCE) == 0
     return state.loaded
 

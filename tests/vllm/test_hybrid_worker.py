@@ -16,7 +16,7 @@ pytest.importorskip("vllm")
 import torch
 from faulty import Fault, FaultyBackend
 from hybrid_caches import CHUNK, HybridWorker
-from parts import PATIENCE, posix
+from parts import PATIENCE, posix, while_patient
 from simulated_device import SimulatedStreams
 from torch import Tensor
 from vllm.platforms import current_platform
@@ -157,7 +157,7 @@ def until_loaded(worker: HybridWorker, op: LoadOp) -> set[str]:
     """Load, and return the requests that must be computed."""
     failed: set[str] = set()
     meta = StepMetadata(loads=[op])
-    for _ in range(100_000):
+    for _ in while_patient():
         finished, more, worker.reported = worker.step(meta)
         failed |= more
         if finished:
@@ -428,7 +428,7 @@ def test_a_load_that_is_cancelled_is_reported_once(rig: Rig) -> None:
     assert reader.step(StepMetadata(loads=[op]))[0] == set()
     finished, failed, _ = reader.step(StepMetadata(cancelled=["r"]))
     gate.set()
-    for _ in range(100_000):
+    for _ in while_patient():
         if finished:
             break
         finished, failed, _ = reader.step(StepMetadata(idle=True))
@@ -445,7 +445,7 @@ def test_prefetched_objects_of_all_kinds_are_loaded_from_memory(rig: Rig) -> Non
     wanted: Mapping[Kind, list[Chunk]] = {FULL: op.chunks, WINDOW: op.windows, STATE: op.states}
     reader.step(StepMetadata(prefetches=[PrefetchOp("r", c, k) for k, c in wanted.items()]))
     count = 4 * sum(map(len, wanted.values()))
-    for _ in range(100_000):
+    for _ in while_patient():
         if reader.side.counters.snapshot().get("prefetched_objects") == count:
             break
         reader.step(StepMetadata(idle=True))

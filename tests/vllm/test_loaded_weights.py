@@ -13,7 +13,7 @@ import torch
 
 pytest.importorskip("vllm")
 
-from parts import until
+from parts import until, while_patient
 from simulated import SimulatedEngine
 
 from kvshelf.vllm.block_weights import BlockWeights
@@ -47,7 +47,7 @@ def named(engine: SimulatedEngine) -> str:
     for _ in range(2):
         # The workers report, and get the namespace.
         engine.step([])
-    for _ in range(1000):
+    for _ in while_patient():
         engine.step([])
         if not engine.scheduler._handshake.checking:
             break

@@ -732,7 +732,7 @@ def test_loads_that_hang_are_computed(
     backend.add(Fault("read", wait=gate))
     engine.add(Request("r", prompt(41)))
     state = engine.states["r"]
-    engine.run(100_000)
+    engine.run()
     assert state.loads == 1
     gate.set()
 
@@ -772,7 +772,7 @@ def test_vllm_49176_a_request_whose_load_fails_is_computed_and_not_loaded_for_ev
     for name in "abcd":
         engine.add(Request(name, prompt(41)))
         state = engine.states[name]
-        engine.run(100_000)
+        engine.run()
         drain(engine)
         engine.step()
         loads.append(state.loads)
@@ -812,7 +812,7 @@ def test_a_worker_that_leaves_the_storage_alone_tells_the_scheduler(
     gate = threading.Event()
     backend.add(Fault("read", wait=gate))
     engine.add(Request("r", prompts[0]))
-    engine.run(100_000)
+    engine.run()
     own, worker_s = shelves(engine)
     # Whether by the first load or the second, it is noticed soon.
     until(lambda: run(engine, prompts[1]) == [0] and not worker_s.available)
@@ -897,6 +897,13 @@ def settle(engine: MiniVllm) -> None:
     run(engine, prompt(3, 99), max_tokens=12)
 
 
+def begin(engine: MiniVllm, request: Request) -> None:
+    """Add a request, and compute some of it: it waits for its lookup first."""
+    engine.add(request)
+    while request.num_computed_tokens < 24:
+        engine.step()
+
+
 def namespace(engine: MiniVllm) -> str:
     assert engine.scheduler.namespace is not None
     return str(engine.scheduler.namespace.record["weights"])
@@ -963,9 +970,7 @@ def test_a_reset_without_a_change_keeps_the_namespace_and_what_is_running(
 ) -> None:
     engine = start(prefix_caching=False, budget=8)
     settle(engine)
-    engine.add(Request("long", prompt(80), max_tokens=1))
-    for _ in range(3):
-        engine.step()
+    begin(engine, Request("long", prompt(80), max_tokens=1))
     engine.reset_prefix_cache()
     engine.run()
     drain(engine)
@@ -997,9 +1002,7 @@ def test_nothing_is_stored_of_a_request_that_was_running_when_weights_changed(
 ) -> None:
     engine = start(prefix_caching=False, budget=8)
     settle(engine)
-    engine.add(Request("long", prompt(120), max_tokens=1))
-    for _ in range(3):
-        engine.step()
+    begin(engine, Request("long", prompt(120), max_tokens=1))
     drain(engine)
     before = objects(backend)
     if how == "load":
@@ -1012,9 +1015,7 @@ def test_nothing_is_stored_of_a_request_that_was_running_when_weights_changed(
     assert namespace(engine).startswith("params:")
     assert objects(backend) == before
     # Preempted by a reset, it is computed anew, and stored.
-    engine.add(Request("again", prompt(120), max_tokens=1))
-    for _ in range(3):
-        engine.step()
+    begin(engine, Request("again", prompt(120), max_tokens=1))
     engine.model.load_weights(2.0)
     engine.reset_prefix_cache(running=True)
     engine.run()

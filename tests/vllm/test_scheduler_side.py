@@ -16,7 +16,7 @@ pytest.importorskip("vllm")
 from faulty import CountingBackend, Fault, FaultyBackend
 from hybrid_specs import cache_config, full
 from kvshelf.backends import Deadlines
-from parts import PATIENCE, posix, until
+from parts import PATIENCE, posix, until, while_patient
 from replay import (
     HEAD_SIZE,
     HEADS,
@@ -113,7 +113,7 @@ class Side:
 
     def ask(self, request: Request, computed: int = 0) -> tuple[int, bool]:
         """Ask as vLLM does, step by step, until there is an answer."""
-        for _ in range(10_000):
+        for _ in while_patient():
             found, asynchronous = self.side.matched_tokens(request, computed)
             if found is not None:
                 return found, asynchronous

@@ -20,7 +20,7 @@ pytest.importorskip("vllm")
 
 import torch
 from faulty import Fault, FaultyBackend
-from parts import PATIENCE, posix, until
+from parts import PATIENCE, posix, until, while_patient
 from replay import HEAD_SIZE, HEADS, bind, make_caches, make_config, make_groups, prompt
 from thread_limit import none_can_be_started
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorRole
@@ -108,7 +108,7 @@ class Rig:
 
     def until_finished(self) -> tuple[set[str], set[int], WorkerMetadata | None]:
         """Empty steps, as vLLM makes them while a load runs."""
-        for _ in range(100_000):
+        for _ in while_patient():
             answer = self.step(StepMetadata(idle=True))
             if answer[0]:
                 return answer
