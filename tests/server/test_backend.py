@@ -400,9 +400,15 @@ def test_a_server_that_is_gone_is_used_again_when_it_is_back(setting: Setting) -
 
 def test_a_server_that_hangs_is_late(setting: Setting) -> None:
     shelf = setting.connect(deadlines={"probe": 0.1, "read": 0.1, "write": 0.1})
-    setting.publish(shelf, 0)
-    gate = threading.Event()
-    setting.server.loop.post(lambda: gate.wait(PATIENCE))
+    setting.place(0)
+    hangs, gate = threading.Event(), threading.Event()
+
+    def hang() -> None:
+        hangs.set()
+        gate.wait(PATIENCE)
+
+    setting.server.loop.post(hang)
+    assert hangs.wait(PATIENCE)
     view = shelf.view(setting.fmt)
     threads = [
         threading.Thread(target=view.find, args=([setting.ref(0)],), daemon=True) for _ in range(2)
