@@ -53,6 +53,8 @@ class Rig:
         self.counts: dict[str, int] = {}
         self.guard.count_into(self.count)
         self.names = [f"o{i}" for i in range(8)]
+        #: Those of other tests, some of which are stuck for good.
+        self.other_trials = {t for t in threading.enumerate() if t.name == "kvshelf-trial"}
         for name in self.names:
             self.faults.inner.write(name, [name.encode()])
 
@@ -64,6 +66,10 @@ class Rig:
         with self.guard.open(name) as reader:
             assert reader.read_into(memoryview(data), 0) == 2
         return bytes(data)
+
+    def trials(self) -> list[threading.Thread]:
+        running = (t for t in threading.enumerate() if t.name == "kvshelf-trial")
+        return [thread for thread in running if thread not in self.other_trials]
 
     def fail(self, times: int) -> None:
         for number in range(times):
@@ -252,10 +258,6 @@ def test_an_object_that_always_fails_does_not_keep_it_open(rig: Rig, well: str) 
     until(lambda: rig.guard.reads.state is BreakerState.CLOSED)
 
 
-def trials() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "kvshelf-trial"]
-
-
 def fail_then_wait(rig: Rig, pattern: str) -> threading.Event:
     """Fail until the read breaker opens; later opens wait, and fail as well."""
     assert rig.read("o1") == b"o1"
@@ -271,9 +273,9 @@ def fail_then_wait(rig: Rig, pattern: str) -> threading.Event:
 def test_what_fails_after_something_was_well_does_not_stop_it_again(rig: Rig) -> None:
     gate = fail_then_wait(rig, "o[02]")
     until(lambda: rig.guard.reads.state is BreakerState.CLOSED)
-    until(lambda: len(trials()) == 1)
+    until(lambda: len(rig.trials()) == 1)
     gate.set()
-    until(lambda: not trials())
+    until(lambda: not rig.trials())
     assert rig.read("o1") == b"o1"
     assert rig.counts == {"breaker_opens": 1, "breaker_closes": 1}
 
@@ -288,7 +290,7 @@ def test_what_hangs_after_something_was_well_does_not_stop_it_again(rig: Rig) ->
     assert rig.read("o1") == b"o1"
     assert rig.guard.reads.opened == 1
     gate.set()
-    until(lambda: not trials())
+    until(lambda: not rig.trials())
 
 
 def test_the_backoff_grows_up_to_a_bound_and_differs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -451,7 +453,7 @@ def test_a_frozen_storage_is_asked_by_few_threads_and_used_when_it_thaws(
     for name in ("o2", "o3"):
         start(rig, partial(Rig.read, name=name))
     until(lambda: rig.guard.reads.failed_trials > 3)
-    asking = trials()
+    asking = rig.trials()
     assert 0 < len(asking) <= 5
     gate.set()
     until(lambda: rig.guard.reads.state is BreakerState.CLOSED)
@@ -487,7 +489,7 @@ def test_trials_that_are_never_heard_of_again_have_failed(
     until(lambda: rig.guard.reads.state is BreakerState.CLOSED)
     assert rig.read("o1") == b"o1"
     gate.set()
-    until(lambda: not trials())
+    until(lambda: not rig.trials())
 
 
 @pytest.mark.parametrize("rig", [(SOON, NEVER)], indirect=True)
@@ -573,7 +575,7 @@ def test_a_storage_whose_closes_hang_is_asked_until_they_do_not(
     until(lambda: rig.guard.reads.state is BreakerState.CLOSED)
     assert rig.read("o1") == b"o1"
     gate.set()
-    until(lambda: not trials())
+    until(lambda: not rig.trials())
 
 
 def test_a_guard_that_is_closed_just_when_its_thread_goes_idle_leaves_none(

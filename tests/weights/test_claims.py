@@ -23,7 +23,7 @@ from kvshelf.weights.fingerprints import (
 SIZE = fingerprints._CLAIMED_BYTES
 #: Fingerprints files when a line arrives. Says when it waits for another process, and at the end
 #: the fingerprint and how many bytes it read. Its reads hang if it is told so.
-ENGINE = """
+ENGINE = r"""
 import os, sys, threading
 from kvshelf.weights import claims, fingerprints
 
@@ -42,7 +42,8 @@ def readv(descriptor, buffers):
 class Watch(claims.Watch):
     def __init__(self, path):
         super().__init__(path)
-        print("waiting", flush=True)
+        # One write, since several threads say so.
+        print("waiting\n", end="", flush=True)
 
 os.readv, fingerprints.Watch = readv, Watch
 sys.stdin.readline()
