@@ -388,7 +388,7 @@ class Trouble:
 
     def _delete_fan_out(self) -> None:
         path = self._rng.choice(sorted(self._files.objects()))
-        shutil.rmtree(path.parent)
+        shutil.rmtree(path.parent, ignore_errors=True)
 
     def _delete_namespace(self) -> None:
         shutil.rmtree(self._rng.choice(self._files.namespaces()), ignore_errors=True)

@@ -46,6 +46,18 @@ class ShelfFiles:
             return []
         return [path for path in sorted(self.root.iterdir()) if (path / "namespace.json").exists()]
 
+    def delete(self) -> None:
+        """Delete the shelf, also while an engine stores into its folders."""
+
+        def deleted() -> bool:
+            try:
+                shutil.rmtree(self.root)
+            except OSError:
+                return not self.root.exists()
+            return True
+
+        wait_until(deleted, "the shelf deleted")
+
     def objects(self) -> set[Path]:
         """Return all objects of the shelf."""
         return {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 
 from fleet import Engines
@@ -40,7 +39,7 @@ def test_a_second_request_is_loaded_from_memory_while_the_shelf_has_its_objects(
         assert not counts.get("load_failures_bad", 0)
 
         # What is not on the shelf is no hit, though the memory of a worker has it.
-        shutil.rmtree(shelf.root)
+        shelf.delete()
         engine.reset_prefix_cache()
         computed = engine.generate(tokens)
         assert computed.shelf_tokens == 0

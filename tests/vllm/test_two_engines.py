@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 
 import pytest
@@ -88,7 +87,7 @@ def test_shelf_deleted_while_running(
     third.reset_prefix_cache()
     prompts = [tokens + prompt(5) for _ in range(12)]
     requests = [third.submit(each) for each in prompts]
-    shutil.rmtree(own.root)
+    own.delete()
     answers = [request.result() for request in requests]
     alone = [reference(each) for each in prompts]
     inert.reset_prefix_cache()
