@@ -10,7 +10,8 @@
 #   TORCH_INDEX     where CPU builds of torch are, for when your own package index has none
 #   FUZZ_SECONDS    how long `make fuzz` runs
 #   PYTEST_ARGS     further arguments for pytest, as in PYTEST_ARGS="-k shelf -x"
-#   WORKERS         how many tests run at the same time; each may have three engines of 2 GiB
+#   WORKERS         how many tests run at the same time; each may have three engines of 2 GiB; default: 3, or
+#                   2 where less than 16 GiB of memory are free. They wait half of the time.
 #   WHEELS_ARGS     arguments of the build of wheels, as in WHEELS_ARGS="--torch torch==2.9.1"
 #   SOAK_ARGS       arguments of the soak, as in SOAK_ARGS="--seconds 120 --json soak.json"
 
@@ -23,7 +24,7 @@ VENV := .venv
 BIN := $(CURDIR)/$(VENV)/bin
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 PYTEST_ARGS ?=
-WORKERS ?= 2
+WORKERS ?= $(or $(shell awk '/^MemAvailable/ {kib = $$2} END {print kib < 16 * 2^20 ? 2 : 3}' /proc/meminfo 2>/dev/null),2)
 BENCH_ARGS ?=
 SOAK_ARGS ?=
 FUZZ_SECONDS ?= 300
