@@ -79,6 +79,10 @@ _PACKAGES: Final = {
     "sftp": "kvshelf[sftp]",
     "ssh": "kvshelf[sftp]",
 }
+#: URLs of LMCache, for which fsspec has no filesystem.
+_LMCACHE: Final = frozenset(
+    ("fs", "infinistore", "lm", "mooncakestore", "redis", "redis-sentinel", "rediss", "valkey")
+)
 #: Protocols that keep one connection, which can be lost.
 _SSH: Final = frozenset(("sftp", "ssh"))
 #: Seconds to establish a connection, and seconds between keep-alive messages.
@@ -197,7 +201,14 @@ class GenericBackend(Backend):
                 f"{self.url}: a package for {protocol}:// is missing: {hint}"
             ) from exc
         except (ValueError, TypeError, KeyError) as exc:
-            raise ConfigError(f"{self.url} cannot be opened: {self._clean(str(exc))}") from exc
+            hint = ""
+            if protocol in _LMCACHE:
+                hint = (
+                    f" ({protocol}:// is a URL of LMCache: docs/migrating.md says what to use"
+                    " in its place, such as a directory or s3://)"
+                )
+            text = f"{self.url} cannot be opened: {self._clean(str(exc))}{hint}"
+            raise ConfigError(text) from exc
         except Exception as exc:
             raise self._translate(exc, "opening the shelf", "") from exc
         if hasattr(fs, "dircache"):

@@ -7,13 +7,21 @@ import os
 import stat
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from kvshelf.backends import Deadlines
 from pydantic import ByteSize, ValidationError
 
-from kvshelf.config import PROCESS_VARIABLES, CapacityConfig, Config, cache_dir, default_shelf_path
+from kvshelf.config import (
+    PROCESS_VARIABLES,
+    CapacityConfig,
+    Config,
+    _note_services,
+    cache_dir,
+    default_shelf_path,
+)
 from kvshelf.errors import ConfigError, KVShelfError
 from kvshelf.shelf.shelf import open_shelf
 
@@ -191,6 +199,88 @@ def test_process_variables_are_known() -> None:
 )
 def test_variables_of_a_kubernetes_service_are_explained(name: str) -> None:
     assert "enableServiceLinks" in problem({}, {name: "tcp://10.0.0.1:80"})
+
+
+def service(prefix: str, *ports: int, names: Sequence[str] = ()) -> dict[str, str]:
+    """The variables that Kubernetes makes for a Service."""
+    environ = {
+        f"{prefix}_SERVICE_HOST": "10.0.0.1",
+        f"{prefix}_SERVICE_PORT": str(ports[0]),
+        f"{prefix}_PORT": f"tcp://10.0.0.1:{ports[0]}",
+    }
+    environ |= {f"{prefix}_SERVICE_PORT_{name}": str(ports[0]) for name in names}
+    for port in ports:
+        own = f"{prefix}_PORT_{port}_TCP"
+        environ |= {
+            own: f"tcp://10.0.0.1:{port}",
+            f"{own}_PROTO": "tcp",
+            f"{own}_PORT": str(port),
+            f"{own}_ADDR": "10.0.0.1",
+        }
+    return environ
+
+
+def test_the_variables_of_kubernetes_services_stop_no_engine(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    _note_services.cache_clear()
+    environ = {
+        **service("KVSHELF", 8000, 9000, names=["HTTP", "METRICS_HTTP"]),
+        **service("KVSHELF_PROXY", 80, names=["HTTP"]),
+        **service("KVSHELF_SERVICE", 80),
+        "KVSHELF_CHUNK_SIZE": "512",
+    }
+    with caplog.at_level("INFO"):
+        assert load({}, environ).chunk_size == 512
+        assert load({}, environ).chunk_size == 512
+    assert ["Kubernetes" in record.message for record in caplog.records] == [True]
+
+
+def test_a_service_that_misses_a_variable_is_explained() -> None:
+    whole = service("KVSHELF_PROXY", 80, names=["HTTP"])
+    for missing in whole:
+        if missing.endswith("_PORT_HTTP"):
+            continue
+        environ = {name: value for name, value in whole.items() if name != missing}
+        assert "enableServiceLinks" in problem({}, environ), missing
+    assert "KVSHELF_PROXY_HOST" in problem({}, {**whole, "KVSHELF_PROXY_HOST": "x"})
+
+
+@pytest.mark.parametrize("text", ["/models/llama", "./llama", "../llama", "~/llama"])
+def test_weights_that_name_a_path_are_refused(text: str) -> None:
+    found = problem({"weights": text})
+    assert "weights in kv_connector_extra_config" in found
+    assert "names a path" in found
+    assert "variable KVSHELF_WEIGHTS in the environment" in problem({}, {"KVSHELF_WEIGHTS": text})
+
+
+def test_weights_that_exist_as_a_path_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("llama", "content", "sampled"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert "names a path" in problem({"weights": "llama"})
+    for name in ("content", "sampled", "llama-2", "org/llama"):
+        assert load({"weights": name}).weights == name
+
+
+def test_the_constructor_explains_as_load_does() -> None:
+    with pytest.raises(ConfigError, match=r"unknown key 'local_cpu' in the arguments of Config"):
+        Config(local_cpu=True)  # type: ignore[call-arg]
+    with pytest.raises(ConfigError, match=r"chunk_size in the arguments of Config: the value 0"):
+        Config(chunk_size=0)
+    with pytest.raises(ConfigError, match="read_only and save_decode are both true"):
+        Config(read_only=True, save_decode=True)
+    with pytest.raises(ConfigError) as found:
+        Config(storage_options="secret")  # type: ignore[arg-type]
+    assert "secret" not in str(found.value)
+
+
+def test_keys_of_lmcache_lead_to_the_page_about_them(file: Path) -> None:
+    assert "docs/migrating.md" in problem({"lmcache.local_cpu": True})
+    file.write_text("local_cpu: false\nremote_url: fs://host:0/mnt/kv\n")
+    assert problem({"config_file": str(file)}).count("docs/migrating.md") == 1
 
 
 def test_every_bad_value_is_named_with_its_source(file: Path) -> None:

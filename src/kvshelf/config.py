@@ -8,7 +8,8 @@ Contracts
   ``KVSHELF_*`` environment variables, a YAML file.
 * Nothing is ignored: unknown keys, unknown ``KVSHELF_*`` variables, invalid values and
   contradicting options raise one :class:`ConfigError`, which names all of them and the
-  source of each.
+  source of each. Only the variables that Kubernetes makes for a Service whose name begins with
+  ``kvshelf`` are, where its whole set is there.
 * A :class:`Config` is frozen. It is built once, at start, on the thread that builds the
   connector.
 * Values of ``storage_options`` may be secrets: no message and no ``repr`` shows them.
@@ -18,7 +19,9 @@ Contracts
 from __future__ import annotations
 
 import difflib
+import functools
 import json
+import logging
 import math
 import os
 import re
@@ -28,10 +31,11 @@ from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypeAlias
 
 import yaml
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ByteSize,
@@ -76,6 +80,7 @@ PROCESS_VARIABLES: Final[Mapping[str, str]] = types.MappingProxyType(
 FILE_KEY: Final = "config_file"
 
 _EXTRA: Final = "kv_connector_extra_config"
+_ARGUMENTS: Final = "the arguments of Config"
 #: Longest path of a Unix socket on Linux (sockaddr_un), less the ending of the server's second one.
 _SOCKET_BYTES: Final = 107 - len(".session")
 #: Options that a node server decides for its engines.
@@ -102,6 +107,10 @@ EARLIER_NAME: Final = (
 _SECRET_FIELDS: Final = frozenset({"storage_options"})
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(::|://)")
 _SERVICE_LINK = re.compile(r"KVSHELF_(\w+_)?(SERVICE_(HOST|PORT)\w*|PORT(_\d+_\w+)?)")
+_SERVICE_HOST = re.compile(r"(KVSHELF(?:_[A-Z0-9_]+)?)_SERVICE_HOST")
+
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +130,22 @@ def _absolute(value: object) -> object:
     if not value.strip():
         raise ValueError("is empty; give a directory or a URL, or leave the option out")
     return value if _URL.match(value) else os.path.abspath(os.path.expanduser(value))
+
+
+def names_a_path(text: str) -> bool:
+    """Whether a text is written like a path, or a file or folder of that name exists."""
+    return text.strip().startswith(("/", "~", "./", "../")) or os.path.lexists(text)
+
+
+def _weights(value: str) -> str:
+    # Equal names would mean equal weights, whatever lies at the path.
+    if value not in ("content", "sampled") and names_a_path(value):
+        raise ValueError(
+            "names a path, and a name does not say what lies there; leave the option out: the "
+            "weight files that the engine loads are then read (`content`). Or give a name that is "
+            "no path, such as my-model-v1"
+        )
+    return value
 
 
 def _no_boolean(value: object) -> object:
@@ -281,6 +306,11 @@ class Config(BaseSettings):
 
     Use :meth:`load` to read all sources. The constructor uses only its arguments and the
     defaults, not the environment.
+
+    Raises
+    ------
+    ConfigError
+        (A ValueError.) As :meth:`load`.
     """
 
     model_config = SettingsConfigDict(
@@ -421,7 +451,7 @@ class Config(BaseSettings):
             "Engines that do not permute always use canonical; for them `native` is an error."
         ),
     )
-    weights: str = Field(
+    weights: Annotated[str, AfterValidator(_weights)] = Field(
         default="content",
         min_length=1,
         description=(
@@ -429,7 +459,7 @@ class Config(BaseSettings):
             "the background, and caches the result until a file changes. `sampled` reads "
             "parts of them: faster, but it can miss a change. Both use the loaded parameters where "
             "vLLM reads no files of this machine. Any other string is the name of the weights: "
-            "you promise that equal names mean equal weights."
+            "you promise that equal names mean equal weights. A path is refused."
         ),
     )
     version: str | None = Field(
@@ -626,6 +656,19 @@ class Config(BaseSettings):
             "[Why a lookup misses](misses.md#history)."
         ),
     )
+
+    if not TYPE_CHECKING:  # a type checker makes the constructor's arguments of the fields
+
+        def __init__(self, **values: Any) -> None:
+            if _sources.get() is not None:  # load() explains what is wrong
+                super().__init__(**values)
+                return
+            if problems := _unknown_keys(values, _ARGUMENTS, set()):
+                raise _error(problems)
+            try:
+                super().__init__(**values)
+            except ValidationError as error:
+                raise _error(_explain(error, values, {}, _ARGUMENTS, extra=_ARGUMENTS)) from None
 
     @field_validator("disk_tier", mode="before")
     @classmethod
@@ -920,11 +963,14 @@ def _suggest(word: str, candidates: list[str]) -> str:
 
 def _unknown_keys(values: Mapping[Any, Any], source: str, also: set[str]) -> list[str]:
     known = [*Config.model_fields, *also]
-    return [
+    problems = [
         f"unknown key {key!r} in {source}; {_suggest(str(key), known)}"
         for key in values
         if key not in known
     ]
+    if problems:
+        problems[-1] += " (docs/migrating.md says what each key of LMCache corresponds to)"
+    return problems
 
 
 def variable_of(field: str) -> str:
@@ -932,16 +978,53 @@ def variable_of(field: str) -> str:
     return ENV_PREFIX + field.upper()
 
 
+def _service_variables(environ: Mapping[str, str]) -> set[str]:
+    """Return the variables that Kubernetes made for Services, of those whose whole set is there.
+
+    A Service has ``_SERVICE_HOST``, ``_SERVICE_PORT``, ``_PORT``, four for each port, and one more
+    for each port that has a name.
+    """
+    found: set[str] = set()
+    for name in environ:
+        service = _SERVICE_HOST.fullmatch(name)
+        if service is None:
+            continue
+        own = service[1]
+        numbered = re.compile(rf"({own}_PORT_\d+_(?:TCP|UDP|SCTP))(?:_PROTO|_PORT|_ADDR)?")
+        ports = {port[1] for port in map(numbered.fullmatch, environ) if port}
+        whole = {name, f"{own}_SERVICE_PORT", f"{own}_PORT"}
+        whole |= {port + end for port in ports for end in ("", "_PROTO", "_PORT", "_ADDR")}
+        if ports and whole <= environ.keys():
+            found |= whole
+            found |= {name for name in environ if name.startswith(f"{own}_SERVICE_PORT_")}
+    return found
+
+
+@functools.cache
+def _note_services(names: tuple[str, ...]) -> None:
+    """Log, once in a process, which variables are ignored."""
+    logger.info(
+        "%s and %d more variables are those of a Kubernetes Service, and ignored: "
+        "enableServiceLinks: false in the pod leaves them out",
+        names[0],
+        len(names) - 1,
+    )
+
+
 def _unknown_variables(environ: Mapping[str, str]) -> list[str]:
     known = [*map(variable_of, Config.model_fields), *PROCESS_VARIABLES]
+    services = _service_variables(environ)
+    if services:
+        _note_services(tuple(sorted(services)))
     problems = []
     for name in sorted(environ):
-        if not name.upper().startswith(ENV_PREFIX) or name.upper() in known:
+        if not name.upper().startswith(ENV_PREFIX) or name.upper() in known or name in services:
             continue
         if _SERVICE_LINK.fullmatch(name):
             hint = (
-                "Kubernetes probably set it for a Service named kvshelf: set "
-                "enableServiceLinks: false in the pod, or give the Service another name"
+                "Kubernetes probably set it for a Service whose name begins with kvshelf, but the "
+                "Service's other variables are missing: set enableServiceLinks: false in the pod, "
+                "or give the Service another name"
             )
         else:
             hint = _suggest(name.upper(), known)
@@ -968,9 +1051,11 @@ def _not_json(environ: Mapping[str, str]) -> list[str]:
 
 def _explain(
     error: ValidationError,
-    extra: Mapping[str, Any],
+    given: Mapping[str, Any],
     environ: Mapping[str, str],
     file_source: str,
+    *,
+    extra: str = _EXTRA,
 ) -> list[str]:
     variables = {name.upper() for name, value in environ.items() if value}
     problems: dict[str, str] = {}
@@ -983,8 +1068,8 @@ def _explain(
         field = str(detail["loc"][0])
         if field not in _SECRET_FIELDS and len(detail["loc"]) > 1:
             reason = f"{'.'.join(map(str, detail['loc'][1:]))}: {reason}"
-        if field in extra:
-            where = f"{field} in {_EXTRA}"
+        if field in given:
+            where = f"{field} in {extra}"
         elif variable_of(field) in variables:
             where = f"variable {variable_of(field)} in the environment"
         else:

@@ -279,6 +279,8 @@ def test_directory_options(tmp_path: Path) -> None:
         ("", "expected a directory or a URL"),
         ("  ", "expected a directory or a URL"),
         ("nope://x", "nope"),
+        ("lm://host:65432", r"docs/migrating\.md"),
+        ("redis://host:6379", r"docs/migrating\.md"),
         ("s3:/bucket/x", "./name"),
         ("simplecache::s3://bucket/x", "chained"),
         ("file://host/x", "three slashes"),

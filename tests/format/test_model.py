@@ -162,8 +162,35 @@ def test_weights_are_known_by_their_content(checkpoint: Path) -> None:
     assert facts(weights=None, fingerprint=content).namespace().record["weights"] == content
     sampled = facts(weights=checkpoint).namespace(weights="sampled").record["weights"]
     assert sampled == sampled_fingerprint(files)
-    # A string is a name, also one that looks like a path.
-    assert facts(weights=str(checkpoint)).namespace().record["weights"] == f"user:{checkpoint}"
+
+
+@pytest.mark.parametrize("text", ["/not/there", "./x", "../x", "~/x", "~", ".", " /x"])
+def test_a_text_that_is_written_like_a_path_is_no_name_of_weights(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"pathlib\.Path"):
+        facts(weights=text)
+    with pytest.raises(ConfigError, match=r"pathlib\.Path"):
+        facts(weights=None, fingerprint=text)
+    with pytest.raises(ConfigError, match=r"pathlib\.Path"):
+        facts().namespace(weights=text)
+
+
+def test_a_text_that_exists_as_a_path_is_no_name_of_weights(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other weights at the same path would load the KV of the first ones."""
+    with pytest.raises(ConfigError, match=r"weights is the text .* names a path"):
+        facts(weights=str(checkpoint))
+    monkeypatch.chdir(checkpoint.parent)
+    with pytest.raises(ConfigError, match="names a path"):
+        facts(weights=checkpoint.name)
+    (checkpoint.parent / "content").mkdir()
+    assert facts(weights=checkpoint).namespace(weights="content")
+
+
+@pytest.mark.parametrize("name", ["my-model-v1", "org/Model-8B", "s3://bucket/model", "v1.0 ~ 2"])
+def test_names_of_weights_stay_as_they_are(name: str) -> None:
+    assert facts(weights=name).namespace().record["weights"] == f"user:{name}"
+    assert facts().namespace(weights=name).record["weights"] == f"user:{name}"
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from math import gcd
 from pathlib import Path
 from typing import Any, Final
 
-from kvshelf.config import cache_dir
+from kvshelf.config import cache_dir, names_a_path
 from kvshelf.errors import ConfigError, UnsupportedError
 from kvshelf.format.kinds import FULL, KINDS, SHARDS_FIELDS, STATE, Kind
 from kvshelf.format.namespace import FORMAT, FieldValue, Namespace, slugify
@@ -128,8 +128,9 @@ class ModelFacts:
         ``fp8_e5m2``. Any other name needs `layer_dtypes`.
     weights : str or path or tuple of paths, optional
         Identifies the weights. A string is their name: you promise that equal names mean
-        equal weights, as with the option ``weights``. A path (a model's folder or a weight
-        file) or a tuple of paths (the weight files) is fingerprinted.
+        equal weights, as with the option ``weights``. A ``pathlib.Path`` (a model's folder or a
+        weight file) or a tuple of paths (the weight files) is fingerprinted. A string that is
+        written like a path, or names a file or folder that exists, is refused.
     fingerprint : str, optional
         In place of `weights`: the field ``weights`` of a namespace record.
     name : str
@@ -198,6 +199,9 @@ class ModelFacts:
     def __post_init__(self) -> None:
         if self.weights is not None and self.fingerprint is not None:
             raise ConfigError("weights and fingerprint are both given: leave one out")
+        for field, text in (("weights", self.weights), ("fingerprint", self.fingerprint)):
+            if isinstance(text, str) and names_a_path(text):
+                raise _path_as_name(field, text)
         if self.layer_dtypes is None and self.dtype not in STORED_DTYPES:
             raise ConfigError(
                 f"dtype is {self.dtype!r}; expected one of {', '.join(STORED_DTYPES)}"
@@ -410,6 +414,8 @@ class ModelFacts:
 
     def _weights_field(self, option: str) -> str:
         if option not in ("content", "sampled"):
+            if names_a_path(option):
+                raise _path_as_name("weights", option)
             return f"user:{option}"
         if self.fingerprint is not None:
             return self.fingerprint
@@ -423,6 +429,14 @@ class ModelFacts:
         if option == "sampled":
             return sampled_fingerprint(files)
         return weights_fingerprint(files, cache=FingerprintCache(cache_dir() / "fingerprints.json"))
+
+
+def _path_as_name(field: str, text: str) -> ConfigError:
+    return ConfigError(
+        f"{field} is the text {text!r}, which names a path: as a name it would stay the same when"
+        f" other weights lie there. Pass weights=pathlib.Path({text!r}) to identify the files by"
+        " their content, or a name that is no path, such as 'my-model-v1'"
+    )
 
 
 def _files(
