@@ -157,12 +157,43 @@ def as_paged(blob: torch.Tensor, nhd: bool = False) -> Held:
     return Held({"kv": PagedKV(caches, layout, slots)}, read)
 
 
+def as_hidden(blob: torch.Tensor) -> Held:
+    mine = blob.clone()
+    return Held({"kv": [(mine[0, layer], mine[1, layer]) for layer in range(LAYERS)]}, lambda: mine)
+
+
+def as_paged_pairs(blob: torch.Tensor) -> Held:
+    tokens = blob.shape[2]
+    blocks = tokens // BLOCK + 3
+    # K and V of a layer differ in their strides.
+    pairs = [
+        (
+            torch.zeros(blocks, BLOCK, HEADS, SIZE, dtype=torch.bfloat16),
+            torch.zeros(blocks, HEADS, BLOCK, SIZE, dtype=torch.bfloat16).transpose(1, 2),
+        )
+        for _ in range(LAYERS)
+    ]
+    slots = torch.randperm(blocks * BLOCK)[:tokens]
+    at = (slots // BLOCK, slots % BLOCK)
+    for layer, pair in enumerate(pairs):
+        for kv, cache in enumerate(pair):
+            cache[at] = blob[kv, layer].view(tokens, HEADS, SIZE)
+
+    def read() -> torch.Tensor:
+        planes = [torch.stack([pair[kv][at] for pair in pairs]) for kv in range(2)]
+        return torch.stack(planes).flatten(3)
+
+    return Held({"kv": PagedKV(pairs, slot_mapping=slots)}, read)
+
+
 FORMS: dict[str, Callable[[torch.Tensor], Held]] = {
     "blob": as_blob,
     "transformers": as_transformers,
     "tokens first": as_tokens_first,
     "paged HND": as_paged,
     "paged NHD": lambda blob: as_paged(blob, nhd=True),
+    "hidden": as_hidden,
+    "paged pairs": as_paged_pairs,
 }
 
 
@@ -1065,6 +1096,27 @@ BF16 = torch.bfloat16
         ),
         (lambda: TupleKV(tuples_of_blob(nothing(3), HEADS), order="DHT"), "expected HTD or THD"),
         (object, "kv is a object"),
+        (lambda: "x", "kv is a str"),
+        (lambda: Path("x"), "kv is a "),
+        (lambda: ["x"] * LAYERS, "holds a str; expected tensors"),
+        (lambda: [torch.zeros(3), None], "expected 2 dimensions"),
+        (lambda: [(torch.zeros(TOKENS, 24, dtype=BF16),) * 2] * LAYERS, "expected \\[32, 4, 8\\]"),
+        (lambda: _paged(blocks=20, allocated=9), "make the layout from these caches"),
+        (lambda: _pairs(0, TOKENS, HEADS, SIZE), "slot_mapping holds 31"),
+        (lambda: _pairs(2, BLOCK, HEADS, SIZE), "slot_mapping holds 31; expected"),
+        (lambda: _pairs(9, BLOCK, HEADS, 2 * SIZE), "expected \\[9, 4, 4, 8\\]"),
+        (lambda: _pairs(9, BLOCK, HEADS, SIZE, layers=2), "2 layers was given"),
+        (lambda: PagedKV(_paged().caches, _pairs(9, 4, 4, 8).caches, torch.arange(3)), "layout is"),
+        (lambda: PagedKV("x", _paged().layout, torch.arange(3)), "expected tensors"),
+        (lambda: PagedKV(_paged().caches, _paged().layout, [1, 2]), "slot_mapping is a list"),
+        (
+            lambda: PagedKV(_pairs(9, 4, 4, 8).caches, _paged().layout, torch.arange(TOKENS)),
+            "leave layout out",
+        ),
+        (
+            lambda: PagedKV(_paged().caches),
+            "layout and slot_mapping, which is missing",
+        ),
         (lambda: _paged(heads=2 * HEADS), "layout, heads or head size"),
         (lambda: _paged(dtype=torch.float16), "float16"),
         (lambda: _paged(layers=2), "2 layers"),
@@ -1081,9 +1133,77 @@ def test_kv_that_does_not_fit_is_refused(
     assert objects(cache) == []
 
 
-def _paged(heads: int = HEADS, layers: int = LAYERS, dtype: torch.dtype = BF16) -> PagedKV:
-    caches = [torch.zeros(9, heads, BLOCK, 2 * SIZE, dtype=dtype) for _ in range(layers)]
-    return PagedKV(caches, PagedLayout.from_bhnc(caches[0], SIZE), torch.arange(TOKENS))
+def _paged(
+    heads: int = HEADS,
+    layers: int = LAYERS,
+    dtype: torch.dtype = BF16,
+    blocks: int = 9,
+    allocated: int | None = None,
+) -> PagedKV:
+    caches = [torch.zeros(blocks, heads, BLOCK, 2 * SIZE, dtype=dtype) for _ in range(layers)]
+    layout = PagedLayout.from_bhnc(caches[0], SIZE)
+    caches = [cache[:allocated] for cache in caches]
+    return PagedKV(caches, layout, torch.arange(TOKENS))
+
+
+def _pairs(*shape: int, layers: int = LAYERS) -> PagedKV:
+    pairs = [(torch.zeros(shape, dtype=BF16), torch.zeros(shape, dtype=BF16))] * layers
+    return PagedKV(pairs, slot_mapping=torch.arange(TOKENS))
+
+
+def test_caches_that_do_not_fit_spoil_no_lookup(cache: ChunkCache) -> None:
+    tokens = prompt(TOKENS)
+    put(cache, tokens)
+    short = _paged(blocks=20, allocated=9)
+    with pytest.raises(ValueError, match="make the layout from these caches"):
+        cache.retrieve(tokens, kv=short)
+    with pytest.raises(ValueError, match="make the layout from these caches"):
+        cache.bind(short.caches, short.layout)
+    uneven = _paged()
+    uneven.caches = [*uneven.caches[:2], torch.zeros(10, HEADS, BLOCK, 2 * SIZE, dtype=BF16)]
+    with pytest.raises(ValueError, match="one call takes layers of one kind"):
+        cache.retrieve(tokens, kv=uneven)
+    assert cache.lookup(tokens) == TOKENS
+    assert fetch(cache, tokens) == TOKENS
+
+
+def test_paged_pairs_are_bound(cache: ChunkCache) -> None:
+    tokens = prompt(TOKENS)
+    put(cache, tokens)
+    held = as_paged_pairs(nothing(TOKENS))
+    pairs = held.arguments["kv"]
+    cache.bind(pairs.caches)
+    assert bool(cache.retrieve(tokens, slot_mapping=pairs.slot_mapping).all())
+    assert same(held.read(), truth(tokens))
+    assert cache.store(tokens, slot_mapping=pairs.slot_mapping).existed == 2
+
+
+def test_kv_may_be_the_third_argument(cache: ChunkCache) -> None:
+    tokens = prompt(TOKENS)
+    found = nothing(TOKENS)
+    assert cache.store(tokens, None, truth(tokens)).complete
+    assert cache.submit_store(tokens, None, truth(tokens)).result().complete
+    assert bool(cache.retrieve(tokens, None, found).all())
+    assert same(found, truth(tokens))
+    for second in (found, [(found, found)], ["x"]):
+        with pytest.raises(ValueError, match="KV goes into kv"):
+            cache.retrieve(tokens, second)
+
+
+def test_handles_say_what_they_are(cache: ChunkCache) -> None:
+    tokens = prompt(TOKENS)
+    stored = cache.submit_store(tokens, kv=truth(tokens))
+    assert stored.result().complete
+    handles = [
+        stored,
+        cache.submit_lookup(tokens),
+        cache.submit_retrieve(tokens, kv=nothing(TOKENS)),
+        cache.submit_prefetch(tokens),
+    ]
+    assert [handle.wait(PATIENCE) for handle in handles] == [True] * 4
+    assert [repr(handle) for handle in handles] == [
+        f"<{name}, done>" for name in ("store", "lookup", "retrieve", "prefetch")
+    ]
 
 
 def _strided(heads: int) -> list[tuple[torch.Tensor, torch.Tensor]]:

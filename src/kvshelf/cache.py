@@ -29,12 +29,13 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import threading
 import time
 from array import array
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, Final, Generic, NamedTuple, TypeAlias, TypeVar
+from typing import Any, ClassVar, Final, Generic, NamedTuple, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -48,16 +49,16 @@ from kvshelf.format.kinds import FULL, STATE, Kind, kind_key
 from kvshelf.format.model import ModelFacts
 from kvshelf.format.namespace import Namespace
 from kvshelf.format.objects import ObjectFormat
-from kvshelf.kv.caches import KVCache, LayerRun
+from kvshelf.kv.caches import KVCache
 from kvshelf.kv.layout import PagedLayout
 from kvshelf.kv.sources import (
     BlobKV,
     BoundKV,
     KVSource,
+    PagedCaches,
     TupleKV,
-    count_slots,
     host_slot_mapping,
-    open_paged,
+    paged_memory,
     with_slots,
 )
 from kvshelf.kv.state_tensors import StateTensors, empty_state
@@ -162,10 +163,15 @@ class StoreReport:
 class Handle(Generic[T]):
     """A running operation."""
 
+    _operation = "operation"
+
     def __init__(self, check: Callable[[], None], timeout: float) -> None:
         self._check = check
         self._timeout = timeout
         self._done = threading.Event()
+
+    def __repr__(self) -> str:
+        return f"<{self._operation}, {'done' if self._done.is_set() else 'running'}>"
 
     def poll(self) -> bool:
         """Whether the operation is done. Never waits."""
@@ -211,6 +217,8 @@ class Handle(Generic[T]):
 
 class _LookupHandle(Handle[int]):
     """A lookup, or a result that is known without one."""
+
+    _operation = "lookup"
 
     def __init__(self, cache: ChunkCache, timeout: float) -> None:
         super().__init__(cache._check, timeout)
@@ -313,6 +321,8 @@ class _LoadHandle(Handle[T]):
 
 
 class _RetrieveHandle(_LoadHandle[Tensor]):
+    _operation = "retrieve"
+
     def __init__(
         self,
         cache: ChunkCache,
@@ -347,6 +357,7 @@ class _RetrieveHandle(_LoadHandle[Tensor]):
 
 
 class _PrefetchHandle(_LoadHandle[int]):
+    _operation = "prefetch"
     _early = True
 
     def __init__(
@@ -372,6 +383,8 @@ class _PrefetchHandle(_LoadHandle[int]):
 
 
 class _StoreHandle(Handle[StoreReport]):
+    _operation = "store"
+
     def __init__(self, cache: ChunkCache, chunks: int, timeout: float) -> None:
         super().__init__(cache._check, timeout)
         self._cache = cache
@@ -890,23 +903,20 @@ class ChunkCache:
         """The namespace."""
         return self.fmt.namespace
 
-    def bind(self, caches: Sequence[Tensor], layout: PagedLayout) -> None:
+    def bind(self, caches: PagedCaches, layout: PagedLayout | None = None) -> None:
         """Use these paged caches for all calls with a `slot_mapping` and without `kv`.
 
         Parameters
         ----------
-        caches : Sequence[Tensor]
-            The paged cache of each layer, in the order of the namespace's layers.
-        layout : PagedLayout
-            The layout of each of them.
+        caches, layout
+            As for :class:`kvshelf.forms.PagedKV`.
 
         Raises
         ------
         ValueError
             If they do not fit the namespace.
         """
-        self._bound = open_paged(self.fmt, [LayerRun(0, list(caches), layout)])
-        self._bound_slots = count_slots(self.fmt, layout)
+        self._bound, self._bound_slots = paged_memory(self.fmt, caches, layout)
 
     def chunk_keys(
         self,
@@ -985,8 +995,8 @@ class ChunkCache:
         self,
         tokens: Tokens | None = None,
         mask: Tensor | Sequence[bool] | None = None,
-        *,
         kv: KVLike | None = None,
+        *,
         slot_mapping: Tensor | None = None,
         identity: PromptIdentity = _PLAIN,
         timeout: float | None = None,
@@ -1030,8 +1040,8 @@ class ChunkCache:
         self,
         tokens: Tokens | None = None,
         mask: Tensor | Sequence[bool] | None = None,
-        *,
         kv: KVLike | None = None,
+        *,
         slot_mapping: Tensor | None = None,
         identity: PromptIdentity = _PLAIN,
     ) -> Handle[StoreReport]:
@@ -1054,8 +1064,8 @@ class ChunkCache:
         self,
         tokens: Tokens | None = None,
         mask: Tensor | Sequence[bool] | None = None,
-        *,
         kv: KVLike | None = None,
+        *,
         slot_mapping: Tensor | None = None,
         identity: PromptIdentity = _PLAIN,
         timeout: float | None = None,
@@ -1095,8 +1105,8 @@ class ChunkCache:
         self,
         tokens: Tokens | None = None,
         mask: Tensor | Sequence[bool] | None = None,
-        *,
         kv: KVLike | None = None,
+        *,
         slot_mapping: Tensor | None = None,
         identity: PromptIdentity = _PLAIN,
     ) -> Handle[Tensor]:
@@ -1491,9 +1501,14 @@ def _token_ids(tokens: Tokens) -> array[int]:
 
 def _false_run(mask: Tensor | Sequence[bool], tokens: int, chunk_size: int) -> int:
     """Return the number of leading False of a mask; raise unless it fits the chunk size."""
-    values = mask if isinstance(mask, Tensor) else torch.tensor(list(mask))
+    try:
+        values = mask if isinstance(mask, Tensor) else torch.tensor(list(mask))
+    except (TypeError, ValueError, RuntimeError):
+        raise ValueError(
+            f"mask is a {type(mask).__name__}; expected one bool for each token (KV goes into kv)"
+        ) from None
     if values.dtype != torch.bool and values.numel():
-        raise ValueError(f"mask is {values.dtype}; expected bool")
+        raise ValueError(f"mask is {values.dtype}; expected bool (KV goes into kv)")
     if tuple(values.shape) != (tokens,):
         raise ValueError(
             f"mask has shape {list(values.shape)}; expected one value for each of {tokens} tokens"
@@ -1509,13 +1524,13 @@ def _false_run(mask: Tensor | Sequence[bool], tokens: int, chunk_size: int) -> i
     return false
 
 
-def _form(kv: KVLike) -> KVSource:
+def _form(kv: Any) -> KVSource:
     if isinstance(kv, Tensor):
         return BlobKV(kv)
-    if isinstance(kv, Sequence):
+    if isinstance(kv, Sequence) and not isinstance(kv, str | bytes):
         return TupleKV(kv)
-    if hasattr(kv, "open"):
-        return kv
+    if hasattr(kv, "open") and not isinstance(kv, os.PathLike):
+        return cast(KVSource, kv)
     raise ValueError(
         f"kv is a {type(kv).__name__}; expected PagedKV, (K, V) of each layer, or a tensor"
         " [2, layers, tokens, hidden]"

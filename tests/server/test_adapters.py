@@ -294,6 +294,14 @@ def test_the_chunk_size_is_the_servers(server: StandIn) -> None:
     assert not server.closed  # its owner closes it
 
 
+def test_adapters_say_what_they_are(server: StandIn) -> None:
+    space = namespace()
+    scheduler = SchedulerAdapter(URL, space, BLOCK, channel=server)
+    assert repr(scheduler) == f"<SchedulerAdapter of {URL}, {space.folder}, connected>"
+    server.connected = False
+    assert repr(scheduler).endswith(", not connected>")
+
+
 @pytest.mark.parametrize("adapter", [SchedulerAdapter, WorkerAdapter])
 @pytest.mark.parametrize("block_size", [0, 5, 32])
 def test_the_chunk_size_is_a_multiple_of_the_block_size(

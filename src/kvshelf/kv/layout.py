@@ -221,6 +221,31 @@ class PagedLayout:
         return cls._of_planes(cache, "[B, 2, N, H, D]", kv=1, block=0)
 
     @classmethod
+    def from_bnhd(cls, cache: Tensor) -> PagedLayout:
+        """Layout of a cache indexed [B, N, H, D] that holds only K, or only V.
+
+        Parameters
+        ----------
+        cache : Tensor
+            [blocks, block_size, KV heads, head_size], any dtype, D contiguous.
+
+        Raises
+        ------
+        ValueError
+            If the cache is not of this form.
+        """
+        _check_form(cache, "[B, N, H, D]", 4)
+        blocks, tokens, heads, size = cache.shape
+        return cls._of(
+            cache,
+            block=(blocks, cache.stride(0)),
+            token=(tokens, cache.stride(1)),
+            kv=(1, 0),
+            head=(heads, cache.stride(2)),
+            row=size,
+        )
+
+    @classmethod
     def from_mla(cls, cache: Tensor) -> PagedLayout:
         """Layout of a cache indexed [B, N, C]: one content for each token, no heads.
 

@@ -4,7 +4,7 @@ Owns the translation of these forms into the arguments of the copy code (caches,
 strides, a slot for each token), the checks that they fit a namespace, and helpers that
 convert one form into another:
 
-* :class:`PagedKV`: paged caches, one for each layer, with a slot mapping;
+* :class:`PagedKV`: paged caches, one or a pair of K and V for each layer, with a slot mapping;
 * :class:`TupleKV`: K and V of each layer as two tensors, as Hugging Face transformers
   hands them around;
 * :class:`BlobKV`: one tensor ``[2, layers, tokens, hidden]``.
@@ -12,10 +12,10 @@ convert one form into another:
 Contracts
 ---------
 * KV is never copied to be checked: all three forms are strides over the caller's memory.
-* A form that does not fit the namespace in layers, heads, sizes or dtype is refused with a
-  ValueError before anything is read or written.
-* Tuples and blobs are always in the canonical layout; a namespace of another layout refuses
-  them.
+* A form that does not fit the namespace in layers, heads, sizes or dtype, and caches that end
+  before their layout does, are refused with a ValueError before anything is read or written.
+* Tuples, blobs and paged pairs are always in the canonical layout; a namespace of another layout
+  refuses them.
 * Pure functions, safe on any thread; the memory belongs to a gather or scatter while it runs.
 """
 
@@ -24,7 +24,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Final, Literal, Protocol, TypeAlias
+from typing import Any, Final, Literal, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -32,6 +32,7 @@ from torch import Tensor
 from kvshelf.errors import ConfigError, UnsupportedError
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.format.tensors import native_block_size, required_field
+from kvshelf.kv import ops
 from kvshelf.kv.caches import HostKVCache, KVCache, LayerCall, LayerRun, layer_calls
 from kvshelf.kv.device_tensors import DeviceTensors
 from kvshelf.kv.layout import PagedLayout, PermutedLayout
@@ -40,6 +41,9 @@ from kvshelf.kv.topology import ShardPlan
 #: Order of a tuple's dimensions: ``HTD`` = [heads, tokens, head size], as in transformers;
 #: ``THD`` = [tokens, heads, head size].
 Order: TypeAlias = Literal["HTD", "THD"]
+
+#: Paged caches of all layers: one for K and V, or a pair of these.
+PagedCaches: TypeAlias = "Sequence[Tensor] | Sequence[tuple[Tensor, Tensor]]"
 
 #: torch dtype of each dtype that stored KV may have.
 TORCH_DTYPES: Final = {
@@ -89,11 +93,13 @@ class PagedKV:
 
     Parameters
     ----------
-    caches : Sequence[Tensor]
-        The paged cache of each layer, in the order of the namespace's layers.
+    caches : Sequence of Tensor or of (Tensor, Tensor)
+        The paged cache of each layer, in the order of the namespace's layers. A pair is the cache
+        of K and the cache of V, each ``[blocks, block size, heads, head size]``.
     layout : PagedLayout
         How a block lies in each of them. With :meth:`PagedLayout.native_blocks` blocks are
-        copied as they are; the namespace must name a native layout then.
+        copied as they are; the namespace must name a native layout then. Pairs need none: their
+        dimensions say it.
     slot_mapping : Tensor
         int64 [tokens], CPU: block id × block size + offset of each token of the prompt
         from position 0 on. −1: not in the cache; such a token is skipped by loads and
@@ -107,7 +113,7 @@ class PagedKV:
 
     def __init__(
         self,
-        caches: Sequence[Tensor] | None = None,
+        caches: PagedCaches | None = None,
         layout: PagedLayout | None = None,
         slot_mapping: Tensor | None = None,
     ) -> None:
@@ -115,22 +121,22 @@ class PagedKV:
             name
             for name, value in (
                 ("caches", caches),
-                ("layout", layout),
+                ("layout", layout if caches is None or not _in_pairs(caches) else True),
                 ("slot_mapping", slot_mapping),
             )
             if value is None
         ]
         if missing:
             raise ValueError(f"a paged KV cache needs {' and '.join(missing)}, which is missing")
-        assert caches is not None and layout is not None and slot_mapping is not None
+        assert caches is not None and slot_mapping is not None
         self.caches = caches
         self.layout = layout
         self.slot_mapping = host_slot_mapping(slot_mapping)
 
     def open(self, fmt: ObjectFormat) -> BoundKV:
         """See :class:`KVSource`."""
-        memory = open_paged(fmt, [LayerRun(0, list(self.caches), self.layout)])
-        return with_slots(fmt, memory, self.slot_mapping, count_slots(fmt, self.layout))
+        memory, num_slots = paged_memory(fmt, self.caches, self.layout)
+        return with_slots(fmt, memory, self.slot_mapping, num_slots)
 
 
 class TupleKV:
@@ -140,10 +146,10 @@ class TupleKV:
     ----------
     layers : Sequence of (Tensor, Tensor)
         K and V of each layer, ``[heads, tokens, head size]`` or in the other order, with or
-        without a batch dimension of one in front. For layers with a single content (MLA)
-        one tensor ``[tokens, content]`` in place of the pair.
+        without a batch dimension of one in front; or ``[tokens, heads × head size]``. For layers
+        with a single content (MLA) one tensor ``[tokens, content]`` in place of the pair.
     order : {"HTD", "THD"}
-        Order of their dimensions.
+        Order of their dimensions, where they are three.
 
     Raises
     ------
@@ -159,8 +165,11 @@ class TupleKV:
         self.layers = [
             (_one_sequence(layer, 2, f"layers[{i}]"),)
             if isinstance(layer, Tensor)
-            else tuple(_one_sequence(tensor, 3, f"layers[{i}]") for tensor in layer)
-            for i, layer in enumerate(layers)
+            else tuple(
+                tensor if tensor.dim() == 2 else _one_sequence(tensor, 3, f"layers[{i}]")
+                for tensor in _tensors(layer, f"layers[{i}]")
+            )
+            for i, layer in enumerate(_given(layers))
         ]
         self.order: Order = order
         counts = {self._count(tensor) for tensors in self.layers for tensor in tensors}
@@ -180,6 +189,15 @@ class TupleKV:
             [t.transpose(0, 1) if swap and t.dim() == 3 else t for t in tensors]
             for tensors in self.layers
         ]
+        for tensors, spec in zip(layers, _specs(fmt), strict=False):
+            if spec.heads:
+                # [tokens, hidden]
+                tensors[:] = [
+                    t.view(t.shape[0], *spec.shape)
+                    if t.dim() == 2 and t.shape[1] == math.prod(spec.shape)
+                    else t
+                    for t in tensors
+                ]
         names = [f"layers[{i}]" for i in range(len(layers))]
         return _open_dense(fmt, layers, names, self.tokens)
 
@@ -307,6 +325,8 @@ def blob_of_tuples(layers: Sequence[tuple[Tensor, Tensor]], *, order: Order = "H
     if len(shapes) != 1:
         raise ValueError(f"the layers have shapes {sorted(shapes)}; a blob needs one for all")
     both = torch.stack([torch.stack([tensors[kv] for tensors in form.layers]) for kv in range(2)])
+    if both.dim() == 4:
+        return both
     if order == "HTD":
         both = both.transpose(2, 3)
     return both.flatten(3).contiguous()
@@ -323,6 +343,10 @@ def host_slot_mapping(slot_mapping: Tensor) -> Tensor:
     ValueError
         If it is not one-dimensional or holds no integers.
     """
+    if not isinstance(slot_mapping, Tensor):
+        raise ValueError(
+            f"slot_mapping is a {type(slot_mapping).__name__}; expected a tensor, int64 [tokens]"
+        )
     if (
         slot_mapping.dim() != 1
         or slot_mapping.is_floating_point()
@@ -333,6 +357,38 @@ def host_slot_mapping(slot_mapping: Tensor) -> Tensor:
             "integer for each token, int64 [tokens]"
         )
     return slot_mapping.to("cpu", torch.int64, copy=True).contiguous()
+
+
+def paged_memory(
+    fmt: ObjectFormat, caches: PagedCaches, layout: PagedLayout | None
+) -> tuple[KVCache, int]:
+    """Return a program's paged caches as the objects of a namespace see them, and their slots.
+
+    Parameters
+    ----------
+    fmt : ObjectFormat
+    caches, layout
+        As for :class:`PagedKV`.
+
+    Raises
+    ------
+    ValueError
+        If they do not fit the namespace, or each other.
+    """
+    if _in_pairs(caches):
+        if layout is not None:
+            raise ValueError(
+                "layout goes with one cache for K and V of a layer; pairs are"
+                " [blocks, block size, heads, head size] each: leave layout out"
+            )
+        return _open_pairs(fmt, [_tensors(pair, f"caches[{i}]") for i, pair in enumerate(caches)])
+    tensors = _tensors(caches, "caches")
+    if not isinstance(layout, PagedLayout | PermutedLayout):
+        raise ValueError(
+            f"layout is a {type(layout).__name__}; expected how a block lies in the caches, for"
+            " example PagedLayout.from_bhnc(cache, head_size)"
+        )
+    return open_paged(fmt, [LayerRun(0, tensors, layout)]), count_slots(fmt, layout)
 
 
 def open_paged(
@@ -369,6 +425,7 @@ def open_paged(
                     f" namespace, but {size} in the cache: layout, heads or head size are not"
                     " those of the namespace"
                 )
+        ops.check_caches(run.caches, run.layout)
     return _memory_of(calls)
 
 
@@ -479,8 +536,8 @@ def _specs(fmt: ObjectFormat) -> list[_LayerSpec]:
     for layout in _of_layers(fmt, "layouts"):
         if layout != "canonical":
             raise ConfigError(
-                f"this namespace stores blocks as they lie in an engine (layout {layout}); tuples"
-                " and blobs need one with the canonical layout"
+                f"this namespace stores blocks as they lie in an engine (layout {layout}); tuples,"
+                " blobs and pairs of paged caches need one with the canonical layout"
             )
     split = _split(fmt)
     return [
@@ -519,6 +576,30 @@ def _one_sequence(tensor: Tensor, dimensions: int, where: str) -> Tensor:
     return tensor
 
 
+def _in_pairs(caches: PagedCaches) -> bool:
+    """Whether paged caches are pairs of K and V."""
+    return any(isinstance(cache, tuple | list) for cache in caches)
+
+
+def _given(value: object) -> Sequence[Any]:
+    """Return what should be the KV of layers; raise unless it has entries."""
+    if isinstance(value, str | bytes) or not isinstance(value, Sequence):
+        raise ValueError(
+            f"the KV is a {type(value).__name__}; expected (K, V) of each layer, a tensor"
+            " [2, layers, tokens, hidden], or PagedKV"
+        )
+    return value
+
+
+def _tensors(value: object, where: str) -> list[Tensor]:
+    """Return a list of tensors; raise unless `value` is a sequence of these."""
+    found: list[Any] = list(value) if isinstance(value, list | tuple) else [value]
+    for tensor in found:
+        if not isinstance(tensor, Tensor):
+            raise ValueError(f"{where} holds a {type(tensor).__name__}; expected tensors")
+    return found
+
+
 def _check_tensor(tensor: Tensor, where: str, dtype: str) -> None:
     if tensor.device.type not in ("cpu", "cuda"):
         raise UnsupportedError(
@@ -535,6 +616,33 @@ def _open_dense(
     fmt: ObjectFormat, layers: Sequence[Sequence[Tensor]], names: Sequence[str], tokens: int
 ) -> BoundKV:
     """Make one form of the tensors of all layers, each ``[tokens, heads, size]`` or content."""
+    calls = _plane_calls(fmt, layers, names, {"tokens": tokens}, _dense_layout)
+    return BoundKV(_memory_of(calls if tokens else {}), tokens, torch.arange)
+
+
+def _open_pairs(fmt: ObjectFormat, pairs: Sequence[Sequence[Tensor]]) -> tuple[KVCache, int]:
+    """Make one memory of the paged caches of K and of V, and count its slots."""
+    names = [f"caches[{i}]" for i in range(len(pairs))]
+    blocks, size = pairs[0][0].shape[:2] if pairs[0] and pairs[0][0].dim() == 4 else (0, 0)
+    leading = {"blocks": blocks, "block size": size}
+    calls = _plane_calls(fmt, pairs, names, leading, lambda cache, _: PagedLayout.from_bnhd(cache))
+    for of_shard in calls.values():
+        for call in of_shard:
+            ops.check_caches(call.caches, call.layout)
+    return _memory_of(calls), blocks * size
+
+
+def _plane_calls(
+    fmt: ObjectFormat,
+    layers: Sequence[Sequence[Tensor]],
+    names: Sequence[str],
+    leading: Mapping[str, int],
+    layout_of: Callable[[Tensor, str], PagedLayout],
+) -> dict[int, list[LayerCall]]:
+    """Return the copy calls for layers that have K and V in tensors of their own.
+
+    `leading` are the dimensions in front of those of a token.
+    """
     specs = _specs(fmt)
     if len(layers) != len(specs):
         raise ValueError(f"KV of {len(layers)} layers was given; this namespace has {len(specs)}")
@@ -545,30 +653,30 @@ def _open_dense(
                 + ("K and V" if spec.heads else "a single content")
             )
         for tensor in tensors:
-            if tuple(tensor.shape) != (tokens, *spec.shape):
+            if tuple(tensor.shape) != (*leading.values(), *spec.shape):
                 raise ValueError(
-                    f"{where} has shape {list(tensor.shape)}, as [tokens, …]; expected "
-                    f"{[tokens, *spec.shape]} for layer {spec.name}"
+                    f"{where} has shape {list(tensor.shape)}, as [{', '.join(leading)}, …]; "
+                    f"expected {[*leading.values(), *spec.shape]} for layer {spec.name}"
                 )
             _check_tensor(tensor, where, spec.dtype)
     number = {spec.name: i for i, spec in enumerate(specs)}
     split = _split(fmt)
     calls: dict[int, list[LayerCall]] = {}
-    for shard in range(fmt.shards if tokens else 0):
+    for shard in range(fmt.shards if all(leading.values()) else 0):
         calls[shard] = []
         for stored in fmt.tensors(shard):
             i = number[stored.name]
             heads = max(1, specs[i].heads // split)
             size = stored.nbytes // len(layers[i])
             for kv, tensor in enumerate(layers[i]):
-                layout = _dense_layout(tensor, names[i])
+                layout = layout_of(tensor, names[i])
                 start = stored.offset + kv * size
                 first_head = shard % split * heads
                 _append(
                     calls[shard],
                     LayerCall([tensor], layout, start, start + size, heads, first_head),
                 )
-    return BoundKV(_memory_of(calls), tokens, torch.arange)
+    return calls
 
 
 def _memory_of(calls: Mapping[int, Sequence[LayerCall]]) -> KVCache:

@@ -110,6 +110,7 @@ class Adapter:
         channel: Channel | None,
         segment_bytes: int,
     ) -> None:
+        self._server_url = server_url
         self._owns_channel = channel is None
         self._channel = channel or Channel(server_url, segment_bytes=segment_bytes)
         self._log = RateLimitedLog(logger, _LINES_PER_MINUTE)
@@ -129,6 +130,10 @@ class Adapter:
         self.block_size = block_size
         self.blocks_in_chunk = self.chunk_size // block_size
         self._channel.on_connect(self._register)
+
+    def __repr__(self) -> str:
+        state = "connected" if self._channel.connected else "not connected"
+        return f"<{type(self).__name__} of {self._server_url}, {self.namespace.folder}, {state}>"
 
     def num_blocks_per_chunk(self) -> int:
         """Return the number of the engine's blocks in a chunk."""

@@ -45,7 +45,7 @@ overrides the choice; it is read once.
 
 from __future__ import annotations
 
-from kvshelf.kv.ops.checks import blocks_in_one_piece, check_slots
+from kvshelf.kv.ops.checks import blocks_in_one_piece, check_caches, check_slots
 from kvshelf.kv.ops.choice import Implementation, implementation
 from kvshelf.kv.ops.dispatch import gather_kv, prepare, scatter_kv
 from kvshelf.kv.ops.library import KernelBuild, kernel_build, kernel_problem
@@ -55,6 +55,7 @@ __all__ = [
     "Implementation",
     "KernelBuild",
     "blocks_in_one_piece",
+    "check_caches",
     "check_slots",
     "gather_kv",
     "implementation",

@@ -15,9 +15,9 @@ from typing import Any, Final, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from kvshelf.kv.layout import PagedLayout
+from kvshelf.kv.layout import PagedLayout, PermutedLayout
 from kvshelf.kv.ops import library
-from kvshelf.kv.ops.permuted import PermutedSizes
+from kvshelf.kv.ops.permuted import PermutedSizes, permuted_tables
 
 Layout = TypeVar("Layout", PagedLayout, PermutedSizes)
 
@@ -84,6 +84,20 @@ def known_caches_of(
     if known is None or known.addresses != addresses:
         known = _check_caches(caches, addresses, key, parse)
     return known
+
+
+def check_caches(caches: Sequence[Tensor], layout: PagedLayout | PermutedLayout) -> None:
+    """Check, as every call does, that caches are of one kind and hold all that a layout reaches.
+
+    Raises
+    ------
+    ValueError
+        If they do not.
+    """
+    if isinstance(layout, PermutedLayout):
+        known_caches_of(caches, permuted_tables(layout)[0], PermutedSizes.from_ints)
+    else:
+        known_caches_of(caches, layout.as_ints(), PagedLayout.from_ints)
 
 
 def checked(
