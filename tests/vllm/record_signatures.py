@@ -13,6 +13,8 @@ the records. A record has
   parameter;
 * ``exports``: what packages offer that kvshelf imports from;
 * ``calls``: how vLLM calls each method of a connector;
+* ``order``: in which order functions of the two model runners call what decides when KV is
+  complete, and when vLLM learns that a step is over;
 * ``implementations``: every attention implementation, its bases and the parameters of the cache
   update that it defines;
 * ``backends``: every attention backend, its bases, its implementation, and whether it says that
@@ -115,6 +117,25 @@ PACKAGES: Final = (
     "vllm.platforms",
     "vllm.renderers",
 )
+#: Functions of the model runners, and the calls in them whose order kvshelf relies on.
+ORDERED: Final = {
+    "vllm.v1.worker.gpu.model_runner": {
+        "execute_model": ("pre_forward", "run_pw_graph", "run_fullgraph", "finish_forward"),
+        "sample_tokens": ("sample", "AsyncOutput", "propose", "post_forward", "finalize_step"),
+    },
+    "vllm.v1.worker.gpu.kv_connector": {
+        "post_forward": ("_start_load_kv", "wait_for_save", "get_transfer_results"),
+        "finalize_step": ("wait_for_save",),
+        "no_forward": ("pre_forward", "finish_forward", "post_forward"),
+    },
+    "vllm.v1.worker.gpu_model_runner": {
+        "execute_model": ("maybe_get_kv_connector_output", "_model_forward"),
+        "sample_tokens": ("_sample", "finalize_kv_connector", "AsyncGPUModelRunnerOutput"),
+    },
+    "vllm.v1.worker.kv_connector_model_runner_mixin": {
+        "_get_kv_connector_output": ("start_load_kv", "wait_for_save", "get_transfer_results"),
+    },
+}
 _CONNECTOR: Final = f"{_V1}.base:KVConnectorBase_V1"
 # What is called a connector of KV, and not of encoder outputs or of others.
 _RECEIVERS: Final = re.compile(
@@ -207,6 +228,7 @@ def record(source: Source) -> dict[str, Any]:
         "classes": classes,
         "exports": {name: _exports(source.module(name)) for name in PACKAGES},
         "calls": _calls(source, methods),
+        "order": _order(source),
         "implementations": implementations,
         "backends": backends,
     }
@@ -303,6 +325,27 @@ def _calls(source: Source, methods: Iterable[str]) -> dict[str, list[str]]:
             ):
                 found[node.func.attr].add(_form(node))
     return {name: sorted(forms) for name, forms in found.items() if forms}
+
+
+def _order(source: Source) -> dict[str, list[str]]:
+    """Return the calls of :data:`ORDERED` in the order of the source."""
+    found = {}
+    for module, functions in ORDERED.items():
+        classes = getattr(source.module(module), "body", ())
+        methods = [
+            f for node in classes if isinstance(node, ast.ClassDef) for f in _functions(node)
+        ]
+        for name, wanted in functions.items():
+            # A base class may define it as well, without any calls.
+            calls = [
+                (call.lineno, _last_name(call.func))
+                for function in methods
+                if function.name == name
+                for call in ast.walk(function)
+                if isinstance(call, ast.Call)
+            ]
+            found[f"{module}:{name}"] = [called for _, called in sorted(calls) if called in wanted]
+    return found
 
 
 def _form(call: ast.Call) -> str:

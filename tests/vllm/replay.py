@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 from parts import PATIENCE, while_patient
-from simulated_device import SimulatedStreams
+from simulated_device import SimulatedEvent, SimulatedStreams
 
 with warnings.catch_warnings():
     # Importing vLLM warns of what torch and others deprecate.
@@ -39,6 +39,8 @@ with warnings.catch_warnings():
 
 #: The order of a runner's calls, and whether its caches are on a device that runs behind.
 RUNNERS = ["V1", "V1 speculative", "V2", "V1 on a device", "V2 on a device"]
+#: As vLLM 0.33 calls with drafts.
+DRAFTING = "V2 speculative on a device"
 
 LAYERS, HEADS, HEAD_SIZE = 2, 2, 16
 NULL = 0
@@ -385,6 +387,8 @@ class MiniVllm:
         self.preempted_ids: set[str] = set()
         self.steps = 0
         self.forward_error: Exception | None = None
+        #: Reached when vLLM has the output of the last step.
+        self.output: SimulatedEvent | None = None
         #: Whether a forward pass takes as long as the worker needs to hash adapters.
         self.patient = True
         self.written: list[tuple[str, int, int]] = []
@@ -587,7 +591,7 @@ class MiniVllm:
         resumed: list[State],
         continued: list[State],
     ) -> SimpleNamespace:
-        if self.runner == "V2":
+        if self.runner.startswith("V2"):
             # The second model runner is given resumed requests as if they were new.
             new, resumed = new + resumed, []
         cached = [*continued, *resumed]
@@ -648,22 +652,42 @@ class MiniVllm:
                 yield
             finally:
                 worker.start_load_kv(None)
-                if self.runner != "V1 speculative":
+                if self.runner == "V1":
                     worker.wait_for_save()
-                if self.runner != "V2":
-                    results()
+                results()
 
-        with lifecycle():
+        def forward() -> None:
             self._forward(output)
             for name, cache in self.caches.items():
                 worker.wait_for_layer_load(name)
                 worker.save_kv_layer(name, cache, None)
-        if self.runner == "V1 speculative":
-            worker.wait_for_save()
-        elif self.runner == "V2":
-            results()
+
+        if self.runner.startswith("V2"):
+            forward()
+            worker.finish_forward()
+            self._note_output()
+            worker.start_load_kv(None)
+            if self.runner == "V2":
+                worker.wait_for_save()
+                results()
+            else:
+                results()
+                worker.wait_for_save()
+        else:
+            with lifecycle():
+                forward()
+            if self.runner == "V1 speculative":
+                worker.wait_for_save()
+            self._note_output()
         worker.clear_connector_metadata()
         return result
+
+    def _note_output(self) -> None:
+        """Record the event at which vLLM has the step's output, and may free its blocks."""
+        if self.device is not None:
+            self.output = SimulatedEvent(self.device)
+            self.output.recorded = 1
+            self.device.put(self.device.engine, ("record", (self.output, 1)))
 
     def _forward(self, output: SimpleNamespace) -> None:
         for request_id in output.num_scheduled_tokens:

@@ -17,7 +17,7 @@ import random
 import time
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import reduce
 from pathlib import Path
 from types import SimpleNamespace
@@ -256,6 +256,7 @@ class Rank:
             lambda: engine.shelf,
             kv_cache_config=engine.latent_groups(blocks) if engine.latent else None,
             rank=number,
+            others_fill=engine.others_fill,
         )
         self.worker.register(self.all_caches)
 
@@ -314,6 +315,8 @@ class SimulatedEngine:
         The engine's parallelism, as vLLM's options.
     speculative_config : SpeculativeConfig, optional
         The engine has a drafter with one attention layer.
+    others_fill : bool
+        Another connector fills free blocks without waiting for the engine's stream.
     **options
         kvshelf's configuration.
     """
@@ -334,9 +337,11 @@ class SimulatedEngine:
         decode_context: int = 1,
         interleave: int = 1,
         speculative_config: Any = None,
+        others_fill: bool = False,
         **options: Any,
     ) -> None:
         self.speculative_config = speculative_config
+        self.others_fill = others_fill
         self.form, self.block_size = form, block_size
         self.heads = heads
         self.latent = latent
@@ -446,6 +451,7 @@ class SimulatedEngine:
         self,
         scheduled: Sequence[tuple[str, int, int]],
         block_ids: Sequence[int] = (),
+        draft: Callable[[], object] | None = None,
     ) -> set[str]:
         """One step of the engine.
 
@@ -455,6 +461,9 @@ class SimulatedEngine:
             Request id, tokens computed before the step, tokens computed in it.
         block_ids : sequence of int
             Blocks of these requests.
+        draft : Callable, optional
+            What the drafter writes, in the order of vLLM's second model runner: behind the model's
+            forward pass, when vLLM may know already that the step is over.
 
         Returns
         -------
@@ -480,6 +489,9 @@ class SimulatedEngine:
         for worker in (rank.worker for rank in self.ranks):
             # As vLLM does between its processes.
             worker.bind(pickle.loads(pickle.dumps(meta)))
+            if draft is not None:
+                worker.finish_forward()
+                draft()
             worker.start_loads()
             worker.save()
             self.reported.update(worker.finished_loads())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -22,7 +23,7 @@ from faulty import FaultyBackend
 from kvshelf.backends import Deadlines
 from kvshelf.backends.guard import GuardedBackend
 from parts import AT_ONCE, PATIENCE, posix, until
-from replay import MiniVllm, Request, bind, make_caches, make_config, make_groups, prompt
+from replay import DRAFTING, MiniVllm, Request, bind, make_caches, make_config, make_groups, prompt
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from kvshelf.errors import UnsupportedError
@@ -194,40 +195,37 @@ def test_blocks_of_an_aborted_load_are_free_only_when_the_device_has_left_them(
 
 
 def _stored_beside_rdma(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, seed: int, keeps_blocks: bool | None
+    folder: Path, monkeypatch: pytest.MonkeyPatch, runner: str, seed: int, fills: str
 ) -> dict[str, bytes]:
     """Objects of a request whose blocks another connector fills, past the engine's stream.
 
-    keeps_blocks: vLLM frees them only once the step's output was processed; None: nobody fills.
+    fills: "never", "after the step" of which vLLM has the output, or "early": while it runs.
     """
     monkeypatch.setattr(
         tiers, "open_shelf", lambda url, **_: Shelf(GuardedBackend(posix(folder), None, AT_ONCE))
     )
     connector._logs.clear()
     config = make_config(str(folder), lookup_wait_s=PATIENCE, identity_wait_s=PATIENCE)
-    engine = MiniVllm(config, runner="V2 on a device", prefix_caching=False, seed=seed)
+    engine = MiniVllm(config, runner=runner, prefix_caching=False, seed=seed)
     with closing(engine):
         device = engine.device
         assert device is not None
         rdma = device._new("rdma")
         device._speeds = [1.0] * len(device.streams)
-
-        def fill() -> None:
-            with device.use(rdma):
-                # Some time during the engine's work, as far as there is any.
-                for _ in range(seed * len(device.engine.entries) // 8):
-                    device.do(lambda: None)
-                for cache in engine.caches.values():
-                    device.do(cache[1:].fill_, 7.0)
-
         with device.hold():
-            engine.add(Request("r", prompt(41)))
+            # It ends in the step that computes it, so its blocks are free behind that step.
+            engine.add(Request("r", prompt(41), max_tokens=1))
             engine.run()
-            if keeps_blocks is False:
-                fill()
-        if keeps_blocks:
-            device.engine.finish()
-            fill()
+            if fills == "after the step":
+                assert engine.output is not None
+                rdma.wait_event(engine.output)
+            if fills != "never":
+                with device.use(rdma):
+                    # Some time during the engine's work, as far as there is any.
+                    for _ in range(seed % 8 * len(device.engine.entries) // 8):
+                        device.do(lambda: None)
+                    for cache in engine.caches.values():
+                        device.do(cache[1:].fill_, 7.0)
         assert side_of(engine).drain(PATIENCE) == 0
         device.finish()
         # The engine's own check: others' KV is in its blocks.
@@ -237,20 +235,24 @@ def _stored_beside_rdma(
     }
 
 
+@pytest.mark.parametrize("seeds", [16, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("runner", ["V1 on a device", "V2 on a device", DRAFTING])
 def test_blocks_that_others_fill_past_the_stream_are_gathered_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runner: str, seeds: int
 ) -> None:
-    def stored(name: str, seed: int, keeps_blocks: bool | None) -> dict[str, bytes]:
+    def stored(name: str, seed: int, fills: str) -> dict[str, bytes]:
         folder = tmp_path / name
         folder.mkdir()
-        return _stored_beside_rdma(folder, monkeypatch, seed, keeps_blocks)
+        found = _stored_beside_rdma(folder, monkeypatch, runner, seed, fills)
+        shutil.rmtree(folder)
+        return found
 
-    good = stored("alone", 0, None)
+    good = stored("alone", 0, "never")
     assert len(good) == 10
-    for seed in range(8):
-        assert stored(f"kept {seed}", seed, True) == good
+    wrong = [s for s in range(seeds) if stored(f"{s}", s, "after the step") != good]
+    assert not wrong
     # Without vLLM's care objects would be wrong: so it is asked for at the start.
-    assert any(stored(f"freed {seed}", seed, False) != good for seed in range(8))
+    assert any(stored(f"early {seed}", seed, "early") != good for seed in range(8))
 
 
 # ------------------------------------------------------------------------- sleep

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
 import tempfile
 import time
@@ -54,7 +55,13 @@ class Drafting:
         for _ in range(3):
             self.engine.step([])
 
-    def serve(self, tokens: list[int], pieces: tuple[int, ...] = (), others: int = 0) -> int:
+    def serve(
+        self,
+        tokens: list[int],
+        pieces: tuple[int, ...] = (),
+        others: int = 0,
+        drafts_last: bool = False,
+    ) -> int:
         """Serve one prompt; return how many tokens came from the shelf.
 
         Parameters
@@ -64,6 +71,8 @@ class Drafting:
             Where steps end.
         others : int
             Tokens that another connector has loaded, without KV of the drafter.
+        drafts_last : bool
+            The drafter writes behind the forward pass, as in vLLM's second model runner.
         """
         engine = self.engine
         request = engine.request(tokens)
@@ -89,9 +98,14 @@ class Drafting:
         for end in sorted({*(end for end in pieces if start < end < len(tokens)), len(tokens)}):
             good = all(engine.has_drafts(tokens, block_ids)[:start])
             engine.put(tokens, block_ids, start, end)
+            draft = None
+            if drafts_last:
+                # What is there before the drafter has run belongs to nobody.
+                self.spoil(block_ids, start, end)
+                draft = functools.partial(engine.put, tokens, block_ids, start, end)
             if not good:
                 self.spoil(block_ids, start, end)
-            engine.step([(request.request_id, start, end - start)], block_ids)
+            engine.step([(request.request_id, start, end - start)], block_ids, draft)
             start = end
         for rank in engine.ranks:
             assert rank.worker.drain(PATIENCE) == 0
@@ -186,6 +200,21 @@ def test_a_drafters_kv_is_loaded_with_the_models(
     counters = second.engine.worker.counters.snapshot()
     assert counters["draft_loaded_chunks"] == counters["loaded_chunks"] == 2
     assert counters["loaded_tokens"] == 64
+
+
+@pytest.mark.parametrize("others_fill", [False, True])
+def test_a_drafter_that_runs_when_the_step_may_be_over_decides_only_on_its_own_kv(
+    make: Callable[..., Drafting], tmp_path: Path, others_fill: bool
+) -> None:
+    """In the order of vLLM's second model runner."""
+    tokens = prompt(70)
+    first = make(others_fill=others_fill)
+    first.serve(tokens, (20, 50), drafts_last=True)
+    # Beside a connector that may fill the blocks meanwhile the drafter's KV is not stored.
+    assert len(of_drafter(first, tmp_path / "shelf")) == (0 if others_fill else 2 * 2)
+    second = make()
+    assert second.serve(tokens) == 64
+    assert all(second.drafts_of(tokens)[:64]) is not others_fill
 
 
 def test_a_namespace_of_a_drafter_names_the_models(

@@ -529,6 +529,24 @@ def test_native_that_cannot_be_is_refused() -> None:
     assert len(choose(mixed).runs) == 2
 
 
+def test_a_cache_that_another_kernel_may_write_is_opaque(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attributes of vLLM 0.33, on layers of the installed version."""
+    plain = cpu_layer("vec")
+    assert probe(plain)[0].learned.layout is not None
+    bypassed = cpu_layer("vec")
+    bypassed.kv_cache_update_bypass = True
+    assert "its model writes its cache" in probe(bypassed)[0].learned.reason
+    bypassed.kv_cache_update_bypass = False
+    assert probe(bypassed)[0].learned.layout is not None
+    # The base class has the method, and most implementations do not override it.
+    monkeypatch.setattr(AttentionImpl, "set_interleaved_v_cache", lambda self: False, raising=False)
+    assert probe(plain)[0].learned.layout is not None
+    monkeypatch.setattr(
+        type(plain.impl), "set_interleaved_v_cache", lambda self: None, raising=False
+    )
+    assert "may interleave its V" in probe(plain)[0].learned.reason
+
+
 def test_one_unknown_layer_makes_all_of_them_opaque(caplog: pytest.LogCaptureFixture) -> None:
     layers = probe(cpu_layer("vec"), cpu_layer("vec", impl=Counting()), cpu_layer("vec"))
     stored = choose(layers)

@@ -1354,10 +1354,15 @@ def test_supported_versions(version: str) -> None:
     check_vllm_version(version)
 
 
-@pytest.mark.parametrize("version", ["0.31.9", "0.34.0", "1.0.0", "0.9.2"])
+@pytest.mark.parametrize(
+    "version",
+    ["0.31.9", "0.34.0", "1.0.0", "0.9.2", "0.36.0.dev3", "0.34.0.dev12+gabc", "0.31.1.dev2"],
+)
 def test_other_versions_get_a_message_that_names_those_that_work(version: str) -> None:
-    with pytest.raises(UnsupportedError, match=rf"vLLM {version} found.*>=0.32,<0.34"):
+    with pytest.raises(UnsupportedError) as error:
         check_vllm_version(version)
+    assert f"vLLM {version} found" in str(error.value)
+    assert ">=0.32,<0.34" in str(error.value)
 
 
 def test_another_version_gets_the_message_though_its_modules_differ(
@@ -1378,9 +1383,14 @@ def test_another_version_gets_the_message_though_its_modules_differ(
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
-@pytest.mark.parametrize("version", ["unknown", "0.1.dev1+g123", "0.0.0"])
-def test_builds_without_a_release_are_let_through(version: str) -> None:
+@pytest.mark.parametrize(
+    "version", ["unknown", "0.1.dev1+g123", "0.0.0", "0.32.1.dev7+g123", "0.33.0.dev1"]
+)
+def test_builds_from_source_are_let_through_with_a_warning(
+    version: str, caplog: pytest.LogCaptureFixture
+) -> None:
     check_vllm_version(version)
+    assert f"vLLM {version} is a build from source" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -240,6 +240,46 @@ def test_a_record_has_everything_that_is_to_be_recorded(version: dict[str, Any])
     assert set(version["classes"]) == expected
 
 
+def test_kv_is_gathered_before_vllm_learns_that_a_step_is_over(version: dict[str, Any]) -> None:
+    """From the event of the step's output on, vLLM may free blocks, and others may fill them."""
+    order = {key.removeprefix("vllm.v1.worker."): calls for key, calls in version["order"].items()}
+    # The second runner: finish_forward ends the first function, which runs before the second.
+    assert order["gpu.model_runner:execute_model"][0] == "pre_forward"
+    assert order["gpu.model_runner:execute_model"][-1] == "finish_forward"
+    # The first call is that of the pipeline's earlier stages, which sample nothing.
+    first, *sampled = order["gpu.model_runner:sample_tokens"]
+    assert first == "post_forward"
+    assert sampled in (
+        ["sample", "AsyncOutput", "propose", "post_forward"],
+        # With drafts, saves end the step, and its results are taken before.
+        ["sample", "AsyncOutput", "post_forward", "propose", "finalize_step"],
+    )
+    deferred = sampled[-1] == "finalize_step"
+    assert order["gpu.kv_connector:finalize_step"] == ["wait_for_save"] * deferred
+    assert order["gpu.kv_connector:post_forward"] == [
+        "_start_load_kv",
+        "wait_for_save",
+        "get_transfer_results",
+    ]
+    assert order["gpu.kv_connector:no_forward"] == ["pre_forward", "finish_forward", "post_forward"]
+    # The first runner: all is saved when the forward pass ends, or behind the drafts.
+    assert order["gpu_model_runner:execute_model"] == [
+        "maybe_get_kv_connector_output",
+        "_model_forward",
+    ]
+    assert order["gpu_model_runner:sample_tokens"] == [
+        "_sample",
+        "finalize_kv_connector",
+        "AsyncGPUModelRunnerOutput",
+    ]
+    assert order["kv_connector_model_runner_mixin:_get_kv_connector_output"] == [
+        "start_load_kv",
+        "start_load_kv",
+        "wait_for_save",
+        "get_transfer_results",
+    ]
+
+
 def test_a_wheel_and_a_folder_are_read_alike(tmp_path: Path) -> None:
     folder = tmp_path / "vllm"
     (folder / "config").mkdir(parents=True)

@@ -73,6 +73,9 @@ def _warning(theirs: _Loader) -> _Loader:
 def check_vllm_version(version: str) -> None:
     """Raise unless kvshelf works with this version of vLLM.
 
+    A build from source between two releases may differ from both: it is let through with a warning
+    if its number is in the range, or if it has none, as one of a clone without tags.
+
     Raises
     ------
     UnsupportedError
@@ -82,11 +85,18 @@ def check_vllm_version(version: str) -> None:
     try:
         found = (int(parts[0]), int(parts[1]))
     except (IndexError, ValueError):
-        # Builds from source name no release.
-        return
-    if found == (0, 0) or "dev" in version:
-        return
+        # As "unknown".
+        found = (0, 0)
     low, high = SUPPORTED_VLLM
+    unnumbered = found == (0, 0) or version.startswith("0.1.dev")
+    if unnumbered or ("dev" in version and low <= found < high):
+        logger.warning(
+            "vLLM %s is a build from source: kvshelf is tested with releases >=%d.%d,<%d.%d",
+            version,
+            *low,
+            *high,
+        )
+        return
     if not low <= found < high:
         raise UnsupportedError(
             f"vLLM {version} found; this kvshelf works with vLLM"

@@ -60,7 +60,7 @@ from kvshelf.vllm.groups import CacheGroups, with_chunk_size
 from kvshelf.vllm.metadata import StepMetadata, WorkerMetadata
 from kvshelf.vllm.namespace import context_ranks
 from kvshelf.vllm.scheduler import SchedulerSide
-from kvshelf.vllm.speculation import check_speculation
+from kvshelf.vllm.speculation import check_speculation, drafter_has_kv
 from kvshelf.vllm.stats import ShelfPromMetrics, ShelfStats, stats_of
 
 if TYPE_CHECKING:
@@ -154,7 +154,8 @@ class SharedStorageConnector(KVConnectorBase_V1, SupportsHMA):
                     " of the answer, so the KV of an answer depends on where the prompt ended"
                 )
         _apply_load_failure_policy(transfer, self._config.load_failure_policy)
-        _check_other_loads(vllm_config)
+        others = _others_that_fill(vllm_config)
+        _check_other_loads(vllm_config, others)
         url, server = self._config.shared_storage_path, self._config.server
         if server is not None or directory_of(url or "") is None:
             # A remote store. It is not known here which tier a hit will come from.
@@ -174,6 +175,14 @@ class SharedStorageConnector(KVConnectorBase_V1, SupportsHMA):
                 logger.warning("this engine loads KV from the shelf and stores none: %s", refuses)
             if _windows_kept_as_full(kv_cache_config):
                 _name_connectors_with_one_group()
+            second_runner = getattr(vllm_config, "use_v2_model_runner", False)
+            if others and second_runner and drafter_has_kv(vllm_config):
+                logger.warning(
+                    "the drafter's KV is not stored: vLLM's second model runner drafts when vLLM"
+                    " may know already that the step is over, and %s may fill blocks meanwhile."
+                    " Fewer drafts are accepted behind a hit",
+                    ", ".join(others),
+                )
             self._uses = Uses.of(self._config, self._counters, on_thread_start=widen_cpu_affinity)
             self._scheduler = SchedulerSide(
                 vllm_config,
@@ -201,6 +210,7 @@ class SharedStorageConnector(KVConnectorBase_V1, SupportsHMA):
                 counters=self._counters,
                 streams=self._streams_of,
                 may_store=not refuses,
+                others_fill=bool(others),
                 history=self._history,
             )
 
@@ -281,8 +291,13 @@ class SharedStorageConnector(KVConnectorBase_V1, SupportsHMA):
         """Do nothing: :meth:`wait_for_save` gathers all layers at once."""
 
     @_contained(_nothing)
+    def finish_forward(self) -> None:
+        """Gather what the forward pass completed; only vLLM's second model runner calls this."""
+        self._as_worker().finish_forward()
+
+    @_contained(_nothing)
     def wait_for_save(self) -> None:
-        """Gather what this step completed into staging."""
+        """Gather what this step completed into staging, and is not gathered yet."""
         self._as_worker().save()
 
     @_contained(lambda *_: (None, None))
@@ -606,8 +621,29 @@ def _apply_load_failure_policy(transfer: Any, policy: Literal["recompute", "vllm
         )
 
 
-def _check_other_loads(vllm_config: Any) -> None:
-    """Refuse a MultiConnector in which another connector may fill blocks that are still read.
+def _others_that_fill(vllm_config: Any) -> list[str]:
+    """Return the connectors beside this one that may fill blocks past the engine's stream.
+
+    Those that load by RDMA do. OffloadingConnector waits for the stream
+    (vllm/v1/kv_offload/cpu/gpu_worker.py), as kvshelf does.
+    """
+    device = getattr(vllm_config, "device_config", None)
+    parent = _enclosing_multi_connector()
+    if parent is None or (device is not None and device.device_type == "cpu"):
+        return []
+    options = getattr(parent._kv_transfer_config, "kv_connector_extra_config", {})
+    children = options.get("connectors", [])
+    own = getattr(vllm_config.kv_transfer_config, "kv_connector", None)
+    return [
+        child["kv_connector"]
+        for child in children
+        if child["kv_connector"] not in (own, "OffloadingConnector")
+        and child.get("kv_role") != "kv_producer"
+    ]
+
+
+def _check_other_loads(vllm_config: Any, others: list[str]) -> None:
+    """Refuse a MultiConnector in which `others` may fill blocks that are still read.
 
     With several batches in flight, the blocks of a request may be freed before its last step has
     run on the GPU. vLLM keeps them until then (Scheduler.defer_block_free in
@@ -619,22 +655,10 @@ def _check_other_loads(vllm_config: Any) -> None:
     ------
     ConfigError
     """
-    parent = _enclosing_multi_connector()
-    role = None if parent is None else getattr(parent._kv_transfer_config, "kv_role", None)
-    batches = getattr(vllm_config, "max_concurrent_batches", 1)
-    on_cpu = getattr(vllm_config, "device_config", None) and (
-        vllm_config.device_config.device_type == "cpu"
-    )
-    if role != "kv_producer" or batches == 1 or on_cpu:
+    if not others:
         return
-    own = vllm_config.kv_transfer_config.kv_connector
-    children = parent._kv_transfer_config.kv_connector_extra_config.get("connectors", [])
-    others = [
-        child["kv_connector"]
-        for child in children
-        if child["kv_connector"] != own and child.get("kv_role") != "kv_producer"
-    ]
-    if others:
+    role = getattr(_enclosing_multi_connector()._kv_transfer_config, "kv_role", None)
+    if role == "kv_producer" and getattr(vllm_config, "max_concurrent_batches", 1) > 1:
         raise ConfigError(
             f"with kv_role kv_producer, vLLM frees blocks that a step in flight still reads, and"
             f" {', '.join(others)} may fill them before kvshelf has copied them: set"

@@ -242,6 +242,24 @@ _BY_POSITION: Final = (
 )
 
 
+def fused_writer(layer: Any) -> str:
+    """Return why a kernel other than a layer's cache update may write its cache; empty if none.
+
+    vLLM 0.33 has two of them: models that write KV before they call attention
+    (``Attention.kv_cache_update_bypass``), and a compiler pass on ROCm after which an
+    implementation interleaves V (``AttentionImpl.set_interleaved_v_cache``).
+    """
+    from vllm.v1.attention.backend import AttentionImpl
+
+    if getattr(layer, "kv_cache_update_bypass", False):
+        return "its model writes its cache before it calls attention"
+    of_all = getattr(AttentionImpl, "set_interleaved_v_cache", None)
+    # The pass may run after the caches are registered.
+    if getattr(type(_implementation(layer)), "set_interleaved_v_cache", None) is not of_all:
+        return "a compiler pass may interleave its V"
+    return ""
+
+
 def _implementation(layer: Any) -> Any:
     """Return the object that writes to a layer's cache."""
     impl = getattr(layer, "impl", layer)
@@ -264,6 +282,8 @@ def _writer(
     impl = _implementation(layer)
     if getattr(layer, "kv_sharing_target_layer_name", None) is not None:
         raise _UnknownError("it shares another layer's cache")
+    if other := fused_writer(layer):
+        raise _UnknownError(other)
     bound: Tensor = layer.kv_cache
     if isinstance(impl, AttentionImpl):
         expected = ATTENTION_UPDATE

@@ -35,6 +35,7 @@ from kvshelf.vllm.layout_discovery import (
     StoredLayout,
     choose_layout,
     discover_layouts,
+    fused_writer,
     same_form,
 )
 from kvshelf.vllm.metadata import WorkerReport
@@ -345,6 +346,10 @@ class _Engine:
     ) -> StoredLayout:
         parallel = self._vllm_config.parallel_config
         size = self._block_size(group)
+        facts: dict[str, object] = {}
+        if fused := [other for layer in every if (other := fused_writer(self._layers[layer.name]))]:
+            passes = getattr(self._vllm_config.compilation_config, "pass_config", None)
+            facts = {"fused_writers": sorted(set(fused)), "pass_config": passes}
         return choose_layout(
             layers,
             self._config.layout,
@@ -359,6 +364,7 @@ class _Engine:
                 "compute_dtype": self._vllm_config.model_config.dtype,
                 "tensor_parallel_size": parallel.tensor_parallel_size,
                 "pipeline_parallel_size": parallel.pipeline_parallel_size,
+                **facts,
             },
             kv_heads=kv_heads,
             replicated=_are_replicated([layer.name for layer in every], self._kv_cache_config),

@@ -17,6 +17,11 @@ Contracts
   after everything that was enqueued on the engine's stream until then, such as the zeroing of new
   blocks. Stores are enqueued on that stream after the forward pass, before any later step or
   preemption, or the next owner of a block. CUDA graphs do not change this.
+* A chunk is gathered before the event by which vLLM learns that the step is over: from then on it
+  may free the block, and a connector that does not wait for the stream may fill it. vLLM's second
+  model runner records that event after sampling, so there :meth:`WorkerSide.finish_forward`
+  gathers. Its drafter runs behind the event: the drafter's KV is gathered in
+  :meth:`WorkerSide.save`, after the model's, and not at all beside such a connector.
 * From the moment that an engine sleeps until it is awake nothing touches the caches. A device
   that failed is not used again: the engine goes on without a cache.
 * A block counts as loaded only when all of its tokens that the hit covers are loaded.
@@ -125,6 +130,8 @@ class WorkerSide:
         Returns the streams to use on a device; its own where the answer is None.
     may_store : bool
         Whether the engine stores anything: no object that it finds bad is replaced otherwise.
+    others_fill : bool
+        Whether another connector may fill free blocks without waiting for the engine's stream.
     history : History, optional
         Gets what becomes of chunks.
 
@@ -145,9 +152,11 @@ class WorkerSide:
         counters: Counters | None = None,
         streams: Callable[[torch.device], Streams | None] | None = None,
         may_store: bool = True,
+        others_fill: bool = False,
         history: History | None = None,
     ) -> None:
         self._vllm_config = vllm_config
+        self._others_fill = others_fill
         self._may_store = may_store
         self._history = history
         self._config = config
@@ -189,6 +198,8 @@ class WorkerSide:
         #: Loads copy straight from the memory tier to the caches.
         self._memory_lends = True
         self._meta: StepMetadata | None = None
+        #: Stores of which the drafter's KV is gathered when its drafts are made.
+        self._undrafted: list[StoreOp] = []
         #: Loads that the scheduler planned and that have not started.
         self._planned: list[LoadOp] = []
         self._ops: dict[JointLoad, LoadOp] = {}
@@ -613,11 +624,28 @@ class WorkerSide:
                 items[kind] = [state_to_load(slots, chunk, op.block_ids, op.end)]
         return items
 
+    def finish_forward(self) -> None:
+        """Gather the model's KV of this step. Runs after the forward pass, before sampling."""
+        stored = self._gather(drafted=False)
+        if not self._others_fill:
+            self._undrafted = stored
+
     def save(self) -> None:
-        """Gather the chunks that this step completed. Runs after the forward pass."""
+        """Gather the chunks that this step completed, as far as :meth:`finish_forward` has not.
+
+        Runs after the forward pass and, where there is a drafter, after its drafts are made.
+        """
+        undrafted, self._undrafted = self._undrafted, []
+        if self._drafts is not None:
+            for op in undrafted:
+                self._drafts.store(op)
+        self._gather(drafted=True)
+
+    def _gather(self, *, drafted: bool) -> list[StoreOp]:
+        """Gather the step's chunks, with the drafter's KV if it is `drafted`; return what was."""
         meta = self._meta
         if meta is None or not meta.stores or self._transfer is None:
-            return
+            return []
         stores, meta.stores = meta.stores, []
         # Those of hand-overs first: staging may not hold all.
         stores.sort(key=lambda op: not op.attempt)
@@ -626,19 +654,23 @@ class WorkerSide:
         # vLLM also calls this while an exception leaves the forward pass. It is not known then
         # which layers have written their KV.
         usable = usable and sys.exc_info()[0] is None
+        stored = []
         for op in stores:
             kept = False
             try:
-                kept = usable and self._store(op)
+                kept = usable and self._store(op, drafted=drafted)
             except Exception as error:
                 usable = False
                 self._drop(op, Reason.ERROR)
                 logger.error("a chunk was not stored", exc_info=error)
-            if op.attempt and not kept and self._promises is not None:
+            if kept:
+                stored.append(op)
+            elif op.attempt and self._promises is not None:
                 # Another engine waits for the chunk.
                 self._promises.give_up(op.attempt)
+        return stored
 
-    def _store(self, op: StoreOp) -> bool:
+    def _store(self, op: StoreOp, *, drafted: bool) -> bool:
         """Gather one chunk; False if it cannot be stored, and :class:`Stores` was not asked."""
         if not (self._serving and self._is_current(op)):
             self._drop(op, Reason.WEIGHTS_CHANGED)
@@ -652,7 +684,7 @@ class WorkerSide:
         if not self._adapters.may_store(op.adapter):
             self._drop(op, Reason.ADAPTER_UNKNOWN)
             return False
-        if self._drafts is not None:
+        if drafted and self._drafts is not None:
             # First, so that who finds the model's KV finds the drafter's as well.
             self._drafts.store(op)
         assert self._transfer is not None
@@ -825,6 +857,7 @@ class WorkerSide:
     def clear(self) -> None:
         """End a step."""
         self._meta = None
+        self._undrafted = []
 
     # ------------------------------------------------------------- end
 
