@@ -411,7 +411,8 @@ class Config(BaseSettings):
         description=(
             "Tokens per chunk. A hit is a whole number of chunks: smaller chunks make hits "
             "slightly longer, larger ones need fewer objects and read faster. Engines share "
-            "chunks only if they use the same size. The native layout needs a multiple of the "
+            "chunks only if they use the same size. A node server tells its own to "
+            "[adapters](multiprocess.md#in-short). The native layout needs a multiple of the "
             "engine's block size; with any other size the canonical layout is used. For hybrid "
             "models it must be a multiple of the least common multiple of the block sizes of all "
             "KV cache groups. If it is not set, it is for them the smallest multiple of at least "

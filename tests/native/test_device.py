@@ -12,8 +12,9 @@ import gc
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ from parts import PATIENCE, until
 from simulated_device import SimulatedStreams
 
 from kvshelf.errors import ConfigError, DeviceUnavailableError
-from kvshelf.kv import device, ops
+from kvshelf.kv import device, ops, streams
 from kvshelf.kv.caches import LayerCall, PendingCopy
 from kvshelf.kv.copier import QUEUED_SECONDS
 from kvshelf.kv.device import DeviceKVCache
@@ -166,6 +167,44 @@ def test_a_tail_goes_there_and_back_with_offsets_of_its_own(rig: Rig, tokens: in
     copied.wait()
     for payload, want in zip(whole, rig.expected(SLOTS), strict=True):
         np.testing.assert_array_equal(payload.numpy(), want)
+
+
+def test_copies_are_named_in_traces(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranges: list[str] = []
+
+    @contextmanager
+    def noted(device: torch.device, name: str) -> Iterator[None]:
+        ranges.append(f"{name} begins")
+        yield
+        ranges.append("ends")
+
+    monkeypatch.setattr(device, "trace_range", noted)
+    payloads = rig.payloads()
+    pending = rig.path.gather(torch.tensor(SLOTS), payloads)
+    assert pending is not None
+    rig.streams.ended.set()
+    pending.wait()
+    rig.path.scatter(1, torch.tensor(SLOTS), payloads[1])
+    assert ranges == ["kvshelf gather begins", "ends", "kvshelf scatter begins", "ends"]
+
+
+def test_ranges_are_those_of_nvtx_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    nvtx = SimpleNamespace(
+        range_push=calls.append,
+        range_pop=lambda: calls.append("pop"),
+        range=lambda name: nullcontext(calls.append(name)),
+    )
+    for installed, expected in ((nvtx, ["kvshelf", "pop", "a"]), (SimpleNamespace(), [])):
+        calls.clear()
+        streams._has_nvtx.cache_clear()
+        monkeypatch.setattr(streams, "_cuda", SimpleNamespace(nvtx=installed))
+        with streams.trace_range(torch.device("cpu"), "no"):
+            pass
+        with streams.trace_range(torch.device("cuda", 0), "a"):
+            pass
+        assert calls == expected
+    streams._has_nvtx.cache_clear()
 
 
 def test_a_tail_that_does_not_fit_is_refused(rig: Rig) -> None:

@@ -307,7 +307,7 @@ def test_adapters_say_what_they_are(server: StandIn) -> None:
 def test_the_chunk_size_is_a_multiple_of_the_block_size(
     adapter: type[Any], block_size: int, server: StandIn
 ) -> None:
-    with pytest.raises(ValueError, match=f"chunk size is {CHUNK}.*block size {block_size}"):
+    with pytest.raises(ValueError, match=f"is {CHUNK}.*size {block_size}.*KVSHELF_CHUNK_SIZE"):
         adapter(URL, facts(), block_size, channel=server)
 
 

@@ -47,8 +47,8 @@ def _upstream() -> Any:
     _module("lmcache.v1.multiprocess.custom_types", RequestAllocationRecord=dict)
     _module(
         "lmcache.integration.vllm.vllm_multi_process_adapter",
-        LMCacheMPSchedulerAdapter=multiprocess.MPSchedulerAdapter,
-        LMCacheMPWorkerAdapter=multiprocess.MPWorkerAdapter,
+        LMCacheMPSchedulerAdapter=multiprocess.LMCacheMPSchedulerAdapter,
+        LMCacheMPWorkerAdapter=multiprocess.LMCacheMPWorkerAdapter,
         LoadStoreOp=multiprocess.LoadStoreOp,
         ParallelStrategy=multiprocess.ParallelStrategy,
     )
@@ -92,10 +92,10 @@ def _adapter(kind: type[Any], server_url: str, config: Any, timeout: float) -> A
 
 
 _module_of_vllm.create_scheduler_adapter = lambda url, context, config, timeout, _: _adapter(
-    multiprocess.MPSchedulerAdapter, url, config, timeout
+    multiprocess.LMCacheMPSchedulerAdapter, url, config, timeout
 )
 _module_of_vllm.create_worker_adapter = lambda url, context, config, timeout, _: _adapter(
-    multiprocess.MPWorkerAdapter, url, config, timeout
+    multiprocess.LMCacheMPWorkerAdapter, url, config, timeout
 )
 
 

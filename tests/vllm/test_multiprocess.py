@@ -24,6 +24,8 @@ with warnings.catch_warnings():
 
     from kvshelf.vllm import multiprocess
     from kvshelf.vllm.multiprocess import (
+        LMCacheMPSchedulerAdapter,
+        LMCacheMPWorkerAdapter,
         LoadStoreOp,
         MPSchedulerAdapter,
         MPWorkerAdapter,
@@ -43,8 +45,8 @@ from kvshelf.server.worker import WorkerAdapter
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "multiprocess.md"
 CLASSES = {
-    "LMCacheMPSchedulerAdapter": MPSchedulerAdapter,
-    "LMCacheMPWorkerAdapter": MPWorkerAdapter,
+    "LMCacheMPSchedulerAdapter": LMCacheMPSchedulerAdapter,
+    "LMCacheMPWorkerAdapter": LMCacheMPWorkerAdapter,
     "ParallelStrategy": ParallelStrategy,
     "LoadStoreOp": LoadStoreOp,
 }
@@ -175,7 +177,7 @@ def test_arguments_are_in_the_same_order(name: str) -> None:
     theirs = classes()[name]
     assert fields(theirs) == list(getattr(ours, "__dataclass_fields__", ()))[: len(fields(theirs))]
     for method in methods(theirs).values():
-        if method.name.startswith("_") and method.name != "__init__":
+        if method.name.startswith("_"):
             continue
         found = getattr(ours, method.name)
         if isinstance(found, property):
@@ -242,6 +244,81 @@ def test_attributes_of_the_strategy(passed_on: list[Any]) -> None:
     assert worker.use_mla
     assert worker.is_first_rank_of_pp_group
     scheduler.report_block_allocations([object()])
+
+
+#: Arguments of the constructors of vLLM's classes: of this version, and of earlier ones.
+CONSTRUCTORS = {
+    "0.32": ["server_url", "context", "model_name", "vllm_block_size", "parallel_strategy"],
+    "earlier": ["server_url", "context", "model_name", "world_size", "kv_rank", "vllm_block_size"],
+}
+
+
+@pytest.mark.parametrize("name", ["LMCacheMPSchedulerAdapter", "LMCacheMPWorkerAdapter"])
+def test_constructors_take_the_arguments_of_the_original(name: str, passed_on: list[Any]) -> None:
+    theirs = [argument.arg for argument in methods(classes()[name])["__init__"].args.args]
+    assert theirs == ["self", *CONSTRUCTORS["0.32"]]
+    values = {
+        "server_url": "url",
+        "context": None,
+        "model_name": "model",
+        "vllm_block_size": BLOCK,
+        "parallel_strategy": STRATEGY,
+        "world_size": 2,
+        "kv_rank": 1,
+    }
+    expected = {"0.32": STRATEGY, "earlier": ParallelStrategy(False, 2, 1, 2, 1, 2, 1)}
+    for version, names in CONSTRUCTORS.items():
+        for positional in range(len(names) + 1):
+            made = getattr(multiprocess, name)(
+                *[values[one] for one in names[:positional]],
+                **{one: values[one] for one in names[positional:]},
+                namespace=FACTS,
+            )
+            assert passed_on.pop()[1] == ("url", FACTS, BLOCK)
+            assert made.parallel_strategy == expected[version]
+            assert made.model_name == "model"
+
+
+@pytest.mark.parametrize("adapter", [LMCacheMPSchedulerAdapter, LMCacheMPWorkerAdapter])
+def test_arguments_of_neither_constructor_are_refused(
+    adapter: type[Any], passed_on: list[Any]
+) -> None:
+    for engine, named in (
+        ((), {}),
+        ((BLOCK,), {}),
+        ((1, 0, BLOCK, STRATEGY), {}),
+        ((BLOCK, STRATEGY), {"kv_rank": 0}),
+        ((BLOCK,), {"parallel_strategie": STRATEGY}),
+    ):
+        with pytest.raises(TypeError, match="expected vllm_block_size and parallel_strategy, or"):
+            adapter("url", None, "model", *engine, namespace=FACTS, **named)
+    with pytest.raises(TypeError, match="expected a ParallelStrategy"):
+        adapter("url", None, "model", BLOCK, 3, namespace=FACTS)
+    for ranks in ((0, 0), (2, 2), (2, -1)):
+        with pytest.raises(ConfigError, match="expected a rank"):
+            adapter("url", None, "model", *ranks, BLOCK, namespace=FACTS)
+    with pytest.raises(ConfigError, match="keyword namespace"):
+        adapter("url", None, "model", 1, 0, BLOCK)
+    assert not passed_on
+
+
+def test_a_strategy_of_vllm_is_taken(passed_on: list[Any]) -> None:
+    theirs = SimpleNamespace(**vars(STRATEGY))
+    made = MPWorkerAdapter("url", None, "model", BLOCK, theirs, namespace=FACTS)  # type: ignore[call-overload]
+    assert made.parallel_strategy == STRATEGY
+
+
+def test_counted_ranks_are_those_of_the_stages(passed_on: list[Any]) -> None:
+    facts = ModelFacts(
+        layers=2, kv_heads=4, head_size=8, dtype="bfloat16", weights="w", stages=(1, 1)
+    )
+    space = facts.namespace(chunk_size=CHUNK)
+    for model in (facts, space):
+        made = LMCacheMPWorkerAdapter("url", None, "model", 4, 3, BLOCK, namespace=model)
+        assert made.parallel_strategy == ParallelStrategy(False, 4, 3, 4, 3, 2, 2)
+        assert made.parallel_strategy.shard_plan(space).shards == (6, 7)
+    with pytest.raises(ConfigError, match=r"stages \(2\)"):
+        LMCacheMPWorkerAdapter("url", None, "model", 3, 0, BLOCK, namespace=space)
 
 
 def test_timeouts_of_the_original(passed_on: list[Any]) -> None:

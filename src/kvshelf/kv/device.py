@@ -57,7 +57,7 @@ from kvshelf.kv.caches import (
 from kvshelf.kv.copier import ChunkCopy, Copier
 from kvshelf.kv.layout import PagedLayout, PermutedLayout
 from kvshelf.kv.native_copier import native_copier
-from kvshelf.kv.streams import Streams, streams_of
+from kvshelf.kv.streams import Streams, streams_of, trace_range
 from kvshelf.kv.torch_copier import TorchCopier
 
 logger = logging.getLogger(__name__)
@@ -331,7 +331,8 @@ class DeviceKVCache(KVCache):
         if not self._begin():
             return None
         try:
-            chunk = self._use(self._copier.store, copy, slots, payloads)
+            with trace_range(self._device, "kvshelf gather"):
+                chunk = self._use(self._copier.store, copy, slots, payloads)
         finally:
             self._end()
         if chunk is None:
@@ -394,7 +395,8 @@ class DeviceKVCache(KVCache):
                 " released them"
             )
         try:
-            self._use(self._copier.load, copy, first, slots, payloads, fence)
+            with trace_range(self._device, "kvshelf scatter"):
+                self._use(self._copier.load, copy, first, slots, payloads, fence)
         finally:
             self._end()
 

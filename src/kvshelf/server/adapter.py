@@ -36,6 +36,11 @@ logger = logging.getLogger("kvshelf.server.client")
 
 _CONNECT_SECONDS: Final = 10.0
 _LINES_PER_MINUTE: Final = 10
+#: How the chunk size of adapters is set.
+_CHUNK_SIZE: Final = (
+    "start the server with another one (KVSHELF_CHUNK_SIZE in its environment, or chunk_size in the"
+    " file that `kvshelf serve --config` names)"
+)
 
 
 class AdapterThreads:
@@ -121,8 +126,8 @@ class Adapter:
             if block_size < 1 or self.chunk_size % block_size:
                 raise ConfigError(
                     f"the chunk size is {self.chunk_size} tokens, which is no multiple of the"
-                    f" engine's block size {block_size}: start the server with another chunk size,"
-                    " or the engine with another block size"
+                    f" engine's block size {block_size}: {_CHUNK_SIZE}, or start the engine with"
+                    " another block size"
                 )
         except BaseException:
             self._close_channel()
@@ -157,7 +162,7 @@ class Adapter:
         if welcome.chunk_size != own:
             raise ConfigError(
                 f"the chunk size of the server is {welcome.chunk_size} tokens, that of the"
-                f" namespace is {own}: use one for both"
+                f" namespace is {own}: use one for both, or {_CHUNK_SIZE}"
             )
         return model
 

@@ -1,11 +1,11 @@
-"""The node server's adapters under the signatures of vLLM's LMCache adapters.
+"""The node server's adapters under the names and signatures of vLLM's LMCache adapters.
 
-Owns nothing of its own: :class:`MPSchedulerAdapter` and :class:`MPWorkerAdapter` take arguments in
-the order of
-vllm/distributed/kv_transfer/kv_connector/v1/lmcache_integration/multi_process_adapter.py and hand
-them to :mod:`kvshelf.server.client`. They also take the keyword arguments that vLLM's own connector
-(lmcache_mp_connector.py beside it) passes to LMCache's adapters. ``docs/multiprocess.md`` compares
-them row by row.
+Owns nothing of its own: :class:`MPSchedulerAdapter` and :class:`MPWorkerAdapter`, which also have
+the names ``LMCacheMPSchedulerAdapter`` and ``LMCacheMPWorkerAdapter``, take arguments in the order
+of vllm/distributed/kv_transfer/kv_connector/v1/lmcache_integration/multi_process_adapter.py, or in
+that of its earlier versions, and hand them to :mod:`kvshelf.server.client`. They also take the
+keyword arguments that vLLM's own connector (lmcache_mp_connector.py beside it) passes to LMCache's
+adapters. ``docs/multiprocess.md`` compares them row by row.
 
 A model's name does not say which weights and which layout an engine has. So the namespace is given
 by the keyword `namespace`, or follows from vLLM's configuration (:func:`model_facts`).
@@ -18,9 +18,9 @@ As :mod:`kvshelf.server.client`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from math import gcd
-from typing import Any, Final
+from typing import Any, Final, overload
 
 from torch import Tensor
 
@@ -44,6 +44,8 @@ from kvshelf.vllm.layout_discovery import discover_layouts
 from kvshelf.vllm.namespace import config_overrides, local_model_dir
 
 __all__ = [
+    "LMCacheMPSchedulerAdapter",
+    "LMCacheMPWorkerAdapter",
     "LoadStoreOp",
     "MPSchedulerAdapter",
     "MPWorkerAdapter",
@@ -209,9 +211,59 @@ def _model(
     if vllm_config is not None:
         return model_facts(vllm_config)
     raise ConfigError(
-        f"the name {model_name!r} does not say which weights and layout the model has: pass"
-        " namespace, or vllm_config from which it follows"
+        f"the name {model_name!r} does not say which weights and layout the model has: pass the"
+        " keyword namespace, for example ModelFacts(…, weights=pathlib.Path(folder)), or"
+        " vllm_config, from which it follows"
     )
+
+
+def _stages(model: Namespace | ModelFacts) -> int:
+    """Return the number of pipeline stages."""
+    if isinstance(model, Namespace):
+        return len(required_field(model.record, "stages"))
+    return len(model.stages or (model.layers,))
+
+
+def _engine(
+    model: Namespace | ModelFacts, given: Sequence[Any], named: Mapping[str, Any]
+) -> tuple[int, ParallelStrategy]:
+    """Return the block size and the strategy that the arguments after the model's name say."""
+    names: tuple[str, ...] = ("vllm_block_size", "parallel_strategy")
+    if len(given) + len(named) != len(names):
+        names = ("world_size", "kv_rank", "vllm_block_size")
+    found = {**dict(zip(names, given, strict=False)), **named}
+    if len(given) + len(named) != len(names) or set(found) != set(names):
+        raise TypeError(
+            f"after the model's name {len(given)} arguments and {', '.join(named) or 'no names'}"
+            " were given; expected vllm_block_size and parallel_strategy, or world_size, kv_rank"
+            " and vllm_block_size"
+        )
+    block_size, strategy = found["vllm_block_size"], found.get("parallel_strategy")
+    if strategy is None and "world_size" in found:
+        strategy = _strategy(model, found["world_size"], found["kv_rank"])
+    elif not isinstance(strategy, ParallelStrategy):
+        try:
+            own = {field.name: getattr(strategy, field.name) for field in fields(ParallelStrategy)}
+        except AttributeError:
+            raise TypeError(
+                f"parallel_strategy is {strategy!r}; expected a ParallelStrategy"
+            ) from None
+        strategy = ParallelStrategy(**own)
+    if not isinstance(block_size, int):
+        raise TypeError(f"vllm_block_size is {block_size!r}; expected a number of tokens")
+    return block_size, strategy
+
+
+def _strategy(model: Namespace | ModelFacts, world_size: int, kv_rank: int) -> ParallelStrategy:
+    """Return the strategy of ranks that are only counted: the stages are those of the model."""
+    stages = _stages(model)
+    if world_size < 1 or world_size % stages or not 0 <= kv_rank < world_size:
+        raise ConfigError(
+            f"kv_rank is {kv_rank} and world_size {world_size}; expected a rank from 0 on, of a"
+            f" multiple of the model's pipeline stages ({stages})"
+        )
+    ranks = world_size // stages
+    return ParallelStrategy(False, world_size, kv_rank, world_size, kv_rank, ranks, stages)
 
 
 class MPSchedulerAdapter(SchedulerAdapter):
@@ -228,7 +280,11 @@ class MPSchedulerAdapter(SchedulerAdapter):
     vllm_block_size : int
     parallel_strategy : ParallelStrategy
         Not used: keys hold no rank.
+    world_size, kv_rank : int
+        In place of `parallel_strategy`, and then before `vllm_block_size`, as earlier versions of
+        vLLM's class have it: the ranks with KV of their own, and this one's number.
     namespace : Namespace or ModelFacts, optional
+        Identifies weights and layout.
     vllm_config : VllmConfig, optional
         Needed where `namespace` is absent.
     mq_timeout : float
@@ -243,6 +299,7 @@ class MPSchedulerAdapter(SchedulerAdapter):
         If neither `namespace` nor `vllm_config` is given; and as for the base class.
     """
 
+    @overload
     def __init__(
         self,
         server_url: str,
@@ -255,12 +312,41 @@ class MPSchedulerAdapter(SchedulerAdapter):
         vllm_config: Any = None,
         mq_timeout: float = _LOOKUP_SECONDS,
         heartbeat_interval: float | None = None,
+    ) -> None: ...
+
+    @overload
+    def __init__(
+        self,
+        server_url: str,
+        context: Any,
+        model_name: str,
+        world_size: int,
+        kv_rank: int,
+        vllm_block_size: int,
+        *,
+        namespace: Namespace | ModelFacts | None = None,
+        vllm_config: Any = None,
+        mq_timeout: float = _LOOKUP_SECONDS,
+        heartbeat_interval: float | None = None,
+    ) -> None: ...
+
+    def __init__(
+        self,
+        server_url: str,
+        context: Any,
+        model_name: str,
+        *engine: Any,
+        namespace: Namespace | ModelFacts | None = None,
+        vllm_config: Any = None,
+        mq_timeout: float = _LOOKUP_SECONDS,
+        heartbeat_interval: float | None = None,
+        **named: Any,
     ) -> None:
         model = _model(model_name, namespace, vllm_config)
+        block_size, self.parallel_strategy = _engine(model, engine, named)
         timeout_s = min(mq_timeout, _LOOKUP_SECONDS)
-        super().__init__(server_url, model, vllm_block_size, timeout_s=timeout_s)
+        super().__init__(server_url, model, block_size, timeout_s=timeout_s)
         self.model_name = model_name
-        self.parallel_strategy = parallel_strategy
 
     @property
     def world_size(self) -> int:
@@ -307,6 +393,9 @@ class MPWorkerAdapter(WorkerAdapter):
         As for :class:`MPSchedulerAdapter`.
     parallel_strategy : ParallelStrategy
         Says which heads and layers the worker holds.
+    world_size, kv_rank : int
+        In place of `parallel_strategy`, as for :class:`MPSchedulerAdapter`: with the pipeline
+        stages of the namespace they say which heads and layers the worker holds.
     namespace, vllm_config, heartbeat_interval
         As for :class:`MPSchedulerAdapter`.
     kv_cache_config : KVCacheConfig, optional
@@ -321,6 +410,7 @@ class MPWorkerAdapter(WorkerAdapter):
         and as for the base class.
     """
 
+    @overload
     def __init__(
         self,
         server_url: str,
@@ -334,16 +424,43 @@ class MPWorkerAdapter(WorkerAdapter):
         kv_cache_config: Any = None,
         mq_timeout: float = _OPERATION_SECONDS,
         heartbeat_interval: float | None = None,
+    ) -> None: ...
+
+    @overload
+    def __init__(
+        self,
+        server_url: str,
+        context: Any,
+        model_name: str,
+        world_size: int,
+        kv_rank: int,
+        vllm_block_size: int,
+        *,
+        namespace: Namespace | ModelFacts | None = None,
+        vllm_config: Any = None,
+        kv_cache_config: Any = None,
+        mq_timeout: float = _OPERATION_SECONDS,
+        heartbeat_interval: float | None = None,
+    ) -> None: ...
+
+    def __init__(
+        self,
+        server_url: str,
+        context: Any,
+        model_name: str,
+        *engine: Any,
+        namespace: Namespace | ModelFacts | None = None,
+        vllm_config: Any = None,
+        kv_cache_config: Any = None,
+        mq_timeout: float = _OPERATION_SECONDS,
+        heartbeat_interval: float | None = None,
+        **named: Any,
     ) -> None:
-        super().__init__(
-            server_url,
-            _model(model_name, namespace, vllm_config),
-            vllm_block_size,
-            plan=parallel_strategy.shard_plan,
-            timeout_s=mq_timeout,
-        )
+        model = _model(model_name, namespace, vllm_config)
+        block_size, self.parallel_strategy = _engine(model, engine, named)
+        plan = self.parallel_strategy.shard_plan
+        super().__init__(server_url, model, block_size, plan=plan, timeout_s=mq_timeout)
         self.model_name = model_name
-        self.parallel_strategy = parallel_strategy
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
 
@@ -404,6 +521,10 @@ class MPWorkerAdapter(WorkerAdapter):
         super().batched_submit_retrieve_requests(
             request_ids, ops, event, identities=_identities(identities, cache_salts)
         )
+
+
+LMCacheMPSchedulerAdapter = MPSchedulerAdapter
+LMCacheMPWorkerAdapter = MPWorkerAdapter
 
 
 def _identities(
