@@ -73,7 +73,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table to FILE")
     parser.add_argument(
-        "--pairs", type=int, metavar="N", help="pairs for each row; by default 15 to 51"
+        "--pairs",
+        type=int,
+        metavar="N",
+        help="pairs for each row; by default 51 for short work, 7 to 31 for the rest",
     )
     parser.add_argument(
         "--quick", action="store_true", help="tiny sizes, no vLLM: only checks that everything runs"

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 from config_page import render_page
+from kvshelf.backends import Properties
 
+import kvshelf
+from benchmarks.__main__ import _ONLY_WHEN_ASKED, GROUPS
 from kvshelf.cli.common import EXIT_CODES
+from kvshelf.cli.doctor import _Examination
 from kvshelf.config import Config
+from kvshelf.metrics import COUNTERS, GAUGES, OPERATIONS
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -50,7 +59,7 @@ def test_modules_and_files_that_the_documentation_names_exist() -> None:
     for path in set(re.findall(r"\b((?:src/|kvshelf/|backends/|benchmarks/)[\w/]+\.py)\b", text)):
         folder = ROOT / "src" if path.startswith("kvshelf/") else ROOT
         assert (folder / path).is_file(), path
-    names = set(re.findall(r"\bkvshelf(?:\.[A-Za-z_]\w*)+", text))
+    names = set(re.findall(r"(?<!torch\.ops\.)\bkvshelf(?:\.[A-Za-z_]\w*)+", text))
     assert "kvshelf.backends" in names
     for name in names:
         place, (_, *rest) = ROOT / "src" / "kvshelf", name.split(".")
@@ -81,6 +90,99 @@ def test_the_examples_of_the_python_api_run(
     assert "cache.close()" in code
     code = code.replace("/tmp/kv-example", str(tmp_path / "shelf"))
     exec(compile(code, "docs/api.md", "exec"), {})
+
+
+def test_the_schemas_of_the_operators_are_those_of_torch() -> None:
+    page = (ROOT / "docs" / "api.md").read_text()
+    importlib.import_module("kvshelf.ops")
+    for name in ("gather_kv", "scatter_kv"):
+        assert f"{getattr(torch.ops.kvshelf, name).default._schema}\n" in page
+
+
+def test_public_modules_can_be_imported() -> None:
+    page = (ROOT / "docs" / "api.md").read_text()
+    table = page[page.index("## What is public") :]
+    rows = re.findall(r"^\| (`kvshelf.*?) \| (.*) \|$", table, re.MULTILINE)
+    modules = [module for row in rows for module in re.findall(r"`([\w.]+)`", row[0])]
+    assert len(modules) > 10
+    for module in modules:
+        if module != "kvshelf.vllm.multiprocess":  # needs vLLM, and has tests of its own
+            importlib.import_module(module)
+    named = set(re.findall(r"`(\w+)`", dict(rows)["`kvshelf`"]))
+    forms = {"BlobKV", "PagedKV", "TupleKV"}
+    assert named | forms | {"__version__"} == set(kvshelf.__all__)
+
+
+def test_all_threads_and_modules_are_on_the_map() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    rooms = {"cli", "ops"}  # one row each
+    for folder, package in ((ROOT / "src" / "kvshelf", "kvshelf"), (ROOT / "backends", "backends")):
+        for file in folder.rglob("*.py"):
+            text = file.read_text()
+            for thread in re.findall(r"name=f?\"kvshelf-([a-z]+)", text):
+                assert f"`kvshelf-{thread}" in page, (file.name, thread)
+            parts = [package, *file.relative_to(folder).with_suffix("").parts]
+            if not rooms & set(parts) and not parts[-1].startswith("__"):
+                name = ".".join(parts if package == "kvshelf" else ["kvshelf", *parts])
+                assert f"`{name}`" in page, name
+
+
+def test_the_pages_name_all_groups_of_the_benchmark() -> None:
+    page = (ROOT / "docs" / "performance.md").read_text()
+    row = next(line for line in page.splitlines() if line.startswith("| `load`"))
+    assert re.findall(r"`(\w+)`", row.split(" | ")[0]) == list(GROUPS)
+    asked = next(line for line in page.splitlines() if line.startswith("runs every row below but"))
+    assert set(re.findall(r"`(\w+)`", asked)) == _ONLY_WHEN_ASKED
+    assert all(f"`{name}`" in row.split(" | ")[1] for name in _ONLY_WHEN_ASKED)
+
+
+def test_printed_lines_are_those_of_the_pages() -> None:
+    page = (ROOT / "docs" / "storage.md").read_text()
+    properties = Properties(filesystem="nfs4", cache_seconds=60.0, probe_cost=310e-6)
+    examined = SimpleNamespace(_backend=SimpleNamespace(properties=properties))
+    assert _Examination._storage(examined) in page  # type: ignore[arg-type]
+    page = (ROOT / "docs" / "metrics.md").read_text()
+    line = re.search(r"^```text\nKV Transfer metrics: (.*?)```", page, re.MULTILINE | re.DOTALL)
+    assert line is not None
+    fields = {field.split("=")[0].strip() for field in line[1].replace("\n", " ").split(",")}
+    assert fields <= log_fields()
+
+
+def log_fields() -> set[str]:
+    """The fields that the log line can have."""
+    stats = pytest.importorskip("kvshelf.vllm.stats")
+    data: dict[str, Any] = dict.fromkeys(COUNTERS, 1)
+    data |= {name: {"p": 1.0} for name in GAUGES}
+    data |= {name: [1, 1] for name in OPERATIONS}
+    return set(stats.ShelfStats(data).reduce())
+
+
+def test_the_first_lines_of_the_readme_are_enough_to_begin() -> None:
+    lines = (ROOT / "README.md").read_text().splitlines()[:40]
+    text = "\n".join(lines)
+    for needed in (
+        "no GPU has run it yet",
+        'pip install ".[cpu]"',
+        "-m vllm.entrypoints.openai.api_server",
+        '"kv_connector":"SharedStorageConnector"',
+        "make demo",
+        "make test",
+    ):
+        assert needed in text
+
+
+def test_no_page_installs_a_package_of_an_index_that_is_not_ours() -> None:
+    """kvshelf is on no index: anybody could take the name there."""
+    for page in PAGES:
+        blocks = re.findall(r"```.*?```", page.read_text(), re.DOTALL)
+        assert not [block for block in blocks if re.search(r"pip install '?kvshelf", block)], page
+
+
+def test_definitions_of_the_glossary_stand_alone() -> None:
+    lines = (ROOT / "docs" / "glossary.md").read_text().splitlines()
+    for before, term, definition in zip(lines, lines[1:], lines[2:], strict=False):
+        if definition.startswith(":   "):
+            assert not before, f"{term}: no empty line before it"
 
 
 def test_every_row_about_lmcache_has_a_verdict() -> None:

@@ -55,21 +55,28 @@ NAMES = {
     """,
     "LMCache of 2025, lmcache/v1/cache_engine.py": """
         store retrieve prefetch lookup mask search_range get_or_create get destroy close
-        LMCacheEngine LMCacheEngineBuilder LMCacheEngineConfig
+        LMCacheEngine LMCacheEngineBuilder LMCacheEngineConfig LMCacheEngineMetadata Hot
+        CacheEngineKey StorageManager
     """,
     "LMCache of 2025, lmcache/v1/token_database.py and gpu_connector.py": """
-        process_tokens GPUConnectorInterface from_gpu to_gpu get_shape
+        process_tokens TokenDatabase ChunkedTokenDatabase RadixTokenDatabase
+        GPUConnectorInterface from_gpu to_gpu get_shape
         VLLMNestedTupleGPUConnector VLLMPagedMemGPUConnector VLLMPagedMemGPUConnectorV2
     """,
     "LMCache of 2025, lmcache/v1/memory_management.py": """
         MemoryObj MemoryObjMetadata MemoryFormat KV_BLOB BINARY UNDEFINED MemoryAllocatorInterface
         allocate ref_count_up ref_count_down get_ref_count FreeBlock TensorMemoryAllocator
         HostMemoryAllocator PinMemoryAllocator GPUMemoryAllocator BufferAllocator
-        MixedMemoryAllocator
+        MixedMemoryAllocator TensorMemoryObj BytesBufferMemoryObj
     """,
     "LMCache of 2025, lmcache/v1/storage_backend/local_disk_backend.py": """
         LocalDiskBackend contains get_blocking submit_put_task exists_in_put_tasks
         submit_prefetch_task insert_key remove async_save_bytes_to_disk load_bytes_from_disk
+        async_load_bytes_from_disk load_disk
+    """,
+    "vLLM of 2025, shared_storage_connector.py": """
+        SharedStorageConnector SharedStorageConnectorMetadata ReqMeta make_meta add_request
+        inject_kv_into_layer extract_kv_from_layer align_to_block_size
     """,
     "vLLM 0.32, distributed/kv_transfer/kv_connector/v1/base.py": """
         start_load_kv wait_for_layer_load save_kv_layer wait_for_save get_finished
