@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ pytest.importorskip("vllm")
 from parts import until, while_patient
 from simulated import SimulatedEngine
 
+from kvshelf.vllm import model_tensors, weight_changes
 from kvshelf.vllm.block_weights import BlockWeights
 from kvshelf.vllm.handshake import Handshake
 from kvshelf.vllm.loaded_weights import LoadedWeights
@@ -175,15 +177,17 @@ class Packed(torch.nn.Module):
         self.cpu_linear: object = object()
 
 
-def digest(weights: LoadedWeights) -> str:
-    weights.changed()
+def digest(weights: LoadedWeights, *, packed: bool = True, noticed: bool = True) -> str:
+    if noticed:
+        weights.changed()
     weights.begin(weights.round + 1)
     while True:
         weights.advance(idle=True)
         report = weights.report()
         assert report is not None
-        assert report.packed
+        assert report.packed is packed
         if report.digest is not None:
+            weights.settle("")
             return report.digest
 
 
@@ -204,6 +208,111 @@ def test_packed_weights_are_known_by_what_holds_them() -> None:
     assert digest(weights) not in (first, later)
     model.cpu_linear = original
     assert digest(weights) == first
+
+
+class Wrapped:
+    """A tensor as ``triton_kernels`` wraps it."""
+
+    def __init__(self, data: torch.Tensor) -> None:
+        self.storage = SimpleNamespace(data=data)
+
+
+class PrecisionConfig:
+    """Holds a wrapped scale, as the class of this name in ``triton_kernels`` does."""
+
+    def __init__(self, scale: torch.Tensor) -> None:
+        self.weight_scale = Wrapped(scale)
+        self.flex_ctx = None
+
+
+Hidden = type("Tensor", (), {"__module__": "triton_kernels.tensor"})
+PrecisionConfig.__module__ = "triton_kernels.matmul_ogs"
+
+
+class Experts(torch.nn.Module):
+    """A layer as vLLM's MXFP4 method leaves it with kernels of ``triton_kernels``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w13_weight: Any = Wrapped(torch.arange(8, dtype=torch.uint8))
+        self.quant_method = SimpleNamespace(
+            w13_precision_config=PrecisionConfig(torch.ones(4)), moe_kernel=object()
+        )
+        # Neither is a weight.
+        self.workspace = torch.zeros(2)
+        self.lora_a_weight_stacked = torch.zeros(2)
+
+
+def test_weights_that_kernels_wrap_are_read() -> None:
+    layer = Experts()
+    weights = LoadedWeights(torch.nn.Sequential(layer))
+    first = digest(weights, packed=False)
+    assert first == weights.report().first  # type: ignore[union-attr]
+    found = {first}
+    layer.w13_weight.storage.data[3] += 1
+    found.add(digest(weights, packed=False))
+    layer.w13_weight = Wrapped(torch.arange(1, 9, dtype=torch.uint8))
+    found.add(digest(weights, packed=False))
+    layer.quant_method.w13_precision_config.weight_scale.storage.data[0] = 2
+    found.add(last := digest(weights, packed=False))
+    assert len(found) == 4
+    layer.workspace += 1
+    layer.lora_a_weight_stacked += 1
+    assert digest(weights, packed=False) == last
+
+
+def test_weights_that_nothing_shows_are_never_the_same_after_a_noticed_change() -> None:
+    layer = Experts()
+    layer.w13_weight = Hidden()
+    weights = LoadedWeights(layer)
+    first = weights.report().first  # type: ignore[union-attr]
+    # A reset or a pause changes nothing.
+    assert digest(weights, noticed=False) == digest(weights, noticed=False) == first
+    changed = digest(weights)
+    assert changed != first
+    assert digest(weights, noticed=False) == changed
+    assert digest(weights) not in (first, changed)
+    layer.w13_weight = Hidden()
+    assert digest(weights, noticed=False) not in (first, changed)
+
+
+def test_prefetched_weights_are_read_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parameters of all layers are shown one buffer, in which some layer happens to be."""
+    model = torch.nn.Sequential(
+        torch.nn.Linear(4, 4, bias=False), torch.nn.Linear(4, 4, bias=False)
+    )
+    host = [layer.weight.data.clone() for layer in model]
+    buffer = torch.zeros(4, 4)
+    for layer in model:
+        layer.weight.data = buffer
+    modules = [
+        SimpleNamespace(
+            _param_offloaders={"weight": SimpleNamespace(_param=layer.weight, _cpu_storage=held)}
+        )
+        for layer, held in zip(model, host, strict=True)
+    ]
+    offloader = SimpleNamespace(module_offloaders=modules)
+    monkeypatch.setitem(
+        sys.modules, model_tensors._OFFLOADER, SimpleNamespace(get_offloader=lambda: offloader)
+    )
+    weights = LoadedWeights(model)
+    first = digest(weights, packed=False)
+    buffer.fill_(1.0)
+    assert digest(weights, packed=False) == first
+    host[1][0, 0] += 1
+    assert digest(weights, packed=False) != first
+
+
+def test_the_offloader_of_vllm_has_what_is_read() -> None:
+    import inspect
+
+    from vllm.model_executor.offloader import base, prefetch
+
+    assert base.__name__ == model_tensors._OFFLOADER
+    assert callable(base.get_offloader)
+    source = inspect.getsource(prefetch)
+    for part in ("self.module_offloaders", "self._param_offloaders", "def _param(", "_cpu_storage"):
+        assert part in source
 
 
 def handshake(**parallel: Any) -> Handshake:
@@ -234,6 +343,132 @@ def test_names_of_weights() -> None:
     assert name(made, "bb") == other
     assert name(handshake(), "bb", packed=True) not in (other, None)
     assert name(handshake(), "cc", version="v") == "version:v"
+
+
+def test_a_version_names_only_weights_that_have_no_name(caplog: pytest.LogCaptureFixture) -> None:
+    made = handshake()
+    # The trainer says it before the first parameter changes, and a round ends in between.
+    assert name(made, "aa", noticed=True, version="v") == "sha256:00"
+    assert name(made, "aa", noticed=True, version="v") == "sha256:00"
+    assert [line for line in caplog.messages if "version 'v' names no weights yet" in line] == [
+        caplog.messages[0]
+    ]
+    assert name(made, "bb", noticed=True, version="v") == "version:v"
+    assert name(made, "bb", noticed=True, version="w") == "version:v"
+    assert name(made, "aa", noticed=True, version="w") == "sha256:00"
+    assert name(made, "cc", noticed=True, version="w") == "version:w"
+    # Where others hold a part, this engine's own may be the same.
+    parts = {"enable_expert_parallel": True, "data_parallel_size": 2}
+    assert name(handshake(**parts), "aa", noticed=True, version="v") == "version:v"
+
+
+@pytest.mark.parametrize("rounds", [0, 1, 2])
+def test_a_version_waits_for_the_weights_that_it_names(
+    start: Callable[..., SimulatedEngine], rounds: int
+) -> None:
+    """However many comparisons end between the trainer's word and its change."""
+    engine, other = start(), start()
+    for one in (engine, other):
+        named(one)
+    engine.ranks[0].worker.weights_changed("a test", "step 7")
+    for _ in range(rounds):
+        assert not named(engine).startswith("version:")
+        engine.prefill(prompt(5))
+    change(engine, 3.0, (0,))
+    assert named(engine) == "version:step 7"
+    other.ranks[0].worker.weights_changed("a test", "step 7")
+    other.ranks[0].model.bias[0] = 3.0
+    assert named(other) == "version:step 7"
+    assert other.load(prompt(5))[0] == 0
+
+
+def test_what_user_code_changes_gets_another_namespace(
+    start: Callable[..., SimulatedEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a word of it, a pause or a reset."""
+
+    class Root:
+        __module__ = "vllm.v1.worker.worker_base"
+
+        def get_model(self) -> torch.nn.Module:
+            return engine.ranks[0].model
+
+        def apply_model(self, function: Callable[..., Any]) -> Any:
+            return function(self.get_model())
+
+    class Worker(Root):
+        __module__ = "vllm.v1.worker.gpu_worker"
+
+        def load_model(self) -> None: ...
+
+    class Extended(Worker):
+        __module__ = "a.platform"
+
+        def load_model(self) -> None: ...
+
+        def train(self) -> None:
+            self.get_model().bias[0] += 1.0
+
+    class Wrapper:
+        def __init__(self) -> None:
+            self.worker = Extended()
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.worker, name)
+
+    for method in (Root.apply_model, Worker.load_model):
+        method.__module__ = Worker.__module__
+    base = SimpleNamespace(WorkerWrapperBase=Wrapper, WorkerBase=Root)
+    runner = SimpleNamespace(run_method=lambda obj, method: method(obj))
+    pickler = SimpleNamespace(cloudpickle=SimpleNamespace(loads=lambda data: add))
+    monkeypatch.setitem(sys.modules, weight_changes._BASE_MODULE, base)
+    monkeypatch.setitem(sys.modules, weight_changes._RUNNERS[0], runner)
+    monkeypatch.setitem(sys.modules, weight_changes._UNPICKLER, pickler)
+    monkeypatch.setitem(sys.modules, weight_changes._MODULE, SimpleNamespace(Worker=Worker))
+    engine = start()
+    first = named(engine)
+    worker = Wrapper()
+
+    def add(obj: Any) -> None:
+        obj.get_model().bias[0] += 1.0
+
+    engine.prefill(prompt(6))
+    names = [first]
+    for run in (
+        lambda: worker.train() or None,
+        lambda: worker.apply_model(lambda model: model.bias.add_(1.0)),
+        lambda: runner.run_method(worker, add),
+        lambda: pickler.cloudpickle.loads(b"")(worker),
+    ):
+        run()
+        names.append(named(engine))
+        assert names[-1] not in names[:-1]
+        assert engine.load(prompt(6))[0] == 0
+        engine.prefill(prompt(6))
+    # vLLM's own methods begin no comparison, and a comparison of equal weights keeps the name.
+    rounds = engine.scheduler._handshake.round
+    worker.load_model()
+    assert engine.worker._weights.settled
+    worker.apply_model(lambda model: None)
+    assert named(engine) == names[-1]
+    assert engine.scheduler._handshake.round == rounds + 1
+    assert engine.load(prompt(6))[0] == 512
+
+
+def test_the_executors_of_vllm_have_what_is_wrapped() -> None:
+    import inspect
+
+    from vllm.v1.executor import multiproc_executor, uniproc_executor
+    from vllm.v1.worker.worker_base import WorkerBase, WorkerWrapperBase
+
+    assert multiproc_executor.__name__ == weight_changes._UNPICKLER
+    assert uniproc_executor.__name__ in weight_changes._RUNNERS
+    assert "partial(cloudpickle.loads(method), self.worker)" in inspect.getsource(
+        multiproc_executor
+    )
+    assert "run_method(self.driver_worker" in inspect.getsource(uniproc_executor)
+    assert callable(WorkerWrapperBase.__getattr__)
+    assert callable(WorkerBase.apply_model)
 
 
 def test_an_engine_that_holds_a_part_of_the_experts_cannot_name_changed_weights() -> None:

@@ -21,12 +21,14 @@ class Trained:
     def __init__(self, engine: Engine, inert: Engine, shelf: ShelfFiles, model: Path) -> None:
         self.engine, self.inert, self.shelf, self.model = engine, inert, shelf, model
 
-    def update(self, method: str, **arguments: int) -> None:
+    def update(self, method: str, *, pauses: bool = True, **arguments: int) -> None:
         """A trainer's order of calls: pause, update, resume."""
         for engine in (self.engine, self.inert):
-            engine.call("pause")
+            if pauses:
+                engine.call("pause")
             engine.call("worker", method=method, **arguments)
-            engine.call("resume")
+            if pauses:
+                engine.call("resume")
         # Its steps are enough to compare the weights.
         self.check([7] * 20, 0, max_tokens=24)
 
@@ -126,6 +128,18 @@ def test_weights_that_are_written_into_parameters(trained: Trained, prompt: Make
     trained.update("write_step", step=3)
     trained.cold(tokens)
     trained.update("write_step", step=0)
+    trained.warm(tokens)
+
+
+def test_weights_that_an_extension_writes_without_a_pause_or_a_reset(
+    trained: Trained, prompt: MakePrompt
+) -> None:
+    tokens = prompt(600)
+    trained.cold(tokens)
+    trained.warm(tokens)
+    trained.update("write_step", step=5, pauses=False)
+    trained.cold(tokens)
+    trained.update("write_step", step=0, pauses=False)
     trained.warm(tokens)
 
 

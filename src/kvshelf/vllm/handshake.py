@@ -22,7 +22,11 @@ The digests of all ranks together name the weights:
 
 * the digests of the start: the name that the weights had then, from the files that vLLM loaded,
   or, where these are unknown, from the digests as in the last case;
-* a `version` that the trainer gave to all ranks: ``version:<version>``;
+* digests that have a name already: that name;
+* a `version` that the trainer gave to all ranks: ``version:<version>``. It names only weights that
+  have no name yet, and waits, with a warning, for a round that finds such: the trainer may say it
+  before the first parameter changes. Where other engines hold a part of the weights, it counts
+  although this engine's part may be the same;
 * other ones: ``params:<SHA-256>`` of the digests of all ranks in order, the parallelism that
   decides what a rank holds, and the quantization.
 
@@ -97,6 +101,8 @@ class Handshake:
         #: The names of weights by digest, and the digests of versions.
         self._names: dict[str, str] = {}
         self._versions: dict[str, str] = {}
+        #: Versions that were given before the weights differed.
+        self._waiting: set[str] = set()
         #: One report of each pipeline stage, as the namespace was built from them.
         self._stages: list[WorkerReport] = []
         self._announcing = False
@@ -222,12 +228,13 @@ class Handshake:
                 return None
             self._names[united] = name
             return name
+        if united == first or united in self._names:
+            self._note_waiting_version(reports)
+            return self._names.get(united, at_start)
         version = self._version_of(united, reports)
         if version is not None:
             self._names[united] = version
-        elif united == first and first not in self._names:
-            return at_start
-        elif united not in self._names:
+        else:
             if any(report.packed for report in reports):
                 # The digests stand for packed weights only in this engine and its like.
                 if at_start is None:
@@ -275,6 +282,16 @@ class Handshake:
             )
             return None
         return f"version:{version}"
+
+    def _note_waiting_version(self, reports: Sequence[WeightsReport]) -> None:
+        """Say once of each version that the weights which it shall name are not there yet."""
+        for version in sorted({report.version for report in reports} - {"", *self._waiting}):
+            self._waiting.add(version)
+            logger.warning(
+                "version %r names no weights yet: the engine's weights are the same as before, and"
+                " have a name. It will name the next weights that differ",
+                version,
+            )
 
     def _unite_digests(self, digests: Sequence[str]) -> str:
         """Return the digest of all ranks together."""

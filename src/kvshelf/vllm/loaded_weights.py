@@ -20,9 +20,9 @@ of worker extensions and puts the engine to sleep. So no slice reads a tensor th
 written. A change between two slices that no hook notices would leave a digest of a mixture: such a
 change is not noticed by any means but a later reset, see ``docs/changing-weights.md``.
 
-On CPUs vLLM packs the weights of most linear layers into memory of its own, and leaves an empty
-parameter. That memory cannot be read; but vLLM can replace it only as a whole. Such a layer counts
-as it was at the start while it has the same packed weights, and later as one of a kind.
+Weights that no tensor shows (:mod:`kvshelf.vllm.model_tensors`) count as they were at the start
+while the same object holds them, and later as one of a kind. Where an object may change what it
+holds, they are also one of a kind after each noticed change: never as unchanged by mistake.
 """
 
 from __future__ import annotations
@@ -30,19 +30,18 @@ from __future__ import annotations
 import hashlib
 import sys
 import uuid
-from collections.abc import Iterator
 from types import FrameType
-from typing import Any
 
 import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from kvshelf.vllm.metadata import WeightsReport
+from kvshelf.vllm.model_tensors import Unreadable, readable, unreadable
 from kvshelf.weights.parameters import ParameterDigest
 
 #: How long a slice may take: in a step that computes something, and in an empty one.
 _STEP_SECONDS = 5e-3
 _IDLE_SECONDS = 20e-3
+_AT_START = "as at the start"
 
 
 def enclosing_model() -> torch.nn.Module | None:
@@ -60,18 +59,6 @@ def enclosing_model() -> torch.nn.Module | None:
                 return model
         frame = frame.f_back
     return None
-
-
-def _plain(name: str, tensor: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors with the bytes of a parameter; some kinds keep them in inner tensors."""
-    if isinstance(partitions := getattr(tensor, "partitions", None), dict):
-        for key, part in partitions.items():
-            yield from _plain(f"{name}.{key}", part)
-    elif is_traceable_wrapper_subclass(tensor):
-        for attribute in tensor.__tensor_flatten__()[0]:
-            yield from _plain(f"{name}.{attribute}", getattr(tensor, attribute))
-    elif not tensor.is_meta:
-        yield name, tensor
 
 
 class LoadedWeights:
@@ -103,8 +90,8 @@ class LoadedWeights:
         self._again = False
         self._version = ""
         self._digest: ParameterDigest | None = None
-        #: Packed weights by layer, as they were at the start, and the names of later ones.
-        self._packed = dict(self._packed_layers())
+        #: What held weights that cannot be read at the start, by name, and the names of later ones.
+        self._unreadable = {one.name: one.held for one in self._hidden()}
         self._later: dict[str, tuple[object, str]] = {}
         self._result: str | None = None
         if model is not None:
@@ -122,6 +109,12 @@ class LoadedWeights:
         self.settled = False
         self._noticed = self._again = True
         self._version = version or self._version
+        self._digest = self._result = None
+
+    def suspected(self) -> None:
+        """Note that code may be about to run that changes the weights."""
+        self.settled = False
+        self._again = True
         self._digest = self._result = None
 
     def begin(self, number: int) -> None:
@@ -150,11 +143,15 @@ class LoadedWeights:
             number == self.round and not self._again and self._result is not None
         )
 
-    def settle(self) -> None:
-        """Note that loads and stores go on."""
+    def settle(self, name: str) -> None:
+        """Note that loads and stores go on, with weights that the namespace calls `name`.
+
+        A version that is not their name is kept: it names weights that are not there yet.
+        """
         self.settled = True
         self._noticed = self._again = False
-        self._version = ""
+        if name == f"version:{self._version}":
+            self._version = ""
 
     def report(self) -> WeightsReport | None:
         """Return what the scheduler has to know; None where the weights are not watched."""
@@ -164,7 +161,7 @@ class LoadedWeights:
             round=self.round,
             first=self._first,
             digest=self._result,
-            packed=bool(self._packed),
+            packed=bool(self._unreadable),
             noticed=self._noticed,
             again=self._again,
             version=self._version,
@@ -173,12 +170,7 @@ class LoadedWeights:
     def _begin_digest(self) -> None:
         assert self.model is not None
         try:
-            self._digest = ParameterDigest(
-                entry
-                for group in (self.model.named_parameters(), self.model.named_buffers())
-                for name, tensor in group
-                for entry in _plain(name, tensor)
-            )
+            self._digest = ParameterDigest(readable(self.model))
         except Exception as error:  # noqa: BLE001 - reported to the scheduler
             self._give_up(error)
 
@@ -193,27 +185,21 @@ class LoadedWeights:
         self._digest = None
         self.problem = f"the model's weights cannot be read ({type(error).__name__}: {error})"
 
-    def _packed_layers(self) -> Iterator[tuple[str, object]]:
-        """Yield the layers whose weights vLLM has packed away, and what holds them."""
-        if self.model is None:
-            return
-        for name, module in self.model.named_modules():
-            weight = getattr(module, "weight", None)
-            packed = getattr(module, "cpu_linear", None)
-            if packed is not None and weight is not None and not weight.numel():
-                yield name, packed
+    def _hidden(self) -> list[Unreadable]:
+        return [] if self.model is None else list(unreadable(self.model))
 
     def _named(self, digest: str) -> str:
-        """Add the packed layers to a digest of the parameters."""
+        """Add the weights that cannot be read to a digest of the others."""
         lines = []
-        for name, packed in self._packed_layers():
-            state = "as at the start"
-            if packed is not self._packed.get(name):
-                known, state = self._later.get(name, (None, ""))
-                if packed is not known:
-                    state = uuid.uuid4().hex
-                    self._later[name] = packed, state
-            lines.append(f"{name} {state}\n")
+        for one in self._hidden():
+            first = self._unreadable.get(one.name)
+            held, state = self._later.get(one.name, (first, _AT_START))
+            if one.fixed and one.held is first:
+                state = _AT_START
+            elif one.held is not held or (self._noticed and not one.fixed):
+                state = uuid.uuid4().hex
+                self._later[one.name] = one.held, state
+            lines.append(f"{one.name} {state}\n")
         if not lines:
             return digest
         return hashlib.sha256("".join([digest, "\n", *lines]).encode()).hexdigest()

@@ -7,8 +7,10 @@ level) and allocated again. But all engine commands call named methods of the wo
 or by vLLM's ``AutoWeightsLoader``, which :func:`watch_loading` wraps. This module owns the
 wrappers, one for each method.
 
-Code that changes weights in another way, such as a worker extension that writes into parameters,
-is noticed at the next reset of the connector's cache, or has to call
+Users' code reaches a worker through ``apply_model`` and through remote calls: of functions, and of
+methods that are not vLLM's own, such as those of worker extensions. :func:`watch_user_code` tells
+of each such call before it begins; the weights are compared then. What changes weights from inside
+the process in another way is noticed at the next reset of the connector's cache, or has to call
 :meth:`kvshelf.vllm.connector.SharedStorageConnector.weights_changed`.
 
 Listeners are called on the worker's step thread: before weights change or memory is freed, and
@@ -27,6 +29,13 @@ from typing import Any, Protocol
 logger = logging.getLogger(__name__)
 
 _MODULE = "vllm.v1.worker.gpu_worker"
+_BASE_MODULE = "vllm.v1.worker.worker_base"
+#: The modules whose `run_method` runs what an engine asks of a worker, and the one that unpickles
+#: the functions itself.
+_RUNNERS = ("vllm.v1.executor.uniproc_executor", "vllm.v1.executor.ray_utils")
+_UNPICKLER = "vllm.v1.executor.multiproc_executor"
+#: What vLLM and kvshelf run in workers themselves.
+_OWN_MODULES = ("vllm.", "kvshelf.")
 _LOADER_MODULE = "vllm.model_executor.models.utils"
 _DISCARDING_SLEEP = 2
 
@@ -36,6 +45,9 @@ class Listener(Protocol):
 
     def weights_changed(self, how: str) -> None:
         """Weights are about to change; `how` names the method."""
+
+    def weights_suspected(self) -> None:
+        """Code is about to run that may change weights."""
 
     def fall_asleep(self) -> None:
         """Stop using the KV cache: its memory is about to be freed."""
@@ -103,6 +115,95 @@ def watch(listener: Listener, worker_class: type | None = None) -> bool:
         if callable(method) and not hasattr(method, "_kvshelf_wrapped"):
             setattr(worker_class, name, _wrapped(name, method, changes))
     return True
+
+
+def watch_user_code(worker_class: type | None = None) -> None:
+    """Tell all listeners of :func:`watch` before users' code runs in a worker.
+
+    Parameters
+    ----------
+    worker_class : type, optional
+        vLLM's worker, when absent.
+    """
+    if worker_class is None:
+        worker_class = getattr(sys.modules.get(_MODULE), "Worker", None)
+    base = sys.modules.get(_BASE_MODULE)
+    wrapper, root = getattr(base, "WorkerWrapperBase", None), getattr(base, "WorkerBase", None)
+    if root is not None and "_kvshelf_wrapped" not in vars(root.apply_model):
+        root.apply_model = _suspecting(root.apply_model)
+    if wrapper is not None and worker_class is not None:
+        # Remote calls by name reach a worker's methods through this method of its wrapper.
+        find = wrapper.__getattr__
+        if "_kvshelf_wrapped" not in vars(find):
+            wrapper.__getattr__ = _finding(find, worker_class)
+    for name in _RUNNERS:
+        module = sys.modules.get(name)
+        run = getattr(module, "run_method", None)
+        if callable(run) and "_kvshelf_wrapped" not in vars(run):
+            module.run_method = _running(run)  # type: ignore[union-attr]
+    module = sys.modules.get(_UNPICKLER)
+    pickler = getattr(module, "cloudpickle", None)
+    if pickler is not None and not isinstance(pickler, _Unpickler):
+        module.cloudpickle = _Unpickler(pickler)  # type: ignore[union-attr]
+
+
+def _suspecting(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        _tell("weights_suspected")
+        return function(*args, **kwargs)
+
+    call._kvshelf_wrapped = True  # type: ignore[attr-defined]
+    return call
+
+
+def _is_users(function: Any) -> bool:
+    """Whether a function is neither vLLM's nor kvshelf's."""
+    return not str(getattr(function, "__module__", "")).startswith(_OWN_MODULES)
+
+
+def _is_vllms(worker_class: type, name: str) -> bool:
+    """Whether vLLM's worker itself has a method of this name, perhaps overridden for a platform."""
+    owners = [one for one in worker_class.__mro__ if not _is_users(one)]
+    return any(name in vars(one) for one in owners)
+
+
+def _finding(find: Callable[..., Any], worker_class: type) -> Callable[..., Any]:
+    @functools.wraps(find)
+    def found(self: Any, name: str) -> Any:
+        value = find(self, name)
+        users = callable(value) and _is_users(value) and not _is_vllms(worker_class, name)
+        return _suspecting(value) if users else value
+
+    found._kvshelf_wrapped = True  # type: ignore[attr-defined]
+    return found
+
+
+def _running(run: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(run)
+    def call(obj: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(method, bytes) or (callable(method) and _is_users(method)):
+            _tell("weights_suspected")
+        return run(obj, method, *args, **kwargs)
+
+    call._kvshelf_wrapped = True  # type: ignore[attr-defined]
+    return call
+
+
+class _Unpickler:
+    """Stands for ``cloudpickle`` in a module that unpickles functions only to run them."""
+
+    def __init__(self, pickler: Any) -> None:
+        self._pickler = pickler
+
+    def loads(self, data: bytes) -> Any:
+        function = self._pickler.loads(data)
+        if _is_users(function):
+            _tell("weights_suspected")
+        return function
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._pickler, name)
 
 
 def watch_loading(listener: Listener, model: Any, loader_class: type | None = None) -> None:

@@ -235,6 +235,7 @@ class WorkerSide:
         self._ops.clear()
         self._invalidated.clear()
         weight_changes.watch(self)
+        weight_changes.watch_user_code()
         if self._weights is None:
             self._watch_weights(enclosing_model())
         if getattr(self._vllm_config, "lora_config", None) and not self._adapters.watch():
@@ -329,6 +330,12 @@ class WorkerSide:
         if self._drafts is not None:
             self._drafts.disable("the engine's weights were changed in place")
 
+    def weights_suspected(self) -> None:
+        """Load and store nothing until the weights are compared, as code may change them."""
+        if self._weights is not None and self._weights.watched:
+            self._weights.suspected()
+            self._stop_loads()
+
     def _stop_loads(self) -> None:
         self._invalidate_loads()
         for prefetcher in self._prefetchers.values():
@@ -393,7 +400,7 @@ class WorkerSide:
         self._open_namespace(encoded, slug)
         namespace = self._registration.namespace
         if self._weights is not None and namespace is not None and namespace.encoded == encoded:
-            self._weights.settle()
+            self._weights.settle(str(namespace.record["weights"]))
 
     def _open_namespace(self, encoded: bytes, slug: str) -> None:
         registration = self._registration
