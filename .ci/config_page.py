@@ -73,6 +73,9 @@ Each option is read from three sources. The first source that sets it has preced
 
 Nothing is ignored. Misspelt keys and variables, invalid values and contradicting options stop
 the engine at start, with a message that names each of them, its source and the probable intention.
+The only exception are the variables that Kubernetes makes for a Service whose name begins with
+`kvshelf` (`KVSHELF_SERVICE_HOST`, `KVSHELF_PROXY_PORT_80_TCP`, …): where the whole set of a Service
+is there, they are ignored, and one line of the log says so.
 
 ## All options
 

@@ -13,11 +13,13 @@ from typing import Any
 
 import pytest
 import torch
+import typer
 from config_page import render_page
 from kvshelf.backends import Properties
 
 import kvshelf
 from benchmarks.__main__ import _ONLY_WHEN_ASKED, GROUPS
+from kvshelf.cli.app import app
 from kvshelf.cli.common import EXIT_CODES
 from kvshelf.cli.doctor import _Examination
 from kvshelf.config import Config
@@ -43,6 +45,18 @@ def test_the_exit_codes_are_documented() -> None:
     page = (ROOT / "docs" / "cli.md").read_text()
     for code in EXIT_CODES:
         assert re.search(rf"^\| {code} \| \w", page, re.MULTILINE)
+
+
+def test_every_option_of_a_command_is_documented() -> None:
+    page = (ROOT / "docs" / "cli.md").read_text()
+    sections = re.split(r"^## ", page, flags=re.MULTILINE)
+    commands = getattr(typer.main.get_command(app), "commands")  # noqa: B009
+    assert len(commands) > 10
+    for name, command in commands.items():
+        [section] = [text for text in sections if re.match(rf"`kvshelf {name}\b", text)]
+        for option in (one for parameter in command.params for one in parameter.opts):
+            if option.startswith("--") and option != "--json":  # about that, the page says all once
+                assert re.search(rf"[` ]{option}\b", section), (name, option)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
