@@ -15,6 +15,9 @@ from typing import Any
 
 import pytest
 import torch
+from node import LocalServer
+from parts import until
+from safetensors.torch import save_file
 
 with warnings.catch_warnings():
     # vLLM's own imports are not ours to judge.
@@ -166,6 +169,54 @@ def test_each_row_has_a_verdict_and_a_test_that_exists() -> None:
         assert re.match(r"(equal|different|none)\b", cells[-2]), cells
         named = re.findall(r"`(test_\w+)`", cells[-1])
         assert named and set(named) <= tests, (cells, set(named) - tests)
+
+
+def test_the_code_of_the_page_runs(tmp_path: Path) -> None:
+    """What one engine has stored, the page's adapters find and load, by both constructors."""
+    code = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    assert len(code) == 2
+    folder = tmp_path / "model"
+    folder.mkdir()
+    save_file({"a": torch.ones(3)}, folder / "model.safetensors")
+    tokens, blocks = list(range(300)), list(range(1, 17))
+    shape = (18, 8, 16, 256)
+    layers = [f"model.layers.{i}.self_attn.attn" for i in range(32)]
+    theirs = {name: torch.randn(shape).bfloat16() for name in layers}
+    with LocalServer(tmp_path / "run", tmp_path / "shelf", arena_bytes=256 << 20) as server:
+        page: dict[str, Any] = {
+            "MODEL_FOLDER": str(folder),
+            "request_id": "b",
+            "tokens": tokens,
+            "block_ids": blocks,
+            "caches": {name: torch.zeros(shape, dtype=torch.bfloat16) for name in layers},
+            "finished_request_ids": set(),
+            "zmq_context": None,
+            "model_name": "model",
+            "vllm_block_size": 16,
+            "parallel_strategy": ParallelStrategy(False, 1, 0, 1, 0, 1, 1),
+            "world_size": 1,
+            "kv_rank": 0,
+        }
+        first, second = (
+            text.replace("ipc:///run/user/1000/kvshelf/node.sock", server.url) for text in code
+        )
+        facts = ModelFacts(layers=32, kv_heads=8, head_size=128, dtype="bfloat16", weights=folder)
+        other = LMCacheMPWorkerAdapter(server.url, None, "model", 1, 0, 16, namespace=facts)
+        other.register_kv_caches(theirs, PagedLayout.from_bhnc(theirs[layers[0]], 128))
+        other.submit_store_request("a", LoadStoreOp(blocks, token_ids=tokens, start=0, end=256))
+        until(lambda: "a" in (other.get_finished({"a"})[0] or ()))
+        exec(compile(first, "docs/multiprocess.md", "exec"), page)
+        assert page["hit"] == 256
+        loaded = set(page["loaded"] or ())
+        until(lambda: loaded.update(page["worker"].get_finished(set())[1] or ()) or "b" in loaded)
+        assert not page["failed_blocks"] and not page["worker"].get_block_ids_with_load_errors()
+        for name in layers:
+            assert torch.equal(page["caches"][name][blocks], theirs[name][blocks])
+        made = [other, page["worker"], page["scheduler"]]
+        exec(compile(second, "docs/multiprocess.md", "exec"), page)
+        assert page["worker"].namespace == page["scheduler"].namespace == other.namespace
+        for adapter in (*made, page["worker"], page["scheduler"]):
+            adapter.shutdown()
 
 
 # ------------------------------------------------------------------------------ signatures
