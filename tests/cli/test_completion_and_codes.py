@@ -20,7 +20,7 @@ from servers import BUCKET, S3Server, command, rclone_s3
 from typer.testing import CliRunner, Result
 
 from kvshelf.cli.app import app
-from kvshelf.cli.common import EXIT_CODES
+from kvshelf.cli.common import EXIT_CODES, UNEXPECTED
 from kvshelf.format.namespace import Namespace
 
 #: Commands that take a shelf, in the forms in which a test tries each.
@@ -297,3 +297,94 @@ def test_commands_about_prompts_survive_an_absurd_shelf(
     }
     for more in ([], ["--json"]):
         check(run(*(one.format(**names) for one in arguments), *more))
+
+
+# ------------------------------------------------------------------------------ what is damaged
+
+
+@pytest.mark.parametrize("name", ["gc", "du", "rm", "ls", "verify", "copy", "pin", "explain"])
+def test_what_kvshelf_does_not_expect_ends_a_command_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """With a code of its own, and without a traceback."""
+    from kvshelf.backends.posix import PosixBackend
+
+    def fail(*_: object, **__: object) -> None:
+        raise OverflowError("cannot convert float infinity\nto integer")
+
+    root, prompts = tmp_path / "shelf", tmp_path / "prompts"
+    fill(root, namespace(), prompt(0, 1))
+    prompts.write_text(json.dumps(prompt(0, 1)))
+    arguments: dict[str, list[object]] = {
+        "rm": [root, "--unused-for", "1h"],
+        "copy": [root, tmp_path / "target"],
+        "pin": ["--shelf", root],
+        "explain": [prompts, root],
+    }
+    for method in ("list", "entries", "folders", "stat", "find", "probe"):
+        monkeypatch.setattr(PosixBackend, method, fail)
+    result = run(name, *arguments.get(name, [root]))
+    assert result.exit_code == UNEXPECTED
+    assert isinstance(result.exception, SystemExit)
+    assert len(result.stderr.splitlines()) == 1, result.stderr
+    assert "OverflowError: cannot convert float infinity" in result.stderr
+    assert f"{name} ended early" in result.stderr
+
+
+DAMAGED = {
+    f".kvshelf/uses/1-{'0' * 16}": b'{"version":1,"sections":[{"keys":Infinity}]}\n',
+    ".kvshelf/pins/x.json": b"[",
+    ".kvshelf/sweep": b'{"version":1,"max_bytes":"all","max_bytes_at":1}',
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_doctor_and_verify_name_damaged_files_of_the_reserved_folder(
+    tmp_path: Path, name: str
+) -> None:
+    root = tmp_path / "shelf"
+    fill(root, namespace(), prompt(0, 1))
+    assert (run("doctor", root).exit_code, run("verify", root).exit_code) == (0, 0)
+    path = root / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(DAMAGED[name])
+    for command_name in ("doctor", "verify"):
+        result = run(command_name, root)
+        assert result.exit_code == 1, result.output
+        assert name in result.output
+    assert path.read_bytes() == DAMAGED[name]
+
+
+def test_what_engines_write_there_is_not_damaged(tmp_path: Path) -> None:
+    from kvshelf.backends import open_backend
+
+    from kvshelf.capacity import marks
+    from kvshelf.capacity.lease import Finding, Lease, Record
+    from kvshelf.capacity.pins import Pin, Pins
+
+    root = tmp_path / "shelf"
+    fill(root, namespace(), prompt(0, 1))
+    backend = open_backend(str(root))
+    marks.write(backend, [marks.Batch(FOLDER, 5.0, bytes(16))])
+    Pins.add(backend, "x", Pin(group="_"))
+    now = backend.now()
+    assert now is not None
+    lease = Lease(backend)
+    taken = lease.take(Record(max_bytes=1 << 40, max_bytes_at=now), now)
+    assert taken is not None
+    for record in (taken, lease.release(Record("x", 0.0, Finding(now, 5, 0.1, None, None)))):
+        assert record is not None
+        assert (run("doctor", root).exit_code, run("verify", root).exit_code) == (0, 0)
+    backend.close()
+
+
+def test_doctor_names_a_clock_that_is_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvshelf.backends.posix import PosixBackend
+
+    fill(tmp_path / "shelf", namespace(), prompt(0, 1))
+    monkeypatch.setattr(PosixBackend, "now", lambda self: time.time() + 8 * 86400)
+    result = run("doctor", tmp_path / "shelf")
+    assert result.exit_code == 1
+    assert "s ahead" in result.stdout

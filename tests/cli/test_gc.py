@@ -125,6 +125,19 @@ def test_the_configured_bounds_are_the_default(folder: Filled) -> None:
     assert row["chosen"] == {}
 
 
+def test_it_says_whose_bounds_act(folder: Filled, tmp_path: Path) -> None:
+    """Those of this machine's configuration act on a shelf that was named, too."""
+    configured = json.dumps({"max_bytes": "100KiB", "max_age": "7d"})
+    lines = folder.run("--max-age", "1h", KVSHELF_CAPACITY=configured).stdout.splitlines()
+    assert lines[1:3] == ["max_bytes 100.0 KiB (KVSHELF_CAPACITY)", "max_age 3600 s (--max-age)"]
+    config = tmp_path / "config.yaml"
+    config.write_text("capacity: {max_bytes: 1GiB}")
+    assert folder.row(KVSHELF_CONFIG=str(config))["bounds"] == {
+        "max_bytes": {"value": 1 << 30, "from": "KVSHELF_CONFIG"}
+    }
+    assert folder.row()["bounds"] == {}
+
+
 def age(root: Path, seconds: float) -> None:
     then = time.time() - seconds
     for path in root.rglob("*"):

@@ -13,7 +13,7 @@ import pytest
 from filled import CHUNK, hybrid, namespace, prompt
 from places import Place
 
-from kvshelf.capacity.pins import Pins
+from kvshelf.capacity.pins import Pin, Pins
 from kvshelf.format.keys import KeyChain, salt_group_of
 from kvshelf.format.namespace import Namespace
 
@@ -120,12 +120,21 @@ def test_a_pin_expires(place: Place) -> None:
     (row,) = place.rows("pin", "soon", "--group", "_", "--until", "2h")
     assert 7000 < row["until"] - time.time() <= 7200
     assert row["expired"] is False
-    (row,) = place.rows("pin", "past", "--group", "_", "--until", "2020-01-01")
-    assert row["expired"] is True
+    with place.open() as shelf:
+        Pins.add(shelf.backend, "past", Pin(group="_", until=1.6e9))
     assert "expired" in place.run("pin").stdout.splitlines()[1]
     assert [row["expired"] for row in place.rows("pin")] == [True, False]
     place.run("unpin", "soon")
     assert not pins_of(place)
+
+
+@pytest.mark.parametrize("until", ["2020-01-01", "0s"])
+def test_a_pin_that_would_have_expired_is_refused(place: Place, until: str) -> None:
+    result = place.run("pin", "past", "--group", "_", "--until", until)
+    assert result.exit_code == 2
+    assert "has passed" in result.stderr
+    with place.open() as shelf:
+        assert not Pins.read(shelf.backend).all
 
 
 def test_a_name_is_taken_once(place: Place) -> None:

@@ -308,3 +308,13 @@ def test_a_shelf_that_takes_no_changes_keeps_all(tmp_path: Path) -> None:
         with pytest.raises(OSError, match="read-only"):
             remove_objects(shelf, found)
     assert len(place.names()) == 2
+
+
+@pytest.mark.parametrize("age", ["0s", "0.0d"])
+def test_an_age_of_zero_is_not_everything(empty: Place, age: str) -> None:
+    empty.fill(ONE, prompt(1, chunks=1))
+    before = empty.names()
+    result = empty.run("rm", "--unused-for", age, "--yes")
+    assert result.exit_code == 2
+    assert "chooses everything" in result.stderr
+    assert empty.names() == before

@@ -76,6 +76,20 @@ def test_a_write_that_finds_no_room_removes_orphans_of_all_namespaces(full: Full
     assert full.shelf.view(FMT).present(full.chunks[:1], [0]) == [True]
 
 
+def test_namespaces_of_other_versions_keep_their_quarantine_and_temporaries(full: Full) -> None:
+    newer = Path("newer-" + "0" * 16)
+    (full.root / newer).mkdir()
+    (full.root / newer / "namespace.json").write_text('{"format": "kvshelf/2"}')
+    kept = [
+        full.leave(newer / ".kvshelf/bad/00-11-x"),
+        full.leave(newer / f".namespace.json.{HEX}.tmp"),
+    ]
+    with pytest.raises(NoSpaceStorageError):
+        full.store(1)
+    assert not full.bad.exists()
+    assert all(path.exists() for path in kept)
+
+
 def test_temporaries_that_may_be_in_use_stay(full: Full, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "TEMPORARY_SECONDS", 3600.0)
     with pytest.raises(NoSpaceStorageError):

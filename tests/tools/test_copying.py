@@ -368,6 +368,31 @@ def test_an_object_of_a_kind_that_its_namespace_has_not_is_bad(
 # -------------------------------------------------------------------------------- places
 
 
+def test_options_of_a_side_may_be_in_a_file(source: Path, tmp_path: Path, server: S3Server) -> None:
+    """Where no list of processes shows the keys of a storage."""
+    file, bucket = tmp_path / "options.json", f"s3://{BUCKET}/by-file"
+    file.write_text(json.dumps(server.options()) + "\n")
+    there = report(source, bucket, "--target-options-file", file)
+    assert there["copied"] == len(objects(source))
+    back = report(bucket, tmp_path / "back", "--source-options-file", file)
+    assert back["copied"] == there["copied"]
+
+
+def test_options_that_cannot_be_used_are_refused_and_not_shown(
+    source: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "options.json"
+    file.write_text('{"secret": "hunter2"')
+    for arguments, expected in (
+        (["--source-options-file", file], "--source-options"),
+        (["--target-options-file", tmp_path / "none"], "cannot be read"),
+        (["--source-options", "{}", "--source-options-file", file], "give one of them"),
+    ):
+        result = run(source, tmp_path / "target", *arguments, code=2)
+        assert expected in result.stderr
+        assert "hunter2" not in result.stderr
+
+
 def test_to_s3_and_back(
     source: Path, tmp_path: Path, server: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:

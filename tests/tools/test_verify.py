@@ -175,7 +175,7 @@ def test_what_others_left_stays(shelf: Path) -> None:
         shelf / FOLDER / "_" / "x.safetensors",
         shelf / "other" / "model.safetensors",
         shelf / FOLDER / ".kvshelf" / "gave-up" / ("a" * 32),
-        shelf / ".kvshelf" / "pins" / "keep.json",
+        shelf / ".kvshelf" / "notes.txt",
     ]
     for path in foreign:
         path.parent.mkdir(parents=True, exist_ok=True)

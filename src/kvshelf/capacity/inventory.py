@@ -31,7 +31,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import re
 import struct
 import time
@@ -61,11 +60,16 @@ from kvshelf.format.names import (
     parse_namespace_folder,
     parse_object_name,
 )
-from kvshelf.format.namespace import FORMAT
 from kvshelf.shelf.eviction import GONE, STATE_BIT, UNKNOWN, WINDOW_BIT, Units
 from kvshelf.shelf.hits import UNLIMITED, window_chunks
 from kvshelf.shelf.markers import MARKERS, is_attempt
-from kvshelf.shelf.orphans import QUARANTINE, RESERVED, is_temporary
+from kvshelf.shelf.orphans import (
+    QUARANTINE,
+    RESERVED,
+    is_of_other_version,
+    is_temporary,
+    read_record,
+)
 
 Integers: TypeAlias = "npt.NDArray[np.int64]"
 Floats: TypeAlias = "npt.NDArray[np.float64]"
@@ -78,7 +82,6 @@ _DAY: Final = 86400.0
 _HIT_SECONDS: Final = 1.0
 #: Most files beside objects of which the names are remembered: the others are found again later.
 _MOST_NAMED: Final = 65536
-_DESCRIPTION_BYTES: Final = 1 << 20
 #: More objects, or salt groups, than a shelf has: a listing of more may have no end.
 _MOST_OBJECTS: Final = 1 << 24
 _MOST_GROUPS: Final = 1 << 20
@@ -181,8 +184,7 @@ class NamespaceFolder:
     @property
     def of_other_version(self) -> bool:
         """Whether the record says that it is of another version of the format."""
-        said = self.record.get("format", FORMAT)
-        return isinstance(said, str) and said != FORMAT
+        return is_of_other_version(self.record)
 
     @property
     def kinds(self) -> int:
@@ -619,7 +621,7 @@ class Inventory:
                 folders is not None and name not in folders
             ):
                 continue
-            space = NamespaceFolder(name, name[-16:], _record(backend, name))
+            space = NamespaceFolder(name, name[-16:], read_record(backend, name))
             number = len(found.namespaces)
             found.namespaces.append(space)
             for info in backend.entries(name):
@@ -734,18 +736,6 @@ def _now(backend: Backend) -> float:
         if now is not None:
             return now
     return time.time()
-
-
-def _record(backend: Backend, folder: str) -> Mapping[str, object]:
-    """Return what a namespace's description says; nothing if it cannot be read as JSON."""
-    try:
-        with backend.open(f"{folder}/{DESCRIPTION}") as reader:
-            data = bytearray(min(reader.size, _DESCRIPTION_BYTES))
-            count = reader.read_into(memoryview(data), 0)
-        record = json.loads(bytes(data[:count]))
-    except (ObjectMissingError, BadObjectError, ValueError, RecursionError):
-        return {}
-    return record if isinstance(record, dict) else {}
 
 
 def _read_parent(backend: Backend, name: str, key: bytes) -> bytes | None:

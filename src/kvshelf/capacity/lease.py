@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
 from kvshelf.backends import Backend
-from kvshelf.errors import ObjectMissingError, StorageError
+from kvshelf.errors import NotRegularError, ObjectMissingError, StorageError, short_repr
 
 logger = logging.getLogger(__name__)
 
@@ -126,13 +126,8 @@ class Lease:
         StorageError
             If the storage failed.
         """
-        try:
-            with self._backend.open(SWEEP) as reader:
-                data = bytearray(min(reader.size, _MOST_BYTES + 1))
-                count = reader.read_into(memoryview(data), 0)
-        except ObjectMissingError:
-            return Record()
-        return _decode(bytes(data[:count]), now)
+        data = _content(self._backend)
+        return Record() if data is None else _decode(data, now)
 
     def take(self, record: Record, now: float) -> Record | None:
         """Take the lease, for :data:`LEASE_SECONDS`; return the record, None if another has it.
@@ -181,13 +176,57 @@ class Lease:
         return True
 
 
-def _decode(data: bytes, now: float) -> Record:
-    """Return what the bytes of the file say; what makes no sense is left out."""
+def problem_of(backend: Backend) -> str | None:
+    """Return what makes no sense in the file of a shelf; None if nothing, or there is no file.
+
+    Raises
+    ------
+    StorageError
+        If the storage failed.
+    """
+    try:
+        data = _content(backend)
+    except NotRegularError as error:
+        return str(error)
+    info = backend.info(SWEEP)
+    if data is None or info is None:
+        return None
+    found = _object(data)
+    if found is None:
+        return f"found {short_repr(data[:50])}; expected an object of version {_VERSION}"
+    # Whoever wrote it knew nothing that was later.
+    known, none = _decode(data, info.mtime), Record()
+    for name in ("owner", "until", "finding", "max_bytes"):
+        said, ignored = found.get(name), getattr(none, name)
+        if said != ignored and said is not None and getattr(known, name) == ignored:
+            return f"its {name} makes no sense, and is ignored: found {short_repr(said)}"
+    return None
+
+
+def _content(backend: Backend) -> bytes | None:
+    """Return the beginning of the file, as much as a record may have; None without a file."""
+    try:
+        with backend.open(SWEEP) as reader:
+            data = bytearray(min(reader.size, _MOST_BYTES + 1))
+            count = reader.read_into(memoryview(data), 0)
+    except ObjectMissingError:
+        return None
+    return bytes(data[:count])
+
+
+def _object(data: bytes) -> dict[str, Any] | None:
+    """Return the object that a file of this version holds, None for anything else."""
     try:
         found = json.loads(data)
     except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict) or found.get("version") != _VERSION:
+        return None
+    return found if isinstance(found, dict) and found.get("version") == _VERSION else None
+
+
+def _decode(data: bytes, now: float) -> Record:
+    """Return what the bytes of the file say; what makes no sense is left out."""
+    found = _object(data)
+    if found is None:
         return Record()
     # Nothing may claim more of the future than a lease lasts: clocks may step back.
     latest = now + LEASE_SECONDS

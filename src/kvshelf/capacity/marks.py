@@ -22,12 +22,13 @@ Contracts
 
 from __future__ import annotations
 
+import heapq
 import json
 import logging
 import os
 import re
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -286,6 +287,33 @@ def _read_all(backend: Backend) -> tuple[list[_File], dict[str, float]]:
             break
         # Another process has merged files after the listing, which has the new one.
     return files, unread
+
+
+def unreadable(backend: Backend, most: int = _MANY_FILES) -> Iterator[tuple[str, str]]:
+    """Yield the names of files that mark nothing, and why, among the newest files of marks.
+
+    Parameters
+    ----------
+    backend : Backend
+    most : int
+        So many files are looked at: sweeps merge them when they are more.
+
+    Raises
+    ------
+    StorageError
+        If the storage failed.
+    """
+    rows = [row for row in backend.list(MARKS) if _NAME.fullmatch(row.name[len(MARKS) + 1 :])]
+    for row in heapq.nlargest(most, rows, key=lambda row: row.mtime):
+        if row.size > _FILE_BYTES:
+            yield row.name, f"it has {row.size} bytes; expected at most {_FILE_BYTES}"
+            continue
+        try:
+            _read_file(backend, row.name, row.size, row.mtime)
+        except ObjectMissingError:
+            continue
+        except _NOT_MARKS as error:
+            yield row.name, f"it is not a file of marks ({type(error).__name__}: {error})"
 
 
 def _read_file(backend: Backend, name: str, size: int, mtime: float) -> tuple[_Section, ...]:

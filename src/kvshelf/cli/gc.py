@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Annotated, Any, Final
 
 import numpy as np
@@ -98,7 +99,9 @@ def gc(
 ) -> None:
     """Delete leftovers, and chunks above the bounds that are given; a dry run unless --yes."""
     given = {"max_bytes": max_bytes, "max_age": max_age, "group_max_bytes": group_max_bytes}
-    limits = _limits(shelf, {name: value for name, value in given.items() if value is not None})
+    given = {name: value for name, value in given.items() if value is not None}
+    limits = _limits(shelf, given)
+    bounds = _bounds(limits, given)
     url, options = find_shelf(shelf)
     with (open_to_change if yes else open_to_look)(url, options) as opened:
         shown = opened.url
@@ -112,9 +115,9 @@ def gc(
             note = None if history is None else history.note_evicted
             outcome = _carry_out(opened.backend, found, limits, display, note) if yes else None
     if as_json:
-        write_json(_json(shown, found, outcome))
+        write_json(_json(shown, found, outcome) | {"bounds": bounds})
     else:
-        sys.stdout.write(_text(shown, found, outcome))
+        sys.stdout.write(_text(shown, found, outcome, bounds))
     _exit(found, outcome)
 
 
@@ -132,6 +135,24 @@ def _limits(shelf: str | None, given: dict[str, Any]) -> Limits:
         group_max_bytes=capacity.group_max_bytes,
         keep_tails=config.handover_keep_s or None,
     )
+
+
+def _bounds(limits: Limits, given: Collection[str]) -> dict[str, dict[str, Any]]:
+    """Return the bounds that act, and who gave each."""
+    values = {
+        "max_bytes": limits.max_bytes,
+        "max_age": limits.max_age,
+        "group_max_bytes": limits.group_max_bytes,
+    }
+    configured = "KVSHELF_CAPACITY" if os.environ.get("KVSHELF_CAPACITY") else "KVSHELF_CONFIG"
+    return {
+        name: {
+            "value": value,
+            "from": f"--{name.replace('_', '-')}" if name in given else configured,
+        }
+        for name, value in values.items()
+        if value is not None
+    }
 
 
 @contextlib.contextmanager
@@ -225,9 +246,12 @@ def _totals(totals: dict[Reason, Total]) -> dict[str, dict[str, int]]:
     }
 
 
-def _text(url: str, found: Plan, outcome: Outcome | None) -> str:
+def _text(url: str, found: Plan, outcome: Outcome | None, bounds: dict[str, dict[str, Any]]) -> str:
     totals = found.totals() if outcome is None else outcome.deleted
     lines = [f"{url}: {len(found.inventory)} objects, {size_text(found.before)} in all"]
+    for name, bound in bounds.items():
+        value = f"{bound['value']:g} s" if name == "max_age" else size_text(bound["value"])
+        lines.append(f"{name} {value} ({bound['from']})")
     if totals:
         lines.append(f"{'FILES':>10}  {'SIZE':>10}  {'WOULD GO' if outcome is None else 'DELETED'}")
     for reason in sorted(totals):

@@ -74,6 +74,11 @@ def pin(
     """Keep chunks from being deleted when a shelf is bounded; without a name, list the pins."""
     chosen = salt_group(group, salt_file)
     expires = None if until is None else moment(until, "--until", ahead=True)
+    if expires is not None and expires <= time.time():
+        raise ConfigError(
+            f"--until: found {until}, which has passed: such a pin pins nothing; expected a time"
+            " that is to come, such as 12h or a later date"
+        )
     url, options = find_shelf(shelf)
     if name is None:
         if namespaces or chosen or prompts or model or until or replace:

@@ -11,6 +11,7 @@ from typing import Annotated, TypeAlias
 
 import typer
 
+from kvshelf.cli.common import read_text
 from kvshelf.errors import ConfigError, ObjectNameError
 from kvshelf.format.keys import check_salt_group, salt_group_of
 from kvshelf.tools.prompts import Prompt, TokenPrompt, read_prompts
@@ -43,8 +44,6 @@ SaltFileOption: TypeAlias = Annotated[
         help="The group of the cache_salt in this file (one line end is no part of it).",
     ),
 ]
-
-_MOST_SALT: int = 1 << 20
 
 
 def token_prompts(file: Path, model: str | None) -> Sequence[Prompt | TokenPrompt]:
@@ -88,12 +87,7 @@ def salt_group(group: str | None, salt_file: Path | None) -> str | None:
             raise ConfigError(f"--group: {error}") from None
     if salt_file is None:
         return None
-    try:
-        with open(salt_file, encoding="utf-8", newline="") as file:
-            salt = file.read(_MOST_SALT)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--salt-file: {salt_file} cannot be read: {error}") from None
-    salt = salt.removesuffix("\n").removesuffix("\r")
+    salt = read_text(salt_file, "--salt-file").removesuffix("\n").removesuffix("\r")
     if not salt:
         raise ConfigError(f"--salt-file: {salt_file} holds no salt; --group _ is that of no salt")
     return salt_group_of(salt)

@@ -67,6 +67,11 @@ def rm(
     """Delete objects of namespaces, a salt group, prompts or an age; first only say which."""
     chosen = salt_group(group, salt_file)
     age = None if unused_for is None else duration(unused_for, "--unused-for")
+    if age is not None and age <= 0:
+        raise ConfigError(
+            f"--unused-for: found {unused_for}, which chooses everything; expected an age above"
+            " zero, or no --unused-for to choose without regard to age"
+        )
     wanted = None if prompts is None else token_prompts(prompts, model)
     if not namespaces and chosen is None and wanted is None and age is None:
         raise ConfigError(

@@ -103,6 +103,7 @@ def _summary(report: VerifyReport, repair: bool) -> str:
         (report.failed, 0, "failed", ""),
         (report.gone, 0, "gone meanwhile", ""),
         (report.descriptions, report.rewritten, "namespace.json missing or damaged", "rewritten"),
+        (report.reserved, 0, "damaged in .kvshelf", ""),
         (report.other_versions, 0, "namespaces of other versions left alone", ""),
         (
             report.orphans,

@@ -9,6 +9,7 @@ Contracts
   reserved files, and which nothing has changed for an hour; and files in quarantine, whatever their
   age.
 * Nothing is followed or descended into that is not a folder of a namespace.
+* Namespaces of other versions of the format stay as they are, quarantine and temporaries included.
 * Best effort: trouble of the storage ends the removal, and is not raised.
 
 :class:`Orphans` may be called from any thread; it blocks on the storage for about its time.
@@ -16,18 +17,20 @@ Contracts
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import random
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Final
 
 from kvshelf.backends import Backend
 from kvshelf.backends.base import final_name
-from kvshelf.errors import StorageError
+from kvshelf.errors import BadObjectError, ObjectMissingError, StorageError
 from kvshelf.format.names import DESCRIPTION, parse_namespace_folder, parse_path
+from kvshelf.format.namespace import FORMAT
 from kvshelf.shelf.markers import MARKERS
 
 logger = logging.getLogger(__name__)
@@ -44,6 +47,32 @@ _PAUSE_SECONDS: Final = 60.0
 _ROUND_SECONDS: Final = 600.0
 #: Seconds that one takes, to the end of the call of the storage that is under way then.
 _WORK_SECONDS: Final = 2.0
+#: Most bytes of a description that are read.
+_DESCRIPTION_BYTES: Final = 1 << 20
+
+
+def read_record(backend: Backend, folder: str) -> Mapping[str, object]:
+    """Return what a namespace's description says; nothing if it cannot be read as JSON.
+
+    Raises
+    ------
+    StorageError
+        If the storage failed.
+    """
+    try:
+        with backend.open(f"{folder}/{DESCRIPTION}") as reader:
+            data = bytearray(min(reader.size, _DESCRIPTION_BYTES))
+            count = reader.read_into(memoryview(data), 0)
+        record = json.loads(bytes(data[:count]))
+    except (ObjectMissingError, BadObjectError, ValueError, RecursionError):
+        return {}
+    return record if isinstance(record, dict) else {}
+
+
+def is_of_other_version(record: Mapping[str, object]) -> bool:
+    """Whether a namespace's record says that it is of another version of the format."""
+    said = record.get("format", FORMAT)
+    return isinstance(said, str) and said != FORMAT
 
 
 def is_written_by_us(name: str) -> bool:
@@ -139,9 +168,13 @@ class Orphans:
         # Of many engines that find a storage full at once each begins elsewhere.
         chance = random.SystemRandom()
         chance.shuffle(namespaces)
-        yield from (f"{namespace}/{QUARANTINE}" for namespace in namespaces)
-        yield RESERVED
+        ours: list[str] = []
         for namespace in namespaces:
+            if not is_of_other_version(read_record(backend, namespace)):
+                ours.append(namespace)
+                yield f"{namespace}/{QUARANTINE}"
+        yield RESERVED
+        for namespace in ours:
             yield namespace
             yield f"{namespace}/{MARKERS}"
             groups = [f"{namespace}/{name}" for name in backend.folders(namespace)]

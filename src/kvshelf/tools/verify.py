@@ -12,6 +12,8 @@ name and its namespace demand       engine; deleted where the storage cannot mov
 damaged                             digest the folder's name states
 temporaries of killed writers,      deleted, as by an engine
 old quarantine
+marks, pins and a record of sweeps  none: another version may have written them
+that cannot be read
 ==================================  =============================================================
 
 Contracts
@@ -64,6 +66,7 @@ from kvshelf.format.namespace import Namespace
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.shelf.shelf import Shelf, read_description
 from kvshelf.tools.parallel import MOST_JOBS, Attempts, work_on
+from kvshelf.tools.reserved import damaged_files
 
 _PIECE_BYTES: Final = 1 << 20
 
@@ -106,6 +109,8 @@ class VerifyReport:
         Folders whose description is missing or damaged.
     rewritten : int
         Of these, the ones that a repair mended.
+    reserved : int
+        Files in the root's reserved folder that cannot be read.
     orphans, orphan_bytes : int
         Temporaries of killed writers, and entries of quarantine that are old.
     removed : int
@@ -125,6 +130,7 @@ class VerifyReport:
     other_versions: int = 0
     descriptions: int = 0
     rewritten: int = 0
+    reserved: int = 0
     orphans: int = 0
     orphan_bytes: int = 0
     removed: int = 0
@@ -138,7 +144,8 @@ class VerifyReport:
     @property
     def sound(self) -> bool:
         """Whether nothing is wrong, or nothing any more."""
-        return self.bad == self.moved and self.descriptions == self.rewritten and self.failed == 0
+        mended = self.bad == self.moved and self.descriptions == self.rewritten
+        return mended and self.failed == 0 and self.reserved == 0
 
 
 class _Item(NamedTuple):
@@ -230,6 +237,8 @@ def verify_shelf(
             name="kvshelf-verify",
             stop=state.stop,
         )
+        for name, problem in damaged_files(backend) if folders is None else ():
+            state.problem("reserved", name, problem)
         _orphans(backend, inventory, folders, state, repair=repair)
     finally:
         report.seconds = time.monotonic() - begin
