@@ -1107,6 +1107,7 @@ BF16 = torch.bfloat16
         (lambda: _pairs(9, BLOCK, HEADS, 2 * SIZE), "expected \\[9, 4, 4, 8\\]"),
         (lambda: _pairs(9, BLOCK, HEADS, SIZE, layers=2), "2 layers was given"),
         (lambda: PagedKV(_paged().caches, _pairs(9, 4, 4, 8).caches, torch.arange(3)), "layout is"),
+        (lambda: PagedKV(3, _paged().layout, torch.arange(3)), "caches is a int"),
         (lambda: PagedKV("x", _paged().layout, torch.arange(3)), "expected tensors"),
         (lambda: PagedKV(_paged().caches, _paged().layout, [1, 2]), "slot_mapping is a list"),
         (
@@ -1165,6 +1166,18 @@ def test_caches_that_do_not_fit_spoil_no_lookup(cache: ChunkCache) -> None:
         cache.retrieve(tokens, kv=uneven)
     assert cache.lookup(tokens) == TOKENS
     assert fetch(cache, tokens) == TOKENS
+
+
+def test_caches_may_be_the_values_of_a_dictionary(cache: ChunkCache) -> None:
+    tokens = prompt(TOKENS)
+    put(cache, tokens)
+    paged = _paged()
+    by_name = dict(zip("abc", paged.caches, strict=True))
+    for kv in (
+        PagedKV(by_name.values(), paged.layout, paged.slot_mapping),  # type: ignore[arg-type]
+        PagedKV(torch.stack(list(paged.caches)), paged.layout, paged.slot_mapping),
+    ):
+        assert bool(cache.retrieve(tokens, kv=kv).all())
 
 
 def test_paged_pairs_are_bound(cache: ChunkCache) -> None:

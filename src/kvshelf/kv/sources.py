@@ -117,19 +117,20 @@ class PagedKV:
         layout: PagedLayout | None = None,
         slot_mapping: Tensor | None = None,
     ) -> None:
+        given = None if caches is None else _listed(caches)
         missing = [
             name
             for name, value in (
-                ("caches", caches),
-                ("layout", layout if caches is None or not _in_pairs(caches) else True),
+                ("caches", given),
+                ("layout", layout if given is None or not _in_pairs(given) else True),
                 ("slot_mapping", slot_mapping),
             )
             if value is None
         ]
         if missing:
             raise ValueError(f"a paged KV cache needs {' and '.join(missing)}, which is missing")
-        assert caches is not None and slot_mapping is not None
-        self.caches = caches
+        assert given is not None and slot_mapping is not None
+        self.caches: PagedCaches = given
         self.layout = layout
         self.slot_mapping = host_slot_mapping(slot_mapping)
 
@@ -375,14 +376,15 @@ def paged_memory(
     ValueError
         If they do not fit the namespace, or each other.
     """
-    if _in_pairs(caches):
+    given = _listed(caches)
+    if _in_pairs(given):
         if layout is not None:
             raise ValueError(
                 "layout goes with one cache for K and V of a layer; pairs are"
                 " [blocks, block size, heads, head size] each: leave layout out"
             )
-        return _open_pairs(fmt, [_tensors(pair, f"caches[{i}]") for i, pair in enumerate(caches)])
-    tensors = _tensors(caches, "caches")
+        return _open_pairs(fmt, [_tensors(pair, f"caches[{i}]") for i, pair in enumerate(given)])
+    tensors = _tensors(given, "caches")
     if not isinstance(layout, PagedLayout | PermutedLayout):
         raise ValueError(
             f"layout is a {type(layout).__name__}; expected how a block lies in the caches, for"
@@ -576,7 +578,18 @@ def _one_sequence(tensor: Tensor, dimensions: int, where: str) -> Tensor:
     return tensor
 
 
-def _in_pairs(caches: PagedCaches) -> bool:
+def _listed(caches: Any) -> list[Any]:
+    """Return the caches of layers as a list; raise unless there are any."""
+    try:
+        return list(caches)
+    except TypeError:
+        raise ValueError(
+            f"caches is a {type(caches).__name__}; expected the paged cache of each layer, or a"
+            " pair of K and V of each"
+        ) from None
+
+
+def _in_pairs(caches: Sequence[Any]) -> bool:
     """Whether paged caches are pairs of K and V."""
     return any(isinstance(cache, tuple | list) for cache in caches)
 
