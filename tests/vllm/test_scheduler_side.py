@@ -44,7 +44,7 @@ from kvshelf.format.objects import ObjectFormat
 from kvshelf.metrics import Counters
 from kvshelf.shelf import tiers
 from kvshelf.shelf.shelf import Shelf
-from kvshelf.vllm import check_vllm_version, connector
+from kvshelf.vllm import check_vllm_version, connector, scheduler
 from kvshelf.vllm.connector import SharedStorageConnector
 from kvshelf.vllm.groups import CacheGroups
 from kvshelf.vllm.item_ids import CLIENT, CONTENT
@@ -165,6 +165,90 @@ def make(tmp_path: Path) -> Iterator[Callable[..., Side]]:
 
 
 # ------------------------------------------------------------------------- answers
+
+
+def test_a_request_that_waits_finds_what_was_stored_meanwhile(make: Callable[..., Side]) -> None:
+    side = make()
+    tokens = prompt(41)
+    request = Request("r", tokens)
+    side.side.new_request(request)
+    lookup = side.side._requests["r"].lookup
+    assert lookup is not None and lookup.wait(PATIENCE)
+    side.put(tokens)
+    chain = KeyChain(side.fmt.namespace.digest, CHUNK)
+    side.side.worker_output(WorkerMetadata(published=[c.key for c in chain.extend(tokens)]))
+    assert side.ask(request) == (40, True)
+    # It has all of its prompt: no step looks again.
+    side.backend.counts.clear()
+    for _ in range(3):
+        assert side.ask(request) == (40, True)
+    assert not side.backend.counts
+
+
+def test_an_old_answer_is_looked_for_again_and_seldom(make: Callable[..., Side]) -> None:
+    """What other engines store is announced by nobody."""
+    side = make()
+    tokens = prompt(41)
+    request = Request("r", tokens)
+    side.side.new_request(request)
+    assert side.ask(request) == (0, False)
+    side.put(tokens, 2)
+    assert side.ask(request) == (0, False)
+    state = side.side._requests["r"]
+
+    def older(seconds: float) -> None:
+        assert state.lookup is not None
+        state.lookup.as_of -= seconds
+
+    older(1.5)
+    assert side.ask(request) == (16, True)
+    side.put(tokens)
+    older(1.5)
+    # The next time it takes twice as long.
+    assert side.ask(request) == (16, True)
+    older(1.5)
+    assert side.ask(request) == (40, True)
+
+
+def test_a_request_that_looks_again_has_its_old_answer_when_the_storage_hangs(
+    make: Callable[..., Side],
+) -> None:
+    side = make(lookup_wait_s=0.05)
+    tokens = prompt(41)
+    side.put(tokens, 2)
+    request = Request("r", tokens)
+    side.side.new_request(request)
+    assert side.ask(request) == (16, True)
+    lookup = side.side._requests["r"].lookup
+    assert lookup is not None
+    lookup.as_of -= 2
+    gate = threading.Event()
+    side.faults.add(Fault("stat", wait=gate))
+    assert side.ask(request) == (16, True)
+    gate.set()
+
+
+def test_of_a_long_queue_the_first_requests_have_keys(make: Callable[..., Side]) -> None:
+    side = make()
+    for number in range(1000):
+        side.side.new_request(Request(str(number), prompt(41, number)))
+
+    def looked_up() -> list[str]:
+        return [name for name, one in side.side._requests.items() if one.lookup is not None]
+
+    assert looked_up() == [str(n) for n in range(scheduler._LOOKUPS_AHEAD)]
+    # They are admitted or end, and others are next.
+    side.step({"0": (0, 41), "1": (0, 41)}, new=("0", "1"))
+    side.side.finished("2")
+    side.step()
+    first = scheduler._LOOKUPS_AHEAD
+    assert looked_up()[-3:] == [str(first), str(first + 1), str(first + 2)]
+    # One that vLLM asks for out of order.
+    assert side.ask(side.side._requests["900"].request) == (0, False)
+    for number in range(1000):
+        side.side.finished(str(number))
+    assert not side.side._looked_up
+    assert not side.side._not_looked_up
 
 
 def test_the_answer_is_remembered_and_always_the_same(make: Callable[..., Side]) -> None:

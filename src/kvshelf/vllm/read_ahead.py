@@ -167,14 +167,16 @@ class ReadAhead:
             return planned
         stopped = paused()
         left, looked_at = _CHUNKS_PER_STEP, 0
-        candidates = (one for one in self._waiting.items() if not one[1].passed_over)
-        for request_id, waiting in list(candidates):
+        admitted: list[str] = []
+        for request_id, waiting in self._waiting.items():
             if looked_at == _REQUESTS_PER_STEP:
                 break
+            if waiting.passed_over:
+                continue
             looked_at += 1
             if request_id in scheduled:
                 # Admitted without a load: vLLM had what the shelf has, or the shelf has nothing.
-                self.end(request_id)
+                admitted.append(request_id)
                 continue
             found = loadable(request_id)
             if found is None:
@@ -190,6 +192,8 @@ class ReadAhead:
             for kind, wanted in self._wanted(request_id, found, left):
                 left -= len(wanted)
                 planned.append(PrefetchOp(request_id, wanted, kind))
+        for request_id in admitted:
+            self.end(request_id)
         return planned
 
     def _wanted(

@@ -9,7 +9,7 @@ A request's life
 ----------------
 1. ``new_request`` starts its lookup.
 2. vLLM calls ``matched_tokens``, perhaps many times: the answer is (None, False) until the lookup
-   is done or its time is up, and from then on always the same. A request that brings a hand-over
+   is done or its time is up. A request that brings a hand-over
    goes on waiting until all of it is on the shelf.
 3. ``allocated`` turns the answer into a load, unless vLLM did not use it.
 4. ``step_metadata`` hands loads to the worker, and as stores all chunks that the step completes
@@ -59,7 +59,10 @@ Contracts
   nothing may take longer, and workers may then wait for loads, but only where no other rank or
   pipeline stage waits for this engine's step: not with several stages, nor with data parallelism
   over the experts of one model, whose ranks step together.
-* A preempted and resumed request gets a new lookup.
+* A preempted and resumed request gets a new lookup. So does one that vLLM asks for when its answer
+  is older than a second, or a chunk that it missed was stored since, unless it finds all. It waits
+  for this one as for the first, and has the old answer if there is none in time.
+* Of a long queue only the first requests have a lookup and keys.
 * What is computed while another connector (inside MultiConnector) loads synchronously is not
   stored until the outcome of that load is known: it may depend on blocks without KV.
 * Where the tokens of an image attend to each other in both directions, the KV of an image depends
@@ -80,6 +83,7 @@ import itertools
 import logging
 import math
 import sys
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -133,6 +137,12 @@ _IDLE_WAIT_SECONDS = 10e-3
 # After so long without a step, a worker's last word on its breaker no longer counts.
 _STALE_SECONDS = 1.0
 _REPAIRS_REMEMBERED = 4096
+# A waiting request looks again when its answer is so old; each time it does, twice as old.
+_ANSWER_SECONDS = 1.0
+# Chunks remembered as stored lately.
+_PUBLISHED_REMEMBERED = 4096
+# Waiting requests whose lookups are made before vLLM asks for them.
+_LOOKUPS_AHEAD = 256
 #: Shorter tails are computed sooner than they could be loaded, and take the same space.
 _LEAST_TAIL = 16
 #: So many loads of a request of a hybrid engine may fail before it is computed without the shelf.
@@ -159,12 +169,15 @@ class _Request:
         "loaded",
         "loading",
         "lookup",
+        "newer",
+        "next_boundary",
         "next_store",
         "not_loaded",
         "offered_from",
         "period",
         "promise",
         "reads",
+        "renewals",
         "request",
         "tail_planned",
         "waiting_since",
@@ -181,6 +194,9 @@ class _Request:
         # A request that was preempted since then is admitted anew.
         self.admission: int = request.num_preemptions
         self.lookup: Lookup | None = None
+        #: A lookup that will take the place of `lookup`, whose answer is old; how many there were.
+        self.newer: Lookup | None = None
+        self.renewals = 0
         #: The hand-over that the request brought.
         self.awaited: Awaited | None = None
         self.waiting_since: float | None = None
@@ -198,6 +214,8 @@ class _Request:
         #: Since the request was admitted.
         self.failed_loads = 0
         self.next_store = 0
+        #: `next_store`, and the first token behind which there is more to store with it.
+        self.next_boundary = (0, 0)
         #: Where the request asked for a hand-over.
         self.promise: Promise | None = None
         #: Index of the last chunk whose state was planned to be stored.
@@ -222,11 +240,12 @@ class _Request:
         self.drop_lookup()
 
     def drop_lookup(self) -> None:
-        if self.lookup is not None:
-            self.lookup.cancel()
+        for lookup in (self.lookup, self.newer):
+            if lookup is not None:
+                lookup.cancel()
         if self.awaited is not None:
             self.awaited.drop()
-        self.lookup = None
+        self.lookup = self.newer = None
         self.waiting_since = None
 
 
@@ -313,6 +332,12 @@ class SchedulerSide:
         self._open_breakers: set[int] = set()
         self._stepped_at = 0.0
         self._requests: dict[str, _Request] = {}
+        #: Waiting requests with a lookup, and later ones without, in order.
+        self._looked_up: set[str] = set()
+        self._not_looked_up: OrderedDict[str, None] = OrderedDict()
+        #: When a kind of a chunk appeared, by kind key, the latest last.
+        self._published: OrderedDict[bytes, float] = OrderedDict()
+        self._publishing = threading.Lock()
         self._loads: list[LoadOp] = []
         self._cancelled: list[str] = []
         self._reset = False
@@ -368,8 +393,13 @@ class SchedulerSide:
         if state.reads:
             self._read_ahead.wait(request.request_id)
         usable = state.addressable and not self.disabled and not self._handshake.checking
-        if self._lookups is not None and usable:
+        if self._lookups is None or not usable:
+            return
+        if len(self._looked_up) < _LOOKUPS_AHEAD or state.awaited is not None:
             self._start_lookup(self._lookups, state)
+        else:
+            # Keys of all prompts in a long queue would take much memory, and be old answers.
+            self._not_looked_up[request.request_id] = None
 
     def matched_tokens(self, request: Any, computed: int) -> tuple[int | None, bool]:
         """Return how many tokens beyond `computed` the shelf has, and whether to load them.
@@ -421,6 +451,10 @@ class SchedulerSide:
         if not self._adapters.trusts(request.lora_request):
             state.not_loaded = Reason.ADAPTER_UNKNOWN
             return 0, False
+        newest = self._newest(lookups, state, lookup)
+        if newest is None:
+            return None, False
+        lookup = newest
         hit = self._hit_tokens(state, lookup, computed)
         state.offered_from = computed
         if not state.counted:
@@ -429,6 +463,38 @@ class SchedulerSide:
             self.counters.add("hit_tokens", max(0, hit - computed))
             self._note_miss(state, lookup, computed)
         return (hit - computed, True) if hit > computed else (0, False)
+
+    def _newest(self, lookups: LookupService, state: _Request, lookup: Lookup) -> Lookup | None:
+        """Return a request's lookup with an answer that is not old; None while one is looked for.
+
+        A request may have waited for long, and what its prompt begins with may be stored by now.
+        """
+        if state.newer is None:
+            if not self._is_old(state, lookup):
+                return lookup
+            state.renewals += 1
+            state.waiting_since = None
+            state.newer = self._submit(lookups, state)
+        newer = state.newer
+        if not newer.done and not self._wait(lookups, newer) and not self._too_long(lookups, state):
+            return None
+        state.newer = None
+        if newer.done and not newer.given_up:
+            state.lookup = newer
+        else:
+            newer.cancel()
+        return state.lookup
+
+    def _is_old(self, state: _Request, lookup: Lookup) -> bool:
+        """Whether a lookup from now on may well find more."""
+        chain = lookup.chain
+        if chain is None or state.awaited is not None or lookup.hit_chunks >= len(chain.chunks):
+            return False
+        if time.monotonic() - lookup.as_of > _ANSWER_SECONDS * 2**state.renewals:
+            return True
+        missing = chain.chunks[lookup.full_chunks :][:1] or chain.chunks[-1:]
+        found = [self._published.get(kind_key(missing[0].key, kind)) for kind in self._groups.kinds]
+        return any(at is not None and at > lookup.as_of for at in found)
 
     def _still_waits(self, state: _Request, awaited: Awaited) -> bool:
         """Whether a request waits for its hand-over in this step; notes how the wait ends."""
@@ -676,18 +742,34 @@ class SchedulerSide:
                     state.cut = min(state.cut, start)
 
     def _start_lookup(self, lookups: LookupService, state: _Request) -> Lookup:
+        request = state.request
+        self._not_looked_up.pop(request.request_id, None)
+        if request.num_computed_tokens == 0:
+            self._looked_up.add(request.request_id)
+        state.lookup = self._submit(lookups, state)
+        return state.lookup
+
+    def _look_up_next(self) -> None:
+        """Start lookups of those that wait next, in place of those that wait no more."""
+        lookups = self._lookups
+        while lookups is not None and len(self._looked_up) < _LOOKUPS_AHEAD and self._not_looked_up:
+            request_id, _ = self._not_looked_up.popitem(last=False)
+            state = self._requests.get(request_id)
+            if state is not None and state.lookup is None:
+                self._start_lookup(lookups, state)
+
+    def _submit(self, lookups: LookupService, state: _Request) -> Lookup:
         assert self.namespace is not None
         digest = self.namespace.digest
         # The list itself, of which the lookup thread takes slices: vLLM only ever appends to it
         # (see _has_address).
-        state.lookup = lookups.submit(
+        return lookups.submit(
             state.request._all_token_ids,
             lambda: self._make_chain(state, digest),
             ends=self._ends(state),
             tail_end=state.request.num_prompt_tokens if self._has_cached_tail(state) else 0,
             on_done=self._recorder() if state.reads else None,
         )
-        return state.lookup
 
     def _recorder(self) -> Callable[[Lookup], None] | None:
         """Return what records the hit of a lookup that begins now, called on its thread."""
@@ -773,6 +855,7 @@ class SchedulerSide:
             return
         state = self._state_of(request)
         state.loaded = state.loading = True
+        self._looked_up.discard(request.request_id)
         self._read_ahead.loading(request.request_id)
         start, end = state.offered_from, state.offered_from + external
         lookup = state.lookup
@@ -860,6 +943,12 @@ class SchedulerSide:
         self._stepped_at = time.monotonic()
         self._budget_left = self._budget_of_step()
         self._awaiting.scheduled(output.num_scheduled_tokens)
+        if self._looked_up:
+            self._looked_up.difference_update(output.num_scheduled_tokens)
+        if self._not_looked_up and not self._handshake.checking:
+            for request_id in output.num_scheduled_tokens:
+                self._not_looked_up.pop(request_id, None)
+            self._look_up_next()
         meta = StepMetadata(idle=self._may_wait)
         if self._blocks.period:
             try:
@@ -1004,7 +1093,11 @@ class SchedulerSide:
     ) -> None:
         """Plan the stores of a request, of which a step computes tokens ``[before, after)``."""
         state = self._requests.get(req_id)
-        if state is None or not state.addressable or not self._blocks.is_valid(state.period):
+        if state is None or (
+            state.next_boundary[0] == state.next_store and after < state.next_boundary[1]
+        ):
+            return
+        if not state.addressable or not self._blocks.is_valid(state.period):
             return
         request, lookup = state.request, state.lookup
         if not self._adapters.trusts(request.lora_request):
@@ -1017,6 +1110,7 @@ class SchedulerSide:
         states = self._states_at(req_id, (before, after), complete, output)
         tail = self._needs_tail(state, end)
         if complete <= state.next_store and not states and not tail:
+            state.next_boundary = self._boundary_after(state)
             return
         if lookup is None or lookup.given_up:
             # The request was admitted before the namespace was known, or has no keys yet.
@@ -1069,6 +1163,19 @@ class SchedulerSide:
             if of_tail is not None:
                 meta.stores.append(self._store_op(state, lookup, chain, chunk, FULL, of_tail))
         state.next_store = max(state.next_store, complete)
+
+    def _boundary_after(self, state: _Request) -> tuple[int, int]:
+        """Return a request's next chunk to store, and the first token at which one is complete."""
+        if STATE in self._groups.kinds:
+            # vLLM may offer one in any step.
+            return state.next_store, 0
+        request, size = state.request, self._config.chunk_size
+        boundary = (state.next_store + 1) * size
+        if not self._config.save_decode and boundary > request.num_prompt_tokens:
+            boundary = sys.maxsize
+        if self._needs_tail(state, request.num_prompt_tokens):
+            boundary = min(boundary, request.num_prompt_tokens)
+        return state.next_store, boundary
 
     def _needs_tail(self, state: _Request, end: int) -> bool:
         """Whether a request's tail is to be stored, of which tokens before `end` have KV."""
@@ -1240,10 +1347,20 @@ class SchedulerSide:
         if lookups is None:
             return
         lookups.note_published(keys)
+        self._note_published(keys)
         for key in keys:
             if not self._failed.is_bad(key):
                 # A chunk that was missing and is stored now counts as present again.
                 self._failed.forget(key)
+
+    def _note_published(self, keys: Sequence[bytes]) -> None:
+        now = time.monotonic()
+        with self._publishing:
+            for key in keys:
+                self._published[key] = now
+                self._published.move_to_end(key)
+            while len(self._published) > _PUBLISHED_REMEMBERED:
+                self._published.popitem(last=False)
 
     def _note_failure(self, failure: LoadFailure) -> None:
         key = kind_key(failure.key, failure.kind)
@@ -1381,7 +1498,10 @@ class SchedulerSide:
         for state in self._requests.values():
             waits = state.request.num_computed_tokens == 0 and not state.loading
             if state.lookup is None and state.addressable and waits:
-                self._start_lookup(self._lookups, state)
+                if len(self._looked_up) < _LOOKUPS_AHEAD or state.awaited is not None:
+                    self._start_lookup(self._lookups, state)
+                else:
+                    self._not_looked_up[state.request.request_id] = None
 
     def _engine_chunks(self) -> int | None:
         """Return how many chunks vLLM's prefix cache has room for; None if that is not known."""
@@ -1409,11 +1529,14 @@ class SchedulerSide:
             return None
         self._read_ahead.end(request_id)
         self._awaiting.forget(request_id)
+        self._looked_up.discard(request_id)
+        self._not_looked_up.pop(request_id, None)
         if self._drafts is not None:
             self._drafts.finished(state.request)
         self._note_not_loaded(state)
-        if state.lookup is not None:
-            state.lookup.cancel()
+        for lookup in (state.lookup, state.newer):
+            if lookup is not None:
+                lookup.cancel()
         if state.loading:
             self._cancelled.append(request_id)
         request, handover = state.request, None

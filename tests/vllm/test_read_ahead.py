@@ -1,0 +1,38 @@
+"""Which waiting requests are read ahead: the rules of one step."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from kvshelf.vllm.read_ahead import Loadable, ReadAhead
+
+
+def test_a_step_looks_at_few_requests_however_many_wait() -> None:
+    plan = ReadAhead()
+    plan.enable(None)
+    for number in range(50_000):
+        plan.wait(str(number))
+    taken: list[str] = []
+
+    class Counting(dict):  # type: ignore[type-arg]
+        """Counts the entries that are taken of it."""
+
+        def items(self):  # type: ignore[no-untyped-def]
+            for name, waiting in super().items():
+                taken.append(name)
+                yield name, waiting
+
+    plan._waiting = Counting(plan._waiting)  # type: ignore[assignment]
+    asked: list[str] = []
+
+    def loadable(name: str) -> Loadable:
+        asked.append(name)
+        return Loadable()
+
+    plan.plan({"3"}, loadable, paused=lambda: False)
+    assert len(taken) <= 33
+    assert asked == [str(number) for number in range(32) if number != 3]
+    # The one that was admitted waits no more.
+    assert "3" not in plan._waiting
