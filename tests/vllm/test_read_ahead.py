@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 
-pytest.importorskip("vllm")
-
-from kvshelf.vllm.read_ahead import Loadable, ReadAhead
+with warnings.catch_warnings():
+    # vLLM's own imports are not ours to judge.
+    warnings.simplefilter("ignore")
+    pytest.importorskip("vllm")
+    from kvshelf.vllm.read_ahead import Loadable, ReadAhead
 
 
 def test_a_step_looks_at_few_requests_however_many_wait() -> None:
