@@ -624,6 +624,15 @@ class Config(BaseSettings):
             "are computed, as far as their KV is not on the shelf."
         ),
     )
+    load_transferred: bool = Field(
+        default=False,
+        description=(
+            "Inside MultiConnector, also load prompts that another connector transfers "
+            "(`do_remote_prefill` beside NixlConnector, MooncakeConnector or MoRIIOConnector). By "
+            "default kvshelf only stores these: the other connector has the whole prompt, and "
+            "vLLM asks one connector only to load."
+        ),
+    )
     handover_keep_s: float = Field(
         default=3600.0,
         ge=0,

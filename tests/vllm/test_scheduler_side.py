@@ -47,6 +47,7 @@ from kvshelf.shelf.shelf import Shelf
 from kvshelf.vllm import check_vllm_version, connector, scheduler
 from kvshelf.vllm.connector import SharedStorageConnector
 from kvshelf.vllm.groups import CacheGroups
+from kvshelf.vllm.handover import Handover
 from kvshelf.vllm.item_ids import CLIENT, CONTENT
 from kvshelf.vllm.metadata import (
     LoadFailure,
@@ -165,6 +166,52 @@ def make(tmp_path: Path) -> Iterator[Callable[..., Side]]:
 
 
 # ------------------------------------------------------------------------- answers
+
+
+@pytest.mark.parametrize("loads", [False, True])
+def test_a_prompt_that_another_connector_transfers_is_only_stored(
+    make: Callable[..., Side], loads: bool
+) -> None:
+    """Beside NixlConnector, in either order: with a hit of one chunk the rest would be computed."""
+    side = make(load_transferred=loads)
+    side.side._others_transfer = not loads
+    tokens = prompt(41)
+    side.put(tokens, 1)
+    handed = Handover(side.fmt.namespace.digest, 40, bytes(32), 0, "0" * 32).params()
+    params = {"do_remote_prefill": True, "remote_engine_id": "p", **handed}
+    request = Request("r", tokens, kv_transfer_params=params)
+    side.side.new_request(request)
+    if loads:
+        assert side.ask(request) == (8, True)
+        return
+    assert side.side.matched_tokens(request, 0) == (0, False)
+    assert not any(name.startswith("handovers") for name in side.side.counters.snapshot())
+    lookup = side.side._requests["r"].lookup
+    assert lookup is not None and lookup.wait(PATIENCE)
+    assert [op.chunk.index for op in side.step({"r": (0, 41)}, new=("r",)).stores] == [1, 2, 3, 4]
+    # The other connector could not fetch it, and says so: then what is on the shelf counts.
+    failed = {"do_remote_prefill": False, "remote_engine_id": "p"}
+    assert side.ask(Request("s", tokens, kv_transfer_params=failed)) == (8, True)
+
+
+@pytest.mark.parametrize(
+    ("children", "transfers"),
+    [
+        (["NixlConnector", "SharedStorageConnector"], True),
+        (["SharedStorageConnector", "MooncakeConnector"], True),
+        (["SharedStorageConnector", "OffloadingConnector"], False),
+    ],
+)
+def test_a_connector_beside_this_one_that_transfers_prompts_is_noticed(
+    tmp_path: Path, children: list[str], transfers: bool
+) -> None:
+    config = make_config(str(tmp_path))
+    config.kv_transfer_config.kv_connector = "SharedStorageConnector"
+    names = [{"kv_connector": name, "kv_role": "kv_both"} for name in children]
+    parent = {"kv_role": "kv_both", "kv_connector_extra_config": {"connectors": names}}
+    made = MultiConnector("recompute", config, **parent).child
+    assert made._as_scheduler()._others_transfer is transfers
+    made.shutdown()
 
 
 def test_a_request_that_waits_finds_what_was_stored_meanwhile(make: Callable[..., Side]) -> None:
@@ -1057,6 +1104,37 @@ def test_what_stands_on_another_connector_s_load_is_stored_when_its_outcome_is_k
     ]
     meta = side.step({"x": (8, 24)})
     assert [op.chunk.index for op in meta.stores] == [1, 2, 3]
+
+
+def test_other_connectors_loads_stop_only_the_stores_that_depend_on_them(
+    make: Callable[..., Side],
+) -> None:
+    """A busy server may have such a load in each step."""
+    side = make(change=lambda config: setattr(config.scheduler_config, "async_scheduling", True))
+    requests = {name: Request(name, prompt(80, n)) for n, name in enumerate("rsabcdef")}
+    for request in requests.values():
+        side.ask(request)
+    # s shares blocks with a, whose load may fail; r shares none with anybody.
+    tables = {"r": range(100, 140), "s": range(10, 30), "a": range(10, 20)}
+
+    def blocks(name: str) -> tuple[list[int], ...]:
+        start = 200 + 20 * ord(name)
+        return (list(tables.get(name, range(start, start + 20))),)
+
+    side.step({"r": (0, 8)}, new=("r",), blocks=blocks)
+    stored: dict[str, list[int]] = {name: [] for name in requests}
+    before = 8
+    for number, name in enumerate("abcdef"):
+        new, steps = (name,), {"r": (before, 8), name: (8, 16)}
+        if number == 1:
+            new, steps = (*new, "s"), {**steps, "s": (8, 16)}
+        meta = side.step(steps, new=new, blocks=blocks, sync_loads=True)
+        before += 8
+        for op in meta.stores:
+            owner = next(n for n, r in requests.items() if op.chunk.key in _keys(side, r))
+            stored[owner].append(op.chunk.index)
+    assert stored["r"] == [1, 2, 3, 4, 5, 6]
+    assert not any(stored[name] for name in "sabcdef")
 
 
 def _keys(side: Side, request: Request) -> set[bytes]:

@@ -196,6 +196,7 @@ class SharedStorageConnector(KVConnectorBase_V1, SupportsHMA):
                 counters=self._counters,
                 uses=self._uses,
                 history=self._history,
+                others_transfer=_others_transfer(),
             )
         else:
             # The modules that move KV take 0.1 s to import, and the scheduler does not need them.
@@ -619,6 +620,27 @@ def _apply_load_failure_policy(transfer: Any, policy: Literal["recompute", "vllm
             "kv_load_failure_policy is set to recompute: vLLM computes tokens whose load fails"
             " (load_failure_policy: vllm leaves it as it is)"
         )
+
+
+#: Connectors that fetch the KV of a whole prompt from the engine that ``kv_transfer_params`` name.
+_TRANSFERRING = (
+    "NixlConnector",
+    "NixlPullConnector",
+    "NixlPushConnector",
+    "MooncakeConnector",
+    "MoRIIOConnector",
+)
+
+
+def _others_transfer() -> bool:
+    """Whether a connector beside this one transfers prompts between engines."""
+    parent = _enclosing_multi_connector()
+    options = getattr(getattr(parent, "_kv_transfer_config", None), "kv_connector_extra_config", {})
+    children = options.get("connectors", ())
+    return any(
+        child["kv_connector"] in _TRANSFERRING and child.get("kv_role") != "kv_producer"
+        for child in children
+    )
 
 
 def _others_that_fill(vllm_config: Any) -> list[str]:

@@ -63,8 +63,10 @@ Contracts
   is older than a second, or a chunk that it missed was stored since, unless it finds all. It waits
   for this one as for the first, and has the old answer if there is none in time.
 * Of a long queue only the first requests have a lookup and keys.
-* What is computed while another connector (inside MultiConnector) loads synchronously is not
+* What depends on a load that another connector (inside MultiConnector) does synchronously is not
   stored until the outcome of that load is known: it may depend on blocks without KV.
+* A request whose prompt another connector transfers (``do_remote_prefill`` beside NixlConnector and
+  its like) is neither held nor loaded, unless the option says so: that connector has all of it.
 * Where the tokens of an image attend to each other in both directions, the KV of an image depends
   on which of its tokens one step computes. So no hit ends within an image, because a later step
   would have to continue it; and where vLLM divided an image all the same, nothing from its first
@@ -274,6 +276,8 @@ class SchedulerSide:
         Records what hits use; the caller closes it. Nothing is recorded without it.
     history : History, optional
         Gets what is missed and refused.
+    others_transfer : bool
+        Whether another connector transfers the prompts of requests with ``do_remote_prefill``.
     """
 
     def __init__(
@@ -290,11 +294,13 @@ class SchedulerSide:
         counters: Counters | None = None,
         uses: Uses | None = None,
         history: History | None = None,
+        others_transfer: bool = False,
     ) -> None:
         self._vllm_config = vllm_config
         self._config = config
         self._shelf = shelf
         self._groups = groups
+        self._others_transfer = others_transfer and not config.load_transferred
         self._history = history
         #: Tokens: where a hit may end.
         self._block_size = groups.alignment
@@ -357,7 +363,10 @@ class SchedulerSide:
         self._idle_steps = self._steps_in_flight
         self._computed: Iterable[str] = ()
         self._budget_left = self._budget_of_step()
-        #: For so many steps more, what is computed may depend on a load whose outcome is unknown.
+        #: By request that depends on another connector's load whose outcome is not known: for how
+        #: many steps more, and its blocks.
+        self._unsettled: dict[str, tuple[int, frozenset[int]]] = {}
+        #: For so many steps more it is not known what a step computes.
         self._unsettled_steps = 0
         self._log = RateLimitedLog(logger)
         self._item_ids = ItemIds(vllm_config, config.trust_uuids, self.counters)
@@ -390,7 +399,7 @@ class SchedulerSide:
     def new_request(self, request: Any) -> None:
         """Start the lookup of a request that was just added."""
         state = self._add(request)
-        if state.reads:
+        if state.reads and not self._is_transferred(request):
             self._read_ahead.wait(request.request_id)
         usable = state.addressable and not self.disabled and not self._handshake.checking
         if self._lookups is None or not usable:
@@ -415,6 +424,9 @@ class SchedulerSide:
         if self._drafts is not None:
             self._drafts.asked(request, computed)
         if not state.reads or state.loaded or state.gave_up or self.disabled:
+            return 0, False
+        if self._is_transferred(request):
+            state.not_loaded = Reason.NOT_ASKED
             return 0, False
         awaited = state.awaited
         if awaited is not None and awaited.outcome is None:
@@ -638,8 +650,14 @@ class SchedulerSide:
             if addressable and asks_for_handover(params):
                 state.promise = Promise()
             request_id = request.request_id
-            state.awaited = self._awaiting.arrive(request_id, params, reads=state.reads)
+            if not self._is_transferred(request):
+                state.awaited = self._awaiting.arrive(request_id, params, reads=state.reads)
         return state
+
+    def _is_transferred(self, request: Any) -> bool:
+        """Whether another connector transfers a prompt; it says itself when it has done so."""
+        params = request.kv_transfer_params if self._others_transfer else None
+        return isinstance(params, Mapping) and params.get("do_remote_prefill") is True
 
     @property
     def _may_wait(self) -> bool:
@@ -970,8 +988,7 @@ class SchedulerSide:
                 self._log.error("KV of the drafter is left out from now on", exc_info=error)
         if self._whole_items:
             self._note_cuts(output)
-        if getattr(output, "has_sync_kv_loads", False):
-            self._unsettled_steps = self._steps_in_flight
+        self._note_sync_loads(output)
         if self._unsettled_steps:
             # A later step stores the chunks of requests that are still running then.
             self._unsettled_steps -= 1
@@ -1076,8 +1093,33 @@ class SchedulerSide:
             hit = min(hit, len(chunks) * size)
         return Loadable(chunks, self._ranges(first, hit) if hit > first else {})
 
+    def _note_sync_loads(self, output: Any) -> None:
+        """Note which requests depend on loads of another connector whose outcome is not known.
+
+        These are requests that a step with such loads admits, and those admitted behind it that
+        share blocks with them. All others were admitted before, into blocks of their own.
+        """
+        loads = getattr(output, "has_sync_kv_loads", False)
+        if not loads and not self._unsettled:
+            return
+        self._unsettled = {
+            request_id: (left - 1, blocks)
+            for request_id, (left, blocks) in self._unsettled.items()
+            if left > 1
+        }
+        admitted = [new.req_id for new in output.scheduled_new_reqs]
+        admitted += getattr(output.scheduled_cached_reqs, "resumed_req_ids", ())
+        for request_id in admitted:
+            tables = output.kv_connector_block_state.get_block_ids(request_id) or ()
+            blocks = frozenset(itertools.chain.from_iterable(tables)) - {NULL_BLOCK}
+            if loads or any(blocks & others for _, others in self._unsettled.values()):
+                self._unsettled[request_id] = self._steps_in_flight, blocks
+
     def _plan_stores(self, output: Any, meta: StepMetadata) -> None:
         for req_id, before, after in _scheduled(output):
+            if req_id in self._unsettled:
+                # A later step stores its chunks, if it is still running then.
+                continue
             self._plan_request(req_id, before, after, output, meta)
 
     def _computed_by(self, output: Any) -> list[tuple[Any, int, int]]:
