@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvshelf.errors import ConfigError
-from kvshelf.proxy.bodies import ClientRequest, RefusedError, Route, read_request
+from kvshelf.proxy.bodies import PARAMS, ClientRequest, RefusedError, Route, read_request
 from kvshelf.proxy.durable import LastEvent
 from kvshelf.proxy.legs import forwarded
 from kvshelf.proxy.settings import engine_url
@@ -162,3 +162,63 @@ def test_urls_that_name_no_engine(url: str) -> None:
     with pytest.raises(ConfigError) as error:
         engine_url(url)
     assert "secret" not in str(error.value)
+
+
+def test_a_prompt_is_passed_on_as_it_came() -> None:
+    raw = b'{"prompt" : [1 ,2,  3], "model":"m", "model": "n", "temperature": 1.50}'
+    body = read_request(raw, chat=False).body({"a": 1})
+    assert b'"prompt":[1 ,2,  3]' in body
+    # Nothing that was not looked at passes: of a field that is there twice the last counts.
+    assert body.count(b'"model"') == 1
+    assert json.loads(body) == {
+        "prompt": [1, 2, 3],
+        "model": "n",
+        "temperature": 1.5,
+        PARAMS: {"a": 1},
+    }
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b'{"kv_transfer_params": null, "kv_transfer_params": {"do_remote_prefill": true}}',
+        b'{"vllm_xargs": {"kv_transfer_params": 1, "a": 2}}',
+        b'{"vllm_xargs": {}, "vllm_xargs": {"a": 1, "kv_transfer_params": {}}}',
+    ],
+)
+def test_no_second_key_hides_what_clients_must_not_send(raw: bytes) -> None:
+    with pytest.raises(RefusedError):
+        read_request(raw, chat=False)
+
+
+def test_inner_keys_that_are_there_twice_pass_once() -> None:
+    raw = (
+        b'{"vllm_xargs": {"kv_transfer_params": {"x": 1}, "kv_transfer_params": null}, "prompt": 1}'
+    )
+    try:
+        body = read_request(raw, chat=False).body(None)
+    except RefusedError:
+        return
+    assert b'"x"' not in body
+
+
+@pytest.mark.parametrize("prompt", [b"[1,,2]", b"[1", b'"a', b"[1 2]", b"{]", b"nul", b"01"])
+def test_a_prompt_that_is_no_json_is_refused(prompt: bytes) -> None:
+    with pytest.raises(RefusedError, match="not JSON"):
+        read_request(b'{"prompt": ' + prompt + b', "model": "m"}', chat=False)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "route"),
+    [
+        (b'"a text"', Route.HAND_OVER),
+        (b"[1, 2]", Route.HAND_OVER),
+        (b" [ 1,2]", Route.HAND_OVER),
+        (b'["one"]', Route.HAND_OVER),
+        (b'["one", "two"]', Route.DECODE_ONLY),
+        (b"[[1, 2], [3]]", Route.DECODE_ONLY),
+        (b"[[1, 2]]", Route.HAND_OVER),
+    ],
+)
+def test_the_route_of_each_form_of_a_prompt(prompt: bytes, route: Route) -> None:
+    assert read_request(b'{"prompt":' + prompt + b"}", chat=False).route is route

@@ -272,7 +272,6 @@ def test_bad_object(
     engine.reset_prefix_cache()
     answer = engine.generate(tokens)
     assert_same(answer, reference(tokens))
-    assert answer.seconds < 5 + reference(tokens).seconds
     assert answer.finish_reason == "length"
 
     wait_until(lambda: is_repaired(bad, good), "the object's repair")

@@ -58,7 +58,7 @@ def proxy(
     ] = 30.0,
     max_body: Annotated[
         int, typer.Option(metavar="MIB", min=1, help="Largest body of a request.")
-    ] = 32,
+    ] = 8,
     drain: Annotated[
         float,
         typer.Option(

@@ -5,14 +5,16 @@ Contracts
 * When a client disconnects, everything that was begun for it is cancelled.
 * An answer that breaks off ends its connection, so that no client takes it for complete.
 * Nothing of a request is logged.
+* No body stops the event loop: large ones are parsed and encoded on threads.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, Final, TypeVar
 
 import anyio
 import httpx
@@ -33,6 +35,10 @@ from kvshelf.proxy.settings import Settings
 from kvshelf.shelf.shelf import Shelf
 
 logger = logging.getLogger(__name__)
+
+#: Bytes of a body from which on it takes milliseconds to parse.
+_LARGE: Final = 1 << 18
+_T = TypeVar("_T")
 
 
 def make_app(settings: Settings, shelf: Shelf | None = None) -> Starlette:
@@ -88,6 +94,11 @@ def make_app(settings: Settings, shelf: Shelf | None = None) -> Starlette:
         exception_handlers={HTTPException: refuse},
         lifespan=lifespan,
     )
+
+
+async def _run(work: Callable[[], _T], large: bool) -> _T:
+    """Do something with a body: on a thread if it is a large one."""
+    return await anyio.to_thread.run_sync(work) if large else work()
 
 
 class _Passing:
@@ -152,7 +163,9 @@ class _Passing:
         self._metrics.answers.labels(client.status).inc()
 
     async def _generate(self, path: str, client: Client, raw: bytes) -> None:
-        request = read_request(raw, chat=path == "/v1/chat/completions")
+        large = len(raw) > _LARGE
+        chat = path == "/v1/chat/completions"
+        request = await _run(functools.partial(read_request, raw, chat=chat), large)
         durability = self._durability if request.durable else None
         if request.durable and durability is None:
             raise RefusedError(
@@ -163,11 +176,12 @@ class _Passing:
         headers.append((b"content-type", b"application/json"))
         params: dict[str, Any] | None = None
         if request.route is Route.HAND_OVER and legs.prefill.all:
-            params = await legs.hand_over(path, headers, request.prefill_body())
+            params = await legs.hand_over(path, headers, await _run(request.prefill_body, large))
         sides = [legs.decode]
         if request.route is Route.PREFILL_ONLY:
             sides.insert(0, legs.prefill)
-        call = Call("POST", path, headers, request.body(params), self._settings.timeout)
+        body = await _run(functools.partial(request.body, params), large)
+        call = Call("POST", path, headers, body, self._settings.timeout)
         async with legs.answer(call, *sides) as answer:
             if durability is None or answer.status != 200:
                 await client.pass_on(answer)

@@ -4,6 +4,10 @@ Owns the *routes*: which requests are handed over from a prefill to a decode eng
 answered by one engine. Pure functions of bytes; safe to call from any thread. Prompts are in these
 bodies: nothing here logs, and no message holds a value.
 
+Prompts of token ids are long, so a prompt is passed on as the bytes that came. All other fields are
+parsed, and what engines get is encoded from that: of a field that a client sends twice they get
+the one that was checked.
+
 The routes
 ----------
 * Usually a prefill engine gets the body with ``max_tokens`` 1 and without what only makes its
@@ -20,13 +24,15 @@ The routes
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Final
 
+import msgspec
+
 #: Field of vLLM's OpenAI API with what a connector of one engine says to that of another.
 PARAMS: Final = "kv_transfer_params"
+_PROMPT: Final = "prompt"
 #: Field of the proxy: the answer ends when the prompt's KV is on the store.
 DURABLE: Final = "durable"
 
@@ -132,11 +138,15 @@ def read_request(raw: bytes, *, chat: bool) -> ClientRequest:
         for the engines to check.
     """
     try:
-        fields = json.loads(raw)
+        parts = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
+        fields: dict[str, Any] = {
+            name: part if name == _PROMPT else msgspec.json.decode(part)
+            for name, part in parts.items()
+        }
+    except msgspec.ValidationError:
+        raise RefusedError("The body is JSON of another type; expected an object.") from None
     except (ValueError, RecursionError):
         raise RefusedError("The body is not JSON; expected a JSON object in UTF-8.") from None
-    if not isinstance(fields, dict):
-        raise RefusedError("The body is JSON of another type; expected an object.")
     # vLLM puts the extra arguments of a request in the place where it looks for params.
     more = fields.get("vllm_xargs")
     if fields.get(PARAMS) is not None or (isinstance(more, dict) and PARAMS in more):
@@ -159,18 +169,29 @@ def _route(fields: dict[str, Any], chat: bool, durable: bool) -> Route:
     scores = fields.get("prompt_logprobs") is not None or (
         not chat and bool(fields.get("echo")) and fields.get("logprobs") is not None
     )
-    prompt = fields.get("prompt")
-    several = (
-        not chat and isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int)
-    )
+    several = not chat and _PROMPT in fields and _are_several(fields[_PROMPT])
     embedded = fields.get("prompt_embeds") is not None
     if scores or several or embedded or fields.get("use_beam_search"):
         return Route.DECODE_ONLY
     return Route.HAND_OVER
 
 
+def _are_several(prompt: msgspec.Raw) -> bool:
+    """Whether a prompt is a list of prompts, with more than one."""
+    text = bytes(prompt).lstrip()
+    first = text[1:64].lstrip()[:1]
+    if text[:1] != b"[" or first.isdigit() or first == b"-":
+        # A text, or token ids.
+        return False
+    try:
+        return len(msgspec.json.decode(text, type=list[msgspec.Raw])) > 1
+    except (ValueError, RecursionError):
+        # For the engine to refuse.
+        return False
+
+
 def _encode(fields: dict[str, Any]) -> bytes:
     try:
-        return json.dumps(fields, separators=(",", ":")).encode()
+        return msgspec.json.encode(fields)
     except RecursionError:
         raise RefusedError("The body is nested too deeply.") from None

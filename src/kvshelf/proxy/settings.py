@@ -39,7 +39,7 @@ class Settings:
     prefill_timeout: float = 60.0
     timeout: float = 600.0
     durable_wait: float = 30.0
-    max_body_bytes: int = 32 << 20
+    max_body_bytes: int = 8 << 20
 
 
 def engine_url(text: str) -> str:
