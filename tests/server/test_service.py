@@ -16,7 +16,7 @@ from faulty import CountingBackend, Fault, FaultyBackend
 from kvshelf.backends import Backend
 from parts import SOON, make_format, posix
 
-from kvshelf.errors import ConfigError, TransientStorageError
+from kvshelf.errors import ConfigError, NoRoomError, TransientStorageError
 from kvshelf.format.keys import Chunk
 from kvshelf.format.namespace import Namespace
 from kvshelf.format.objects import ObjectFormat
@@ -410,6 +410,53 @@ def test_stores_that_wait_for_the_storage_leave_memory_to_others(
     gate.set()
     desk.run_until(lambda: len(replies) == len(chunks))
     assert replies == [Stored("created")] * len(chunks)
+
+
+def test_clients_that_store_take_turns(make_desk: Callable[..., Desk], tmp_path: Path) -> None:
+    gate = threading.Event()
+    desk = make_desk(FaultyBackend(posix(tmp_path / "shelf"), Fault("write", wait=gate)), 32 * 8192)
+    order: list[bytes] = []
+    ended: list[Any] = []
+
+    def store(client: bytes, chunk: Any) -> None:
+        def done(reply: Any) -> None:
+            order.append(client)
+            ended.append(reply)
+
+        data = memoryview(sealed(FMT, chunk))
+        desk.service.store(client, name_of(FMT, chunk), data, "create", False, None, done)
+
+    chunks = chunks_of(FMT, 41)
+    for chunk in chunks[:40]:
+        store(A, chunk)
+    store(B, chunks[40])
+    begun = 41 - int(desk.stat("waiting"))
+    assert begun < 20
+    gate.set()
+    desk.run_until(lambda: len(ended) == 41)
+    assert ended == [Stored("created")] * 41
+    # It waits for those that had begun, and not for all that came before it.
+    assert order.index(B) <= 2 * begun + 1
+
+
+def test_a_store_that_waits_too_long_for_memory_blames_no_storage(
+    make_desk: Callable[..., Desk], tmp_path: Path
+) -> None:
+    gate = threading.Event()
+    desk = make_desk(FaultyBackend(posix(tmp_path / "shelf"), Fault("write", wait=gate)), 32 * 8192)
+    replies: list[Any] = []
+    for chunk in chunks_of(FMT, 40):
+        data = memoryview(sealed(FMT, chunk))
+        desk.service.store(A, name_of(FMT, chunk), data, "create", False, None, replies.append)
+    waiting = int(desk.stat("waiting"))
+    assert waiting
+    desk.now += 31.0
+    desk.service.tick()
+    assert len(replies) == waiting
+    # As where a bound of the shelf allows no store: the client's circuit breaker stays closed.
+    assert {type(reply.error()) for reply in replies} == {NoRoomError}
+    assert desk.stat("waiting") == 0
+    gate.set()
 
 
 def test_a_read_that_hangs_fails_those_who_wait_and_holds_up_nobody_else(

@@ -10,6 +10,8 @@ Contracts
 * A store of what is being stored joins it, and has its outcome, unless the first client's bytes
   were bad.
 * The shelf decides what is stored: an object that it did not take is not kept.
+* Stores that wait begin in turn, one of each client. One that waits too long for memory fails with
+  an error that opens no circuit breaker: the storage is not to blame.
 * A store that hangs fails. Its memory is not reused before it has returned. Stores that have begun
   take at most a quarter of the memory, or one of them has it.
 
@@ -23,7 +25,7 @@ from __future__ import annotations
 
 import errno
 import threading
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -32,7 +34,13 @@ from typing import Final, TypeAlias
 import xxhash
 
 from kvshelf.backends import WriteResult
-from kvshelf.errors import BadObjectError, KVShelfError, ObjectNameError, UnavailableStorageError
+from kvshelf.errors import (
+    BadObjectError,
+    KVShelfError,
+    NoRoomError,
+    ObjectNameError,
+    UnavailableStorageError,
+)
 from kvshelf.format.invalid import PayloadDamaged
 from kvshelf.format.keys import Chunk
 from kvshelf.memory.residents import Slot
@@ -130,7 +138,8 @@ class Stores:
         self._freed = freed
         self._published = published
         self._running: dict[tuple[str, WriteMode], _Store] = {}
-        self._waiting: deque[_Store] = deque()
+        #: By client, each in order; the client whose turn is next first.
+        self._waiting: OrderedDict[bytes, deque[_Store]] = OrderedDict()
         self._closed = False
         #: Bytes of the stores that have begun.
         self._busy = 0
@@ -145,7 +154,7 @@ class Stores:
     @property
     def waiting(self) -> int:
         """Of these, those that wait for memory."""
-        return len(self._waiting)
+        return sum(map(len, self._waiting.values()))
 
     def begin(
         self,
@@ -194,7 +203,7 @@ class Stores:
     def _enter(self, store: _Store) -> None:
         self._running[store.name, store.mode] = store
         if self._waiting or not self._start(store):
-            self._waiting.append(store)
+            self._waiting.setdefault(store.client, deque()).append(store)
 
     def _start(self, store: _Store) -> bool:
         """Begin a store; False if it must wait for memory."""
@@ -272,8 +281,8 @@ class Stores:
         for store in list(self._running.values()):
             store.joined = [other for other in store.joined if other.client != client]
             if store.client == client and store.slot is None:
-                self._waiting.remove(store)
                 self._end(store, _ClientGoneError())
+        self._waiting.pop(client, None)
 
     def forget(self, name: str) -> None:
         """Do not keep an object that was deleted while it is stored."""
@@ -283,14 +292,25 @@ class Stores:
 
     def tick(self) -> None:
         """End what has waited too long."""
-        while self._waiting and self._waiting[0].until <= self._clock():
-            error = UnavailableStorageError(errno.ENOMEM, NO_ROOM)
-            self._end(self._waiting.popleft(), error)
+        now = self._clock()
+        for client, stores in list(self._waiting.items()):
+            while stores and stores[0].until <= now:
+                # The storage is not to blame: no breaker opens for it.
+                self._end(stores.popleft(), NoRoomError(errno.ENOMEM, NO_ROOM))
+            if not stores:
+                self._waiting.pop(client, None)
 
     def resume(self) -> None:
-        """Begin what waits for memory, as far as there is room."""
-        while self._waiting and self._start(self._waiting[0]):
-            self._waiting.popleft()
+        """Begin what waits for memory while there is room, one store of each client in turn."""
+        while self._waiting:
+            client, stores = next(iter(self._waiting.items()))
+            if not self._start(stores[0]):
+                return
+            stores.popleft()
+            if stores:
+                self._waiting.move_to_end(client)
+            else:
+                del self._waiting[client]
 
     def drain(self) -> None:
         """Begin nothing more."""
