@@ -88,7 +88,10 @@ _ENCODER = EncoderOnlyAttentionSpec(block_size=8, num_kv_heads=1, head_size=8, d
 @pytest.mark.parametrize(
     ("specs", "found"),
     [
-        ([full(8), _BUFFER], r"CircularBufferSpec.* remove --kv-transfer-config"),
+        (
+            [full(8), _BUFFER],
+            r"group 1 .*CircularBufferSpec.* only models .* remove --kv-transfer-config",
+        ),
         ([full(8), _ENCODER], r"EncoderOnlyAttentionSpec; remove --kv-transfer-config"),
         (
             [full(8), state(8, "MAMBA2", ((3, 8),), mode="none")],

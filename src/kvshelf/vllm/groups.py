@@ -177,7 +177,11 @@ class CacheGroups(Sequence[CacheGroup]):
 
 
 def _check_cacheable(groups: Sequence[Any], kv_cache_config: Any) -> None:
-    """Refuse groups of which vLLM cannot cache prefixes."""
+    """Refuse engines with groups of which vLLM does not cache prefixes.
+
+    A connector that leaves such groups out must not report the windows that vLLM computes anew
+    behind a hit as loaded (``get_loaded_kv_cache_group_ids``): they would be used without KV.
+    """
     if not groups:
         raise UnsupportedError(
             "the model has 0 KV cache groups, so there is no KV to store; remove"
@@ -193,8 +197,9 @@ def _check_cacheable(groups: Sequence[Any], kv_cache_config: Any) -> None:
             )
         if index not in cacheable:
             raise UnsupportedError(
-                "vLLM cannot cache prefixes in the KV cache of this model"
-                f" ({type(group.kv_cache_spec).__name__}), so nothing of it can be stored; remove"
+                f"KV cache group {index} of this model ({type(group.kv_cache_spec).__name__}) holds"
+                " no KV of prefixes, and kvshelf serves only models of which vLLM can keep prefixes"
+                " in all groups, though vLLM's own prefix caching may serve this one; remove"
                 " --kv-transfer-config for this model"
             )
 
