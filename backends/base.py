@@ -15,17 +15,23 @@ Contracts
 
 from __future__ import annotations
 
+import logging
+import math
 import os
 import re
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Final, Literal, Protocol, TypeAlias
+from typing import Final, Literal, Protocol, TypeAlias, overload
 
 from kvshelf.backends.notices import Notices
 
 from kvshelf.errors import ObjectNameError, StorageError
+from kvshelf.logs import RateLimitedLog
+
+logger = logging.getLogger(__name__)
 
 BytesLike: TypeAlias = "bytes | bytearray | memoryview"
 WriteMode: TypeAlias = Literal["create", "replace"]
@@ -510,7 +516,7 @@ class Backend(ABC):
 
         That is what the mtime of an object written now would be, to the resolution of the storage.
         Ages of objects are differences of this and of their times: the clock of this machine may
-        be another.
+        be another. Who deletes because of an age asks :func:`time_for_ages` too.
 
         Returns
         -------
@@ -563,6 +569,52 @@ def endless_listing(seconds: float) -> str:
         f"the listing did not end within {seconds:g} s: very many objects lie beside the shelf, or"
         " the server's listings have no end; give the shelf a prefix of its own in the bucket"
     )
+
+
+#: Seconds by which the clocks of a storage and of this machine may differ where anything is deleted
+#: because of its age; asking for the time may take a minute of it.
+MOST_APART: Final = 3600.0 + 60.0
+#: A time at which nothing is old.
+NEVER_OLD: Final = -math.inf
+_apart_log: Final = RateLimitedLog(logger, seconds=3600.0)
+
+
+@overload
+def time_for_ages(now: float, url: str) -> float: ...
+@overload
+def time_for_ages(now: float | None, url: str) -> float | None: ...
+def time_for_ages(now: float | None, url: str) -> float | None:
+    """Return the time by which files are old enough to be deleted.
+
+    That is the earlier of the storage's time and this machine's: a clock that is ahead deletes
+    nothing early. While they differ by more than an hour it is :data:`NEVER_OLD`, and a warning
+    says so.
+
+    Parameters
+    ----------
+    now : float or None
+        The storage's time, see :meth:`Backend.now`.
+    url : str
+        The storage, for the warning.
+
+    Returns
+    -------
+    float or None
+        None if `now` is None.
+    """
+    if now is None:
+        return None
+    own = time.time()
+    if abs(now - own) <= MOST_APART:
+        return min(now, own)
+    _apart_log.warning(
+        "%s: the storage's clock is %.0f s %s this machine's: nothing is deleted because of its age"
+        " until they agree to an hour. Correct the clock that is wrong",
+        url,
+        abs(now - own),
+        "ahead of" if now > own else "behind",
+    )
+    return NEVER_OLD
 
 
 def check_name(name: str) -> str:

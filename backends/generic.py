@@ -51,6 +51,7 @@ from kvshelf.backends.base import (
     endless_listing,
     final_name,
     temporary_name,
+    time_for_ages,
 )
 from kvshelf.backends.oserrors import process_limit, storage_error
 
@@ -543,7 +544,7 @@ class GenericBackend(Backend):
             for base, found in self._all_entries(check_name(folder) if folder else "")
             if (final := final_name(base)) is not None and is_ours(final) and _is_file(found)
         ]
-        now = self.now() if ours else None
+        now = time_for_ages(self.now(), self.url) if ours else None
         removed = 0
         for base, changed in ours:
             if now is None or not 0 < changed < now - older_than:

@@ -56,6 +56,7 @@ from kvshelf.backends.base import (
     check_name,
     final_name,
     temporary_name,
+    time_for_ages,
 )
 from kvshelf.backends.notices import FolderNotices
 from kvshelf.backends.oserrors import storage_error
@@ -1162,7 +1163,7 @@ class PosixBackend(Backend):
                 # Linking or renaming changes only the ctime; such a file is in use as well.
                 if stat_module.S_ISREG(info.st_mode):
                     found.append((entry.name, max(info.st_mtime, info.st_ctime)))
-        now = self.now() if found else None
+        now = time_for_ages(self.now(), self.url) if found else None
         stale = [name for name, changed in found if now is not None and changed < now - older_than]
         if not stale:
             return 0

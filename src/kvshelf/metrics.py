@@ -101,6 +101,7 @@ COUNTERS: Mapping[str, str] = {
     "rewritten_objects": "objects in use written anew, for storages that delete by age",
     "rewritten_bytes": "bytes of objects in use written anew",
     "sweeps": "listings of the whole shelf that deleted what went",
+    "sweep_errors": "sweeps that ended because of an error in kvshelf",
     "sweep_seconds": "seconds of processor time that sweeps took",
     "shelf_evicted_objects": "objects deleted from the shelf by sweeps",
     "shelf_evicted_bytes": "bytes of objects deleted from the shelf by sweeps",

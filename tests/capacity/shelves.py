@@ -25,15 +25,31 @@ DAY = 86400.0
 class LaterBackend(WrappedBackend):
     """A storage whose clock is some days ahead: nobody can set the time of a file's last change.
 
+    By the fixture ``clocks`` this machine's clock is as much ahead, unless `alone` is set.
+
     Attributes
     ----------
     ahead : float
         Seconds.
     """
 
+    #: Seconds that this machine's clock is ahead, where ages are judged.
+    own_ahead = 0.0
+
     def __init__(self, inner: Backend, ahead: float) -> None:
         super().__init__(inner)
+        self.alone = False
         self.ahead = ahead
+
+    @property
+    def ahead(self) -> float:
+        return self._ahead
+
+    @ahead.setter
+    def ahead(self, seconds: float) -> None:
+        self._ahead = seconds
+        if not self.alone:
+            LaterBackend.own_ahead = seconds
 
     def now(self) -> float:
         return time.time() + self.ahead

@@ -17,7 +17,7 @@ from faulty import Fault
 from kvshelf.backends import Deadlines
 from kvshelf.backends.base import Space
 from parts import make_chunks, make_format, until
-from shelves import Place
+from shelves import LaterBackend, Place
 
 from kvshelf.capacity import sweeper as sweeper_module
 from kvshelf.capacity.lease import SWEEP, Finding, Lease, Record
@@ -119,6 +119,8 @@ def test_orphans_go_when_stores_find_too_little_room(
     make({"sweeps": False}, min_free=room.free + 1000).step()
     assert orphan.exists()
     sweeper = make(min_free=room.free + 1000)
+    # It asks the filesystem itself, whose clock is that of this machine.
+    monkeypatch.setattr(LaterBackend, "own_ahead", 0.0)
     sweeper.step()
     assert not orphan.exists()
     assert objects(place) == before
@@ -439,21 +441,96 @@ def test_stores_know_the_room_while_a_sweep_goes_on(
     assert sweeper.room.allows(5 * CHUNK_BYTES)
 
 
-def test_an_error_of_its_own_bounds_nothing_and_is_logged(
+@pytest.mark.parametrize("where", ["plan", "least_free"])
+def test_an_error_of_its_own_keeps_the_bounds_and_is_tried_again(
     place: Place,
     make: Callable[..., Sweeper],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
+    where: str,
 ) -> None:
+    fill(place)
+    sweeper = make(max_bytes=19 * CHUNK_BYTES, min_free=1000)
+    monkeypatch.setattr(place.backend, "bound", sweeper.room)
+
     def broken(*_: object, **__: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(sweeper_module, "plan", broken)
-    sweeper = make(max_bytes=CHUNK_BYTES)
-    sweeper.start()
-    until(sweeper._closed.is_set)
-    assert place.backend.has_room(1 << 60)
-    assert "capacity has no effect in this process any more" in caplog.text
+    with monkeypatch.context() as patch:
+        patch.setattr(sweeper_module, where, broken)
+        assert sweeper.step() > 0
+        if where == "plan":
+            assert count(sweeper, "sweep_errors") == 1
+            assert "tried again in an hour" in caplog.text
+            assert not place.backend.has_room(1 << 60), "min_free goes on"
+            sweeper.step()
+            assert count(sweeper, "sweep_errors") == 1
+    assert place.backend.bound is sweeper.room
+    assert len(objects(place)) == 20 * FMT.shards
+    sweeper._not_before = sweeper._not_read_before = 0.0
+    until(lambda: sweeper.step() > 0 and len(objects(place)) < 20 * FMT.shards)
+
+
+def write_record(place: Place, **fields: Any) -> None:
+    path = place.root / SWEEP
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"version": 1, "owner": "x", "until": 0, **fields}))
+
+
+def test_no_deletion_follows_from_the_bound_in_a_record(
+    place: Place, make: Callable[..., Sweeper]
+) -> None:
+    """At most stores end."""
+    fill(place)
+    write_record(place, max_bytes=1, max_bytes_at=place.later.now())
+    sweeper = make(max_bytes="10TiB")
+    sweeper.step()
+    assert len(objects(place)) == 20 * FMT.shards
+    assert not sweeper.room.allows(CHUNK_BYTES)
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        {"nbytes": 1 << 62, "seconds": 1e18},
+        {"nbytes": 1, "seconds": 1e18},
+        {"nbytes": 1 << 62, "seconds": 0},
+        {"nbytes": 1, "seconds": 0, "free": 1 << 62},
+    ],
+)
+def test_no_endless_pause_follows_from_a_finding(
+    place: Place, make: Callable[..., Sweeper], found: dict[str, Any]
+) -> None:
+    fill(place)
+    write_record(place, finding={"at": place.later.now() - 1, **found})
+    sweeper = make(max_bytes=10 * CHUNK_BYTES)
+    assert sweeper.step() <= HOUR
+    if found["nbytes"] > 1 or "free" in found:
+        assert len(objects(place)) <= 8 * FMT.shards
+        assert sweeper.room.allows(CHUNK_BYTES)
+    else:
+        sweeper._record = replace(
+            sweeper._record, finding=replace(sweeper._record.finding, at=place.later.now() - HOUR)
+        )
+        assert sweeper._due_in(place.later.space(), place.later.now()) == 0
+
+
+def test_a_wrong_clock_of_the_storage_deletes_nothing_because_of_its_age(
+    place: Place, make: Callable[..., Sweeper], caplog: pytest.LogCaptureFixture
+) -> None:
+    place.later.ahead = 0.0
+    place.now = time.time()
+    place.put(FMT, CHUNKS, age=60.0)
+    place.later.alone = True
+    place.later.ahead = 8 * 24 * HOUR
+    before = objects(place)
+    make(max_age="7d").step()
+    assert objects(place) == before
+    assert "ahead of this machine's" in caplog.text
+    # Bounds in bytes go on.
+    place.later.ahead += 120.0
+    make(max_age="7d", max_bytes=5 * CHUNK_BYTES).step()
+    assert 0 < len(objects(place)) <= 5 * FMT.shards
 
 
 def test_the_record_is_small_and_readable(place: Place, make: Callable[..., Sweeper]) -> None:

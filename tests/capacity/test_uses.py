@@ -19,6 +19,7 @@ from kvshelf.backends import Touched, open_backend
 from kvshelf.backends.base import Backend
 from kvshelf.backends.wrappers import ReadOnlyBackend, WrappedBackend
 from parts import PATIENCE, make_chunks, make_format, posix, until
+from shelves import LaterBackend
 
 from kvshelf.capacity import uses as uses_module
 from kvshelf.capacity.collect import Limits, carry_out, plan
@@ -515,6 +516,7 @@ def test_another_user_marks_what_it_may_not_touch() -> None:
             assert place.fresh() == [0]
         # Whoever deletes by age, two days later, takes what neither of the two has used.
         later = Later(posix(root))
+        LaterBackend.own_ahead = 2 * DAY
         inventory = Inventory.scan(later)
         assert inventory is not None
         found = plan(inventory, Limits(max_age=3 * DAY), marks=Marks.read(later))

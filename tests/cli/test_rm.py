@@ -6,11 +6,13 @@ import json
 import os
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from faulty import Fault, FaultyBackend
 from filled import CHUNK, hybrid, namespace, prompt
+from kvshelf.backends import base
 from places import Place
 
 from kvshelf.capacity import inventory, marks
@@ -154,11 +156,19 @@ def test_an_unreadable_pin_is_named(place: Place) -> None:
 
 @pytest.fixture
 def later(monkeypatch: pytest.MonkeyPatch) -> float:
-    """The storage's time is three days ahead of that of what was just written."""
+    """It is three days after what was just written."""
     now = time.time() + 3 * 86400
-    monkeypatch.setattr(inventory, "_now", lambda backend: now)
-    monkeypatch.setattr(remove, "_now", lambda backend: now)
+    monkeypatch.setattr(inventory, "time_of", lambda backend: now)
+    monkeypatch.setattr(remove, "time_of", lambda backend: now)
+    monkeypatch.setattr(base, "time", SimpleNamespace(time=lambda: now))
     return now
+
+
+def test_an_age_counts_only_while_the_clocks_agree(
+    place: Place, later: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(base, "time", time)
+    assert rm(place, "--unused-for", "2d", "--yes")["deleted"]["removed"] == 0
 
 
 def test_only_what_was_not_used_for_so_long(place: Place, later: float) -> None:

@@ -8,9 +8,10 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-from kvshelf.backends import ObjectInfo, WriteMode, WriteResult
+from kvshelf.backends import ObjectInfo, WriteMode, WriteResult, base
 from kvshelf.backends.posix import PosixBackend
 from kvshelf.backends.wrappers import WrappedBackend
 
@@ -320,6 +321,7 @@ def test_what_killed_writers_left_goes_when_room_is_made(tmp_path: Path) -> None
         # An hour later, in which only one of them was written to. The change time of a file
         # cannot be set.
         patch.setattr(PosixBackend, "now", lambda _: real() + 3600)
+        patch.setattr(base, "time", SimpleNamespace(time=lambda: real() + 3600))
         os.utime(fresh, (real() + 3600, real() + 3600))
         put(backend, 10)
     assert not left.exists()

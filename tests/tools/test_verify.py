@@ -8,11 +8,12 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from filled import contents, fill, hybrid, namespace, prompt, times
-from kvshelf.backends import open_backend
+from kvshelf.backends import base, open_backend
 from kvshelf.backends.posix import PosixBackend
 from servers import BUCKET, S3Server, command, rclone_s3
 from typer.testing import CliRunner, Result
@@ -313,6 +314,8 @@ def test_orphans_are_removed_when_they_are_old(
     assert (found["orphans"], found["removed"], found["sound"]) == (0, 0, True)
     later = time.time() + 8 * 86400
     monkeypatch.setattr(PosixBackend, "now", lambda _: later)
+    assert report(shelf)["orphans"] == 0, "the clocks differ"
+    monkeypatch.setattr(base, "time", SimpleNamespace(time=lambda: later))
     os.utime(young, (later, later))
     found = report(shelf)
     assert (found["orphans"], found["orphan_bytes"], found["sound"]) == (2, 200, True)

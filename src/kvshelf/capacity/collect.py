@@ -15,7 +15,9 @@ group           the oldest chunks of a salt group above `Limits.group_max_bytes`
 size            the oldest chunks of all while the shelf holds more than `Limits.max_bytes`
 ==============  ================================================================================
 
-A bound in bytes acts when 90 % of it are used, and makes room until 80 % are.
+A bound in bytes acts when 90 % of it are used, and makes room until 80 % are. What goes because of
+its age goes by the earlier of the storage's clock and this machine's. While these are more than an
+hour apart only bounds in bytes act.
 
 Contracts
 ---------
@@ -45,6 +47,7 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 
 from kvshelf.backends import Backend
+from kvshelf.backends.base import NEVER_OLD
 from kvshelf.capacity.inventory import (
     Flags,
     Integers,
@@ -207,7 +210,6 @@ def plan(
     *,
     pins: Pins | None = None,
     marks: Marks | None = None,
-    now: float | None = None,
     resolution: float = 3600.0,
 ) -> Plan:
     """Return what is to be deleted so that a shelf keeps to its limits.
@@ -219,12 +221,12 @@ def plan(
     pins : Pins, optional
     marks : Marks, optional
         Uses that the objects' times do not show.
-    now : float, optional
-        By the clock of the storage, seconds since the epoch; default: when the inventory began.
     resolution : float
         Seconds in which uses are recorded once, see :func:`kvshelf.capacity.uses.resolution`.
     """
-    now = inventory.now if now is None else now
+    now = inventory.aged_at
+    if now == NEVER_OLD:
+        limits = replace(limits, max_age=None)
     held = inventory.nbytes
     choice = _Choice(inventory, limits, now, resolution, marks, pins)
     crowded = limits.to_free(held, limits.max_bytes) > 0
@@ -375,7 +377,7 @@ class _Choice:
         cut[followed] |= needs_full[followed] & ~is_there[units.parent[followed]]
         # In each step the unit that is looked at is twice as far away.
         above = np.where(followed, units.parent, np.arange(len(units)))
-        while True:
+        for _ in range(len(units).bit_length() + 1):
             further = above[above]
             more = cut | cut[above]
             if (more == cut).all() and (further == above).all():
@@ -425,7 +427,7 @@ class _Choice:
         victims = choose(
             units,
             free=free,
-            now=self._now,
+            now=self._inventory.now if self._now == NEVER_OLD else self._now,
             resolution=self._resolution,
             max_age=max_age,
             window_chunks=0 if reach is None else reach,

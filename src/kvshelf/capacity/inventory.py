@@ -43,6 +43,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvshelf.backends import Backend, ObjectInfo
+from kvshelf.backends.base import time_for_ages
 from kvshelf.capacity.marks import Marks
 from kvshelf.capacity.parallel import in_parallel, threads_for
 from kvshelf.capacity.pins import Pins
@@ -205,7 +206,11 @@ class NamespaceFolder:
         if not (isinstance(kinds, list) and isinstance(windows, list) and isinstance(size, int)):
             return UNLIMITED
         reach = [w for w, k in zip(windows, kinds, strict=False) if k == WINDOW]
-        if size < 1 or not all(isinstance(w, int) and 0 < w < UNLIMITED for w in reach):
+        if (
+            size < 1
+            or not reach
+            or not all(isinstance(w, int) and 0 < w < UNLIMITED for w in reach)
+        ):
             return UNLIMITED
         return len(window_chunks(UNLIMITED, max(reach), size))
 
@@ -250,6 +255,8 @@ class Inventory:
     ----------
     now : float
         Time of the scan by the clock of the storage, seconds since the epoch.
+    aged_at : float
+        The time by which things are old, see :func:`kvshelf.backends.base.time_for_ages`.
     namespaces : list of NamespaceFolder
     groups : list of str
         Names of salt groups.
@@ -259,8 +266,9 @@ class Inventory:
         Those of them that may be deleted at some age; the first 65,536 that were found.
     """
 
-    def __init__(self, now: float) -> None:
+    def __init__(self, now: float, aged_at: float | None = None) -> None:
         self.now = now
+        self.aged_at = now if aged_at is None else aged_at
         self.namespaces: list[NamespaceFolder] = []
         self.groups: list[str] = []
         self.totals: dict[Sort, Total] = {sort: Total() for sort in Sort}
@@ -513,7 +521,7 @@ class Inventory:
             return parent
         asked = np.flatnonzero((self._parents != 0) & (parent == UNKNOWN))
         keys = _beginnings(self, first)
-        tags, groups = self.unit_tags(), rows["group"][first]
+        tags, groups, index = self.unit_tags(), rows["group"][first], rows["index"][first]
         whole = rows["tail"][first] == 0
         parent[asked] = GONE
         # Units are sorted by the beginnings of their keys. Several units have the same key only if
@@ -525,8 +533,10 @@ class Inventory:
             while len(units):
                 inside = (at < len(keys)) & (keys[np.minimum(at, len(keys) - 1)] == wanted)
                 units, at, wanted = units[inside], at[inside], wanted[inside]
-                # A tail is the parent of nothing.
+                # A tail is the parent of nothing. Headers say anything, also that chunks are each
+                # other's parents: a parent is the chunk before, so that no circle is one.
                 same = (tags[at] == tags[units]) & (groups[at] == groups[units]) & whole[at]
+                same &= index[at] == index[units] - 1
                 parent[units[same]] = at[same]
                 units, at, wanted = units[~same], at[~same] + 1, wanted[~same]
         return parent
@@ -614,7 +624,8 @@ class Inventory:
         StorageError
             If the storage failed, does not allow listing, or lists more than any shelf has.
         """
-        found = cls(_now(backend))
+        now = time_of(backend)
+        found = cls(now, time_for_ages(now, backend.url))
         listing = _Listing(found)
         for name in backend.folders():
             if parse_namespace_folder(name) is None or (
@@ -730,7 +741,8 @@ def _no_units() -> Units:
     return Units(floats, floats, np.empty(0, np.uint32), sizes, sizes, sizes, sizes, flags, flags)
 
 
-def _now(backend: Backend) -> float:
+def time_of(backend: Backend) -> float:
+    """Return the storage's time; this machine's where it does not tell."""
     with contextlib.suppress(StorageError):
         now = backend.now()
         if now is not None:
@@ -744,6 +756,11 @@ def _read_parent(backend: Backend, name: str, key: bytes) -> bytes | None:
     try:
         count = backend.read_into(name, memoryview(data))
     except (ObjectMissingError, BadObjectError):
+        return None
+    except StorageError as error:
+        if error.retryable:
+            raise
+        # One file that may not be read ends no scan.
         return None
     found = _HEADER.match(data, 8, count)
     tag = name.partition("/")[0][-16:]

@@ -7,8 +7,9 @@ too: neither at the same time (the *lease*) nor soon afterwards (the *finding*).
 Contracts
 ---------
 * Best effort: the file may be missing, damaged, forged or impossible to write. Several processes
-  may then sweep at once, or list a shelf more often; nothing is deleted that would not be deleted
-  otherwise, since no deletion follows from what stands here.
+  may then sweep at once, or list a shelf more often, or less often for an hour. Nothing is deleted
+  that would not be deleted otherwise, since no deletion follows from what stands here: the bound of
+  another engine only ends stores, and what cannot be true is left out.
 * A lease ends by itself when its holder says nothing for :data:`LEASE_SECONDS`.
 * Times are those of the storage's clock.
 * Reading and writing block on the storage. Used by one thread.
@@ -24,6 +25,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
 from kvshelf.backends import Backend
+from kvshelf.backends.base import Space
 from kvshelf.errors import NotRegularError, ObjectMissingError, StorageError, short_repr
 
 logger = logging.getLogger(__name__)
@@ -32,7 +34,7 @@ logger = logging.getLogger(__name__)
 SWEEP: Final = ".kvshelf/sweep"
 #: Seconds after which a lease ends that nobody has renewed.
 LEASE_SECONDS: Final = 60.0
-#: Seconds for which the smallest ``max_bytes`` of all engines acts on the others.
+#: Seconds for which the smallest ``max_bytes`` of all engines ends the stores of the others.
 BOUND_SECONDS: Final = 3600.0
 
 _VERSION: Final = 1
@@ -88,8 +90,21 @@ class Record:
     max_bytes: int | None = None
     max_bytes_at: float = 0.0
 
+    def believed(self, space: Space | None) -> Record:
+        """Return the record without a finding of more than the storage holds.
+
+        Parameters
+        ----------
+        space : Space or None
+            The storage's room, if it tells.
+        """
+        found = self.finding
+        if found is None or space is None or max(found.nbytes, found.free or 0) <= space.total:
+            return self
+        return replace(self, finding=None)
+
     def bound(self, own: int, now: float) -> int:
-        """Return the bound that acts on an engine whose ``max_bytes`` is `own`."""
+        """Return the bound of the stores of an engine whose ``max_bytes`` is `own`."""
         if self.max_bytes is None or now > self.max_bytes_at + BOUND_SECONDS:
             return own
         return min(own, self.max_bytes)
@@ -126,7 +141,11 @@ class Lease:
         StorageError
             If the storage failed.
         """
-        data = _content(self._backend)
+        try:
+            data = _content(self._backend)
+        except NotRegularError:
+            # A folder, a pipe or a link in its place must not end all sweeps.
+            data = None
         return Record() if data is None else _decode(data, now)
 
     def take(self, record: Record, now: float) -> Record | None:

@@ -36,7 +36,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvshelf.backends import Backend
-from kvshelf.errors import NotRegularError, ObjectMissingError
+from kvshelf.backends.base import time_for_ages
+from kvshelf.errors import NotRegularError, ObjectMissingError, PermanentStorageError
 from kvshelf.format.kinds import FULL, KINDS, Kind
 from kvshelf.format.names import parse_namespace_folder
 
@@ -59,8 +60,16 @@ _HEADER_BYTES: Final = 1 << 20
 _ALL_KEYS: Final = 4 << 20
 #: Files from which on they are merged.
 _MANY_FILES: Final = 64
-#: What a file raises that is not one of marks.
-_NOT_MARKS: Final = (NotRegularError, ValueError, TypeError, KeyError, RecursionError)
+#: What a file raises that is not one of marks, or may not be read.
+_NOT_MARKS: Final = (
+    NotRegularError,
+    PermanentStorageError,
+    ArithmeticError,
+    ValueError,
+    TypeError,
+    KeyError,
+    RecursionError,
+)
 #: So often a listing is repeated because another process has merged files meanwhile.
 _ATTEMPTS: Final = 3
 
@@ -194,8 +203,11 @@ class Marks:
         times = [file.mtime for file in files] + list(unread.values())
         if not times:
             return 0
-        now = backend.now() or max(times)
-        oldest = now - min(max_age or KEEP_SECONDS, KEEP_SECONDS)
+        told = backend.now()
+        # A storage that does not tell its time gave the files theirs.
+        now = max(times) if told is None else told
+        aged_at = min(now, time.time()) if told is None else time_for_ages(now, backend.url)
+        oldest = aged_at - min(max_age or KEEP_SECONDS, KEEP_SECONDS)
         gone = [name for name, mtime in unread.items() if mtime < oldest]
         gone += [file.name for file in files if file.mtime < oldest]
         rest = [file for file in files if file.mtime >= oldest]
@@ -321,7 +333,7 @@ def _read_file(backend: Backend, name: str, size: int, mtime: float) -> tuple[_S
 
     Raises
     ------
-    ValueError, TypeError, KeyError
+    ArithmeticError, ValueError, TypeError, KeyError
         If it is not one of marks.
     StorageError
         If it cannot be read.

@@ -19,11 +19,16 @@ Contracts
   comes to the storage any more, and finds it full.
 * A sweep takes at most 1 % of a core over time, and a fifth of one while it runs: after a sweep
   that took so many seconds of processor time the next one begins a hundred times as long after it.
-  It begins no earlier than a minute after the last one either, unless room is short.
+  It begins no earlier than a minute after the last one either, unless room is short, and no later
+  than an hour after one because of what that took.
+* The record that other processes write decides what is stored here, never what is deleted: a sweep
+  keeps to this process's own bounds.
 * No other thread waits for this one. It calls the storage without the deadlines of loads and
   stores, which a slow listing would miss: its trouble opens no circuit breaker. While that for
   reads is open it leaves the storage alone.
-* Where listing or deleting is not allowed, one log line says so. It is tried again every hour.
+* Where listing or deleting is not allowed, one log line says so. It is tried again every hour. So
+  is a sweep that failed because of an error of its own; ``min_free`` and the last estimate bound
+  stores meanwhile.
 """
 
 from __future__ import annotations
@@ -194,14 +199,9 @@ class Sweeper:
         except StorageError as error:
             logger.debug("%s: its room is not known: %s", self._guard.url, error)
             return _TROUBLE_SECONDS
-        except Exception as error:
-            logger.error(
-                "%s: capacity has no effect in this process any more",
-                self._guard.url,
-                exc_info=error,
-            )
-            self.close()
-            return 0.0
+        except Exception as error:  # noqa: BLE001  logged and counted
+            self._note_error(error)
+            return _TROUBLE_SECONDS
 
     def _look(self) -> float:
         """Tell stores of the room, after a sweep if one is due; return the seconds to the next."""
@@ -214,7 +214,7 @@ class Sweeper:
         if self._bounded and time.monotonic() >= self._not_read_before:
             try:
                 now = self._now(storage)
-                self._read_record(storage, now)
+                self._read_record(storage, space, now)
                 if self._sweeps and self._due_in(space, now) == 0:
                     # Stores go on during the sweep.
                     self._tell(space, now)
@@ -251,16 +251,16 @@ class Sweeper:
             self._asked_at = time.monotonic()
         return time.time() + self._ahead
 
-    def _read_record(self, storage: Backend, now: float) -> None:
+    def _read_record(self, storage: Backend, space: Space | None, now: float) -> None:
         """Learn what engines found lately: where room is short, at each look."""
         if self._lease is None:
             self._lease = Lease(storage)
         if time.monotonic() >= self._read_at + _RECORD_SECONDS or self.room.is_short:
-            self._record = self._lease.read(now)
+            self._record = self._lease.read(now).believed(space)
             self._read_at = time.monotonic()
 
     def _limit(self, now: float) -> int | None:
-        """Return the ``max_bytes`` that acts on this engine."""
+        """Return the ``max_bytes`` that bounds the stores of this engine."""
         own = self._capacity.max_bytes
         return None if own is None else self._record.bound(int(own), now)
 
@@ -269,16 +269,16 @@ class Sweeper:
     def _due_in(self, space: Space | None, now: float) -> float:
         """Return the seconds until a sweep is due, as far as is known now; 0: it is due."""
         pause = max(0.0, self._not_before - time.monotonic())
-        finding, limit = self._record.finding, self._limit(now)
+        finding, limit = self._record.finding, self._own_limit
         if finding is None:
             return pause
-        limits, age = self._limits(limit), now - finding.at
+        limits, age = self._limits(), now - finding.at
         used = self.room.estimate(finding, space, now)
         over = limits.to_free(used, limit) > 0
         # After a sweep that could not make room another one cannot either: all is pinned, or young.
         in_vain = limits.to_free(finding.nbytes, limit) > 0
         least = _SHORT_SECONDS if over and not in_vain else SWEEP_SECONDS
-        pause = max(pause, least - age, finding.seconds / CORE_PART - age)
+        pause = max(pause, least - age, _rest(finding.seconds) - age)
         max_age, group = self._capacity.max_age, self._capacity.group_max_bytes
         if over:
             return pause
@@ -293,11 +293,16 @@ class Sweeper:
             return pause
         return max(pause, (RELIST_SECONDS if max_age is None else self._resolution) - age)
 
-    def _limits(self, max_bytes: int | None) -> Limits:
+    @property
+    def _own_limit(self) -> int | None:
+        own = self._capacity.max_bytes
+        return None if own is None else int(own)
+
+    def _limits(self) -> Limits:
         capacity = self._capacity
         group = capacity.group_max_bytes
         return Limits(
-            max_bytes=max_bytes,
+            max_bytes=self._own_limit,
             max_age=capacity.max_age,
             group_max_bytes=None if group is None else int(group),
             keep_tails=self._keep_tails,
@@ -315,7 +320,7 @@ class Sweeper:
         assert self._lease is not None
         self._asked_at = -_CLOCK_SECONDS
         now = self._now(storage)
-        self._record = self._lease.read(now)
+        self._record = self._lease.read(now).believed(space)
         self._read_at = self._renewed_at = time.monotonic()
         if self._due_in(space, now) > 0:
             # Another engine has just swept.
@@ -329,9 +334,12 @@ class Sweeper:
         begin, record = time.thread_time(), taken
         pause, freed = _SHORT_SECONDS, 0
         try:
-            found = self._list_and_delete(storage, self._limits(self._limit(now)))
+            found = self._list_and_delete(storage, self._limits())
         except StorageError as error:
             found, pause = None, self._handle("list", error)
+        except Exception as error:  # noqa: BLE001  logged and counted
+            # Nothing that somebody can put onto a shelf may lift its bounds.
+            found, pause = None, self._note_error(error)
         # On remote storage the work is done on several threads.
         seconds = max(time.thread_time() - begin, self._pace.spent)
         self._counters.add("sweep_seconds", seconds)
@@ -346,11 +354,10 @@ class Sweeper:
                 None if space is None else space.free + freed,
                 self._capacity.max_age,
             )
-            own = self._capacity.max_bytes
             record = Record(record.owner, 0.0, finding, record.max_bytes, record.max_bytes_at)
-            record = record.bounded_by(None if own is None else int(own), now)
+            record = record.bounded_by(self._own_limit, now)
             self._counters.add("sweeps")
-        self._not_before = time.monotonic() + max(pause, seconds / CORE_PART)
+        self._not_before = time.monotonic() + max(pause, _rest(seconds))
         self._record = self._lease.release(record)
         return freed
 
@@ -369,9 +376,8 @@ class Sweeper:
         planned = plan(
             inventory,
             limits,
-            pins=Pins.load(storage, inventory.now),
+            pins=Pins.load(storage, inventory.aged_at),
             marks=Marks.read(storage),
-            now=inventory.now,
             resolution=self._resolution,
         )
         outcome = carry_out(
@@ -416,6 +422,19 @@ class Sweeper:
                 outcome.nbytes,
                 planned.before - outcome.nbytes,
             )
+
+    def _note_error(self, error: Exception) -> float:
+        """Log and count an error of its own; return how long to pause."""
+        self._counters.add("sweep_errors")
+        self._not_before = time.monotonic() + _REFUSED_SECONDS
+        self._log.error(
+            "%s: a sweep ended because of an error in kvshelf, and is tried again in an hour."
+            " Stores keep to min_free and to what is known of the shelf",
+            self._guard.url,
+            exc_info=error,
+            about=repr(error),
+        )
+        return _REFUSED_SECONDS
 
     def _handle(self, what: str, error: StorageError) -> float:
         """Handle that the storage failed, or does not allow a sweep; return how long to pause."""
@@ -463,6 +482,11 @@ class _Pace:
             self._local.slept_at = time.thread_time()
         elif not hasattr(self._local, "slept_at"):
             self._local.slept_at = worked
+
+
+def _rest(seconds: float) -> float:
+    """Return the seconds to the next sweep after one that took `seconds` of processor time."""
+    return min(seconds / CORE_PART, RELIST_SECONDS)
 
 
 def _has_bounds(capacity: CapacityConfig) -> bool:

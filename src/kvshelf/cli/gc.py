@@ -176,7 +176,7 @@ def _plan(backend: GuardedBackend, limits: Limits, orphans: bool | None, display
     return plan(
         inventory,
         limits,
-        pins=Pins.load(backend, inventory.now),
+        pins=Pins.load(backend, inventory.aged_at),
         marks=Marks.read(backend),
         resolution=resolution(limits.max_age),
     )

@@ -57,6 +57,7 @@ _OF_THE_SHELF: Final = (
     "rewritten_objects",
     "rewritten_bytes",
     "sweeps",
+    "sweep_errors",
     "sweep_seconds",
     "shelf_evicted_objects",
     "shelf_evicted_bytes",

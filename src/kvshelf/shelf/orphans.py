@@ -54,6 +54,8 @@ _DESCRIPTION_BYTES: Final = 1 << 20
 def read_record(backend: Backend, folder: str) -> Mapping[str, object]:
     """Return what a namespace's description says; nothing if it cannot be read as JSON.
 
+    One that may not be read counts as that of another version: the namespace is left alone.
+
     Raises
     ------
     StorageError
@@ -66,6 +68,10 @@ def read_record(backend: Backend, folder: str) -> Mapping[str, object]:
         record = json.loads(bytes(data[:count]))
     except (ObjectMissingError, BadObjectError, ValueError, RecursionError):
         return {}
+    except StorageError as error:
+        if error.retryable:
+            raise
+        return {"format": ""}
     return record if isinstance(record, dict) else {}
 
 

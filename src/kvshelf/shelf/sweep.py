@@ -37,6 +37,7 @@ from collections.abc import Callable
 from itertools import islice
 from typing import Final
 
+from kvshelf.backends.base import MOST_APART, NEVER_OLD, time_for_ages
 from kvshelf.backends.guard import try_to_start
 from kvshelf.errors import NotRegularError, StorageError
 from kvshelf.format.names import parse_path
@@ -217,8 +218,11 @@ class Sweep:
         found = view.backend.info(name)
         if found is None or found.atime is None or found.atime <= found.mtime:
             return False
-        now = view.backend.now()
-        return now is None or abs(now - found.atime) < self.keep
+        now = time_for_ages(view.backend.now(), view.backend.url)
+        if now is None or now == NEVER_OLD:
+            return True
+        # What claims to come from the future was not used.
+        return -MOST_APART - self.keep < now - found.atime < self.keep
 
     def _delete_own(self) -> None:
         """Delete what this process wrote that is old enough."""
@@ -282,7 +286,7 @@ class Sweep:
             pace.rest()
             if _is_leftover(row.name, row.size):
                 found.append((row.name, max(row.mtime, row.atime or 0.0)))
-        now = view.backend.now() if found else None
+        now = time_for_ages(view.backend.now(), view.backend.url) if found else None
         for name, used in found:
             # A filesystem that reports no times says 0.
             if now is None or not 0 < used <= now - self.keep or self._closed:

@@ -8,6 +8,8 @@ Contracts
   description stays, because an engine that uses the namespace writes it once. Foreign files,
   temporaries, links, and namespaces of other versions of the format stay.
 * Pinned chunks stay unless they are chosen too.
+* An age counts by the earlier of the storage's clock and this machine's; while these are more than
+  an hour apart, nothing has one.
 * With an age, each object is looked at again before it is deleted: one that was used or written
   meanwhile stays.
 * The ends of prompts go first: what an interrupt leaves are beginnings of prompts, which can be
@@ -22,9 +24,7 @@ at a time.
 
 from __future__ import annotations
 
-import contextlib
 import threading
-import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, groupby
@@ -34,10 +34,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kvshelf.backends import Backend
-from kvshelf.capacity.inventory import Inventory, Leftover, Sort, last_use
+from kvshelf.backends.base import time_for_ages
+from kvshelf.capacity.inventory import Inventory, Leftover, Sort, last_use, time_of
 from kvshelf.capacity.marks import Marks
 from kvshelf.capacity.pins import Pins
-from kvshelf.errors import NotRegularError, ReadOnlyStorageError, StorageError
+from kvshelf.errors import NotRegularError, ReadOnlyStorageError
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.tools.parallel import MOST_JOBS, Attempts, work_on
 from kvshelf.tools.prompt_objects import PromptObject, known_format, prompt_objects
@@ -206,16 +207,17 @@ def find_objects(
     if choice.prompts is None:
         inventory = Inventory.scan(backend, folders=choice.folders, parents=None, pace=on_listed)
         assert inventory is not None
-        found = Found(inventory.now)
+        found, aged_at = Found(inventory.now), inventory.aged_at
         candidates = _listed(inventory, choice)
     else:
-        found = Found(_now(backend))
+        found = Found(time_of(backend))
+        aged_at = time_for_ages(found.now, backend.url)
         candidates = _of_prompts(shelf, choice, choice.prompts, found.now)
-    pins = Pins.read(backend, found.now)
+    pins = Pins.read(backend, aged_at)
     found.unreadable_pins = dict(pins.unreadable)
     marks = None
     if choice.unused_for is not None:
-        found.used_until = found.now - choice.unused_for
+        found.used_until = aged_at - choice.unused_for
         marks = Marks.read(backend)
     for some in candidates:
         part = _part(some, choice, pins, marks, found)
@@ -309,14 +311,6 @@ def _uses(backend: Backend, some: Sequence[PromptObject], now: float) -> _Floats
     """Return the last uses of objects by their times; one that is gone was just used."""
     infos = [backend.info(each.name) for each in some]
     return np.array([now if info is None else last_use(info, now) for info in infos], np.float64)
-
-
-def _now(backend: Backend) -> float:
-    """Return the storage's time; this machine's where it does not tell."""
-    found = None
-    with contextlib.suppress(StorageError):
-        found = backend.now()
-    return time.time() if found is None else found
 
 
 def remove_objects(

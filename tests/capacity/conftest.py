@@ -1,0 +1,21 @@
+"""The storage's clock and this machine's agree in tests of capacity, unless one says otherwise."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+
+import pytest
+from kvshelf.backends import base
+from shelves import LaterBackend
+
+from kvshelf.logs import RateLimitedLog
+
+
+@pytest.fixture(autouse=True)
+def clocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set this machine's clock, where ages are judged, forward with that of the storage."""
+    monkeypatch.setattr(LaterBackend, "own_ahead", 0.0)
+    later = SimpleNamespace(time=lambda: time.time() + LaterBackend.own_ahead)
+    monkeypatch.setattr(base, "time", later)
+    monkeypatch.setattr(base, "_apart_log", RateLimitedLog(base.logger))
