@@ -117,7 +117,8 @@ class MemoryService:
             self.held_back.append(lambda: each(outcomes[half:]))
             each(outcomes[:half])
             raise RuntimeError("the service is broken")
-        each(outcomes)
+        if outcomes:
+            each(outcomes)
 
     def store(
         self,

@@ -287,6 +287,45 @@ def test_requests_without_an_answer_are_bounded(
             service.loop.post(answer_late)
 
 
+def test_bytes_of_requests_without_an_answer_are_bounded(tmp_path: Path) -> None:
+    call = Call("write", ["never"], bytes(messages.MAX_INLINE))
+    with serving(tmp_path) as (url, loop, service), neighbour(url), raw(url) as client:
+        # With what is around each, the 64th is more than 64 MiB.
+        for number in range(1, 65):
+            client.send(call, number)
+        received = client.receive()
+        assert received is not None
+        assert received[0] == 64
+        assert isinstance(received[1], Fault)
+        assert received[1].kind == "TransientStorageError"
+        assert len(service.held_back) == 63
+        # An answer makes room for one more.
+        loop.post(service.held_back.pop())
+        received = client.receive()
+        assert received is not None
+        assert received[1] == Done()
+        client.send(call, 65)
+        eventually(lambda: len(service.held_back) == 63)
+
+
+def test_a_fetch_counts_until_its_last_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving(tmp_path) as (url, _, service), neighbour(url), raw(url) as client:
+        service.put("x", b"hello")
+        fetch = Fetch("r", ["x"] * 10, [OBJECT_BYTES] * 10)
+        most = len(messages.encode_request(client.token, 1, fetch))
+        monkeypatch.setattr(loop_module, "MAX_OPEN_BYTES", most)
+        # One of no objects has no answer.
+        client.send(Fetch("r", [], []), 9)
+        for number in range(1, 4):
+            client.send(fetch, number)
+            received = client.receive()
+            assert received is not None
+            assert isinstance(received[1], Fetched)
+            assert len(received[1].outcomes) == 10
+
+
 def test_a_client_that_does_not_read_loses_its_session_and_nothing_else_waits(
     tmp_path: Path,
 ) -> None:

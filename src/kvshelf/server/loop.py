@@ -75,6 +75,8 @@ _GREETING_SECONDS: Final = 5.0
 
 #: Most answers that one client may wait for: one for each request, for each object of a fetch.
 MAX_OPEN: Final = 4 * messages.MAX_NAMES
+#: Most bytes of requests of one client that wait for their answers.
+MAX_OPEN_BYTES: Final = 64 << 20
 #: Messages of one client that ZMQ keeps, in each direction.
 _ZMQ_QUEUE: Final = 64
 #: Bytes of answers of one client that wait for room in ZMQ's queue.
@@ -193,6 +195,7 @@ class _Session:
         "client",
         "ended",
         "open",
+        "open_bytes",
         "segment",
         "socket",
         "token",
@@ -207,6 +210,8 @@ class _Session:
         self.segment = segment
         #: Answers that it waits for.
         self.open = 0
+        #: Bytes of its requests that have not all their answers.
+        self.open_bytes = 0
         self.backlog: deque[bytes] = deque()
         self.backlog_bytes = 0
         #: Its messages count no more.
@@ -216,19 +221,23 @@ class _Session:
 class _Pending:
     """A request that waits for its answers."""
 
-    __slots__ = ("_client", "_left", "_loop", "_number")
+    __slots__ = ("_client", "_left", "_loop", "_nbytes", "_number")
 
-    def __init__(self, loop: Loop, client: _Session, number: int, answers: int) -> None:
+    def __init__(
+        self, loop: Loop, client: _Session, number: int, answers: int, nbytes: int
+    ) -> None:
         self._loop = loop
         self._client = client
         self._number = number
         self._left = answers
+        self._nbytes = nbytes
         client.open += answers
+        client.open_bytes += nbytes
 
     def settle(self) -> bool:
         """Wait for nothing more; return whether anything was waited for."""
-        waited, self._left = self._left, 0
-        self._client.open -= waited
+        waited = self._left
+        self._answered(waited)
         return waited > 0
 
     def done(self, reply: Reply) -> None:
@@ -242,9 +251,15 @@ class _Pending:
             # The request has failed as a whole, and nobody waits for its objects.
             self._loop._give_back(self._client, outcomes)
             return
-        self._left -= len(outcomes)
-        self._client.open -= len(outcomes)
+        self._answered(len(outcomes))
         self._loop._add_outcomes(self._client, self._number, outcomes)
+
+    def _answered(self, answers: int) -> None:
+        self._left -= answers
+        self._client.open -= answers
+        if self._left == 0:
+            self._client.open_bytes -= self._nbytes
+            self._nbytes = 0
 
 
 class Loop:
@@ -563,12 +578,16 @@ class Loop:
             self._send(client, number, Fault("PermanentStorageError", f"no request: {error}"))
             return
         answers = len(request.names) if isinstance(request, Fetch) else 1
-        if client.open + answers > MAX_OPEN:
+        over = client.open_bytes + len(frame) > MAX_OPEN_BYTES
+        if over or client.open + answers > MAX_OPEN:
             self._refused += 1
-            text = f"the client waits for {client.open} answers already"
+            text = (
+                f"the client waits for {client.open} answers already, to requests of"
+                f" {client.open_bytes} bytes"
+            )
             self._send(client, number, Fault("TransientStorageError", text))
             return
-        pending = _Pending(self, client, number, answers)
+        pending = _Pending(self, client, number, answers, len(frame) if answers else 0)
         try:
             self._dispatch(client, request, pending)
         except Exception as error:  # noqa: BLE001
