@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from kvshelf.backends.guard import GuardedBackend
 from parts import AT_ONCE, PATIENCE, posix, until
 from replay import RUNNERS, MiniVllm, Request, make_config, prompt
 
+from kvshelf.errors import ReadOnlyStorageError
 from kvshelf.shelf import tiers
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.vllm import connector
@@ -234,3 +236,20 @@ def test_a_small_prompt_that_is_handed_over_keeps_its_blocks_for_a_step(
         engine.step()
     engine.step()
     assert not engine.states
+
+
+def test_a_worker_says_that_its_storage_takes_neither_objects_nor_markers(
+    backend: FaultyBackend, storage: threading.Event, start: Callable[..., MiniVllm]
+) -> None:
+    storage.set()
+    refuses = Fault("write", error=lambda: ReadOnlyStorageError(errno.EROFS, "read-only", "x"))
+    backend.add(refuses)
+    engine = start(staging=1 << 20)
+    engine.add(Request("r", prompt(20), max_tokens=1, kv_transfer_params=ASKED))
+    engine.run()
+    assert side_of(engine).drain(PATIENCE) == 0
+    until(lambda: count(engine, "promises_broken") == 1)
+    engine.step()
+    engine.add(Request("other", prompt(20, seed=1), max_tokens=1, kv_transfer_params=ASKED))
+    engine.run()
+    assert engine.params["other"] is None
