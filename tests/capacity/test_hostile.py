@@ -200,12 +200,12 @@ def no_windows(root: Path) -> None:
     record = {"format": "kvshelf/1", "kinds": ["full", "window"], "sliding_windows": []}
     data = json.dumps(record | {"chunk_size": 64}).encode()
     write(root, f"x-{TAG}/namespace.json", data)
-    write(root, f"x-{TAG}/_/aa/{'aa' * 32}-0-0of1-window.safetensors", bytes(300))
+    write(root, f"x-{TAG}/_/aa/{'aa' * 32}-0-window-0of1.safetensors", bytes(300))
 
 
 def three_parents(root: Path) -> None:
     circle(root, ["aa" * 32, "bb" * 32, "cc" * 32], [1, 1, 1])
-    write(root, f"x-{TAG}/_/dd/{'dd' * 32}-1-0of1-window.safetensors", bytes(300))
+    write(root, f"x-{TAG}/_/dd/{'dd' * 32}-1-window-0of1.safetensors", bytes(300))
 
 
 def not_files(root: Path) -> None:
@@ -268,5 +268,6 @@ def test_commands_end_beside_one_file(tmp_path: Path, hostile: Callable[[Path], 
     for arguments in (["gc", "--yes"], ["du"], ["rm", "--unused-for", "9d", "--yes"], ["verify"]):
         result = CliRunner().invoke(app, [arguments[0], str(tmp_path), *arguments[1:]])
         assert result.exit_code in (0, 1), result.output
+        assert isinstance(result.exception, SystemExit | None), result.exception
     left = {name for name in place.files() if name.endswith(".safetensors")}
     assert {name for name in before if name.startswith(FMT.namespace.folder)} <= left
