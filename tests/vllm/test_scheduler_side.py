@@ -1327,7 +1327,7 @@ def test_a_cache_without_prefixes_is_refused(tmp_path: Path, role: KVConnectorRo
     config = make_config(str(tmp_path / "shelf"))
     groups = make_groups(config)
     groups.prefix_cacheable_group_ids = ()
-    with pytest.raises(UnsupportedError, match=r"cannot cache prefixes .* remove --kv-transfer"):
+    with pytest.raises(UnsupportedError, match=r"holds no KV of prefixes.* remove --kv-transfer"):
         SharedStorageConnector(config, role, groups)
     assert not (tmp_path / "shelf").exists()
 
