@@ -52,6 +52,7 @@ from kvshelf.vllm.item_ids import CLIENT, CONTENT
 from kvshelf.vllm.metadata import (
     LoadFailure,
     StepMetadata,
+    WeightsReport,
     WorkerMetadata,
     WorkerReport,
 )
@@ -273,6 +274,26 @@ def test_a_request_that_looks_again_has_its_old_answer_when_the_storage_hangs(
     side.faults.add(Fault("stat", wait=gate))
     assert side.ask(request) == (16, True)
     gate.set()
+
+
+def test_after_a_reset_the_first_requests_of_a_long_queue_have_keys_again(
+    make: Callable[..., Side],
+) -> None:
+    side = make()
+    side.side.worker_output(WorkerMetadata(weights={0: WeightsReport(0, "aa", None)}))
+    for number in range(300):
+        side.side.new_request(Request(str(number), prompt(41, number)))
+
+    def looked_up() -> list[str]:
+        return [name for name, one in side.side._requests.items() if one.lookup is not None]
+
+    first = looked_up()
+    assert len(first) == scheduler._LOOKUPS_AHEAD
+    side.side.reset()
+    assert not looked_up()
+    # The weights are compared, and are the same.
+    side.side.worker_output(WorkerMetadata(weights={0: WeightsReport(1, "aa", "aa")}))
+    assert looked_up() == first
 
 
 def test_of_a_long_queue_the_first_requests_have_keys(make: Callable[..., Side]) -> None:

@@ -9,8 +9,8 @@ A request's life
 ----------------
 1. ``new_request`` starts its lookup.
 2. vLLM calls ``matched_tokens``, perhaps many times: the answer is (None, False) until the lookup
-   is done or its time is up. A request that brings a hand-over
-   goes on waiting until all of it is on the shelf.
+   is done or its time is up. A request that brings a hand-over goes on waiting until all of it is
+   on the shelf.
 3. ``allocated`` turns the answer into a load, unless vLLM did not use it.
 4. ``step_metadata`` hands loads to the worker, and as stores all chunks that the step completes
    and that the lookup did not find. It also names chunks of waiting requests, which the worker
@@ -402,13 +402,8 @@ class SchedulerSide:
         if state.reads and not self._is_transferred(request):
             self._read_ahead.wait(request.request_id)
         usable = state.addressable and not self.disabled and not self._handshake.checking
-        if self._lookups is None or not usable:
-            return
-        if len(self._looked_up) < _LOOKUPS_AHEAD or state.awaited is not None:
-            self._start_lookup(self._lookups, state)
-        else:
-            # Keys of all prompts in a long queue would take much memory, and be old answers.
-            self._not_looked_up[request.request_id] = None
+        if self._lookups is not None and usable:
+            self._look_up_in_turn(self._lookups, state)
 
     def matched_tokens(self, request: Any, computed: int) -> tuple[int | None, bool]:
         """Return how many tokens beyond `computed` the shelf has, and whether to load them.
@@ -466,14 +461,13 @@ class SchedulerSide:
         newest = self._newest(lookups, state, lookup)
         if newest is None:
             return None, False
-        lookup = newest
-        hit = self._hit_tokens(state, lookup, computed)
+        hit = self._hit_tokens(state, newest, computed)
         state.offered_from = computed
         if not state.counted:
             state.counted = True
             self.counters.add("lookup_tokens", request.num_tokens - computed)
             self.counters.add("hit_tokens", max(0, hit - computed))
-            self._note_miss(state, lookup, computed)
+            self._note_miss(state, newest, computed)
         return (hit - computed, True) if hit > computed else (0, False)
 
     def _newest(self, lookups: LookupService, state: _Request, lookup: Lookup) -> Lookup | None:
@@ -766,6 +760,18 @@ class SchedulerSide:
             self._looked_up.add(request.request_id)
         state.lookup = self._submit(lookups, state)
         return state.lookup
+
+    def _look_up_in_turn(self, lookups: LookupService, state: _Request) -> None:
+        """Start the lookup of a request that waits, or leave it for later in a long queue.
+
+        Keys of all prompts in such a queue would take much memory, and be old answers.
+        """
+        request_id, looked_up = state.request.request_id, self._looked_up
+        has_turn = request_id in looked_up or len(looked_up) < _LOOKUPS_AHEAD
+        if has_turn or state.awaited is not None:
+            self._start_lookup(lookups, state)
+        else:
+            self._not_looked_up[request_id] = None
 
     def _look_up_next(self) -> None:
         """Start lookups of those that wait next, in place of those that wait no more."""
@@ -1540,10 +1546,7 @@ class SchedulerSide:
         for state in self._requests.values():
             waits = state.request.num_computed_tokens == 0 and not state.loading
             if state.lookup is None and state.addressable and waits:
-                if len(self._looked_up) < _LOOKUPS_AHEAD or state.awaited is not None:
-                    self._start_lookup(self._lookups, state)
-                else:
-                    self._not_looked_up[state.request.request_id] = None
+                self._look_up_in_turn(self._lookups, state)
 
     def _engine_chunks(self) -> int | None:
         """Return how many chunks vLLM's prefix cache has room for; None if that is not known."""
