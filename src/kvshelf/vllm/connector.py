@@ -632,15 +632,23 @@ _TRANSFERRING = (
 )
 
 
+def _children() -> list[dict[str, Any]]:
+    """Return the connectors inside the MultiConnector whose constructor is running, if any."""
+    transfer = getattr(_enclosing_multi_connector(), "_kv_transfer_config", None)
+    children: list[dict[str, Any]] = getattr(transfer, "kv_connector_extra_config", {}).get(
+        "connectors", []
+    )
+    return children
+
+
+def _names_that_load() -> list[str]:
+    """Return the names of the connectors inside the MultiConnector that load, this one's too."""
+    return [one["kv_connector"] for one in _children() if one.get("kv_role") != "kv_producer"]
+
+
 def _others_transfer() -> bool:
     """Whether a connector beside this one transfers prompts between engines."""
-    parent = _enclosing_multi_connector()
-    options = getattr(getattr(parent, "_kv_transfer_config", None), "kv_connector_extra_config", {})
-    children = options.get("connectors", ())
-    return any(
-        child["kv_connector"] in _TRANSFERRING and child.get("kv_role") != "kv_producer"
-        for child in children
-    )
+    return any(name in _TRANSFERRING for name in _names_that_load())
 
 
 def _others_that_fill(vllm_config: Any) -> list[str]:
@@ -650,18 +658,10 @@ def _others_that_fill(vllm_config: Any) -> list[str]:
     (vllm/v1/kv_offload/cpu/gpu_worker.py), as kvshelf does.
     """
     device = getattr(vllm_config, "device_config", None)
-    parent = _enclosing_multi_connector()
-    if parent is None or (device is not None and device.device_type == "cpu"):
+    if device is not None and device.device_type == "cpu":
         return []
-    options = getattr(parent._kv_transfer_config, "kv_connector_extra_config", {})
-    children = options.get("connectors", [])
     own = getattr(vllm_config.kv_transfer_config, "kv_connector", None)
-    return [
-        child["kv_connector"]
-        for child in children
-        if child["kv_connector"] not in (own, "OffloadingConnector")
-        and child.get("kv_role") != "kv_producer"
-    ]
+    return [name for name in _names_that_load() if name not in (own, "OffloadingConnector")]
 
 
 def _check_other_loads(vllm_config: Any, others: list[str]) -> None:
@@ -704,13 +704,9 @@ def _name_connectors_with_one_group() -> None:
 
     vLLM says only that a connector does, and a MultiConnector supports what all its connectors do.
     """
-    parent = _enclosing_multi_connector()
-    if parent is None:
-        return
-    children = parent._kv_transfer_config.kv_connector_extra_config.get("connectors", [])
     names = [
         child["kv_connector"]
-        for child in children
+        for child in _children()
         if not KVConnectorFactory.supports_hma_config(KVTransferConfig(**child))
     ]
     if names:

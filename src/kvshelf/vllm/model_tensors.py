@@ -54,8 +54,8 @@ class Unreadable:
 
 def readable(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield all tensors that hold weights of a model, by unique names."""
+    offloaded = _offloaded()
     for group in (model.named_parameters(), model.named_buffers()):
-        offloaded = _offloaded()
         for name, tensor in group:
             held = offloaded.get(id(tensor), tensor)
             if held is not None:

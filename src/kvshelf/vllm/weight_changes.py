@@ -129,32 +129,22 @@ def watch_user_code(worker_class: type | None = None) -> None:
         worker_class = getattr(sys.modules.get(_MODULE), "Worker", None)
     base = sys.modules.get(_BASE_MODULE)
     wrapper, root = getattr(base, "WorkerWrapperBase", None), getattr(base, "WorkerBase", None)
-    if root is not None and "_kvshelf_wrapped" not in vars(root.apply_model):
-        root.apply_model = _suspecting(root.apply_model)
+    if root is not None and not hasattr(root.apply_model, "_kvshelf_wrapped"):
+        root.apply_model = _telling(root.apply_model, "weights_suspected")
     if wrapper is not None and worker_class is not None:
         # Remote calls by name reach a worker's methods through this method of its wrapper.
         find = wrapper.__getattr__
-        if "_kvshelf_wrapped" not in vars(find):
+        if not hasattr(find, "_kvshelf_wrapped"):
             wrapper.__getattr__ = _finding(find, worker_class)
     for name in _RUNNERS:
         module = sys.modules.get(name)
         run = getattr(module, "run_method", None)
-        if callable(run) and "_kvshelf_wrapped" not in vars(run):
+        if callable(run) and not hasattr(run, "_kvshelf_wrapped"):
             module.run_method = _running(run)  # type: ignore[union-attr]
     module = sys.modules.get(_UNPICKLER)
     pickler = getattr(module, "cloudpickle", None)
     if pickler is not None and not isinstance(pickler, _Unpickler):
         module.cloudpickle = _Unpickler(pickler)  # type: ignore[union-attr]
-
-
-def _suspecting(function: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        _tell("weights_suspected")
-        return function(*args, **kwargs)
-
-    call._kvshelf_wrapped = True  # type: ignore[attr-defined]
-    return call
 
 
 def _is_users(function: Any) -> bool:
@@ -173,7 +163,7 @@ def _finding(find: Callable[..., Any], worker_class: type) -> Callable[..., Any]
     def found(self: Any, name: str) -> Any:
         value = find(self, name)
         users = callable(value) and _is_users(value) and not _is_vllms(worker_class, name)
-        return _suspecting(value) if users else value
+        return _telling(value, "weights_suspected") if users else value
 
     found._kvshelf_wrapped = True  # type: ignore[attr-defined]
     return found
@@ -226,15 +216,22 @@ def watch_loading(listener: Listener, model: Any, loader_class: type | None = No
     for owner, listeners in owners:
         method = getattr(owner, "load_weights", None)
         if callable(method) and not hasattr(method, "_kvshelf_wrapped"):
-            owner.load_weights = _telling(method, listeners)
+            owner.load_weights = _telling(
+                method, "weights_changed", "load_weights()", listeners=listeners
+            )
 
 
-def _telling(method: Callable[..., Any], listeners: weakref.WeakSet[Any]) -> Callable[..., Any]:
-    """Wrap a method, bound or of a class, that loads weights."""
+def _telling(
+    method: Callable[..., Any],
+    what: str,
+    *about: str,
+    listeners: weakref.WeakSet[Any] = _listeners,
+) -> Callable[..., Any]:
+    """Wrap a method, bound or of a class: listeners are told before each call."""
 
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
-        _tell("weights_changed", "load_weights()", listeners=listeners)
+        _tell(what, *about, listeners=listeners)
         return method(*args, **kwargs)
 
     call._kvshelf_wrapped = True  # type: ignore[attr-defined]
