@@ -45,7 +45,8 @@ def test_defaults_need_nothing() -> None:
     config = load()
     assert config.shared_storage_path is None
     assert config.chunk_size == 256
-    assert config.staging_bytes == 1 << 30
+    assert config.staging_bytes is None
+    assert config.least_staging == 1 << 30
     assert config.lookup_budget_ms == 0.2
     assert config.shutdown_drain_s == 4.0
     assert not config.read_only

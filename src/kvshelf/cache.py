@@ -689,7 +689,7 @@ class ChunkCache:
                 namespace,
                 disk_tier=disk_tier,
                 memory_tier=memory_tier,
-                staging_bytes=int(config.staging_bytes),
+                staging_bytes=config.least_staging,
                 io_threads=config.io_threads,
                 prefetch_bytes=_PREFETCH_BYTES if config.prefetch_bytes is None else 0,
                 group_by_salt=config.group_by_salt,

@@ -93,6 +93,8 @@ _OF_THE_SERVER: Final = (
     "capacity",
 )
 _PREFETCH_BYTES: Final = 256 << 20
+#: Bytes of staging where `staging_bytes` is not set and a model needs no more.
+LEAST_STAGING: Final = 1 << 30
 _LEAST_MEMORY: Final = 4096
 #: A shorter age would delete chunks in use: uses are recorded about once a minute at most.
 _LEAST_MAX_AGE: Final = 120.0
@@ -503,13 +505,17 @@ class Config(BaseSettings):
             "runs in the background. KV with an unknown layout is not checked."
         ),
     )
-    staging_bytes: Annotated[_Size, Field(gt=0)] = Field(
-        default=ByteSize(1 << 30),
+    staging_bytes: Annotated[_Size, Field(gt=0)] | None = Field(
+        default=None,
         description=(
-            "Host memory for chunks in transit between the KV cache and the shelf: a number "
-            "of bytes or a size such as `512MiB`. When it is full, further stores are dropped "
-            "and counted; the engine never waits for it. The kinds of KV of a hybrid model share "
-            "it, and each needs enough for two chunks."
+            "Host memory of each worker for chunks in transit between the KV cache and the shelf: "
+            "a number of bytes or a size such as `512MiB`. If it is not set: for the chunks of two "
+            "steps (vLLM's `--max-num-batched-tokens`), at least 1 GiB; beyond that at most a "
+            "sixteenth of the memory that the process may use, shared by the machine's ranks. When "
+            "it is full, chunks of full attention wait until there is room, as long as their "
+            "request runs; what is left then, windows and states are dropped and counted. The "
+            "engine never waits for it. The kinds of KV of a hybrid model share it, and each needs "
+            "enough for two chunks."
         ),
     )
     prefetch_bytes: Annotated[_Size, Field(ge=0)] | None = Field(
@@ -711,6 +717,11 @@ class Config(BaseSettings):
             "bytes_per_second": self.deadline_bandwidth,
         }
         return {name: float(value) for name, value in given.items() if value is not None}
+
+    @property
+    def least_staging(self) -> int:
+        """The bytes of `staging_bytes`, or how many there are at least where it is not set."""
+        return int(self.staging_bytes or LEAST_STAGING)
 
     @property
     def memory_bytes(self) -> int:

@@ -116,11 +116,36 @@ def free_memory() -> tuple[int, str]:
     return min(_free_by_limit(), default=(_NO_LIMIT, "nothing limits it"))
 
 
-def _free_by_limit() -> Iterator[tuple[int, str]]:
+def memory_limit() -> int:
+    """Return how many bytes this process may use.
+
+    The least of what the machine has and the limits of all control groups (cgroup v1 and v2).
+    """
+    limits = [] if (total := _machine("MemTotal")) is None else [total]
+    for folder, limit, _, _ in _group_limits():
+        with contextlib.suppress(OSError, ValueError):
+            limits.append(int((folder / limit).read_text()))
+    return min(limits, default=_NO_LIMIT)
+
+
+def _machine(name: str) -> int | None:
+    """Return a value of the machine's memory, in bytes."""
     with contextlib.suppress(OSError, ValueError, StopIteration):
         lines = _MEMORY.read_text().splitlines()
-        line = next(line for line in lines if line.startswith("MemAvailable:"))
-        yield int(line.split()[1]) * 1024, f"MemAvailable of {_MEMORY}"
+        line = next(line for line in lines if line.startswith(f"{name}:"))
+        return int(line.split()[1]) * 1024
+    return None
+
+
+def _free_by_limit() -> Iterator[tuple[int, str]]:
+    if (available := _machine("MemAvailable")) is not None:
+        yield available, f"MemAvailable of {_MEMORY}"
+    for place in _group_limits():
+        yield from _left_in(*place)
+
+
+def _group_limits() -> Iterator[tuple[Path, str, str, str]]:
+    """Yield the limits of control groups: folder, file, file of what is used, prefix of counts."""
     try:
         groups = _OWN_GROUPS.read_text().splitlines()
     except OSError:
@@ -130,12 +155,10 @@ def _free_by_limit() -> Iterator[tuple[int, str]]:
         if number == "0" and not controllers:
             for folder in _and_above(_GROUPS, path):
                 for limit in ("memory.max", "memory.high"):
-                    yield from _left_in(folder, limit, "memory.current", "")
+                    yield folder, limit, "memory.current", ""
         elif "memory" in controllers.split(","):
             for folder in _and_above(_GROUPS / "memory", path):
-                yield from _left_in(
-                    folder, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"
-                )
+                yield folder, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"
 
 
 def _and_above(root: Path, path: str) -> Iterator[Path]:

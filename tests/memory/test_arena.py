@@ -208,6 +208,7 @@ def test_limits_of_control_groups_count(
     free, says = pages.free_memory()
     assert free == 150_000
     assert says == str(top / "pod" / names[0])
+    assert pages.memory_limit() == 500_000
     if version == 2:
         (top / "pod" / "memory.high").write_text("920000")
         assert pages.free_memory() == (70_000, str(top / "pod" / "memory.high"))
@@ -223,6 +224,7 @@ def test_a_system_that_says_nothing_refuses_nothing(
     for name in ("_GROUPS", "_OWN_GROUPS", "_MEMORY"):
         monkeypatch.setattr(pages, name, tmp_path / "none")
     assert pages.free_memory()[0] > 1 << 60
+    assert pages.memory_limit() > 1 << 60
 
 
 def test_other_threads_run_while_memory_is_touched() -> None:

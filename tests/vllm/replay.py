@@ -378,6 +378,7 @@ class MiniVllm:
         self.worker._worker._adapters.watch(type(self.adapters))
         self.scheduler = SharedStorageConnector(config, KVConnectorRole.SCHEDULER, groups)
         self.states: dict[str, State] = {}
+        self.params: dict[str, Any] = {}
         self.waiting: list[str] = []
         self.running: list[str] = []
         self.free = list(range(1, blocks))
@@ -640,7 +641,7 @@ class MiniVllm:
         def results() -> None:
             moved = worker.get_transfer_results(output.finished_req_ids)
             result.finished_recving = moved.finished_recving
-            assert not moved.finished_sending
+            result.finished_sending = moved.finished_sending
             result.failed_recving = moved.failed_recving
             result.invalid_block_ids = worker.get_block_ids_with_load_errors()
             result.kv_connector_stats = worker.get_kv_connector_stats()
@@ -750,6 +751,10 @@ class MiniVllm:
                 assert state.status == "finished"
                 self._give_back(state)
                 del self.states[request_id]
+        for request_id in result.finished_sending or ():
+            state = self.states.pop(request_id)
+            assert state.status == "finished"
+            self._give_back(state)
 
     def _loaded(self, state: State) -> None:
         request = state.request
@@ -764,8 +769,9 @@ class MiniVllm:
     def _finish(self, state: State, blocks_stay: bool = False) -> None:
         request_id = state.request.request_id
         delay, parameters = self.scheduler.request_finished(state.request, list(state.blocks))
-        assert delay is False
-        assert parameters is None
+        assert delay is False or not blocks_stay
+        self.params[request_id] = parameters
+        blocks_stay = blocks_stay or delay
         self.finished_ids.add(request_id)
         for queue in (self.waiting, self.running):
             if request_id in queue:

@@ -502,6 +502,7 @@ class ScheduledEngine:
             )
         self._told = self._told or meta.namespace is not None
         result = KVConnectorOutput(
+            finished_sending={name for name, _ in meta.held} or None,
             finished_recving=received or None,
             failed_recving=failed,
             kv_connector_worker_meta=WorkerMetadata(

@@ -35,6 +35,7 @@ from kvshelf.shelf.waits import WaitService
 from kvshelf.vllm import handshake
 from kvshelf.vllm.awaiting import Awaited
 from kvshelf.vllm.handover import Handover, read_handover
+from kvshelf.vllm.metadata import WorkerMetadata
 
 HYBRID = models()
 MODELS = {"plain": [full(8)], **HYBRID}
@@ -229,6 +230,23 @@ def test_what_others_have_stored_is_promised_as_well(
     assert handover.tokens == 203
     # Only the tail was missing.
     assert [op.chunk.tail for meta in engine.metas for op in meta.stores] == [True]
+
+
+def test_while_a_rank_can_write_nothing_only_what_was_seen_is_promised(
+    start: Callable[..., ScheduledEngine],
+) -> None:
+    tokens = prompt(203)
+    start().run(tokens[:96])
+    engine = start()
+    engine.connector._scheduler.worker_output(WorkerMetadata(writes_refused={0: True}))
+    assert prefill(engine, tokens).tokens == 96
+    engine.add("other", prompt(203, seed=1), answer=1, transfer=ASKED)
+    engine.finish()
+    assert engine.params["other"] is None
+    engine.connector._scheduler.worker_output(WorkerMetadata(writes_refused={0: False}))
+    engine.add("third", prompt(203, seed=2), answer=1, transfer=ASKED)
+    engine.finish()
+    assert engine.params["third"]["kvshelf_tokens"] == 203
 
 
 def test_what_is_not_stored_is_not_promised(start: Callable[..., ScheduledEngine]) -> None:

@@ -1154,6 +1154,8 @@ def _live(backend: FaultyBackend, data: st.DataObject, runner: str) -> None:
         # Native, and canonical with blocks that straddle chunks.
         "chunk_size": data.draw(st.sampled_from([8, 6, 10, 3]), "chunk size"),
         "layout": data.draw(st.sampled_from(["auto", "canonical"]), "layout"),
+        # The smaller one holds fewer chunks than a step completes.
+        "staging_bytes": data.draw(st.sampled_from([1 << 20, 4 * 8192]), "staging"),
     }
     engines = [
         MiniVllm(
@@ -1170,17 +1172,22 @@ def _live(backend: FaultyBackend, data: st.DataObject, runner: str) -> None:
         for _ in range(2)
     ]
     actions = ["add", "add", "step", "step", "step", "abort", "preempt", "damage", "fault", "heal"]
-    actions += ["load weights", "write weights"]
+    actions += ["load weights", "write weights", "hand over", "slow"]
+    is_open = threading.Event()
     try:
         for number in range(data.draw(st.integers(0, 40), "actions")):
             engine = engines[data.draw(st.integers(0, 1), "engine")]
             action = data.draw(st.sampled_from(actions), "action")
             seed = data.draw(st.integers(0, 5), "seed")
-            if action == "add":
+            if action in ("add", "hand over"):
                 length = data.draw(st.integers(1, 40), "length")
                 tokens = prompt(40, seed, 16)[:length]
                 salt = "s" if seed == 5 else None
-                engine.add(Request(f"r{number}", tokens, cache_salt=salt, max_tokens=1 + seed * 3))
+                params = {"do_remote_decode": True} if action == "hand over" else None
+                longest = 1 if params else 1 + seed * 3
+                request = Request(f"r{number}", tokens, cache_salt=salt, max_tokens=longest)
+                request.kv_transfer_params = params
+                engine.add(request)
             elif action == "step":
                 engine.step()
             elif action in ("abort", "preempt") and engine.states:
@@ -1193,8 +1200,11 @@ def _live(backend: FaultyBackend, data: st.DataObject, runner: str) -> None:
                 operation = ["stat", "open", "read", "write", "folders", "info"][seed]
                 error = TransientStorageError(5, "EIO")
                 backend.add(Fault(operation, error=error, times=5))
+            elif action == "slow":
+                backend.add(Fault("write", "*.safetensors", wait=is_open, times=5))
             elif action == "heal":
                 backend.heal()
+                is_open.set()
             elif action == "load weights":
                 engine.model.load_weights(seed % 3)
             elif action == "write weights":
@@ -1205,10 +1215,12 @@ def _live(backend: FaultyBackend, data: st.DataObject, runner: str) -> None:
                 engine.model.weight.data.fill_(seed % 3)
                 if not seed % 2:
                     engine.reset_prefix_cache(running=running)
+        is_open.set()
         for engine in engines:
             engine.run()
     finally:
         backend.heal()
+        is_open.set()
         for engine in engines:
             engine.close()
 

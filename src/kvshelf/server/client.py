@@ -56,7 +56,7 @@ def open_cache(config: Config, model: ModelFacts, *, timeout_s: float = 30.0) ->
         lambda counters: (
             open_served(
                 server,
-                segment_bytes=int(config.staging_bytes),
+                segment_bytes=config.least_staging,
                 read_only=config.read_only,
                 counters=counters,
                 deadlines=config.deadlines,

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -30,7 +31,7 @@ from kvshelf.format.objects import ObjectFormat
 from kvshelf.kv.topology import ShardPlan
 from kvshelf.transfer.context import ChunkSlots
 from kvshelf.transfer.loads import Failure, Load
-from kvshelf.transfer.staging import least_bytes
+from kvshelf.transfer.staging import bytes_for_stores, least_bytes
 from kvshelf.transfer.stores import StoreOutcome
 from kvshelf.transfer.transfer import Transfer
 
@@ -243,6 +244,30 @@ class KindTransfers:
         """Drain, stop the threads, and return how many chunks were lost."""
         self.drain(drain_seconds)
         return sum(transfer.close() for transfer in self.transfers.values())
+
+
+def bytes_for_steps(
+    formats: Sequence[ObjectFormat], plans: Mapping[Kind, ShardPlan], chunks: int
+) -> int:
+    """Return how many bytes hold so many chunks of all kinds at once, beside the part of loads.
+
+    Of the states a quarter, as in :func:`share_out`.
+
+    Parameters
+    ----------
+    formats : Sequence of ObjectFormat
+        One for each kind.
+    plans : Mapping[Kind, ShardPlan]
+        The shards of each kind that this worker reads and writes.
+    chunks : int
+    """
+    total = 0
+    for fmt in formats:
+        sizes = [fmt.object_size(shard) for shard in plans[fmt.kind].shards]
+        count = math.ceil(chunks * _STATE_SHARE) if fmt.kind == STATE else chunks
+        # Objects are of different sizes, and each takes the buffer of the largest.
+        total += bytes_for_stores(max(sizes), len(sizes), count)
+    return total
 
 
 def share_out(

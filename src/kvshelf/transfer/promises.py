@@ -69,6 +69,8 @@ class Promises:
     ----------
     given : bool
         Whether anything was promised.
+    unmarked : bool
+        A marker could not be written, and no promised store has succeeded since.
     """
 
     def __init__(
@@ -92,6 +94,7 @@ class Promises:
         self._broken: OrderedDict[str, None] = OrderedDict()
         self._closed = False
         self.given = False
+        self.unmarked = False
 
     # ------------------------------------------------------------- the outcomes of stores
 
@@ -121,6 +124,7 @@ class Promises:
 
     def _ended(self, attempt: str, chunk: Chunk, result: StoreResult) -> None:
         if result not in _LOST:
+            self.unmarked = False
             self._note_tail(chunk)
         elif attempt:
             self.give_up(attempt)
@@ -181,6 +185,7 @@ class Promises:
                 if self._sweep is not None:
                     self._sweep.wrote(self._view, attempt)
         except Exception as error:  # noqa: BLE001 - who waits has a deadline
+            self.unmarked = True
             logger.debug("a marker was not written: %s", error)
 
     def close(self, seconds: float = 0.0) -> None:

@@ -61,6 +61,19 @@ def least_bytes(buffer_bytes: int, together: int, chunks: int = 1) -> int:
     return max(_least_buffers(together), chunks * together) * buffer
 
 
+def bytes_for_stores(buffer_bytes: int, together: int, chunks: int) -> int:
+    """Return the least capacity of a :class:`StagingPool` whose stores have room for some chunks.
+
+    Parameters
+    ----------
+    buffer_bytes, together : int
+        As for the pool.
+    chunks : int
+    """
+    buffer = -(-buffer_bytes // STAGING_ALIGNMENT) * STAGING_ALIGNMENT
+    return _least_buffers(chunks * together) * buffer
+
+
 class StagingBuffer:
     """One buffer of a :class:`StagingPool`.
 
@@ -171,6 +184,11 @@ class StagingPool:
     def pinned(self) -> bool:
         """Whether the memory is page-locked."""
         return self._pool.kind == "pinned"
+
+    @property
+    def for_stores(self) -> int:
+        """Number of buffers that stores may have at once."""
+        return self._store_limit
 
     @property
     def in_use(self) -> int:

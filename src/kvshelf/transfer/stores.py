@@ -8,12 +8,12 @@ A store: the step thread gathers the shards of a chunk into staging buffers
 probes the shelf for the objects, hashes those that are missing and publishes them.
 
 Dropped chunks: staging bounds the memory, and since the engine's step must not wait, a store
-without free staging is dropped. A lookup never finds a chunk of kind full whose parent is missing
-from the shelf. So after such a chunk was dropped or its store failed, its children are dropped as
-well: staging is better used for prefixes that begin. Windows and states have no such rule: a hit
-needs them near its end only. Dropped chunks are remembered by key, for all
-requests that share the prefix, until the chunk is stored here. A request whose lookup came
-after the drop ignores it: the lookup has seen what is before its first chunk, perhaps stored
+without free staging is dropped, unless its caller offers it again. A lookup never finds a chunk of
+kind full whose parent is missing from the shelf. So after such a chunk was dropped or its store
+failed, its children are dropped as well: staging is better used for prefixes that begin. Windows
+and states have no such rule: a hit needs them near its end only. Dropped chunks are remembered by
+key, for all requests that share the prefix, until the chunk is stored here. A request whose lookup
+came after the drop ignores it: the lookup has seen what is before its first chunk, perhaps stored
 by another engine, and the request itself stores the dropped chunk if it is still missing.
 
 Promised stores: another engine waits for these chunks. They are published before all others, and
@@ -161,6 +161,7 @@ class Stores(TransferHalf):
         age: float = 0.0,
         wait: float = 0.0,
         promised: bool = False,
+        postponable: bool = False,
         on_done: OnStored | None = None,
     ) -> StoreOutcome:
         """Gather one chunk and queue it for publishing. Step thread, unless it may wait.
@@ -181,6 +182,9 @@ class Stores(TransferHalf):
             Another engine waits for the chunk: publish it before chunks that are not promised, and
             drop queued ones of these if staging is used up. A store of the same chunk that is
             in flight becomes promised.
+        postponable : bool
+            Where there is no room now, the caller offers the chunk again: nothing is counted or
+            remembered.
         on_done : Callable, optional
             Called once for a chunk that was queued, on the thread that ended its store. Must
             not block.
@@ -222,7 +226,7 @@ class Stores(TransferHalf):
         if buffers is None and promised:
             buffers = self._take_staging(len(shards))
         if buffers is None:
-            return self._drop(item.chunk, StoreOutcome.STAGING_FULL)
+            return self._no_staging(item.chunk, postponable)
         begin = time.perf_counter()
         pending = None
         try:
@@ -233,13 +237,15 @@ class Stores(TransferHalf):
             pending = memory.gather(item.slots, payloads)
         except DeviceUnavailableError:
             return self._drop(item.chunk, StoreOutcome.UNAVAILABLE)
+        except BaseException:
+            self._note_dropped(key)
+            raise
         finally:
             if pending is None:
                 for buffer in buffers:
                     self._staging.release(buffer)
-                self._note_dropped(key)
         if pending is None:
-            return self._drop(item.chunk, StoreOutcome.STAGING_FULL)
+            return self._no_staging(item.chunk, postponable)
         self._counters.observe("gather", time.perf_counter() - begin)
         job = _StoreJob(item.chunk, buffers, repair, now - age, on_done, promised, pending)
         with self._lock:
@@ -292,6 +298,10 @@ class Stores(TransferHalf):
         self._context.count_dropped(chunk, Reason[outcome.name])
         self._note_dropped(chunk.key)
         return outcome
+
+    def _no_staging(self, chunk: Chunk, postponable: bool) -> StoreOutcome:
+        full = StoreOutcome.STAGING_FULL
+        return full if postponable else self._drop(chunk, full)
 
     def _note_dropped(self, key: bytes) -> None:
         with self._lock:

@@ -303,8 +303,10 @@ class SharedStorageConnector(KVConnectorBase_V1, SupportsHMA):
 
     @_contained(lambda *_: (None, None))
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Return None and the requests whose loads are finished."""
-        return None, self._as_worker().finished_loads() or None
+        """Return the requests whose blocks are no longer needed, and those whose loads finished."""
+        worker = self._as_worker()
+        loaded = worker.finished_loads()
+        return worker.released() or None, loaded or None
 
     @_contained(lambda *_: KVConnectorTransferResults())
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
@@ -378,6 +380,7 @@ class SharedStorageConnector(KVConnectorBase_V1, SupportsHMA):
         scheduler = self._as_scheduler()
         meta = connector_output.kv_connector_worker_meta
         scheduler.loads_done(connector_output.finished_recving or set())
+        scheduler.released(connector_output.finished_sending or ())
         if isinstance(meta, WorkerMetadata):
             scheduler.worker_output(meta)
 
@@ -385,13 +388,13 @@ class SharedStorageConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Forget the request; its blocks may be reused, since stores copy them in time.
+        """Forget the request; return whether it keeps its blocks, and what it hands over.
 
         Where the request asked for a hand-over, the answer is what another engine needs to know
-        (:mod:`kvshelf.vllm.handover`).
+        (:mod:`kvshelf.vllm.handover`). Its blocks are kept until :meth:`get_finished` of all
+        workers has named the request, if stores of its chunks may have been postponed.
         """
-        handover = self._as_scheduler().finished(request.request_id)
-        return False, None if handover is None else handover.params()
+        return self._as_scheduler().finished(request.request_id)
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
@@ -521,7 +524,7 @@ def _open_served(server: str, config: Config, counters: Counters, *, on_cpu: boo
 
     return open_served(
         server,
-        segment_bytes=min(int(config.staging_bytes), 1 << 30),
+        segment_bytes=min(config.least_staging, 1 << 30),
         read_only=config.read_only,
         # A GPU copies from page-locked memory, which the server's is not.
         lends=on_cpu,

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
@@ -42,6 +43,10 @@ class AdapterContent:
     digest: bytes
 
 
+#: A request as long as it keeps its blocks: its id, and how often vLLM has preempted it.
+Owner: TypeAlias = tuple[str, int]
+
+
 @dataclass(frozen=True, slots=True)
 class StoreOp:
     """Store one kind of one chunk after this step's forward pass.
@@ -69,6 +74,8 @@ class StoreOp:
     attempt : str
         The attempt of the hand-over for which the chunk is stored, 32 hex digits; empty without
         one.
+    owner : Owner
+        Whose the blocks are.
     """
 
     chunk: Chunk
@@ -80,6 +87,7 @@ class StoreOp:
     draft: Chunk | None = None
     kind: Kind = FULL
     attempt: str = ""
+    owner: Owner = ("", 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +171,13 @@ class StepMetadata(KVConnectorMetadata):
     prefetches : list of PrefetchOp
     prefetch_ended : list of str
         Requests with prefetched chunks that no longer wait and need no load.
+    again : list of Owner
+        Requests of this step of which workers have postponed stores
+        (:mod:`kvshelf.vllm.postponed`): these may be gathered now.
+    held : list of Owner
+        Requests that have ended and keep their blocks until each worker has reported them.
+    gone : list of Owner
+        Requests whose blocks are no longer theirs: their postponed stores are dropped.
     """
 
     idle: bool = False
@@ -175,6 +190,9 @@ class StepMetadata(KVConnectorMetadata):
     reset: bool = False
     prefetches: list[PrefetchOp] = field(default_factory=list)
     prefetch_ended: list[str] = field(default_factory=list)
+    again: list[Owner] = field(default_factory=list)
+    held: list[Owner] = field(default_factory=list)
+    gone: list[Owner] = field(default_factory=list)
 
 
 #: Stands for a weights fingerprint: the weights are named by the digests of all ranks at the start.
@@ -301,6 +319,11 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
         As `reports`, for the drafter's layers; only of ranks of the last pipeline stage.
     without_drafts : list of (str, int)
         Requests of whose loads the drafter's KV is not complete, and the first token without it.
+    postponed : list of Owner
+        Requests of which a rank has begun to postpone stores.
+    writes_refused : dict
+        Rank to whether its storage takes no writes, or no marker of a hand-over that failed; sent
+        when that changes.
     """
 
     reports: dict[int, WorkerReport] = field(default_factory=dict)
@@ -312,6 +335,8 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
     weights: dict[int, WeightsReport] = field(default_factory=dict)
     draft_reports: dict[int, WorkerReport] = field(default_factory=dict)
     without_drafts: list[tuple[str, int]] = field(default_factory=list)
+    postponed: list[Owner] = field(default_factory=list)
+    writes_refused: dict[int, bool] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerMetadata:
         """Merge with what another rank sent in the same step."""
@@ -329,4 +354,6 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
             {**self.weights, **other.weights},
             {**self.draft_reports, **other.draft_reports},
             self.without_drafts + other.without_drafts,
+            self.postponed + other.postponed,
+            {**self.writes_refused, **other.writes_refused},
         )

@@ -15,6 +15,7 @@ Contracts
 from __future__ import annotations
 
 import secrets
+from collections.abc import Mapping
 
 from kvshelf.format.keys import Chunk
 from kvshelf.format.kinds import FULL, STATE, WINDOW, Kind
@@ -35,7 +36,7 @@ class Promise:
         The tail, once its store is planned.
     """
 
-    __slots__ = ("_chunks", "_kinds", "_namespace", "attempt", "tail")
+    __slots__ = ("_chunks", "_kinds", "_namespace", "_seen", "attempt", "tail")
 
     def __init__(self) -> None:
         self.attempt = secrets.token_hex(16)
@@ -43,9 +44,11 @@ class Promise:
         self._namespace: Namespace | None = None
         self._chunks: dict[int, Chunk] = {}
         self._kinds: dict[Kind, set[int]] = {FULL: set(), WINDOW: set(), STATE: set()}
+        #: Those of them that were seen on the shelf.
+        self._seen: dict[Kind, set[int]] = {FULL: set(), WINDOW: set(), STATE: set()}
 
-    def add(self, namespace: Namespace, kind: Kind, chunk: Chunk) -> None:
-        """Note that a kind of a chunk is on the shelf, or planned to be stored.
+    def add(self, namespace: Namespace, kind: Kind, chunk: Chunk, *, seen: bool) -> None:
+        """Note that a kind of a chunk was `seen` on the shelf, or is planned to be stored.
 
         The weights may have changed since the last one: what is in another namespace is forgotten.
         """
@@ -53,15 +56,19 @@ class Promise:
             self._namespace = namespace
             self.tail = None
             self._chunks.clear()
-            for indices in self._kinds.values():
+            for indices in (*self._kinds.values(), *self._seen.values()):
                 indices.clear()
         if chunk.tail:
             self.tail = chunk
         else:
             self._chunks[chunk.index] = chunk
             self._kinds[kind].add(chunk.index)
+            if seen:
+                self._seen[kind].add(chunk.index)
 
-    def handover(self, groups: CacheGroups, prompt: int, chunk_size: int) -> Handover | None:
+    def handover(
+        self, groups: CacheGroups, prompt: int, chunk_size: int, *, seen_only: bool = False
+    ) -> Handover | None:
         """Return what may be promised; None if that is nothing.
 
         Parameters
@@ -72,15 +79,18 @@ class Promise:
             Tokens of the prompt.
         chunk_size : int
             Tokens.
+        seen_only : bool
+            Promise only what was seen on the shelf: nothing can be stored now.
         """
+        kinds = self._seen if seen_only else self._kinds
         # Behind a state at the prompt's end, vLLM could not compute the last token once more.
         last = (prompt - 1 if groups.hybrid else prompt) // chunk_size
         end = last
         if FULL in groups.kinds:
-            end = next((n for n in range(last) if n not in self._kinds[FULL]), last)
-        while end and not self._may_end(groups, end, chunk_size):
+            end = next((n for n in range(last) if n not in kinds[FULL]), last)
+        while end and not self._may_end(kinds, groups, end, chunk_size):
             end -= 1
-        tail = self.tail if end == prompt // chunk_size else None
+        tail = self.tail if end == prompt // chunk_size and not seen_only else None
         if self._namespace is None or not (end or tail):
             return None
         return Handover(
@@ -91,10 +101,13 @@ class Promise:
             self.attempt,
         )
 
-    def _may_end(self, groups: CacheGroups, end: int, chunk_size: int) -> bool:
-        """Whether all windows and the state are promised that a hit of `end` chunks needs."""
-        if STATE in groups.kinds and end - 1 not in self._kinds[STATE]:
+    @staticmethod
+    def _may_end(
+        kinds: Mapping[Kind, set[int]], groups: CacheGroups, end: int, chunk_size: int
+    ) -> bool:
+        """Whether `kinds` has all windows and the state that a hit of `end` chunks needs."""
+        if STATE in groups.kinds and end - 1 not in kinds[STATE]:
             return False
         if WINDOW not in groups.kinds:
             return True
-        return self._kinds[WINDOW].issuperset(window_chunks(end, groups.window, chunk_size))
+        return kinds[WINDOW].issuperset(window_chunks(end, groups.window, chunk_size))

@@ -40,7 +40,7 @@ import functools
 import logging
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -50,7 +50,7 @@ from vllm.distributed.parallel_state import get_dcp_group, model_parallel_is_ini
 from kvshelf.backends import Properties
 from kvshelf.backends.guard import try_to_start
 from kvshelf.capacity.history import History
-from kvshelf.config import Config
+from kvshelf.config import LEAST_STAGING, Config
 from kvshelf.errors import ConfigError, UnsupportedError
 from kvshelf.format.kinds import STATE, Kind
 from kvshelf.format.namespace import Namespace
@@ -61,8 +61,9 @@ from kvshelf.kv.device import DEFAULT_RING, DeviceKVCache
 from kvshelf.kv.streams import Streams
 from kvshelf.kv.topology import ShardPlan
 from kvshelf.metrics import Counters
+from kvshelf.pages import memory_limit
 from kvshelf.shelf.view import ShelfView
-from kvshelf.transfer.kinds import share_out
+from kvshelf.transfer.kinds import bytes_for_steps, share_out
 from kvshelf.transfer.staging import StagingPool
 from kvshelf.transfer.transfer import Transfer, default_io_threads
 from kvshelf.vllm.affinity import widen_cpu_affinity
@@ -78,6 +79,7 @@ from kvshelf.vllm.namespace import (
 )
 from kvshelf.vllm.registered_caches import RegisteredCaches, describe_caches
 from kvshelf.vllm.slots import GroupSlots, TokenSlots
+from kvshelf.vllm.speculation import DRAFTER_SHARE
 
 logger = logging.getLogger(__name__)
 
@@ -85,8 +87,10 @@ _WARM_BYTES = 256 << 20
 _WARM_JOIN_SECONDS = 1.0
 # Most threads that load beside a GPU, where cores are idle.
 _MOST_IDLE_CORES = 8
-# Most bytes of buffers on a device, for the chunks that one step completes.
-_RING_BYTES = 1 << 30
+# Steps whose chunks staging holds by default: one is gathered while another is being published.
+_STAGED_STEPS = 2
+# At most one part in this many of the memory that the process may use is for staging by default.
+_MEMORY_SHARE = 16
 # Takes the place of the fingerprint while it is not known: sizes do not depend on it.
 _ANY_WEIGHTS = "sha256:" + "0" * 64
 
@@ -463,18 +467,47 @@ class Registration:
             history=history,
         )
 
-    def _ring(self, kind: Kind, chunk_bytes: int) -> int:
+    def _ring(self, kind: Kind) -> int:
         """Return how many chunks may be on their way from the device at once.
 
         A step's chunks are gathered in one go, much faster than they reach staging. If a step
         completes more chunks than this, some are not stored. A step stores few states, which are
         many times as large as a chunk's KV.
         """
-        if kind == STATE:
-            return DEFAULT_RING
+        return DEFAULT_RING if kind == STATE else max(DEFAULT_RING, self._chunks_per_step())
+
+    def _chunks_per_step(self) -> int:
+        """Return how many chunks a step may complete; 0 if that is not known."""
         tokens = int(getattr(self._vllm_config.scheduler_config, "max_num_batched_tokens", 0) or 0)
-        chunks_per_step = -(-tokens // self._config.chunk_size)
-        return max(DEFAULT_RING, min(chunks_per_step, _RING_BYTES // chunk_bytes))
+        return -(-tokens // self._config.chunk_size)
+
+    def _staging_bytes(
+        self, formats: Sequence[ObjectFormat], plans: Mapping[Kind, ShardPlan]
+    ) -> int:
+        """Return how many bytes of staging all kinds have together; warn where they are few."""
+        chunks, configured = self._chunks_per_step(), self._config.staging_bytes
+        step = bytes_for_steps(formats, plans, chunks)
+        if configured is not None:
+            total = int(configured)
+        else:
+            total = LEAST_STAGING // (DRAFTER_SHARE if self._of_drafter else 1)
+            parallel = self._vllm_config.parallel_config
+            ranks = int(getattr(parallel, "local_world_size", parallel.tensor_parallel_size))
+            ranks *= max(1, int(getattr(parallel, "data_parallel_size_local", 1)))
+            most = memory_limit() // _MEMORY_SHARE // ranks
+            total = max(total, min(_STAGED_STEPS * step, most))
+        if chunks and total < step and not self._rank and not self._of_drafter:
+            logger.warning(
+                "staging has %d bytes, too few for the %d chunks that one step of %d tokens may"
+                " complete: chunks of full attention are stored in later steps while their"
+                " requests run, and the rest of such a step is not stored. Set staging_bytes to %d"
+                " or more, or --max-num-batched-tokens lower",
+                total,
+                chunks,
+                self._vllm_config.scheduler_config.max_num_batched_tokens,
+                step,
+            )
+        return total
 
     def _memory_for(self, fmt: ObjectFormat, memories: Memories | None) -> Memories:
         """Use memory for a namespace, or close it and allocate other memory if it does not fit."""
@@ -495,9 +528,8 @@ class Registration:
             self._vllm_config, record, self._rank, decode_context=self._context_ranks
         )
         formats = {kind: fmt.of(kind) for kind in plans}
-        shares = share_out(
-            int(self._config.staging_bytes), list(formats.values()), plans, "staging_bytes"
-        )
+        total = self._staging_bytes(list(formats.values()), plans)
+        shares = share_out(total, list(formats.values()), plans, "staging_bytes")
         memories: dict[Kind, TransferMemory] = {}
         try:
             for kind, plan in plans.items():
@@ -526,7 +558,6 @@ class Registration:
                 one.of_rank(plan, interleave) for one in slots if isinstance(one, TokenSlots)
             )
         on_device = self.on_device
-        chunk_bytes = sum(fmt.object_size(shard) for shard in plan.shards)
         staging = StagingPool(
             capacity,
             max(fmt.object_size(shard) for shard in plan.shards),
@@ -543,7 +574,7 @@ class Registration:
                 cache = DeviceKVCache(
                     calls,
                     # A worker with parts of shards never gathers.
-                    ring=1 if plan.divided else self._ring(fmt.kind, chunk_bytes),
+                    ring=1 if plan.divided else self._ring(fmt.kind),
                     loads=self.io_threads()[0],
                     pinned=staging.pinned,
                     streams=self._streams(),

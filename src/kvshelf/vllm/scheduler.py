@@ -30,7 +30,9 @@ Contracts
   lookup's misses, chunks that failed, ``lookup_wait_s``, a storage that does not answer, an open
   breaker, a namespace that is not known yet. At its end there is a hit of what was seen.
 * A request that asks for a hand-over has its tail stored, in the step that completes the prompt,
-  and promises what is stored or planned (:mod:`kvshelf.vllm.promise`).
+  and promises what is stored or planned (:mod:`kvshelf.vllm.promise`). While a worker's storage
+  takes no writes, it promises only what lookups have seen. When it ends it keeps its blocks until
+  the workers have gathered what they had postponed (:mod:`kvshelf.vllm.postponed`).
 * With ``cache_tails`` the tails of all prompts are stored, and lookups look for them. Only a prompt
   with equal tokens to its end finds one. Its hit then has all tokens, as that of a hand-over,
   unless vLLM computes the tail sooner than it could be loaded.
@@ -111,7 +113,7 @@ from kvshelf.vllm.awaiting import RETRY_SECONDS, Awaited, Awaiting
 from kvshelf.vllm.block_weights import BlockWeights
 from kvshelf.vllm.draft_scheduler import DraftedChain, DraftScheduler
 from kvshelf.vllm.groups import CacheGroups
-from kvshelf.vllm.handover import Handover, asks_for_handover
+from kvshelf.vllm.handover import asks_for_handover
 from kvshelf.vllm.handshake import Handshake
 from kvshelf.vllm.item_ids import ItemIds
 from kvshelf.vllm.metadata import (
@@ -119,6 +121,7 @@ from kvshelf.vllm.metadata import (
     AdapterContent,
     LoadFailure,
     LoadOp,
+    Owner,
     StepMetadata,
     StoreOp,
     WorkerMetadata,
@@ -177,6 +180,7 @@ class _Request:
         "not_loaded",
         "offered_from",
         "period",
+        "planned_at",
         "promise",
         "reads",
         "renewals",
@@ -218,6 +222,8 @@ class _Request:
         self.next_store = 0
         #: `next_store`, and the first token behind which there is more to store with it.
         self.next_boundary = (0, 0)
+        #: The step in which stores of the request were last planned.
+        self.planned_at = 0
         #: Where the request asked for a hand-over.
         self.promise: Promise | None = None
         #: Index of the last chunk whose state was planned to be stored.
@@ -336,6 +342,15 @@ class SchedulerSide:
         self._lookups: LookupService | None = None
         #: Ranks whose storage breaker is open.
         self._open_breakers: set[int] = set()
+        #: Ranks whose storage takes no writes.
+        self._refusing: set[int] = set()
+        self._steps = 0
+        #: Requests of which workers have postponed stores, and how often each had been preempted.
+        self._postponed: dict[str, int] = {}
+        #: Requests that ended and keep their blocks until all workers have what they postponed.
+        self._held_blocks: set[str] = set()
+        self._to_hold: list[Owner] = []
+        self._gone: list[Owner] = []
         self._stepped_at = 0.0
         self._requests: dict[str, _Request] = {}
         #: Waiting requests with a lookup, and later ones without, in order.
@@ -964,6 +979,7 @@ class SchedulerSide:
         self._idle_steps = self._idle_steps + 1 if idle else 0
         if not idle:
             self._computed = output.num_scheduled_tokens
+        self._steps += 1
         self._stepped_at = time.monotonic()
         self._budget_left = self._budget_of_step()
         self._awaiting.scheduled(output.num_scheduled_tokens)
@@ -1005,6 +1021,8 @@ class SchedulerSide:
                 meta.stores = []
                 self._break_promises(output.num_scheduled_tokens)
                 self._log.error("stores of a step could not be planned", exc_info=error)
+        if self._postponed:
+            self._allow_postponed(output, meta)
         self._hand_out(meta)
         self._rest(meta)
         return meta
@@ -1046,6 +1064,8 @@ class SchedulerSide:
         meta.prefetch_ended = self._read_ahead.take_ended()
         meta.loads, self._loads = self._loads, []
         meta.cancelled, self._cancelled = self._cancelled, []
+        meta.held, self._to_hold = self._to_hold, []
+        meta.gone, self._gone = self._gone, []
         meta.reset, self._reset = self._reset, False
         meta.weights_round = self._handshake.round
         return meta
@@ -1073,6 +1093,31 @@ class SchedulerSide:
                 state.period = self._admit_blocks(blocks, computed)
             else:
                 self._blocks.take(blocks, state.period)
+
+    def _allow_postponed(self, output: Any, meta: StepMetadata) -> None:
+        """Say of which requests workers may gather what they have postponed.
+
+        Of those of this step: vLLM keeps their blocks until it has the step's output. But the
+        blocks of a request that was preempted since then may be others'.
+        """
+        for request_id, preempted in list(self._postponed.items()):
+            if self._requests[request_id].request.num_preemptions != preempted:
+                del self._postponed[request_id]
+                self._gone.append((request_id, preempted))
+                # What it lost is stored when it is in the cache again.
+                self._requests[request_id].next_store = 0
+            elif request_id in output.num_scheduled_tokens:
+                meta.again.append((request_id, preempted))
+
+    def _note_postponed(self, owner: Owner) -> None:
+        request_id, preempted = owner
+        state = self._requests.get(request_id)
+        if state is not None and state.request.num_preemptions == preempted:
+            self._postponed[request_id] = preempted
+        elif request_id not in self._held_blocks:
+            self._gone.append(owner)
+            if state is not None:
+                state.next_store = 0
 
     def _loads_are_paused(self) -> bool:
         lookups = self._lookups
@@ -1180,7 +1225,7 @@ class SchedulerSide:
             stored = [kind for kind in kinds if self._is_stored(state, lookup, chunk, kind)]
             missing = [kind for kind in kinds if kind != STATE and kind not in stored]
             for kind in stored:
-                self._note_promised(state, kind, chunk)
+                self._note_promised(state, kind, chunk, seen=True)
             if not missing:
                 continue
             if tables is None:
@@ -1234,11 +1279,11 @@ class SchedulerSide:
             return state.promise.tail is None
         return not state.tail_planned and self._has_cached_tail(state)
 
-    def _note_promised(self, state: _Request, kind: Kind, chunk: Chunk) -> None:
+    def _note_promised(self, state: _Request, kind: Kind, chunk: Chunk, *, seen: bool) -> None:
         """Note a kind of a chunk that is stored or planned to be, if the request hands over."""
         if state.promise is not None:
             assert self.namespace is not None
-            state.promise.add(self.namespace, kind, chunk)
+            state.promise.add(self.namespace, kind, chunk, seen=seen)
 
     def _break_promises(self, request_ids: Iterable[str]) -> None:
         """Promise nothing of requests of which it is not known what is stored."""
@@ -1353,7 +1398,8 @@ class SchedulerSide:
         draft = None
         if self._drafts is not None and kind == FULL:
             draft = self._drafts.to_store(state.request.request_id, chain, chunk.index)
-        self._note_promised(state, kind, chunk)
+        self._note_promised(state, kind, chunk, seen=False)
+        state.planned_at = self._steps
         return StoreOp(
             chunk,
             tuple(blocks.get(group.index, []) for group in self._groups),
@@ -1364,6 +1410,7 @@ class SchedulerSide:
             draft,
             kind,
             "" if state.promise is None else state.promise.attempt,
+            (state.request.request_id, state.request.num_preemptions),
         )
 
     def worker_output(self, meta: WorkerMetadata) -> None:
@@ -1377,6 +1424,10 @@ class SchedulerSide:
             self._adapters.distrust(number)
         for rank, is_open in meta.breaker_open.items():
             (self._open_breakers.add if is_open else self._open_breakers.discard)(rank)
+        for rank, refused in meta.writes_refused.items():
+            (self._refusing.add if refused else self._refusing.discard)(rank)
+        for owner in meta.postponed:
+            self._note_postponed(owner)
         again = self._handshake.receive(meta.reports, meta.weights)
         if again or (self._reset_early and self._handshake.watched):
             self._reset_early = False
@@ -1561,17 +1612,22 @@ class SchedulerSide:
 
     # ------------------------------------------------------------- end
 
-    def finished(self, request_id: str) -> Handover | None:
+    def finished(self, request_id: str) -> tuple[bool, dict[str, Any] | None]:
         """Forget a request; cancel its load if it is still running.
 
         Returns
         -------
-        Handover or None
+        held : bool
+            The request keeps its blocks until all workers have reported it.
+        params : dict or None
             What is promised to another engine, where the request asked for that.
         """
         state = self._requests.pop(request_id, None)
         if state is None:
-            return None
+            return False, None
+        preempted = self._postponed.pop(request_id, None)
+        if preempted is not None:
+            self._gone.append((request_id, preempted))
         self._read_ahead.end(request_id)
         self._awaiting.forget(request_id)
         self._looked_up.discard(request_id)
@@ -1587,10 +1643,26 @@ class SchedulerSide:
         request, handover = state.request, None
         if state.promise is not None and request.num_computed_tokens >= request.num_prompt_tokens:
             size = self._config.chunk_size
-            handover = state.promise.handover(self._groups, request.num_prompt_tokens, size)
-        if handover is not None:
-            self.counters.add("handovers_promised")
-        return handover
+            handover = state.promise.handover(
+                self._groups, request.num_prompt_tokens, size, seen_only=bool(self._refusing)
+            )
+        if handover is None:
+            return False, None
+        params = handover.params()
+        self.counters.add("handovers_promised")
+        owner = (request_id, request.num_preemptions)
+        # What workers postponed in the last steps they have not reported yet.
+        unknown = self._steps - state.planned_at <= self._steps_in_flight and state.planned_at
+        if state.loading or not (unknown or owner in self._gone):
+            return False, params
+        self._gone = [gone for gone in self._gone if gone != owner]
+        self._held_blocks.add(request_id)
+        self._to_hold.append(owner)
+        return True, params
+
+    def released(self, request_ids: Iterable[str]) -> None:
+        """Note that all workers have reported requests that kept their blocks."""
+        self._held_blocks.difference_update(request_ids)
 
     def reset(self) -> bool:
         """Forget everything known of the shelf, and have the workers compare their weights.

@@ -134,7 +134,7 @@ class OfflineEngine:
         ranks = int(self._llm.llm_engine.vllm_config.parallel_config.world_size)
         kinds = [fmt.of(kind) for kind in fmt.kinds]
         chunk = sum(each.object_size(shard) for each in kinds for shard in range(each.shards))
-        return max(1, self.config.staging_bytes * ranks // 2 // chunk)
+        return max(1, self.config.least_staging * ranks // 2 // chunk)
 
     def render(self, prompts: Sequence[Prompt]) -> list[TokenPrompt]:
         """Convert prompts to token ids, as vLLM's server does.

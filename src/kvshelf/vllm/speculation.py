@@ -27,8 +27,9 @@ WITHOUT_DRAFTS = (
     " prefix: %s"
 )
 
-# What a drafter gets of the memory that `staging_bytes` allows: its KV is small beside the model's.
-_STAGING_SHARE = 4
+#: A drafter gets one part in so many of what `staging_bytes` allows: its KV is small beside the
+#: model's.
+DRAFTER_SHARE = 4
 
 #: Methods whose drafts have no KV of their own.
 METHODS_WITHOUT_KV = frozenset(
@@ -196,6 +197,6 @@ def draft_config(vllm_config: Any, config: Config, target: Namespace | None) -> 
             "version": f"drafter of {'' if target is None else target.digest.hex()}",
             "weights": "content" if named else config.weights,
             "shards": None,
-            "staging_bytes": config.staging_bytes // _STAGING_SHARE,
+            "staging_bytes": config.staging_bytes and config.staging_bytes // DRAFTER_SHARE,
         }
     )

@@ -36,6 +36,8 @@ Contracts
 * One memory tier serves all kinds of KV and outlives changes of the weights: objects have the names
   of their namespace. The scheduler side knows nothing of it: the shelf decides what is a hit.
 * What a failed step left in the cache is never stored.
+* A chunk of full attention that found no staging is gathered in a later step of its request
+  (:mod:`kvshelf.vllm.postponed`).
 * From the moment when weights may have changed in place, nothing is loaded or stored until the
   scheduler has named the namespace of the weights that are there now
   (:mod:`kvshelf.vllm.loaded_weights`). A load or store that was planned in an earlier round is
@@ -52,7 +54,8 @@ import functools
 import logging
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -75,6 +78,7 @@ from kvshelf.transfer.kinds import JointLoad, KindTransfers, share_out
 from kvshelf.transfer.loads import Failure
 from kvshelf.transfer.prefetch import KindMemory, Prefetcher
 from kvshelf.transfer.promises import Promises
+from kvshelf.transfer.stores import StoreOutcome
 from kvshelf.transfer.transfer import Transfer
 from kvshelf.vllm import weight_changes
 from kvshelf.vllm.adapters import LoadedAdapters, adapter_settings
@@ -91,6 +95,7 @@ from kvshelf.vllm.metadata import (
     WorkerMetadata,
 )
 from kvshelf.vllm.namespace import manager_block_size
+from kvshelf.vllm.postponed import PostponedStores
 from kvshelf.vllm.registration import Memories, Registration, State
 from kvshelf.vllm.slots import slots_to_load, slots_to_store, state_to_load
 
@@ -103,6 +108,8 @@ _IDLE_WAIT_SECONDS = 10e-3
 _JOIN_SECONDS = 0.5
 # How much of its time the end of an engine leaves for the markers of what it could not store.
 _MARKER_SECONDS = 0.5
+# A step gathers at least so many chunks of earlier steps, if there is room.
+_LEAST_AGAIN = 4
 # Breaker states as numbers, for metrics.
 _STATES = {BreakerState.CLOSED: 0, BreakerState.HALF_OPEN: 1, BreakerState.OPEN: 2}
 _WEIGHTS_CHANGED = (
@@ -215,6 +222,8 @@ class WorkerSide:
         self._adapters = LoadedAdapters(adapter_settings(vllm_config))
         #: What the scheduler was told last; None: it must be told again.
         self._breaker_open: bool | None = False
+        self._writes_refused = False
+        self._postponed = PostponedStores(config.handover_wait_s)
 
     # ------------------------------------------------------------- caches
 
@@ -228,6 +237,7 @@ class WorkerSide:
         ConfigError
             If the configuration does not fit the caches or the engine.
         """
+        self._drop_postponed(self._postponed.drop_all())
         if self._transfer is not None:
             self._close_transfer(0.0)
         for op in self._ops.values():
@@ -350,6 +360,7 @@ class WorkerSide:
         that come later.
         """
         self._invalidate_loads()
+        self._drop_postponed(self._postponed.drop_all())
         self.drain(self._config.shutdown_drain_s)
         self._registration.pause()
         if self._drafts is not None:
@@ -535,6 +546,10 @@ class WorkerSide:
         """Begin a step."""
         self._meta = meta
         self._planned += meta.loads
+        self._postponed.hold(meta.held)
+        self._drop_postponed(self._postponed.drop(meta.gone))
+        # Their blocks hold what they held.
+        meta.again = self._postponed.held + meta.again
         self._begin_round(meta.weights_round)
         if meta.namespace is not None:
             self._agree(meta.weights_round, *meta.namespace)
@@ -649,48 +664,71 @@ class WorkerSide:
         self._gather(drafted=True)
 
     def _gather(self, *, drafted: bool) -> list[StoreOp]:
-        """Gather the step's chunks, with the drafter's KV if it is `drafted`; return what was."""
+        """Gather the step's chunks, with the drafter's KV if it is `drafted`; return what was.
+
+        Before them those of earlier steps, as far as the scheduler side allows them.
+        """
         meta = self._meta
-        if meta is None or not meta.stores or self._transfer is None:
+        if meta is None or not (meta.stores or meta.again) or self._transfer is None:
             return []
         stores, meta.stores = meta.stores, []
-        # Those of hand-overs first: staging may not hold all.
-        stores.sort(key=lambda op: not op.attempt)
+        again, meta.again = meta.again, []
         registration = self._registration
         usable = registration.caches is not None and registration.state is State.SERVING
         # vLLM also calls this while an exception leaves the forward pass. It is not known then
         # which layers have written their KV.
         usable = usable and sys.exc_info()[0] is None
-        stored = []
+        later: list[StoreOp] = []
+        if usable:
+            # A step that computes little gathers few of them.
+            taken = self._postponed.take(again, max(_LEAST_AGAIN, len(stores)))
+            later = [op for op in stores if op.kind == FULL and op.owner in self._postponed]
+            stores = taken + [op for op in stores if op not in later]
+        # Those of hand-overs first: staging may not hold all.
+        stores.sort(key=lambda op: not op.attempt)
+        idle = meta.idle and self._postponed.held
+        wait_until = time.monotonic() + (_IDLE_WAIT_SECONDS if idle else 0.0)
+        stored, full = [], False
         for op in stores:
-            kept = False
+            may_wait = usable and op.kind == FULL
+            if may_wait and full:
+                later.append(op)
+                continue
+            outcome = None
             try:
-                kept = usable and self._store(op, drafted=drafted)
+                if usable:
+                    wait = max(0.0, wait_until - time.monotonic()) if idle else 0.0
+                    outcome = self._store(op, drafted=drafted, wait=wait)
             except Exception as error:
                 usable = False
                 self._drop(op, Reason.ERROR)
                 logger.error("a chunk was not stored", exc_info=error)
-            if kept:
+            if may_wait and outcome is StoreOutcome.STAGING_FULL:
+                full = True
+                # Of the drafter's KV there is another staging.
+                later.append(replace(op, draft=None) if drafted else op)
+            elif outcome is not None:
                 stored.append(op)
             elif op.attempt and self._promises is not None:
                 # Another engine waits for the chunk.
                 self._promises.give_up(op.attempt)
+        self._postponed.put(later)
         return stored
 
-    def _store(self, op: StoreOp, *, drafted: bool) -> bool:
-        """Gather one chunk; False if it cannot be stored, and :class:`Stores` was not asked."""
+    def _store(self, op: StoreOp, *, drafted: bool, wait: float = 0.0) -> StoreOutcome | None:
+        """Gather one chunk; None if it cannot be stored, and :class:`Stores` was not asked."""
         if not (self._serving and self._is_current(op)):
             self._drop(op, Reason.WEIGHTS_CHANGED)
-            return False
+            return None
         memory = self._registration.memories.get(op.kind)
         if memory is None:
             # This rank has no layers of this kind.
-            return True
+            return StoreOutcome.KNOWN
         if any(NULL_BLOCK in ids for ids in op.block_ids):
-            return False
+            return None
         if not self._adapters.may_store(op.adapter):
             self._drop(op, Reason.ADAPTER_UNKNOWN)
-            return False
+            return None
         if drafted and self._drafts is not None:
             # First, so that who finds the model's KV finds the drafter's as well.
             self._drafts.store(op)
@@ -708,12 +746,28 @@ class WorkerSide:
             ChunkSlots(chunk, slots),
             repair=op.repair,
             age=op.age,
+            wait=wait,
             promised=bool(op.attempt) and promises is not None,
+            # Windows and states are gone in the next step.
+            postponable=op.kind == FULL,
             on_done=on_done,
         )
-        if promises is not None:
+        postponed = op.kind == FULL and outcome is StoreOutcome.STAGING_FULL
+        if promises is not None and not postponed:
             promises.note(op.attempt, chunk, outcome)
-        return True
+        return outcome
+
+    def _drop_postponed(self, ops: Iterable[StoreOp]) -> None:
+        """Count postponed stores as dropped; engines that wait for them are told."""
+        for op in ops:
+            self._drop(op, Reason.STAGING_FULL)
+            if op.attempt and self._promises is not None:
+                self._promises.give_up(op.attempt)
+
+    def released(self) -> set[str]:
+        """Return the requests that ended and whose blocks are no longer needed here."""
+        self._drop_postponed(self._postponed.drop_late())
+        return self._postponed.take_released()
 
     def _drop(self, op: StoreOp, reason: Reason) -> None:
         """Count a chunk that is not stored, and note it in the history."""
@@ -835,9 +889,17 @@ class WorkerSide:
             if self._breaker_open is not breaker_open:
                 self._breaker_open = breaker_open
                 meta.breaker_open = {self.rank: breaker_open}
+            properties = shelf.backend.properties
+            refused = properties.read_only or not properties.available
+            refused = refused or (self._promises is not None and self._promises.unmarked)
+            if self._writes_refused is not refused:
+                self._writes_refused = refused
+                meta.writes_refused = {self.rank: refused}
+        meta.postponed = self._postponed.take_news()
         news = meta.reports or meta.failures or meta.repaired or meta.published or meta.breaker_open
         of_drafter = meta.draft_reports or meta.without_drafts
-        if not (news or meta.other_adapters or meta.weights or of_drafter):
+        of_stores = meta.postponed or meta.writes_refused
+        if not (news or meta.other_adapters or meta.weights or of_drafter or of_stores):
             # The scheduler side takes an answer without a report for an acknowledgement.
             announced = self._meta and (self._meta.namespace or self._meta.draft_namespace)
             return WorkerMetadata() if announced else None
@@ -881,6 +943,7 @@ class WorkerSide:
         self._registration.cancel_weights()
         seconds = self._config.shutdown_drain_s
         deadline = time.monotonic() + seconds
+        self._drop_postponed(self._postponed.drop_all())
         if self._sweep is not None:
             self._sweep.close()
         if self._transfer is not None or self._retired:

@@ -1,0 +1,255 @@
+"""Prompts larger than staging: what finds no room in its step is stored in later ones."""
+
+from __future__ import annotations
+
+import errno
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from faulty import Fault, FaultyBackend
+from kvshelf.backends import Deadlines
+from kvshelf.backends.guard import GuardedBackend
+from parts import AT_ONCE, PATIENCE, posix, until
+from replay import RUNNERS, MiniVllm, Request, make_config, prompt
+
+from kvshelf.errors import ReadOnlyStorageError
+from kvshelf.shelf import tiers
+from kvshelf.shelf.shelf import Shelf
+from kvshelf.vllm import connector
+from kvshelf.vllm.worker import WorkerSide
+
+CHUNK, CHUNKS = 8, 24
+#: Buffers that hold 4 chunks of 2 objects beside the part of loads.
+BUFFERS = 10
+ASKED = {"do_remote_decode": True}
+
+
+@pytest.fixture
+def backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FaultyBackend:
+    backend = FaultyBackend(posix(tmp_path / "shelf"))
+
+    def open_shelf(url: str, *, deadlines: dict[str, float] | None = None, **options: Any) -> Shelf:
+        guarded = GuardedBackend(backend, replace(Deadlines(), **(deadlines or {})), AT_ONCE)
+        return Shelf(guarded)
+
+    monkeypatch.setattr(tiers, "open_shelf", open_shelf)
+    connector._logs.clear()
+    return backend
+
+
+@pytest.fixture
+def storage(backend: FaultyBackend) -> Iterator[threading.Event]:
+    """Objects are written only once it is set."""
+    is_open = threading.Event()
+    backend.add(Fault("write", "*.safetensors", wait=is_open))
+    yield is_open
+    is_open.set()
+
+
+@pytest.fixture
+def start(
+    backend: FaultyBackend,
+    storage: threading.Event,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> Iterator[Callable[..., MiniVllm]]:
+    engines: list[MiniVllm] = []
+
+    def start(
+        runner: str = "V2 on a device", *, staging: int = BUFFERS * 8192, **options: Any
+    ) -> MiniVllm:
+        extra = options.pop("config", {})
+        config = make_config(
+            backend.url,
+            staging_bytes=staging,
+            write_deadline_s=PATIENCE,
+            lookup_wait_s=PATIENCE,
+            identity_wait_s=PATIENCE,
+            **extra,
+        )
+        given = {"blocks": 80, "budget": 8 * CHUNK, "prefix_caching": False, **options}
+        engines.append(MiniVllm(config, runner=runner, **given))
+        engines[-1].counted = counted = Counter()
+        counters = side_of(engines[-1]).counters
+        add = counters.add
+
+        def note(name: str, amount: float = 1) -> None:
+            counted[name] += amount
+            add(name, amount)
+
+        monkeypatch.setattr(counters, "add", note)
+        engines[-1].step()
+        return engines[-1]
+
+    yield start
+    storage.set()
+    for engine in engines:
+        engine.close()
+    assert "the engine goes on" not in caplog.text
+
+
+def side_of(engine: MiniVllm) -> WorkerSide:
+    side = engine.worker._worker
+    assert side is not None
+    return side
+
+
+def count(engine: MiniVllm, name: str) -> float:
+    """What the worker has counted, also what vLLM has taken since."""
+    counted: Counter[str] = engine.counted  # type: ignore[attr-defined]
+    return counted[name]
+
+
+def stored(backend: FaultyBackend) -> int:
+    """Chunks on the shelf."""
+    return sum(info.name.endswith(".safetensors") for info in backend.list()) // 2
+
+
+def loaded(start: Callable[..., MiniVllm], like: MiniVllm, tokens: list[int]) -> int:
+    """Tokens that another engine of the same kind loads, of which it compares all bytes."""
+    other = start("V1" if like.device is None else "V1 on a device", staging=1 << 20)
+    request = other.add(Request("again", tokens))
+    state = other.states[request.request_id]
+    other.run()
+    return state.loaded
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_a_prompt_larger_than_staging_is_stored_in_one_pass(
+    backend: FaultyBackend, storage: threading.Event, start: Callable[..., MiniVllm], runner: str
+) -> None:
+    engine = start(runner)
+    tokens = prompt(CHUNKS * CHUNK + 1)
+    engine.add(Request("r", tokens, max_tokens=20))
+    while len(engine.states["r"].history) < len(tokens):
+        engine.step()
+    # Of three steps of 8 chunks 4 are in staging.
+    (memory,) = side_of(engine)._registration.memories.values()
+    assert memory.staging.for_stores // 2 == 4
+    assert stored(backend) == 0
+    storage.set()
+    while "r" in engine.states:
+        assert side_of(engine).drain(PATIENCE) == 0
+        engine.step()
+    assert side_of(engine).drain(PATIENCE) == 0
+    assert stored(backend) == CHUNKS
+    assert count(engine, "dropped_chunks_staging_full") == 0
+    assert loaded(start, engine, tokens) == CHUNKS * CHUNK
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_what_is_postponed_at_the_end_of_a_request_is_dropped_and_counted(
+    backend: FaultyBackend, storage: threading.Event, start: Callable[..., MiniVllm], runner: str
+) -> None:
+    engine = start(runner)
+    tokens = prompt(CHUNKS * CHUNK + 1)
+    engine.add(Request("r", tokens, max_tokens=2))
+    engine.run()
+    # Its blocks are others' now.
+    engine.add(Request("other", prompt(CHUNKS * CHUNK + 1, seed=1), max_tokens=1))
+    engine.run()
+    engine.step()
+    assert count(engine, "dropped_chunks_staging_full") == 2 * CHUNKS - 4
+    storage.set()
+    engine.add(Request("third", prompt(20, seed=2), max_tokens=4))
+    engine.run()
+    assert side_of(engine).drain(PATIENCE) == 0
+    assert loaded(start, engine, tokens) == 4 * CHUNK
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_blocks_of_a_preempted_request_are_not_stored_as_its_own(
+    backend: FaultyBackend, storage: threading.Event, start: Callable[..., MiniVllm], runner: str
+) -> None:
+    engine = start(runner)
+    tokens = prompt(CHUNKS * CHUNK + 1)
+    engine.add(Request("r", tokens, max_tokens=20))
+    while len(engine.states["r"].history) < len(tokens):
+        engine.step()
+    engine.step()
+    engine.preempt("r")
+    # Another one gets its blocks, and is part of the same steps.
+    other = prompt(CHUNKS * CHUNK + 1, seed=1)
+    engine.waiting.remove("r")
+    engine.add(Request("other", other, max_tokens=20))
+    engine.step()
+    storage.set()
+    assert side_of(engine).drain(PATIENCE) == 0
+    engine.waiting.append("r")
+    while engine.states:
+        engine.step()
+        assert side_of(engine).drain(PATIENCE) == 0
+    for each in (tokens, other):
+        assert loaded(start, engine, each) == CHUNKS * CHUNK
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_a_producer_keeps_its_blocks_until_its_chunks_are_gathered(
+    backend: FaultyBackend, storage: threading.Event, start: Callable[..., MiniVllm], runner: str
+) -> None:
+    engine = start(runner)
+    free = len(engine.free)
+    tokens = prompt(CHUNKS * CHUNK + 3)
+    engine.add(Request("r", tokens, max_tokens=1, kv_transfer_params=ASKED))
+    while engine.states["r"].status != "finished":
+        engine.step()
+    for _ in range(3):
+        engine.step()
+        assert len(engine.free) < free
+    assert engine.params["r"]["kvshelf_tokens"] == len(tokens)
+    storage.set()
+    engine.run()
+    assert len(engine.free) == free
+    assert side_of(engine).drain(PATIENCE) == 0
+    assert count(engine, "promises_broken") == 0
+    assert loaded(start, engine, tokens) == CHUNKS * CHUNK
+
+
+def test_a_producer_keeps_its_blocks_for_a_bounded_time(
+    backend: FaultyBackend, storage: threading.Event, start: Callable[..., MiniVllm]
+) -> None:
+    engine = start(config={"handover_wait_s": 0})
+    free = len(engine.free)
+    tokens = prompt(CHUNKS * CHUNK + 3)
+    engine.add(Request("r", tokens, max_tokens=1, kv_transfer_params=ASKED))
+    engine.run()
+    assert len(engine.free) == free
+    until(lambda: count(engine, "markers_written") == 1)
+    assert count(engine, "dropped_chunks_staging_full") == CHUNKS + 1 - 4
+
+
+def test_a_small_prompt_that_is_handed_over_keeps_its_blocks_for_a_step(
+    backend: FaultyBackend, storage: threading.Event, start: Callable[..., MiniVllm]
+) -> None:
+    storage.set()
+    engine = start(staging=1 << 20)
+    engine.add(Request("r", prompt(20), max_tokens=1, kv_transfer_params=ASKED))
+    while engine.states["r"].status != "finished":
+        engine.step()
+    engine.step()
+    assert not engine.states
+
+
+def test_a_worker_says_that_its_storage_takes_neither_objects_nor_markers(
+    backend: FaultyBackend, storage: threading.Event, start: Callable[..., MiniVllm]
+) -> None:
+    storage.set()
+    refuses = Fault("write", error=lambda: ReadOnlyStorageError(errno.EROFS, "read-only", "x"))
+    backend.add(refuses)
+    engine = start(staging=1 << 20)
+    engine.add(Request("r", prompt(20), max_tokens=1, kv_transfer_params=ASKED))
+    engine.run()
+    assert side_of(engine).drain(PATIENCE) == 0
+    until(lambda: count(engine, "promises_broken") == 1)
+    engine.step()
+    engine.add(Request("other", prompt(20, seed=1), max_tokens=1, kv_transfer_params=ASKED))
+    engine.run()
+    assert engine.params["other"] is None

@@ -1,0 +1,139 @@
+"""How much staging an engine has by default: enough for the chunks of a step of usual models."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from kvshelf.config import LEAST_STAGING, Config
+from kvshelf.format.kinds import FULL, STATE, WINDOW, Kind
+from kvshelf.format.model import ModelFacts
+from kvshelf.format.objects import ObjectFormat
+from kvshelf.kv.topology import ShardPlan
+from kvshelf.transfer.kinds import share_out
+from kvshelf.transfer.staging import StagingPool
+
+with warnings.catch_warnings():
+    # Importing vLLM warns of what torch and others deprecate.
+    warnings.simplefilter("ignore")
+    from kvshelf.vllm import registration
+    from kvshelf.vllm.registration import Registration
+
+GIB = 1 << 30
+#: Layers, KV heads, head size, ranks; bf16.
+MODELS = {
+    "Llama 3 8B": (32, 8, 128, 1),
+    "Qwen3 8B": (36, 8, 128, 1),
+    "Qwen3 32B": (64, 8, 128, 2),
+    "Llama 3 70B": (80, 8, 128, 4),
+}
+
+
+def registration_of(ranks: int, tokens: int, *, drafter: bool = False, **options: Any) -> Any:
+    """A registration of an engine with so many ranks and tokens in a step."""
+    vllm_config = SimpleNamespace(
+        parallel_config=SimpleNamespace(
+            tensor_parallel_size=ranks,
+            local_world_size=ranks,
+            data_parallel_size_local=1,
+            pipeline_parallel_size=1,
+            decode_context_parallel_size=1,
+            prefill_context_parallel_size=1,
+        ),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=tokens),
+    )
+    config = Config.load({"shared_storage_path": "/nowhere", **options})
+    return Registration(vllm_config, config, None, 0, of_drafter=drafter)
+
+
+def of(model: str) -> tuple[ObjectFormat, ShardPlan]:
+    """The objects of a model, and the shards of the first rank."""
+    layers, heads, size, ranks = MODELS[model]
+    facts = ModelFacts(
+        layers=layers, kv_heads=heads, head_size=size, dtype="bfloat16", weights="some"
+    )
+    fmt = ObjectFormat(facts.namespace(chunk_size=256))
+    return fmt, ShardPlan(tuple(range(fmt.shards // ranks)))
+
+
+@pytest.mark.parametrize("tokens", [8192, 16384])
+@pytest.mark.parametrize("model", MODELS)
+def test_a_step_fits_into_staging_and_the_device_ring_by_default(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, model: str, tokens: int
+) -> None:
+    monkeypatch.setattr(registration, "memory_limit", lambda: 1 << 40)
+    fmt, plan = of(model)
+    made = registration_of(MODELS[model][3], tokens)
+    pool = StagingPool(
+        made._staging_bytes([fmt], {FULL: plan}), fmt.object_size(0), together=len(plan.shards)
+    )
+    chunks = tokens // 256
+    assert pool.for_stores >= chunks * len(plan.shards)
+    assert made._ring(FULL) >= chunks
+    # A quarter of what is free beside an engine with --gpu-memory-utilization 0.92.
+    gpu = 80 * GIB if tokens == 8192 else 180 * GIB
+    assert chunks * sum(map(fmt.object_size, plan.shards)) < gpu * 0.08 / 4
+    assert not caplog.records
+
+
+def test_staging_takes_no_more_than_its_part_of_the_memory_and_never_less_than_a_gibibyte(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    fmt, plan = of("Qwen3 32B")
+    plans: dict[Kind, ShardPlan] = {FULL: plan}
+    monkeypatch.setattr(registration, "memory_limit", lambda: 1 << 40)
+    two_steps = registration_of(2, 8192)._staging_bytes([fmt], plans)
+    assert two_steps > 2 * GIB
+    monkeypatch.setattr(registration, "memory_limit", lambda: 48 * GIB)
+    caplog.set_level(logging.WARNING)
+    assert registration_of(2, 8192)._staging_bytes([fmt], plans) == 48 * GIB // 16 // 2
+    monkeypatch.setattr(registration, "memory_limit", lambda: 2 * GIB)
+    assert not caplog.records
+    assert registration_of(2, 8192)._staging_bytes([fmt], plans) == LEAST_STAGING
+    (record,) = caplog.records
+    needed = int(record.getMessage().split("Set staging_bytes to ")[1].split()[0])
+    caplog.clear()
+    assert registration_of(2, 8192, staging_bytes=needed)._staging_bytes([fmt], plans) == needed
+    assert not caplog.records
+    pool = StagingPool(needed, fmt.object_size(0), together=len(plan.shards))
+    assert pool.for_stores >= 32 * len(plan.shards)
+    assert registration_of(2, 8192, staging_bytes=GIB)._staging_bytes([fmt], plans) == GIB
+    assert "too few for the 32 chunks" in caplog.text
+    # Small models keep what they had.
+    assert registration_of(2, 256)._staging_bytes([fmt], plans) == LEAST_STAGING
+    assert registration_of(2, 256, drafter=True)._staging_bytes([fmt], plans) == GIB // 4
+
+
+def test_each_kind_of_a_hybrid_model_has_room_for_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registration, "memory_limit", lambda: 1 << 40)
+    state = 4 << 20
+    facts = ModelFacts(
+        layers=3,
+        kv_heads=(8, 8, 0),
+        head_size=(128, 128, 0),
+        dtype="bfloat16",
+        weights="some",
+        kinds=(FULL, WINDOW, STATE),
+        attention=("full", "sliding", "gdn"),
+        sliding_windows=(-1, 1024, -1),
+        layer_names=("a", "b", "c"),
+        layer_shapes=("2,*,8,128", "2,*,8,128", f"ssm:{state // 2}/"),
+        layer_dtypes=("BF16", "BF16", "BF16"),
+        state_shards=1,
+    )
+    whole = ObjectFormat(facts.namespace(chunk_size=256))
+    formats = [whole.of(kind) for kind in whole.kinds]
+    plans = {fmt.kind: ShardPlan.whole(fmt.shards) for fmt in formats}
+    made = registration_of(1, 65536)
+    shares = share_out(made._staging_bytes(formats, plans), formats, plans, "staging_bytes")
+    for fmt in formats:
+        pool = StagingPool(shares[fmt.kind], fmt.object_size(0), together=fmt.shards)
+        # A step that completes 256 chunks ends only one or a few requests' states.
+        wanted = 64 if fmt.kind == STATE else 256
+        assert pool.for_stores >= wanted * fmt.shards
