@@ -255,11 +255,9 @@ def test_an_interrupt_has_a_code_of_its_own(tmp_path: Path) -> None:
     assert child.stdout is not None
     for _ in range(3):
         assert child.stdout.readline() == "reading\n"
-    begin = time.monotonic()
     child.send_signal(signal.SIGINT)
     out, err = child.communicate(timeout=60)
     assert child.returncode == 130, err
-    assert time.monotonic() - begin < 30
     report = json.loads(next(line for line in out.splitlines() if line[0] == "{"))
     assert report["interrupted"] is True
     assert "start it again" in err

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from cells import AHEAD, BACK, BEHIND, ODD_TIMES, EngineStandIn, MountedStorage, make_prompt
+from cells import AHEAD, BACK, BEHIND, LIMIT, ODD_TIMES, EngineStandIn, MountedStorage, make_prompt
 from faultfs import FaultMount
 from kvshelf.backends import Properties, Touched, WriteResult, open_backend
 from kvshelf.backends.wrappers import WrappedBackend
@@ -149,7 +149,7 @@ def test_a_clock_that_is_set_back_stops_nothing(
     note_cell(BACK, "read", backend)
     note_cell(BACK, "write", backend)
     known, new = make_prompt(FMT, 0), make_prompt(FMT, 1)
-    with closing(EngineStandIn(storage.backend, deadline=storage.deadline)) as engine:
+    with closing(EngineStandIn(storage.backend, deadline=LIMIT)) as engine:
         engine.answer(known)
         eventually(loads_all(engine, known))
         real = time.time
@@ -167,7 +167,7 @@ def test_times_that_make_no_sense(
     for what in ("read", "list", "delete"):
         note_cell(ODD_TIMES, what, backend)
     known = make_prompt(FMT, 0)
-    with closing(EngineStandIn(storage.backend, deadline=storage.deadline)) as engine:
+    with closing(EngineStandIn(storage.backend, deadline=LIMIT)) as engine:
         engine.answer(known)
         eventually(loads_all(engine, known))
         names = [row.name for row in storage.plain.list()]

@@ -244,7 +244,7 @@ def test_truncated_objects_are_misses_and_replaced(
 ) -> None:
     note_cell("truncated", "read", backend)
     prompt = make_prompt(FMT, 0)
-    with closing(EngineStandIn(storage.backend, deadline=storage.deadline)) as engine:
+    with closing(EngineStandIn(storage.backend, deadline=LIMIT)) as engine:
         engine.answer(prompt)
         for old in (True, False):
             name = engine.rig.shelf.view(FMT).name(ObjectRef(prompt.chunks[1], int(old)))
@@ -266,7 +266,7 @@ def test_writes_of_which_a_part_is_lost(
     note_cell("truncated", "write", backend)
     prompt = make_prompt(FMT, 0)
     size = BOUNDARIES[boundary]
-    with closing(EngineStandIn(storage.backend, deadline=storage.deadline)) as engine:
+    with closing(EngineStandIn(storage.backend, deadline=LIMIT)) as engine:
         storage.lose_behind(size)
         for _ in range(3):
             assert engine.answer(prompt) == 0

