@@ -14,7 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvshelf.backends import open_backend
-from parts import make_chunks, make_format
+from parts import make_chunks, make_format, until
+from serve_process import ServeProcess
 from shelves import Place
 from typer.testing import CliRunner
 
@@ -256,6 +257,28 @@ def test_an_engine_keeps_its_bound_beside_one_file(
     assert 3 * FMT.shards <= objects() <= 6 * FMT.shards
     for sweeper in (small, large):
         assert sweeper._counters.snapshot().get("sweep_errors", 0) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hostile", HOSTILE, ids=lambda one: one.__name__)
+def test_a_node_server_keeps_its_bound_beside_one_file(
+    tmp_path: Path, hostile: Callable[[Path], None]
+) -> None:
+    """A process of its own, with the bound that it was started with."""
+    root = tmp_path / "shelf"
+    place = Place(root, ahead=0.0)
+    place.put(FMT, CHUNKS, age=3600.0)
+    hostile(root)
+    bound = {"KVSHELF_CAPACITY": json.dumps({"max_bytes": 6 * CHUNK_BYTES})}
+    with ServeProcess(root, tmp_path / "socket", **bound) as server:
+        until(lambda: server.metrics()["sweeps"] >= 1)
+        assert server.metrics()["sweep_errors"] == 0
+        code, errors = server.stop()
+    assert code == 0, errors
+    assert "Traceback" not in errors
+    left = [name for name in place.files() if name.startswith(f"{FMT.namespace.folder}/")]
+    left = [name for name in left if name.endswith(".safetensors")]
+    assert 3 * FMT.shards <= len(left) <= 6 * FMT.shards
 
 
 @pytest.mark.parametrize("hostile", HOSTILE, ids=lambda one: one.__name__)
