@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 pytest.importorskip("vllm")
 
@@ -360,6 +364,45 @@ def test_a_version_names_only_weights_that_have_no_name(caplog: pytest.LogCaptur
     # Where others hold a part, this engine's own may be the same.
     parts = {"enable_expert_parallel": True, "data_parallel_size": 2}
     assert name(handshake(**parts), "aa", noticed=True, version="v") == "version:v"
+
+
+@settings(max_examples=40)
+@given(data=st.data())
+def test_a_name_stands_for_the_same_weights_in_all_engines(data: st.DataObject) -> None:
+    """Trainers say a version before they write it; steps and comparisons come at any time."""
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        engines = [SimulatedEngine(Path(folder), "NHD", 16, blocks=600) for _ in range(2)]
+        for engine in engines:
+            stack.callback(engine.close)
+            engine.ranks[0].model.bias[0] = 0.0
+            named(engine)
+        announced: list[int | None] = [None, None]
+        content = [0.0, 0.0]
+        known: dict[str, float] = {}
+        actions = st.sampled_from(["announce", "write", "write", "other", "step", "look", "look"])
+        for _ in range(data.draw(st.integers(1, 14), "actions")):
+            number = data.draw(st.integers(0, 1), "engine")
+            engine, action = engines[number], data.draw(actions, "action")
+            (rank,), version = engine.ranks, announced[number]
+            if action == "announce" and version is None:
+                announced[number] = data.draw(st.integers(1, 3), "version")
+                rank.worker.weights_changed("a test", f"step {announced[number]}")
+            elif action == "write" and version is not None:
+                if data.draw(st.booleans(), "noticed"):
+                    rank.worker.weights_changed("a test")
+                elif engine.scheduler.reset():
+                    engine.step([])
+                rank.model.bias[0] = content[number] = float(version)
+                announced[number] = None
+            elif action == "other" and version is None:
+                # Nobody gave these a version.
+                content[number] = data.draw(st.sampled_from([0.0, 1.0, 7.0, 8.0]), "content")
+                change(engine, content[number], (0,))
+            elif action == "step":
+                engine.step([])
+            elif action == "look":
+                engine.scheduler.reset()
+                assert known.setdefault(named(engine), content[number]) == content[number]
 
 
 @pytest.mark.parametrize("rounds", [0, 1, 2])
