@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import shutil
 import socket
 import threading
 import time
@@ -14,8 +15,10 @@ from pathlib import Path
 import msgspec
 import pytest
 import zmq
-from serving import OBJECT_BYTES, SLOTS, serving
+from serving import OBJECT_BYTES, SLOTS, MemoryService, serving
 
+from kvshelf.errors import ConfigError
+from kvshelf.memory.arena import Arena
 from kvshelf.server import loop as loop_module
 from kvshelf.server import messages, session
 from kvshelf.server.channel import Channel
@@ -446,3 +449,98 @@ def test_a_failure_while_a_client_is_greeted_ends_nothing(
         is_served()
         with neighbour(url):
             pass
+
+
+def inodes(folder: Path) -> dict[str, int]:
+    return {path.name: path.stat().st_ino for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("what", ["lock", "socket", "session", "all", "folder"])
+def test_what_a_cleaner_deletes_at_the_socket_is_made_again(what: str, tmp_path: Path) -> None:
+    with serving(tmp_path) as (url, _, _), raw(url) as old:
+        path = Path(session.socket_path(url))
+        names = {
+            "lock": [".lock"],
+            "socket": [""],
+            "session": [".session"],
+        }.get(what, ["", ".session", ".lock"])
+        before = inodes(path.parent)
+        gone = [path.with_name(path.name + name) for name in names]
+        # No other file gets the inode of one that is linked elsewhere.
+        for number, name in enumerate(gone):
+            os.link(name, tmp_path / f"kept-{number}")
+            name.unlink()
+        if what == "folder":
+            path.parent.rmdir()
+
+        def is_there_again() -> bool:
+            with contextlib.suppress(FileNotFoundError):
+                after = inodes(path.parent)
+                return before.keys() == after.keys() and all(
+                    after[name.name] != before[name.name] for name in gone
+                )
+            return False
+
+        eventually(is_there_again)
+        with pytest.raises(ConfigError, match="runs already"):
+            loop_module.Loop(url)
+        with raw(url) as new:
+            for client in (old, new):
+                client.send(Ping())
+                assert client.receive() == (1, Done())
+    assert os.listdir(path.parent) == [path.name + ".lock"]
+
+
+def test_a_server_whose_place_was_taken_ends_and_leaves_it(tmp_path: Path) -> None:
+    url = f"ipc://{tmp_path / 'sockets' / 'server'}"
+    first = loop_module.Loop(url)
+    # It is stopped meanwhile.
+    for path in (tmp_path / "sockets").iterdir():
+        path.unlink()
+    arena = Arena(1 << 20, shared=True)
+    second = loop_module.Loop(url)
+    with contextlib.closing(second), contextlib.closing(arena):
+        before = inodes(tmp_path / "sockets")
+        with contextlib.closing(first), pytest.raises(ConfigError, match="taken its place"):
+            first.run(
+                MemoryService(first, arena),
+                arena,
+                slots=SLOTS,
+                lease_seconds=1.0,
+                chunk_size=16,
+                facts=lambda: pytest.fail("no client came"),
+            )
+        assert inodes(tmp_path / "sockets") == before
+    assert os.listdir(tmp_path / "sockets") == ["server.lock"]
+
+
+def test_a_server_whose_folder_cannot_be_made_serves_those_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object, **__: object) -> None:
+        raise PermissionError("the user's session is over")
+
+    with serving(tmp_path) as (url, _, _), raw(url) as client:
+        client.send(Ping())
+        assert client.receive() == (1, Done())
+        path = Path(session.socket_path(url))
+        monkeypatch.setattr(os, "mkdir", refused)
+        monkeypatch.setattr(os, "makedirs", refused)
+        tried = threading.Semaphore(0)
+        listener = session.Listener
+
+        def count(path: str) -> session.Listener:
+            tried.release()
+            return listener(path)
+
+        monkeypatch.setattr(session, "Listener", count)
+        shutil.rmtree(path.parent)
+        for _ in range(3):
+            assert tried.acquire(timeout=SECONDS)
+        client.send(Ping())
+        assert client.receive() == (1, Done())
+        monkeypatch.undo()
+        eventually(path.with_name(path.name + ".session").exists)
+        with raw(url) as new:
+            new.send(Ping())
+            assert new.receive() == (1, Done())

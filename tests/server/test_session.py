@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import mmap
 import os
@@ -108,6 +109,40 @@ def test_one_server_runs_at_a_socket_and_a_killed_one_is_followed(tmp_path: Path
     left.close()
     session.Listener(path).close()
     assert not os.path.exists(path + ".session")
+
+
+def test_a_server_whose_lock_was_deleted_keeps_its_place(tmp_path: Path) -> None:
+    path = str(tmp_path / "sockets" / "server")
+    with contextlib.closing(session.Listener(path)) as listener:
+        assert listener.in_place()
+        for left in (path, path + ".session"):
+            os.unlink(path + ".lock")
+            with pytest.raises(session.TakenError, match="runs already"):
+                session.Listener(path)
+            assert not listener.in_place()
+            # The next time one socket is there no more.
+            os.unlink(left)
+            if left == path:
+                with pytest.raises(session.TakenError, match="runs already"):
+                    session.Listener(path)
+
+
+def test_a_server_ends_without_harm_to_another_in_its_place(tmp_path: Path) -> None:
+    path = str(tmp_path / "sockets" / "server")
+    first = session.Listener(path)
+    for name in (path, path + ".session", path + ".lock"):
+        os.unlink(name)
+    before = descriptors()
+    second = session.Listener(path)
+    assert not first.in_place()
+    first.close()
+    assert not first.in_place()
+    assert second.in_place()
+    with pytest.raises(session.TakenError, match="runs already"):
+        session.Listener(path)
+    assert descriptors() == before
+    second.close()
+    assert os.listdir(tmp_path / "sockets") == ["server.lock"]
 
 
 def test_without_a_server_connecting_fails_at_once(tmp_path: Path) -> None:

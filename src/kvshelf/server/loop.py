@@ -12,6 +12,8 @@ Contracts
 * Nothing that a client does or leaves undone blocks the loop. What it may have waiting is bounded:
   bytes of requests, requests without an answer, bytes of answers. A client that does not read its
   answers loses its session.
+* The server stays at its path: what a cleaner deletes there is made again. If another server has
+  taken it meanwhile, this one ends.
 * A session ends with its socket. A client that loses its session otherwise keeps the memory that it
   holds until its socket closes: it may be reading there.
 
@@ -308,11 +310,21 @@ class Loop:
         self._log = RateLimitedLog(logger, lines=5)
         self._service: Service
         self._welcome: Callable[[bytes], Welcome]
+        self._bind()
+
+    def _bind(self) -> None:
+        """Let ZMQ listen at the path.
+
+        The sockets are the listener's: ZMQ would delete what is at the path when it begins and when
+        it ends, whoever it belongs to. One at which it listened before goes on: to unbind it would
+        end the connections that it has taken.
+        """
         try:
-            self._router.bind(url)
+            self._router.setsockopt(zmq.USE_FD, self._listener.requests.detach())
+            self._router.bind(self.url)
         except zmq.ZMQError as error:
             self.close()
-            raise ConfigError(f"the node server cannot listen at {url}: {error}") from error
+            raise ConfigError(f"the node server cannot listen at {self.url}: {error}") from error
 
     # ---------------------------------------------------------------------------- any thread
 
@@ -368,6 +380,11 @@ class Loop:
             What clients are told of the storage.
         max_segment_bytes : int
             Largest segment of a client.
+
+        Raises
+        ------
+        ConfigError
+            If another server has taken this one's place, whose files had been deleted.
         """
         assert arena.fd is not None
         self._thread = threading.get_ident()
@@ -434,8 +451,6 @@ class Loop:
         if not self._router.closed:
             self._router.close()
             self._context.term()
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(self._path)
         self._listener.close()
 
     def _run_posted(self) -> None:
@@ -452,12 +467,36 @@ class Loop:
             if now >= deadline:
                 self._end_greeting(fd, "it said nothing")
                 connection.close()
-        with contextlib.suppress(KeyError):
-            self._poller.modify(self._listener.fileno(), zmq.POLLIN)
+        self._stay_in_place()
+        if self._listener.fileno() >= 0:
+            self._poller.register(self._listener.fileno(), zmq.POLLIN)
         try:
             self._service.tick()
         except Exception as error:  # noqa: BLE001
             self._log.error("the node server failed: %s", error, exc_info=error)
+
+    def _stay_in_place(self) -> None:
+        """Listen anew if lock or sockets were deleted; sessions and requests go on."""
+        if self._listener.in_place():
+            return
+        with contextlib.suppress(KeyError):
+            self._poller.unregister(self._listener.fileno())
+        self._listener.close()
+        try:
+            self._listener = session.Listener(self._path)
+        except session.TakenError as error:
+            raise ConfigError(
+                f"the files of this node server at {self._path} were deleted, and another server"
+                " has taken its place"
+            ) from error
+        except KVShelfError as error:
+            # Its clients are served; the next tick tries again.
+            self._log.error("no client can connect to the node server: %s", error)
+            return
+        self._bind()
+        self._log.warning(
+            "the files of the node server at %s were deleted and are there again", self._path
+        )
 
     # ---------------------------------------------------------------------------- sessions
 

@@ -1,7 +1,8 @@
 """The session socket: who may talk to the node server, and how both get each other's memory.
 
-Owns the Unix socket ``<path>.session`` beside the ZMQ socket ``<path>``: the checks of both sides,
-and the passing of file descriptors. What is said is in :mod:`kvshelf.server.messages`.
+Owns the Unix socket ``<path>.session`` beside the ZMQ socket ``<path>``, the names of both, the
+checks of both sides, and the passing of file descriptors. What is said is in
+:mod:`kvshelf.server.messages`.
 
 Contracts
 ---------
@@ -10,6 +11,9 @@ Contracts
 * Memory is taken from the other side only if its size can never change: a file that becomes
   shorter would end whoever reads it with SIGBUS. It is mapped for reading only.
 * Descriptors are closed on exec, and those that nobody asked for at once.
+* One server has a path. Cleaners of ``/tmp`` may delete the lock and the sockets of one that runs:
+  a server takes no path where another answers, notices what was deleted
+  (:meth:`Listener.in_place`), and removes only what it has made itself.
 
 Threads
 -------
@@ -224,18 +228,31 @@ def close_all(descriptors: Sequence[int]) -> None:
 # ---------------------------------------------------------------------------------- server
 
 
+class TakenError(ConfigError):
+    """Another server runs at this path."""
+
+
 class Listener:
-    """The server's end: takes connections of the same user.
+    """The server's end: has the path, and takes connections of the same user.
 
     Parameters
     ----------
     path : str
         Path of the ZMQ socket. Its folder is made if it does not exist.
 
+    Attributes
+    ----------
+    requests : socket
+        Listens at `path`, for ZMQ. Whoever takes it closes it.
+
     Raises
     ------
+    TakenError
+        If another server runs there.
     ConfigError
-        If another server runs there, or the folder is not this user's alone.
+        If the folder is not this user's alone, or the system allows no socket there.
+    UnavailableStorageError
+        If the folder cannot be made.
     """
 
     def __init__(self, path: str) -> None:
@@ -244,19 +261,45 @@ class Listener:
             os.makedirs(os.path.dirname(folder), exist_ok=True)
             os.mkdir(folder, 0o700)
         check_folder(path)
-        self._path = path + _SUFFIX
-        self._lock = _locked(path + _LOCK_SUFFIX)
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        lock = path + _LOCK_SUFFIX
+        #: What stands for this server, and an open file of each: as long as it is open, no other
+        #: file gets its inode.
+        self._files: dict[str, int] = {}
+        self._sockets: list[socket.socket] = []
         try:
-            # Nobody else runs here, so this is what a server that was killed has left.
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(self._path)
-            self._socket.bind(self._path)
-            self._socket.setblocking(False)
-            self._socket.listen(128)
-        except OSError as error:
+            self._files[lock] = _locked(lock)
+            for name in (path, path + _SUFFIX):
+                if _answers(name):
+                    raise _taken(path)
+            # Nobody else runs here, so what is there is what a server that was killed has left.
+            self.requests = self._listen(path, socket.SOCK_STREAM)
+            self._socket = self._listen(path + _SUFFIX, socket.SOCK_SEQPACKET)
+        except (ConfigError, OSError) as error:
             self.close()
-            raise ConfigError(f"the node server cannot listen at {self._path}: {error}") from error
+            if isinstance(error, ConfigError):
+                raise
+            raise ConfigError(f"the node server cannot listen at {path}: {error}") from error
+
+    def _listen(self, path: str, kind: int) -> socket.socket:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+        listening = socket.socket(socket.AF_UNIX, kind)
+        self._sockets.append(listening)
+        listening.bind(path)
+        self._files[path] = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
+        listening.setblocking(False)
+        listening.listen(128)
+        return listening
+
+    def in_place(self) -> bool:
+        """Whether lock and sockets are still there, and this server's; False after the end."""
+        return bool(self._files) and all(map(self._is_ours, self._files))
+
+    def _is_ours(self, path: str) -> bool:
+        try:
+            return os.path.samestat(os.lstat(path), os.fstat(self._files[path]))
+        except OSError:
+            return False
 
     def fileno(self) -> int:
         """Return a descriptor that is readable when :meth:`accept` has something."""
@@ -285,14 +328,15 @@ class Listener:
         return None
 
     def close(self) -> None:
-        """Stop listening and remove the socket. Idempotent."""
-        if self._socket.fileno() < 0:
-            return
-        with contextlib.suppress(OSError):
-            if self._socket.getsockname() == self._path:
-                os.unlink(self._path)
-        self._socket.close()
-        os.close(self._lock)
+        """Stop listening and remove the sockets that are still this server's. Idempotent."""
+        for path, fd in self._files.items():
+            if not path.endswith(_LOCK_SUFFIX) and self._is_ours(path):
+                with contextlib.suppress(OSError):
+                    os.unlink(path)
+            os.close(fd)
+        self._files.clear()
+        for listening in self._sockets:
+            listening.close()
 
 
 def _locked(path: str) -> int:
@@ -301,11 +345,20 @@ def _locked(path: str) -> int:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         os.close(fd)
-        raise ConfigError(
-            f"a node server runs already at {path.removesuffix(_LOCK_SUFFIX)}: stop it, or use"
-            " another socket"
-        ) from error
+        raise _taken(path.removesuffix(_LOCK_SUFFIX)) from error
     return fd
+
+
+def _taken(path: str) -> TakenError:
+    return TakenError(f"a node server runs already at {path}: stop it, or use another socket")
+
+
+def _answers(path: str) -> bool:
+    """Whether a process listens at a path, also one that is stopped or has no room left."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as trial:
+        trial.setblocking(False)
+        # A socket of the other type is EPROTOTYPE, one that nobody listens at ECONNREFUSED.
+        return trial.connect_ex(path) not in (errno.ENOENT, errno.ECONNREFUSED)
 
 
 def receive_hello(connection: socket.socket, most: int) -> tuple[Hello, memoryview] | None:
