@@ -540,6 +540,49 @@ def test_a_prompt_without_address_is_a_miss(rig: Rig) -> None:
     assert lookup.chain is None
 
 
+@pytest.mark.parametrize("distant", [False, True])
+def test_a_look_up_that_waits_for_its_keys_holds_up_no_other(
+    rig: Rig, far: Far, distant: bool
+) -> None:
+    service = far.service if distant else rig.service
+    tokens, go_on = prompt(3), []
+
+    def chain() -> KeyChain:
+        return KeyChain(FMT.namespace.digest, SIZE)
+
+    held, late, gone = (
+        service.submit(tokens, chain, prepare=go_on.append) for _ in ("held", "late", "gone")
+    )
+    other = service.submit(tokens, chain)
+    assert other.wait(PATIENCE)
+    until(lambda: len(go_on) == 3)
+    assert not held.done
+    assert service.stalled(0, held)
+    assert not service.stalled(0)
+    assert not service.stalled(PATIENCE, held)
+    assert not service.may_be_done_within(held, 0)
+    gone.cancel()
+    go_on[0]()
+    assert held.wait(PATIENCE)
+    assert held.chain is not None
+    assert len(held.chain.chunks) == 3
+    go_on[2]()
+    assert gone.wait(PATIENCE)
+    service.close()
+    go_on[1]()
+    assert late.given_up
+
+
+def test_a_preparation_that_raises_is_a_miss(rig: Rig) -> None:
+    def prepare(go_on: Callable[[], None]) -> None:
+        raise ValueError("no")
+
+    lookup = rig.service.submit(prompt(3), lambda: None, prepare=prepare)
+    assert lookup.wait(PATIENCE)
+    assert lookup.chain is None
+    assert rig.look(prompt(3)).done
+
+
 def test_a_look_up_that_raises_is_a_miss_and_logged_once(
     rig: Rig, caplog: pytest.LogCaptureFixture
 ) -> None:

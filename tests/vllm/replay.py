@@ -23,7 +23,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from parts import PATIENCE, while_patient
+from parts import until, while_patient
 from simulated_device import SimulatedEvent, SimulatedStreams
 
 with warnings.catch_warnings():
@@ -695,7 +695,7 @@ class MiniVllm:
             self.adapters.use(self.states[request_id].request.lora_request)
         if self.patient:
             for hashing in self.worker._worker._adapters._hashings.values():
-                assert hashing._done.wait(PATIENCE)
+                until(lambda done=hashing: done.done)
         for request_id, count in output.num_scheduled_tokens.items():
             state = self.states[request_id]
             computed = state.request.num_computed_tokens

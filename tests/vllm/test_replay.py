@@ -315,7 +315,7 @@ def test_an_adapter_that_is_loaded_anew_while_a_request_runs_is_not_stored(
     engine = start(budget=8, prefix_caching=False)
     run(engine, prompt(20), lora_request=adapter(folder))
     engine.add(Request("long", prompt(100, 1), lora_request=adapter(folder)))
-    until(lambda: bool(engine.step()) or engine.states["long"].request.num_computed_tokens >= 40)
+    until(lambda: engine.step() is None or engine.states["long"].request.num_computed_tokens >= 40)
     make_adapter(folder, "after, and longer")
     engine.adapters.loaded.clear()
     engine.run()
@@ -375,7 +375,7 @@ def test_an_adapter_whose_files_cannot_be_read_in_time_holds_up_nobody(
     monkeypatch.setattr(adapters, "lora_digest", wait)
     monkeypatch.setattr(adapters, "_HASHING_SECONDS", 0.05)
     folder = make_adapter(tmp_path / "a", "a")
-    engine = start(prefix_caching=False)
+    engine = start({"lookup_wait_s": 0.05}, prefix_caching=False)
     engine.patient = False
     for _ in range(2):
         assert run(engine, prompt(20), lora_request=adapter(folder)) == [0]
@@ -408,7 +408,7 @@ def test_no_step_waits_for_the_digest_of_an_adapter(
         return digest(*args, cache=cache)
 
     monkeypatch.setattr(adapters, "lora_digest", wait)
-    waits, counted = note_waits(monkeypatch), note_counts(monkeypatch)
+    counted = note_counts(monkeypatch)
     engine = start(prefix_caching=False)
     engine.patient = False
     assert run(engine, prompt(20), lora_request=adapter(folder)) == [0]
@@ -428,7 +428,58 @@ def test_no_step_waits_for_the_digest_of_an_adapter(
     assert len(objects(backend)) == 8
     assert counted.count("dropped_chunks_adapter_unknown") == 4
     assert len(read) == 1
-    assert waits == []
+
+
+def test_a_look_up_waits_for_no_adapter_of_another_request(
+    start: Callable[..., MiniVllm], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, digest = threading.Event(), adapters.lora_digest
+    folder = make_adapter(tmp_path / "a", "a")
+    run(start(), prompt(20), lora_request=adapter(folder))
+    run(start(), prompt(20))
+
+    def wait(*args: Any, cache: Any) -> bytes:
+        # The worker's digests are cached nowhere.
+        assert cache.path is None or gate.wait(PATIENCE)
+        return digest(*args, cache=cache)
+
+    monkeypatch.setattr(adapters, "lora_digest", wait)
+    monkeypatch.setattr(adapters, "_HASHING_SECONDS", PATIENCE)
+    engine = start()
+    engine.add(Request("held", prompt(20), lora_request=adapter(folder)))
+    engine.add(Request("free", prompt(20)))
+    held, free = engine.states["held"], engine.states["free"]
+    until(lambda: engine.step() is None or free.status == "finished")
+    assert (free.loaded, held.status) == (16, "waiting")
+    gate.set()
+    engine.run()
+    assert held.loaded == 16
+
+
+def test_files_of_an_adapter_are_hashed_again_only_when_they_change(
+    start: Callable[..., MiniVllm], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digest, read = adapters.lora_digest, []
+
+    def note(*args: Any, cache: Any) -> bytes:
+        if cache.path is not None:
+            read.append(args)
+        return digest(*args, cache=cache)
+
+    monkeypatch.setattr(adapters, "lora_digest", note)
+    folder = make_adapter(tmp_path / "a", "a")
+    engine = start(prefix_caching=False)
+    for count in (1, 2):
+        # The clock may not tell these files from later ones yet.
+        run(engine, prompt(20, count), lora_request=adapter(folder))
+        assert len(read) == count
+    monkeypatch.setattr(adapters, "is_settled", lambda written, now: True)
+    for count in range(3, 6):
+        run(engine, prompt(20, count), lora_request=adapter(folder))
+    assert len(read) == 3
+    make_adapter(folder, "after, and longer")
+    assert run(engine, prompt(20), lora_request=adapter(folder)) == [0]
+    assert len(read) == 4
 
 
 def note_counts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -441,20 +492,6 @@ def note_counts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(Counters, "add", noted)
     return names
-
-
-def note_waits(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Note each time that the step thread waits for a digest."""
-    step, waits = threading.current_thread(), []
-    wait = adapters._Hashing.wait
-
-    def noted(hashing: Any) -> bool:
-        if threading.current_thread() is step:
-            waits.append("a wait")
-        return wait(hashing)
-
-    monkeypatch.setattr(adapters._Hashing, "wait", noted)
-    return waits
 
 
 def test_an_adapter_that_is_loaded_again_before_it_was_looked_at_is_not_stored(

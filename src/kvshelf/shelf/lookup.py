@@ -14,6 +14,8 @@ Contracts
   :meth:`LookupService.stalled` tells that waiting is of no use. A lookup whose probe
   missed its deadline ends with nothing found and no keys; another thread goes on with
   the next lookups (:mod:`kvshelf.shelf.threads`).
+* A lookup may have to wait for something before its keys can be made. It waits outside the queue,
+  so that no other lookup waits with it.
 * While the circuit breaker is open, lookups still compute chunk keys but report no hit, at once.
 * Background threads pause after each half millisecond of work (:mod:`kvshelf.shelf.pacing`).
 * On a low-latency storage every object that a hit needs has been seen. On a high-latency storage
@@ -94,6 +96,7 @@ class Lookup:
         log: RateLimitedLog | None = None,
         ends: Sequence[int] | None = None,
         tail_end: int = 0,
+        prepare: Callable[[Callable[[], None]], None] | None = None,
     ) -> None:
         self._log = RateLimitedLog(logger) if log is None else log
         self.first_chunk = first_chunk
@@ -101,6 +104,8 @@ class Lookup:
         self._tokens = tokens
         self._count = len(tokens)
         self._make_chain = make_chain
+        #: None once it has gone on.
+        self._prepare = prepare
         self._ends = ends
         self._tail_end = tail_end
         self._done = threading.Event()
@@ -130,6 +135,7 @@ class Lookup:
         # these attributes now checks whether the lookup is cancelled before it gives an answer.
         self._tokens = ()
         self._make_chain = _no_chain
+        self._prepare = None
 
     def _finish(
         self,
@@ -253,6 +259,7 @@ class LookupService:
         ends: Sequence[int] | None = None,
         tail_end: int = 0,
         on_done: Callable[[Lookup], None] | None = None,
+        prepare: Callable[[Callable[[], None]], None] | None = None,
     ) -> Lookup:
         """Start a lookup; returns at once. After :meth:`close` it is given up at once.
 
@@ -262,8 +269,8 @@ class LookupService:
             The prompt. Only its present length is looked at, so that the caller may
             append to it meanwhile.
         make_chain : Callable[[], KeyChain or None]
-            Called on the background thread, and so may hash files. None: the prompt has
-            no content address, which is a miss.
+            Called on the background thread. None: the prompt has no content address, which is a
+            miss.
         first_chunk : int
             Index of the chunk to begin at: the caller has what comes before.
         ends : Sequence of int, optional
@@ -277,26 +284,62 @@ class LookupService:
         on_done : Callable, optional
             Called once on the background thread when the answer is there, also when the
             lookup was cancelled. Must not block.
+        prepare : Callable, optional
+            Called first, on the background thread, with a function; `make_chain` is called once
+            somebody, on any thread, has called this one. Neither may block.
         """
-        lookup = Lookup(tokens, make_chain, first_chunk, on_done, self._log, ends, tail_end)
+        lookup = Lookup(
+            tokens, make_chain, first_chunk, on_done, self._log, ends, tail_end, prepare
+        )
+        self._put(lookup)
+        return lookup
+
+    def _put(self, lookup: Lookup) -> None:
         with self._submitting:
             taken = not self._closed and self._threads.ready()
             if taken:
                 self._queue.put(lookup)
         if not taken:
             lookup._finish(0, None, given_up=True)
-        return lookup
 
-    def stalled(self, seconds: float) -> bool:
-        """Whether every thread has been at one lookup for longer than `seconds`."""
+    def _put_back(self, lookup: Lookup) -> bool:
+        """Whether a lookup has to wait before its keys can be made; it comes back to the queue."""
+        prepare = lookup._prepare
+        if prepare is None:
+            return False
+
+        def go_on() -> None:
+            lookup._prepare = None
+            self._put(lookup)
+
+        try:
+            prepare(go_on)
+        except Exception as error:  # noqa: BLE001 - cache trouble never ends an engine
+            self._count_failure(error)
+            lookup._finish(0, None)
+        return True
+
+    def stalled(self, seconds: float, lookup: Lookup | None = None) -> bool:
+        """Whether every thread has been at one lookup for longer than `seconds`.
+
+        Or `lookup`, where there is one, has waited so long for what its keys need.
+        """
+        if lookup is not None and self._waits_for_keys(lookup, seconds):
+            return True
         busy = self._busy.copy()
         since = [busy[thread][0] for thread in self._threads.working if thread in busy]
         return len(since) >= self._count and max(since) < time.monotonic() - seconds
 
     def may_be_done_within(self, lookup: Lookup, seconds: float) -> bool:
         """Whether waiting for `lookup` for `seconds` makes sense, going by those before it."""
+        if self._waits_for_keys(lookup, seconds):
+            return False
         chunks = 1 if self._high_latency else lookup._count // self._fmt.chunk_size
         return chunks * self._usual_seconds <= seconds
+
+    @staticmethod
+    def _waits_for_keys(lookup: Lookup, seconds: float) -> bool:
+        return lookup._prepare is not None and time.monotonic() - lookup.as_of > seconds
 
     def note_published(self, keys: Iterable[bytes]) -> None:
         """Note that these chunks were just published; a lookup from now on finds them."""
@@ -352,6 +395,8 @@ class LookupService:
                 # There is one for all threads, behind everything that was submitted.
                 self._queue.put(None)
                 return
+            if self._put_back(lookup):
+                continue
             if self._high_latency:
                 _Rounds(self, me, lookup).run()
                 continue
@@ -656,7 +701,8 @@ class _Rounds:
                 # For a thread that has nothing else to do.
                 self._service._queue.put(None)
                 return
-            self._take(lookup)
+            if not self._service._put_back(lookup):
+                self._take(lookup)
 
     def _take(self, lookup: Lookup) -> None:
         service = self._service

@@ -23,10 +23,11 @@ KV of requests with such an adapter is neither stored nor loaded.
 
 Contracts
 ---------
-* Files are hashed on threads of their own, at most one for each adapter and side. Only lookup
-  threads wait for them, until a second after hashing began: if the files' storage never answers,
-  only KV of this adapter is not cached. A worker stores nothing for an adapter until it has hashed
-  the files.
+* Files are looked at on threads of their own, at most one for each adapter and side, and hashed
+  where they have changed. Nobody waits for them: a request's lookup goes on when its digest is
+  there. Where that takes longer than a second, further requests of this adapter are computed
+  without the shelf, so that only these suffer if the files' storage never answers. A worker stores
+  nothing for an adapter until it has hashed the files.
 * :class:`AdapterDigests` may be used from any thread, :class:`LoadedAdapters` from the worker's
   step thread.
 """
@@ -49,7 +50,7 @@ from typing import Any, Final
 from kvshelf.backends.guard import try_to_start
 from kvshelf.errors import ConfigError
 from kvshelf.vllm.metadata import AdapterContent
-from kvshelf.weights.fingerprints import FingerprintCache, adapter_files, lora_digest
+from kvshelf.weights.fingerprints import FingerprintCache, adapter_files, is_settled, lora_digest
 
 logger = logging.getLogger(__name__)
 
@@ -90,31 +91,44 @@ class _Hashing:
     def __init__(self, work: Callable[[], bytes]) -> None:
         self.digest: bytes | None = None
         self.problem = ""
-        self._done = threading.Event()
-        self._wait_until = time.monotonic() + _HASHING_SECONDS
+        #: Whether there is a digest or a problem.
+        self.done = False
+        self._lock = threading.Lock()
+        self._waiting: list[Callable[[], None]] = []
+        self._overdue_at = time.monotonic() + _HASHING_SECONDS
         thread = threading.Thread(
             target=self._run, args=(work,), name="kvshelf-adapter", daemon=True
         )
         if not try_to_start(thread):
             self.problem = "no thread can be started"
-            self._done.set()
+            self.done = True
 
     def _run(self, work: Callable[[], bytes]) -> None:
         try:
             self.digest = work()
         except Exception as error:  # noqa: BLE001 - kept in `problem`
             self.problem = str(error) or repr(error)
-        finally:
-            self._done.set()
+        with self._lock:
+            self.done = True
+            waiting, self._waiting = self._waiting, []
+        for tell in waiting:
+            try:
+                tell()
+            except Exception as error:
+                logger.error("a lookup could not go on with its adapter", exc_info=error)
 
     @property
-    def done(self) -> bool:
-        """Whether there is a digest or a problem."""
-        return self._done.is_set()
+    def overdue(self) -> bool:
+        """Whether it is not done a second after it began."""
+        return not self.done and time.monotonic() >= self._overdue_at
 
-    def wait(self) -> bool:
-        """Wait until a second after the start at most; return whether hashing is done."""
-        return self._done.wait(max(0.0, self._wait_until - time.monotonic()))
+    def when_done(self, tell: Callable[[], None]) -> None:
+        """Call `tell` once it is done: at once, or on its thread."""
+        with self._lock:
+            if not self.done:
+                self._waiting.append(tell)
+                return
+        tell()
 
 
 class AdapterDigests:
@@ -138,6 +152,8 @@ class AdapterDigests:
         self._prefix_caching = prefix_caching
         self._lock = threading.Lock()
         self._hashings: dict[tuple[int, str], _Hashing] = {}
+        #: By path, the stamp of the files that were hashed last, and their digest.
+        self._read_before: dict[str, tuple[_Stamp, bytes]] = {}
         # Never removed: the digest of an id that changed would pass for its first one.
         self._digests: dict[int, bytes] = {}
         self._untrusted: set[int] = set()
@@ -146,30 +162,29 @@ class AdapterDigests:
         #: vLLM's prefix cache may hold; None once these are several.
         self._in_engine_cache: dict[tuple[str, str], dict[int, bytes] | None] = {}
 
-    def digest(self, adapter: Any) -> bytes | None:
-        """Return the digest for a request's adapter; waits while its files are being hashed.
+    def ask(self, adapter: Any, tell: Callable[[bytes | None], None]) -> None:
+        """Have `tell` called once with the digest for a request's adapter; does not block.
 
         Parameters
         ----------
-        adapter : LoRARequest or None
-
-        Returns
-        -------
-        bytes or None
-            32 bytes; empty without an adapter; None if the request can have no chunk keys.
+        adapter : LoRARequest
+        tell : Callable
+            Called at once, or on the thread that reads the adapter's files: with 32 bytes, or
+            None if the request can have no chunk keys.
         """
-        if adapter is None:
-            return b""
         self._note_in_engine_cache(adapter, b"")
         if adapter.load_inplace:
             self._warn(adapter, "it is loaded again for every step (load_inplace)")
-            return None
-        if not self.trusts(adapter):
-            return None
-        hashing = self._hash(adapter)
-        if not hashing.wait():
+        elif self.trusts(adapter):
+            hashing = self._hash(adapter)
+            if not hashing.overdue:
+                hashing.when_done(lambda: tell(self._found(adapter, hashing)))
+                return
             self._warn(adapter, "its files have not been read in time")
-            return None
+        tell(None)
+
+    def _found(self, adapter: Any, hashing: _Hashing) -> bytes | None:
+        """Return the digest that was just computed, if it is that of all other requests."""
         if hashing.digest is None:
             self._warn(adapter, f"its files cannot be read ({hashing.problem})")
             return None
@@ -190,9 +205,19 @@ class AdapterDigests:
         with self._lock:
             hashing = self._hashings.get(name)
             if hashing is None or hashing.done:
-                work = functools.partial(_digest, path, self._settings, self._cache)
-                hashing = self._hashings[name] = _Hashing(work)
+                hashing = self._hashings[name] = _Hashing(functools.partial(self._read, path))
             return hashing
+
+    def _read(self, path: str) -> bytes:
+        """Return the digest of an adapter's files as they are now."""
+        began, stamp = time.time_ns(), _stamp(path)
+        known = self._read_before.get(path)
+        if known is not None and known[0] == stamp:
+            return known[1]
+        digest = _digest(path, self._settings, self._cache)
+        if stamp is not None and stamp == _stamp(path) and is_settled(_written_at(stamp), began):
+            self._read_before[path] = stamp, digest
+        return digest
 
     def _note_in_engine_cache(self, adapter: Any, digest: bytes) -> None:
         """Note that vLLM's prefix cache will hold KV of an adapter; an empty digest is unknown."""
@@ -387,6 +412,11 @@ def _stamp(path: str) -> _Stamp | None:
         (name, found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
         for name, found in files
     )
+
+
+def _written_at(stamp: _Stamp) -> int:
+    """Return when one of the files was written last, in nanoseconds."""
+    return max(max(mtime_ns, ctime_ns) for *_, mtime_ns, ctime_ns in stamp)
 
 
 def _folder(path: str) -> Path:

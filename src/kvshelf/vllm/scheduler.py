@@ -538,7 +538,7 @@ class SchedulerSide:
                     return True
                 lookup = self._start_lookup(lookups, state)
             if not lookup.done and not self._wait(lookups, lookup):
-                self._hurried = self._hurried or not lookups.stalled(_IDLE_WAIT_SECONDS)
+                self._hurried = self._hurried or not lookups.stalled(_IDLE_WAIT_SECONDS, lookup)
                 return True
             if lookup.given_up:
                 # The storage may be back before the deadline.
@@ -799,15 +799,26 @@ class SchedulerSide:
 
     def _submit(self, lookups: LookupService, state: _Request) -> Lookup:
         assert self.namespace is not None
-        digest = self.namespace.digest
+        namespace, lora = self.namespace.digest, state.request.lora_request
+        adapter: bytes | None = b""
+
+        def prepare(go_on: Callable[[], None]) -> None:
+            def tell(digest: bytes | None) -> None:
+                nonlocal adapter
+                adapter = digest
+                go_on()
+
+            self._adapters.ask(lora, tell)
+
         # The list itself, of which the lookup thread takes slices: vLLM only ever appends to it
         # (see _has_address).
         return lookups.submit(
             state.request._all_token_ids,
-            lambda: self._make_chain(state, digest),
+            lambda: None if adapter is None else self._make_chain(state, namespace, adapter),
             ends=self._ends(state),
             tail_end=state.request.num_prompt_tokens if self._has_cached_tail(state) else 0,
             on_done=self._recorder() if state.reads else None,
+            prepare=None if lora is None else prepare,
         )
 
     def _recorder(self) -> Callable[[Lookup], None] | None:
@@ -842,12 +853,9 @@ class SchedulerSide:
         rest = state.request.num_prompt_tokens % self._config.chunk_size
         return self._caches_tails and bool(rest >= _LEAST_TAIL)
 
-    def _make_chain(self, state: _Request, digest: bytes) -> KeyChain | None:
-        """Make the chain of a request's keys, without tokens; of an adapter it may hash files."""
+    def _make_chain(self, state: _Request, digest: bytes, adapter: bytes = b"") -> KeyChain:
+        """Make the chain of a request's keys, without tokens."""
         request = state.request
-        adapter = self._adapters.digest(request.lora_request)
-        if adapter is None:
-            return None
         if adapter:
             state.adapter = AdapterContent(int(request.lora_request.lora_int_id), adapter)
         salt = request.cache_salt or ""

@@ -278,6 +278,15 @@ def _same_file(before: os.stat_result, after: os.stat_result) -> bool:
     return FingerprintCache._name(before) == FingerprintCache._name(after)
 
 
+def is_settled(written_ns: int, now_ns: int) -> bool:
+    """Whether a file's times tell its present version from every later one.
+
+    A write within the clock's granularity does not change the times, so a file written just now
+    cannot be distinguished from its next version.
+    """
+    return now_ns - written_ns > _SETTLED_NS
+
+
 def _open_regular(path: Path) -> tuple[int, os.stat_result]:
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     status = os.fstat(descriptor)
@@ -310,9 +319,7 @@ def _hash_content(
         finally:
             os.close(descriptor)
         if total == before.st_size and _same_file(before, after):
-            # A write within the clock's granularity does not change the times, so a file
-            # written just now cannot be distinguished from its next version.
-            settled = started - max(before.st_mtime_ns, before.st_ctime_ns) > _SETTLED_NS
+            settled = is_settled(max(before.st_mtime_ns, before.st_ctime_ns), started)
             return before, state.hexdigest(), settled
     raise TransientStorageError(
         f"weight file {path} keeps changing while it is read; wait until it is complete"
