@@ -42,8 +42,9 @@ from kvshelf.cli.app import app
 from kvshelf.format.keys import Chunk, KeyChain, salt_group_of
 from kvshelf.format.namespace import Namespace
 from kvshelf.format.objects import ObjectFormat
+from kvshelf.probes import listen
 from kvshelf.proxy.app import make_app
-from kvshelf.proxy.server import listen, make_server
+from kvshelf.proxy.server import make_server
 from kvshelf.proxy.settings import Settings
 from kvshelf.shelf.shelf import Shelf, open_shelf
 from kvshelf.shelf.view import ObjectRef

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import socket
+import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 
 import pytest
@@ -90,3 +92,26 @@ def test_a_port_that_is_taken_is_an_error_of_the_configuration(asked: Asked) -> 
             problem=lambda: None,
             metrics=[],
         )
+
+
+def test_clients_that_send_slowly_take_one_thread_together(asked: Asked) -> None:
+    before = threading.active_count()
+    address = "127.0.0.1", asked.health.port
+    with ExitStack() as opened:
+        clients = [opened.enter_context(socket.create_connection(address)) for _ in range(100)]
+        for client in clients:
+            with suppress(ConnectionError):
+                client.sendall(b"GET /hea")
+        assert asked.get("/health") == (200, "ok\n")
+        # One more for what the answer calls.
+        assert threading.active_count() <= before + 1
+
+
+def test_it_answers_at_an_address_of_ipv6() -> None:
+    health = Health("::1", 0, healthy=lambda: True, problem=lambda: None, metrics=[])
+    with (
+        closing(health),
+        urllib.request.urlopen(f"http://[::1]:{health.port}/health", timeout=20) as answer,
+    ):
+        assert answer.read() == b"ok\n"
+    health.close()

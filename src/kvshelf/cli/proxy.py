@@ -68,8 +68,9 @@ def proxy(
 ) -> None:
     """Serve the OpenAI API from prefill and decode engines that share a shelf."""
     try:
+        from kvshelf.probes import listen
         from kvshelf.proxy.app import make_app
-        from kvshelf.proxy.server import listen, serve
+        from kvshelf.proxy.server import serve
         from kvshelf.proxy.settings import Settings, engine_url
     except ImportError as error:
         raise ConfigError(

@@ -13,30 +13,6 @@ import sys
 import uvicorn
 from starlette.applications import Starlette
 
-from kvshelf.errors import ConfigError
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """Open the listening socket.
-
-    Parameters
-    ----------
-    host : str
-        An address or a name of this machine.
-    port : int
-        0 for any free one.
-
-    Raises
-    ------
-    ConfigError
-        If the proxy cannot listen there.
-    """
-    try:
-        [family, *_], *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        return socket.create_server((host, port), family=family, backlog=2048)
-    except OSError as error:
-        raise ConfigError(f"cannot listen at {host}, port {port}: {error}") from None
-
 
 def serve(app: Starlette, listener: socket.socket, *, drain: float) -> None:
     """Serve until SIGTERM or SIGINT.

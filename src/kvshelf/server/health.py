@@ -8,22 +8,20 @@ path         answer
 ``/metrics`` what ``docs/metrics.md`` lists, for Prometheus
 ===========  =====================================================================================
 
-Contracts
----------
-* Only GET of these paths is answered; nothing is read from a request but its path.
-* A client that is slow or silent is left after some seconds.
+How clients are bounded is in :mod:`kvshelf.probes`.
 
 Threads
 -------
-``kvshelf-http`` listens, and each request has a thread. What they call must be safe to call from
-any thread.
+``kvshelf-http`` has an event loop for all connections. What the answers call may block, runs on a
+few threads of that loop, and must be safe to call from any thread.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Final
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -38,10 +36,10 @@ from prometheus_client.registry import Collector
 
 from kvshelf.backends.breaker import BreakerState
 from kvshelf.backends.guard import GuardedBackend
-from kvshelf.errors import ConfigError
 from kvshelf.metrics import COUNTERS as SHELF_COUNTERS
 from kvshelf.metrics import GAUGES as SHELF_GAUGES
 from kvshelf.metrics import OPERATIONS, TIME_BOUNDS, Counters
+from kvshelf.probes import Page, Probes, listen, text
 from kvshelf.server.service import COUNTERS, GAUGES
 
 #: Prefix of all names.
@@ -71,7 +69,7 @@ LOOP: Final = {
     "requests": "requests of clients",
     "refused": "requests and connections that were refused: malformed, not allowed, or too many",
 }
-_SILENCE_SECONDS: Final = 5.0
+_CLOSE_SECONDS: Final = 5.0
 
 
 class ServerMetrics(Collector):
@@ -172,48 +170,35 @@ class Health:
         for each in metrics:
             registry.register(each)
 
-        def answer(path: str) -> tuple[int, str, bytes] | None:
+        def page(path: str) -> Page | None:
             if path == "/health":
-                well = healthy()
-                return (200, "text/plain", b"ok\n") if well else (503, "text/plain", b"hangs\n")
+                return text(200, "ok") if healthy() else text(503, "hangs")
             if path == "/ready":
                 found = problem()
-                return (
-                    (200, "text/plain", b"ok\n")
-                    if found is None
-                    else (503, "text/plain; charset=utf-8", f"{found}\n".encode())
-                )
+                return text(200, "ok") if found is None else text(503, found)
             if path == "/metrics":
-                return 200, CONTENT_TYPE_LATEST, generate_latest(registry)
+                return Page(200, CONTENT_TYPE_LATEST, generate_latest(registry))
             return None
 
-        class Handler(BaseHTTPRequestHandler):
-            timeout = _SILENCE_SECONDS
+        async def answer(path: str) -> Page | None:
+            return await asyncio.to_thread(page, path)
 
-            def do_GET(self) -> None:
-                found = answer(self.path.partition("?")[0])
-                status, kind, body = found or (404, "text/plain", b"no such path\n")
-                self.send_response(status)
-                self.send_header("Content-Type", kind)
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-
-            def log_message(self, *_: object) -> None:
-                pass
-
-        try:
-            self._server = ThreadingHTTPServer((host, port), Handler)
-        except OSError as error:
-            raise ConfigError(f"cannot listen at {host}, port {port}: {error}") from None
-        self._server.daemon_threads = True
-        self.port: int = self._server.server_address[1]
+        listener = listen(host, port)
+        self.port: int = listener.getsockname()[1]
+        self._over = asyncio.Event()
+        self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(
-            target=self._server.serve_forever, name="kvshelf-http", daemon=True
+            target=self._run, args=(Probes(listener, answer),), name="kvshelf-http", daemon=True
         )
         self._thread.start()
 
+    def _run(self, probes: Probes) -> None:
+        with contextlib.closing(self._loop) as loop:
+            loop.run_until_complete(probes.serve(self._over))
+            loop.run_until_complete(loop.shutdown_default_executor())
+
     def close(self) -> None:
         """Stop listening. Idempotent."""
-        self._server.shutdown()
-        self._server.server_close()
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._over.set)
+        self._thread.join(_CLOSE_SECONDS)
