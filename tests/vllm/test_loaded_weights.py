@@ -371,13 +371,16 @@ def test_a_version_names_only_weights_that_have_no_name(caplog: pytest.LogCaptur
 def test_a_name_stands_for_the_same_weights_in_all_engines(data: st.DataObject) -> None:
     """Trainers say a version before they write it; steps and comparisons come at any time."""
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        engines = [SimulatedEngine(Path(folder), "NHD", 16, blocks=600) for _ in range(2)]
-        for engine in engines:
+        engines = []
+        for _ in range(2):
+            # They load the same file.
+            torch.manual_seed(0)
+            engines.append(engine := SimulatedEngine(Path(folder), "NHD", 16, blocks=600))
             stack.callback(engine.close)
-            engine.ranks[0].model.bias[0] = 0.0
             named(engine)
+        [first] = {float(engine.ranks[0].model.bias[0]) for engine in engines}
         announced: list[int | None] = [None, None]
-        content = [0.0, 0.0]
+        content = [first, first]
         known: dict[str, float] = {}
         actions = st.sampled_from(["announce", "write", "write", "other", "step", "look", "look"])
         for _ in range(data.draw(st.integers(1, 14), "actions")):
@@ -396,13 +399,30 @@ def test_a_name_stands_for_the_same_weights_in_all_engines(data: st.DataObject) 
                 announced[number] = None
             elif action == "other" and version is None:
                 # Nobody gave these a version.
-                content[number] = data.draw(st.sampled_from([0.0, 1.0, 7.0, 8.0]), "content")
+                content[number] = data.draw(st.sampled_from([first, 1.0, 7.0]), "content")
                 change(engine, content[number], (0,))
             elif action == "step":
                 engine.step([])
             elif action == "look":
                 engine.scheduler.reset()
                 assert known.setdefault(named(engine), content[number]) == content[number]
+
+
+@pytest.mark.parametrize("earlier", ["", "step 6"])
+def test_a_version_does_not_name_weights_that_were_written_before_it(
+    start: Callable[..., SimulatedEngine], earlier: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = start()
+    named(engine)
+    [rank] = engine.ranks
+    rank.worker.weights_changed("a test", earlier)
+    rank.model.bias[0] = 3.0
+    rank.worker.weights_changed("a test", "step 7")
+    assert named(engine).startswith("params:")
+    assert "'step 7' was given before earlier weights had a name" in caplog.text
+    rank.worker.weights_changed("a test", "step 8")
+    rank.model.bias[0] = 4.0
+    assert named(engine) == "version:step 8"
 
 
 @pytest.mark.parametrize("rounds", [0, 1, 2])

@@ -231,7 +231,8 @@ class Handshake:
         if united == first or united in self._names:
             self._note_waiting_version(reports)
             return self._names.get(united, at_start)
-        version = self._version_of(united, reports)
+        late = any(report.late for report in reports)
+        version = None if late else self._version_of(united, reports)
         if version is not None:
             self._names[united] = version
         else:

@@ -28,6 +28,7 @@ holds, they are also one of a kind after each noticed change: never as unchanged
 from __future__ import annotations
 
 import hashlib
+import logging
 import sys
 import uuid
 from types import FrameType
@@ -42,6 +43,8 @@ from kvshelf.weights.parameters import ParameterDigest
 _STEP_SECONDS = 5e-3
 _IDLE_SECONDS = 20e-3
 _AT_START = "as at the start"
+
+logger = logging.getLogger(__name__)
 
 
 def enclosing_model() -> torch.nn.Module | None:
@@ -89,6 +92,10 @@ class LoadedWeights:
         #: A change was noticed since the round began.
         self._again = False
         self._version = ""
+        #: The version was given while earlier weights may have had no name yet.
+        self._late = False
+        #: What the namespace calls the weights.
+        self._name = ""
         self._digest: ParameterDigest | None = None
         #: What held weights that cannot be read at the start, by name, and the names of later ones.
         self._unreadable = {one.name: one.held for one in self._hidden()}
@@ -105,7 +112,12 @@ class LoadedWeights:
         return self._first is not None and not self.problem
 
     def changed(self, version: str = "") -> None:
-        """Note that the weights are about to change, to those that `version` names if given."""
+        """Note that the weights are about to change, to those that `version` names if given.
+
+        Bytes that the next round finds are not called so if others may have been written before.
+        """
+        if version and version != self._version:
+            self._late = self._noticed or bool(self._version)
         self.settled = False
         self._noticed = self._again = True
         self._version = version or self._version
@@ -152,6 +164,16 @@ class LoadedWeights:
         self._noticed = self._again = False
         if name == f"version:{self._version}":
             self._version = ""
+        elif self._late and name != self._name:
+            logger.warning(
+                "version %r was given before earlier weights had a name: it is not used, since it"
+                " is not known which of them the engine has. Let the engine make a step between"
+                " two changes, and say the version before the first parameter changes",
+                self._version,
+            )
+            self._version = ""
+        self._late = False
+        self._name = name
 
     def report(self) -> WeightsReport | None:
         """Return what the scheduler has to know; None where the weights are not watched."""
@@ -165,6 +187,7 @@ class LoadedWeights:
             noticed=self._noticed,
             again=self._again,
             version=self._version,
+            late=self._late,
         )
 
     def _begin_digest(self) -> None:

@@ -256,6 +256,9 @@ class WeightsReport:
         A change was noticed since the round began, so there must be another.
     version : str
         The name that the trainer gave these weights; empty without one.
+    late : bool
+        The version was given while earlier weights may have had no name yet: these weights may be
+        the earlier ones.
     """
 
     round: int
@@ -265,6 +268,7 @@ class WeightsReport:
     noticed: bool = False
     again: bool = False
     version: str = ""
+    late: bool = False
 
 
 @dataclass(frozen=True, slots=True)
