@@ -1,9 +1,9 @@
-"""Make a small hybrid model with random weights: Gemma 3, Qwen3-Next or LFM2 in shape.
+"""Make a small hybrid model with random weights: Gemma 3, gpt-oss, Qwen3-Next or LFM2 in shape.
 
-Layers of several kinds need several kinds of KV: sliding windows in Gemma 3, the states of gated
-delta nets in Qwen3-Next, those of short convolutions in LFM2. As with ``make_model.py``, nothing is
-downloaded or trained, the files are a pure function of the recipe and the seed, and prompts are
-token ids (``skip_tokenizer_init=True``).
+Layers of several kinds need several kinds of KV: sliding windows in Gemma 3 and gpt-oss, the states
+of gated delta nets in Qwen3-Next, those of short convolutions in LFM2. As with ``make_model.py``,
+nothing is downloaded or trained, the files are a pure function of the recipe and the seed, and
+prompts are token ids (``skip_tokenizer_init=True``).
 
 Output embeddings are the input embeddings in some of these families, so that plain random weights
 say the last token again and again. Here one half of the residual stream tells tokens apart and
@@ -27,11 +27,13 @@ from typing import Literal
 import torch
 from make_model import RECIPE_FILE, write_checkpoint
 
-Family = Literal["gemma3", "qwen3-next", "lfm2"]
+Family = Literal["gemma3", "gpt-oss", "qwen3-next", "lfm2"]
 #: Standard deviation of attention scores before the softmax: few tokens share a head's attention.
 _SCORE_STD = 4.0
 #: What a branch of a layer adds to the residual stream, relative to the stream.
 _GAIN = 0.7
+#: The same where one layer leads: of layers before it, of it, and of layers behind it.
+_LED_GAINS = 0.02, 2.0, 0.03
 _LOGIT_STD = 4.0
 #: Standard deviation of what tokens that are said add to the half that the head reads.
 _SPOKEN = 0.25
@@ -45,7 +47,7 @@ class HybridRecipe:
 
     Attributes
     ----------
-    family : {"gemma3", "qwen3-next", "lfm2"}
+    family : {"gemma3", "gpt-oss", "qwen3-next", "lfm2"}
     layers : tuple of str
         The kind of each layer, as in ``layer_types`` of its configuration.
     dtype : str
@@ -58,6 +60,9 @@ class HybridRecipe:
     key_heads, value_heads : int
         Heads of a gated delta net, of ``head_size`` elements. Its state has ``value_heads`` ×
         ``head_size``² elements.
+    leader : int, optional
+        The layer whose attention decides most of what is said, so that a drafter of one layer can
+        guess it; None where all layers do.
     """
 
     family: Family
@@ -73,10 +78,14 @@ class HybridRecipe:
     window: int = 0
     key_heads: int = 0
     value_heads: int = 0
+    leader: int | None = None
 
 
 _GEMMA3 = HybridRecipe(
     "gemma3", ("sliding_attention", "sliding_attention", "full_attention") * 2, window=320
+)
+_GPT_OSS = HybridRecipe(
+    "gpt-oss", ("sliding_attention", "full_attention") * 2, window=320, leader=1
 )
 _QWEN3_NEXT = HybridRecipe(
     "qwen3-next",
@@ -95,6 +104,7 @@ def _large(recipe: HybridRecipe) -> HybridRecipe:
 
 RECIPES: dict[str, HybridRecipe] = {
     "gemma3": _GEMMA3,
+    "gpt-oss": _GPT_OSS,
     "qwen3-next": _QWEN3_NEXT,
     # With states in float32, vLLM's blocks grow to 640 tokens to be as large as one.
     "qwen3-next-wide": replace(_QWEN3_NEXT, kv_heads=1, value_heads=8),
@@ -115,7 +125,7 @@ class _Weights:
         self.dtype = torch.bfloat16 if recipe.dtype == "bfloat16" else torch.float32
         self._generator = torch.Generator().manual_seed(seed)
         # Gemma's and Qwen3-Next's norms multiply by one more than their weight.
-        self._norm_base = 0.0 if recipe.family == "lfm2" else 1.0
+        self._norm_base = 1.0 if recipe.family in ("gemma3", "qwen3-next") else 0.0
 
     def normal(self, name: str, *shape: int, std: float) -> None:
         drawn = torch.randn(*shape, generator=self._generator) * std
@@ -200,6 +210,35 @@ def _gemma3_layer(weights: _Weights, layer: int, gain: float) -> None:
     weights.norm(f"{prefix}.post_feedforward_layernorm.weight", recipe.hidden, gain)
 
 
+def _gpt_oss_layer(weights: _Weights, layer: int, gain: float) -> None:
+    prefix, recipe = f"model.layers.{layer}", weights.recipe
+    weights.norm(f"{prefix}.input_layernorm.weight", recipe.hidden)
+    attention = f"{prefix}.self_attn"
+    q_rows, kv_rows = recipe.heads * recipe.head_size, recipe.kv_heads * recipe.head_size
+    # There is no norm of heads.
+    weights.normal(
+        f"{attention}.q_proj.weight", q_rows, recipe.hidden, std=_SCORE_STD * recipe.hidden**-0.5
+    )
+    weights.reading(f"{attention}.k_proj.weight", kv_rows)
+    weights.reading(f"{attention}.v_proj.weight", kv_rows)
+    weights.adding(f"{attention}.o_proj.weight", q_rows, gain)
+    for name, rows in (("q", q_rows), ("k", kv_rows), ("v", kv_rows), ("o", recipe.hidden)):
+        weights.normal(f"{attention}.{name}_proj.bias", rows, std=0.0)
+    weights.normal(f"{attention}.sinks", recipe.heads, std=1.0)
+    weights.norm(f"{prefix}.post_attention_layernorm.weight", recipe.hidden)
+    # Each token goes to both experts.
+    experts, size = f"{prefix}.mlp.experts", 64
+    weights.reading(f"{prefix}.mlp.router.weight", 2)
+    weights.normal(f"{prefix}.mlp.router.bias", 2, std=0.0)
+    weights.normal(f"{experts}.gate_up_proj", 2, recipe.hidden, 2 * size, std=recipe.hidden**-0.5)
+    weights.normal(f"{experts}.gate_up_proj_bias", 2, 2 * size, std=0.0)
+    if layer == recipe.leader:
+        # A drafter has its attention only.
+        gain *= _LED_GAINS[0]
+    weights.normal(f"{experts}.down_proj", 2, size, recipe.hidden, std=gain / math.sqrt(size))
+    weights.normal(f"{experts}.down_proj_bias", 2, recipe.hidden, std=0.0)
+
+
 def _qwen3_next_layer(weights: _Weights, layer: int, gain: float) -> None:
     prefix, recipe = f"model.layers.{layer}", weights.recipe
     weights.norm(f"{prefix}.input_layernorm.weight", recipe.hidden)
@@ -233,6 +272,7 @@ def _lfm2_layer(weights: _Weights, layer: int, gain: float) -> None:
 
 _LAYERS: dict[Family, Callable[[_Weights, int, float], None]] = {
     "gemma3": _gemma3_layer,
+    "gpt-oss": _gpt_oss_layer,
     "qwen3-next": _qwen3_next_layer,
     "lfm2": _lfm2_layer,
 }
@@ -245,11 +285,16 @@ def _weights(recipe: HybridRecipe, seed: int) -> dict[str, torch.Tensor]:
     stream = 1.0
     for layer in range(len(recipe.layers)):
         gain = _GAIN * stream
+        if recipe.leader is not None:
+            gain = _LED_GAINS[(layer > recipe.leader) + (layer >= recipe.leader)] * stream
         _LAYERS[recipe.family](weights, layer, gain)
         stream = math.hypot(stream, gain)
-    if recipe.family == "qwen3-next":
-        # vLLM reads the head on its own for this family.
+    if recipe.family in ("gpt-oss", "qwen3-next"):
+        # vLLM reads the head on its own for these families.
         weights.tensors["lm_head.weight"] = weights.tensors["model.embed_tokens.weight"].clone()
+    if recipe.leader is not None:
+        # A drafter's head cannot see the last token's embedding.
+        weights.tensors["model.embed_tokens.weight"][:, recipe.hidden // 2 :] = 0
     return weights.tensors
 
 
@@ -279,6 +324,25 @@ def _config(recipe: HybridRecipe) -> dict[str, object]:
             "sliding_window": recipe.window,
             "rope_parameters": {"sliding_attention": rope, "full_attention": rope},
             "tie_word_embeddings": True,
+        }
+    if recipe.family == "gpt-oss":
+        return config | {
+            "architectures": ["GptOssForCausalLM"],
+            "model_type": "gpt_oss",
+            "intermediate_size": 64,
+            "sliding_window": recipe.window,
+            "rope_parameters": {
+                **rope,
+                "rope_type": "yarn",
+                "factor": 2.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": recipe.max_position // 2,
+            },
+            "num_local_experts": 2,
+            "num_experts_per_tok": 2,
+            "tie_word_embeddings": False,
         }
     if recipe.family == "lfm2":
         return config | {

@@ -20,7 +20,7 @@ from torch import Tensor
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     pytest.importorskip("vllm")
-    from replay import HEAD_SIZE, CPUAttentionBackendImpl, StridedAttentionImpl
+    from replay import HEAD_SIZE, CPUAttentionBackendImpl, StridedAttentionImpl, speculation
     from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
     from vllm.v1.kv_cache_interface import (
         ChunkedLocalAttentionSpec,
@@ -55,11 +55,14 @@ class Layers:
         ``full``, ``window``, ``local`` or the name of one of vLLM's backends for states.
     names : tuple of str
     block_size : int
+    drafts : tuple of str
+        The layers of a drafter in this group, which come last.
     """
 
     kind: str
     names: tuple[str, ...]
     block_size: int = 8
+    drafts: tuple[str, ...] = ()
 
     def spec(self, ranks: int, page: int | None = None) -> Any:
         """vLLM's specification of a layer on one of `ranks` ranks."""
@@ -147,8 +150,8 @@ class HybridWorker:
     Parameters
     ----------
     shelf : AnyShelf
-    model : str
-        One of :data:`MODELS`.
+    model : str or sequence of Layers
+        One of :data:`MODELS`, or its groups.
     ranks, rank : int
         Tensor-parallel ranks of a stage; the worker's number over all stages.
     stages : sequence of sequence of int, optional
@@ -173,7 +176,7 @@ class HybridWorker:
     def __init__(
         self,
         shelf: AnyShelf,
-        model: str,
+        model: str | Sequence[Layers],
         *,
         ranks: int = 1,
         rank: int = 0,
@@ -184,10 +187,12 @@ class HybridWorker:
         seed: int = 0,
         **options: Any,
     ) -> None:
-        self.groups = MODELS[model]
+        self.groups = MODELS[model] if isinstance(model, str) else model
         stages = stages or [range(len(self.groups))]
         held = stages[rank // ranks]
-        self.names = [one.names if n in held else () for n, one in enumerate(self.groups)]
+        self.names = [
+            (*one.names, *one.drafts) if n in held else () for n, one in enumerate(self.groups)
+        ]
         specs = [one.spec(ranks) for one in self.groups]
         self.page = max(spec.page_size_bytes for spec in specs)
         self.specs = [one.spec(ranks, self.page) for one in self.groups]
@@ -206,6 +211,12 @@ class HybridWorker:
                 own = OfUnknownLayout if group == unknown else impl
                 self.layers[name] = self._layer(spec, own)
         self.vllm_config = _vllm_config(self.layers, ranks, len(stages), rank)
+        drafts = [name for one in self.groups for name in one.drafts]
+        if drafts:
+            drafter = self.vllm_config.model_config
+            self.vllm_config.speculative_config = speculation("mtp", draft_model_config=drafter)
+        for name in drafts:
+            self.layers[name].is_draft_layer = True
         self.seed = seed
         self.allocate()
         self.side = WorkerSide(

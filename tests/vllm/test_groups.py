@@ -118,15 +118,50 @@ def test_context_parallelism_is_refused_with_several_groups(
 
 
 @pytest.mark.parametrize("method", ["ngram", "eagle3", "mtp"])
-@pytest.mark.parametrize("model", ["Gemma 3", "Qwen3-Next", "Mamba2"])
-def test_drafts_that_cannot_be_served_are_refused(tmp_path: Path, model: str, method: str) -> None:
-    specs, drafts = models()[model], speculation(method)
-    if model == "Gemma 3" and method == "ngram":
-        assert _groups(tmp_path, specs, speculative_config=drafts).hybrid
+@pytest.mark.parametrize("model", ["Qwen3-Next", "Mamba2"])
+def test_drafts_beside_states_are_refused(tmp_path: Path, model: str, method: str) -> None:
+    with pytest.raises(UnsupportedError, match="remove --speculative-config"):
+        _groups(tmp_path, models()[model], speculative_config=speculation(method))
+
+
+@pytest.mark.parametrize("method", ["ngram", "eagle3", "mtp"])
+def test_drafts_beside_windows_are_served(tmp_path: Path, method: str) -> None:
+    specs, drafts = models()["Gemma 3"], speculation(method)
+    assert _groups(tmp_path, specs, speculative_config=drafts).hybrid
+    config = make_config(str(tmp_path))
+    config.speculative_config = drafts
+    config.parallel_config.pipeline_parallel_size = 2
+    if method == "ngram":
+        assert CacheGroups(config, cache_config(specs)).hybrid
         return
-    advice = "a method without KV" if model == "Gemma 3" else "remove --speculative-config"
-    with pytest.raises(UnsupportedError, match=advice):
-        _groups(tmp_path, specs, speculative_config=drafts)
+    with pytest.raises(UnsupportedError, match=r"pipeline stages.* a method without KV"):
+        CacheGroups(config, cache_config(specs))
+
+
+def test_groups_of_a_drafter_say_nothing_of_the_model(tmp_path: Path) -> None:
+    specs = [window(8, 16), full(8), window(4, 64)]
+    groups = _groups(tmp_path, specs, speculative_config=speculation("eagle3"))
+    assert (groups.window, groups.drafts) == (64, ())
+    groups.narrow(["layers.0.attn", "layers.1.attn"])
+    assert (groups.window, groups.mixed, groups.kinds) == (16, True, ("full", "window"))
+    assert [group.index for group in groups.drafts] == [2]
+    assert [group.index for group in groups.of("window")] == [0]
+    # Of a model with one group all KV is full.
+    groups.narrow(["layers.0.attn"])
+    assert (groups.window, groups.mixed, groups.kinds) == (0, False, ("full",))
+    assert [group.index for group in groups.drafts] == [1, 2]
+    assert [group.kind for group in groups] == ["full", "full", "window"]
+    # vLLM has all of them.
+    assert groups.hybrid
+    assert groups.alignment == 8
+
+
+def test_hashes_are_those_of_the_smallest_common_piece_of_blocks(tmp_path: Path) -> None:
+    assert _groups(tmp_path, [full(16)]).hash_block_size == 16
+    assert _groups(tmp_path, [window(8, 16), full(12)]).hash_block_size == 4
+    config = make_config(str(tmp_path))
+    config.cache_config.prefix_match_unit = 2
+    assert CacheGroups(config, cache_config([window(8, 16), full(12)])).hash_block_size == 2
 
 
 @pytest.mark.parametrize(

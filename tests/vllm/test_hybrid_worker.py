@@ -15,7 +15,7 @@ pytest.importorskip("vllm")
 
 import torch
 from faulty import Fault, FaultyBackend
-from hybrid_caches import CHUNK, HybridWorker
+from hybrid_caches import CHUNK, MODELS, HybridWorker, Layers, names
 from parts import PATIENCE, posix, while_patient
 from simulated_device import SimulatedStreams
 from torch import Tensor
@@ -31,7 +31,9 @@ from kvshelf.kv.device import DeviceKVCache
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.vllm import registration
 from kvshelf.vllm.metadata import LoadOp, PrefetchOp, StepMetadata, StoreOp
+from kvshelf.vllm.namespace import build_namespace
 from kvshelf.vllm.registration import State
+from kvshelf.vllm.speculation import draft_config, draft_engine
 
 Tables = tuple[list[int], ...]
 
@@ -44,12 +46,12 @@ class Rig:
         self.shelf = Shelf(backend)
         self.workers: list[HybridWorker] = []
 
-    def worker(self, model: str, **options: Any) -> HybridWorker:
+    def worker(self, model: str | Sequence[Layers], **options: Any) -> HybridWorker:
         """A worker whose namespace is not known yet."""
         self.workers.append(HybridWorker(self.shelf, model, seed=len(self.workers), **options))
         return self.workers[-1]
 
-    def engine(self, model: str, **options: Any) -> HybridWorker:
+    def engine(self, model: str | Sequence[Layers], **options: Any) -> HybridWorker:
         """The only worker of an engine, with its namespace open."""
         worker = self.worker(model, **options)
         open_in(worker, worker.namespace())
@@ -369,7 +371,6 @@ def test_a_load_of_which_one_object_is_missing_or_bad_fails_as_a_whole(
     else:
         path.unlink()
     assert until_loaded(reader, load_op(reader, chunks, tables(reader, 48, 9))) == {"r"}
-    assert reader.reported is not None
     ((failure,),) = reader.reported.failures
     assert failure == replace(failure, request_id="r", chunk_index=2, key=chunks[2].key)
     assert (failure.bad, failure.kind) == (damage, kind)
@@ -582,3 +583,107 @@ def test_gauges_count_the_staging_of_all_kinds(rig: Rig) -> None:
     worker.side.set_gauges()
     limit = worker.side.counters.take()["staging_limit_bytes"]
     assert 6 << 20 < limit <= 8 << 20
+
+
+# ------------------------------------------------------------------------- drafters
+
+DRAFT = "model.layers.6.attn"
+
+
+def with_drafter(place: str) -> list[Layers]:
+    """The groups of "gemma", and where a drafter's layer is."""
+    groups = list(MODELS["gemma"])
+    if place == "the model's full group":
+        groups[2] = replace(groups[2], drafts=(DRAFT,))
+    elif place == "the model's windows":
+        groups[1] = replace(groups[1], drafts=(DRAFT,))
+    elif place == "a full group of its own":
+        groups.insert(1, Layers("full", (), 16, drafts=(DRAFT,)))
+    else:
+        groups.append(Layers("window", (), 8, drafts=(DRAFT,)))
+    return groups
+
+
+FULL_DRAFTS = ["the model's full group", "a full group of its own"]
+WINDOW_DRAFTS = ["the model's windows", "windows of its own"]
+
+
+def open_drafts(worker: HybridWorker) -> Namespace:
+    """Announce the drafter's namespace to a worker, and return it."""
+    assert worker.side._drafts is not None
+    caches = worker.side._drafts._registration.caches
+    assert caches is not None
+    options = draft_config(worker.vllm_config, worker.side._config, worker.namespace_open)
+    engine = draft_engine(worker.vllm_config)
+    namespace = build_namespace(engine, options, [caches.report], "user:test")
+    worker.step(StepMetadata(draft_namespace=(namespace.encoded, namespace.slug)))
+    return namespace
+
+
+@pytest.mark.parametrize("place", FULL_DRAFTS + WINDOW_DRAFTS)
+def test_a_drafter_changes_nothing_of_its_model(
+    rig: Rig, place: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain, drafting = rig.engine("gemma"), rig.engine(with_drafter(place))
+    assert drafting.namespace_open == plain.namespace_open
+    assert ("fewer drafts are accepted" in caplog.text) is (place in WINDOW_DRAFTS)
+    chunks = chunks_of(plain.namespace_open, 3)
+    put(plain, chunks)
+    files = {path: path.read_bytes() for path in Path(rig.backend.url).rglob("*.safetensors")}
+    for path in files:
+        path.unlink()
+    # The same bytes in the same layers, from other blocks.
+    blocks, others = tables(drafting, 48, 3), iter(tables(plain, 48, 1))
+    for number, layers in enumerate(drafting.groups):
+        if not layers.names:
+            continue
+        ids = next(others)
+        for name in layers.names:
+            drafting.caches[name][blocks[number]] = plain.caches[name][ids]
+    drafting.step(StepMetadata(stores=store_ops(drafting, chunks, blocks)))
+    assert drafting.side.drain(PATIENCE) == 0
+    found = {path: path.read_bytes() for path in Path(rig.backend.url).rglob("*.safetensors")}
+    assert found == files
+
+
+@pytest.mark.parametrize("place", FULL_DRAFTS)
+def test_a_drafters_kv_is_stored_and_loaded_beside_several_kinds(rig: Rig, place: str) -> None:
+    writer, reader = (rig.engine(with_drafter(place)) for _ in range(2))
+    draft_namespace = open_drafts(writer)
+    assert open_drafts(reader) == draft_namespace
+    assert draft_namespace.record["layer_names"] == [DRAFT]
+    assert "kinds" not in draft_namespace.record
+    chunks = chunks_of(writer.namespace_open, 3)
+    drafts = chunks_of(draft_namespace, 3)
+    stored = tables(writer, 48, 1)
+    stores = [
+        replace(op, draft=drafts[op.chunk.index]) if op.kind == FULL else op
+        for op in store_ops(writer, chunks, stored)
+    ]
+    writer.step(StepMetadata(stores=stores))
+    assert writer.side.drain(PATIENCE) == 0
+    op = replace(load_op(reader, chunks, tables(reader, 48, 19), CHUNK), drafts=drafts[1:])
+    expected = expect(reader, writer, op, stored)
+    assert until_loaded(reader, op) == set()
+    assert holds(reader, expected)
+    assert reader.side.counters.snapshot()["draft_loaded_chunks"] == 2
+
+
+@pytest.mark.parametrize("place", WINDOW_DRAFTS)
+def test_a_drafter_with_windows_is_left_out(rig: Rig, place: str) -> None:
+    writer, reader = (rig.engine(with_drafter(place)) for _ in range(2))
+    assert reader.side._drafts is not None
+    assert "sliding windows" in reader.side._drafts._registration.disabled_reason
+    chunks = chunks_of(writer.namespace_open, 3)
+    put(writer, chunks)
+    op = load_op(reader, chunks, tables(reader, 48, 9))
+    assert until_loaded(reader, op) == set()
+    assert reader.side.counters.snapshot()["loaded_tokens"] == 48
+
+
+def test_a_model_of_one_group_has_no_kinds_beside_a_drafter_of_another(rig: Rig) -> None:
+    own = Layers("full", names("attn", 2, 0, 1))
+    beside = Layers("window", (), 8, drafts=(DRAFT,))
+    plain, drafting = rig.engine([own]), rig.engine([beside, own])
+    assert "kinds" not in plain.namespace_open.record
+    assert drafting.namespace_open == plain.namespace_open

@@ -116,7 +116,7 @@ class DraftScheduler:
     config : Config
         The engine's options.
     block_size : int
-        Tokens in a block of the cache manager.
+        Tokens for each of vLLM's block hashes of a request.
 
     Attributes
     ----------

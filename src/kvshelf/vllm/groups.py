@@ -8,18 +8,23 @@ An engine is *hybrid* if it has several groups, or one with states. Hits of a hy
 multiples of :attr:`CacheGroups.alignment`: only there all groups have whole blocks, and only there
 vLLM keeps states.
 
+The drafter of speculative decoding may have groups of its own. They make an engine hybrid, and say
+nothing of the model: kinds and windows are those of the model's groups.
+
 Contracts
 ---------
-* The KV of an engine that is not hybrid is of kind full, also with a sliding window: each of its
-  chunks is one kind of object, and a hit needs all of them.
+* The KV of a model with one group and without states is of kind full, also with a sliding window:
+  each of its chunks is one kind of object, and a hit needs all of them.
+* Which groups are the drafter's follows from the names of the model's layers, which only workers
+  know. Until :meth:`CacheGroups.narrow` was told of them, all groups count as the model's.
 * All functions are pure. They read the specifications of ``vllm/v1/kv_cache_interface.py``.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, overload
 
 from vllm.v1.kv_cache_interface import (
@@ -80,12 +85,18 @@ class CacheGroups(Sequence[CacheGroup]):
     hybrid : bool
         There are several groups, or one with states.
     kinds : tuple of Kind
-        Those that there are, in the order of :data:`~kvshelf.format.kinds.KINDS`.
+        Those of the model's groups, in the order of :data:`~kvshelf.format.kinds.KINDS`.
+    mixed : bool
+        Of the model's groups there are several, or one with states: objects have kinds.
+    drafts : tuple of CacheGroup
+        The groups that only the drafter has.
     alignment : int
         Tokens: all hits of a hybrid engine end at multiples of it. The least common multiple of the
-        block sizes.
+        block sizes of all groups.
+    hash_block_size : int
+        Tokens for each of vLLM's block hashes of a request.
     window : int
-        The widest window of all groups; 0 without windows.
+        The widest window of the model's groups; 0 without windows.
 
     Raises
     ------
@@ -93,36 +104,70 @@ class CacheGroups(Sequence[CacheGroup]):
         For engines that kvshelf cannot serve because of their groups.
     """
 
+    kinds: tuple[Kind, ...]
+    mixed: bool
+    drafts: tuple[CacheGroup, ...]
+    window: int
+
     def __init__(self, vllm_config: Any, kv_cache_config: Any) -> None:
         groups = getattr(kv_cache_config, "kv_cache_groups", None)
+        self._specs: list[list[Any]] = []
         if groups is None:
             found = [CacheGroup(0, FULL, manager_block_size(vllm_config, None), 0, ())]
         else:
             _check_cacheable(groups, kv_cache_config)
-            single = len(groups) == 1
-            found = []
-            for index, group in enumerate(groups):
-                spec = group.kv_cache_spec
-                specs = list(iter_layer_specs(spec))
-                kind = _kind_of(specs, single=single)
-                size = manager_block_size(vllm_config, kv_cache_config) if single else None
-                found.append(
-                    CacheGroup(
-                        index,
-                        kind,
-                        int(spec.block_size) if size is None else size,
-                        max(map(_window_of, specs)) if kind == WINDOW else 0,
-                        tuple(group.layer_names),
-                    )
-                )
+            self._specs = [list(iter_layer_specs(group.kv_cache_spec)) for group in groups]
+            sizes = [int(group.kv_cache_spec.block_size) for group in groups]
+            if len(groups) == 1:
+                sizes = [manager_block_size(vllm_config, kv_cache_config)]
+            found = [
+                CacheGroup(index, FULL, size, 0, tuple(group.layer_names))
+                for index, (group, size) in enumerate(zip(groups, sizes, strict=True))
+            ]
         self._groups = tuple(found)
-        kinds = {group.kind for group in found}
-        self.kinds: tuple[Kind, ...] = tuple(kind for kind in KINDS if kind in kinds)
-        self.hybrid = len(found) > 1 or STATE in kinds
         self.alignment = math.lcm(*(group.block_size for group in found))
-        self.window = max(group.window for group in found)
+        # As resolve_kv_cache_block_sizes of vllm/v1/core/kv_cache_utils.py.
+        unit = getattr(vllm_config.cache_config, "prefix_match_unit", None)
+        several = len(found) > 1
+        self.hash_block_size = (several and unit) or math.gcd(*(one.block_size for one in found))
+        self._divide(range(len(found)))
+        self.hybrid = several or STATE in self.kinds
         if self.hybrid:
             self._check(vllm_config)
+
+    def narrow(self, layer_names: Iterable[str]) -> None:
+        """Leave groups without any of the model's layers to the drafter.
+
+        Parameters
+        ----------
+        layer_names : Iterable of str
+            The layers of the model with a cache of their own, of all pipeline stages.
+        """
+        names = frozenset(layer_names)
+        own = [group.index for group in self._groups if not names.isdisjoint(group.layer_names)]
+        if own:
+            self._divide(own)
+
+    def _divide(self, own: Collection[int]) -> None:
+        """Find the kinds of all groups, of which some are the model's own."""
+        if self._specs:
+            single = len(own) == 1
+            self._groups = tuple(
+                self._of_kind(group, single=single and group.index in own) for group in self._groups
+            )
+        model = [group for group in self._groups if group.index in own]
+        self.drafts = tuple(group for group in self._groups if group.index not in own)
+        kinds = {group.kind for group in model}
+        self.kinds = tuple(kind for kind in KINDS if kind in kinds)
+        self.mixed = len(model) > 1 or STATE in kinds
+        self.window = max(group.window for group in model)
+
+    def _of_kind(self, group: CacheGroup, *, single: bool) -> CacheGroup:
+        """Return a group with its kind and window; of one that is `single` windows do not count."""
+        specs = self._specs[group.index]
+        kind = _kind_of(specs, single=single)
+        window = max(map(_window_of, specs)) if kind == WINDOW else 0
+        return replace(group, kind=kind, window=window)
 
     @overload
     def __getitem__(self, index: int) -> CacheGroup: ...
@@ -137,8 +182,9 @@ class CacheGroups(Sequence[CacheGroup]):
         return len(self._groups)
 
     def of(self, kind: Kind) -> tuple[CacheGroup, ...]:
-        """Return the groups of a kind."""
-        return tuple(group for group in self._groups if group.kind == kind)
+        """Return the model's groups of a kind."""
+        drafts = self.drafts
+        return tuple(one for one in self._groups if one.kind == kind and one not in drafts)
 
     def _check(self, vllm_config: Any) -> None:
         """Refuse what a hybrid engine cannot be served with."""
@@ -156,11 +202,12 @@ class CacheGroups(Sequence[CacheGroup]):
                 "with speculative decoding a state may contain drafts that vLLM has rejected, so"
                 " kvshelf cannot store it: remove --speculative-config or --kv-transfer-config"
             )
-        if drafter_has_kv(vllm_config):
+        if drafter_has_kv(vllm_config) and int(parallel.pipeline_parallel_size) > 1:
             raise UnsupportedError(
-                f"the drafter of speculative decoding has KV, and the model has {self._named}: use"
-                f" a method without KV ({', '.join(sorted(METHODS_WITHOUT_KV))})"
-                f"{self._or_one_group}"
+                f"the drafter of speculative decoding has KV, the engine has {self._named} and"
+                " pipeline stages, and no stage knows the groups of the drafter in another one:"
+                " use tensor parallelism, or a method without KV"
+                f" ({', '.join(sorted(METHODS_WITHOUT_KV))}){self._or_one_group}"
             )
 
     @property

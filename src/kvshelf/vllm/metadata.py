@@ -58,7 +58,7 @@ class StoreOp:
     block_ids : tuple of list of int
         For each cache group of this kind, the blocks that hold the chunk's tokens, in order; of
         kind state, the one block with the state after the chunk's last token. Empty for groups of
-        other kinds.
+        other kinds. Of kind full, those of groups that only the drafter has are among them.
     repair : bool
         A load found the existing object damaged, so it must be replaced.
     age : float
@@ -219,7 +219,7 @@ class WorkerReport:
     already_logged : bool
         The worker has already logged `disabled_reason`.
     kinds : tuple of str
-        The kind of each layer; empty where the engine is not hybrid.
+        The kind of each layer; empty where there is only full.
     """
 
     layer_names: tuple[str, ...]

@@ -24,7 +24,7 @@ from vllm.platforms import current_platform
 
 from kvshelf.config import Config
 from kvshelf.errors import UnsupportedError
-from kvshelf.format.kinds import STATE, WINDOW, Kind
+from kvshelf.format.kinds import FULL, KINDS, STATE, WINDOW, Kind
 from kvshelf.kv.caches import LayerRun
 from kvshelf.kv.interleave import InterleavedBlocks
 from kvshelf.kv.layout_learning import LearnedLayout
@@ -95,7 +95,7 @@ class RegisteredCaches:
         What each layer with a cache of its own reads and writes, in model order: a view of the
         cache registered for it; of a state a view of each part.
     kinds : dict of Kind to KindCaches
-        Only full where the engine is not hybrid.
+        Only full where the model has one group without states, and of a drafter.
     report : WorkerReport
         Without the weights.
     """
@@ -208,24 +208,28 @@ def describe_caches(
     drafts = draft_layers(vllm_config)
     groups = CacheGroups(vllm_config, kv_cache_config)
     known = getattr(kv_cache_config, "kv_cache_groups", None)
-    names_of = {
-        group.index: [
-            name
-            for name in cached_layers(kv_caches, vllm_config, group.layer_names if known else None)
-            if (name in drafts) is of_drafter
-        ]
+    cached = {
+        group.index: cached_layers(kv_caches, vllm_config, group.layer_names if known else None)
         for group in groups
     }
+    if drafts:
+        groups.narrow(set(itertools.chain.from_iterable(cached.values())) - drafts)
+    names_of = {
+        index: [name for name in names if (name in drafts) is of_drafter]
+        for index, names in cached.items()
+    }
+    if of_drafter:
+        _check_full(groups, names_of)
     names = sorted(itertools.chain.from_iterable(names_of.values()), key=natural_order)
     context = vllm_config.compilation_config.static_forward_context
     _check_layers(names, context, kv_caches)
     engine = _Engine(kv_caches, vllm_config, config, kv_cache_config)
     kinds: dict[Kind, KindCaches] = {}
     fields: dict[str, _Fields] = {}
-    for kind in groups.kinds:
-        of_kind = [group for group in groups.of(kind) if names_of[group.index]]
+    for kind in KINDS:
+        of_kind = [group for group in groups if group.kind == kind and names_of[group.index]]
         if not of_kind:
-            # The layers of this kind are in other pipeline stages.
+            # The layers of this kind are in other pipeline stages, or not of this model.
             continue
         describe = engine.describe_states if kind == STATE else engine.describe_attention
         kinds[kind] = describe(of_kind, names_of, fields)
@@ -241,10 +245,23 @@ def describe_caches(
         tuple(one.head_size for one in each),
         tuple(one.window for one in each),
         kv_scales=kv_scales(context, names) if scaled else (),
-        kinds=tuple(kind_of[name] for name in names) if groups.hybrid else (),
+        kinds=tuple(kind_of[name] for name in names) if groups.mixed and not of_drafter else (),
     )
     bound = {name: bound_caches(context[name]) for name in names}
     return RegisteredCaches(bound, kinds, report)
+
+
+def _check_full(groups: CacheGroups, names_of: Mapping[int, Sequence[str]]) -> None:
+    """Refuse a drafter's KV that cannot be stored with the full chunks of its model.
+
+    Raises
+    ------
+    UnsupportedError
+    """
+    if any(names_of[group.index] and group.kind != FULL for group in groups):
+        raise UnsupportedError("the drafter has sliding windows, or states")
+    if FULL not in groups.kinds:
+        raise UnsupportedError("the model has sliding windows or states in all of its layers")
 
 
 class _Engine:

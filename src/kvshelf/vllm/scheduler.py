@@ -89,6 +89,7 @@ import math
 import sys
 import threading
 import time
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -130,7 +131,7 @@ from kvshelf.vllm.namespace import topologies_of
 from kvshelf.vllm.other_namespaces import OtherNamespaces
 from kvshelf.vllm.promise import Promise
 from kvshelf.vllm.read_ahead import Loadable, ReadAhead
-from kvshelf.vllm.speculation import draft_engine
+from kvshelf.vllm.speculation import draft_engine, drafter_has_kv
 from kvshelf.weights.fingerprints import FingerprintCache
 
 logger = logging.getLogger(__name__)
@@ -320,7 +321,7 @@ class SchedulerSide:
         self._blocks = BlockWeights()
         self._drafts: DraftScheduler | None = None
         if draft_engine(vllm_config) is not None:
-            self._drafts = DraftScheduler(vllm_config, config, self._block_size)
+            self._drafts = DraftScheduler(vllm_config, config, groups.hash_block_size)
         self._awaiting = Awaiting(config, groups, self.counters)
         self._waits: WaitService | None = None
         #: The objects of each kind.
@@ -705,6 +706,10 @@ class SchedulerSide:
         """Return the leading tokens that can be loaded; vLLM has `computed` of them already."""
         chunks, awaited = lookup.hit_chunks, state.awaited
         if self._groups.hybrid:
+            ends = self._ends(state)
+            if not self._groups.mixed and ends is not None:
+                # A search for full chunks alone heeds no ends.
+                chunks = ([0, *ends])[bisect_right(ends, chunks)]
             # One of _ends.
             handed = 0 if awaited is None else awaited.hit_tokens
             return max(chunks * self._config.chunk_size, handed)
@@ -1305,8 +1310,12 @@ class SchedulerSide:
     ) -> dict[int, list[int]] | None:
         """Return the blocks of a chunk in each group of a kind; None if vLLM has freed some."""
         size = self._config.chunk_size
+        groups = self._groups.of(kind)
+        if kind == FULL:
+            # The drafter's KV is stored with these.
+            groups += tuple(group for group in self._groups.drafts if group.kind == FULL)
         found: dict[int, list[int]] = {}
-        for group in self._groups.of(kind):
+        for group in groups:
             first = chunk.index * size // group.block_size
             last = -(-(chunk.index * size + chunk.tokens) // group.block_size)
             found[group.index] = blocks = list(tables[group.index][first:last])
@@ -1520,6 +1529,9 @@ class SchedulerSide:
                 self._history.describe(disabled=self._handshake.disabled_reason)
             return
         self._check_whole_shards(fmt)
+        if drafter_has_kv(self._vllm_config):
+            record: Mapping[str, Any] = fmt.namespace.record
+            self._groups.narrow(record["layer_names"])
         changed = self._handshake.weights_changed
         if self.namespace is not None:
             if self.namespace.encoded == fmt.namespace.encoded:
