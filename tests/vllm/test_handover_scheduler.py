@@ -27,15 +27,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiCo
 
 from kvshelf.format.differences import how_to_unite
 from kvshelf.format.keys import Chunk, KeyChain, MultimodalItem
-from kvshelf.format.kinds import FULL, kind_key
+from kvshelf.format.kinds import FULL, WINDOW, kind_key
 from kvshelf.format.names import object_name
 from kvshelf.format.namespace import Namespace
 from kvshelf.shelf.view import NamespaceView, ObjectRef, Presence
 from kvshelf.shelf.waits import WaitService
-from kvshelf.vllm import handshake
+from kvshelf.vllm import handshake, scheduler
 from kvshelf.vllm.awaiting import Awaited
 from kvshelf.vllm.handover import Handover, read_handover
-from kvshelf.vllm.metadata import WorkerMetadata
+from kvshelf.vllm.metadata import LoadFailure, WorkerMetadata
 
 HYBRID = models()
 MODELS = {"plain": [full(8)], **HYBRID}
@@ -695,6 +695,73 @@ def test_hybrid_models_use_what_is_there_when_the_producer_gives_up(
     engine.finish()
     assert 0 < loaded(engine, "r") < handover.tokens
     assert counts(engine) == {"gave_up": 1}
+
+
+@pytest.mark.parametrize("model", WITH_WINDOWS)
+@pytest.mark.parametrize(("item", "expected"), [((180, 200), 160), ((100, 200), 96), ((0, 203), 0)])
+def test_hybrid_models_use_no_end_within_an_image(
+    start: Callable[..., ScheduledEngine],
+    monkeypatch: pytest.MonkeyPatch,
+    model: str,
+    item: tuple[int, int],
+    expected: int,
+) -> None:
+    tokens = prompt(203)
+    handover = prefill(start(model), tokens)
+    assert handover.tokens == 192
+    engine = start(model)
+    # An image whose tokens attend to each other.
+    engine.connector._scheduler._whole_items = True
+    monkeypatch.setattr(scheduler, "_items", lambda request: [item])
+    engine.add("r", tokens, answer=1, transfer=handover.params())
+    engine.finish()
+    assert loaded(engine, "r") == expected
+    assert counts(engine) == {"complete": 1}
+
+
+def test_a_load_that_fails_ends_no_wait_that_goes_on(
+    start: Callable[..., ScheduledEngine], world: World
+) -> None:
+    tokens = prompt(203)
+    producer = start("Gemma 3")
+    handover = prefill(producer, tokens)
+    last = producer.chunks_of(tokens)[5]
+    content = world.contents[kind_key(last.key, FULL)]
+    world.remove(producer.fmt, last, FULL)
+    engine = start("Gemma 3", max_waiting=1)
+    engine.add("r", tokens, answer=1, transfer=handover.params())
+    step_until(engine, lambda: awaited_of(engine).wait is not None)
+    # Of an earlier request with this id.
+    failure = LoadFailure("r", 6, b"", False)
+    engine.connector._scheduler.worker_output(WorkerMetadata(failures=[[failure]]))
+    engine.step()
+    assert waits(engine, "r")
+    world.put(producer.fmt, last, FULL, content)
+    engine.finish()
+    assert loaded(engine, "r") == 192
+    assert counts(engine) == {"complete": 1}
+
+
+def test_what_was_seen_is_not_searched_for_piece_by_piece() -> None:
+    class Pieces(list[Any]):
+        touched = 0
+
+        def __iter__(self) -> Iterator[Any]:
+            self.touched += 1
+            return super().__iter__()
+
+        def __getitem__(self, index: Any) -> Any:
+            self.touched += 1
+            return super().__getitem__(index)
+
+    chain = KeyChain(b"n" * 32, CHUNK)
+    pieces = Pieces((kind, chunk) for chunk in chain.extend(prompt(320)) for kind in (FULL, WINDOW))
+    awaited = Awaited(Handover(b"n" * 32, 320, b"k" * 32, 0, "0" * 32), 0.0, 1.0)
+    awaited.begin(SimpleNamespace(seen=5), 0, pieces)  # type: ignore[arg-type]
+    before = pieces.touched
+    seen = [(kind, n) for n in range(10) for kind in (FULL, WINDOW) if awaited.has_seen(kind, n)]
+    assert seen == [(FULL, 0), (WINDOW, 0), (FULL, 1), (WINDOW, 1), (FULL, 2)]
+    assert pieces.touched == before
 
 
 def test_a_tail_that_cannot_be_loaded_is_computed(

@@ -325,6 +325,49 @@ def test_an_adapter_that_is_loaded_anew_while_a_request_runs_is_not_stored(
         assert run(start(), prompt(100, 1), lora_request=adapter(same))[0] <= 40
 
 
+@pytest.mark.parametrize("hashed", ["in time", "late", "never"])
+def test_what_is_on_its_way_when_other_content_is_loaded_is_not_used(
+    start: Callable[..., MiniVllm],
+    backend: FaultyBackend,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    hashed: str,
+) -> None:
+    folder = make_adapter(tmp_path / "a", "before")
+    run(start(), prompt(20), lora_request=adapter(folder))
+    engine = start(prefix_caching=False)
+    engine.add(Request("r", prompt(20), lora_request=adapter(folder)))
+    state, loads, files = engine.states["r"], threading.Event(), threading.Event()
+    backend.add(Fault("read", wait=loads))
+    until(lambda: engine.step() is None or state.status == "loading")
+    digest = adapters.lora_digest
+
+    def wait(*args: Any, **options: Any) -> bytes:
+        assert files.wait(PATIENCE)
+        return digest(*args, **options)
+
+    monkeypatch.setattr(adapters, "lora_digest", wait)
+    monkeypatch.setattr(adapters, "_HASHING_SECONDS", 0.2 if hashed == "never" else PATIENCE)
+    engine.patient = False
+    make_adapter(folder, "after, and longer")
+    # As an API server does, or a request without a hit.
+    engine.adapters.use(adapter(folder))
+    side = engine.worker._worker
+    assert side is not None
+    if hashed == "in time":
+        files.set()
+        until(lambda: side._adapters._hashings[1].done)
+    loads.set()
+    if hashed == "late":
+        until(lambda: engine.step() is None or bool(side._undecided))
+        engine.step()
+        assert state.status == "loading"
+        files.set()
+    engine.run()
+    assert state.load_failed
+    files.set()
+
+
 def test_an_adapter_that_was_loaded_before_its_files_changed_is_not_stored(
     start: Callable[..., MiniVllm], backend: FaultyBackend, tmp_path: Path
 ) -> None:

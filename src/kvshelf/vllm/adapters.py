@@ -28,6 +28,10 @@ Contracts
   there. Where that takes longer than a second, further requests of this adapter are computed
   without the shelf, so that only these suffer if the files' storage never answers. A worker stores
   nothing for an adapter until it has hashed the files.
+* What vLLM has loaded for an id is compared with a load's chunks when the load begins and again
+  when it ends. If the files are replaced between a lookup and the first time that vLLM reads them,
+  which may be after the load, one answer may depend on both contents, as with vLLM's own prefix
+  cache when it reads an adapter again.
 * :class:`AdapterDigests` may be used from any thread, :class:`LoadedAdapters` from the worker's
   step thread.
 """
@@ -363,10 +367,18 @@ class LoadedAdapters:
         return content is None or (self._take(content.number) and self._agrees(content))
 
     def may_load(self, content: AdapterContent | None) -> bool:
-        """Whether the worker computes with this content, as far as it knows."""
-        if content is None or not self._take(content.number):
+        """Whether the worker computes with this content, or has loaded nothing of its id yet."""
+        if content is None:
             return True
-        return self._agrees(content)
+        if self._take(content.number):
+            return self._agrees(content)
+        hashing = self._hashings.get(content.number)
+        return hashing is None or not hashing.overdue
+
+    def is_undecided(self, content: AdapterContent | None) -> bool:
+        """Whether it will soon be known what was loaded for an id."""
+        hashing = None if content is None else self._hashings.get(content.number)
+        return hashing is not None and not hashing.done and not hashing.overdue
 
     def _agrees(self, content: AdapterContent) -> bool:
         if self._known[content.number] == content.digest:

@@ -28,7 +28,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, Final, Literal, TypeAlias
 
 from kvshelf.config import Config
@@ -75,7 +75,7 @@ class Awaited:
     __slots__ = (
         "_first",
         "_full",
-        "_pieces",
+        "_places",
         "arrived",
         "deadline",
         "handover",
@@ -95,7 +95,8 @@ class Awaited:
         #: Full chunks that the lookup has seen, and those among each number of leading pieces.
         self._first = 0
         self._full: Sequence[int] = (0,)
-        self._pieces: Sequence[Piece] = ()
+        #: Where the other pieces are in the order of the wait.
+        self._places: Mapping[tuple[Kind, int], int] = {}
 
     @property
     def hit_tokens(self) -> int:
@@ -117,7 +118,10 @@ class Awaited:
 
     def begin(self, wait: Wait, first: int, pieces: Sequence[Piece]) -> None:
         """Note that the request waits for `pieces`; the lookup has seen `first` full chunks."""
-        self.wait, self._first, self._pieces = wait, first, pieces
+        self.wait, self._first = wait, first
+        self._places = {
+            (kind, chunk.index): n for n, (kind, chunk) in enumerate(pieces) if kind != FULL
+        }
         full = (kind == FULL and not chunk.tail for kind, chunk in pieces)
         self._full = list(itertools.accumulate(full, initial=0))
 
@@ -125,14 +129,14 @@ class Awaited:
         """Forget what was seen, and ask for nothing more."""
         if self.wait is not None:
             self.wait.cancel()
-        self.wait, self._first, self._full, self._pieces = None, 0, (0,), ()
+        self.wait, self._first, self._full, self._places = None, 0, (0,), {}
 
     def has_seen(self, kind: Kind, index: int) -> bool:
         """Whether a kind of a chunk was seen since the lookup."""
         if kind == FULL:
             return index < self.full_chunks
-        seen = () if self.wait is None else self._pieces[: self.wait.seen]
-        return any(kind == one and index == chunk.index for one, chunk in seen)
+        place = self._places.get((kind, index))
+        return place is not None and self.wait is not None and place < self.wait.seen
 
 
 class Awaiting:

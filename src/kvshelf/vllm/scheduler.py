@@ -552,6 +552,8 @@ class SchedulerSide:
         if wait.complete:
             if not self._breaker_is_open(lookups):
                 self._awaiting.end(request_id, awaited, "complete")
+                if self._groups.hybrid and self._divides_item(state, awaited.hit_tokens):
+                    state.drop_lookup()
             elif now >= awaited.deadline:
                 self._awaiting.end(request_id, awaited, "late")
         elif wait.gave_up:
@@ -712,6 +714,8 @@ class SchedulerSide:
                 chunks = ([0, *ends])[bisect_right(ends, chunks)]
             # One of _ends.
             handed = 0 if awaited is None else awaited.hit_tokens
+            if self._divides_item(state, handed):
+                handed = 0
             return max(chunks * self._config.chunk_size, handed)
         size, last = self._config.chunk_size, state.request.num_tokens - 1
         whole = 0
@@ -747,11 +751,15 @@ class SchedulerSide:
         last = (state.request.num_tokens - 1) // size
         ends: Sequence[int] = range(1, last + 1 if state.limit is None else state.limit + 1)
         if self._whole_items:
-            items = _items(state.request)
-            ends = [n for n in ends if not any(start < n * size < end for start, end in items)]
+            ends = [n for n in ends if not self._divides_item(state, n * size)]
         if any(state.failed.values()):
             ends = [n for n in ends if not self._needs_failed(state, n)]
         return ends
+
+    def _divides_item(self, state: _Request, tokens: int) -> bool:
+        """Whether a hit of so many tokens would end within an item that must not be divided."""
+        items = _items(state.request) if self._whole_items else ()
+        return any(start < tokens < end for start, end in items)
 
     def _needs_failed(self, state: _Request, end: int) -> bool:
         """Whether a hit of `end` chunks needs a window or a state that could not be loaded."""
@@ -1495,7 +1503,9 @@ class SchedulerSide:
             state.limit = limit if state.limit is None else min(state.limit, limit)
         if not self._groups.hybrid:
             return
-        state.awaited = None
+        if state.awaited is not None and state.awaited.outcome is not None:
+            # A wait that still goes on is not that of the load.
+            state.awaited = None
         if state.loaded:
             # The load brought nothing. Other ranks may report the same one later.
             state.failed_loads += 1

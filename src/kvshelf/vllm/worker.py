@@ -212,6 +212,8 @@ class WorkerSide:
         self._ops: dict[JointLoad, LoadOp] = {}
         #: Loads whose KV must not be used, whatever their transfer reports.
         self._invalidated: set[JointLoad] = set()
+        #: Loads that ended while it is not known what vLLM loaded for their adapter.
+        self._undecided: list[JointLoad] = []
         #: Requests whose loads are over, until vLLM is told.
         self._finished: set[str] = set()
         #: For each cache group.
@@ -778,18 +780,25 @@ class WorkerSide:
 
     def finished_loads(self) -> set[str]:
         """Return the requests whose loads are finished, and note what failed."""
+        ended, self._undecided = self._undecided, []
         if self._transfer is not None and self._transfer.loading:
             idle = self._meta is not None and self._meta.idle and not self._finished
-            for load in self._transfer.poll(_IDLE_WAIT_SECONDS if idle else 0.0):
-                op = self._ops.pop(load, None)
-                if op is None:
-                    continue
-                note = functools.partial(self._note, load, op)
-                if load in self._invalidated:
-                    self._invalidated.remove(load)
-                    note = functools.partial(self._note_nothing, op)
-                self._report(op, note)
-                self._end_read_ahead(load.request_id)
+            ended += self._transfer.poll(_IDLE_WAIT_SECONDS if idle else 0.0)
+        for load in ended:
+            op = self._ops.get(load)
+            if op is None:
+                continue
+            note = functools.partial(self._note, load, op)
+            invalid = load in self._invalidated
+            if not invalid and self._adapters.is_undecided(op.adapter):
+                self._undecided.append(load)
+                continue
+            if invalid or not self._adapters.may_load(op.adapter):
+                self._invalidated.discard(load)
+                note = functools.partial(self._note_nothing, op)
+            del self._ops[load]
+            self._report(op, note)
+            self._end_read_ahead(load.request_id)
         done = self._finished
         if self._drafts is not None:
             # The blocks of these are still written to.
