@@ -153,8 +153,9 @@ class Fault:
         ``sweep``, ``touch``, ``entries``, ``space``, ``now``, or ``*``.
     pattern : str
         Names to which it applies, as for :mod:`fnmatch`.
-    wait : threading.Event or float, optional
-        Block until the event is set, or for this many seconds.
+    wait : threading.Event, threading.Semaphore or float, optional
+        Block until the event is set, until the semaphore was released once more, or for this many
+        seconds.
     error : exception or callable that returns one, optional
         Raised; in ``stat`` a :class:`~kvshelf.errors.StorageError` is the answer for the name.
     damage : callable, optional
@@ -166,7 +167,7 @@ class Fault:
 
     operation: str
     pattern: str = "*"
-    wait: threading.Event | float | None = None
+    wait: threading.Event | threading.Semaphore | float | None = None
     error: BaseException | Callable[[], BaseException] | None = None
     damage: Callable[[bytearray], object] | None = None
     times: int | None = None
@@ -207,6 +208,8 @@ class FaultyBackend(WrappedBackend):
         for fault in met:
             if isinstance(fault.wait, threading.Event):
                 fault.wait.wait()
+            elif isinstance(fault.wait, threading.Semaphore):
+                fault.wait.acquire()
             elif fault.wait is not None:
                 threading.Event().wait(fault.wait)
             if isinstance(fault.error, BaseException):

@@ -41,7 +41,7 @@ from kvshelf.server.leases import Leases
 from kvshelf.server.messages import Failed, Fault, Ready
 from kvshelf.server.namespaces import HASH, NamedObject, Namespaces, key_of
 from kvshelf.server.storage import Storage
-from kvshelf.server.workers import Workers
+from kvshelf.server.workers import ClientGoneError, Workers
 
 #: Takes outcomes of a fetch: some at once, others as they come.
 Each: TypeAlias = "Callable[[list[Ready | Failed]], None]"
@@ -275,7 +275,7 @@ class Fetches:
             if slot is None:
                 return False
             read = self._reads[want.key] = _Read(found, slot)
-            self._submit(read)
+            self._submit(want.client, read)
         elif not fits:
             return False
         else:
@@ -304,9 +304,10 @@ class Fetches:
 
     # --------------------------------------------------------------------------------------- reads
 
-    def _submit(self, read: _Read) -> None:
+    def _submit(self, client: bytes, read: _Read) -> None:
         buffer = self._held.buffer(read.slot)
         self._workers.submit(
+            client,
             lambda: self._storage.load(read.found, buffer),
             partial(self._was_read, read),
             partial(self._returned, read),
@@ -321,6 +322,12 @@ class Fetches:
             left = self._coming.pop(want.client, 0) - want.nbytes
             if left > 0:
                 self._coming[want.client] = left
+        if isinstance(outcome, ClientGoneError):
+            # Others who want it have it read when the memory is free again, in a moment.
+            for want in wants:
+                if want.each is not None:
+                    self._waiting.setdefault(want.client, deque()).appendleft(want)
+            return
         if isinstance(outcome, Exception):
             self._counts["failed_fetches"] += len(wants)
             fault = Fault.of(outcome)

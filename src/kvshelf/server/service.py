@@ -95,6 +95,8 @@ _MOST_USED: Final = 1 << 16
 LEASE_SECONDS: Final = 30.0
 #: Part of the storage's deadlines for which a request waits for memory.
 _WAIT_SHARE: Final = 0.8
+#: Whose turn the server's own work takes.
+_OWN: Final = b""
 #: Threads of each kind where the storage is near, and most where it is not.
 _NEAR_THREADS: Final = 4
 _MOST_THREADS: Final = 16
@@ -280,13 +282,17 @@ class Service:
             answers = [next(rest) if held is None else held for held in here]
             done(Found(answers, outcome.fault))
 
-        self._probe(missing, answer)
+        self._probe(client, missing, answer)
 
-    def _probe(self, names: Sequence[str], answer: Callable[[Found | Exception], None]) -> None:
+    def _probe(
+        self, client: bytes, names: Sequence[str], answer: Callable[[Found | Exception], None]
+    ) -> None:
         objects: list[NamedObject | None] = [None] * len(names)
         if self._storage.has_tier:
             objects = [self._known(name) for name in names]
-        self._workers["probe"].submit(lambda: found(self._storage.find(names, objects)), answer)
+        self._workers["probe"].submit(
+            client, lambda: found(self._storage.find(names, objects)), answer
+        )
 
     def _known(self, name: str, nbytes: int | None = None) -> NamedObject | None:
         try:
@@ -346,7 +352,7 @@ class Service:
             there = [[(name, next(sizes)) for name in absent] for absent in missing]
             self._looked_up(client, session, chains, pinned, there, done)
 
-        self._probe(asked, answer)
+        self._probe(client, asked, answer)
 
     def _looked_up(
         self,
@@ -548,7 +554,8 @@ class Service:
                 self._fetches.forget(key_of(args[0]))
                 gone = self._known(args[0])
                 if gone is not None and self._storage.has_tier:
-                    self._workers["call"].submit(lambda: self._storage.forget(gone), lambda _: None)
+                    forget = partial(self._storage.forget, gone)
+                    self._workers["call"].submit(_OWN, forget, lambda _: None)
             elif method in ("write", "write_marker") and not isinstance(outcome, Exception):
                 self._appearances.published(args[0])
             if changes:
@@ -557,7 +564,7 @@ class Service:
                     self._changed.notify_all()
 
         pool = "probe" if method in ("stat", "info") else "call"
-        self._workers[pool].submit(work, answer, returned)
+        self._workers[pool].submit(client, work, answer, returned)
 
     # -------------------------------------------------------------------------------------- endings
 
@@ -574,6 +581,8 @@ class Service:
         self._clients.discard(client)
         self._stores.client_gone(client)
         self._fetches.client_gone(client)
+        for workers in self._workers.values():
+            workers.forget(client)
         self._forget(client)
 
     def _forget(self, client: bytes) -> None:

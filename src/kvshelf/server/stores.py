@@ -10,8 +10,9 @@ Contracts
 * A store of what is being stored joins it, and has its outcome, unless the first client's bytes
   were bad.
 * The shelf decides what is stored: an object that it did not take is not kept.
-* Stores that wait begin in turn, one of each client. One that waits too long for memory fails with
-  an error that opens no circuit breaker: the storage is not to blame.
+* Stores that wait, for memory or for a thread, begin in turn, one of each client. One that waits
+  too long for memory fails with an error that opens no circuit breaker: the storage is not to
+  blame.
 * A store that hangs fails. Its memory is not reused before it has returned. Stores that have begun
   take at most a quarter of the memory, or one of them has it.
 
@@ -39,7 +40,6 @@ from kvshelf.errors import (
     KVShelfError,
     NoRoomError,
     ObjectNameError,
-    UnavailableStorageError,
 )
 from kvshelf.format.invalid import PayloadDamaged
 from kvshelf.format.keys import Chunk
@@ -49,7 +49,7 @@ from kvshelf.server.held import Held
 from kvshelf.server.messages import Fault, Reply, Stored, WriteMode
 from kvshelf.server.namespaces import HASH, NamedObject, Namespaces, key_of
 from kvshelf.server.storage import Copied, Storage
-from kvshelf.server.workers import Workers
+from kvshelf.server.workers import ClientGoneError, Workers
 
 #: Part of the memory that stores under way may take.
 _STORES_SHARE: Final = 4
@@ -81,10 +81,6 @@ class _Store:
     #: The object was deleted meanwhile.
     gone: bool = False
     joined: list[_Store] = field(default_factory=list)
-
-
-class _ClientGoneError(UnavailableStorageError):
-    """The client that stores an object is gone."""
 
 
 class Stores:
@@ -217,6 +213,7 @@ class Stores:
         self._busy += nbytes
         buffer = self._held.buffer(slot)
         self._workers.submit(
+            store.client,
             lambda: self._copy_and_publish(store, buffer),
             partial(self._end, store),
             partial(self._returned, store, slot),
@@ -247,7 +244,7 @@ class Stores:
             self._counts["stored_bytes"] += store.source.nbytes
             reply, others = Stored(outcome[0].value), Stored("existed")
         store.done(reply)
-        if isinstance(outcome, BadObjectError | _ClientGoneError) and joined:
+        if isinstance(outcome, BadObjectError | ClientGoneError) and joined:
             # The fault of one client is not that of the others.
             first, first.joined = joined[0], joined[1:]
             self._enter(first)
@@ -281,7 +278,7 @@ class Stores:
         for store in list(self._running.values()):
             store.joined = [other for other in store.joined if other.client != client]
             if store.client == client and store.slot is None:
-                self._end(store, _ClientGoneError())
+                self._end(store, ClientGoneError())
         self._waiting.pop(client, None)
 
     def forget(self, name: str) -> None:

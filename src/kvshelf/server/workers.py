@@ -1,12 +1,15 @@
 """Work on the storage, done on threads for a caller that must not block.
 
-Owns the queue of one kind of work, and the threads that do it. A thread whose work is stuck in the
-storage is replaced (:mod:`kvshelf.shelf.threads`), and the caller is told at once.
+Owns the queues of one kind of work, one of each client, and the threads that do it. A thread whose
+work is stuck in the storage is replaced (:mod:`kvshelf.shelf.threads`), and the caller is told at
+once.
 
 Contracts
 ---------
 * :meth:`Workers.submit` is called on the caller's thread, the loop of the server, and never blocks.
 * Outcomes come back on that thread: `post` takes them there.
+* Clients take turns: however much one has waiting, the next job of another is begun after at most
+  one job of each.
 * What work uses (memory, a connection) belongs to it until its `returned` was called.
 """
 
@@ -15,7 +18,7 @@ from __future__ import annotations
 import errno
 import logging
 import threading
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
@@ -31,6 +34,10 @@ logger = logging.getLogger(__name__)
 Post: TypeAlias = Callable[[Callable[[], None]], None]
 
 _CLOSE_SECONDS: Final = 1.0
+
+
+class ClientGoneError(UnavailableStorageError):
+    """The client whose work it is has gone, and nobody has begun it."""
 
 
 @dataclass(eq=False, slots=True)
@@ -70,7 +77,8 @@ class Workers:
         self._post = post
         self._url = guard.url
         self._wake = threading.Condition()
-        self._queue: deque[_Job] = deque()
+        #: By client, each in order; the client whose turn is next first.
+        self._queues: OrderedDict[bytes, deque[_Job]] = OrderedDict()
         self._running: dict[int, _Job] = {}
         self._closed = False
         self._threads = StorageThreads(
@@ -84,13 +92,9 @@ class Workers:
         )
         self._threads.start()
 
-    @property
-    def waiting(self) -> int:
-        """Number of jobs that no thread has begun."""
-        return len(self._queue)
-
     def submit(
         self,
+        client: bytes,
         work: Callable[[], Any],
         done: Callable[[Any], None],
         returned: Callable[[Any], None] | None = None,
@@ -99,6 +103,8 @@ class Workers:
 
         Parameters
         ----------
+        client : bytes
+            Whose turn it takes.
         work : Callable
             Called once at most.
         done : Callable
@@ -111,10 +117,17 @@ class Workers:
         job = _Job(work, done, returned)
         with self._wake:
             if not self._closed and self._threads.ready():
-                self._queue.append(job)
+                self._queues.setdefault(client, deque()).append(job)
                 self._wake.notify()
                 return
         self._post(lambda: self._end(job, self._unavailable()))
+
+    def forget(self, client: bytes) -> None:
+        """Begin no more work of a client; what was not begun fails with a ClientGoneError."""
+        with self._wake:
+            jobs = self._queues.pop(client, ())
+        for job in jobs:
+            self._report(job, ClientGoneError(errno.ECANCELED, "its client has gone", self._url))
 
     def close(self) -> None:
         """Begin no more work; what was not begun fails. Idempotent."""
@@ -131,12 +144,11 @@ class Workers:
         me = threading.get_ident()
         while not self._threads.replaced():
             with self._wake:
-                while not self._queue and not self._closed:
+                while not self._queues and not self._closed:
                     self._wake.wait()
                 if self._closed:
                     return
-                job = self._queue.popleft()
-                self._running[me] = job
+                job = self._running[me] = self._next()
             try:
                 outcome = job.work()
             except Exception as error:  # noqa: BLE001 - it is the outcome
@@ -144,6 +156,15 @@ class Workers:
             with self._wake:
                 self._running.pop(me, None)
             self._report(job, outcome)
+
+    def _next(self) -> _Job:
+        client, jobs = next(iter(self._queues.items()))
+        job = jobs.popleft()
+        if jobs:
+            self._queues.move_to_end(client)
+        else:
+            del self._queues[client]
+        return job
 
     def _report(self, job: _Job, outcome: Any) -> None:
         self._post(lambda: self._end(job, outcome))
@@ -162,8 +183,8 @@ class Workers:
 
     def _fail_waiting(self) -> None:
         with self._wake:
-            jobs = list(self._queue)
-            self._queue.clear()
+            jobs = [job for jobs in self._queues.values() for job in jobs]
+            self._queues.clear()
         for job in jobs:
             self._report(job, self._unavailable())
 
