@@ -442,7 +442,7 @@ def test_every_fact_of_an_engine_enters_its_namespace() -> None:
             ("mla",),
             (576,),
             (-1,),
-            kv_scales=(0.5, 0.25),
+            kv_scales=((0.5, 0.25),),
         )
         for stage in range(2)
     ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import struct
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
@@ -10,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("vllm")
 
@@ -56,7 +59,7 @@ from kvshelf.vllm.metadata import (
     WorkerMetadata,
     WorkerReport,
 )
-from kvshelf.vllm.namespace import build_namespace, default_shards
+from kvshelf.vllm.namespace import build_namespace, default_shards, kv_scales
 from kvshelf.vllm.scheduler import SchedulerSide
 from kvshelf.vllm.speculation import METHODS_WITH_KV, METHODS_WITHOUT_KV
 
@@ -1638,7 +1641,7 @@ def test_the_namespace_waits_for_all_ranks(make: Callable[..., Side]) -> None:
     [
         {"layouts": ("canonical",) * LAYERS},
         {"layer_names": tuple("abcdefgh"[:LAYERS])},
-        {"kv_scales": (0.5,) * (2 * LAYERS)},
+        {"kv_scales": ((0.5, 0.5),) * LAYERS},
     ],
 )
 def test_ranks_that_differ_share_nothing(
@@ -1649,6 +1652,82 @@ def test_ranks_that_differ_share_nothing(
     side.side.worker_output(WorkerMetadata(reports={0: PART, 1: other}))
     assert side.side.matched_tokens(Request("r", prompt(20)), 0) == (0, False)
     assert "rank 1 differ from those of rank 0" in caplog.text
+
+
+def _scaled_by_head(heads: int, ranks: int, context: int) -> list[WorkerReport]:
+    """The reports of all ranks of a model that has a scale for each of its KV heads."""
+    reports = []
+    for rank in range(ranks * context):
+        held, copies = max(1, heads // ranks), max(1, ranks // heads)
+        first = rank % ranks // copies * held
+        scales = [
+            [layer + (head + kv / 2) / 8 for head in range(first, first + held)]
+            for layer in range(LAYERS)
+            for kv in (0, 1)
+        ]
+        layers = SimpleNamespace(kv_cache_scheme={"strategy": "attn_head"})
+        method = SimpleNamespace(quant_config=layers)
+        context_of = {
+            name: SimpleNamespace(
+                quant_method=method,
+                _k_scale=torch.tensor(scales[2 * n]),
+                _v_scale=torch.tensor(scales[2 * n + 1]),
+            )
+            for n, name in enumerate(PART.layer_names)
+        }
+        reports.append(
+            replace(
+                PART,
+                weights=None if rank else "user:test",
+                layer_shapes=(f"2,*,{heads},{HEAD_SIZE}",) * LAYERS,
+                kv_scales=kv_scales(context_of, context_of),
+            )
+        )
+    return reports
+
+
+@pytest.mark.parametrize("heads", [1, 2, 4, 8])
+@pytest.mark.parametrize(("ranks", "context"), [(1, 1), (2, 1), (4, 1), (8, 1), (2, 2)])
+def test_scales_of_heads_are_the_same_on_any_number_of_ranks(
+    make: Callable[..., Side], heads: int, ranks: int, context: int
+) -> None:
+    side = make(known=False)
+    side.config.model_config.get_total_num_kv_heads = lambda: heads
+    side.config.parallel_config.tensor_parallel_size = ranks
+    side.config.parallel_config.prefill_context_parallel_size = context
+    side.side._handshake.ranks = ranks * context
+    reports = _scaled_by_head(heads, ranks, context)
+    side.side.worker_output(WorkerMetadata(reports=dict(enumerate(reports))))
+    assert side.side.namespace is not None, side.side._handshake.disabled_reason
+    values = [
+        layer + (head + kv / 2) / 8
+        for layer in range(LAYERS)
+        for kv in (0, 1)
+        for head in range(heads)
+    ]
+    digest = hashlib.sha256(struct.pack(f"<{len(values)}f", *values)).hexdigest()
+    assert side.side.namespace.record["kv_scales"] == digest
+
+
+@pytest.mark.parametrize("which", ["a copy", "a part", "none"])
+def test_ranks_with_other_scales_of_the_same_heads_share_nothing(
+    make: Callable[..., Side], caplog: pytest.LogCaptureFixture, which: str
+) -> None:
+    side = make(known=False)
+    side.config.model_config.get_total_num_kv_heads = lambda: 2
+    side.config.parallel_config.tensor_parallel_size = 4
+    side.side._handshake.ranks = 4
+    reports = _scaled_by_head(2, 4, 1)
+    found = reports[3].kv_scales
+    other: tuple[Any, ...] = {
+        "a copy": (((9.0,), (9.0,)), *found[1:]),
+        "a part": (((9.0, 9.0), (9.0, 9.0)), *found[1:]),
+        "none": (),
+    }[which]
+    reports[3] = replace(reports[3], kv_scales=other)
+    side.side.worker_output(WorkerMetadata(reports=dict(enumerate(reports))))
+    assert side.side.namespace is None
+    assert "rank 3 differ from those of rank 0" in caplog.text
 
 
 def test_stages_are_put_together_in_order(make: Callable[..., Side]) -> None:

@@ -850,7 +850,11 @@ def test_scales_are_one_for_a_layer_or_one_for_each_head() -> None:
         "b": SimpleNamespace(_k_scale=torch.tensor([1.0, 2.0]), _v_scale=torch.tensor([3.0, 4.0])),
         "indexer": SimpleNamespace(),
     }
-    assert kv_scales(layers, layers) == (0.5, 0.25, 1.0, 2.0, 3.0, 4.0)
+    assert kv_scales(layers, layers) == ((0.5, 0.25), ((1.0, 2.0), (3.0, 4.0)), ())
+    # A rank with one head.
+    scheme = SimpleNamespace(kv_cache_scheme={"strategy": "attn_head"})
+    layers["a"].quant_method = SimpleNamespace(quant_config=scheme)
+    assert kv_scales(layers, "a") == (((0.5,), (0.25,)),)
 
 
 def test_a_worker_that_gets_no_thread_tries_again_and_keeps_nothing_twice(

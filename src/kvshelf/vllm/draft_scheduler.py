@@ -28,7 +28,7 @@ import logging
 import sys
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from kvshelf.config import Config
@@ -36,7 +36,7 @@ from kvshelf.errors import KVShelfError
 from kvshelf.format.keys import Chunk, KeyChain
 from kvshelf.format.namespace import Namespace
 from kvshelf.vllm.metadata import BY_PARAMETERS, WorkerReport
-from kvshelf.vllm.namespace import build_namespace, stage_ranks, topologies_of
+from kvshelf.vllm.namespace import build_namespace, stage_ranks, topologies_of, unite_ranks
 from kvshelf.vllm.speculation import WITHOUT_DRAFTS, draft_config, draft_engine
 
 logger = logging.getLogger(__name__)
@@ -172,16 +172,14 @@ class DraftScheduler:
             or known.weights is None
         ):
             return
-        plain = [replace(report, weights=None) for report in self._reports.values()]
-        if any(report != plain[0] for report in plain):
-            self._disable("its layers differ between ranks")
-            return
         if known.weights == BY_PARAMETERS:
             self._disable("no file of this machine identifies its weights")
             return
         config = draft_config(self._vllm_config, self._config, target)
+        of_ranks = [self._reports[rank] for rank in sorted(self._reports)]
         try:
-            namespace = build_namespace(self._engine, config, plain[:1], known.weights)
+            report = unite_ranks(self._engine, of_ranks)
+            namespace = build_namespace(self._engine, config, [report], known.weights)
             topologies = topologies_of(self._engine, namespace.record).values()
             divided = any(topology.divided for topology in topologies)
         except KVShelfError as error:

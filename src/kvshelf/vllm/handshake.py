@@ -9,7 +9,7 @@ The hand-shake
 1. Each worker sends its report in every step, rank 0 with the weights fingerprint once it is
    known.
 2. When all ranks have reported and agree, :meth:`Handshake.unite` returns the namespace, and
-   the scheduler side opens its lookups in it.
+   the scheduler side opens its lookups in it. Scales of single heads are those of the rank's own.
 3. From :meth:`Handshake.settle` on, steps announce the namespace to the workers, until a step
    brings no report: then all workers have it.
 4. A worker whose caches are registered again reports again, and has to report the same.
@@ -43,7 +43,6 @@ import hashlib
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from kvshelf.config import Config
@@ -51,7 +50,7 @@ from kvshelf.errors import KVShelfError
 from kvshelf.format.namespace import Namespace
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.vllm.metadata import BY_PARAMETERS, WeightsReport, WorkerReport
-from kvshelf.vllm.namespace import build_namespace, stage_ranks
+from kvshelf.vllm.namespace import build_namespace, stage_ranks, unite_ranks
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +102,7 @@ class Handshake:
         self._versions: dict[str, str] = {}
         #: Versions that were given before the weights differed.
         self._waiting: set[str] = set()
-        #: One report of each pipeline stage, as the namespace was built from them.
+        #: The report of each pipeline stage, as the namespace was built from them.
         self._stages: list[WorkerReport] = []
         self._announcing = False
         self._deadline: float | None = None
@@ -176,17 +175,14 @@ class Handshake:
             return None
         # Ranks are numbered stage by stage.
         degree = stage_ranks(self._vllm_config)
-        reports = [replace(report, weights=None) for report in reports]
-        for rank, report in enumerate(reports):
-            first = rank // degree * degree
-            if report != reports[first]:
-                self._disable(
-                    f"the KV caches of rank {rank} differ from those of rank {first} of the same"
-                    " stage in layers, shapes, layout or scales: run all ranks on machines of one"
-                    " kind, with one version of vLLM"
-                )
-                return None
-        stages = reports[::degree]
+        try:
+            stages = [
+                unite_ranks(self._vllm_config, reports[first : first + degree], first)
+                for first in range(0, len(reports), degree)
+            ]
+        except KVShelfError as error:
+            self._disable(str(error))
+            return None
         if self.namespace is not None:
             self._announcing = True
             if stages != self._stages:

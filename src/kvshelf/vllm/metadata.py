@@ -199,6 +199,10 @@ class StepMetadata(KVConnectorMetadata):
 BY_PARAMETERS = "params"
 
 
+#: The k and the v scale of a layer; empty where it has none.
+LayerScales: TypeAlias = tuple[float | tuple[float, ...], ...]
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerReport:
     """What only a worker knows of the namespace: the layout of its layers' KV caches.
@@ -209,8 +213,9 @@ class WorkerReport:
         One entry for each layer, as in the namespace record.
     head_sizes, sliding_windows : tuple of int
         One entry for each layer.
-    kv_scales : tuple of float
-        The k and the v scale of each layer; empty for caches without scales.
+    kv_scales : tuple of tuple
+        Of each layer the k and the v scale: one for all heads, or a tuple with one for each head of
+        this rank; empty for caches without scales.
     weights : str, optional
         The weights fingerprint; None until it is known, and on all ranks but rank 0.
         :data:`BY_PARAMETERS` where no file has one.
@@ -229,7 +234,7 @@ class WorkerReport:
     attention: tuple[str, ...]
     head_sizes: tuple[int, ...]
     sliding_windows: tuple[int, ...]
-    kv_scales: tuple[float, ...] = ()
+    kv_scales: tuple[LayerScales, ...] = ()
     weights: str | None = None
     disabled_reason: str = ""
     already_logged: bool = False

@@ -9,6 +9,7 @@ layout: nothing that differs between machines that run the same model may enter.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import logging
 import os
@@ -16,7 +17,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import gcd
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from kvshelf.format.namespace import Namespace
 from kvshelf.format.tensors import is_state, parse_state, shape_heads
 from kvshelf.kv.topology import ShardPlan, Topology, head_groups
 from kvshelf.urls import shown_url
-from kvshelf.vllm.metadata import BY_PARAMETERS, WorkerReport
+from kvshelf.vllm.metadata import BY_PARAMETERS, LayerScales, WorkerReport
 from kvshelf.weights.fingerprints import (
     FingerprintCache,
     sampled_fingerprint,
@@ -84,7 +85,7 @@ def build_namespace(
     vllm_config : VllmConfig
     config : Config
     stages : Sequence of WorkerReport
-        The report of one rank of each pipeline stage, in order.
+        Of each pipeline stage, in order, see :func:`unite_ranks`.
     weights : str
         The weights fingerprint.
 
@@ -138,11 +139,82 @@ def build_namespace(
     )
 
 
-def _scales_digest(scales: Sequence[float]) -> str | None:
+def _scales_digest(layers: Sequence[LayerScales]) -> str | None:
     """Return the SHA-256 of k and v scales as little-endian float32, None without any."""
+    scales = [
+        value
+        for layer in layers
+        for found in layer
+        for value in (found if isinstance(found, tuple) else (found,))
+    ]
     if not scales:
         return None
     return hashlib.sha256(struct.pack(f"<{len(scales)}f", *scales)).hexdigest()
+
+
+def unite_ranks(
+    vllm_config: Any, reports: Sequence[WorkerReport], first_rank: int = 0
+) -> WorkerReport:
+    """Return what one rank that holds all heads would report, without the weights.
+
+    Parameters
+    ----------
+    vllm_config : VllmConfig
+    reports : Sequence of WorkerReport
+        Of all ranks of one pipeline stage, in order.
+    first_rank : int
+        Number of the first of them.
+
+    Raises
+    ------
+    ConfigError
+        If the ranks differ in more than in the scales of the heads that they hold.
+    """
+    plain = [replace(report, weights=None, kv_scales=()) for report in reports]
+    scales = [report.kv_scales for report in reports]
+    for rank in range(len(reports)):
+        alike = len(scales[rank]) == len(scales[0]) and all(
+            list(map(_heads_with_scales, ours)) == list(map(_heads_with_scales, theirs))
+            for ours, theirs in zip(scales[rank], scales[0], strict=True)
+        )
+        if plain[rank] != plain[0] or not alike:
+            raise _ranks_differ(first_rank + rank, first_rank)
+    if not scales[0]:
+        return plain[0]
+    ranks = int(vllm_config.parallel_config.tensor_parallel_size)
+    united: list[LayerScales] = []
+    for shape, *layers in zip(plain[0].layer_shapes, *scales, strict=True):
+        together: list[float | tuple[float, ...]] = []
+        for found in zip(*layers, strict=True):
+            parts = [one if isinstance(one, tuple) else (one,) for one in found]
+            copies = 1
+            if isinstance(found[0], float):
+                copies = ranks
+            elif len(parts[0]) == 1 and (heads := shape_heads(shape)):
+                copies = ranks // head_groups(heads, ranks)
+            for rank, part in enumerate(parts):
+                # Neighbours hold the same head, and ranks of prefill context the same heads.
+                if part != parts[rank % ranks // copies * copies]:
+                    raise _ranks_differ(first_rank + rank, first_rank)
+            if isinstance(found[0], float):
+                together.append(found[0])
+            else:
+                together.append(tuple(itertools.chain.from_iterable(parts[:ranks:copies])))
+        united.append(tuple(together))
+    return replace(plain[0], kv_scales=tuple(united))
+
+
+def _heads_with_scales(scale: float | tuple[float, ...]) -> int:
+    """Return how many heads have a scale of their own on a rank; 0 where all have the same."""
+    return len(scale) if isinstance(scale, tuple) else 0
+
+
+def _ranks_differ(rank: int, first: int) -> ConfigError:
+    return ConfigError(
+        f"the KV caches of rank {rank} differ from those of rank {first} of the same stage in"
+        " layers, shapes, layout or scales: run all ranks on machines of one kind, with one"
+        " version of vLLM"
+    )
 
 
 def config_overrides(model: Any, config: Config) -> str | None:
@@ -497,18 +569,27 @@ def _kv_dtype(vllm_config: Any) -> str:
     return "fp8_e4m3" if dtype == "fp8" else dtype
 
 
-def kv_scales(layers: Mapping[str, Any], names: Iterable[str]) -> tuple[float, ...]:
-    """Return the k and v scales of each layer: one of each, or one for each head.
+def kv_scales(layers: Mapping[str, Any], names: Iterable[str]) -> tuple[LayerScales, ...]:
+    """Return the k and v scale of each layer, or those of each head that this rank holds.
 
     Layers that store something other than KV, such as an indexer's keys, have no scales.
     """
     return tuple(
-        float(value)
+        tuple(
+            _scale_of(layers[name], torch.as_tensor(getattr(layers[name], scale)))
+            for scale in ("_k_scale", "_v_scale")
+            if hasattr(layers[name], scale)
+        )
         for name in names
-        for scale in ("_k_scale", "_v_scale")
-        if hasattr(layers[name], scale)
-        for value in torch.as_tensor(getattr(layers[name], scale)).flatten().tolist()
     )
+
+
+def _scale_of(layer: Any, scale: torch.Tensor) -> float | tuple[float, ...]:
+    values = tuple(map(float, scale.flatten().tolist()))
+    # The scale of a rank's only head looks like that of a layer.
+    config = getattr(getattr(layer, "quant_method", None), "quant_config", None)
+    scheme = getattr(config, "kv_cache_scheme", None) or {}
+    return values if len(values) > 1 or scheme.get("strategy") == "attn_head" else values[0]
 
 
 def local_model_dir(vllm_config: Any) -> Path:
