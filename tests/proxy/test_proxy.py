@@ -43,6 +43,7 @@ from kvshelf.format.keys import Chunk, KeyChain, salt_group_of
 from kvshelf.format.namespace import Namespace
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.probes import listen
+from kvshelf.proxy import durable
 from kvshelf.proxy.app import make_app
 from kvshelf.proxy.server import make_server
 from kvshelf.proxy.settings import Settings
@@ -602,6 +603,25 @@ def test_kv_that_does_not_come_is_told(sides: Sides, client: httpx.Client, shelf
         behave(sides[1], fails(400))
         answer = client.post(f"{url}/v1/completions", json=ASKING | {"durable": True})
         assert answer.status_code == 400 and "kvshelf-durable" not in answer.headers
+
+
+def test_namespaces_that_are_not_asked_for_any_more_take_no_threads(
+    sides: Sides, client: httpx.Client, shelf: Shelf
+) -> None:
+    def waiting_threads() -> int:
+        return sum(thread.name.startswith("kvshelf-wait") for thread in threading.enumerate())
+
+    before = waiting_threads()
+    with serving(settings_for(sides, durable_wait=WAIT), shelf) as url:
+        # The first one is asked for once more when its threads are gone.
+        for number in (*range(durable._MOST_IDLE + 4), 0):
+            of = namespace(weights=f"user:{number}")
+            publish(shelf, of, last_chunk(of, 5))
+            behave(sides[0], promise(of, last_chunk(of, 5), 5))
+            answer = client.post(f"{url}/v1/completions", json=ASKING | {"durable": True})
+            assert answer.headers["kvshelf-durable"] == "true"
+        wait_for(lambda: waiting_threads() - before <= durable._MOST_IDLE)
+    wait_for(lambda: waiting_threads() == before)
 
 
 # -------------------------------------------------------------------------------- the command

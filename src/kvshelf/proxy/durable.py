@@ -34,6 +34,10 @@ logger = logging.getLogger(__name__)
 #: Seconds between two looks at what the threads have found, and for the description of a namespace.
 _PAUSE: Final = 0.01
 _DESCRIPTION_PAUSE: Final = 0.25
+#: Services that are kept although nobody waits, and descriptions of namespaces. New namespaces come
+#: with each change of an engine's configuration, and old ones are not asked for again.
+_MOST_IDLE: Final = 4
+_MOST_FORMATS: Final = 64
 #: The last event of a stream, and what ends an event.
 _DONE: Final = b"data: [DONE]"
 _EVENT_END: Final = b"\n\n"
@@ -56,7 +60,7 @@ class Durability:
         self._formats: dict[bytes, ObjectFormat] = {}
         self._reading = anyio.Lock()
         #: By digest, and whether the objects are in the folders of salt groups: a service takes two
-        #: objects of one key for the same.
+        #: objects of one key for the same. The one that was used last comes last.
         self._services: dict[tuple[bytes, bool], WaitService] = {}
 
     def close(self) -> None:
@@ -95,26 +99,33 @@ class Durability:
         finally:
             for wait in waits:
                 wait.cancel()
+            self._close_idle()
 
     def _submit(self, family: ObjectFormat, promised: Handover, group: str) -> Wait:
         place = promised.namespace, group != "_"
-        service = self._services.get(place)
+        service = self._services.pop(place, None)
         if service is None:
             views = {kind: self._shelf.view(family.of(kind)) for kind in family.kinds}
-            service = self._services[place] = WaitService(views, counters=Counters())
+            service = WaitService(views, counters=Counters())
+        self._services[place] = service
         chunk = _chunk(promised, family.chunk_size, group)
         return service.submit([(kind, chunk) for kind in family.kinds], promised.attempt)
+
+    def _close_idle(self) -> None:
+        idle = [place for place, service in self._services.items() if not service.waiting]
+        for place in idle[: max(0, len(self._services) - _MOST_IDLE)]:
+            self._services.pop(place).close()
 
     async def _format(self, digest: bytes) -> ObjectFormat:
         """Return the format of a namespace, as soon as its description is on the shelf."""
         while True:
             async with self._reading:
-                if digest not in self._formats:
-                    found = await self._on_a_thread(digest)
-                    if found is not None:
-                        self._formats[digest] = found
-            if digest in self._formats:
-                return self._formats[digest]
+                found = self._formats.get(digest) or await self._on_a_thread(digest)
+                if found is not None:
+                    if len(self._formats) >= _MOST_FORMATS:
+                        del self._formats[next(iter(self._formats))]
+                    self._formats[digest] = found
+                    return found
             await anyio.sleep(_DESCRIPTION_PAUSE)
 
     async def _on_a_thread(self, digest: bytes) -> ObjectFormat | None:
