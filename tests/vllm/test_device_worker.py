@@ -267,28 +267,36 @@ def poison(engine: MiniVllm) -> None:
         cache[0] = 0
 
 
-@pytest.mark.parametrize("hooks", ["of the connector", "of the worker", "both"])
+@pytest.mark.parametrize(
+    "hooks", ["of the connector", "of the worker", "both", "of the worker, which frees only KV"]
+)
 def test_while_the_engine_sleeps_nothing_touches_the_caches(
     start: Callable[..., MiniVllm], monkeypatch: pytest.MonkeyPatch, hooks: str
 ) -> None:
     class Worker:
         def sleep(self, level: int = 1) -> None: ...
 
+        def discard(self, tags: tuple[str, ...]) -> None: ...
+
         def wake_up(self, tags: list[str] | None = None) -> None: ...
+
+    def fall_asleep() -> None:
+        if not hooks.startswith("of the worker"):
+            engine.worker.unregister_kv_caches()
+        if "only KV" in hooks:
+            Worker().discard(("kv_cache",))
+        elif hooks != "of the connector":
+            Worker().sleep()
 
     monkeypatch.setitem(sys.modules, weight_changes._MODULE, SimpleNamespace(Worker=Worker))
     engine = start()
     assert engine.device is not None
+    Worker().discard(("something else",))
     with engine.device.hold():
         engine.add(Request("r", prompt(41)))
         engine.run()
         # Its chunks are on their way; their blocks may only go when they have left.
-        asleep = threading.Thread(
-            target=lambda: (
-                (hooks == "of the worker" or engine.worker.unregister_kv_caches()),
-                (hooks == "of the connector" or Worker().sleep()),
-            )
-        )
+        asleep = threading.Thread(target=fall_asleep)
         asleep.start()
         asleep.join(0.05)
         assert asleep.is_alive()
@@ -303,7 +311,7 @@ def test_while_the_engine_sleeps_nothing_touches_the_caches(
     assert path._paused
     if hooks != "of the connector":
         Worker().wake_up(["kv_cache"])
-    if hooks != "of the worker":
+    if not hooks.startswith("of the worker"):
         engine.worker.restore_kv_caches()
     assert not path._paused
     assert len(engine.device.ran) == before

@@ -950,6 +950,9 @@ class FakeWorker:
     def wake_up(self, tags: list[str] | None = None) -> None:
         self.calls.append(("wake_up", tags))
 
+    def discard(self, tags: tuple[str, ...]) -> None:
+        self.calls.append(("discard", tags))
+
     def reload_weights(self, *args: object, **kwargs: object) -> str:
         self.calls.append(("reload_weights", (args, kwargs)))
         return "reloaded"
@@ -977,6 +980,7 @@ def test_the_methods_that_are_watched_are_vllm_s() -> None:
         assert callable(Worker.__dict__[name]), name
     assert list(signature(Worker.sleep).parameters)[:2] == ["self", "level"]
     assert list(signature(Worker.wake_up).parameters) == ["self", "tags"]
+    assert list(signature(Worker.discard).parameters) == ["self", "tags"]
 
 
 @pytest.mark.parametrize(
@@ -986,6 +990,8 @@ def test_the_methods_that_are_watched_are_vllm_s() -> None:
         (lambda worker: worker.sleep(1), False),
         (lambda worker: worker.sleep(2), True),
         (lambda worker: worker.sleep(level=2), True),
+        (lambda worker: worker.discard(("kv_cache",)), False),
+        (lambda worker: worker.discard(tags=("weights", "kv_cache")), True),
         (lambda worker: worker.reload_weights(weights_path="/new"), True),
         (lambda worker: worker.start_weight_update(), True),
         (lambda worker: worker.start_draft_weight_update(), True),

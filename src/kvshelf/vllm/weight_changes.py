@@ -2,10 +2,10 @@
 
 vLLM does not tell a connector that it loads new weights into a running engine or discards them
 (sleep level 2). Only from 0.33 on it tells that the memory of the KV cache is freed (sleep of any
-level) and allocated again. But all engine commands call named methods of the worker's class, so
-:func:`watch` wraps these methods. Worker extensions load weights by the model's ``load_weights``
-or by vLLM's ``AutoWeightsLoader``, which :func:`watch_loading` wraps. This module owns the
-wrappers, one for each method.
+level, ``/release_kv_cache_memory``) and allocated again. But all engine commands call named methods
+of the worker's class, so :func:`watch` wraps these methods. Worker extensions load weights by the
+model's ``load_weights`` or by vLLM's ``AutoWeightsLoader``, which :func:`watch_loading` wraps. This
+module owns the wrappers, one for each method.
 
 Users' code reaches a worker through ``apply_model`` and through remote calls: of functions, and of
 methods that are not vLLM's own, such as those of worker extensions. :func:`watch_user_code` tells
@@ -23,7 +23,7 @@ import functools
 import logging
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, Protocol
 
 logger = logging.getLogger(__name__)
@@ -72,8 +72,13 @@ def _discards(level: int = 1, *_: Any, **__: Any) -> bool:
     return level >= _DISCARDING_SLEEP
 
 
-def _with_cache(tags: list[str] | None = None) -> bool:
-    """Whether waking up with these tags allocates the KV cache's memory."""
+def _frees_weights(tags: Collection[str]) -> bool:
+    """Whether discarding these tags gives the weights' memory away."""
+    return "weights" in tags
+
+
+def _with_cache(tags: Collection[str] | None = None) -> bool:
+    """Whether a call with these tags is about the KV cache's memory."""
     return tags is None or "kv_cache" in tags
 
 
@@ -86,8 +91,11 @@ _METHODS: dict[str, Callable[..., bool]] = {
     "reload_weights": _always,
     "reset_weights": _always,
     "sleep": _discards,
+    "discard": _frees_weights,
     "wake_up": _never,
 }
+#: Methods that free the KV cache's memory, and whether a call with some arguments does.
+_FREEING: dict[str, Callable[..., bool]] = {"sleep": _always, "discard": _with_cache}
 
 
 def watch(listener: Listener, worker_class: type | None = None) -> bool:
@@ -245,7 +253,7 @@ def _wrapped(
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         if _applies(changes, args, kwargs):
             _tell("weights_changed", f"{name}()")
-        if name == "sleep":
+        if name in _FREEING and _applies(_FREEING[name], args, kwargs):
             _tell("fall_asleep")
         answer = method(self, *args, **kwargs)
         if name == "wake_up" and _applies(_with_cache, args, kwargs):
