@@ -59,6 +59,7 @@ from kvshelf.vllm.metadata import (
     WorkerMetadata,
     WorkerReport,
 )
+from kvshelf.vllm.multiprocess import model_facts
 from kvshelf.vllm.namespace import build_namespace, default_shards, kv_scales
 from kvshelf.vllm.scheduler import SchedulerSide
 from kvshelf.vllm.speculation import METHODS_WITH_KV, METHODS_WITHOUT_KV
@@ -1319,6 +1320,20 @@ def test_engines_that_are_not_served_do_not_start(
     change(config)
     with pytest.raises(UnsupportedError, match=message):
         SharedStorageConnector(config, role, make_groups(config))
+    assert not (tmp_path / "shelf").exists()
+
+
+@pytest.mark.parametrize("role", list(KVConnectorRole))
+def test_an_engine_that_simulates_the_choice_of_experts_does_not_start(
+    tmp_path: Path, role: KVConnectorRole, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "VLLM_MOE_ROUTING_SIMULATION_STRATEGY"
+    monkeypatch.setenv(name, "uniform_random")
+    config = make_config(str(tmp_path / "shelf"))
+    with pytest.raises(UnsupportedError, match=name):
+        SharedStorageConnector(config, role, make_groups(config))
+    with pytest.raises(UnsupportedError, match=name):
+        model_facts(config)
     assert not (tmp_path / "shelf").exists()
 
 

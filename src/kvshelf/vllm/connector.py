@@ -58,7 +58,7 @@ from kvshelf.urls import directory_of, shown_url
 from kvshelf.vllm.affinity import widen_cpu_affinity
 from kvshelf.vllm.groups import CacheGroups, with_chunk_size
 from kvshelf.vllm.metadata import StepMetadata, WorkerMetadata
-from kvshelf.vllm.namespace import context_ranks
+from kvshelf.vllm.namespace import check_environment, context_ranks
 from kvshelf.vllm.scheduler import SchedulerSide
 from kvshelf.vllm.speculation import check_speculation, drafter_has_kv
 from kvshelf.vllm.stats import ShelfPromMetrics, ShelfStats, stats_of
@@ -540,6 +540,7 @@ def _check_engine(vllm_config: Any) -> None:
     ------
     UnsupportedError
     """
+    check_environment()
     parallel = vllm_config.parallel_config
     alone = getattr(parallel, "distributed_executor_backend", None) == "external_launcher"
     if alone and int(parallel.world_size) > 1:

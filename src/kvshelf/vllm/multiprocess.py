@@ -41,7 +41,7 @@ from kvshelf.server.client import (
     striding_block_hashes,
 )
 from kvshelf.vllm.layout_discovery import discover_layouts
-from kvshelf.vllm.namespace import config_overrides, local_model_dir
+from kvshelf.vllm.namespace import check_environment, config_overrides, local_model_dir
 
 __all__ = [
     "LMCacheMPSchedulerAdapter",
@@ -125,11 +125,13 @@ def model_facts(vllm_config: Any) -> ModelFacts:
     Raises
     ------
     UnsupportedError
-        If a layer keeps anything other than K and V of each token.
+        If a layer keeps anything other than K and V of each token, or vLLM simulates the choice of
+        experts.
     ConfigError
         If the weights are not in files of this machine, the KV cache has a dtype of its own, or
         there are several pipeline stages.
     """
+    check_environment()
     model, cache_dtype = vllm_config.model_config, vllm_config.cache_config.cache_dtype
     if cache_dtype != "auto":
         raise ConfigError(

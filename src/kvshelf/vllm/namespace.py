@@ -50,6 +50,21 @@ _DTYPES = {
 _FP8 = {"fp8": "F8_E4M3", "fp8_e4m3": "F8_E4M3", "fp8_e5m2": "F8_E5M2"}
 
 
+def check_environment() -> None:
+    """Refuse an environment in which vLLM computes KV that is no KV of the model.
+
+    Raises
+    ------
+    UnsupportedError
+    """
+    name = "VLLM_MOE_ROUTING_SIMULATION_STRATEGY"
+    if os.environ.get(name):
+        raise UnsupportedError(
+            f"{name} gives each token to experts that the model did not choose, so its KV is of use"
+            " to nobody else: unset it, or remove --kv-transfer-config"
+        )
+
+
 def stored_dtype(cache_dtype: str, tensor_dtype: str) -> str:
     """Return the safetensors dtype of a KV cache's elements.
 
