@@ -7,14 +7,17 @@ of the same engine, and what one degree stored with what the other stored, as nu
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
+import torch
 from fleet import Engines
 from harness import NEAR_TIE, SHELF_CONNECTOR, Answer, Engine, EngineError, assert_same
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from shelf_files import DAMAGE, ShelfFiles, assert_close, wait_until
 
 MakePrompt = Callable[[int], list[int]]
@@ -40,10 +43,9 @@ def start(engines: Engines, name: str, shelf: ShelfFiles, ranks: int = 1, **opti
             "tensor_parallel_size": ranks,
             "distributed_executor_backend": "mp",
         }
-    arguments |= options.pop("arguments", {})
+    arguments |= {"model": engines.places.model} | options.pop("arguments", {})
     return engines.start(
         name,
-        model=engines.places.model,
         connector=SHELF_CONNECTOR,
         extra_config={"shared_storage_path": str(shelf.root), **options},
         **arguments,
@@ -179,3 +181,57 @@ def test_shards_that_ranks_cannot_divide_are_refused_at_start(engines: Engines) 
     with pytest.raises(EngineError):
         engine.wait_ready()
     assert "set shards=2 alike on all engines" in engine.log()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not torch.backends.cpu.get_cpu_capability().startswith("AVX512"),
+    reason="vLLM has FP8 caches on CPUs with AVX-512 only",
+)
+def test_scales_of_heads_are_the_same_facts_on_one_rank_and_on_two(
+    engines: Engines, prompt: MakePrompt
+) -> None:
+    model = engines.places.root / "models" / "scaled by head"
+    shutil.copytree(engines.places.model, model)
+    config = json.loads((model / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": "dense",
+        "config_groups": {},
+        "ignore": [],
+        "kv_cache_scheme": {
+            "num_bits": 8,
+            "type": "float",
+            "strategy": "attn_head",
+            "symmetric": True,
+            "dynamic": False,
+        },
+    }
+    (model / "config.json").write_text(json.dumps(config))
+    heads = {"q": "num_attention_heads", "k": "num_key_value_heads", "v": "num_key_value_heads"}
+    scales = {
+        f"model.layers.{layer}.self_attn.{name}_scale": 0.01
+        * torch.arange(1.0 + layer, 1.0 + layer + config[count]).view(-1, 1, 1)
+        for layer in range(config["num_hidden_layers"])
+        for name, count in heads.items()
+    }
+    [file] = model.glob("*.safetensors")
+    save_file(load_file(file) | scales, file, metadata={"format": "pt"})
+    facts = []
+    for ranks in (1, 2):
+        shelf = ShelfFiles(engines.places.root / f"shelf of scales on {ranks}")
+        name = f"scales of heads, {ranks} ranks"
+        with start(
+            engines, name, shelf, ranks, weights="scaled", arguments={"model": model}
+        ) as one:
+            tokens = prompt(600)
+            one.generate(tokens)
+
+            def hits(one: Engine = one, tokens: list[int] = tokens) -> bool:
+                one.reset_prefix_cache()
+                return one.generate(tokens).shelf_tokens == 512
+
+            wait_until(hits, "a hit on what was stored")
+        [folder] = shelf.namespaces()
+        facts.append(json.loads((folder / "namespace.json").read_text())["kv_scales"])
+    assert facts[0] == facts[1]
