@@ -20,6 +20,8 @@ pytest.importorskip("vllm")
 
 from parts import until, while_patient
 from simulated import SimulatedEngine
+from vllm.distributed.eplb.eplb_state import EplbLayerState, compute_logical_maps
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
 from kvshelf.vllm import model_tensors, weight_changes
 from kvshelf.vllm.block_weights import BlockWeights
@@ -263,6 +265,20 @@ def test_weights_that_kernels_wrap_are_read() -> None:
     layer.workspace += 1
     layer.lora_a_weight_stacked += 1
     assert digest(weights, packed=False) == last
+
+
+def test_experts_that_a_layer_keeps_as_pairs_are_read() -> None:
+    """As DeepSeek V4's layer does, which frees the parameters."""
+    layer = torch.nn.Linear(2, 2)
+    layer.get_expert_weights = list  # type: ignore[assignment]
+    pair = torch.zeros(4, dtype=torch.uint8), torch.ones(2)
+    layer._transformed_l1_weights = pair  # type: ignore[assignment]
+    weights = LoadedWeights(torch.nn.Sequential(layer))
+    found = {digest(weights, packed=False)}
+    for one in pair:
+        one[0] += 1
+        found.add(digest(weights, packed=False))
+    assert len(found) == 3
 
 
 def test_weights_that_nothing_shows_are_never_the_same_after_a_noticed_change() -> None:
@@ -570,6 +586,197 @@ def test_where_parameters_cannot_name_weights_one_line_says_what_to_set(
     (line,) = caplog.messages
     assert problem in line
     assert "Set `weights`" in line
+
+
+class BalancedLayer(torch.nn.Module):
+    """The places of one layer's experts on one rank, read by vLLM's own method."""
+
+    def __init__(self, places: int) -> None:
+        super().__init__()
+        self.local_num_experts = places
+        self.w13_weight = torch.nn.Parameter(torch.zeros(places, 4, 3))
+        self.w2_weight = torch.nn.Parameter(torch.zeros(places, 2, 3))
+        # As methods of block quantization leave it.
+        scale = torch.zeros(places, 3, 2).transpose(1, 2)
+        self.w13_weight_scale_inv = torch.nn.Parameter(scale)
+        #: Not of one expert.
+        self.w13_input_scale = torch.nn.Parameter(torch.ones(1).expand(places))
+        self.gate = torch.nn.Linear(3, 2, bias=False)
+        #: As kernels of some models want a weight.
+        self._transformed = torch.zeros(places, 5)
+        self.eplb_state = EplbLayerState()
+
+    def get_expert_weights(self) -> Any:
+        named = [(name, one) for name, one in self.named_parameters() if "gate" not in name]
+        shown = SimpleNamespace(
+            named_parameters=lambda: named, local_num_experts=self.local_num_experts
+        )
+        of_parameters = RoutedExperts.get_expert_weights(shown)  # type: ignore[arg-type]
+        return [*of_parameters, self._transformed]
+
+
+class Balanced:
+    """The ranks over which vLLM balances the experts of a model, and what is known of its weights.
+
+    Of an engine with data parallelism the others' ranks belong to other engines.
+    """
+
+    LAYERS, EXPERTS, PLACES = 2, 5, 4
+
+    def __init__(self, ranks: int, engines: int = 1) -> None:
+        self.changed: dict[tuple[int, int], float] = {}
+        self.models: list[Any] = []
+        for _ in range(ranks * engines):
+            torch.manual_seed(0)
+            layers = [BalancedLayer(self.PLACES) for _ in range(self.LAYERS)]
+            self.models.append(torch.nn.Sequential(*layers))
+        self.place([[n % self.EXPERTS for n in range(self.places)]] * self.LAYERS)
+        self.weights = [self._on(rank, LoadedWeights) for rank in range(ranks)]
+        parallel = {"data_parallel_size": engines, "enable_expert_parallel": True}
+        self.handshake = handshake(**parallel)
+        self.handshake.ranks = ranks
+        reports = [SimpleNamespace(weights="sha256:00")] * ranks
+        self.handshake._reports = dict(enumerate(reports))  # type: ignore[arg-type]
+
+    @property
+    def places(self) -> int:
+        return len(self.models) * self.PLACES
+
+    def _on(self, rank: int, work: Callable[[Any], Any]) -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(model_tensors, "_expert_rank", lambda: rank)
+            return work(self.models[rank])
+
+    def place(self, experts: list[list[int]]) -> None:
+        """Have each place of all ranks hold an expert, as a rebalance does."""
+        self.placed = experts
+        found, copies = compute_logical_maps(torch.tensor(experts), self.EXPERTS)
+        for layer in range(self.LAYERS):
+            for n, expert in enumerate(experts[layer]):
+                of_rank = self.models[n // self.PLACES][layer]
+                with torch.no_grad():
+                    for tensor in of_rank.get_expert_weights():
+                        tensor[n % self.PLACES] = torch.arange(tensor.shape[1]) + 100.0 * expert
+                        tensor[n % self.PLACES, 0] += self.changed.get((layer, expert), 0.0)
+            for model in self.models:
+                model[layer].eplb_state.logical_to_physical_map = found[layer]
+                model[layer].eplb_state.logical_replica_count = copies[layer]
+
+    def change(self, layer: int, expert: int) -> None:
+        """Change an expert, wherever it is."""
+        self.changed[layer, expert] = self.changed.get((layer, expert), 0.0) + 1.0
+        self.place(self.placed)
+
+    def name(self, between: Callable[[], None] = lambda: None, version: str = "") -> str | None:
+        """Compare the weights; return their name."""
+        made = self.handshake
+        made.receive({}, {rank: one.report() for rank, one in enumerate(self.weights)})
+        made.begin_round()
+        for rank, one in enumerate(self.weights):
+            if version:
+                one.changed(version)
+            self._on(rank, lambda _, one=one: one.begin(made.round))
+        between()
+        for _ in while_patient():
+            for rank, one in enumerate(self.weights):
+                self._on(rank, lambda _, one=one: one.advance(idle=False))
+            reports = {rank: one.report() for rank, one in enumerate(self.weights)}
+            made.receive({}, reports)
+            assert not any(one.problem for one in self.weights)
+            if all(report.digest for report in reports.values()):
+                break
+        found = made._name_of_weights()
+        if found is not None:
+            made.settle(SimpleNamespace())  # type: ignore[arg-type]
+            for one in self.weights:
+                one.settle(found)
+        return found
+
+
+@given(st.data())
+@settings(max_examples=30, deadline=None)
+def test_experts_that_vllm_moves_keep_the_name_of_the_weights(data: st.DataObject) -> None:
+    engine = Balanced(data.draw(st.sampled_from([2, 3])))
+    experts = list(range(Balanced.EXPERTS))
+
+    def placement() -> list[list[int]]:
+        """All experts, and some of them twice or more."""
+        spare = st.lists(
+            st.sampled_from(experts),
+            min_size=engine.places - len(experts),
+            max_size=engine.places - len(experts),
+        )
+        return [
+            data.draw(st.permutations(experts + data.draw(spare))) for _ in range(Balanced.LAYERS)
+        ]
+
+    names = {(): "sha256:00"}
+    for _ in range(3):
+        engine.place(placement())
+        if data.draw(st.booleans()):
+            layer = data.draw(st.integers(0, Balanced.LAYERS - 1))
+            engine.change(layer, data.draw(st.sampled_from(experts)))
+        # Perhaps once more while the weights are being read.
+        again = placement() if data.draw(st.booleans()) else engine.placed
+        content = tuple(sorted(engine.changed.items()))
+        found = engine.name(lambda again=again: engine.place(again))  # type: ignore[misc]
+        assert found == names.setdefault(content, found or "")
+    assert len(set(names.values())) == len(names)
+
+
+def test_one_copy_of_an_expert_that_differs_is_another_name() -> None:
+    engine = Balanced(2)
+    assert engine.name() == "sha256:00"
+    # Two of its places are on other ranks.
+    assert engine.placed[1].count(2) == 2
+    with torch.no_grad():
+        engine.models[1][1].w2_weight[3] += 1
+    assert engine.placed[1][7] == 2
+    found = engine.name()
+    assert found is not None and found.startswith("params:")
+    engine.place(engine.placed)
+    engine.models[1][1]._transformed[3] += 1
+    other = engine.name()
+    assert other not in ("sha256:00", found)
+    engine.place(engine.placed)
+    with torch.no_grad():
+        engine.models[1][0].gate.weight += 1
+    assert engine.name() not in ("sha256:00", found, other)
+
+
+def test_of_experts_that_other_engines_hold_those_are_compared_that_were_seen() -> None:
+    engine = Balanced(1, engines=2)
+    first = [[0, 1, 2, 3, 4, 0, 1, 2]] * 2
+    moved = [[4, 4, 2, 3, 0, 1, 1, 2], [3, 2, 1, 0, 4, 4, 4, 4]]
+    for placed in (first, moved, first):
+        engine.place(placed)
+        assert engine.name() == "sha256:00"
+    # One that came here later, and is not here now.
+    engine.change(0, 4)
+    assert engine.name() == "sha256:00"
+    engine.place(moved)
+    assert engine.name(version="v") == "version:v"
+    engine.place(first)
+    assert engine.name() == "version:v"
+    engine.place(moved)
+    engine.change(0, 4)
+    assert engine.name() is None
+    assert engine.handshake.disabled
+
+
+def test_vllm_balances_experts_as_they_are_read() -> None:
+    import inspect
+
+    from vllm.distributed import parallel_state
+    from vllm.distributed.eplb import eplb_state
+    from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+
+    assert issubclass(MoERunner, torch.nn.Module)
+    assert isinstance(MoERunner.eplb_state, property)
+    assert callable(MoERunner.get_expert_weights)
+    assert callable(parallel_state.get_ep_group)
+    source = inspect.getsource(eplb_state)
+    assert "ep_group = get_ep_group().device_group\n        ep_rank = ep_group.rank()" in source
 
 
 def test_the_period_of_a_block_is_that_of_the_oldest_block_before_it() -> None:

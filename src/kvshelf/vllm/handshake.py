@@ -30,6 +30,9 @@ The digests of all ranks together name the weights:
 * other ones: ``params:<SHA-256>`` of the digests of all ranks in order, the parallelism that
   decides what a rank holds, and the quantization.
 
+Experts that vLLM moves between ranks (expert parallel load balancing) enter these digests by their
+numbers in the model, so that moving and multiplying them changes no name.
+
 Contracts
 ---------
 * Requests wait for the namespace until one deadline at most, which the first of them sets.
@@ -42,17 +45,31 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 from kvshelf.config import Config
 from kvshelf.errors import KVShelfError
 from kvshelf.format.namespace import Namespace
 from kvshelf.format.objects import ObjectFormat
-from kvshelf.vllm.metadata import BY_PARAMETERS, WeightsReport, WorkerReport
+from kvshelf.vllm.metadata import BY_PARAMETERS, ExpertDigests, WeightsReport, WorkerReport
 from kvshelf.vllm.namespace import build_namespace, stage_ranks, unite_ranks
 
 logger = logging.getLogger(__name__)
+
+#: By layer and number in the model, the digests of an expert wherever it is.
+_Experts: TypeAlias = dict[tuple[str, int], frozenset[bytes]]
+
+
+def _by_number(ranks: Iterable[ExpertDigests]) -> _Experts:
+    """Return the experts of all ranks together."""
+    found: dict[tuple[str, int], set[bytes]] = {}
+    for layers in ranks:
+        for layer, (numbers, digests) in layers.items():
+            for place, number in enumerate(numbers):
+                digest = digests[16 * place : 16 * place + 16]
+                found.setdefault((layer, number), set()).add(digest)
+    return {name: frozenset(digests) for name, digests in found.items()}
 
 
 class Handshake:
@@ -92,6 +109,12 @@ class Handshake:
         self._weights: dict[int, WeightsReport] = {}
         #: Digest of each rank at the start.
         self._first: dict[int, str] = {}
+        self._first_experts: dict[int, ExpertDigests] = {}
+        #: Where other engines hold a part: the experts of this round and of the settled weights, as
+        #: they entered the digest; and all experts of these weights that were seen here since.
+        self._experts: _Experts = {}
+        self._settled_experts: _Experts = {}
+        self._seen_experts: _Experts = {}
         #: Some weights of some rank are not in its digest.
         self._packed = False
         #: Digests of all ranks together: of this round, and of the last one that was settled. The
@@ -133,6 +156,7 @@ class Handshake:
         current = {rank: found for rank, found in weights.items() if found.round == self.round}
         self._weights.update(current)
         self._first.update({rank: found.first for rank, found in weights.items()})
+        self._first_experts.update({rank: found.first_experts for rank, found in weights.items()})
         self._packed = self._packed or any(found.packed for found in weights.values())
         again = any(found.again for found in current.values())
         if again and not self.watched:
@@ -211,7 +235,8 @@ class Handshake:
         digests = [report.digest for report in reports if report.digest is not None]
         if len(digests) < self.ranks:
             return None
-        first, united = self._united_first, self._unite_digests(digests)
+        self._experts = self._as_settled(_by_number(report.experts for report in reports))
+        first, united = self._united_first, self._unite_digests(digests, self._experts)
         self._united = "" if united == first else united
         if self._holds_a_part and self.weights_changed:
             name = self._version_of(united, reports)
@@ -263,7 +288,24 @@ class Handshake:
 
     @property
     def _united_first(self) -> str:
-        return self._unite_digests([self._first[rank] for rank in range(self.ranks)])
+        digests = [self._first[rank] for rank in range(self.ranks)]
+        return self._unite_digests(digests, _by_number(self._first_experts.values()))
+
+    def _as_settled(self, experts: _Experts) -> _Experts:
+        """Return the experts of the settled weights if those that are here now are among them.
+
+        Where other engines hold a part, vLLM moves experts here that were not seen before. Without
+        a notice of a change they count as settled, and are compared from then on.
+        """
+        if not self._holds_a_part or self._change_noticed:
+            return experts
+        if not self._seen_experts:
+            self._settled_experts = _by_number(self._first_experts.values())
+            self._seen_experts = dict(self._settled_experts)
+        if any(self._seen_experts.get(name, found) != found for name, found in experts.items()):
+            return experts
+        self._seen_experts |= experts
+        return self._settled_experts
 
     def _version_of(self, united: str, reports: Sequence[WeightsReport]) -> str | None:
         """Return the name that the trainer gave; None without one, or if it had other weights."""
@@ -290,8 +332,11 @@ class Handshake:
                 version,
             )
 
-    def _unite_digests(self, digests: Sequence[str]) -> str:
-        """Return the digest of all ranks together."""
+    def _unite_digests(self, digests: Sequence[str], experts: _Experts) -> str:
+        """Return the digest of all ranks together, and of the experts that vLLM moves between them.
+
+        An expert may be there several times; all of them count.
+        """
         parallel = self._vllm_config.parallel_config
         degrees = [
             getattr(parallel, name, 1)
@@ -303,6 +348,8 @@ class Handshake:
         ]
         quantization = self._vllm_config.model_config.quantization
         lines = [" ".join(map(str, degrees)), str(quantization), *digests]
+        for (layer, number), found in sorted(experts.items()):
+            lines.append(f"{layer} {number} {' '.join(sorted(one.hex() for one in found))}")
         return hashlib.sha256("".join(f"{line}\n" for line in lines).encode()).hexdigest()
 
     @property
@@ -317,6 +364,8 @@ class Handshake:
     def settle(self, namespace: Namespace) -> None:
         """Announce the namespace to the workers from now on."""
         self.namespace = namespace
+        if self._united != self._settled_united:
+            self._settled_experts, self._seen_experts = self._experts, dict(self._experts)
         self._settled_united = self._united
         self.checking = False
         self._announcing = True

@@ -20,6 +20,10 @@ of worker extensions and puts the engine to sleep. So no slice reads a tensor th
 written. A change between two slices that no hook notices would leave a digest of a mixture: such a
 change is not noticed by any means but a later reset, see ``docs/changing-weights.md``.
 
+Where vLLM moves experts between ranks while it serves (expert parallel load balancing), they are
+digested one by one and named by their numbers in the model, whatever place they have and however
+often they are there.
+
 Weights that no tensor shows (:mod:`kvshelf.vllm.model_tensors`) count as they were at the start
 while the same object holds them, and later as one of a kind. Where an object may change what it
 holds, they are also one of a kind after each noticed change: never as unchanged by mistake.
@@ -29,14 +33,16 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import sys
+import time
 import uuid
 from types import FrameType
 
 import torch
 
-from kvshelf.vllm.metadata import WeightsReport
-from kvshelf.vllm.model_tensors import Unreadable, readable, unreadable
+from kvshelf.vllm.metadata import ExpertDigests, WeightsReport
+from kvshelf.vllm.model_tensors import Experts, Unreadable, balanced, readable, unreadable
 from kvshelf.weights.parameters import ParameterDigest
 
 #: How long a slice may take: in a step that computes something, and in an empty one.
@@ -62,6 +68,24 @@ def enclosing_model() -> torch.nn.Module | None:
                 return model
         frame = frame.f_back
     return None
+
+
+def _at(name: str, place: int) -> str:
+    """Return a name for the weights of one place among those of a layer's experts."""
+    return f"{name} at place {place}"
+
+
+def _places(balanced: list[Experts]) -> list[tuple[str, tuple[int, ...]]]:
+    return [(one.layer, one.held) for one in balanced]
+
+
+def _digest_experts(digest: ParameterDigest, experts: Experts) -> tuple[tuple[int, ...], bytes]:
+    """Return the experts of a layer that this rank holds, and 16 bytes for each."""
+    held = [(expert, place) for place, expert in enumerate(experts.held) if expert >= 0]
+    digests = [
+        digest.of({_at(name, place): name for name in experts.weights})[:16] for _, place in held
+    ]
+    return tuple(expert for expert, _ in held), b"".join(digests)
 
 
 class LoadedWeights:
@@ -97,14 +121,20 @@ class LoadedWeights:
         #: What the namespace calls the weights.
         self._name = ""
         self._digest: ParameterDigest | None = None
+        #: The tensors of the digest that are not of balanced experts.
+        self._plain: dict[str, str] = {}
         #: What held weights that cannot be read at the start, by name, and the names of later ones.
         self._unreadable = {one.name: one.held for one in self._hidden()}
         self._later: dict[str, tuple[object, str]] = {}
         self._result: str | None = None
+        #: Where vLLM balances experts: which this rank held when the digest began, and theirs.
+        self._balanced: list[Experts] = []
+        self._experts: dict[str, tuple[tuple[int, ...], bytes]] = {}
         if model is not None:
             self._begin_digest()
             self._read_all()
         self._first: str | None = self._result
+        self._first_experts: ExpertDigests = self._experts
 
     @property
     def watched(self) -> bool:
@@ -142,10 +172,10 @@ class LoadedWeights:
         if self._digest is None:
             return
         try:
-            self._digest.advance(_IDLE_SECONDS if idle else _STEP_SECONDS)
-            result = self._digest.result()
-            if result is not None:
-                self._result, self._digest = self._named(result), None
+            end = time.monotonic() + (_IDLE_SECONDS if idle else _STEP_SECONDS)
+            self._digest.advance(end - time.monotonic())
+            if self._digest.known:
+                self._finish(self._digest, end)
         except Exception as error:  # noqa: BLE001 - reported to the scheduler
             self._give_up(error)
 
@@ -188,19 +218,42 @@ class LoadedWeights:
             again=self._again,
             version=self._version,
             late=self._late,
+            first_experts=self._first_experts,
+            experts=self._experts if self._result is not None else {},
         )
 
     def _begin_digest(self) -> None:
         assert self.model is not None
         try:
-            self._digest = ParameterDigest(readable(self.model))
+            self._balanced = balanced(self.model)
+            self._experts = {}
+            moved = {name: tensor for one in self._balanced for name, tensor in one.weights.items()}
+            starts = {tensor.data_ptr() for tensor in moved.values()}
+            tensors = [one for one in readable(self.model) if one[1].data_ptr() not in starts]
+            self._plain = {name: name for name, _ in tensors}
+            for name, tensor in moved.items():
+                tensors += [(_at(name, place), part) for place, part in enumerate(tensor)]
+            self._digest = ParameterDigest(tensors)
         except Exception as error:  # noqa: BLE001 - reported to the scheduler
             self._give_up(error)
+
+    def _finish(self, digest: ParameterDigest, end: float) -> None:
+        """Take what was read until `end`; begin again if vLLM has moved experts meanwhile."""
+        for one in self._balanced[len(self._experts) :]:
+            self._experts[one.layer] = _digest_experts(digest, one)
+            if time.monotonic() >= end:
+                return
+        assert self.model is not None
+        if self._balanced and _places(balanced(self.model)) != _places(self._balanced):
+            self._begin_digest()
+        else:
+            self._result, self._digest = self._named(digest.of(self._plain).hex()), None
 
     def _read_all(self) -> None:
         if self._digest is not None:
             try:
-                self._result, self._digest = self._named(self._digest.wait()), None
+                self._digest.wait()
+                self._finish(self._digest, math.inf)
             except Exception as error:  # noqa: BLE001 - logged by the owner
                 self._give_up(error)
 

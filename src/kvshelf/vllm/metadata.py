@@ -11,6 +11,7 @@ block id means something within its group only.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -241,6 +242,11 @@ class WorkerReport:
     kinds: tuple[str, ...] = ()
 
 
+#: Digests of the experts that vLLM moves between ranks: by layer, the numbers of those that a rank
+#: holds, and 16 bytes for each.
+ExpertDigests: TypeAlias = Mapping[str, tuple[tuple[int, ...], bytes]]
+
+
 @dataclass(frozen=True, slots=True)
 class WeightsReport:
     """What a rank's weights are now, see :mod:`kvshelf.vllm.loaded_weights`.
@@ -264,6 +270,8 @@ class WeightsReport:
     late : bool
         The version was given while earlier weights may have had no name yet: these weights may be
         the earlier ones.
+    first_experts, experts : ExpertDigests
+        What is not in `first` and `digest` because vLLM moves it between ranks.
     """
 
     round: int
@@ -274,6 +282,8 @@ class WeightsReport:
     again: bool = False
     version: str = ""
     late: bool = False
+    first_experts: ExpertDigests = field(default_factory=dict)
+    experts: ExpertDigests = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

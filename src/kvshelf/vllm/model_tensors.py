@@ -7,9 +7,13 @@ Most weights are parameters and buffers. vLLM keeps others elsewhere:
   (``vllm/model_executor/layers/quantization/mxfp4.py``).
 * Layers whose weights are prefetched share a few buffers on the GPU; their weights are in host
   memory (``vllm/model_executor/offloader/prefetch.py``).
+* DeepSeek V4's layers of experts keep pairs of a weight and its scale in place of parameters
+  (``vllm/models/deepseek_v4/nvidia/model.py``).
 * On CPUs the weights of most linear layers are packed into memory that nothing shows.
 
-:func:`readable` yields the first two as tensors, :func:`unreadable` what no tensor shows.
+:func:`readable` yields the first three as tensors, :func:`unreadable` what no tensor shows. With
+expert parallel load balancing vLLM moves experts between ranks while it serves, and holds some of
+them several times; :func:`balanced` tells which expert is where.
 Nothing here keeps state; the worker's step thread makes all calls.
 """
 
@@ -50,6 +54,63 @@ class Unreadable:
     name: str
     held: object
     fixed: bool
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The experts of one layer on this rank, where vLLM moves them between ranks while it serves.
+
+    Attributes
+    ----------
+    layer : str
+    held : tuple of int
+        For each place of this rank, the number of its expert in the model; -1 for none.
+    weights : dict
+        By name, the weights of all places, along the first dimension.
+    """
+
+    layer: str
+    held: tuple[int, ...]
+    weights: dict[str, torch.Tensor]
+
+
+def balanced(model: torch.nn.Module) -> list[Experts]:
+    """Return the experts that expert parallel load balancing moves. Waits for devices."""
+    names: dict[int, str] | None = None
+    found: list[Experts] = []
+    for layer, module in model.named_modules():
+        state: Any = getattr(module, "eplb_state", None)
+        places = getattr(state, "logical_to_physical_map", None)
+        weights_of = getattr(module, "get_expert_weights", None)
+        if places is None or weights_of is None:
+            continue
+        if names is None:
+            names = {one.data_ptr(): name for name, one in readable(model) if one.numel()}
+        # Views of parameters, or of what kernels made of them.
+        weights = {
+            names.pop(one.data_ptr(), f"{layer}.{number}"): one
+            for number, one in enumerate(weights_of())
+            if one.numel()
+        }
+        if not weights:
+            continue
+        count = len(next(iter(weights.values())))
+        first = _expert_rank() * count
+        copies = int(state.logical_replica_count.max())
+        expert_at = {
+            place: expert
+            for expert, of_expert in enumerate(places[:, :copies].tolist())
+            for place in of_expert
+        }
+        held = tuple(expert_at.get(first + place, -1) for place in range(count))
+        found.append(Experts(layer, held, weights))
+    return found
+
+
+def _expert_rank() -> int:
+    """Return this worker's rank among those that share the experts."""
+    group = sys.modules["vllm.distributed.parallel_state"].get_ep_group()
+    return int(group.rank_in_group)
 
 
 def readable(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -94,16 +155,21 @@ def _plain(name: str, tensor: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _attributes(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield what quantized layers and their methods keep beside parameters and buffers."""
+    """Yield what quantized layers and their methods keep beside parameters and buffers.
+
+    And layers of experts without such a method, which keep pairs of a weight and its scale.
+    """
     for name, module in model.named_modules():
         method = getattr(module, "quant_method", None)
-        if method is None or hasattr(module, "kv_cache"):
+        has_experts = method is None and hasattr(module, "get_expert_weights")
+        if (method is None and not has_experts) or hasattr(module, "kv_cache"):
             # The tensors of an attention layer are its cache.
             continue
         for owner, prefix in ((module, name), (method, f"{name}.quant_method")):
             for attribute, value in getattr(owner, "__dict__", {}).items():
                 known = any(part in attribute for part in _NAMES)
-                if known and not attribute.endswith(_OF_ADAPTERS) and _may_hold(value):
+                parts = value if has_experts and isinstance(value, tuple) else (value,)
+                if known and not attribute.endswith(_OF_ADAPTERS) and any(map(_may_hold, parts)):
                     yield f"{prefix}.{attribute}", value
 
 
