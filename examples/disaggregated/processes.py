@@ -154,18 +154,19 @@ def engines(
 @contextmanager
 def proxy(
     prefill: Sequence[str], decode: Sequence[str], log: Path, *, store: str | None = None
-) -> Iterator[str]:
-    """Start ``kvshelf proxy`` before engines; yields its URL."""
-    port = free_port()
+) -> Iterator[tuple[str, str]]:
+    """Start ``kvshelf proxy`` before engines; yields its URL and that of its health and metrics."""
+    port, admin = free_port(), free_port()
     command = [sys.executable, "-m", "kvshelf", "proxy", "--port", str(port)]
+    command += ["--admin", str(admin)]
     command += [part for url in prefill for part in ("--prefill", url)]
     command += [part for url in decode for part in ("--decode", url)]
     if store is not None:
         command += ["--store", store]
     with process(command, log) as running:
-        url = f"http://127.0.0.1:{port}"
-        wait_until_healthy(url, running, log)
-        yield url
+        probed = f"http://127.0.0.1:{admin}"
+        wait_until_healthy(probed, running, log)
+        yield f"http://127.0.0.1:{port}", probed
 
 
 @contextmanager

@@ -99,7 +99,7 @@ def measure(
         with console.status(f"{mode}: starting {len(roles)} engines, one after the other …"):
             urls = running.enter_context(engines(roles, model, store, logs))
         sides = (urls[:2], urls[2:]) if mode == "disaggregated" else ([], urls)
-        front = running.enter_context(proxy(*sides, logs / "proxy.log"))
+        front, probed = running.enter_context(proxy(*sides, logs / "proxy.log"))
         prompts = make_prompts(options.documents, options.questions)
         with console.status(f"{mode}: warming up …"):
             # An engine learns the name of its namespace with its first requests.
@@ -113,7 +113,7 @@ def measure(
             {source: now[source] - then.get(source, 0.0) for source in now}
             for then, now in zip(before, after, strict=True)
         ]
-        handed = metrics(front).get("kvshelf_proxy_handovers_total/promised", 0.0)
+        handed = metrics(probed).get("kvshelf_proxy_handovers_total/promised", 0.0)
     return Result(requests, used[0], used[1], handed)
 
 

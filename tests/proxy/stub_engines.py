@@ -152,7 +152,11 @@ class StubEngine:
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://{self.host}"
+
+    @property
+    def host(self) -> str:
+        return f"127.0.0.1:{self.port}"
 
     @contextlib.contextmanager
     def running(self) -> Iterator[StubEngine]:

@@ -43,7 +43,9 @@ from kvshelf.format.keys import Chunk, KeyChain, salt_group_of
 from kvshelf.format.namespace import Namespace
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.probes import listen
+from kvshelf.proxy import app as proxy_app
 from kvshelf.proxy import durable
+from kvshelf.proxy import server as proxy_server
 from kvshelf.proxy.app import make_app
 from kvshelf.proxy.server import make_server
 from kvshelf.proxy.settings import Settings
@@ -61,13 +63,15 @@ class Proxy:
     decode: list[StubEngine]
     client: httpx.Client
     url: str = ""
+    #: Where it answers probes.
+    admin: str = ""
 
     def post(self, path: str = "/v1/completions", **fields: Any) -> httpx.Response:
         return self.client.post(f"{self.url}{path}", json=ASKING | fields)
 
     def count(self, name: str, **labels: str) -> float:
         """The value of a metric."""
-        text = self.client.get(f"{self.url}/metrics").text
+        text = self.client.get(f"{self.admin}/metrics").text
         inside = ",".join(f'{label}="{value}"' for label, value in sorted(labels.items()))
         wanted = re.escape(f"kvshelf_proxy_{name}" + (f"{{{inside}}}" if inside else ""))
         found = re.search(rf"^{wanted} (\S+)$", text, re.MULTILINE)
@@ -78,19 +82,32 @@ Sides = tuple[list[StubEngine], list[StubEngine]]
 
 
 @contextlib.contextmanager
-def serving(settings: Settings, shelf: Shelf | None = None) -> Iterator[str]:
-    """Run a proxy in this process; yields its URL."""
-    with listen("127.0.0.1", 0) as listener:
-        server = make_server(make_app(settings, shelf), drain=1)
+def serving_both(
+    settings: Settings, shelf: Shelf | None = None, connections: int = 100
+) -> Iterator[tuple[str, str]]:
+    """Run a proxy in this process; yields its URL and that of its health and metrics."""
+    with listen("127.0.0.1", 0) as listener, listen("127.0.0.1", 0) as admin:
+        application = make_app(settings, shelf, admin)
+        server = make_server(application, connections=connections, drain=1)
+        urls = [f"http://127.0.0.1:{each.getsockname()[1]}" for each in (listener, admin)]
         thread = threading.Thread(target=server.run, args=([listener],))
         thread.start()
         try:
             wait_for(lambda: server.started or not thread.is_alive())
-            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+            yield urls[0], urls[1]
         finally:
             server.should_exit = True
             thread.join(WAIT)
             assert not thread.is_alive()
+
+
+@contextlib.contextmanager
+def serving(
+    settings: Settings, shelf: Shelf | None = None, connections: int = 100
+) -> Iterator[str]:
+    """Run a proxy in this process; yields its URL."""
+    with serving_both(settings, shelf, connections) as (url, _):
+        yield url
 
 
 @pytest.fixture
@@ -119,8 +136,8 @@ def settings_for(sides: Sides, **more: Any) -> Settings:
 
 @pytest.fixture
 def proxy(sides: Sides, client: httpx.Client) -> Iterator[Proxy]:
-    with serving(settings_for(sides)) as url:
-        yield Proxy(*sides, client, url)
+    with serving_both(settings_for(sides)) as (url, admin):
+        yield Proxy(*sides, client, url, admin)
 
 
 def behave(engines: list[StubEngine], behaviour: Behaviour) -> None:
@@ -246,11 +263,11 @@ def test_the_engine_with_fewest_requests_in_flight_gets_the_next(proxy: Proxy) -
         counts = sorted(len(engine.asked) for engine in proxy.decode)
         held = next(engine for engine in proxy.decode if len(engine.asked) == 1)
         assert counts == [1, 3]
-        assert proxy.count("in_flight", side="decode", engine=held.url) == 1
+        assert proxy.count("in_flight", side="decode", engine=held.host) == 1
     finally:
         go_on.set()
         slow.join()
-    wait_for(lambda: proxy.count("in_flight", side="decode", engine=held.url) == 0)
+    wait_for(lambda: proxy.count("in_flight", side="decode", engine=held.host) == 0)
 
 
 @pytest.mark.parametrize("failure", [breaks, fails(500), fails(503)])
@@ -309,10 +326,11 @@ def test_a_request_that_ends_engines_reaches_two(sides: Sides, client: httpx.Cli
 
 def test_engines_that_are_not_there_cost_nothing(sides: Sides, client: httpx.Client) -> None:
     nowhere = [StubEngine(f"nowhere{n}", decodes, port=free_port()) for n in range(3)]
-    with serving(settings_for(([*nowhere, *sides[0]], [*nowhere, *sides[1]]))) as url:
+    settings = settings_for(([*nowhere, *sides[0]], [*nowhere, *sides[1]]))
+    with serving_both(settings) as (url, admin):
         for _ in range(8):
             assert client.post(f"{url}/v1/completions", json=ASKING).content == WHOLE
-        health = client.get(f"{url}/health")
+        health = client.get(f"{admin}/health")
     assert all(body["kv_transfer_params"] == PARAMS for body in asked(sides[1]))
     assert health.status_code == 200 and health.json()["status"] == "degraded"
 
@@ -404,7 +422,7 @@ def test_an_engine_sees_that_the_client_left(proxy: Proxy, leg: str) -> None:
     wait_for(lambda: proxy.count("disconnects_total") == 1)
     if leg == "prefill":
         assert not asked(proxy.decode)
-    assert proxy.count("in_flight", side=engine.name[:-1], engine=engine.url) == 0
+    assert proxy.count("in_flight", side=engine.name[:-1], engine=engine.host) == 0
 
 
 # -------------------------------------------------------------------------- what is refused
@@ -447,7 +465,14 @@ def test_bodies_that_are_too_large_or_no_json_are_refused(
 
 @pytest.mark.parametrize(
     ("method", "path", "status"),
-    [("GET", "/v1/completions", 405), ("POST", "/v1/embeddings", 404), ("GET", "/", 404)],
+    [
+        ("GET", "/v1/completions", 405),
+        ("POST", "/v1/embeddings", 404),
+        ("GET", "/", 404),
+        # These are on a port of their own.
+        ("GET", "/health", 404),
+        ("GET", "/metrics", 404),
+    ],
 )
 def test_other_paths(proxy: Proxy, method: str, path: str, status: int) -> None:
     answer = proxy.client.request(method, f"{proxy.url}{path}")
@@ -463,9 +488,221 @@ def test_health(proxy: Proxy, healthy: str, status: int, word: str) -> None:
     for side, engines in (("p", proxy.prefill), ("d", proxy.decode)):
         for engine in engines:
             engine.health = 200 if side in healthy else 503
-    answer = proxy.client.get(f"{proxy.url}/health")
+    answer = proxy.client.get(f"{proxy.admin}/health")
     assert (answer.status_code, answer.json()["status"]) == (status, word)
-    assert answer.json()["decode"] == {engine.url: "d" in healthy for engine in proxy.decode}
+    assert answer.json()["decode"] == {engine.host: "d" in healthy for engine in proxy.decode}
+
+
+def test_many_who_ask_for_health_ask_the_engines_once(
+    proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    answers = Handler.answer
+
+    def answer(handler: Handler, *values: Any) -> None:
+        asked.append(handler.path)
+        answers(handler, *values)
+
+    monkeypatch.setattr(Handler, "answer", answer)
+    monkeypatch.setattr(proxy_app, "_HEALTH_SECONDS", 1e6)
+
+    def ask() -> None:
+        with httpx.Client(timeout=WAIT, trust_env=False) as client:
+            statuses.extend(client.get(f"{proxy.admin}/health").status_code for _ in range(10))
+
+    statuses: list[int] = []
+    asking = [threading.Thread(target=ask) for _ in range(10)]
+    for thread in asking:
+        thread.start()
+    for thread in asking:
+        thread.join()
+    assert statuses == [200] * 100
+    assert asked == ["/health"] * 4
+
+
+def test_metrics_name_no_secrets(sides: Sides, client: httpx.Client) -> None:
+    first, second = (engine.host for engine in sides[1])
+    urls = f"http://{first}/secret-1", f"http://{first}/secret-2", f"http://{second}"
+    settings = Settings((), urls)
+    with serving_both(settings) as (url, admin):
+        for _ in range(3):
+            client.get(f"{url}/v1/models?secret")
+            client.get(f"{url}/secret?secret")
+        texts = [client.get(f"{admin}/{path}").text for path in ("metrics", "health")]
+    for text in texts:
+        assert "secret" not in text
+        for engine in (f"{first}#1", f"{first}#2", second):
+            assert f'"{engine}"' in text
+
+
+# ----------------------------------------------------------------------------------- limits
+
+
+@pytest.fixture(params=["httptools", "h11"])
+def protocol(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """uvicorn's protocols: which of them there is depends on what is installed."""
+    module = pytest.importorskip(f"uvicorn.protocols.http.{request.param}_impl")
+    name = {"httptools": "HttpToolsProtocol", "h11": "H11Protocol"}[request.param]
+    monkeypatch.setattr(proxy_server, "AutoHTTPProtocol", getattr(module, name))
+
+
+@contextlib.contextmanager
+def connected(url: str, count: int, said: bytes = b"") -> Iterator[list[socket.socket]]:
+    """Open connections, and send the same on each."""
+    host, port = url.removeprefix("http://").split(":")
+    with contextlib.ExitStack() as opened:
+        sockets = []
+        for _ in range(count):
+            sockets.append(opened.enter_context(socket.create_connection((host, int(port)), WAIT)))
+            with contextlib.suppress(ConnectionError):
+                sockets[-1].sendall(said)
+        yield sockets
+
+
+def received(client: socket.socket) -> bytes:
+    """All that comes until the other side ends the connection."""
+    pieces = []
+    with contextlib.suppress(ConnectionError):
+        while piece := client.recv(1 << 16):
+            pieces.append(piece)
+    return b"".join(pieces)
+
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+
+
+@pytest.mark.usefixtures("protocol")
+@pytest.mark.parametrize("said", [b"", b"POST /v1/comp"], ids=["nothing", "half a head"])
+def test_connections_without_a_request_keep_nobody_out(
+    sides: Sides, client: httpx.Client, said: bytes
+) -> None:
+    with serving(settings_for(sides), connections=20) as url, connected(url, 200, said) as idle:
+        for _ in range(3):
+            answer = client.post(f"{url}/v1/completions", json=ASKING)
+            assert (answer.status_code, answer.content) == (200, WHOLE)
+            # With a new connection.
+            client.close()
+            client = httpx.Client(timeout=WAIT, trust_env=False)
+        for one in idle[:150]:
+            assert received(one) == b""
+    client.close()
+
+
+@pytest.mark.usefixtures("protocol")
+def test_a_request_whose_head_does_not_come_is_given_up(
+    sides: Sides, client: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(proxy_server, "_HEAD_SECONDS", 0.5)
+    body = json.dumps(ASKING).encode()
+    whole = HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body
+    with (
+        serving(settings_for(sides)) as url,
+        connected(url, 1) as [silent],
+        connected(url, 1, HEAD) as [half],
+        connected(url, 1, whole) as [second],
+    ):
+        assert received(silent) == received(half) == b""
+        # Half a head after an answer.
+        assert second.recv(1 << 16).startswith(b"HTTP/1.1 200 ")
+        with contextlib.suppress(ConnectionError):
+            second.sendall(HEAD)
+        assert received(second).count(b"HTTP/1.1") == 0
+        # Byte by byte it is no better.
+        with connected(url, 1) as [dripping]:
+            dripping.settimeout(0.02)
+            wait_for(lambda: ends(dripping))
+        assert client.post(f"{url}/v1/completions", json=ASKING).content == WHOLE
+
+
+def ends(client: socket.socket) -> bool:
+    """Send one more byte; whether the other side has ended the connection."""
+    try:
+        client.send(b"P")
+        return client.recv(1) == b""
+    except TimeoutError:
+        return False
+    except ConnectionError:
+        return True
+
+
+@pytest.mark.usefixtures("protocol")
+def test_a_head_has_a_largest_size(sides: Sides, client: httpx.Client) -> None:
+    with serving(settings_for(sides)) as url, connected(url, 1, HEAD) as [endless]:
+        line = b"a: " + b"b" * 1000 + b"\r\n"
+        with contextlib.suppress(ConnectionError):
+            for _ in range(10_000):
+                endless.sendall(line)
+        assert b" 200 " not in received(endless)
+        assert client.post(f"{url}/v1/completions", json=ASKING).content == WHOLE
+
+
+@pytest.mark.usefixtures("protocol")
+def test_requests_above_the_limit_are_refused_and_those_under_way_go_on(
+    sides: Sides, client: httpx.Client
+) -> None:
+    go_on = threading.Event()
+
+    def slow(handler: Handler, body: Any) -> None:
+        handler.begin_stream()
+        handler.put(EVENTS[0])
+        assert go_on.wait(WAIT)
+        handler.put(DONE)
+        handler.end_stream()
+
+    behave(sides[1], slow)
+    streaming = ASKING | {"stream": True}
+    with (
+        serving(settings_for(sides), connections=4) as url,
+        contextlib.ExitStack() as opened,
+    ):
+        streams = [
+            opened.enter_context(client.stream("POST", f"{url}/v1/completions", json=streaming))
+            for _ in range(3)
+        ]
+        pieces = [stream.iter_raw() for stream in streams]
+        assert [next(each) for each in pieces] == [EVENTS[0]] * 3
+        assert client.post(f"{url}/v1/completions", json=ASKING).status_code == 503
+        # The same with connections that say nothing beside them.
+        with connected(url, 50):
+            assert client.post(f"{url}/v1/completions", json=ASKING).status_code == 503
+        go_on.set()
+        assert [b"".join(each) for each in pieces] == [DONE] * 3
+        behave(sides[1], decodes)
+        assert client.post(f"{url}/v1/completions", json=ASKING).content == WHOLE
+
+
+def test_bodies_of_all_requests_have_a_largest_size_together(
+    sides: Sides, client: httpx.Client
+) -> None:
+    settings = settings_for(sides, max_held_bytes=1 << 20)
+    with serving_both(settings) as (url, admin):
+        proxy = Proxy(*sides, client, url, admin)
+        part = HEAD + b"Content-Length: 1000000\r\n\r\n" + b" " * 999_000
+        with connected(url, 1, part):
+            wait_for(lambda: proxy.count("body_bytes") == 999_000)
+            answer = proxy.post(user="x" * 60_000)
+            assert answer.status_code == 503
+            assert "too many bytes" in answer.json()["error"]["message"]
+            # There is room for a small one.
+            assert proxy.post().content == WHOLE
+            assert proxy.count("body_bytes") == 999_000
+        wait_for(lambda: proxy.count("body_bytes") == 0)
+        assert proxy.post(user="x" * 60_000).content == WHOLE
+        assert proxy.count("body_bytes") == 0
+
+
+def test_the_files_that_connections_need_are_allowed_or_there_are_fewer() -> None:
+    code = """
+import resource
+from kvshelf.proxy.server import _allowed
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, 1024))
+print(_allowed(20), resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+print(_allowed(100), resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+print(_allowed(2048), resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["20 256", "100 428", "298 1024"]
+    assert "1024 open files" in done.stderr
 
 
 # ---------------------------------------------------------------------------------- durable
@@ -631,7 +868,7 @@ def test_namespaces_that_are_not_asked_for_any_more_take_no_threads(
 def command(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """Run `kvshelf proxy` on a free port; yields the process and its URL."""
     with subprocess.Popen(
-        [sys.executable, "-m", "kvshelf", "proxy", "--port", "0", *arguments],
+        [sys.executable, "-m", "kvshelf", "proxy", "--port", "0", "--admin", "0", *arguments],
         stderr=subprocess.PIPE,
         text=True,
     ) as process:
@@ -716,6 +953,11 @@ def test_the_command_says_what_to_install(tmp_path: Path) -> None:
     [
         (["--decode", "localhost:1"], "expected http://HOST:PORT"),
         (["--decode", "http://h", "--host", "203.0.113.1"], "cannot listen at 203.0.113.1"),
+        (
+            ["--decode", "http://h", "--port", "0", "--admin", "203.0.113.1:1"],
+            "cannot listen at 203",
+        ),
+        (["--decode", "http://h", "--port", "0", "--admin", "none"], "--admin is 'none'"),
         (["--decode", "http://h", "--store", "/does/not/exist"], "does not exist"),
     ],
 )

@@ -37,6 +37,7 @@ class Cluster:
     producer: str
     consumer: str
     proxy: str
+    probed: str
     shelf: Path
     client: httpx.Client
 
@@ -56,10 +57,10 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     roles = ["kv_producer", "kv_consumer"]
     with (
         engines(roles, model, Store(str(shelf), {}), root) as urls,
-        proxy(urls[:1], urls[1:], root / "proxy.log", store=str(shelf)) as front,
+        proxy(urls[:1], urls[1:], root / "proxy.log", store=str(shelf)) as fronts,
         httpx.Client(timeout=120, trust_env=False) as client,
     ):
-        found = Cluster(*urls, front, shelf, client)
+        found = Cluster(*urls, *fronts, shelf, client)
         for url in urls:
             # An engine learns the name of its namespace with its first requests.
             found.post(url, prompt=list(range(20, 300)))
@@ -80,7 +81,7 @@ def test_answers_are_those_of_an_engine(cluster: Cluster, stream: bool) -> None:
     before = handed_over(cluster)
     tokens = prompt(1 + stream)
     through = cluster.post(cluster.proxy, prompt=tokens, stream=stream, logprobs=1)
-    assert metrics(cluster.proxy)["kvshelf_proxy_handovers_total/promised"] >= 1
+    assert metrics(cluster.probed)["kvshelf_proxy_handovers_total/promised"] >= 1
     direct = cluster.post(cluster.consumer, prompt=tokens, stream=stream, logprobs=1)
     if stream:
         assert through.text.endswith("data: [DONE]\n\n")
@@ -154,7 +155,7 @@ def test_engines_drop_the_requests_of_a_client_that_left(cluster: Cluster) -> No
 
 def test_without_a_producer_the_consumer_does_it_all(cluster: Cluster, tmp_path: Path) -> None:
     nowhere = f"http://127.0.0.1:{free_port()}"
-    with proxy([nowhere], [cluster.consumer], tmp_path / "proxy.log") as front:
+    with proxy([nowhere], [cluster.consumer], tmp_path / "proxy.log") as (front, _):
         through = cluster.post(front, prompt=prompt(11))
         direct = cluster.post(cluster.consumer, prompt=prompt(11))
     assert through.json()["choices"] == direct.json()["choices"]

@@ -385,3 +385,23 @@ def moment(text: str, option: str, *, ahead: bool = False) -> float:
             f"{option}: found {text!r}; expected an age such as 12h or 7d, or a date such as "
             "2026-01-31"
         ) from None
+
+
+def address(option: str, text: str) -> tuple[str, int]:
+    """Return the address and the port that ``[HOST:]PORT`` names; without HOST this machine's own.
+
+    Raises
+    ------
+    ConfigError
+        If it is none.
+    """
+    host, _, port = text.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not port.isdecimal() or int(port) > 65535:
+        raise ConfigError(f"{option} is {text!r}; expected a port, or an address and a port")
+    return host or "127.0.0.1", int(port)
+
+
+def shown_address(host: str, port: int) -> str:
+    """Return the URL of an address and a port."""
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

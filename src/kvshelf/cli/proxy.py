@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from kvshelf.cli.common import find_shelf, open_existing
+from kvshelf.cli.common import address, find_shelf, open_existing, shown_address
 from kvshelf.errors import ConfigError
 
 
@@ -32,6 +32,14 @@ def proxy(
         str, typer.Option("--host", help="Where to listen; others than this machine: 0.0.0.0.")
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0: any free one.")] = 8000,
+    admin: Annotated[
+        str,
+        typer.Option(
+            metavar="[HOST:]PORT",
+            help="Where to answer /health and /metrics, for probes and Prometheus; others than this"
+            " machine: 0.0.0.0:9401. 0: any free port.",
+        ),
+    ] = "9401",
     store: Annotated[
         str | None,
         typer.Option(
@@ -59,6 +67,15 @@ def proxy(
     max_body: Annotated[
         int, typer.Option(metavar="MIB", min=1, help="Largest body of a request.")
     ] = 8,
+    max_bodies: Annotated[
+        int,
+        typer.Option(
+            metavar="MIB", min=1, help="Most bytes of the bodies of all requests at the same time."
+        ),
+    ] = 512,
+    max_connections: Annotated[
+        int, typer.Option(metavar="COUNT", min=1, help="Most connections of clients.")
+    ] = 2048,
     drain: Annotated[
         float,
         typer.Option(
@@ -83,6 +100,7 @@ def proxy(
         timeout=timeout,
         durable_wait=durable_wait,
         max_body_bytes=max_body << 20,
+        max_held_bytes=max_bodies << 20,
     )
     with ExitStack() as opened:
         shelf = None
@@ -90,12 +108,12 @@ def proxy(
             from kvshelf.shelf.shelf import Shelf
 
             shelf = opened.enter_context(Shelf(open_existing(*find_shelf(store))))
-        listener = listen(host, port)
-        address, chosen = listener.getsockname()[:2]
-        place = f"[{address}]" if ":" in address else address
+        listener = opened.enter_context(listen(host, port))
+        health = opened.enter_context(listen(*address("--admin", admin)))
         typer.echo(
-            f"kvshelf proxy: http://{place}:{chosen},"
-            f" prefill engines: {len(settings.prefill)}, decode engines: {len(settings.decode)}",
+            f"kvshelf proxy: {shown_address(*listener.getsockname()[:2])},"
+            f" prefill engines: {len(settings.prefill)}, decode engines: {len(settings.decode)},"
+            f" health and metrics: {shown_address(*health.getsockname()[:2])}",
             err=True,
         )
-        serve(make_app(settings, shelf), listener, drain=drain)
+        serve(make_app(settings, shelf, health), listener, connections=max_connections, drain=drain)

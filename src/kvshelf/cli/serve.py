@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvshelf.cli.common import size_text
+from kvshelf.cli.common import address, shown_address, size_text
 from kvshelf.config import FILE_KEY, Config
 from kvshelf.errors import ConfigError
 
@@ -118,25 +118,14 @@ def serve(
     if options.memory_tier is None:
         raise ConfigError("the server has no memory: give --memory 20GiB, or set memory_tier")
     nbytes = int(options.memory_tier.max_bytes)
-    place = Place(socket or default_socket(), None if http is None else _address(http))
+    place = Place(socket or default_socket(), None if http is None else address("--http", http))
 
     def ready(shelf: str, port: int | None) -> None:
-        where = "" if port is None else f", http://{_shown(place.http)}:{port}"
+        where = ""
+        if place.http is not None and port is not None:
+            where = f", {shown_address(place.http[0], port)}"
         typer.echo(
             f"kvshelf serve: {place.url}, {size_text(nbytes)} of memory, shelf {shelf}{where}"
         )
 
     run(options, place, nbytes, ready=ready, lease_seconds=lease)
-
-
-def _address(text: str) -> tuple[str, int]:
-    host, _, port = text.rpartition(":")
-    host = host.removeprefix("[").removesuffix("]")
-    if not port.isdecimal() or int(port) > 65535:
-        raise ConfigError(f"--http is {text!r}; expected a port, or an address and a port")
-    return host or "127.0.0.1", int(port)
-
-
-def _shown(address: tuple[str, int] | None) -> str:
-    host = "" if address is None else address[0]
-    return f"[{host}]" if ":" in host else host

@@ -6,12 +6,18 @@ Contracts
 * An answer that breaks off ends its connection, so that no client takes it for complete.
 * Nothing of a request is logged.
 * No body stops the event loop: large ones are parsed and encoded on threads.
+* Health and metrics are on a port of their own, and the engines are asked how they are once a
+  second at most, however often that is asked.
 """
 
 from __future__ import annotations
 
+import asyncio
 import functools
+import json
 import logging
+import socket
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any, Final, TypeVar
@@ -22,12 +28,13 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route as Path
 from starlette.types import Receive, Scope, Send
 
+from kvshelf.probes import Page, Probes
 from kvshelf.proxy.bodies import DURABLE, RefusedError, Route, read_request
-from kvshelf.proxy.client import Client, DisconnectedError, error_response
+from kvshelf.proxy.client import Budget, Client, DisconnectedError, error_response
 from kvshelf.proxy.durable import Durability
 from kvshelf.proxy.legs import Call, Legs, UnansweredError, forwarded
 from kvshelf.proxy.metrics import ProxyMetrics
@@ -38,10 +45,14 @@ logger = logging.getLogger(__name__)
 
 #: Bytes of a body from which on it takes milliseconds to parse.
 _LARGE: Final = 1 << 18
+#: How long what engines said of themselves is told to others who ask.
+_HEALTH_SECONDS: Final = 1.0
 _T = TypeVar("_T")
 
 
-def make_app(settings: Settings, shelf: Shelf | None = None) -> Starlette:
+def make_app(
+    settings: Settings, shelf: Shelf | None = None, admin: socket.socket | None = None
+) -> Starlette:
     """Make the proxy.
 
     Parameters
@@ -50,22 +61,22 @@ def make_app(settings: Settings, shelf: Shelf | None = None) -> Starlette:
     shelf : Shelf, optional
         The engines' shelf, for requests with ``durable``; they are refused without it. The caller
         closes it.
+    admin : socket, optional
+        Where to answer ``/health`` and ``/metrics``; is closed at the end.
     """
     metrics = ProxyMetrics()
     legs = Legs(settings, metrics)
     durability = None if shelf is None else Durability(shelf, settings.durable_wait)
+    budget = Budget(settings.max_held_bytes, metrics.body_bytes)
 
-    async def health(_: Request) -> Response:
-        found = await legs.health()
-        healthy = [engine for side in found.values() for engine in side.values()]
-        can_answer = any(found["decode"].values())
-        status = "ok" if all(healthy) else "degraded" if can_answer else "down"
-        return JSONResponse({"status": status, **found}, 200 if can_answer else 503)
+    health = _Health(legs)
 
-    async def show_metrics(_: Request) -> Response:
-        return Response(
-            generate_latest(metrics.registry), headers={"content-type": CONTENT_TYPE_LATEST}
-        )
+    async def page(path: str) -> Page | None:
+        if path == "/health":
+            return await health.page()
+        if path == "/metrics":
+            return Page(200, CONTENT_TYPE_LATEST, generate_latest(metrics.registry))
+        return None
 
     async def refuse(_: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -73,27 +84,55 @@ def make_app(settings: Settings, shelf: Shelf | None = None) -> Starlette:
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        over = asyncio.Event()
+        answering = None
+        if admin is not None:
+            answering = asyncio.create_task(Probes(admin, page).serve(over))
         try:
             yield
         finally:
+            over.set()
+            if answering is not None:
+                await answering
             await legs.close()
             if durability is not None:
                 durability.close()
 
     def passing(path: str, method: str) -> Path:
-        return Path(path, _Passing(settings, metrics, legs, durability), methods=[method])
+        return Path(path, _Passing(settings, metrics, legs, durability, budget), methods=[method])
 
     return Starlette(
         routes=[
             passing("/v1/completions", "POST"),
             passing("/v1/chat/completions", "POST"),
             passing("/v1/models", "GET"),
-            Path("/health", health),
-            Path("/metrics", show_metrics),
         ],
         exception_handlers={HTTPException: refuse},
         lifespan=lifespan,
     )
+
+
+class _Health:
+    """How the engines are."""
+
+    def __init__(self, legs: Legs) -> None:
+        self._legs = legs
+        self._asking = anyio.Lock()
+        self._page = Page(503, "", b"")
+        self._until = 0.0
+
+    async def page(self) -> Page:
+        """Return what was found out within the last second, or now."""
+        async with self._asking:
+            if time.monotonic() >= self._until:
+                found = await self._legs.health()
+                healthy = [engine for side in found.values() for engine in side.values()]
+                can_answer = any(found["decode"].values())
+                status = "ok" if all(healthy) else "degraded" if can_answer else "down"
+                body = json.dumps({"status": status, **found}).encode()
+                self._page = Page(200 if can_answer else 503, "application/json", body)
+                self._until = time.monotonic() + _HEALTH_SECONDS
+            return self._page
 
 
 async def _run(work: Callable[[], _T], large: bool) -> _T:
@@ -113,14 +152,22 @@ class _Passing:
         metrics: ProxyMetrics,
         legs: Legs,
         durability: Durability | None,
+        budget: Budget,
     ) -> None:
         self._settings = settings
         self._metrics = metrics
         self._legs = legs
         self._durability = durability
+        self._budget = budget
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        client = Client(scope, receive, send, self._settings.timeout)
+        client = Client(scope, receive, send, self._settings.timeout, self._budget)
+        try:
+            await self._answer(scope["path"], client)
+        finally:
+            client.over()
+
+    async def _answer(self, path: str, client: Client) -> None:
         try:
             body = await client.body(self._settings.max_body_bytes)
         except DisconnectedError:
@@ -140,7 +187,7 @@ class _Passing:
                     group.cancel_scope.cancel()
 
             group.start_soon(watch)
-            await self._serve(scope["path"], client, body)
+            await self._serve(path, client, body)
             ended = True
             group.cancel_scope.cancel()
 

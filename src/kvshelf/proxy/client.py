@@ -5,6 +5,7 @@ Contracts
 * The body of an engine's answer reaches the client byte for byte; errors of engines too. Only a
   stream for ``durable`` gets a comment before its last event.
 * A client that neither sends its body nor takes its answer is given up in bounded time.
+* The bodies of all requests that are not over have a bounded size together.
 * Errors of the proxy have the form of OpenAI's.
 """
 
@@ -14,6 +15,7 @@ from collections.abc import Awaitable, Callable
 from typing import Final
 
 import anyio
+from prometheus_client import Gauge
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
@@ -26,11 +28,41 @@ _BODY_SECONDS: Final = 60.0
 #: Name of a header, and in a stream of a comment, that says whether the KV is on the store.
 _TOLD: Final = b"kvshelf-durable"
 #: A part of the body is not read when these answers are sent.
-_CLOSING: Final = frozenset((408, 413))
+_CLOSING: Final = frozenset((408, 413, 503))
 
 
 class DisconnectedError(Exception):
     """The client left."""
+
+
+class Budget:
+    """Counts the bytes of the bodies of all requests.
+
+    Parameters
+    ----------
+    most : int
+        Most bytes at the same time.
+    gauge : Gauge
+        Shows their number.
+    """
+
+    def __init__(self, most: int, gauge: Gauge) -> None:
+        self._most = most
+        self._held = 0
+        self._gauge = gauge
+
+    def take(self, nbytes: int) -> bool:
+        """Count bytes; False if there are too many with them."""
+        if self._held + nbytes > self._most:
+            return False
+        self._held += nbytes
+        self._gauge.set(self._held)
+        return True
+
+    def give_back(self, nbytes: int) -> None:
+        """Count bytes no longer."""
+        self._held -= nbytes
+        self._gauge.set(self._held)
 
 
 class Client:
@@ -42,6 +74,8 @@ class Client:
         What ASGI gives an application.
     timeout : float
         Seconds that the client may take to accept a piece of its answer.
+    budget : Budget
+        The bytes of its body count until :meth:`over`.
 
     Attributes
     ----------
@@ -49,13 +83,17 @@ class Client:
         Status of the answer; None before it has begun.
     """
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send, timeout: float) -> None:
+    def __init__(
+        self, scope: Scope, receive: Receive, send: Send, timeout: float, budget: Budget
+    ) -> None:
         self.headers: Headers = scope["headers"]
         self.status: int | None = None
         self._scope = scope
         self._receive = receive
         self._send = send
         self._timeout = timeout
+        self._budget = budget
+        self._counted = 0
 
     async def body(self, most: int) -> bytes:
         """Return the body of the request.
@@ -70,7 +108,8 @@ class Client:
         DisconnectedError
             If the client left meanwhile.
         RefusedError
-            If the body is too large, or does not arrive in time.
+            If the body is too large, does not arrive in time, or those of all requests together
+            are too large.
         """
         body = bytearray()
         for name, value in self.headers:
@@ -83,13 +122,23 @@ class Client:
                     message = await self._receive()
                     if message["type"] == "http.disconnect":
                         raise DisconnectedError
-                    body += message.get("body", b"")
-                    if len(body) > most:
+                    piece = message.get("body", b"")
+                    if len(body) + len(piece) > most:
                         raise _too_large(most)
+                    if not self._budget.take(len(piece)):
+                        text = "The proxy holds too many bytes of requests; try again later."
+                        raise RefusedError(text, 503)
+                    self._counted += len(piece)
+                    body += piece
                     more = message.get("more_body", False)
         except TimeoutError:
             raise RefusedError("The body did not arrive in time.", 408) from None
         return bytes(body)
+
+    def over(self) -> None:
+        """Count the bytes of the body no longer."""
+        self._budget.give_back(self._counted)
+        self._counted = 0
 
     async def left(self) -> None:
         """Return when the client has left, or has its answer."""

@@ -9,6 +9,7 @@ import time
 from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final
+from urllib.parse import urlsplit
 
 #: Seconds for which an engine that could not be reached is not the first choice. It has the fewest
 #: requests in flight, and would be tried by every request otherwise.
@@ -22,16 +23,19 @@ class Engine:
     ----------
     url : str
         Its base URL, without a slash at its end.
+    name : str
+        What metrics, health and logs call it.
 
     Attributes
     ----------
-    url : str
+    url, name : str
     in_flight : int
         Requests that it was sent and has not answered yet.
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, name: str) -> None:
         self.url = url
+        self.name = name
         self.in_flight = 0
         self._aside_until = 0.0
 
@@ -67,7 +71,12 @@ class Engines:
 
     def __init__(self, side: str, urls: Sequence[str]) -> None:
         self.side = side
-        self.all = [Engine(url) for url in urls]
+        # The path of a URL may be a secret.
+        hosts = [urlsplit(url).netloc for url in urls]
+        self.all = [
+            Engine(url, host if hosts.count(host) == 1 else f"{host}#{number}")
+            for number, (url, host) in enumerate(zip(urls, hosts, strict=True), 1)
+        ]
         self._turn = 0
 
     def choose(self, tried: Container[Engine], *, aside: bool) -> Engine | None:

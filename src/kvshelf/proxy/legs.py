@@ -261,7 +261,7 @@ class Legs:
             extensions={"timeout": seconds | dict.fromkeys(("read", "write"), call.timeout)},
         )
         started = time.monotonic()
-        gauge = self._metrics.in_flight.labels(side, engine.url)
+        gauge = self._metrics.in_flight.labels(side, engine.name)
         with engine.busy(), gauge.track_inprogress():
             response = await self._transport.handle_async_request(request)
             try:
@@ -277,7 +277,7 @@ class Legs:
     def _note(self, side: str, engine: Engine, outcome: str, error: Exception | None) -> None:
         self._metrics.legs.labels(side, outcome).inc()
         what = "" if error is None else f" ({type(error).__name__})"
-        self._log.warning("the %s engine %s: %s%s", side, engine.url, outcome, what)
+        self._log.warning("the %s engine %s: %s%s", side, engine.name, outcome, what)
 
     async def health(self) -> dict[str, dict[str, bool]]:
         """Ask all engines at once how they are.
@@ -285,27 +285,25 @@ class Legs:
         Returns
         -------
         dict
-            For each side, whether each engine, by its URL, answered its ``/health`` with 200.
+            For each side, whether each engine, by its name, answered its ``/health`` with 200.
         """
-        found: dict[str, dict[str, bool]] = {
-            side.side: {engine.url: False for engine in side.all}
-            for side in (self.prefill, self.decode)
-        }
+        sides = self.prefill, self.decode
+        found = {side.side: {engine.name: False for engine in side.all} for side in sides}
 
-        async def ask(side: str, url: str) -> None:
+        async def ask(side: str, engine: Engine) -> None:
             seconds = dict.fromkeys(("connect", "read", "write", "pool"), _HEALTH_SECONDS)
-            request = httpx.Request("GET", f"{url}/health", extensions={"timeout": seconds})
+            request = httpx.Request("GET", f"{engine.url}/health", extensions={"timeout": seconds})
             try:
                 response = await self._transport.handle_async_request(request)
                 await response.aclose()
             except httpx.TransportError:
                 return
-            found[side][url] = response.status_code == 200
+            found[side][engine.name] = response.status_code == 200
 
         async with anyio.create_task_group() as group:
-            for side, engines in found.items():
-                for url in engines:
-                    group.start_soon(ask, side, url)
+            for side in sides:
+                for engine in side.all:
+                    group.start_soon(ask, side.side, engine)
         return found
 
 

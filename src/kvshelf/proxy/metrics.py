@@ -1,7 +1,8 @@
 """The proxy's metrics for Prometheus, in a registry of its own.
 
-Engines have theirs; these are about what passes between clients and engines. Used on the event
-loop's thread only.
+Engines have theirs; these are about what passes between clients and engines. No label is chosen by
+a client, and engines have the names of :mod:`kvshelf.proxy.engines`. Used on the event loop's
+thread only.
 """
 
 from __future__ import annotations
@@ -51,6 +52,11 @@ class ProxyMetrics:
             "kvshelf_proxy_in_flight",
             "requests to an engine that are not answered yet",
             ["side", "engine"],
+            registry=self.registry,
+        )
+        self.body_bytes = Gauge(
+            "kvshelf_proxy_body_bytes",
+            "bytes of the bodies of requests that are not over",
             registry=self.registry,
         )
         self.first_byte = Histogram(

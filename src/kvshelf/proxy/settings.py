@@ -32,6 +32,8 @@ class Settings:
         Seconds that a finished answer may be withheld for ``durable``.
     max_body_bytes : int
         Largest body of a client's request.
+    max_held_bytes : int
+        Most bytes of the bodies of all requests that are not over.
     """
 
     prefill: tuple[str, ...]
@@ -40,6 +42,7 @@ class Settings:
     timeout: float = 600.0
     durable_wait: float = 30.0
     max_body_bytes: int = 8 << 20
+    max_held_bytes: int = 512 << 20
 
 
 def engine_url(text: str) -> str:
@@ -48,8 +51,8 @@ def engine_url(text: str) -> str:
     Raises
     ------
     ConfigError
-        If it is not ``http(s)://HOST[:PORT][/PATH]``. User names and passwords are refused: the
-        proxy shows these URLs in metrics.
+        If it is not ``http(s)://HOST[:PORT][/PATH]``. User names and passwords are refused:
+        headers of clients go to engines as they are.
     """
     if not _ENGINE_URL.fullmatch(text):
         raise ConfigError(
