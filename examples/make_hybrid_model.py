@@ -63,6 +63,8 @@ class HybridRecipe:
     leader : int, optional
         The layer whose attention decides most of what is said, so that a drafter of one layer can
         guess it; None where all layers do.
+    mtp : bool
+        The checkpoint has a head for multi-token prediction, made of the leader's attention.
     """
 
     family: Family
@@ -79,6 +81,7 @@ class HybridRecipe:
     key_heads: int = 0
     value_heads: int = 0
     leader: int | None = None
+    mtp: bool = False
 
 
 _GEMMA3 = HybridRecipe(
@@ -108,6 +111,13 @@ RECIPES: dict[str, HybridRecipe] = {
     "qwen3-next": _QWEN3_NEXT,
     # With states in float32, vLLM's blocks grow to 640 tokens to be as large as one.
     "qwen3-next-wide": replace(_QWEN3_NEXT, kv_heads=1, value_heads=8),
+    # The states are behind what leads: wrong ones change what is said.
+    "qwen3-next-mtp": replace(
+        _QWEN3_NEXT,
+        layers=("full_attention", *("linear_attention",) * 3),
+        leader=0,
+        mtp=True,
+    ),
     "lfm2": _LFM2,
     # For measurements: with the small ones most of a request's time is not that of the model.
     "gemma3-large": _large(_GEMMA3),
@@ -247,16 +257,51 @@ def _qwen3_next_layer(weights: _Weights, layer: int, gain: float) -> None:
     else:
         weights.gated_delta_net(f"{prefix}.linear_attn", gain)
     weights.norm(f"{prefix}.post_attention_layernorm.weight", recipe.hidden)
-    names, mlp = ("gate_proj", "up_proj", "down_proj"), f"{prefix}.mlp"
-    if layer + 1 < len(recipe.layers):
-        weights.mlp(mlp, names, recipe.intermediate, gain)
-        return
-    # vLLM needs one layer with experts. Each token goes to both: rounding cannot decide which.
+    if layer == recipe.leader:
+        # A drafter has its attention only.
+        gain *= _LED_GAINS[0]
+    if layer == _layer_with_experts(recipe):
+        _qwen3_next_experts(weights, f"{prefix}.mlp", gain)
+    else:
+        names = ("gate_proj", "up_proj", "down_proj")
+        weights.mlp(f"{prefix}.mlp", names, recipe.intermediate, gain)
+
+
+def _layer_with_experts(recipe: HybridRecipe) -> int:
+    """Return the layer that has experts: vLLM needs one, and the head with number 0 as well."""
+    return 0 if recipe.mtp else len(recipe.layers) - 1
+
+
+def _qwen3_next_experts(weights: _Weights, mlp: str, gain: float) -> None:
+    """Draw two experts. Each token goes to both: rounding cannot decide which."""
+    names = ("gate_proj", "up_proj", "down_proj")
     for expert in range(2):
         weights.mlp(f"{mlp}.experts.{expert}", names, 64, gain)
     weights.mlp(f"{mlp}.shared_expert", names, 64, gain)
     weights.reading(f"{mlp}.gate.weight", 2)
     weights.reading(f"{mlp}.shared_expert_gate.weight", 1)
+
+
+def _qwen3_next_mtp(weights: _Weights) -> None:
+    """Draw the head for multi-token prediction: one layer with the leader's attention."""
+    recipe, prefix = weights.recipe, "mtp.layers.0"
+    hidden, half = recipe.hidden, recipe.hidden // 2
+    leader = f"model.layers.{recipe.leader}.self_attn."
+    for name, tensor in list(weights.tensors.items()):
+        if name.startswith(leader):
+            weights.tensors[f"{prefix}.self_attn.{name.removeprefix(leader)}"] = tensor.clone()
+    for name in ("input_layernorm", "post_attention_layernorm"):
+        weights.norm(f"{prefix}.{name}.weight", hidden)
+    _qwen3_next_experts(weights, f"{prefix}.mlp", 0.0)
+    for name in ("embedding", "hidden"):
+        weights.norm(f"mtp.pre_fc_norm_{name}.weight", hidden)
+    weights.tensors["mtp.norm.weight"] = weights.tensors["model.norm.weight"].clone()
+    # Reads the embedding of the next token, and a little of the model's hidden states. What comes
+    # from before the last token must not be said again.
+    weights.normal("mtp.fc.weight", hidden, 2 * hidden, std=0.02 / math.sqrt(hidden))
+    unit = torch.eye(half, dtype=weights.dtype)
+    weights.tensors["mtp.fc.weight"][:half, :half] = unit
+    weights.tensors["mtp.fc.weight"][half:] = 0
 
 
 def _lfm2_layer(weights: _Weights, layer: int, gain: float) -> None:
@@ -295,6 +340,8 @@ def _weights(recipe: HybridRecipe, seed: int) -> dict[str, torch.Tensor]:
     if recipe.leader is not None:
         # A drafter's head cannot see the last token's embedding.
         weights.tensors["model.embed_tokens.weight"][:, recipe.hidden // 2 :] = 0
+    if recipe.mtp:
+        _qwen3_next_mtp(weights)
     return weights.tensors
 
 
@@ -366,13 +413,16 @@ def _config(recipe: HybridRecipe) -> dict[str, object]:
         "linear_value_head_dim": recipe.head_size,
         "linear_num_key_heads": recipe.key_heads,
         "linear_num_value_heads": recipe.value_heads,
-        "mlp_only_layers": list(range(len(recipe.layers) - 1)),
+        "mlp_only_layers": [
+            layer for layer in range(len(recipe.layers)) if layer != _layer_with_experts(recipe)
+        ],
         "decoder_sparse_step": 1,
         "num_experts": 2,
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 64,
         "shared_expert_intermediate_size": 64,
         "tie_word_embeddings": False,
+        **({"num_nextn_predict_layers": 1} if recipe.mtp else {}),
     }
 
 

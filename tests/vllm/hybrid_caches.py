@@ -57,12 +57,15 @@ class Layers:
     block_size : int
     drafts : tuple of str
         The layers of a drafter in this group, which come last.
+    drafted : int
+        States have room for so many drafts.
     """
 
     kind: str
     names: tuple[str, ...]
     block_size: int = 8
     drafts: tuple[str, ...] = ()
+    drafted: int = 0
 
     def spec(self, ranks: int, page: int | None = None) -> Any:
         """vLLM's specification of a layer on one of `ranks` ranks."""
@@ -80,12 +83,16 @@ class Layers:
         if self.kind == "window":
             return SlidingWindowSpec(**common, sliding_window=self.block_size + 4)
         shapes, dtypes = _state(self.kind, ranks)
+        if self.drafted:
+            tokens, channels = shapes[0]
+            shapes = ((tokens + self.drafted, channels), *shapes[1:])
         return MambaSpec(
             **common,
             shapes=shapes,
             dtypes=dtypes,
             mamba_type=MambaAttentionBackendEnum[self.kind],
             mamba_cache_mode="align",
+            num_speculative_blocks=self.drafted,
         )
 
 
@@ -162,6 +169,8 @@ class HybridWorker:
         The layout of this group's caches cannot be learned.
     streams : Any
         The streams of the device on which the caches are.
+    others_fill : bool
+        Another connector fills free blocks without waiting for the engine's stream.
     **options
         kvshelf's configuration.
 
@@ -184,6 +193,7 @@ class HybridWorker:
         native: bool = True,
         unknown: int | None = None,
         streams: Any = None,
+        others_fill: bool = False,
         seed: int = 0,
         **options: Any,
     ) -> None:
@@ -212,7 +222,7 @@ class HybridWorker:
                 self.layers[name] = self._layer(spec, own)
         self.vllm_config = _vllm_config(self.layers, ranks, len(stages), rank)
         drafts = [name for one in self.groups for name in one.drafts]
-        if drafts:
+        if drafts or any(one.drafted for one in self.groups):
             drafter = self.vllm_config.model_config
             self.vllm_config.speculative_config = speculation("mtp", draft_model_config=drafter)
         for name in drafts:
@@ -231,13 +241,14 @@ class HybridWorker:
             kv_cache_config=self.config,
             rank=rank,
             streams=lambda device: streams,
+            others_fill=others_fill,
         )
         self.side.register(self.caches)
         self.registered = self.side._registration.caches
 
     def _layer(self, spec: Any, impl: Any) -> Any:
         if isinstance(spec, MambaSpec):
-            return SimpleNamespace(kv_cache=())
+            return SimpleNamespace(kv_cache=(), num_spec=spec.num_speculative_blocks)
         window = getattr(spec, "sliding_window", None)
         return SimpleNamespace(
             impl=impl(-1 if window is None else window),

@@ -7,6 +7,10 @@ checks the bytes of everything that the step would read: all tokens of full atte
 windows, and the state that the step begins with. It stores and loads as the step's metadata says,
 and compares what is stored with what the chunk's key stands for.
 
+With drafts it guesses tokens, of which some are wrong: what a step computes of these is random. A
+state has a part that each token rolls through, as a convolution, and one that each draft has in a
+block of its own; between steps they move as in ``vllm/v1/worker/mamba_utils.py``.
+
 Contents lie in a :class:`World`, which engines share; its shelf has hollow objects for lookups.
 """
 
@@ -17,7 +21,7 @@ import random
 import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -44,8 +48,14 @@ with warnings.catch_warnings():
     )
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.core.sched.scheduler import Scheduler
-    from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, KVCacheSpec, iter_layer_specs
-    from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+    from vllm.v1.kv_cache_interface import (
+        ChunkedLocalAttentionSpec,
+        FullAttentionSpec,
+        KVCacheSpec,
+        MambaSpec,
+        iter_layer_specs,
+    )
+    from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
     from vllm.v1.request import Request, RequestStatus
 
     from kvshelf.vllm import handshake
@@ -67,8 +77,8 @@ from kvshelf.format.names import object_name
 from kvshelf.format.namespace import Namespace
 from kvshelf.format.objects import ObjectFormat
 
-#: Bytes of a token in a group, and of a state.
-TOKEN, STATE_BYTES = 8, 32
+#: Bytes of a token in a group, and of a state: of each of its last tokens, and of the rest.
+TOKEN, STATE_BYTES, ROW, ROWS = 8, 32, 4, 3
 DAMAGED = b"damaged"
 
 
@@ -102,8 +112,21 @@ class Text:
 
     def state(self, group: int, length: int, weights: int) -> bytes:
         """The state of a group after so many tokens."""
+        rows = [self.row(group, position, weights) for position in range(length - ROWS, length)]
+        return b"".join(rows) + self.rest(group, length, weights)
+
+    def row(self, group: int, position: int, weights: int) -> bytes:
+        """What a token leaves in the part of a state that the last tokens have."""
+        if position < 0:
+            return bytes(ROW)
+        name = b"row %d %d" % (group, weights)
+        return hashlib.sha256(name + self._digests[position + 1]).digest()[:ROW]
+
+    def rest(self, group: int, length: int, weights: int) -> bytes:
+        """The part of a state that all tokens have."""
         name = b"state %d %d" % (group, weights)
-        return hashlib.sha256(name + self._digests[length]).digest()[:STATE_BYTES]
+        digest = hashlib.sha256(name + self._digests[length]).digest()
+        return digest[: STATE_BYTES - ROWS * ROW]
 
 
 def _token(digest: bytes) -> int:
@@ -192,6 +215,8 @@ def make_vllm_config(
         if one.name not in ("model_config", "scheduler_config", "cache_config", "device_config"):
             object.__setattr__(config, one.name, _default_of(one))
     asynchronous = bool(options.pop("asynchronous", False))
+    if drafts := options.pop("drafts", 0):
+        config.speculative_config = Drafts(drafts)
     config.model_config = SimpleNamespace(
         is_encoder_decoder=False,
         is_diffusion=False,
@@ -250,6 +275,34 @@ def _default_of(one: Any) -> Any:
     return made.default
 
 
+class Drafts:
+    """What vLLM's scheduler and the connector read of a ``SpeculativeConfig``: a head for MTP."""
+
+    def __init__(self, count: int) -> None:
+        self.method = "mtp"
+        self.num_speculative_tokens = count
+        self.num_speculative_tokens_per_batch_size = None
+        self.max_num_new_slots_for_drafting = 0
+        # Nothing of its KV is stored.
+        self.draft_model_config = None
+        self.draft_parallel_config = None
+
+    def use_eagle(self) -> bool:
+        return True
+
+    def use_eagle_block_drop(self) -> bool:
+        return True
+
+    def use_dspark(self) -> bool:
+        return False
+
+    def use_dflash(self) -> bool:
+        return False
+
+    def use_multi_module_mtp(self) -> bool:
+        return False
+
+
 class _Unstructured:
     """Stands for vLLM's manager of structured outputs, of which there are none."""
 
@@ -258,6 +311,9 @@ class _Unstructured:
 
     def accept_tokens(self, request: Any, tokens: list[int]) -> bool:
         return True
+
+    def validate_tokens(self, request: Any, tokens: list[int]) -> list[int]:
+        return tokens
 
 
 class ScheduledEngine:
@@ -277,7 +333,8 @@ class ScheduledEngine:
     seed : int
         Decides how long loads take.
     **options
-        kvshelf's configuration; `asynchronous` for vLLM's scheduling ahead of results.
+        kvshelf's configuration; `asynchronous` for vLLM's scheduling ahead of results; `drafts`
+        for so many drafts of each step; `retention` is vLLM's ``prefix_cache_retention_interval``.
     """
 
     def __init__(
@@ -294,6 +351,15 @@ class ScheduledEngine:
         self.world = world
         self.specs = list(specs)
         self.asynchronous = bool(options.get("asynchronous"))
+        self.drafts = int(options.get("drafts", 0))
+        if self.drafts:
+            self.specs = [
+                replace(spec, num_speculative_blocks=self.drafts)
+                if isinstance(spec, MambaSpec)
+                else spec
+                for spec in self.specs
+            ]
+        retention = options.pop("retention", 0)
         config: Any = make_vllm_config(
             specs, world.root, blocks=blocks, budget=budget, seqs=seqs, **options
         )
@@ -304,7 +370,11 @@ class ScheduledEngine:
         caches.cache_hit_alignment_tokens = resolve_cache_hit_alignment_tokens(
             caches, config, size, hash_size
         )
-        caches.prefix_cache_retention_interval = 0
+        caches.prefix_cache_retention_interval = retention
+        if self.drafts:
+            for group in caches.kv_cache_groups:
+                # The drafter's layer is among those of full attention.
+                group.is_eagle_group = isinstance(group.kv_cache_spec, FullAttentionSpec)
         self.groups = CacheGroups(config, caches)
         object.__setattr__(config, "make_namespace", self._make_namespace)
         init_none_hash(sha256)
@@ -318,11 +388,19 @@ class ScheduledEngine:
             hash_block_size=hash_size,
         )
         self.connector: Any = self.scheduler.connector
-        self.page = max(STATE_BYTES, *(spec.block_size * TOKEN for spec in specs))
+        #: Where the rest of a state begins in its block.
+        self.rows_bytes = (ROWS + self.drafts) * ROW
+        self.page = max(
+            STATE_BYTES + self.drafts * ROW, *(spec.block_size * TOKEN for spec in specs)
+        )
         self.memory = bytearray(blocks * self.page)
         self.random = random.Random(seed)
         self.texts: dict[str, Text] = {}
         self.state_columns: dict[str, int] = {}
+        #: By request, tokens that the last step has added, how many it has in all, and its drafts.
+        self.accepted: dict[str, int] = {}
+        self.done: dict[str, int] = {}
+        self.proposed: dict[str, list[int]] = {}
         self.loading: list[LoadOp] = []
         self.results: deque[tuple[Any, ModelRunnerOutput]] = deque()
         self._told = False
@@ -488,8 +566,11 @@ class ScheduledEngine:
         names = list(output.num_scheduled_tokens)
         requests = self.scheduler.requests.values()
         self.preempted |= {one.request_id for one in requests if one.num_preemptions}
-        sampled = self._forward(output, tables)
-        repaired = [key for op in meta.stores if (key := self._store(op))]
+        sampled, judge = self._forward(output, tables)
+        stores = [op for op in meta.stores if not op.late]
+        repaired = [key for op in stores if (key := self._store(op))]
+        judge()
+        repaired += [key for op in meta.stores if op.late and (key := self._store(op))]
         assert not any(self.memory[: self.page]), "the null block was written"
         received, failed, failures = self._finish_loads(meta)
         # Reports end when the namespace was announced.
@@ -522,7 +603,15 @@ class ScheduledEngine:
         )
         while len(self.results) > (self.asynchronous and output.total_num_scheduled_tokens > 0):
             done, answer = self.results.popleft()
-            for group in self.scheduler.update_from_output(done, answer).values():
+            finished = self.scheduler.update_from_output(done, answer)
+            if self.drafts and not self.asynchronous:
+                self.scheduler.update_draft_token_ids(
+                    DraftTokenIds(
+                        [name for name in answer.req_ids if name in self.proposed],
+                        [self.proposed[name] for name in answer.req_ids if name in self.proposed],
+                    )
+                )
+            for group in finished.values():
                 for one in group.outputs:
                     self.answers.setdefault(one.request_id, []).extend(one.new_token_ids)
                     if one.finish_reason is not None:
@@ -538,17 +627,57 @@ class ScheduledEngine:
         begin = block * self.page + offset
         self.memory[begin : begin + len(content)] = content
 
-    def _forward(self, output: Any, tables: dict[str, tuple[list[int], ...]]) -> list[list[int]]:
+    def _read_state(self, table: Sequence[int], column: int, ahead: int = 0) -> bytes:
+        """The state in a column, or so many tokens ahead of it."""
+        rows = self._read(table[column], ahead * ROW, ROWS * ROW)
+        rest = self._read(table[column + ahead], self.rows_bytes, STATE_BYTES - ROWS * ROW)
+        return rows + rest
+
+    def _write_state(self, block: int, content: bytes) -> None:
+        self._write(block, 0, content[: ROWS * ROW])
+        self._write(block, self.rows_bytes, content[ROWS * ROW :])
+
+    def _copy_states(
+        self, tables: Sequence[list[int]], source: int, target: int, ahead: int
+    ) -> None:
+        """Copy the states of a request from one column of its tables to another."""
+        for group in self.groups.of(STATE):
+            table = tables[group.index]
+            assert NULL_BLOCK not in (table[source], table[source + ahead])
+            rows = self._read(table[source], ahead * ROW, self.rows_bytes - ahead * ROW)
+            rest = self._read(table[source + ahead], self.rows_bytes, STATE_BYTES - ROWS * ROW)
+            self._write(table[target], 0, rows)
+            self._write(table[target], self.rows_bytes, rest)
+
+    def _forward(
+        self, output: Any, tables: dict[str, tuple[list[int], ...]]
+    ) -> tuple[list[list[int]], Callable[[], None]]:
+        """Compute a step; return what it says, and what vLLM does when it has judged the drafts."""
         cached = output.scheduled_cached_reqs
         begins = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
         for name in [*begins, *cached.resumed_req_ids, *(output.preempted_req_ids or ())]:
-            self.state_columns.pop(name, None)
+            for known in (self.state_columns, self.accepted, self.done, self.proposed):
+                known.pop(name, None)
         begins.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-        sampled = []
+        sampled, judged = [], []
         self.computed.update(output.num_scheduled_tokens)
         for name, count in output.num_scheduled_tokens.items():
             text, start = self.texts[name], begins[name]
+            if self.drafts and name in self.done:
+                # vLLM may not know yet which drafts were wrong.
+                assert self.asynchronous or start == self.done[name]
+                start = self.done[name]
+            drafts = list(output.scheduled_spec_decode_tokens.get(name, ()))
+            if self.asynchronous and drafts:
+                drafts = self.proposed[name][: len(drafts)]
             end = start + count
+            running = end - len(drafts)
+            says = running >= self._known(name)
+            right = 0
+            while right < len(drafts) and text.tokens[running + right :][:1] == [drafts[right]]:
+                right += 1
+            added = 1 + right if says else 1
+            self._enter(name, tables[name], start, end)
             wrong = [
                 f"{name}: {group.kind} of group {group.index}, tokens {start} to {end}"
                 for group, table in zip(self.groups, tables[name], strict=True)
@@ -556,31 +685,98 @@ class ScheduledEngine:
             ]
             # Behind KV of other weights, which vLLM's own cache may have, nothing is right.
             assert self.weights or not wrong, wrong
+            # What comes behind the answer is nobody's.
+            last = min(running + right, len(text.tokens))
             for group, table in zip(self.groups, tables[name], strict=True):
-                size, index = group.block_size, group.index
                 if group.kind == STATE:
-                    content = text.state(index, end, self.weights)
-                    at = -(-end // size) * size - size
+                    self._write_states(text, group, table, (running, end), last, wrong)
                 else:
-                    content = text.kv(index, start, end, self.weights)
-                    at = start
-                self._scatter(table, size, at, bytes(len(content)) if wrong else content)
-            if self.groups.of(STATE):
-                size = self.groups.of(STATE)[0].block_size
-                self.state_columns[name] = -(-end // size) - 1
-            known = self.scheduler.requests[name].num_tokens
-            in_flight = self.scheduler.requests[name].num_output_placeholders
-            done = end >= known + (in_flight if self.asynchronous else 0) - (
-                1 if self.asynchronous and in_flight else 0
-            )
-            sampled.append([text.next_token(end)] if done else [])
-        return sampled
+                    content = text.kv(group.index, start, last, self.weights)
+                    content = bytes(len(content)) if wrong else content
+                    content += self.random.randbytes((end - last) * TOKEN)
+                    self._scatter(table, group.block_size, start, content)
+            judged.append((name, tables[name], running, added))
+            tokens = range(running, running + added) if says else ()
+            sampled.append([self._next_token(text, length) for length in tokens])
+            self._propose(name, text, running + added, says=says)
+        return sampled, lambda: [self._judge(*one) for one in judged] and None
+
+    def _known(self, name: str) -> int:
+        """Tokens of a request, with those that the scheduler has not been told of."""
+        known: int = self.scheduler.requests[name].num_tokens
+        for _, answer in self.results:
+            if name in answer.req_id_to_index:
+                known += len(answer.sampled_token_ids[answer.req_id_to_index[name]])
+        return known
+
+    def _next_token(self, text: Text, length: int) -> int:
+        return text.next_token(length) if length <= len(text.tokens) else 0
+
+    def _propose(self, name: str, text: Text, known: int, *, says: bool) -> None:
+        """Guess the next tokens, some of them wrong."""
+        self.proposed.pop(name, None)
+        if says and self.drafts:
+            right = self.random.randint(0, self.drafts)
+            guessed = (text.tokens[known:] + [0] * self.drafts)[: self.drafts]
+            self.proposed[name] = [
+                token if number < right else (token + 1) % 900
+                for number, token in enumerate(guessed)
+            ]
+
+    def _enter(self, name: str, tables: Sequence[list[int]], start: int, end: int) -> None:
+        """Move the states to the column that a step goes on in."""
+        if not self.groups.of(STATE):
+            return
+        size = self.groups.of(STATE)[0].block_size
+        before = self.state_columns.get(name, (start - 1) // size)
+        now = self.state_columns[name] = -(-end // size) - 1
+        if before not in (-1, now):
+            self._copy_states(tables, before, now, self.accepted.get(name, 1) - 1)
+            self.accepted[name] = 1
+
+    def _write_states(
+        self,
+        text: Text,
+        group: CacheGroup,
+        table: list[int],
+        bounds: tuple[int, int],
+        last: int,
+        wrong: list[str],
+    ) -> None:
+        """Write what a step leaves of the states of a group, which reads right up to `last`."""
+        running, end = bounds
+        column, index = -(-end // group.block_size) - 1, group.index
+        if wrong:
+            self._write_state(table[column], bytes(STATE_BYTES))
+            return
+        rows = b""
+        for position in range(running - ROWS, end):
+            row = self.random.randbytes(ROW)
+            rows += text.row(index, position, self.weights) if position < last else row
+        self._write(table[column], 0, rows)
+        for ahead, length in enumerate(range(running, end + 1)):
+            rest = self.random.randbytes(STATE_BYTES - ROWS * ROW)
+            if length <= last:
+                rest = text.rest(index, length, self.weights)
+            self._write(table[column + ahead], self.rows_bytes, rest)
+
+    def _judge(self, name: str, tables: Sequence[list[int]], running: int, added: int) -> None:
+        """Move the states to the last block boundary that is certain now."""
+        after = self.done[name] = running + added - 1
+        self.accepted[name] = added
+        if not self.drafts or not self.groups.of(STATE):
+            return
+        size, column = self.groups.of(STATE)[0].block_size, self.state_columns[name]
+        aligned = after // size * size
+        if aligned >= running:
+            target = aligned // size - 1
+            if target == column:
+                self.accepted[name] = 1
+            if target != column or aligned != running:
+                self._copy_states(tables, column, target, aligned - running)
 
     def _reads(self, name: str, group: CacheGroup, table: list[int], start: int) -> bool:
-        """Whether what a step reads in a group is right.
-
-        The state is where preprocess_mamba of vllm/v1/worker/mamba_utils.py looks for it.
-        """
+        """Whether what a step reads in a group is right."""
         text, index = self.texts[name], group.index
         if group.kind != STATE:
             first = self._first_read(group, start)
@@ -588,8 +784,8 @@ class ScheduledEngine:
             return found == text.kv(index, first, start, self.weights)
         if not start:
             return True
-        column = self.state_columns.get(name, (start - 1) // group.block_size)
-        found = self._read(table[column], 0, STATE_BYTES)
+        ahead = self.accepted.get(name, 1) - 1
+        found = self._read_state(table, self.state_columns[name], ahead)
         return found == text.state(index, start, self.weights)
 
     def _first_read(self, group: CacheGroup, start: int) -> int:
@@ -631,7 +827,7 @@ class ScheduledEngine:
             elif group.kind == STATE:
                 (block,) = blocks
                 assert block != NULL_BLOCK
-                content += self._read(block, 0, STATE_BYTES)
+                content += self._read_state([block], 0)
                 right += text.state(group.index, (index + 1) * size, weights)
             else:
                 begin = index * size % group.block_size
@@ -699,7 +895,7 @@ class ScheduledEngine:
                 own, content = content[:STATE_BYTES], content[STATE_BYTES:]
                 assert end == op.end == (chunk.index + 1) * size
                 assert not any(table[: end // group.block_size - 1])
-                self._write(table[end // group.block_size - 1], 0, own)
+                self._write_state(table[end // group.block_size - 1], own)
                 continue
             own, content = content[: chunk.tokens * TOKEN], content[chunk.tokens * TOKEN :]
             for token in range(begin, end):

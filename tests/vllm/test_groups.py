@@ -118,15 +118,11 @@ def test_context_parallelism_is_refused_with_several_groups(
 
 
 @pytest.mark.parametrize("method", ["ngram", "eagle3", "mtp"])
-@pytest.mark.parametrize("model", ["Qwen3-Next", "Mamba2"])
-def test_drafts_beside_states_are_refused(tmp_path: Path, model: str, method: str) -> None:
-    with pytest.raises(UnsupportedError, match="remove --speculative-config"):
-        _groups(tmp_path, models()[model], speculative_config=speculation(method))
-
-
-@pytest.mark.parametrize("method", ["ngram", "eagle3", "mtp"])
-def test_drafts_beside_windows_are_served(tmp_path: Path, method: str) -> None:
-    specs, drafts = models()["Gemma 3"], speculation(method)
+@pytest.mark.parametrize("model", ["Gemma 3", "Qwen3-Next", "Mamba2"])
+def test_drafts_beside_windows_and_states_are_served(
+    tmp_path: Path, model: str, method: str
+) -> None:
+    specs, drafts = models()[model], speculation(method)
     assert _groups(tmp_path, specs, speculative_config=drafts).hybrid
     config = make_config(str(tmp_path))
     config.speculative_config = drafts

@@ -6,16 +6,17 @@ Drafters guess most of what their models say: see ``leader`` in ``examples/make_
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from eagle_model import make_eagle3
 from fleet import Engines
 from harness import INERT_CONNECTOR, NEAR_TIE, SHELF_CONNECTOR, Answer, Engine, assert_same
-from hybrid_files import HybridFiles
+from hybrid_files import HybridFiles, read_state
 from make_hybrid_model import RECIPES, make_hybrid_model
 from shelf_files import wait_until
 
@@ -46,23 +47,31 @@ class Drafting:
     """Engines with one model and its drafter, on one shelf."""
 
     def __init__(
-        self, engines: Engines, name: str, checkpoint: Path, dtype: str, **speculative: Any
+        self,
+        engines: Engines,
+        name: str,
+        speculative: dict[str, Any],
+        connectors: Sequence[tuple[str, str]] = (INERT_CONNECTOR, SHELF_CONNECTOR),
+        **arguments: Any,
     ) -> None:
         self._engines = engines
         self._name = name
-        self._arguments = {"model": checkpoint, "dtype": dtype}
+        self._arguments = arguments
         self._speculative = {"num_speculative_tokens": DRAFTS, **speculative}
+        self._inert, self._shelved = connectors
         self.shelf = ModelFiles(engines.places.root / f"{name} shelf of drafters")
         self._stack = ExitStack()
         self.inert = self.start("inert", inert=True)
         self.first = self.start("first")
 
-    def start(self, role: str, *, inert: bool = False, drafts: bool = True) -> Engine:
-        """Start an engine; it stores and loads unless it is inert."""
-        connector: dict[str, Any] = {"connector": INERT_CONNECTOR}
+    def start(
+        self, role: str, *, inert: bool = False, drafts: bool = True, **options: Any
+    ) -> Engine:
+        """Start an engine; it stores and loads unless it is inert. `options` are kvshelf's."""
+        connector: dict[str, Any] = {"connector": self._inert}
         if not inert:
-            extra = {"shared_storage_path": str(self.shelf.root)}
-            connector = {"connector": SHELF_CONNECTOR, "extra_config": extra}
+            extra = {"shared_storage_path": str(self.shelf.root), **options}
+            connector = {"connector": self._shelved, "extra_config": extra}
         engine = self._engines.start(
             f"{self._name}, drafting, {role}",
             core=int(inert),
@@ -113,40 +122,108 @@ def windows(engines: Engines) -> Iterator[Drafting]:
     leader = RECIPES["gpt-oss"].leader
     assert leader is not None
     drafter = make_eagle3(root / "models" / "eagle3", model, leader)
-    made = Drafting(engines, "gpt-oss", model, "float32", method="eagle3", model=str(drafter))
+    speculative = {"method": "eagle3", "model": str(drafter)}
+    made = Drafting(engines, "gpt-oss", speculative, model=model, dtype="float32")
     yield made
     made.close()
+
+
+@pytest.fixture(scope="module")
+def states(engines: Engines) -> Iterator[Drafting]:
+    """A Qwen3-Next model with its head for multi-token prediction."""
+    root = engines.places.root
+    made = Drafting(
+        engines,
+        "qwen3-next-mtp",
+        {"method": "mtp"},
+        [(name, "drafting_connector") for name in ("DraftingInertConnector", "DraftingConnector")],
+        model=make_hybrid_model(root / "models" / "qwen3-next-mtp", "qwen3-next-mtp"),
+        mamba_ssm_cache_dtype="float32",
+        # vLLM offers states of answers, too.
+        prefix_cache_retention_interval=128,
+        env={"PYTHONPATH": str(Path(__file__).parent)},
+    )
+    yield made
+    made.close()
+
+
+def check(drafting: Drafting, tokens: list[int], hit: int) -> None:
+    """Store a prompt, restart, and compare what a hit gives with what there is without one."""
+    expected, usual = ask(drafting.inert, tokens)
+    assert usual > 0.5
+    cold, accepted = ask(drafting.first, tokens)
+    assert cold.shelf_tokens == 0
+    assert cold.tokens == expected.tokens
+    assert accepted == usual
+    drafting.shelf.wait_hit(tokens, hit)
+    chunks = hit // drafting.shelf.chunk
+    wait_drafts(drafting.first, chunks)
+    drafting.first.stop()
+    second = drafting.start("second")
+    loaded, accepted = ask(second, tokens)
+    assert loaded.shelf_tokens == hit
+    assert_same(loaded, expected, NEAR_TIE)
+    assert accepted >= 0.95 * usual
+    assert second.counters()["draft_loaded_chunks"] == chunks
+    # An engine without the drafter shares the model's KV.
+    with drafting.start("plain", drafts=False) as plain:
+        same = plain.generate(tokens, max_tokens=256)
+        assert same.shelf_tokens == hit
+        assert_same(same, expected, NEAR_TIE)
+    for folder in drafting.shelf.of_drafters():
+        shutil.rmtree(folder)
+    without, accepted = ask(second, tokens)
+    # With states also what the plain engine has stored.
+    assert without.shelf_tokens >= hit
+    assert_same(without, expected, NEAR_TIE)
+    assert accepted < 0.95 * usual
 
 
 def test_drafts_behind_windows_are_accepted_as_without_a_shelf(
     windows: Drafting, prompt: MakePrompt
 ) -> None:
-    tokens = prompt(1100)
-    expected, usual = ask(windows.inert, tokens)
-    assert usual > 0.5
-    cold, accepted = ask(windows.first, tokens)
-    assert cold.shelf_tokens == 0
-    assert cold.tokens == expected.tokens
-    assert accepted == usual
-    windows.shelf.wait_hit(tokens, 1024)
+    check(windows, prompt(1100), 1024)
     assert windows.shelf.kinds == {"full", "window"}
-    wait_drafts(windows.first, 4)
-    windows.first.stop()
-    second = windows.start("second")
-    loaded, accepted = ask(second, tokens)
-    assert loaded.shelf_tokens == 1024
-    assert_same(loaded, expected, NEAR_TIE)
-    assert accepted >= 0.95 * usual
-    assert second.counters()["draft_loaded_chunks"] == 4
-    # The other way round, and without the drafter's KV.
-    with windows.start("plain", drafts=False) as plain:
-        plain.reset_prefix_cache()
-        same = plain.generate(tokens, max_tokens=256)
-        assert same.shelf_tokens == 1024
-        assert_same(same, expected, NEAR_TIE)
-    for folder in windows.shelf.of_drafters():
-        shutil.rmtree(folder)
-    without, accepted = ask(second, tokens)
-    assert without.shelf_tokens == 1024
-    assert_same(without, expected, NEAR_TIE)
-    assert accepted < 0.95 * usual
+
+
+def test_drafts_behind_states_are_accepted_as_without_a_shelf(
+    states: Drafting, prompt: MakePrompt
+) -> None:
+    # vLLM's last state of a prompt is a block before the last boundary.
+    check(states, prompt(1100), 7 * 128)
+    assert states.shelf.kinds == {"full", "state"}
+
+
+def assert_near(state: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    """Assert that two states differ by rounding only."""
+    assert state.keys() == other.keys()
+    for name, part in state.items():
+        a, b = part.float(), other[name].float()
+        assert a.shape == b.shape
+        assert (a - b).norm() < 0.02 * b.norm(), name
+
+
+def test_states_of_answers_are_those_of_accepted_drafts(
+    states: Drafting, prompt: MakePrompt
+) -> None:
+    tokens = prompt(700)
+    with states.start("answering", save_decode=True, state_interval=1) as answering:
+        answer, accepted = ask(answering, tokens)
+        assert accepted > 0.3
+        text = [*tokens, *answer.tokens]
+        states.shelf.wait_hit(text, 7 * 128)
+    expected, _ = ask(states.inert, [*text, 2])
+    with states.start("following") as following:
+        loaded, _ = ask(following, [*text, 2])
+        assert loaded.shelf_tokens == 7 * 128
+        assert_same(loaded, expected, NEAR_TIE)
+    # Computed as a prompt, without drafts, the states are the same up to rounding.
+    with states.start("plain again", drafts=False) as plain:
+        end = 7 * 128
+        plain.generate(text[: end + 1], max_tokens=1, cache_salt="plain")
+        ours, theirs = (
+            states.shelf.of_kind(text, "state", salt=salt)[end // 128 - 1] for salt in ("", "plain")
+        )
+        wait_until(lambda: all(path.is_file() for path in theirs), "a state on the shelf")
+        for one, other in zip(ours, theirs, strict=True):
+            assert_near(read_state(one), read_state(other))

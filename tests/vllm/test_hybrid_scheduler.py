@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -37,6 +38,8 @@ FEW_BLOCKS = {
     "Llama 4": 65,
 }
 WITH_STATES = ["Mamba2", "Jamba", "Nemotron-H", "Qwen3-Next", "LFM2"]
+#: vLLM has no drafts beside chunked local attention.
+WITH_DRAFTS = [model for model in MODELS if model != "Llama 4"]
 WITH_WINDOWS = ["DeepSeek V4", "Gemma 3", "two windows", "Llama 4"]
 
 
@@ -314,13 +317,18 @@ def test_anything_that_may_happen(model: str, data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr(handshake, "build_namespace", make_namespace)
         world = World(Path(folder) / "shelf")
+        drafts = draw(st.sampled_from([0, 0, 1, 3] if model in WITH_DRAFTS else [0]), "drafts")
+        # States of drafts take blocks.
+        few = FEW_BLOCKS[model] + 5 * drafts
         options = {
+            "drafts": drafts,
+            "retention": draw(st.sampled_from([0, None]), "retention"),
             # With few blocks and larger steps no request would fit.
             **draw(
                 st.sampled_from(
                     [
-                        {"budget": 32, "blocks": FEW_BLOCKS[model]},
-                        {"budget": 48, "blocks": FEW_BLOCKS[model]},
+                        {"budget": 32, "blocks": few},
+                        {"budget": 48, "blocks": few},
                         {"budget": 200, "blocks": 300},
                         {"budget": 64, "blocks": 300, "asynchronous": True},
                     ]
@@ -378,6 +386,53 @@ _ACTIONS = [
     *["add", "add", "add", "steps", "steps"],
     *["abort", "reset", "weights", "lose", "fail", "restart"],
 ]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("model", WITH_DRAFTS)
+def test_engines_with_and_without_drafts_share_what_they_store(
+    start: Callable[..., ScheduledEngine], model: str, asynchronous: bool
+) -> None:
+    size = math.lcm(*(spec.block_size for spec in MODELS[model]))
+    plain = start(model, chunk_size=size)
+    drafting, other = (
+        start(model, chunk_size=size, drafts=3, asynchronous=asynchronous) for _ in range(2)
+    )
+    tokens, last = prompt(203), 202 // size * size
+    assert drafting.run(tokens, answer=60) == [0]
+    [hit] = other.run(tokens, answer=60)
+    # vLLM's last state of a prompt is a block before the last boundary.
+    assert hit == (last - size if model in WITH_STATES else last)
+    assert plain.run(tokens) == [hit]
+    # The other way round.
+    tokens = prompt(203, seed=1)
+    assert plain.run(tokens) == [0]
+    assert drafting.run(tokens, answer=60) == [last]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("model", WITH_STATES)
+def test_states_of_answers_are_stored_where_vllm_names_them(
+    start: Callable[..., ScheduledEngine], model: str, asynchronous: bool
+) -> None:
+    engine = start(
+        model,
+        drafts=2,
+        asynchronous=asynchronous,
+        retention=None,
+        save_decode=True,
+        state_interval=1,
+    )
+    tokens = prompt(203)
+    engine.run(tokens, answer=200)
+    # What is stored is compared with the accepted tokens. What is late is that of an answer.
+    late = {op.chunk.index for meta in engine.metas for op in meta.stores if op.late}
+    assert late == {index for kind, index in engine.stored if kind == STATE and index >= 6}
+    assert len(late) > 1
+    [text] = engine.texts.values()
+    follow_up = [*text.tokens, *prompt(20, seed=2)]
+    plain = start(model)
+    assert plain.run(follow_up) == [(max(late) + 1) * 32]
 
 
 def test_a_damaged_state_counts_again_once_all_ranks_with_states_replaced_it(

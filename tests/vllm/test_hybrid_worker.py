@@ -687,3 +687,82 @@ def test_a_model_of_one_group_has_no_kinds_beside_a_drafter_of_another(rig: Rig)
     plain, drafting = rig.engine([own]), rig.engine([beside, own])
     assert "kinds" not in plain.namespace_open.record
     assert drafting.namespace_open == plain.namespace_open
+
+
+def with_drafted_states() -> list[Layers]:
+    """The groups of "qwen", with room for drafts and a drafter's layer."""
+    states, others, full = MODELS["qwen"]
+    full = replace(full, drafts=(DRAFT,))
+    return [replace(states, drafted=2), replace(others, drafted=2), full]
+
+
+def parts_of(worker: HybridWorker, block: int) -> list[Tensor]:
+    """The states in a block of each group, as they are without drafts."""
+    found = []
+    for number in worker.of(STATE):
+        for name in worker.names[number]:
+            convolution, recurrent = (part[block] for part in worker.layers[name].kv_cache)
+            found += [convolution[: len(convolution) - worker.groups[number].drafted], recurrent]
+    return [part.clone() for part in found]
+
+
+def test_engines_with_and_without_drafts_share_states(rig: Rig) -> None:
+    plain, drafting = rig.engine("qwen"), rig.engine(with_drafted_states())
+    assert drafting.namespace_open == plain.namespace_open
+    chunks = chunks_of(plain.namespace_open, 3)
+    for number, (writer, reader) in enumerate([(plain, drafting), (drafting, plain)]):
+        for file in Path(rig.backend.url).rglob("*.safetensors"):
+            file.unlink()
+        stored = put(writer, chunks)
+        op = load_op(reader, chunks, tables(reader, 48, 9), name=str(number))
+        source, target = stored[0][5], op.block_ids[0][5]
+        before = reader.memory[0][target * reader.page :][: reader.page].clone()
+        assert until_loaded(reader, op) == set()
+        ours, theirs = parts_of(reader, target)[:2], parts_of(writer, source)[:2]
+        assert all(map(torch.equal, ours, theirs))
+        if reader is drafting:
+            # What drafts rolled through the convolution stays as it was.
+            convolution = reader.layers[reader.names[0][0]].kv_cache[0][target]
+            begin = 3 * convolution.shape[1] * convolution.element_size()
+            end = 5 * convolution.shape[1] * convolution.element_size()
+            after = reader.memory[0][target * reader.page :][: reader.page]
+            assert torch.equal(after[begin:end], before[begin:end])
+
+
+@pytest.mark.parametrize("others_fill", [False, True])
+def test_states_of_steps_with_drafts_are_gathered_when_these_are_judged(
+    rig: Rig, others_fill: bool
+) -> None:
+    worker = rig.engine(with_drafted_states(), others_fill=others_fill)
+    reader = rig.engine("qwen")
+    chunks = chunks_of(worker.namespace_open, 3)
+    blocks = tables(worker, 48, 1)
+    ops = store_ops(worker, chunks, blocks)
+    # The last state is that of an answer.
+    ops[-1] = replace(ops[-1], late=True)
+    assert ops[-1].kind == STATE
+    worker.side.bind(StepMetadata(stores=ops))
+    worker.side.finish_forward()
+    for number in worker.of(STATE):
+        for layer in worker.names[number]:
+            worker.caches[layer][blocks[number][5]] += 1
+    judged = parts_of(worker, blocks[0][5])[:2]
+    worker.side.save()
+    worker.side.clear()
+    assert worker.side.drain(PATIENCE) == 0
+    path = rig.path(worker.namespace_open, chunks[2], STATE)
+    assert path.exists() is not others_fill
+    assert rig.path(worker.namespace_open, chunks[1], STATE).exists()
+    if not others_fill:
+        op = load_op(reader, chunks, tables(reader, 48, 9))
+        assert until_loaded(reader, op) == set()
+        assert all(map(torch.equal, parts_of(reader, op.block_ids[0][5])[:2], judged))
+
+
+def test_layers_that_do_not_tell_their_drafts_are_refused(rig: Rig) -> None:
+    worker = rig.worker(with_drafted_states())
+    for number in worker.of(STATE):
+        for name in worker.names[number]:
+            del worker.layers[name].num_spec
+    with pytest.raises(UnsupportedError, match="remove --speculative-config"):
+        worker.side.register(worker.caches)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from kvshelf.errors import UnsupportedError
 from kvshelf.kv.caches import HostKVCache, LayerCall
 from kvshelf.kv.states import StateLayer, StateParts, split_state, state_runs
 
@@ -236,3 +237,69 @@ def test_parts_are_what_vllms_layers_see_in_their_caches(
     assert torch.equal(
         payload, torch.cat([part.contiguous().view(torch.uint8).reshape(-1) for part in seen])
     )
+
+
+# ------------------------------------------------------------------------- drafts
+
+DRAFTS = 2
+#: The shapes that vLLM gives states with drafts, for a rank.
+WIDENED: dict[str, Callable[[int], tuple[tuple[int, ...], ...]]] = {
+    "Qwen3-Next": lambda ranks: Shapes.gated_delta_net_state_shape(
+        ranks, 16, 32, 128, 128, 4, num_spec=DRAFTS
+    ),
+    "Kimi-Linear": lambda ranks: Shapes.kda_state_shape(ranks, 32, 128, num_spec=DRAFTS),
+    "Nemotron-H": lambda ranks: Shapes.mamba2_state_shape(
+        ranks, 128 * 64, 8, 128, 64, 128, 4, num_spec=DRAFTS
+    ),
+    "LFM2": lambda ranks: Shapes.short_conv_state_shape(ranks, 2048, 3, num_spec=DRAFTS),
+}
+
+
+@pytest.mark.parametrize("divide", [True, False])
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("name", WIDENED)
+def test_tokens_of_drafts_are_no_part_of_a_state(name: str, ranks: int, divide: bool) -> None:
+    model, shapes = MODELS[name], WIDENED[name](ranks)
+    kind, tokens = model.backend.name.lower(), shapes[0][0] - DRAFTS
+    state = split_state(kind, shapes, model.dtypes, ranks, False, divide=divide, drafts=DRAFTS)
+    plain = split_state(kind, model.shapes(ranks), model.dtypes, ranks, False, divide=divide)
+    assert state.fields == plain.fields
+    assert state.layout == plain.layout
+    cache = torch.randint(-128, 128, (3, 1, 1, state.nbytes), dtype=torch.int8)
+    layer: Any = SimpleNamespace(
+        get_state_shape=lambda: shapes, get_state_dtype=lambda: model.dtypes
+    )
+    MambaBase.bind_kv_cache(layer, cache)
+    runs, slots = state_runs([StateLayer(cache, state, 0)], 1)
+    calls, start = [], 0
+    for run in runs:
+        end = start + len(run.caches) * run.layout.chunk_bytes(run.layout.block_size)
+        calls.append(LayerCall(run.caches, run.layout, start, end, 1, first_slot=run.first_slot))
+        start = end
+    assert start == plain.nbytes
+    payload = torch.zeros(start, dtype=torch.uint8)
+    HostKVCache({0: calls}).gather(torch.tensor(slots[0].of(1)), [payload])
+    convolution = layer.kv_cache[0][1][:tokens]
+    sections = [place.row_bytes // convolution.element_size() for place in state.places]
+    if divide:
+        count = len(sections) - len(shapes) + 1
+        parts = list(convolution.split(sections[:count], dim=1))
+    else:
+        parts = [convolution]
+    parts += [part[1] for part in layer.kv_cache[1:]]
+    seen = [part.contiguous().view(torch.uint8).reshape(-1) for part in parts]
+    assert torch.equal(payload, torch.cat(seen))
+
+
+@pytest.mark.parametrize("name", ["Jamba", "MiniMax"])
+def test_a_state_of_which_it_is_not_known_what_drafts_add_is_refused(name: str) -> None:
+    model = MODELS[name]
+    kind = model.backend.name.lower()
+    with pytest.raises(UnsupportedError, match="remove --speculative-config"):
+        split_state(kind, model.shapes(1), model.dtypes, 1, False, drafts=DRAFTS)
+
+
+@pytest.mark.parametrize("first", ["DS"], indirect=True)
+def test_drafts_are_refused_where_channels_come_first(first: bool) -> None:
+    with pytest.raises(UnsupportedError, match="VLLM_SSM_CONV_STATE_LAYOUT"):
+        split_state("short_conv", WIDENED["LFM2"](1), [torch.bfloat16], 1, True, drafts=DRAFTS)

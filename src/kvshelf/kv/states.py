@@ -5,9 +5,11 @@ Owns the split of a layer's state into parts (:func:`split_state`) and the copy 
 
 A block of an engine's cache holds the state of a layer after some token: the tensors of
 ``MambaSpec.shapes``, one after the other without gaps (``MambaBase.bind_kv_cache`` in
-``vllm/model_executor/layers/mamba/abstract.py``). Each rank holds its share of the heads or
-channels. The convolution of some layers consists of sections, such as q, k and v, and a rank holds
-its share of each section: so a convolution is stored as one part for each section.
+``vllm/model_executor/layers/mamba/abstract.py``). With speculative decoding a convolution has
+further tokens behind those of its state, which drafts roll through: at a block boundary the state
+is in the first ones, as without drafts, and only these are stored. Each rank holds its share of the
+heads or channels. The convolution of some layers consists of sections, such as q, k and v, and a
+rank holds its share of each section: so a convolution is stored as one part for each section.
 
 Contracts
 ---------
@@ -49,6 +51,8 @@ _NAMES: Final = {
     "short_conv": ("conv",),
     "linear": ("ssm",),
 }
+#: Types whose first tensor is a convolution that vLLM widens by one token for each draft.
+_WIDENED: Final = frozenset({"gdn_attn", "mamba2", "short_conv"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +166,7 @@ def split_state(
     *,
     groups: int | None = None,
     divide: bool = True,
+    drafts: int = 0,
 ) -> StateParts:
     """Split the state of one layer into parts that can be stored.
 
@@ -183,12 +188,16 @@ def split_state(
         single group, because ranks may then hold copies of one group.
     divide : bool
         False for layers of which every rank holds the whole state (``MambaSpec.tp_replicated``).
+    drafts : int
+        Drafts of each step of speculative decoding.
 
     Raises
     ------
     UnsupportedError
-        If a dtype cannot be stored.
+        If a dtype cannot be stored, or it is not known what drafts add to the state.
     """
+    if drafts:
+        _check_widened(mamba_type, shapes, conv_dim_first, drafts)
     tensors = [
         (tuple(shape), _dtype_name(dtype), dtype.itemsize)
         for shape, dtype in zip(shapes, dtypes, strict=True)
@@ -199,21 +208,23 @@ def split_state(
     offset = 0
     for number, (shape, dtype, size) in enumerate(tensors):
         nbytes = prod(shape) * size
+        tokens = shape[0] - (drafts if number == 0 else 0)
         if sections is None:
             known = _NAMES.get(mamba_type, ())
             name = known[number] if number < len(known) else f"part{number}"
-            parts.append(StatePart(name, dtype, shape))
-            places.append(PartPlace(offset, 1, nbytes, nbytes))
+            parts.append(StatePart(name, dtype, (tokens, *shape[1:])))
+            stored = tokens * prod(shape[1:]) * size
+            places.append(PartPlace(offset, 1, stored, stored))
         elif number == 0 and sections:
-            rows = 1 if conv_dim_first else shape[0]
-            stride = nbytes // rows
+            rows = 1 if conv_dim_first else tokens
+            stride = nbytes // (1 if conv_dim_first else shape[0])
             begin = offset
             for name, channels in sections:
                 whole = channels * ranks
                 if conv_dim_first:
                     parts.append(StatePart(name, dtype, (whole, shape[1]), 0))
                 else:
-                    parts.append(StatePart(name, dtype, (shape[0], whole), 1))
+                    parts.append(StatePart(name, dtype, (tokens, whole), 1))
                 row = channels * (size * shape[1] if conv_dim_first else size)
                 places.append(PartPlace(begin, rows, row, stride))
                 begin += row
@@ -222,6 +233,19 @@ def split_state(
             places.append(PartPlace(offset, 1, nbytes, nbytes))
         offset += nbytes
     return StateParts(tuple(parts), tuple(places), ranks, offset)
+
+
+def _check_widened(
+    mamba_type: str, shapes: Sequence[Sequence[int]], conv_dim_first: bool, drafts: int
+) -> None:
+    """Refuse states of which it is not known what drafts add to them."""
+    known = mamba_type in _WIDENED and tuple(map(len, shapes)) in ((2,), (2, 3))
+    if not known or conv_dim_first or shapes[0][0] <= drafts:
+        raise UnsupportedError(
+            f"with speculative decoding kvshelf does not know which part of a {mamba_type} state"
+            f" belongs to drafts{' (VLLM_SSM_CONV_STATE_LAYOUT=DS)' if conv_dim_first else ''}:"
+            " remove --speculative-config or --kv-transfer-config"
+        )
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

@@ -196,12 +196,6 @@ class CacheGroups(Sequence[CacheGroup]):
                     f"{option} is more than 1, and the model has {self._named}: set it to 1"
                     f"{self._or_one_group}"
                 )
-        speculative_config = getattr(vllm_config, "speculative_config", None)
-        if speculative_config is not None and STATE in self.kinds:
-            raise UnsupportedError(
-                "with speculative decoding a state may contain drafts that vLLM has rejected, so"
-                " kvshelf cannot store it: remove --speculative-config or --kv-transfer-config"
-            )
         if drafter_has_kv(vllm_config) and int(parallel.pipeline_parallel_size) > 1:
             raise UnsupportedError(
                 f"the drafter of speculative decoding has KV, the engine has {self._named} and"

@@ -77,6 +77,8 @@ class StoreOp:
         one.
     owner : Owner
         Whose the blocks are.
+    late : bool
+        It is complete only when vLLM has judged the step's drafts.
     """
 
     chunk: Chunk
@@ -89,6 +91,7 @@ class StoreOp:
     kind: Kind = FULL
     attempt: str = ""
     owner: Owner = ("", 0)
+    late: bool = False
 
 
 @dataclass(frozen=True, slots=True)

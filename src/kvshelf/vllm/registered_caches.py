@@ -452,9 +452,20 @@ class _Engine:
                 is_conv_state_dim_first(),
                 groups=groups,
                 divide=divide and not specs[name].tp_replicated,
+                drafts=self._drafts_of(name, specs[name]),
             )
             for name in names
         }
+
+    def _drafts_of(self, name: str, spec: Any) -> int:
+        """Return how many drafts of a step a layer's state has room for."""
+        drafts = int(getattr(spec, "num_speculative_blocks", 0))
+        if int(getattr(self._layers[name], "num_spec", 0)) != drafts:
+            raise UnsupportedError(
+                f"vLLM does not tell what drafts add to the state of layer {name}: remove"
+                " --speculative-config or --kv-transfer-config"
+            )
+        return drafts
 
 
 def _state_type(spec: Any) -> str:

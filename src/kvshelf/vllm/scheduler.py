@@ -51,6 +51,8 @@ Contracts
 * A state is stored only at chunk boundaries at which vLLM has one: where a step happens to end, in
   that step or the next one, or where vLLM names a block for it. No step is changed for that. Which
   of them are worth their bytes says :meth:`SchedulerSide._is_worth_storing`.
+* Behind the prompt of an engine that drafts a step's end is not known, and states lie in other
+  columns: there only blocks that vLLM names are stored, when it has judged the step's drafts.
 * Until the namespace is known there are no hits and no stores.
 * While the weights are compared (:mod:`kvshelf.vllm.handshake`) there are neither, and no other
   request waits. After a change nothing is stored that was computed before it, or behind blocks
@@ -131,7 +133,7 @@ from kvshelf.vllm.namespace import topologies_of
 from kvshelf.vllm.other_namespaces import OtherNamespaces
 from kvshelf.vllm.promise import Promise
 from kvshelf.vllm.read_ahead import Loadable, ReadAhead
-from kvshelf.vllm.speculation import draft_engine, drafter_has_kv
+from kvshelf.vllm.speculation import draft_engine, drafter_has_kv, drops_last_block
 from kvshelf.weights.fingerprints import FingerprintCache
 
 logger = logging.getLogger(__name__)
@@ -319,6 +321,10 @@ class SchedulerSide:
         self.counters = Counters() if counters is None else counters
         self._handshake = Handshake(vllm_config, config, ranks)
         self._blocks = BlockWeights()
+        speculative_config = getattr(vllm_config, "speculative_config", None)
+        self._drafting = speculative_config is not None
+        #: So many tokens before a prompt's last block boundary vLLM's cache has the last state.
+        self._held_back = groups.alignment if drops_last_block(speculative_config) else 0
         self._drafts: DraftScheduler | None = None
         if draft_engine(vllm_config) is not None:
             self._drafts = DraftScheduler(vllm_config, config, groups.hash_block_size)
@@ -1360,7 +1366,12 @@ class SchedulerSide:
         for group, block, tokens in offered:
             if tokens % size == 0 and 0 < tokens <= complete * size:
                 found.setdefault(tokens // size - 1, {})[group] = [block]
-        ends = [n for n in computed if n % size == 0 and 0 < n <= complete * size]
+        request = self._requests[req_id]
+        ends = [
+            n
+            for n in computed
+            if n % size == 0 and 0 < n <= complete * size and not self._is_drafted(request, n)
+        ]
         tables = output.kv_connector_block_state.get_block_ids(req_id) if ends else ()
         for tokens in ends if tables else ():
             at_end = found.setdefault(tokens // size - 1, {})
@@ -1392,7 +1403,8 @@ class SchedulerSide:
     def _is_worth_storing(self, state: _Request, lookup: Lookup, chunk: Chunk) -> bool:
         """Whether to store the state after a chunk.
 
-        Stored are those at which later prompts are likely to begin: the last one of the prompt,
+        Stored are those at which later prompts are likely to begin: the last one of the prompt
+        (with some drafters a block before it, since vLLM drops the last block of its own hits),
         those where vLLM has seen prompts part, and those inside a prefix that another prompt has
         had, since its full chunks are on the shelf. Of the others one is stored where prompts would
         otherwise have to compute too many chunks anew.
@@ -1402,9 +1414,12 @@ class SchedulerSide:
         if FULL in self._groups.kinds and self._is_stored(state, lookup, chunk, FULL):
             return True
         request, end = state.request, (chunk.index + 1) * self._config.chunk_size
-        last = (request.num_prompt_tokens - 1) // self._config.chunk_size
+        last = request.num_prompt_tokens - 1
+        first = max(0, last - self._held_back) // self._config.chunk_size
         parting = request.shared_prefix_boundary
-        if chunk.index + 1 == last or end == parting - parting % self._groups.alignment:
+        if first <= chunk.index + 1 <= last // self._config.chunk_size:
+            return True
+        if end == parting - parting % self._groups.alignment:
             return True
         known = lookup.known.get(STATE, frozenset())
         before = max([state.last_state, *(index for index in known if index < chunk.index)])
@@ -1436,7 +1451,12 @@ class SchedulerSide:
             kind,
             "" if state.promise is None else state.promise.attempt,
             (state.request.request_id, state.request.num_preemptions),
+            kind == STATE and self._is_drafted(state, (chunk.index + 1) * self._config.chunk_size),
         )
+
+    def _is_drafted(self, state: _Request, tokens: int) -> bool:
+        """Whether drafts may have been computed with the token before so many tokens."""
+        return self._drafting and tokens > state.request.num_prompt_tokens
 
     def worker_output(self, meta: WorkerMetadata) -> None:
         """Take what the workers report of a step."""

@@ -50,6 +50,18 @@ def drafter_has_kv(vllm_config: Any) -> bool:
     return speculative_config is not None and speculative_config.method in METHODS_WITH_KV
 
 
+def drops_last_block(speculative_config: Any) -> bool:
+    """Whether vLLM's prefix cache leaves out the last block of each hit, for the drafter's sake.
+
+    Parameters
+    ----------
+    speculative_config : SpeculativeConfig or None
+    """
+    if speculative_config is None or not hasattr(speculative_config, "use_eagle_block_drop"):
+        return False
+    return bool(speculative_config.use_eagle_block_drop())
+
+
 def check_speculation(vllm_config: Any) -> None:
     """Refuse speculative decoding with which an engine cannot be served.
 

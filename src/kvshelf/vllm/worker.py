@@ -20,8 +20,9 @@ Contracts
 * A chunk is gathered before the event by which vLLM learns that the step is over: from then on it
   may free the block, and a connector that does not wait for the stream may fill it. vLLM's second
   model runner records that event after sampling, so there :meth:`WorkerSide.finish_forward`
-  gathers. Its drafter runs behind the event: the drafter's KV is gathered in
-  :meth:`WorkerSide.save`, after the model's, and not at all beside such a connector.
+  gathers. Drafts are judged, and the drafter runs, behind the event: states of steps with drafts
+  and the drafter's KV are gathered in :meth:`WorkerSide.save`, after the rest, and not at all
+  beside such a connector.
 * From the moment that an engine sleeps until it is awake nothing touches the caches. A device
   that failed is not used again: the engine goes on without a cache.
 * A block counts as loaded only when all of its tokens that the hit covers are loaded.
@@ -675,6 +676,9 @@ class WorkerSide:
             return []
         stores, meta.stores = meta.stores, []
         again, meta.again = meta.again, []
+        if not drafted:
+            meta.stores = [op for op in stores if op.late]
+            stores = [op for op in stores if not op.late]
         registration = self._registration
         usable = registration.caches is not None and registration.state is State.SERVING
         # vLLM also calls this while an exception leaves the forward pass. It is not known then
@@ -721,6 +725,9 @@ class WorkerSide:
         """Gather one chunk; None if it cannot be stored, and :class:`Stores` was not asked."""
         if not (self._serving and self._is_current(op)):
             self._drop(op, Reason.WEIGHTS_CHANGED)
+            return None
+        if op.late and self._others_fill:
+            # vLLM may have freed the block.
             return None
         memory = self._registration.memories.get(op.kind)
         if memory is None:
