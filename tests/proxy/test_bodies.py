@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from itertools import pairwise
 from typing import Any
@@ -11,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvshelf.errors import ConfigError
+from kvshelf.proxy import bodies
 from kvshelf.proxy.bodies import PARAMS, ClientRequest, RefusedError, Route, read_request
 from kvshelf.proxy.durable import LastEvent
 from kvshelf.proxy.legs import forwarded
@@ -218,7 +220,54 @@ def test_a_prompt_that_is_no_json_is_refused(prompt: bytes) -> None:
         (b'["one", "two"]', Route.DECODE_ONLY),
         (b"[[1, 2], [3]]", Route.DECODE_ONLY),
         (b"[[1, 2]]", Route.HAND_OVER),
+        (b"[[1]" + b", []" * 100_000 + b"]", Route.DECODE_ONLY),
     ],
 )
 def test_the_route_of_each_form_of_a_prompt(prompt: bytes, route: Route) -> None:
     assert read_request(b'{"prompt":' + prompt + b"}", chat=False).route is route
+
+
+@pytest.mark.parametrize("name", bodies._LARGE)
+def test_what_may_be_large_is_passed_on_as_it_came(name: str) -> None:
+    raw = b'{"%s": {"a" : [1.50, {}],  "a":2}, "model": "m"}' % name.encode()
+    request = read_request(raw, chat=True)
+    for body in (request.body(None), request.prefill_body()):
+        assert b'{"a" : [1.50, {}],  "a":2}' in body
+        assert json.loads(body)["model"] == "m"
+
+
+def test_large_bodies_are_made_into_few_objects() -> None:
+    empty = b",".join([b"[]"] * 100_000)
+    for name in bodies._LARGE:
+        before = len(gc.get_objects())
+        request = read_request(b'{"%s": [%s]}' % (name.encode(), empty), chat=False)
+        assert len(gc.get_objects()) < before + 1000
+        assert len(request.body(None)) > len(empty)
+
+
+@pytest.mark.parametrize(
+    "small",
+    [
+        b'"x": [' + b"[]," * 100_000 + b"[]]",
+        b",".join(b'"%d": 1' % number for number in range(40_000)),
+        b",".join([b'"prompt": []'] * 40_000),
+        b'"user": "' + b"x" * bodies._MOST_SMALL + b'"',
+    ],
+    ids=["lists", "fields", "one field many times", "text"],
+)
+def test_all_other_fields_have_a_largest_size_together(small: bytes) -> None:
+    with pytest.raises(RefusedError, match="bytes together") as error:
+        read_request(b"{" + small + b"}", chat=False)
+    assert error.value.status == 413
+
+
+def test_prompt_embeds_of_null_are_none() -> None:
+    read = {
+        value: read_request(b'{"prompt_embeds": %s, "prompt": "a"}' % value, chat=False).route
+        for value in (b"null", b'"abc"', b"[]")
+    }
+    assert read == {
+        b"null": Route.HAND_OVER,
+        b'"abc"': Route.DECODE_ONLY,
+        b"[]": Route.DECODE_ONLY,
+    }

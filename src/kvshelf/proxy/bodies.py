@@ -4,9 +4,10 @@ Owns the *routes*: which requests are handed over from a prefill to a decode eng
 answered by one engine. Pure functions of bytes; safe to call from any thread. Prompts are in these
 bodies: nothing here logs, and no message holds a value.
 
-Prompts of token ids are long, so a prompt is passed on as the bytes that came. All other fields are
-parsed, and what engines get is encoded from that: of a field that a client sends twice they get
-the one that was checked.
+What is large is passed on as the bytes that came (:data:`_LARGE`): to parse 8 MiB of small lists
+takes seconds, in which no other thread of the process runs. All other fields have a largest size
+together. They are parsed, and what engines get is encoded from that: of a field that a client sends
+twice they get the one that was checked.
 
 The routes
 ----------
@@ -33,6 +34,22 @@ import msgspec
 #: Field of vLLM's OpenAI API with what a connector of one engine says to that of another.
 PARAMS: Final = "kv_transfer_params"
 _PROMPT: Final = "prompt"
+#: Fields that may be large, and in which nothing is for the proxy.
+_LARGE: Final = (
+    _PROMPT,
+    "prompt_embeds",
+    "suffix",
+    "messages",
+    "tools",
+    "documents",
+    "chat_template",
+    "allowed_token_ids",
+    "logit_bias",
+    "response_format",
+    "structured_outputs",
+)
+#: Most bytes of the names of all fields and of the values of the others.
+_MOST_SMALL: Final = 256 << 10
 #: Field of the proxy: the answer ends when the prompt's KV is on the store.
 DURABLE: Final = "durable"
 
@@ -48,6 +65,12 @@ _NOT_FOR_PREFILL: Final = (
     "stream",
     "stream_options",
     "top_logprobs",
+)
+
+
+#: Reads these fields and builds nothing of others.
+_Large: Final = msgspec.defstruct(
+    "_Large", [(name, msgspec.Raw, msgspec.Raw()) for name in _LARGE], gc=False
 )
 
 
@@ -84,7 +107,7 @@ class ClientRequest:
     Attributes
     ----------
     fields : dict
-        The JSON object, without :data:`DURABLE`.
+        The JSON object, without :data:`DURABLE`; what may be large as bytes.
     chat : bool
         Whether it is for chat completions.
     durable : bool
@@ -138,11 +161,15 @@ def read_request(raw: bytes, *, chat: bool) -> ClientRequest:
         for the engines to check.
     """
     try:
+        if len(raw) > _MOST_SMALL:
+            _check_small(raw)
         parts = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
         fields: dict[str, Any] = {
-            name: part if name == _PROMPT else msgspec.json.decode(part)
+            name: part if name in _LARGE else msgspec.json.decode(part)
             for name, part in parts.items()
         }
+    except RefusedError:
+        raise
     except msgspec.ValidationError:
         raise RefusedError("The body is JSON of another type; expected an object.") from None
     except (ValueError, RecursionError):
@@ -160,6 +187,23 @@ def read_request(raw: bytes, *, chat: bool) -> ClientRequest:
     return ClientRequest(fields, chat, durable, _route(fields, chat, durable))
 
 
+def _check_small(raw: bytes) -> None:
+    """Refuse a body of which too much would have to be parsed.
+
+    Raises
+    ------
+    RefusedError
+    ValueError
+        If it is not JSON.
+    """
+    large = msgspec.json.decode(raw, type=_Large)
+    small = len(raw) - sum([len(memoryview(getattr(large, name))) for name in _LARGE])
+    if small > _MOST_SMALL:
+        raise RefusedError(
+            f"All fields but {', '.join(_LARGE)} may have {_MOST_SMALL} bytes together.", 413
+        )
+
+
 def _route(fields: dict[str, Any], chat: bool, durable: bool) -> Route:
     longest = fields.get("max_tokens")
     if chat and fields.get("max_completion_tokens") is not None:
@@ -170,7 +214,7 @@ def _route(fields: dict[str, Any], chat: bool, durable: bool) -> Route:
         not chat and bool(fields.get("echo")) and fields.get("logprobs") is not None
     )
     several = not chat and _PROMPT in fields and _are_several(fields[_PROMPT])
-    embedded = fields.get("prompt_embeds") is not None
+    embedded = fields.get("prompt_embeds", msgspec.Raw(b"null")) != msgspec.Raw(b"null")
     if scores or several or embedded or fields.get("use_beam_search"):
         return Route.DECODE_ONLY
     return Route.HAND_OVER
@@ -178,16 +222,20 @@ def _route(fields: dict[str, Any], chat: bool, durable: bool) -> Route:
 
 def _are_several(prompt: msgspec.Raw) -> bool:
     """Whether a prompt is a list of prompts, with more than one."""
-    text = bytes(prompt).lstrip()
-    first = text[1:64].lstrip()[:1]
-    if text[:1] != b"[" or first.isdigit() or first == b"-":
+    start = bytes(memoryview(prompt)[:64])
+    first = start[1:].lstrip()[:1]
+    if start[:1] != b"[" or first.isdigit() or first == b"-":
         # A text, or token ids.
         return False
     try:
-        return len(msgspec.json.decode(text, type=list[msgspec.Raw])) > 1
+        # Ends at the second one, however many there are.
+        msgspec.json.decode(prompt, type=tuple[msgspec.Raw])
+    except msgspec.ValidationError:
+        return True
     except (ValueError, RecursionError):
         # For the engine to refuse.
-        return False
+        pass
+    return False
 
 
 def _encode(fields: dict[str, Any]) -> bytes:
