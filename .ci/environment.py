@@ -16,8 +16,9 @@ build inputs (``cuda/``, the build sections of ``pyproject.toml``) change; both 
 by content. A second run touches no network and takes a moment.
 
 vLLM's CPU build asks for torchvision, torchaudio and torchcodec, whose wheels on PyPI are CUDA
-builds that cannot be imported beside a CPU build of torch, and which nothing here uses: they
-are left out.
+builds that cannot be imported beside a CPU build of torch: they are left out. Only tests of engines
+that see images need torchvision, so it lies in ``.venv/torchvision``, which these alone put on
+their path, and registers nothing for its operators, whose library cannot be loaded.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import json
 import os
 import platform
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -38,6 +40,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 TORCH = "torch==2.13.0"
+#: The version that was made for that torch.
+TORCHVISION = "torchvision==0.28.0"
 LEFT_OUT = {"torch", "torchvision", "torchaudio", "torchcodec"}
 
 
@@ -204,6 +208,25 @@ def download_torch(env: Environment, runtime: list[str], index: str) -> str:
     return TORCH
 
 
+def install_torchvision(env: Environment) -> None:
+    """Put torchvision into a folder of its own, or leave it out: the tests that need it say so."""
+    folder = env.folder / "torchvision"
+    wanted = digest_of(sys.version, TORCHVISION)
+    if env.fresh("torchvision", wanted):
+        return
+    shutil.rmtree(folder, ignore_errors=True)
+    options = ("--no-deps", "--target", str(folder))
+    if env.pip(TORCHVISION, "install", *options, TORCHVISION, required=False):
+        operators = folder / "torchvision" / "_meta_registrations.py"
+        lines = operators.read_text().splitlines(keepends=True)
+        registering = '@torch.library.register_fake("torchvision::'
+        operators.write_text("".join(line for line in lines if not line.startswith(registering)))
+    else:
+        stamp = env.folder / "torchvision.stamp"
+        print(f"  Note: tests of engines with images will be skipped; to try again, delete {stamp}")
+    env.stamp("torchvision", wanted)
+
+
 VLLM_REQUIREMENTS = """
 import importlib.metadata, sys
 from pip._vendor.packaging.requirements import Requirement
@@ -269,6 +292,7 @@ def prepare(env: Environment, index: str, extras: list[str]) -> None:
             str(listed),
         )
         env.stamp("dependencies", wanted)
+    install_torchvision(env)
 
     inputs = build_inputs(project)
     if not env.fresh("kvshelf", inputs):

@@ -13,6 +13,7 @@ import pytest
 #: What a reason to skip means, by a pattern in it: what is missing, and how to get it.
 MISSING = (
     (r"FUSE|fusermount3|mfusepy", "mounted storage in trouble", "apt install fuse3"),
+    (r"torchvision", "engines that see images", "delete .venv/torchvision.stamp, make venv"),
     (r"rsync", "copies by rsync", "apt install rsync"),
     (r"GPU", "copies on a GPU", "make gpu, on a machine with an NVIDIA GPU"),
     (r"CUDA compiler|nvcc|cuobjdump", "builds for GPUs", "install the CUDA toolkit"),

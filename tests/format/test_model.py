@@ -488,10 +488,6 @@ def test_a_changed_configuration_of_a_model_is_another_namespace(tmp_path: Path)
     assert name() is None
     assert config_overrides(SimpleNamespace(), Config()) is None
 
-    def items(**settings: object) -> str | None:
-        return name(multimodal_config=SimpleNamespace(media_io_kwargs={}, **settings))
-
-    assert items(mm_processor_kwargs={"device": "cuda"}, video_pruning_rate=0.0) is None
     found = [
         name(hf_overrides={"rms_norm_eps": 1e-3}),
         name(hf_overrides={"rms_norm_eps": 1e-4}),
@@ -500,11 +496,6 @@ def test_a_changed_configuration_of_a_model_is_another_namespace(tmp_path: Path)
         name(model_class_overrides={"A": "b:C"}),
         name(quantization_config={"linear": "fp8_per_tensor"}),
         name(quantization_config={"linear": "fp8_per_tensor", "ignore": ["re:.*k_proj"]}),
-        items(mm_processor_kwargs={"do_normalize": False}),
-        items(mm_encoder_attn_dtype="fp8"),
-        items(video_pruning_method="evs", video_pruning_rate=0.5),
-        items(video_pruning_method="vidcom2", video_pruning_rate=0.5),
-        name(multimodal_config=SimpleNamespace(media_io_kwargs={"video": {"num_frames": 40}})),
     ]
     assert None not in found
     assert len(set(found)) == len(found)

@@ -113,6 +113,8 @@ class EngineProcess:
         sampling: dict[str, Any],
         cache_salt: str | None,
         lora: dict[str, Any] | None,
+        images: list[int],
+        uuids: list[str | None] | None,
     ) -> None:
         """Run one request: a line with ``first`` at its first token, then the whole answer."""
         from vllm import SamplingParams
@@ -121,6 +123,10 @@ class EngineProcess:
         request: dict[str, Any] = {"prompt_token_ids": prompt}
         if cache_salt is not None:
             request["cache_salt"] = cache_salt
+        if images:
+            request["multi_modal_data"] = {"image": [picture(seed) for seed in images]}
+        if uuids is not None:
+            request["multi_modal_uuids"] = {"image": uuids}
         params = SamplingParams(**{"temperature": 0.0, "detokenize": False, **sampling})
         alone = not self.in_flight
         self.in_flight += 1
@@ -198,6 +204,15 @@ class EngineProcess:
 
     async def do_counters(self, number: int) -> None:
         await self.reply(number, sums=self.counts.connector)
+
+
+def picture(seed: int) -> Any:
+    """An image of coloured squares, another one for each seed."""
+    import numpy as np
+    from PIL import Image
+
+    squares = np.random.default_rng(seed).integers(0, 256, (4, 4, 3), dtype=np.uint8)
+    return Image.fromarray(squares).resize((64, 64), Image.Resampling.NEAREST)
 
 
 def top_two(entry: Any, token: int) -> list[float]:

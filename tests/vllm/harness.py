@@ -333,6 +333,8 @@ class Engine:
         cache_salt: str | None = None,
         lora: Mapping[str, Any] | None = None,
         kv_transfer_params: Mapping[str, Any] | None = None,
+        images: Sequence[int] = (),
+        uuids: Sequence[str | None] | None = None,
         **sampling: Any,
     ) -> Request:
         """Start a greedy request and return its handle at once.
@@ -349,6 +351,10 @@ class Engine:
             ``lora_name``, ``lora_int_id`` and ``lora_path`` of an adapter.
         kv_transfer_params : mapping, optional
             Sent along as ``extra_args["kv_transfer_params"]``.
+        images : sequence of int
+            The seeds of images, see :func:`engine_process.picture`.
+        uuids : sequence of str or None, optional
+            What the client calls these images.
         **sampling
             Further ``SamplingParams``, such as ``prompt_logprobs=0``.
         """
@@ -367,6 +373,8 @@ class Engine:
             sampling=parameters,
             cache_salt=cache_salt,
             lora=dict(lora) if lora else None,
+            images=list(images),
+            uuids=None if uuids is None else list(uuids),
         )
         return Request(self, number, replies)
 

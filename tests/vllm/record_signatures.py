@@ -73,13 +73,16 @@ SUBJECTS: Final = {
     "vllm.model_executor.models.utils": ("extract_layer_index",),
     "vllm.multimodal.hasher": ("MultiModalHasher",),
     "vllm.multimodal.inputs": ("MultiModalFeatureSpec", "PlaceholderRange"),
+    "vllm.multimodal.processing.context": ("BaseProcessingInfo",),
     "vllm.multimodal.processing.inputs": ("ProcessorInputs",),
+    "vllm.transformers_utils.utils": ("convert_model_repo_to_path",),
     "vllm.v1.attention.backend": (
         "AttentionBackend",
         "AttentionImpl",
         "AttentionImplBase",
         "MLAAttentionImpl",
     ),
+    "vllm.v1.core.encoder_cache_manager": ("EncoderCacheManager",),
     "vllm.v1.core.kv_cache_manager": ("KVCacheBlocks",),
     "vllm.v1.core.sched.output": (
         "CachedRequestData",

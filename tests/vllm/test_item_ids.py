@@ -29,11 +29,13 @@ from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from kvshelf.metrics import Counters
-from kvshelf.vllm import item_ids, register
-from kvshelf.vllm.item_ids import CLIENT, CONTENT, ItemIds
+from kvshelf.vllm import item_ids, media, register
+from kvshelf.vllm.item_ids import CLIENT, CONTENT, UNKNOWN, ItemIds
 
 register()
-MODEL, ALGORITHM = "a model", "blake3"
+ALGORITHM = "blake3"
+#: Stands for the digest of the processor's files.
+PROCESSOR = "1" * 64
 CAT, DOG = (Image.new("RGB", (8, 8), colour) for colour in ("black", "brown"))
 #: Texts that clients may send, among them marks.
 TEXTS = st.text(st.characters(codec="utf-8")) | st.sampled_from([CLIENT, CONTENT]).flatmap(
@@ -46,8 +48,13 @@ def hashes(
     uuids: list[str | None] | None = None,
     arguments: Mapping[str, object] | None = None,
     marked: bool = True,
+    processor: str | None = PROCESSOR,
+    shared: bool = False,
 ) -> list[str]:
-    """The ids that vLLM makes of images, with kvshelf's marks or as without kvshelf."""
+    """The ids that vLLM makes of images, with kvshelf's marks or as without kvshelf.
+
+    Without the marks `processor` is the model's name.
+    """
     inputs = ProcessorInputs(
         prompt=[],
         mm_data_items=MultiModalDataItems({"image": ImageProcessorItems(list(images))}),
@@ -55,28 +62,45 @@ def hashes(
         hf_processor_mm_kwargs=arguments or {},
     )
     if marked:
-        return inputs.get_mm_hashes(MODEL, ALGORITHM)["image"]
+        name = item_ids._ModelName("a model")
+        name.model, name.is_shared = object(), shared
+        digest = SimpleNamespace(current=lambda reads_files: processor)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(item_ids, "processor_of", lambda model, since: digest)
+            return inputs.get_mm_hashes(name, ALGORITHM)["image"]
     hashing: Any = MultiModalHasher.hash_kwargs
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             MultiModalHasher, "hash_kwargs", classmethod(hashing.__func__.__wrapped__.__func__)
         )
         making: Any = ProcessorInputs.get_mm_hashes
-        found: list[str] = making.__wrapped__(inputs, MODEL, ALGORITHM)["image"]
+        found: list[str] = making.__wrapped__(inputs, processor, ALGORITHM)["image"]
         return found
 
 
 def unmarked(name: str) -> str:
-    return name.removeprefix(CLIENT).removeprefix(CONTENT)
+    return name.removeprefix(f"{CLIENT}{PROCESSOR}-").removeprefix(CONTENT)
 
 
-def judge(*features: Any, trust: bool = False, shared: bool = False) -> bool:
-    """Whether the scheduler side would load and store a request with these items."""
+def ids(
+    trust: bool = False,
+    shared: bool = False,
+    processor: str | None = PROCESSOR,
+    options: str | None = "",
+) -> ItemIds:
+    """The scheduler side of an engine with these digests."""
     config = SimpleNamespace(
         model_config=SimpleNamespace(), ec_transfer_config=object() if shared else None
     )
-    request = SimpleNamespace(mm_features=features, cache_salt=None)
-    return ItemIds(config, trust, Counters()).may_enter_keys(request)
+    made = ItemIds(config, trust, Counters())
+    made._media.processor, made._media.options = processor, options
+    return made
+
+
+def judge(*features: Any, salt: str | None = None, **engine: Any) -> bool:
+    """Whether the scheduler side would load and store a request with these items."""
+    request = SimpleNamespace(mm_features=features, cache_salt=salt)
+    return ids(**engine).may_enter_keys(request)
 
 
 # ------------------------------------------------------------------------- made and marked
@@ -89,7 +113,7 @@ def test_ids_are_those_of_vllm_behind_their_marks(arguments: dict[str, object]) 
     assert [unmarked(name) for name in made] == hashes(
         CAT, DOG, None, uuids=uuids, arguments=arguments, marked=False
     )
-    assert [name.startswith(CLIENT) for name in made] == [True, False, True]
+    assert [name.startswith(f"{CLIENT}{PROCESSOR}-") for name in made] == [True, False, True]
     assert [name.startswith(CONTENT) for name in made] == [False, True, False]
 
 
@@ -97,7 +121,8 @@ def test_a_uuid_is_never_the_id_of_another_client_s_image() -> None:
     (cat,) = hashes(CAT)
     plain = unmarked(cat)
     for uuid in (plain, cat, CONTENT + cat):
-        assert hashes(DOG, uuids=[uuid]) == [CLIENT + uuid]
+        assert hashes(DOG, uuids=[uuid]) == [f"{CLIENT}{PROCESSOR}-{uuid}"]
+        assert hashes(DOG, uuids=[uuid], processor=None) == [f"{UNKNOWN}{CLIENT}{uuid}"]
 
 
 def test_ids_that_models_derive_keep_their_marks() -> None:
@@ -110,8 +135,9 @@ def test_ids_that_models_derive_keep_their_marks() -> None:
     assert derived[1].startswith(CLIENT)
     hashing: Any = MultiModalHasher.hash_kwargs
     original = hashing.__func__.__wrapped__
-    assert [unmarked(name) for name in derived] == [
-        original(ALGORITHM, mm_hash=unmarked(name), cropping=True) for name in (cat, dog)
+    assert [name.removeprefix(CONTENT).removeprefix(CLIENT) for name in derived] == [
+        original(ALGORITHM, mm_hash=name, cropping=True)
+        for name in (cat.removeprefix(CONTENT), dog.removeprefix(CLIENT))
     ]
 
 
@@ -164,7 +190,7 @@ def test_the_engine_s_process_gets_content_ids_as_without_kvshelf(
     made = hashes(CAT, DOG, uuids=[None, "dog"])
     cat, dog = sent(processor, made)
     assert [cat.identifier] == hashes(CAT, marked=False)
-    assert dog.identifier == f"{CLIENT}dog"
+    assert dog.identifier == f"{CLIENT}{PROCESSOR}-dog"
     # The processed item is cached under this name on both sides.
     assert [cat.mm_hash, dog.mm_hash] == made
     assert judge(cat)
@@ -183,7 +209,7 @@ def test_adapters_for_images_stand_before_the_ids(
     cat, dog = sent(processor, hashes(CAT, DOG, uuids=[None, "dog"]), lora)
     (plain,) = hashes(CAT, marked=False)
     assert cat.identifier == f"an adapter:{plain}"
-    assert dog.identifier == f"an adapter:{CLIENT}dog"
+    assert dog.identifier == f"an adapter:{CLIENT}{PROCESSOR}-dog"
     assert judge(cat)
     assert not judge(dog)
 
@@ -212,10 +238,10 @@ def test_ids_stay_as_they_are_where_encoders_run_in_other_engines(
     processor: InputProcessor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(processor.vllm_config, "ec_transfer_config", object())
-    made = hashes(CAT, DOG, uuids=[None, "dog"])
+    made = hashes(CAT, DOG, uuids=[None, "dog"], shared=True)
     features = sent(processor, [*made, "a name"])
     assert [feature.identifier for feature in features] == [
-        *hashes(CAT, DOG, uuids=[None, "dog"], marked=False),
+        *hashes(CAT, DOG, uuids=[None, "dog"], marked=False, processor="a model"),
         "a name",
     ]
 
@@ -235,3 +261,62 @@ def test_no_client_makes_an_id_that_is_trusted(name: str, adapter: str) -> None:
         assert not judge(feature)
         assert feature.identifier != adapter + unmarked(cat)
         assert feature.mm_hash != cat
+
+
+# ------------------------------------------------------------------------- in keys
+
+
+def test_the_name_in_a_key_says_by_which_processor(processor: InputProcessor) -> None:
+    other = "2" * 64
+    for uuids in (None, ["cat"]):
+        (one,) = sent(processor, hashes(CAT, uuids=uuids))
+        (two,) = sent(processor, hashes(CAT, uuids=uuids, processor=other))
+        # What the engine's own process found does not matter then.
+        for trust in (False, True):
+            assert ids(trust).in_key(one) == ids(trust, processor=None).in_key(one)
+            assert ids(trust).in_key(one) != ids(trust).in_key(two)
+    (feature,) = sent(processor, ["a name"])
+    for engine in ({"trust": True}, {"shared": True, "trust": True}, {}):
+        assert ids(**engine).in_key(feature) != ids(**engine, processor=other).in_key(feature)
+        assert not judge(feature, salt="salt", **engine, processor=None)
+        assert judge(feature, salt="salt", **engine)
+
+
+def test_a_trusted_uuid_has_one_name_with_and_without_marks(processor: InputProcessor) -> None:
+    (marked,) = sent(processor, hashes(CAT, uuids=["cat"]))
+    plain = SimpleNamespace(identifier="cat", mm_hash="cat")
+    assert ids(trust=True).in_key(marked) == ids(trust=True).in_key(plain)
+    assert ids().in_key(marked) != ids().in_key(plain)
+
+
+def test_the_name_in_a_key_holds_the_engine_s_options(processor: InputProcessor) -> None:
+    cat, dog = sent(processor, hashes(CAT, DOG, uuids=[None, "dog"]))
+    assert ids().in_key(cat) == cat.identifier
+    for feature in (cat, dog):
+        names = {ids(options=digest).in_key(feature) for digest in ("", "3" * 64, "4" * 64)}
+        assert len(names) == 3
+    assert not judge(cat, options=None)
+    assert not judge(cat, options=None, trust=True)
+
+
+def test_items_of_an_unknown_processor_are_left_out(processor: InputProcessor) -> None:
+    made = hashes(CAT, DOG, uuids=[None, "dog"], processor=None)
+    derived = [MultiModalHasher.hash_kwargs(ALGORITHM, mm_hash=name, size=2) for name in made]
+    for feature in sent(processor, [*made, *derived]):
+        assert not judge(feature)
+        assert not judge(feature, trust=True)
+        assert not judge(feature, salt="salt")
+
+
+def test_vllm_asks_by_the_name_that_tells_the_processor(
+    processor: InputProcessor, config: VllmConfig
+) -> None:
+    from vllm.multimodal.processing.context import BaseProcessingInfo, InputProcessingContext
+
+    info = BaseProcessingInfo(InputProcessingContext(config.model_config, None))
+    assert info.model_id == config.model_config.model
+    model = info.model_id.model  # type: ignore[attr-defined]
+    found = media.ProcessorDigest(model, float("inf")).current()
+    inputs = ProcessorInputs([], MultiModalDataItems({"image": ImageProcessorItems([CAT])}))
+    assert found is not None
+    assert inputs.get_mm_hashes(info.model_id, ALGORITHM)["image"] == hashes(CAT, processor=found)

@@ -508,7 +508,7 @@ def test_the_facts_of_an_engine_follow_from_its_configuration(
     from transformers import LlamaConfig
 
     monkeypatch.setattr(multiprocess, "local_model_dir", lambda config: Path("/models/m"))
-    monkeypatch.setattr(multiprocess, "config_overrides", lambda model, config: "overrides")
+    monkeypatch.setattr(multiprocess, "config_overrides", lambda model, config, media: "overrides")
     config, _ = engine_config()
     config.model_config = SimpleNamespace(
         dtype=torch.float16,

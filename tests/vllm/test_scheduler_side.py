@@ -1040,7 +1040,7 @@ def test_an_image_by_an_id_that_a_client_may_have_chosen_needs_a_salt(
     side = make()
     tokens = prompt(24)
     for salt in ("", "a tenant's"):
-        side.put(tokens, items=[MultimodalItem(item.identifier, 3, 4)], salt=salt)
+        side.put(tokens, items=[MultimodalItem(side.side._item_ids.in_key(item), 3, 4)], salt=salt)
     for name, salt in (("one", None), ("two", None), ("salted", "a tenant's")):
         request = Request(name, tokens, cache_salt=salt, mm_features=[item])
         assert (side.ask(request)[0] > 0) is (salt is not None)
@@ -1088,13 +1088,14 @@ def test_encoders_in_other_engines_know_images_by_ids_without_marks(
 
 
 @pytest.mark.parametrize("case", UNTRUSTED)
-def test_uuids_that_are_trusted_have_the_keys_that_they_had(
+def test_uuids_that_are_trusted_have_the_keys_of_ids_without_marks(
     make: Callable[..., Side], case: str
 ) -> None:
     item, _ = UNTRUSTED[case]
     side = make(trust_uuids=True)
     tokens = prompt(24)
-    side.put(tokens, items=[MultimodalItem(item.identifier.replace(CLIENT, ""), 3, 4)])
+    plain = named(item.identifier.replace(CLIENT, ""), "none")
+    side.put(tokens, items=[MultimodalItem(side.side._item_ids.in_key(plain), 3, 4)])
     assert side.ask(Request("r", tokens, mm_features=[item]))[0] > 0
     assert "uuid_requests" not in side.side.counters.snapshot()
 

@@ -109,6 +109,7 @@ ATTRIBUTES = {
     "MLAAttentionImpl": ("hisparse_cache",),
     "ModelArchitectureConfig": ("per_layer_overrides", "total_num_kv_heads"),
     "ModelConfig": (
+        "code_revision",
         "hf_config",
         "hf_config_path",
         "hf_overrides",
@@ -126,18 +127,25 @@ ATTRIBUTES = {
         "quantization_config",
         "revision",
         "served_model_name",
+        "skip_tokenizer_init",
+        "tokenizer",
+        "tokenizer_revision",
+        "trust_remote_code",
         "use_mla",
     ),
     "MultiConnector": ("_kv_transfer_config",),
     "MultiModalConfig": (
         "media_io_kwargs",
         "mm_encoder_attn_dtype",
+        "mm_encoder_fp8_scale_path",
         "mm_processor_cache_gb",
         "mm_processor_kwargs",
         "video_pruning_method",
         "video_pruning_rate",
     ),
+    "BaseProcessingInfo": ("ctx", "model_id"),
     "EngineCoreRequest": ("mm_features",),
+    "EncoderCacheManager": ("cached", "reset"),
     "InputProcessor": ("vllm_config",),
     "MultiModalFeatureSpec": ("data", "identifier", "mm_hash", "mm_position"),
     "NewRequestData": ("num_computed_tokens", "req_id"),
@@ -439,7 +447,10 @@ def test_ids_of_images_can_be_marked(version: dict[str, Any]) -> None:
     without_self(hashing).bind("blake3", model_id="a model", image="an image")
     inputs = the_class(version, "ProcessorInputs")
     assert "mm_uuid_items" in inputs["attributes"]
+    assert "hf_processor_mm_kwargs" in inputs["attributes"]
     without_self(inputs["methods"]["get_mm_hashes"]).bind("a model", "blake3")
+    start = the_class(version, "InputProcessor")["methods"]["__init__"]
+    assert next(iter(without_self(start).parameters)) == "vllm_config"
     assert "process_inputs" in the_class(version, "InputProcessor")["methods"]
 
 

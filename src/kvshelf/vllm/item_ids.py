@@ -1,4 +1,4 @@
-"""Ids of images, audio and video: which name a content, and which a client chose.
+"""Ids of images, audio and video: by content or chosen by a client, and by which processor.
 
 vLLM names an item by a hash of its content, or, where the client sent one, by a ``uuid``. With
 arguments for the processor it hashes the ``uuid`` with them, so an id's form does not tell where
@@ -8,40 +8,62 @@ lasts. So kvshelf's plugin marks ids where vLLM makes them, in the processes tha
 and the scheduler side leaves out requests with ids that may be a client's, unless their
 ``cache_salt`` keeps them apart.
 
+vLLM also puts the model's name or path into each hash, which keeps engines apart that could share,
+and not what makes another input of the same image: the files of the processor. The plugin puts
+their digest (:mod:`kvshelf.vllm.media`) in place of the name, in the process that uses them.
+
 The marks
 ---------
-* An id that stems from a ``uuid`` begins with :data:`CLIENT`, in vLLM's caches too. There it can
-  no longer be equal to the hash of another client's image.
-* An id by content is what it is without kvshelf. But ``mm_hash``, under which the API process and
-  the engine's process exchange the processed item, begins with :data:`CONTENT`. A process without
-  the marks never makes an ``mm_hash`` that is longer than the id by this mark, whatever a client
-  sends, so it proves that the ids of a request are marked.
+* An id that stems from a ``uuid`` begins with :data:`CLIENT` and the processor's digest, in vLLM's
+  caches too. There it can no longer be equal to the hash of another client's image.
+* An id by content is a hash with the processor's digest. But ``mm_hash``, under which the API
+  process and the engine's process exchange the processed item, begins with :data:`CONTENT`. A
+  process without the marks never makes an ``mm_hash`` that is longer than the id by this mark,
+  whatever a client sends, so it proves that the ids of a request are marked.
+* Where the process does not know what its processor was made of, ids begin with :data:`UNKNOWN`,
+  and requests with them are left out.
 * An id that came with prepared inputs (``/inference/v1/generate``) is a client's.
 * Where encoders run in engines of their own (``ec_transfer_config``), ids name their outputs among
-  engines, so they stay unmarked, and no id is trusted.
+  engines, so they stay as vLLM makes them, and no id is trusted.
 
-vLLM: ``multimodal/processing/inputs.py`` (``get_mm_hashes``), ``multimodal/hasher.py``
-(``hash_kwargs``), ``v1/engine/input_processor.py`` (``process_inputs``).
+In a key, an item's name is its id, and what follows :data:`_ENGINE`, a digest of what the id does
+not hold: of the processor's files, as the engine's process knows them, where the id has no mark
+with them; and of the engine's options for media. With vLLM's options an id by content enters as it
+is.
+
+vLLM: ``multimodal/processing/inputs.py`` (``get_mm_hashes``), ``multimodal/processing/context.py``
+(``model_id``), ``multimodal/hasher.py`` (``hash_kwargs``), ``v1/engine/input_processor.py``
+(``process_inputs``).
 
 Threads
 -------
-The marks run on the threads that prepare requests and share nothing. :class:`ItemIds` runs on the
-engine's step thread and on lookup threads, which only read.
+The marks run on the threads that prepare requests and share nothing but digests.
+:class:`ItemIds` runs on the engine's step thread and on lookup threads, which only read.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import logging
+import re
+import time
 from typing import Any, Final
 
 from kvshelf.metrics import Counters
+from kvshelf.vllm.media import EngineMedia, processor_of
 
 logger = logging.getLogger(__name__)
 
 CLIENT: Final = "kvshelf-client-id-"
-CONTENT: Final = "kvshelf-content-"
+CONTENT: Final = "kvshelf-media-content-"
+UNKNOWN: Final = "kvshelf-unknown-processor-"
+
+#: Before what an item's name in a key holds beside the id.
+_ENGINE: Final = "+"
+#: An id that stems from a uuid, with the digest of the processor's files.
+_MARKED_UUID: Final = re.compile(f"{CLIENT}(?:([0-9a-f]{{64}})-)?")
 
 _TRUST: Final = (
     "Requests with a cache_salt are served; trust_uuids: true serves all, if every client may be"
@@ -55,6 +77,14 @@ class _ContentHash(str):
     __slots__ = ()
 
 
+class _ModelName(str):
+    """The name of a model, with its configuration."""
+
+    model: Any
+    #: Whether engines with encoders of their own know items by hashes with this name.
+    is_shared: bool
+
+
 @functools.cache
 def mark_ids() -> None:
     """Have vLLM mark the ids that it makes in this process. Idempotent.
@@ -65,30 +95,61 @@ def mark_ids() -> None:
         If this vLLM makes ids elsewhere: they stay unmarked, so none is trusted.
     """
     from vllm.multimodal.hasher import MultiModalHasher
+    from vllm.multimodal.processing.context import BaseProcessingInfo
     from vllm.multimodal.processing.inputs import ProcessorInputs
     from vllm.v1.engine.input_processor import InputProcessor
 
+    # vLLM calls this before it makes a processor.
+    since = time.time()
     hash_kwargs: Any = MultiModalHasher.hash_kwargs
     get_mm_hashes: Any = ProcessorInputs.get_mm_hashes
+    model_id: Any = BaseProcessingInfo.model_id
     process_inputs: Any = InputProcessor.process_inputs
+    start: Any = InputProcessor.__init__
 
     @functools.wraps(hash_kwargs)
     def marked_hash(cls: Any, *args: Any, **kwargs: Any) -> str:
         plain = {name: _unmarked(value) for name, value in kwargs.items()}
         digest = str(hash_kwargs.__func__(cls, *args, **plain))
-        if any(_is_client_id(value) for value in kwargs.values()):
-            return CLIENT + digest
-        return _ContentHash(CONTENT + digest)
+        given = [value for value in kwargs.values() if isinstance(value, str)]
+        if any(_is_client_id(value) for value in given):
+            digest = CLIENT + digest
+        elif not any(value.startswith(UNKNOWN) for value in given):
+            return _ContentHash(CONTENT + digest)
+        return UNKNOWN + digest if any(value.startswith(UNKNOWN) for value in given) else digest
 
     @functools.wraps(get_mm_hashes)
-    def marked_hashes(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def marked_hashes(self: Any, model_id: str, *args: Any, **kwargs: Any) -> Any:
         if self.mm_uuid_items:
             marked = {
                 modality: [None if uuid is None else f"{CLIENT}{uuid}" for uuid in uuids]
                 for modality, uuids in self.mm_uuid_items.items()
             }
             self = dataclasses.replace(self, mm_uuid_items=marked)
-        return get_mm_hashes(self, *args, **kwargs)
+        if getattr(model_id, "is_shared", False):
+            return get_mm_hashes(self, model_id, *args, **kwargs)
+        digest = None
+        if isinstance(model_id, _ModelName):
+            with_arguments = bool(self.hf_processor_mm_kwargs)
+            digest = processor_of(model_id.model, since).current(reads_files=with_arguments)
+        made = get_mm_hashes(self, digest or model_id, *args, **kwargs)
+        return {modality: [_by(digest, name) for name in names] for modality, names in made.items()}
+
+    @functools.wraps(model_id.fget)
+    def named(self: Any) -> str:
+        name = _ModelName(model_id.fget(self))
+        name.model = self.ctx.model_config
+        name.is_shared = id(name.model) in shared
+        return name
+
+    #: Of models whose encoders run in engines of their own; they live as long as this process.
+    shared: dict[int, Any] = {}
+
+    @functools.wraps(start)
+    def started(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        if _ids_are_shared(vllm_config):
+            shared[id(vllm_config.model_config)] = vllm_config.model_config
+        start(self, vllm_config, *args, **kwargs)
 
     @functools.wraps(process_inputs)
     def marked_request(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -100,18 +161,29 @@ def mark_ids() -> None:
 
     MultiModalHasher.hash_kwargs = classmethod(marked_hash)
     ProcessorInputs.get_mm_hashes = marked_hashes
+    BaseProcessingInfo.model_id = property(named)
+    InputProcessor.__init__ = started
     InputProcessor.process_inputs = marked_request
 
 
-def _is_client_id(value: object) -> bool:
-    return isinstance(value, str) and value.startswith(CLIENT)
+def _by(digest: str | None, name: str) -> str:
+    """Return an id that says by which processor its item is prepared."""
+    if digest is None:
+        return UNKNOWN + (name[len(CONTENT) :] if isinstance(name, _ContentHash) else name)
+    if _is_client_id(name):
+        return f"{CLIENT}{digest}-{name[len(CLIENT) :]}"
+    return name
+
+
+def _is_client_id(name: str) -> bool:
+    return name.removeprefix(UNKNOWN).startswith(CLIENT)
 
 
 def _unmarked(value: Any) -> Any:
-    """Return an id as vLLM would have made it; anything else as it is."""
+    """Return an id without marks; anything else as it is."""
     if isinstance(value, _ContentHash):
         return value[len(CONTENT) :]
-    return value[len(CLIENT) :] if _is_client_id(value) else value
+    return value.removeprefix(UNKNOWN).removeprefix(CLIENT) if isinstance(value, str) else value
 
 
 def _mark(feature: Any, shared: bool) -> None:
@@ -128,7 +200,7 @@ def _mark(feature: Any, shared: bool) -> None:
     adapter = feature.identifier[: len(feature.identifier) - len(name)]
     if shared or isinstance(name, _ContentHash):
         feature.identifier = adapter + _unmarked(name)
-    elif not _is_client_id(name):
+    elif not name.startswith((CLIENT, UNKNOWN)):
         feature.identifier = adapter + CLIENT + name
         # Items in shared memory are signed with their name, and processes keep none of them.
         if name.startswith(CONTENT) and "signature" not in (feature.data or ()):
@@ -140,15 +212,6 @@ def _mark(feature: Any, shared: bool) -> None:
 def _ids_are_shared(vllm_config: Any) -> bool:
     """Whether other engines know items by the ids of this one."""
     return getattr(vllm_config, "ec_transfer_config", None) is not None
-
-
-def _is_content(feature: Any) -> bool:
-    """Whether marks prove that an item is named by its content."""
-    name = feature.mm_hash or ""
-    digest = name.removeprefix(CONTENT)
-    if digest == name:
-        return False
-    return bool(feature.identifier == digest or feature.identifier.endswith(f":{digest}"))
 
 
 class ItemIds:
@@ -166,6 +229,7 @@ class ItemIds:
         self._trust = trust
         self._counters = counters
         self._shared = _ids_are_shared(vllm_config)
+        self._media = EngineMedia(vllm_config)
         self._said: set[str] = set()
         self._numbered = _items_are_numbered(vllm_config)
         if self._numbered:
@@ -180,11 +244,14 @@ class ItemIds:
         features = request.mm_features
         if not features:
             return True
-        if self._numbered:
+        if self._numbered or self._media.options is None:
+            return False
+        if any(UNKNOWN in feature.identifier for feature in features):
             return False
         if self._trust or request.cache_salt:
-            return True
-        if not self._shared and all(map(_is_content, features)):
+            known = self._media.processor is not None
+            return known or all(map(self._names_processor, features))
+        if all(map(self._is_content, features)):
             return True
         self._counters.add("uuid_requests")
         if self._shared:
@@ -199,6 +266,19 @@ class ItemIds:
             )
         return False
 
+    def _is_content(self, feature: Any) -> bool:
+        """Whether marks prove that an item is named by its content and processor."""
+        name = feature.mm_hash or ""
+        digest = name.removeprefix(CONTENT)
+        if digest == name or self._shared:
+            return False
+        return bool(feature.identifier == digest or feature.identifier.endswith(f":{digest}"))
+
+    def _names_processor(self, feature: Any) -> bool:
+        """Whether an id holds the digest of the processor's files."""
+        found = _MARKED_UUID.search(feature.identifier)
+        return self._is_content(feature) if found is None else found[1] is not None
+
     def _say(self, reason: str) -> None:
         if reason not in self._said:
             self._said.add(reason)
@@ -210,9 +290,18 @@ class ItemIds:
             )
 
     def in_key(self, feature: Any) -> str:
-        """Return the id of an item as it enters a key."""
-        identifier = str(feature.identifier)
-        return identifier.replace(CLIENT, "", 1) if self._trust else identifier
+        """Return the name of an item as it enters a key."""
+        name = str(feature.identifier)
+        options = self._media.options
+        assert options is not None
+        if self._is_content(feature):
+            return f"{name}{_ENGINE}{options}" if options else name
+        processor = self._media.processor
+        if (found := _MARKED_UUID.search(name)) is not None:
+            processor = found[1] or processor
+            name = name[: found.start()] + ("" if self._trust else CLIENT) + name[found.end() :]
+        by = hashlib.sha256(f"{processor} {options}".encode()).hexdigest()
+        return f"{name}{_ENGINE}{by}"
 
 
 def _items_are_numbered(vllm_config: Any) -> bool:

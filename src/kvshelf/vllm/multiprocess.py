@@ -41,6 +41,7 @@ from kvshelf.server.client import (
     striding_block_hashes,
 )
 from kvshelf.vllm.layout_discovery import discover_layouts
+from kvshelf.vllm.media import media_options
 from kvshelf.vllm.namespace import check_environment, config_overrides, local_model_dir
 
 __all__ = [
@@ -153,7 +154,7 @@ def model_facts(vllm_config: Any) -> ModelFacts:
     return replace(
         facts,
         quantization=str(model.quantization) if model.quantization else None,
-        config_overrides=config_overrides(model, Config()),
+        config_overrides=config_overrides(model, Config(), media_options(vllm_config)),
     )
 
 

@@ -232,13 +232,17 @@ def _ranks_differ(rank: int, first: int) -> ConfigError:
     )
 
 
-def config_overrides(model: Any, config: Config) -> str | None:
+def config_overrides(
+    model: Any, config: Config, media: Mapping[str, Any] | None = None
+) -> str | None:
     """Return a digest of what changes the model's published configuration; None without changes.
 
     Parameters
     ----------
     model : ModelConfig
     config : Config
+    media : Mapping, optional
+        Options for images, audio and video, where no name of an item holds them.
 
     Raises
     ------
@@ -258,30 +262,11 @@ def config_overrides(model: Any, config: Config) -> str | None:
             )
     if path := getattr(model, "hf_config_path", None):
         changes["hf_config"] = _config_file_digests(str(path))
-    changes |= _multimodal_changes(getattr(model, "multimodal_config", None))
+    changes |= media or {}
     if not changes:
         return None
     # Values that JSON cannot encode enter by their repr: at worst, nothing is shared.
     return hashlib.sha256(json.dumps(changes, sort_keys=True, default=repr).encode()).hexdigest()
-
-
-def _multimodal_changes(settings: Any) -> dict[str, Any]:
-    """Return the engine's settings that change the KV of images, audio and video.
-
-    vLLM's identifier of an item covers the settings in its request, not those that the engine
-    was started with (``get_mm_hashes`` in vllm/multimodal/processing/inputs.py).
-    """
-    processor = dict(getattr(settings, "mm_processor_kwargs", None) or {})
-    # Says where the processor runs, not what it computes.
-    processor.pop("device", None)
-    changes = {
-        "mm_processor_kwargs": processor,
-        "media_io_kwargs": getattr(settings, "media_io_kwargs", None),
-        "mm_encoder_attn_dtype": getattr(settings, "mm_encoder_attn_dtype", None),
-    }
-    if rate := getattr(settings, "video_pruning_rate", None):
-        changes["video_pruning"] = [getattr(settings, "video_pruning_method", None), rate]
-    return {name: value for name, value in changes.items() if value}
 
 
 def _config_file_digests(path: str) -> dict[str, str] | str:
@@ -638,10 +623,10 @@ def local_model_dir(vllm_config: Any) -> Path:
     return Path(found)
 
 
-def process_start_time() -> float:
-    """Return when this process started, in seconds since the epoch."""
+def process_start_time(pid: int | None = None) -> float:
+    """Return when a process started, this one by default, in seconds since the epoch."""
     try:
-        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        fields = Path(f"/proc/{pid or 'self'}/stat").read_text().rpartition(")")[2].split()
         ticks = int(fields[19])
         age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
         return time.time() - age
@@ -652,7 +637,8 @@ def process_start_time() -> float:
 _IMPORTED_AT = time.time()
 
 
-def _is_hub_link(file: Path) -> bool:
+def is_hub_link(file: Path) -> bool:
+    """Whether a file is a link of a hub snapshot, which names its content."""
     return file.is_symlink() and Path(os.readlink(file)).parent.name == "blobs"
 
 
@@ -760,7 +746,7 @@ class WeightsIdentity:
             # The engine may have made the links of a hub snapshot; these name their content.
             status = file.stat()
             changed = max(status.st_mtime, status.st_ctime)
-            if not _is_hub_link(file) and changed > changed_since:
+            if not is_hub_link(file) and changed > changed_since:
                 raise ConfigError(
                     f"{file.name} was written after the engine began to start, so it is"
                     " not known which content the engine loaded"

@@ -1,0 +1,106 @@
+"""Real engines that see images: what they share, and what they must not.
+
+The prompts are of 1,712 tokens, six whole chunks. Text fills the first, the first image lies in the
+second and third, the second image in the fourth and fifth.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fleet import Engines, Places
+from harness import SHELF_CONNECTOR, Engine, assert_same
+from tiny_llava import engine_arguments, make_llava, prompt_with_images
+
+PROMPT = prompt_with_images(1)
+#: Tokens of the whole prompt, up to the second image, and up to the first one, in whole chunks.
+ALL, FIRST_IMAGE, TEXT = 1536, 768, 256
+
+
+@pytest.fixture(scope="module")
+def model(places: Places) -> Path:
+    return make_llava(places.root / "models" / "llava")
+
+
+@pytest.fixture(scope="module")
+def start(engines: Engines, places: Places) -> Iterator[Callable[..., Engine]]:
+    """Start engines that see images, all on one shelf."""
+    started: list[Engine] = []
+
+    def make(model: Path, *, core: int = 0, shelf: bool = True, **extra: Any) -> Engine:
+        arguments = engine_arguments()
+        if shelf:
+            config = {"shared_storage_path": str(places.root / "images"), **extra}
+            arguments |= {"connector": SHELF_CONNECTOR, "extra_config": config}
+        name = f"images {len(started)}"
+        started.append(engines.start(name, model=model, core=core, **arguments))
+        return started[-1]
+
+    yield make
+    for engine in started:
+        engine.stop(at_once=True)
+
+
+def test_engines_share_images_whatever_their_model_s_path(
+    start: Callable[..., Engine], model: Path
+) -> None:
+    copied = shutil.copytree(model, model.with_name("a copy of llava"))
+    one, two = start(model), start(copied, core=1)
+    stored = one.generate(PROMPT, images=[1, 2])
+    assert stored.cached_tokens == 0
+    loaded = two.generate(PROMPT, images=[1, 2])
+    assert loaded.shelf_tokens == ALL
+    assert_same(loaded, stored)
+    # Another image at one place: the chunks before it.
+    for images, hit in (([1, 3], FIRST_IMAGE), ([4, 2], TEXT)):
+        computed = one.generate(PROMPT, images=images)
+        assert computed.cached_tokens == hit
+        assert computed.tokens != stored.tokens
+        two.reset_prefix_cache()
+        found = two.generate(PROMPT, images=images)
+        assert found.shelf_tokens == ALL
+        assert_same(found, computed)
+    # Names that a client chose: nothing, or with a salt all of the same names.
+    two.reset_prefix_cache()
+    named = one.generate(PROMPT, images=[1, 2], uuids=["cat", "dog"])
+    assert_same(named, stored)
+    assert two.generate(PROMPT, images=[1, 2], uuids=["cat", "dog"]).shelf_tokens == 0
+    salted = {"cache_salt": "ours"}
+    named = one.generate(PROMPT, images=[1, 2], uuids=["cat", "dog"], **salted)
+    assert named.cached_tokens == 0
+    found = two.generate(PROMPT, images=[1, 2], uuids=["cat", "dog"], **salted)
+    assert found.shelf_tokens == ALL
+    assert_same(found, stored)
+    two.reset_prefix_cache()
+    assert two.generate(PROMPT, images=[1, 2], uuids=["cat", "cow"], **salted).shelf_tokens == (
+        FIRST_IMAGE
+    )
+
+
+@pytest.mark.slow
+def test_engines_whose_processors_differ_share_text_only(
+    start: Callable[..., Engine], model: Path, tmp_path: Path
+) -> None:
+    """The file is changed in place: the path and the weights stay what they were."""
+    there = shutil.copytree(model, tmp_path / "llava")
+    uuids = {"uuids": ["cat", "dog"], "cache_salt": "theirs"}
+    with start(there) as before:
+        stored = before.generate(PROMPT, images=[5, 6])
+        before.generate(PROMPT, images=[5, 6], **uuids)
+    file = there / "preprocessor_config.json"
+    settings = json.loads(file.read_text()) | {"image_mean": [0.1] * 3, "image_std": [0.9] * 3}
+    file.write_text(json.dumps(settings))
+    after, without = start(there), start(there, core=1, shelf=False)
+    expected = without.generate(PROMPT, images=[5, 6])
+    assert expected.tokens != stored.tokens
+    found = after.generate(PROMPT, images=[5, 6])
+    assert found.shelf_tokens == TEXT
+    assert_same(found, expected)
+    found = after.generate(PROMPT, images=[5, 6], **uuids)
+    assert found.shelf_tokens == TEXT
+    assert_same(found, expected)
