@@ -5,7 +5,7 @@ Contracts
 * When a client disconnects, everything that was begun for it is cancelled.
 * An answer that breaks off ends its connection, so that no client takes it for complete.
 * Nothing of a request is logged.
-* No body stops the event loop: large ones are parsed and encoded on threads.
+* No body stops the event loop: large ones are parsed and encoded on a thread, one at a time.
 * Health and metrics are on a port of their own, and the engines are asked how they are once a
   second at most, however often that is asked.
 """
@@ -68,6 +68,7 @@ def make_app(
     legs = Legs(settings, metrics)
     durability = None if shelf is None else Durability(shelf, settings.durable_wait)
     budget = Budget(settings.max_held_bytes, metrics.body_bytes)
+    working = anyio.Lock()
 
     health = _Health(legs)
 
@@ -99,7 +100,8 @@ def make_app(
                 durability.close()
 
     def passing(path: str, method: str) -> Path:
-        return Path(path, _Passing(settings, metrics, legs, durability, budget), methods=[method])
+        served = _Passing(settings, metrics, legs, durability, budget, working)
+        return Path(path, served, methods=[method])
 
     return Starlette(
         routes=[
@@ -135,11 +137,6 @@ class _Health:
             return self._page
 
 
-async def _run(work: Callable[[], _T], large: bool) -> _T:
-    """Do something with a body: on a thread if it is a large one."""
-    return await anyio.to_thread.run_sync(work) if large else work()
-
-
 class _Passing:
     """The application of the paths whose requests go to engines.
 
@@ -153,12 +150,14 @@ class _Passing:
         legs: Legs,
         durability: Durability | None,
         budget: Budget,
+        working: anyio.Lock,
     ) -> None:
         self._settings = settings
         self._metrics = metrics
         self._legs = legs
         self._durability = durability
         self._budget = budget
+        self._working = working
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         client = Client(scope, receive, send, self._settings.timeout, self._budget)
@@ -212,7 +211,7 @@ class _Passing:
     async def _generate(self, path: str, client: Client, raw: bytes) -> None:
         large = len(raw) > _LARGE
         chat = path == "/v1/chat/completions"
-        request = await _run(functools.partial(read_request, raw, chat=chat), large)
+        request = await self._run(functools.partial(read_request, raw, chat=chat), large)
         durability = self._durability if request.durable else None
         if request.durable and durability is None:
             raise RefusedError(
@@ -223,11 +222,13 @@ class _Passing:
         headers.append((b"content-type", b"application/json"))
         params: dict[str, Any] | None = None
         if request.route is Route.HAND_OVER and legs.prefill.all:
-            params = await legs.hand_over(path, headers, await _run(request.prefill_body, large))
+            params = await legs.hand_over(
+                path, headers, await self._run(request.prefill_body, large)
+            )
         sides = [legs.decode]
         if request.route is Route.PREFILL_ONLY:
             sides.insert(0, legs.prefill)
-        body = await _run(functools.partial(request.body, params), large)
+        body = await self._run(functools.partial(request.body, params), large)
         call = Call("POST", path, headers, body, self._settings.timeout)
         async with legs.answer(call, *sides) as answer:
             if durability is None or answer.status != 200:
@@ -241,3 +242,14 @@ class _Passing:
                 return durable
 
             await client.pass_on_durable(answer, is_durable)
+
+    async def _run(self, work: Callable[[], _T], large: bool) -> _T:
+        """Do something with a body: on a thread if it is a large one.
+
+        One after the other: while the interpreter parses, no other thread runs, and the event loop
+        would wait for all that do at once.
+        """
+        if not large:
+            return work()
+        async with self._working:
+            return await anyio.to_thread.run_sync(work)
