@@ -24,6 +24,7 @@ with warnings.catch_warnings():
     from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
     from vllm.v1.kv_cache_interface import (
         ChunkedLocalAttentionSpec,
+        CircularBufferSpec,
         FullAttentionSpec,
         KVCacheConfig,
         KVCacheGroupSpec,
@@ -52,7 +53,7 @@ class Layers:
     Attributes
     ----------
     kind : str
-        ``full``, ``window``, ``local`` or the name of one of vLLM's backends for states.
+        ``full``, ``window``, ``local``, ``ring`` or the name of one of vLLM's backends for states.
     names : tuple of str
     block_size : int
     drafts : tuple of str
@@ -70,7 +71,7 @@ class Layers:
     def spec(self, ranks: int, page: int | None = None) -> Any:
         """vLLM's specification of a layer on one of `ranks` ranks."""
         common = {"block_size": self.block_size, "page_size_padded": page}
-        if self.kind in ("full", "window", "local"):
+        if self.kind in ("full", "window", "local", "ring"):
             common |= {
                 "num_kv_heads": max(1, HEADS // ranks),
                 "head_size": HEAD_SIZE,
@@ -82,6 +83,8 @@ class Layers:
             return ChunkedLocalAttentionSpec(**common, attention_chunk_size=2 * self.block_size)
         if self.kind == "window":
             return SlidingWindowSpec(**common, sliding_window=self.block_size + 4)
+        if self.kind == "ring":
+            return CircularBufferSpec(**common)
         shapes, dtypes = _state(self.kind, ranks)
         if self.drafted:
             tokens, channels = shapes[0]
@@ -136,6 +139,13 @@ MODELS: Mapping[str, tuple[Layers, ...]] = {
     ),
     "states only": (Layers("GDN_ATTN", names("mixer", 3, 0, 1)),),
     "llama 4": (Layers("local", names("attn", 2, 0, 2)), Layers("full", names("attn", 2, 1, 2))),
+    # Layers that compress several tokens into one, and hold those of which a part is to come.
+    "rings": (
+        Layers("ring", names("ring", 2, 0, 4)),
+        Layers("full", names("attn", 2, 1, 4)),
+        Layers("window", names("attn", 2, 2, 4)),
+        Layers("ring", names("ring", 2, 3, 4), 4),
+    ),
     # Windows of two sizes in blocks of two sizes, and no full attention.
     "two windows": (
         Layers("window", names("attn", 2, 0, 3), 16),
@@ -249,6 +259,8 @@ class HybridWorker:
     def _layer(self, spec: Any, impl: Any) -> Any:
         if isinstance(spec, MambaSpec):
             return SimpleNamespace(kv_cache=(), num_spec=spec.num_speculative_blocks)
+        if isinstance(spec, CircularBufferSpec):
+            return SimpleNamespace(kv_cache=torch.tensor([]))
         window = getattr(spec, "sliding_window", None)
         return SimpleNamespace(
             impl=impl(-1 if window is None else window),
@@ -274,7 +286,8 @@ class HybridWorker:
                 self.caches[name] = self._view(memory, spec)
         for name, cache in self.caches.items():
             layer = self.layers[name]
-            layer.kv_cache = cache if hasattr(layer, "impl") else self._parts(name)
+            is_state = isinstance(layer.kv_cache, tuple)
+            layer.kv_cache = self._parts(name) if is_state else cache
 
     def _view(self, memory: Tensor, spec: Any) -> Tensor:
         content = spec.state_content_size_bytes
@@ -322,8 +335,13 @@ class HybridWorker:
         return finished, failed, reported
 
 
-def _kind(layers: Layers) -> Kind:
-    kinds: Mapping[str, Kind] = {"full": "full", "window": "window", "local": "window"}
+def _kind(layers: Layers) -> Kind | None:
+    kinds: Mapping[str, Kind | None] = {
+        "full": "full",
+        "window": "window",
+        "local": "window",
+        "ring": None,
+    }
     return kinds.get(layers.kind, STATE)
 
 

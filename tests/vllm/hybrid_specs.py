@@ -18,6 +18,7 @@ with warnings.catch_warnings():
     from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
     from vllm.v1.kv_cache_interface import (
         ChunkedLocalAttentionSpec,
+        CircularBufferSpec,
         FullAttentionSpec,
         KVCacheConfig,
         KVCacheGroupSpec,
@@ -104,6 +105,15 @@ def latent_window(block_size: int, reach: int) -> SlidingWindowMLASpec:
     )
 
 
+#: So many tokens are compressed into one by the layers with rings.
+COMPRESSED = 4
+
+
+def ring(block_size: int) -> CircularBufferSpec:
+    """The tokens that a layer which compresses them has not all of yet."""
+    return CircularBufferSpec(block_size=block_size, num_kv_heads=1, head_size=8, dtype=HALF)
+
+
 def _of_different_layers(block_size: int, **layers: KVCacheSpec) -> UniformTypeKVCacheSpecs:
     return UniformTypeKVCacheSpecs(block_size=block_size, kv_cache_specs=layers)
 
@@ -133,6 +143,14 @@ def models() -> dict[str, list[KVCacheSpec]]:
         # Windows of two sizes, and none that is full.
         "two windows": [window(8, 12), window(4, 20)],
         "Llama 4": [local(8, 32), full(8)],
+        # Rings beside one group, beside states and beside windows.
+        "GLM-5-next": [latent(16, COMPRESSED), ring(8)],
+        "Qwen4-exp": [
+            ring(8),
+            state(16, "GDN_ATTN", ((3, 32), (4, 4, 4)), (HALF, torch.float32)),
+            full(16),
+        ],
+        "ring and windows": [window(8, 24), ring(8), full(8), ring(8)],
     }
 
 

@@ -27,7 +27,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hybrid_specs import cache_config
+from hybrid_specs import COMPRESSED, cache_config
 from parts import PATIENCE, posix, while_patient
 from pydantic.fields import FieldInfo
 
@@ -170,28 +170,29 @@ class World:
 
 def namespace_of(groups: CacheGroups, chunk_size: int, weights: str) -> Namespace:
     """A namespace with one layer for each group."""
+    kept = [group for group in groups if group.index not in groups.scratch]
     layers = [
         ("state", f"ssm:{STATE_BYTES // 2}/")
         if group.kind == STATE
         else ("canonical", f"*,{TOKEN // 2}")
-        for group in groups
+        for group in kept
     ]
     record: dict[str, Any] = {
         "format": "kvshelf/1",
         "weights": weights,
         "chunk_size": chunk_size,
-        "stages": [len(groups)],
+        "stages": [len(kept)],
         "shards": 1,
         "kv_heads": 1,
-        "kinds": [group.kind for group in groups],
+        "kinds": [group.kind for group in kept],
         "layouts": [layout for layout, _ in layers],
-        "layer_names": [f"layers.{group.index}" for group in groups],
+        "layer_names": [f"layers.{group.index}" for group in kept],
         "layer_shapes": [shape for _, shape in layers],
-        "layer_dtypes": ["BF16"] * len(groups),
-        "attention": [group.kind for group in groups],
+        "layer_dtypes": ["BF16"] * len(kept),
+        "attention": [group.kind for group in kept],
         **{SHARDS_FIELDS[kind]: 1 for kind in groups.kinds if kind != FULL},
     }
-    if not groups.hybrid:
+    if not groups.mixed:
         del record["kinds"]
     record["data_offset"] = ObjectFormat.required_data_offset(record)
     return Namespace(record, "scheduled")
@@ -244,7 +245,7 @@ def make_vllm_config(
         watermark=0.0,
     )
     config.cache_config = CacheConfig(
-        block_size=min(spec.block_size for spec in specs),
+        block_size=min(spec.block_size for spec in specs if spec.prefix_cacheable),
         enable_prefix_caching=options.pop("prefix_caching", True),
         mamba_cache_mode="align",
     )
@@ -688,6 +689,14 @@ class ScheduledEngine:
             # What comes behind the answer is nobody's.
             last = min(running + right, len(text.tokens))
             for group, table in zip(self.groups, tables[name], strict=True):
+                if group.index in self.groups.scratch:
+                    size = group.block_size
+                    for token in range(max(start, end - size), end):
+                        content = text.kv(group.index, token, token + 1, self.weights)
+                        if token >= last or wrong:
+                            content = self.random.randbytes(TOKEN)
+                        self._scatter(table, size, token % size, content)
+                    continue
                 if group.kind == STATE:
                     self._write_states(text, group, table, (running, end), last, wrong)
                 else:
@@ -778,6 +787,14 @@ class ScheduledEngine:
     def _reads(self, name: str, group: CacheGroup, table: list[int], start: int) -> bool:
         """Whether what a step reads in a group is right."""
         text, index = self.texts[name], group.index
+        if index in self.groups.scratch:
+            # The tokens of which a part was not computed yet.
+            tokens = range(start - start % COMPRESSED, start)
+            return all(
+                self._read(table[0], token % group.block_size * TOKEN, TOKEN)
+                == text.kv(index, token, token + 1, self.weights)
+                for token in tokens
+            )
         if group.kind != STATE:
             first = self._first_read(group, start)
             found = self._gather(table, group.block_size, first, start)
@@ -822,7 +839,7 @@ class ScheduledEngine:
         content, right = b"", b""
         end = index * size + op.chunk.tokens
         for group, blocks in zip(self.groups, op.block_ids, strict=True):
-            if group.kind != op.kind:
+            if group.kind != op.kind or group.index in self.groups.scratch:
                 assert blocks == []
             elif group.kind == STATE:
                 (block,) = blocks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,9 +11,19 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from hybrid_specs import cache_config, full, latent, local, models, state, window
+from hybrid_specs import (
+    cache_config,
+    full,
+    latent,
+    latent_window,
+    local,
+    models,
+    ring,
+    state,
+    window,
+)
 from replay import make_config, speculation
-from vllm.v1.kv_cache_interface import CircularBufferSpec, EncoderOnlyAttentionSpec
+from vllm.v1.kv_cache_interface import EncoderOnlyAttentionSpec
 
 from kvshelf.config import Config
 from kvshelf.errors import ConfigError, UnsupportedError
@@ -37,6 +48,9 @@ def _groups(tmp_path: Path, specs: Any, **options: Any) -> CacheGroups:
         ("LFM2", ("full", "state"), 8, 0),
         ("two windows", ("window",), 8, 20),
         ("Llama 4", ("full", "window"), 8, 32),
+        ("GLM-5-next", ("full",), 16, 0),
+        ("Qwen4-exp", ("full", "state"), 16, 0),
+        ("ring and windows", ("full", "window"), 8, 24),
     ],
 )
 def test_groups_of_models(
@@ -50,7 +64,8 @@ def test_groups_of_models(
     assert groups.window == reach
     assert [group.index for group in groups] == list(range(len(specs)))
     assert [group.block_size for group in groups] == [spec.block_size for spec in specs]
-    assert sum(len(groups.of(kind)) for kind in groups.kinds) == len(specs)
+    stored = sum(len(groups.of(kind)) for kind in groups.kinds)
+    assert stored == len(specs) - len(groups.scratch)
     assert all(group.layer_names for group in groups)
 
 
@@ -81,7 +96,7 @@ def test_context_parallelism_widens_the_blocks_of_one_group(tmp_path: Path) -> N
     assert CacheGroups(config, cache_config([full(16)]))[0].block_size == 32
 
 
-_BUFFER = CircularBufferSpec(block_size=8, num_kv_heads=1, head_size=8, dtype=full(8).dtype)
+_REPLAYED = replace(latent_window(8, 16), bounded_replay=True)
 _ENCODER = EncoderOnlyAttentionSpec(block_size=8, num_kv_heads=1, head_size=8, dtype=full(8).dtype)
 
 
@@ -89,9 +104,12 @@ _ENCODER = EncoderOnlyAttentionSpec(block_size=8, num_kv_heads=1, head_size=8, d
     ("specs", "found"),
     [
         (
-            [full(8), _BUFFER],
-            r"group 1 .*CircularBufferSpec.* only models .* remove --kv-transfer-config",
+            [full(8), _REPLAYED],
+            r"group 1 .*SlidingWindowMLASpec.* anew behind a hit.* remove --kv-transfer-config",
         ),
+        # As DeepSeek V4.1.
+        ([latent(32, 4), ring(8), _REPLAYED], r"group 2 .*SlidingWindowMLASpec"),
+        ([ring(8)], r"no KV cache group .* remove --kv-transfer-config"),
         ([full(8), _ENCODER], r"EncoderOnlyAttentionSpec; remove --kv-transfer-config"),
         (
             [full(8), state(8, "MAMBA2", ((3, 8),), mode="none")],
@@ -150,6 +168,18 @@ def test_groups_of_a_drafter_say_nothing_of_the_model(tmp_path: Path) -> None:
     # vLLM has all of them.
     assert groups.hybrid
     assert groups.alignment == 8
+
+
+def test_rings_are_left_out(tmp_path: Path) -> None:
+    groups = _groups(tmp_path, [ring(4), full(12), window(18, 24)])
+    assert (groups.scratch, groups.kinds, groups.window) == ({0}, ("full", "window"), 24)
+    assert [[one.index for one in groups.of(kind)] for kind in groups.kinds] == [[1], [2]]
+    # As vLLM: hashes fit the groups of which it caches prefixes, hits end where all blocks do.
+    assert (groups.hash_block_size, groups.alignment) == (6, 36)
+    groups.narrow(["layers.0.attn", "layers.1.attn"])
+    assert ([one.index for one in groups.drafts], groups.scratch) == ([2], {0})
+    groups = _groups(tmp_path, [full(16), ring(8)])
+    assert (groups.kinds, groups.hybrid, groups.mixed) == (("full",), True, False)
 
 
 def test_hashes_are_those_of_the_smallest_common_piece_of_blocks(tmp_path: Path) -> None:

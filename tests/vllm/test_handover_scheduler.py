@@ -39,7 +39,7 @@ from kvshelf.vllm.metadata import LoadFailure, WorkerMetadata
 
 HYBRID = models()
 MODELS = {"plain": [full(8)], **HYBRID}
-WITH_WINDOWS = ["DeepSeek V4", "Gemma 3", "two windows", "Llama 4"]
+WITH_WINDOWS = ["DeepSeek V4", "Gemma 3", "two windows", "Llama 4", "ring and windows"]
 CHUNK = 32
 ASKED = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None}
 

@@ -91,7 +91,7 @@ def tables(worker: HybridWorker, tokens: int, first: int) -> Tables:
     """Blocks for all tokens of a request in each group, none of which is another group's."""
     found = []
     for group in worker.groups:
-        count = tokens // group.block_size
+        count = 1 if group.kind == "ring" else tokens // group.block_size
         found.append(list(range(first, first + count)))
         first += count
     return tuple(found)
@@ -102,7 +102,7 @@ def trimmed(worker: HybridWorker, blocks: Tables, start: int, end: int) -> Table
     found = []
     for number, (group, ids) in enumerate(zip(worker.groups, blocks, strict=True)):
         size = group.block_size
-        if number in worker.of(FULL):
+        if number in worker.of(FULL) or group.kind == "ring":
             first = 0
         elif number in worker.of(WINDOW):
             first = max(0, end - (size + 4) + 1) // size
@@ -179,6 +179,9 @@ def expect(
     expected = [memory.clone() for memory in reader.memory]
     for number, ids in enumerate(op.block_ids):
         size = reader.groups[number].block_size
+        if reader.groups[number].kind == "ring":
+            # Not touched.
+            continue
         for column, block in enumerate(ids):
             if not block or (column + 1) * size <= op.start:
                 continue
@@ -230,6 +233,12 @@ def test_the_record_names_the_kind_of_each_layer(rig: Rig) -> None:
     assert record["sliding_windows"][:4] == [-1, -1, 12, -1]
     assert (record["shards"], record["window_shards"], record["state_shards"]) == (4, 4, 4)
     assert record["stages"] == [8]
+
+
+def test_rings_are_not_part_of_the_record(rig: Rig) -> None:
+    record = rig.worker("rings").namespace().record
+    assert record["layer_names"] == [f"model.layers.{n}.attn" for n in (1, 2, 5, 6)]
+    assert record["kinds"] == ["full", "window"] * 2
 
 
 def test_attention_within_pieces_of_the_prompt_is_of_kind_window(rig: Rig) -> None:
@@ -294,7 +303,7 @@ def test_a_state_that_lies_elsewhere_is_refused(rig: Rig) -> None:
 @pytest.mark.parametrize("start", [0, CHUNK, 2 * CHUNK + 8])
 @pytest.mark.parametrize("native", [True, False])
 @pytest.mark.parametrize(
-    "model", ["gemma", "qwen", "three kinds", "undivided", "states only", "two windows"]
+    "model", ["gemma", "qwen", "three kinds", "undivided", "states only", "two windows", "rings"]
 )
 def test_all_kinds_come_back_to_the_byte(rig: Rig, model: str, native: bool, start: int) -> None:
     writer, reader = (rig.engine(model, native=native) for _ in range(2))

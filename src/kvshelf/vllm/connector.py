@@ -342,8 +342,9 @@ class SharedStorageConnector(KVConnectorBase_V1, SupportsHMA):
         return self._as_scheduler().disabled
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
-        """Return the cache groups that a load fills: all. vLLM zeroes the blocks of others."""
-        return tuple(range(len(self._groups)))
+        """Return the cache groups that a load fills. vLLM zeroes the blocks of others."""
+        scratch = self._groups.scratch
+        return tuple(group.index for group in self._groups if group.index not in scratch)
 
     @_contained(_nothing)
     def on_new_request(self, request: Request) -> None:

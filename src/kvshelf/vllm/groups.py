@@ -9,7 +9,9 @@ multiples of :attr:`CacheGroups.alignment`: only there all groups have whole blo
 vLLM keeps states.
 
 The drafter of speculative decoding may have groups of its own. They make an engine hybrid, and say
-nothing of the model: kinds and windows are those of the model's groups.
+nothing of the model: kinds and windows are those of the model's groups. So do *scratch* groups, the
+rings of layers that compress several tokens into one: such a ring holds the tokens of which a part
+is still to come, and is empty where hits end.
 
 Contracts
 ---------
@@ -29,6 +31,7 @@ from typing import Any, overload
 
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
+    CircularBufferSpec,
     FullAttentionSpec,
     MambaSpec,
     SlidingWindowSpec,
@@ -90,6 +93,9 @@ class CacheGroups(Sequence[CacheGroup]):
         Of the model's groups there are several, or one with states: objects have kinds.
     drafts : tuple of CacheGroup
         The groups that only the drafter has.
+    scratch : frozenset of int
+        The indices of scratch groups. Their kind has no meaning, and nothing of them is stored or
+        loaded.
     alignment : int
         Tokens: all hits of a hybrid engine end at multiples of it. The least common multiple of the
         block sizes of all groups.
@@ -107,15 +113,17 @@ class CacheGroups(Sequence[CacheGroup]):
     kinds: tuple[Kind, ...]
     mixed: bool
     drafts: tuple[CacheGroup, ...]
+    scratch: frozenset[int]
     window: int
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any) -> None:
         groups = getattr(kv_cache_config, "kv_cache_groups", None)
         self._specs: list[list[Any]] = []
+        self.scratch = frozenset()
         if groups is None:
             found = [CacheGroup(0, FULL, manager_block_size(vllm_config, None), 0, ())]
         else:
-            _check_cacheable(groups, kv_cache_config)
+            self.scratch = _check_cacheable(groups, kv_cache_config)
             self._specs = [list(iter_layer_specs(group.kv_cache_spec)) for group in groups]
             sizes = [int(group.kv_cache_spec.block_size) for group in groups]
             if len(groups) == 1:
@@ -129,8 +137,9 @@ class CacheGroups(Sequence[CacheGroup]):
         # As resolve_kv_cache_block_sizes of vllm/v1/core/kv_cache_utils.py.
         unit = getattr(vllm_config.cache_config, "prefix_match_unit", None)
         several = len(found) > 1
-        self.hash_block_size = (several and unit) or math.gcd(*(one.block_size for one in found))
-        self._divide(range(len(found)))
+        kept = [one for one in found if one.index not in self.scratch]
+        self.hash_block_size = (several and unit) or math.gcd(*(one.block_size for one in kept))
+        self._divide([one.index for one in kept])
         self.hybrid = several or STATE in self.kinds
         if self.hybrid:
             self._check(vllm_config)
@@ -144,7 +153,11 @@ class CacheGroups(Sequence[CacheGroup]):
             The layers of the model with a cache of their own, of all pipeline stages.
         """
         names = frozenset(layer_names)
-        own = [group.index for group in self._groups if not names.isdisjoint(group.layer_names)]
+        own = [
+            group.index
+            for group in self._groups
+            if group.index not in self.scratch and not names.isdisjoint(group.layer_names)
+        ]
         if own:
             self._divide(own)
 
@@ -153,10 +166,14 @@ class CacheGroups(Sequence[CacheGroup]):
         if self._specs:
             single = len(own) == 1
             self._groups = tuple(
-                self._of_kind(group, single=single and group.index in own) for group in self._groups
+                group
+                if group.index in self.scratch
+                else self._of_kind(group, single=single and group.index in own)
+                for group in self._groups
             )
         model = [group for group in self._groups if group.index in own]
-        self.drafts = tuple(group for group in self._groups if group.index not in own)
+        others = self.scratch.union(own)
+        self.drafts = tuple(group for group in self._groups if group.index not in others)
         kinds = {group.kind for group in model}
         self.kinds = tuple(kind for kind in KINDS if kind in kinds)
         self.mixed = len(model) > 1 or STATE in kinds
@@ -183,8 +200,8 @@ class CacheGroups(Sequence[CacheGroup]):
 
     def of(self, kind: Kind) -> tuple[CacheGroup, ...]:
         """Return the model's groups of a kind."""
-        drafts = self.drafts
-        return tuple(one for one in self._groups if one.kind == kind and one not in drafts)
+        others = self.scratch.union(group.index for group in self.drafts)
+        return tuple(one for one in self._groups if one.kind == kind and one.index not in others)
 
     def _check(self, vllm_config: Any) -> None:
         """Refuse what a hybrid engine cannot be served with."""
@@ -217,11 +234,11 @@ class CacheGroups(Sequence[CacheGroup]):
         return ", or start vLLM with --disable-hybrid-kv-cache-manager"
 
 
-def _check_cacheable(groups: Sequence[Any], kv_cache_config: Any) -> None:
-    """Refuse engines with groups of which vLLM does not cache prefixes.
+def _check_cacheable(groups: Sequence[Any], kv_cache_config: Any) -> frozenset[int]:
+    """Return the scratch groups; refuse engines with other groups that hold no KV of prefixes.
 
-    A connector that leaves such groups out must not report the windows that vLLM computes anew
-    behind a hit as loaded (``get_loaded_kv_cache_group_ids``): they would be used without KV.
+    Such are windows that vLLM computes anew behind a hit. Each hit would have to be told of as
+    shorter by a window than it is.
     """
     if not groups:
         raise UnsupportedError(
@@ -236,13 +253,24 @@ def _check_cacheable(groups: Sequence[Any], kv_cache_config: Any) -> None:
                 "vLLM keeps no states of prefixes while its prefix caching is off: start it with"
                 " --enable-prefix-caching, or remove --kv-transfer-config"
             )
-        if index not in cacheable:
+        if index not in cacheable and not _is_ring(group.kv_cache_spec):
             raise UnsupportedError(
                 f"KV cache group {index} of this model ({type(group.kv_cache_spec).__name__}) holds"
-                " no KV of prefixes, and kvshelf serves only models of which vLLM can keep prefixes"
-                " in all groups, though vLLM's own prefix caching may serve this one; remove"
-                " --kv-transfer-config for this model"
+                " no KV of prefixes: vLLM computes it anew behind a hit, which kvshelf does not"
+                " support, though vLLM's own prefix caching may; remove --kv-transfer-config for"
+                " this model"
             )
+    scratch = frozenset(range(len(groups))).difference(cacheable)
+    if len(scratch) == len(groups):
+        raise UnsupportedError(
+            "no KV cache group of this model holds KV of prefixes; remove --kv-transfer-config for"
+            " this model"
+        )
+    return scratch
+
+
+def _is_ring(spec: Any) -> bool:
+    return all(isinstance(one, CircularBufferSpec) for one in iter_layer_specs(spec))
 
 
 def _kind_of(specs: Iterable[Any], *, single: bool) -> Kind:

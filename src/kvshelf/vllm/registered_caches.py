@@ -209,7 +209,9 @@ def describe_caches(
     groups = CacheGroups(vllm_config, kv_cache_config)
     known = getattr(kv_cache_config, "kv_cache_groups", None)
     cached = {
-        group.index: cached_layers(kv_caches, vllm_config, group.layer_names if known else None)
+        group.index: []
+        if group.index in groups.scratch
+        else cached_layers(kv_caches, vllm_config, group.layer_names if known else None)
         for group in groups
     }
     if drafts:

@@ -982,9 +982,12 @@ class SchedulerSide:
 
     def _admit_blocks(self, block_ids: Sequence[Sequence[int]], computed: int) -> int:
         """Note which blocks a request has, of which the first `computed` tokens are in a cache."""
-        sizes = [group.block_size for group in self._groups]
-        period = self._blocks.admit(block_ids, [-(-computed // size) for size in sizes])
-        if self._groups.hybrid and any(computed % size for size in sizes):
+        scratch = self._groups.scratch
+        # A ring has nothing of these tokens.
+        sizes = [0 if group.index in scratch else group.block_size for group in self._groups]
+        filled = [-(-computed // size) if size else 0 for size in sizes]
+        period = self._blocks.admit(block_ids, filled)
+        if self._groups.hybrid and any(size and computed % size for size in sizes):
             # vLLM copied a block of another request, and it is not known which.
             return 0
         return period
