@@ -442,6 +442,12 @@ def test_methods_that_are_wrapped_exist(version: dict[str, Any]) -> None:
     without_self(load).bind("an adapter")
 
 
+def test_where_experts_are_can_be_read(version: dict[str, Any]) -> None:
+    assert {"eplb_state", "get_expert_weights"} <= names_of(version, "MoERunner")
+    read = {"logical_to_physical_map", "logical_replica_count"}
+    assert read <= names_of(version, "EplbLayerState")
+
+
 def test_ids_of_images_can_be_marked(version: dict[str, Any]) -> None:
     hashing = the_class(version, "MultiModalHasher")["methods"]["hash_kwargs"]
     without_self(hashing).bind("blake3", model_id="a model", image="an image")
