@@ -5,8 +5,9 @@ this machine could not run: from a wheel, or from the folder that holds the pack
 
     python tests/vllm/record_signatures.py vllm-0.33.0-cp38-abi3-manylinux_2_31_x86_64.whl
 
-writes ``tests/golden/vllm-signatures/0.33.0.json``. ``test_signatures.py`` holds kvshelf against
-the records. A record has
+writes ``tests/golden/vllm-signatures/0.33.0.json``, and the names of what could shape KV into the
+ledger of :mod:`record_inputs`. ``test_signatures.py`` holds kvshelf against the records. A record
+has
 
 * ``classes``: by ``module:class``, its bases, methods with their parameters (defaults are ``...``),
   and attributes that it declares or sets; likewise functions, and what they set on their first
@@ -18,7 +19,8 @@ the records. A record has
 * ``implementations``: every attention implementation, its bases and the parameters of the cache
   update that it defines;
 * ``backends``: every attention backend, its bases, its implementation, and whether it says that
-  attention updates the cache.
+  attention updates the cache;
+* ``inputs``: the names of everything that could shape KV, see :mod:`record_inputs`.
 """
 
 from __future__ import annotations
@@ -31,6 +33,8 @@ import zipfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final
+
+import record_inputs
 
 RECORDS: Final = Path(__file__).parents[1] / "golden" / "vllm-signatures"
 _V1: Final = "vllm.distributed.kv_transfer.kv_connector.v1"
@@ -241,6 +245,7 @@ def record(source: Source) -> dict[str, Any]:
         "order": _order(source),
         "implementations": implementations,
         "backends": backends,
+        "inputs": sorted(record_inputs.names(source)),
     }
 
 
@@ -421,10 +426,11 @@ def _updates_in_attention(node: ast.ClassDef) -> bool | None:
 
 
 def write(place: Path, folder: Path = RECORDS) -> Path:
-    """Write the record of the vLLM in `place`; return its file."""
+    """Write the record of the vLLM in `place`, and its names in the ledger; return its file."""
     made = record(Source(place))
     file = folder / f"{made['version']}.json"
     file.write_text(json.dumps(made, indent=1, sort_keys=True) + "\n")
+    record_inputs.write(made["inputs"])
     return file
 
 
