@@ -935,6 +935,11 @@ def test_prompts_are_not_logged(sides: Sides, client: httpx.Client) -> None:
     assert "secret" not in said
 
 
+def test_the_proxy_needs_neither_torch_nor_vllm() -> None:
+    code = "import sys; sys.modules |= dict.fromkeys(('torch', 'vllm')); import kvshelf.proxy.app"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_the_command_says_what_to_install(tmp_path: Path) -> None:
     (tmp_path / "starlette.py").write_text("raise ImportError('No module named starlette')")
     done = subprocess.run(

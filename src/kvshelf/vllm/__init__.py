@@ -2,7 +2,7 @@
 
 Owns the plugin, which registers ``SharedStorageConnector`` with vLLM and has ids of multimodal
 items marked (:mod:`kvshelf.vllm.item_ids`), and the check of vLLM's version. Importing this package
-does not import vllm.
+does not import vllm, nor torch.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from collections.abc import Callable
 from typing import Any
 
 from kvshelf.errors import UnsupportedError
-from kvshelf.vllm.item_ids import mark_ids
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +43,9 @@ def register() -> None:
         loaders[CONNECTOR_NAME] = _warning(loaders[CONNECTOR_NAME])
     _registered.add(loaders[CONNECTOR_NAME])
     try:
+        # Modules of this package are used by processes that have neither vLLM nor torch.
+        from kvshelf.vllm.item_ids import mark_ids
+
         mark_ids()
     except (ImportError, AttributeError) as error:
         logger.warning("ids of images, audio and video are not marked: %r", error)
