@@ -213,7 +213,15 @@ class CacheGroups(Sequence[CacheGroup]):
                     f"{option} is more than 1, and the model has {self._named}: set it to 1"
                     f"{self._or_one_group}"
                 )
-        if drafter_has_kv(vllm_config) and int(parallel.pipeline_parallel_size) > 1:
+        if int(parallel.pipeline_parallel_size) == 1:
+            return
+        if STATE in self.kinds and getattr(vllm_config, "speculative_config", None) is not None:
+            raise UnsupportedError(
+                "with pipeline stages vLLM judges drafts in the last one, and the states of the"
+                " others are complete only later: use tensor parallelism, or remove"
+                " --speculative-config or --kv-transfer-config"
+            )
+        if drafter_has_kv(vllm_config):
             raise UnsupportedError(
                 f"the drafter of speculative decoding has KV, the engine has {self._named} and"
                 " pipeline stages, and no stage knows the groups of the drafter in another one:"
