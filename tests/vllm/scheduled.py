@@ -9,7 +9,8 @@ and compares what is stored with what the chunk's key stands for.
 
 With drafts it guesses tokens, of which some are wrong: what a step computes of these is random. A
 state has a part that each token rolls through, as a convolution, and one that each draft has in a
-block of its own; between steps they move as in ``vllm/v1/worker/mamba_utils.py``.
+block of its own; between steps they move as in ``vllm/v1/worker/mamba_utils.py``. A drafter with KV
+has a group of its own: where it reads anything wrong, what it writes is random.
 
 Contents lie in a :class:`World`, which engines share; its shelf has hollow objects for lookups.
 """
@@ -58,7 +59,7 @@ with warnings.catch_warnings():
     from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
     from vllm.v1.request import Request, RequestStatus
 
-    from kvshelf.vllm import handshake
+    from kvshelf.vllm import draft_scheduler, handshake
     from kvshelf.vllm.groups import CacheGroup, CacheGroups
     from kvshelf.vllm.metadata import (
         NULL_BLOCK,
@@ -140,6 +141,8 @@ class World:
         self.root = root
         self.backend = posix(root)
         self.contents: dict[bytes, bytes] = {}
+        #: The contents of a drafter's objects.
+        self.drafts: dict[bytes, bytes] = {}
         #: The text and the weights that each chunk key stands for.
         self.texts: dict[bytes, tuple[Text, int]] = {}
 
@@ -169,27 +172,28 @@ class World:
 
 
 def namespace_of(groups: CacheGroups, chunk_size: int, weights: str) -> Namespace:
-    """A namespace with one layer for each group."""
-    kept = [group for group in groups if group.index not in groups.scratch]
+    """A namespace with one layer for each group of the model."""
+    others = groups.scratch.union(group.index for group in groups.drafts)
+    own = [group for group in groups if group.index not in others]
     layers = [
         ("state", f"ssm:{STATE_BYTES // 2}/")
         if group.kind == STATE
         else ("canonical", f"*,{TOKEN // 2}")
-        for group in kept
+        for group in own
     ]
     record: dict[str, Any] = {
         "format": "kvshelf/1",
         "weights": weights,
         "chunk_size": chunk_size,
-        "stages": [len(kept)],
+        "stages": [len(own)],
         "shards": 1,
         "kv_heads": 1,
-        "kinds": [group.kind for group in kept],
+        "kinds": [group.kind for group in own],
         "layouts": [layout for layout, _ in layers],
-        "layer_names": [f"layers.{group.index}" for group in kept],
+        "layer_names": [group.layer_names[0] for group in own],
         "layer_shapes": [shape for _, shape in layers],
-        "layer_dtypes": ["BF16"] * len(kept),
-        "attention": [group.kind for group in kept],
+        "layer_dtypes": ["BF16"] * len(own),
+        "attention": [group.kind for group in own],
         **{SHARDS_FIELDS[kind]: 1 for kind in groups.kinds if kind != FULL},
     }
     if not groups.mixed:
@@ -204,20 +208,55 @@ def make_namespace(vllm_config: Any, config: Any, stages: Any, weights: str) -> 
     return made
 
 
+def make_draft_namespace(engine: Any, config: Any, reports: Any, weights: str) -> Namespace:
+    """Stand for the same function where the namespace is a drafter's."""
+    record: dict[str, Any] = {
+        "format": "kvshelf/1",
+        "weights": weights,
+        "version": config.version,
+        "chunk_size": config.chunk_size,
+        "stages": [1],
+        "shards": 1,
+        "kv_heads": 1,
+        "layouts": ["canonical"],
+        "layer_names": ["drafter"],
+        "layer_shapes": [f"*,{TOKEN // 2}"],
+        "layer_dtypes": ["BF16"],
+        "attention": ["full"],
+    }
+    record["data_offset"] = ObjectFormat.required_data_offset(record)
+    return Namespace(record, "drafter")
+
+
+def patch_namespaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make namespaces without layers."""
+    monkeypatch.setattr(handshake, "build_namespace", make_namespace)
+    monkeypatch.setattr(draft_scheduler, "build_namespace", make_draft_namespace)
+    monkeypatch.setattr(draft_scheduler, "topologies_of", lambda engine, record: {})
+
+
 REPORT = WorkerReport(("layers.0",), ("",), ("",), ("",), ("",), (0,), (-1,), weights="user:test")
 
 
 def make_vllm_config(
-    specs: Sequence[KVCacheSpec], root: Path, *, blocks: int, budget: int, seqs: int, **options: Any
+    specs: Sequence[KVCacheSpec],
+    root: Path,
+    *,
+    blocks: int,
+    budget: int,
+    seqs: int,
+    has_kv: bool = False,
+    **options: Any,
 ) -> VllmConfig:
-    """What vLLM's scheduler and the connector read of a ``VllmConfig``."""
+    """What vLLM's scheduler and the connector read of a ``VllmConfig``.
+
+    The drafter's KV counts if it `has_kv`.
+    """
     config: Any = object.__new__(VllmConfig)
     for one in fields(VllmConfig):
         if one.name not in ("model_config", "scheduler_config", "cache_config", "device_config"):
             object.__setattr__(config, one.name, _default_of(one))
     asynchronous = bool(options.pop("asynchronous", False))
-    if drafts := options.pop("drafts", 0):
-        config.speculative_config = Drafts(drafts)
     config.model_config = SimpleNamespace(
         is_encoder_decoder=False,
         is_diffusion=False,
@@ -233,7 +272,10 @@ def make_vllm_config(
         return_sampling_mask=False,
         max_model_len=4096,
         get_total_num_kv_heads=lambda: 1,
+        model="scheduled",
     )
+    if drafts := options.pop("drafts", 0):
+        config.speculative_config = Drafts(drafts, config.model_config if has_kv else None)
     config.scheduler_config = SchedulerConfig(
         max_model_len=4096,
         is_encoder_decoder=False,
@@ -279,14 +321,16 @@ def _default_of(one: Any) -> Any:
 class Drafts:
     """What vLLM's scheduler and the connector read of a ``SpeculativeConfig``: a head for MTP."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, model: Any) -> None:
         self.method = "mtp"
         self.num_speculative_tokens = count
         self.num_speculative_tokens_per_batch_size = None
         self.max_num_new_slots_for_drafting = 0
-        # Nothing of its KV is stored.
-        self.draft_model_config = None
+        #: Without it nothing of the drafter's KV is stored.
+        self.draft_model_config = model
         self.draft_parallel_config = None
+        self.draft_load_config = None
+        self.kv_cache_dtype = None
 
     def use_eagle(self) -> bool:
         return True
@@ -333,6 +377,8 @@ class ScheduledEngine:
         Most requests of a step.
     seed : int
         Decides how long loads take.
+    drafter : KVCacheSpec, optional
+        The group of a drafter with KV.
     **options
         kvshelf's configuration; `asynchronous` for vLLM's scheduling ahead of results; `drafts`
         for so many drafts of each step; `retention` is vLLM's ``prefix_cache_retention_interval``.
@@ -347,10 +393,15 @@ class ScheduledEngine:
         budget: int = 64,
         seqs: int = 8,
         seed: int = 0,
+        drafter: KVCacheSpec | None = None,
         **options: Any,
     ) -> None:
         self.world = world
         self.specs = list(specs)
+        if drafter is not None:
+            self.specs.append(drafter)
+        specs = self.specs
+        self.has_kv = drafter is not None
         self.asynchronous = bool(options.get("asynchronous"))
         self.drafts = int(options.get("drafts", 0))
         if self.drafts:
@@ -362,7 +413,13 @@ class ScheduledEngine:
             ]
         retention = options.pop("retention", 0)
         config: Any = make_vllm_config(
-            specs, world.root, blocks=blocks, budget=budget, seqs=seqs, **options
+            specs,
+            world.root,
+            blocks=blocks,
+            budget=budget,
+            seqs=seqs,
+            has_kv=self.has_kv,
+            **options,
         )
         # As the engine core: of layers that differ, the scheduler sees one.
         caches = generate_scheduler_kv_cache_config([cache_config(self.specs, blocks)])
@@ -377,6 +434,9 @@ class ScheduledEngine:
                 # The drafter's layer is among those of full attention.
                 group.is_eagle_group = isinstance(group.kv_cache_spec, FullAttentionSpec)
         self.groups = CacheGroups(config, caches)
+        if self.has_kv:
+            own = caches.kv_cache_groups[:-1]
+            self.groups.narrow(name for group in own for name in group.layer_names)
         object.__setattr__(config, "make_namespace", self._make_namespace)
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(hash_size, sha256)
@@ -404,7 +464,12 @@ class ScheduledEngine:
         self.proposed: dict[str, list[int]] = {}
         self.loading: list[LoadOp] = []
         self.results: deque[tuple[Any, ModelRunnerOutput]] = deque()
-        self._told = False
+        self._told = self._told_of_drafts = False
+        #: Requests of which a load brought no KV of the drafter, from which token on.
+        self.without_drafts: list[tuple[str, int]] = []
+        #: Chunks of the drafter's KV that were stored, and loaded.
+        self.stored_drafts: list[int] = []
+        self.loaded_drafts: list[int] = []
         #: Number of the weights, of the round in which they were compared, and what of a change the
         #: scheduler does not know yet.
         self.weights = 0
@@ -437,6 +502,9 @@ class ScheduledEngine:
         self.step()
         self.step()
         assert self.connector.namespace is not None
+        if self.has_kv:
+            self.step()
+            assert self.connector._scheduler._drafts.namespace is not None
 
     def _make_namespace(self, chunk_size: int, weights: str) -> Namespace:
         namespace = namespace_of(self.groups, chunk_size, weights)
@@ -583,12 +651,20 @@ class ScheduledEngine:
                 self.round, first, now, noticed=self._noticed, again=self._again
             )
         self._told = self._told or meta.namespace is not None
+        draft_reports = {0: REPORT} if self.has_kv and not self._told_of_drafts else {}
+        self._told_of_drafts = self._told_of_drafts or meta.draft_namespace is not None
+        without_drafts, self.without_drafts = self.without_drafts, []
         result = KVConnectorOutput(
             finished_sending={name for name, _ in meta.held} or None,
             finished_recving=received or None,
             failed_recving=failed,
             kv_connector_worker_meta=WorkerMetadata(
-                reports, (failures,), [(key, 0) for key in repaired], weights=weights
+                reports,
+                (failures,),
+                [(key, 0) for key in repaired],
+                weights=weights,
+                draft_reports=draft_reports,
+                without_drafts=without_drafts,
             ),
         )
         self.results.append(
@@ -682,7 +758,7 @@ class ScheduledEngine:
             wrong = [
                 f"{name}: {group.kind} of group {group.index}, tokens {start} to {end}"
                 for group, table in zip(self.groups, tables[name], strict=True)
-                if not self._reads(name, group, table, start)
+                if group not in self.groups.drafts and not self._reads(name, group, table, start)
             ]
             # Behind KV of other weights, which vLLM's own cache may have, nothing is right.
             assert self.weights or not wrong, wrong
@@ -697,7 +773,9 @@ class ScheduledEngine:
                             content = self.random.randbytes(TOKEN)
                         self._scatter(table, size, token % size, content)
                     continue
-                if group.kind == STATE:
+                if group in self.groups.drafts:
+                    self._draft(text, group, table, start, last)
+                elif group.kind == STATE:
                     self._write_states(text, group, table, (running, end), last, wrong)
                 else:
                     content = text.kv(group.index, start, last, self.weights)
@@ -769,6 +847,16 @@ class ScheduledEngine:
                 rest = text.rest(index, length, self.weights)
             self._write(table[column + ahead], self.rows_bytes, rest)
 
+    def _draft(
+        self, text: Text, group: CacheGroup, table: list[int], start: int, last: int
+    ) -> None:
+        """Write the drafter's KV of some tokens."""
+        content = text.kv(group.index, start, last, self.weights)
+        found = self._gather(table, group.block_size, 0, start)
+        if found != text.kv(group.index, 0, start, self.weights):
+            content = self.random.randbytes(len(content))
+        self._scatter(table, group.block_size, start, content)
+
     def _judge(self, name: str, tables: Sequence[list[int]], running: int, added: int) -> None:
         """Move the states to the last block boundary that is certain now."""
         after = self.done[name] = running + added - 1
@@ -839,7 +927,10 @@ class ScheduledEngine:
         content, right = b"", b""
         end = index * size + op.chunk.tokens
         for group, blocks in zip(self.groups, op.block_ids, strict=True):
-            if group.kind != op.kind or group.index in self.groups.scratch:
+            others = self.groups.scratch.union(one.index for one in self.groups.drafts)
+            if group in self.groups.drafts and op.kind == FULL:
+                self._store_drafts(op, group, blocks, text)
+            elif group.kind != op.kind or group.index in others:
                 assert blocks == []
             elif group.kind == STATE:
                 (block,) = blocks
@@ -857,6 +948,33 @@ class ScheduledEngine:
         if known is None or op.repair:
             self.world.put(self.fmt, op.chunk, op.kind, content)
         return key if op.repair else None
+
+    def _store_drafts(self, op: StoreOp, group: CacheGroup, blocks: list[int], text: Text) -> None:
+        """Store the drafter's KV of a chunk, which must be right."""
+        if op.draft is None:
+            return
+        assert op.draft.index == op.chunk.index
+        first = op.chunk.index * self.chunk_size
+        begin, end = first % group.block_size, first + self.chunk_size
+        content = self._gather(blocks, group.block_size, begin, begin + self.chunk_size)
+        assert content == text.kv(group.index, first, end, self.weights)
+        self.world.drafts[op.draft.key] = content
+        self.stored_drafts.append(op.chunk.index)
+
+    def _load_drafts(self, op: LoadOp) -> None:
+        """Fill in what there is of the drafter's KV."""
+        [group] = self.groups.drafts
+        for chunk in op.drafts:
+            first = max(op.start, chunk.index * self.chunk_size)
+            content = self.world.drafts.get(chunk.key)
+            if content is None:
+                self.without_drafts.append((op.request_id, first))
+                return
+            content = content[(first - chunk.index * self.chunk_size) * TOKEN :]
+            self._scatter(op.block_ids[group.index], group.block_size, first, content)
+            self.loaded_drafts.append(chunk.index)
+        if not op.drafts:
+            self.without_drafts.append((op.request_id, op.start))
 
     # Loads
 
@@ -877,6 +995,8 @@ class ScheduledEngine:
                 failed.add(op.request_id)
             else:
                 self.loads.append(op)
+                if self.has_kv:
+                    self._load_drafts(op)
         return received, failed, failures
 
     def _load(self, op: LoadOp) -> list[LoadFailure]:
@@ -934,7 +1054,7 @@ def start_engines(
 
     No engine may have contained an error.
     """
-    monkeypatch.setattr(handshake, "build_namespace", make_namespace)
+    patch_namespaces(monkeypatch)
     engines: list[ScheduledEngine] = []
 
     def start(model: str = "plain", **options: Any) -> ScheduledEngine:

@@ -12,16 +12,15 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from hybrid_specs import models
+from hybrid_specs import full, models
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from replay import prompt
-from scheduled import DAMAGED, ScheduledEngine, World, make_namespace, start_engines
+from scheduled import DAMAGED, ScheduledEngine, World, patch_namespaces, start_engines
 
 from kvshelf.format.kinds import FULL, KINDS, STATE, WINDOW, kind_key
 from kvshelf.format.namespace import Namespace
 from kvshelf.format.objects import ObjectFormat
-from kvshelf.vllm import handshake
 from kvshelf.vllm.metadata import LoadFailure, WorkerMetadata
 
 MODELS = models()
@@ -43,6 +42,15 @@ FEW_BLOCKS = {
 WITH_STATES = ["Mamba2", "Jamba", "Nemotron-H", "Qwen3-Next", "LFM2", "Qwen4-exp"]
 #: vLLM has no drafts beside chunked local attention.
 WITH_DRAFTS = [model for model in MODELS if model != "Llama 4"]
+#: Groups of a drafter with KV, in blocks of other sizes than some of the model's.
+DRAFTERS = {
+    "Gemma 3": full(16),
+    "DeepSeek V4": full(16),
+    "Jamba": full(16),
+    "Nemotron-H": full(16),
+    "Qwen3-Next": full(16),
+    "LFM2": full(8),
+}
 WITH_WINDOWS = ["DeepSeek V4", "Gemma 3", "two windows", "Llama 4", "ring and windows"]
 
 
@@ -325,13 +333,15 @@ def test_anything_that_may_happen(model: str, data: st.DataObject) -> None:
         return data.draw(strategy, label)
 
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(handshake, "build_namespace", make_namespace)
+        patch_namespaces(patch)
         world = World(Path(folder) / "shelf")
         drafts = draw(st.sampled_from([0, 0, 1, 3] if model in WITH_DRAFTS else [0]), "drafts")
         # States of drafts take blocks.
-        few = FEW_BLOCKS[model] + 5 * drafts
+        few = FEW_BLOCKS[model] + 5 * drafts + (25 if drafts else 0)
+        has_kv = drafts and draw(st.booleans(), "drafter with KV")
         options = {
             "drafts": drafts,
+            "drafter": DRAFTERS.get(model) if has_kv else None,
             "retention": draw(st.sampled_from([0, None]), "retention"),
             # With few blocks and larger steps no request would fit.
             **draw(
@@ -418,6 +428,55 @@ def test_engines_with_and_without_drafts_share_what_they_store(
     tokens = prompt(203, seed=1)
     assert plain.run(tokens) == [0]
     assert drafting.run(tokens, answer=60) == [last]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("model", DRAFTERS)
+def test_a_drafters_kv_is_stored_and_loaded_beside_several_kinds(
+    start: Callable[..., ScheduledEngine], model: str, asynchronous: bool
+) -> None:
+    options: dict[str, Any] = {"drafts": 2, "asynchronous": asynchronous, "state_interval": 1}
+    first, second = (start(model, drafter=DRAFTERS[model], **options) for _ in range(2))
+    plain = start(model, **options)
+    tokens = prompt(251)
+    first.run(tokens)
+    # What is stored is compared with what the drafter computes of the prefix.
+    assert first.stored_drafts == list(range(7))
+    [hit] = second.run(tokens)
+    assert hit
+    assert second.loaded_drafts == list(range(hit // 32))
+    # Other engines find the model's KV, and the drafter computes nothing behind what it lacks.
+    assert plain.run(tokens) == [hit]
+    tokens = prompt(251, seed=1)
+    plain.run(tokens)
+    first.stored_drafts.clear()
+    [hit] = first.run(tokens)
+    assert hit
+    first.run([*tokens[:hit], *prompt(100, seed=2)])
+    assert first.stored_drafts == []
+    # Anew, all is right again.
+    first.run(prompt(100, seed=3))
+    assert first.stored_drafts == [0, 1, 2]
+
+
+def test_what_a_drafter_lacks_is_remembered_by_the_blocks_that_vllm_hashes(
+    start: Callable[..., ScheduledEngine],
+) -> None:
+    # vLLM hashes pieces of 8 tokens, and its hits end at multiples of 16.
+    options: dict[str, Any] = {"drafts": 2, "drafter": full(16), "retention": None}
+    first, second = (start("Gemma 3", **options) for _ in range(2))
+    beginning, end = prompt(64, seed=1), prompt(100, seed=2)
+    first.run([*beginning, 1])
+    start("Gemma 3").run([*beginning, *end])
+    longer = [*beginning, *end, *prompt(200, seed=3)]
+    assert second.run(longer) == [160]
+    assert second.loaded_drafts == [0, 1]
+    # This prompt parts from the other one before what the drafter lacks.
+    second.run([*beginning[:48], *prompt(100, seed=4)])
+    assert second.stored_drafts == [1, 2, 3]
+    # Behind that nothing is stored, whatever was computed meanwhile.
+    assert second.run([*longer[:350], *prompt(60, seed=5)]) == [0]
+    assert second.stored_drafts == [1, 2, 3]
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
