@@ -181,6 +181,10 @@ class EngineProcess:
         done = await self.engine.reset_prefix_cache(reset_connector=connector)
         await self.reply(number, done=bool(done))
 
+    async def do_reset_encoder_cache(self, number: int) -> None:
+        await self.engine.reset_encoder_cache()
+        await self.reply(number)
+
     async def do_pause(self, number: int) -> None:
         await self.engine.pause_generation()
         await self.reply(number)

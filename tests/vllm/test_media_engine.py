@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 from fleet import Engines, Places
-from harness import SHELF_CONNECTOR, Engine, assert_same
+from harness import NEAR_TIE, SHELF_CONNECTOR, Engine, assert_same
+from shelf_files import ShelfFiles, wait_until
 from tiny_llava import engine_arguments, make_llava, prompt_with_images
 
 PROMPT = prompt_with_images(1)
@@ -32,10 +33,12 @@ def start(engines: Engines, places: Places) -> Iterator[Callable[..., Engine]]:
     """Start engines that see images, all on one shelf."""
     started: list[Engine] = []
 
-    def make(model: Path, *, core: int = 0, shelf: bool = True, **extra: Any) -> Engine:
-        arguments = engine_arguments()
-        if shelf:
-            config = {"shared_storage_path": str(places.root / "images"), **extra}
+    def make(
+        model: Path, *, core: int = 0, shelf: Path | None = places.root / "images", **more: Any
+    ) -> Engine:
+        arguments = engine_arguments() | more
+        if shelf is not None:
+            config = {"shared_storage_path": str(shelf)}
             arguments |= {"connector": SHELF_CONNECTOR, "extra_config": config}
         name = f"images {len(started)}"
         started.append(engines.start(name, model=model, core=core, **arguments))
@@ -95,7 +98,7 @@ def test_engines_whose_processors_differ_share_text_only(
     file = there / "preprocessor_config.json"
     settings = json.loads(file.read_text()) | {"image_mean": [0.1] * 3, "image_std": [0.9] * 3}
     file.write_text(json.dumps(settings))
-    after, without = start(there), start(there, core=1, shelf=False)
+    after, without = start(there), start(there, core=1, shelf=None)
     expected = without.generate(PROMPT, images=[5, 6])
     assert expected.tokens != stored.tokens
     found = after.generate(PROMPT, images=[5, 6])
@@ -104,3 +107,45 @@ def test_engines_whose_processors_differ_share_text_only(
     found = after.generate(PROMPT, images=[5, 6], **uuids)
     assert found.shelf_tokens == TEXT
     assert_same(found, expected)
+
+
+@pytest.mark.slow
+def test_what_the_encoder_made_with_earlier_weights_is_not_stored(
+    start: Callable[..., Engine], model: Path, tmp_path: Path
+) -> None:
+    """vLLM keeps the outputs of its encoder when weights are loaded into a running engine."""
+    trainer = {"worker_extension_cls": "trainer_extension.TrainerExtension"}
+    shelf = ShelfFiles(tmp_path / "shelf")
+    trained = start(model, shelf=shelf.root, **trainer)
+    without = start(model, shelf=None, core=1, **trainer)
+
+    def both(op: str, **arguments: Any) -> None:
+        for engine in (trained, without):
+            engine.call(op, **arguments)
+            engine.reset_prefix_cache()
+
+    stored = trained.generate(PROMPT, images=[1, 2])
+    both("worker", method="load_projector", seed=3)
+    # Its steps are enough to compare the weights.
+    trained.generate([7] * 20, max_tokens=24)
+    stale = trained.generate(PROMPT, images=[1, 2])
+    assert stale.shelf_tokens == 0
+    # Stores of these images would be before those of others.
+    before = shelf.objects()
+    trained.reset_prefix_cache()
+    other = trained.generate(PROMPT, images=[5, 6])
+    count = 6 * int(min(before).stem.rpartition("of")[2])
+    wait_until(lambda: len(shelf.objects() - before) == count, "the other images' chunks")
+    both("reset_encoder_cache")
+    expected = without.generate(PROMPT, images=[1, 2])
+    assert stored.tokens != expected.tokens
+    for hit in (TEXT, ALL):
+        trained.reset_prefix_cache()
+        found = trained.generate(PROMPT, images=[1, 2])
+        assert found.shelf_tokens == hit
+        assert_same(found, expected, NEAR_TIE)
+        wait_until(lambda: len(shelf.objects() - before) == count * 11 // 6, "all chunks")
+    trained.reset_prefix_cache()
+    again = trained.generate(PROMPT, images=[5, 6])
+    assert again.shelf_tokens == ALL
+    assert_same(again, other, NEAR_TIE)

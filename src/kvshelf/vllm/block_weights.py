@@ -7,7 +7,8 @@ behind them: requests that were running, and requests that get old blocks from v
 cache, which is not always reset.
 
 All cache groups of an engine take their blocks from one pool, and a block belongs to one group at a
-time, so its id names it.
+time, so its id names it. Requests whose images an encoder with earlier weights has seen are old in
+any period (:mod:`kvshelf.vllm.encoder_outputs`).
 
 Runs on the scheduler's step thread. Until the first round it does nothing.
 """
@@ -15,8 +16,12 @@ Runs on the scheduler's step thread. Until the first round it does nothing.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 from kvshelf.vllm.metadata import NULL_BLOCK
+
+#: The period of KV that belongs to no weights.
+_NEVER: Final = -1
 
 
 class BlockWeights:
@@ -52,7 +57,9 @@ class BlockWeights:
         """Whether KV of a period belongs to the current weights."""
         return period >= self._first_valid
 
-    def admit(self, block_ids: Sequence[Sequence[int]], reused: Sequence[int]) -> int:
+    def admit(
+        self, block_ids: Sequence[Sequence[int]], reused: Sequence[int], *, old: bool = False
+    ) -> int:
         """Return the period of a request that is admitted now.
 
         Parameters
@@ -61,6 +68,8 @@ class BlockWeights:
             All its blocks in each cache group.
         reused : Sequence of int
             How many of the first ones of each group held KV already.
+        old : bool
+            Whether it is computed of something that earlier weights made.
         """
         if not self.period:
             return 0
@@ -73,6 +82,8 @@ class BlockWeights:
             if block != NULL_BLOCK
         ]
         period = min([self.period, *(known.get(block, 0) for block in held)])
+        if old:
+            period = _NEVER
         new = [blocks[count:] for blocks, count in zip(block_ids, reused, strict=True)]
         self.take(new, period)
         return period

@@ -115,6 +115,7 @@ from kvshelf.vllm.adapters import AdapterDigests, adapter_settings
 from kvshelf.vllm.awaiting import RETRY_SECONDS, Awaited, Awaiting
 from kvshelf.vllm.block_weights import BlockWeights
 from kvshelf.vllm.draft_scheduler import DraftedChain, DraftScheduler
+from kvshelf.vllm.encoder_outputs import EncoderOutputs
 from kvshelf.vllm.groups import CacheGroups
 from kvshelf.vllm.handover import asks_for_handover
 from kvshelf.vllm.handshake import Handshake
@@ -321,6 +322,7 @@ class SchedulerSide:
         self.counters = Counters() if counters is None else counters
         self._handshake = Handshake(vllm_config, config, ranks)
         self._blocks = BlockWeights()
+        self._encoder_outputs = EncoderOutputs()
         speculative_config = getattr(vllm_config, "speculative_config", None)
         self._drafting = speculative_config is not None
         #: So many tokens before a prompt's last block boundary vLLM's cache has the last state.
@@ -934,7 +936,7 @@ class SchedulerSide:
             for kind, indices in self._ranges(start, end).items()
         }
         blocks = tuple(map(list, block_ids))
-        state.period = self._admit_blocks(blocks, start)
+        state.period = self._admit_blocks(blocks, start, request.mm_features)
         op = LoadOp(
             request.request_id,
             start,
@@ -980,16 +982,19 @@ class SchedulerSide:
             ranges[STATE] = range(last - 1, last)
         return ranges
 
-    def _admit_blocks(self, block_ids: Sequence[Sequence[int]], computed: int) -> int:
+    def _admit_blocks(
+        self, block_ids: Sequence[Sequence[int]], computed: int, features: Iterable[Any] | None
+    ) -> int:
         """Note which blocks a request has, of which the first `computed` tokens are in a cache."""
         scratch = self._groups.scratch
         # A ring has nothing of these tokens.
         sizes = [0 if group.index in scratch else group.block_size for group in self._groups]
         filled = [-(-computed // size) if size else 0 for size in sizes]
-        period = self._blocks.admit(block_ids, filled)
+        old = self._encoder_outputs.are_old(features)
+        period = self._blocks.admit(block_ids, filled, old=old)
         if self._groups.hybrid and any(size and computed % size for size in sizes):
             # vLLM copied a block of another request, and it is not known which.
-            return 0
+            return min(0, period)
         return period
 
     def fail_load(self, request_id: str, external: int) -> None:
@@ -1109,7 +1114,8 @@ class SchedulerSide:
         """Note which requests got which blocks, and in which period."""
         for new in output.scheduled_new_reqs:
             state = self._requests.get(new.req_id)
-            period = self._admit_blocks(new.block_ids, new.num_computed_tokens)
+            features = None if state is None else state.request.mm_features
+            period = self._admit_blocks(new.block_ids, new.num_computed_tokens, features)
             if state is not None:
                 state.period = period
         cached = output.scheduled_cached_reqs
@@ -1120,7 +1126,7 @@ class SchedulerSide:
             if state is None or not blocks:
                 continue
             if req_id in cached.resumed_req_ids:
-                state.period = self._admit_blocks(blocks, computed)
+                state.period = self._admit_blocks(blocks, computed, state.request.mm_features)
             else:
                 self._blocks.take(blocks, state.period)
 
@@ -1568,7 +1574,7 @@ class SchedulerSide:
         changed = self._handshake.weights_changed
         if self.namespace is not None:
             if self.namespace.encoded == fmt.namespace.encoded:
-                self._blocks.settle(changed=changed)
+                self._settle_weights(changed)
                 self._handshake.settle(self.namespace)
                 self._look_up_again()
                 return
@@ -1601,7 +1607,7 @@ class SchedulerSide:
                 if drafts
                 else "the layout of its KV cache is not known",
             )
-        self._blocks.settle(changed=changed)
+        self._settle_weights(changed)
         self._handshake.settle(fmt.namespace)
         if self._waits is not None:
             self._waits.close()
@@ -1741,6 +1747,13 @@ class SchedulerSide:
         """Load and store nothing until it is known which weights the engine has."""
         self._handshake.begin_round()
         self._blocks.begin()
+        self._encoder_outputs.begin()
+
+    def _settle_weights(self, changed: bool) -> None:
+        """Note whether the weights are others than before the round."""
+        self._blocks.settle(changed=changed)
+        if self._encoder_outputs.settle(changed=changed):
+            self._blocks.lose()
 
     def close(self) -> None:
         """Stop the threads."""
