@@ -469,6 +469,23 @@ def test_markers_change_nothing_of_what_is_listed_and_checked(shelf: Path) -> No
     assert marker.exists()
 
 
+def test_doctor_says_in_which_fields_namespaces_differ(shelf: Path) -> None:
+    assert "namespaces" not in checks(run("doctor", shelf, "--json"))
+    own = namespace()
+    changed = Namespace({**own.record, "rope": "other", "version": "2"}, own.slug)
+    drafter = Namespace({**own.record, "version": f"drafter of {own.digest.hex()}"}, own.slug)
+    damaged = shelf / f"{own.slug}-0123456789abcdef"
+    for one in (changed, drafter):
+        (shelf / one.folder).mkdir()
+        (shelf / one.folder / "namespace.json").write_bytes(one.encoded)
+    damaged.mkdir()
+    (damaged / "namespace.json").write_text("{")
+    found = checks(run("doctor", shelf, "--json"))["namespaces"]
+    assert found["state"] == "ok"
+    first, second = sorted((own.folder, changed.folder))
+    assert found["found"] == f"{first} and {second} differ in version, rope"
+
+
 def test_doctor_prints_a_line_for_each_check(shelf: Path) -> None:
     result = run("doctor", shelf)
     assert result.exit_code == 0

@@ -20,6 +20,7 @@ import shutil
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import Enum
@@ -47,15 +48,19 @@ from kvshelf.cli.common import (
 )
 from kvshelf.config import DiskTierConfig, cache_dir, history_dir
 from kvshelf.errors import (
+    BadObjectError,
     ConfigError,
     KVShelfError,
+    ObjectMissingError,
     ReadOnlyStorageError,
     StorageError,
     UnsupportedError,
     printable,
 )
+from kvshelf.format.differences import differing_fields
 from kvshelf.format.names import parse_namespace_folder
-from kvshelf.shelf.shelf import Shelf
+from kvshelf.format.namespace import Namespace
+from kvshelf.shelf.shelf import Shelf, read_namespace
 from kvshelf.shelf.usage_ledger import BoundedBackend
 from kvshelf.tools.noted import still_bad
 from kvshelf.tools.reserved import LOOKS
@@ -78,6 +83,10 @@ _DAMAGED = {
 }
 #: Seconds by which the clocks of a storage and of this machine may differ.
 _MOST_APART = 3600.0
+
+
+#: Namespaces that are compared at most.
+_COMPARED = 32
 
 
 class State(Enum):
@@ -363,6 +372,11 @@ def _fill_of(tier: DiskTierConfig) -> str:
     return f"{tier.path}: {size_text(use.used)} of max_bytes {bound}, {free} free on the disk"
 
 
+def _slug(folder: str) -> str:
+    """Return the readable part of a namespace folder's name."""
+    return folder.rpartition("-")[0]
+
+
 class _Examination:
     """The checks of one shelf, in the order of :meth:`run`.
 
@@ -387,6 +401,8 @@ class _Examination:
         self._content = secrets.token_bytes(1 << 16)
         self._opened: Backend | None = None
         self._written = False
+        #: Namespaces of which others have the same readable name.
+        self._folders: list[str] = []
 
     def run(self) -> Iterator[Check]:
         """Yield the checks; stop after a failure that makes the other checks pointless."""
@@ -401,6 +417,8 @@ class _Examination:
                 yield check
                 if check.state is State.PROBLEM:
                     return
+            if self._folders:
+                yield self._step("namespaces", self._differences, "")
             for name, look in LOOKS.items():
                 yield self._step(name, functools.partial(self._look, look), _DAMAGED[name])
             if self._pasts:
@@ -479,9 +497,28 @@ class _Examination:
         )
 
     def _list(self) -> str:
-        folders = self._backend.folders()
-        count = sum(parse_namespace_folder(folder) is not None for folder in folders)
-        return f"{count} namespace{'' if count == 1 else 's'}"
+        folders = [name for name in self._backend.folders() if parse_namespace_folder(name)]
+        slugs = Counter(map(_slug, folders))
+        self._folders = [name for name in sorted(folders) if slugs[_slug(name)] > 1][:_COMPARED]
+        return f"{len(folders)} namespace{'' if len(folders) == 1 else 's'}"
+
+    def _differences(self) -> str:
+        """Say in which fields namespaces of one name differ, each from the first."""
+        first: dict[str, Namespace] = {}
+        found = []
+        for folder in self._folders:
+            try:
+                namespace = read_namespace(self._backend, folder)
+            except (ObjectMissingError, ConfigError, BadObjectError, ValueError):
+                # `kvshelf ls` names it.
+                continue
+            if str(namespace.record.get("version", "")).startswith("drafter of "):
+                continue
+            other = first.setdefault(_slug(folder), namespace)
+            if other is not namespace:
+                fields = ", ".join(differing_fields(other, namespace))
+                found.append(f"{other.folder} and {folder} differ in {fields}")
+        return "; ".join(found) or "nothing to compare"
 
     def _look(self, look: Callable[[Backend], Iterator[tuple[str, str]]]) -> str:
         found = list(look(self._backend))
