@@ -492,7 +492,6 @@ def test_a_changed_configuration_of_a_model_is_another_namespace(tmp_path: Path)
         name(hf_overrides={"rms_norm_eps": 1e-3}),
         name(hf_overrides={"rms_norm_eps": 1e-4}),
         name(hf_overrides={"text_config": {"rms_norm_eps": 1e-3}}),
-        name(hf_config_path="/other"),
         name(model_class_overrides={"A": "b:C"}),
         name(quantization_config={"linear": "fp8_per_tensor"}),
         name(quantization_config={"linear": "fp8_per_tensor", "ignore": ["re:.*k_proj"]}),
@@ -501,11 +500,12 @@ def test_a_changed_configuration_of_a_model_is_another_namespace(tmp_path: Path)
     assert len(set(found)) == len(found)
     both = {"a": 1, "b": [2, {"c": None}]}
     assert name(hf_overrides=both) == name(hf_overrides=dict(reversed(both.items())))
-    folders = [tmp_path / "one", tmp_path / "same", tmp_path / "other"]
-    for folder, eps in zip(folders, (1e-5, 1e-5, 1e-6), strict=True):
-        folder.mkdir()
-        (folder / "config.json").write_text(json.dumps({"rms_norm_eps": eps}))
-    one, same, other = (name(hf_config_path=str(folder)) for folder in folders)
+    files = [tmp_path / name for name in ("one", "same", "other")]
+    for file, bits in zip(files, (4, 4, 8), strict=True):
+        file.write_text(json.dumps({"bits": bits}))
+    one, same, other = (
+        name(hf_overrides={"quantization_config_file": str(file)}) for file in files
+    )
     assert one == same
     assert one != other
     with pytest.raises(ConfigError, match="set the option version"):

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from parts import PUBLISHED
 from torch import Tensor
 
 with warnings.catch_warnings():
@@ -360,6 +361,7 @@ def _vllm_config(layers: Mapping[str, Any], ranks: int, stages: int, rank: int) 
             dtype=torch.bfloat16,
             quantization=None,
             model="mini",
+            hf_config_path=str(PUBLISHED),
             served_model_name=None,
             max_model_len=4096,
             hf_text_config=SimpleNamespace(rope_theta=10000.0),

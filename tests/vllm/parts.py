@@ -39,6 +39,8 @@ LAYERS, HEADS, HEAD_SIZE, BLOCK = 3, 2, 8, 4
 SOON = Deadlines(probe=0.5, read=0.5, write=0.5)
 #: A storage that was given a rest is tried again at once.
 AT_ONCE = Backoff(0.02, 0.2)
+#: The folder with the configuration of models that have no files.
+PUBLISHED = Path(__file__).with_name("published")
 #: Longest that a test waits for what ought to happen at once.
 PATIENCE = 20.0
 

@@ -23,7 +23,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from parts import until, while_patient
+from parts import PUBLISHED, until, while_patient
 from simulated_device import SimulatedEvent, SimulatedStreams
 
 with warnings.catch_warnings():
@@ -163,6 +163,7 @@ def make_config(
             dtype=torch.bfloat16,
             quantization=None,
             model="mini",
+            hf_config_path=str(PUBLISHED),
             served_model_name=None,
             max_model_len=4096,
             hf_text_config=SimpleNamespace(rope_theta=10000.0),

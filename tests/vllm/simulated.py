@@ -25,6 +25,7 @@ from typing import Any
 
 import pytest
 import torch
+from parts import PUBLISHED
 from torch import Tensor
 
 with warnings.catch_warnings():
@@ -59,6 +60,7 @@ def model_config(name: str = "simulated", **fields: Any) -> SimpleNamespace:
         "hf_text_config": SimpleNamespace(),
         "served_model_name": name,
         "model": f"s3://a-bucket/{name}",
+        "hf_config_path": str(PUBLISHED),
         "max_model_len": 4096,
         "get_total_num_kv_heads": lambda: HEADS,
     }

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from node import LocalServer
-from parts import until
+from parts import PUBLISHED, until
 from safetensors.torch import save_file
 
 with warnings.catch_warnings():
@@ -44,6 +44,7 @@ from kvshelf.kv.layout import PagedLayout, PermutedLayout
 from kvshelf.kv.topology import ShardPlan
 from kvshelf.server.scheduler import SchedulerAdapter
 from kvshelf.server.worker import WorkerAdapter
+from kvshelf.weights.configuration import published_lines
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "multiprocess.md"
@@ -517,6 +518,8 @@ def test_the_facts_of_an_engine_follow_from_its_configuration(
         ),
         served_model_name="served",
         model="m",
+        hf_config_path=str(PUBLISHED),
+        trust_remote_code=False,
         max_model_len=128,
         quantization=None,
     )
@@ -524,6 +527,7 @@ def test_the_facts_of_an_engine_follow_from_its_configuration(
     assert (facts.layers, facts.kv_heads, facts.head_size) == (3, 2, 8)
     assert (facts.dtype, facts.weights, facts.name) == ("float16", Path("/models/m"), "served")
     assert facts.config_overrides == "overrides"
+    assert facts.config == published_lines(PUBLISHED)
     MPSchedulerAdapter("url", None, "model", BLOCK, STRATEGY, vllm_config=config)
     assert passed_on[-1][1] == ("url", facts, BLOCK)
 

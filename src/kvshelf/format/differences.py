@@ -15,6 +15,8 @@ _SHOWN: Final = 60
 #: What to set where a field differs, the likeliest cause first.
 _ADVICE: Final[Mapping[str, str]] = {
     "weights": "serve the same weights, or set weights to the same name",
+    "config": "serve the same configuration files",
+    "code": "serve the same remote code",
     "version": "set version to the same string",
     "chunk_size": "set chunk_size to the same number",
     "kinds": "turn vLLM's hybrid KV cache manager on or off alike",

@@ -10,8 +10,8 @@ Contracts
   with that engine.
 * Nothing is guessed. A fact that is not stated is absent from the record, so the record
   differs from one that states it.
-* Only :meth:`ModelFacts.namespace` reads files, those of the weights. It blocks while they
-  are hashed, so it must not run on an engine's step thread.
+* Only :meth:`ModelFacts.namespace` reads files, those of the weights and of the configuration. It
+  blocks while they are hashed, so it must not run on an engine's step thread.
 * No torch, no vLLM, no transformers.
 """
 
@@ -30,6 +30,7 @@ from kvshelf.errors import ConfigError, UnsupportedError
 from kvshelf.format.kinds import FULL, KINDS, SHARDS_FIELDS, STATE, Kind
 from kvshelf.format.namespace import FORMAT, FieldValue, Namespace, slugify
 from kvshelf.format.objects import ObjectFormat
+from kvshelf.weights.configuration import CONFIG, ROPE_FIELDS, published_lines
 from kvshelf.weights.fingerprints import (
     FingerprintCache,
     sampled_fingerprint,
@@ -49,18 +50,6 @@ STORED_DTYPES: Final[Mapping[str, str]] = {
     "fp8_e5m2": "F8_E5M2",
 }
 
-_ROPE_FIELDS: Final = (
-    "rope_parameters",
-    "rope_scaling",
-    "rope_theta",
-    "rope_local_base_freq",
-    "rotary_pct",
-    "rotary_dim",
-    "partial_rotary_factor",
-    "rotary_emb_base",
-    "rotary_base",
-    "mrope_section",
-)
 # Kinds of RoPE whose factors, and so KV, depend on the longest prompt that is served.
 _LENGTH_DEPENDENT_ROPE: Final = ("dynamic", "longrope", "su")
 
@@ -91,7 +80,7 @@ def rope_text(config: Any, max_model_len: int | None = None) -> str:
         If the kind of RoPE needs `max_model_len` and it is absent.
     """
     found: dict[str, Any] = {}
-    for name in _ROPE_FIELDS:
+    for name in ROPE_FIELDS:
         value = getattr(config, name, None)
         if value is not None:
             found[name] = value
@@ -168,6 +157,13 @@ class ModelFacts:
         Quantization of the weights.
     kv_scales : str, optional
         SHA-256, 64 hex, of the scales of an fp8 cache.
+    config : path or Mapping or tuple of str, optional
+        The model's configuration as published: its folder, its ``config.json``, the parsed content
+        of that, or the field ``config`` of a namespace record. When absent, that in the folder that
+        `weights` is, if it has one. A string is refused.
+    code : tuple of str, optional
+        Remote code of the model, as the field ``code`` of a namespace record; see
+        :func:`kvshelf.weights.configuration.code_lines`.
     config_overrides : str, optional
         Text that identifies changes to the model's published configuration.
     """
@@ -194,6 +190,8 @@ class ModelFacts:
     mla_rank: int | None = None
     quantization: str | None = None
     kv_scales: str | None = None
+    config: os.PathLike[str] | Mapping[str, Any] | tuple[str, ...] | None = None
+    code: tuple[str, ...] | None = None
     config_overrides: str | None = None
 
     def __post_init__(self) -> None:
@@ -202,6 +200,11 @@ class ModelFacts:
         for field, text in (("weights", self.weights), ("fingerprint", self.fingerprint)):
             if isinstance(text, str) and names_a_path(text):
                 raise _path_as_name(field, text)
+        if isinstance(self.config, str):
+            raise ConfigError(
+                f"config is the text {self.config!r}; expected a pathlib.Path of the model's folder"
+                " or config.json, or the parsed content of that"
+            )
         if self.layer_dtypes is None and self.dtype not in STORED_DTYPES:
             raise ConfigError(
                 f"dtype is {self.dtype!r}; expected one of {', '.join(STORED_DTYPES)}"
@@ -258,6 +261,7 @@ class ModelFacts:
         dtype: str | None = None,
         name: str | None = None,
         max_model_len: int | None = None,
+        published: os.PathLike[str] | Mapping[str, Any] | None = None,
     ) -> ModelFacts:
         """Read the facts from a Hugging Face configuration.
 
@@ -273,6 +277,9 @@ class ModelFacts:
             The configuration's ``name_or_path`` when absent.
         max_model_len : int, optional
             See :func:`rope_text`.
+        published : path or Mapping, optional
+            The configuration as published, see `config` of the class: `config` here is a parsed
+            one, which does not tell.
 
         Raises
         ------
@@ -317,6 +324,7 @@ class ModelFacts:
             rope=rope_text(text, max_model_len),
             sliding_windows=windows,
             quantization=str(getattr(method, "value", method)) or None,
+            config=published,
         )
 
     def namespace(
@@ -388,6 +396,8 @@ class ModelFacts:
             "mla_rank": self.mla_rank,
             "quantization": self.quantization,
             "kv_scales": self.kv_scales,
+            "config": self._config_field() or None,
+            "code": self.code or None,
             "config_overrides": self.config_overrides,
             "version": version,
         }
@@ -411,6 +421,18 @@ class ModelFacts:
                 heads = self.layer_shapes is None
                 found[field] = default_shards(common, own) if heads else own
         return {"shards": shards or found[fields[0]], **found}
+
+    def _config_field(self) -> tuple[str, ...] | None:
+        if isinstance(self.config, tuple):
+            return self.config
+        config, weights = self.config, self.weights
+        if (
+            config is None
+            and isinstance(weights, os.PathLike)
+            and (Path(weights) / CONFIG).exists()
+        ):
+            config = weights
+        return None if config is None else published_lines(config)
 
     def _weights_field(self, option: str) -> str:
         if option not in ("content", "sampled"):

@@ -40,7 +40,9 @@ _MAX_JSON_INT: Final = 2**53 - 1
 FIELDS: Final[Mapping[str, str]] = {
     "attention": "list[str]",
     "chunk_size": "int",
+    "code": "list[str]",
     "compute_dtype": "str",
+    "config": "list[str]",
     "config_overrides": "str",
     "data_offset": "int",
     "format": "str",

@@ -1,7 +1,8 @@
 """kvshelf's vLLM connector: the only package of kvshelf that imports vllm.
 
-Owns the plugin, which registers ``SharedStorageConnector`` with vLLM and has ids of multimodal
-items marked (:mod:`kvshelf.vllm.item_ids`), and the check of vLLM's version. Importing this package
+Owns the plugin, which registers ``SharedStorageConnector`` with vLLM, has ids of multimodal items
+marked (:mod:`kvshelf.vllm.item_ids`), has configurations know when they were made
+(:mod:`kvshelf.vllm.published`), and the check of vLLM's version. Importing this package
 does not import vllm, nor torch.
 """
 
@@ -42,6 +43,9 @@ def register() -> None:
     elif loaders[CONNECTOR_NAME] not in _registered:
         loaders[CONNECTOR_NAME] = _warning(loaders[CONNECTOR_NAME])
     _registered.add(loaders[CONNECTOR_NAME])
+    from kvshelf.vllm.published import note_begins
+
+    note_begins()
     try:
         # Modules of this package are used by processes that have neither vLLM nor torch.
         from kvshelf.vllm.item_ids import mark_ids

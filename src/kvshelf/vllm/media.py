@@ -31,7 +31,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvshelf.errors import ConfigError
-from kvshelf.vllm.namespace import is_hub_link, process_start_time
+from kvshelf.vllm.namespace import process_start_time
+from kvshelf.vllm.published import is_hub_link
 
 logger = logging.getLogger(__name__)
 

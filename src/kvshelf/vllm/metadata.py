@@ -229,6 +229,9 @@ class WorkerReport:
         The worker has already logged `disabled_reason`.
     kinds : tuple of str
         The kind of each layer; empty where there is only full.
+    config, code : tuple of str
+        What the model publishes beside its weights, as in the namespace record; empty until
+        `weights` is known, and on all ranks but rank 0.
     """
 
     layer_names: tuple[str, ...]
@@ -243,6 +246,8 @@ class WorkerReport:
     disabled_reason: str = ""
     already_logged: bool = False
     kinds: tuple[str, ...] = ()
+    config: tuple[str, ...] = ()
+    code: tuple[str, ...] = ()
 
 
 #: Digests of the experts that vLLM moves between ranks: by layer, the numbers of those that a rank

@@ -42,7 +42,13 @@ from kvshelf.server.client import (
 )
 from kvshelf.vllm.layout_discovery import discover_layouts
 from kvshelf.vllm.media import media_options
-from kvshelf.vllm.namespace import check_environment, config_overrides, local_model_dir
+from kvshelf.vllm.namespace import (
+    check_environment,
+    config_overrides,
+    local_model_dir,
+    process_start_time,
+)
+from kvshelf.vllm.published import read_published
 
 __all__ = [
     "LMCacheMPSchedulerAdapter",
@@ -151,9 +157,16 @@ def model_facts(vllm_config: Any) -> ModelFacts:
         name=str(model.served_model_name or model.model),
         max_model_len=int(model.max_model_len),
     )
+    published = read_published(vllm_config, (), process_start_time())
+    if published.code or (model.trust_remote_code and model.using_transformers_backend()):
+        raise ConfigError(
+            "the model's classes may be remote code, which is known only to the loaded model: pass"
+            " namespace"
+        )
     return replace(
         facts,
         quantization=str(model.quantization) if model.quantization else None,
+        config=published.config,
         config_overrides=config_overrides(model, Config(), media_options(vllm_config)),
     )
 

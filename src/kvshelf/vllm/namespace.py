@@ -16,7 +16,7 @@ import os
 import struct
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import gcd
 from pathlib import Path
@@ -33,6 +33,7 @@ from kvshelf.format.tensors import is_state, parse_state, shape_heads
 from kvshelf.kv.topology import ShardPlan, Topology, head_groups
 from kvshelf.urls import shown_url
 from kvshelf.vllm.metadata import BY_PARAMETERS, LayerScales, WorkerReport
+from kvshelf.vllm.published import Published, is_hub_link, links_along, read_published
 from kvshelf.weights.fingerprints import (
     FingerprintCache,
     sampled_fingerprint,
@@ -46,6 +47,15 @@ _DTYPES = {
     "torch.bfloat16": "BF16",
     "torch.float16": "F16",
     "torch.float32": "F32",
+}
+#: How long the start of an engine waits for small files.
+_JOIN_SECONDS = 1.0
+_NOT_IDENTIFIED = {
+    "configuration": "{}; nothing is stored or loaded",
+    "weights": (
+        "the weights could not be fingerprinted ({}); nothing is stored or loaded. Set `weights` to"
+        " a string that identifies them"
+    ),
 }
 _FP8 = {"fp8": "F8_E4M3", "fp8_e4m3": "F8_E4M3", "fp8_e5m2": "F8_E5M2"}
 
@@ -100,7 +110,8 @@ def build_namespace(
     vllm_config : VllmConfig
     config : Config
     stages : Sequence of WorkerReport
-        Of each pipeline stage, in order, see :func:`unite_ranks`.
+        Of each pipeline stage, in order, see :func:`unite_ranks`; the first one says what the
+        model publishes beside its weights.
     weights : str
         The weights fingerprint.
 
@@ -141,6 +152,8 @@ def build_namespace(
         mla_rank=int(rank) if "mla" in attention and rank else None,
         quantization=str(model.quantization) if model.quantization else None,
         kv_scales=_scales_digest(joined("kv_scales")),
+        config=stages[0].config,
+        code=stages[0].code,
         config_overrides=config_overrides(model, config),
         kinds=tuple(kinds) or None,
         window_shards=shards.get(WINDOW) if kinds else None,
@@ -172,6 +185,8 @@ def unite_ranks(
 ) -> WorkerReport:
     """Return what one rank that holds all heads would report, without the weights.
 
+    What the model publishes only the first rank knows.
+
     Parameters
     ----------
     vllm_config : VllmConfig
@@ -185,7 +200,8 @@ def unite_ranks(
     ConfigError
         If the ranks differ in more than in the scales of the heads that they hold.
     """
-    plain = [replace(report, weights=None, kv_scales=()) for report in reports]
+    config, code = reports[0].config, reports[0].code
+    plain = [replace(report, weights=None, kv_scales=(), config=(), code=()) for report in reports]
     scales = [report.kv_scales for report in reports]
     for rank in range(len(reports)):
         alike = len(scales[rank]) == len(scales[0]) and all(
@@ -195,7 +211,7 @@ def unite_ranks(
         if plain[rank] != plain[0] or not alike:
             raise _ranks_differ(first_rank + rank, first_rank)
     if not scales[0]:
-        return plain[0]
+        return replace(plain[0], config=config, code=code)
     ranks = int(vllm_config.parallel_config.tensor_parallel_size)
     united: list[LayerScales] = []
     for shape, *layers in zip(plain[0].layer_shapes, *scales, strict=True):
@@ -216,7 +232,7 @@ def unite_ranks(
             else:
                 together.append(tuple(itertools.chain.from_iterable(parts[:ranks:copies])))
         united.append(tuple(together))
-    return replace(plain[0], kv_scales=tuple(united))
+    return replace(plain[0], kv_scales=tuple(united), config=config, code=code)
 
 
 def _heads_with_scales(scale: float | tuple[float, ...]) -> int:
@@ -254,14 +270,12 @@ def config_overrides(
         value = getattr(model, name, None)
         if not callable(value):
             if value:
-                changes[name] = value
+                changes[name] = _with_file(value)
         elif not config.version:
             raise ConfigError(
                 f"{name} is a function, so the model's files do not tell which KV it computes:"
                 " set the option version to a string that stands for the change"
             )
-    if path := getattr(model, "hf_config_path", None):
-        changes["hf_config"] = _config_file_digests(str(path))
     changes |= media or {}
     if not changes:
         return None
@@ -269,16 +283,13 @@ def config_overrides(
     return hashlib.sha256(json.dumps(changes, sort_keys=True, default=repr).encode()).hexdigest()
 
 
-def _config_file_digests(path: str) -> dict[str, str] | str:
-    """Return the digest of each configuration file by name; for a hub's repository its name."""
-    folder = Path(path).expanduser()
-    if not folder.is_dir():
-        return path
-    return {
-        file.name: hashlib.sha256(file.read_bytes()).hexdigest()
-        for file in sorted(folder.iterdir())
-        if file.suffix in (".json", ".py") and file.is_file()
-    }
+def _with_file(overrides: Any) -> Any:
+    """Return overrides with the content of the quantization's file in place of its path."""
+    name = "quantization_config_file"
+    if not isinstance(overrides, Mapping) or name not in overrides:
+        return overrides
+    content = Path(overrides[name]).expanduser().read_bytes()
+    return {**overrides, name: hashlib.sha256(content).hexdigest()}
 
 
 def rank_block_size(vllm_config: Any, kv_cache_config: Any) -> int:
@@ -637,34 +648,22 @@ def process_start_time(pid: int | None = None) -> float:
 _IMPORTED_AT = time.time()
 
 
-def is_hub_link(file: Path) -> bool:
-    """Whether a file is a link of a hub snapshot, which names its content."""
-    return file.is_symlink() and Path(os.readlink(file)).parent.name == "blobs"
-
-
-def _links_along(path: Path) -> Iterator[Path]:
-    """Yield the symbolic links that resolving a path follows; the path must exist."""
-    path = Path(os.path.abspath(path))
-    for part in (*reversed(path.parents), path):
-        if part.is_symlink():
-            yield part
-            yield from _links_along(part.parent / os.readlink(part))
-
-
 class WeightsIdentity:
-    """Finds the weights fingerprint on a background thread of a worker.
+    """Finds the weights fingerprint, and what the model publishes, on a worker's background thread.
 
     Parameters
     ----------
     vllm_config : VllmConfig
     config : Config
-    on_known : Callable[[str], None]
-        Called with the fingerprint, on the background thread, or in :meth:`start` where the user
-        gave it. It is :data:`~kvshelf.vllm.metadata.BY_PARAMETERS` where no file tells what vLLM
-        loaded.
+    on_known : Callable[[str, Published], None]
+        Called on the background thread with the fingerprint and with what the model publishes
+        beside its weights. The fingerprint is :data:`~kvshelf.vllm.metadata.BY_PARAMETERS` where no
+        file tells what vLLM loaded.
     on_problem : Callable[[str], None]
         Called on the background thread when there can be no fingerprint, with the reason and
         what to do.
+    classes : Iterable of type
+        The classes of the loaded model's modules.
     on_thread_start : Callable, optional
         Called first on each thread that hashes.
     """
@@ -674,48 +673,52 @@ class WeightsIdentity:
         vllm_config: Any,
         config: Config,
         *,
-        on_known: Callable[[str], None],
+        on_known: Callable[[str, Published], None],
         on_problem: Callable[[str], None],
+        classes: Iterable[type] = (),
         on_thread_start: Callable[[], None] | None = None,
     ) -> None:
         self._vllm_config = vllm_config
         self._config = config
         self._on_known = on_known
         self._on_problem = on_problem
+        self._classes = tuple(classes)
         self._on_thread_start = on_thread_start
         self._cancel = threading.Event()
 
     def start(self) -> None:
-        """Start; a string that the user gave is reported before this returns."""
+        """Start; wait a moment where only small files are read."""
         given = self._config.weights
-        if given not in ("content", "sampled"):
-            self._on_known(f"user:{given}")
-            return
         if given == "sampled":
             logger.warning(
                 "weights: sampled: only samples of the weight files are hashed; two models"
                 " that differ elsewhere would share KV. Use it for files that never change."
             )
-        self._spawn(self._find)
+        thread = threading.Thread(target=self._run, name="kvshelf-weights", daemon=True)
+        thread.start()
+        if given not in ("content", "sampled"):
+            thread.join(_JOIN_SECONDS)
 
     def cancel(self) -> None:
         """Stop hashing; no problem is reported any more."""
         self._cancel.set()
 
-    def _spawn(self, work: Callable[[], None]) -> None:
-        def run() -> None:
-            try:
-                work()
-            except Exception as error:  # noqa: BLE001 - reported to on_problem
-                if not self._cancel.is_set():
-                    self._on_problem(
-                        f"the weights could not be fingerprinted ({error}); nothing is stored"
-                        " or loaded. Set `weights` to a string that identifies them"
-                    )
+    def _run(self) -> None:
+        what = "configuration"
+        try:
+            published = read_published(self._vllm_config, self._classes, process_start_time())
+            what = "weights"
+            found = self._find()
+        except Exception as error:  # noqa: BLE001 - reported to on_problem
+            if not self._cancel.is_set():
+                self._on_problem(_NOT_IDENTIFIED[what].format(error))
+            return
+        self._on_known(found, published)
 
-        threading.Thread(target=run, name="kvshelf-weights", daemon=True).start()
-
-    def _find(self) -> None:
+    def _find(self) -> str:
+        given = self._config.weights
+        if given not in ("content", "sampled"):
+            return f"user:{given}"
         load_format = str(getattr(self._vllm_config.load_config, "load_format", "auto"))
         if load_format == "dummy":
             # Objects of such weights would fill the shelf, and no later engine could load them.
@@ -723,11 +726,10 @@ class WeightsIdentity:
                 "load_format is dummy: nobody else has a use for these random weights"
             )
         try:
-            found = self._fingerprint(load_format, process_start_time())
+            return self._fingerprint(load_format, process_start_time())
         except (ConfigError, TransientStorageError, OSError) as error:
             logger.info("the weights are named by the loaded parameters, not by files: %s", error)
-            found = BY_PARAMETERS
-        self._on_known(found)
+            return BY_PARAMETERS
 
     def _fingerprint(self, load_format: str, changed_since: float) -> str:
         model = getattr(self._vllm_config.model_config, "hf_config", None)
@@ -736,7 +738,7 @@ class WeightsIdentity:
                 raise ConfigError(f"a part of the weights comes from another model, {other}")
         model_dir = local_model_dir(self._vllm_config)
         files = weight_files(model_dir, load_format)
-        for link in _links_along(model_dir):
+        for link in links_along(model_dir):
             if link.lstat().st_ctime > changed_since:
                 raise ConfigError(
                     f"the link {link} was made after the engine began to start, so it is"

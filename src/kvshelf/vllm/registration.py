@@ -40,7 +40,7 @@ import functools
 import logging
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -77,6 +77,7 @@ from kvshelf.vllm.namespace import (
     shard_plans,
     stage_ranks,
 )
+from kvshelf.vllm.published import Published
 from kvshelf.vllm.registered_caches import RegisteredCaches, describe_caches
 from kvshelf.vllm.slots import GroupSlots, TokenSlots
 from kvshelf.vllm.speculation import DRAFTER_SHARE
@@ -204,6 +205,7 @@ class Registration:
         #: The last report carried all that there is to report.
         self._reported = False
         self._weights: str | None = None
+        self._published = Published()
         self._identity: WeightsIdentity | None = None
         #: Counts registrations, for the fingerprinting threads of earlier ones.
         self._generation = 0
@@ -222,10 +224,16 @@ class Registration:
 
     # ------------------------------------------------------------- caches and weights
 
-    def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+    def register(self, kv_caches: Mapping[str, torch.Tensor], classes: Iterable[type] = ()) -> None:
         """Describe the engine's caches, allocate memory, start to fingerprint the weights.
 
         The memory of an earlier registration must not be in use any more.
+
+        Parameters
+        ----------
+        kv_caches : Mapping
+        classes : Iterable of type
+            The classes of the loaded model's modules, some of which may be remote code.
 
         Raises
         ------
@@ -237,6 +245,7 @@ class Registration:
         self.cancel_weights()
         self._close_ready()
         self.caches = self._weights = None
+        self._published = Published()
         self.memories = {}
         self._reported = False
         # Loads the compiled code now, so that no step has to.
@@ -258,6 +267,7 @@ class Registration:
             self._config,
             on_known=functools.partial(self._weights_known, self._generation),
             on_problem=self.disable,
+            classes=classes,
             on_thread_start=widen_cpu_affinity,
         )
         self._identity.start()
@@ -288,12 +298,12 @@ class Registration:
         if self._identity is not None:
             self._identity.cancel()
 
-    def _weights_known(self, generation: int, weights: str) -> None:
+    def _weights_known(self, generation: int, weights: str, published: Published) -> None:
         """Complete the report, and prepare memory for the namespace that it makes."""
         with self._lock:
             if generation != self._generation or self.caches is None or self.disabled_reason:
                 return
-            report = self.caches.report
+            report = replace(self.caches.report, config=published.config, code=published.code)
             ready, self._ready = self._ready, None
         try:
             if ready is not None:
@@ -307,7 +317,7 @@ class Registration:
         with self._lock:
             current = generation == self._generation
             if current:
-                self._weights = weights
+                self._weights, self._published = weights, published
                 # The engine may serve other weights already, and come back to these.
                 self._reported = False
                 self._ready = ready
@@ -339,6 +349,8 @@ class Registration:
             return replace(
                 self.caches.report,
                 weights=self._weights,
+                config=self._published.config,
+                code=self._published.code,
                 disabled_reason=self.disabled_reason,
                 already_logged=self._already_logged,
             )

@@ -1,0 +1,195 @@
+"""What a model's repository publishes beside its weights, as this engine has read it.
+
+Owns the way from vLLM's configuration to the fields ``config`` and ``code`` of a namespace record:
+which local folder vLLM has read the configuration from, whether its files are still those that
+were read, and which remote code the loaded model comes from. What the files mean is said in
+:mod:`kvshelf.weights.configuration`.
+
+Contracts
+---------
+* Rank 0 reads for all ranks, on the thread that fingerprints the weights, and only local files: of
+  a hub's repository the snapshot of the commit that vLLM has parsed.
+* A file that was written after vLLM began to make its configuration may be another than the one
+  that vLLM parsed: nothing can be said then. Files of hub snapshots name their content, and what
+  vLLM pulled from an object storage it wrote itself.
+
+vLLM: ``engine/arg_utils.py`` (``EngineArgs.create_engine_config``),
+``transformers_utils/config.py`` (``get_config``), ``config/model.py``
+(``maybe_pull_model_tokenizer_for_runai``).
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from kvshelf.errors import ConfigError
+from kvshelf.weights.configuration import (
+    READ_NO_TOKEN_IDS,
+    code_lines,
+    config_files,
+    published_lines,
+)
+
+#: Tells the processes of an engine when vLLM began to make its configuration.
+_BEGAN: Final = "_KVSHELF_ENGINE_BEGAN"
+_OWN_MODELS: Final = "vllm.model_executor.models."
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """The fields `config` and `code` of a namespace record."""
+
+    config: tuple[str, ...] = ()
+    code: tuple[str, ...] = ()
+
+
+@functools.cache
+def note_begins() -> None:
+    """Have an engine's processes know when vLLM began to make its configuration. Idempotent."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    create: Any = EngineArgs.create_engine_config
+
+    @functools.wraps(create)
+    def create_and_note(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # Processes that are started for the engine inherit it.
+        os.environ[_BEGAN] = repr(time.time())
+        return create(self, *args, **kwargs)
+
+    EngineArgs.create_engine_config = create_and_note
+
+
+def read_published(vllm_config: Any, classes: Iterable[type], process_began: float) -> Published:
+    """Return what the model publishes. Blocks while files are read.
+
+    Parameters
+    ----------
+    vllm_config : VllmConfig
+    classes : Iterable of type
+        The classes of the loaded model's modules.
+    process_began : float
+        When this process began, in seconds since the epoch, for processes that do not know when
+        vLLM began to make the configuration.
+
+    Raises
+    ------
+    ConfigError
+        If the configuration that vLLM has parsed is not at hand.
+    OSError
+        If a file cannot be read.
+    """
+    model = vllm_config.model_config
+    parsed = (getattr(model, name, None) for name in ("hf_config", "hf_text_config"))
+    code = code_lines([*classes, *map(type, parsed)])
+    folder = config_folder(vllm_config)
+    if folder is None:
+        return Published((), code)
+    config_format = str(getattr(model, "config_format", "auto"))
+    lines = published_lines(folder, config_format=config_format, token_ids=_reads_token_ids(model))
+    if not getattr(model, "model_weights", ""):
+        began = float(os.environ.get(_BEGAN, process_began))
+        _check_unchanged(folder, config_files(folder, config_format=config_format), began)
+    return Published(lines, code)
+
+
+def config_folder(vllm_config: Any) -> Path | None:
+    """Return the folder that has the configuration; None where the weights' file holds it.
+
+    Raises
+    ------
+    ConfigError
+        If this machine has no such folder.
+    """
+    model = vllm_config.model_config
+    source = str(getattr(model, "hf_config_path", None) or model.model)
+    path = Path(source).expanduser()
+    if path.is_dir():
+        return path
+    if path.is_file():
+        return None
+    from huggingface_hub import snapshot_download
+
+    commit = getattr(getattr(model, "hf_config", None), "_commit_hash", None)
+    for cache in dict.fromkeys((None, getattr(vllm_config.load_config, "download_dir", None))):
+        try:
+            return Path(
+                snapshot_download(
+                    source,
+                    revision=commit or getattr(model, "revision", None),
+                    cache_dir=cache,
+                    local_files_only=True,
+                )
+            )
+        except (OSError, ValueError):
+            continue
+    if (folder := _modelscope_folder(model, vllm_config.load_config)) is not None:
+        return folder
+    raise ConfigError(
+        f"the model's configuration is not at hand: {source} is neither a folder nor a snapshot in"
+        " this machine's cache of Hugging Face. Set --hf-config-path to a folder with it"
+    )
+
+
+def _modelscope_folder(model: Any, load_config: Any) -> Path | None:
+    """Return where ModelScope's cache has a model; None without one (``VLLM_USE_MODELSCOPE``)."""
+    if os.environ.get("VLLM_USE_MODELSCOPE", "").lower() not in ("1", "true"):
+        return None
+    try:
+        from modelscope.hub.snapshot_download import snapshot_download
+
+        found = snapshot_download(
+            model_id=str(model.model),
+            revision=model.revision,
+            cache_dir=load_config.download_dir,
+            local_files_only=True,
+        )
+    except (ImportError, OSError, ValueError):
+        return None
+    return Path(found)
+
+
+def _check_unchanged(folder: Path, files: Iterable[Path], began: float) -> None:
+    """Raise ConfigError if a file may be another than the one that vLLM has parsed."""
+    for link in links_along(folder):
+        if link.lstat().st_ctime > began:
+            raise ConfigError(_changed(f"the link {link} was made"))
+    for file in files:
+        status = file.stat()
+        if not is_hub_link(file) and max(status.st_mtime, status.st_ctime) > began:
+            raise ConfigError(_changed(f"{file} was written"))
+
+
+def _changed(what: str) -> str:
+    return (
+        f"{what} after the engine began to start, so it is not known which configuration the engine"
+        " has: restart it"
+    )
+
+
+def _reads_token_ids(model: Any) -> bool:
+    """Whether the model's class may read the ids of tokens that begin, end and pad a text."""
+    name = getattr(model, "architecture", None)
+    if name not in READ_NO_TOKEN_IDS or model.using_transformers_backend():
+        return True
+    found = getattr(model.registry.models.get(name), "module_name", "")
+    return not str(found).startswith(_OWN_MODELS)
+
+
+def is_hub_link(file: Path) -> bool:
+    """Whether a file is a link of a hub's snapshot, whose target is named by its content."""
+    return file.is_symlink() and Path(os.readlink(file)).parent.name == "blobs"
+
+
+def links_along(path: Path) -> Iterator[Path]:
+    """Yield the symbolic links that resolving a path follows; the path must exist."""
+    path = Path(os.path.abspath(path))
+    for part in (*reversed(path.parents), path):
+        if part.is_symlink():
+            yield part
+            yield from links_along(part.parent / os.readlink(part))

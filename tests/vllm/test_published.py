@@ -1,0 +1,176 @@
+"""What an engine knows of the files that its model publishes."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from kvshelf.errors import ConfigError
+from kvshelf.format.model import ModelFacts
+from kvshelf.vllm import published
+from kvshelf.vllm.published import Published, config_folder, read_published
+from kvshelf.weights.configuration import published_lines
+
+CONFIG = {"architectures": ["Mini"], "rms_norm_eps": 1e-5}
+LATER = 3600.0
+
+
+def engine(model: Path | str, **fields: Any) -> Any:
+    """An engine's configuration."""
+    return SimpleNamespace(
+        model_config=SimpleNamespace(
+            **{"model": str(model), "hf_text_config": SimpleNamespace(), "revision": None} | fields
+        ),
+        load_config=SimpleNamespace(download_dir=None),
+    )
+
+
+def read(config: Any, began: float | None = None) -> Published:
+    """What is read by a process of an engine that began then, by default later than now."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("_KVSHELF_ENGINE_BEGAN", raising=False)
+        if began is not None:
+            patch.setenv("_KVSHELF_ENGINE_BEGAN", repr(began))
+        return read_published(config, (), time.time() + LATER)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    return folder
+
+
+def snapshot(cache: Path, content: dict[str, Any], commit: str = "a" * 40) -> Path:
+    """A repository in a cache of Hugging Face, written just now."""
+    root = cache / "models--org--m"
+    folder = root / "snapshots" / commit
+    for made in (root / "blobs", root / "refs", folder):
+        made.mkdir(parents=True, exist_ok=True)
+    (root / "refs" / "main").write_text(commit)
+    blob = root / "blobs" / commit
+    blob.write_text(json.dumps(content, indent=2))
+    (folder / "config.json").symlink_to(f"../../blobs/{commit}")
+    return folder
+
+
+def test_a_folder_a_copy_and_a_hub_s_snapshot_are_one(model: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "hub"
+    snapshot(cache, CONFIG)
+    # vLLM may pull a snapshot while it starts, and its files name their content.
+    of_hub = engine("org/m")
+    of_hub.load_config.download_dir = str(cache)
+    found = read(of_hub, began=0.0)
+    assert found == read(engine(model)) == Published(published_lines(CONFIG))
+    facts = {"layers": 2, "kv_heads": 2, "head_size": 8, "dtype": "bfloat16", "fingerprint": "w"}
+    by_program = ModelFacts(**facts, config=model)  # type: ignore[arg-type]
+    by_engine = ModelFacts(**facts, config=found.config, code=found.code)  # type: ignore[arg-type]
+    assert by_program.namespace() == by_engine.namespace()
+    assert "config" in by_program.namespace().record
+    with pytest.raises(ConfigError, match=r"expected a pathlib\.Path"):
+        ModelFacts(**facts, config=str(model))  # type: ignore[arg-type]
+
+
+def test_of_a_hub_the_commit_counts_that_vllm_has_parsed(tmp_path: Path) -> None:
+    snapshot(tmp_path, CONFIG, "a" * 40)
+    snapshot(tmp_path, CONFIG | {"rms_norm_eps": 1.0}, "b" * 40)
+    parsed = SimpleNamespace(_commit_hash="a" * 40)
+    config = engine("org/m", hf_config=parsed)
+    config.load_config.download_dir = str(tmp_path)
+    assert read(config).config == published_lines(CONFIG)
+
+
+@pytest.mark.parametrize("what", ["the file", "a link to the folder"])
+def test_a_file_that_was_written_after_vllm_began_says_nothing(
+    model: Path, tmp_path: Path, what: str
+) -> None:
+    place = model
+    if what != "the file":
+        for path in (model / "config.json", model):
+            os.utime(path, (0, 0))
+        place = tmp_path / "link"
+        place.symlink_to(model)
+    with pytest.raises(ConfigError, match="after the engine began to start"):
+        read(engine(place), time.time() - LATER)
+    read(engine(place), time.time() + LATER)
+    # vLLM wrote it itself where it pulls models from an object storage.
+    read(engine(place, model_weights="s3://bucket/m"), time.time() - LATER)
+
+
+def test_a_configuration_that_is_not_at_hand(tmp_path: Path, model: Path) -> None:
+    with pytest.raises(ConfigError, match="--hf-config-path"):
+        read(engine("org/unknown"))
+    with pytest.raises(ConfigError, match=r"has no config\.json"):
+        read(engine(tmp_path))
+    assert read(engine("org/unknown", hf_config_path=str(model))).config
+    # A file of weights holds its own.
+    (tmp_path / "m.gguf").touch()
+    assert read(engine(tmp_path / "m.gguf")) == Published()
+
+
+def test_of_modelscope_its_cache_is_asked(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, Any]] = []
+    module = SimpleNamespace(snapshot_download=lambda **given: asked.append(given) or str(model))
+    for name in ("modelscope", "modelscope.hub", "modelscope.hub.snapshot_download"):
+        monkeypatch.setitem(sys.modules, name, module)
+    with pytest.raises(ConfigError):
+        config_folder(engine("org/m"))
+    monkeypatch.setenv("VLLM_USE_MODELSCOPE", "True")
+    assert config_folder(engine("org/m")) == model
+    assert [given["local_files_only"] for given in asked] == [True]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # importing vLLM warns
+@pytest.mark.parametrize(
+    ("architecture", "by_transformers", "counts"),
+    [
+        ("LlamaForCausalLM", False, False),
+        ("LlamaForCausalLM", True, True),
+        ("GlmForCausalLM", False, True),
+    ],
+)
+def test_ids_of_special_tokens_count_where_a_class_may_read_them(
+    model: Path, architecture: str, by_transformers: bool, counts: bool
+) -> None:
+    from vllm.model_executor.models import ModelRegistry
+
+    def lines(token: int) -> tuple[str, ...]:
+        content = CONFIG | {"architectures": [architecture], "eos_token_id": token}
+        (model / "config.json").write_text(json.dumps(content))
+        fields = {
+            "architecture": architecture,
+            "using_transformers_backend": lambda: by_transformers,
+            "registry": ModelRegistry,
+        }
+        return read(engine(model, **fields)).config
+
+    assert (lines(1) != lines(2)) is counts
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # importing vLLM warns
+def test_an_engine_s_processes_know_when_its_configuration_was_begun(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from vllm.engine.arg_utils import EngineArgs
+
+    seen: list[float] = []
+    monkeypatch.setenv("_KVSHELF_ENGINE_BEGAN", "0.0")
+    monkeypatch.setattr(
+        EngineArgs,
+        "create_engine_config",
+        lambda self: seen.append(float(os.environ["_KVSHELF_ENGINE_BEGAN"])),
+    )
+    published.note_begins.__wrapped__()
+    before = time.time()
+    EngineArgs.create_engine_config(SimpleNamespace())  # type: ignore[arg-type]
+    assert before <= seen[0] <= time.time()
