@@ -17,7 +17,12 @@ pytest.importorskip("vllm")
 from kvshelf.errors import ConfigError
 from kvshelf.format.model import ModelFacts
 from kvshelf.vllm import published
-from kvshelf.vllm.published import Published, config_folder, read_published
+from kvshelf.vllm.published import (
+    Published,
+    attention_temperature,
+    config_folder,
+    read_published,
+)
 from kvshelf.weights.configuration import published_lines
 
 CONFIG = {"architectures": ["Mini"], "rms_norm_eps": 1e-5}
@@ -174,3 +179,38 @@ def test_an_engine_s_processes_know_when_its_configuration_was_begun(
     before = time.time()
     EngineArgs.create_engine_config(SimpleNamespace())  # type: ignore[arg-type]
     assert before <= seen[0] <= time.time()
+
+
+def test_layers_that_scale_queries_by_their_position() -> None:
+    """As vLLM builds Llama 4: with rotated positions, without them, and without scaling."""
+
+    def layer(tuned: bool, floor: float = 8192.0) -> SimpleNamespace:
+        return SimpleNamespace(attn_temperature_tuning=tuned, floor_scale=floor, attn_scale=0.1)
+
+    facts: dict[str, Any] = {
+        "layers": 2,
+        "kv_heads": 2,
+        "head_size": 8,
+        "dtype": "bfloat16",
+        "weights": "w",
+    }
+
+    def namespace(*layers: object) -> Any:
+        found = attention_temperature(layers)
+        return ModelFacts(**facts, attention_temperature=found).namespace()
+
+    plain = namespace(layer(False), SimpleNamespace())
+    assert plain == ModelFacts(**facts).namespace()
+    scaled = namespace(layer(True), layer(True), layer(False))
+    assert scaled.record["attention_temperature"] == ["8192.0 0.1"]
+    assert len({plain, scaled, namespace(layer(True, 64))}) == 3
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # importing vLLM warns
+def test_llama_4_has_what_is_read() -> None:
+    import inspect
+
+    llama4 = pytest.importorskip("vllm.model_executor.models.llama4")
+    source = inspect.getsource(llama4.Llama4Attention.__init__)
+    for name in ("attn_temperature_tuning", "floor_scale", "attn_scale"):
+        assert f"self.{name} = " in source

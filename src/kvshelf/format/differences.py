@@ -17,6 +17,10 @@ _ADVICE: Final[Mapping[str, str]] = {
     "weights": "serve the same weights, or set weights to the same name",
     "config": "serve the same configuration files",
     "code": "serve the same remote code",
+    "attention_temperature": (
+        "set attn_temperature_tuning by --override-generation-config, or --max-model-len on the"
+        " same side of 32768,"
+    ),
     "version": "set version to the same string",
     "chunk_size": "set chunk_size to the same number",
     "kinds": "turn vLLM's hybrid KV cache manager on or off alike",

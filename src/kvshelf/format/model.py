@@ -157,6 +157,9 @@ class ModelFacts:
         Quantization of the weights.
     kv_scales : str, optional
         SHA-256, 64 hex, of the scales of an fp8 cache.
+    attention_temperature : tuple of str, optional
+        How layers scale queries by their position, where an engine decides that at its start, as
+        the field of this name of a namespace record.
     config : path or Mapping or tuple of str, optional
         The model's configuration as published: its folder, its ``config.json``, the parsed content
         of that, or the field ``config`` of a namespace record. When absent, that in the folder that
@@ -190,6 +193,7 @@ class ModelFacts:
     mla_rank: int | None = None
     quantization: str | None = None
     kv_scales: str | None = None
+    attention_temperature: tuple[str, ...] | None = None
     config: os.PathLike[str] | Mapping[str, Any] | tuple[str, ...] | None = None
     code: tuple[str, ...] | None = None
     config_overrides: str | None = None
@@ -396,6 +400,7 @@ class ModelFacts:
             "mla_rank": self.mla_rank,
             "quantization": self.quantization,
             "kv_scales": self.kv_scales,
+            "attention_temperature": self.attention_temperature or None,
             "config": self._config_field() or None,
             "code": self.code or None,
             "config_overrides": self.config_overrides,

@@ -39,6 +39,7 @@ _MAX_JSON_INT: Final = 2**53 - 1
 #: Every field a namespace record may hold, and the type of its value.
 FIELDS: Final[Mapping[str, str]] = {
     "attention": "list[str]",
+    "attention_temperature": "list[str]",
     "chunk_size": "int",
     "code": "list[str]",
     "compute_dtype": "str",

@@ -229,6 +229,8 @@ class WorkerReport:
         The worker has already logged `disabled_reason`.
     kinds : tuple of str
         The kind of each layer; empty where there is only full.
+    attention_temperature : tuple of str
+        How this rank's layers scale queries by their position, as in the namespace record.
     config, code : tuple of str
         What the model publishes beside its weights, as in the namespace record; empty until
         `weights` is known, and on all ranks but rank 0.
@@ -246,6 +248,7 @@ class WorkerReport:
     disabled_reason: str = ""
     already_logged: bool = False
     kinds: tuple[str, ...] = ()
+    attention_temperature: tuple[str, ...] = ()
     config: tuple[str, ...] = ()
     code: tuple[str, ...] = ()
 

@@ -163,6 +163,11 @@ def model_facts(vllm_config: Any) -> ModelFacts:
             "the model's classes may be remote code, which is known only to the loaded model: pass"
             " namespace"
         )
+    if any("Llama4" in name for name in getattr(model.hf_config, "architectures", None) or ()):
+        raise ConfigError(
+            "whether Llama 4 scales queries by their position is known only to the loaded model:"
+            " pass namespace"
+        )
     return replace(
         facts,
         quantization=str(model.quantization) if model.quantization else None,

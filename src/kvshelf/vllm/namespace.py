@@ -152,6 +152,7 @@ def build_namespace(
         mla_rank=int(rank) if "mla" in attention and rank else None,
         quantization=str(model.quantization) if model.quantization else None,
         kv_scales=_scales_digest(joined("kv_scales")),
+        attention_temperature=tuple(sorted(set(joined("attention_temperature")))),
         config=stages[0].config,
         code=stages[0].code,
         config_overrides=config_overrides(model, config),

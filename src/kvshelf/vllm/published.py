@@ -1,4 +1,4 @@
-"""What a model's repository publishes beside its weights, as this engine has read it.
+"""What a model's repository publishes beside its weights, and what vLLM has made of it.
 
 Owns the way from vLLM's configuration to the fields ``config`` and ``code`` of a namespace record:
 which local folder vLLM has read the configuration from, whether its files are still those that
@@ -96,6 +96,25 @@ def read_published(vllm_config: Any, classes: Iterable[type], process_began: flo
         began = float(os.environ.get(_BEGAN, process_began))
         _check_unchanged(folder, config_files(folder, config_format=config_format), began)
     return Published(lines, code)
+
+
+def attention_temperature(modules: Iterable[object]) -> tuple[str, ...]:
+    """Return the field `attention_temperature` of a namespace record for a rank's layers.
+
+    vLLM decides on it when it builds Llama 4, by ``--max-model-len`` and the generation's
+    configuration, and only the modules tell (vllm/model_executor/models/llama4.py).
+    """
+    return tuple(
+        sorted(
+            {
+                f"{float(one.floor_scale)!r} {float(one.attn_scale)!r}"
+                for one in modules
+                if getattr(one, "attn_temperature_tuning", False)
+                and hasattr(one, "floor_scale")
+                and hasattr(one, "attn_scale")
+            }
+        )
+    )
 
 
 def config_folder(vllm_config: Any) -> Path | None:

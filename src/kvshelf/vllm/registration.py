@@ -77,7 +77,7 @@ from kvshelf.vllm.namespace import (
     shard_plans,
     stage_ranks,
 )
-from kvshelf.vllm.published import Published
+from kvshelf.vllm.published import Published, attention_temperature
 from kvshelf.vllm.registered_caches import RegisteredCaches, describe_caches
 from kvshelf.vllm.slots import GroupSlots, TokenSlots
 from kvshelf.vllm.speculation import DRAFTER_SHARE
@@ -224,7 +224,9 @@ class Registration:
 
     # ------------------------------------------------------------- caches and weights
 
-    def register(self, kv_caches: Mapping[str, torch.Tensor], classes: Iterable[type] = ()) -> None:
+    def register(
+        self, kv_caches: Mapping[str, torch.Tensor], modules: Iterable[torch.nn.Module] = ()
+    ) -> None:
         """Describe the engine's caches, allocate memory, start to fingerprint the weights.
 
         The memory of an earlier registration must not be in use any more.
@@ -232,8 +234,8 @@ class Registration:
         Parameters
         ----------
         kv_caches : Mapping
-        classes : Iterable of type
-            The classes of the loaded model's modules, some of which may be remote code.
+        modules : Iterable of Module
+            Of the loaded model.
 
         Raises
         ------
@@ -250,13 +252,16 @@ class Registration:
         self._reported = False
         # Loads the compiled code now, so that no step has to.
         ops.implementation()
-        caches = self.caches = describe_caches(
+        modules = list(modules)
+        found = describe_caches(
             kv_caches,
             self._vllm_config,
             self._config,
             self._kv_cache_config,
             of_drafter=self._of_drafter,
         )
+        report = replace(found.report, attention_temperature=attention_temperature(modules))
+        caches = self.caches = replace(found, report=report)
         ops.implementation(caches.device)
         self._check_fit(caches)
         if self._rank or self.state is State.DISABLED:
@@ -267,7 +272,7 @@ class Registration:
             self._config,
             on_known=functools.partial(self._weights_known, self._generation),
             on_problem=self.disable,
-            classes=classes,
+            classes={type(module) for module in modules},
             on_thread_start=widen_cpu_affinity,
         )
         self._identity.start()

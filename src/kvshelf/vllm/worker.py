@@ -256,14 +256,11 @@ class WorkerSide:
                 "this vLLM version does not expose which LoRA adapters it loads, so KV of requests"
                 " with one is not stored"
             )
-        self._registration.register(kv_caches, self._model_classes())
+        model = None if self._weights is None else self._weights.model
+        self._registration.register(kv_caches, () if model is None else model.modules())
         self._take_memory()
         if self._drafts is not None:
             self._drafts.register(kv_caches)
-
-    def _model_classes(self) -> set[type]:
-        model = None if self._weights is None else self._weights.model
-        return set() if model is None else {type(module) for module in model.modules()}
 
     def _take_memory(self) -> None:
         """Take the memory of the tier that is configured, once."""
