@@ -124,18 +124,27 @@ def test_a_shelf_written_with_one_block_size_is_read_with_another(
 
 @pytest.mark.parametrize("release", RELEASES, ids=lambda release: release.name)
 def test_a_release_s_canonical_shelf_is_loaded_on_every_processor(
-    by_block_size: dict[int, Engine], canonical: Shelf, reference: Reference, release: Path
+    engines: Engines, places: Places, reference: Reference, release: Path
 ) -> None:
+    """By an engine whose namespace has no more fields than that release's."""
     stored = json.loads((release / "prompt.json").read_text())
-    engine = by_block_size[64]
-    engine.generate([3] * 300, max_tokens=1)  # so that the engine's namespace is there
-    canonical.wait_for([3] * 300)
-    [folder] = canonical.namespaces()
-    shutil.copytree(release / "shelf" / folder.name, folder, dirs_exist_ok=True)
-    engine.reset_prefix_cache()
-    answer = engine.generate(stored["tokens"])
-    assert answer.shelf_tokens == stored["chunks"] * 256
-    assert_same(answer, reference(stored["tokens"]), NEAR_TIE)
+    shelf = Shelf(places.root / f"canonical shelf of {release.name}", 256)
+    with engines.start(
+        f"reads {release.name}",
+        model=places.model,
+        connector=("ConnectorWithoutConfiguration", "earlier_connector"),
+        extra_config={"shared_storage_path": str(shelf.root), "layout": "canonical"},
+        env={"PYTHONPATH": str(Path(__file__).parent)},
+        block_size=64,
+    ) as engine:
+        engine.generate([3] * 300, max_tokens=1)  # so that the engine's namespace is there
+        shelf.wait_for([3] * 300)
+        [folder] = shelf.namespaces()
+        shutil.copytree(release / "shelf" / folder.name, folder, dirs_exist_ok=True)
+        engine.reset_prefix_cache()
+        answer = engine.generate(stored["tokens"])
+        assert answer.shelf_tokens == stored["chunks"] * 256
+        assert_same(answer, reference(stored["tokens"]), NEAR_TIE)
 
 
 def test_canonical_and_native_are_bit_equal(
