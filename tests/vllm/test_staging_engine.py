@@ -102,8 +102,9 @@ def test_a_prompt_that_one_step_computes_is_stored_in_one_pass(
     reference: Reference,
     prompt: MakePrompt,
 ) -> None:
-    producer.generate(prompt(CHUNK + 1))
-    shelf.wait_objects(len(shelf.of([0] * CHUNK)[0]))
+    first = prompt(CHUNK + 1)
+    producer.generate(first)
+    shelf.wait_stored(first)
     tokens = prompt(LENGTH)
     before = len(shelf.objects())
     counted = Counted(producer)
