@@ -1,7 +1,7 @@
 """Checks and measures kvshelf on a machine with a GPU: ``first_light.py --part PART``.
 
-Needs a Python with torch 2.11 or newer for the GPU, a copy of this repository, and beside them
-what ``make gpu-pack`` collected, or a CUDA compiler and cmake. No make, no network, no vLLM. The
+Needs a Python with torch 2.11 or newer for the GPU, and the folder that ``gpu_pack.py`` made, or a
+copy of this repository, a CUDA compiler and cmake. No make, no network, no vLLM. The
 parts are smoke, checks, figures and design. Each stands by itself, ends within eight minutes
 (smoke: two), and writes two files: ``PART.json``, the report, and ``PART.log``, what its processes
 printed.
@@ -30,7 +30,7 @@ from types import FrameType
 from typing import Any, Final
 
 import gpu_tools
-from gpu_box import HERE, LEAST_TORCH, ROOT, Box, all_sources
+from gpu_box import COLD_SECONDS, HERE, LEAST_TORCH, ROOT, Box, all_sources
 from gpu_parts import PARTS, SECONDS, Group
 from gpu_verdict import verdict
 
@@ -39,7 +39,7 @@ SCHEMA: Final = 1
 MOST_PRINTED: Final = 8000
 _KEPT_FOR_THE_END: Final = 1200
 #: A process has this long to import torch and find the device, and afterwards to end.
-_START_SECONDS: Final = 60
+_START_SECONDS: Final = COLD_SECONDS
 _END_SECONDS: Final = 15
 _MOST_LOG_BYTES: Final = 4 << 20
 
@@ -193,7 +193,7 @@ class Part:
         version = tuple(int(part) for part in machine["torch"].split("+")[0].split(".")[:2])
         if version < LEAST_TORCH or machine["capability"][0] < 8:
             return f"torch {machine['torch']} or {machine['gpu']} is too old"
-        library = self.box.prepare(machine, min(150.0, self.left - 20))
+        library = self.box.prepare(machine, min(300.0, self.left - 20))
         self._say(library=library)
         self.screen.line(f"library: {json.dumps(library)}")
         if library["served"] != "cuda":

@@ -1,8 +1,8 @@
 """Makes kvshelf usable on a machine with a GPU, from a copy of this repository, without network.
 
 Owns the folder ``site`` from which the groups import kvshelf: the Python files of the working
-tree, the packages of ``make gpu-pack``, and the library with the kernels. A library that was
-built from other sources or does not load is built anew. Imports neither torch nor kvshelf.
+tree, the packages that ``gpu_pack.py`` collected, and the library with the kernels. A library that
+was built from other sources or does not load is built anew. Imports neither torch nor kvshelf.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import time
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,6 +25,8 @@ LIBRARY: Final = "libkvshelf_ops.so"
 #: Beside a packed library: the digest of the sources that it was built from.
 BUILT_FROM: Final = "library.txt"
 LEAST_TORCH: Final = (2, 11)
+#: The first import of torch on a machine that reads its disk for the first time.
+COLD_SECONDS: Final = 180
 
 _PROBE: Final = """
 import json, sys
@@ -128,7 +131,7 @@ class Box:
     work : Path
         Folder for the site and for builds.
     pack : Path
-        Filled by ``make gpu-pack``; may be absent.
+        Filled by ``gpu_pack.py``; may be absent.
     """
 
     def __init__(self, python: str, work: Path, pack: Path) -> None:
@@ -150,7 +153,7 @@ class Box:
 
     def machine(self) -> dict[str, Any]:
         """Return what this machine is."""
-        found = _json(run([self.python, "-c", _PROBE], 60)[1])
+        found = _json(run([self.python, "-c", _PROBE], COLD_SECONDS)[1])
         asked = "driver_version,pcie.link.gen.current,pcie.link.gen.max,pcie.link.width.current"
         code, told = run(["nvidia-smi", f"--query-gpu={asked}", "--format=csv,noheader"], 20)
         if code == 0:
@@ -231,6 +234,20 @@ class Box:
         return problem
 
 
+def cuda_compiler(env: Mapping[str, str], places: Path = Path("/usr/local")) -> str | None:
+    """Return the CUDA compiler that the user names, or that is found, or the newest installed."""
+
+    def version(compiler: Path) -> list[int]:
+        return [int(number) for number in re.findall(r"[0-9]+", compiler.parts[-3])]
+
+    installed = max(places.glob("cuda*/bin/nvcc"), key=version, default=None)
+    return (
+        env.get("CUDACXX")
+        or shutil.which("nvcc", path=env.get("PATH"))
+        or (str(installed) if installed else None)
+    )
+
+
 def build_library(
     python: str, folder: Path, architectures: str, seconds: float, env: dict[str, str]
 ) -> str:
@@ -242,6 +259,12 @@ def build_library(
     options = [f"-DPython_EXECUTABLE={python}", "-DKVSHELF_CUDA=ON"]
     if architectures:
         options.append(f"-DCMAKE_CUDA_ARCHITECTURES={architectures}")
+    if shutil.which("ninja", path=env.get("PATH")):
+        # CMake's default is make, which such machines may lack.
+        options += ["-G", "Ninja"]
+    compiler = cuda_compiler(env)
+    if compiler:
+        env = env | {"CUDACXX": compiler}
     for command in (
         (cmake, "-S", ROOT / "cuda", "-B", folder, *options),
         (cmake, "--build", folder, "--parallel"),

@@ -1,7 +1,9 @@
-"""Collects what a machine with a GPU, but without network, needs for ``first_light.py``.
+"""Makes the folder that is carried to a machine with a GPU, but without network.
 
-Into one folder (default: build/gpu-pack): the library with kernels for several generations of
-GPUs, and wheels of the packages that kvshelf needs beside torch, for one version of Python.
+``gpu_pack.py --into FOLDER`` (default: build/gpu-run) copies what is tested and what tests it, and
+adds in FOLDER/build/gpu-pack the library with kernels for several generations of GPUs, and wheels
+of the packages that kvshelf needs beside torch, for one version of Python. There, one command runs
+a part: ``python3 FOLDER/cuda/gpu/first_light.py --part PART``.
 """
 
 from __future__ import annotations
@@ -12,14 +14,22 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Final
 
 from gpu_box import BUILT_FROM, LIBRARY, ROOT, build_library, library_sources
 
 #: Beside torch, numpy and typing-extensions, which torch brings.
-PACKAGES = ("apache-tvm-ffi>=0.1.6,<0.2", "xxhash>=3.4", "safetensors>=0.5", "fsspec>=2024.6")
-#: What may travel at all, in bytes; the working tree counts as well.
-MOST_BYTES = 64 << 20
-PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
+PACKAGES: Final = (
+    "apache-tvm-ffi>=0.1.6,<0.2",
+    "xxhash>=3.4",
+    "safetensors>=0.5",
+    "fsspec>=2024.6",
+)
+#: What is copied of the repository: the rest is of no use there.
+COPIED: Final = ("src", "backends", "cuda")
+#: What may travel at all, in bytes; the working tree, which may travel as well, counts too.
+MOST_BYTES: Final = 64 << 20
+PLATFORMS: Final = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
 
 
 def download(folder: Path, python: str, package: str) -> None:
@@ -39,44 +49,50 @@ def download(folder: Path, python: str, package: str) -> None:
 
 def size_of(folder: Path) -> int:
     """Return the total size of a folder's files, in bytes."""
-    return sum(path.stat().st_size for path in folder.iterdir())
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
-def tree_bytes() -> int:
-    """Return the bytes of the working tree: what git tracks or would track."""
+def tree(*folders: str) -> list[Path]:
+    """Return the files of the working tree, or of some folders: what git tracks or would track."""
     listing = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],  # noqa: S607
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", *folders],  # noqa: S607
         cwd=ROOT,
         check=False,
         capture_output=True,
         text=True,
     ).stdout
-    paths = [ROOT / name for name in listing.split("\0") if name]
-    return sum(path.stat().st_size for path in paths if path.is_file())
+    return [path for name in listing.split("\0") if name and (path := ROOT / name).is_file()]
 
 
 def main() -> int:
     """Run as a script."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path, nargs="?", default=ROOT / "build" / "gpu-pack")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--into", type=Path, default=ROOT / "build" / "gpu-run", metavar="FOLDER")
     parser.add_argument("--python", default="3.12", help="of the machine; default: 3.12")
     options = parser.parse_args()
-    folder: Path = options.folder
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    into: Path = options.into
+    shutil.rmtree(into, ignore_errors=True)
+    pack = into / "build" / "gpu-pack"
+    pack.mkdir(parents=True)
+    for path in tree(*COPIED):
+        target = into / path.relative_to(ROOT)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, target)
     print("the library, with kernels")
     built = ROOT / "build" / "gpu-library"
     problem = build_library(sys.executable, built, "", 900, dict(os.environ))
     if problem:
         print(problem, file=sys.stderr)
         return 1
-    shutil.copy(built / LIBRARY, folder / LIBRARY)
-    (folder / BUILT_FROM).write_text(library_sources())
+    shutil.copy(built / LIBRARY, pack / LIBRARY)
+    (pack / BUILT_FROM).write_text(library_sources())
     for package in PACKAGES:
         print(package)
-        download(folder, options.python, package)
-    total = size_of(folder) + tree_bytes()
-    print(f"{folder}: {size_of(folder) / 2**20:.1f} MiB, {total / 2**20:.1f} with the tree")
+        download(pack, options.python, package)
+    total = size_of(into) + sum(path.stat().st_size for path in tree())
+    print(f"{into}: {size_of(into) / 2**20:.1f} MiB, {total / 2**20:.1f} with the tree")
     if total > MOST_BYTES:
         print(f"more than {MOST_BYTES / 2**20:.0f} MiB", file=sys.stderr)
         return 1

@@ -55,6 +55,7 @@ from pydantic_settings import (
 )
 
 from kvshelf.errors import ConfigError
+from kvshelf.paths import cache_dir, names_a_path
 from kvshelf.urls import directory_of, shown_url
 
 ENV_PREFIX: Final = "KVSHELF_"
@@ -132,11 +133,6 @@ def _absolute(value: object) -> object:
     if not value.strip():
         raise ValueError("is empty; give a directory or a URL, or leave the option out")
     return value if _URL.match(value) else os.path.abspath(os.path.expanduser(value))
-
-
-def names_a_path(text: str) -> bool:
-    """Whether a text is written like a path, or a file or folder of that name exists."""
-    return text.strip().startswith(("/", "~", "./", "../")) or os.path.lexists(text)
 
 
 def _weights(value: str) -> str:
@@ -857,29 +853,6 @@ class Config(BaseSettings):
             raise _error(_not_json(environ)) from None
         finally:
             _sources.reset(token)
-
-
-def cache_dir(environ: Mapping[str, str] | None = None) -> Path:
-    """Return the folder for the files that kvshelf keeps for this user on this machine.
-
-    Parameters
-    ----------
-    environ : Mapping, optional
-        The environment; ``os.environ`` when absent.
-
-    Returns
-    -------
-    Path
-        ``KVSHELF_CACHE_DIR``, else ``$XDG_CACHE_HOME/kvshelf``, else
-        ``~/.cache/kvshelf``. Not created.
-    """
-    environ = os.environ if environ is None else environ
-    if own := environ.get("KVSHELF_CACHE_DIR"):
-        return Path(own).expanduser().absolute()
-    # The XDG specification requires that a relative path be ignored.
-    if (base := environ.get("XDG_CACHE_HOME")) and os.path.isabs(base):
-        return Path(base) / "kvshelf"
-    return Path("~/.cache/kvshelf").expanduser()
 
 
 def history_dir(config: Config, environ: Mapping[str, str] | None = None) -> Path | None:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import copy
+import functools
+import importlib.util
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import zipfile
 from collections.abc import Callable, Iterator
@@ -25,6 +30,7 @@ import gpu_pack
 import gpu_tools
 import pytest
 import torch
+from bare_machine import hide_packages
 from emulation import emulation
 from gpu_decisions import DECISIONS
 from gpu_groups import Context, Timing
@@ -46,9 +52,17 @@ def command(part: str, out: Path, *options: object) -> list[str]:
     return [sys.executable, str(SCRIPTS / "first_light.py"), *map(str, arguments)]
 
 
+@functools.cache
+def bare() -> str:
+    """A folder that hides from Python what a machine with a GPU does not have."""
+    folder = Path(tempfile.mkdtemp(prefix="kvshelf-bare-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return str(hide_packages(folder, gpu_pack.PACKAGES))
+
+
 def environment(fault: str = "") -> dict[str, str]:
     emulation()  # builds it, so that no time limit runs meanwhile
-    paths = [str(SCRIPTS), *filter(None, sys.path)]
+    paths = [bare(), str(SCRIPTS), *filter(None, sys.path)]
     return os.environ | {"SEEDED_FAULT": fault, "PYTHONPATH": os.pathsep.join(paths)}
 
 
@@ -146,17 +160,31 @@ def judged_with(out: Path, tmp_path: Path) -> tuple[bool, str]:
     return passed, "\n".join(lines)
 
 
-@pytest.mark.slow
-def test_an_honest_run_of_all_parts_passes_but_not_as_one_on_a_gpu(tmp_path: Path) -> None:
-    folders = []
-    for part in PARTS:
-        out = tmp_path / part
-        code, output = run_part(part, out)
+@pytest.fixture(scope="module")
+def honest(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The reports of parts that passed, each run once."""
+    folder = tmp_path_factory.mktemp("honest")
+
+    @functools.cache
+    def of(part: str) -> Path:
+        code, output = run_part(part, folder / part)
         assert code == 0, output
         assert len(output) <= first_light.MOST_PRINTED
-        report = report_of(out, part)
-        assert report["state"] == "complete"
-        folders.append(out)
+        return folder / part
+
+    return of
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_an_honest_part_passes(part: str, honest: Callable[[str], Path]) -> None:
+    report = report_of(honest(part), part)
+    assert report["state"] == "complete"
+    states = {name: result["state"] for name, result in report["groups"].items()}
+    assert set(states.values()) <= {"ok", "not run", "needs a GPU"}, states
+
+
+def test_an_honest_run_passes_but_not_as_one_on_a_gpu(honest: Callable[[str], Path]) -> None:
+    folders = [honest(part) for part in PARTS]
     assert verdict(folders)[0] is False
     passed, lines = verdict(folders, emulated=True)
     assert passed, lines
@@ -176,15 +204,30 @@ def test_an_honest_run_of_all_parts_passes_but_not_as_one_on_a_gpu(tmp_path: Pat
     assert done.stdout.splitlines()[-1].startswith("verdict: FAIL (")
 
 
-def test_an_honest_part_passes(tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    code, output = run_part("smoke", out)
-    assert code == 0, output
-    groups = report_of(out)["groups"]
+def test_all_sizes_and_widths_are_compared(honest: Callable[[str], Path]) -> None:
+    groups = report_of(honest("smoke"))["groups"]
     assert groups["forms_dtypes_widths"]["widths"] == [1, 2, 4, 8, 16]
     assert groups["forms_dtypes_widths"]["comparisons"] > 500
-    passed, told = judged_with(out, tmp_path)
-    assert passed, told
+
+
+def test_a_bare_machine_imports_all_that_runs_there() -> None:
+    """Also what only runs on a GPU."""
+    names = [path.stem for path in SCRIPTS.glob("*.py")]
+    if importlib.util.find_spec("triton") is None:
+        names.remove("triton_writer")
+    for code, problem in (
+        (f"import {', '.join(names)}", ""),
+        ("import pydantic", "a bare machine has no module 'pydantic'"),
+    ):
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            env=environment(),
+            check=False,
+            capture_output=True,
+            text=True,
+        )
+        assert bool(done.returncode) is bool(problem), done.stderr
+        assert problem in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -707,6 +750,28 @@ def test_builds_that_fail_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert "no cmake" in gpu_box.build_library("python", tmp_path, "90", 9, {"PATH": "/nowhere"})
 
 
+def test_builds_use_ninja_and_the_newest_compiler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for version in ("12.8", "9.2", "13.0"):
+        nvcc = tmp_path / f"cuda-{version}" / "bin" / "nvcc"
+        nvcc.parent.mkdir(parents=True)
+        nvcc.touch()
+    assert gpu_box.cuda_compiler({"PATH": "/nowhere"}, tmp_path) == str(nvcc)
+    assert gpu_box.cuda_compiler({"PATH": "/nowhere", "CUDACXX": "mine"}, tmp_path) == "mine"
+    assert gpu_box.cuda_compiler({"PATH": "/nowhere"}, tmp_path / "none") is None
+    said = tmp_path / "said"
+    for name in ("cmake", "ninja"):
+        (tmp_path / name).write_text(f'#!/bin/sh\necho "$CUDACXX $@" >> {said}\n')
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setattr(gpu_box, "cuda_compiler", lambda env: "/there/nvcc")
+    told = gpu_box.build_library("python", tmp_path / "b", "90", 9, {"PATH": str(tmp_path)})
+    assert told == "cmake built no library"
+    configured = said.read_text().splitlines()[0]
+    assert configured.startswith("/there/nvcc -S ")
+    assert configured.endswith("-G Ninja")
+
+
 def test_a_command_that_hangs_is_ended() -> None:
     code, told = gpu_box.run(["sleep", "30"], 0.1)
     assert code is None
@@ -770,13 +835,17 @@ def test_figures_of_ncu_are_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tree", "problem", "code"), [(1000, "", 0), (65 << 20, "", 1), (0, "no CUDA compiler", 1)]
+    ("tree", "problem", "code"), [(1000, "", 0), (33 << 20, "", 1), (0, "no CUDA compiler", 1)]
 )
 def test_what_is_packed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tree: int, problem: str, code: int
 ) -> None:
     folder = tmp_path / "pack"
-    monkeypatch.setattr(gpu_pack, "ROOT", tmp_path)
+    root = tmp_path / "root"
+    (root / "src").mkdir(parents=True)
+    (root / "src" / "x.py").write_bytes(bytes(tree))
+    monkeypatch.setattr(gpu_pack, "ROOT", root)
+    monkeypatch.setattr(gpu_pack, "tree", lambda *_: [root / "src" / "x.py"])
 
     def build(python: str, built: Path, *_: object) -> str:
         built.mkdir(parents=True)
@@ -789,21 +858,27 @@ def test_what_is_packed(
 
     monkeypatch.setattr(gpu_pack, "build_library", build)
     monkeypatch.setattr(gpu_pack, "download", download)
-    monkeypatch.setattr(gpu_pack, "tree_bytes", lambda: tree)
-    monkeypatch.setattr(sys, "argv", ["gpu_pack.py", str(folder)])
+    monkeypatch.setattr(sys, "argv", ["gpu_pack.py", "--into", str(folder)])
     assert gpu_pack.main() == code
     if not problem:
         names = {"apache-tvm-ffi.whl", "xxhash.whl", "safetensors.whl", "fsspec.whl"}
-        assert {path.name for path in folder.iterdir()} == {
+        pack = folder / "build" / "gpu-pack"
+        assert {path.name for path in pack.iterdir()} == {
             *names,
             gpu_box.LIBRARY,
             gpu_box.BUILT_FROM,
         }
-        assert (folder / gpu_box.BUILT_FROM).read_text() == gpu_box.library_sources()
+        assert (pack / gpu_box.BUILT_FROM).read_text() == gpu_box.library_sources()
+        assert (folder / "src" / "x.py").stat().st_size == tree
 
 
-def test_the_working_tree_is_counted() -> None:
-    assert gpu_pack.tree_bytes() > 100_000
+def test_what_is_copied_is_what_is_tested() -> None:
+    """The reports of the copy and of the working tree are of the same sources."""
+    copied = {path for path in gpu_pack.tree(*gpu_pack.COPIED) if path.suffix != ".so"}
+    assert Path(first_light.__file__) in copied
+    folders = [gpu_pack.ROOT / name for name in gpu_pack.COPIED]
+    assert copied == set(gpu_box._files(*folders))
+    assert copied < set(gpu_pack.tree())
 
 
 def test_make_knows_the_targets() -> None:

@@ -46,7 +46,7 @@ from kvshelf.cli.common import (
     size_text,
     write_json,
 )
-from kvshelf.config import DiskTierConfig, cache_dir, history_dir
+from kvshelf.config import DiskTierConfig, history_dir
 from kvshelf.errors import (
     BadObjectError,
     ConfigError,
@@ -60,6 +60,7 @@ from kvshelf.errors import (
 from kvshelf.format.differences import differing_fields
 from kvshelf.format.names import parse_namespace_folder
 from kvshelf.format.namespace import Namespace
+from kvshelf.paths import cache_dir
 from kvshelf.shelf.shelf import Shelf, read_namespace
 from kvshelf.shelf.usage_ledger import BoundedBackend
 from kvshelf.tools.noted import still_bad

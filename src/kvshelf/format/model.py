@@ -25,11 +25,11 @@ from math import gcd
 from pathlib import Path
 from typing import Any, Final
 
-from kvshelf.config import cache_dir, names_a_path
 from kvshelf.errors import ConfigError, UnsupportedError
 from kvshelf.format.kinds import FULL, KINDS, SHARDS_FIELDS, STATE, Kind
 from kvshelf.format.namespace import FORMAT, FieldValue, Namespace, slugify
 from kvshelf.format.objects import ObjectFormat
+from kvshelf.paths import cache_dir, names_a_path
 from kvshelf.weights.configuration import CONFIG, ROPE_FIELDS, published_lines
 from kvshelf.weights.fingerprints import (
     FingerprintCache,

@@ -24,13 +24,14 @@ from typing import Any
 
 import torch
 
-from kvshelf.config import Config, cache_dir
+from kvshelf.config import Config
 from kvshelf.errors import ConfigError, TransientStorageError, UnsupportedError
 from kvshelf.format.kinds import FULL, KINDS, SHARDS_FIELDS, STATE, WINDOW, Kind
 from kvshelf.format.model import ModelFacts, default_shards, rope_text
 from kvshelf.format.namespace import Namespace
 from kvshelf.format.tensors import is_state, parse_state, shape_heads
 from kvshelf.kv.topology import ShardPlan, Topology, head_groups
+from kvshelf.paths import cache_dir
 from kvshelf.urls import shown_url
 from kvshelf.vllm.metadata import BY_PARAMETERS, LayerScales, WorkerReport
 from kvshelf.vllm.published import Published, is_hub_link, links_along, read_published

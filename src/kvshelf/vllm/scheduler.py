@@ -98,13 +98,14 @@ from typing import Any
 
 from kvshelf.capacity.history import Event, History, Reason
 from kvshelf.capacity.uses import Uses
-from kvshelf.config import Config, cache_dir
+from kvshelf.config import Config
 from kvshelf.format.keys import Chunk, KeyChain, MultimodalItem, salt_group_of
 from kvshelf.format.kinds import FULL, STATE, WINDOW, Kind, kind_key, kind_of_key
 from kvshelf.format.namespace import Namespace
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.logs import RateLimitedLog
 from kvshelf.metrics import Counters
+from kvshelf.paths import cache_dir
 from kvshelf.shelf.failed_keys import FailedKeys
 from kvshelf.shelf.hits import window_chunks
 from kvshelf.shelf.lookup import Lookup, LookupService

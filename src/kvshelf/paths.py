@@ -1,0 +1,35 @@
+"""Paths: whether a text is one, and the folder of the files that kvshelf keeps for a user."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+
+def names_a_path(text: str) -> bool:
+    """Whether a text is written like a path, or a file or folder of that name exists."""
+    return text.strip().startswith(("/", "~", "./", "../")) or os.path.lexists(text)
+
+
+def cache_dir(environ: Mapping[str, str] | None = None) -> Path:
+    """Return the folder for the files that kvshelf keeps for this user on this machine.
+
+    Parameters
+    ----------
+    environ : Mapping, optional
+        The environment; ``os.environ`` when absent.
+
+    Returns
+    -------
+    Path
+        ``KVSHELF_CACHE_DIR``, else ``$XDG_CACHE_HOME/kvshelf``, else
+        ``~/.cache/kvshelf``. Not created.
+    """
+    environ = os.environ if environ is None else environ
+    if own := environ.get("KVSHELF_CACHE_DIR"):
+        return Path(own).expanduser().absolute()
+    # The XDG specification requires that a relative path be ignored.
+    if (base := environ.get("XDG_CACHE_HOME")) and os.path.isabs(base):
+        return Path(base) / "kvshelf"
+    return Path("~/.cache/kvshelf").expanduser()
