@@ -530,6 +530,13 @@ def test_the_facts_of_an_engine_follow_from_its_configuration(
     assert facts.config == published_lines(PUBLISHED)
     MPSchedulerAdapter("url", None, "model", BLOCK, STRATEGY, vllm_config=config)
     assert passed_on[-1][1] == ("url", facts, BLOCK)
+    for name, text in (
+        ("MoonshotKimiaForCausalLM", "beside those"),
+        ("Llama4ForCausalLM", "Llama"),
+    ):
+        config.model_config.hf_config.architectures = [name]
+        with pytest.raises(ConfigError, match=f"{text}.*pass namespace"):
+            model_facts(config)
 
 
 def test_the_module_needs_no_lmcache() -> None:

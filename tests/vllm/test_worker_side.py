@@ -53,6 +53,7 @@ from kvshelf.vllm.registered_caches import natural_order
 from kvshelf.vllm.registration import Registration, State
 from kvshelf.vllm.slots import TokenSlots
 from kvshelf.vllm.worker import WorkerSide
+from kvshelf.weights.fingerprints import weights_fingerprint
 
 BLOCK, CHUNK, BLOCKS = 4, 8, 64
 
@@ -822,6 +823,108 @@ def test_weights_of_which_a_part_is_another_models_are_not_named_by_files(
     rig = make(config=config, opened=False)
     assert wait_for(rig, "weights") == BY_PARAMETERS
     assert "comes from another model, a/b" in caplog.text
+
+
+class MiMoAudioTokenizer(torch.nn.Module):
+    """Named as the class of vLLM that reads a folder when it is built."""
+
+
+def loaded_model(model: Path, kind: str) -> torch.nn.Module:
+    """A model as vLLM loads it, which reads weights beside the files at the top of its folder."""
+    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+    def source(place: str = str(model), **options: Any) -> DefaultModelLoader.Source:
+        return DefaultModelLoader.Source(place, None, **options)
+
+    loaded: Any = torch.nn.Module()
+    if kind == "subfolder":
+        loaded.secondary_weights = [source(subfolder="encoder")]
+    elif kind == "patterns":
+        loaded.secondary_weights = [source(allow_patterns_overrides=["encoder/model.safetensors"])]
+    elif kind == "own patterns":
+        loaded.allow_patterns_overrides = ["[er]*er/*.safetensors"]
+    elif kind == "another":
+        loaded.secondary_weights = [source("org/encoder")]
+    elif kind == "built":
+        loaded.audio = MiMoAudioTokenizer()
+    return loaded  # type: ignore[no-any-return]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # importing vLLM warns
+@pytest.mark.usefixtures("old_files")
+@pytest.mark.parametrize("kind", ["subfolder", "patterns", "own patterns", "built"])
+def test_weights_below_the_folder_are_named_by_their_content(
+    make: Callable[..., Rig],
+    backend: FaultyBackend,
+    model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+) -> None:
+    encoder = model / ("audio_tokenizer" if kind == "built" else "encoder")
+    encoder.mkdir()
+    config = with_model(backend, model)
+    monkeypatch.setattr("kvshelf.vllm.worker.enclosing_model", lambda: loaded_model(model, kind))
+
+    def name() -> str:
+        return wait_for(make(config=config, opened=False), "weights")
+
+    # Files that are missing name nothing.
+    assert name() == BY_PARAMETERS
+    names = []
+    for content in (b"encoder", b"encoder", b"other"):
+        (encoder / "model.safetensors").write_bytes(content)
+        names.append(name())
+    assert names[0] == names[1] != names[2]
+    assert all(one.startswith("sha256:") for one in names)
+    (encoder / "config.json").write_text("{}")
+    assert (name() != names[2]) is (kind in ("subfolder", "built"))
+    (encoder / "model.safetensors").unlink()
+    assert name() == BY_PARAMETERS
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # importing vLLM warns
+@pytest.mark.usefixtures("old_files")
+def test_weights_of_a_model_without_folders_below_keep_their_name(
+    make: Callable[..., Rig], backend: FaultyBackend, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = []
+    for kind in ("plain", "another"):
+        monkeypatch.setattr(
+            "kvshelf.vllm.worker.enclosing_model",
+            lambda kind=kind: loaded_model(model, kind),
+        )
+        (model / "encoder").mkdir(exist_ok=True)
+        (model / "encoder" / "model.safetensors").write_bytes(kind.encode())
+        rig = make(config=with_model(backend, model), opened=False)
+        names.append(wait_for(rig, "weights"))
+    assert names == [weights_fingerprint([model / "model.safetensors"]), BY_PARAMETERS]
+
+
+@pytest.mark.usefixtures("old_files")
+def test_weights_behind_a_link_below_the_folder_that_was_switched_are_not_trusted(
+    make: Callable[..., Rig],
+    backend: FaultyBackend,
+    model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO")
+    elsewhere = model.parent / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "model.safetensors").write_bytes(b"encoder")
+    (model / "encoder").symlink_to(elsewhere)
+    made = (model / "encoder").lstat().st_ctime
+    monkeypatch.setattr(
+        "kvshelf.vllm.worker.enclosing_model", lambda: loaded_model(model, "subfolder")
+    )
+    os.utime(elsewhere / "model.safetensors", (0, 0))
+    for started, trusted in ((made + 5, True), (made - 5, False)):
+        monkeypatch.setattr(
+            "kvshelf.vllm.namespace.process_start_time", lambda started=started: started
+        )
+        rig = make(config=with_model(backend, model), opened=False)
+        assert (wait_for(rig, "weights") != BY_PARAMETERS) is trusted
+    assert f"the link {model / 'encoder'} was made after the engine began to start" in caplog.text
 
 
 def test_layers_that_keep_something_beside_kv_are_stored_as_well(

@@ -80,6 +80,34 @@ def test_weight_files(
     assert [path.name for path in weight_files(tmp_path, load_format)] == expected
 
 
+PATTERNS: list[tuple[list[str], str, list[str], list[str]]] = [
+    (
+        ["a.safetensors", "vae/v.safetensors", "transformer/t.safetensors", "vision_encoder/e.bin"],
+        "auto",
+        ["[tv]*er/*.safetensors"],
+        ["transformer/t.safetensors"],
+    ),
+    (["a.safetensors", "head.safetensors"], "auto", ["head.safetensors"], ["head.safetensors"]),
+    (["a.safetensors", "linear.pt"], "safetensors", ["no.pt", "linear.pt"], ["linear.pt"]),
+    ([".t/a.safetensors", "t/a.safetensors"], "auto", ["*/*.safetensors"], ["t/a.safetensors"]),
+]
+
+
+@pytest.mark.parametrize(("files", "load_format", "patterns", "expected"), PATTERNS)
+def test_weight_files_that_the_model_names_itself(
+    tmp_path: Path, files: list[str], load_format: str, patterns: list[str], expected: list[str]
+) -> None:
+    touch(tmp_path, *files)
+    # The index is that of other files.
+    write_index(tmp_path, "a.safetensors")
+    found = weight_files(tmp_path, load_format, patterns=patterns)
+    assert [str(path.relative_to(tmp_path)) for path in found] == expected
+    with pytest.raises(ConfigError, match=r"no weight files \(gone\.safetensors\)"):
+        weight_files(tmp_path, load_format, patterns=["gone.safetensors"])
+    with pytest.raises(ConfigError, match="dummy"):
+        weight_files(tmp_path, "dummy", patterns=patterns)
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")
 def test_weight_files_are_those_of_vllm(tmp_path: Path) -> None:
@@ -95,6 +123,14 @@ def test_weight_files_are_those_of_vllm(tmp_path: Path) -> None:
         loader = DefaultModelLoader(LoadConfig(load_format=load_format))
         _, theirs, _, _ = loader._prepare_weights(str(folder), None, None, True, None)
         assert weight_files(folder, load_format) == sorted(map(Path, theirs))
+    for number, (files, load_format, patterns, _) in enumerate(PATTERNS):
+        folder = tmp_path / f"patterns {number}"
+        touch(folder, *files)
+        write_index(folder, "a.safetensors")
+        loader = DefaultModelLoader(LoadConfig(load_format=load_format))
+        _, theirs, _, _ = loader._prepare_weights(str(folder), None, None, True, patterns)
+        found = weight_files(folder, load_format, patterns=patterns)
+        assert found == sorted(map(Path, theirs))
 
 
 def test_one_gguf_file_is_its_own_weights(tmp_path: Path) -> None:
@@ -182,6 +218,26 @@ def test_content_and_names_decide_and_nothing_else(model: list[Path], tmp_path: 
     assert weights_fingerprint([renamed, copied[1]]) != first
     model[1].write_bytes(model[1].read_bytes()[:-1] + b"X")
     assert weights_fingerprint(model) != first
+
+
+def test_files_of_folders_below_are_named_by_their_path(tmp_path: Path) -> None:
+    """Two files of one name are told apart, and files at the top keep their names."""
+    contents = {"model.safetensors": b"1", "encoder/model.safetensors": b"2"}
+
+    def found(number: int, contents: dict[str, bytes]) -> list[str]:
+        folder = tmp_path / str(number)
+        for name, content in contents.items():
+            touch(folder, name)
+            (folder / name).write_bytes(content)
+        files = [folder / name for name in contents]
+        return [digest(files, root=folder) for digest in (weights_fingerprint, sampled_fingerprint)]
+
+    swapped = dict(zip(contents, reversed(contents.values()), strict=True))
+    (one, two), (three, four) = found(1, contents), found(2, swapped)
+    assert one != three and two != four
+    top = [tmp_path / "1" / "model.safetensors"]
+    assert weights_fingerprint(top, root=tmp_path / "1") == weights_fingerprint(top)
+    assert sampled_fingerprint(top, root=tmp_path / "1") == sampled_fingerprint(top)
 
 
 @pytest.mark.usefixtures("later")

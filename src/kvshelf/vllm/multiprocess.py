@@ -62,6 +62,8 @@ __all__ = [
     "striding_block_hashes",
 ]
 
+#: Parts of the names of models that read weights elsewhere than at the top of their folder.
+_WEIGHTS_ELSEWHERE: Final = ("Cosmos3", "Kimia", "MiMoV2Omni", "Ultravox")
 _LOOKUP_SECONDS: Final = 2.0
 _OPERATION_SECONDS: Final = 30.0
 
@@ -163,7 +165,13 @@ def model_facts(vllm_config: Any) -> ModelFacts:
             "the model's classes may be remote code, which is known only to the loaded model: pass"
             " namespace"
         )
-    if any("Llama4" in name for name in getattr(model.hf_config, "architectures", None) or ()):
+    architectures = getattr(model.hf_config, "architectures", None) or ()
+    if any(part in name for part in _WEIGHTS_ELSEWHERE for name in architectures):
+        raise ConfigError(
+            "which weights the model reads beside those at the top of its folder is known only to"
+            " the loaded model: pass namespace"
+        )
+    if any("Llama4" in name for name in architectures):
         raise ConfigError(
             "whether Llama 4 scales queries by their position is known only to the loaded model:"
             " pass namespace"

@@ -636,6 +636,48 @@ def local_model_dir(vllm_config: Any) -> Path:
     return Path(found)
 
 
+@dataclass(frozen=True, slots=True)
+class _WeightSource:
+    """Weights that a model reads beside those at the top of its folder, or in their place."""
+
+    repository: str
+    #: Empty for the folder of the repository itself.
+    subfolder: str
+    #: None for what the load format reads.
+    patterns: tuple[str, ...] | None
+
+
+def _own_patterns(modules: Sequence[object]) -> tuple[str, ...] | None:
+    """Return by which patterns a model names its own files; None where the load format decides.
+
+    vLLM: ``DefaultModelLoader.get_all_weights``; Cosmos3.
+    """
+    found = getattr(modules[0], "allow_patterns_overrides", None) if modules else None
+    return None if found is None else tuple(found)
+
+
+def _secondary_weights(modules: Sequence[object], repository: str) -> list[_WeightSource]:
+    """Return which weights a loaded model has read beside its own files.
+
+    vLLM: ``DefaultModelLoader.get_all_weights``; Kimi-Audio, Ultravox. MiMo-Audio reads a folder
+    when it is built (``_load_audio_tokenizer`` in vllm/model_executor/models/mimo_audio.py).
+    """
+    sources = []
+    for one in getattr(modules[0], "secondary_weights", ()) if modules else ():
+        patterns = one.allow_patterns_overrides
+        sources.append(
+            _WeightSource(
+                str(one.model_or_path),
+                one.subfolder or "",
+                None if patterns is None else tuple(patterns),
+            )
+        )
+    if any(type(one).__name__ == "MiMoAudioTokenizer" for one in modules):
+        names = ("model.safetensors", "pytorch_model.bin")
+        sources.append(_WeightSource(repository, "audio_tokenizer", names))
+    return sources
+
+
 def process_start_time(pid: int | None = None) -> float:
     """Return when a process started, this one by default, in seconds since the epoch."""
     try:
@@ -664,8 +706,8 @@ class WeightsIdentity:
     on_problem : Callable[[str], None]
         Called on the background thread when there can be no fingerprint, with the reason and
         what to do.
-    classes : Iterable of type
-        The classes of the loaded model's modules.
+    modules : Sequence of Module
+        Of the loaded model, itself first.
     on_thread_start : Callable, optional
         Called first on each thread that hashes.
     """
@@ -677,14 +719,16 @@ class WeightsIdentity:
         *,
         on_known: Callable[[str, Published], None],
         on_problem: Callable[[str], None],
-        classes: Iterable[type] = (),
+        modules: Sequence[object] = (),
         on_thread_start: Callable[[], None] | None = None,
     ) -> None:
         self._vllm_config = vllm_config
         self._config = config
         self._on_known = on_known
         self._on_problem = on_problem
-        self._classes = tuple(classes)
+        self._classes = {type(one) for one in modules}
+        self._patterns = _own_patterns(modules)
+        self._secondary = _secondary_weights(modules, str(vllm_config.model_config.model))
         self._on_thread_start = on_thread_start
         self._cancel = threading.Event()
 
@@ -734,13 +778,28 @@ class WeightsIdentity:
             return BY_PARAMETERS
 
     def _fingerprint(self, load_format: str, changed_since: float) -> str:
-        model = getattr(self._vllm_config.model_config, "hf_config", None)
-        for name in ("audio_model_id", "text_model_id"):
-            if other := getattr(model, name, None):
-                raise ConfigError(f"a part of the weights comes from another model, {other}")
+        model = self._vllm_config.model_config
+        others = [
+            getattr(getattr(model, "hf_config", None), name, None)
+            for name in ("audio_model_id", "text_model_id")
+        ]
+        others += [one.repository for one in self._secondary if one.repository != str(model.model)]
+        if other := next(filter(None, others), None):
+            raise ConfigError(f"a part of the weights comes from another model, {other}")
         model_dir = local_model_dir(self._vllm_config)
-        files = weight_files(model_dir, load_format)
-        for link in links_along(model_dir):
+        files = weight_files(model_dir, load_format, patterns=self._patterns)
+        for one in self._secondary:
+            folder = model_dir / one.subfolder
+            files += weight_files(folder, load_format, patterns=one.patterns)
+            if one.subfolder and (configuration := folder / "config.json").is_file():
+                # It says what is computed with these weights, and no other field holds it.
+                files.append(configuration)
+        files = sorted(set(files))
+        for link in {
+            link
+            for folder in {model_dir, *(file.parent for file in files)}
+            for link in links_along(folder)
+        }:
             if link.lstat().st_ctime > changed_since:
                 raise ConfigError(
                     f"the link {link} was made after the engine began to start, so it is"
@@ -755,10 +814,12 @@ class WeightsIdentity:
                     f"{file.name} was written after the engine began to start, so it is"
                     " not known which content the engine loaded"
                 )
+        root = model_dir if model_dir.is_dir() else model_dir.parent
         if self._config.weights == "sampled":
-            return sampled_fingerprint(files)
+            return sampled_fingerprint(files, root=root)
         return weights_fingerprint(
             files,
+            root=root,
             cache=FingerprintCache(cache_dir() / "fingerprints.json"),
             cancel=self._cancel,
             on_thread_start=self._on_thread_start,

@@ -272,7 +272,7 @@ class Registration:
             self._config,
             on_known=functools.partial(self._weights_known, self._generation),
             on_problem=self.disable,
-            classes={type(module) for module in modules},
+            modules=modules,
             on_thread_start=widen_cpu_affinity,
         )
         self._identity.start()

@@ -70,7 +70,9 @@ _TRAINING_LEFTOVERS: Final = (
 )
 
 
-def weight_files(model_dir: str | Path, load_format: str = "auto") -> list[Path]:
+def weight_files(
+    model_dir: str | Path, load_format: str = "auto", *, patterns: Sequence[str] | None = None
+) -> list[Path]:
     """Return the weight files that vLLM's loader reads from a local model, sorted.
 
     Mirrors vLLM's default loader: ``consolidated*.safetensors`` (Mistral's own format)
@@ -84,6 +86,9 @@ def weight_files(model_dir: str | Path, load_format: str = "auto") -> list[Path]
         Folder of the model, or one weight file (GGUF).
     load_format : str
         vLLM's ``load_format``.
+    patterns : Sequence of str, optional
+        Where the model names its files itself, in folders below too: those that the first pattern
+        matches that matches any.
 
     Raises
     ------
@@ -104,35 +109,41 @@ def weight_files(model_dir: str | Path, load_format: str = "auto") -> list[Path]
         load_format = "mistral" if consolidated else "hf"
     index_file = "model.safetensors.index.json"
     if load_format in ("hf", "bitsandbytes"):
-        patterns = ["*.safetensors", "*.bin", "*.pt"]
+        of_format = ["*.safetensors", "*.bin", "*.pt"]
     elif load_format in _SAFETENSORS_FORMATS:
-        patterns = ["*.safetensors"]
+        of_format = ["*.safetensors"]
     elif load_format == "mistral":
-        patterns = ["consolidated*.safetensors"]
+        of_format = ["consolidated*.safetensors"]
         index_file = "consolidated.safetensors.index.json"
     elif load_format == "pt":
-        patterns = ["*.pt"]
+        of_format = ["*.pt"]
     elif load_format == "npcache":
-        patterns = ["*.bin", "*.pt"]
+        of_format = ["*.bin", "*.pt"]
     elif load_format == "gguf":
-        patterns = ["*.gguf"]
+        of_format = ["*.gguf"]
     else:
         raise ConfigError(
             f"load_format {load_format!r} does not read weight files known to kvshelf; {remedy}"
         )
     files: list[Path] = []
-    for pattern in patterns:
+    chosen = of_format if patterns is None else patterns
+    for pattern in chosen:
         # Path.glob matches hidden files; the loader's glob.glob does not.
-        files = [path for path in folder.glob(pattern) if not path.name.startswith(".")]
+        files = [path for path in folder.glob(pattern) if not _is_hidden(path, folder)]
         if files:
             break
     if files and files[0].suffix == ".safetensors":
-        files = _files_of_index(folder / index_file, files)
+        if patterns is None:
+            files = _files_of_index(folder / index_file, files)
     elif load_format != "gguf":
         files = [path for path in files if not path.name.endswith(_TRAINING_LEFTOVERS)]
     if not files:
-        raise ConfigError(f"{folder} contains no weight files ({', '.join(patterns)}); {remedy}")
+        raise ConfigError(f"{folder} contains no weight files ({', '.join(chosen)}); {remedy}")
     return sorted(files)
+
+
+def _is_hidden(path: Path, folder: Path) -> bool:
+    return any(part.startswith(".") for part in path.relative_to(folder).parts)
 
 
 def _files_of_index(index: Path, files: list[Path]) -> list[Path]:
@@ -462,6 +473,7 @@ def _lines_digest(lines: Iterable[tuple[str, str]]) -> bytes:
 
 def _content_digest(
     files: Sequence[str | Path],
+    root: Path | None,
     cache: FingerprintCache | None,
     cancel: threading.Event | None,
     threads: int,
@@ -477,12 +489,17 @@ def _content_digest(
         on_thread_start,
     )
     digests |= {path: f"xxh3-128:{digest}" for path, digest in hashed.items()}
-    return _lines_digest((path.name, digests[path]) for path in paths)
+    return _lines_digest((_name_below(root, path), digests[path]) for path in paths)
+
+
+def _name_below(root: Path | None, path: Path) -> str:
+    return path.name if root is None else path.relative_to(root).as_posix()
 
 
 def weights_fingerprint(
     files: Sequence[str | Path],
     *,
+    root: Path | None = None,
     cache: FingerprintCache | None = None,
     cancel: threading.Event | None = None,
     threads: int = 2,
@@ -496,6 +513,8 @@ def weights_fingerprint(
     ----------
     files : Sequence[str | Path]
         The files, as :func:`weight_files` lists them. Order does not matter.
+    root : Path, optional
+        The folder below which files are named by their path; without it by the last part.
     cache : FingerprintCache or None
         Caches the digests of files.
     cancel : threading.Event or None
@@ -524,14 +543,19 @@ def weights_fingerprint(
     OSError
         If a file cannot be read.
     """
-    return "sha256:" + _content_digest(files, cache, cancel, threads, on_thread_start).hex()
+    return "sha256:" + _content_digest(files, root, cache, cancel, threads, on_thread_start).hex()
 
 
-def sampled_fingerprint(files: Sequence[str | Path]) -> str:
+def sampled_fingerprint(files: Sequence[str | Path], *, root: Path | None = None) -> str:
     """Return a fingerprint from the size and 16 pieces of 64 KiB of each file.
 
     Takes milliseconds, but misses changes between the pieces: use it only where checkpoints
     are never edited in place.
+
+    Parameters
+    ----------
+    files, root
+        As for :func:`weights_fingerprint`.
 
     Returns
     -------
@@ -541,7 +565,8 @@ def sampled_fingerprint(files: Sequence[str | Path]) -> str:
 
     def line(path: Path) -> tuple[str, str]:
         hub = _hub_digest(path)
-        return path.name, f"sha256:{hub}" if hub else f"sampled:{_hash_samples(path)}"
+        digest = f"sha256:{hub}" if hub else f"sampled:{_hash_samples(path)}"
+        return _name_below(root, path), digest
 
     return "sampled:" + _lines_digest(map(line, map(Path, files))).hex()
 
@@ -584,4 +609,4 @@ def lora_digest(
     FingerprintCancelledError, TransientStorageError, OSError
         As for :func:`weights_fingerprint`.
     """
-    return _content_digest(adapter_files(adapter_dir), cache, cancel, 1, None)
+    return _content_digest(adapter_files(adapter_dir), None, cache, cancel, 1, None)
