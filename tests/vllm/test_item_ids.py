@@ -87,19 +87,24 @@ def ids(
     shared: bool = False,
     processor: str | None = PROCESSOR,
     options: str | None = "",
+    adapts_encoder: bool = False,
 ) -> ItemIds:
     """The scheduler side of an engine with these digests."""
     config = SimpleNamespace(
-        model_config=SimpleNamespace(), ec_transfer_config=object() if shared else None
+        model_config=SimpleNamespace(),
+        ec_transfer_config=object() if shared else None,
+        lora_config=SimpleNamespace(enable_tower_connector_lora=adapts_encoder),
     )
     made = ItemIds(config, trust, Counters())
     made._media.processor, made._media.options = processor, options
     return made
 
 
-def judge(*features: Any, salt: str | None = None, **engine: Any) -> bool:
+def judge(
+    *features: Any, salt: str | None = None, lora: LoRARequest | None = None, **engine: Any
+) -> bool:
     """Whether the scheduler side would load and store a request with these items."""
-    request = SimpleNamespace(mm_features=features, cache_salt=salt)
+    request = SimpleNamespace(mm_features=features, cache_salt=salt, lora_request=lora)
     return ids(**engine).may_enter_keys(request)
 
 
@@ -199,19 +204,69 @@ def test_the_engine_s_process_gets_content_ids_as_without_kvshelf(
     assert not judge(cat, shared=True)
 
 
-def test_adapters_for_images_stand_before_the_ids(
-    processor: InputProcessor, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def adapting(processor: InputProcessor, monkeypatch: pytest.MonkeyPatch) -> InputProcessor:
+    """Of an engine whose adapters change its encoder."""
     settings = SimpleNamespace(enable_tower_connector_lora=True)
     monkeypatch.setattr(processor, "lora_config", settings)
     monkeypatch.setattr(processor, "_validate_lora", lambda _: None)
+    return processor
+
+
+def test_adapters_for_images_stand_before_the_ids(adapting: InputProcessor) -> None:
     lora = LoRARequest("an adapter", 1, "/a/path")
-    cat, dog = sent(processor, hashes(CAT, DOG, uuids=[None, "dog"]), lora)
+    cat, dog = sent(adapting, hashes(CAT, DOG, uuids=[None, "dog"]), lora)
     (plain,) = hashes(CAT, marked=False)
-    assert cat.identifier == f"an adapter:{plain}"
-    assert dog.identifier == f"an adapter:{CLIENT}{PROCESSOR}-dog"
-    assert judge(cat)
-    assert not judge(dog)
+    assert cat.identifier == f"an adapter:1:{plain}"
+    assert dog.identifier == f"an adapter:1:{CLIENT}{PROCESSOR}-dog"
+    assert judge(cat, lora=lora, adapts_encoder=True)
+    assert not judge(dog, lora=lora, adapts_encoder=True)
+    assert judge(dog, lora=lora, adapts_encoder=True, salt="salt")
+
+
+def test_encoders_outputs_of_another_adapter_with_the_name_are_others(
+    adapting: InputProcessor,
+) -> None:
+    """vLLM's encoder cache takes what it has under an id, and its prefix cache looks at paths."""
+    one, two = (LoRARequest("an adapter", number, f"/path {number}") for number in (1, 2))
+    features = [
+        sent(adapting, hashes(CAT, uuids=uuids), lora)[0]
+        for uuids in (None, ["cat"])
+        for lora in (one, two, None)
+    ]
+    assert len({feature.identifier for feature in features}) == 6
+
+
+@pytest.mark.parametrize("uuid", [None, "cat"])
+@pytest.mark.parametrize("options", ["", "3" * 64])
+def test_an_adapter_s_name_is_not_in_keys(
+    adapting: InputProcessor, uuid: str | None, options: str
+) -> None:
+    """Its content is."""
+    engine = ids(options=options, adapts_encoder=True)
+    names = set()
+    for lora in (LoRARequest("one", 1, "/a"), LoRARequest("two", 7, "/a"), None):
+        (feature,) = sent(adapting, hashes(CAT, uuids=[uuid]), lora)
+        names.add(engine.in_key(feature, lora))
+    assert len(names) == 1
+
+
+@pytest.mark.parametrize("name", ["1:cat", "cat", f"{CONTENT}cat", f"1:{CLIENT}cat"])
+def test_without_the_number_of_their_adapter_items_are_left_out(
+    adapting: InputProcessor, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Whatever id a client chose."""
+    lora = LoRARequest("an adapter", 1, "/a/path")
+    # A process without kvshelf, and one whose ids name outputs of encoders among engines.
+    unmarked_feature = SimpleNamespace(identifier=f"an adapter:{name}", mm_hash=name)
+    monkeypatch.setattr(adapting.vllm_config, "ec_transfer_config", object())
+    (shared,) = sent(adapting, hashes(CAT, uuids=[name], shared=True), lora)
+    assert shared.identifier == f"an adapter:{item_ids._unmarked(name)}"
+    for feature, more in ((unmarked_feature, {}), (shared, {"shared": True})):
+        for adapts in (False, True):
+            engine = more | {"trust": True, "adapts_encoder": adapts, "lora": lora}
+            assert judge(feature, **engine) is not adapts
+            assert judge(feature, **engine | {"lora": None})
 
 
 def test_ids_that_come_with_prepared_inputs_are_a_client_s(processor: InputProcessor) -> None:
@@ -257,7 +312,7 @@ def test_no_client_makes_an_id_that_is_trusted(name: str, adapter: str) -> None:
     (cat,) = hashes(CAT)
     for given_name in (name, *hashes(DOG, uuids=[name])):
         feature = SimpleNamespace(identifier=adapter + given_name, mm_hash=given_name, data=None)
-        item_ids._mark(feature, shared=False)
+        item_ids._mark(feature, False, LoRARequest("an adapter", 1, "/a/path"))
         assert not judge(feature)
         assert feature.identifier != adapter + unmarked(cat)
         assert feature.mm_hash != cat

@@ -25,11 +25,15 @@ The marks
 * An id that came with prepared inputs (``/inference/v1/generate``) is a client's.
 * Where encoders run in engines of their own (``ec_transfer_config``), ids name their outputs among
   engines, so they stay as vLLM makes them, and no id is trusted.
+* Where LoRA adapters also change the encoder (``enable_tower_connector_lora``), vLLM puts the
+  adapter's name before an id, and another adapter may be loaded under this name. It would be served
+  what the encoder made with the first one. So the adapter's number, which is never given to
+  another one, is put behind its name. Requests with adapters and without the number are left out.
 
-In a key, an item's name is its id, and what follows :data:`_ENGINE`, a digest of what the id does
-not hold: of the processor's files, as the engine's process knows them, where the id has no mark
-with them; and of the engine's options for media. With vLLM's options an id by content enters as it
-is.
+In a key, an item's name is its id without the adapter, whose content is in the key, and what
+follows :data:`_ENGINE`, a digest of what the id does not hold: of the processor's files, as the
+engine's process knows them, where the id has no mark with them; and of the engine's options for
+media. With vLLM's options an id by content enters as it is.
 
 vLLM: ``multimodal/processing/inputs.py`` (``get_mm_hashes``), ``multimodal/processing/context.py``
 (``model_id``), ``multimodal/hasher.py`` (``hash_kwargs``), ``v1/engine/input_processor.py``
@@ -156,7 +160,7 @@ def mark_ids() -> None:
         request = process_inputs(self, *args, **kwargs)
         shared = _ids_are_shared(self.vllm_config)
         for feature in request.mm_features or ():
-            _mark(feature, shared)
+            _mark(feature, shared, request.lora_request)
         return request
 
     MultiModalHasher.hash_kwargs = classmethod(marked_hash)
@@ -186,7 +190,7 @@ def _unmarked(value: Any) -> Any:
     return value.removeprefix(UNKNOWN).removeprefix(CLIENT) if isinstance(value, str) else value
 
 
-def _mark(feature: Any, shared: bool) -> None:
+def _mark(feature: Any, shared: bool, lora: Any = None) -> None:
     """Mark the ids of an item in a request that vLLM has prepared.
 
     Parameters
@@ -195,18 +199,29 @@ def _mark(feature: Any, shared: bool) -> None:
         ``identifier`` is ``mm_hash``, or ends with it after a LoRA adapter's name.
     shared : bool
         Whether other engines know the item by this id.
+    lora : LoRARequest, optional
+        The request's adapter.
     """
     name = feature.mm_hash
     adapter = feature.identifier[: len(feature.identifier) - len(name)]
+    if adapter and not shared:
+        adapter = _adapter_mark(lora)
+    found = name
     if shared or isinstance(name, _ContentHash):
-        feature.identifier = adapter + _unmarked(name)
+        found = _unmarked(name)
     elif not name.startswith((CLIENT, UNKNOWN)):
-        feature.identifier = adapter + CLIENT + name
+        found = CLIENT + name
         # Items in shared memory are signed with their name, and processes keep none of them.
         if name.startswith(CONTENT) and "signature" not in (feature.data or ()):
             name = CLIENT + name
+    feature.identifier = adapter + str(found)
     # A request is encoded for the engine's process, which knows no subclasses of str.
     feature.mm_hash = str(name)
+
+
+def _adapter_mark(lora: Any) -> str:
+    """Return what stands before ids where an adapter changes what the encoder makes of items."""
+    return f"{lora.lora_name}:{lora.lora_int_id}:"
 
 
 def _ids_are_shared(vllm_config: Any) -> bool:
@@ -229,6 +244,8 @@ class ItemIds:
         self._trust = trust
         self._counters = counters
         self._shared = _ids_are_shared(vllm_config)
+        lora = getattr(vllm_config, "lora_config", None)
+        self._adapts_encoder = bool(getattr(lora, "enable_tower_connector_lora", False))
         self._media = EngineMedia(vllm_config)
         self._said: set[str] = set()
         self._numbered = _items_are_numbered(vllm_config)
@@ -248,6 +265,14 @@ class ItemIds:
             return False
         if any(UNKNOWN in feature.identifier for feature in features):
             return False
+        if not all(self._names_adapter(feature, request.lora_request) for feature in features):
+            self._say_once(
+                "requests with a LoRA adapter and images, audio or video are neither loaded nor"
+                " stored: with enable_tower_connector_lora vLLM knows by the adapter's name what"
+                " its encoder made of them, and only kvshelf's plugin in the API server's process"
+                " has it heed that another adapter may be loaded under the name"
+            )
+            return False
         if self._trust or request.cache_salt:
             known = self._media.processor is not None
             return known or all(map(self._names_processor, features))
@@ -266,6 +291,15 @@ class ItemIds:
             )
         return False
 
+    def _names_adapter(self, feature: Any, lora: Any) -> bool:
+        """Whether an id holds the number of the adapter that changes the encoder, if any does."""
+        if lora is None or not self._adapts_encoder:
+            return True
+        # Without the plugin what follows the adapter's name is what a client may have chosen.
+        plain = f"{lora.lora_name}:{feature.mm_hash}"
+        marked = feature.identifier.startswith(_adapter_mark(lora)) and not self._shared
+        return marked and bool(feature.identifier != plain)
+
     def _is_content(self, feature: Any) -> bool:
         """Whether marks prove that an item is named by its content and processor."""
         name = feature.mm_hash or ""
@@ -280,18 +314,21 @@ class ItemIds:
         return self._is_content(feature) if found is None else found[1] is not None
 
     def _say(self, reason: str) -> None:
-        if reason not in self._said:
-            self._said.add(reason)
-            logger.warning(
-                "requests with an image, audio or video whose id a client may have chosen are"
-                " neither loaded nor stored: %s. %s",
-                reason,
-                _TRUST,
-            )
+        self._say_once(
+            "requests with an image, audio or video whose id a client may have chosen are neither"
+            f" loaded nor stored: {reason}. {_TRUST}"
+        )
 
-    def in_key(self, feature: Any) -> str:
-        """Return the name of an item as it enters a key."""
+    def _say_once(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            logger.warning("%s", text)
+
+    def in_key(self, feature: Any, lora: Any = None) -> str:
+        """Return the name of an item as it enters a key of a request with this adapter."""
         name = str(feature.identifier)
+        if lora is not None and self._adapts_encoder:
+            name = name.removeprefix(_adapter_mark(lora))
         options = self._media.options
         assert options is not None
         if self._is_content(feature):

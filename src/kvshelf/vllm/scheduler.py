@@ -890,7 +890,7 @@ class SchedulerSide:
             lora_digest=adapter,
             items=[
                 MultimodalItem(
-                    self._item_ids.in_key(feature),
+                    self._item_ids.in_key(feature, request.lora_request),
                     feature.mm_position.offset,
                     feature.mm_position.length,
                 )
