@@ -486,6 +486,26 @@ def test_doctor_says_in_which_fields_namespaces_differ(shelf: Path) -> None:
     assert found["found"] == f"{first} and {second} differ in version, rope"
 
 
+def test_doctor_says_in_which_keys_configurations_differ(shelf: Path, tmp_path: Path) -> None:
+    folders = [tmp_path / "one", tmp_path / "other"]
+    for folder, eps in zip(folders, (1e-5, 1e-6), strict=True):
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps({"text_config": {"rms_norm_eps": eps}}))
+    found = checks(run("doctor", shelf, "--models", *folders, "--json"))["configurations"]
+    assert (found["state"], found["found"]) == (
+        "ok",
+        "differ in config.json: text_config.rms_norm_eps",
+    )
+    found = checks(run("doctor", "--models", folders[0], folders[0], "--json"))["configurations"]
+    assert (found["state"], found["found"]) == ("ok", "no key that decides KV differs")
+    (folders[1] / "config.json").write_text("[")
+    result = run("doctor", shelf, "--models", *folders, "--json")
+    found = checks(result)["configurations"]
+    assert result.exit_code == 1
+    assert found["state"] == "problem" and "is no JSON" in found["found"]
+    assert "configurations" not in checks(run("doctor", shelf, "--json"))
+
+
 def test_doctor_prints_a_line_for_each_check(shelf: Path) -> None:
     result = run("doctor", shelf)
     assert result.exit_code == 0

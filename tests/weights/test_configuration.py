@@ -20,6 +20,7 @@ from kvshelf.weights.configuration import (
     canonical_json,
     code_lines,
     config_files,
+    differing_keys,
     published_digest,
     published_lines,
 )
@@ -126,6 +127,37 @@ def write(folder: Path, **files: Any) -> None:
     folder.mkdir(exist_ok=True)
     for name, value in files.items():
         (folder / f"{name}.json").write_text(value if isinstance(value, str) else json.dumps(value))
+
+
+def test_in_which_keys_configurations_differ(tmp_path: Path) -> None:
+    one, other = tmp_path / "one", tmp_path / "other"
+
+    def write(folder: Path, **changes: Any) -> None:
+        folder.mkdir(exist_ok=True)
+        content = LLAMA | changes
+        (folder / "config.json").write_text(json.dumps(content))
+
+    write(one)
+    for changes, keys in [
+        ({}, []),
+        ({"use_cache": False, "transformers_version": "9", "eos_token_id": 7}, []),
+        ({"rope_theta": 5e5, "torch_dtype": "float16"}, []),
+        ({"rms_norm_eps": 1e-6, "extra": None}, ["extra", "rms_norm_eps"]),
+        ({"vision_config": {"rope_theta": 2.0, "layers": 1}}, ["dtype", "layers", "rope_theta"]),
+        ({"hidden_size": 64.0}, ["hidden_size"]),
+        ({"vision_config": None}, ["vision_config"]),
+    ]:
+        write(other, **changes)
+        prefix = "vision_config." if isinstance(changes.get("vision_config"), dict) else ""
+        expected = [f"config.json: {prefix}{key}" for key in keys]
+        assert differing_keys(one, other) == differing_keys(other, one) == expected
+        assert (published_lines(one) == published_lines(other)) is (not keys)
+    write(other)
+    (other / "quantize_config.json").write_text("{}")
+    assert differing_keys(one, other) == [f"quantize_config.json: only in {other}"]
+    assert differing_keys(other, one) == [f"quantize_config.json: only in {other}"]
+    with pytest.raises(ConfigError):
+        differing_keys(one, tmp_path)
 
 
 def test_a_folder_s_files(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import Enum
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -65,6 +66,7 @@ from kvshelf.shelf.shelf import Shelf, read_namespace
 from kvshelf.shelf.usage_ledger import BoundedBackend
 from kvshelf.tools.noted import still_bad
 from kvshelf.tools.reserved import LOOKS
+from kvshelf.weights.configuration import differing_keys
 
 _PACKAGES = (
     "torch",
@@ -135,12 +137,21 @@ def doctor(
         float,
         typer.Option("--timeout", min=0.1, help="Deadline of each step on the shelf, in seconds."),
     ] = 10.0,
+    models: Annotated[
+        tuple[Path, Path] | None,
+        typer.Option(
+            "--models",
+            metavar="FOLDER FOLDER",
+            help="Say in which keys the configurations of two models differ.",
+            show_default=False,
+        ),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Check the installation and, step by step, access to a shelf."""
     checks = []
     console = Console(highlight=False, soft_wrap=True)
-    for check in _all_checks(shelf, timeout):
+    for check in _all_checks(shelf, timeout, models):
         checks.append(check)
         if not as_json:
             _print(console, check)
@@ -162,10 +173,14 @@ def doctor(
     raise typer.Exit(PROBLEM if problems else OK)
 
 
-def _all_checks(shelf: str | None, timeout: float) -> Iterator[Check]:
+def _all_checks(
+    shelf: str | None, timeout: float, models: tuple[Path, Path] | None
+) -> Iterator[Check]:
     yield from _installation()
     yield _ops()
     yield from _ops_on_gpus()
+    if models is not None:
+        yield _configurations(*models)
     yield from _shelf(shelf, timeout)
 
 
@@ -278,6 +293,19 @@ def _ops_on_gpus() -> Iterator[Check]:
                 "to get the kernels, reinstall kvshelf with a CUDA compiler (nvcc 12 or newer) and "
                 "a driver that supports it",
             )
+
+
+def _configurations(one: Path, other: Path) -> Check:
+    """Say in which keys two models' configurations differ, as far as that decides KV."""
+    name = "configurations"
+    try:
+        keys = differing_keys(one, other)
+    except (KVShelfError, OSError) as error:
+        hint = "give the folders from which the engines serve"
+        return Check(name, State.PROBLEM, str(error), hint)
+    return Check(
+        name, State.OK, f"differ in {', '.join(keys)}" if keys else "no key that decides KV differs"
+    )
 
 
 # ----------------------------------------------------------------------------------- shelf

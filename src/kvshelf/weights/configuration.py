@@ -144,7 +144,12 @@ def published_digest(published: Mapping[str, Any], *, token_ids: bool = True) ->
     token_ids : bool
         Whether the ids of the tokens that begin, end and pad a text count.
     """
-    kept = _without(dict(published), _NO_EFFECT)
+    return hashlib.sha256(canonical_json(_that_counts(published, token_ids))).hexdigest()
+
+
+def _that_counts(published: Mapping[str, Any], token_ids: bool) -> dict[str, Any]:
+    """Return a parsed file without the keys that shape no KV or stand elsewhere in the record."""
+    kept: dict[str, Any] = _without(dict(published), _NO_EFFECT)
     decoders = list(_decoders(kept))
     for part in (kept, *decoders):
         for key in _ELSEWHERE | (frozenset() if token_ids else _TOKEN_IDS):
@@ -152,7 +157,7 @@ def published_digest(published: Mapping[str, Any], *, token_ids: bool = True) ->
     for part in decoders or [kept]:
         for key in ROPE_FIELDS:
             part.pop(key, None)
-    return hashlib.sha256(canonical_json(kept)).hexdigest()
+    return kept
 
 
 def _without(value: Any, dropped: Collection[str]) -> Any:
@@ -252,20 +257,69 @@ def published_lines(
     if isinstance(published, Mapping):
         parsed = {CONFIG: dict(published)}
     else:
-        path = Path(published)
-        files = config_files(path, config_format=config_format) if path.is_dir() else [path]
-        parsed = {file.name: read_json(file) for file in files}
+        parsed = _parsed(Path(published), config_format)
     if token_ids is None:
-        token_ids = not any(
-            name in READ_NO_TOKEN_IDS
-            for one in parsed.values()
-            if isinstance(names := one.get("architectures"), list)
-            for name in names[:1]
-        )
+        token_ids = _reads_token_ids(parsed)
     return tuple(
         sorted(
             f"{name} {published_digest(one, token_ids=token_ids)}" for name, one in parsed.items()
         )
+    )
+
+
+def differing_keys(one: Path, other: Path) -> list[str]:
+    """Return in which keys of which files two published configurations differ.
+
+    Keys that shape no KV are left out, and those that a namespace record has in fields of their
+    own, as in the field `config`.
+
+    Parameters
+    ----------
+    one, other : Path
+        As `published` of :func:`published_lines`.
+
+    Returns
+    -------
+    list of str
+        ``<file>: <key>``, of nested keys ``<file>: <key>.<key>``, or ``<file>: only in <path>``,
+        sorted. Empty where both have the same lines.
+
+    Raises
+    ------
+    ConfigError, OSError
+        As for :func:`published_lines`.
+    """
+    ours, theirs = _parsed(one, "auto"), _parsed(other, "auto")
+    found = [f"{name}: only in {one}" for name in ours.keys() - theirs.keys()]
+    found += [f"{name}: only in {other}" for name in theirs.keys() - ours.keys()]
+    sides = [(parsed, _reads_token_ids(parsed)) for parsed in (ours, theirs)]
+    for name in ours.keys() & theirs.keys():
+        left, right = (_that_counts(parsed[name], token_ids) for parsed, token_ids in sides)
+        found += [f"{name}: {key}" for key in _differences(left, right)]
+    return sorted(found)
+
+
+def _differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[str]:
+    for key in one.keys() | other.keys():
+        left, right = one.get(key), other.get(key)
+        if isinstance(left, Mapping) and isinstance(right, Mapping):
+            yield from (f"{key}.{inner}" for inner in _differences(left, right))
+        elif (key in one) != (key in other) or canonical_json(left) != canonical_json(right):
+            yield key
+
+
+def _parsed(path: Path, config_format: str) -> dict[str, dict[str, Any]]:
+    files = config_files(path, config_format=config_format) if path.is_dir() else [path]
+    return {file.name: read_json(file) for file in files}
+
+
+def _reads_token_ids(parsed: Mapping[str, Mapping[str, Any]]) -> bool:
+    """Whether the class that a configuration names may read the ids of special tokens."""
+    return not any(
+        name in READ_NO_TOKEN_IDS
+        for one in parsed.values()
+        if isinstance(names := one.get("architectures"), list)
+        for name in names[:1]
     )
 
 
