@@ -221,15 +221,34 @@ def try_here(wheel: Path, torch: str | None, wheelhouse: Path) -> Iterator[str]:
         yield ", ".join(f"{name}: {text}" for name, text in sorted(told.items()))
 
 
+def library_alone(target: Path) -> None:
+    """Build, of the working tree, the library of the wheel for x86_64."""
+    with tempfile.TemporaryDirectory(prefix="kvshelf-wheels-") as name:
+        kernels, names = fatbin.build(ROOT / "cuda", COMPILERS, Path(name))
+        folder = Path(name, "wheel")
+        folder.mkdir()
+        wheel = build_wheel(ROOT, "x86_64", kernels, folder)
+        check_kernels(wheel, kernels, names)
+        with zipfile.ZipFile(wheel) as archive:
+            target.write_bytes(archive.read("kvshelf/libkvshelf_ops.so"))
+
+
 def main() -> int:
     """Build, audit, try."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("wheelhouse", type=Path, help="torch's CPU build and all dependencies")
-    parser.add_argument("dist", type=Path, help="where the archive and the wheels go")
+    parser.add_argument(
+        "--library", type=Path, help="build only the library for x86_64, into this file"
+    )
+    parser.add_argument(
+        "wheelhouse", type=Path, nargs="?", help="torch's CPU build and all dependencies"
+    )
+    parser.add_argument("dist", type=Path, nargs="?", help="where the archive and the wheels go")
     parser.add_argument(
         "--torch", help="try the wheel with this, such as torch==2.9.1 (a CUDA build, several GB)"
     )
     options = parser.parse_args()
+    if options.library is None and options.dist is None:
+        parser.error("wheelhouse and dist are needed")
     if (platform.system(), platform.machine()) != ("Linux", "x86_64"):
         print("wheels are built on Linux x86_64: the compilers are for it", file=sys.stderr)
         return 1
@@ -238,6 +257,9 @@ def main() -> int:
     except StepFailedError as failed:
         print(f"Set-up failed at: {failed}", file=sys.stderr)
         return 1
+    if options.library is not None:
+        library_alone(options.library)
+        return 0
     dist = options.dist.resolve()
     shutil.rmtree(dist, ignore_errors=True)
     dist.mkdir(parents=True)

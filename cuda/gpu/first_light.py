@@ -2,9 +2,9 @@
 
 Needs a Python with torch 2.11 or newer for the GPU, and the folder that ``gpu_pack.py`` made, or a
 copy of this repository, a CUDA compiler and cmake. No make, no network, no vLLM. The
-parts are smoke, checks, figures and design. Each stands by itself, ends within eight minutes
-(smoke: two), and writes two files: ``PART.json``, the report, and ``PART.log``, what its processes
-printed.
+parts are correctness, headline and design. Each stands by itself, ends within seven, six and five
+minutes, says at its end whether it passed, and writes two files: ``PART.json``, the report, and
+``PART.log``, what its processes printed.
 
 The groups of a part run in processes of their own, with time limits. After each result the report
 is replaced as a whole, so it is valid, and says how far the part came, after whatever ended it.
@@ -24,13 +24,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final
 
 import gpu_tools
-from gpu_box import COLD_SECONDS, HERE, LEAST_TORCH, ROOT, Box, all_sources
+from gpu_box import BUILT, COLD_SECONDS, HERE, LEAST_TORCH, ROOT, SHIPPED, Box, all_sources
 from gpu_parts import PARTS, SECONDS, Group
 from gpu_verdict import verdict
 
@@ -61,6 +61,12 @@ class Screen:
             self._left -= len(text)
             sys.stdout.write(text)
             sys.stdout.flush()
+
+    def lines(self, lines: Sequence[str]) -> None:
+        """Print lines, the last one in any case."""
+        for line in lines[:-1]:
+            self.line(line)
+        self.line(lines[-1], last=True)
 
 
 class Report:
@@ -106,6 +112,8 @@ class Part:
         What the part may take at most.
     limits : dict
         Seconds that some groups may take, by name, in place of their own limits.
+    only : collection of str
+        The groups to run; all when empty. The verdict on some of them is no PASS.
     """
 
     def __init__(
@@ -117,8 +125,9 @@ class Part:
         emulated: Path | None,
         seconds: float,
         limits: dict[str, float],
+        only: Collection[str] = (),
     ) -> None:
-        self.groups = PARTS[name]
+        self.groups = [group for group in PARTS[name] if not only or group.name in only]
         self.out = out
         self.name = name
         self.box = box
@@ -133,6 +142,8 @@ class Part:
         self.log = out / f"{name}.log"
         self.log.write_bytes(b"")
         self.results: dict[str, dict[str, Any]] = {}
+        #: The libraries that are used in place of those that groups want.
+        self.serving: dict[str, str] = {}
         self.report = Report(
             out / f"{name}.json",
             {
@@ -193,18 +204,32 @@ class Part:
         version = tuple(int(part) for part in machine["torch"].split("+")[0].split(".")[:2])
         if version < LEAST_TORCH or machine["capability"][0] < 8:
             return f"torch {machine['torch']} or {machine['gpu']} is too old"
-        library = self.box.prepare(machine, min(300.0, self.left - 20))
-        self._say(library=library)
-        self.screen.line(f"library: {json.dumps(library)}")
-        if library["served"] != "cuda":
-            return f"served by {library['served']}: {library['problem']}"
+        return self._prepare_libraries(machine)
+
+    def _prepare_libraries(self, machine: dict[str, Any]) -> str:
+        found: dict[str, dict[str, Any]] = {}
+        wanted = list(dict.fromkeys(group.library for group in self.groups))
+        while wanted:
+            name = wanted.pop(0)
+            found[name] = self.box.prepare(name, machine, min(300.0, self.left - 20))
+            self._say(library=found)
+            self.screen.line(f"library {name}: {json.dumps(found[name])}")
+            if found[name]["served"] == "cuda":
+                self.serving[name] = name
+            elif name == SHIPPED and BUILT not in [*wanted, *found]:
+                wanted.append(BUILT)
+        if not self.serving:
+            return f"no library serves: {[one['problem'] for one in found.values()]}"
+        # The part fails, but says what it can.
+        for name in found:
+            self.serving.setdefault(name, next(iter(self.serving.values())))
         return ""
 
     def _run_all(self) -> None:
         waiting = list(self.groups)
         while waiting:
-            kind = (waiting[0].tool, waiting[0].serves)
-            others = (i for i, group in enumerate(waiting) if (group.tool, group.serves) != kind)
+            kinds = [(group.tool, group.serves, group.library) for group in waiting]
+            others = (i for i, kind in enumerate(kinds) if kind != kinds[0])
             together = waiting[: next(others, None)]
             before = len(self.results)
             self._run_process(together)
@@ -236,7 +261,8 @@ class Part:
         command += ["--groups", ",".join(group.name for group in groups), "--events", str(events)]
         if self.emulated is not None:
             command += ["--emulated", str(self.emulated)]
-        env = gpu_tools.environment(self.box, first.tool) | {"KVSHELF_OPS": first.serves}
+        library = self.serving.get(first.library, first.library)
+        env = gpu_tools.environment(self.box, first.tool, library) | {"KVSHELF_OPS": first.serves}
         with self.log.open("ab") as log, events.open() as lines:
             process = subprocess.Popen(
                 command,
@@ -383,7 +409,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--python", default=sys.executable, help="a Python with torch")
     parser.add_argument("--pack", type=Path, default=ROOT / "build" / "gpu-pack")
     parser.add_argument("--work", type=Path, default=ROOT / "build" / "gpu-work")
-    parser.add_argument("--seconds", type=float, help="for the part; default: 112 or 465")
+    parser.add_argument("--seconds", type=float, help="for the part, in place of its own limit")
     parser.add_argument(
         "--limit",
         action="append",
@@ -392,6 +418,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="GROUP=SECONDS",
         help="what a group may take, in place of its own limit",
     )
+    parser.add_argument("--groups", default="", help="only these of the part, with commas")
     parser.add_argument("--emulated", type=Path, help="for tests: a file that makes a device")
     parser.add_argument(
         "--accept-emulated", action="store_true", help="for tests: reports of no GPU can pass"
@@ -399,10 +426,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.verdict:
         passed, lines = verdict(options.verdict, emulated=options.accept_emulated)
-        screen = Screen()
-        for line in lines[:-1]:
-            screen.line(line)
-        screen.line(lines[-1], last=True)
+        Screen().lines(lines)
         return 0 if passed else 1
     for name in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGALRM):
         signal.signal(name, _end_by_signal)
@@ -417,8 +441,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         emulated=options.emulated,
         seconds=seconds,
         limits=dict(options.limit),
+        only=list(filter(None, options.groups.split(","))),
     )
-    return 0 if part.run() else 1
+    part.run()
+    passed, lines = verdict([out], [options.part], emulated=options.emulated is not None)
+    part.screen.lines(lines)
+    return 0 if passed else 1
 
 
 if __name__ == "__main__":

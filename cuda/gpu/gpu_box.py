@@ -1,8 +1,9 @@
 """Makes kvshelf usable on a machine with a GPU, from a copy of this repository, without network.
 
-Owns the folder ``site`` from which the groups import kvshelf: the Python files of the working
-tree, the packages that ``gpu_pack.py`` collected, and the library with the kernels. A library that
-was built from other sources or does not load is built anew. Imports neither torch nor kvshelf.
+Owns the folders ``site-…`` from which the groups import kvshelf: the Python files of the working
+tree, the packages that ``gpu_pack.py`` collected, and a library with the kernels: that of release
+wheels, or that of nvcc, which is built anew if it was built from other sources or does not load.
+Imports neither torch nor kvshelf.
 """
 
 from __future__ import annotations
@@ -22,8 +23,13 @@ from typing import Any, Final
 HERE: Final = Path(__file__).resolve().parent
 ROOT: Final = HERE.parents[1]
 LIBRARY: Final = "libkvshelf_ops.so"
+#: The library of release wheels, which users have, and what nvcc makes of the sources.
+SHIPPED: Final = "wheel"
+BUILT: Final = "nvcc"
 #: Beside a packed library: the digest of the sources that it was built from.
 BUILT_FROM: Final = "library.txt"
+#: A module of vLLM in the pack, which groups find beside kvshelf.
+PEER: Final = "vllm_swap_blocks.py"
 LEAST_TORCH: Final = (2, 11)
 #: The first import of torch on a machine that reads its disk for the first time.
 COLD_SECONDS: Final = 180
@@ -138,13 +144,15 @@ class Box:
         self.python = python
         self.work = work
         self.pack = pack
-        self.site = work / "site"
 
-    @property
-    def environment(self) -> dict[str, str]:
+    def site(self, library: str) -> Path:
+        """Return the folder from which groups import kvshelf with one of its libraries."""
+        return self.work / f"site-{library}"
+
+    def environment(self, library: str) -> dict[str, str]:
         """Environment of the groups: kvshelf and its packages first, no settings of the user."""
         kept = {name: value for name, value in os.environ.items() if "KVSHELF" not in name}
-        paths = [str(self.site), str(HERE), kept.get("PYTHONPATH", "")]
+        paths = [str(self.site(library)), str(HERE), kept.get("PYTHONPATH", "")]
         return kept | {
             "PYTHONPATH": os.pathsep.join(filter(None, paths)),
             "PYTHONUNBUFFERED": "1",
@@ -154,56 +162,63 @@ class Box:
     def machine(self) -> dict[str, Any]:
         """Return what this machine is."""
         found = _json(run([self.python, "-c", _PROBE], COLD_SECONDS)[1])
-        asked = "driver_version,pcie.link.gen.current,pcie.link.gen.max,pcie.link.width.current"
-        code, told = run(["nvidia-smi", f"--query-gpu={asked}", "--format=csv,noheader"], 20)
-        if code == 0:
-            found["driver, PCIe now, most, lanes"] = told.splitlines()[0]
+        asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        code, told = run(asked, 20)
+        found["driver"] = told.strip() if code == 0 else None
         node = Path("/sys/bus/pci/devices", str(found.pop("bus", "")), "numa_node")
         found["numa_node"] = int(node.read_text()) if node.is_file() else None
         huge = Path("/sys/kernel/mm/transparent_hugepage/enabled")
         found["huge_pages"] = huge.read_text().strip() if huge.is_file() else None
         return found | {"cpus": os.cpu_count()}
 
-    def prepare(self, machine: dict[str, Any], seconds: float) -> dict[str, Any]:
-        """Make kvshelf importable; return how, with ``served`` by what or ``problem``."""
+    def prepare(self, library: str, machine: dict[str, Any], seconds: float) -> dict[str, Any]:
+        """Make kvshelf importable with a library; return how, with ``served`` or ``problem``."""
         ends = time.monotonic() + seconds
-        shutil.rmtree(self.site, ignore_errors=True)
-        self.site.mkdir(parents=True)
-        found: dict[str, Any] = {"wheels": self._unpack(str(machine["python"]))}
-        package = self.site / "kvshelf"
+        site, pack = self.site(library), self.pack / library
+        shutil.rmtree(site, ignore_errors=True)
+        site.mkdir(parents=True)
+        found: dict[str, Any] = {"wheels": self._unpack(site, str(machine["python"]))}
+        package = site / "kvshelf"
         shutil.copytree(ROOT / "src" / "kvshelf", package, dirs_exist_ok=True)
         shutil.copytree(ROOT / "backends", package / "backends", dirs_exist_ok=True)
-        library, built_before = package / LIBRARY, self.work / library_sources() / LIBRARY
-        packed, origin = self.pack / LIBRARY, self.pack / BUILT_FROM
-        library.unlink(missing_ok=True)
-        if built_before.is_file():
-            shutil.copy(built_before, library)
+        if (self.pack / PEER).is_file():
+            shutil.copy(self.pack / PEER, site / PEER)
+        target, built_before = package / LIBRARY, self.work / library_sources() / LIBRARY
+        packed, origin = pack / LIBRARY, pack / BUILT_FROM
+        target.unlink(missing_ok=True)
+        if library == BUILT and built_before.is_file():
+            shutil.copy(built_before, target)
             found["library"] = "built here before"
         elif packed.is_file() and origin.is_file():
             if origin.read_text().strip() == library_sources():
-                shutil.copy(packed, library)
+                shutil.copy(packed, target)
                 found["library"] = "packed"
             else:
                 found["library"] = "none: the packed one is of other sources"
         else:
             found["library"] = "none packed"
-        if library.is_file():
-            found |= self._served(ends)
+        if target.is_file():
+            found |= self._served(library, ends)
             if found["served"] == "cuda":
                 return found
+        if library != BUILT:
+            # What makes it needs a network.
+            return {"served": "nothing", "problem": found["library"]} | found
+        if "problem" in found:
             found["rebuilt_because"] = found["problem"]
-        problem = self._build(library, machine, ends)
+        problem = self._build(target, machine, ends)
         if problem:
             return found | {"served": "nothing", "problem": problem}
-        return found | {"library": "built here"} | self._served(ends)
+        return found | {"library": "built here"} | self._served(library, ends)
 
-    def _served(self, ends: float) -> dict[str, Any]:
-        code, told = run([self.python, "-c", _SERVED], ends - time.monotonic(), self.environment)
+    def _served(self, library: str, ends: float) -> dict[str, Any]:
+        env = self.environment(library)
+        code, told = run([self.python, "-c", _SERVED], ends - time.monotonic(), env)
         if code != 0:
             return {"served": "nothing", "problem": f"kvshelf cannot be used: {last_lines(told)}"}
         return _json(told)
 
-    def _unpack(self, python: str) -> list[str]:
+    def _unpack(self, site: Path, python: str) -> list[str]:
         """Unpack the wheels that fit this Python; return their names."""
         names = []
         tag = "cp" + "".join(python.split(".")[:2])
@@ -212,7 +227,7 @@ class Box:
             if interpreter.startswith("cp") and tag not in interpreter and abi != "abi3":
                 continue
             with zipfile.ZipFile(wheel) as content:
-                content.extractall(self.site)
+                content.extractall(site)
             names.append(wheel.name)
         return names
 
@@ -227,7 +242,7 @@ class Box:
             folder,
             f"{major}{minor}-real",
             min(100.0, ends - time.monotonic()),
-            self.environment,
+            self.environment(BUILT),
         )
         if not problem:
             shutil.copy(folder / LIBRARY, library)

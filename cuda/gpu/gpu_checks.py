@@ -6,9 +6,11 @@ must not be touched is compared as well.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -18,9 +20,11 @@ from gpu_groups import Context, NotRun
 from torch import Tensor
 
 from kvshelf.kv import ops
-from kvshelf.kv.caches import LayerCall
+from kvshelf.kv.caches import LayerCall, PendingCopy
+from kvshelf.kv.device import DeviceKVCache
 from kvshelf.kv.layout import PagedLayout
 from kvshelf.kv.layout_learning import CacheShape, learn_layout
+from kvshelf.kv.native_copier import NativeCopier
 from kvshelf.kv.ops import checks
 from kvshelf.kv.ops import library as native
 from kvshelf.kv.states import StateLayer, split_state, state_runs
@@ -175,6 +179,8 @@ def check_call(
     chunks, tokens = slots.shape
     size = len(pages.caches) * pages.layout.chunk_bytes(tokens, heads)
     step = size + gap
+    # Whatever does not wait for what follows on this stream comes too early.
+    ctx.engine.fall_behind()
     memory = torch.full((lead + chunks * shards * step + 64,), POISON, dtype=torch.uint8)
     memory = memory.to(device)
     buffers = memory.as_strided((chunks, shards, size), (shards * step, step, 1), lead)
@@ -436,9 +442,11 @@ def made_in_inference_mode(ctx: Context) -> None:
     place(after, slots, payload.view(1, 1, -1).to(ctx.device), 0, pages.layout.heads)
     problems: list[BaseException] = []
 
+    fence = path.fence()
+
     def load() -> None:
         try:
-            path.scatter(0, slots[0], payload, path.fence())
+            path.scatter(0, slots[0], payload, fence)
         except BaseException as error:
             problems.append(error)
 
@@ -694,7 +702,7 @@ def states(ctx: Context) -> None:
 
 
 def overwritten_blocks(ctx: Context) -> None:
-    """The chunk does not contain what the engine writes after the gather was enqueued."""
+    """The chunk has what the engine wrote before the gather, and nothing that it wrote later."""
     pages = make_pages("bhnc-nhd", torch.bfloat16, ctx.device, layers=4, blocks=64, heads=4)
     tokens = 256
     size = 4 * pages.layout.chunk_bytes(tokens)
@@ -702,121 +710,260 @@ def overwritten_blocks(ctx: Context) -> None:
     with ctx.staging(1, size) as (staging,):
         for seed in range(4 if ctx.small else 32):
             staging.fill_(POISON)
+            fresh = pages.clone()
+            for part in fresh.memory:
+                part.random_(0, 256)
             slots = random_slots(pages, 1, tokens, skip=False, seed=seed)
-            want = pages.gathered(slots, 0, 4, 1)[0, 0].cpu()
+            want = fresh.gathered(slots, 0, 4, 1)[0, 0].cpu()
+            ctx.engine.fall_behind()
+            for part, new in zip(pages.memory, fresh.memory, strict=True):
+                ctx.engine.enqueue(part.copy_, new)
             copied = path.gather(slots[0], [staging])
             if copied is None:
                 raise AssertionError("no device buffer is free though all gathers have ended")
             for part in pages.memory:
-                part.random_(0, 256)
+                ctx.engine.enqueue(part.random_, 0, 256)
             copied.wait()
             ctx.equal(staging, want, f"chunk {seed} of blocks that were overwritten")
+            ctx.engine.finish()
     path.close()
 
 
-def the_way_to_staging(ctx: Context) -> None:
-    """Chunks of 8 objects of 4 MiB to staging and back over the ring, beside a compute load."""
-    layers, size, tokens, shards, chunks = (2, 16, 64, 2, 4) if ctx.small else (32, 128, 256, 8, 8)
+def loads_behind_the_engine(ctx: Context) -> None:
+    """What the engine had enqueued before a load, such as zeroing its blocks, comes before it."""
+    pages = make_pages("bhnc-nhd", torch.bfloat16, ctx.device, blocks=16)
+    _loads_behind_the_engine(ctx, pages, 2)
+    # Pieces of 64 KiB, which are copied without a kernel.
+    backing = torch.zeros(16, 3, 16, 4096, dtype=torch.uint8, device=ctx.device)
+    caches = list(backing.unbind(1))
+    pages = Pages("mla", [backing], caches, PagedLayout.from_mla(caches[0]), 2048)
+    _loads_behind_the_engine(ctx, pages, 1)
+
+
+def _loads_behind_the_engine(ctx: Context, pages: Pages, shards: int) -> None:
+    heads, blocks = pages.layout.heads // shards, 4
+    size = len(pages.caches) * pages.layout.chunk_bytes(blocks * 16, heads)
+    path = ctx.device_caches(calls_of(pages, shards, size), pinned=True)
+    with ctx.staging(shards, size) as payloads, ThreadPoolExecutor(1) as pool:
+        for seed in range(3 if ctx.small else 16):
+            for payload in payloads:
+                payload.random_(0, 256)
+            for part in pages.memory:
+                part.fill_(POISON)
+            order = torch.randperm(16, generator=torch.Generator().manual_seed(seed))[:blocks]
+            slots = (order.view(-1, 1) * 16 + torch.arange(16)).view(-1)
+            ctx.engine.fall_behind()
+            for part in pages.memory:
+                ctx.engine.enqueue(part.zero_)
+            fence = path.fence()
+            pool.submit(path.scatter_chunk, range(shards), slots, payloads, fence).result()
+            ctx.engine.finish()
+            want = torch.stack(payloads).unsqueeze(0).to(ctx.device)
+            found = pages.gathered(slots.view(1, -1), 0, heads, shards)
+            ctx.equal(found, want, f"blocks that were zeroed before load {seed}")
+            written = sum(int(part.count_nonzero()) for part in pages.memory)
+            if written != int(want.count_nonzero()):
+                raise AssertionError(f"load {seed} wrote to other blocks")
+    path.close()
+
+
+def calls_of(pages: Pages, shards: int, payload: int) -> dict[int, list[LayerCall]]:
+    """The copy calls of shards of equally many heads."""
+    heads = pages.layout.heads // shards
+    return {
+        shard: [LayerCall(pages.caches, pages.layout, 0, payload, heads, shard * heads)]
+        for shard in range(shards)
+    }
+
+
+@dataclass
+class Ways:
+    """Caches, others of zeros, and the paths from the ones to staging and into the others."""
+
+    pages: Pages
+    target: Pages
+    shards: int
+    tokens: int
+    payload: int
+    path: DeviceKVCache
+    back: DeviceKVCache
+
+    def gathered(self, of: Pages, slots: Tensor) -> Tensor:
+        """See :meth:`Pages.gathered`."""
+        return of.gathered(slots, 0, of.layout.heads // self.shards, self.shards)
+
+
+@contextlib.contextmanager
+def both_ways(ctx: Context, chunks: int) -> Iterator[Ways]:
+    """Caches for chunks of 8 objects of 4 MiB, or of 2 of 1 MiB: several pieces for each."""
+    layers, tokens, shards = (8, 64, 2) if ctx.small else (32, 256, 8)
     pages = make_pages(
         *("bhnc-nhd", torch.bfloat16, ctx.device),
         layers=layers,
         blocks=chunks * tokens // 16,
         heads=8,
-        head_size=size,
+        head_size=128,
     )
     target = pages.clone()
     for part in target.memory:
         part.zero_()
-    heads = 8 // shards
-    payload = layers * pages.layout.chunk_bytes(tokens, heads)
-    slots = random_slots(pages, chunks, tokens, skip=False)
-    want = pages.gathered(slots, 0, heads, shards)
-    path, path_back = (
-        ctx.device_caches(
-            {
-                shard: [LayerCall(of.caches, of.layout, 0, payload, heads, shard * heads)]
-                for shard in range(shards)
-            },
-            loads=2,
-            pinned=True,
-        )
+    payload = layers * pages.layout.chunk_bytes(tokens, 8 // shards)
+    path, back = (
+        ctx.device_caches(calls_of(of, shards, payload), loads=2, pinned=True)
         for of in (pages, target)
     )
-    a = torch.randn(512, 512, device=ctx.device)
-    with ctx.staging(chunks * shards, payload) as buffers, ThreadPoolExecutor(4) as pool:
-        staging = [buffers[chunk * shards :][:shards] for chunk in range(chunks)]
-        for buffer in buffers:
-            buffer.fill_(POISON)
-        under_way = []
-        for chunk in range(chunks):
-            while (copied := path.gather(slots[chunk], staging[chunk])) is None:
-                torch.mm(a, a)
-            under_way.append(copied)
-            torch.mm(a, a)
-        for copied in under_way:
-            copied.wait()
-        for chunk, shard in itertools.product(range(chunks), range(shards)):
-            ctx.equal(staging[chunk][shard], want[chunk, shard].cpu(), "staging")
-        fence = path_back.fence()
-        # Even chunks as a whole, odd ones object by object.
-        loads = [
-            pool.submit(path_back.scatter_chunk, range(shards), slots[i], staging[i], fence)
-            for i in range(0, chunks, 2)
-        ] + [
-            pool.submit(path_back.scatter, shard, slots[i], staging[i][shard], fence)
-            for i, shard in itertools.product(range(1, chunks, 2), range(shards))
-        ]
-        while not all(load.done() for load in loads):
-            torch.mm(a, a)
-        for load in loads:
-            load.result()
-        ctx.equal(target.gathered(slots, 0, heads, shards), want, "back in the caches")
+    yield Ways(pages, target, shards, tokens, payload, path, back)
     path.close()
-    path_back.close()
+    back.close()
+
+
+def gather_all(
+    ctx: Context, ways: Ways, slots: Tensor, staging: Sequence[Sequence[Tensor]]
+) -> list[PendingCopy]:
+    """Gather all chunks, beside a compute load, as device buffers become free."""
+    a = torch.randn(512, 512, device=ctx.device)
+    under_way = []
+    for chunk, payloads in enumerate(staging):
+        for payload in payloads:
+            payload.fill_(POISON)
+        while (copied := ways.path.gather(slots[chunk], payloads)) is None:
+            torch.mm(a, a)
+        under_way.append(copied)
+        torch.mm(a, a)
+    return under_way
+
+
+def the_way_to_staging(ctx: Context) -> None:
+    """Chunks of objects to staging and back over the ring, beside a compute load."""
+    chunks = 4 if ctx.small else 8
+    a = torch.randn(512, 512, device=ctx.device)
+    with both_ways(ctx, chunks) as ways, ThreadPoolExecutor(4) as pool:
+        shards, back = range(ways.shards), ways.back
+        slots = random_slots(ways.pages, chunks, ways.tokens, skip=False)
+        want = ways.gathered(ways.pages, slots)
+        with ctx.staging(chunks * ways.shards, ways.payload) as buffers:
+            staging = [buffers[chunk * ways.shards :][: ways.shards] for chunk in range(chunks)]
+            for copied in gather_all(ctx, ways, slots, staging):
+                copied.wait()
+            for chunk, shard in itertools.product(range(chunks), shards):
+                ctx.equal(staging[chunk][shard], want[chunk, shard].cpu(), "staging")
+            fence = back.fence()
+            # Even chunks as a whole, odd ones object by object.
+            loads = [
+                pool.submit(back.scatter_chunk, shards, slots[i], staging[i], fence)
+                for i in range(0, chunks, 2)
+            ] + [
+                pool.submit(back.scatter, shard, slots[i], staging[i][shard], fence)
+                for i, shard in itertools.product(range(1, chunks, 2), shards)
+            ]
+            while not all(load.done() for load in loads):
+                torch.mm(a, a)
+            for load in loads:
+                load.result()
+            ctx.equal(ways.gathered(ways.target, slots), want, "back in the caches")
+
+
+def captures_beside_copies(ctx: Context) -> None:
+    """The engine captures graphs while chunks are on their way to the host, and others back."""
+    chunks = 4
+    a = torch.randn(512, 512, device=ctx.device)
+    torch.mm(a, a)
+    with both_ways(ctx, chunks) as ways, ThreadPoolExecutor(2) as pool:
+        slots = random_slots(ways.pages, chunks, ways.tokens, skip=False)
+        want = ways.gathered(ways.pages, slots)
+        with ctx.staging(2 * chunks * ways.shards, ways.payload) as buffers:
+            staging = [buffers[chunk * ways.shards :][: ways.shards] for chunk in range(2 * chunks)]
+            for copied in gather_all(ctx, ways, slots, staging[chunks:]):
+                copied.wait()
+            done: list[int] = []
+
+            def load(chunk: int, fence: object) -> None:
+                ways.back.scatter_chunk(
+                    range(ways.shards), slots[chunk], staging[chunks + chunk], fence
+                )
+                done.append(chunk)
+
+            for round_ in range(2 if ctx.small else 10):
+                under_way = gather_all(ctx, ways, slots, staging[:chunks])
+                fence = ways.back.fence()
+                loads = [pool.submit(load, chunk, fence) for chunk in range(chunks)]
+                before, ends = len(done), time.monotonic() + 20
+                with ctx.engine.capturing():
+                    # Loads end meanwhile: so there were copies beside the capture.
+                    while len(done) < before + 2 and time.monotonic() < ends:
+                        torch.mm(a, a)
+                        time.sleep(0.5e-3)
+                    beside = len(done) - before
+                for one in loads:
+                    one.result()
+                for copied in under_way:
+                    copied.wait()
+                if beside < 2:
+                    raise AssertionError(f"no load ended within 20 s beside capture {round_}")
+                for chunk, shard in itertools.product(range(chunks), range(ways.shards)):
+                    ctx.equal(staging[chunk][shard], want[chunk, shard].cpu(), "beside a capture")
+            ctx.equal(ways.gathered(ways.target, slots), want, "back in the caches")
+
+
+#: Bytes per second of any link that serves a GPU: the slowest is 16 lanes of PCIe 3.
+LEAST_RATE = 10e9
+
+
+def rates_are_learned(ctx: Context) -> None:
+    """The pace of the copies is that of the link: both directions learn it from their pieces."""
+    chunks = 4
+    with both_ways(ctx, chunks) as ways:
+        slots = random_slots(ways.pages, chunks, ways.tokens, skip=False)
+        with ctx.staging(chunks * ways.shards, ways.payload) as buffers:
+            staging = [buffers[chunk * ways.shards :][: ways.shards] for chunk in range(chunks)]
+            for _ in range(5):
+                for copied in gather_all(ctx, ways, slots, staging):
+                    copied.wait()
+                fence = ways.back.fence()
+                for chunk in range(chunks):
+                    ways.back.scatter_chunk(range(ways.shards), slots[chunk], staging[chunk], fence)
+            found = {}
+            for name, path, of_stores in (("out", ways.path, True), ("in", ways.back, False)):
+                copier = path._copier
+                assert isinstance(copier, NativeCopier)
+                found[name] = copier.rate(of_stores=of_stores)
+                ctx.comparisons += 1
+    told = ", ".join(f"{name} {rate / 1e9:.1f}" for name, rate in found.items())
+    ctx.fact("learned bytes per second", found, f"learned rates, GB/s: {told}")
+    if min(found.values()) < LEAST_RATE:
+        raise AssertionError(f"learned rates: {told} GB/s, less than {LEAST_RATE / 1e9:.0f}")
 
 
 def tails(ctx: Context) -> None:
     """Tails of several lengths to staging and back, by the buffers of whole chunks."""
-    layers, size, tokens, shards = (2, 16, 64, 2) if ctx.small else (32, 128, 256, 8)
-    form, dtype = "bhnc-nhd", torch.bfloat16
-    blocks = 4 * tokens // 16
-    pages = make_pages(
-        form, dtype, ctx.device, layers=layers, blocks=blocks, heads=8, head_size=size
-    )
-    target = pages.clone()
-    for part in target.memory:
-        part.zero_()
-    heads = 8 // shards
-    payload = layers * pages.layout.chunk_bytes(tokens, heads)
-    path, path_back = (
-        ctx.device_caches(
-            {
-                shard: [LayerCall(of.caches, of.layout, 0, payload, heads, shard * heads)]
-                for shard in range(shards)
-            },
-            pinned=True,
-        )
-        for of in (pages, target)
-    )
-    with ctx.staging(shards, payload) as buffers:
-        for count in (1, 7, tokens // 2, tokens - 1):
-            slots = random_slots(pages, 1, count, skip=False, seed=count)
-            want = pages.gathered(slots, 0, heads, shards)
-            staging = [buffer[: payload // tokens * count] for buffer in buffers]
-            for buffer in buffers:
-                buffer.fill_(POISON)
-            copied = path.of_tail(count).gather(slots[0], staging)
-            if copied is None:
-                raise AssertionError("no device buffer is free")
-            copied.wait()
-            for shard, part in enumerate(staging):
-                ctx.equal(part, want[0, shard].cpu(), f"a tail of {count} tokens")
-            back = path_back.of_tail(count)
-            back.scatter_chunk(range(shards), slots[0], staging, path_back.fence())
-            found = target.gathered(slots, 0, heads, shards)
-            ctx.equal(found, want, f"a tail of {count} tokens, back in the caches")
-    path.close()
-    path_back.close()
+    with both_ways(ctx, 4) as ways:
+        tokens, payload = ways.tokens, ways.payload
+        with ctx.staging(ways.shards, payload) as buffers:
+            for count in (1, 7, tokens // 2, tokens - 1):
+                slots = random_slots(ways.pages, 1, count, skip=False, seed=count)
+                want = ways.gathered(ways.pages, slots)
+                staging = [buffer[: payload // tokens * count] for buffer in buffers]
+                for buffer in buffers:
+                    buffer.fill_(POISON)
+                copied = ways.path.of_tail(count).gather(slots[0], staging)
+                if copied is None:
+                    raise AssertionError("no device buffer is free")
+                copied.wait()
+                for shard, part in enumerate(staging):
+                    ctx.equal(part, want[0, shard].cpu(), f"a tail of {count} tokens")
+                back = ways.back.of_tail(count)
+                back.scatter_chunk(range(ways.shards), slots[0], staging, ways.back.fence())
+                found = ways.gathered(ways.target, slots)
+                ctx.equal(found, want, f"a tail of {count} tokens, back in the caches")
+
+
+def nvcc(ctx: Context) -> None:
+    """The library that nvcc builds."""
+    if ctx.cuda:
+        kernel_attributes(ctx)
+    forms_dtypes_widths(ctx)
+    deep_models(ctx)
+    the_way_to_staging(ctx)
 
 
 def fallback(ctx: Context) -> None:
@@ -836,6 +983,8 @@ def under_memcheck(ctx: Context) -> None:
         deep_models,
         bad_slots_are_refused,
         the_way_to_staging,
+        overwritten_blocks,
+        loads_behind_the_engine,
         tails,
         blocks_that_hold_all_layers,
         buffers_in_host_memory,

@@ -23,7 +23,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple, cast
 
 import torch
 from gpu_parts import PARTS, Group
@@ -31,7 +31,8 @@ from torch import Tensor
 
 from kvshelf.buffers import BufferPool
 from kvshelf.kv import ops
-from kvshelf.kv.caches import LayerCall
+from kvshelf.kv.caches import LayerCall, PendingCopy
+from kvshelf.kv.copier import ChunkCopy
 from kvshelf.kv.device import DeviceKVCache
 from kvshelf.kv.ops import library as native
 
@@ -46,6 +47,69 @@ class NeedsGpuError(Exception):
     """An emulated device cannot run the group."""
 
 
+class Engine:
+    """The engine of a group: its thread is the one that runs the group.
+
+    This class is for a device whose work is done when it is enqueued.
+    """
+
+    def here(self) -> contextlib.AbstractContextManager[Any]:
+        """Make the engine's stream the calling thread's."""
+        return contextlib.nullcontext()
+
+    def enqueue(self, work: Callable[..., object], *arguments: Any) -> None:
+        """Enqueue the engine's own work, such as a method of a tensor."""
+        work(*arguments)
+
+    def fall_behind(self) -> None:
+        """Let the engine's stream be busy: what is enqueued next begins some time later."""
+
+    def finish(self) -> None:
+        """Wait for all that is enqueued on the engine's stream."""
+
+    @contextlib.contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Fail if what other threads do meanwhile disturbs the capture of a graph."""
+        yield
+
+
+class CudaEngine(Engine):
+    """On a GPU, with a stream of its own, as vLLM's: the default stream would wait for others."""
+
+    #: Some milliseconds.
+    CYCLES: Final = 10_000_000
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+        self._behind: Any = None
+
+    def here(self) -> contextlib.AbstractContextManager[Any]:
+        """See :class:`Engine`."""
+        return cast("contextlib.AbstractContextManager[Any]", torch.cuda.stream(self._stream))
+
+    def fall_behind(self) -> None:
+        """See :class:`Engine`. Nothing more is enqueued while the stream is still busy."""
+        if self._behind is None or self._behind.query():
+            torch.cuda._sleep(self.CYCLES)
+            self._behind = torch.cuda.current_stream().record_event()
+
+    def finish(self) -> None:
+        """See :class:`Engine`."""
+        self._stream.synchronize()
+
+    @contextlib.contextmanager
+    def capturing(self) -> Iterator[None]:
+        """See :class:`Engine`: in the mode that forbids most to all threads."""
+        graph = torch.cuda.CUDAGraph()
+        # torch.cuda.graph would first wait until the device is idle.
+        graph.capture_begin(capture_error_mode="global")
+        try:
+            yield
+        finally:
+            graph.capture_end()
+        graph.replay()
+
+
 class Timing(NamedTuple):
     """Median seconds, and the spread of the middle half of the samples as a part of it."""
 
@@ -55,6 +119,22 @@ class Timing(NamedTuple):
     def times(self, factor: float) -> Timing:
         """Return the time of `factor` times as much work."""
         return Timing(self.seconds * factor, self.spread)
+
+
+class _Lagging(DeviceKVCache):
+    """Gathers and fences of an engine whose stream is busy."""
+
+    engine = Engine()
+
+    def _gather(
+        self, copy: ChunkCopy, slots: Tensor, payloads: Sequence[Tensor]
+    ) -> PendingCopy | None:
+        self.engine.fall_behind()
+        return super()._gather(copy, slots, payloads)
+
+    def fence(self) -> object:
+        self.engine.fall_behind()
+        return super().fence()
 
 
 @dataclass
@@ -72,6 +152,9 @@ class Context:
         The implementation that has to carry out everything.
     say : callable
         Takes what is to be reported, as a dict.
+    engine : Engine
+    lags : bool
+        Before each gather and each fence the engine falls behind.
     launches, refused : int
         Calls of the library, and those that its kernels left to others.
     copiers : int
@@ -85,6 +168,8 @@ class Context:
     small: bool = False
     serves: str = "cuda"
     say: Callable[[dict[str, Any]], None] = lambda _: None
+    engine: Engine = field(default_factory=Engine)
+    lags: bool = False
     comparisons: int = 0
     launches: int = 0
     refused: int = 0
@@ -171,7 +256,9 @@ class Context:
     ) -> DeviceKVCache:
         """Make the path between caches and the host, which the library has to serve."""
         before = self.copiers
-        path = DeviceKVCache(calls, **options)
+        path = (_Lagging if self.lags else DeviceKVCache)(calls, **options)
+        if isinstance(path, _Lagging):
+            path.engine = self.engine
         if self.serves == "cuda" and self.copiers == before:
             path.close()
             raise AssertionError("stores and loads are not carried out by the library")
@@ -278,7 +365,7 @@ def run_group(group: Group, ctx: Context) -> dict[str, Any]:
             raise AssertionError(f"served by {served}, not by {ctx.serves}: {problem}")
         torch.manual_seed(0)
         module, _, function = group.where.partition(".")
-        with launches_noted(ctx):
+        with launches_noted(ctx), ctx.engine.here():
             getattr(importlib.import_module(module), function)(ctx)
         if ctx.cuda:
             torch.cuda.synchronize(ctx.device)
@@ -301,20 +388,20 @@ def run_group(group: Group, ctx: Context) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def opened_device(emulated: Path | None) -> Iterator[torch.device]:
+def opened_device(emulated: Path | None) -> Iterator[tuple[torch.device, Engine]]:
     """Make the device usable; `emulated` is a Python file with a context manager ``device()``."""
     if emulated is None:
         device = torch.device("cuda", 0)
         torch.cuda.set_device(device)
-        yield device
+        yield device, CudaEngine(device)
         return
     sys.path.insert(0, str(emulated.parent))
     spec = importlib.util.spec_from_file_location(emulated.stem, emulated)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    with module.device():
-        yield torch.device("cpu")
+    with module.device() as engine:
+        yield torch.device("cpu"), engine
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -334,12 +421,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             events.write(json.dumps(what, allow_nan=False) + "\n")
             events.flush()
 
-        with opened_device(options.emulated) as device:
+        with opened_device(options.emulated) as (device, engine):
             for name in options.groups.split(","):
                 group = groups[name]
                 say({"event": "begin", "name": name})
                 small = group.small or options.emulated is not None
-                ctx = Context(device, options.emulated is not None, small, group.serves, say)
+                ctx = Context(
+                    *(device, options.emulated is not None, small, group.serves, say, engine),
+                    lags=group.lags,
+                )
                 result = run_group(group, ctx)
                 say({"event": "end", "result": result})
                 if result["state"] == "failed":

@@ -1,14 +1,16 @@
 """Makes the folder that is carried to a machine with a GPU, but without network.
 
 ``gpu_pack.py --into FOLDER`` (default: build/gpu-run) copies what is tested and what tests it, and
-adds in FOLDER/build/gpu-pack the library with kernels for several generations of GPUs, and wheels
-of the packages that kvshelf needs beside torch, for one version of Python. There, one command runs
-a part: ``python3 FOLDER/cuda/gpu/first_light.py --part PART``.
+adds in FOLDER/build/gpu-pack two libraries with kernels for several generations of GPUs, that of
+release wheels and that of nvcc; wheels of the packages that kvshelf needs beside torch, for one
+version of Python; and the kernel with which the installed vLLM copies blocks, to be measured beside
+ours. There, one command runs a part: ``python3 FOLDER/cuda/gpu/first_light.py --part PART``.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -16,7 +18,18 @@ import sys
 from pathlib import Path
 from typing import Final
 
-from gpu_box import BUILT_FROM, LIBRARY, ROOT, build_library, library_sources
+from gpu_box import (
+    BUILT,
+    BUILT_FROM,
+    LIBRARY,
+    PEER,
+    ROOT,
+    SHIPPED,
+    build_library,
+    last_lines,
+    library_sources,
+    run,
+)
 
 #: Beside torch, numpy and typing-extensions, which torch brings.
 PACKAGES: Final = (
@@ -64,6 +77,48 @@ def tree(*folders: str) -> list[Path]:
     return [path for name in listing.split("\0") if name and (path := ROOT / name).is_file()]
 
 
+def library_of_wheels(target: Path) -> str:
+    """Build the library that release wheels hold; return why that failed."""
+    command = [sys.executable, ROOT / ".ci" / "wheels.py", "--library", target]
+    code, told = run(command, 900)
+    return "" if code == 0 else f"the library of wheels cannot be built: {last_lines(told)}"
+
+
+def library_of_nvcc(target: Path) -> str:
+    """Build the library with the CUDA compiler of this machine; return why that failed."""
+    built = ROOT / "build" / "gpu-library"
+    problem = build_library(sys.executable, built, "", 900, dict(os.environ))
+    if not problem:
+        shutil.copy(built / LIBRARY, target)
+    return problem
+
+
+def triton_copy_of_vllm() -> str:
+    """Return the module with which vLLM 0.32 copies small blocks, for machines without vLLM.
+
+    Raises
+    ------
+    FileNotFoundError
+        If the installed vLLM has none.
+    """
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or not spec.submodule_search_locations:
+        raise FileNotFoundError("vLLM is not installed; its copy of blocks is measured beside ours")
+    place = Path(spec.submodule_search_locations[0], "v1/kv_offload/cpu/swap_blocks_triton.py")
+    text = place.read_text()
+    for old, new in (
+        (
+            "from vllm import _custom_ops as ops",
+            "ops = None  # for few blocks, which are not copied",
+        ),
+        ("from vllm.triton_utils import tl, triton", "import triton\nimport triton.language as tl"),
+    ):
+        if old not in text:
+            raise FileNotFoundError(f"{place} is of another release of vLLM: it lacks {old!r}")
+        text = text.replace(old, new)
+    return text
+
+
 def main() -> int:
     """Run as a script."""
     parser = argparse.ArgumentParser(
@@ -80,14 +135,15 @@ def main() -> int:
         target = into / path.relative_to(ROOT)
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(path, target)
-    print("the library, with kernels")
-    built = ROOT / "build" / "gpu-library"
-    problem = build_library(sys.executable, built, "", 900, dict(os.environ))
-    if problem:
-        print(problem, file=sys.stderr)
-        return 1
-    shutil.copy(built / LIBRARY, pack / LIBRARY)
-    (pack / BUILT_FROM).write_text(library_sources())
+    for name, build in ((SHIPPED, library_of_wheels), (BUILT, library_of_nvcc)):
+        print(f"the library, with kernels: {name}")
+        (pack / name).mkdir()
+        problem = build(pack / name / LIBRARY)
+        if problem:
+            print(problem, file=sys.stderr)
+            return 1
+        (pack / name / BUILT_FROM).write_text(library_sources())
+    (pack / PEER).write_text(triton_copy_of_vllm())
     for package in PACKAGES:
         print(package)
         download(pack, options.python, package)

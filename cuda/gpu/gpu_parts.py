@@ -1,6 +1,6 @@
 """The parts of a run on a GPU, and their groups. Imports neither torch nor kvshelf.
 
-A part is one call of ``first_light.py`` of at most eight minutes. A group is one function of a
+A part is one call of ``first_light.py`` of at most seven minutes. A group is one function of a
 module beside this one; it succeeds or fails as a whole.
 """
 
@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Final
+
+from gpu_box import BUILT, SHIPPED
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,10 @@ class Group:
         The program under which it runs; a machine may refuse it.
     optional : bool
         A machine may lack what it needs.
+    library : str
+        The library with the kernels: ``wheel``, of release wheels, or ``nvcc``.
+    lags : bool
+        The engine's stream is busy whenever it gathers or records a fence.
     """
 
     name: str
@@ -39,28 +45,32 @@ class Group:
     serves: str = "cuda"
     tool: str = ""
     optional: bool = False
+    library: str = SHIPPED
+    lags: bool = False
 
 
 def _checks(*names: str, **options: int | bool | str) -> tuple[Group, ...]:
-    return tuple(Group(name, f"gpu_checks.{name}", **options) for name in names)  # type: ignore[arg-type]
+    return tuple(
+        Group(name, f"gpu_checks.{name}", lags=True, **options)  # type: ignore[arg-type]
+        for name in names
+    )
 
 
 PARTS: Final[dict[str, tuple[Group, ...]]] = {
-    "smoke": (
-        *_checks("kernel_attributes", seconds=40),
-        *_checks("forms_dtypes_widths", "the_way_to_staging", small=True, seconds=30),
-        *_checks("registered_memory", "deep_models", seconds=20),
-    ),
-    "checks": (
+    # What has to be right.
+    "correctness": (
+        Group("machine", "gpu_machine.machine", optional=True),
+        Group("nvcc", "gpu_checks.nvcc", small=True, library=BUILT, lags=True),
         *_checks("kernel_attributes", seconds=40),
         *_checks("forms_dtypes_widths", seconds=120),
         *_checks("chunks_shards_heads", "sizes_of_models", "deep_models"),
         *_checks("bad_slots_are_refused", "graphs", "streams_and_threads"),
-        *_checks("far_offsets", optional=True),
+        *_checks("states", "overwritten_blocks", "loads_behind_the_engine"),
+        *_checks("the_way_to_staging", "tails", "captures_beside_copies", "rates_are_learned"),
         *_checks("buffers_in_host_memory", "blocks_that_hold_all_layers", "registered_memory"),
         *_checks("made_in_inference_mode", "layouts_learned_from_torch"),
         *_checks("layouts_learned_from_triton", seconds=120, optional=True),
-        *_checks("states", "overwritten_blocks", "the_way_to_staging", "tails"),
+        *_checks("far_offsets", optional=True),
         Group(
             "fallback_triton",
             "gpu_checks.fallback",
@@ -72,24 +82,26 @@ PARTS: Final[dict[str, tuple[Group, ...]]] = {
         Group("fallback_torch", "gpu_checks.fallback", small=True, serves="torch"),
         Group("memcheck", "gpu_checks.under_memcheck", 150, small=True, tool="memcheck"),
     ),
-    "figures": (
+    # What users gain, the most wanted first.
+    "headline": (
+        Group("store_and_load", "gpu_figures.store_and_load", 90),
+        Group("from_files", "gpu_figures.from_files", 90),
+        Group("steps", "gpu_design.steps", 120),
         Group("on_the_device", "gpu_figures.on_the_device", 90),
         Group("on_the_host", "gpu_figures.on_the_host"),
-        Group("store_and_load", "gpu_figures.store_and_load", 90),
         Group("mla", "gpu_figures.mla", 90),
-        Group("from_files", "gpu_figures.from_files", 90),
-        Group("ncu", "gpu_figures.under_ncu", 120, tool="ncu"),
     ),
+    # What decides between ways of moving KV.
     "design": (
         Group("copies_by_piece", "gpu_design.copies_by_piece", 90),
         Group("direct_loads", "gpu_design.direct_loads", 90),
         Group("fallback_cuda", "gpu_design.step_of_stores", 60),
         Group("fallback_triton", "gpu_design.step_of_stores", 90, serves="triton", optional=True),
         Group("fallback_torch", "gpu_design.step_of_stores", 60, serves="torch"),
-        Group("steps", "gpu_design.steps", 120),
         Group("registered_memory", "gpu_design.registered_memory", 60),
+        Group("ncu", "gpu_figures.under_ncu", 120, tool="ncu"),
     ),
 }
 
 #: Seconds that a part takes at most, with all that it prepares.
-SECONDS: Final = {"smoke": 112, "checks": 465, "figures": 465, "design": 465}
+SECONDS: Final = {"correctness": 410, "headline": 350, "design": 290}

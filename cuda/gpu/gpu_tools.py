@@ -12,7 +12,7 @@ import shutil
 from pathlib import Path
 from typing import Final
 
-from gpu_box import Box, last_lines, run
+from gpu_box import SHIPPED, Box, last_lines, run
 
 #: Exit status of compute-sanitizer when it found something.
 FOUND: Final = 77
@@ -43,11 +43,11 @@ _METRICS: Final = (
 )
 
 
-def environment(box: Box, tool: str) -> dict[str, str]:
-    """Return the environment of a group under a tool."""
+def environment(box: Box, tool: str, library: str = SHIPPED) -> dict[str, str]:
+    """Return the environment of a group under a tool, or under none."""
     # Inside the allocator's large pieces every access is legal for memcheck.
     more = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if tool == "memcheck" else {}
-    return box.environment | more
+    return box.environment(library) | more
 
 
 def _find(name: str) -> str | None:

@@ -2,7 +2,7 @@
 
 PASS means: each part is there, complete, from the same sources and a GPU; every group
 succeeded, except optional ones that the machine lacks something for and tools that it refuses,
-which are named; and the library served, with its CUDA kernels, wherever a group does not test
+which are named; and the libraries served, with their CUDA kernels, wherever a group does not test
 what replaces it. Missed goals are named, and do not fail a run.
 """
 
@@ -19,20 +19,24 @@ from gpu_parts import PARTS
 Report = dict[str, Any]
 
 
-def verdict(folders: Sequence[Path], *, emulated: bool = False) -> tuple[bool, list[str]]:
+def verdict(
+    folders: Sequence[Path], parts: Sequence[str] = tuple(PARTS), *, emulated: bool = False
+) -> tuple[bool, list[str]]:
     """Return whether the reports in some folders pass, and the lines that say why.
 
     Parameters
     ----------
     folders : sequence of Path
         Of two reports of one part the one that began last counts.
+    parts : sequence of str
+        The parts that have to be there.
     emulated : bool
         Accept reports of an emulated device, and nothing else.
     """
     reports: dict[str, Report] = {}
     lines: list[str] = []
     failures: list[str] = []
-    for path in [folder / f"{part}.json" for folder in folders for part in PARTS]:
+    for path in [folder / f"{part}.json" for folder in folders for part in parts]:
         if not path.is_file():
             continue
         try:
@@ -43,7 +47,7 @@ def verdict(folders: Sequence[Path], *, emulated: bool = False) -> tuple[bool, l
             continue
         if part not in reports or began > reports[part]["began"]:
             reports[part] = report
-    for part in PARTS:
+    for part in parts:
         if part not in reports:
             failures.append(f"{part}: there is no report")
             continue
@@ -56,10 +60,17 @@ def verdict(folders: Sequence[Path], *, emulated: bool = False) -> tuple[bool, l
     if len({str(report.get("sources")) for report in reports.values()}) > 1:
         failures.append("the parts are of different sources")
     lines += _goals(reports)
-    lines += [f"decision {one.key}: {one.decide(_facts(reports))}" for one in DECISIONS]
+    decided = [(one.key, one.decide(_facts(reports))) for one in DECISIONS]
+    lines += [
+        f"decision {key}: {text}"
+        for key, text in decided
+        if len(parts) == len(PARTS) or not text.startswith("open")
+    ]
     lines += [f"FAILED {one}" for one in failures]
     passed = not failures
     word = "PASS" if passed else "FAIL"
+    if len(parts) < len(PARTS):
+        word += f" of {', '.join(parts)}"
     if emulated:
         word += ", by an emulated device, which says nothing about a GPU"
     lines.append(f"verdict: {word} ({len(failures)} failures)")
@@ -79,8 +90,10 @@ def _of_part(part: str, report: Report, *, emulated: bool) -> tuple[list[str], l
         wrong.append("its groups are not those of this version")
     if "gpu" not in report.get("machine", {}):
         wrong.append("it names no GPU")
-    if not emulated and report.get("library", {}).get("served") != "cuda":
-        wrong.append(f"the kernels did not serve: {report.get('library')}")
+    for library in () if emulated else {group.library for group in PARTS[part]}:
+        found = report.get("library", {}).get(library)
+        if found is None or found.get("served") != "cuda":
+            wrong.append(f"the kernels of the library {library} did not serve: {found}")
     not_run = []
     launches = 0
     for group in PARTS[part]:

@@ -9,20 +9,25 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+import functools
+import itertools
 import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
-from emulation import emulation
-from simulated_device import SimulatedStreams
+from emulation import Emulation, emulation
+from gpu_groups import Engine
+from simulated_device import SimulatedEvent, SimulatedStream, SimulatedStreams
 
 from kvshelf.kv import device as device_module
 from kvshelf.kv.ops import library as native
 
 Launch = Callable[..., int]
+Patch = contextlib.AbstractContextManager[Any]
 
 
 def one_byte(launch: Launch) -> Launch:
@@ -77,6 +82,46 @@ def refused(launch: Launch) -> Launch:
     return lambda *_: -1
 
 
+def unfenced(load: Launch) -> Launch:
+    """Loads wait for nothing of the engine's."""
+    return lambda *arguments: load(*arguments[:-1], 0)
+
+
+def elsewhere(streams: SimulatedStreams) -> Patch:
+    """Gathers do not run on the engine's stream."""
+    handle = emulation().address_of(streams.stream(urgent=False))
+    return mock.patch.object(streams, "handle", return_value=handle)
+
+
+def early(streams: SimulatedStreams) -> Patch:
+    """Copies to the host do not wait for what the engine's stream has to do first."""
+    wait, of_engine = SimulatedEvent.synchronize, set()
+
+    class Event(SimulatedEvent):
+        def record(self, stream: SimulatedStream) -> None:
+            if stream is streams.engine:
+                of_engine.add(self)
+            super().record(stream)
+
+        def synchronize(self) -> None:
+            if self not in of_engine:
+                wait(self)
+
+    return mock.patch.object(streams, "event", functools.partial(Event, streams))
+
+
+def exposed(streams: SimulatedStreams) -> Patch:
+    """Threads that wait disturb captures."""
+    counted = mock.PropertyMock(side_effect=itertools.count())
+    return mock.patch.object(Emulation, "exposed", counted)
+
+
+def slow_link(streams: SimulatedStreams) -> Patch:
+    """The pace stays where it began."""
+    streams.rate = 1e9
+    return contextlib.nullcontext()
+
+
 @contextlib.contextmanager
 def unloadable() -> Iterator[None]:
     """The library is no library."""
@@ -90,31 +135,63 @@ def unloadable() -> Iterator[None]:
             yield
 
 
+class SlowEngine(Engine):
+    """The engine of a simulated device: all other streams overtake its own."""
+
+    def __init__(self, streams: SimulatedStreams) -> None:
+        self._streams = streams
+
+    def enqueue(self, work: Callable[..., object], *arguments: Any) -> None:
+        self._streams.do(work, *arguments)
+
+    def fall_behind(self) -> None:
+        self._streams.slow_down(self._streams.engine)
+
+    def finish(self) -> None:
+        self._streams.engine.finish()
+
+    @contextlib.contextmanager
+    def capturing(self) -> Iterator[None]:
+        before = emulation().exposed
+        yield
+        if emulation().exposed != before:
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+
+OF_LOADS = (unfenced,)
+OF_STREAMS = (elsewhere, early, exposed, slow_link)
+
+
 @contextlib.contextmanager
-def device() -> Iterator[None]:
-    fault = os.environ.get("SEEDED_FAULT", "")
+def device() -> Iterator[Engine]:
+    name = os.environ.get("SEEDED_FAULT", "")
     if os.environ["KVSHELF_OPS"] != "cuda":
-        yield  # the fallback runs on the CPU
+        yield Engine()  # the fallback runs on the CPU
         return
-    if fault == "unloadable":
+    if name == "unloadable":
         with unloadable():
-            yield
+            yield Engine()
         return
     emulated = emulation()
     kept = emulated.library
     assert kept.device is not None
-    if fault == "torch_copies":
-        # Stores and loads by torch's copies, as if the library could not open a copier.
-        emulated.library = dataclasses.replace(kept, copier=None)
-    elif fault:
-        gather = globals()[fault](kept.device.gather)
-        emulated.library = dataclasses.replace(
-            kept, device=dataclasses.replace(kept.device, gather=gather)
-        )
-    streams = SimulatedStreams(engine_at_once=True)
-    with (
-        emulated.in_use(),
-        mock.patch.object(device_module, "streams_of", return_value=streams),
-    ):
-        yield
+    assert kept.copier is not None
+    streams = SimulatedStreams(rate=50e9)
+    with contextlib.ExitStack() as stack:
+        fault = globals().get(name)
+        if name == "torch_copies":
+            # Stores and loads by torch's copies, as if the library could not open a copier.
+            emulated.library = dataclasses.replace(kept, copier=None)
+        elif fault in OF_STREAMS:
+            stack.enter_context(fault(streams))
+        elif fault in OF_LOADS:
+            copier = dataclasses.replace(kept.copier, load=fault(kept.copier.load))
+            emulated.library = dataclasses.replace(kept, copier=copier)
+        elif name:
+            assert fault is not None
+            of_device = dataclasses.replace(kept.device, gather=fault(kept.device.gather))
+            emulated.library = dataclasses.replace(kept, device=of_device)
+        stack.enter_context(emulated.in_use())
+        stack.enter_context(mock.patch.object(device_module, "streams_of", return_value=streams))
+        yield SlowEngine(streams)
     streams.close()

@@ -43,6 +43,8 @@ CPU = torch.device("cpu")
 SCRIPTS = Path(first_light.__file__).parent
 DEVICE = Path(__file__).with_name("emulated_device.py")
 Reports = dict[str, dict[str, Any]]
+#: A few groups of a part, for faults.
+FEW = ("kernel_attributes", "forms_dtypes_widths", "deep_models", "the_way_to_staging")
 
 # --- runs on the emulated device ---------------------------------------------------
 
@@ -78,7 +80,7 @@ def run_part(part: str, out: Path, *options: object, fault: str = "") -> tuple[i
     return done.returncode, done.stdout
 
 
-def report_of(out: Path, part: str = "smoke") -> dict[str, Any]:
+def report_of(out: Path, part: str = "correctness") -> dict[str, Any]:
     report: dict[str, Any] = json.loads((out / f"{part}.json").read_text())
     assert {path.name for path in out.iterdir()} == {f"{part}.json", f"{part}.log"}
     return report
@@ -129,7 +131,9 @@ def made_reports(device: str = "cuda") -> Reports:
             "sources": gpu_box.all_sources(),
             "planned": [group.name for group in groups],
             "machine": {"gpu": "a GPU", "torch": "2.11.0+cu130"},
-            "library": {"library": "packed", "served": "cuda"},
+            "library": {
+                library: {"library": "packed", "served": "cuda"} for library in ("wheel", "nvcc")
+            },
             "groups": {
                 group.name: {
                     "state": "ok",
@@ -200,12 +204,12 @@ def test_an_honest_run_passes_but_not_as_one_on_a_gpu(honest: Callable[[str], Pa
         text=True,
     )
     assert done.returncode == 1
-    assert "FAILED smoke: it ran on a device that is emulated, not cuda" in done.stdout
+    assert "FAILED correctness: it ran on a device that is emulated, not cuda" in done.stdout
     assert done.stdout.splitlines()[-1].startswith("verdict: FAIL (")
 
 
 def test_all_sizes_and_widths_are_compared(honest: Callable[[str], Path]) -> None:
-    groups = report_of(honest("smoke"))["groups"]
+    groups = report_of(honest("correctness"))["groups"]
     assert groups["forms_dtypes_widths"]["widths"] == [1, 2, 4, 8, 16]
     assert groups["forms_dtypes_widths"]["comparisons"] > 500
 
@@ -252,23 +256,54 @@ def test_a_bare_machine_imports_all_that_runs_there() -> None:
 )
 def test_a_faulty_device_never_passes(tmp_path: Path, fault: str, group: str, why: str) -> None:
     out = tmp_path / "out"
-    code, output = run_part("smoke", out, fault=fault)
+    code, output = run_part("correctness", out, "--groups", ",".join(FEW), fault=fault)
     assert code == 1
     report = report_of(out)
     assert report["state"] == "complete"
-    assert set(report["groups"]) == {group.name for group in PARTS["smoke"]}
+    assert set(report["groups"]) == set(FEW)
     assert report["groups"][group]["state"] == "failed"
     assert why in report["groups"][group]["why"]
     assert group in output
     passed, told = judged_with(out, tmp_path)
     assert not passed
-    assert f"FAILED smoke: {group} failed" in told
+    assert f"FAILED correctness: {group} failed" in told
     assert told.splitlines()[-1].startswith("verdict: FAIL, by an emulated device")
+
+
+@pytest.mark.parametrize(
+    ("fault", "group", "why"),
+    [
+        ("unfenced", "loads_behind_the_engine", "blocks that were zeroed before load"),
+        ("elsewhere", "overwritten_blocks", "of blocks that were overwritten"),
+        ("elsewhere", "loads_behind_the_engine", "blocks that were zeroed before load"),
+        ("early", "overwritten_blocks", "of blocks that were overwritten"),
+        ("early", "the_way_to_staging", "staging: "),
+        ("exposed", "captures_beside_copies", "during capture"),
+        ("slow_link", "rates_are_learned", "out 1.0, in 1.0 GB/s, less than 10"),
+    ],
+)
+def test_a_check_finds_what_it_looks_for(tmp_path: Path, fault: str, group: str, why: str) -> None:
+    events = tmp_path / "events"
+    done = subprocess.run(
+        [
+            *(sys.executable, str(SCRIPTS / "gpu_groups.py"), "--part", "correctness"),
+            *("--groups", group, "--events", str(events), "--emulated", str(DEVICE)),
+        ],
+        env=environment(fault) | {"KVSHELF_OPS": "cuda"},
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1, done.stderr
+    result = json.loads(events.read_text().splitlines()[-1])["result"]
+    assert result["state"] == "failed"
+    assert why in result["why"]
 
 
 def test_a_group_that_hangs_is_ended_and_the_others_run(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    code, _ = run_part("smoke", out, "--limit", "forms_dtypes_widths=3", fault="hang")
+    limit = ("--limit", "forms_dtypes_widths=3")
+    code, _ = run_part("correctness", out, "--groups", ",".join(FEW), *limit, fault="hang")
     assert code == 1
     groups = report_of(out)["groups"]
     assert "took too long" in groups["forms_dtypes_widths"]["why"]
@@ -281,7 +316,9 @@ def test_a_group_that_hangs_is_ended_and_the_others_run(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_part_ends_in_time_and_names_what_it_left_out(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    code, _ = run_part("smoke", out, "--seconds", 14, fault="hang")
+    code, _ = run_part(
+        *("correctness", out, "--groups", ",".join(FEW), "--seconds", 14), fault="hang"
+    )
     assert code == 1
     report = report_of(out)
     assert report["state"] == "complete"
@@ -292,11 +329,12 @@ def test_a_part_ends_in_time_and_names_what_it_left_out(tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_a_killed_part_leaves_a_report_that_says_so(tmp_path: Path, number: int) -> None:
     out = tmp_path / "out"
-    with begun("smoke", out, "forms_dtypes_widths", fault="hang") as process:
+    few = ("--groups", ",".join(FEW))
+    with begun("correctness", out, "forms_dtypes_widths", *few, fault="hang") as process:
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         process.send_signal(number)
         process.wait()
-    report = json.loads((out / "smoke.json").read_text())
+    report = json.loads((out / "correctness.json").read_text())
     ended = "running" if number == signal.SIGKILL else "ended: signal 15"
     assert report["state"] == ended
     assert report["groups"]["kernel_attributes"]["state"] == "needs a GPU"
@@ -307,13 +345,13 @@ def test_a_killed_part_leaves_a_report_that_says_so(tmp_path: Path, number: int)
         time.sleep(0.05)
     passed, told = judged_with(out, tmp_path)
     assert not passed
-    assert f"FAILED smoke: not complete: {ended}" in told
+    assert f"FAILED correctness: not complete: {ended}" in told
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_a_part_fails(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    done = subprocess.run(command("smoke", out), check=False, capture_output=True, text=True)
+    done = subprocess.run(command("correctness", out), check=False, capture_output=True, text=True)
     assert done.returncode == 1
     assert "sees no GPU" in done.stdout
     assert report_of(out)["state"].startswith("ended: torch")
@@ -352,7 +390,7 @@ OK = """say '{"event": "end", "result": {"state": "ok", "served": "cuda", "launc
 def test_what_a_checking_tool_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str | None, state: str, why: str
 ) -> None:
-    monkeypatch.setitem(PARTS, "checks", PARTS["checks"][-1:])
+    monkeypatch.setitem(PARTS, "correctness", PARTS["correctness"][-1:])
     monkeypatch.setattr(first_light.Part, "_prepare", lambda self: "")
     tool = ([], "refused") if body is None else ([fake_tool(tmp_path, body)], "")
     monkeypatch.setattr(gpu_tools, "command", lambda *_: tool)
@@ -362,10 +400,10 @@ def test_what_a_checking_tool_says(
     box = gpu_box.Box(sys.executable, tmp_path / "work", tmp_path / "pack")
     limits = {"memcheck": 5.0 if asleep else 60.0}
     part = first_light.Part(
-        "checks", tmp_path / "out", box, emulated=None, seconds=60, limits=limits
+        "correctness", tmp_path / "out", box, emulated=None, seconds=60, limits=limits
     )
     assert part.run() is (state != "failed")
-    result = report_of(tmp_path / "out", "checks")["groups"]["memcheck"]
+    result = report_of(tmp_path / "out", "correctness")["groups"]["memcheck"]
     assert result["state"] == state
     assert why in result.get("why", "")
 
@@ -374,15 +412,15 @@ def test_what_a_checking_tool_says(
 def test_ncu_has_to_see_our_kernels(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernels: list[dict[str, str]]
 ) -> None:
-    monkeypatch.setitem(PARTS, "figures", PARTS["figures"][-1:])
+    monkeypatch.setitem(PARTS, "design", PARTS["design"][-1:])
     monkeypatch.setattr(first_light.Part, "_prepare", lambda self: "")
     tool = fake_tool(tmp_path, BEGIN.replace("memcheck", "ncu") + OK)
     monkeypatch.setattr(gpu_tools, "command", lambda *_: ([tool], ""))
     monkeypatch.setattr(gpu_tools, "ncu_figures", lambda log: kernels)
     box = gpu_box.Box(sys.executable, tmp_path / "work", tmp_path / "pack")
-    part = first_light.Part("figures", tmp_path / "out", box, emulated=None, seconds=60, limits={})
+    part = first_light.Part("design", tmp_path / "out", box, emulated=None, seconds=60, limits={})
     assert part.run() is bool(kernels)
-    result = report_of(tmp_path / "out", "figures")["groups"]["ncu"]
+    result = report_of(tmp_path / "out", "design")["groups"]["ncu"]
     assert result["state"] == ("ok" if kernels else "failed")
 
 
@@ -397,8 +435,11 @@ def test_what_is_printed_is_bounded(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_parts_fit_into_their_time() -> None:
-    assert SECONDS["smoke"] + 10 < 120 + 5
-    assert all(seconds + 10 < 480 for seconds in SECONDS.values())
+    assert {part: (seconds + 10) // 60 for part, seconds in SECONDS.items()} == {
+        "correctness": 7,
+        "headline": 6,
+        "design": 5,
+    }
     for part, groups in PARTS.items():
         assert len({group.name for group in groups}) == len(groups)
         assert all(group.seconds < SECONDS[part] for group in groups)
@@ -424,42 +465,50 @@ def spoiled_reports() -> dict[str, tuple[Callable[[Reports], object], str]]:
     return {
         "a part is missing": (lambda r: r.pop("design"), "design: there is no report"),
         "an emulated device": (
-            lambda r: r["checks"].update(device="emulated"),
-            "checks: it ran on a device that is emulated",
+            lambda r: r["correctness"].update(device="emulated"),
+            "correctness: it ran on a device that is emulated",
         ),
-        "killed": (lambda r: r["figures"].update(state="running"), "figures: not complete"),
-        "other sources": (lambda r: r["smoke"].update(sources="x"), "of different sources"),
-        "other groups": (lambda r: r["smoke"]["planned"].pop(), "not those of this version"),
+        "killed": (lambda r: r["headline"].update(state="running"), "headline: not complete"),
+        "other sources": (lambda r: r["correctness"].update(sources="x"), "of different sources"),
+        "other groups": (lambda r: r["correctness"]["planned"].pop(), "not those of this version"),
         "a group is missing": (
-            lambda r: r["checks"]["groups"].pop("graphs"),
-            "checks: graphs missing",
+            lambda r: r["correctness"]["groups"].pop("graphs"),
+            "correctness: graphs missing",
         ),
         "a group failed": (
-            lambda r: group(r, "checks", "graphs").update(state="failed", why="why"),
-            "checks: graphs failed: why",
+            lambda r: group(r, "correctness", "graphs").update(state="failed", why="why"),
+            "correctness: graphs failed: why",
         ),
         "a group was not run": (
-            lambda r: group(r, "checks", "registered_memory").update(state="not run", why="why"),
-            "checks: registered_memory not run: why",
+            lambda r: group(r, "correctness", "registered_memory").update(
+                state="not run", why="why"
+            ),
+            "correctness: registered_memory not run: why",
         ),
         "a group needs a GPU": (
-            lambda r: group(r, "checks", "graphs").update(state="needs a GPU", why="why"),
-            "checks: graphs needs a GPU",
+            lambda r: group(r, "correctness", "graphs").update(state="needs a GPU", why="why"),
+            "correctness: graphs needs a GPU",
         ),
         "torch served": (
-            lambda r: group(r, "checks", "graphs").update(served="torch"),
-            "checks: graphs was served by torch, not cuda",
+            lambda r: group(r, "correctness", "graphs").update(served="torch"),
+            "correctness: graphs was served by torch, not cuda",
         ),
         "torch serves the library's probe": (
-            lambda r: r["smoke"].update(library={"served": "torch", "problem": "why"}),
-            "smoke: the kernels did not serve",
+            lambda r: r["correctness"]["library"].update(wheel={"served": "torch"}),
+            "correctness: the kernels of the library wheel did not serve",
         ),
         "no kernel was launched": (
-            lambda r: [one.update(launches=0) for one in r["smoke"]["groups"].values()],
-            "smoke: no kernel was launched",
+            lambda r: [one.update(launches=0) for one in r["correctness"]["groups"].values()],
+            "correctness: no kernel was launched",
         ),
-        "no GPU": (lambda r: r["smoke"]["machine"].pop("gpu"), "smoke: it names no GPU"),
-        "half a report": (lambda r: r["smoke"].pop("state"), "smoke: its report is damaged"),
+        "no GPU": (
+            lambda r: r["correctness"]["machine"].pop("gpu"),
+            "correctness: it names no GPU",
+        ),
+        "half a report": (
+            lambda r: r["correctness"].pop("state"),
+            "correctness: its report is damaged",
+        ),
     }
 
 
@@ -476,7 +525,7 @@ def test_whatever_is_wrong_fails(tmp_path: Path, what: str) -> None:
 
 def test_a_report_cut_off_is_a_failure(tmp_path: Path) -> None:
     out = written(made_reports(), tmp_path / "out")
-    (out / "smoke.json").write_text('{"part": "smo')
+    (out / "correctness.json").write_text('{"part": "corr')
     passed, lines = verdict([out])
     assert not passed
     assert any("is no report" in line for line in lines)
@@ -484,21 +533,27 @@ def test_a_report_cut_off_is_a_failure(tmp_path: Path) -> None:
 
 def test_what_a_machine_lacks_is_named_and_passes(tmp_path: Path) -> None:
     reports = made_reports()
-    reports["checks"]["groups"]["memcheck"] = {"state": "not run", "why": "memcheck: refused"}
-    reports["checks"]["groups"]["far_offsets"] = {"state": "not run", "why": "too little memory"}
-    reports["figures"]["groups"]["mla"]["rows"][0] |= {"ratio": 0.5, "met": False}
+    reports["correctness"]["groups"]["memcheck"] = {"state": "not run", "why": "memcheck: refused"}
+    reports["correctness"]["groups"]["far_offsets"] = {
+        "state": "not run",
+        "why": "too little memory",
+    }
+    reports["headline"]["groups"]["mla"]["rows"][0] |= {"ratio": 0.5, "met": False}
     passed, lines = verdict([written(reports, tmp_path / "out")])
     assert passed
     told = "\n".join(lines)
-    assert "checks: not run: far_offsets (too little memory); memcheck (memcheck: refused)" in told
+    assert (
+        "correctness: not run: far_offsets (too little memory); memcheck (memcheck: refused)"
+        in told
+    )
     assert "MISSED a row: 0.50, not 0.85" in told
 
 
 def test_of_two_reports_of_a_part_the_last_one_counts(tmp_path: Path) -> None:
     old = made_reports()
-    old["smoke"]["state"] = "running"
-    new = copy.deepcopy(made_reports()["smoke"]) | {"began": "2026-01-02T00:00:00+00:00"}
-    folders = [written({"smoke": new}, tmp_path / "new"), written(old, tmp_path / "old")]
+    old["correctness"]["state"] = "running"
+    new = copy.deepcopy(made_reports()["correctness"]) | {"began": "2026-01-02T00:00:00+00:00"}
+    folders = [written({"correctness": new}, tmp_path / "new"), written(old, tmp_path / "old")]
     assert verdict(folders)[0]
     assert verdict(folders[::-1])[0]
     assert not verdict(folders[1:])[0]
@@ -660,8 +715,11 @@ def box(tmp_path: Path) -> gpu_box.Box:
 
 
 def pack_library(box: gpu_box.Box, content: bytes, origin: str = "") -> None:
-    (box.pack / gpu_box.LIBRARY).write_bytes(content)
-    (box.pack / gpu_box.BUILT_FROM).write_text(origin or gpu_box.library_sources())
+    for library in ("wheel", "nvcc"):
+        folder = box.pack / library
+        folder.mkdir()
+        (folder / gpu_box.LIBRARY).write_bytes(content)
+        (folder / gpu_box.BUILT_FROM).write_text(origin or gpu_box.library_sources())
 
 
 @pytest.fixture
@@ -675,8 +733,9 @@ def builds(monkeypatch: pytest.MonkeyPatch, box: gpu_box.Box) -> list[str]:
         (folder / gpu_box.LIBRARY).write_bytes(b"built")
         return ""
 
-    def served(self: gpu_box.Box, ends: float) -> dict[str, Any]:
-        good = (self.site / "kvshelf" / gpu_box.LIBRARY).read_bytes() in (b"built", b"good")
+    def served(self: gpu_box.Box, library: str, ends: float) -> dict[str, Any]:
+        bytes_ = (self.site(library) / "kvshelf" / gpu_box.LIBRARY).read_bytes()
+        good = bytes_ in (b"built", b"good")
         return {"served": "cuda" if good else "torch", "problem": "" if good else "cannot load"}
 
     monkeypatch.setattr(gpu_box, "build_library", build)
@@ -687,10 +746,14 @@ def builds(monkeypatch: pytest.MonkeyPatch, box: gpu_box.Box) -> list[str]:
 def test_wheels_of_another_python_are_left_out(box: gpu_box.Box, builds: list[str]) -> None:
     for name in ("a-1-py3-none-any", "b-1-cp312-cp312-linux_x86_64", "c-1-cp38-abi3-linux_x86_64"):
         make_wheel(box.pack / f"{name}.whl", f"{name[0]}.py")
-    assert len(box.prepare(MACHINE, 60)["wheels"]) == 3
-    assert {"a.py", "b.py", "c.py", "kvshelf"} == {path.name for path in box.site.iterdir()}
-    assert (box.site / "kvshelf" / "backends" / "base.py").is_file()
-    assert len(box.prepare(MACHINE | {"python": "3.13.0"}, 60)["wheels"]) == 2
+    assert len(box.prepare("nvcc", MACHINE, 60)["wheels"]) == 3
+    (box.pack / gpu_box.PEER).write_text("x = 1\n")
+    assert len(box.prepare("nvcc", MACHINE, 60)["wheels"]) == 3
+    site = box.site("nvcc")
+    modules = {"a.py", "b.py", "c.py", gpu_box.PEER}
+    assert {path.name for path in site.iterdir()} == {*modules, "kvshelf"}
+    assert (site / "kvshelf" / "backends" / "base.py").is_file()
+    assert len(box.prepare("nvcc", MACHINE | {"python": "3.13.0"}, 60)["wheels"]) == 2
 
 
 @pytest.mark.parametrize(
@@ -712,13 +775,56 @@ def test_which_library_is_used(
 ) -> None:
     if content is not None:
         pack_library(box, content, origin)
-    found = box.prepare(MACHINE, 60)
+    found = box.prepare("nvcc", MACHINE, 60)
     assert (found["library"], found["served"]) == (library, "cuda")
     assert ("rebuilt_because" in found) is rebuilt
     assert builds == ([] if library == "packed" else ["90-real"])
     if builds:
-        assert box.prepare(MACHINE, 60)["library"] == "built here before"
+        assert box.prepare("nvcc", MACHINE, 60)["library"] == "built here before"
         assert builds == ["90-real"]
+
+
+def test_the_library_of_wheels_is_never_replaced(box: gpu_box.Box, builds: list[str]) -> None:
+    assert box.prepare("wheel", MACHINE, 60)["problem"] == "none packed"
+    pack_library(box, b"does not load")
+    found = box.prepare("wheel", MACHINE, 60)
+    assert (found["served"], found["problem"]) == ("torch", "cannot load")
+    assert builds == []
+
+
+@pytest.mark.parametrize(("content", "serving"), [(b"does not load", "nvcc"), (b"good", "wheel")])
+def test_groups_run_on_another_library_where_theirs_does_not_load(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    box: gpu_box.Box,
+    builds: list[str],
+    content: bytes,
+    serving: str,
+) -> None:
+    """And the verdict says so."""
+    pack_library(box, content)
+    machine = MACHINE | {"gpu": "a GPU", "torch": "2.11.0+cu130"}
+    monkeypatch.setattr(gpu_box.Box, "machine", lambda self: machine)
+    monkeypatch.setitem(PARTS, "design", PARTS["design"][:1])
+    used: list[str] = []
+    program = fake_tool(
+        tmp_path, BEGIN.replace("memcheck", "copies_by_piece") + OK.replace("served", "served")
+    )
+
+    def environment(box: gpu_box.Box, tool: str, library: str) -> dict[str, str]:
+        used.append(library)
+        return dict(os.environ)
+
+    monkeypatch.setattr(gpu_tools, "environment", environment)
+    box.python = program
+    part = first_light.Part("design", tmp_path / "out", box, emulated=None, seconds=60, limits={})
+    assert part.run()
+    assert used == [serving]
+    passed, lines = verdict([tmp_path / "out"], ["design"])
+    assert passed is (serving == "wheel")
+    told = "\n".join(lines)
+    assert ("FAILED design: the kernels of the library wheel did not serve" in told) is not passed
+    assert lines[-1].startswith(f"verdict: {'PASS' if passed else 'FAIL'} of design (")
 
 
 def test_a_library_that_cannot_be_built_is_no_success(
@@ -726,7 +832,7 @@ def test_a_library_that_cannot_be_built_is_no_success(
 ) -> None:
     pack_library(box, b"does not load")
     monkeypatch.setattr(gpu_box, "build_library", lambda *_: "no CUDA compiler")
-    found = box.prepare(MACHINE, 60)
+    found = box.prepare("nvcc", MACHINE, 60)
     assert (found["served"], found["problem"]) == ("nothing", "no CUDA compiler")
     assert found["rebuilt_because"] == "cannot load"
 
@@ -735,7 +841,7 @@ def test_a_library_that_cannot_be_built_is_no_success(
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_the_site_is_complete_and_says_why_no_kernels_serve(box: gpu_box.Box) -> None:
     pack_library(box, b"\x7fELF, and nothing more")
-    found = box.prepare({"python": "3.12.3"}, 120)
+    found = box.prepare("nvcc", {"python": "3.12.3"}, 120)
     assert found["served"] == "nothing"
     assert "cannot be used" in found["rebuilt_because"]
     assert found["problem"] == "there is no GPU to build for"
@@ -847,28 +953,28 @@ def test_what_is_packed(
     monkeypatch.setattr(gpu_pack, "ROOT", root)
     monkeypatch.setattr(gpu_pack, "tree", lambda *_: [root / "src" / "x.py"])
 
-    def build(python: str, built: Path, *_: object) -> str:
-        built.mkdir(parents=True)
-        (built / gpu_box.LIBRARY).write_bytes(b"library")
+    def build(target: Path) -> str:
+        target.write_bytes(b"library")
         return problem
 
     def download(to: Path, python: str, package: str) -> None:
         assert python == "3.12"
         make_wheel(to / f"{package.partition('>')[0]}.whl")
 
-    monkeypatch.setattr(gpu_pack, "build_library", build)
+    monkeypatch.setattr(gpu_pack, "library_of_wheels", build)
+    monkeypatch.setattr(gpu_pack, "library_of_nvcc", build)
+    monkeypatch.setattr(gpu_pack, "triton_copy_of_vllm", lambda: "x = 1\n")
     monkeypatch.setattr(gpu_pack, "download", download)
     monkeypatch.setattr(sys, "argv", ["gpu_pack.py", "--into", str(folder)])
     assert gpu_pack.main() == code
     if not problem:
         names = {"apache-tvm-ffi.whl", "xxhash.whl", "safetensors.whl", "fsspec.whl"}
         pack = folder / "build" / "gpu-pack"
-        assert {path.name for path in pack.iterdir()} == {
-            *names,
-            gpu_box.LIBRARY,
-            gpu_box.BUILT_FROM,
-        }
-        assert (pack / gpu_box.BUILT_FROM).read_text() == gpu_box.library_sources()
+        assert {path.name for path in pack.iterdir()} == {*names, "wheel", "nvcc", gpu_box.PEER}
+        for library in ("wheel", "nvcc"):
+            assert (pack / library / gpu_box.LIBRARY).read_bytes() == b"library"
+            origin = (pack / library / gpu_box.BUILT_FROM).read_text()
+            assert origin == gpu_box.library_sources()
         assert (folder / "src" / "x.py").stat().st_size == tree
 
 
@@ -879,6 +985,15 @@ def test_what_is_copied_is_what_is_tested() -> None:
     folders = [gpu_pack.ROOT / name for name in gpu_pack.COPIED]
     assert copied == set(gpu_box._files(*folders))
     assert copied < set(gpu_pack.tree())
+
+
+def test_the_copy_of_vllm_needs_no_vllm() -> None:
+    pytest.importorskip("vllm")
+    text = gpu_pack.triton_copy_of_vllm()
+    compile(text, "vllm_swap_blocks.py", "exec")
+    assert "vllm import" not in text
+    assert "from vllm" not in text
+    assert "def swap_blocks_batch(" in text
 
 
 def test_make_knows_the_targets() -> None:
