@@ -330,7 +330,65 @@ def test_rope_that_depends_on_the_longest_prompt_holds_its_length() -> None:
     assert rope_text(llama(), 4096) == rope_text(llama(), 8192) == rope_text(llama())
 
 
+@pytest.mark.parametrize("place", ["rope_parameters", "rope_scaling"])
+@pytest.mark.parametrize("kind", [{"rope_type": "longrope"}, {"type": "su"}])
+def test_the_longest_prompt_decides_only_which_factors_longrope_has(
+    place: str, kind: dict[str, str]
+) -> None:
+    factors = {"short_factor": [1.0], "long_factor": [2.0]}
+    original = {"original_max_position_embeddings": 4096}
+    for config in (
+        llama(**{"rope_parameters": None, place: factors | kind}, **original),
+        llama(**{"rope_parameters": None, place: factors | kind | original}),
+    ):
+        config.model_type, config.max_position_embeddings = "phi3", 131072
+        short, long = rope_text(config, 4096), rope_text(config, 131072)
+        assert short != long
+        assert rope_text(config, 100) == short
+        assert rope_text(config, 4097) == rope_text(config, 40000) == rope_text(config, 60000)
+        assert rope_text(config, 40000) == long
+        # As in records of engines that serve these lengths, before and since.
+        assert json.loads(short)["max_model_len"] == 4096
+        assert json.loads(long)["max_model_len"] == 131072
+        # Nothing longer than the original length is published.
+        config.max_position_embeddings = 4096
+        assert rope_text(config, 4096) != rope_text(config, 8192) == rope_text(config, 40000)
+        # Other models may divide by the length itself, as vLLM's Plamo 3 does.
+        config.model_type = "plamo3"
+        assert rope_text(config, 40000) != rope_text(config, 60000)
+
+
 # ---------------------------------------------------------------------------- vLLM
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # importing vLLM warns
+def test_vllm_s_longrope_depends_on_the_length_as_the_record_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("vllm")
+    import torch
+    from vllm.model_executor.layers.rotary_embedding import phi3_long_rope_scaled_rope as vllm_rope
+
+    config = llama(
+        rope_parameters={"rope_type": "longrope", "original_max_position_embeddings": 64},
+        model_type="phi3",
+        max_position_embeddings=256,
+    )
+
+    def rotated(length: int) -> list[float]:
+        engine = SimpleNamespace(model_config=SimpleNamespace(max_model_len=length))
+        monkeypatch.setattr(vllm_rope, "get_current_vllm_config", lambda: engine)
+        rope = vllm_rope.Phi3LongRoPEScaledRotaryEmbedding(
+            4, 4, 256, 64, 10000, True, torch.float32, [1.0, 1.0], [2.0, 3.0]
+        )
+        keys = torch.ones(2, 4)
+        return rope(torch.tensor([1, 40]), keys, keys)[1].flatten().tolist()
+
+    lengths = (32, 64, 65, 200, 256)
+    for one in lengths:
+        for two in lengths:
+            same = rope_text(config, one) == rope_text(config, two)
+            assert (rotated(one) == rotated(two)) is same
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # importing vLLM warns

@@ -192,6 +192,23 @@ def test_options_that_change_kv_of_media_differ(engine: Callable[..., EngineMedi
     assert len(set(found)) == len(found)
 
 
+def test_the_longest_prompt_counts_where_images_are_fitted_into_it() -> None:
+    from vllm.model_executor.models.registry import _VLLM_MODELS
+
+    assert set(media._FIT_INTO_PROMPT) == {
+        name for name, (module, _) in _VLLM_MODELS.items() if module == "nano_nemotron_vl"
+    }
+
+    def digest(architecture: str, length: int) -> str:
+        model = SimpleNamespace(architecture=architecture, max_model_len=length)
+        return media.options_digest(media.media_options(SimpleNamespace(model_config=model)))
+
+    for name in media._FIT_INTO_PROMPT:
+        assert len({"", digest(name, 4096), digest(name, 8192)}) == 3
+        assert digest(name, 4096) == digest(name, 4096)
+    assert digest("LlavaForConditionalGeneration", 4096) == ""
+
+
 def test_scales_of_an_encoder_count_by_content(
     engine: Callable[..., EngineMedia], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -52,6 +52,9 @@ STORED_DTYPES: Final[Mapping[str, str]] = {
 
 # Kinds of RoPE whose factors, and so KV, depend on the longest prompt that is served.
 _LENGTH_DEPENDENT_ROPE: Final = ("dynamic", "longrope", "su")
+# Types of models of whose LongRoPE it is known that only one thing matters: whether that prompt may
+# be longer than the original length.
+_TWO_SETS_OF_FACTORS: Final = ("minicpm", "minicpm3", "phi3", "phi3_v", "phi4mm", "phimoe")
 
 
 def default_shards(kv_heads: int, stages: int = 1) -> int:
@@ -72,7 +75,7 @@ def rope_text(config: Any, max_model_len: int | None = None) -> str:
         Configuration of the decoder, with the attributes that Hugging Face gives it.
     max_model_len : int, optional
         Tokens of the longest prompt that is served, for the kinds of RoPE whose factors
-        depend on it.
+        depend on it. For LongRoPE it decides only whether it exceeds the original length.
 
     Raises
     ------
@@ -90,11 +93,29 @@ def rope_text(config: Any, max_model_len: int | None = None) -> str:
             raise ConfigError(
                 "the model's RoPE depends on the longest prompt that is served: pass max_model_len"
             )
-        found["max_model_len"] = int(max_model_len)
+        found["max_model_len"] = _deciding_length(config, text, int(max_model_len))
         found["original_max_position_embeddings"] = getattr(
             config, "original_max_position_embeddings", None
         )
     return json.dumps(found, sort_keys=True, separators=(",", ":"), default=str)
+
+
+def _deciding_length(config: Any, text: str, length: int) -> int:
+    """Return one length for all with which the factors of RoPE are the same.
+
+    LongRoPE has short factors for prompts up to the original length, and long ones. The lengths
+    that stand for them are those with which most engines start: the original one, which vLLM takes
+    if it is told none, and the model's longest.
+    """
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
+    name = "original_max_position_embeddings"
+    original = rope.get(name) if isinstance(rope, Mapping) else None
+    original = original or getattr(config, name, None)
+    longest = getattr(config, "max_position_embeddings", None)
+    is_known = getattr(config, "model_type", None) in _TWO_SETS_OF_FACTORS
+    if not is_known or not original or not longest or '"dynamic"' in text:
+        return length
+    return int(original if length <= original else max(longest, original + 1))
 
 
 @dataclass(frozen=True, kw_only=True)

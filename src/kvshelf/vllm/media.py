@@ -46,6 +46,14 @@ _LEFT_OUT: Final = frozenset({"chat_template", "processor_class", "auto_map"})
 #: The parts of Mistral's tokenizer files that are about images and audio.
 _TEKKEN: Final = ("multimodal", "image", "audio")
 
+#: Architectures whose processor fits images into the longest prompt (``nano_nemotron_vl.py``).
+_FIT_INTO_PROMPT: Final = (
+    "NemotronH_Nano_Omni_Reasoning_V3",
+    "NemotronH_Nano_VL_V2",
+    "NemotronH_Omni_Reasoning_V3",
+    "NemotronH_Super_Omni_Reasoning_V3",
+)
+
 #: What tells whether a file changed: name, inode, size, times.
 _Seen = tuple[tuple[str, int, int, int, int], ...]
 
@@ -298,6 +306,8 @@ def media_options(vllm_config: Any) -> dict[str, Any]:
         options["video_pruning"] = [getattr(settings, "video_pruning_method", None), rate]
     if settings is not None and getattr(model, "is_mm_prefix_lm", False) and _is_causal_in_media():
         options["attention_in_media"] = "causal"
+    if getattr(model, "architecture", None) in _FIT_INTO_PROMPT:
+        options["max_model_len"] = model.max_model_len
     return {name: value for name, value in options.items() if value}
 
 
