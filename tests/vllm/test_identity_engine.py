@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from fleet import Engines
+from fleet import Engines, Places
 from harness import SHELF_CONNECTOR, Answer, Engine, assert_same
 from shelf_files import ShelfFiles
 
@@ -147,3 +148,82 @@ def test_remote_code_that_differs(
     answer, own = shelf_and_own(with_code("model_c", 1.0), tokens)
     assert answer.shelf_tokens == 1024
     assert_same(answer, own)
+
+
+@pytest.fixture(scope="module")
+def llama_4(places: Places) -> Path:
+    """A tiny Llama 4 that scales queries by their position from its 64th token on, if it does."""
+    import torch
+    from transformers import Llama4ForCausalLM, Llama4TextConfig
+
+    torch.manual_seed(0)
+    config = Llama4TextConfig(
+        vocab_size=1024,
+        hidden_size=64,
+        intermediate_size=64,
+        intermediate_size_mlp=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        num_local_experts=2,
+        num_experts_per_tok=1,
+        interleave_moe_layer_step=2,
+        no_rope_layers=[1, 0, 1, 0],
+        max_position_embeddings=65536,
+        floor_scale=64,
+        attn_scale=1.0,
+        use_qk_norm=False,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+    )
+    model = Llama4ForCausalLM(config)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "norm" not in name:
+                inputs = weight.shape[
+                    -2 if "experts.gate" in name or "experts.down" in name else -1
+                ]
+                gain = 4 if "o_proj" in name else 1
+                weight.normal_(0, 1.0 if "embed" in name else gain / math.sqrt(inputs))
+    folder = places.root / "models" / "llama 4"
+    model.to(torch.bfloat16).save_pretrained(folder)
+    # It says itself whether queries are scaled.
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    return folder
+
+
+def test_llama_4_whose_queries_are_scaled_by_their_position(
+    start: Callable[..., Engine], llama_4: Path, prompt: MakePrompt, tmp_path: Path
+) -> None:
+    """vLLM decides on it by the longest prompt, unless the generation's configuration does."""
+    tokens = [token % 1000 for token in prompt(1100)]
+
+    def run(model: Path, longest: int, **options: Any) -> tuple[Answer, Answer]:
+        with start(model, max_model_len=longest, **options) as engine:
+            return shelf_and_own(engine, tokens)
+
+    plain, own = run(llama_4, 8192)
+    assert plain.shelf_tokens == 0
+    assert_same(plain, own)
+    answer, own = run(llama_4, 16384)
+    assert answer.shelf_tokens == 1024
+    assert_same(answer, own)
+    assert_same(answer, plain)
+    scaled, own = run(llama_4, 40000)
+    assert scaled.shelf_tokens == 0
+    assert_same(scaled, own)
+    assert scaled.tokens != plain.tokens
+    not_scaled = {"attn_temperature_tuning": False}
+    answer, own = run(llama_4, 40000, override_generation_config=not_scaled)
+    assert answer.shelf_tokens == 1024
+    assert_same(answer, own)
+    assert_same(answer, plain)
+    copied = shutil.copytree(llama_4, tmp_path / "with a generation's configuration")
+    (copied / "generation_config.json").write_text(json.dumps({"attn_temperature_tuning": True}))
+    answer, own = run(copied, 8192)
+    assert answer.shelf_tokens == 1024
+    assert_same(answer, own)
+    assert_same(answer, scaled)
