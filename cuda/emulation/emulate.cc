@@ -277,7 +277,9 @@ const char* device_new_stream(int device, bool urgent, void** stream) {
   return make(device, "stream", urgent ? 1 : 0, stream);
 }
 
-const char* device_new_event(int device, void** event) { return make(device, "event", 0, event); }
+const char* device_new_event(int device, bool timed, void** event) {
+  return make(device, "event", timed ? 1 : 0, event);
+}
 
 void device_free_stream(int device, void* stream) {
   static_cast<void>(tell(device, "free", stream, nullptr));

@@ -36,7 +36,7 @@ from gpu_verdict import verdict
 
 SCHEMA: Final = 1
 #: Characters that one call prints at most.
-MOST_PRINTED: Final = 8000
+MOST_PRINTED: Final = 11_000
 _KEPT_FOR_THE_END: Final = 1200
 #: A process has this long to import torch and find the device, and afterwards to end.
 _START_SECONDS: Final = COLD_SECONDS
@@ -54,19 +54,19 @@ class Screen:
     def __init__(self) -> None:
         self._left = MOST_PRINTED
 
-    def line(self, text: str, *, last: bool = False) -> None:
-        """Print a line, or nothing if there is no room; some room is for the `last` ones."""
+    def line(self, text: str, *, keep: int = _KEPT_FOR_THE_END) -> None:
+        """Print a line, or nothing if less than `keep` characters would be left for others."""
         text = text.rstrip()[:400] + "\n"
-        if len(text) <= self._left - (0 if last else _KEPT_FOR_THE_END):
+        if len(text) <= self._left - keep:
             self._left -= len(text)
             sys.stdout.write(text)
             sys.stdout.flush()
 
-    def lines(self, lines: Sequence[str]) -> None:
-        """Print lines, the last one in any case."""
+    def verdict(self, lines: Sequence[str]) -> None:
+        """Print a verdict: its last line in any case, and failures as long as there is room."""
         for line in lines[:-1]:
-            self.line(line)
-        self.line(lines[-1], last=True)
+            self.line(line, keep=300 if line.startswith("FAILED") else _KEPT_FOR_THE_END)
+        self.line(lines[-1], keep=0)
 
 
 class Report:
@@ -182,7 +182,7 @@ class Part:
         self.screen.line(
             f"{self.name}: {state}, {time.monotonic() - self.began:.0f} s, "
             f"{len(states)} groups, {wrong} failed, {missing} missing; {self.report.path}",
-            last=True,
+            keep=600,
         )
         return state == "complete" and not wrong and not missing
 
@@ -426,7 +426,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.verdict:
         passed, lines = verdict(options.verdict, emulated=options.accept_emulated)
-        Screen().lines(lines)
+        Screen().verdict(lines)
         return 0 if passed else 1
     for name in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGALRM):
         signal.signal(name, _end_by_signal)
@@ -445,7 +445,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     part.run()
     passed, lines = verdict([out], [options.part], emulated=options.emulated is not None)
-    part.screen.lines(lines)
+    part.screen.verdict(lines)
     return 0 if passed else 1
 
 

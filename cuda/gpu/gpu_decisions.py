@@ -20,6 +20,8 @@ ATTRIBUTES_GAIN: Final = 1.05
 #: A step of 8192 tokens may spend this long on the gathers of its chunks: 10 % of a prefill
 #: of 200 ms.
 FALLBACK_SECONDS: Final = 0.020
+#: A thread that sleeps until an event may be awake so much later than one that spins.
+WAKE_UP_SECONDS: Final = 100e-6
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,12 @@ def _fallback(facts: Facts) -> str:
     )
 
 
+def _wake_up(facts: Facts) -> str:
+    seconds = facts["machine"]["seconds to wake up"]
+    told = f"a thread that sleeps is awake {seconds * 1e6:.0f} µs after the event"
+    return f"spin: {told}" if seconds > WAKE_UP_SECONDS else f"sleep: {told}"
+
+
 DECISIONS: Final = (
     Decision(
         "B2",
@@ -112,5 +120,12 @@ DECISIONS: Final = (
         "Triton and plain torch on a GPU store by default if the gathers of a step of 8192 "
         "tokens, 31 chunks of 32 MiB in 8 shards, take the step thread at most 20 ms.",
         _fallback,
+    ),
+    Decision(
+        "wake-up",
+        "Threads that pace copies spin for the last 20 µs of a piece, instead of sleeping until "
+        "its event, if a thread that sleeps is awake more than 100 µs after it: the queue holds "
+        "150 µs beyond the oldest piece.",
+        _wake_up,
     ),
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import itertools
 import threading
 import time
 from array import array
@@ -79,20 +80,24 @@ def attributes_now(piece: int) -> str:
 
 
 class Batch:
-    """Copies of equally large pieces between random places, as one batch."""
+    """Copies of equally large pieces, from addresses to others, as one batch."""
 
-    def __init__(self, ctx: Context, to: Tensor, source: Tensor, piece: int) -> None:
-        self._ctx = ctx
+    def __init__(self, ctx: Context, to: array[int], source: array[int], piece: int) -> None:
         self._piece = piece
-        self.count = to.numel() // piece
-        self._to = self._places(to)
-        self._from = self._places(source)
+        self.count = len(to)
+        self._to, self._from = to, source
         self._sizes = array("Q", [piece]) * self.count
         self._function = batch_function() if ctx.cuda else None
 
-    def _places(self, memory: Tensor) -> array[int]:
-        start, order = memory.data_ptr(), torch.randperm(self.count).tolist()
-        return array("Q", [start + place * self._piece for place in order])
+    @classmethod
+    def shuffled(cls, ctx: Context, to: Tensor, source: Tensor, piece: int) -> Batch:
+        """Copies between random places of two pieces of memory."""
+
+        def places(memory: Tensor) -> array[int]:
+            start, order = memory.data_ptr(), torch.randperm(memory.numel() // piece).tolist()
+            return array("Q", [start + place * piece for place in order])
+
+        return cls(ctx, places(to), places(source), piece)
 
     def enqueue(self, attributes: str, stream: Any) -> None:
         """Enqueue the copies on a stream, which is not the default one: that takes no batches."""
@@ -129,7 +134,7 @@ def copies_by_piece(ctx: Context) -> None:
             found: dict[int, dict[str, float]] = {}
             for piece in _TINY_PIECES if ctx.small else PIECES:
                 size = total // piece * piece
-                batch = Batch(ctx, to[:size], source[:size], piece)
+                batch = Batch.shuffled(ctx, to[:size], source[:size], piece)
                 found[piece] = {
                     name: clock.wall(functools.partial(batch.enqueue, name, stream)).seconds
                     for name in ATTRIBUTES
@@ -233,6 +238,26 @@ def _threaded(clock: Clock, work: Callable[[], None]) -> Timing:
     return timing_of(times)
 
 
+def loads_beside_products(ctx: Context) -> None:
+    """How long the load of one chunk takes whose kernels wait for those of a prefill."""
+    shape = sized(ctx, replace(LLAMA, chunks=16))
+    caches, clock = make_caches(shape, ctx.device), Clock(ctx, samples=15)
+    path = caches.on_device(ctx, ring=1, loads=1, pinned=True)
+    shards = range(shape.shards)
+    chunks = itertools.cycle(range(shape.chunks))
+    with ctx.staging(shape.shards, shape.object_bytes) as staging:
+
+        def load() -> None:
+            path.scatter_chunk(shards, caches.slots(next(chunks)), staging)
+
+        alone = _threaded(clock, load)
+        with products(ctx):
+            beside = _threaded(clock, load)
+    name = f"load of a chunk of {shape.shards} objects beside matrix products"
+    ctx.row(name, beside, "alone", alone, shape.chunk_bytes)
+    path.close()
+
+
 # --- a step's stores ---------------------------------------------------------------
 
 
@@ -273,24 +298,34 @@ def step_of_stores(ctx: Context) -> None:
 
 
 class Step:
-    """What an engine does in a decode step: a small copy in, small kernels, a small copy out."""
+    """A decode step: a small copy in, a graph that streams 4 GiB of weights, a small copy out."""
 
     def __init__(self, ctx: Context) -> None:
-        edge = 512 if ctx.cuda else 8
-        self._kernels = 60 if ctx.cuda else 2
-        self._a = torch.randn(edge, edge, device=ctx.device, dtype=torch.bfloat16)
-        self._out = torch.empty_like(self._a)
+        layers, rows, columns = (64, 4096, 8192) if ctx.cuda else (2, 8, 8)
+        options = {"device": ctx.device, "dtype": torch.bfloat16}
+        self._weights = [torch.randn(rows, columns, **options) for _ in range(layers)]
+        self._x, self._y = torch.randn(columns, 1, **options), torch.empty(rows, 1, **options)
         self._in = [torch.zeros(8 * KIB, dtype=torch.uint8, pin_memory=ctx.cuda) for _ in "io"]
         self._on_device = torch.zeros(8 * KIB, dtype=torch.uint8, device=ctx.device)
-        self._clock = Clock(ctx)
         self._ctx = ctx
+        self.weight_bytes = layers * rows * columns * 2
+        self._layers()
+        self._forward: Callable[[], object] = self._layers
+        if ctx.cuda:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                self._layers()
+            self._forward = graph.replay
+
+    def _layers(self) -> None:
+        for weights in self._weights:
+            torch.mm(weights, self._x, out=self._y)
 
     def run(self) -> float:
         """Run one; return its seconds."""
         start = time.perf_counter()
         self._on_device.copy_(self._in[0], non_blocking=True)
-        for _ in range(self._kernels):
-            torch.mm(self._a, self._a, out=self._out)
+        self._forward()
         self._in[1][: 4 * KIB].copy_(self._on_device[: 4 * KIB], non_blocking=True)
         if self._ctx.cuda:
             torch.cuda.current_stream(self._ctx.device).synchronize()
@@ -357,6 +392,8 @@ def steps(ctx: Context) -> None:
             step.run()
         alone = plain()
         floor, longest_alone = timing_of(alone), max(alone)
+        streamed = step.weight_bytes / floor.seconds
+        ctx.fact("bytes of weights per second", streamed, f"weights: {streamed / 1e9:.0f} GB/s")
 
         def compare(name: str, times: list[float]) -> None:
             ctx.row(

@@ -6,11 +6,16 @@ same pieces to or from staging, a verified read.
 
 from __future__ import annotations
 
+import itertools
+import os
+import statistics
 import tempfile
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,14 +38,18 @@ from gpu_measure import (
     timing_of,
 )
 from kvshelf.backends import open_backend
-from torch import Tensor
 
 from kvshelf.format.keys import Chunk, KeyChain
 from kvshelf.format.namespace import FORMAT, Namespace
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.kv import ops
+from kvshelf.metrics import Counters
 from kvshelf.shelf.shelf import Shelf
-from kvshelf.shelf.view import ObjectRef
+from kvshelf.shelf.view import ObjectRef, ShelfView
+from kvshelf.transfer.context import ChunkSlots
+from kvshelf.transfer.loads import Load
+from kvshelf.transfer.staging import StagingPool
+from kvshelf.transfer.transfer import Transfer
 
 #: Wanted: gather and scatter against a copy on the device, stores and loads against copies.
 KERNEL_GOAL = 0.85
@@ -225,52 +234,149 @@ def make_format(shape: Shape) -> ObjectFormat:
 
 
 def from_files(ctx: Context) -> None:
-    """Objects in the page cache → verified → paged cache, whose bytes do not change by it."""
+    """Objects in the page cache → verified → paged cache, by a transfer's own threads."""
     caches = make_caches(sized(ctx, replace(LLAMA, chunks=32)), ctx.device)
-    shape, clock = caches.shape, Clock(ctx, samples=3)
+    shape = caches.shape
     fmt = make_format(shape)
-    offset, size = fmt.data_offset, fmt.object_size(0)
     chain = KeyChain(fmt.namespace.digest, fmt.chunk_size)
     chunks = chain.extend(list(range(shape.chunks * shape.tokens)))
-    path = caches.on_device(ctx, ring=RING, loads=THREADS, pinned=True)
-    many = THREADS * shape.shards
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        ctx.staging(many, size) as staging,
-        Shelf(open_backend(folder)) as shelf,
-    ):
+    with tempfile.TemporaryDirectory() as folder, Shelf(open_backend(folder)) as shelf:
         view = shelf.view(fmt)
+        _publish(ctx, caches, view, chunks)
+        files = [
+            path
+            for path in Path(folder).rglob("*")
+            if path.is_file() and path.stat().st_size == fmt.object_size(0)
+        ]
+        assert len(files) == shape.chunks * shape.shards
+        for threads in (2,) if ctx.small else (4, 8, 16):
+            _from_files(ctx, caches, view, chunks, files, threads)
+
+
+def _publish(ctx: Context, caches: Caches, view: ShelfView, chunks: Sequence[Chunk]) -> None:
+    fmt, shape = view.fmt, caches.shape
+    path = caches.on_device(ctx, ring=2, loads=1, pinned=True)
+    with ctx.staging(shape.shards, fmt.object_size(0)) as staging:
         images = [memoryview(image.numpy()) for image in staging]
         for chunk in chunks:
-            payloads = [image[offset:] for image in staging[: shape.shards]]
+            payloads = [image[fmt.data_offset :] for image in staging]
             copied = path.gather(caches.slots(chunk.index), payloads)
             assert copied is not None
             copied.wait()
-            for shard in range(shape.shards):
-                fmt.seal(images[shard], chunk, shard)
-                view.publish(ObjectRef(chunk, shard), images[shard])
-        before = [cache.clone() for cache in caches.views]
-
-        def read(worker: int, chunk: Chunk) -> list[Tensor]:
-            first = worker * shape.shards
-            for shard in range(shape.shards):
-                view.load(ObjectRef(chunk, shard), images[first + shard])
-            return [image[offset:] for image in staging[first : first + shape.shards]]
-
-        def load(worker: int, chunk: Chunk) -> None:
-            payloads, slots = read(worker, chunk), caches.slots(chunk.index)
-            path.scatter_chunk(range(shape.shards), slots, payloads)
-
-        reading = clock.wall(lambda: spread(THREADS, chunks, read))
-        for cache in caches.views:
-            cache.zero_()
-        loading = clock.wall(lambda: spread(THREADS, chunks, load))
-        for number, (cache, old) in enumerate(zip(caches.views, before, strict=True)):
-            ctx.equal(cache.view(torch.int16), old.view(torch.int16), f"layer {number} from files")
-        total = shape.chunks * shape.chunk_bytes
-        name = f"files → paged, verified, {shape.chunks} chunks of {shape.shards} objects"
-        ctx.row(name, loading, f"read alone by {THREADS} threads", reading, total, 0.9)
+            for shard, image in enumerate(images):
+                fmt.seal(image, chunk, shard)
+                view.publish(ObjectRef(chunk, shard), image)
     path.close()
+
+
+def _from_files(
+    ctx: Context,
+    caches: Caches,
+    view: ShelfView,
+    chunks: Sequence[Chunk],
+    files: Sequence[Path],
+    threads: int,
+) -> None:
+    shape, clock, size = caches.shape, Clock(ctx, samples=3), view.fmt.object_size(0)
+    floors = _file_floors(ctx, clock, files, threads, size)
+    path = caches.on_device(ctx, ring=1, loads=threads, pinned=True)
+    pool = StagingPool(
+        max(threads, 4) * shape.shards * (size + 4096),
+        size,
+        together=shape.shards,
+        pinned=ctx.cuda,
+        device=ctx.device if ctx.cuda else None,
+    )
+    transfer = Transfer(view, path, pool, counters=Counters(), load_threads=threads)
+    items = [ChunkSlots(chunk, caches.slots(chunk.index)) for chunk in chunks]
+    names, used = itertools.count(), []
+
+    def begin() -> threading.Event:
+        over = threading.Event()
+
+        def note(load: Load) -> None:
+            ended.append(load)
+            over.set()
+
+        ended.clear()
+        transfer.load(str(next(names)), items, on_done=note)
+        return over
+
+    ended: list[Load] = []
+
+    def load() -> None:
+        began = time.process_time()
+        done = begin().wait(60)
+        used.append(time.process_time() - began)
+        if not done or ended[0].failed_at is not None:
+            raise AssertionError(f"a load of existing objects failed: {ended}")
+
+    before = [cache.clone() for cache in caches.views]
+    for cache in caches.views:
+        cache.zero_()
+    took = clock.wall(load)
+    for number, (cache, old) in enumerate(zip(caches.views, before, strict=True)):
+        ctx.equal(cache.view(torch.int16), old.view(torch.int16), f"layer {number} from files")
+    share = gil_share(begin, rounds=1 if ctx.small else 4)
+    floor = max(floors, key=lambda name: floors[name].seconds)
+    ctx.row(
+        f"files → paged, verified, {shape.chunks} chunks, {threads} threads",
+        *(took, floor, floors[floor], shape.chunks * shape.chunk_bytes, 0.9),
+        note=f"{statistics.median(used) / took.seconds:.1f} cores, {share:.0%} of the GIL",
+    )
+    ctx.fact(f"share of the GIL, {threads} threads", share)
+    transfer.close()
+
+
+def _file_floors(
+    ctx: Context, clock: Clock, files: Sequence[Path], threads: int, size: int
+) -> dict[str, Timing]:
+    """Seconds of copies of the same bytes, and of reading them without looking at them."""
+    with ctx.staging(threads, size) as staging:
+        views = [memoryview(piece.numpy()) for piece in staging]
+
+        def read(worker: int, path: Path) -> None:
+            file = os.open(path, os.O_RDONLY)
+            try:
+                if os.preadv(file, [views[worker]], 0) != size:
+                    raise AssertionError(f"{path} is shorter than {size} bytes")
+            finally:
+                os.close(file)
+
+        device = random_bytes(threads * size, ctx.device).view(threads, size)
+        pairs = [number % threads for number in range(len(files))]
+        link = copies(clock, [device[i] for i in pairs], [staging[i] for i in pairs])
+        reading = clock.wall(lambda: spread(threads, files, read))
+    return {"copies from staging": link, f"preadv by {threads} threads": reading}
+
+
+def gil_share(begin: Callable[[], threading.Event], rounds: int) -> float:
+    """The share of the time for which threads of Python keep the GIL.
+
+    A thread that wakes up now and then needs it: if another one has it, it comes late.
+
+    Parameters
+    ----------
+    begin : Callable
+        Starts work on other threads, and returns an event that is set when it ends.
+    rounds : int
+    """
+
+    def late(ends: threading.Event) -> list[float]:
+        found = []
+        while not ends.is_set():
+            start = time.perf_counter()
+            time.sleep(100e-6)
+            found.append(time.perf_counter() - start)
+        return found
+
+    quiet = threading.Event()
+    timer = threading.Timer(0.25, quiet.set)
+    timer.start()
+    limit = sorted(alone := late(quiet))[int(0.95 * len(alone))] + 5e-6
+    beside = [one for _ in range(rounds) for one in late(begin())]
+    share = sum(one > limit for one in beside) / max(1, len(beside))
+    return max(0.0, (share - 0.05) / 0.95)
 
 
 def under_ncu(ctx: Context) -> None:

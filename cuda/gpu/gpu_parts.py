@@ -85,6 +85,7 @@ PARTS: Final[dict[str, tuple[Group, ...]]] = {
     # What users gain, the most wanted first.
     "headline": (
         Group("store_and_load", "gpu_figures.store_and_load", 90),
+        Group("one_head", "gpu_peers.one_head", 90),
         Group("from_files", "gpu_figures.from_files", 90),
         Group("steps", "gpu_design.steps", 120),
         Group("on_the_device", "gpu_figures.on_the_device", 90),
@@ -95,6 +96,7 @@ PARTS: Final[dict[str, tuple[Group, ...]]] = {
     "design": (
         Group("copies_by_piece", "gpu_design.copies_by_piece", 90),
         Group("direct_loads", "gpu_design.direct_loads", 90),
+        Group("loads_beside_products", "gpu_design.loads_beside_products", 60),
         Group("fallback_cuda", "gpu_design.step_of_stores", 60),
         Group("fallback_triton", "gpu_design.step_of_stores", 90, serves="triton", optional=True),
         Group("fallback_torch", "gpu_design.step_of_stores", 60, serves="torch"),

@@ -59,14 +59,15 @@ def verdict(
         lines += [f"{part}: {one}" for one in notes]
     if len({str(report.get("sources")) for report in reports.values()}) > 1:
         failures.append("the parts are of different sources")
-    lines += _goals(reports)
+    # First what must not be cut off.
+    lines = [f"FAILED {one}" for one in failures] + lines
     decided = [(one.key, one.decide(_facts(reports))) for one in DECISIONS]
     lines += [
         f"decision {key}: {text}"
         for key, text in decided
         if len(parts) == len(PARTS) or not text.startswith("open")
     ]
-    lines += [f"FAILED {one}" for one in failures]
+    lines += _goals(reports)
     passed = not failures
     word = "PASS" if passed else "FAIL"
     if len(parts) < len(PARTS):

@@ -57,8 +57,8 @@ const char* Copier::add_buffer(unsigned char* payloads, int64_t stride, bool for
   if (for_loads) {
     if (const char* error = device_new_stream(device_, true, &buffer.stream)) return error;
   }
-  if (const char* error = device_new_event(device_, &buffer.copied)) return error;
-  if (const char* error = device_new_event(device_, &buffer.moved)) return error;
+  if (const char* error = device_new_event(device_, false, &buffer.copied)) return error;
+  if (const char* error = device_new_event(device_, false, &buffer.moved)) return error;
   buffers_.push_back(buffer);
   (for_loads ? load_buffers_ : store_buffers_).push_back(&buffers_.back());
   return nullptr;
@@ -354,7 +354,7 @@ const char* Copier::fence(void* stream, void** event) {
     }
   }
   if (*event == nullptr) {
-    if (const char* error = device_new_event(device_, event)) return error;
+    if (const char* error = device_new_event(device_, false, event)) return error;
   }
   const char* const error = device_record(device_, *event, stream);
   if (error != nullptr) unfence(*event);

@@ -33,7 +33,7 @@ const char* Link::open(int device) {
   if (const char* error = device_new_stream(device, false, &stream_)) return error;
   while (free_events_.size() < kMostPieces + 1) {
     void* event = nullptr;
-    if (const char* error = device_new_event(device, &event)) return error;
+    if (const char* error = device_new_event(device, true, &event)) return error;
     free_events_.push_back(event);
   }
   return nullptr;

@@ -76,11 +76,12 @@ const char* device_new_stream(int device, bool urgent, void** stream) {
   return text;
 }
 
-const char* device_new_event(int device, void** event) {
+const char* device_new_event(int device, bool timed, void** event) {
   const DeviceGuard guard(device);
   if (const char* error = guard.error()) return error;
   cudaEvent_t made = nullptr;
-  const char* const text = text_of(cudaEventCreateWithFlags(&made, cudaEventBlockingSync));
+  const unsigned flags = cudaEventBlockingSync | (timed ? 0U : cudaEventDisableTiming);
+  const char* const text = text_of(cudaEventCreateWithFlags(&made, flags));
   *event = made;
   return text;
 }

@@ -87,6 +87,11 @@ def unfenced(load: Launch) -> Launch:
     return lambda *arguments: load(*arguments[:-1], 0)
 
 
+def lost(load: Launch) -> Launch:
+    """Loads do nothing."""
+    return lambda *_: -1
+
+
 def elsewhere(streams: SimulatedStreams) -> Patch:
     """Gathers do not run on the engine's stream."""
     handle = emulation().address_of(streams.stream(urgent=False))
@@ -158,7 +163,7 @@ class SlowEngine(Engine):
             raise RuntimeError("operation failed due to a previous error during capture")
 
 
-OF_LOADS = (unfenced,)
+OF_LOADS = (lost, unfenced)
 OF_STREAMS = (elsewhere, early, exposed, slow_link)
 
 

@@ -123,6 +123,7 @@ class Emulation:
         #: Streams and events, by the addresses that the library knows.
         self._objects: dict[int, Any] = {}
         self._addresses: dict[int, int] = {}
+        self._timed: set[int] = set()
         self._next = itertools.count(1)
         module.get_function("emulation_simulate")(self._ask)
 
@@ -160,7 +161,10 @@ class Emulation:
         if what == "stream":
             return self.address_of(of.stream(urgent=bool(a)))
         if what == "event":
-            return self.address_of(of.event())
+            address = self.address_of(of.event())
+            if a:
+                self._timed.add(address)
+            return address
         if what == "free":
             self._addresses.pop(id(at.pop(a)), None)
         elif what == "record":
@@ -174,6 +178,7 @@ class Emulation:
         elif what == "query":
             return int(at[a].query())
         elif what == "nanoseconds":
+            assert {a, b} <= self._timed, "CUDA tells the time of events that are made for it"
             return of.nanoseconds(at[a], at[b])
         else:
             assert what == "work"

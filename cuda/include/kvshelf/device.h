@@ -32,7 +32,8 @@ const char* device_copies(void* const* to, const void* const* from, const size_t
 // Streams and events, as addresses that only the device interprets. A thread that waits for an
 // event sleeps. No function but the ones named new allocates.
 const char* device_new_stream(int device, bool urgent, void** stream);
-const char* device_new_event(int device, void** event);
+// The time between two events is only known of those that are timed, which are slower.
+const char* device_new_event(int device, bool timed, void** event);
 void device_free_stream(int device, void* stream);
 void device_free_event(int device, void* event);
 const char* device_record(int device, void* event, void* stream);
