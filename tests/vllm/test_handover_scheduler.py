@@ -1250,6 +1250,12 @@ RECORD: dict[str, Any] = {
             " weights to the same name in both engines",
         ),
         (
+            {"precision": ["8 bfloat16"]},
+            "precision is '8 bfloat16' there and absent here: choose kernels of one precision by"
+            " --linear-backend and --moe-backend, with the same environment variables, in both"
+            " engines",
+        ),
+        (
             {"head_sizes": [64]},
             "head_sizes is 64 there and absent here: serve the model with the same configuration"
             " in both engines",

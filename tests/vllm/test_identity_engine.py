@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from fleet import Engines, Places
 from harness import SHELF_CONNECTOR, Answer, Engine, assert_same
+from safetensors.torch import load_file, save_file
 from shelf_files import ShelfFiles
 
 pytestmark = pytest.mark.slow
@@ -105,6 +107,58 @@ def test_a_configuration_edited_beside_equal_weights(
     answer, own = shelf_and_own(
         start(copy("written anew", transformers_version="9.9", use_cache=False)), tokens
     )
+    assert answer.shelf_tokens == 1024
+    assert_same(answer, own)
+
+
+def quantized(folder: Path) -> None:
+    """Make the weights of linear layers int8, and their activations."""
+    of_both = {"num_bits": 8, "type": "int", "symmetric": True}
+    file = folder / "config.json"
+    content = json.loads(file.read_text())
+    content["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "ignore": ["lm_head"],
+        "config_groups": {
+            "all": {
+                "targets": ["Linear"],
+                "weights": of_both | {"strategy": "channel", "dynamic": False},
+                "input_activations": of_both | {"strategy": "token", "dynamic": True},
+            }
+        },
+    }
+    file.write_text(json.dumps(content))
+    [weights] = folder.glob("*.safetensors")
+    made: dict[str, torch.Tensor] = {}
+    for name, value in load_file(weights).items():
+        if name.endswith("_proj.weight"):
+            scale = value.float().abs().amax(1, keepdim=True) / 127
+            made[name] = (value.float() / scale).round().to(torch.int8)
+            made[f"{name}_scale"] = scale
+        else:
+            made[name] = value
+    save_file(made, weights, metadata={"format": "pt"})
+
+
+def test_quantized_models_that_compute_in_other_precisions(
+    start: Callable[..., Engine],
+    copy: Callable[..., Path],
+    shelf: ShelfFiles,
+    prompt: MakePrompt,
+) -> None:
+    """The variable stands for other hardware: on one machine, engines choose the same kernels."""
+    folder, tokens = copy("int8"), prompt(1100)
+    quantized(folder)
+    start(folder).generate(tokens)
+    shelf.wait_stored(tokens)
+    [namespace] = shelf.namespaces()
+    assert json.loads((namespace / "namespace.json").read_text())["precision"] == ["8 int8"]
+    other = start(folder, env={"VLLM_MARLIN_INPUT_DTYPE": "int8"})
+    answer, own = shelf_and_own(other, tokens)
+    assert answer.shelf_tokens == 0
+    assert_same(answer, own)
+    answer, own = shelf_and_own(start(folder), tokens)
     assert answer.shelf_tokens == 1024
     assert_same(answer, own)
 

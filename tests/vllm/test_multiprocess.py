@@ -503,9 +503,9 @@ def test_facts_that_only_a_running_engine_knows(
         model_facts(config)
 
 
-def test_the_facts_of_an_engine_follow_from_its_configuration(
-    monkeypatch: pytest.MonkeyPatch, passed_on: list[Any]
-) -> None:
+@pytest.fixture
+def described(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The configuration of an engine whose facts it states."""
     from transformers import LlamaConfig
 
     monkeypatch.setattr(multiprocess, "local_model_dir", lambda config: Path("/models/m"))
@@ -523,7 +523,32 @@ def test_the_facts_of_an_engine_follow_from_its_configuration(
         max_model_len=128,
         quantization=None,
     )
-    facts = model_facts(config)
+    return config
+
+
+@pytest.mark.parametrize("what", ["a quantized model", "Llama 4"])
+def test_what_only_a_loaded_model_knows_needs_a_namespace(
+    what: str, described: Any, passed_on: list[Any]
+) -> None:
+    model = described.model_config
+    if what == "Llama 4":
+        model.hf_config.architectures = ["Llama4ForConditionalGeneration"]
+    else:
+        model.quantization = "fp8"
+    arguments = ("url", None, "model", BLOCK, STRATEGY)
+    with pytest.raises(ConfigError, match="only to the loaded model: pass namespace"):
+        MPSchedulerAdapter(*arguments, vllm_config=described)
+    facts = ModelFacts(
+        layers=1, kv_heads=1, head_size=8, dtype="bfloat16", weights="w", precision=("8 int8",)
+    )
+    MPSchedulerAdapter(*arguments, vllm_config=described, namespace=facts)
+    assert passed_on[-1][1] == ("url", facts, BLOCK)
+
+
+def test_the_facts_of_an_engine_follow_from_its_configuration(
+    described: Any, passed_on: list[Any]
+) -> None:
+    config, facts = described, model_facts(described)
     assert (facts.layers, facts.kv_heads, facts.head_size) == (3, 2, 8)
     assert (facts.dtype, facts.weights, facts.name) == ("float16", Path("/models/m"), "served")
     assert facts.config_overrides == "overrides"

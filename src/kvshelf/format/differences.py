@@ -28,6 +28,10 @@ _ADVICE: Final[Mapping[str, str]] = {
     "kv_scales": "load the same scales of the KV cache",
     "compute_dtype": "set --dtype to the same type",
     "quantization": "set --quantization to the same method",
+    "precision": (
+        "choose kernels of one precision by --linear-backend and --moe-backend, with the same"
+        " environment variables,"
+    ),
     "stages": "set --pipeline-parallel-size to the same number",
     "layouts": "set layout: canonical",
     "shards": "set shards to the same number",

@@ -181,6 +181,9 @@ class ModelFacts:
     attention_temperature : tuple of str, optional
         How layers scale queries by their position, where an engine decides that at its start, as
         the field of this name of a namespace record.
+    precision : tuple of str, optional
+        In which precision a quantized model computes, as the field of this name of a namespace
+        record.
     config : path or Mapping or tuple of str, optional
         The model's configuration as published: its folder, its ``config.json``, the parsed content
         of that, or the field ``config`` of a namespace record. When absent, that in the folder that
@@ -215,6 +218,7 @@ class ModelFacts:
     quantization: str | None = None
     kv_scales: str | None = None
     attention_temperature: tuple[str, ...] | None = None
+    precision: tuple[str, ...] | None = None
     config: os.PathLike[str] | Mapping[str, Any] | tuple[str, ...] | None = None
     code: tuple[str, ...] | None = None
     config_overrides: str | None = None
@@ -422,6 +426,7 @@ class ModelFacts:
             "quantization": self.quantization,
             "kv_scales": self.kv_scales,
             "attention_temperature": self.attention_temperature or None,
+            "precision": self.precision or None,
             "config": self._config_field() or None,
             "code": self.code or None,
             "config_overrides": self.config_overrides,

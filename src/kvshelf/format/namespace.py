@@ -58,6 +58,7 @@ FIELDS: Final[Mapping[str, str]] = {
     "layers": "int",
     "layouts": "list[str]",
     "mla_rank": "int",
+    "precision": "list[str]",
     "quantization": "str",
     "rope": "str",
     "shards": "int",

@@ -231,6 +231,8 @@ class WorkerReport:
         The kind of each layer; empty where there is only full.
     attention_temperature : tuple of str
         How this rank's layers scale queries by their position, as in the namespace record.
+    precision : tuple of str
+        In which precision this rank's layers compute, as in the namespace record.
     config, code : tuple of str
         What the model publishes beside its weights, as in the namespace record; empty until
         `weights` is known, and on all ranks but rank 0.
@@ -249,6 +251,7 @@ class WorkerReport:
     already_logged: bool = False
     kinds: tuple[str, ...] = ()
     attention_temperature: tuple[str, ...] = ()
+    precision: tuple[str, ...] = ()
     config: tuple[str, ...] = ()
     code: tuple[str, ...] = ()
 

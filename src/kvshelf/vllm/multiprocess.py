@@ -137,8 +137,9 @@ def model_facts(vllm_config: Any) -> ModelFacts:
         If a layer keeps anything other than K and V of each token, or vLLM simulates the choice of
         experts.
     ConfigError
-        If the weights are not in files of this machine, the KV cache has a dtype of its own, or
-        there are several pipeline stages.
+        If the weights are not in files of this machine, the KV cache has a dtype of its own,
+        there are several pipeline stages, or only the loaded model knows what it computes (remote
+        code, Llama 4, quantized models).
     """
     check_environment()
     model, cache_dtype = vllm_config.model_config, vllm_config.cache_config.cache_dtype
@@ -176,9 +177,13 @@ def model_facts(vllm_config: Any) -> ModelFacts:
             "whether Llama 4 scales queries by their position is known only to the loaded model:"
             " pass namespace"
         )
+    if model.quantization:
+        raise ConfigError(
+            "in which precision a quantized model computes is known only to the loaded model: pass"
+            " namespace"
+        )
     return replace(
         facts,
-        quantization=str(model.quantization) if model.quantization else None,
         config=published.config,
         config_overrides=config_overrides(model, Config(), media_options(vllm_config)),
     )

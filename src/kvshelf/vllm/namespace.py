@@ -154,6 +154,7 @@ def build_namespace(
         quantization=str(model.quantization) if model.quantization else None,
         kv_scales=_scales_digest(joined("kv_scales")),
         attention_temperature=tuple(sorted(set(joined("attention_temperature")))),
+        precision=tuple(sorted(set(joined("precision")))),
         config=stages[0].config,
         code=stages[0].code,
         config_overrides=config_overrides(model, config),
@@ -245,8 +246,8 @@ def _heads_with_scales(scale: float | tuple[float, ...]) -> int:
 def _ranks_differ(rank: int, first: int) -> ConfigError:
     return ConfigError(
         f"the KV caches of rank {rank} differ from those of rank {first} of the same stage in"
-        " layers, shapes, layout or scales: run all ranks on machines of one kind, with one"
-        " version of vLLM"
+        " layers, shapes, layout or scales, or in the precision in which they are computed: run all"
+        " ranks on machines of one kind, with one version of vLLM and the same environment"
     )
 
 

@@ -77,6 +77,7 @@ from kvshelf.vllm.namespace import (
     shard_plans,
     stage_ranks,
 )
+from kvshelf.vllm.precision import precision
 from kvshelf.vllm.published import Published, attention_temperature
 from kvshelf.vllm.registered_caches import RegisteredCaches, describe_caches
 from kvshelf.vllm.slots import GroupSlots, TokenSlots
@@ -260,7 +261,12 @@ class Registration:
             self._kv_cache_config,
             of_drafter=self._of_drafter,
         )
-        report = replace(found.report, attention_temperature=attention_temperature(modules))
+        report = replace(
+            found.report,
+            attention_temperature=attention_temperature(modules),
+            # A drafter decides no answer.
+            precision=() if self._of_drafter else precision(self._vllm_config, modules),
+        )
         caches = self.caches = replace(found, report=report)
         ops.implementation(caches.device)
         self._check_fit(caches)
