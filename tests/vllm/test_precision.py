@@ -7,6 +7,7 @@ import json
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +30,7 @@ from vllm.model_executor.kernels.linear import (
     TritonFp8BlockScaledMMKernel,
 )
 from vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel import MPLinearLayerConfig
+from vllm.model_executor.kernels.linear.mxfp8.rocm_native import RocmDotScaledMxfp8LinearKernel
 from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import (
     FP8ScaledMMLinearLayerConfig,
 )
@@ -46,9 +48,12 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import (
 )
 from vllm.scalar_type import scalar_types
 
-from kvshelf.errors import UnsupportedError
+from kvshelf.config import Config
+from kvshelf.errors import ConfigError, UnsupportedError
 from kvshelf.format.model import ModelFacts
 from kvshelf.vllm import precision as subject
+from kvshelf.vllm.metadata import WorkerReport
+from kvshelf.vllm.namespace import build_namespace, unite_ranks
 from kvshelf.vllm.precision import precision
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # importing vLLM warns
@@ -167,6 +172,19 @@ def test_int4_on_cpus_with_and_without_amx() -> None:
     one = kernel(CPUWNA16LinearKernel, four_bits())
     assert found(linear(one, use_w4a8=False)) == ("4 bfloat16",)
     assert found(linear(one, use_w4a8=True)) == ("4 int8",)
+
+
+def test_kernels_that_serve_several_precisions() -> None:
+    humming = type("HummingLinearKernel", (), {})()
+    schema = SimpleNamespace(b_dtype=SimpleNamespace(num_bits=4))
+    assert found(linear(humming)) == ("HummingLinearKernel",)
+    for dtype, text in {"float8e4m3": "float8_e4m3fn", "bfloat16": "bfloat16"}.items():
+        humming.layer_config = SimpleNamespace(a_dtype=dtype)
+        assert found(linear(humming, weight_schema=schema)) == (f"4 {text}",)
+    block = kernel(RocmDotScaledMxfp8LinearKernel)
+    assert found(linear(block, weight=torch.zeros(1, dtype=torch.uint8))) == ("8 mxfp8",)
+    # As it is where the shape of the weights does not fit the kernel.
+    assert found(linear(block, weight=torch.zeros(1, dtype=torch.bfloat16))) == ("8 bfloat16",)
 
 
 def test_activations_that_a_variable_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -323,6 +341,26 @@ def test_the_classes_and_places_are_those_of_vllm() -> None:
     read |= {"moe_kernel", "layer_config", "weight_schema"}
     read |= {"is_aiter_triton_fp4_bmm_enabled", "is_aiter_triton_fp8_bmm_enabled"}
     assert read <= attributes
+
+
+def test_ranks_and_stages() -> None:
+    one = WorkerReport(
+        ("layers.0",), ("2,*,2,8",), ("BF16",), ("canonical",), ("full",), (8,), (-1,)
+    )
+    config = SimpleNamespace(parallel_config=SimpleNamespace(tensor_parallel_size=2))
+    eight, sixteen = (replace(one, precision=(f"8 {dtype}",)) for dtype in ("int8", "bfloat16"))
+    assert unite_ranks(config, [eight, eight]) == eight
+    with pytest.raises(ConfigError, match="or in the precision in which they are computed"):
+        unite_ranks(config, [eight, sixteen])
+    config = SimpleNamespace(
+        model_config=model_config(),
+        cache_config=SimpleNamespace(cache_dtype="auto"),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=2),
+    )
+    stages = [eight, replace(sixteen, layer_names=("layers.1",))]
+    for order in (stages, stages[::-1]):
+        record = build_namespace(config, Config(), order, "user:w").record
+        assert record["precision"] == ["8 bfloat16", "8 int8"]
 
 
 @pytest.fixture
