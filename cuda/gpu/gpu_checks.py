@@ -179,8 +179,6 @@ def check_call(
     chunks, tokens = slots.shape
     size = len(pages.caches) * pages.layout.chunk_bytes(tokens, heads)
     step = size + gap
-    # Whatever does not wait for what follows on this stream comes too early.
-    ctx.engine.fall_behind()
     memory = torch.full((lead + chunks * shards * step + 64,), POISON, dtype=torch.uint8)
     memory = memory.to(device)
     buffers = memory.as_strided((chunks, shards, size), (shards * step, step, 1), lead)
@@ -190,16 +188,20 @@ def check_call(
     want = pages.gathered(slots, first, heads, shards)
     expected.as_strided(buffers.shape, buffers.stride(), lead).copy_(want)
     before = [part.clone() for part in pages.memory]
+    # Whatever does not wait for what is enqueued next comes too early.
+    ctx.engine.fall_behind()
+    memory.fill_(POISON)
     ops.gather_kv(pages.caches, slots, buffers, *arguments)
     ctx.equal(memory, expected, f"gather {what}")
     for part, old in zip(pages.memory, before, strict=True):
         ctx.equal(part, old, f"caches after gather {what}")
 
     incoming = torch.randint(0, 256, buffers.shape, dtype=torch.uint8, device=device)
-    buffers.copy_(incoming)
     target = pages.clone()
     after = pages.clone()
     place(after, slots, incoming, first, heads)
+    ctx.engine.fall_behind()
+    buffers.copy_(incoming)
     ops.scatter_kv(target.caches, slots, buffers, *arguments)
     for part, new in zip(target.memory, after.memory, strict=True):
         ctx.equal(part, new, f"scatter {what}")

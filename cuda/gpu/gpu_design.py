@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, Final
+from unittest import mock
 
 import torch
 from gpu_figures import RING, THREADS
@@ -28,11 +29,12 @@ from gpu_measure import (
     on_stream,
     random_bytes,
     sized,
+    spread,
     timing_of,
 )
 from torch import Tensor
 
-from kvshelf.kv import ops
+from kvshelf.kv import device
 from kvshelf.kv.caches import LayerCall
 from kvshelf.kv.device import DeviceKVCache
 from kvshelf.kv.layout import PagedLayout
@@ -122,11 +124,11 @@ class Batch:
 def copies_by_piece(ctx: Context) -> None:
     """(a) Batched copies to and from the device, by the size of a piece and by attributes."""
     total = 128 * KIB if ctx.small else 64 << 20
-    device = random_bytes(total, ctx.device)
+    on_device = random_bytes(total, ctx.device)
     clock, stream = Clock(ctx, samples=5), new_stream(ctx)
     with ctx.staging(1, total) as (host,):
         host.random_(0, 256)
-        for way, (to, source) in {"in": (device, host), "out": (host, device)}.items():
+        for way, (to, source) in {"in": (on_device, host), "out": (host, on_device)}.items():
             seconds = copies(clock, [to], [source]).seconds
             ctx.fact(
                 f"one copy {way}", seconds, f"one copy {way}: {total / seconds / 1e9:.1f} GB/s"
@@ -190,8 +192,8 @@ def direct_loads(ctx: Context) -> None:
 
 def _both_loads(ctx: Context, piece: int) -> Iterator[tuple[str, list[float], str]]:
     """Yield the seconds of direct loads and of those over buffers, alone and beside products."""
-    clock, stream = Clock(ctx, samples=5), new_stream(ctx)
-    block, blocks, chunks = (4, 2, 2) if ctx.small else (16, 16, 8)
+    clock = Clock(ctx, samples=5)
+    block, blocks, chunks = (4, 2, 2) if ctx.small else (16, 16, 2 * THREADS)
     # Chunks of about 18 MB, whatever the piece.
     layers = 2 if ctx.small else max(2, min(128, (18 << 20) // (piece * blocks)))
     payload = layers * blocks * piece
@@ -201,30 +203,34 @@ def _both_loads(ctx: Context, piece: int) -> Iterator[tuple[str, list[float], st
     order = torch.randperm(chunks * blocks).view(chunks, blocks, 1)
     slots = (order * block + torch.arange(block)).view(chunks, -1)
     call = LayerCall(caches, layout, 0, payload, 1)
-    path = ctx.device_caches({0: [call]}, loads=2, pinned=False)
+    # Whatever the size of a piece is from which on the product loads directly.
+    with mock.patch.object(device, "DIRECT_BYTES", 1):
+        assert device._in_blocks(call, layout)
+        direct = ctx.device_caches({0: [call]}, loads=THREADS, pinned=True)
+    over_buffers = ctx.device_caches({0: [call]}, loads=THREADS, pinned=False)
     clock.synchronize()
     with ctx.staging(chunks, payload) as staging:
 
-        def direct() -> None:
-            for chunk, buffer in enumerate(staging):
-                with on_stream(stream):
-                    ops.scatter_kv(caches, slots[chunk], buffer, layout)
-                if stream is not None:
-                    stream.synchronize()
-
-        def over_buffers() -> None:
-            for chunk, buffer in enumerate(staging):
-                path.scatter(0, slots[chunk], buffer, None)
+        def load(path: DeviceKVCache) -> None:
+            fence = path.fence()
+            spread(
+                *(THREADS, range(chunks)),
+                lambda _, chunk: path.scatter(0, slots[chunk], staging[chunk], fence),
+            )
 
         for name, beside in (
             ("alone", contextlib.nullcontext()),
             ("beside products", products(ctx)),
         ):
             with beside:
-                seconds = [_threaded(clock, work).seconds for work in (direct, over_buffers)]
+                seconds = [
+                    _threaded(clock, functools.partial(load, path)).seconds
+                    for path in (direct, over_buffers)
+                ]
             rates = [f"{chunks * payload / took / 1e9:.1f}" for took in seconds]
             yield name, seconds, f"direct {rates[0]}, over buffers {rates[1]}"
-    path.close()
+    direct.close()
+    over_buffers.close()
 
 
 def _threaded(clock: Clock, work: Callable[[], None]) -> Timing:

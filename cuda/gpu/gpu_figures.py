@@ -287,6 +287,8 @@ def _from_files(
         pinned=ctx.cuda,
         device=ctx.device if ctx.cuda else None,
     )
+    if pool.pinned is not ctx.cuda:
+        raise AssertionError("staging is not page-locked")
     transfer = Transfer(view, path, pool, counters=Counters(), load_threads=threads)
     items = [ChunkSlots(chunk, caches.slots(chunk.index)) for chunk in chunks]
     names, used = itertools.count(), []

@@ -25,9 +25,9 @@ _ASKED: Final = "pcie.link.gen.current,pcie.link.gen.max,pcie.link.width.current
 def machine(ctx: Context) -> None:
     """Attributes of the device, the link under load, and how fast a waiting thread wakes up."""
     ctx.needs_gpu("an emulated device is no machine")
-    attributes(ctx)
-    link_under_load(ctx)
     wake_up(ctx)
+    link_under_load(ctx)
+    attributes(ctx)
 
 
 def attributes(ctx: Context) -> None:

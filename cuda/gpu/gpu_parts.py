@@ -60,7 +60,6 @@ PARTS: Final[dict[str, tuple[Group, ...]]] = {
     # What has to be right.
     "correctness": (
         Group("machine", "gpu_machine.machine", optional=True),
-        Group("nvcc", "gpu_checks.nvcc", small=True, library=BUILT, lags=True),
         *_checks("kernel_attributes", seconds=40),
         *_checks("forms_dtypes_widths", seconds=120),
         *_checks("chunks_shards_heads", "sizes_of_models", "deep_models"),
@@ -71,6 +70,7 @@ PARTS: Final[dict[str, tuple[Group, ...]]] = {
         *_checks("made_in_inference_mode", "layouts_learned_from_torch"),
         *_checks("layouts_learned_from_triton", seconds=120, optional=True),
         *_checks("far_offsets", optional=True),
+        Group("nvcc", "gpu_checks.nvcc", small=True, library=BUILT, lags=True),
         Group(
             "fallback_triton",
             "gpu_checks.fallback",

@@ -6,11 +6,11 @@ driver for each request, and pages below 28 KiB into the GPU by a Triton kernel 
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Final
+from typing import Final
 
 import torch
 from gpu_design import Batch
@@ -110,6 +110,23 @@ class Pages:
         return load
 
 
+def _triton_copy(ctx: Context) -> Callable[..., None] | None:
+    """Return the function with which vLLM loads small pages, if it runs here."""
+    try:
+        ctx.needs_gpu("Triton's kernels need a GPU")
+        copy: Callable[..., None] = importlib.import_module("vllm_swap_blocks").swap_blocks_batch
+        some = torch.zeros(512, dtype=torch.int64, pin_memory=True)
+        places = some.data_ptr() + torch.arange(32) * 64
+        # It copies pieces onto themselves.
+        copy(places, places, torch.full_like(places, 64), bytes_per_chunk=64)
+        torch.cuda.synchronize(ctx.device)
+    except Exception as error:
+        why = f"{type(error).__name__}: {error}"[:300]
+        ctx.fact("vLLM's Triton kernel", why, f"vLLM's Triton kernel does not run: {why}")
+        return None
+    return copy
+
+
 def _one_head(ctx: Context, shape: Shape) -> None:
     caches, clock = make_caches(shape, ctx.device), Clock(ctx, samples=5)
     total = shape.chunks * shape.chunk_bytes
@@ -143,14 +160,14 @@ def _one_head(ctx: Context, shape: Shape) -> None:
         ctx.row(f"store {what}, against vLLM", store, "batch", batch, total, STORE_GOAL)
         for view in caches.views:
             view.zero_()
-        ways = {"batch": lambda: theirs.by_batch(load=True)}
-        if ctx.cuda and importlib.util.find_spec("vllm_swap_blocks") is not None:
-            vllm: Any = importlib.import_module("vllm_swap_blocks")
-            ways["Triton kernel"] = theirs.by_triton(vllm.swap_blocks_batch)
+        # vLLM takes its kernel for pages of this size, and the batch where Triton does not run.
+        copy = _triton_copy(ctx)
+        ways: dict[str, Callable[[], None]] = {"batch": lambda: theirs.by_batch(load=True)}
+        if copy is not None:
+            ways["Triton kernel"] = theirs.by_triton(copy)
         for name, way in ways.items():
             took = clock.wall(way)
             loaded(f"loaded by vLLM's {name}")
-            # vLLM takes the kernel for pages of this size, and the batch only without Triton.
             goal = LOAD_GOAL if name == list(ways)[-1] else None
             ctx.row(f"load {what}, against vLLM", load, name, took, total, goal)
     path.close()
