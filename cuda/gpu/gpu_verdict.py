@@ -1,6 +1,6 @@
 """Joins the reports of all parts into one verdict. Needs neither a GPU nor torch.
 
-PASS means: each part is there, complete, from the same sources and a GPU; every group
+PASS means: each part is there, complete, from the same sources and one kind of GPU; every group
 succeeded, except optional ones that the machine lacks something for and tools that it refuses,
 which are named; and the libraries served, with their CUDA kernels, wherever a group does not test
 what replaces it. Missed goals are named, and do not fail a run.
@@ -59,6 +59,8 @@ def verdict(
         lines += [f"{part}: {one}" for one in notes]
     if len({str(report.get("sources")) for report in reports.values()}) > 1:
         failures.append("the parts are of different sources")
+    if len({str(report.get("machine", {}).get("gpu")) for report in reports.values()}) > 1:
+        failures.append("the parts are of different GPUs")
     # First what must not be cut off.
     lines = [f"FAILED {one}" for one in failures] + lines
     decided = [(one.key, one.decide(_facts(reports))) for one in DECISIONS]

@@ -115,6 +115,16 @@ def early(streams: SimulatedStreams) -> Patch:
     return mock.patch.object(streams, "event", functools.partial(Event, streams))
 
 
+def dropped(streams: SimulatedStreams) -> Patch:
+    """One piece of a copy between device and host is lost."""
+    work, copies = streams.work, itertools.count()
+
+    def lossy(stream: SimulatedStream, run: Callable[[], object], nbytes: int) -> None:
+        work(stream, int if nbytes and next(copies) == 5 else run, nbytes)
+
+    return mock.patch.object(streams, "work", lossy)
+
+
 def exposed(streams: SimulatedStreams) -> Patch:
     """Threads that wait disturb captures."""
     counted = mock.PropertyMock(side_effect=itertools.count())
@@ -164,7 +174,7 @@ class SlowEngine(Engine):
 
 
 OF_LOADS = (lost, unfenced)
-OF_STREAMS = (elsewhere, early, exposed, slow_link)
+OF_STREAMS = (dropped, early, elsewhere, exposed, slow_link)
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ import sys
 import tempfile
 import threading
 import time
+import types
 import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -28,6 +29,8 @@ import gpu_box
 import gpu_checks
 import gpu_design
 import gpu_figures
+import gpu_groups
+import gpu_machine
 import gpu_measure
 import gpu_pack
 import gpu_peers
@@ -283,6 +286,7 @@ def test_a_faulty_device_never_passes(tmp_path: Path, fault: str, group: str, wh
         ("elsewhere", "loads_behind_the_engine", "blocks that were zeroed before load"),
         ("early", "overwritten_blocks", "of blocks that were overwritten"),
         ("early", "the_way_to_staging", "staging: "),
+        ("dropped", "the_way_to_staging", "staging: "),
         ("exposed", "captures_beside_copies", "during capture"),
         ("lost", "one_head", "loaded by kvshelf: "),
         ("lost", "from_files", "layer 0 from files: "),
@@ -480,6 +484,7 @@ def spoiled_reports() -> dict[str, tuple[Callable[[Reports], object], str]]:
         ),
         "killed": (lambda r: r["headline"].update(state="running"), "headline: not complete"),
         "other sources": (lambda r: r["correctness"].update(sources="x"), "of different sources"),
+        "another GPU": (lambda r: r["design"]["machine"].update(gpu="other"), "of different GPUs"),
         "other groups": (lambda r: r["correctness"]["planned"].pop(), "not those of this version"),
         "a group is missing": (
             lambda r: r["correctness"]["groups"].pop("graphs"),
@@ -760,6 +765,108 @@ def test_errors_of_threads_are_raised() -> None:
 
 
 # --- the machine -------------------------------------------------------------------
+
+
+def test_the_engine_of_a_gpu_is_behind_and_captures_in_the_strictest_mode(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    said: list[object] = []
+    over = [False]
+
+    class Stream:
+        def __init__(self, device: torch.device | None = None) -> None:
+            pass
+
+        def record_event(self) -> Stream:
+            return self
+
+        def query(self) -> bool:
+            return over[0]
+
+    class Graph:
+        def capture_begin(self, *, capture_error_mode: str) -> None:
+            said.append(capture_error_mode)
+
+        def capture_end(self) -> None:
+            said.append("end")
+
+        def replay(self) -> None:
+            said.append("replay")
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    monkeypatch.setattr(torch.cuda, "_sleep", said.append)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    engine = gpu_groups.CudaEngine(CPU)
+    engine.fall_behind()
+    # Another attempt does not make it wait longer.
+    engine.fall_behind()
+    assert said == [engine.CYCLES]
+    over[0] = True
+    engine.fall_behind()
+    assert said == [engine.CYCLES] * 2
+    said.clear()
+    with engine.capturing():
+        said.append("captured")
+    assert said == ["global", "captured", "end", "replay"]
+    with pytest.raises(RuntimeError, match="capture"), engine.capturing():
+        raise RuntimeError("capture")
+
+
+def test_gathers_and_fences_of_checks_find_the_engine_behind() -> None:
+    said: list[str] = []
+
+    class Noting(gpu_groups.Engine):
+        def fall_behind(self) -> None:
+            said.append("behind")
+
+    pages = gpu_checks.make_pages("bhnc-nhd", torch.bfloat16, CPU)
+    size = len(pages.caches) * pages.layout.chunk_bytes(4, 4)
+    payload = torch.zeros(size, dtype=torch.uint8)
+    for lags in (True, False):
+        ctx = Context(CPU, small=True, serves="torch", engine=Noting(), lags=lags)
+        said.clear()
+        path = ctx.device_caches(gpu_checks.calls_of(pages, 1, size))
+        for memory in (path, path.of_tail(2)):
+            count = 2 if memory is not path else 4
+            copied = memory.gather(torch.arange(count), [payload[: size // 4 * count]])
+            assert copied is not None
+            copied.wait()
+        path.fence()
+        path.close()
+        assert said == ["behind"] * (3 if lags else 0)
+
+
+def test_what_the_machine_is_said_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+
+    class Event:
+        def __init__(self, *, blocking: bool) -> None:
+            self.takes = 1150e-6 if blocking else 1000e-6
+
+        def record(self) -> None:
+            pass
+
+        def synchronize(self) -> None:
+            now[0] += self.takes
+
+    def ask(value: Any, number: int, device: int) -> int:
+        value._obj.value = number
+        return number == 113  # an error
+
+    said: list[dict[str, Any]] = []
+    ctx = Context(torch.device("cuda", 0), say=said.append)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: None)
+    monkeypatch.setattr(gpu_machine.time, "perf_counter", lambda: now[0])
+    gpu_machine.wake_up(ctx)
+    library = types.SimpleNamespace(cudaDeviceGetAttribute=ask)
+    monkeypatch.setattr(gpu_machine.ctypes, "CDLL", lambda name: library)
+    gpu_machine.attributes(ctx)
+    wake_up, attributes = said
+    assert wake_up["value"] == pytest.approx(150e-6)
+    assert attributes["value"]["copies use host pointers of registered memory"] == 91
+    assert attributes["value"]["registers read-only memory"] == -1
 
 
 def make_wheel(path: Path, content: str = "x.py") -> Path:
