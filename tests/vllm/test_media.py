@@ -104,6 +104,9 @@ def test_the_path_does_not_matter(folder: Path, tmp_path: Path) -> None:
         patch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
         snapshot = media._folder("org/name", None)
     assert digest_of(folder) == digest_of(copied) == digest_of(snapshot)
+    # Of an object storage vLLM pulls the files while it starts.
+    streamed = model_of(copied, model_weights="s3://bucket/model")
+    assert ProcessorDigest(streamed, since=0.0).current() == digest_of(folder)
 
 
 def test_mistral_s_tokenizer_may_lie_elsewhere(folder: Path, tmp_path: Path) -> None:

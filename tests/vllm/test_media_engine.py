@@ -6,15 +6,17 @@ second and third, the second image in the fourth and fifth.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fleet import Engines, Places
 from harness import NEAR_TIE, SHELF_CONNECTOR, Engine, assert_same
+from servers import BUCKET, KEY, SECRET, command, moto_s3
 from shelf_files import ShelfFiles, wait_until
 from tiny_llava import engine_arguments, make_llava, prompt_with_images
 
@@ -34,11 +36,18 @@ def start(engines: Engines, places: Places) -> Iterator[Callable[..., Engine]]:
     started: list[Engine] = []
 
     def make(
-        model: Path, *, core: int = 0, shelf: Path | None = places.root / "images", **more: Any
+        model: Path | str,
+        *,
+        core: int = 0,
+        shelf: Path | None = places.root / "images",
+        weights: str = "content",
+        env: Mapping[str, str] | None = None,
+        **more: Any,
     ) -> Engine:
         arguments = engine_arguments() | more
+        arguments["env"] |= env or {}
         if shelf is not None:
-            config = {"shared_storage_path": str(shelf)}
+            config = {"shared_storage_path": str(shelf), "weights": weights}
             arguments |= {"connector": SHELF_CONNECTOR, "extra_config": config}
         name = f"images {len(started)}"
         started.append(engines.start(name, model=model, core=core, **arguments))
@@ -83,6 +92,73 @@ def test_engines_share_images_whatever_their_model_s_path(
     assert two.generate(PROMPT, images=[1, 2], uuids=["cat", "cow"], **salted).shelf_tokens == (
         FIRST_IMAGE
     )
+
+
+def make_snapshot(model: Path, cache: Path) -> str:
+    """Lay a model out as a hub's repository in a cache; return its name."""
+    repository = cache / "models--org--llava"
+    commit = "c" * 40
+    folder = repository / "snapshots" / commit
+    for made in (repository / "blobs", repository / "refs", folder):
+        made.mkdir(parents=True)
+    (repository / "refs" / "main").write_text(commit)
+    for file in model.iterdir():
+        content = file.read_bytes()
+        # Large files are named by their SHA-256, others as git names them.
+        large = file.suffix == ".safetensors"
+        blob = (hashlib.sha256 if large else hashlib.sha1)(content).hexdigest()
+        (repository / "blobs" / blob).write_bytes(content)
+        (folder / file.name).symlink_to(f"../../blobs/{blob}")
+    return "org/llava"
+
+
+@pytest.fixture
+def bucket(model: Path) -> Iterator[tuple[str, dict[str, str]]]:
+    """The URL of the model in a bucket, and the environment of an engine that reads it."""
+    if command("moto_server") is None:
+        pytest.skip("moto_server is missing: pip install 'moto[server]'")
+    with moto_s3() as server:
+        client = server.client()
+        for file in model.iterdir():
+            client.put_object(Bucket=BUCKET, Key=f"llava/{file.name}", Body=file.read_bytes())
+        environment = {
+            "AWS_ACCESS_KEY_ID": KEY,
+            "AWS_SECRET_ACCESS_KEY": SECRET,
+            "AWS_DEFAULT_REGION": "us-east-1",
+            "AWS_EC2_METADATA_DISABLED": "true",
+            "AWS_ENDPOINT_URL": server.endpoint,
+            "RUNAI_STREAMER_S3_USE_VIRTUAL_ADDRESSING": "0",
+        }
+        yield f"s3://{BUCKET}/llava", environment
+
+
+@pytest.mark.slow
+def test_a_hub_s_snapshot_and_a_copy_share_images_under_one_name(
+    start: Callable[..., Engine], model: Path, tmp_path: Path
+) -> None:
+    named = {"weights": "our llava", "shelf": tmp_path / "shelf"}
+    with start(model, **named) as one:
+        stored = one.generate(PROMPT, images=[1, 2])
+    name = make_snapshot(model, tmp_path / "hub")
+    hub = {"HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"}
+    loaded = start(name, env=hub, **named).generate(PROMPT, images=[1, 2])
+    assert loaded.shelf_tokens == ALL
+    assert_same(loaded, stored)
+
+
+@pytest.mark.slow
+def test_an_object_storage_and_a_copy_share_images_under_one_name(
+    start: Callable[..., Engine], model: Path, tmp_path: Path, bucket: tuple[str, dict[str, str]]
+) -> None:
+    pytest.importorskip("runai_model_streamer", reason="pip install 'runai-model-streamer[s3]'")
+    named = {"weights": "our llava", "shelf": tmp_path / "shelf"}
+    with start(model, **named) as one:
+        stored = one.generate(PROMPT, images=[1, 2])
+    url, environment = bucket
+    streamed = start(url, env=environment, load_format="runai_streamer", **named)
+    loaded = streamed.generate(PROMPT, images=[1, 2])
+    assert loaded.shelf_tokens == ALL
+    assert_same(loaded, stored)
 
 
 @pytest.mark.slow

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -14,9 +16,14 @@ import pytest
 
 pytest.importorskip("vllm")
 
+import simulated  # noqa: F401 - imports vLLM without its warnings
+
+from kvshelf.config import Config
 from kvshelf.errors import ConfigError
 from kvshelf.format.model import ModelFacts
-from kvshelf.vllm import published
+from kvshelf.vllm import namespace, published
+from kvshelf.vllm.metadata import BY_PARAMETERS
+from kvshelf.vllm.namespace import WeightsIdentity
 from kvshelf.vllm.published import (
     Published,
     attention_temperature,
@@ -56,7 +63,9 @@ def model(tmp_path: Path) -> Path:
     return folder
 
 
-def snapshot(cache: Path, content: dict[str, Any], commit: str = "a" * 40) -> Path:
+def snapshot(
+    cache: Path, content: dict[str, Any], commit: str = "a" * 40, weights: bytes = b""
+) -> Path:
     """A repository in a cache of Hugging Face, written just now."""
     root = cache / "models--org--m"
     folder = root / "snapshots" / commit
@@ -66,6 +75,10 @@ def snapshot(cache: Path, content: dict[str, Any], commit: str = "a" * 40) -> Pa
     blob = root / "blobs" / commit
     blob.write_text(json.dumps(content, indent=2))
     (folder / "config.json").symlink_to(f"../../blobs/{commit}")
+    if weights:
+        digest = hashlib.sha256(weights).hexdigest()
+        (root / "blobs" / digest).write_bytes(weights)
+        (folder / "model.safetensors").symlink_to(f"../../blobs/{digest}")
     return folder
 
 
@@ -84,6 +97,50 @@ def test_a_folder_a_copy_and_a_hub_s_snapshot_are_one(model: Path, tmp_path: Pat
     assert "config" in by_program.namespace().record
     with pytest.raises(ConfigError, match=r"expected a pathlib\.Path"):
         ModelFacts(**facts, config=str(model))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["the weights", "content"])
+def test_which_of_a_copy_a_hub_and_an_object_storage_are_one(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Weights and configuration together, as rank 0 tells them."""
+    monkeypatch.setattr(namespace, "process_start_time", lambda: time.time() + LATER)
+    monkeypatch.delenv("_KVSHELF_ENGINE_BEGAN", raising=False)
+    (model / "model.safetensors").write_bytes(b"weights")
+    copied = shutil.copytree(model, tmp_path / "a copy")
+    written_anew = shutil.copytree(model, tmp_path / "written anew")
+    content = CONFIG | {"transformers_version": "9", "use_cache": True, "dtype": "float16"}
+    (written_anew / "config.json").write_text(json.dumps(content, indent=4))
+    # vLLM pulls the configuration to a folder of its own, and streams the weights.
+    pulled = tmp_path / "pulled"
+    pulled.mkdir()
+    shutil.copy(model / "config.json", pulled)
+    snapshot(tmp_path / "hub", CONFIG, weights=b"weights")
+    hub = engine("org/m")
+    hub.load_config.download_dir = str(tmp_path / "hub")
+
+    def told(config: Any) -> tuple[str, Published]:
+        found: list[tuple[str, Published]] = []
+        problems: list[str] = []
+        identity = WeightsIdentity(
+            config,
+            Config(weights=name),
+            on_known=lambda weights, published: found.append((weights, published)),
+            on_problem=problems.append,
+        )
+        identity._run()
+        assert problems == []
+        return found[0]
+
+    copies = {told(engine(folder)) for folder in (model, copied, written_anew)}
+    others = [told(hub), told(engine(pulled, model_weights="s3://bucket/m"))]
+    assert len(copies) == 1
+    if name == "content":
+        assert others[0] not in copies
+        assert others[0][0].startswith("sha256:")
+        assert others[1][0] == BY_PARAMETERS
+    else:
+        assert {*copies, *others} == {(f"user:{name}", Published(published_lines(CONFIG)))}
 
 
 def test_of_a_hub_the_commit_counts_that_vllm_has_parsed(tmp_path: Path) -> None:

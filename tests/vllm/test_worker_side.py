@@ -302,6 +302,23 @@ def test_configurations_that_do_not_fit_the_model_stop_the_start(
     made.shutdown()
 
 
+def test_releases_of_vllm_share_unless_the_layout_is_unknown(
+    make: Callable[..., Rig], backend: FaultyBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names: dict[str, list[tuple[bytes, str]]] = {"known": [], "unknown": []}
+    for version in ("0.32.0", "0.33.0"):
+        monkeypatch.setattr("vllm.__version__", version)
+        names["known"].append(make().namespace())
+        config = make_config(backend.url)
+        for layer in config.compilation_config.static_forward_context.values():
+            layer.kv_cache_update_bypass = True
+        names["unknown"].append(make(config=config).namespace())
+    assert names["known"][0] == names["known"][1]
+    assert b"opaque-" not in names["known"][0][0]
+    assert b"opaque-" in names["unknown"][0][0]
+    assert names["unknown"][0] != names["unknown"][1]
+
+
 def test_caches_in_kernel_blocks(make: Callable[..., Rig]) -> None:
     rig = make(block_size=8, kernel_block=4)
     chunks = rig.chunks(3)
