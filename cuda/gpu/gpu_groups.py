@@ -395,6 +395,8 @@ def opened_device(emulated: Path | None) -> Iterator[tuple[torch.device, Engine]
         torch.cuda.set_device(device)
         yield device, CudaEngine(device)
         return
+    # The tensors are tiny; threads that wait for others of a busy machine would take minutes.
+    torch.set_num_threads(1)
     sys.path.insert(0, str(emulated.parent))
     spec = importlib.util.spec_from_file_location(emulated.stem, emulated)
     assert spec is not None and spec.loader is not None

@@ -151,7 +151,7 @@ def unloadable() -> Iterator[None]:
 
 
 class SlowEngine(Engine):
-    """The engine of a simulated device: all other streams overtake its own."""
+    """The engine of a simulated device: it does nothing as long as anything else can be done."""
 
     def __init__(self, streams: SimulatedStreams) -> None:
         self._streams = streams
@@ -160,7 +160,7 @@ class SlowEngine(Engine):
         self._streams.do(work, *arguments)
 
     def fall_behind(self) -> None:
-        self._streams.slow_down(self._streams.engine)
+        self._streams.let_engine_be_last()
 
     def finish(self) -> None:
         self._streams.engine.finish()
@@ -209,4 +209,7 @@ def device() -> Iterator[Engine]:
         stack.enter_context(emulated.in_use())
         stack.enter_context(mock.patch.object(device_module, "streams_of", return_value=streams))
         yield SlowEngine(streams)
+    if name:
+        # Whoever found the fault did not wait for the rest, which uses memory that is gone.
+        streams.fail()
     streams.close()

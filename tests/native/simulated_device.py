@@ -41,8 +41,8 @@ class SimulatedStream:
         streams = self.streams
         with streams.changed:
             streams.check("finish")
-            done = streams.changed.wait_for(
-                lambda: bool(streams.error) or not (self.entries or streams._executing), PATIENCE
+            done = streams.wait_for(
+                lambda: bool(streams.error) or not (self.entries or streams._executing)
             )
             assert done, "the stream never came to an end"
 
@@ -76,9 +76,7 @@ class SimulatedEvent:
         with streams.changed:
             streams.check("synchronize")
             target = self.recorded
-            done = streams.changed.wait_for(
-                lambda: bool(streams.error) or self.reached >= target, PATIENCE
-            )
+            done = streams.wait_for(lambda: bool(streams.error) or self.reached >= target)
             assert done, "the device never came so far"
             streams.check()
 
@@ -115,6 +113,8 @@ class SimulatedStreams:
         self.streams: list[SimulatedStream] = []
         self._speeds: list[float] = []
         self._held = 0
+        self._engine_last = False
+        self._waiting = 0
         self._closed = False
         self._executing = False
         self._local = threading.local()
@@ -222,10 +222,15 @@ class SimulatedStreams:
         """Let all other streams overtake this one where they may."""
         self._speeds[self.streams.index(stream)] = 1e-6
 
+    def let_engine_be_last(self) -> None:
+        """Do what is on the engine's stream only where somebody waits and nothing else is left."""
+        with self.changed:
+            self._engine_last = True
+
     def finish(self) -> None:
         """Wait until all is done that was enqueued."""
         with self.changed:
-            done = self.changed.wait_for(self._idle, PATIENCE)
+            done = self.wait_for(self._idle)
             assert done, "the device never came to an end"
 
     def close(self) -> None:
@@ -240,6 +245,15 @@ class SimulatedStreams:
             raise problem
 
     # Inside
+
+    def wait_for(self, reached: Callable[[], bool]) -> bool:
+        """Wait for the device, with the lock; return whether it came so far."""
+        self._waiting += 1
+        self.changed.notify_all()
+        try:
+            return self.changed.wait_for(reached, PATIENCE)
+        finally:
+            self._waiting -= 1
 
     def _new(self, name: str) -> SimulatedStream:
         stream = SimulatedStream(self, name)
@@ -280,6 +294,8 @@ class SimulatedStreams:
                 kind, what = stream.entries[0]
                 if kind != "wait" or what[0].reached >= what[1]:
                     ready.append(number)
+        if self._engine_last and (len(ready) > 1 or not self._waiting):
+            ready = [number for number in ready if self.streams[number] is not self.engine]
         return ready
 
     def _run(self) -> None:
