@@ -2,54 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from adapter_files import RANK, attention_shapes, make_adapter
 from fleet import ENGINES, Engines
 from harness import Engine, assert_same
-from make_model import RECIPES
-from safetensors.torch import save_file
 from shelf_files import ShelfFiles
 
 pytestmark = pytest.mark.slow
 MakePrompt = Callable[[int], list[int]]
-
-RANK = 8
-
-
-def make_adapter(folder: Path, seed: int) -> Path:
-    """Write an adapter with random weights for the queries and values of the tiny model."""
-    recipe = RECIPES["tiny"]
-    generator = torch.Generator().manual_seed(seed)
-    rows = {
-        "q_proj": recipe.heads * recipe.head_size,
-        "v_proj": recipe.kv_heads * recipe.head_size,
-    }
-    tensors = {}
-    for layer in range(recipe.layers):
-        for module, outputs in rows.items():
-            name = f"base_model.model.model.layers.{layer}.self_attn.{module}"
-            down = torch.randn(RANK, recipe.hidden, generator=generator) * 0.1
-            up = torch.randn(outputs, RANK, generator=generator) * 0.1
-            tensors[f"{name}.lora_A.weight"] = down.to(torch.bfloat16)
-            tensors[f"{name}.lora_B.weight"] = up.to(torch.bfloat16)
-    folder.mkdir(parents=True)
-    save_file(tensors, folder / "adapter_model.safetensors")
-    config = {
-        "peft_type": "LORA",
-        "r": RANK,
-        "lora_alpha": 16,
-        "target_modules": sorted(rows),
-        "bias": "none",
-        "task_type": "CAUSAL_LM",
-    }
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +31,8 @@ def test_adapters_are_told_apart_by_content(
     adapted: Engine, engines: Engines, prompt: MakePrompt
 ) -> None:
     folder = engines.places.root / "adapters"
-    one, two = make_adapter(folder / "one", 1), make_adapter(folder / "two", 2)
+    shapes = attention_shapes()
+    one, two = make_adapter(folder / "one", 1, shapes), make_adapter(folder / "two", 2, shapes)
     copy = shutil.copytree(one, folder / "copy of one")
 
     def lora(number: int, path: Path) -> dict[str, Any]:
@@ -94,7 +60,7 @@ def test_adapters_are_told_apart_by_content(
     # Another adapter at the same path is another adapter, under a new id; under the old one nobody
     # can tell which of the two some KV was computed with.
     shutil.rmtree(two)
-    make_adapter(two, 9)
+    make_adapter(two, 9, shapes)
     objects = shelf.objects()
     adapted.reset_prefix_cache()
     old = adapted.generate(tokens, lora=lora(2, two))

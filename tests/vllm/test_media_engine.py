@@ -14,11 +14,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from adapter_files import RANK, attention_shapes, make_adapter
 from fleet import Engines, Places
-from harness import NEAR_TIE, SHELF_CONNECTOR, Engine, assert_same
+from harness import (
+    NEAR_TIE,
+    SHELF_CONNECTOR,
+    Answer,
+    Engine,
+    assert_same,
+    assert_same_up_to_ties,
+)
 from servers import BUCKET, KEY, SECRET, command, moto_s3
 from shelf_files import ShelfFiles, wait_until
-from tiny_llava import engine_arguments, make_llava, prompt_with_images
+from tiny_llava import PROJECTOR, engine_arguments, make_llava, prompt_with_images
 
 PROMPT = prompt_with_images(1)
 #: Tokens of the whole prompt, up to the second image, and up to the first one, in whole chunks.
@@ -225,3 +233,101 @@ def test_what_the_encoder_made_with_earlier_weights_is_not_stored(
     again = trained.generate(PROMPT, images=[5, 6])
     assert again.shelf_tokens == ALL
     assert_same(again, other, NEAR_TIE)
+
+
+def wait_chunks(shelf: ShelfFiles, count: int) -> None:
+    """Wait until so many chunks are on a shelf, and no more."""
+
+    def are_there() -> bool:
+        found = shelf.objects()
+        return bool(found) and len(found) == count * int(min(found).stem.rpartition("of")[2])
+
+    wait_until(are_there, f"{count} chunks")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("of_encoder", [False, True])
+def test_adapters_beside_images(
+    start: Callable[..., Engine], tmp_path: Path, of_encoder: bool
+) -> None:
+    """Also where another adapter is loaded under the name of one that saw these images."""
+    model = make_llava(tmp_path / "llava", "full")
+    shapes = attention_shapes("language_model.model.") | (PROJECTOR if of_encoder else {})
+    one = make_adapter(tmp_path / "one", 1, shapes)
+    two = make_adapter(tmp_path / "two", 2, shapes)
+    copied = shutil.copytree(one, tmp_path / "a copy")
+    options = {
+        "enable_lora": True,
+        "max_lora_rank": RANK,
+        "enable_tower_connector_lora": of_encoder,
+    }
+    shelf = ShelfFiles(tmp_path / "shelf")
+    with_shelf = start(model, shelf=shelf.root, **options)
+    without = start(model, shelf=None, core=1, **options)
+
+    def see(
+        engine: Engine, number: int, path: Path, name: str, images: tuple[int, ...] = (1, 2)
+    ) -> Answer:
+        lora = {"lora_name": name, "lora_int_id": number, "lora_path": str(path)}
+        engine.reset_prefix_cache()
+        return engine.generate(PROMPT, images=images, lora=lora)
+
+    expected = see(without, 1, one, "one"), see(without, 2, two, "two")
+    assert expected[0].tokens != expected[1].tokens
+    for number, (path, answer) in enumerate(zip((one, two), expected, strict=True), 1):
+        # Loads the adapter, so that the worker knows its digest when there is something to store.
+        lora = {"lora_name": "an adapter", "lora_int_id": number, "lora_path": str(path)}
+        with_shelf.generate([7] * 20, lora=lora)
+        computed = see(with_shelf, number, path, "an adapter")
+        assert computed.shelf_tokens == 0
+        assert_same(computed, answer, NEAR_TIE)
+        wait_chunks(shelf, 6 * number)
+        assert see(with_shelf, number, path, "an adapter").shelf_tokens == ALL
+    found = see(with_shelf, 3, copied, "another name")
+    assert found.shelf_tokens == ALL
+    assert_same(found, expected[0], NEAR_TIE)
+    assert see(with_shelf, 3, copied, "another name", (1, 3)).shelf_tokens == FIRST_IMAGE
+    with_shelf.reset_prefix_cache()
+    assert with_shelf.generate(PROMPT, images=[1, 2]).shelf_tokens == 0
+    for engine in (with_shelf, without):
+        engine.stop(at_once=True)
+
+
+@pytest.mark.slow
+def test_images_in_a_cache_that_is_too_small(
+    start: Callable[..., Engine], model: Path, tmp_path: Path
+) -> None:
+    """Requests are preempted, and their images encoded again: the encoder's cache holds one."""
+    # 29 blocks of 128 tokens: two prompts of 14 blocks, but not their answers.
+    small = {"num_gpu_blocks_override": 30, "max_num_batched_tokens": 384, "max_model_len": 2048}
+    shelf = ShelfFiles(tmp_path / "shelf")
+    with_shelf = start(model, shelf=shelf.root, **small)
+    without = start(model, shelf=None, core=1, **small)
+    requests = [
+        {"prompt": prompt_with_images(10 + index), "images": [index, 20 + index], "max_tokens": 110}
+        for index in range(6)
+    ]
+
+    def all_at_once(engine: Engine) -> list[Answer]:
+        engine.reset_prefix_cache()
+        before = engine.metrics()["vllm:num_preemptions_total"]
+        answers = [one.result(300) for one in [engine.submit(**request) for request in requests]]
+        assert engine.metrics()["vllm:num_preemptions_total"] > before
+        return answers
+
+    alone = [without.generate(**request) for request in requests]
+    control = all_at_once(without)
+    for request, answer in zip(requests[:2], alone, strict=False):
+        assert_same(with_shelf.generate(**request), answer, NEAR_TIE)
+    wait_chunks(shelf, 12)
+    assert_same_up_to_ties(all_at_once(with_shelf), alone, control)
+    wait_chunks(shelf, 36)
+    assert_same_up_to_ties(all_at_once(with_shelf), alone, control)
+    for request, answer in zip(requests, alone, strict=True):
+        with_shelf.reset_prefix_cache()
+        found = with_shelf.generate(**request)
+        assert found.shelf_tokens == ALL
+        assert_same(found, answer, NEAR_TIE)
+    shelf.check_all()
+    for engine in (with_shelf, without):
+        engine.stop(at_once=True)

@@ -6,6 +6,7 @@ chunk holds by default.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
@@ -29,6 +30,11 @@ IMAGE_TOKEN = 4095
 IMAGE_TOKENS = 256
 
 _PIXELS, _PATCH, _HIDDEN, _INTERMEDIATE, _LAYERS = 224, 14, 64, 128, 2
+#: Inputs and outputs of what brings the vision tower's output to the text.
+PROJECTOR: Final = {
+    "multi_modal_projector.linear_1": (_HIDDEN, language.RECIPES["tiny"].hidden),
+    "multi_modal_projector.linear_2": (language.RECIPES["tiny"].hidden,) * 2,
+}
 _PROCESSOR = {
     "image_processor_type": "CLIPImageProcessor",
     "crop_size": {"height": _PIXELS, "width": _PIXELS},
@@ -72,8 +78,12 @@ def prompt_with_images(seed: int) -> list[int]:
     return [*text(300), IMAGE_TOKEN, *text(300), IMAGE_TOKEN, *text(600)]
 
 
-def make_llava(folder: Path) -> Path:
-    """Make the model in a folder, unless it is there."""
+def make_llava(folder: Path, features: str = "default") -> Path:
+    """Make the model in a folder, unless it is there.
+
+    With "full" `features` an image becomes one token more, that of its class. vLLM applies adapters
+    to encoders like this one only so: otherwise it counts too few tokens in the encoder.
+    """
     recipe = language.RECIPES["tiny"]
     text = language._config(recipe)
     config: dict[str, object] = {
@@ -83,7 +93,7 @@ def make_llava(folder: Path) -> Path:
         "image_token_index": IMAGE_TOKEN,
         "projector_hidden_act": "gelu",
         "vision_feature_layer": -1,
-        "vision_feature_select_strategy": "default",
+        "vision_feature_select_strategy": features,
         "text_config": text,
         "vision_config": {
             "model_type": "clip_vision_model",
@@ -102,7 +112,8 @@ def make_llava(folder: Path) -> Path:
             f"language_model.{name}": one for name, one in language._weights(recipe, 0).items()
         }
         weights |= _vision(recipe.hidden)
-        language.write_checkpoint(folder, weights, config, {"model": "llava"}, _add_files)
+        add_files = functools.partial(_add_files, features=features)
+        language.write_checkpoint(folder, weights, config, {"model": "llava"}, add_files)
     return folder
 
 
@@ -147,7 +158,7 @@ def _vision(hidden: int) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def _add_files(folder: Path) -> None:
+def _add_files(folder: Path, features: str) -> None:
     """Write the image processor's settings and a tokenizer of single words."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -159,7 +170,7 @@ def _add_files(folder: Path) -> None:
                 "image_token": "<image>",
                 "num_additional_image_tokens": 1,
                 "patch_size": _PATCH,
-                "vision_feature_select_strategy": "default",
+                "vision_feature_select_strategy": features,
             }
         )
     )

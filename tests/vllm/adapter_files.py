@@ -1,0 +1,51 @@
+"""LoRA adapters with random weights, made on the spot."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+import make_model as language
+import torch
+from safetensors.torch import save_file
+
+RANK: Final = 8
+
+
+def attention_shapes(prefix: str = "model.") -> dict[str, tuple[int, int]]:
+    """Return inputs and outputs of queries and values in each layer of the tiny model."""
+    recipe = language.RECIPES["tiny"]
+    outputs = {
+        "q_proj": recipe.heads * recipe.head_size,
+        "v_proj": recipe.kv_heads * recipe.head_size,
+    }
+    return {
+        f"{prefix}layers.{layer}.self_attn.{module}": (recipe.hidden, rows)
+        for layer in range(recipe.layers)
+        for module, rows in outputs.items()
+    }
+
+
+def make_adapter(folder: Path, seed: int, shapes: Mapping[str, tuple[int, int]]) -> Path:
+    """Write an adapter for modules with so many inputs and outputs."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for name, (inputs, outputs) in shapes.items():
+        down = torch.randn(RANK, inputs, generator=generator) * 0.1
+        up = torch.randn(outputs, RANK, generator=generator) * 0.1
+        tensors[f"base_model.model.{name}.lora_A.weight"] = down.to(torch.bfloat16)
+        tensors[f"base_model.model.{name}.lora_B.weight"] = up.to(torch.bfloat16)
+    folder.mkdir(parents=True)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    config = {
+        "peft_type": "LORA",
+        "r": RANK,
+        "lora_alpha": 16,
+        "target_modules": sorted({name.rpartition(".")[2] for name in shapes}),
+        "bias": "none",
+        "task_type": "CAUSAL_LM",
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
