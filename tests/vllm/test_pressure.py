@@ -58,12 +58,12 @@ def test_many_requests_with_preemption(
 
     def answers(engine: Engine) -> list[Answer]:
         before = engine.metrics()["vllm:num_preemptions_total"]
-        answers = engine.generate_all(prompts, max_tokens=100, timeout=300)
+        answers = engine.generate_all(prompts, max_tokens=40, timeout=300)
         assert engine.metrics()["vllm:num_preemptions_total"] > before
         assert all(answer.finish_reason == "length" for answer in answers)
         return answers
 
-    alone = [reference(tokens, max_tokens=100) for tokens in prompts]
+    alone = [reference(tokens, max_tokens=40) for tokens in prompts]
     assert_same_up_to_ties(answers(small), alone, answers(small_inert))
     # All blocks are free again.
     small.reset_prefix_cache()
