@@ -533,6 +533,15 @@ class Config(BaseSettings):
             "cores, up to 8."
         ),
     )
+    load_beside_step: bool = Field(
+        default=False,
+        description=(
+            "On a GPU, begin loads before the forward pass of the step that plans them, and let "
+            "them write to their blocks beside it, as on CPUs. Without it they write behind that "
+            "pass: 50 to 400 ms later where it computes a long prompt. No effect with sliding "
+            "windows, states or speculative decoding. Off until a GPU has run it."
+        ),
+    )
     lookup_budget_ms: float = Field(
         default=0.2,
         ge=0,

@@ -32,6 +32,7 @@ with warnings.catch_warnings():
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
     from vllm.v1.attention.backend import AttentionImpl
     from vllm.v1.core.sched.output import KVConnectorBlockState
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
     from vllm.v1.outputs import KVConnectorOutput
 
     from kvshelf.vllm.connector import SharedStorageConnector
@@ -206,8 +207,20 @@ def make_groups(
     config: SimpleNamespace, count: int = 1, blocks: int | None = None
 ) -> SimpleNamespace:
     """What the connector reads of a ``KVCacheConfig``."""
-    spec = SimpleNamespace(block_size=config.cache_config.block_size)
-    names = list(config.compilation_config.static_forward_context)
+    layers = config.compilation_config.static_forward_context
+    sizes = {
+        "block_size": config.cache_config.block_size,
+        "num_kv_heads": HEADS,
+        "head_size": HEAD_SIZE,
+        "dtype": torch.bfloat16,
+    }
+    windows = {getattr(layer, "sliding_window", None) for layer in layers.values()} - {None}
+    spec: Any = (
+        SlidingWindowSpec(**sizes, sliding_window=max(windows))
+        if windows
+        else FullAttentionSpec(**sizes)
+    )
+    names = list(layers)
     group = SimpleNamespace(layer_names=names, kv_cache_spec=spec)
     return SimpleNamespace(
         kv_cache_groups=[group] * count,
@@ -394,8 +407,12 @@ class MiniVllm:
         #: Whether a forward pass takes as long as the worker needs to hash adapters.
         self.patient = True
         self.written: list[tuple[str, int, int]] = []
-        #: New blocks, which the runner zeroes before it binds the step.
+        #: New blocks, which the runner zeroes before it binds the step, and those into which it
+        #: copies others: a load's.
         self.zeroed: list[int] = []
+        self.copied: list[int] = []
+        #: As if a runner did so only then.
+        self.binds_first = False
 
     # What users do
 
@@ -576,6 +593,8 @@ class MiniVllm:
             state.loads += 1
             state.loaded = external
             state.status = "loading"
+            if self.device is not None and not self.window:
+                self.copied += state.blocks[len(local) : computed // self.block_size]
             self._note_made(state, computed - external, computed)
             return True
         self.waiting.remove(request_id)
@@ -633,11 +652,17 @@ class MiniVllm:
     def _execute(self, output: SimpleNamespace, meta: Any) -> KVConnectorOutput:
         worker = self.worker
         result = KVConnectorOutput()
-        for block in self.zeroed:
-            for cache in self.caches.values():
+        if self.binds_first:
+            worker.bind_connector_metadata(meta)
+        for cache in self.caches.values():
+            for block in self.zeroed:
                 self.enqueue(cache[block].zero_)
+            for block in self.copied:
+                self.enqueue(cache[block].fill_, 9.0)
         self.zeroed.clear()
-        worker.bind_connector_metadata(meta)
+        self.copied.clear()
+        if not self.binds_first:
+            worker.bind_connector_metadata(meta)
 
         def results() -> None:
             moved = worker.get_transfer_results(output.finished_req_ids)

@@ -1,6 +1,7 @@
 """An engine of an earlier version and one of this version on one shelf, while the new one sweeps.
 
 The earlier version is taken from the repository's history. Both run on the vLLM that is installed.
+They share only what the new one names with no more fields than the earlier version had.
 """
 
 from __future__ import annotations
@@ -92,8 +93,9 @@ def both(
     new = engines.start(
         "bounded",
         model=places.model,
-        connector=SHELF_CONNECTOR,
+        connector=("ConnectorWithoutConfiguration", "earlier_connector"),
         extra_config={**options, "capacity": {"max_bytes": bound}},
+        env={"PYTHONPATH": str(Path(__file__).parent)},
         core=1,
     )
     yield old.wait_ready(), new.wait_ready()

@@ -198,6 +198,12 @@ class CacheGroups(Sequence[CacheGroup]):
     def __len__(self) -> int:
         return len(self._groups)
 
+    @property
+    def keeps_blocks(self) -> bool:
+        """Whether vLLM frees no block of a request that runs: there are no windows, no states."""
+        specs = [spec for layers in self._specs for spec in layers]
+        return bool(specs) and all(isinstance(spec, FullAttentionSpec) for spec in specs)
+
     def of(self, kind: Kind) -> tuple[CacheGroup, ...]:
         """Return the model's groups of a kind."""
         others = self.scratch.union(group.index for group in self.drafts)

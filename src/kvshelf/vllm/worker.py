@@ -13,10 +13,12 @@ staging at once, between caches on a GPU and staging by :mod:`kvshelf.kv.device`
 Contracts
 ---------
 * All methods run on the worker's step thread and never touch storage.
-* The step thread waits for no device. Loads start in ``start_load_kv``: a load writes to its blocks
-  after everything that was enqueued on the engine's stream until then, such as the zeroing of new
-  blocks. Stores are enqueued on that stream after the forward pass, before any later step or
-  preemption, or the next owner of a block. CUDA graphs do not change this.
+* The step thread waits for no device. A load writes to its blocks after everything that was
+  enqueued on the engine's stream when it started, such as the zeroing of new blocks. Loads start in
+  ``start_load_kv``, behind the forward pass, or before it where ``load_beside_step`` is set and
+  vLLM frees no block that this pass may still read. Stores are enqueued on that stream after the
+  forward pass, before any later step or preemption, or the next owner of a block. CUDA graphs do
+  not change this.
 * A chunk is gathered before the event by which vLLM learns that the step is over: from then on it
   may free the block, and a connector that does not wait for the stream may fill it. vLLM's second
   model runner records that event after sampling, so there :meth:`WorkerSide.finish_forward`
@@ -171,7 +173,11 @@ class WorkerSide:
         self._shelf = shelf
         self.rank = rank
         self.counters = Counters() if counters is None else counters
-        self._hybrid = CacheGroups(vllm_config, kv_cache_config).hybrid
+        groups = CacheGroups(vllm_config, kv_cache_config)
+        self._hybrid = groups.hybrid
+        #: On a device, loads start before the forward pass and write beside it.
+        self._beside_step = config.load_beside_step and groups.keeps_blocks
+        self._beside_step &= vllm_config.speculative_config is None
         #: Tokens in a block of the cache manager, where there is one group.
         self._block_size = manager_block_size(vllm_config, kv_cache_config)
         self._registration = Registration(vllm_config, config, kv_cache_config, rank, streams)
@@ -576,8 +582,13 @@ class WorkerSide:
             if wanted.kind in self._prefetchers:
                 self._prefetchers[wanted.kind].add(wanted.request_id, wanted.chunks)
         # On a CPU no work of an earlier step is in flight when a step begins, so loads need not
-        # wait until this step's forward pass is enqueued.
-        if self._registration.caches is not None and not self._registration.on_device:
+        # wait until this step's forward pass is enqueued. Nor need they on a device: vLLM has
+        # enqueued the zeroing and the copies of blocks that belong to this step
+        # (``_update_states`` in vllm/v1/worker/gpu_model_runner.py, ``update_requests`` in
+        # vllm/v1/worker/gpu/model_runner.py), and no request of the step has a load's blocks.
+        if self._registration.caches is not None and (
+            self._beside_step or not self._registration.on_device
+        ):
             self.start_loads()
 
     def start_loads(self) -> None:
