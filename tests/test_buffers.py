@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import mmap
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 from kvshelf import buffers as buffers_module
 from kvshelf.buffers import BUFFER_ALIGNMENT, Buffer, BufferPool
 from kvshelf.errors import ConfigError, UnsupportedError
+from kvshelf.pages import page_lock
 
 MakePool = Callable[..., BufferPool]
 CAPACITY = 64 * BUFFER_ALIGNMENT
@@ -355,6 +357,37 @@ def test_memory_that_cannot_be_pinned_leaves_no_error_for_the_engines_next_launc
     assert make_pool(1 << 20, kind="pinned").allocate(1) is None
     assert "failed with error 2" in caplog.text
     assert not cuda.kept
+
+
+def test_memory_is_unlocked_with_the_gpu_current_for_which_it_was_locked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A thread that returns the last buffer would otherwise make a context on the first GPU."""
+    current: list[torch.device] = []
+    called: list[tuple[str, torch.device | None]] = []
+
+    @contextlib.contextmanager
+    def use(device: torch.device) -> Iterator[None]:
+        current.append(device)
+        yield
+        current.pop()
+
+    class Runtime:
+        def __getattr__(self, name: str) -> Callable[..., int]:
+            def call(*_: int) -> int:
+                called.append((name, current[-1] if current else None))
+                return 0
+
+            return call
+
+    monkeypatch.setattr(torch.cuda, "device", use)
+    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+    second = torch.device("cuda:1")
+    unlock = page_lock(torch.zeros(1), second)
+    thread = threading.Thread(target=unlock)
+    thread.start()
+    thread.join()
+    assert called == [("cudaHostRegister", second), ("cudaHostUnregister", second)]
 
 
 def test_a_forked_process_has_no_copy_of_pinned_memory(

@@ -213,7 +213,7 @@ def page_lock(tensor: Tensor, device: torch.device | None = None) -> Callable[[]
         Host memory.
     device : torch.device, optional
         A GPU with a context. On a new thread device 0 is current, and a call of CUDA would create
-        a context there.
+        a context there. So the memory may be unlocked on any thread.
 
     Raises
     ------
@@ -223,7 +223,11 @@ def page_lock(tensor: Tensor, device: torch.device | None = None) -> Callable[[]
     import torch
 
     on_gpu = device is not None and device.type == "cuda"
-    with torch.cuda.device(device) if on_gpu else contextlib.nullcontext():
+
+    def current() -> contextlib.AbstractContextManager[object]:
+        return torch.cuda.device(device) if on_gpu else contextlib.nullcontext()
+
+    with current():
         address = tensor.data_ptr()
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         # 1: pinned for every GPU, not only the current one.
@@ -239,6 +243,7 @@ def page_lock(tensor: Tensor, device: torch.device | None = None) -> Callable[[]
             )
 
     def unlock() -> None:
-        runtime.cudaHostUnregister(address)
+        with current():
+            runtime.cudaHostUnregister(address)
 
     return unlock
