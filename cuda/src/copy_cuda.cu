@@ -46,8 +46,34 @@ cudaError_t copy_one_by_one(void* const* to, const void* const* from, const size
   return cudaSuccess;
 }
 
+// An attribute of a device, asked for once. `known` has one more than the value, 0 before.
+constexpr int kKnownDevices = 64;
+using Known = std::atomic<int>[kKnownDevices];
+
+cudaError_t attribute_of(int device, cudaDeviceAttr attribute, Known& known, int* value) {
+  const bool keep = device < kKnownDevices;
+  const int found = keep ? known[device].load(std::memory_order_relaxed) : 0;
+  if (found != 0) {
+    *value = found - 1;
+    return cudaSuccess;
+  }
+  const cudaError_t error = cudaDeviceGetAttribute(value, attribute, device);
+  if (error == cudaSuccess && keep) known[device].store(*value + 1, std::memory_order_relaxed);
+  return error;
+}
+
 #if CUDART_VERSION >= 12080
 constexpr size_t kSmallCopy = 128 * 1024;
+
+// Batches take the addresses of registered memory for those of the device. Where these differ
+// (WSL2, GPUs lent to virtual machines), they read what is not mapped, and the context is lost.
+bool batches_may_use_registered_memory(int device) {
+  static Known known;
+  int value = 0;
+  return attribute_of(device, cudaDevAttrCanUseHostPointerForRegisteredMem, known, &value) ==
+             cudaSuccess &&
+         value != 0;
+}
 
 cudaError_t copy_as_batch(void* const* to, const void* const* from, const size_t* bytes,
                           size_t count, cudaStream_t stream) {
@@ -79,15 +105,10 @@ const char* device_count(int64_t* count) {
 }
 
 const char* device_processors(int device, int64_t* processors) {
-  constexpr int kKnown = 64;
-  static std::atomic<int> known[kKnown];
-  int value = device < kKnown ? known[device].load(std::memory_order_relaxed) : 0;
-  if (value == 0) {
-    const cudaError_t error =
-        cudaDeviceGetAttribute(&value, cudaDevAttrMultiProcessorCount, device);
-    if (error != cudaSuccess) return text_of(error);
-    if (device < kKnown) known[device].store(value, std::memory_order_relaxed);
-  }
+  static Known known;
+  int value = 0;
+  const cudaError_t error = attribute_of(device, cudaDevAttrMultiProcessorCount, known, &value);
+  if (error != cudaSuccess) return text_of(error);
   *processors = value;
   return nullptr;
 }
@@ -119,7 +140,8 @@ const char* device_copies(void* const* to, const void* const* from, const size_t
   // Batches are refused by older drivers, by the legacy default stream and inside captures.
   cudaStreamCaptureStatus capturing = cudaStreamCaptureStatusNone;
   const bool legacy = stream == nullptr || stream == cudaStreamLegacy;
-  if (count > 1 && !legacy && cudaStreamIsCapturing(stream, &capturing) == cudaSuccess &&
+  if (count > 1 && !legacy && batches_may_use_registered_memory(device) &&
+      cudaStreamIsCapturing(stream, &capturing) == cudaSuccess &&
       capturing == cudaStreamCaptureStatusNone) {
     const cudaError_t error = copy_as_batch(to, from, bytes, count, stream);
     if (error == cudaSuccess) return nullptr;
