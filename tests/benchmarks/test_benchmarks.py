@@ -47,6 +47,7 @@ def no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
 # ----------------------------------------------------------------------------- command line
 
 
+@pytest.mark.slow
 def test_quick_run_prints_the_table_and_writes_everything(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

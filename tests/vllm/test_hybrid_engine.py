@@ -70,8 +70,11 @@ FAMILIES = {
 
 
 def with_marks(names: Iterable[str]) -> list[Any]:
-    """Mark what takes long: gated delta nets with large states are slow on CPUs."""
-    return [pytest.param(name, marks=[pytest.mark.slow] * name.endswith("-wide")) for name in names]
+    """Mark what takes long: of the models with states, one is always run."""
+    return [
+        pytest.param(name, marks=[pytest.mark.slow] * (name in ("qwen3-next-wide", "lfm2")))
+        for name in names
+    ]
 
 
 def of_families(condition: Callable[[Family], bool]) -> Any:

@@ -321,10 +321,8 @@ def _begins_to_store(engine: Engine, tokens: list[int], shelf: ShelfFiles) -> bo
     return bool(shelf.namespaces())
 
 
-@pytest.mark.parametrize(
-    "family",
-    ["gemma3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3-next", "lfm2"))],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gemma3", "qwen3-next", "lfm2"])
 def test_a_hybrid_model_hits_over_a_server_that_starts_late(
     engines: Engines, tmp_path: Path, prompt: MakePrompt, family: str
 ) -> None:
