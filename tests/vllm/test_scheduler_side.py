@@ -1379,7 +1379,8 @@ def test_answers_that_see_a_window_are_not_stored(
 ) -> None:
     config = make_config(str(tmp_path), save_decode=True)
     groups = make_groups(config)
-    spec = groups.kv_cache_groups[0].kv_cache_spec
+    spec = SimpleNamespace(block_size=groups.kv_cache_groups[0].kv_cache_spec.block_size)
+    groups.kv_cache_groups[0].kv_cache_spec = spec
     if windowed:
         spec.rswa_window = 128
     if not whole:
