@@ -55,7 +55,7 @@ from pydantic_settings import (
 )
 
 from kvshelf.errors import ConfigError
-from kvshelf.paths import cache_dir, names_a_path
+from kvshelf.paths import cache_dir, names_a_path, user_dir
 from kvshelf.urls import directory_of, shown_url
 
 ENV_PREFIX: Final = "KVSHELF_"
@@ -881,10 +881,7 @@ def history_dir(config: Config, environ: Mapping[str, str] | None = None) -> Pat
     """
     if config.history_path is not None:
         return Path(config.history_path) if config.history_path else None
-    environ = os.environ if environ is None else environ
-    if (base := environ.get("XDG_STATE_HOME")) and os.path.isabs(base):
-        return Path(base) / "kvshelf"
-    return Path("~/.local/state/kvshelf").expanduser()
+    return user_dir("XDG_STATE_HOME", "~/.local/state", environ)
 
 
 def default_shelf_path(environ: Mapping[str, str] | None = None) -> Path:
