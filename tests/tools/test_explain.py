@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import time
@@ -353,6 +354,19 @@ def test_an_engine_that_stores_nothing(stored: Rig) -> None:
     found = stored.explain([*TOKENS, *prompt(4, 1)])
     assert codes(found) == ["stores_nothing", "parts_here"]
     assert "read_only is true" in found.causes[0].text
+
+
+def test_the_engine_that_was_asked_stores_nothing_and_another_one_wrote_later(stored: Rig) -> None:
+    reads = stored.history(namespace(), refuses="read_only is true")
+    prompts = [*TOKENS, *prompt(4, 1)]
+    missed = KeyChain(namespace().digest, CHUNK).extend(prompts)[4]
+    reads.note(Event.MISSED, missed.key, chunk=4, detail=Reason.ABSENT)
+    reads.flush()
+    stores = stored.history(namespace())
+    stores.flush()
+    assert stores.path is not None
+    os.utime(stores.path, (time.time() + 1, time.time() + 1))
+    assert "stores_nothing" in codes(stored.explain(prompts))
 
 
 def test_an_engine_that_does_not_cache(stored: Rig) -> None:

@@ -456,7 +456,7 @@ class Explainer:
             yield from _kinds_missing(own, answer.missing)
         yield from self._elsewhere(prompt, own, answer)
         yield from _differences(prompt, own, earlier)
-        yield from self._stores_nothing()
+        yield from self._stores_nothing(own)
         if not noted:
             yield from self._not_there(own, answer)
 
@@ -577,14 +577,28 @@ class Explainer:
                 "set group_by_salt alike in all engines",
             )
 
-    def _stores_nothing(self) -> Iterator[Cause]:
+    def _stores_nothing(self, own: _Found) -> Iterator[Cause]:
         """Yield why the engine stores nothing, if it does not."""
-        if self._past is not None and (why := header_text(self._past, "refuses")):
+        past = self._asked(own.chunks)
+        if past is not None and (why := header_text(past, "refuses")):
             yield Cause(
                 "stores_nothing",
-                f"{process_of(self._past)} loads and stores nothing: {why}",
+                f"{process_of(past)} loads and stores nothing: {why}",
                 "another engine must store what it computes",
             )
+
+    def _asked(self, chunks: Sequence[Chunk]) -> Past | None:
+        """Return the history of the engine that missed a prompt last.
+
+        If none has missed it, that of the engine whose namespace it is.
+        """
+        missed = [
+            (noted.time, number)
+            for number, past in enumerate(self._pasts)
+            for noted in events_of([past], chunks)
+            if noted.event == "missed"
+        ]
+        return self._pasts[max(missed)[1]] if missed else self._past
 
     def _not_there(self, own: _Found, answer: Explanation) -> Iterator[Cause]:
         """Yield what may have become of a chunk of which the histories know nothing."""
