@@ -22,7 +22,7 @@ from kvshelf.format.names import object_name
 from kvshelf.format.namespace import Namespace
 
 CHUNK = 256
-WAIT = 30.0
+WAIT = 120.0
 
 
 def wait_until(condition: Callable[[], bool], what: str, timeout: float = WAIT) -> None:
