@@ -349,13 +349,16 @@ class Cuda:
         self.kept = True
         return self.Result.OUT_OF_MEMORY
 
+    def cudaGetErrorString(self, result: Result) -> str:  # noqa: N802
+        return result.name
+
 
 def test_memory_that_cannot_be_pinned_leaves_no_error_for_the_engines_next_launch(
     make_pool: MakePool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     cuda = Cuda(monkeypatch)
     assert make_pool(1 << 20, kind="pinned").allocate(1) is None
-    assert "failed with error 2" in caplog.text
+    assert "failed after 0 of 1048576 bytes with error 2: OUT_OF_MEMORY" in caplog.text
     assert not cuda.kept
 
 

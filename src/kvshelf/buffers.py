@@ -31,7 +31,7 @@ from torch import Tensor
 
 from kvshelf.errors import ConfigError, UnsupportedError
 from kvshelf.numa import run_on
-from kvshelf.pages import map_pages, page_lock, processors_near_device
+from kvshelf.pages import LOCKED_AT_ONCE, map_pages, page_lock, processors_near_device
 
 logger = logging.getLogger(__name__)
 
@@ -245,7 +245,8 @@ class BufferPool:
         should lie, on a machine with several memory nodes.
     segment_bytes : int, optional
         Allocate memory from the system in segments of so many bytes. When absent the whole
-        capacity is one segment; ordinary memory costs nothing before it is touched.
+        capacity is one segment; ordinary memory costs nothing before it is touched. Segments of
+        page-locked memory are never larger than one call of CUDA locks.
         A buffer is never larger than a segment, unless it has one to itself.
     alignment : int
         Power of two, at least 512: buffers start at its multiples, and their sizes are
@@ -255,6 +256,8 @@ class BufferPool:
     ----------
     capacity, alignment : int
     kind : str
+    problem : str
+        Why the system gave no more memory, once it did not.
 
     Raises
     ------
@@ -300,6 +303,8 @@ class BufferPool:
         self.kind: Kind = kind
         self.capacity = capacity // alignment * alignment
         segment = self.capacity if segment_bytes is None else segment_bytes
+        if kind == "pinned":
+            segment = min(segment, LOCKED_AT_ONCE)
         self._segment_bytes = -(-segment // alignment) * alignment
         if self.capacity < alignment or self._segment_bytes < alignment:
             raise ConfigError(
@@ -312,7 +317,7 @@ class BufferPool:
         self._live: dict[int, _Block] = {}
         self._held = 0
         self._closed = False
-        self._short = False
+        self.problem = ""
 
     @classmethod
     def over(cls, tensor: Tensor, *, alignment: int = BUFFER_ALIGNMENT) -> BufferPool:
@@ -441,8 +446,8 @@ class BufferPool:
             with torch.inference_mode(False):
                 segment = self._new_segment(size)
         except (OSError, MemoryError, RuntimeError) as error:
-            if not self._short:
-                self._short = True
+            if not self.problem:
+                self.problem = str(error)
                 logger.warning(
                     "a pool of %s memory stays at %d bytes, the system gives no more: %s",
                     self.kind,

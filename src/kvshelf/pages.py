@@ -18,6 +18,7 @@ import ctypes
 import errno
 import mmap
 import os
+import resource
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 HUGE_PAGE: Final = 2 << 20
+#: Most bytes that are page-locked by one call: NVIDIA's drivers refuse 512 GiB, and on some hosts
+#: far less.
+LOCKED_AT_ONCE: Final = 64 << 30
 #: Bytes that are touched before the free memory is looked at again.
 _STEP: Final = 256 << 20
 #: ``MADV_POPULATE_WRITE`` of Linux 5.14, which Python has no name for.
@@ -201,16 +205,32 @@ def processors_near_device(device: torch.device | None) -> set[int]:
     return processors_near(f"{domain:04x}:{bus:02x}:{slot:02x}.0")
 
 
+def lockable(nbytes: int, unit: int = HUGE_PAGE) -> int:
+    """Return the size of the pieces in which memory is page-locked, all but the last one.
+
+    A copy between a GPU and memory that lies in two pieces fails.
+
+    Parameters
+    ----------
+    nbytes : int
+        Bytes of the memory.
+    unit : int
+        The pieces are multiples of it.
+    """
+    pieces = -(-nbytes // max(unit, LOCKED_AT_ONCE // unit * unit))
+    return -(-nbytes // (pieces * unit)) * unit
+
+
 def page_lock(tensor: Tensor, device: torch.device | None = None) -> Callable[[], None]:
     """Page-lock a tensor's memory for all GPUs; return the function that undoes it.
 
-    torch's own pinned allocator rounds sizes up to powers of two, which wastes gigabytes
-    for a large pool.
+    It is locked in pieces of :func:`lockable` bytes. torch's own pinned allocator rounds sizes up
+    to powers of two, which wastes gigabytes for a large pool.
 
     Parameters
     ----------
     tensor : Tensor
-        Host memory.
+        Host memory, as uint8.
     device : torch.device, optional
         A GPU with a context. On a new thread device 0 is current, and a call of CUDA would create
         a context there. So the memory may be unlocked on any thread.
@@ -218,32 +238,41 @@ def page_lock(tensor: Tensor, device: torch.device | None = None) -> Callable[[]
     Raises
     ------
     RuntimeError
-        If CUDA refuses.
+        If CUDA refuses; no piece stays locked.
     """
     import torch
 
     on_gpu = device is not None and device.type == "cuda"
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    first, nbytes = tensor.data_ptr(), tensor.numel()
+    piece = lockable(nbytes)
+    locked: list[int] = []
 
     def current() -> contextlib.AbstractContextManager[object]:
         return torch.cuda.device(device) if on_gpu else contextlib.nullcontext()
 
+    def unlock() -> None:
+        with current():
+            while locked:
+                runtime.cudaHostUnregister(locked.pop())
+
     with current():
-        address = tensor.data_ptr()
-        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        # 1: pinned for every GPU, not only the current one.
-        result = runtime.cudaHostRegister(address, tensor.numel(), 1)
-        error = int(getattr(result, "value", result))
-        if error:
+        for start in range(0, nbytes, piece):
+            # 1: pinned for every GPU, not only the current one.
+            result = runtime.cudaHostRegister(first + start, min(piece, nbytes - start), 1)
+            error = int(getattr(result, "value", result))
+            if not error:
+                locked.append(first + start)
+                continue
             # CUDA keeps the error for this thread, and torch would raise it at the engine's next
             # launch. Only a launch clears it: torch has no cudaGetLastError.
             with contextlib.suppress(RuntimeError):
                 torch.zeros(1, device="cuda")
+            unlock()
+            limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
             raise RuntimeError(
-                f"cudaHostRegister of {tensor.numel()} bytes failed with error {error}"
+                f"cudaHostRegister failed after {start} of {nbytes} bytes with error {error}:"
+                f" {runtime.cudaGetErrorString(result)}"
+                + ("" if limit == resource.RLIM_INFINITY else f"; `ulimit -l` is {limit >> 10}")
             )
-
-    def unlock() -> None:
-        with current():
-            runtime.cudaHostUnregister(address)
-
     return unlock

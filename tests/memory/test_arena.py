@@ -6,6 +6,7 @@ import array
 import fcntl
 import mmap
 import os
+import resource
 import socket
 import threading
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from fake_cudart import fake_cudart
 
 from kvshelf import pages
 from kvshelf.errors import ConfigError, UnsupportedError
@@ -77,6 +79,30 @@ def test_contradictions_are_refused() -> None:
         Arena(0)
     with pytest.raises(ConfigError, match="not both"):
         Arena(MIB, lazy=True, device=torch.device("cuda"))
+
+
+@pytest.mark.parametrize(
+    ("gib", "unit", "piece"),
+    [(1, 2 * MIB, 1 << 30), (64, 2 * MIB, 64 << 30), (200, 2 * MIB, 50 << 30), (200, 3 * MIB, 0)],
+)
+def test_pieces_of_page_locked_memory_are_large_and_equal(gib: int, unit: int, piece: int) -> None:
+    found = pages.lockable(gib << 30, unit)
+    assert found % unit == 0
+    assert found <= 64 << 30
+    assert found == piece or (gib << 30) / found > 3.99
+
+
+@pytest.mark.parametrize("limit", [8 << 20, resource.RLIM_INFINITY])
+def test_the_reason_why_memory_is_not_page_locked_is_named(
+    limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system's limit is named only where there is one."""
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
+    with fake_cudart() as runtime:
+        runtime.most = 0
+        with pytest.raises(RuntimeError, match="error 2: out of memory") as caught:
+            pages.page_lock(torch.zeros(1, dtype=torch.uint8))
+    assert ("`ulimit -l` is 8192" in str(caught.value)) == (limit > 0)
 
 
 def test_page_locked_memory_is_unlocked_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:

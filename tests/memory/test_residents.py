@@ -317,12 +317,13 @@ class ResidentsMachine(RuleBasedStateMachine):
     """All calls in any order, against a plain record of who has which bytes."""
 
     CAPACITY = 32 * PAGE
+    BORDERS: tuple[int, ...] = ()
     NAMES = st.integers(0, 30)
 
     def __init__(self) -> None:
         super().__init__()
         self.told: dict[int, int] = {}
-        self.residents = Residents(self.CAPACITY, on_generation=self.tell)
+        self.residents = Residents(self.CAPACITY, borders=self.BORDERS, on_generation=self.tell)
         self.reserved: list[Slot] = []
         #: One entry for each pin, and the slots of those that were removed.
         self.pins: list[Slot] = []
@@ -339,6 +340,7 @@ class ResidentsMachine(RuleBasedStateMachine):
         """Bytes of the longest run without a pinned or reserved object."""
         space = self.residents._space
         stay = {s.offset: s.offset + space.length(s.offset) for s in (*self.reserved, *self.pins)}
+        stay |= {border - PAGE: border for border in self.BORDERS}
         ends = [0, *(stay[offset] for offset in sorted(stay))]
         starts = [*sorted(stay), self.CAPACITY]
         return max(start - end for start, end in zip(starts, ends, strict=True))
@@ -429,6 +431,7 @@ class ResidentsMachine(RuleBasedStateMachine):
         assert set(self.residents._places) == {slot.offset for slot in live}
         ranges = sorted((s.offset, s.offset + space.length(s.offset)) for s in live)
         assert all(end <= start for (_, end), (start, _) in itertools.pairwise(ranges))
+        assert not any(start < border < end for border in self.BORDERS for start, end in ranges)
         assert len({slot.number for slot in live}) == len(live)
         assert sum(end - start for start, end in ranges) == space.used
         stats = self.residents.stats()
@@ -458,12 +461,21 @@ class ResidentsMachine(RuleBasedStateMachine):
         for name in list(self.known):
             assert self.residents.remove(name)
         stats = self.residents.stats()
-        assert stats.free_bytes == stats.largest_free == self.CAPACITY
+        assert stats.free_bytes == self.CAPACITY
+        assert stats.largest_free == (12 * PAGE if self.BORDERS else self.CAPACITY)
         assert stats.pinned_bytes == stats.bytes == stats.wasted_bytes == 0
+
+
+class BorderedMachine(ResidentsMachine):
+    """The same in memory that is page-locked in pieces."""
+
+    BORDERS = (10 * PAGE, 11 * PAGE, 20 * PAGE)
 
 
 TestResidents = ResidentsMachine.TestCase
 TestResidents.settings = settings(stateful_step_count=80)
+TestBorderedResidents = BorderedMachine.TestCase
+TestBorderedResidents.settings = settings(stateful_step_count=80)
 
 
 def test_threads_that_use_it_at_once_leave_nothing_behind() -> None:

@@ -16,14 +16,18 @@ CAPACITY = 256 * PAGE
 class SpaceMachine(RuleBasedStateMachine):
     """Allocations and frees in any order, against a map of the pages in use."""
 
+    borders: tuple[int, ...] = ()
+
     def __init__(self) -> None:
         super().__init__()
-        self.space = SizeClasses(CAPACITY)
+        self.space = SizeClasses(CAPACITY, borders=self.borders)
         self.taken: dict[int, int] = {}
+        self.gaps = {border - PAGE: PAGE for border in self.borders}
 
     def free_runs(self) -> list[int]:
-        ends = [0, *(offset + length for offset, length in sorted(self.taken.items()))]
-        starts = [*sorted(self.taken), CAPACITY]
+        used = {**self.taken, **self.gaps}
+        ends = [0, *(offset + length for offset, length in sorted(used.items()))]
+        starts = [*sorted(used), CAPACITY]
         return [start - end for start, end in zip(starts, ends, strict=True)]
 
     @rule(nbytes=st.integers(1, CAPACITY // 2))
@@ -38,7 +42,7 @@ class SpaceMachine(RuleBasedStateMachine):
         assert 0 <= offset <= CAPACITY - size
         assert all(
             other + length <= offset or offset + size <= other
-            for other, length in self.taken.items()
+            for other, length in {**self.taken, **self.gaps}.items()
         )
         assert self.space.length(offset) == size
         self.taken[offset] = size
@@ -56,8 +60,9 @@ class SpaceMachine(RuleBasedStateMachine):
         stays = data.draw(st.sets(st.sampled_from(sorted(self.taken))))
         seed = data.draw(st.sampled_from(sorted(self.taken)))
         stays.discard(seed)
-        low = max((o + self.taken[o] for o in stays if o < seed), default=0)
-        high = min((o for o in stays if o > seed), default=CAPACITY)
+        held = {o: self.taken[o] for o in stays} | self.gaps
+        low = max((o + length for o, length in held.items() if o < seed), default=0)
+        high = min((o for o in held if o > seed), default=CAPACITY)
         del self.taken[seed]
         start = self.space.free(seed)
         while beside := [o for o in self.space.neighbours(start) if o not in stays]:
@@ -85,7 +90,20 @@ class SpaceMachine(RuleBasedStateMachine):
         assert self.space.used == sum(self.taken.values())
 
 
+class BorderedMachine(SpaceMachine):
+    """The same with borders that no allocation lies across, one of them at the first page."""
+
+    borders = (PAGE, 64 * PAGE, 160 * PAGE)
+
+
 TestSpace = SpaceMachine.TestCase
+TestBorderedSpace = BorderedMachine.TestCase
+
+
+def test_what_fits_lies_between_borders() -> None:
+    assert SizeClasses(8 * PAGE).most(3 * PAGE) == 2
+    assert SizeClasses(8 * PAGE, borders=[4 * PAGE]).most(3 * PAGE) == 2
+    assert SizeClasses(8 * PAGE, borders=[5 * PAGE]).most(4 * PAGE) == 1
 
 
 @given(nbytes=st.integers(1, 1 << 40))

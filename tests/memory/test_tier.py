@@ -8,9 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from fake_cudart import fake_cudart
 from kvshelf.backends.base import Borrowed
 from parts import make_chunks, make_format
 
+from kvshelf import pages
 from kvshelf.errors import ConfigError
 from kvshelf.format.keys import Chunk, KeyChain
 from kvshelf.format.objects import ObjectFormat
@@ -288,3 +291,43 @@ def test_threads_read_what_others_replace() -> None:
     assert stats.pinned_bytes == 0
     assert stats.bytes == stats.objects * SIZE
     tier.close()
+
+
+# -------------------------------------------------------------------------- page-locked in pieces
+
+
+def test_a_page_locked_tier_is_registered_in_pieces_that_no_object_lies_across(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pages, "LOCKED_AT_ONCE", 2 * MIB)
+    fmt = make_format(shards=1, chunk_size=2048)
+    size = fmt.object_size(0)
+    assert size > 100_000
+    chunks = make_chunks(fmt, 8 * MIB // size)
+    buffer = bytes(size)
+    with fake_cudart() as runtime:
+        tier = MemoryTier(8 * MIB, device=torch.device("cuda:0"))
+        assert list(runtime.registered.values()) == 4 * [2 * MIB]
+        for chunk in chunks:
+            tier.keep(fmt, ObjectRef(chunk, 0), buffer)
+        lent = [tier.pin(fmt, ObjectRef(chunk, 0)) for chunk in chunks]
+        here = [one for one in lent if one is not None]
+        assert len(here) >= tier.most_chunks(fmt) > 5 * MIB // size
+        assert all(runtime.holds(one.view) for one in here)
+        # It ends as soon as nothing is lent any more, and not before.
+        tier.close()
+        assert len(runtime.registered) == 4
+        for one in here:
+            one.release()
+        assert runtime.registered == {}
+
+
+def test_a_tier_of_which_a_piece_is_refused_leaves_nothing_locked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pages, "LOCKED_AT_ONCE", 2 * MIB)
+    with fake_cudart() as runtime:
+        runtime.most = 5 * MIB
+        with pytest.raises(RuntimeError, match=r"after 4194304 of 8388608 bytes .* out of memory"):
+            MemoryTier(8 * MIB, device=torch.device("cuda:0"))
+        assert runtime.registered == {}

@@ -8,8 +8,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from fake_cudart import fake_cudart
 
-from kvshelf import buffers
+from kvshelf import buffers, pages
 from kvshelf.errors import ConfigError
 from kvshelf.transfer.staging import STAGING_ALIGNMENT, StagingPool
 
@@ -205,6 +206,28 @@ def test_staging_of_a_gpu_is_page_locked_at_once(monkeypatch: pytest.MonkeyPatch
     assert locked
     pool.release(taken[0])
     assert not locked
+
+
+@pytest.mark.parametrize("enough", [True, False])
+def test_large_staging_is_page_locked_in_pieces_or_not_at_all(
+    enough: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for module in (pages, buffers):
+        monkeypatch.setattr(module, "LOCKED_AT_ONCE", 6 * ROUNDED)
+    with fake_cudart() as runtime:
+        runtime.most = 16 * ROUNDED if enough else 12 * ROUNDED
+        pool = StagingPool(16 * ROUNDED, SIZE, pinned=True)
+        assert pool.pinned == enough
+        locked = [6 * ROUNDED, 6 * ROUNDED, 4 * ROUNDED] if enough else []
+        assert list(runtime.registered.values()) == locked
+        assert ("staging memory (cudaHostRegister failed" in caplog.text) != enough
+        taken = [pool.acquire_for_load(0) for _ in range(16)]
+        assert all(one is not None and runtime.holds(one.view) == enough for one in taken)
+        for one in taken:
+            assert one is not None
+            pool.release(one)
+        pool.close()
+        assert runtime.registered == {}
 
 
 def test_staging_that_cannot_be_page_locked_is_ordinary_memory(

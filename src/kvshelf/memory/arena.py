@@ -7,6 +7,8 @@ Contracts
 * Memory that is ``shared`` has a file descriptor, which another process gets over a Unix socket. It
   can map the memory for reading only, and neither process can change its length: the file is
   sealed. The file has no name, so the memory is gone with the last process that has it.
+* A GPU copies no object that lies across one of :attr:`Arena.borders`, where its memory is
+  page-locked.
 * Ordinary memory is freed with the last view or tensor of it, page-locked memory once
   :meth:`Arena.close` is called, which must not happen while a GPU copies from or to it.
 * Any thread may call all methods.
@@ -24,7 +26,14 @@ import numpy as np
 from kvshelf.backends import BytesLike
 from kvshelf.errors import ConfigError, UnsupportedError
 from kvshelf.numa import run_on
-from kvshelf.pages import map_pages, page_lock, populate, processors_near_device, require_free
+from kvshelf.pages import (
+    lockable,
+    map_pages,
+    page_lock,
+    populate,
+    processors_near_device,
+    require_free,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -52,6 +61,8 @@ class Arena:
     Attributes
     ----------
     nbytes : int
+    borders : range
+        Where pieces begin that are page-locked by themselves, but the first one.
     view : memoryview
         The bytes, writable. They start at a multiple of 4096, and of 2 MiB unless shared.
     fd : int or None
@@ -89,6 +100,8 @@ class Arena:
         if lazy and device is not None:
             raise ConfigError("page-locked memory is taken at once: give lazy or device, not both")
         self.nbytes = nbytes
+        piece = lockable(nbytes)
+        self.borders = range(piece, nbytes, piece)
         self.fd: int | None = None
         self.view = memoryview(b"")
         self._unlock: Callable[[], None] | None = None

@@ -154,6 +154,8 @@ class Residents:
         Bytes of the range.
     alignment : int
         A power of two: objects start at its multiples.
+    borders : Sequence of int
+        Multiples of the alignment, in order, that no object lies across.
     on_generation : Callable, optional
         Called with a slot's number and its new generation, before the memory that the slot had
         can be reused. It must be quick, and must not call this object.
@@ -172,9 +174,10 @@ class Residents:
         capacity: int,
         *,
         alignment: int = 4096,
+        borders: Sequence[int] = (),
         on_generation: Callable[[int, int], None] | None = None,
     ) -> None:
-        self._space = SizeClasses(capacity, alignment=alignment)
+        self._space = SizeClasses(capacity, alignment=alignment, borders=borders)
         self.capacity = self._space.capacity
         self.most_slots = self.capacity // alignment
         self._on_generation = on_generation
@@ -188,6 +191,8 @@ class Residents:
         #: Where nothing was pinned or reserved, apart from the slots that were pinned or unpinned
         #: since, in that order.
         self._runs = Runs(self.capacity)
+        for gap in self._space.gaps:
+            self._runs.hold(gap, gap + alignment)
         self._repinned: OrderedDict[Slot, None] = OrderedDict()
         #: Where the last search of a run for what was used least recently ended.
         self._hand = 0
@@ -215,7 +220,7 @@ class Residents:
 
     def most(self, sizes: Sequence[int]) -> int:
         """Return how often objects of these sizes, one of each, fit if nothing else is here."""
-        return self.capacity // sum(self._space.rounded(size) for size in sizes)
+        return self._space.most(sum(self._space.rounded(size) for size in sizes))
 
     # ---------------------------------------------------------------------------------- entering
 

@@ -8,6 +8,7 @@ Contracts
 * Sizes are rounded up to classes, 32 between a power of two and the next, so that the memory of
   an object fits later ones of nearly its size. That wastes less than 1/32 of an object, or less
   than the alignment for one that is smaller than 32 times the alignment.
+* No allocation lies across a border: what precedes each, as much as the alignment, is never used.
 * No memory belongs to a class for good. What is freed merges with what is free beside it, and
   :meth:`SizeClasses.neighbours` names what must go to make a free range larger.
 * It has no lock: its owner locks.
@@ -16,6 +17,7 @@ Contracts
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Sequence
 from typing import Final
 
 #: Binary digits that tell the classes between a power of two and the next apart.
@@ -31,10 +33,14 @@ class SizeClasses:
         Bytes of the range.
     alignment : int
         A power of two: offsets and lengths are its multiples.
+    borders : Sequence of int
+        Multiples of the alignment, in order, each inside the range.
 
     Attributes
     ----------
     capacity, alignment : int
+    gaps : list of int
+        The offsets of what is never used.
     used : int
         Bytes in use, rounded up to classes.
 
@@ -53,7 +59,9 @@ class SizeClasses:
     102400
     """
 
-    def __init__(self, capacity: int, *, alignment: int = 4096) -> None:
+    def __init__(
+        self, capacity: int, *, alignment: int = 4096, borders: Sequence[int] = ()
+    ) -> None:
         if alignment < 1 or alignment & (alignment - 1):
             raise ValueError(f"alignment is {alignment}; expected a power of two")
         if capacity < alignment:
@@ -67,7 +75,12 @@ class SizeClasses:
         #: The free ones, as (length, offset) in order, and their offsets.
         self._free: list[tuple[int, int]] = []
         self._is_free: set[int] = set()
-        self._add_free(0, self.capacity)
+        self.gaps = [border - alignment for border in borders]
+        start = 0
+        for gap in (*self.gaps, self.capacity):
+            if gap > start:
+                self._add_free(start, gap - start)
+            start = gap + alignment
 
     @property
     def largest_free(self) -> int:
@@ -147,6 +160,14 @@ class SizeClasses:
         after = offset + self._lengths[offset]
         beside = [] if before is None else [before]
         return [*beside, after] if after in self._lengths else beside
+
+    def most(self, nbytes: int) -> int:
+        """Return how many ranges of so many bytes fit if nothing is in use."""
+        starts = [0, *(gap + self.alignment for gap in self.gaps)]
+        return sum(
+            (end - start) // nbytes
+            for start, end in zip(starts, [*self.gaps, self.capacity], strict=True)
+        )
 
     def _add_free(self, offset: int, length: int) -> None:
         self._lengths[offset] = length

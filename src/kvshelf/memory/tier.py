@@ -136,7 +136,8 @@ class MemoryTier:
         self.max_bytes = max_bytes
         self._counters = Counters() if counters is None else counters
         self._arena = Arena(max_bytes, lazy=lazy, device=device)
-        self._residents = Residents(max_bytes)
+        borders = () if device is None else self._arena.borders
+        self._residents = Residents(max_bytes, borders=borders)
         self._lock = threading.Lock()
         self._closed = False
         self._evictions = self._evicted_bytes = 0

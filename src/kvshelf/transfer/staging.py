@@ -29,6 +29,7 @@ import torch
 
 from kvshelf.buffers import Buffer, BufferPool, Kind
 from kvshelf.errors import ConfigError, UnsupportedError
+from kvshelf.pages import lockable
 
 logger = logging.getLogger(__name__)
 
@@ -152,12 +153,12 @@ class StagingPool:
         self._changed = threading.Condition()
 
     def _make_pool(self, kind: Kind) -> BufferPool:
-        slab = self._slab if kind == "host" else self.limit
+        size, capacity = self.buffer_bytes, self.limit * self.buffer_bytes
         return BufferPool(
-            self.limit * self.buffer_bytes,
+            capacity,
             kind=kind,
             device=self._device if kind == "pinned" else None,
-            segment_bytes=slab * self.buffer_bytes,
+            segment_bytes=self._slab * size if kind == "host" else lockable(capacity, size),
             alignment=STAGING_ALIGNMENT,
         )
 
@@ -166,19 +167,22 @@ class StagingPool:
         ordinary = self._pool
         try:
             self._pool = self._make_pool("pinned")
-            first = self._pool.allocate(self.buffer_bytes)
-        except UnsupportedError:
-            first = None
-        if first is None:
-            self._pool = ordinary
-            logger.warning(
-                "could not pin staging memory (check `ulimit -l`); copies to and from the GPU will"
-                " be slower and will block"
-            )
-            return
-        ordinary.close()
-        self._made = 1
-        self._free = [StagingBuffer(first), *self._grow(self.limit, self.limit)]
+        except UnsupportedError as error:
+            problem = str(error)
+        else:
+            self._free = self._grow(self.limit, self.limit)
+            if self._made == self.limit:
+                ordinary.close()
+                return
+            problem = self._pool.problem
+            self._free_memory()
+            self._pool.close()
+            self._pool, self._made = ordinary, 0
+        logger.warning(
+            "could not pin staging memory (%s); copies to and from the GPU will be slower and will"
+            " block",
+            problem,
+        )
 
     @property
     def pinned(self) -> bool:

@@ -283,8 +283,8 @@ class WorkerSide:
                 return
             except RuntimeError as error:
                 logger.warning(
-                    "could not pin the memory tier (%s; check `ulimit -l`); its objects are copied"
-                    " to staging on their way to the GPU",
+                    "could not pin the memory tier (%s); its objects are copied to staging on their"
+                    " way to the GPU",
                     error,
                 )
             self._memory_lends = False
