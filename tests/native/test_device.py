@@ -12,9 +12,8 @@ import gc
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,7 +26,7 @@ from parts import PATIENCE, until
 from simulated_device import SimulatedStreams
 
 from kvshelf.errors import ConfigError, DeviceUnavailableError
-from kvshelf.kv import device, ops, streams
+from kvshelf.kv import device, ops
 from kvshelf.kv.caches import LayerCall, PendingCopy
 from kvshelf.kv.copier import QUEUED_SECONDS
 from kvshelf.kv.device import DeviceKVCache
@@ -173,7 +172,7 @@ def test_copies_are_named_in_traces(rig: Rig, monkeypatch: pytest.MonkeyPatch) -
     ranges: list[str] = []
 
     @contextmanager
-    def noted(device: torch.device, name: str) -> Iterator[None]:
+    def noted(name: str) -> Iterator[None]:
         ranges.append(f"{name} begins")
         yield
         ranges.append("ends")
@@ -186,25 +185,6 @@ def test_copies_are_named_in_traces(rig: Rig, monkeypatch: pytest.MonkeyPatch) -
     pending.wait()
     rig.path.scatter(1, torch.tensor(SLOTS), payloads[1])
     assert ranges == ["kvshelf gather begins", "ends", "kvshelf scatter begins", "ends"]
-
-
-def test_ranges_are_those_of_nvtx_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[str] = []
-    nvtx = SimpleNamespace(
-        range_push=calls.append,
-        range_pop=lambda: calls.append("pop"),
-        range=lambda name: nullcontext(calls.append(name)),
-    )
-    for installed, expected in ((nvtx, ["kvshelf", "pop", "a"]), (SimpleNamespace(), [])):
-        calls.clear()
-        streams._has_nvtx.cache_clear()
-        monkeypatch.setattr(streams, "_cuda", SimpleNamespace(nvtx=installed))
-        with streams.trace_range(torch.device("cpu"), "no"):
-            pass
-        with streams.trace_range(torch.device("cuda", 0), "a"):
-            pass
-        assert calls == expected
-    streams._has_nvtx.cache_clear()
 
 
 def test_a_tail_that_does_not_fit_is_refused(rig: Rig) -> None:

@@ -57,8 +57,9 @@ from kvshelf.kv.caches import (
 from kvshelf.kv.copier import ChunkCopy, Copier
 from kvshelf.kv.layout import PagedLayout, PermutedLayout
 from kvshelf.kv.native_copier import native_copier
-from kvshelf.kv.streams import Streams, streams_of, trace_range
+from kvshelf.kv.streams import Streams, streams_of
 from kvshelf.kv.torch_copier import TorchCopier
+from kvshelf.traces import trace_range
 
 logger = logging.getLogger(__name__)
 
@@ -331,7 +332,7 @@ class DeviceKVCache(KVCache):
         if not self._begin():
             return None
         try:
-            with trace_range(self._device, "kvshelf gather"):
+            with trace_range("kvshelf gather"):
                 chunk = self._use(self._copier.store, copy, slots, payloads)
         finally:
             self._end()
@@ -395,7 +396,7 @@ class DeviceKVCache(KVCache):
                 " released them"
             )
         try:
-            with trace_range(self._device, "kvshelf scatter"):
+            with trace_range("kvshelf scatter"):
                 self._use(self._copier.load, copy, first, slots, payloads, fence)
         finally:
             self._end()

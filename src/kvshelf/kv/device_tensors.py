@@ -26,7 +26,8 @@ from torch import Tensor
 from kvshelf.errors import DeviceUnavailableError
 from kvshelf.kv import ops
 from kvshelf.kv.caches import KVCache, LayerCall, PendingCopy, check_slot_count, slot_count
-from kvshelf.kv.streams import Streams, streams_of, trace_range
+from kvshelf.kv.streams import Streams, streams_of
+from kvshelf.traces import trace_range
 
 
 @contextlib.contextmanager
@@ -84,7 +85,7 @@ class DeviceTensors(KVCache):
             raise ValueError(f"{len(payloads)} payloads for {len(self._calls)} shards")
         check_slot_count(slots, self._slots)
         streams = self._streams
-        with _translated(), streams.here(), trace_range(self._device, "kvshelf gather"):
+        with _translated(), streams.here(), trace_range("kvshelf gather"):
             ended = streams.event()
             try:
                 for calls, payload in zip(self._calls.values(), payloads, strict=True):
@@ -110,8 +111,7 @@ class DeviceTensors(KVCache):
         """See :meth:`~kvshelf.kv.caches.KVMemory.scatter`."""
         check_slot_count(slots, self._slots)
         streams = self._streams
-        traced = trace_range(self._device, "kvshelf scatter")
-        with _translated(), streams.use(self._stream), traced:
+        with _translated(), streams.use(self._stream), trace_range("kvshelf scatter"):
             ended = streams.event()
             try:
                 packed = self._buffer(payload)

@@ -1,13 +1,11 @@
 """Streams and events of a device, as a parameter: tests have devices of their own.
 
-Also :func:`trace_range`, which names the work of a copy in traces of CUDA devices.
 :class:`Streams` is also the implementation for devices that have none. Any thread may use it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -120,27 +118,3 @@ class _CudaStreams(Streams):
 def streams_of(device: torch.device) -> Streams:
     """Return the streams of a device."""
     return _CudaStreams(device) if device.type == "cuda" else Streams()
-
-
-@functools.cache
-def _has_nvtx() -> bool:
-    try:
-        _cuda.nvtx.range_push("kvshelf")
-        _cuda.nvtx.range_pop()
-    except (AttributeError, RuntimeError):
-        return False
-    return True
-
-
-def trace_range(device: torch.device, name: str) -> AbstractContextManager[Any]:
-    """Return an NVTX range for work on a CUDA device; nothing for other devices.
-
-    Parameters
-    ----------
-    device : torch.device
-    name : str
-        As Nsight Systems shows it.
-    """
-    if device.type != "cuda" or not _has_nvtx():
-        return contextlib.nullcontext()
-    return cast(AbstractContextManager[Any], _cuda.nvtx.range(name))

@@ -50,6 +50,7 @@ from kvshelf.shelf.presence import Asked, PresenceCache
 from kvshelf.shelf.search import Answers, Question, RoundCosts
 from kvshelf.shelf.threads import StorageThreads
 from kvshelf.shelf.view import ObjectRef, Presence, ShelfView, find_together
+from kvshelf.traces import trace_range
 
 logger = logging.getLogger(__name__)
 
@@ -397,19 +398,23 @@ class LookupService:
                 return
             if self._put_back(lookup):
                 continue
-            if self._high_latency:
-                _Rounds(self, me, lookup).run()
-                continue
-            begin = time.monotonic()
-            self._busy[me] = begin, (lookup,)
-            try:
-                self._work(lookup)
-                self._note_speed(lookup, begin)
-            except Exception as error:  # noqa: BLE001 - cache trouble never ends an engine
-                self._count_failure(error)
-            finally:
-                lookup._finish(0, None)
-                self._busy.pop(me, None)
+            with trace_range("kvshelf lookup"):
+                if self._high_latency:
+                    _Rounds(self, me, lookup).run()
+                else:
+                    self._search(me, lookup)
+
+    def _search(self, me: int, lookup: Lookup) -> None:
+        begin = time.monotonic()
+        self._busy[me] = begin, (lookup,)
+        try:
+            self._work(lookup)
+            self._note_speed(lookup, begin)
+        except Exception as error:  # noqa: BLE001 - cache trouble never ends an engine
+            self._count_failure(error)
+        finally:
+            lookup._finish(0, None)
+            self._busy.pop(me, None)
 
     def _note_speed(self, lookup: Lookup, begin: float) -> None:
         chunks = lookup._count // self._fmt.chunk_size

@@ -65,6 +65,7 @@ from kvshelf.errors import (
 from kvshelf.format.keys import Chunk
 from kvshelf.format.names import object_name
 from kvshelf.shelf.view import ObjectRef
+from kvshelf.traces import trace_range
 from kvshelf.transfer.context import ChunkSlots, TransferContext, TransferHalf, bytes_at
 from kvshelf.transfer.staging import StagingBuffer, StagingPool
 
@@ -470,7 +471,8 @@ class Loads(TransferHalf):
 
     def _run(self) -> None:
         while not self._threads.replaced() and (task := self._next_task()) is not None:
-            held, failure = self._fetch(task)
+            with trace_range("kvshelf load"):
+                held, failure = self._fetch(task)
             try:
                 if held is not None and self._leave(task, held):
                     held = None

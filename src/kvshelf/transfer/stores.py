@@ -57,6 +57,7 @@ from kvshelf.format.names import object_name
 from kvshelf.kv.caches import DONE, PendingCopy
 from kvshelf.kv.finite import FiniteCheck
 from kvshelf.shelf.view import ObjectRef, Presence
+from kvshelf.traces import trace_range
 from kvshelf.transfer.context import ChunkSlots, TransferContext, TransferHalf
 from kvshelf.transfer.staging import StagingBuffer
 
@@ -360,7 +361,8 @@ class Stores(TransferHalf):
                 if self._parent_dropped(job.chunk, job.seen):
                     self._context.count_dropped(job.chunk, Reason.PARENT_DROPPED)
                 else:
-                    result = self._publish(job)
+                    with trace_range("kvshelf store"):
+                        result = self._publish(job)
             except Exception as error:  # noqa: BLE001 - the thread must go on
                 self._store_failed(job, error)
             finally:
