@@ -42,7 +42,7 @@ AT_ONCE = Backoff(0.02, 0.2)
 #: The folder with the configuration of models that have no files.
 PUBLISHED = Path(__file__).with_name("published")
 #: Longest that a test waits for what ought to happen at once.
-PATIENCE = 20.0
+PATIENCE = 60.0
 
 
 def until(condition: Callable[[], bool]) -> None:

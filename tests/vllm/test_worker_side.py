@@ -107,12 +107,15 @@ class Rig:
         assert reported is None or isinstance(reported, WorkerMetadata)
         return finished, bad, reported
 
-    def until_finished(self) -> tuple[set[str], set[int], WorkerMetadata | None]:
-        """Empty steps, as vLLM makes them while a load runs."""
+    def load(self, op: LoadOp) -> tuple[set[str], set[int], WorkerMetadata | None]:
+        """Load, which may end in any step, the first one included; return what that step did."""
+        meta = StepMetadata(loads=[op])
         for _ in while_patient():
-            answer = self.step(StepMetadata(idle=True))
+            answer = self.step(meta)
             if answer[0]:
                 return answer
+            # vLLM makes empty steps while a load runs.
+            meta = StepMetadata(idle=True)
         raise AssertionError("the load never ended")
 
     def chunks(self, count: int, seed: int = 0) -> list[Chunk]:
@@ -323,8 +326,7 @@ def test_caches_in_kernel_blocks(make: Callable[..., Rig]) -> None:
     rig = make(block_size=8, kernel_block=4)
     chunks = rig.chunks(3)
     rig.store(chunks)
-    assert rig.step(StepMetadata(loads=[LoadOp("r", 0, 24, chunks, ([20, 0, 22],))]))[0] == set()
-    finished, bad, _ = rig.until_finished()
+    finished, bad, _ = rig.load(LoadOp("r", 0, 24, chunks, ([20, 0, 22],)))
     assert finished == {"r"}
     assert bad == set()
     assert rig.same(1, 20)
@@ -392,8 +394,7 @@ def test_a_store_and_a_load(make: Callable[..., Rig]) -> None:
     chunks = rig.chunks(3)
     rig.store(chunks)
     blocks = [*range(20, 26)]
-    rig.step(StepMetadata(loads=[LoadOp("r", 0, 24, chunks, (blocks,))]))
-    finished, bad, meta = rig.until_finished()
+    finished, bad, meta = rig.load(LoadOp("r", 0, 24, chunks, (blocks,)))
     assert (finished, bad, meta) == ({"r"}, set(), None)
     assert all(rig.same(1 + i, block) for i, block in enumerate(blocks))
     assert rig.side.counters.snapshot()["loaded_tokens"] == 24
@@ -406,8 +407,7 @@ def test_a_load_that_begins_and_ends_inside_chunks_touches_its_blocks_only(
     chunks = rig.chunks(3)
     rig.store(chunks)
     before = [rig.rows(block) for block in (20, 25)]
-    rig.step(StepMetadata(loads=[LoadOp("r", 4, 20, chunks, ([*range(20, 26)],))]))
-    rig.until_finished()
+    rig.load(LoadOp("r", 4, 20, chunks, ([*range(20, 26)],)))
     assert all(rig.same(1 + i, 20 + i) for i in range(1, 5))
     for block, rows in zip((20, 25), before, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(rig.rows(block), rows, strict=True))
@@ -418,13 +418,11 @@ def test_null_blocks_are_never_filled_stored_or_reported(make: Callable[..., Rig
     chunks = rig.chunks(3)
     rig.store(chunks)
     null = rig.rows(0)
-    rig.step(StepMetadata(loads=[LoadOp("r", 0, 24, chunks, ([0, 0, 0, 23, 24, 25],))]))
-    assert rig.until_finished()[1] == set()
+    assert rig.load(LoadOp("r", 0, 24, chunks, ([0, 0, 0, 23, 24, 25],)))[1] == set()
     assert rig.failed_requests == set()
     assert rig.same(4, 23)
     missing = rig.chunks(3, seed=5)
-    rig.step(StepMetadata(loads=[LoadOp("s", 0, 24, missing, ([0, 0, 0, 23, 24, 25],))]))
-    assert rig.until_finished()[1] == {23, 24, 25}
+    assert rig.load(LoadOp("s", 0, 24, missing, ([0, 0, 0, 23, 24, 25],)))[1] == {23, 24, 25}
     rig.step(StepMetadata(stores=[StoreOp(missing[0], ([0, 5],), repair=False, age=0.0)]))
     assert rig.side.drain(PATIENCE) == 0
     path = Path(rig.backend.url) / rig.fmt.namespace.folder
@@ -444,8 +442,7 @@ def test_where_a_window_left_blocks_out_a_load_is_good_as_a_whole_or_not_at_all(
     if failing is not None:
         path = Path(rig.backend.url) / rig.fmt.namespace.folder
         (path / object_name(chunks[failing], 0, rig.fmt.shards)).unlink()
-    rig.step(StepMetadata(loads=[LoadOp("r", 0, 24, chunks, (blocks,))]))
-    assert rig.until_finished()[0] == {"r"}
+    assert rig.load(LoadOp("r", 0, 24, chunks, (blocks,)))[0] == {"r"}
     assert rig.failed_requests == ({"r"} if failing is not None and 0 in blocks else set())
     assert rig.step(StepMetadata())[0] == rig.failed_requests == set()
 
@@ -527,8 +524,7 @@ def test_a_failed_load_tells_which_blocks_have_no_kv(make: Callable[..., Rig]) -
     rig.backend.add(
         Fault("open", f"*{chunks[2].key.hex()}*", error=TransientStorageError(5, "EIO"))
     )
-    rig.step(StepMetadata(loads=[LoadOp("r", 0, 28, chunks, ([*range(20, 28)],))]))
-    finished, bad, meta = rig.until_finished()
+    finished, bad, meta = rig.load(LoadOp("r", 0, 28, chunks, ([*range(20, 28)],)))
     assert finished == {"r"}
     assert bad == {24, 25, 26}
     assert meta is not None
@@ -545,8 +541,7 @@ def test_a_first_chunk_that_fails_spares_the_blocks_before_the_load(
 ) -> None:
     rig = make()
     chunks = rig.chunks(3, seed=5)
-    rig.step(StepMetadata(loads=[LoadOp("r", 12, 24, chunks[1:], ([*range(20, 26)],))]))
-    _, bad, meta = rig.until_finished()
+    _, bad, meta = rig.load(LoadOp("r", 12, 24, chunks[1:], ([*range(20, 26)],)))
     assert bad == {23, 24, 25}
     assert meta is not None
     assert min(failure.chunk_index for failure in meta.failures[0]) == 1
@@ -647,8 +642,7 @@ def test_caches_may_be_registered_again(make: Callable[..., Rig]) -> None:
     gate.set()
     rig.backend.heal()
     rig.step(StepMetadata(namespace=rig.namespace()))
-    rig.step(StepMetadata(loads=[LoadOp("s", 0, 16, chunks, ([*range(20, 24)],))]))
-    assert rig.until_finished()[1] == set()
+    assert rig.load(LoadOp("s", 0, 16, chunks, ([*range(20, 24)],)))[1] == set()
     for name, cache in rig.caches.items():
         assert torch.equal(cache[20:24], old[name][1:5])
 
@@ -1500,8 +1494,7 @@ def test_a_waiting_requests_objects_are_in_memory_when_its_load_comes(
     # Nothing that the storage could still do matters to the load.
     backend.add(Fault("open", error=TransientStorageError("broken")))
     blocks = [*range(20, 28)]
-    answer = rig.step(StepMetadata(loads=[LoadOp("r", 0, 4 * CHUNK, chunks, (blocks,))]))
-    finished, bad, _ = answer if answer[0] else rig.until_finished()
+    finished, bad, _ = rig.load(LoadOp("r", 0, 4 * CHUNK, chunks, (blocks,)))
     assert (finished, bad) == ({"r"}, set())
     assert all(rig.same(i + 1, block) for i, block in enumerate(blocks))
     # The thread that delivered the last object counts it afterwards.
@@ -1621,8 +1614,7 @@ def test_what_was_stored_is_loaded_from_memory_without_storage_and_staging(
     pools = [memory.staging for memory in rig.side._registration.memories.values()]
     taken = [(pool, pool.acquire_for_load(0.0)) for pool in pools for _ in range(pool.limit)]
     blocks = [*range(20, 26)]
-    answer = rig.step(StepMetadata(loads=[LoadOp("r", 0, 3 * CHUNK, chunks, (blocks,))]))
-    finished, bad, _ = answer if answer[0] else rig.until_finished()
+    finished, bad, _ = rig.load(LoadOp("r", 0, 3 * CHUNK, chunks, (blocks,)))
     assert (finished, bad) == ({"r"}, set())
     assert all(rig.same(i + 1, block) for i, block in enumerate(blocks))
     counts = rig.side.counters.snapshot()
@@ -1646,8 +1638,7 @@ def test_what_was_loaded_is_read_once(make: Callable[..., Rig], backend: FaultyB
     for first in (20, 30):
         blocks = [*range(first, first + 6)]
         op = LoadOp(f"r{first}", 0, 3 * CHUNK, chunks, (blocks,))
-        answer = rig.step(StepMetadata(loads=[op]))
-        finished, bad, _ = answer if answer[0] else rig.until_finished()
+        finished, bad, _ = rig.load(op)
         assert (finished, bad) == ({op.request_id}, set())
         backend.add(Fault("open", error=TransientStorageError("broken")))
     assert all(rig.same(20 + i, 30 + i) for i in range(6))
@@ -1673,8 +1664,7 @@ def test_the_memory_tier_outlives_a_change_of_the_weights(
     assert tier_of(rig) is memory
     backend.add(Fault("open", error=TransientStorageError("broken")))
     blocks = [20, 21, 22, 23]
-    answer = rig.step(StepMetadata(loads=[LoadOp("r", 0, 2 * CHUNK, chunks, (blocks,))]))
-    finished, bad, _ = answer if answer[0] else rig.until_finished()
+    finished, bad, _ = rig.load(LoadOp("r", 0, 2 * CHUNK, chunks, (blocks,)))
     assert (finished, bad) == ({"r"}, set())
     assert all(rig.same(i + 1, block) for i, block in enumerate(blocks))
 
