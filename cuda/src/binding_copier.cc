@@ -89,6 +89,8 @@ int64_t load(int64_t copier, int64_t tokens, int64_t first_shard, int64_t slots,
   return bad;
 }
 
+void ask(int64_t copier) { check(at<Copier>(copier)->check()); }
+
 int64_t fence(int64_t copier, int64_t stream) {
   void* event = nullptr;
   check(at<Copier>(copier)->fence(at<void>(stream), &event));
@@ -112,6 +114,7 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(copier_drain, drain);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(copier_run, run);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(copier_stop, stop);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(copier_load, load);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(copier_check, ask);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(copier_fence, fence);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(copier_unfence, unfence);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(copier_rate, rate);

@@ -206,12 +206,12 @@ void Copier::run() {
     }
     if (before != nullptr && (job == nullptr || !gathered(*job))) {
       // A chunk whose gather waits for the engine must not delay the one before it.
-      end(before, device_synchronize(device_, before->buffer->copied));
+      end(before, out_.wait(before->buffer->copied));
       before = nullptr;
       continue;
     }
     const char* const error = begin(*job);
-    if (before != nullptr) end(before, device_synchronize(device_, before->buffer->copied));
+    if (before != nullptr) end(before, out_.wait(before->buffer->copied));
     before = job;
     {
       const std::lock_guard<std::mutex> lock(mutex_);
@@ -286,7 +286,7 @@ const char* Copier::load_by_kernels(const Buffer& buffer, int64_t tokens, int64_
   const char* const error = scatter(buffer, tokens, first_shard, slots, shards, fence);
   if (error != nullptr) {
     // The payloads and the blocks are the caller's again.
-    static_cast<void>(device_synchronize(device_, buffer.copied));
+    static_cast<void>(in_.wait(buffer.copied));
     static_cast<void>(device_finish(device_, buffer.stream));
   }
   return error;
@@ -339,7 +339,13 @@ const char* Copier::load_into_blocks(const Buffer& buffer, int64_t tokens, int64
     }
   }
   if (const char* error = in_.copy(transfers, buffer.copied)) return error;
-  return device_synchronize(device_, buffer.copied);
+  return in_.wait(buffer.copied);
+}
+
+const char* Copier::check() {
+  const BesideCaptures beside(device_);
+  bool reached = false;
+  return device_reached(device_, buffers_.front().moved, &reached);
 }
 
 // --- fences ------------------------------------------------------------------------

@@ -65,6 +65,13 @@ const char* Link::copy(const std::vector<Transfer>& transfers, void* done) {
   }
 }
 
+const char* Link::wait(void* done) {
+  const char* const error = device_synchronize(device_, done);
+  if (error == nullptr) return nullptr;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return settled(error);
+}
+
 // Enqueues one piece: a part of a transfer, or several small ones.
 const char* Link::enqueue(std::vector<Transfer>::const_iterator* next, int64_t* done_bytes,
                           std::vector<Transfer>::const_iterator end) {

@@ -40,6 +40,7 @@ class FakeStream:
 class FakeEvent:
     log: list[tuple[object, ...]]
     held: threading.Event
+    check: Callable[[str], None]
     recorded: bool = False
 
     def record(self, stream: FakeStream) -> None:
@@ -47,6 +48,7 @@ class FakeEvent:
         self.log.append(("record", self, stream))
 
     def query(self) -> bool:
+        self.check("queries")
         return not self.recorded or self.held.is_set()
 
     def synchronize(self) -> None:
@@ -61,7 +63,8 @@ class FakeStreams:
     ended: threading.Event = field(default_factory=threading.Event)
     made: list[FakeStream] = field(default_factory=list)
     free: int = 1 << 40
-    #: What fails when it is enqueued: ``copies`` between host and device, ``kernels``.
+    #: What fails when it is enqueued: ``copies`` between host and device, ``kernels``; and
+    #: ``queries``, as after an error for good.
     broken: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -75,7 +78,7 @@ class FakeStreams:
         return stream
 
     def event(self) -> FakeEvent:
-        return FakeEvent(self.log, self.ended)
+        return FakeEvent(self.log, self.ended, self._check)
 
     def current(self) -> FakeStream:
         return getattr(self._local, "stream", self.engine)

@@ -98,12 +98,17 @@ class SimulatedStreams:
     ----------
     faults : set of str
         What fails when kvshelf asks for it, though the engine's own work goes on: ``event``,
-        ``record``, ``query``, ``synchronize``, ``wait``, ``enqueue``.
+        ``record``, ``query``, ``synchronize``, ``wait``, ``enqueue``. Once one has failed, queries
+        fail too, as after an error for good.
+    once : set of str
+        What fails the next time only.
     """
 
     def __init__(self, seed: int = 0, *, engine_at_once: bool = False, rate: float = 10e9) -> None:
         self.rate = rate
         self.faults: set[str] = set()
+        self.once: set[str] = set()
+        self._failed = ""
         self._engine_at_once = engine_at_once
         self.changed = threading.Condition(threading.RLock())
         self.error = ""
@@ -263,8 +268,13 @@ class SimulatedStreams:
         return stream
 
     def check(self, what: str = "") -> None:
-        if what in self.faults:
+        if what in self.once:
+            self.once.discard(what)
             raise RuntimeError(f"CUDA error: {what} failed")
+        if what in self.faults:
+            self._failed = f"CUDA error: {what} failed"
+        if what in self.faults or (what == "query" and self.faults and self._failed):
+            raise RuntimeError(self._failed)
         if self.error:
             raise RuntimeError(f"{self.error}\nCUDA kernel errors might be reported elsewhere")
 

@@ -625,7 +625,7 @@ def test_a_device_that_failed_is_asked_nothing_more_and_one_line_says_so(
     # What arrived before is good.
     for payload, want in zip(store(rig), rig.expected(SLOTS), strict=True):
         np.testing.assert_array_equal(payload.numpy(), want)
-    rig.streams.broken = {what}
+    rig.streams.broken = {what, "queries"}
     with pytest.raises(DeviceUnavailableError, match="cpu failed: CUDA error: launch failure"):
         store(rig)
     rig.streams.log.clear()
@@ -639,6 +639,30 @@ def test_a_device_that_failed_is_asked_nothing_more_and_one_line_says_so(
     assert not rig.streams.log
     assert rig.path.problem == "cpu failed: CUDA error: launch failure"
     assert caplog.text.count("launch failure") == 1
+
+
+@pytest.mark.parametrize("what", ["kernels", "copies"])
+def test_an_error_that_the_device_does_not_repeat_costs_one_copy(
+    rig: Rig, caplog: pytest.LogCaptureFixture, what: str
+) -> None:
+    slots, payloads = torch.tensor(SLOTS), store(rig)
+    for memory in (memory for paged in rig.paged for memory in paged.memory):
+        memory[...] = 0
+    rig.streams.broken = {what}
+    with pytest.raises(DeviceUnavailableError, match="cpu failed: CUDA error: launch failure"):
+        rig.path.scatter_chunk(range(SHARDS), slots, payloads)
+    with pytest.raises(DeviceUnavailableError, match="launch failure"):
+        store(rig)
+    rig.streams.broken.clear()
+    assert rig.path.problem == ""
+    # Each direction has all its buffers.
+    for _ in range(2 * device.DEFAULT_RING):
+        rig.path.scatter_chunk(range(SHARDS), slots, payloads, rig.path.fence())
+        for payload, want in zip(store(rig), payloads, strict=True):
+            assert torch.equal(payload, want)
+    warnings = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warnings) == 1
+    assert "the device still works" in warnings[0].getMessage()
 
 
 def test_memory_that_is_short_for_once_does_not_end_the_use_of_a_device(
@@ -793,6 +817,7 @@ def test_a_device_that_failed_can_be_closed(
         raise RuntimeError("CUDA error: unspecified launch failure")
 
     monkeypatch.setattr(FakeEvent, "synchronize", fail)
+    monkeypatch.setattr(FakeEvent, "query", fail)
     copied = rig.path.gather(torch.tensor(SLOTS), rig.payloads())
     assert copied is not None
     for _ in range(2):

@@ -397,6 +397,33 @@ def test_after_a_device_failed_the_engine_goes_on_as_with_no_cache(
     assert side_of(engine)._registration.memories[FULL].staging.in_use == 0
 
 
+@pytest.mark.parametrize("fault", ["event", "record", "query", "synchronize", "wait", "enqueue"])
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_an_error_that_a_device_does_not_repeat_costs_one_request(
+    start: Callable[..., MiniVllm],
+    runner: str,
+    fault: str,
+    copier: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    if (copier, fault) in (("native", "event"), ("torch", "query")):
+        pytest.skip("this copier does not ask that of a device")
+    engine = start(runner=runner)
+    for seed in range(3):
+        run(engine, prompt(41, seed))
+    assert engine.device is not None
+    engine.device.once = {fault}
+    run(engine, prompt(41))
+    assert not engine.device.once
+    for seed in (1, 2):
+        assert run(engine, prompt(41, seed)) == 40
+    assert run(engine, prompt(41, 3)) == 0
+    until(lambda: run(engine, prompt(41, 3)) == 40)
+    assert side_of(engine)._registration.disabled_reason == ""
+    assert side_of(engine)._registration.memories[FULL].staging.in_use == 0
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
 def test_a_device_that_fails_for_good_stops_nothing_of_ours(
     start: Callable[..., MiniVllm], caplog: pytest.LogCaptureFixture
 ) -> None:

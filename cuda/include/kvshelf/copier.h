@@ -89,6 +89,10 @@ class Copier {
   const char* load(int64_t tokens, int64_t first_shard, const int64_t* slots,
                    const int64_t* payloads, int64_t shards, void* fence, int64_t* bad);
 
+  // Asks the device whether it still works, without waiting: an error that this does not repeat was
+  // one of the call that returned it.
+  const char* check();
+
   // An event behind what is on a stream now; it is returned by `unfence`.
   const char* fence(void* stream, void** event);
   void unfence(void* event);

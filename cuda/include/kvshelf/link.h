@@ -48,6 +48,9 @@ class Link {
   // Enqueues copies in order and waits while the queue is full; records `done` behind the last.
   const char* copy(const std::vector<Transfer>& transfers, void* done);
 
+  // Waits for the copies that `done` was recorded behind.
+  const char* wait(void* done);
+
   // Bytes per second, as far as it is known.
   double rate();
 

@@ -165,6 +165,13 @@ class Copier(ABC):
         """
 
     @abstractmethod
+    def check(self) -> None:
+        """Ask the device for anything: it answers with an error if it failed for good.
+
+        Never waits.
+        """
+
+    @abstractmethod
     def fence(self) -> object:
         """Return a mark of all that is on the calling thread's stream now."""
 

@@ -20,9 +20,10 @@ Contracts
   are in use, ``gather`` refuses.
 * ``scatter`` and :meth:`PendingCopy.wait` wait, and belong on background threads. ``pause``
   and ``close`` wait as well: for copies between host and device, which no storage can delay.
-* A device that failed is not used again: one log line says so, and from then on gathers,
-  scatters and fences raise :class:`~kvshelf.errors.DeviceUnavailableError` without a call to
-  the device. CUDA errors are permanent, so the next call would fail as well.
+* An error of the device ends the gather, scatter or fence that met it, which raises
+  :class:`~kvshelf.errors.DeviceUnavailableError`. A device that repeats it when it is asked for
+  anything else has failed for good, and is not used again: one log line says so, and from then on
+  all of these raise without a call to the device.
 * A staging buffer belongs to a gather until :meth:`PendingCopy.wait` has returned, a device buffer
   until its chunk is on the host. Staging should be page-locked: ordinary memory gives the same
   results, more slowly.
@@ -59,6 +60,7 @@ from kvshelf.kv.layout import PagedLayout, PermutedLayout
 from kvshelf.kv.native_copier import native_copier
 from kvshelf.kv.streams import Streams, streams_of
 from kvshelf.kv.torch_copier import TorchCopier
+from kvshelf.logs import RateLimitedLog
 from kvshelf.traces import trace_range
 
 logger = logging.getLogger(__name__)
@@ -195,6 +197,7 @@ class DeviceKVCache(KVCache):
         self._closed = False
         self._paused = False
         self._problem = ""
+        self._log = RateLimitedLog(logger)
         #: Number of calls that use the device.
         self._running = 0
         for call, layout in zip(first, copy.layouts, strict=True):
@@ -242,6 +245,9 @@ class DeviceKVCache(KVCache):
     def _failed(self, error: RuntimeError) -> DeviceUnavailableError:
         text = str(error).strip().partition("\n")[0]
         problem = f"{self._device} failed: {text}"
+        if not self._problem and self._works():
+            self._log.warning("%s. That chunk is not copied; the device still works", problem)
+            return DeviceUnavailableError(problem)
         with self._changed:
             first, self._problem = not self._problem, self._problem or problem
         if first:
@@ -249,6 +255,13 @@ class DeviceKVCache(KVCache):
                 "%s. No chunks are stored or loaded any more; those in transit are lost", problem
             )
         return DeviceUnavailableError(self._problem)
+
+    def _works(self) -> bool:
+        try:
+            self._copier.check()
+        except RuntimeError:
+            return False
+        return True
 
     def _allocate(self, count: int, shards: int) -> list[Tensor]:
         """Return up to `count` buffers, at least one."""

@@ -188,6 +188,10 @@ class NativeCopier(Copier):
         if bad != _ALL_SLOTS_GOOD:
             _refuse(copy, slots)
 
+    def check(self) -> None:
+        """See :meth:`Copier.check`."""
+        self.functions.check(self.handle)
+
     def fence(self) -> _Fence:
         """See :meth:`Copier.fence`."""
         return _Fence(self, self.functions.fence(self.handle, self._streams.handle()))

@@ -140,6 +140,7 @@ class TorchCopier(Copier):
         buffer = _Buffer(payloads, streams.stream(urgent=for_loads), streams.event())
         # The memory's previous owner may still be using it on the calling thread's stream.
         buffer.moved.record(streams.current())
+        self._asked = buffer.moved
         if for_loads:
             self._in.follow(buffer.moved)
         if for_loads:
@@ -268,6 +269,11 @@ class TorchCopier(Copier):
                 buffer.moved.record(buffer.stream)
                 buffer.moved.synchronize()
             raise
+
+    def check(self) -> None:
+        """See :meth:`Copier.check`."""
+        with self._streams.here():
+            self._asked.query()
 
     def fence(self) -> object:
         """See :meth:`Copier.fence`."""

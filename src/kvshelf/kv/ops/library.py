@@ -90,6 +90,7 @@ class CopierFunctions:
     run: Callable[[int], None]
     stop: Callable[[int], None]
     load: Callable[[int, int, int, int, int, int, int], int]
+    check: Callable[[int], None]
     fence: Callable[[int, int], int]
     unfence: Callable[[int, int], None]
     rate: Callable[[int, bool], float]
