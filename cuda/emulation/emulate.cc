@@ -88,13 +88,11 @@ struct WatchedMemory {
 template <typename Vector, bool kGather>
 void run_blocks(const LaunchArguments& arguments, const Grid& grid, const Grid& threads) {
   WatchedMemory memory;
-  for (uint32_t z = 0; z < grid.z; ++z) {
-    for (uint32_t y = 0; y < grid.y; ++y) {
-      for (uint32_t x = 0; x < grid.x; ++x) {
-        for (uint32_t ty = 0; ty < threads.y; ++ty) {
-          for (uint32_t tx = 0; tx < threads.x; ++tx) {
-            copy_thread<Vector, kGather>(arguments, Grid{x, y, z}, Grid{tx, ty, 0}, memory);
-          }
+  for (uint32_t y = 0; y < grid.y; ++y) {
+    for (uint32_t x = 0; x < grid.x; ++x) {
+      for (uint32_t ty = 0; ty < threads.y; ++ty) {
+        for (uint32_t tx = 0; tx < threads.x; ++tx) {
+          copy_thread<Vector, kGather>(arguments, Grid{x, y}, Grid{tx, ty}, memory);
         }
       }
     }
@@ -103,16 +101,16 @@ void run_blocks(const LaunchArguments& arguments, const Grid& grid, const Grid& 
 
 // What a device would refuse.
 bool refused(const Grid& grid, const Grid& threads) {
-  const int64_t block_threads = static_cast<int64_t>(threads.x) * threads.y * threads.z;
-  return grid.x < 1 || grid.y < 1 || grid.z < 1 || grid.y > 65535 || grid.z > 65535 ||
-         block_threads < 1 || block_threads > kBlockThreads;
+  const int64_t block_threads = static_cast<int64_t>(threads.x) * threads.y;
+  return grid.x < 1 || grid.y < 1 || grid.y > 65535 || block_threads < 1 ||
+         block_threads > kBlockThreads;
 }
 
 template <bool kGather>
 void run_launch(int64_t width, const LaunchArguments& arguments, const Grid& grid,
                 const Grid& threads) {
   ++launches;
-  blocks += static_cast<int64_t>(grid.x) * grid.y * grid.z;
+  blocks += static_cast<int64_t>(grid.x) * grid.y;
   switch (width) {
     case 16:
       run_blocks<Vector16, kGather>(arguments, grid, threads);
@@ -122,9 +120,6 @@ void run_launch(int64_t width, const LaunchArguments& arguments, const Grid& gri
       return;
     case 4:
       run_blocks<Vector4, kGather>(arguments, grid, threads);
-      return;
-    case 2:
-      run_blocks<Vector2, kGather>(arguments, grid, threads);
       return;
     default:
       run_blocks<Vector1, kGather>(arguments, grid, threads);

@@ -38,7 +38,7 @@ DTYPES = (
     torch.float8_e4m3fn,
     torch.float8_e5m2,
 )
-WIDTHS = (16, 8, 4, 2, 1)
+WIDTHS = (16, 8, 4, 1)
 POISON = 0xAB
 #: Writes [K, V] of tokens, each [tokens, heads, elements], to slots (int64, on the device) of
 #: views of K and V [blocks, slots of a block, heads, elements].

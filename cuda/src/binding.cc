@@ -17,13 +17,13 @@ using kvshelf::at;
 
 // Increased whenever the arguments of an exported function change, so that kvshelf.kv.ops never
 // calls a library of another version; kvshelf.kv.ops.library has the same number.
-constexpr int64_t kLibraryVersion = 6;
+constexpr int64_t kLibraryVersion = 7;
 
 int64_t version() { return kLibraryVersion; }
 
-// index: address of its 16 integers; caches: address of one address for each layer; slots:
-// address of chunks × tokens slots; buffers: address of the first buffer. Returns -1, or the
-// position of the first bad slot when nothing has been copied.
+// index: address of its integers; caches: address of one address for each layer; slots: address of
+// one slot for each token; buffers: address of the first buffer. Returns -1, or the position of the
+// first bad slot when nothing has been copied.
 int64_t gather(int64_t index, int64_t caches, int64_t slots, int64_t buffers) {
   return kvshelf::gather_cpu(kvshelf::index_at(index), at<const int64_t>(caches),
                              at<const int64_t>(slots), at<unsigned char>(buffers));

@@ -25,23 +25,23 @@ void check(const char* error) {
   }
 }
 
-// runs: for each run of layers 21 integers: the 16 fields of a PagedIndex, the address of the
-// addresses of its caches, start, parts, part, first slot. Returns 0 when the counts exceed what the kernels
-// can count.
+// runs: for each run of layers the fields of a PagedIndex, the address of the addresses of its caches,
+// start, parts, part, first slot. Returns 0 when the counts exceed what the kernels can count.
 int64_t open(int64_t device, int64_t runs_address, int64_t count, int64_t payload_bytes,
              int64_t shards, bool direct, int64_t stream) {
-  constexpr int64_t kFields = 21;
+  constexpr int64_t kFields = kvshelf::kIndexFields + 5;
   std::vector<kvshelf::LayerRun> runs;
   for (int64_t i = 0; i < count; ++i) {
     const int64_t* const fields = at<const int64_t>(runs_address) + i * kFields;
     kvshelf::LayerRun run{};
     run.index = kvshelf::index_at(runs_address + i * kFields * int64_t{sizeof(int64_t)});
-    const int64_t* const caches = at<const int64_t>(fields[16]);
+    const int64_t* const rest = fields + kvshelf::kIndexFields;
+    const int64_t* const caches = at<const int64_t>(rest[0]);
     run.caches.assign(caches, caches + run.index.layers);
-    run.start = fields[17];
-    run.parts = fields[18];
-    run.part = fields[19];
-    run.first_slot = fields[20];
+    run.start = rest[1];
+    run.parts = rest[2];
+    run.part = rest[3];
+    run.first_slot = rest[4];
     runs.push_back(std::move(run));
   }
   auto copier = std::make_unique<Copier>(static_cast<int>(device), std::move(runs), payload_bytes,

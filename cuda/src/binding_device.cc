@@ -37,26 +37,25 @@ void* stream_of(const TensorView& anchor) {
 
 // Buffers on the device: the kernels.
 //
-// slots: on the host, all checked before anything is launched. steps: tokens of each thread, 0 =
-// choose. Returns the width of the vectors in bytes; 0 when there was nothing to do; -1 when the
-// counts exceed what the kernels can count; -2 minus the position of the first bad slot. Nothing
-// was launched when the answer is negative.
+// slots: on the host, all checked before anything is launched. Returns the width of the vectors in
+// bytes; 0 when there was nothing to do; -1 when the counts exceed what the kernels can count; -2
+// minus the position of the first bad slot. Nothing was launched when the answer is negative.
 template <bool kGather>
 int64_t launch(TensorView anchor, int64_t index_address, int64_t caches, int64_t slots_address,
-               int64_t buffers, int64_t steps) {
+               int64_t buffers) {
   const kvshelf::PagedIndex index = kvshelf::index_at(index_address);
   const int64_t* const slots = at<const int64_t>(slots_address);
   const int device = anchor.device().device_id;
   // The slots are read twice, to check and to use them. If another thread changes the mapping in
   // between, the launches skip slots that are not in the cache.
-  const int64_t bad = kvshelf::first_bad_slot(slots, index.chunks * index.tokens,
-                                              index.num_blocks * index.block_size);
+  const int64_t bad =
+      kvshelf::first_bad_slot(slots, index.tokens, index.num_blocks * index.block_size);
   if (bad != kvshelf::kAllSlotsGood) return -2 - bad;
   int64_t processors = 0;
   check(kvshelf::device_processors(device, &processors));
   const int64_t* const addresses = at<const int64_t>(caches);
   kvshelf::LaunchPlan plan =
-      kvshelf::make_plan(index, addresses, slots, at<unsigned char>(buffers), processors, steps);
+      kvshelf::make_plan(index, addresses, slots, at<unsigned char>(buffers), processors);
   if (plan.empty) return 0;
   if (plan.too_large) return -1;
   check(kvshelf::device_launch(kGather, plan, addresses, device, stream_of(anchor)));

@@ -37,7 +37,7 @@ bool Copier::countable(int64_t shards) const {
     PagedIndex index = run.index;
     index.shards = shards;
     const std::vector<int64_t> slots(static_cast<size_t>(index.tokens), kSkippedSlot);
-    if (make_plan(index, run.caches.data(), slots.data(), nullptr, 1, 0).too_large) return false;
+    if (make_plan(index, run.caches.data(), slots.data(), nullptr, 1).too_large) return false;
   }
   return true;
 }
@@ -117,7 +117,7 @@ const char* Copier::enqueue(const LayerRun& run, bool gather, int64_t tokens, in
   int64_t processors = 0;
   if (const char* error = device_processors(device_, &processors)) return error;
   LaunchPlan launches = make_plan(index, run.caches.data(), slots,
-                                  buffer.payloads + start_of(run, tokens), processors, 0);
+                                  buffer.payloads + start_of(run, tokens), processors);
   return device_launch(gather, launches, run.caches.data(), device_, stream);
 }
 

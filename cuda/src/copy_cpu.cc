@@ -28,7 +28,7 @@ int64_t run_all(PagedIndex index, const int64_t* caches, const int64_t* slots,
                 unsigned char* buffers) {
   step_over_single_slots(index);
   std::vector<Run> runs;
-  runs.reserve(static_cast<size_t>(index.chunks * index.tokens));
+  runs.reserve(static_cast<size_t>(index.tokens));
   const int64_t bad = find_runs(index, slots, runs);
   if (bad != kAllSlotsGood) return bad;
 

@@ -26,8 +26,6 @@ const void* kernel_of(int64_t width) {
       return reinterpret_cast<const void*>(&copy_kernel<Vector8, kGather>);
     case 4:
       return reinterpret_cast<const void*>(&copy_kernel<Vector4, kGather>);
-    case 2:
-      return reinterpret_cast<const void*>(&copy_kernel<Vector2, kGather>);
     default:
       return reinterpret_cast<const void*>(&copy_kernel<Vector1, kGather>);
   }
@@ -122,8 +120,8 @@ const char* device_launch(bool gather, LaunchPlan& plan, const int64_t* caches, 
   for_each_launch(plan, caches,
                   [&](const LaunchArguments& arguments, const Grid& grid, const Grid& threads) {
                     void* pointers[] = {const_cast<LaunchArguments*>(&arguments)};
-                    error = cudaLaunchKernel(kernel, dim3(grid.x, grid.y, grid.z),
-                                             dim3(threads.x, threads.y, threads.z), pointers, 0,
+                    error = cudaLaunchKernel(kernel, dim3(grid.x, grid.y),
+                                             dim3(threads.x, threads.y), pointers, 0,
                                              static_cast<cudaStream_t>(stream));
                     return error == cudaSuccess;
                   });

@@ -11,7 +11,6 @@ namespace kvshelf {
 KVSHELF_KERNELS(Vector16);
 KVSHELF_KERNELS(Vector8);
 KVSHELF_KERNELS(Vector4);
-KVSHELF_KERNELS(Vector2);
 KVSHELF_KERNELS(Vector1);
 
 }  // namespace kvshelf

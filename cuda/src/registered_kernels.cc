@@ -47,7 +47,6 @@ class Registration {
     KVSHELF_REGISTER(Vector16, "5uint4");
     KVSHELF_REGISTER(Vector8, "5uint2");
     KVSHELF_REGISTER(Vector4, "j");
-    KVSHELF_REGISTER(Vector2, "t");
     KVSHELF_REGISTER(Vector1, "h");
     __cudaRegisterFatBinaryEnd(handle_);
   }

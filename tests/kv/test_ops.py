@@ -261,12 +261,18 @@ def _calls() -> list[tuple[str, dict[str, object], str]]:
     good = make_paged("bhnc-hnd", torch.bfloat16)
     size = 2 * good.layout.chunk_bytes(3)
     bytes_ = torch.zeros(size, dtype=torch.uint8)
+    two = torch.zeros(2, size, dtype=torch.uint8)
     return [
         ("slot too large", {"slots": torch.tensor([0, 12, 1])}, r"slot_mapping\[1\] is 12.*0 … 11"),
         ("slot below -1", {"slots": torch.tensor([0, 1, -2])}, r"slot_mapping\[2\] is -2"),
         ("slot huge", {"slots": torch.tensor([2**63 - 1, 0, 1])}, r"slot_mapping\[0\]"),
         ("slot 2**32", {"slots": torch.tensor([0, 2**32 + 1, 1])}, r"slot_mapping\[1\]"),
         ("slot tiny", {"slots": torch.tensor([-(2**63), 0, 1])}, r"slot_mapping\[0\]"),
+        (
+            "slot of the second chunk",
+            {"slots": torch.tensor([[0, 1, 2], [3, 12, 5]]), "chunk": two},
+            r"slot_mapping\[4\] is 12",
+        ),
         ("slots int32", {"slots": torch.tensor([0, 1, 2], dtype=torch.int32)}, "int32"),
         ("slots 3-D", {"slots": torch.tensor([[[0, 1, 2]]])}, r"int64 CPU tensor \[tokens\]"),
         ("slots of 3 chunks", {"slots": torch.tensor([[0], [1], [2]])}, "expected 3 of them"),

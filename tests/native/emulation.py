@@ -26,7 +26,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvshelf.kv.ops import checks as checks_module
-from kvshelf.kv.ops import compiled as compiled_module
 from kvshelf.kv.ops import library as library_module
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -212,12 +211,11 @@ class Emulation:
         return int(self._seen(5))
 
     @contextlib.contextmanager
-    def in_use(self, *, steps: int = 0, buffers_on_host: bool = False) -> Iterator[None]:
+    def in_use(self, *, buffers_on_host: bool = False) -> Iterator[None]:
         """CPU tensors are on the emulated device."""
         checks_module._known_caches.clear()
         with (
             mock.patch.object(library_module, "KERNEL_DEVICES", frozenset({"cpu"})),
-            mock.patch.object(compiled_module, "KERNEL_STEPS", steps),
             mock.patch.object(library_module, "compiled_library", return_value=self.library),
             mock.patch.object(library_module, "_load_kernels", return_value=self.library),
             mock.patch.object(checks_module, "_in_host_memory", return_value=buffers_on_host),

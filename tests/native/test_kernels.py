@@ -25,7 +25,12 @@ from kvshelf.kv.layout import PagedLayout
 from kvshelf.kv.ops import choice as choice_module
 from kvshelf.kv.ops import library as library_module
 
-WIDTHS = [16, 8, 4, 2, 1]
+#: Alignments; there are no vectors of 2 bytes.
+ALIGNMENTS = [16, 8, 4, 2, 1]
+
+
+def widest(alignment: int) -> int:
+    return 1 if alignment == 2 else alignment
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +75,7 @@ def kept_in_buffers(case: Case, buffers: Buffers) -> np.ndarray:
     return result
 
 
-def check_exactly_once(device: Emulation, case: Case, buffers: Buffers, steps: int) -> int:
+def check_exactly_once(device: Emulation, case: Case, buffers: Buffers) -> int:
     """Gather and scatter; each byte that is to be copied is loaded and stored exactly once."""
     paged = case.paged
     arguments = (paged.layout, case.first_head, case.heads)
@@ -83,7 +88,7 @@ def check_exactly_once(device: Emulation, case: Case, buffers: Buffers, steps: i
         of_caches = [device.watch(memory) for memory in paged.memory]
         return of_caches, device.watch(buffers.memory)
 
-    with device.in_use(steps=steps):
+    with device.in_use():
         in_caches, in_buffers = watch()
         ops.gather_kv(paged.caches, mapping, buffers.view, *arguments)
         width = device.width
@@ -121,14 +126,13 @@ def check_exactly_once(device: Emulation, case: Case, buffers: Buffers, steps: i
     lead=st.integers(0, 33),
     gap=st.sampled_from([0, 0, 1, 2, 4, 8, 16, 5]),
     shards_outside=st.booleans(),
-    steps=st.sampled_from([0, 4, 8, 16]),
 )
 @settings(max_examples=400)
 def test_every_byte_is_copied_exactly_once(
-    case: Case, lead: int, gap: int, shards_outside: bool, steps: int
+    case: Case, lead: int, gap: int, shards_outside: bool
 ) -> None:
     buffers = Buffers.of(case, lead, gap, shards_outside=shards_outside)
-    check_exactly_once(emulation(), case, buffers, steps)
+    check_exactly_once(emulation(), case, buffers)
 
 
 def aligned(paged: Paged) -> bool:
@@ -136,7 +140,7 @@ def aligned(paged: Paged) -> bool:
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("width", ALIGNMENTS)
 @pytest.mark.parametrize("spoiled_by", ["row", "cache", "buffer", "stride"])
 def test_every_width_in_every_form(
     device: Emulation, form: str, width: int, spoiled_by: str
@@ -176,7 +180,7 @@ def test_every_width_in_every_form(
     elif spoiled_by == "stride" and form == "native":
         # A gap of blocks × heads × tokens × content elements.
         expected = min(width, 16)
-    assert check_exactly_once(device, case, buffers, 0) == expected
+    assert check_exactly_once(device, case, buffers) == widest(expected)
 
 
 @pytest.mark.parametrize(
@@ -185,7 +189,7 @@ def test_every_width_in_every_form(
         # [2, blocks, block_size, heads, row]; what is used once has no say in the width.
         ((2, 1, 1, 1, 32), (36, 1, 1, 1, 1), 0, 4),
         ((2, 1, 1, 1, 32), (48, 1, 1, 1, 1), 0, 16),
-        ((2, 1, 1, 2, 32), (128, 1, 1, 34, 1), 1, 2),
+        ((2, 1, 1, 2, 32), (128, 1, 1, 34, 1), 1, 1),
         ((2, 1, 1, 2, 32), (128, 1, 1, 34, 1), 0, 16),
         ((2, 1, 3, 1, 32), (192, 1, 40, 1, 1), 0, 8),
         ((2, 3, 1, 1, 32), (192, 36, 1, 1, 1), 0, 4),
@@ -204,19 +208,18 @@ def test_strides_that_decide_the_width(
     view = np.lib.stride_tricks.as_strided(memory, (*shape, 1), (*strides, 1))
     paged = Paged("2bnhd", [memory], [view], [cache], layout, shape[2], shape[4])
     case = Case(paged, [layout.num_slots - 1, 0][: layout.num_slots], 1, 1, first_head, 1)
-    assert check_exactly_once(device, case, Buffers.of(case), 0) == width
+    assert check_exactly_once(device, case, Buffers.of(case)) == width
 
 
 @pytest.mark.parametrize("form", ["bhnc-nhd", "bhnc-hnd", "mla"])
-@pytest.mark.parametrize("steps", [0, 4, 16])
-def test_more_tokens_and_lanes_than_one_block_has(device: Emulation, form: str, steps: int) -> None:
+def test_more_tokens_and_lanes_than_one_block_has(device: Emulation, form: str) -> None:
     paged = make_paged(
         form, torch.bfloat16, layers=3, blocks=9, block_size=16, heads=8, head_size=72
     )
     order = np.random.default_rng(3).permutation(paged.layout.num_slots)[:130].tolist()
     case = Case(paged, order, 2, 1, 0, paged.layout.heads)
     buffers = Buffers.of(case)
-    assert check_exactly_once(device, case, buffers, steps) == 16
+    assert check_exactly_once(device, case, buffers) == 16
 
 
 @pytest.mark.parametrize("row", [257, 514, 767, 1283])
@@ -227,33 +230,22 @@ def test_lanes_that_do_not_fill_their_blocks(device: Emulation, row: int) -> Non
     paged.caches = [torch.from_numpy(view[..., 0]) for view in paged.views]
     paged.layout = PagedLayout.from_mla(paged.caches[0])
     case = Case(paged, [7, -1, 0, 11, 5, 3], 2, 1, 0, 1)
-    check_exactly_once(device, case, Buffers.of(case, lead=1), 0)
+    check_exactly_once(device, case, Buffers.of(case, lead=1))
 
 
 def test_deep_models_take_several_launches(device: Emulation) -> None:
     paged = make_paged("mla", torch.uint8, layers=300, blocks=2, head_size=2)
     case = Case(paged, [5, 0, 7], 1, 1, 0, 1)
-    check_exactly_once(device, case, Buffers.of(case), 0)
+    check_exactly_once(device, case, Buffers.of(case))
     out = torch.empty(case.buffer_bytes, dtype=torch.uint8)
     with device.in_use():
         ops.gather_kv(paged.caches, torch.tensor(case.slots), out, paged.layout)
         assert device.launches == 3
 
 
-def test_more_chunks_than_a_grid_has_room_for(device: Emulation) -> None:
-    cache = torch.arange(251, dtype=torch.uint8).view(251, 1, 1)
-    layout = PagedLayout.from_mla(cache)
-    slots = torch.arange(70_000).remainder(251).view(70_000, 1)
-    out = torch.full((70_000, 1), 255, dtype=torch.uint8)
-    with device.in_use():
-        ops.gather_kv([cache], slots, out, layout)
-        assert device.launches == 137
-    assert torch.equal(out.long(), slots)
-
-
 @pytest.mark.parametrize(
     ("chunks", "tokens", "launches"),
-    [(1, 512, 1), (2, 256, 1), (3, 256, 2), (12, 100, 3), (2, 513, 4), (3, 1100, 9), (600, 1, 2)],
+    [(1, 512, 1), (1, 513, 2), (2, 256, 2), (2, 513, 4), (3, 1100, 9)],
 )
 def test_mappings_travel_in_the_arguments(
     device: Emulation, chunks: int, tokens: int, launches: int
@@ -262,16 +254,16 @@ def test_mappings_travel_in_the_arguments(
     order = np.random.default_rng(5).permutation(chunks * tokens).tolist()
     order[tokens // 2] = -1
     case = Case(paged, order, chunks, 1, 0, 1)
-    check_exactly_once(device, case, Buffers.of(case, gap=3), 0)
+    check_exactly_once(device, case, Buffers.of(case, gap=3))
     mapping, buffers = case.mapping, Buffers.of(case)
     with device.in_use():
         ops.gather_kv(paged.caches, mapping, buffers.view, paged.layout)
         assert device.launches == launches
 
 
-def test_one_launch_for_all_layers_chunks_and_shards(device: Emulation) -> None:
+def test_one_launch_for_all_layers_and_shards(device: Emulation) -> None:
     paged = make_paged("bhnc-nhd", torch.bfloat16, layers=32, blocks=8, heads=8, head_size=16)
-    case = Case(paged, list(range(32)), 8, 8, 0, 1)
+    case = Case(paged, list(range(32)), 1, 8, 0, 1)
     buffers = Buffers.of(case)
     with device.in_use():
         ops.gather_kv(paged.caches, case.mapping, buffers.view, paged.layout, 0, 1)
@@ -319,13 +311,11 @@ def test_what_31_bits_cannot_count_is_left_to_torch(
         "head_stride": 0,
         "first_head": 0,
         "layers": 1,
-        "chunks": 1,
         "tokens": 1,
         "shards": 1,
         "heads": 1,
         "kv_planes": 1,
         "row_bytes": 16,
-        "chunk_stride": 0,
         "shard_stride": 0,
     } | counts
     functions = device.library.device
@@ -336,7 +326,7 @@ def test_what_31_bits_cannot_count_is_left_to_torch(
     # No address is good: nothing may be touched.
     slots = torch.zeros(1, dtype=torch.int64)
     for operate in (functions.gather, functions.scatter):
-        arguments = (anchor, fields.data_ptr(), caches.data_ptr(), slots.data_ptr(), 0, 0)
+        arguments = (anchor, fields.data_ptr(), caches.data_ptr(), slots.data_ptr(), 0)
         assert operate(*arguments) == -1
 
     paged = make_paged("mla", torch.float32)

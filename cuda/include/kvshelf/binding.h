@@ -18,8 +18,9 @@ T* at(int64_t address) {
   return reinterpret_cast<T*>(static_cast<uintptr_t>(address));
 }
 
-// The index described by 16 integers: the fields of PagedIndex in order of declaration, up to
+// The index described by kIndexFields integers: the fields of PagedIndex in order of declaration, up to
 // shard_stride.
+constexpr int64_t kIndexFields = 14;
 inline PagedIndex index_at(int64_t address) {
   const int64_t* const fields = at<const int64_t>(address);
   PagedIndex index{};
@@ -31,14 +32,12 @@ inline PagedIndex index_at(int64_t address) {
   index.head_stride = fields[5];
   index.first_head = fields[6];
   index.layers = fields[7];
-  index.chunks = fields[8];
-  index.tokens = fields[9];
-  index.shards = fields[10];
-  index.heads = fields[11];
-  index.kv_planes = fields[12];
-  index.row_bytes = fields[13];
-  index.chunk_stride = fields[14];
-  index.shard_stride = fields[15];
+  index.tokens = fields[8];
+  index.shards = fields[9];
+  index.heads = fields[10];
+  index.kv_planes = fields[11];
+  index.row_bytes = fields[12];
+  index.shard_stride = fields[13];
   set_buffer_strides(index);
   return index;
 }

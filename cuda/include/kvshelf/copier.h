@@ -31,7 +31,7 @@ namespace kvshelf {
 
 // Consecutive layers of one layout, and their place in the payload of each shard.
 struct LayerRun {
-  PagedIndex index;  // of one chunk and one shard: the first
+  PagedIndex index;  // of one shard: the first
   std::vector<int64_t> caches;
   int64_t start;  // in a payload, in bytes
   // A payload holds the heads `parts` times, and the caches hold only the `part`-th of these groups.

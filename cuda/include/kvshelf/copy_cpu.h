@@ -11,8 +11,8 @@ namespace kvshelf {
 
 // Copies rows out of the paged caches into the buffers; rows of skipped tokens become zero.
 //
-// caches: index.layers addresses; slots: index.chunks × index.tokens slots; buffers: the first
-// buffer. Returns kAllSlotsGood, or the position of the first bad slot when nothing has been
+// caches: index.layers addresses; slots: index.tokens slots; buffers: the first shard's buffer.
+// Returns kAllSlotsGood, or the position of the first bad slot when nothing has been
 // touched. One thread, no locks; allocates a list of at most as many entries as slots.
 int64_t gather_cpu(PagedIndex index, const int64_t* caches, const int64_t* slots,
                    unsigned char* buffers);

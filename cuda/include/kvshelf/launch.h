@@ -7,8 +7,7 @@
 // exactly once.
 //
 // A lane is one vector of one token: (kv, head, vector of the row). A block is a rectangle of
-// lanes (x) and tokens (y) of one layer (blockIdx.y) and chunk (blockIdx.z); each thread keeps
-// its lane and walks over `steps` tokens, kInFlight independent loads at a time. So what depends
+// lanes (x) and tokens (y) of one layer (blockIdx.y); each thread keeps its lane and walks over `steps` tokens, kInFlight independent loads at a time. So what depends
 // on the lane is computed once, a warp touches rows as a whole, and no thread waits for another.
 
 #ifndef KVSHELF_LAUNCH_H_
@@ -43,7 +42,6 @@ struct alignas(8) Vector8 {
 };
 #endif
 using Vector4 = uint32_t;
-using Vector2 = uint16_t;
 using Vector1 = uint8_t;
 
 // Division by a number that is known before the launch: n / divisor for 0 <= n < 2^31.
@@ -78,14 +76,13 @@ inline Divider divider_of(int64_t divisor) {
 // Arguments of one launch, by value.
 struct LaunchArguments {
   PagedIndex index;
-  int64_t first_chunk;  // of this launch
-  int64_t first_layer;
+  int64_t first_layer;  // of this launch
   int64_t first_token;
 
   unsigned char* buffers;
   int64_t buffer_step;  // bytes in a buffer from a thread's token to its next one
 
-  uint32_t tokens;  // of each chunk, in this launch
+  uint32_t tokens;  // of this launch
   uint32_t lanes;
   uint32_t lanes_per_block;
   uint32_t rows_per_block;  // tokens beside each other in a block
@@ -99,7 +96,7 @@ struct LaunchArguments {
   Divider shard_heads;  // by the heads of a shard
 
   int64_t caches[kLayersPerLaunch];
-  int32_t slot_values[kSlotsPerLaunch];  // [chunks, tokens] of this launch
+  int32_t slot_values[kSlotsPerLaunch];  // one for each token of this launch
 };
 
 // The plan of all launches of a call.
@@ -107,15 +104,15 @@ struct LaunchPlan {
   LaunchArguments arguments;  // without what differs by launch
   const int64_t* slots;       // on the host
   int64_t cache_slots;        // slots in the cache
-  int64_t width;              // bytes of a vector: 16, 8, 4, 2 or 1
-  int64_t launch_chunks;      // most chunks and tokens of a launch
-  int64_t launch_tokens;
+  int64_t width;              // bytes of a vector: 16, 8, 4 or 1
+  int64_t launch_tokens;      // most tokens of a launch
   int64_t lane_tiles;
   bool empty;      // nothing to launch
   bool too_large;  // more slots or lanes than 31 bits can count
 };
 
-// The widest vector that fits all addresses: every stride that is used, the row, every base.
+// The widest vector that fits all addresses: every stride that is used, the row, every base. There
+// is none of 2 bytes: only rows of an odd number of 2-byte elements would use it.
 inline int64_t vector_width(const PagedIndex& index, const int64_t* caches, uintptr_t buffers) {
   uint64_t all = 16 | static_cast<uint64_t>(index.row_bytes) | buffers;
   const auto add = [&all](int64_t count, int64_t stride) {
@@ -129,10 +126,10 @@ inline int64_t vector_width(const PagedIndex& index, const int64_t* caches, uint
   add(index.block_size, index.token_stride);
   add(index.kv_planes, index.kv_stride);
   add(index.heads * index.shards, index.head_stride);
-  add(index.chunks, index.chunk_stride);
   add(index.shards, index.shard_stride);
   // Strides inside a buffer are multiples of row_bytes.
-  return static_cast<int64_t>(all & (~all + 1));
+  const int64_t width = static_cast<int64_t>(all & (~all + 1));
+  return width == 2 ? 1 : width;
 }
 
 constexpr int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -141,10 +138,9 @@ constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // Plans the launches of a call.
 //
-// slots: good ones, on the host. processors: multiprocessors of the device. steps: tokens of each
-// thread, a multiple of kInFlight; 0 = choose.
+// slots: good ones, on the host. processors: multiprocessors of the device.
 inline LaunchPlan make_plan(const PagedIndex& index, const int64_t* caches, const int64_t* slots,
-                            unsigned char* buffers, int64_t processors, int64_t steps) {
+                            unsigned char* buffers, int64_t processors) {
   LaunchPlan plan{};
   plan.width = vector_width(index, caches, reinterpret_cast<uintptr_t>(buffers));
   plan.slots = slots;
@@ -156,26 +152,21 @@ inline LaunchPlan make_plan(const PagedIndex& index, const int64_t* caches, cons
   const int64_t row_vectors = index.row_bytes / plan.width;
   const int64_t all_heads = index.shards * index.heads;
   const int64_t lanes = index.kv_planes * all_heads * row_vectors;
-  plan.empty = lanes == 0 || index.tokens == 0 || index.chunks == 0 || index.layers == 0;
+  plan.empty = lanes == 0 || index.tokens == 0 || index.layers == 0;
   plan.too_large = lanes > INT32_MAX || plan.cache_slots > INT32_MAX;
   if (plan.empty || plan.too_large) return plan;
 
   plan.launch_tokens = smaller(index.tokens, kSlotsPerLaunch);
-  plan.launch_chunks = smaller(index.chunks, kSlotsPerLaunch / plan.launch_tokens);
 
   const int64_t lane_tiles = ceil_div(lanes, kBlockThreads);
   const int64_t lanes_per_block = ceil_div(lanes, lane_tiles);
   int64_t rows = kBlockThreads / lanes_per_block;
   if (rows > plan.launch_tokens) rows = plan.launch_tokens;
-  if (steps == 0) {
-    // Long enough to pay for a thread's start, short enough for two blocks on each processor.
-    steps = kMostSteps;
-    const int64_t layers = index.layers < kLayersPerLaunch ? index.layers : kLayersPerLaunch;
-    const int64_t beside = lane_tiles * layers * plan.launch_chunks;
-    while (steps > kInFlight &&
-           ceil_div(plan.launch_tokens, rows * steps) * beside < 2 * processors) {
-      steps /= 2;
-    }
+  // Long enough to pay for a thread's start, short enough for two blocks on each processor.
+  int64_t steps = kMostSteps;
+  const int64_t beside = lane_tiles * smaller(index.layers, kLayersPerLaunch);
+  while (steps > kInFlight && ceil_div(plan.launch_tokens, rows * steps) * beside < 2 * processors) {
+    steps /= 2;
   }
   plan.lane_tiles = lane_tiles;
   plan.too_large = ceil_div(plan.launch_tokens, rows * steps) * lane_tiles > INT32_MAX;
@@ -197,7 +188,7 @@ inline LaunchPlan make_plan(const PagedIndex& index, const int64_t* caches, cons
 }
 
 struct Grid {
-  uint32_t x, y, z;
+  uint32_t x, y;
 };
 
 // Calls launch(arguments, grid, threads) for each launch of a plan; stops at the first that
@@ -207,29 +198,24 @@ bool for_each_launch(LaunchPlan& plan, const int64_t* caches, const Launch& laun
   LaunchArguments& a = plan.arguments;
   const PagedIndex& index = a.index;
   if (plan.empty) return true;
-  for (int64_t chunk = 0; chunk < index.chunks; chunk += plan.launch_chunks) {
-    const int64_t chunks = smaller(plan.launch_chunks, index.chunks - chunk);
-    a.first_chunk = chunk;
-    for (int64_t token = 0; token < index.tokens; token += plan.launch_tokens) {
-      const int64_t tokens = smaller(plan.launch_tokens, index.tokens - token);
-      a.first_token = token;
-      a.tokens = static_cast<uint32_t>(tokens);
-      for (int64_t i = 0; i < chunks * tokens; ++i) {
-        const int64_t slot =
-            plan.slots[(chunk + i / tokens) * index.tokens + token + i % tokens];
-        a.slot_values[i] =
-            static_cast<int32_t>(slot >= 0 && slot < plan.cache_slots ? slot : kSkippedSlot);
-      }
-      const int64_t tiles = ceil_div(tokens, int64_t{a.rows_per_block} * a.steps);
-      for (int64_t layer = 0; layer < index.layers; layer += kLayersPerLaunch) {
-        const int64_t layers = smaller(kLayersPerLaunch, index.layers - layer);
-        a.first_layer = layer;
-        for (int64_t i = 0; i < layers; ++i) a.caches[i] = caches[layer + i];
-        const Grid grid{static_cast<uint32_t>(tiles * plan.lane_tiles),
-                        static_cast<uint32_t>(layers), static_cast<uint32_t>(chunks)};
-        const Grid threads{a.lanes_per_block, a.rows_per_block, 1};
-        if (!launch(static_cast<const LaunchArguments&>(a), grid, threads)) return false;
-      }
+  for (int64_t token = 0; token < index.tokens; token += plan.launch_tokens) {
+    const int64_t tokens = smaller(plan.launch_tokens, index.tokens - token);
+    a.first_token = token;
+    a.tokens = static_cast<uint32_t>(tokens);
+    for (int64_t i = 0; i < tokens; ++i) {
+      const int64_t slot = plan.slots[token + i];
+      a.slot_values[i] =
+          static_cast<int32_t>(slot >= 0 && slot < plan.cache_slots ? slot : kSkippedSlot);
+    }
+    const int64_t tiles = ceil_div(tokens, int64_t{a.rows_per_block} * a.steps);
+    for (int64_t layer = 0; layer < index.layers; layer += kLayersPerLaunch) {
+      const int64_t layers = smaller(kLayersPerLaunch, index.layers - layer);
+      a.first_layer = layer;
+      for (int64_t i = 0; i < layers; ++i) a.caches[i] = caches[layer + i];
+      const Grid grid{static_cast<uint32_t>(tiles * plan.lane_tiles),
+                      static_cast<uint32_t>(layers)};
+      const Grid threads{a.lanes_per_block, a.rows_per_block};
+      if (!launch(static_cast<const LaunchArguments&>(a), grid, threads)) return false;
     }
   }
   return true;
@@ -258,7 +244,6 @@ KVSHELF_HD void copy_thread(const LaunchArguments& a, const Grid& block, const G
   const uint32_t shard = a.shard_heads.quotient(head);
   const int64_t in_row =
       static_cast<int64_t>(lane - row * a.row_vectors.divisor) * int64_t{sizeof(Vector)};
-  const int64_t chunk = a.first_chunk + block.z;
   const int64_t layer = a.first_layer + block.y;
   uint32_t token = token_tile * a.rows_per_block * a.steps + thread.y;
 
@@ -266,10 +251,9 @@ KVSHELF_HD void copy_thread(const LaunchArguments& a, const Grid& block, const G
   unsigned char* const paged =
       reinterpret_cast<unsigned char*>(a.caches[block.y]) + index.row_offset(kv, head) + in_row;
   unsigned char* buffer = a.buffers +
-                          index.buffer_offset(chunk, shard, layer, kv, a.first_token + token,
+                          index.buffer_offset(shard, layer, kv, a.first_token + token,
                                               head - shard * a.shard_heads.divisor) +
                           in_row;
-  const uint32_t first_value = block.z * a.tokens;
 
   for (uint32_t done = 0; done < a.steps; done += kInFlight) {
     // Beyond the last token, that one's slot: loads without a condition are issued together.
@@ -279,8 +263,7 @@ KVSHELF_HD void copy_thread(const LaunchArguments& a, const Grid& block, const G
     for (int i = 0; i < kInFlight; ++i) {
       tokens[i] = token + static_cast<uint32_t>(i) * a.rows_per_block;
       const uint32_t last = a.tokens - 1;
-      const uint32_t of_slot = tokens[i] < last ? tokens[i] : last;
-      slots[i] = a.slot_values[first_value + of_slot];
+      slots[i] = a.slot_values[tokens[i] < last ? tokens[i] : last];
     }
 
     bool good[kInFlight];

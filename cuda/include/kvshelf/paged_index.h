@@ -9,9 +9,8 @@
 // any kernel block size, MLA (kv_planes = 1, heads = 1), and whole (block, head)s as opaque bytes
 // (block_size = 1; a "slot" is then a block id).
 //
-// One call copies one or several chunks of equally many tokens, and of each chunk one or several
-// shards of equally many heads. Each (chunk, shard) has its own buffer: for each layer
-// [kv_planes, tokens, heads, row_bytes] without gaps, layers one after another.
+// One call copies one or several shards of a chunk, of equally many heads. Each shard has its own
+// buffer: for each layer [kv_planes, tokens, heads, row_bytes] without gaps, layers one after another.
 
 #ifndef KVSHELF_PAGED_INDEX_H_
 #define KVSHELF_PAGED_INDEX_H_
@@ -44,15 +43,13 @@ struct PagedIndex {
 
   // What is copied.
   int64_t layers;
-  int64_t chunks;
-  int64_t tokens;  // of each chunk
+  int64_t tokens;
   int64_t shards;
   int64_t heads;  // of each shard
   int64_t kv_planes;  // 2 = K and V, 1 = single content
   int64_t row_bytes;  // one (token, kv, head)
 
-  // From one (chunk, shard)'s buffer to the next chunk's and the next shard's, in bytes.
-  int64_t chunk_stride;
+  // From one shard's buffer to the next one's, in bytes.
   int64_t shard_stride;
 
   // Inside a buffer, in bytes; set by set_buffer_strides.
@@ -76,11 +73,10 @@ struct PagedIndex {
   }
 
   // First byte of a row in the buffers, from the first buffer's first byte.
-  KVSHELF_HD int64_t buffer_offset(int64_t chunk, int64_t shard, int64_t layer, int64_t kv,
-                                   int64_t token, int64_t head_in_shard) const {
-    return chunk * chunk_stride + shard * shard_stride + layer * buffer_layer_stride +
-           kv * buffer_kv_stride + token * buffer_token_stride +
-           head_in_shard * buffer_head_stride;
+  KVSHELF_HD int64_t buffer_offset(int64_t shard, int64_t layer, int64_t kv, int64_t token,
+                                   int64_t head_in_shard) const {
+    return shard * shard_stride + layer * buffer_layer_stride + kv * buffer_kv_stride +
+           token * buffer_token_stride + head_in_shard * buffer_head_stride;
   }
 
   // True if consecutive slots are token_stride apart even across the border of two blocks.

@@ -23,16 +23,14 @@ inline int64_t first_bad_slot(const int64_t* slots, int64_t count, int64_t cache
   return kAllSlotsGood;
 }
 
-// Tokens of one chunk that follow each other in the slot mapping and, with one constant step, in
-// the cache.
+// Tokens that follow each other in the slot mapping and, with one constant step, in the cache.
 struct Run {
-  int64_t chunk;
-  int64_t token;   // first token, counted in the chunk
+  int64_t token;   // the first
   int64_t length;  // tokens
   int64_t offset;  // of the first token's row (kv 0, head 0) in the cache; kSkippedSlot: skipped
 };
 
-// Splits the slots of all chunks into runs.
+// Splits the slots into runs.
 //
 // The position of a slot that is neither kSkippedSlot nor in the cache is returned at once.
 //
@@ -40,34 +38,31 @@ struct Run {
 // threads do to the mapping meanwhile.
 inline int64_t find_runs(const PagedIndex& index, const int64_t* slots, std::vector<Run>& runs) {
   const bool linear = index.blocks_are_linear();
-  for (int64_t chunk = 0; chunk < index.chunks; ++chunk) {
-    int64_t next = 0;       // slot that would continue the current run
-    int64_t run_end = -1;   // first slot that cannot belong to it
-    bool skipping = false;  // the current run is of skipped tokens
-    for (int64_t token = 0; token < index.tokens; ++token) {
-      const int64_t slot = slots[chunk * index.tokens + token];
-      if (slot != kSkippedSlot && !index.slot_in_cache(slot)) return chunk * index.tokens + token;
-      if (slot == kSkippedSlot) {
-        if (skipping) {
-          ++runs.back().length;
-        } else {
-          runs.push_back({chunk, token, 1, kSkippedSlot});
-          skipping = true;
-          run_end = -1;
-        }
-        continue;
-      }
-      if (slot == next && slot < run_end) {
+  int64_t next = 0;       // slot that would continue the current run
+  int64_t run_end = -1;   // first slot that cannot belong to it
+  bool skipping = false;  // the current run is of skipped tokens
+  for (int64_t token = 0; token < index.tokens; ++token) {
+    const int64_t slot = slots[token];
+    if (slot != kSkippedSlot && !index.slot_in_cache(slot)) return token;
+    if (slot == kSkippedSlot) {
+      if (skipping) {
         ++runs.back().length;
       } else {
-        const int64_t block = slot / index.block_size;
-        runs.push_back(
-            {chunk, token, 1, index.slot_offset(block, slot - block * index.block_size)});
-        skipping = false;
-        run_end = linear ? index.num_blocks * index.block_size : (block + 1) * index.block_size;
+        runs.push_back({token, 1, kSkippedSlot});
+        skipping = true;
+        run_end = -1;
       }
-      next = slot + 1;
+      continue;
     }
+    if (slot == next && slot < run_end) {
+      ++runs.back().length;
+    } else {
+      const int64_t block = slot / index.block_size;
+      runs.push_back({token, 1, index.slot_offset(block, slot - block * index.block_size)});
+      skipping = false;
+      run_end = linear ? index.num_blocks * index.block_size : (block + 1) * index.block_size;
+    }
+    next = slot + 1;
   }
   return kAllSlotsGood;
 }
@@ -106,7 +101,7 @@ inline Shape merge(const PagedIndex& index, int64_t length) {
 template <typename Copy, typename Skip>
 void for_each_piece(const PagedIndex& index, const Run& run, int64_t layer, const Copy& copy,
                     const Skip& skip) {
-  const int64_t start = index.buffer_offset(run.chunk, 0, layer, 0, run.token, 0);
+  const int64_t start = index.buffer_offset(0, layer, 0, run.token, 0);
   if (run.offset == kSkippedSlot) {
     for (int64_t shard = 0; shard < index.shards; ++shard) {
       for (int64_t kv = 0; kv < index.kv_planes; ++kv) {

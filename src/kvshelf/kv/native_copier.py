@@ -55,7 +55,6 @@ def _open(
                 layout,
                 layers=len(call.caches),
                 first_head=call.first_head,
-                chunks=1,
                 tokens=call.count * call.parts,
                 shards=1,
                 heads=call.heads,

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import weakref
 from array import array
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Final, Generic, TypeVar
 
 import torch
@@ -47,15 +47,26 @@ class Call(Generic[Layout]):
     slots: Tensor
     buffers: Tensor
     chunks: int
-    tokens: int
+    tokens: int  # of each chunk
     shards: int
-    chunk_stride: int
     shard_stride: int
     layout: Layout
     known: Caches[Layout]
     first_head: int
     num_heads: int
     from_host: bool  # the caches are on a GPU, the buffers in host memory
+
+    def parts(self) -> Iterator[Call[Layout]]:
+        """Split a call into one for each chunk."""
+        for slots, buffers in zip(self.slots, self.buffers, strict=True):
+            yield replace(self, slots=slots, buffers=buffers, chunks=1)
+
+    @property
+    def shard_buffers(self) -> Tensor:
+        """The buffers of a call of one chunk: [shards, bytes]."""
+        if self.buffers.dim() == 3:
+            return self.buffers[0]
+        return self.buffers if self.buffers.dim() == 2 else self.buffers.unsqueeze(0)
 
 
 #: Caches that were checked before, by the ids of the tensors and the layout's integers. An entry is
@@ -170,9 +181,9 @@ def checked(
             f"{layout.row_bytes} bytes"
         )
     if dimensions == 1 and buffers.is_contiguous():
-        chunk_stride = shard_stride = 0
+        shard_stride = 0
     else:
-        chunk_stride, shard_stride = _check_buffers(buffers, name, expected)
+        shard_stride = _check_buffers(buffers, name, expected)
     if from_host and isinstance(layout, PagedLayout):
         _check_host_buffers(buffers, name, layout, num_heads)
     return Call(
@@ -182,7 +193,6 @@ def checked(
         chunks,
         tokens,
         shards,
-        chunk_stride,
         shard_stride,
         layout,
         known,
@@ -205,16 +215,14 @@ def _heads_text(shards: int, num_heads: int) -> str:
     return f"{num_heads} heads" if shards == 1 else f"{shards} shards of {num_heads} heads"
 
 
-def _check_buffers(buffers: Tensor, name: str, size: int) -> tuple[int, int]:
-    """Check that buffers are contiguous and disjoint; return the strides of chunks and shards."""
+def _check_buffers(buffers: Tensor, name: str, size: int) -> int:
+    """Check that buffers are contiguous and disjoint; return the stride of shards."""
     strides = buffers.stride()
     if buffers.shape[-1] > 1 and strides[-1] != 1:
         raise ValueError(
             f"{name} has strides {list(strides)}; expected contiguous buffers: allocate them "
             "with torch.empty(shape, dtype=torch.uint8)"
         )
-    if buffers.dim() == 1:
-        return 0, 0
     end = size
     for stride, count in sorted(zip(strides[:-1], buffers.shape[:-1], strict=True)):
         if count > 1 and stride < end:
@@ -223,7 +231,7 @@ def _check_buffers(buffers: Tensor, name: str, size: int) -> tuple[int, int]:
                 "pass a tensor in which each buffer has its own memory"
             )
         end += max(0, count - 1) * stride
-    return (strides[0], 0) if buffers.dim() == 2 else (strides[0], strides[1])
+    return strides[1] if buffers.dim() == 3 else 0
 
 
 def _check_host_buffers(buffers: Tensor, name: str, layout: PagedLayout, num_heads: int) -> None:

@@ -18,14 +18,12 @@ from kvshelf.kv.ops import library
 from kvshelf.kv.ops.checks import Call, bad_slot_error
 from kvshelf.kv.ops.permuted import PermutedSizes
 
-#: Tokens per thread of a kernel; 0: the library chooses.
-KERNEL_STEPS: int = 0
 #: Indexes that are kept for each cache.
 _MAX_INDEXES: Final = 64
 
 
 def run_compiled(call: Call[PagedLayout], *, gather: bool) -> bool:
-    """Execute a call by the compiled library; return False if the library does not support it."""
+    """Execute a call of one chunk; return False if the library does not support it."""
     if not call.known.kernels:
         compiled = library.compiled_library() if call.known.on_cpu else None
         if compiled is None:
@@ -45,11 +43,9 @@ def paged_index(
     layout: PagedLayout,
     layers: int,
     first_head: int,
-    chunks: int,
     tokens: int,
     shards: int,
     heads: int,
-    chunk_stride: int = 0,
     shard_stride: int = 0,
 ) -> tuple[int, ...]:
     """Return the fields of kvshelf::PagedIndex, in order of declaration.
@@ -61,10 +57,10 @@ def paged_index(
         Number of caches.
     first_head, heads : int
         The first head and the number of heads of the first shard.
-    chunks, tokens, shards : int
-        Numbers of chunks, of slots of each, and of shards of each.
-    chunk_stride, shard_stride : int
-        Bytes from one chunk, shard to the next in the chunk buffers; 0 where there is one only.
+    tokens, shards : int
+        Numbers of slots and of shards.
+    shard_stride : int
+        Bytes from one shard's buffer to the next one's; 0 where there is one only.
     """
     return (
         layout.num_blocks,
@@ -75,28 +71,18 @@ def paged_index(
         layout.head_stride,
         first_head,
         layers,
-        chunks,
         tokens,
         shards,
         heads,
         layout.kv_planes,
         layout.row_bytes,
-        chunk_stride,
         shard_stride,
     )
 
 
 def _index_of(call: Call[PagedLayout]) -> array[int]:
     layout, indexes = call.layout, call.known.indexes
-    key = (
-        call.first_head,
-        call.chunks,
-        call.tokens,
-        call.shards,
-        call.num_heads,
-        call.chunk_stride,
-        call.shard_stride,
-    )
+    key = (call.first_head, call.tokens, call.shards, call.num_heads, call.shard_stride)
     index = indexes.get(key)
     if index is not None:
         return index
@@ -127,7 +113,6 @@ def _call_kernel(function: Callable[..., int], call: Call[PagedLayout]) -> bool:
         call.known.addresses.buffer_info()[0],
         call.slots.data_ptr(),
         call.buffers.data_ptr(),
-        KERNEL_STEPS,
     )
     if answer < -1:
         position = -2 - answer

@@ -14,7 +14,13 @@ from torch import Tensor
 
 from kvshelf.kv.layout import PagedLayout, PermutedLayout
 from kvshelf.kv.ops import library
-from kvshelf.kv.ops.checks import checked, checked_permuted, known_caches_of
+from kvshelf.kv.ops.checks import (
+    Call,
+    check_slot_values,
+    checked,
+    checked_permuted,
+    known_caches_of,
+)
 from kvshelf.kv.ops.choice import implementation, triton_copy
 from kvshelf.kv.ops.compiled import run_compiled, run_compiled_permuted
 from kvshelf.kv.ops.permuted import permuted_tables
@@ -175,6 +181,16 @@ def _copy(
     call = checked(
         caches, slot_mapping, buffers, layout, first_head, num_heads, parse, gather=gather
     )
+    if call.chunks == 1:
+        _copy_chunk(gather, call)
+        return
+    # A bad slot of any chunk is found before anything is copied.
+    check_slot_values(call.slots, call.layout)
+    for part in call.parts():
+        _copy_chunk(gather, part)
+
+
+def _copy_chunk(gather: bool, call: Call[PagedLayout]) -> None:
     if run_compiled(call, gather=gather):
         return
     by_triton = triton_copy(call.known.device)

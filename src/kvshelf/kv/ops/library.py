@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 #: Version of the functions that the compiled library exports. A library of another version, for
 #: instance of an older installation, is not used.
-_LIBRARY_VERSION: Final = 6
+_LIBRARY_VERSION: Final = 7
 _LIBRARY_NAME: Final = "libkvshelf_ops.so"
 #: Values of ``KVSHELF_OPS`` with which the library may be missing.
 _OPTIONAL: Final = ("auto", "triton")
@@ -222,7 +222,7 @@ def _load_library(path: Path) -> Library:
 
 #: Why the kernels do not support a device, by its index.
 _kernel_problems: Final[dict[int, str]] = {}
-_WIDTHS: Final = (16, 8, 4, 2, 1)
+_WIDTHS: Final = (16, 8, 4, 1)
 
 
 def _kernel_device(index: int | None) -> int:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import replace
 from typing import Final
 
 import torch
@@ -18,68 +16,53 @@ WORDS: Final = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.
 
 
 def gather_torch(call: Call[PagedLayout]) -> None:
-    """Execute a checked gather."""
+    """Execute a checked gather of one chunk."""
+    check_slot_values(call.slots, call.layout)
+    if call.tokens == 0:
+        return
     with torch.inference_mode():
-        for part, skipped, index in _parts(call):
-            pieces = _chunk_view(part)
-            if skipped is not None and skipped.numel() == call.tokens:
-                pieces.zero_()
-            else:
-                for layer, cache in enumerate(call.caches):
-                    view = _paged_view(part, cache, pieces.dtype)
-                    for kv in range(call.layout.kv_planes):
-                        torch.index_select(view[kv], 0, index, out=pieces[layer, kv])
-                if skipped is not None:
-                    pieces.index_fill_(2, sent(skipped, pieces.device), 0)
+        skipped, index = _index_slots(call)
+        pieces = _chunk_view(call, call.shard_buffers)
+        if skipped is not None and skipped.numel() == call.tokens:
+            pieces.zero_()
+            return
+        for layer, cache in enumerate(call.caches):
+            view = _paged_view(call, cache, pieces.dtype)
+            for kv in range(call.layout.kv_planes):
+                torch.index_select(view[kv], 0, index, out=pieces[layer, kv])
+        if skipped is not None:
+            pieces.index_fill_(2, sent(skipped, pieces.device), 0)
 
 
 def scatter_torch(call: Call[PagedLayout]) -> None:
-    """Execute a checked scatter."""
-    with torch.inference_mode():
-        for part, skipped, index in _parts(call):
-            if call.from_host:
-                on_device = part.buffers.to(call.known.device, non_blocking=True)
-                part = replace(part, buffers=on_device)
-            pieces = _chunk_view(part)
-            if skipped is not None:
-                kept = sent((part.slots >= 0).nonzero().view(-1), pieces.device)
-                if kept.numel() == 0:
-                    continue
-                index = index.index_select(0, kept)
-                pieces = pieces.index_select(2, kept)
-            for layer, cache in enumerate(call.caches):
-                view = _paged_view(part, cache, pieces.dtype)
-                for kv in range(call.layout.kv_planes):
-                    view[kv].index_copy_(0, index, pieces[layer, kv])
-
-
-def _parts(
-    call: Call[PagedLayout],
-) -> Iterator[tuple[Call[PagedLayout], Tensor | None, Tensor]]:
-    """Check the slots' values, then split a call into one for each chunk with tokens.
-
-    The buffers of each part are [shards, bytes]. Beside it is the result of :func:`_index_slots`
-    for its slots.
-    """
-    slots = call.slots.view(call.chunks, call.tokens)
-    check_slot_values(slots, call.layout)
-    if slots.numel() == 0:
+    """Execute a checked scatter of one chunk."""
+    check_slot_values(call.slots, call.layout)
+    if call.tokens == 0:
         return
-    for chunk in range(call.chunks):
-        skipped, index = _index_slots(call, slots[chunk])
-        buffers = call.buffers if call.buffers.dim() == 1 else call.buffers[chunk]
-        if buffers.dim() == 1:
-            buffers = buffers.unsqueeze(0)
-        part = replace(call, slots=slots[chunk], buffers=buffers)
-        yield part, skipped, index
+    with torch.inference_mode():
+        skipped, index = _index_slots(call)
+        buffers = call.shard_buffers
+        if call.from_host:
+            buffers = buffers.to(call.known.device, non_blocking=True)
+        pieces = _chunk_view(call, buffers)
+        if skipped is not None:
+            kept = sent((call.slots.view(-1) >= 0).nonzero().view(-1), pieces.device)
+            if kept.numel() == 0:
+                return
+            index = index.index_select(0, kept)
+            pieces = pieces.index_select(2, kept)
+        for layer, cache in enumerate(call.caches):
+            view = _paged_view(call, cache, pieces.dtype)
+            for kv in range(call.layout.kv_planes):
+                view[kv].index_copy_(0, index, pieces[layer, kv])
 
 
-def _index_slots(call: Call[PagedLayout], slots: Tensor) -> tuple[Tensor | None, Tensor]:
+def _index_slots(call: Call[PagedLayout]) -> tuple[Tensor | None, Tensor]:
     """Return the positions of −1 slots, int64 CPU, None without; and each token's index.
 
     The index is one into :func:`_paged_view`, int64 on the caches' device; 0 for skipped tokens.
     """
-    layout = call.layout
+    layout, slots = call.layout, call.slots.view(-1)
     skipped = (slots < 0).nonzero().view(-1)
     if skipped.numel():
         slots = slots.clamp(min=0)
@@ -109,29 +92,29 @@ def _unit(layout: PagedLayout) -> int:
     return math.gcd(layout.block_stride, layout.token_stride) or 1
 
 
-def _paged_view(part: Call[PagedLayout], cache: Tensor, word: torch.dtype) -> Tensor:
+def _paged_view(call: Call[PagedLayout], cache: Tensor, word: torch.dtype) -> Tensor:
     """[kv_planes, indexes, shards, heads, words] view of what to copy; see :func:`_index_slots`."""
-    layout, width = part.layout, word.itemsize
+    layout, width = call.layout, word.itemsize
     unit = _unit(layout)
     reach = (layout.num_blocks - 1) * layout.block_stride
     reach += (layout.block_size - 1) * layout.token_stride
     start = int(cache.storage_offset()) * cache.element_size()
-    start += part.first_head * layout.head_stride
+    start += call.first_head * layout.head_stride
     head = layout.head_stride // width
-    counts = (part.shards, part.num_heads, layout.row_bytes // width)
+    counts = (call.shards, call.num_heads, layout.row_bytes // width)
     return torch.empty(0, dtype=word, device=cache.device).set_(
         cache.untyped_storage(),
         start // width,
         (layout.kv_planes, reach // unit + 1, *counts),
-        (layout.kv_stride // width, unit // width, part.num_heads * head, head, 1),
+        (layout.kv_stride // width, unit // width, call.num_heads * head, head, 1),
     )
 
 
-def _chunk_view(part: Call[PagedLayout]) -> Tensor:
-    """[layers, kv_planes, tokens, shards, heads, words] view of a chunk's buffers."""
-    word = widest_word(part, part.buffers)
-    shape = (part.shards, len(part.caches), part.layout.kv_planes, part.tokens, part.num_heads, -1)
-    return part.buffers.view(word).view(shape).permute(1, 2, 3, 0, 4, 5)
+def _chunk_view(call: Call[PagedLayout], buffers: Tensor) -> Tensor:
+    """[layers, kv_planes, tokens, shards, heads, words] view of buffers [shards, bytes]."""
+    word = widest_word(call, buffers)
+    shape = (call.shards, len(call.caches), call.layout.kv_planes, call.tokens, call.num_heads, -1)
+    return buffers.view(word).view(shape).permute(1, 2, 3, 0, 4, 5)
 
 
 def widest_word(call: Call[PagedLayout], buffers: Tensor) -> torch.dtype:

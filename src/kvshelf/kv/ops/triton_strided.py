@@ -30,7 +30,7 @@ from kvshelf.kv.ops.torch_strided import WORDS, sent, widest_word
 _TOKENS: Final = 16
 _LANES: Final = 128
 #: Integers of a plan in front of the caches' addresses; the last is the buffers' address.
-_FIELDS: Final = tl.constexpr(12)
+_FIELDS: Final = tl.constexpr(11)
 
 
 @triton.jit
@@ -58,8 +58,6 @@ def _copy(
     lane_tile = tl.program_id(0) - rest * lane_tiles
     layer = rest // token_tiles
     token_tile = rest - layer * token_tiles
-    chunk = layer // layers
-    layer -= chunk * layers
 
     lane = (lane_tile * lanes_at_once + tl.arange(0, lanes_at_once)).to(tl.int32)
     of_row = lane // row.to(tl.int32)
@@ -72,15 +70,14 @@ def _copy(
     buffer_lane += kv * tokens * buffer_token_stride
 
     token = token_tile * tokens_at_once + tl.arange(0, tokens_at_once)
-    places = plan + _FIELDS + layers + chunk * tokens
+    places = plan + _FIELDS + layers
     place = tl.load(places + token, mask=token < tokens, other=-1)
 
     inside = (token < tokens)[:, None] & (lane < lanes)[None, :]
     used = (place >= 0)[:, None] & inside
     cache = tl.load(plan + _FIELDS + layer).to(tl.pointer_type(word)) + tl.load(plan + 9)
     paged = cache + (place[:, None] + paged_lane[None, :])
-    buffer = tl.load(plan + _FIELDS - 1).to(tl.pointer_type(word)) + chunk * tl.load(plan + 10)
-    buffer += layer * buffer_layer_stride
+    buffer = tl.load(plan + _FIELDS - 1).to(tl.pointer_type(word)) + layer * buffer_layer_stride
     packed = buffer + ((token * buffer_token_stride)[:, None] + buffer_lane[None, :])
     if gather:
         tl.store(packed, tl.load(paged, mask=used, other=0), mask=inside)
@@ -92,7 +89,7 @@ _TYPES: Final = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.uint8}
 
 
 def run_triton(call: Call[PagedLayout], *, gather: bool) -> None:
-    """Execute a checked call on its caches' device.
+    """Execute a checked call of one chunk on its caches' device.
 
     Raises
     ------
@@ -105,11 +102,13 @@ def run_triton(call: Call[PagedLayout], *, gather: bool) -> None:
         return
     device = call.known.device
     with torch.inference_mode(), _current(device):
-        buffers = call.buffers.to(device, non_blocking=True) if call.from_host else call.buffers
+        buffers = call.shard_buffers
+        if call.from_host:
+            buffers = buffers.to(device, non_blocking=True)
         width = widest_word(call, buffers).itemsize
         lanes = call.layout.chunk_bytes(1, call.num_heads) * call.shards // width
         tiles = -(-call.tokens // _TOKENS) * -(-lanes // _LANES)
-        cast(Any, _copy)[(call.chunks * len(call.caches) * tiles,)](
+        cast(Any, _copy)[(len(call.caches) * tiles,)](
             sent(_plan(call, slots, buffers, width), device),
             gather=gather,
             word=_TYPES[width],
@@ -124,7 +123,6 @@ def _plan(call: Call[PagedLayout], slots: Tensor, buffers: Tensor, width: int) -
     At their end is the place of each token in the caches, −1 for those that are skipped.
     """
     layout = call.layout
-    chunk_stride, shard_stride = (*buffers.stride()[:-1], 0, 0)[:2]
     # Unsigned, as data_ptr() is: on some devices addresses have the highest bit.
     addresses = array("Q", (buffers.data_ptr(), *call.known.addresses))
     fields = (
@@ -136,9 +134,8 @@ def _plan(call: Call[PagedLayout], slots: Tensor, buffers: Tensor, width: int) -
         layout.row_bytes // width,
         layout.kv_stride // width,
         layout.head_stride // width,
-        shard_stride // width,
+        buffers.stride(0) // width,
         call.first_head * layout.head_stride // width,
-        chunk_stride // width,
     )
     blocks = slots.view(-1) // layout.block_size
     places = blocks * (layout.block_stride // width)
