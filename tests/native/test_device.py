@@ -11,6 +11,7 @@ import ctypes
 import gc
 import sys
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -835,6 +836,30 @@ def test_the_thread_of_caches_that_nobody_closed_ends_with_them(copier: str) -> 
     gc.collect()
     thread.join(30)
     assert not thread.is_alive()
+
+
+def test_a_thread_that_still_copies_keeps_the_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "_END_SECONDS", 0.0)
+    with on_device("native"):
+        rig = make_rig()
+        thread, held, copier = rig.path._thread, rig.streams.ended, rig.path._copier
+        assert isinstance(copier, NativeCopier)
+        buffers = [weakref.ref(buffer) for buffer in copier._buffers]
+        payloads = rig.payloads()
+        expected = rig.expected(SLOTS)
+        held.clear()
+        assert rig.path.gather(torch.tensor(SLOTS), payloads) is not None
+        del rig, copier
+        gc.collect()
+        assert thread.is_alive()
+        assert all(buffer() is not None for buffer in buffers)
+        held.set()
+        thread.join(30)
+        assert not thread.is_alive()
+        for payload, want in zip(payloads, expected, strict=True):
+            np.testing.assert_array_equal(payload.numpy(), want)
+        gc.collect()
+        assert all(buffer() is None for buffer in buffers)
 
 
 def test_background_threads_do_not_disturb_captures_of_others() -> None:

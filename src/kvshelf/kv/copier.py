@@ -132,7 +132,10 @@ class Copier(ABC):
 
     @abstractmethod
     def stop(self) -> None:
-        """End :meth:`run`, and let it free the buffers. Nothing may be under way."""
+        """End :meth:`run` once it has copied what is left, and free the buffers then.
+
+        No other call may be under way.
+        """
 
     @abstractmethod
     def load(

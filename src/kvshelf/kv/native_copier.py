@@ -154,6 +154,8 @@ class NativeCopier(Copier):
     def run(self) -> None:
         """See :meth:`Copier.run`."""
         self.functions.run(self.handle)
+        # Not in stop(): until here they are copied from.
+        self._buffers.clear()
 
     def drain(self) -> None:
         """See :meth:`Copier.drain`."""
@@ -163,7 +165,6 @@ class NativeCopier(Copier):
     def stop(self) -> None:
         """See :meth:`Copier.stop`."""
         self.functions.stop(self.handle)
-        self._buffers.clear()
 
     def load(
         self,
