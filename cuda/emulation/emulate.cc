@@ -28,6 +28,7 @@
 #include "kvshelf/binding.h"
 #include "kvshelf/device.h"
 #include "kvshelf/launch.h"
+#include "kvshelf/xxh3.h"
 
 namespace kvshelf {
 namespace {
@@ -124,6 +125,21 @@ void run_launch(int64_t width, const LaunchArguments& arguments, const Grid& gri
     default:
       run_blocks<Vector1, kGather>(arguments, grid, threads);
       return;
+  }
+}
+
+template <typename Vector>
+void run_hash(const HashArguments& arguments, int64_t tiles, int64_t blocks) {
+  WatchedMemory memory;
+  const bool summed = sizeof(Vector) == sizeof(Vector16) && tiles > 0;
+  const uint32_t sum_blocks = summed ? static_cast<uint32_t>(smaller(blocks, tiles)) : 0;
+  for (uint32_t block = 0; block < sum_blocks; ++block) {
+    for (uint32_t thread = 0; thread < kSumThreads; ++thread) {
+      sum_thread(arguments, block, sum_blocks, thread, memory);
+    }
+  }
+  for (uint32_t item = 0; item < arguments.shards * arguments.tensors; ++item) {
+    finish_thread<Vector>(arguments, item, memory);
   }
 }
 
@@ -328,6 +344,15 @@ const char* device_kernel(bool, int64_t, int, KernelAttributes* attributes) {
 }
 
 int64_t device_toolkit() { return 0; }
+
+const char* device_hash(const HashArguments& arguments, int64_t tiles, int64_t width,
+                        int64_t blocks, int device, void* stream) {
+  last_width = width;
+  return enqueue(device, stream, 0, [=] {
+    width == 16 ? run_hash<Vector16>(arguments, tiles, blocks)
+                : run_hash<Vector1>(arguments, tiles, blocks);
+  });
+}
 
 }  // namespace kvshelf
 

@@ -271,7 +271,7 @@ def build_library(
     if cmake is None:
         return "there is no cmake to build the library with"
     ends = time.monotonic() + seconds
-    options = [f"-DPython_EXECUTABLE={python}", "-DKVSHELF_CUDA=ON"]
+    options = [f"-DPython_EXECUTABLE={python}", "-DKVSHELF_CUDA=ON", "-DKVSHELF_DESIGN=ON"]
     if architectures:
         options.append(f"-DCMAKE_CUDA_ARCHITECTURES={architectures}")
     if shutil.which("ninja", path=env.get("PATH")):

@@ -22,6 +22,8 @@ ATTRIBUTES_GAIN: Final = 1.05
 FALLBACK_SECONDS: Final = 0.020
 #: A thread that sleeps until an event may be awake so much later than one that spins.
 WAKE_UP_SECONDS: Final = 100e-6
+#: Digests of a chunk on the GPU may take this much of the time of its copies.
+DIGESTS_SHARE: Final = 0.25
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,23 @@ def _wake_up(facts: Facts) -> str:
     return f"spin: {told}" if seconds > WAKE_UP_SECONDS else f"sleep: {told}"
 
 
+def _digests(facts: Facts) -> str:
+    # {chunk: {"seconds": {blocks: seconds}, "seconds of its copies": seconds}}
+    measured = facts["digests"]["cost"]
+    shares: dict[int, float] = {}
+    for cost in measured.values():
+        for blocks, seconds in cost["seconds"].items():
+            share = seconds / cost["seconds of its copies"]
+            shares[int(blocks)] = max(share, shares.get(int(blocks), 0.0))
+    if not shares:
+        raise ValueError("nothing was measured")
+    enough = min((blocks for blocks in shares if shares[blocks] < DIGESTS_SHARE), default=None)
+    told = ", ".join(f"{share:.2f} on {blocks} SMs" for blocks, share in sorted(shares.items()))
+    if enough is None:
+        return f"verify on CPUs: the digests of a chunk take {told} of the time of its copies"
+    return f"verify on {enough} SMs: the digests of a chunk take {told} of the time of its copies"
+
+
 DECISIONS: Final = (
     Decision(
         "B2",
@@ -127,5 +146,13 @@ DECISIONS: Final = (
         "its event, if a thread that sleeps is awake more than 100 µs after it: the queue holds "
         "150 µs beyond the oldest piece.",
         _wake_up,
+    ),
+    Decision(
+        "digests",
+        "Loads are verified on the GPU (what the kernel has not verified is not scattered, and "
+        "no load is reported before its verdict is known) if the digests of a chunk on 8 SMs, "
+        "or else on 16, take less than a quarter of the time of its copies to the device, beside "
+        "such copies, for 8 objects of 4 MiB and for MLA.",
+        _digests,
     ),
 )

@@ -191,14 +191,32 @@ class Clock:
             for work in works:
                 work()
         graph.replay()
+        return self._between_events(graph.replay, len(works))
+
+    def enqueued(self, works: Sequence[Callable[[], object]]) -> Timing:
+        """Seconds of one of `works`, each of which takes longer than to enqueue it.
+
+        Other threads may use the device meanwhile, which the capture of a graph forbids.
+        """
+
+        def all_of_them() -> None:
+            for work in works:
+                work()
+
+        all_of_them()
+        if not self.ctx.cuda:
+            return self.wall(all_of_them).times(1 / len(works))
+        return self._between_events(all_of_them, len(works))
+
+    def _between_events(self, work: Callable[[], object], count: int) -> Timing:
         times = []
         for _ in range(self.samples):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
-            graph.replay()
+            work()
             end.record()
             end.synchronize()
-            times.append(start.elapsed_time(end) / 1e3 / len(works))
+            times.append(start.elapsed_time(end) / 1e3 / count)
         return timing_of(times)
 
 

@@ -101,6 +101,7 @@ PARTS: Final[dict[str, tuple[Group, ...]]] = {
         Group("fallback_triton", "gpu_design.step_of_stores", 90, serves="triton", optional=True),
         Group("fallback_torch", "gpu_design.step_of_stores", 60, serves="torch"),
         Group("registered_memory", "gpu_design.registered_memory", 60),
+        Group("digests", "gpu_digests.digests", 60, library=BUILT),
         Group("ncu", "gpu_figures.under_ncu", 120, tool="ncu"),
     ),
 }

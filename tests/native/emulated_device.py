@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import gpu_digests
 from emulation import Emulation, emulation
 from gpu_groups import Engine
 from simulated_device import SimulatedEvent, SimulatedStream, SimulatedStreams
@@ -90,6 +91,12 @@ def unfenced(load: Launch) -> Launch:
 def lost(load: Launch) -> Launch:
     """Loads do nothing."""
     return lambda *_: -1
+
+
+def stale(digests: Launch) -> Launch:
+    """From the third call on, digests stay what they are."""
+    calls = itertools.count()
+    return lambda *arguments: digests(*arguments) if next(calls) < 2 else 16
 
 
 def elsewhere(streams: SimulatedStreams) -> Patch:
@@ -173,6 +180,7 @@ class SlowEngine(Engine):
             raise RuntimeError("operation failed due to a previous error during capture")
 
 
+OF_DIGESTS = (stale,)
 OF_LOADS = (lost, unfenced)
 OF_STREAMS = (dropped, early, elsewhere, exposed, slow_link)
 
@@ -199,6 +207,14 @@ def device() -> Iterator[Engine]:
             emulated.library = dataclasses.replace(kept, copier=None)
         elif fault in OF_STREAMS:
             stack.enter_context(fault(streams))
+        elif fault in OF_DIGESTS:
+            hashes = gpu_digests.functions
+
+            def faulty() -> tuple[Launch, Launch]:
+                digests, room = hashes()
+                return fault(digests), room
+
+            stack.enter_context(mock.patch.object(gpu_digests, "functions", faulty))
         elif fault in OF_LOADS:
             copier = dataclasses.replace(kept.copier, load=fault(kept.copier.load))
             emulated.library = dataclasses.replace(kept, copier=copier)

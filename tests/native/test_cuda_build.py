@@ -68,41 +68,57 @@ def full(tmp_path_factory: pytest.TempPathFactory) -> Build:
     return build(
         tmp_path_factory.mktemp("full"),
         "-DKVSHELF_CUDA=ON",
+        "-DKVSHELF_DESIGN=ON",
         "-DCMAKE_CUDA_FLAGS=--resource-usage",
     )
 
 
 @pytest.fixture(scope="module")
-def sass(full: Build) -> dict[tuple[str, str, bool], list[str]]:
-    """Instructions of each kernel, by architecture, type of vector (mangled), is it a gather."""
+def disassembled(full: Build) -> dict[tuple[str, str], list[str]]:
+    """Instructions of each kernel, by architecture and mangled name."""
     places = [Path(str(shutil.which("nvcc"))).resolve().parent]
     places += [Path(entry) / "triton/backends/nvidia/bin" for entry in sys.path]
     found = shutil.which("cuobjdump", path=os.pathsep.join(map(str, places)))
     found = found or shutil.which("cuobjdump")
     if found is None:
         pytest.skip("no cuobjdump to disassemble with")
-    kernels: dict[tuple[str, str, bool], list[str]] = {}
+    kernels: dict[tuple[str, str], list[str]] = {}
     architecture = ""
     text = run(found, "-sass", full.library)
     for line in text.splitlines():
         if match := re.match(r"\s*arch = (sm_\d+)", line):
             architecture = match[1]
-        elif match := re.search(r"Function : .*copy_kernelI(5uint4|5uint2|[jh])Lb([01])E", line):
-            current = kernels[architecture, match[1], match[2] == "1"] = []
+        elif match := re.search(r"Function : (\w+)", line):
+            current = kernels[architecture, match[1]] = []
         elif match := re.match(r"\s+/\*[0-9a-f]{4,5}\*/\s+(.*?)\s*;", line):
             current.append(match[1])
     return kernels
+
+
+@pytest.fixture(scope="module")
+def sass(
+    disassembled: dict[tuple[str, str], list[str]],
+) -> dict[tuple[str, str, bool], list[str]]:
+    """Those of gather and scatter, by architecture, type of vector (mangled), is it a gather."""
+    return {
+        (architecture, match[1], match[2] == "1"): instructions
+        for (architecture, name), instructions in disassembled.items()
+        if (match := re.search(r"copy_kernelI(5uint4|5uint2|[jh])Lb([01])E", name))
+    }
 
 
 @pytest.mark.slow
 @needs_nvcc
 def test_no_kernel_spills_registers(full: Build) -> None:
     reports = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores", full.output)
-    assert len(reports) == 3 * 8
+    assert len(reports) == 3 * (8 + 3)
     assert {numbers for report in reports for numbers in report} == {"0"}
-    registers = [int(number) for number in re.findall(r"Used (\d+) registers", full.output)]
-    # 64 registers leave room for four blocks of 256 threads on each multiprocessor.
-    assert max(registers) <= 64
+    found = re.findall(r"entry function '(\w+)'(?s:.*?)Used (\d+) registers", full.output)
+    assert len(found) == len(reports)
+    # 64 registers leave room for four blocks of 256 threads on each multiprocessor, 128 for one
+    # block of 512.
+    for name, registers in found:
+        assert int(registers) <= (64 if "copy_kernel" in name else 128), name
 
 
 @pytest.mark.slow
@@ -141,6 +157,27 @@ def test_each_width_has_its_own_instructions_and_four_loads_are_under_way(
 
 @pytest.mark.slow
 @needs_nvcc
+def test_a_block_is_hashed_with_all_its_loads_under_way(
+    disassembled: dict[tuple[str, str], list[str]],
+) -> None:
+    of_sums = {
+        architecture: instructions
+        for (architecture, name), instructions in disassembled.items()
+        if "sum_kernel" in name
+    }
+    assert set(of_sums) == {"sm_80", "sm_90", "sm_100"}
+    for architecture, instructions in of_sums.items():
+        loads = [number for number, line in enumerate(instructions) if re.search(r"\bLDG", line)]
+        # Of 16 bytes; the compiler makes two of each for sm_100.
+        assert len(loads) == (32 if architecture == "sm_100" else 16)
+        between = instructions[loads[0] : loads[-1]]
+        assert not [line for line in between if re.search(r"\bIMAD\.WIDE\.U32|\bSTG", line)]
+        assert len([line for line in instructions if re.search(r"\bSTG", line)]) == 1
+        assert not [line for line in instructions if re.search(r"\b(LDL|STL)", line)]
+
+
+@pytest.mark.slow
+@needs_nvcc
 def test_the_library_loads_and_copies_without_cuda(full: Build) -> None:
     if readelf := shutil.which("readelf"):
         needed = re.findall(r"NEEDED.*\[(.*)\]", run(readelf, "-d", full.library))
@@ -164,6 +201,10 @@ def test_architectures_can_be_chosen(tmp_path: Path) -> None:
     library = library_module._load_library(made.library)
     assert library.device is not None
     assert library.device.architectures() == "86-real"
+    # What only `make gpu` measures is not in it.
+    import tvm_ffi
+
+    assert not tvm_ffi.load_module(made.library).implements_function("design_hash")
 
 
 @pytest.mark.slow

@@ -291,6 +291,7 @@ def test_a_faulty_device_never_passes(tmp_path: Path, fault: str, group: str, wh
         ("lost", "one_head", "loaded by kvshelf: "),
         ("lost", "from_files", "layer 0 from files: "),
         ("slow_link", "rates_are_learned", "out 1.0, in 1.0 GB/s, less than 10"),
+        ("stale", "digests", " flipped: "),
     ],
 )
 def test_a_check_finds_what_it_looks_for(tmp_path: Path, fault: str, group: str, why: str) -> None:
@@ -602,6 +603,18 @@ def steps(**milliseconds: float) -> dict[str, Any]:
     return facts
 
 
+def hashes(**shares: tuple[float, float]) -> dict[str, Any]:
+    """Seconds of the digests of chunks on 8 and 16 processors, as parts of their copies'."""
+    return {
+        "digests": {
+            "cost": {
+                name: {"seconds": {8: first * 3, 16: second * 3}, "seconds of its copies": 3}
+                for name, (first, second) in shares.items()
+            }
+        }
+    }
+
+
 @pytest.mark.parametrize(
     ("key", "facts", "expected"),
     [
@@ -625,6 +638,11 @@ def steps(**milliseconds: float) -> dict[str, Any]:
         ("wake-up", {}, "open"),
         ("wake-up", {"machine": {"seconds to wake up": 101e-6}}, "spin: a thread that sleeps is"),
         ("wake-up", {"machine": {"seconds to wake up": 100e-6}}, "sleep: a thread that sleeps is"),
+        ("digests", {}, "open"),
+        ("digests", hashes(), "open"),
+        ("digests", hashes(a=(0.2, 0.1), b=(0.24, 0.2)), "verify on 8 SMs: "),
+        ("digests", hashes(a=(0.2, 0.1), b=(0.25, 0.2)), "verify on 16 SMs: "),
+        ("digests", hashes(a=(0.2, 0.1), b=(0.4, 0.25)), "verify on CPUs: the digests of"),
         ("B8", steps(cuda=1, torch=9), "cuda may store (1.0 ms), torch may store (9.0 ms)"),
     ],
 )
