@@ -49,6 +49,7 @@ int64_t launches = 0;
 int64_t blocks = 0;
 int64_t copies = 0;
 int64_t last_width = 0;
+int64_t most_blocks = 0;  // of each launch; 0: any number
 std::atomic<int64_t> exposed{0};  // waits and questions outside of BesideCaptures
 thread_local int beside_captures = 0;
 
@@ -93,7 +94,7 @@ void run_blocks(const LaunchArguments& arguments, const Grid& grid, const Grid& 
     for (uint32_t x = 0; x < grid.x; ++x) {
       for (uint32_t ty = 0; ty < threads.y; ++ty) {
         for (uint32_t tx = 0; tx < threads.x; ++tx) {
-          copy_thread<Vector, kGather>(arguments, Grid{x, y}, Grid{tx, ty}, memory);
+          copy_layers<Vector, kGather>(arguments, grid, Grid{x, y}, Grid{tx, ty}, memory);
         }
       }
     }
@@ -235,6 +236,8 @@ int64_t seen(int64_t which) {
   return which >= 0 && which < 6 ? values[which] : -1;
 }
 
+void limit(int64_t blocks_of_a_launch) { most_blocks = blocks_of_a_launch; }
+
 int64_t divide(int64_t n, int64_t divisor) {
   return divider_of(divisor).quotient(static_cast<uint32_t>(n));
 }
@@ -254,6 +257,7 @@ const char* device_processors(int, int64_t* processors) {
 const char* device_launch(bool gather, LaunchPlan& plan, const int64_t* caches, int device,
                           void* stream) {
   last_width = plan.width;
+  if (most_blocks > 0) limit_blocks(plan, most_blocks);
   const char* error = nullptr;
   const int64_t width = plan.width;
   const bool done = for_each_launch(
@@ -359,6 +363,7 @@ const char* device_hash(const HashArguments& arguments, int64_t tiles, int64_t w
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(emulation_watch, kvshelf::watch);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(emulation_unwatch, kvshelf::unwatch);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(emulation_seen, kvshelf::seen);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(emulation_limit, kvshelf::limit);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(emulation_divide, kvshelf::divide);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(emulation_simulate, kvshelf::simulate);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(emulation_run, kvshelf::run_work);

@@ -22,6 +22,13 @@ ATTRIBUTES_GAIN: Final = 1.05
 FALLBACK_SECONDS: Final = 0.020
 #: A thread that sleeps until an event may be awake so much later than one that spins.
 WAKE_UP_SECONDS: Final = 100e-6
+#: Another way of loading has to shorten steps beside loads by this part of a step alone; ways that
+#: differ less than the second number count as alike. It may cost so much of the rate of loads, and
+#: the slowest steps may get so much slower.
+STEP_GAIN: Final = 0.01
+STEP_ALIKE: Final = 0.003
+RATE_KEPT: Final = 0.97
+TAIL_KEPT: Final = 1.02
 #: Digests of a chunk on the GPU may take this much of the time of its copies.
 DIGESTS_SHARE: Final = 0.25
 
@@ -102,6 +109,24 @@ def _wake_up(facts: Facts) -> str:
     return f"spin: {told}" if seconds > WAKE_UP_SECONDS else f"sleep: {told}"
 
 
+def _ways(facts: Facts) -> str:
+    # {way: {"median": seconds, "99 %": seconds, "GB/s": rate}}, the default first, then by how
+    # much they differ from it.
+    measured, alone = facts["ways_of_loading"]["ways"], facts["ways_of_loading"]["alone"]
+    default, now = next(iter(measured.items()))
+    gains = {
+        name: (now["median"] - way["median"]) / alone
+        for name, way in measured.items()
+        if way["GB/s"] >= RATE_KEPT * now["GB/s"] and way["99 %"] <= TAIL_KEPT * now["99 %"]
+    }
+    best = max(gains.values())
+    told = f"steps beside loads are {100 * (now['median'] / alone - 1):.1f} % longer with {default}"
+    if best < STEP_GAIN:
+        return f"keep {default}: {told}, and at most {100 * best:.1f} % of a step would be gained"
+    name = next(name for name in gains if gains[name] >= max(STEP_GAIN, best - STEP_ALIKE))
+    return f"change to {name}: {told}, {100 * gains[name]:.1f} % of a step less with these"
+
+
 def _digests(facts: Facts) -> str:
     # {chunk: {"seconds": {blocks: seconds}, "seconds of its copies": seconds}}
     measured = facts["digests"]["cost"]
@@ -146,6 +171,15 @@ DECISIONS: Final = (
         "its event, if a thread that sleeps is awake more than 100 µs after it: the queue holds "
         "150 µs beyond the oldest piece.",
         _wake_up,
+    ),
+    Decision(
+        "ring and grid",
+        "Loads get 4 device buffers of one object instead of 3 of a chunk, their kernels at most "
+        "32, 16 or 8 blocks of threads, or both, if decode steps beside loads at full rate are so "
+        "shorter (median) by at least 1 % of a step alone, loads keep 97 % of the rate, and the "
+        "99th percentile of the steps is not more than 2 % longer. Of ways whose gains differ by "
+        "less than 0.3 % of a step, the one that changes least.",
+        _ways,
     ),
     Decision(
         "digests",

@@ -6,12 +6,13 @@ import contextlib
 import ctypes
 import functools
 import itertools
+import statistics
 import threading
 import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Final
 from unittest import mock
 
@@ -22,6 +23,7 @@ from gpu_measure import (
     LLAMA,
     Caches,
     Clock,
+    Shape,
     copies,
     load_all,
     make_caches,
@@ -38,6 +40,7 @@ from kvshelf.kv import device
 from kvshelf.kv.caches import LayerCall
 from kvshelf.kv.device import DeviceKVCache
 from kvshelf.kv.layout import PagedLayout
+from kvshelf.kv.native_copier import NativeCopier
 
 KIB: Final = 1024
 #: Bytes of a piece: powers of two, and those of MLA with blocks of 16 and 64 tokens.
@@ -338,23 +341,44 @@ class Step:
         return time.perf_counter() - start
 
 
+@dataclass
+class Loading:
+    """Loads of all objects, again and again.
+
+    Attributes
+    ----------
+    rounds : int
+    seconds : float
+        That these took.
+    """
+
+    rounds: int = 0
+    seconds: float = 0.0
+
+    def gigabytes(self, chunks: int, shape: Shape) -> float:
+        """GB/s, where a round has so many chunks."""
+        return self.rounds * chunks * shape.chunk_bytes / max(self.seconds, 1e-9) / 1e9
+
+
 @contextlib.contextmanager
 def loads_at_full_rate(
     path: DeviceKVCache, caches: Caches, staging: Sequence[Tensor]
-) -> Iterator[list[int]]:
-    """Load all objects again and again; yields a list with the number of rounds."""
+) -> Iterator[Loading]:
+    """Load all objects again and again; at the end it is known how fast that was."""
     ends = threading.Event()
-    rounds = [0]
+    done = Loading()
 
     def work() -> None:
+        began = time.perf_counter()
         while not ends.is_set():
             load_all(path, caches, staging, THREADS)
-            rounds[0] += 1
+            done.rounds += 1
+            done.seconds = time.perf_counter() - began
 
     with ThreadPoolExecutor(1) as pool:
         loading = pool.submit(work)
         try:
-            yield rounds
+            yield done
         finally:
             ends.set()
             loading.result()
@@ -416,11 +440,9 @@ def steps(ctx: Context) -> None:
                 goal=1.0,
             )
 
-        with loads_at_full_rate(path, caches, loaded) as rounds:
-            began, before = time.perf_counter(), rounds[0]
+        with loads_at_full_rate(path, caches, loaded) as loading:
             beside = plain()
-            rate = (rounds[0] - before) * shape.chunks * shape.chunk_bytes
-            rate /= (time.perf_counter() - began) * 1e9
+        rate = loading.gigabytes(shape.chunks, shape)
         compare("beside loads", beside)
         ctx.fact("GB/s loaded beside steps", rate, f"loaded beside steps: {rate:.1f} GB/s")
         compare("behind stores", behind_bursts())
@@ -428,6 +450,81 @@ def steps(ctx: Context) -> None:
             times = behind_bursts()
         compare("beside loads, behind stores", times)
     path.close()
+
+
+#: Ways of loading: shards at once (None: those of a chunk), and most blocks of a scatter (0: any
+#: number). The first is the default; what differs less from it comes earlier.
+WAYS: Final = tuple((shards, blocks) for shards in (None, 1) for blocks in (0, 32, 16, 8))
+
+
+def name_of_way(shards: int | None, blocks: int) -> str:
+    """Return the name of a way in reports."""
+    return f"{'chunks' if shards is None else 'objects'}, {blocks or 'all'} blocks"
+
+
+def ways_of_loading(ctx: Context) -> None:
+    """(e) A decode-like step beside loads, by the ring of loads and by a limit of their grids."""
+    shape = sized(ctx, replace(LLAMA, chunks=RING))
+    caches, step = make_caches(shape, ctx.device), Step(ctx)
+    rounds, many = (1, 2) if ctx.small else (3, 200)
+    times: dict[str, list[float]] = {"alone": []}
+    loaded: dict[str, Loading] = {}
+    with (
+        contextlib.ExitStack() as stack,
+        ctx.staging(shape.chunks * shape.shards, shape.object_bytes) as staging,
+    ):
+        paths: dict[str, DeviceKVCache] = {}
+        for shards, blocks in WAYS:
+            path = caches.on_device(ctx, ring=1, loads=THREADS, pinned=True, load_shards=shards)
+            stack.callback(path.close)
+            native = path._copier
+            assert isinstance(native, NativeCopier)
+            native.limit(blocks)
+            paths[name_of_way(shards, blocks)] = path
+        for name, path in paths.items():
+            _check_loads(ctx, path, caches, staging, name)
+        for _ in range(20 if ctx.cuda else 1):
+            step.run()
+        # In turns, so that no way has another clock of the GPU than the others.
+        for _ in range(rounds):
+            times["alone"] += [step.run() for _ in range(many)]
+            for name, path in paths.items():
+                with loads_at_full_rate(path, caches, staging) as loading:
+                    times.setdefault(name, []).extend(step.run() for _ in range(many))
+                total = loaded.setdefault(name, Loading())
+                total.rounds += loading.rounds
+                total.seconds += loading.seconds
+    floor = timing_of(times.pop("alone"))
+    found: dict[str, dict[str, float]] = {}
+    for name, taken in times.items():
+        rate = loaded[name].gigabytes(shape.chunks, shape)
+        found[name] = {
+            "median": statistics.median(taken),
+            "99 %": statistics.quantiles(taken, n=100)[98],
+            "GB/s": rate,
+        }
+        note = f"loads of {rate:.1f} GB/s"
+        ctx.row(f"step beside {name}", timing_of(taken), "alone", floor, 0, 1 / 1.03, note)
+    ctx.fact("alone", floor.seconds)
+    ctx.fact("ways", found)
+
+
+def _check_loads(
+    ctx: Context, path: DeviceKVCache, caches: Caches, staging: Sequence[Tensor], name: str
+) -> None:
+    """Compare what one way loads with what a gather finds in the blocks."""
+    shape = caches.shape
+    shards = range(shape.shards)
+    slots, payloads = caches.slots(0), staging[: shape.shards]
+    with ctx.staging(shape.shards, shape.object_bytes) as found:
+        for payload in payloads:
+            payload.random_(0, 256)
+        path.scatter_chunk(shards, slots, payloads, path.fence())
+        copied = path.gather(slots, found)
+        assert copied is not None
+        copied.wait()
+        for got, want in zip(found, payloads, strict=True):
+            ctx.equal(got, want, f"loaded by {name}")
 
 
 def registered_memory(ctx: Context) -> None:

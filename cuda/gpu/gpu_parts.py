@@ -97,6 +97,7 @@ PARTS: Final[dict[str, tuple[Group, ...]]] = {
         Group("copies_by_piece", "gpu_design.copies_by_piece", 90),
         Group("direct_loads", "gpu_design.direct_loads", 90),
         Group("loads_beside_products", "gpu_design.loads_beside_products", 60),
+        Group("ways_of_loading", "gpu_design.ways_of_loading", 90),
         Group("fallback_cuda", "gpu_design.step_of_stores", 60),
         Group("fallback_triton", "gpu_design.step_of_stores", 90, serves="triton", optional=True),
         Group("fallback_torch", "gpu_design.step_of_stores", 60, serves="torch"),

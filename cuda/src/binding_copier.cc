@@ -25,8 +25,8 @@ void check(const char* error) {
   }
 }
 
-// runs: for each run of layers the fields of a PagedIndex, the addresses of its caches' addresses and
-// of their starts, parts, part, first slot. Returns 0 when the counts exceed what the kernels can count.
+// runs: for each run of layers the fields of a PagedIndex, the address of the addresses of its caches,
+// start, parts, part, first slot. Returns 0 when the counts exceed what the kernels can count.
 int64_t open(int64_t device, int64_t runs_address, int64_t count, int64_t payload_bytes,
              int64_t shards, bool direct, int64_t stream) {
   constexpr int64_t kFields = kvshelf::kIndexFields + 5;
@@ -38,8 +38,7 @@ int64_t open(int64_t device, int64_t runs_address, int64_t count, int64_t payloa
     const int64_t* const rest = fields + kvshelf::kIndexFields;
     const int64_t* const caches = at<const int64_t>(rest[0]);
     run.caches.assign(caches, caches + run.index.layers);
-    const int64_t* const starts = at<const int64_t>(rest[1]);
-    run.starts.assign(starts, starts + run.index.layers);
+    run.start = rest[1];
     run.parts = rest[2];
     run.part = rest[3];
     run.first_slot = rest[4];
@@ -57,6 +56,8 @@ void close(int64_t copier) { delete at<Copier>(copier); }
 void add_buffer(int64_t copier, int64_t payloads, int64_t stride, bool for_loads) {
   check(at<Copier>(copier)->add_buffer(at<unsigned char>(payloads), stride, for_loads));
 }
+
+void limit(int64_t copier, int64_t blocks) { at<Copier>(copier)->limit(blocks); }
 
 void bind(int64_t copier, int64_t run, int64_t caches) {
   at<Copier>(copier)->bind(run, at<const int64_t>(caches));
@@ -107,6 +108,7 @@ double rate(int64_t copier, bool of_stores) { return at<Copier>(copier)->rate(of
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(copier_open, open);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(copier_close, close);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(copier_add_buffer, add_buffer);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(copier_limit, limit);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(copier_bind, bind);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(copier_store, store);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(copier_wait, wait);

@@ -93,6 +93,11 @@ def lost(load: Launch) -> Launch:
     return lambda *_: -1
 
 
+def first_only(load: Launch) -> Launch:
+    """Each load is one of the first object."""
+    return lambda *arguments: load(*arguments[:2], 0, *arguments[3:])
+
+
 def stale(digests: Launch) -> Launch:
     """From the third call on, digests stay what they are."""
     calls = itertools.count()
@@ -181,7 +186,7 @@ class SlowEngine(Engine):
 
 
 OF_DIGESTS = (stale,)
-OF_LOADS = (lost, unfenced)
+OF_LOADS = (first_only, lost, unfenced)
 OF_STREAMS = (dropped, early, elsewhere, exposed, slow_link)
 
 

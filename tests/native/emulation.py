@@ -117,6 +117,8 @@ class Emulation:
         self._unwatch = module.get_function("emulation_unwatch")
         self._seen = module.get_function("emulation_seen")
         self.divide = module.get_function("emulation_divide")
+        #: Lets launches have at most so many blocks; 0: any number.
+        self.limit = module.get_function("emulation_limit")
         self._counts: list[Counts] = []  # the library writes into them
         self.run = module.get_function("emulation_run")
         self._devices: list[NativeDevice] = []

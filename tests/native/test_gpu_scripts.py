@@ -291,6 +291,8 @@ def test_a_faulty_device_never_passes(tmp_path: Path, fault: str, group: str, wh
         ("lost", "one_head", "loaded by kvshelf: "),
         ("lost", "from_files", "layer 0 from files: "),
         ("slow_link", "rates_are_learned", "out 1.0, in 1.0 GB/s, less than 10"),
+        ("lost", "ways_of_loading", "loaded by chunks, all blocks: "),
+        ("first_only", "ways_of_loading", "loaded by objects, all blocks: "),
         ("stale", "digests", " flipped: "),
     ],
 )
@@ -603,6 +605,18 @@ def steps(**milliseconds: float) -> dict[str, Any]:
     return facts
 
 
+def ways(**others: tuple[float, float, float]) -> dict[str, Any]:
+    """Medians, 99th percentiles and rates of ways of loading; a step alone takes 1 second."""
+    measured = {"default": (1.05, 1.2, 50.0)} | others
+    names = ("median", "99 %", "GB/s")
+    return {
+        "ways_of_loading": {
+            "alone": 1.0,
+            "ways": {name: dict(zip(names, way, strict=True)) for name, way in measured.items()},
+        }
+    }
+
+
 def hashes(**shares: tuple[float, float]) -> dict[str, Any]:
     """Seconds of the digests of chunks on 8 and 16 processors, as parts of their copies'."""
     return {
@@ -638,6 +652,13 @@ def hashes(**shares: tuple[float, float]) -> dict[str, Any]:
         ("wake-up", {}, "open"),
         ("wake-up", {"machine": {"seconds to wake up": 101e-6}}, "spin: a thread that sleeps is"),
         ("wake-up", {"machine": {"seconds to wake up": 100e-6}}, "sleep: a thread that sleeps is"),
+        ("ring and grid", {}, "open"),
+        ("ring and grid", ways(), "keep default: steps beside loads are 5.0 % longer with default"),
+        ("ring and grid", ways(a=(1.041, 1.2, 50)), "keep default: "),
+        ("ring and grid", ways(a=(1.039, 1.2, 50)), "change to a: "),
+        ("ring and grid", ways(a=(1.02, 1.2, 48.4), b=(1.02, 1.23, 50)), "keep default: "),
+        ("ring and grid", ways(a=(1.032, 1.2, 50), b=(1.03, 1.2, 50)), "change to a: "),
+        ("ring and grid", ways(a=(1.035, 1.2, 50), b=(1.03, 1.2, 50)), "change to b: "),
         ("digests", {}, "open"),
         ("digests", hashes(), "open"),
         ("digests", hashes(a=(0.2, 0.1), b=(0.24, 0.2)), "verify on 8 SMs: "),

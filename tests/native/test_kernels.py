@@ -6,6 +6,7 @@ made of loops. It counts what each byte of memory sees.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Iterator
 from dataclasses import replace
@@ -126,13 +127,46 @@ def check_exactly_once(device: Emulation, case: Case, buffers: Buffers) -> int:
     lead=st.integers(0, 33),
     gap=st.sampled_from([0, 0, 1, 2, 4, 8, 16, 5]),
     shards_outside=st.booleans(),
+    blocks=st.sampled_from([0, 0, 1, 2, 3, 8]),
 )
 @settings(max_examples=400)
 def test_every_byte_is_copied_exactly_once(
-    case: Case, lead: int, gap: int, shards_outside: bool
+    case: Case, lead: int, gap: int, shards_outside: bool, blocks: int
 ) -> None:
     buffers = Buffers.of(case, lead, gap, shards_outside=shards_outside)
-    check_exactly_once(emulation(), case, buffers)
+    with limited(blocks):
+        check_exactly_once(emulation(), case, buffers)
+
+
+@contextlib.contextmanager
+def limited(blocks: int) -> Iterator[None]:
+    """Launches have at most so many blocks."""
+    emulation().limit(blocks)
+    try:
+        yield
+    finally:
+        emulation().limit(0)
+
+
+@pytest.mark.parametrize(
+    ("heads", "most", "blocks"),
+    # 5 layers; of each 4 blocks of 16 steps of 4 tokens, as long as nothing limits them.
+    [
+        *((8, 0, 20), (8, 20, 20), (8, 19, 10), (8, 9, 5), (8, 3, 3), (8, 1, 1)),
+        # The lanes of a token need two blocks.
+        *((64, 0, 80), (64, 11, 10), (64, 7, 6), (64, 1, 2)),
+    ],
+)
+def test_a_grid_can_be_limited(device: Emulation, heads: int, most: int, blocks: int) -> None:
+    shape = {"layers": 5, "blocks": 4, "block_size": 64, "heads": heads, "head_size": 32}
+    paged = make_paged("bhnc-nhd", torch.bfloat16, **shape)
+    case = Case(paged, list(range(256 if heads == 8 else 128)), 1, 1, 0, heads)
+    buffers = Buffers.of(case)
+    with limited(most), device.in_use():
+        ops.gather_kv(paged.caches, case.mapping, buffers.view, paged.layout, 0, heads)
+        assert device.launches == 1
+        assert device.blocks == blocks
+    np.testing.assert_array_equal(buffers.view.numpy(), case.gathered())
 
 
 def aligned(paged: Paged) -> bool:

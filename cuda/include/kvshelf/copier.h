@@ -29,11 +29,11 @@
 
 namespace kvshelf {
 
-// Layers of one layout, and their places in the payload of each shard.
+// Consecutive layers of one layout, and their place in the payload of each shard.
 struct LayerRun {
   PagedIndex index;  // of one shard: the first
   std::vector<int64_t> caches;
-  std::vector<int64_t> starts;  // of each layer in a payload, in bytes
+  int64_t start;  // in a payload, in bytes
   // A payload holds the heads `parts` times, and the caches hold only the `part`-th of these groups.
   int64_t parts;
   int64_t part;
@@ -61,6 +61,10 @@ class Copier {
   const char* open(void* stream);
   // A device buffer for all shards of a chunk, the first at `payloads`.
   const char* add_buffer(unsigned char* payloads, int64_t stride, bool for_loads);
+
+  // Kernels of loads from now on: at most `blocks` blocks of threads each, see limit_blocks; 0: any
+  // number. Nothing may be under way.
+  void limit(int64_t blocks) { most_blocks_ = blocks; }
 
   // Sets the addresses of a run's caches. Nothing may be under way.
   void bind(int64_t run, const int64_t* caches);
@@ -117,9 +121,9 @@ class Copier {
     const char* error = nullptr;
   };
 
-  // A run's part of a chunk or tail of `tokens` slots: its index, and its starts in a payload.
+  // A run's part of a chunk or tail of `tokens` slots: its index, and its start in a payload.
   PagedIndex index_of(const LayerRun& run, int64_t tokens) const;
-  std::vector<int64_t> starts_of(const LayerRun& run, int64_t tokens) const;
+  int64_t start_of(const LayerRun& run, int64_t tokens) const;
   int64_t payload_bytes(int64_t tokens) const;
 
   const char* enqueue(const LayerRun& run, bool gather, int64_t tokens, int64_t first_shard,
@@ -142,6 +146,7 @@ class Copier {
   int64_t tokens_ = 0;  // slots of a whole chunk
   const int64_t payload_bytes_;
   const bool direct_;
+  int64_t most_blocks_ = 0;
   Link out_;
   Link in_;
   std::deque<Buffer> buffers_;

@@ -31,8 +31,9 @@ template <typename Vector, bool kGather>
 __global__ void __launch_bounds__(kBlockThreads)
     copy_kernel(const __grid_constant__ LaunchArguments arguments) {
   DeviceMemory memory;
-  copy_thread<Vector, kGather>(arguments, Grid{blockIdx.x, blockIdx.y},
-                               Grid{threadIdx.x, threadIdx.y}, memory);
+  copy_layers<Vector, kGather>(arguments, Grid{gridDim.x, gridDim.y},
+                               Grid{blockIdx.x, blockIdx.y}, Grid{threadIdx.x, threadIdx.y},
+                               memory);
 }
 
 #else

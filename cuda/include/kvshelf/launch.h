@@ -2,13 +2,14 @@
 // does.
 //
 // Owns the launch plan and the body of the kernels. Everything here is also compiled as plain
-// C++: src/copy_cuda.cu runs copy_thread in kernels, emulation/emulate.cc runs it for each block
+// C++: src/copy_cuda.cu runs copy_layers in kernels, emulation/emulate.cc runs it for each block
 // and each thread in loops, so that it can be proved without a GPU that every byte is written
 // exactly once.
 //
 // A lane is one vector of one token: (kv, head, vector of the row). A block is a rectangle of
-// lanes (x) and tokens (y) of one layer (blockIdx.y); each thread keeps its lane and walks over `steps` tokens, kInFlight independent loads at a time. So what depends
-// on the lane is computed once, a warp touches rows as a whole, and no thread waits for another.
+// lanes (x) and tokens (y) of one layer (blockIdx.y); each thread keeps its lane and walks over
+// `steps` tokens, kInFlight independent loads at a time. So what depends on the lane is computed
+// once, a warp touches rows as a whole, and no thread waits for another.
 
 #ifndef KVSHELF_LAUNCH_H_
 #define KVSHELF_LAUNCH_H_
@@ -19,9 +20,10 @@
 
 namespace kvshelf {
 
-// Addresses of the caches and the slots travel in the kernel's arguments: they need no memory on the device that would have to be kept until the last launch, or the last
-// replay of a graph, is over, and no copy to the device that would wait behind others. 4 KiB of
-// arguments are allowed everywhere; what does not fit takes another launch.
+// Addresses of the caches and the slots travel in the kernel's arguments: they need no memory on the
+// device that would have to be kept until the last launch, or the last replay of a graph, is over,
+// and no copy to the device that would wait behind others. 4 KiB of arguments are allowed
+// everywhere; what does not fit takes another launch.
 constexpr int64_t kLayersPerLaunch = 128;
 constexpr int64_t kSlotsPerLaunch = 512;
 
@@ -76,12 +78,14 @@ inline Divider divider_of(int64_t divisor) {
 // Arguments of one launch, by value.
 struct LaunchArguments {
   PagedIndex index;
+  int64_t first_layer;  // of this launch
   int64_t first_token;
 
   unsigned char* buffers;
   int64_t buffer_step;  // bytes in a buffer from a thread's token to its next one
 
   uint32_t tokens;  // of this launch
+  uint32_t layers;
   uint32_t lanes;
   uint32_t lanes_per_block;
   uint32_t rows_per_block;  // tokens beside each other in a block
@@ -95,7 +99,6 @@ struct LaunchArguments {
   Divider shard_heads;  // by the heads of a shard
 
   int64_t caches[kLayersPerLaunch];
-  uint32_t starts[kLayersPerLaunch];  // of the layers in a shard's buffer, in vectors
   int32_t slot_values[kSlotsPerLaunch];  // one for each token of this launch
 };
 
@@ -103,30 +106,24 @@ struct LaunchArguments {
 struct LaunchPlan {
   LaunchArguments arguments;  // without what differs by launch
   const int64_t* slots;       // on the host
-  const int64_t* starts;      // of the layers in a shard's buffer, in bytes; null: without gaps
   int64_t cache_slots;        // slots in the cache
   int64_t width;              // bytes of a vector: 16, 8, 4 or 1
   int64_t launch_tokens;      // most tokens of a launch
+  int64_t launch_layers;      // most layers that are copied beside each other
   int64_t lane_tiles;
   bool empty;      // nothing to launch
-  bool too_large;  // more slots or lanes than 31 bits can count, or vectors of a buffer than 32
+  bool too_large;  // more slots or lanes than 31 bits can count
 };
-
-// Where a layer begins in a shard's buffer. starts: as in LaunchPlan.
-inline int64_t layer_start(const PagedIndex& index, const int64_t* starts, int64_t layer) {
-  return starts == nullptr ? layer * index.buffer_layer_stride : starts[layer];
-}
 
 // The widest vector that fits all addresses: every stride that is used, the row, every base. There
 // is none of 2 bytes: only rows of an odd number of 2-byte elements would use it.
-inline int64_t vector_width(const PagedIndex& index, const int64_t* caches, const int64_t* starts,
-                            uintptr_t buffers) {
+inline int64_t vector_width(const PagedIndex& index, const int64_t* caches, uintptr_t buffers) {
   uint64_t all = 16 | static_cast<uint64_t>(index.row_bytes) | buffers;
   const auto add = [&all](int64_t count, int64_t stride) {
     if (count > 1) all |= static_cast<uint64_t>(stride);
   };
   for (int64_t layer = 0; layer < index.layers; ++layer) {
-    all |= static_cast<uint64_t>(caches[layer] | layer_start(index, starts, layer));
+    all |= static_cast<uint64_t>(caches[layer]);
   }
   all |= static_cast<uint64_t>(index.first_head * index.head_stride);
   add(index.num_blocks, index.block_stride);
@@ -145,13 +142,12 @@ constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // Plans the launches of a call.
 //
-// starts, slots: as in LaunchPlan, slots good ones. processors: multiprocessors of the device.
-inline LaunchPlan make_plan(const PagedIndex& index, const int64_t* caches, const int64_t* starts,
-                            const int64_t* slots, unsigned char* buffers, int64_t processors) {
+// slots: good ones, on the host. processors: multiprocessors of the device.
+inline LaunchPlan make_plan(const PagedIndex& index, const int64_t* caches, const int64_t* slots,
+                            unsigned char* buffers, int64_t processors) {
   LaunchPlan plan{};
-  plan.width = vector_width(index, caches, starts, reinterpret_cast<uintptr_t>(buffers));
+  plan.width = vector_width(index, caches, reinterpret_cast<uintptr_t>(buffers));
   plan.slots = slots;
-  plan.starts = starts;
   plan.cache_slots = index.num_blocks * index.block_size;
   LaunchArguments& a = plan.arguments;
   a.index = index;
@@ -162,9 +158,6 @@ inline LaunchPlan make_plan(const PagedIndex& index, const int64_t* caches, cons
   const int64_t lanes = index.kv_planes * all_heads * row_vectors;
   plan.empty = lanes == 0 || index.tokens == 0 || index.layers == 0;
   plan.too_large = lanes > INT32_MAX || plan.cache_slots > INT32_MAX;
-  for (int64_t layer = 0; layer < index.layers; ++layer) {
-    plan.too_large |= layer_start(index, starts, layer) / plan.width > UINT32_MAX;
-  }
   if (plan.empty || plan.too_large) return plan;
 
   plan.launch_tokens = smaller(index.tokens, kSlotsPerLaunch);
@@ -175,7 +168,8 @@ inline LaunchPlan make_plan(const PagedIndex& index, const int64_t* caches, cons
   if (rows > plan.launch_tokens) rows = plan.launch_tokens;
   // Long enough to pay for a thread's start, short enough for two blocks on each processor.
   int64_t steps = kMostSteps;
-  const int64_t beside = lane_tiles * smaller(index.layers, kLayersPerLaunch);
+  plan.launch_layers = smaller(index.layers, kLayersPerLaunch);
+  const int64_t beside = lane_tiles * plan.launch_layers;
   while (steps > kInFlight && ceil_div(plan.launch_tokens, rows * steps) * beside < 2 * processors) {
     steps /= 2;
   }
@@ -196,6 +190,21 @@ inline LaunchPlan make_plan(const PagedIndex& index, const int64_t* caches, cons
   a.inner = divider_of(a.kv_inside_head ? index.kv_planes : all_heads);
   a.shard_heads = divider_of(index.heads);
   return plan;
+}
+
+// Lets a launch have at most `most` blocks, each of which copies more: they leave the other
+// multiprocessors to others. There are as many as share the lanes of a token in any case.
+inline void limit_blocks(LaunchPlan& plan, int64_t most) {
+  if (plan.empty || plan.too_large) return;
+  LaunchArguments& a = plan.arguments;
+  const auto token_tiles = [&] {
+    return ceil_div(plan.launch_tokens, int64_t{a.rows_per_block} * a.steps);
+  };
+  while (token_tiles() > 1 && token_tiles() * plan.lane_tiles * plan.launch_layers > most) {
+    a.steps *= 2;
+  }
+  const int64_t beside = most / (token_tiles() * plan.lane_tiles);
+  plan.launch_layers = smaller(plan.launch_layers, beside > 1 ? beside : 1);
 }
 
 struct Grid {
@@ -221,12 +230,11 @@ bool for_each_launch(LaunchPlan& plan, const int64_t* caches, const Launch& laun
     const int64_t tiles = ceil_div(tokens, int64_t{a.rows_per_block} * a.steps);
     for (int64_t layer = 0; layer < index.layers; layer += kLayersPerLaunch) {
       const int64_t layers = smaller(kLayersPerLaunch, index.layers - layer);
-      for (int64_t i = 0; i < layers; ++i) {
-        a.caches[i] = caches[layer + i];
-        a.starts[i] = static_cast<uint32_t>(layer_start(index, plan.starts, layer + i) / plan.width);
-      }
+      a.first_layer = layer;
+      a.layers = static_cast<uint32_t>(layers);
+      for (int64_t i = 0; i < layers; ++i) a.caches[i] = caches[layer + i];
       const Grid grid{static_cast<uint32_t>(tiles * plan.lane_tiles),
-                      static_cast<uint32_t>(layers)};
+                      static_cast<uint32_t>(smaller(layers, plan.launch_layers))};
       const Grid threads{a.lanes_per_block, a.rows_per_block};
       if (!launch(static_cast<const LaunchArguments&>(a), grid, threads)) return false;
     }
@@ -240,7 +248,7 @@ bool for_each_launch(LaunchPlan& plan, const int64_t* caches, const Launch& laun
 #define KVSHELF_UNROLL
 #endif
 
-// What one thread does. Memory has load<Vector>(address) and store(address, value).
+// What one thread does in one layer. Memory has load<Vector>(address) and store(address, value).
 template <typename Vector, bool kGather, typename Memory>
 KVSHELF_HD void copy_thread(const LaunchArguments& a, const Grid& block, const Grid& thread,
                             Memory& memory) {
@@ -257,13 +265,14 @@ KVSHELF_HD void copy_thread(const LaunchArguments& a, const Grid& block, const G
   const uint32_t shard = a.shard_heads.quotient(head);
   const int64_t in_row =
       static_cast<int64_t>(lane - row * a.row_vectors.divisor) * int64_t{sizeof(Vector)};
+  const int64_t layer = a.first_layer + block.y;
   uint32_t token = token_tile * a.rows_per_block * a.steps + thread.y;
 
   const PagedIndex& index = a.index;
   unsigned char* const paged =
       reinterpret_cast<unsigned char*>(a.caches[block.y]) + index.row_offset(kv, head) + in_row;
-  unsigned char* buffer = a.buffers + a.starts[block.y] * int64_t{sizeof(Vector)} +
-                          index.buffer_offset(shard, 0, kv, a.first_token + token,
+  unsigned char* buffer = a.buffers +
+                          index.buffer_offset(shard, layer, kv, a.first_token + token,
                                               head - shard * a.shard_heads.divisor) +
                           in_row;
 
@@ -304,6 +313,15 @@ KVSHELF_HD void copy_thread(const LaunchArguments& a, const Grid& block, const G
     }
     token += kInFlight * a.rows_per_block;
     buffer += kInFlight * a.buffer_step;
+  }
+}
+
+// What one thread does: its block's layer, and those of the blocks that a limited grid lacks.
+template <typename Vector, bool kGather, typename Memory>
+KVSHELF_HD void copy_layers(const LaunchArguments& a, const Grid& grid, const Grid& block,
+                            const Grid& thread, Memory& memory) {
+  for (uint32_t layer = block.y; layer < a.layers; layer += grid.y) {
+    copy_thread<Vector, kGather>(a, Grid{block.x, layer}, thread, memory);
   }
 }
 

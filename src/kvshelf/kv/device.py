@@ -72,6 +72,8 @@ DEFAULT_RING = 4
 #: Most device buffers for loads: while one is filled, another is scattered, and a third is handed
 #: from thread to thread.
 LOAD_BUFFERS: Final = 3
+#: The same where each holds only some shards of a chunk.
+LOAD_PIECES: Final = 4
 #: A copy from the host directly into a block is worth it from this size on. Smaller ones cost the
 #: copy engine more than a kernel that distributes them: 18 KiB get a tenth of the bandwidth.
 DIRECT_BYTES: Final = 64 << 10
@@ -164,6 +166,9 @@ class DeviceKVCache(KVCache):
         one, where a quarter of the free memory is too small.
     pinned : bool
         The payloads of scatters are page-locked.
+    load_shards : int, optional
+        Shards of a chunk that are copied to the device and scattered at once; a device buffer of
+        loads holds no more, and there are :data:`LOAD_PIECES` of them. All when absent.
     streams : Streams, optional
         The device's own when absent.
 
@@ -184,6 +189,7 @@ class DeviceKVCache(KVCache):
         ring: int = DEFAULT_RING,
         loads: int = 2,
         pinned: bool = False,
+        load_shards: int | None = None,
         streams: Streams | None = None,
     ) -> None:
         #: The place of each shard among the shards of the caches.
@@ -206,10 +212,12 @@ class DeviceKVCache(KVCache):
         native = native_copier(copy, self._streams, direct=direct)
         self._copier: Copier = native or TorchCopier(copy, self._streams)
         without_buffers = direct and native is not None
+        self._load_shards = load_shards or copy.shards
+        most = LOAD_BUFFERS if load_shards is None else LOAD_PIECES
         # Buffers for loads first: loads need at least one, and they are small beside the ring.
         for payloads in self._allocate(
-            loads if without_buffers else min(loads, LOAD_BUFFERS),
-            0 if without_buffers else copy.shards,
+            loads if without_buffers else min(loads, most),
+            0 if without_buffers else self._load_shards,
         ):
             self._copier.add_buffer(payloads, for_loads=True)
         buffers = self._allocate(ring, copy.shards)
@@ -410,7 +418,9 @@ class DeviceKVCache(KVCache):
             )
         try:
             with trace_range("kvshelf scatter"):
-                self._use(self._copier.load, copy, first, slots, payloads, fence)
+                for at in range(0, len(payloads), self._load_shards):
+                    part = payloads[at : at + self._load_shards]
+                    self._use(self._copier.load, copy, first + at, slots, part, fence)
         finally:
             self._end()
 

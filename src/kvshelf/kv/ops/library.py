@@ -82,6 +82,7 @@ class CopierFunctions:
     open: Callable[..., int]
     close: Callable[[int], None]
     add_buffer: Callable[[int, int, int, bool], None]
+    limit: Callable[[int, int], None]
     bind: Callable[[int, int, int], None]
     store: Callable[[int, int, int, int, int, int], int]
     wait: Callable[..., None]
