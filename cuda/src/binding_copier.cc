@@ -25,8 +25,8 @@ void check(const char* error) {
   }
 }
 
-// runs: for each run of layers the fields of a PagedIndex, the address of the addresses of its caches,
-// start, parts, part, first slot. Returns 0 when the counts exceed what the kernels can count.
+// runs: for each run of layers the fields of a PagedIndex, the addresses of its caches' addresses and
+// of their starts, parts, part, first slot. Returns 0 when the counts exceed what the kernels can count.
 int64_t open(int64_t device, int64_t runs_address, int64_t count, int64_t payload_bytes,
              int64_t shards, bool direct, int64_t stream) {
   constexpr int64_t kFields = kvshelf::kIndexFields + 5;
@@ -38,7 +38,8 @@ int64_t open(int64_t device, int64_t runs_address, int64_t count, int64_t payloa
     const int64_t* const rest = fields + kvshelf::kIndexFields;
     const int64_t* const caches = at<const int64_t>(rest[0]);
     run.caches.assign(caches, caches + run.index.layers);
-    run.start = rest[1];
+    const int64_t* const starts = at<const int64_t>(rest[1]);
+    run.starts.assign(starts, starts + run.index.layers);
     run.parts = rest[2];
     run.part = rest[3];
     run.first_slot = rest[4];

@@ -55,7 +55,7 @@ int64_t launch(TensorView anchor, int64_t index_address, int64_t caches, int64_t
   check(kvshelf::device_processors(device, &processors));
   const int64_t* const addresses = at<const int64_t>(caches);
   kvshelf::LaunchPlan plan =
-      kvshelf::make_plan(index, addresses, slots, at<unsigned char>(buffers), processors);
+      kvshelf::make_plan(index, addresses, nullptr, slots, at<unsigned char>(buffers), processors);
   if (plan.empty) return 0;
   if (plan.too_large) return -1;
   check(kvshelf::device_launch(kGather, plan, addresses, device, stream_of(anchor)));

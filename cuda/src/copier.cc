@@ -37,7 +37,9 @@ bool Copier::countable(int64_t shards) const {
     PagedIndex index = run.index;
     index.shards = shards;
     const std::vector<int64_t> slots(static_cast<size_t>(index.tokens), kSkippedSlot);
-    if (make_plan(index, run.caches.data(), slots.data(), nullptr, 1).too_large) return false;
+    if (make_plan(index, run.caches.data(), run.starts.data(), slots.data(), nullptr, 1).too_large) {
+      return false;
+    }
   }
   return true;
 }
@@ -78,8 +80,12 @@ PagedIndex Copier::index_of(const LayerRun& run, int64_t tokens) const {
   return index;
 }
 
-int64_t Copier::start_of(const LayerRun& run, int64_t tokens) const {
-  return tokens == tokens_ ? run.start : run.start / tokens_ * tokens;
+std::vector<int64_t> Copier::starts_of(const LayerRun& run, int64_t tokens) const {
+  std::vector<int64_t> starts = run.starts;
+  if (tokens != tokens_) {
+    for (int64_t& start : starts) start = start / tokens_ * tokens;
+  }
+  return starts;
 }
 
 int64_t Copier::payload_bytes(int64_t tokens) const {
@@ -116,8 +122,9 @@ const char* Copier::enqueue(const LayerRun& run, bool gather, int64_t tokens, in
   }
   int64_t processors = 0;
   if (const char* error = device_processors(device_, &processors)) return error;
-  LaunchPlan launches = make_plan(index, run.caches.data(), slots,
-                                  buffer.payloads + start_of(run, tokens), processors);
+  const std::vector<int64_t> starts = starts_of(run, tokens);
+  LaunchPlan launches =
+      make_plan(index, run.caches.data(), starts.data(), slots, buffer.payloads, processors);
   if (!gather && most_blocks_ > 0) limit_blocks(launches, most_blocks_);
   return device_launch(gather, launches, run.caches.data(), device_, stream);
 }
@@ -323,13 +330,14 @@ const char* Copier::load_into_blocks(const Buffer& buffer, int64_t tokens, int64
     step_over_single_slots(index);
     pieces.clear();
     find_runs(index, slots + run.first_slot, pieces);
+    const std::vector<int64_t> starts = starts_of(run, tokens);
     for (int64_t shard = 0; shard < shards; ++shard) {
-      const unsigned char* const from = address(payloads[shard]) + start_of(run, tokens);
-      for (int64_t layer = 0; layer < index.layers; ++layer) {
-        unsigned char* const cache = address(run.caches[static_cast<size_t>(layer)]);
+      for (size_t layer = 0; layer < starts.size(); ++layer) {
+        const unsigned char* const from = address(payloads[shard]) + starts[layer];
+        unsigned char* const cache = address(run.caches[layer]);
         for (const Run& piece : pieces) {
           for_each_piece(
-              index, piece, layer,
+              index, piece, 0,
               [&](int64_t paged, int64_t offset, int64_t bytes) {
                 transfers.push_back({cache + paged, from + offset, bytes});
               },

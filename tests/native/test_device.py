@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import itertools
 import sys
 import threading
 import weakref
@@ -28,11 +29,12 @@ from simulated_device import SimulatedStreams
 
 from kvshelf.errors import ConfigError, DeviceUnavailableError
 from kvshelf.kv import device, ops
-from kvshelf.kv.caches import LayerCall, PendingCopy
+from kvshelf.kv.caches import HostKVCache, LayerCall, PendingCopy
 from kvshelf.kv.copier import QUEUED_SECONDS
 from kvshelf.kv.device import DeviceKVCache
 from kvshelf.kv.layout import PagedLayout
 from kvshelf.kv.native_copier import NativeCopier
+from kvshelf.kv.states import StateLayer, split_state, state_runs
 
 SHARDS, TOKENS = 2, 6
 
@@ -641,6 +643,83 @@ def test_bad_slots_are_refused_before_anything_is_enqueued(rig: Rig) -> None:
     with pytest.raises(ValueError, match=r"expected a contiguous int64 CPU tensor \[6\]"):
         rig.path.gather(torch.tensor(SLOTS[:5]), rig.payloads())
     assert rig.streams.log == []
+
+
+def test_states_of_all_layers_take_a_launch_for_each_group_and_layout() -> None:
+    """A gated delta net has queries and keys, values, and the rest, in three layouts."""
+    shards, layers, groups, blocks = 2, 36, 3, 4
+    state = split_state("gdn_attn", [(3, 512), (4, 16, 16)], [torch.bfloat16] * 2, 1, False)
+    generator = torch.Generator().manual_seed(0)
+    memory = torch.randint(
+        0, 256, (layers, blocks, state.nbytes), dtype=torch.uint8, generator=generator
+    )
+    runs, units = state_runs(
+        [
+            StateLayer(cache.view(torch.int8)[:, None, None], state, number % groups)
+            for number, cache in enumerate(memory)
+        ],
+        shards,
+    )
+    sizes = [len(run.caches) * run.layout.chunk_bytes(run.layout.block_size, 1) for run in runs]
+    ends = list(itertools.accumulate(sizes))
+    calls = {
+        shard: [
+            LayerCall(run.caches, run.layout, end - size, end, 1, shard, first_slot=run.first_slot)
+            for run, size, end in zip(runs, sizes, ends, strict=True)
+        ]
+        for shard in range(shards)
+    }
+    assert len(runs) == 3 * layers
+
+    def slots(block: int) -> torch.Tensor:
+        return torch.tensor([slot for of in units.values() for slot in of.of(block)])
+
+    host = HostKVCache(calls)
+    wanted = [torch.empty(ends[-1], dtype=torch.uint8) for _ in range(shards)]
+    host.gather(slots(2), wanted)
+    with on_device("native"):
+        path = DeviceKVCache(calls, streams=AtOnce())
+        payloads = [torch.empty(ends[-1], dtype=torch.uint8) for _ in range(shards)]
+        before = emulation().launches
+        copied = path.gather(slots(2), payloads)
+        assert copied is not None
+        copied.wait()
+        assert emulation().launches - before == 3 * groups
+        for payload, want in zip(payloads, wanted, strict=True):
+            assert torch.equal(payload, want)
+        expected = memory.clone()
+        expected[:, 1] = expected[:, 2]
+        path.scatter_chunk(range(shards), slots(1), payloads, path.fence())
+        assert emulation().launches - before == 6 * groups
+        assert emulation().width == 16
+        assert torch.equal(memory, expected)
+        path.close()
+
+
+def test_layers_that_are_less_aligned_do_not_slow_others_down() -> None:
+    """The second layer begins in the middle of a vector."""
+    backing = torch.randint(0, 256, (2, 4 * 16 * 64 + 16), dtype=torch.uint8)
+    caches = [
+        backing[number, 8 * number :][: 4 * 16 * 64].view(4, 16, 1, 64) for number in range(2)
+    ]
+    layout = PagedLayout.from_mla(caches[0].squeeze(2))
+    size = layout.chunk_bytes(TOKENS)
+    calls = [
+        LayerCall([cache], layout, number * size, (number + 1) * size, 1)
+        for number, cache in enumerate(caches)
+    ]
+    wanted = torch.empty(2 * size, dtype=torch.uint8)
+    HostKVCache({0: calls}).gather(torch.tensor(SLOTS), [wanted])
+    with on_device("native"):
+        path = DeviceKVCache({0: calls}, streams=AtOnce())
+        payload = torch.empty(2 * size, dtype=torch.uint8)
+        before = emulation().launches
+        copied = path.gather(torch.tensor(SLOTS), [payload])
+        assert copied is not None
+        copied.wait()
+        assert emulation().launches - before == 2
+        assert torch.equal(payload, wanted)
+        path.close()
 
 
 def store(rig: Rig) -> list[torch.Tensor]:

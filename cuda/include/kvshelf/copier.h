@@ -29,11 +29,11 @@
 
 namespace kvshelf {
 
-// Consecutive layers of one layout, and their place in the payload of each shard.
+// Layers of one layout, and their places in the payload of each shard.
 struct LayerRun {
   PagedIndex index;  // of one shard: the first
   std::vector<int64_t> caches;
-  int64_t start;  // in a payload, in bytes
+  std::vector<int64_t> starts;  // of each layer in a payload, in bytes
   // A payload holds the heads `parts` times, and the caches hold only the `part`-th of these groups.
   int64_t parts;
   int64_t part;
@@ -121,9 +121,9 @@ class Copier {
     const char* error = nullptr;
   };
 
-  // A run's part of a chunk or tail of `tokens` slots: its index, and its start in a payload.
+  // A run's part of a chunk or tail of `tokens` slots: its index, and its starts in a payload.
   PagedIndex index_of(const LayerRun& run, int64_t tokens) const;
-  int64_t start_of(const LayerRun& run, int64_t tokens) const;
+  std::vector<int64_t> starts_of(const LayerRun& run, int64_t tokens) const;
   int64_t payload_bytes(int64_t tokens) const;
 
   const char* enqueue(const LayerRun& run, bool gather, int64_t tokens, int64_t first_shard,

@@ -78,7 +78,6 @@ inline Divider divider_of(int64_t divisor) {
 // Arguments of one launch, by value.
 struct LaunchArguments {
   PagedIndex index;
-  int64_t first_layer;  // of this launch
   int64_t first_token;
 
   unsigned char* buffers;
@@ -99,6 +98,7 @@ struct LaunchArguments {
   Divider shard_heads;  // by the heads of a shard
 
   int64_t caches[kLayersPerLaunch];
+  uint32_t starts[kLayersPerLaunch];  // of the layers in a shard's buffer, in vectors
   int32_t slot_values[kSlotsPerLaunch];  // one for each token of this launch
 };
 
@@ -106,24 +106,31 @@ struct LaunchArguments {
 struct LaunchPlan {
   LaunchArguments arguments;  // without what differs by launch
   const int64_t* slots;       // on the host
+  const int64_t* starts;      // of the layers in a shard's buffer, in bytes; null: without gaps
   int64_t cache_slots;        // slots in the cache
   int64_t width;              // bytes of a vector: 16, 8, 4 or 1
   int64_t launch_tokens;      // most tokens of a launch
   int64_t launch_layers;      // most layers that are copied beside each other
   int64_t lane_tiles;
   bool empty;      // nothing to launch
-  bool too_large;  // more slots or lanes than 31 bits can count
+  bool too_large;  // more slots or lanes than 31 bits can count, or vectors of a buffer than 32
 };
+
+// Where a layer begins in a shard's buffer. starts: as in LaunchPlan.
+inline int64_t layer_start(const PagedIndex& index, const int64_t* starts, int64_t layer) {
+  return starts == nullptr ? layer * index.buffer_layer_stride : starts[layer];
+}
 
 // The widest vector that fits all addresses: every stride that is used, the row, every base. There
 // is none of 2 bytes: only rows of an odd number of 2-byte elements would use it.
-inline int64_t vector_width(const PagedIndex& index, const int64_t* caches, uintptr_t buffers) {
+inline int64_t vector_width(const PagedIndex& index, const int64_t* caches, const int64_t* starts,
+                            uintptr_t buffers) {
   uint64_t all = 16 | static_cast<uint64_t>(index.row_bytes) | buffers;
   const auto add = [&all](int64_t count, int64_t stride) {
     if (count > 1) all |= static_cast<uint64_t>(stride);
   };
   for (int64_t layer = 0; layer < index.layers; ++layer) {
-    all |= static_cast<uint64_t>(caches[layer]);
+    all |= static_cast<uint64_t>(caches[layer] | layer_start(index, starts, layer));
   }
   all |= static_cast<uint64_t>(index.first_head * index.head_stride);
   add(index.num_blocks, index.block_stride);
@@ -142,12 +149,13 @@ constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // Plans the launches of a call.
 //
-// slots: good ones, on the host. processors: multiprocessors of the device.
-inline LaunchPlan make_plan(const PagedIndex& index, const int64_t* caches, const int64_t* slots,
-                            unsigned char* buffers, int64_t processors) {
+// starts, slots: as in LaunchPlan, slots good ones. processors: multiprocessors of the device.
+inline LaunchPlan make_plan(const PagedIndex& index, const int64_t* caches, const int64_t* starts,
+                            const int64_t* slots, unsigned char* buffers, int64_t processors) {
   LaunchPlan plan{};
-  plan.width = vector_width(index, caches, reinterpret_cast<uintptr_t>(buffers));
+  plan.width = vector_width(index, caches, starts, reinterpret_cast<uintptr_t>(buffers));
   plan.slots = slots;
+  plan.starts = starts;
   plan.cache_slots = index.num_blocks * index.block_size;
   LaunchArguments& a = plan.arguments;
   a.index = index;
@@ -158,6 +166,9 @@ inline LaunchPlan make_plan(const PagedIndex& index, const int64_t* caches, cons
   const int64_t lanes = index.kv_planes * all_heads * row_vectors;
   plan.empty = lanes == 0 || index.tokens == 0 || index.layers == 0;
   plan.too_large = lanes > INT32_MAX || plan.cache_slots > INT32_MAX;
+  for (int64_t layer = 0; layer < index.layers; ++layer) {
+    plan.too_large |= layer_start(index, starts, layer) / plan.width > UINT32_MAX;
+  }
   if (plan.empty || plan.too_large) return plan;
 
   plan.launch_tokens = smaller(index.tokens, kSlotsPerLaunch);
@@ -230,9 +241,11 @@ bool for_each_launch(LaunchPlan& plan, const int64_t* caches, const Launch& laun
     const int64_t tiles = ceil_div(tokens, int64_t{a.rows_per_block} * a.steps);
     for (int64_t layer = 0; layer < index.layers; layer += kLayersPerLaunch) {
       const int64_t layers = smaller(kLayersPerLaunch, index.layers - layer);
-      a.first_layer = layer;
       a.layers = static_cast<uint32_t>(layers);
-      for (int64_t i = 0; i < layers; ++i) a.caches[i] = caches[layer + i];
+      for (int64_t i = 0; i < layers; ++i) {
+        a.caches[i] = caches[layer + i];
+        a.starts[i] = static_cast<uint32_t>(layer_start(index, plan.starts, layer + i) / plan.width);
+      }
       const Grid grid{static_cast<uint32_t>(tiles * plan.lane_tiles),
                       static_cast<uint32_t>(smaller(layers, plan.launch_layers))};
       const Grid threads{a.lanes_per_block, a.rows_per_block};
@@ -265,14 +278,13 @@ KVSHELF_HD void copy_thread(const LaunchArguments& a, const Grid& block, const G
   const uint32_t shard = a.shard_heads.quotient(head);
   const int64_t in_row =
       static_cast<int64_t>(lane - row * a.row_vectors.divisor) * int64_t{sizeof(Vector)};
-  const int64_t layer = a.first_layer + block.y;
   uint32_t token = token_tile * a.rows_per_block * a.steps + thread.y;
 
   const PagedIndex& index = a.index;
   unsigned char* const paged =
       reinterpret_cast<unsigned char*>(a.caches[block.y]) + index.row_offset(kv, head) + in_row;
-  unsigned char* buffer = a.buffers +
-                          index.buffer_offset(shard, layer, kv, a.first_token + token,
+  unsigned char* buffer = a.buffers + a.starts[block.y] * int64_t{sizeof(Vector)} +
+                          index.buffer_offset(shard, 0, kv, a.first_token + token,
                                               head - shard * a.shard_heads.divisor) +
                           in_row;
 

@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import weakref
 from array import array
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from math import gcd
 from typing import NoReturn
 
 from torch import Tensor
 
 from kvshelf.kv import ops
+from kvshelf.kv.caches import LayerCall
 from kvshelf.kv.copier import ChunkCopy, Copier
+from kvshelf.kv.layout import PagedLayout
 from kvshelf.kv.ops import library
 from kvshelf.kv.ops.compiled import paged_index
 from kvshelf.kv.streams import Streams
@@ -40,42 +44,87 @@ def native_copier(copy: ChunkCopy, streams: Streams, *, direct: bool) -> NativeC
     functions = None if compiled is None else compiled.copier
     if functions is None:
         return None
-    handle = _open(functions, copy, streams, direct=direct)
-    return NativeCopier(copy, streams, functions, handle) if handle else None
+    runs = _runs(copy)
+    handle = _open(functions, runs, copy, streams, direct=direct)
+    return NativeCopier(copy, streams, functions, handle, runs) if handle else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Layers that one launch copies, wherever they lie in a payload.
+
+    Attributes
+    ----------
+    call : LayerCall
+        A call for some of them.
+    layout : PagedLayout
+    caches : list of Tensor
+    starts : array of int
+        Of each layer in the payload, in bytes.
+    """
+
+    call: LayerCall
+    layout: PagedLayout
+    caches: list[Tensor]
+    starts: array[int]
+
+    def addresses(self) -> array[int]:
+        return array("q", [cache.data_ptr() for cache in self.caches])
+
+
+def _runs(copy: ChunkCopy) -> list[_Run]:
+    """Join the calls that differ only in their layers: states have several parts of each layer.
+
+    Layers that are less aligned stay apart: what is copied together is copied in vectors of one
+    width.
+    """
+    runs: dict[Hashable, _Run] = {}
+    for call, layout in zip(copy.calls, copy.layouts, strict=True):
+        step = (call.end - call.start) // len(call.caches)
+        for start, cache in zip(range(call.start, call.end, step), call.caches, strict=True):
+            alike = (layout, call.heads, call.first_head, call.parts, call.part, call.first_slot)
+            run = runs.setdefault(
+                (*alike, call.count, gcd(16, start, cache.data_ptr())),
+                _Run(call, layout, [], array("q")),
+            )
+            run.caches.append(cache)
+            run.starts.append(start)
+    return list(runs.values())
 
 
 def _open(
-    functions: library.CopierFunctions, copy: ChunkCopy, streams: Streams, *, direct: bool
+    functions: library.CopierFunctions,
+    runs: Sequence[_Run],
+    copy: ChunkCopy,
+    streams: Streams,
+    *,
+    direct: bool,
 ) -> int:
-    caches = [_addresses(number, copy) for number in range(len(copy.calls))]
     fields = array("q")
-    for call, layout, addresses in zip(copy.calls, copy.layouts, caches, strict=True):
+    addresses = [run.addresses() for run in runs]
+    for run, of_run in zip(runs, addresses, strict=True):
+        call = run.call
         fields.extend(
             paged_index(
-                layout,
-                layers=len(call.caches),
+                run.layout,
+                layers=len(run.caches),
                 first_head=call.first_head,
                 tokens=call.count * call.parts,
                 shards=1,
                 heads=call.heads,
             )
         )
-        fields.extend(
-            (addresses.buffer_info()[0], call.start, call.parts, call.part, call.first_slot)
-        )
+        fields.extend((of_run.buffer_info()[0], run.starts.buffer_info()[0]))
+        fields.extend((call.parts, call.part, call.first_slot))
     return functions.open(
         streams.index or 0,
         fields.buffer_info()[0],
-        len(copy.calls),
+        len(runs),
         copy.payload_bytes,
         copy.shards,
         direct,
         streams.handle(),
     )
-
-
-def _addresses(number: int, copy: ChunkCopy) -> array[int]:
-    return array("q", [cache.data_ptr() for cache in copy.calls[number].caches])
 
 
 class _Fence:
@@ -101,6 +150,8 @@ class NativeCopier(Copier):
     functions : library.CopierFunctions
     handle : int
         What ``functions.open`` returned.
+    runs : Sequence of _Run
+        Those that it was given.
 
     Attributes
     ----------
@@ -109,11 +160,16 @@ class NativeCopier(Copier):
     """
 
     def __init__(
-        self, copy: ChunkCopy, streams: Streams, functions: library.CopierFunctions, handle: int
+        self,
+        copy: ChunkCopy,
+        streams: Streams,
+        functions: library.CopierFunctions,
+        handle: int,
+        runs: Sequence[_Run],
     ) -> None:
         self.functions = functions
         self.handle = handle
-        self._copy = copy
+        self._runs = runs
         self._streams = streams
         self._buffers: list[Tensor] = []
         #: Payloads of chunks for which nobody waits: the library knows their addresses only.
@@ -198,8 +254,8 @@ class NativeCopier(Copier):
 
     def rebind(self) -> None:
         """See :meth:`Copier.rebind`."""
-        for number in range(len(self._copy.calls)):
-            addresses = _addresses(number, self._copy)
+        for number, run in enumerate(self._runs):
+            addresses = run.addresses()
             self.functions.bind(self.handle, number, addresses.buffer_info()[0])
 
     def limit(self, blocks: int) -> None:
