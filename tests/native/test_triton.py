@@ -19,7 +19,7 @@ from unittest import mock
 import pytest
 import torch
 
-from kvshelf.errors import ConfigError
+from kvshelf.errors import ConfigError, UnsupportedError
 from kvshelf.kv import ops
 from kvshelf.kv.ops import choice as choice_module
 from kvshelf.kv.ops import library as library_module
@@ -140,6 +140,23 @@ def test_plain_torch_on_a_gpu_warns_once(
     (line,) = [record.message for record in caplog.records if record.levelno == logging.WARNING]
     assert "plain torch" in line and "compiled library is not used" in line
     assert text in line and "at all" not in line
+
+
+def test_engines_on_a_gpu_have_plain_torch_on_request_only(
+    gpu_without_kernels: pytest.MonkeyPatch,
+) -> None:
+    gpu = torch.device("cuda:0")
+    ops.check_served(torch.device("cpu"))
+    install(gpu_without_kernels, None)
+    with pytest.raises(UnsupportedError, match=r"cuda:0.*KVSHELF_OPS=torch"):
+        ops.check_served(gpu)
+    gpu_without_kernels.setenv("KVSHELF_OPS", "torch")
+    ops.check_served(gpu)
+
+
+def test_engines_on_a_gpu_have_triton(gpu_without_kernels: pytest.MonkeyPatch) -> None:
+    install(gpu_without_kernels, triton())
+    ops.check_served(torch.device("cuda:0"))
 
 
 def test_torch_on_request_asks_triton_nothing(gpu_without_kernels: pytest.MonkeyPatch) -> None:

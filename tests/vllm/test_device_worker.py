@@ -39,9 +39,9 @@ from kvshelf.vllm.worker import WorkerSide
 RUNNERS = ["V1 on a device", "V2 on a device"]
 
 
-@pytest.fixture(autouse=True, params=["native", "torch"])
+@pytest.fixture(autouse=True, params=["native", "tensors"])
 def copier(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Who copies: the compiled library on the emulated device, or torch."""
+    """Who copies: the compiled library on the emulated device, or what replaces it."""
     with emulation().in_use() if request.param == "native" else nullcontext():
         yield request.param
 
@@ -370,7 +370,7 @@ def test_after_a_device_failed_the_engine_goes_on_as_with_no_cache(
     copier: str,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    if (copier, fault) in (("native", "event"), ("torch", "query")):
+    if (copier, fault) in (("native", "event"), ("tensors", "query")):
         pytest.skip("this copier does not ask that of a device")
     engine = start(runner=runner)
     run(engine, prompt(41))
@@ -406,7 +406,7 @@ def test_an_error_that_a_device_does_not_repeat_costs_one_request(
     copier: str,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    if (copier, fault) in (("native", "event"), ("torch", "query")):
+    if (copier, fault) in (("native", "event"), ("tensors", "query")):
         pytest.skip("this copier does not ask that of a device")
     engine = start(runner=runner)
     for seed in range(3):

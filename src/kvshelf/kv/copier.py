@@ -1,15 +1,16 @@
 """How chunks move between the caches of one device and page-locked host memory.
 
 Owns the interface of the two implementations, :mod:`kvshelf.kv.native_copier` for devices that the
-compiled library supports, and :mod:`kvshelf.kv.torch_copier` for all others, and the record of what
-they copy. :mod:`kvshelf.kv.device` decides when they may.
+compiled library supports, and :mod:`kvshelf.kv.tensor_copier` for all others, and the record of
+what they copy. :mod:`kvshelf.kv.device` decides when they may.
 
 Contracts
 ---------
 * ``store`` and ``fence`` never wait: the engine's step thread calls them. ``wait``, ``load`` and
   ``drain`` wait, and belong on background threads.
-* Each direction has at most 0.2 ms of copies on the device, in several pieces: a copy of the
-  engine's own waits no longer. Nothing is enqueued that has to wait for the engine.
+* By the compiled library each direction has at most 0.2 ms of copies on the device, in several
+  pieces: a copy of the engine's own waits no longer. Nothing is enqueued that has to wait for the
+  engine.
 * After an error nothing of that call is under way any more. Errors of the device are RuntimeErrors.
 * Background threads make the device current only while they use it, and never touch another
   device: a context there would take several hundred megabytes.
@@ -25,6 +26,7 @@ from typing import Final
 from torch import Tensor
 
 from kvshelf.errors import UnsupportedError
+from kvshelf.kv import ops
 from kvshelf.kv.caches import LayerCall, tail_calls
 from kvshelf.kv.layout import PagedLayout
 
@@ -73,6 +75,21 @@ class ChunkCopy:
             raise UnsupportedError("caches on a device whose chunks are whole blocks have no tails")
         calls = tail_calls(self.calls, tokens)
         return ChunkCopy(calls, self.layouts, self.shards, max(call.end for call in calls), tokens)
+
+    def check_slots(self, slots: Tensor) -> None:
+        """Check a chunk's slots with the layouts that they are used for.
+
+        Raises
+        ------
+        ValueError
+            If a slot is not in the caches.
+        """
+        ranges = {
+            (call.first_slot, call.count, layout)
+            for call, layout in zip(self.calls, self.layouts, strict=True)
+        }
+        for first, count, layout in ranges:
+            ops.check_slots(slots[first : first + count], layout)
 
 
 class Copier(ABC):

@@ -37,6 +37,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -59,7 +60,7 @@ from kvshelf.kv.copier import ChunkCopy, Copier
 from kvshelf.kv.layout import PagedLayout, PermutedLayout
 from kvshelf.kv.native_copier import native_copier
 from kvshelf.kv.streams import Streams, streams_of
-from kvshelf.kv.torch_copier import TorchCopier
+from kvshelf.kv.tensor_copier import TensorCopier
 from kvshelf.logs import RateLimitedLog
 from kvshelf.traces import trace_range
 
@@ -210,20 +211,29 @@ class DeviceKVCache(KVCache):
             ops.prepare(call.caches, layout)
         direct = pinned and all(map(_in_blocks, first, copy.layouts))
         native = native_copier(copy, self._streams, direct=direct)
-        self._copier: Copier = native or TorchCopier(copy, self._streams)
-        without_buffers = direct and native is not None
+        self._copier: Copier = native or TensorCopier(calls, self._streams)
         self._load_shards = load_shards or copy.shards
-        most = LOAD_BUFFERS if load_shards is None else LOAD_PIECES
-        # Buffers for loads first: loads need at least one, and they are small beside the ring.
-        for payloads in self._allocate(
-            loads if without_buffers else min(loads, most),
-            0 if without_buffers else self._load_shards,
-        ):
-            self._copier.add_buffer(payloads, for_loads=True)
-        buffers = self._allocate(ring, copy.shards)
-        for payloads in buffers:
-            self._copier.add_buffer(payloads, for_loads=False)
-        self._ring = len(buffers)
+        #: So many gathers later, a gather has ended.
+        self._ring = sys.maxsize
+        if native is None:
+            logger.warning(
+                "no kernels of kvshelf serve %s (%s): %s gathers and scatters, and each store"
+                " lengthens the engine's step",
+                self._device,
+                ops.kernel_problem(self._device),
+                ops.implementation(self._device),
+            )
+        else:
+            most = LOAD_BUFFERS if load_shards is None else LOAD_PIECES
+            # Buffers for loads first: loads need at least one, and they are small beside the ring.
+            for payloads in self._allocate(
+                loads if direct else min(loads, most), 0 if direct else self._load_shards
+            ):
+                native.add_buffer(payloads, for_loads=True)
+            buffers = self._allocate(ring, copy.shards)
+            for payloads in buffers:
+                native.add_buffer(payloads, for_loads=False)
+            self._ring = len(buffers)
         #: Number of gathers that have begun.
         self._gathers = 0
         self._thread = threading.Thread(target=self._copier.run, name="kvshelf-copy", daemon=True)

@@ -15,7 +15,6 @@ from typing import NoReturn
 
 from torch import Tensor
 
-from kvshelf.kv import ops
 from kvshelf.kv.caches import LayerCall
 from kvshelf.kv.copier import ChunkCopy, Copier
 from kvshelf.kv.layout import PagedLayout
@@ -271,6 +270,5 @@ class NativeCopier(Copier):
 
 
 def _refuse(copy: ChunkCopy, slots: Tensor) -> NoReturn:
-    for call, layout in zip(copy.calls, copy.layouts, strict=True):
-        ops.check_slots(call.own(slots), layout)
+    copy.check_slots(slots)
     raise ValueError("slot_mapping was changed by another thread while it was checked")

@@ -268,7 +268,7 @@ class Registration:
             precision=() if self._of_drafter else precision(self._vllm_config, modules),
         )
         caches = self.caches = replace(found, report=report)
-        ops.implementation(caches.device)
+        ops.check_served(caches.device)
         self._check_fit(caches)
         if self._rank or self.state is State.DISABLED:
             # Rank 0 fingerprints the weights for all ranks.

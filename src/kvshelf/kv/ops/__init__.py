@@ -46,7 +46,7 @@ overrides the choice; it is read once.
 from __future__ import annotations
 
 from kvshelf.kv.ops.checks import blocks_in_one_piece, check_caches, check_slots
-from kvshelf.kv.ops.choice import Implementation, implementation
+from kvshelf.kv.ops.choice import Implementation, check_served, implementation
 from kvshelf.kv.ops.dispatch import gather_kv, prepare, scatter_kv
 from kvshelf.kv.ops.library import KernelBuild, kernel_build, kernel_problem
 from kvshelf.kv.ops.permuted import permuted_tables
@@ -56,6 +56,7 @@ __all__ = [
     "KernelBuild",
     "blocks_in_one_piece",
     "check_caches",
+    "check_served",
     "check_slots",
     "gather_kv",
     "implementation",

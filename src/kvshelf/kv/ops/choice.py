@@ -1,9 +1,9 @@
 """Which implementation serves a device.
 
 Owns the order: the compiled library where it supports the device, else Triton, else plain torch,
-with a warning. Triton compiles once for each device and process, at the first question about the
-device: :func:`implementation` and ``prepare`` ask when caches are registered, so that no step has
-to. Safe to call from any thread.
+with a warning; an engine's caches on a GPU have plain torch on request only. Triton compiles once
+for each device and process, at the first question about the device: :func:`implementation` and
+``prepare`` ask when caches are registered, so that no step has to. Safe to call from any thread.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Literal, TypeAlias
 
 import torch
 
-from kvshelf.errors import ConfigError
+from kvshelf.errors import ConfigError, UnsupportedError
 from kvshelf.kv.ops import library
 
 logger = logging.getLogger(__name__)
@@ -42,6 +42,25 @@ def implementation(device: torch.device | str = "cpu") -> Implementation:
     if device.type == "cpu":
         return "torch" if library.compiled_library() is None else "cpp"
     return "torch" if triton_copy(device) is None else "triton"
+
+
+def check_served(device: torch.device) -> None:
+    """Check that an engine's caches on a device are copied by more than plain torch.
+
+    Raises
+    ------
+    UnsupportedError
+        If nothing else serves the device, and plain torch was not asked for.
+    ConfigError
+        As for :func:`implementation`.
+    """
+    if device.type == "cpu" or implementation(device) != "torch" or library.requested() == "torch":
+        return
+    raise UnsupportedError(
+        f"neither kvshelf's kernels nor Triton serve {device}, and plain torch takes launches for"
+        " each layer, which lengthen the engine's steps: install a Triton for this device, or set"
+        " KVSHELF_OPS=torch to use plain torch nevertheless"
+    )
 
 
 @functools.cache
@@ -71,8 +90,8 @@ def triton_copy(device: torch.device) -> Callable[..., None] | None:
                 " install a Triton for this device, or unset KVSHELF_OPS"
             ) from error
         logger.warning(
-            "gather and scatter on %s: plain torch, which slows down the engine's steps. kvshelf's"
-            " kernels cannot be used: %s. Triton cannot be used: %s",
+            "gather and scatter on %s: plain torch. kvshelf's kernels cannot be used: %s. Triton"
+            " cannot be used: %s",
             device,
             library.kernel_problem(device),
             problem,
