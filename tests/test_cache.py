@@ -47,7 +47,7 @@ from kvshelf.forms import (
     empty_tuples,
     tuples_of_blob,
 )
-from kvshelf.kv import device_tensors, sources
+from kvshelf.kv import sources, tensor_copier
 from kvshelf.kv.caches import HostKVCache
 from kvshelf.kv.device_tensors import DeviceTensors
 from kvshelf.kv.layout import PagedLayout
@@ -613,7 +613,7 @@ def test_a_device_without_memory_drops_stores_and_misses(
     held = as_blob(truth(tokens))
     full = mock.Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory"))
     with monkeypatch.context() as patch:
-        patch.setattr(device_tensors.DeviceTensors, "_buffer", full)
+        patch.setattr(tensor_copier.TensorCopier, "_buffer", full)
         report = cache.store(tokens, **held.arguments)
         assert (report.existed, report.dropped) == (1, 1)
         assert not cache.retrieve(tokens, **held.arguments).any()

@@ -57,7 +57,6 @@ class TensorCopier(Copier):
         )
         self._streams = streams
         self._stream = streams.stream(urgent=True)
-        self._asked = streams.event()
         #: Chunks for which nobody has waited. Sets need no lock.
         self._under_way: set[_Gathered] = set()
 
@@ -186,7 +185,7 @@ class TensorCopier(Copier):
     def check(self) -> None:
         """See :meth:`Copier.check`."""
         with self._streams.here():
-            self._asked.query()
+            self._streams.event().query()
 
     def fence(self) -> object:
         """See :meth:`Copier.fence`."""
