@@ -386,7 +386,7 @@ def test_memory_is_unlocked_with_the_gpu_current_for_which_it_was_locked(
     monkeypatch.setattr(torch.cuda, "device", use)
     monkeypatch.setattr(torch.cuda, "cudart", Runtime)
     second = torch.device("cuda:1")
-    unlock = page_lock(torch.zeros(1), second)
+    unlock = page_lock(memoryview(bytearray(1)), second)
     thread = threading.Thread(target=unlock)
     thread.start()
     thread.join()
@@ -397,7 +397,7 @@ def test_a_forked_process_has_no_copy_of_pinned_memory(
     make_pool: MakePool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(buffers_module, "page_lock", lambda tensor, device: lambda: None)
+    monkeypatch.setattr(buffers_module, "page_lock", lambda view, device: lambda: None)
     for kind in ("host", "pinned"):
         buffer = make_pool(1 << 20, kind=kind).allocate(1)
         assert buffer is not None

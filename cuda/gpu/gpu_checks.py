@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import mmap
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +29,9 @@ from kvshelf.kv.native_copier import NativeCopier
 from kvshelf.kv.ops import checks
 from kvshelf.kv.ops import library as native
 from kvshelf.kv.states import StateLayer, split_state, state_runs
+from kvshelf.memory.arena import Arena
+from kvshelf.pages import page_lock
+from kvshelf.transfer.context import bytes_at
 
 FORMS = ("bhnc-hnd", "bhnc-nhd", "2bnhd", "b2nhd", "mla", "native")
 DTYPES = (
@@ -613,6 +617,38 @@ def registered_memory(ctx: Context) -> None:
         torch.cuda.synchronize(ctx.device)
         want = buffer.clone().view(4, 2, 16, 48).transpose(0, 1).to(ctx.device)
         ctx.equal(backing[1:3], want, "blocks filled from pinned memory")
+    registered_for_reading(ctx)
+
+
+def registered_for_reading(ctx: Context) -> None:
+    """A node server's memory, which its clients map for reading only."""
+    arena = Arena(64 << 20, shared=True)
+    arena.tensor.random_(0, 256)
+    assert arena.fd is not None
+    view = memoryview(mmap.mmap(arena.fd, arena.nbytes, prot=mmap.PROT_READ))
+    try:
+        unlock = page_lock(view, ctx.device)
+    except RuntimeError as error:
+        ctx.fact("memory for reading only", str(error), f"no memory for reading only: {error}")
+        return
+    finally:
+        content = arena.tensor.clone()
+        arena.close()
+    target = torch.empty(view.nbytes, dtype=torch.uint8, device=ctx.device)
+    stream = torch.cuda.Stream(ctx.device)
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(20_000_000)
+        target.copy_(bytes_at(view), non_blocking=True)
+    # A copy from memory that is not page-locked would have waited.
+    waited = stream.query()
+    stream.synchronize()
+    unlock()
+    ctx.equal(target, content.to(ctx.device), "a copy from memory for reading only")
+    ctx.fact(
+        "memory for reading only",
+        "copied from in the call" if waited else "copied from in the background",
+        f"memory for reading only: its copy {'waited' if waited else 'did not wait'}",
+    )
 
 
 def blocks_that_hold_all_layers(ctx: Context) -> None:

@@ -484,4 +484,4 @@ def _pinned_segment(nbytes: int, device: torch.device | None) -> _Segment:
     # copying to and from the page that it knows, and this process would use the other one.
     view = map_pages(nbytes, inherited=False)
     tensor = torch.frombuffer(view, dtype=torch.uint8)
-    return _Segment(tensor, view, page_lock(tensor, device))
+    return _Segment(tensor, view, page_lock(view, device))

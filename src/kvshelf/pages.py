@@ -23,11 +23,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+import numpy as np
+
 from kvshelf.numa import processors_near
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor
 
 HUGE_PAGE: Final = 2 << 20
 #: Most bytes that are page-locked by one call: NVIDIA's drivers refuse 512 GiB, and on some hosts
@@ -40,6 +41,9 @@ _POPULATE_WRITE: Final = 23
 _MEMORY: Final = Path("/proc/meminfo")
 _OWN_GROUPS: Final = Path("/proc/self/cgroup")
 _GROUPS: Final = Path("/sys/fs/cgroup")
+#: Flags of ``cudaHostRegister``: for every GPU, not only the current one; and for reading only.
+_PORTABLE: Final = 1
+_READ_ONLY: Final = 8
 #: A limit of cgroup v1 that means none is near this one.
 _NO_LIMIT: Final = 1 << 62
 
@@ -74,8 +78,8 @@ def map_pages(nbytes: int, *, fd: int | None = None, inherited: bool = True) -> 
 
 
 def address_of(view: memoryview) -> int:
-    """Return where the bytes of a writable view lie."""
-    return ctypes.addressof(ctypes.c_char.from_buffer(view))
+    """Return where the bytes of a view lie."""
+    return int(np.frombuffer(view, np.uint8).__array_interface__["data"][0])
 
 
 def require_free(nbytes: int) -> None:
@@ -221,16 +225,16 @@ def lockable(nbytes: int, unit: int = HUGE_PAGE) -> int:
     return -(-nbytes // (pieces * unit)) * unit
 
 
-def page_lock(tensor: Tensor, device: torch.device | None = None) -> Callable[[], None]:
-    """Page-lock a tensor's memory for all GPUs; return the function that undoes it.
+def page_lock(view: memoryview, device: torch.device | None = None) -> Callable[[], None]:
+    """Page-lock mapped memory for all GPUs; return the function that undoes it.
 
     It is locked in pieces of :func:`lockable` bytes. torch's own pinned allocator rounds sizes up
     to powers of two, which wastes gigabytes for a large pool.
 
     Parameters
     ----------
-    tensor : Tensor
-        Host memory, as uint8.
+    view : memoryview
+        Memory that is mapped for reading only is locked for reading, which not every GPU can.
     device : torch.device, optional
         A GPU with a context. On a new thread device 0 is current, and a call of CUDA would create
         a context there. So the memory may be unlocked on any thread.
@@ -244,9 +248,10 @@ def page_lock(tensor: Tensor, device: torch.device | None = None) -> Callable[[]
 
     on_gpu = device is not None and device.type == "cuda"
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    first, nbytes = tensor.data_ptr(), tensor.numel()
+    first, nbytes = address_of(view), view.nbytes
     piece = lockable(nbytes)
     locked: list[int] = []
+    flags = _PORTABLE | (_READ_ONLY if view.readonly else 0)
 
     def current() -> contextlib.AbstractContextManager[object]:
         return torch.cuda.device(device) if on_gpu else contextlib.nullcontext()
@@ -258,8 +263,8 @@ def page_lock(tensor: Tensor, device: torch.device | None = None) -> Callable[[]
 
     with current():
         for start in range(0, nbytes, piece):
-            # 1: pinned for every GPU, not only the current one.
-            result = runtime.cudaHostRegister(first + start, min(piece, nbytes - start), 1)
+            size = min(piece, nbytes - start)
+            result = runtime.cudaHostRegister(first + start, size, flags)
             error = int(getattr(result, "value", result))
             if not error:
                 locked.append(first + start)

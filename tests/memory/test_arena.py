@@ -101,15 +101,15 @@ def test_the_reason_why_memory_is_not_page_locked_is_named(
     with fake_cudart() as runtime:
         runtime.most = 0
         with pytest.raises(RuntimeError, match="error 2: out of memory") as caught:
-            pages.page_lock(torch.zeros(1, dtype=torch.uint8))
+            pages.page_lock(memoryview(bytearray(1)))
     assert ("`ulimit -l` is 8192" in str(caught.value)) == (limit > 0)
 
 
 def test_page_locked_memory_is_unlocked_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     locked: list[int] = []
 
-    def lock(tensor: torch.Tensor, device: torch.device) -> Any:
-        locked.append(tensor.numel())
+    def lock(view: memoryview, device: torch.device) -> Any:
+        locked.append(view.nbytes)
         return locked.clear
 
     monkeypatch.setattr(arena_module, "page_lock", lock)
@@ -123,7 +123,7 @@ def test_page_locked_memory_is_unlocked_at_the_end(monkeypatch: pytest.MonkeyPat
 def test_nothing_is_left_open_where_memory_cannot_be_page_locked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def refuse(tensor: torch.Tensor, device: torch.device) -> Any:
+    def refuse(view: memoryview, device: torch.device) -> Any:
         raise RuntimeError("cudaHostRegister failed")
 
     monkeypatch.setattr(arena_module, "page_lock", refuse)

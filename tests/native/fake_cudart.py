@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from parts import until
 
 from kvshelf.pages import address_of
 
-OUT_OF_MEMORY = 2
+INVALID_VALUE, OUT_OF_MEMORY, NOT_SUPPORTED = 1, 2, 801
+READ_ONLY = 8
 
 
 class FakeCudart:
@@ -23,22 +26,25 @@ class FakeCudart:
         Bytes of each registration, by address.
     most : int
         Bytes that are registered at most, over all registrations.
-    flags : set of int
-        With which flags.
+    reads_only : bool
+        Memory that is mapped for reading only can be registered, if that is said.
     """
 
     def __init__(self) -> None:
         self.registered: dict[int, int] = {}
         self.most = 1 << 62
-        self.flags: set[int] = set()
+        self.reads_only = True
 
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:  # noqa: N802
+        if flags & READ_ONLY and not self.reads_only:
+            return NOT_SUPPORTED
+        if not flags & READ_ONLY and not _is_writable(address):
+            return INVALID_VALUE
         if sum(self.registered.values()) + nbytes > self.most:
             return OUT_OF_MEMORY
         ends = {start: start + size for start, size in self.registered.items()}
         assert all(end <= address or address + nbytes <= start for start, end in ends.items())
         self.registered[address] = nbytes
-        self.flags.add(flags)
         return 0
 
     def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
@@ -46,7 +52,11 @@ class FakeCudart:
         return 0
 
     def cudaGetErrorString(self, error: int) -> str:  # noqa: N802
-        return {OUT_OF_MEMORY: "out of memory"}[error]
+        return {
+            INVALID_VALUE: "invalid argument",
+            OUT_OF_MEMORY: "out of memory",
+            NOT_SUPPORTED: "operation not supported",
+        }[error]
 
     def holds(self, memory: torch.Tensor | memoryview) -> bool:
         """Whether a copy from or to memory is possible: it lies in one registration."""
@@ -58,6 +68,15 @@ class FakeCudart:
             first <= start and start + nbytes <= first + size
             for first, size in self.registered.items()
         )
+
+
+def _is_writable(address: int) -> bool:
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        place, access, *_ = line.split()
+        start, end = (int(part, 16) for part in place.split("-"))
+        if start <= address < end:
+            return "w" in access
+    return False
 
 
 _zeros = torch.zeros
@@ -78,3 +97,5 @@ def fake_cudart() -> Iterator[FakeCudart]:
         patch.setattr(torch.cuda, "get_device_properties", lambda _: type("Properties", (), {}))
         patch.setattr(torch, "zeros", on_host)
         yield runtime
+        # Threads that end page-locking ask torch for a device.
+        until(lambda: not runtime.registered)

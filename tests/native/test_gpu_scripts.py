@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import first_light
 import gpu_box
@@ -39,6 +40,7 @@ import pytest
 import torch
 from bare_machine import hide_packages
 from emulation import emulation
+from fake_cudart import fake_cudart
 from gpu_decisions import DECISIONS
 from gpu_groups import Context, Timing
 from gpu_parts import PARTS, SECONDS
@@ -907,6 +909,26 @@ def test_what_the_machine_is_said_to_be(monkeypatch: pytest.MonkeyPatch) -> None
     assert wake_up["value"] == pytest.approx(150e-6)
     assert attributes["value"]["copies use host pointers of registered memory"] == 91
     assert attributes["value"]["registers read-only memory"] == -1
+
+
+@pytest.mark.parametrize(
+    ("reads_only", "says"),
+    [(True, "copied from in the background"), (False, "operation not supported")],
+)
+def test_whether_a_gpu_copies_from_memory_for_reading_only(
+    reads_only: bool, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[dict[str, Any]] = []
+    ctx = Context(CPU, say=said.append)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _: mock.Mock(query=lambda: False))
+    monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: None)
+    with fake_cudart() as runtime:
+        runtime.reads_only = reads_only
+        gpu_checks.registered_for_reading(ctx)
+    assert ctx.comparisons == reads_only
+    (fact,) = said
+    assert says in fact["value"]
 
 
 def make_wheel(path: Path, content: str = "x.py") -> Path:

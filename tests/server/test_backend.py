@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from desk import sealed
+from fake_cudart import fake_cudart
 from faulty import CountingBackend, FaultyBackend
 from kvshelf.backends import WriteResult
 from kvshelf.backends.breaker import BreakerState
@@ -21,6 +23,7 @@ from kvshelf.backends.posix import PosixBackend
 from node import LocalServer
 from parts import PATIENCE, Rig, make_chunks, make_format, until
 
+from kvshelf import pages
 from kvshelf.errors import (
     BadObjectError,
     ConfigError,
@@ -211,6 +214,48 @@ def test_memory_that_a_device_cannot_read_is_copied_from(setting: Setting) -> No
             generations[slot] += 1
         with pytest.raises(TransientStorageError, match="took the memory back"):
             reader.read_into(data[:100], 100)
+
+
+def test_a_gpu_borrows_from_memory_that_is_page_locked_in_pieces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pages, "LOCKED_AT_ONCE", 2 << 20)
+    with fake_cudart() as runtime, ExitStack() as stack:
+        fmt = make_format(chunk_size=2048, shards=1)
+        setting = Setting(tmp_path, stack, arena_bytes=8 << 20, fmt=fmt)
+        setting.chunks = make_chunks(fmt, 6 * (1 << 20) // fmt.object_size(0))
+        shelf = setting.connect(lends=False, device=torch.device("cuda", 0))
+        until(lambda: shelf.backend.properties.lends)
+        assert len(runtime.registered) == 4
+        view = shelf.view(fmt)
+        indices = range(len(setting.chunks))
+        setting.publish(shelf, *indices)
+        loans = []
+        for index in indices:
+            loan = view.borrow(setting.ref(index))
+            if loan is None:  # a client has no more than half of the memory
+                break
+            assert runtime.holds(loan.view)
+            loans.append(loan)
+        assert len(loans) > len(indices) // 2
+        while loans:
+            loans.pop().release()
+        loan = None
+
+
+def test_a_gpu_copies_from_memory_that_cannot_be_page_locked(
+    setting: Setting, caplog: pytest.LogCaptureFixture
+) -> None:
+    with fake_cudart() as runtime:
+        runtime.reads_only = False
+        setting.place(0)
+        shelf = setting.connect(lends=False, device=torch.device("cuda", 0))
+        until(lambda: "a GPU gets its objects by way of other memory" in caplog.text)
+        view = shelf.view(setting.fmt)
+        assert view.borrow(setting.ref(0)) is None
+        data = memoryview(bytearray(setting.fmt.object_size(0)))
+        view.load(setting.ref(0), data)
+        assert data == setting.image(0)
 
 
 def test_what_finds_no_room_in_time_is_read_past_the_memory(

@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from fake_cudart import fake_cudart
 from serving import (
     OBJECT_BYTES,
     SLOTS,
@@ -45,6 +47,7 @@ from kvshelf.server.messages import (
     Store,
     Stored,
 )
+from kvshelf.server.segment import Segment
 
 SECONDS = 30.0
 
@@ -250,6 +253,72 @@ def test_old_memory_is_unmapped_with_its_last_view(tmp_path: Path) -> None:
     del lent
     eventually(lambda: mappings() < before)
     client.close()
+
+
+def test_a_servers_memory_is_page_locked_as_long_as_anything_of_it_is_lent(tmp_path: Path) -> None:
+    with fake_cudart() as runtime:
+        with serving(tmp_path) as (url, _, service), channel(url) as client:
+            service.put("a", b"hello")
+            assert not client.page_locked
+            for _ in range(2):
+                client.page_lock(torch.device("cuda", 0))
+            eventually(lambda: client.page_locked)
+            lent = fetch(client, "a")
+            assert runtime.holds(lent.view)
+        assert not client.page_locked
+        assert runtime.holds(lent.view)
+        lent.release()
+        del lent
+
+
+def test_the_memory_of_a_later_server_is_page_locked_too(tmp_path: Path) -> None:
+    with fake_cudart() as runtime, contextlib.ExitStack() as stack:
+        with serving(tmp_path) as (url, _, service):
+            client = stack.enter_context(channel(url))
+            client.page_lock(torch.device("cuda", 0))
+            eventually(lambda: client.page_locked)
+        eventually(lambda: not client.connected)
+        assert not client.page_locked
+        eventually(lambda: not runtime.registered)
+        with serving(tmp_path) as (url, _, service):
+            service.put("a", b"hello")
+            eventually(lambda: client.page_locked)
+            lent = fetch(client, "a")
+            assert runtime.holds(lent.view)
+            lent.release()
+            del lent
+            client.close()
+
+
+def test_memory_that_cannot_be_page_locked_is_lent_all_the_same(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As on GPUs that lock no memory which is mapped for reading only."""
+    with fake_cudart() as runtime, serving(tmp_path) as (url, _, service), channel(url) as client:
+        runtime.reads_only = False
+        service.put("a", b"hello")
+        client.page_lock(torch.device("cuda", 0))
+        eventually(lambda: "operation not supported" in caplog.text)
+        assert not client.page_locked
+        lent = fetch(client, "a")
+        assert bytes(lent.view[:5]) == b"hello"
+        lent.release()
+
+
+def test_a_page_locked_segment_is_unlocked_when_its_last_room_is_back(tmp_path: Path) -> None:
+    with fake_cudart() as runtime:
+        segment = Segment(1 << 20)
+        segment.page_lock(torch.device("cuda", 0))
+        room = segment.reserve(5000)
+        assert room is not None
+        assert runtime.holds(room.view)
+        segment.close()
+        assert segment.fd is None
+        assert segment.reserve(1) is None
+        # A GPU may still copy to it.
+        assert runtime.holds(room.view)
+        room.release()
+        assert not runtime.registered
 
 
 def test_a_server_that_hangs_blocks_nobody(tmp_path: Path) -> None:

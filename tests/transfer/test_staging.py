@@ -190,8 +190,8 @@ def test_a_closed_pool_has_given_all_its_memory_back() -> None:
 def test_staging_of_a_gpu_is_page_locked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     locked: list[int] = []
 
-    def pin(tensor: torch.Tensor, device: torch.device | None) -> Callable[[], None]:
-        locked.append(tensor.numel())
+    def pin(view: memoryview, device: torch.device | None) -> Callable[[], None]:
+        locked.append(view.nbytes)
         return locked.clear
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -233,7 +233,7 @@ def test_large_staging_is_page_locked_in_pieces_or_not_at_all(
 def test_staging_that_cannot_be_page_locked_is_ordinary_memory(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def refuse(_: torch.Tensor, device: torch.device | None) -> Callable[[], None]:
+    def refuse(_: memoryview, device: torch.device | None) -> Callable[[], None]:
         raise RuntimeError("cudaHostRegister failed")
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -26,9 +26,12 @@ from parts import AT_ONCE, PATIENCE, posix, until
 from replay import DRAFTING, MiniVllm, Request, bind, make_caches, make_config, make_groups, prompt
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
+from kvshelf.config import Config
 from kvshelf.errors import UnsupportedError
 from kvshelf.format.kinds import FULL
 from kvshelf.kv.device import DeviceKVCache
+from kvshelf.metrics import Counters
+from kvshelf.server import backend as served
 from kvshelf.shelf import tiers
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.transfer.staging import StagingPool
@@ -355,6 +358,43 @@ def test_caches_that_come_back_in_another_layout_are_left_alone(
         run(engine, prompt(41))
         assert computed(engine) == 41
     assert "came back from sleep in another layout" in caplog.text
+
+
+def test_the_gpu_of_a_worker_copies_from_a_node_servers_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[tuple[bool, torch.device | None]] = []
+
+    class AskedError(Exception):
+        pass
+
+    def opening(config: Config, counters: Counters, **options: Any) -> None:
+        asked.append((options["on_cpu"], options["gpu"]))
+        raise AskedError
+
+    def make(role: KVConnectorRole, device: str) -> None:
+        config = make_config("ipc:///nowhere/node.sock")
+        config.device_config = SimpleNamespace(device_type=device)
+        with pytest.raises(AskedError):
+            SharedStorageConnector(config, role, make_groups(config))
+
+    monkeypatch.setattr(connector, "_open", opening)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    for available in (True, False):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda found=available: found)
+        for role in (KVConnectorRole.WORKER, KVConnectorRole.SCHEDULER):
+            make(role, "cuda")
+        make(KVConnectorRole.WORKER, "cpu")
+    third = torch.device("cuda", 3)
+    assert asked == [(False, third), (False, None), (True, None)] + 2 * [(False, None)] + [
+        (True, None)
+    ]
+    monkeypatch.undo()
+    opened: dict[str, object] = {}
+    monkeypatch.setattr(served, "open_served", lambda url, **options: opened.update(options))
+    url = "ipc:///nowhere/node.sock"
+    connector._open_served(url, Config(server=url), Counters(), on_cpu=False, gpu=third)
+    assert (opened["lends"], opened["device"]) == (False, third)
 
 
 # ------------------------------------------------------------------------- failures

@@ -111,7 +111,7 @@ class Arena:
                 lambda: self._take(shared=shared, private=device is not None, lazy=lazy),
             )
             if device is not None:
-                self._unlock = page_lock(self.tensor, device)
+                self.page_lock(device)
         except (OSError, MemoryError) as error:
             self.close()
             raise ConfigError(
@@ -135,6 +135,16 @@ class Arena:
         # created there.
         with torch.inference_mode(False):
             return torch.frombuffer(self.view, dtype=torch.uint8)
+
+    def page_lock(self, device: torch.device) -> None:
+        """Page-lock memory that is not yet, for copies to and from GPUs, until :meth:`close`.
+
+        Raises
+        ------
+        RuntimeError
+            If CUDA cannot.
+        """
+        self._unlock = page_lock(self.view, device)
 
     def close(self) -> None:
         """End page-locking, close the descriptor and refer to the memory no more. Idempotent."""

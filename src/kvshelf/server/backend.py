@@ -39,7 +39,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import replace
-from typing import Any, Final, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
 from kvshelf.backends.base import (
     NOT_REGULAR,
@@ -76,6 +76,9 @@ from kvshelf.server.segment import Room
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.shelf.view import NamespaceView
 
+if TYPE_CHECKING:
+    import torch
+
 _Reply = TypeVar("_Reply", bound=messages.Message)
 
 #: Seconds for which what was expected is kept for whoever borrows it.
@@ -107,8 +110,8 @@ class ServedBackend(Backend):
     channel : Channel
         Has been connected once; closed together with the backend.
     lends : bool
-        Lend objects in place. A device cannot read the server's memory, which is not page-locked:
-        False copies objects from there.
+        Lend objects in place. Otherwise they are copied from the server's memory, unless that is
+        page-locked (:meth:`Channel.page_lock`): then a GPU copies from it.
     """
 
     def __init__(self, channel: Channel, *, lends: bool = True) -> None:
@@ -142,6 +145,7 @@ class ServedBackend(Backend):
     def properties(self) -> Properties:
         """Those of the server's storage; a probe takes a message at least."""
         facts = self._welcome.facts
+        lends = self._lends or self._channel.page_locked
         near = facts.probe_cost < _MESSAGE_SECONDS
         return Properties(
             filesystem=f"{facts.filesystem} through a node server",
@@ -159,9 +163,9 @@ class ServedBackend(Backend):
             can_quarantine=facts.can_quarantine,
             # The server removes those of killed writers.
             temporaries=False,
-            lends=self._lends,
+            lends=lends,
             # Any object is opened by its size, so that it can come from the server's memory.
-            part_bytes=0 if self._lends else 1,
+            part_bytes=0 if lends else 1,
             # The server says itself that its storage is late, if it can.
             deadlines=Deadlines(
                 probe=facts.probe_seconds + _LATER,
@@ -733,6 +737,7 @@ def open_served(
     segment_bytes: int = SEGMENT_BYTES,
     read_only: bool = False,
     lends: bool = True,
+    device: torch.device | None = None,
     counters: Counters | None = None,
     deadlines: Mapping[str, float] | None = None,
 ) -> ServedShelf:
@@ -744,6 +749,8 @@ def open_served(
         As for :func:`connect`.
     read_only, lends, counters, deadlines
         As for :class:`ServedShelf`.
+    device : torch.device, optional
+        The GPU of the caches, for which the server's memory is page-locked.
 
     Raises
     ------
@@ -751,6 +758,8 @@ def open_served(
         As for :func:`connect`.
     """
     channel = connect(url, segment_bytes=segment_bytes)
+    if device is not None:
+        channel.page_lock(device)
     try:
         return ServedShelf(channel, counters, read_only=read_only, lends=lends, deadlines=deadlines)
     except BaseException:

@@ -51,6 +51,8 @@ class Held:
         self.residents = Residents(
             arena.nbytes - self._start,
             alignment=_ALIGNMENT,
+            # Clients page-lock the arena for their GPUs.
+            borders=[border - self._start for border in arena.borders],
             on_generation=self._generations.__setitem__,
         )
 

@@ -6,9 +6,13 @@ Owns a range of shared memory, and who uses which part of it. Safe to call from 
 from __future__ import annotations
 
 import threading
+from typing import TYPE_CHECKING
 
 from kvshelf.memory.arena import Arena
 from kvshelf.memory.size_classes import SizeClasses
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Room:
@@ -59,17 +63,32 @@ class Segment:
         self._arena = Arena(nbytes, shared=True, lazy=True)
         self.nbytes = nbytes
         self._lock = threading.Lock()
-        self._parts = SizeClasses(nbytes)
+        self._closed = False
+        self._parts = SizeClasses(nbytes, borders=self._arena.borders)
 
     @property
     def fd(self) -> int | None:
         """The memory's descriptor; None once the segment is closed."""
-        return self._arena.fd
+        return None if self._closed else self._arena.fd
+
+    def page_lock(self, device: torch.device) -> None:
+        """Page-lock the memory for copies to and from a GPU, until :meth:`close`.
+
+        All of it is taken now.
+
+        Raises
+        ------
+        RuntimeError
+            If CUDA refuses: the memory stays as it was.
+        """
+        with self._lock:
+            if self.fd is not None:
+                self._arena.page_lock(device)
 
     def reserve(self, nbytes: int) -> Room | None:
         """Return room for an object, None if there is none now. Never blocks."""
         with self._lock:
-            offset = None if self._arena.fd is None else self._parts.allocate(nbytes)
+            offset = None if self._closed else self._parts.allocate(nbytes)
             if offset is None:
                 return None
             return Room(self, offset, nbytes, self._arena.view[offset : offset + nbytes])
@@ -78,8 +97,15 @@ class Segment:
         """Free the room at an offset."""
         with self._lock:
             self._parts.free(offset)
+            self._free_if_closed()
 
     def close(self) -> None:
-        """Give no more rooms. The memory is freed with the last room's view. Idempotent."""
+        """Give no more rooms. The memory is freed when the last one is back. Idempotent."""
         with self._lock:
+            self._closed = True
+            self._free_if_closed()
+
+    def _free_if_closed(self) -> None:
+        # A GPU may still copy to a room, which stays page-locked for as long.
+        if self._closed and not self._parts.used:
             self._arena.close()

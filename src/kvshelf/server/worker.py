@@ -298,6 +298,23 @@ class WorkerAdapter(Adapter):
         self._memory = open_paged(self.fmt, runs, self._plan)
         self._num_slots = min(count_slots(self.fmt, run.layout) for run in runs)
         self._device = runs[0].caches[0].device
+        if self._device.type == "cuda":
+            self._page_lock(self._device)
+
+    def _page_lock(self, device: torch.device) -> None:
+        """Page-lock what is shared with the server: a copy to other memory waits in its call."""
+        self._channel.page_lock(device)
+        segment = self._channel.segment
+        if segment is None:
+            return
+        try:
+            segment.page_lock(device)
+        except RuntimeError as error:
+            self._log.warning(
+                "could not pin the memory through which KV is stored (%s); stores wait in their"
+                " calls until the KV is there",
+                error,
+            )
 
     # ------------------------------------------------------------------------- stores
 

@@ -163,7 +163,8 @@ class SharedStorageConnector(KVConnectorBase_V1, SupportsHMA):
         self._counters = Counters()
         device = getattr(vllm_config, "device_config", None)
         on_cpu = device is None or device.device_type == "cpu"
-        self._shelf = _open(self._config, self._counters, on_cpu=on_cpu)
+        gpu = None if on_cpu or role is KVConnectorRole.SCHEDULER else _current_gpu()
+        self._shelf = _open(self._config, self._counters, on_cpu=on_cpu, gpu=gpu)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._uses: Uses | None = None
@@ -474,14 +475,23 @@ def _show_log_lines() -> None:
         ours.propagate = False
 
 
-def _open(config: Config, counters: Counters, *, on_cpu: bool) -> Opening[AnyShelf]:
+def _current_gpu() -> torch.device | None:
+    """Return the GPU of a worker, which vLLM has made current before it makes connectors."""
+    if not torch.cuda.is_available():
+        return None
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _open(
+    config: Config, counters: Counters, *, on_cpu: bool, gpu: torch.device | None
+) -> Opening[AnyShelf]:
     """Open the engine's shelf on a thread of its own; wait for it for a bounded time."""
     server = config.server
     url = shelf_url(config) if server is None else server
 
     def make() -> AnyShelf:
         if server is not None:
-            return _open_served(server, config, counters, on_cpu=on_cpu)
+            return _open_served(server, config, counters, on_cpu=on_cpu, gpu=gpu)
         shelf, tier = open_configured(url, config, counters, on_thread_start=widen_cpu_affinity)
         return shelf if tier is None else TieredShelf(shelf, [tier])
 
@@ -514,7 +524,9 @@ def _begin_history(
     )
 
 
-def _open_served(server: str, config: Config, counters: Counters, *, on_cpu: bool) -> AnyShelf:
+def _open_served(
+    server: str, config: Config, counters: Counters, *, on_cpu: bool, gpu: torch.device | None
+) -> AnyShelf:
     try:
         from kvshelf.server.backend import open_served
     except ImportError as error:
@@ -527,8 +539,9 @@ def _open_served(server: str, config: Config, counters: Counters, *, on_cpu: boo
         server,
         segment_bytes=min(config.least_staging, 1 << 30),
         read_only=config.read_only,
-        # A GPU copies from page-locked memory, which the server's is not.
+        # A GPU copies from page-locked memory.
         lends=on_cpu,
+        device=gpu,
         counters=counters,
         deadlines=config.deadlines,
     )
