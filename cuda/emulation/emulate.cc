@@ -129,19 +129,20 @@ void run_launch(int64_t width, const LaunchArguments& arguments, const Grid& gri
   }
 }
 
-template <typename Vector>
-void run_hash(const HashArguments& arguments, int64_t tiles, int64_t blocks) {
+void run_hash(const HashArguments& arguments, int64_t tiles, int64_t width, int64_t blocks) {
   WatchedMemory memory;
-  const bool summed = sizeof(Vector) == sizeof(Vector16) && tiles > 0;
-  const uint32_t sum_blocks = summed ? static_cast<uint32_t>(smaller(blocks, tiles)) : 0;
+  const uint32_t items = arguments.shards * arguments.tensors;
+  const uint32_t sum_blocks = width == 16 ? static_cast<uint32_t>(smaller(blocks, tiles)) : 0;
   for (uint32_t block = 0; block < sum_blocks; ++block) {
     for (uint32_t thread = 0; thread < kSumThreads; ++thread) {
       sum_thread(arguments, block, sum_blocks, thread, memory);
     }
   }
-  for (uint32_t item = 0; item < arguments.shards * arguments.tensors; ++item) {
-    finish_thread<Vector>(arguments, item, memory);
+  for (uint32_t item = 0; item < items * kLanes; ++item) {
+    width == 16 ? chain_thread<Vector8>(arguments, item, memory)
+                : chain_thread<Vector1>(arguments, item, memory);
   }
+  for (uint32_t item = 0; item < items; ++item) finish_thread(arguments, item, memory);
 }
 
 // --- devices that tests simulate -------------------------------------------------------
@@ -352,10 +353,7 @@ int64_t device_toolkit() { return 0; }
 const char* device_hash(const HashArguments& arguments, int64_t tiles, int64_t width,
                         int64_t blocks, int device, void* stream) {
   last_width = width;
-  return enqueue(device, stream, 0, [=] {
-    width == 16 ? run_hash<Vector16>(arguments, tiles, blocks)
-                : run_hash<Vector1>(arguments, tiles, blocks);
-  });
+  return enqueue(device, stream, 0, [=] { run_hash(arguments, tiles, width, blocks); });
 }
 
 }  // namespace kvshelf

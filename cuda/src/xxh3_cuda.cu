@@ -30,13 +30,23 @@ __global__ void __launch_bounds__(kSumThreads)
 }
 
 template <typename Vector>
+__global__ void __launch_bounds__(kChainThreads)
+    chain_kernel(const __grid_constant__ HashArguments arguments) {
+  CachedMemory memory;
+  const uint32_t items = arguments.shards * arguments.tensors * kLanes;
+  for (uint32_t item = blockIdx.x * kChainThreads + threadIdx.x; item < items;
+       item += gridDim.x * kChainThreads) {
+    chain_thread<Vector>(arguments, item, memory);
+  }
+}
+
 __global__ void __launch_bounds__(kFinishThreads)
     finish_kernel(const __grid_constant__ HashArguments arguments) {
   CachedMemory memory;
   const uint32_t items = arguments.shards * arguments.tensors;
   for (uint32_t item = blockIdx.x * kFinishThreads + threadIdx.x; item < items;
        item += gridDim.x * kFinishThreads) {
-    finish_thread<Vector>(arguments, item, memory);
+    finish_thread(arguments, item, memory);
   }
 }
 
@@ -50,13 +60,15 @@ const char* device_hash(const HashArguments& arguments, int64_t tiles, int64_t w
   const auto grid = [blocks](int64_t most) {
     return static_cast<uint32_t>(smaller(blocks, most));
   };
-  const int64_t finishing = ceil_div(int64_t{arguments.shards} * arguments.tensors, kFinishThreads);
+  const int64_t items = int64_t{arguments.shards} * arguments.tensors;
+  const uint32_t chain_grid = grid(ceil_div(items * kLanes, kChainThreads));
   if (width == 16) {
     if (tiles > 0) sum_kernel<<<grid(tiles), kSumThreads, 0, stream>>>(arguments);
-    finish_kernel<Vector16><<<grid(finishing), kFinishThreads, 0, stream>>>(arguments);
+    chain_kernel<Vector8><<<chain_grid, kChainThreads, 0, stream>>>(arguments);
   } else {
-    finish_kernel<Vector1><<<grid(finishing), kFinishThreads, 0, stream>>>(arguments);
+    chain_kernel<Vector1><<<chain_grid, kChainThreads, 0, stream>>>(arguments);
   }
+  finish_kernel<<<grid(ceil_div(items, kFinishThreads)), kFinishThreads, 0, stream>>>(arguments);
   return text_of(cudaGetLastError());
 }
 

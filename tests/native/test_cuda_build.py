@@ -111,7 +111,7 @@ def sass(
 @needs_nvcc
 def test_no_kernel_spills_registers(full: Build) -> None:
     reports = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores", full.output)
-    assert len(reports) == 3 * (8 + 3)
+    assert len(reports) == 3 * (8 + 4)
     assert {numbers for report in reports for numbers in report} == {"0"}
     found = re.findall(r"entry function '(\w+)'(?s:.*?)Used (\d+) registers", full.output)
     assert len(found) == len(reports)
@@ -119,6 +119,13 @@ def test_no_kernel_spills_registers(full: Build) -> None:
     # block of 512.
     for name, registers in found:
         assert int(registers) <= (64 if "copy_kernel" in name else 128), name
+
+
+@pytest.mark.slow
+@needs_nvcc
+def test_the_compiler_warns_of_nothing(full: Build) -> None:
+    """A call of a function for the host in a kernel, for one, is a warning, and undefined."""
+    assert not re.findall(r".*\bwarning\b.*", full.output)
 
 
 @pytest.mark.slow

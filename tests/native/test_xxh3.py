@@ -90,7 +90,7 @@ def test_digests_are_those_of_xxhash(
     case.check(blocks)
     assert found.violations == 0
     assert found.width == 16 or not aligned
-    # Every byte of a payload counts, nothing beside them is touched.
+    # Every byte of a payload counts; nothing beside them is touched.
     loads = torch.from_numpy(of_payloads.loads).bool()
     inside = torch.zeros_like(loads)
     inside[skew : skew + case.payloads.numel() + (shards - 1) * gap].as_strided(

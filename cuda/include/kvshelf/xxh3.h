@@ -6,10 +6,11 @@
 //
 // More than 240 bytes are hashed in blocks of 1 KiB: 16 stripes of 64 bytes, each added to eight
 // accumulators, which are scrambled behind each block. What a block adds does not depend on the
-// blocks before it; only the scrambling has an order. So sum_thread adds up each block by itself, four
-// threads a block, two accumulators each. Then finish_thread, one thread a tensor, takes the sums of
-// its blocks in order and hashes what is behind the last whole one. No thread waits for another. What is not
-// aligned to 16 bytes, finish_thread hashes alone.
+// blocks before it; only the scrambling has an order. So there are three kernels. sum_thread adds up
+// each block by itself, four threads a block, two accumulators each. chain_thread takes these sums
+// in order, and adds what is behind the last whole block: eight threads a tensor, one accumulator
+// each. finish_thread, one thread a tensor, merges the accumulators. No thread waits for another.
+// Tensors that are not aligned to 16 bytes have no sums: chain_thread reads all of them.
 
 #ifndef KVSHELF_XXH3_H_
 #define KVSHELF_XXH3_H_
@@ -24,29 +25,31 @@ constexpr int64_t kTensorsPerLaunch = 256;
 constexpr int64_t kStripeBytes = 64;
 constexpr int64_t kStripes = 16;  // of a block
 constexpr int64_t kHashBlock = kStripes * kStripeBytes;
-constexpr int64_t kPairs = 4;  // of accumulators
-constexpr int64_t kSumBytes = kPairs * 16;  // of a block
+constexpr int64_t kLanes = 8;  // accumulators
+constexpr int64_t kPairs = kLanes / 2;
+constexpr int64_t kSumBytes = kLanes * 8;  // of a block, or of a tensor in the end
 constexpr int64_t kDigestBytes = 16;
 constexpr int64_t kLongest = 240;  // of the inputs that are hashed without blocks
 
-// Blocks of one tensor that the threads of a GPU's block add up at once.
+// Threads of a block of each kernel.
 constexpr int64_t kSumThreads = 512;
-constexpr int64_t kTileBlocks = kSumThreads / kPairs;
+constexpr int64_t kChainThreads = 256;
 constexpr int64_t kFinishThreads = 32;
+// Blocks of one tensor that the threads of a GPU's block add up at once.
+constexpr int64_t kTileBlocks = kSumThreads / kPairs;
 
 #if defined(__CUDA_ARCH__)
-#define KVSHELF_UNROLL_4 _Pragma("unroll 4")
 // In a register: threads that need different words of the arguments at once get them one by one.
 #define KVSHELF_KEEP(value) asm volatile("" : "+l"(value))
 // No load is put off until its value is needed.
 #define KVSHELF_ISSUED __syncwarp(__activemask())
 #else
-#define KVSHELF_UNROLL_4
 #define KVSHELF_KEEP(value)
 #define KVSHELF_ISSUED
 #endif
 
 constexpr int64_t kSecretWords = 24;
+constexpr int64_t kSecretBytes = kSecretWords * 8;
 
 constexpr uint64_t kPrime32_1 = 0x9E3779B1, kPrime32_2 = 0x85EBCA77, kPrime32_3 = 0xC2B2AE3D;
 constexpr uint64_t kPrime64_1 = 0x9E3779B185EBCA87, kPrime64_2 = 0xC2B2AE3D27D4EB4F,
@@ -60,6 +63,7 @@ struct HashArguments {
   const unsigned char* payloads;  // of the first shard
   int64_t shard_stride;
   unsigned char* sums;     // [shards, tiles of a shard, kTileBlocks, kSumBytes]
+  unsigned char* ends;     // [shards, tensors, kSumBytes]
   unsigned char* digests;  // [shards, all_tensors, kDigestBytes], canonical
   int64_t all_tensors;
   uint32_t shards;
@@ -67,6 +71,7 @@ struct HashArguments {
   int64_t starts[kTensorsPerLaunch + 1];
   uint32_t first_tile[kTensorsPerLaunch + 1];
   uint64_t secret[kSecretWords];
+  uint64_t initial[kLanes];
 };
 static_assert(sizeof(HashArguments) <= 4096, "kernel arguments are at most 4 KiB");
 
@@ -77,11 +82,16 @@ KVSHELF_HD int64_t hash_blocks(int64_t bytes) {
 
 inline int64_t hash_tiles(int64_t bytes) { return ceil_div(hash_blocks(bytes), kTileBlocks); }
 
-// Bytes of sums that the tensors of one shard need. starts: of all tensors, and the end.
 inline int64_t sums_bytes(const int64_t* starts, int64_t tensors) {
   int64_t tiles = 0;
   for (int64_t i = 0; i < tensors; ++i) tiles += hash_tiles(starts[i + 1] - starts[i]);
   return tiles * kTileBlocks * kSumBytes;
+}
+
+// Bytes that the kernels need beside the digests, for each shard. starts: of all tensors, and the
+// end.
+inline int64_t hash_room(const int64_t* starts, int64_t tensors) {
+  return sums_bytes(starts, tensors) + smaller(tensors, kTensorsPerLaunch) * kSumBytes;
 }
 
 // The widest vector for which kernels exist that fits all tensors: 16 bytes or 1.
@@ -94,10 +104,11 @@ inline int64_t hash_width(const unsigned char* payloads, int64_t stride, int64_t
 }
 
 // Calls launch(arguments, tiles) for each launch of a call, where tiles is the number of tiles of
-// all shards; stops at the first that returns false. All launches of a call may use the same sums.
+// all shards; stops at the first that returns false. room: hash_room for each shard, which all
+// launches of a call use.
 template <typename Launch>
 bool for_each_hash_launch(const unsigned char* payloads, int64_t stride, int64_t shards,
-                          const int64_t* starts, int64_t tensors, unsigned char* sums,
+                          const int64_t* starts, int64_t tensors, unsigned char* room,
                           unsigned char* digests, const Launch& launch) {
   static constexpr uint64_t kSecret[kSecretWords] = {
       0xbe4ba423396cfeb8, 0x1cad21f72c81017c, 0xdb979083e96dd4de, 0x1f67b3b7a4a44072,
@@ -107,13 +118,17 @@ bool for_each_hash_launch(const unsigned char* payloads, int64_t stride, int64_t
       0xc3ebd33483acc5ea, 0xeb6313faffa081c5, 0x49daf0b751dd0d17, 0x9e68d429265516d3,
       0xfca1477d58be162b, 0xce31d07ad1b8f88f, 0x280416958f3acb45, 0x7e404bbbcafbd7af,
   };
+  static constexpr uint64_t kInitial[kLanes] = {kPrime32_3, kPrime64_1, kPrime64_2, kPrime64_3,
+                                                kPrime64_4, kPrime32_2, kPrime64_5, kPrime32_1};
   HashArguments a{};
   a.payloads = payloads;
   a.shard_stride = stride;
-  a.sums = sums;
+  a.sums = room;
+  a.ends = room + shards * sums_bytes(starts, tensors);
   a.all_tensors = tensors;
   a.shards = static_cast<uint32_t>(shards);
   for (int64_t i = 0; i < kSecretWords; ++i) a.secret[i] = kSecret[i];
+  for (int64_t i = 0; i < kLanes; ++i) a.initial[i] = kInitial[i];
   for (int64_t first = 0; first < tensors; first += kTensorsPerLaunch) {
     a.tensors = static_cast<uint32_t>(smaller(kTensorsPerLaunch, tensors - first));
     a.digests = digests + first * kDigestBytes;
@@ -195,13 +210,14 @@ KVSHELF_HD uint64_t load_bytes(const unsigned char* address, int64_t bytes, Memo
 }
 
 template <typename Memory>
-KVSHELF_HD Words load_words(const unsigned char* address, Vector16, Memory& memory) {
-  return words_of(memory.template load<Vector16>(address));
+KVSHELF_HD uint64_t load_word(const unsigned char* address, Vector8, Memory& memory) {
+  const Vector8 vector = memory.template load<Vector8>(address);
+  return vector.x | uint64_t{vector.y} << 32;
 }
 
 template <typename Memory>
-KVSHELF_HD Words load_words(const unsigned char* address, Vector1, Memory& memory) {
-  return {load_bytes(address, 8, memory), load_bytes(address + 8, 8, memory)};
+KVSHELF_HD uint64_t load_word(const unsigned char* address, Vector1, Memory& memory) {
+  return load_bytes(address, 8, memory);
 }
 
 // Eight bytes of the secret.
@@ -263,69 +279,90 @@ KVSHELF_HD void sum_thread(const HashArguments& a, uint32_t block, uint32_t bloc
   }
 }
 
-// Adds one stripe, with the secret from an offset on.
+// Adds one accumulator's part of a stripe, with the secret from an offset on.
 template <typename Vector, typename Memory>
 KVSHELF_HD void add_stripe(const HashArguments& a, const unsigned char* stripe, int64_t offset,
-                           uint64_t (&sums)[2 * kPairs], Memory& memory) {
-  KVSHELF_UNROLL
-  for (int i = 0; i < kPairs; ++i) {
-    const Words words = load_words(stripe + i * 16, Vector{}, memory);
-    sums[2 * i] +=
-        words.second + multiply_halves(words.first ^ secret_at(a, offset + 16 * i));
-    sums[2 * i + 1] +=
-        words.first + multiply_halves(words.second ^ secret_at(a, offset + 16 * i + 8));
-  }
+                           uint32_t lane, uint64_t& sum, Memory& memory) {
+  const uint64_t own = load_word(stripe + 8 * lane, Vector{}, memory);
+  const uint64_t other = load_word(stripe + 8 * (lane ^ 1), Vector{}, memory);
+  sum += other + multiply_halves(own ^ secret_at(a, offset + 8 * lane));
 }
 
-// Adds the first stripes of a block.
+// Computes one accumulator of a tensor. Vector: Vector8, behind sum_thread, or Vector1 without it.
+// item: (shard × tensors + tensor) × kLanes + accumulator, of this launch.
 template <typename Vector, typename Memory>
-KVSHELF_HD void add_stripes(const HashArguments& a, const unsigned char* block, int64_t stripes,
-                            uint64_t (&sums)[2 * kPairs], Memory& memory) {
-  for (int64_t i = 0; i < stripes; ++i) {
-    add_stripe<Vector>(a, block + i * kStripeBytes, i * 8, sums, memory);
-  }
-}
+KVSHELF_HD void chain_thread(const HashArguments& a, uint32_t item, Memory& memory) {
+  constexpr int64_t kAtOnce = 16;
+  const uint32_t lane = item % kLanes;
+  const uint32_t of_all = item / kLanes;
+  const uint32_t shard = of_all / a.tensors;
+  const uint32_t tensor = of_all - shard * a.tensors;
+  const unsigned char* const input = a.payloads + shard * a.shard_stride + a.starts[tensor];
+  const int64_t bytes = a.starts[tensor + 1] - a.starts[tensor];
+  if (bytes <= kLongest) return;
 
-KVSHELF_HD uint64_t merged(const HashArguments& a, const uint64_t (&sums)[2 * kPairs],
-                           int64_t offset, uint64_t value) {
-  KVSHELF_UNROLL
-  for (int i = 0; i < kPairs; ++i) {
-    value += folded_product(sums[2 * i] ^ secret_at(a, offset + 16 * i),
-                            sums[2 * i + 1] ^ secret_at(a, offset + 16 * i + 8));
-  }
-  return avalanche(value);
-}
-
-template <typename Vector, typename Memory>
-KVSHELF_HD Digest digest_of_many(const HashArguments& a, const unsigned char* input, int64_t bytes,
-                                 const unsigned char* block_sums, Memory& memory) {
-  uint64_t sums[2 * kPairs] = {kPrime32_3, kPrime64_1, kPrime64_2, kPrime64_3,
-                               kPrime64_4, kPrime32_2, kPrime64_5, kPrime32_1};
   const int64_t blocks = hash_blocks(bytes);
-  KVSHELF_UNROLL_4
-  for (int64_t block = 0; block < blocks; ++block) {
-    if (sizeof(Vector) == sizeof(Vector16)) {
+  const int64_t tile = int64_t{shard} * a.first_tile[a.tensors] + a.first_tile[tensor];
+  const unsigned char* const sums = a.sums + tile * kTileBlocks * kSumBytes + 8 * lane;
+  const uint64_t key = a.secret[kStripes + lane];
+  uint64_t sum = a.initial[lane];
+  for (int64_t first = 0; first < blocks; first += kAtOnce) {
+    uint64_t words[kAtOnce];
+    if (sizeof(Vector) == 8) {
       KVSHELF_UNROLL
-      for (int i = 0; i < kPairs; ++i) {
-        const Words words =
-            words_of(memory.template load<Vector16>(block_sums + block * kSumBytes + i * 16));
-        sums[2 * i] += words.first;
-        sums[2 * i + 1] += words.second;
+      for (int i = 0; i < kAtOnce; ++i) {
+        // Beyond the last block, that one's: loads without a condition are issued together.
+        const int64_t block = first + i < blocks ? first + i : blocks - 1;
+        words[i] = load_word(sums + block * kSumBytes, Vector8{}, memory);
       }
-    } else {
-      add_stripes<Vector>(a, input + block * kHashBlock, kStripes, sums, memory);
+      KVSHELF_ISSUED;
     }
     KVSHELF_UNROLL
-    for (int i = 0; i < 2 * kPairs; ++i) {
-      sums[i] = (sums[i] ^ (sums[i] >> 47) ^ a.secret[kStripes + i]) * kPrime32_1;
+    for (int i = 0; i < kAtOnce; ++i) {
+      if (first + i >= blocks) break;
+      if (sizeof(Vector) == 8) {
+        sum += words[i];
+      } else {
+        const unsigned char* const block = input + (first + i) * kHashBlock;
+        for (int64_t j = 0; j < kStripes; ++j) {
+          add_stripe<Vector>(a, block + j * kStripeBytes, j * 8, lane, sum, memory);
+        }
+      }
+      sum = (sum ^ (sum >> 47) ^ key) * kPrime32_1;
     }
   }
   const unsigned char* const rest = input + blocks * kHashBlock;
   const int64_t stripes = (bytes - 1 - blocks * kHashBlock) / kStripeBytes;
-  add_stripes<Vector>(a, rest, stripes, sums, memory);
-  constexpr int64_t kSecretBytes = kSecretWords * 8;
-  add_stripe<Vector>(a, input + bytes - kStripeBytes, kSecretBytes - kStripeBytes - 7, sums,
+  KVSHELF_UNROLL
+  for (int64_t i = 0; i < kStripes - 1; ++i) {
+    if (i < stripes) add_stripe<Vector>(a, rest + i * kStripeBytes, i * 8, lane, sum, memory);
+  }
+  add_stripe<Vector>(a, input + bytes - kStripeBytes, kSecretBytes - kStripeBytes - 7, lane, sum,
                      memory);
+  Vector8 vector{};
+  vector.x = static_cast<uint32_t>(sum);
+  vector.y = static_cast<uint32_t>(sum >> 32);
+  memory.store(a.ends + int64_t{of_all} * kSumBytes + 8 * lane, vector);
+}
+
+KVSHELF_HD uint64_t merged(const HashArguments& a, const Words (&sums)[kPairs], int64_t offset,
+                           uint64_t value) {
+  KVSHELF_UNROLL
+  for (int i = 0; i < kPairs; ++i) {
+    value += folded_product(sums[i].first ^ secret_at(a, offset + 16 * i),
+                            sums[i].second ^ secret_at(a, offset + 16 * i + 8));
+  }
+  return avalanche(value);
+}
+
+template <typename Memory>
+KVSHELF_HD Digest digest_of_many(const HashArguments& a, int64_t bytes, const unsigned char* end,
+                                 Memory& memory) {
+  Words sums[kPairs];
+  KVSHELF_UNROLL
+  for (int i = 0; i < kPairs; ++i) {
+    sums[i] = words_of(memory.template load<Vector16>(end + i * 16));
+  }
   const uint64_t length = static_cast<uint64_t>(bytes);
   return {merged(a, sums, 11, length * kPrime64_1),
           merged(a, sums, kSecretBytes - kStripeBytes - 11, ~(length * kPrime64_2))};
@@ -378,8 +415,8 @@ KVSHELF_HD Digest digest_of_up_to_16(const HashArguments& a, const unsigned char
 template <typename Memory>
 KVSHELF_HD void mix(const HashArguments& a, const unsigned char* one, const unsigned char* other,
                     int64_t offset, Digest& digest, Memory& memory) {
-  const Words ones = load_words(one, Vector1{}, memory);
-  const Words others = load_words(other, Vector1{}, memory);
+  const Words ones{load_bytes(one, 8, memory), load_bytes(one + 8, 8, memory)};
+  const Words others{load_bytes(other, 8, memory), load_bytes(other + 8, 8, memory)};
   digest.low += folded_product(ones.first ^ secret_at(a, offset),
                                ones.second ^ secret_at(a, offset + 8));
   digest.low ^= others.first + others.second;
@@ -414,7 +451,7 @@ KVSHELF_HD Digest digest_of_up_to_240(const HashArguments& a, const unsigned cha
 // --- one tensor --------------------------------------------------------------------
 
 // Writes the digest of a tensor. item: shard × tensors + tensor, of this launch.
-template <typename Vector, typename Memory>
+template <typename Memory>
 KVSHELF_HD void finish_thread(const HashArguments& a, uint32_t item, Memory& memory) {
   const uint32_t shard = item / a.tensors;
   const uint32_t tensor = item - shard * a.tensors;
@@ -426,9 +463,7 @@ KVSHELF_HD void finish_thread(const HashArguments& a, uint32_t item, Memory& mem
   } else if (bytes <= kLongest) {
     digest = digest_of_up_to_240(a, input, bytes, memory);
   } else {
-    const int64_t tile = int64_t{shard} * a.first_tile[a.tensors] + a.first_tile[tensor];
-    digest = digest_of_many<Vector>(a, input, bytes, a.sums + tile * kTileBlocks * kSumBytes,
-                                    memory);
+    digest = digest_of_many(a, bytes, a.ends + int64_t{item} * kSumBytes, memory);
   }
   memory.store(a.digests + (shard * a.all_tensors + tensor) * kDigestBytes,
                vector_of(swapped(digest.high), swapped(digest.low)));
