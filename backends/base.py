@@ -21,10 +21,11 @@ import os
 import re
 import time
 from abc import ABC, abstractmethod
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Final, Literal, Protocol, TypeAlias, overload
+from typing import Final, Literal, NamedTuple, Protocol, TypeAlias, overload
 
 from kvshelf.backends.notices import Notices
 
@@ -255,6 +256,46 @@ class Borrowed(Protocol):
         """Give the bytes back. Called exactly once."""
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class Whole:
+    """What an object that is read whole has to be, but for a text that several objects share.
+
+    It begins with `first`, that text, and `second`. Then come the XXH3-128 of each of its parts, as
+    32 hexadecimal digits with commas between them, `after`, and spaces up to the first part. The
+    parts follow, without gaps, to the end. Kept by callers, since backends prepare for each.
+
+    Attributes
+    ----------
+    end : str
+        End of the object's name.
+    first, second, after : bytes
+    borders : array of int64
+        The first byte of the first part, and the end of each. No part has fewer than 241 bytes.
+    """
+
+    end: str
+    first: bytes
+    second: bytes
+    after: bytes
+    borders: array[int]
+
+
+class Checked(NamedTuple):
+    """What :meth:`Backend.read_whole` did.
+
+    Attributes
+    ----------
+    done : Sequence of bool
+        Whether each object was read and is what it has to be. If not, its buffer holds anything.
+    reading, checking : float
+        Seconds for all of them.
+    """
+
+    done: Sequence[bool]
+    reading: float
+    checking: float
+
+
 class Backend(ABC):
     """A storage of one kind, below one root."""
 
@@ -371,6 +412,50 @@ class Backend(ABC):
         Otherwise like :meth:`open`, which is also the default.
         """
         return self.open(name)
+
+    @property
+    def reads_whole(self) -> bool:
+        """Whether :meth:`read_whole` is of use, and for many objects at once. Never blocks."""
+        return False
+
+    def read_whole(
+        self,
+        start: str,
+        text: bytes,
+        wholes: Sequence[Whole],
+        buffers: Sequence[memoryview],
+        seconds: float = math.inf,
+    ) -> Checked | None:
+        """Read objects and check them, those of them for which one call does it all.
+
+        The others are read through :meth:`open`, which also says what is wrong with them. So are
+        all objects by default, and those of wrappers that do not pass this call on.
+
+        Parameters
+        ----------
+        start : str
+            What precedes the end of each name.
+        text : bytes
+            What is between `first` and `second` of each object.
+        wholes : Sequence of Whole
+        buffers : Sequence of memoryview
+            Where they are read to: writable, of their sizes.
+        seconds : float
+            Read nothing more after so long.
+
+        Returns
+        -------
+        Checked or None
+            None: no object was read.
+
+        Raises
+        ------
+        ObjectNameError
+            If a name is not safe: an error of the caller.
+        StorageError
+            If the storage failed as a whole.
+        """
+        return None
 
     @abstractmethod
     def write(

@@ -53,6 +53,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -64,6 +65,7 @@ from kvshelf.backends.base import (
     Backend,
     Borrowed,
     BytesLike,
+    Checked,
     Deadlines,
     ObjectInfo,
     Properties,
@@ -71,6 +73,7 @@ from kvshelf.backends.base import (
     Space,
     StatResults,
     Touched,
+    Whole,
     WriteMode,
     WriteResult,
 )
@@ -294,6 +297,55 @@ class GuardedBackend(WrappedBackend):
         with _Guarded(self, _READ, name, self.deadlines.to_read(size)):
             reader = self.inner.open_large(name, size)
         return GuardedReader(self, reader, name, begin)
+
+    @property
+    def reads_whole(self) -> bool:
+        return self.inner.reads_whole
+
+    def read_whole(
+        self,
+        start: str,
+        text: bytes,
+        wholes: Sequence[Whole],
+        buffers: Sequence[memoryview],
+        seconds: float = math.inf,
+    ) -> Checked | None:
+        """Read and check objects, with the deadline of reading all their bytes.
+
+        Each object that was read counts as a success. That the backend did not is no evidence.
+
+        Raises
+        ------
+        TransientStorageError
+            If the deadline has passed and not all were read.
+        """
+        allowed = self.deadlines.to_read(sum([buffer.nbytes for buffer in buffers]))
+        name = start + wholes[0].end
+        call = self._enter(_READ, name, allowed)
+        try:
+            checked = self.inner.read_whole(start, text, wholes, buffers, min(seconds, allowed))
+        except BaseException as error:
+            self._leave(call, error)
+            raise
+        done = sum(checked.done) if checked is not None else 0
+        late = call.late or time.monotonic() > call.deadline
+        if done or late:
+            self._leave(call)
+        else:
+            self._calls.pop(threading.get_ident(), None)
+        if late and done < len(wholes):
+            raise self._too_late(call)
+        if checked is not None and done:
+            self.reads.outcomes(_READ).successes += done - 1
+            self._worked[_READ] = start + wholes[list(checked.done).index(True)].end
+        return checked
+
+    def _too_late(self, call: _Call) -> TransientStorageError:
+        return TransientStorageError(
+            errno.ETIMEDOUT,
+            f"reading took longer than {call.seconds:.3g} s",
+            f"{self.url}/{call.name}",
+        )
 
     def expect(self, names: Sequence[str], sizes: Sequence[int]) -> None:
         """Pass it on, unless the read breaker is open."""
@@ -735,11 +787,7 @@ class GuardedReader(Reader):
         guard, call = self._guard, self._call
         begin = time.monotonic()
         if begin > call.deadline:
-            raise TransientStorageError(
-                errno.ETIMEDOUT,
-                f"reading took longer than {call.seconds:.3g} s",
-                f"{guard.url}/{call.name}",
-            )
+            raise guard._too_late(call)
         thread = threading.get_ident()
         guard._note(thread, call)
         try:

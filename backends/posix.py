@@ -45,12 +45,14 @@ from kvshelf.backends.base import (
     NOT_REGULAR,
     Backend,
     BytesLike,
+    Checked,
     ObjectInfo,
     Properties,
     Reader,
     Space,
     StatResults,
     Touched,
+    Whole,
     WriteMode,
     WriteResult,
     check_name,
@@ -58,6 +60,7 @@ from kvshelf.backends.base import (
     temporary_name,
     time_for_ages,
 )
+from kvshelf.backends.native import can_read_files, read_whole_files
 from kvshelf.backends.notices import FolderNotices
 from kvshelf.backends.oserrors import storage_error
 
@@ -742,6 +745,30 @@ class PosixBackend(Backend):
         """Read a part of a file, which is no use of it: its access time stays, if it is our own."""
         with self._open(name, _READ_NOATIME) as reader:
             return reader.read_into(buffer, offset)
+
+    @property
+    def reads_whole(self) -> bool:
+        """Whether the compiled library is there, and the kernel has `openat2`."""
+        return self._openat2 and can_read_files()
+
+    def read_whole(
+        self,
+        start: str,
+        text: bytes,
+        wholes: Sequence[Whole],
+        buffers: Sequence[memoryview],
+        seconds: float = math.inf,
+    ) -> Checked | None:
+        """Read and check files without the GIL."""
+        if not self.reads_whole:
+            return None
+        # The ends alone are checked once for each.
+        check_name(start + wholes[0].end)
+        begin = self._base + start
+        checked = read_whole_files(begin, text, wholes, buffers, self._read_flags, seconds)
+        # As after opening one: until then another filesystem may be mounted.
+        self._check_root_at_times()
+        return checked
 
     def _open_file(self, name: str, flags: int) -> int:
         if self._openat2:

@@ -6,6 +6,7 @@ A wrapper is a backend itself and closes the backend that it wraps. This module 
 from __future__ import annotations
 
 import errno
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
@@ -13,12 +14,14 @@ from kvshelf.backends.base import (
     Backend,
     Borrowed,
     BytesLike,
+    Checked,
     ObjectInfo,
     Properties,
     Reader,
     Space,
     StatResults,
     Touched,
+    Whole,
     WriteMode,
     WriteResult,
     check_name,
@@ -118,6 +121,20 @@ class ReadOnlyBackend(WrappedBackend):
 
     def find(self, names: Sequence[str], sizes: Sequence[int]) -> StatResults:
         return self.inner.find(names, sizes)
+
+    @property
+    def reads_whole(self) -> bool:
+        return self.inner.reads_whole
+
+    def read_whole(
+        self,
+        start: str,
+        text: bytes,
+        wholes: Sequence[Whole],
+        buffers: Sequence[memoryview],
+        seconds: float = math.inf,
+    ) -> Checked | None:
+        return self.inner.read_whole(start, text, wholes, buffers, seconds)
 
     def _refuse(self, name: str) -> ReadOnlyStorageError:
         return ReadOnlyStorageError(

@@ -23,6 +23,7 @@ from benchmarks.copies import bench_copy
 from benchmarks.engine import bench_engine, bench_startup
 from benchmarks.far import bench_far
 from benchmarks.gc import bench_gc
+from benchmarks.gil import bench_gil
 from benchmarks.handover import bench_handover
 from benchmarks.hybrid import bench_hybrid
 from benchmarks.lookups import bench_lookup
@@ -38,6 +39,7 @@ from benchmarks.waits import bench_waits
 
 GROUPS: dict[str, Callable[[Settings], Iterator[Row]]] = {
     "load": bench_load,
+    "gil": bench_gil,
     "publish": bench_publish,
     "tier": bench_tier,
     "memory": bench_memory,

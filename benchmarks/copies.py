@@ -107,8 +107,8 @@ def bench_copy(settings: Settings) -> Iterator[Row]:
 def _copy_rows(settings: Settings, shape: Shape, label: str) -> Iterator[Row]:
     size = shape.chunk_bytes()
     pool = StagingPool(8 * size, size)
-    buffers = pool.acquire_for_load(), pool.acquire_for_load()
-    assert buffers[0] is not None and buffers[1] is not None
+    buffers = pool.acquire_for_load(2)
+    assert buffers is not None
     chunk, staged = buffers[0].tensor[:size], buffers[1].tensor[:size]
     # The floors copy between the same kinds of memory: a tensor's, and staging's huge pages.
     flat = torch.empty(size, dtype=torch.uint8)

@@ -40,7 +40,7 @@ _LOAD_SECONDS = 60.0
 _CHUNKS = 2
 
 
-class _Nowhere(KVMemory):
+class Nowhere(KVMemory):
     """A paged cache that discards its content."""
 
     def gather(self, slots: torch.Tensor, payloads: Sequence[torch.Tensor]) -> PendingCopy:
@@ -53,14 +53,20 @@ class _Nowhere(KVMemory):
         """Discard the payload."""
 
 
-class _Loads:
+class RepeatedLoads:
     """Loads of the same chunks, one after another."""
 
-    def __init__(self, shelf: ShelfView, chunks: Sequence[Chunk], threads: int) -> None:
+    def __init__(
+        self,
+        shelf: ShelfView,
+        chunks: Sequence[Chunk],
+        threads: int,
+        memory: KVMemory | None = None,
+    ) -> None:
         fmt = shelf.fmt
         size = fmt.object_size(0)
         none = torch.empty(0, dtype=torch.int64)
-        self._items = [ChunkSlots(chunk, none, _Nowhere()) for chunk in chunks]
+        self._items = [ChunkSlots(chunk, none, memory or Nowhere()) for chunk in chunks]
         self._ids = itertools.count()
         objects = len(chunks) * fmt.shards
         self.transfer = Transfer(
@@ -107,14 +113,14 @@ def _rows(
         shelf = stack.enter_context(
             Shelf(open_backend(f"s3://{BUCKET}/far", storage_options=server.options(port)))
         )
-        _store(shelf, fmt, chunks)
+        store(shelf, fmt, chunks)
         threads = default_io_threads(shelf.backend.properties)[0]
         view = shelf.view(fmt)
-        many, few = (_Loads(view, chunks, count) for count in (threads, 2))
+        many, few = (RepeatedLoads(view, chunks, count) for count in (threads, 2))
         tier = MemoryTier(2 * objects * fmt.object_size(0), lazy=True)
         stack.callback(tier.close)
         memory = KindMemory(tier, fmt, Counters(), keeps=False)
-        ahead = _Loads(TieredView(view, [memory]), chunks, threads)
+        ahead = RepeatedLoads(TieredView(view, [memory]), chunks, threads)
         for loads in (many, few, ahead):
             stack.callback(loads.transfer.close)
         prefetcher = Prefetcher(ahead.transfer, memory)
@@ -137,7 +143,8 @@ def _rows(
             )
 
 
-def _store(shelf: Shelf, fmt: ObjectFormat, chunks: Sequence[Chunk]) -> None:
+def store(shelf: Shelf, fmt: ObjectFormat, chunks: Sequence[Chunk]) -> None:
+    """Store chunks of random bytes."""
     buffer = memoryview(bytearray(fmt.object_size(0)))
     fill(buffer)
     for chunk in chunks:

@@ -35,9 +35,9 @@ def bench_tier(settings: Settings) -> Iterator[Row]:
 def _load_row(settings: Settings, label: str, fmt: ObjectFormat) -> Row:
     [chunk] = make_chunks(fmt, 1)
     size = fmt.object_size(0)
-    staged = StagingPool(8 * size, size).acquire_for_load()
-    assert staged is not None
-    buffer = staged.view[:size]
+    buffers = StagingPool(8 * size, size).acquire_for_load()
+    assert buffers is not None
+    buffer = buffers[0].view[:size]
     fill(buffer)
     fmt.seal(buffer, chunk, 0)
     counters = Counters()

@@ -92,7 +92,9 @@ def _load_rows(
 
 def _staged(size: int) -> memoryview:
     """Return a staging buffer of random bytes, owned by the caller."""
-    view = StagingPool(8 * size, size).acquire_for_load().view[:size]  # type: ignore[union-attr]
+    buffers = StagingPool(8 * size, size).acquire_for_load()
+    assert buffers is not None
+    view = buffers[0].view[:size]
     fill(view)
     return view
 

@@ -230,8 +230,8 @@ class Counters:
                 self._gauges[name] = value
                 self._gauges_changed = True
 
-    def observe(self, operation: str, seconds: float) -> None:
-        """Record the duration of one operation, in seconds.
+    def observe(self, operation: str, seconds: float, count: int = 1) -> None:
+        """Record the duration of one operation, in seconds, or of `count` that took as long each.
 
         Raises
         ------
@@ -245,8 +245,8 @@ class Counters:
                 if operation not in OPERATIONS:
                     raise KeyError(operation)
                 times = self._times[operation] = [0] * (len(TIME_BOUNDS) + 1) + [0.0]
-            times[bucket] += 1
-            times[-1] += seconds
+            times[bucket] += count
+            times[-1] += count * seconds
 
     def snapshot(self) -> dict[str, float]:
         """Return all counters that are not zero."""

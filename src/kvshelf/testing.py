@@ -32,13 +32,16 @@ import os
 import threading
 import time
 from abc import ABC, abstractmethod
+from array import array
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+import xxhash
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -48,7 +51,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from kvshelf.backends.base import NOT_REGULAR, Backend, BytesLike, Touched, WriteResult
+from kvshelf.backends.base import NOT_REGULAR, Backend, BytesLike, Touched, Whole, WriteResult
 from kvshelf.backends.wrappers import ReadOnlyBackend
 from kvshelf.errors import (
     NotRegularError,
@@ -471,6 +474,48 @@ class BackendSuite:
         assert buffer == b"bc......"
 
     # --------------------------------------------------------------------------------- probes
+
+    def test_whole_objects_are_what_they_have_to_be(self, backend: Backend, oracle: Oracle) -> None:
+        """One call reads those objects that are as expected, and no others; or it reads none."""
+        parts = [os.urandom(size) for size in (241, 1024, 1025, 3 * 1024 + 64, (1 << 20) + 7)]
+        hashes = ",".join(map(xxhash.xxh3_128_hexdigest, parts)).encode()
+        header = b"".join((b"first", b"text", b"second", hashes, b"after"))
+        good = header.ljust(4096) + b"".join(parts)
+        borders = array("q", accumulate(map(len, parts), initial=4096))
+        damaged = [0, 5, 9, 15, 15 + 32, len(header) - 1, len(header), 4095, 4096]
+        damaged += [border - 1 for border in borders[1:]]
+        variants: list[bytes | None] = [good, None, b"", good[:-1], good + b"\0"]
+        variants += [good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :] for at in damaged]
+        variants.append(good)
+        for number, data in enumerate(variants):
+            if data is not None:
+                oracle.put(f"a/b-{number}", data)
+        for kind in oracle.specials:
+            oracle.put_special(f"a/b-{kind}", kind)
+        ends = [*map(str, range(len(variants))), *oracle.specials]
+        wholes = [Whole(end, b"first", b"second", b"after", borders) for end in ends]
+        buffers = [memoryview(bytearray(len(good))) for _ in wholes]
+        checked = backend.read_whole("a/b-", b"text", wholes, buffers)
+        assert (checked is not None) is backend.reads_whole
+        if checked is None:
+            return
+        alike = [data == good for data in variants] + [False] * len(oracle.specials)
+        assert list(checked.done) == alike
+        assert all(buffer == good for buffer, one in zip(buffers, alike, strict=True) if one)
+        assert min(checked.reading, checked.checking) > 0
+        late = backend.read_whole("a/b-", b"text", wholes, buffers, seconds=-1.0)
+        assert late is not None
+        assert not any(late.done)
+        other = backend.read_whole("a/b-", b"test", wholes[:1], buffers[:1])
+        assert other is not None
+        assert not any(other.done)
+        with pytest.raises(ObjectNameError):
+            backend.read_whole("../a/b-", b"text", wholes, buffers)
+        with pytest.raises(ObjectNameError):
+            backend.read_whole("a/", b"text", [Whole("../x", b"", b"", b"", borders)], buffers[:1])
+        for short in (memoryview(bytearray(len(good) - 1)), memoryview(good)):
+            with pytest.raises(ValueError, match="writable"):
+                backend.read_whole("a/b-", b"text", wholes[:1], [short])
 
     def test_missing(self, backend: Backend) -> None:
         """A missing object is missing for every method, before and after its folder exists."""

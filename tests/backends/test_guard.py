@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 import random
 import threading
-from collections.abc import Callable, Iterator
+from array import array
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
@@ -14,7 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 from faulty import CountingBackend, Fault, FaultyBackend
-from kvshelf.backends import Backend, Deadlines, Properties, Reader, Touched, guard
+from kvshelf.backends import Backend, Checked, Deadlines, Properties, Reader, Touched, base, guard
 from kvshelf.backends import breaker as breaker_module
 from kvshelf.backends.base import WriteResult
 from kvshelf.backends.breaker import LEAST_FAILURES, WINDOW_SECONDS, Backoff, Breaker, BreakerState
@@ -814,6 +816,97 @@ def test_a_refused_loan_is_no_sign_that_the_storage_works(rig: Rig) -> None:
             assert rig.guard.borrow("o1", 2) is None
         rig.fail(1)
     assert rig.guard.reads.state is BreakerState.OPEN
+
+
+# ------------------------------------------------------------------------- whole objects
+
+
+class Whole(WrappedBackend):
+    """Answers as it is told for objects that are read whole, after a wait if there is one."""
+
+    reads_whole = True
+
+    def __init__(self, inner: Backend) -> None:
+        super().__init__(inner)
+        self.answer: Checked | StorageError | None = None
+        self.gate: threading.Event | None = None
+        self.seconds: list[float] = []
+
+    def read_whole(
+        self,
+        start: str,
+        text: bytes,
+        wholes: Sequence[base.Whole],
+        buffers: Sequence[memoryview],
+        seconds: float = math.inf,
+    ) -> Checked | None:
+        self.seconds.append(seconds)
+        if self.gate is not None:
+            assert self.gate.wait(PATIENCE)
+        if isinstance(self.answer, StorageError):
+            raise self.answer
+        return self.answer
+
+
+@pytest.fixture
+def whole(rig: Rig) -> Whole:
+    rig.guard.inner = inner = Whole(rig.inner)
+    return inner
+
+
+def read_whole(rig: Rig) -> Checked | None:
+    wholes = [base.Whole(str(i), b"", b"", b"", array("q", (0, 500))) for i in range(3)]
+    buffers = [memoryview(bytearray(500)) for _ in wholes]
+    return rig.guard.read_whole("o", b"", wholes, buffers)
+
+
+def test_each_object_that_is_read_whole_is_a_success(rig: Rig, whole: Whole) -> None:
+    outcomes = rig.guard.reads.outcomes("read")
+    assert rig.guard.reads_whole
+    whole.answer = Checked([False, True, True], 0.1, 0.1)
+    assert read_whole(rig) == whole.answer
+    assert outcomes.successes == 2
+    assert rig.guard._worked["read"] == "o1"
+    assert whole.seconds == [rig.guard.deadlines.to_read(3 * 500)]
+    # That none was is no evidence.
+    for answer in (None, Checked([False] * 3, 0.1, 0.1)):
+        whole.answer = answer
+        assert read_whole(rig) == answer
+    assert outcomes.successes == 2
+    assert not rig.guard._calls
+
+
+def test_a_storage_that_fails_to_read_whole_objects_is_not_asked_any_more(
+    rig: Rig, whole: Whole
+) -> None:
+    whole.answer = eio()
+    for _ in range(LEAST_FAILURES):
+        with pytest.raises(TransientStorageError, match="EIO"):
+            read_whole(rig)
+    with pytest.raises(UnavailableStorageError):
+        read_whole(rig)
+    assert len(whole.seconds) == LEAST_FAILURES
+
+
+@pytest.mark.parametrize("rig", [(SOON, NEVER)], indirect=True)
+@pytest.mark.parametrize("done", [True, False])
+def test_whole_objects_have_one_deadline(rig: Rig, whole: Whole, done: bool) -> None:
+    whole.answer, whole.gate = Checked([True, True, done], 0.1, 0.1), threading.Event()
+    ended: list[object] = []
+
+    def body() -> None:
+        try:
+            ended.append(read_whole(rig))
+        except TransientStorageError as error:
+            ended.append(error.errno)
+
+    thread = threading.Thread(target=body)
+    thread.start()
+    until(lambda: rig.counts.get("late_calls") == 1)
+    whole.gate.set()
+    thread.join(PATIENCE)
+    # What was read of them all is no less good for it.
+    assert ended == [whole.answer if done else errno.ETIMEDOUT]
 
 
 class RoomFor:

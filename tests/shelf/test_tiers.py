@@ -269,14 +269,9 @@ def test_a_thread_that_a_tier_keeps_is_replaced(
     guard = machine.tier.guard
     assert guard is not None
     guard.deadlines = SOON
-    gate, real = threading.Event(), guard.inner.open
-
-    def hanging(name: str) -> Reader:
-        if chunks[0].key.hex() in name:
-            assert gate.wait(PATIENCE)
-        return real(name)
-
-    monkeypatch.setattr(guard.inner, "open", hanging)
+    gate = threading.Event()
+    hanging = FaultyBackend(guard.inner, Fault("open", f"*{chunks[0].key.hex()}*", wait=gate))
+    monkeypatch.setattr(guard, "inner", hanging)
     # Of whichever shelf behind the tier.
     TieredShelf(Shelf(Far(machine.rig.backend)), [machine.tier])
     assert machine.rig.load(chunks, 20)[0].failed_at == 0

@@ -54,7 +54,7 @@ class Lender:
     def reading(self, shard: int) -> bool:
         """Whether a thread is about to get an object of this shard."""
         tasks = list(self.rig.transfer._loads._tasks.values())
-        return any(task.reading and task.shard == shard for task in tasks)
+        return any(task.reading and shard in task.shards for task in tasks)
 
     def settled(self, loans: int) -> None:
         """Check that everything lent was given back once, and nothing else is held."""
@@ -87,14 +87,14 @@ def test_objects_in_memory_are_loaded_without_staging(start: Callable[..., Lende
     lender = start()
     rig = lender.rig
     chunks = lender.put(5)
-    held = [rig.staging.acquire_for_load(0.0) for _ in range(rig.staging.limit)]
+    held = [rig.staging.acquire_for_load(timeout=0.0) for _ in range(rig.staging.limit)]
     load, items = rig.load(chunks, 20)
     assert load.failed_at is None
     assert all(rig.holds(item) for item in items)
     assert [loan.released for loan in lender.loans] == [1] * 5 * rig.fmt.shards
     for buffer in held:
         assert buffer is not None
-        rig.staging.release(buffer)
+        rig.staging.release(*buffer)
     # All were announced, in the order of the prompt.
     view = rig.shelf.view(rig.fmt)
     assert lender.lending.expected == [
@@ -200,7 +200,7 @@ def test_a_thread_that_must_wait_for_staging_first_delivers_what_was_left_to_it(
     lender = start()
     rig = lender.rig
     (chunk,) = lender.put(1)
-    taken = [rig.staging.acquire_for_load(0.0) for _ in range(rig.staging.limit)]
+    taken = [rig.staging.acquire_for_load(timeout=0.0) for _ in range(rig.staging.limit)]
     hold = threading.Event()
     lender.faults.add(Fault("borrow", "*1of*", wait=hold))
     lender.lending.lends = lambda name: "0of" in name
@@ -212,7 +212,7 @@ def test_a_thread_that_must_wait_for_staging_first_delivers_what_was_left_to_it(
     assert [loan.released for loan in lender.loans] == [1]
     for buffer in taken:
         assert buffer is not None
-        rig.staging.release(buffer)
+        rig.staging.release(*buffer)
     assert rig.finished().failed_at is None
     assert rig.holds(rig.items([chunk], 20)[0])
     lender.settled(1)

@@ -121,12 +121,12 @@ def test_what_is_loaded_once_comes_from_memory(start: Callable[..., Near], tmp_p
 def test_loads_into_memory_take_no_staging(start: Callable[..., Near], tmp_path: Path) -> None:
     chunks = stored(tmp_path, 3)
     near = start()
-    taken = [near.rig.staging.acquire_for_load(0.0) for _ in range(near.rig.staging.limit)]
+    taken = [near.rig.staging.acquire_for_load(timeout=0.0) for _ in range(near.rig.staging.limit)]
     assert near.load(chunks) is None
     near.idle()
     for buffer in taken:
         assert buffer is not None
-        near.rig.staging.release(buffer)
+        near.rig.staging.release(*buffer)
 
 
 def test_what_was_stored_is_in_memory(start: Callable[..., Near]) -> None:

@@ -246,13 +246,13 @@ def test_reading_ahead_needs_no_staging(make: Callable[..., Waiting]) -> None:
     waiting = make(3)
     chunks, others = waiting.put(0), waiting.put(1)
     # As when stores have taken all of it.
-    buffers = [waiting.rig.staging.acquire_for_load(0.0) for _ in range(32)]
+    buffers = [waiting.rig.staging.acquire_for_load(timeout=0.0) for _ in range(32)]
     waiting.prefetcher.add("r", chunks)
     until(lambda: waiting.here(chunks) == 3)
     assert waiting.rig.load(chunks, 20)[0].failed_at is None
     for buffer in buffers:
         assert buffer is not None
-        waiting.rig.staging.release(buffer)
+        waiting.rig.staging.release(*buffer)
     assert waiting.opened() == 3 * waiting.rig.fmt.shards
     # Nothing of its room is lost.
     waiting.prefetcher.add("s", others)
@@ -265,13 +265,13 @@ def test_what_did_not_come_at_a_bad_moment_is_read_again(make: Callable[..., Wai
     chunks = waiting.put(0)
     # As when loads of other kinds use all of the memory, and stores all staging.
     full = [waiting.tier._residents.reserve(n, waiting.budget // 6) for n in range(6)]
-    buffers = [waiting.rig.staging.acquire_for_load(0.0) for _ in range(32)]
+    buffers = [waiting.rig.staging.acquire_for_load(timeout=0.0) for _ in range(32)]
     waiting.prefetcher.add("r", chunks)
     until(lambda: all(load.finished for load in waiting.prefetcher._requests["r"].loads))
     assert waiting.here(chunks) == 0
     for slot, buffer in zip(full + [None] * 26, buffers, strict=True):
         assert buffer is not None
-        waiting.rig.staging.release(buffer)
+        waiting.rig.staging.release(*buffer)
         if slot is not None:
             waiting.tier._residents.abandon(slot)
     until(lambda: waiting.here(chunks) == 3)

@@ -20,8 +20,7 @@ ROUNDED = 12_288
 
 def test_buffers_are_aligned_and_writable_both_ways() -> None:
     pool = StagingPool(16 * ROUNDED, SIZE)
-    buffer = pool.acquire_for_load()
-    assert buffer is not None
+    (buffer,) = pool.acquire_for_load() or ()
     assert buffer.tensor.data_ptr() % STAGING_ALIGNMENT == 0
     assert len(buffer.view) == buffer.tensor.numel() == ROUNDED
     buffer.view[5] = 7
@@ -31,25 +30,23 @@ def test_buffers_are_aligned_and_writable_both_ways() -> None:
 def test_memory_is_bounded_and_reused() -> None:
     pool = StagingPool(16 * ROUNDED, SIZE)
     for _ in range(100):
-        buffer = pool.acquire_for_load()
-        assert buffer is not None
-        pool.release(buffer)
+        buffers = pool.acquire_for_load()
+        assert buffers is not None
+        pool.release(*buffers)
     assert pool.in_use == 0
-    taken = [pool.acquire_for_load(0) for _ in range(16)]
+    taken = [pool.acquire_for_load(timeout=0) for _ in range(16)]
     assert all(taken)
-    assert pool.acquire_for_load(0) is None
+    assert pool.acquire_for_load(timeout=0) is None
     assert pool._made * pool.buffer_bytes == 16 * ROUNDED
     assert pool.in_use == 16
 
 
 def test_the_buffer_used_last_is_handed_out_first() -> None:
     pool = StagingPool(16 * ROUNDED, SIZE)
-    first, second = pool.acquire_for_load(), pool.acquire_for_load()
-    assert first is not None
-    assert second is not None
+    first, second = pool.acquire_for_load(2) or ()
     pool.release(first)
     pool.release(second)
-    assert pool.acquire_for_load() is second
+    assert pool.acquire_for_load() == [second]
 
 
 def test_stores_leave_a_share_for_loads_and_never_wait() -> None:
@@ -57,7 +54,7 @@ def test_stores_leave_a_share_for_loads_and_never_wait() -> None:
     stores = [pool.acquire_for_store() for _ in range(12)]
     assert all(stores)
     assert pool.acquire_for_store() is None
-    loads = [pool.acquire_for_load(0) for _ in range(4)]
+    loads = [pool.acquire_for_load(timeout=0) for _ in range(4)]
     assert all(loads)
 
 
@@ -78,19 +75,38 @@ def test_a_waiting_load_gets_what_a_store_gives_back() -> None:
     assert stores is not None
     assert pool.acquire_for_load() is not None
     got: list[object] = []
-    thread = threading.Thread(target=lambda: got.append(pool.acquire_for_load(20)))
+    thread = threading.Thread(target=lambda: got.append(pool.acquire_for_load(timeout=20)))
     thread.start()
     pool.release(stores[0])
     thread.join(20)
-    assert got == [stores[0]]
+    assert got == [[stores[0]]]
+
+
+def test_the_buffers_of_a_load_come_all_or_none_and_stores_always_leave_so_many() -> None:
+    pool = StagingPool(16 * ROUNDED, SIZE)
+    stores = pool.acquire_for_store(pool.for_stores)
+    assert stores is not None
+    assert pool.for_loads == 4
+    loads = pool.acquire_for_load(3, 0)
+    assert loads is not None
+    assert pool.acquire_for_load(2, 0) is None
+    assert pool.in_use == 12 + 3
+    got: list[object] = []
+    thread = threading.Thread(target=lambda: got.append(pool.acquire_for_load(4, 20)))
+    thread.start()
+    pool.release(*loads)
+    thread.join(20)
+    assert got
+    assert got[0] is not None
+    assert pool.in_use == 16
 
 
 def test_closing_wakes_loads_and_refuses_everything() -> None:
     pool = StagingPool(4 * ROUNDED, SIZE)
-    while pool.acquire_for_load(0):
+    while pool.acquire_for_load(timeout=0):
         pass
     got: list[object] = []
-    thread = threading.Thread(target=lambda: got.append(pool.acquire_for_load(20)))
+    thread = threading.Thread(target=lambda: got.append(pool.acquire_for_load(timeout=20)))
     thread.start()
     pool.close()
     thread.join(20)
@@ -108,8 +124,7 @@ def test_warming_takes_no_more_than_asked_for() -> None:
     pool.warm(1 << 40)
     assert pool._made * pool.buffer_bytes == 32 * ROUNDED
     assert pool.in_use == 0
-    buffer = pool.acquire_for_load(0)
-    assert buffer is not None
+    (buffer,) = pool.acquire_for_load(timeout=0) or ()
     assert not buffer.tensor.any()
 
 
@@ -153,7 +168,7 @@ def test_a_system_without_memory_is_a_full_pool(
     pool = StagingPool(16 * ROUNDED, SIZE)
     monkeypatch.setattr(mmap, "mmap", refuse)
     assert pool.acquire_for_store() is None
-    assert pool.acquire_for_load(0) is None
+    assert pool.acquire_for_load(timeout=0) is None
     pool.warm(1 << 30)
     assert len(caplog.records) == 1
     monkeypatch.undo()
@@ -179,8 +194,7 @@ def test_a_store_that_may_wait_gets_what_comes_back() -> None:
 def test_a_closed_pool_has_given_all_its_memory_back() -> None:
     pool = StagingPool(16 * ROUNDED, SIZE)
     pool.warm(1 << 30)
-    late = pool.acquire_for_load()
-    assert late is not None
+    (late,) = pool.acquire_for_load() or ()
     pool.close()
     late.view[0] = 1
     pool.release(late)
@@ -221,11 +235,10 @@ def test_large_staging_is_page_locked_in_pieces_or_not_at_all(
         locked = [6 * ROUNDED, 6 * ROUNDED, 4 * ROUNDED] if enough else []
         assert list(runtime.registered.values()) == locked
         assert ("staging memory (cudaHostRegister failed" in caplog.text) != enough
-        taken = [pool.acquire_for_load(0) for _ in range(16)]
-        assert all(one is not None and runtime.holds(one.view) == enough for one in taken)
-        for one in taken:
-            assert one is not None
-            pool.release(one)
+        taken = pool.acquire_for_load(16, 0)
+        assert taken is not None
+        assert all(runtime.holds(one.view) == enough for one in taken)
+        pool.release(*taken)
         pool.close()
         assert runtime.registered == {}
 
@@ -240,6 +253,6 @@ def test_staging_that_cannot_be_page_locked_is_ordinary_memory(
     monkeypatch.setattr(buffers, "page_lock", refuse)
     pool = StagingPool(16 * ROUNDED, SIZE, pinned=True)
     assert "could not pin staging memory" in caplog.text
-    assert pool.acquire_for_load(0) is not None
+    assert pool.acquire_for_load(timeout=0) is not None
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert StagingPool(16 * ROUNDED, SIZE, pinned=True).acquire_for_load(0) is not None
+    assert StagingPool(16 * ROUNDED, SIZE, pinned=True).acquire_for_load(timeout=0) is not None

@@ -355,7 +355,7 @@ def test_what_was_left_to_a_thread_that_fails_is_given_back(rig: Rig, gate: Gate
     left = rig.transfer._loads._active["r"]._left
     until(lambda: bool(left))
     ((task, _),) = left[0]
-    rig.path(item.chunk, 1 - task.shard).unlink()
+    rig.path(item.chunk, 1 - task.shards[0]).unlink()
     gate.let(1)
     load = rig.finished()
     assert load.failed_at == 0
@@ -479,9 +479,11 @@ class _UsedUp:
         self.asked, self.answer = threading.Event(), threading.Event()
         monkeypatch.setattr(rig.staging, "acquire_for_load", self._none_at_first)
 
-    def _none_at_first(self, timeout: float | None = None) -> StagingBuffer | None:
+    def _none_at_first(
+        self, count: int = 1, timeout: float | None = None
+    ) -> list[StagingBuffer] | None:
         if self.asked.is_set():
-            return self._acquire(timeout)
+            return self._acquire(count, timeout)
         self.asked.set()
         assert self.answer.wait(PATIENCE)
         return None

@@ -1612,7 +1612,9 @@ def test_what_was_stored_is_loaded_from_memory_without_storage_and_staging(
     rig.store(chunks)
     backend.add(Fault("open", error=TransientStorageError("broken")))
     pools = [memory.staging for memory in rig.side._registration.memories.values()]
-    taken = [(pool, pool.acquire_for_load(0.0)) for pool in pools for _ in range(pool.limit)]
+    taken = [
+        (pool, pool.acquire_for_load(timeout=0.0)) for pool in pools for _ in range(pool.limit)
+    ]
     blocks = [*range(20, 26)]
     finished, bad, _ = rig.load(LoadOp("r", 0, 3 * CHUNK, chunks, (blocks,)))
     assert (finished, bad) == ({"r"}, set())
@@ -1627,7 +1629,7 @@ def test_what_was_stored_is_loaded_from_memory_without_storage_and_staging(
     assert gauges["memory_tier_used_bytes"] == tier_of(rig).stats().bytes > 0
     for pool, buffer in taken:
         assert buffer is not None
-        pool.release(buffer)
+        pool.release(*buffer)
 
 
 def test_what_was_loaded_is_read_once(make: Callable[..., Rig], backend: FaultyBackend) -> None:

@@ -25,9 +25,10 @@ microseconds per tensor.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Final, Protocol, TypeAlias
+from typing import Final, NamedTuple, Protocol, TypeAlias
 
 import xxhash
 
@@ -79,6 +80,8 @@ _SMALL_OBJECT_READ: Final = 1 << 20
 _READ: Final = 512 << 10
 _ONE_SHOT: Final = 1 << 20
 _CHECK_READ: Final = 1 << 20
+#: XXH3-128 hashes inputs of so many bytes or fewer in other ways.
+_SHORT: Final = 240
 
 _HEX: Final = b"0123456789abcdef"
 _KEY_CHARS: Final = 64
@@ -127,6 +130,8 @@ class _Template:
     hash_chars: int
     after_hashes: bytes
     spans: tuple[_ReadSpan, ...]
+    #: Where the payload begins and each tensor ends; None if a tensor is short.
+    borders: array[int] | None
 
 
 def _no_kind(kind: str, kinds: Sequence[Kind]) -> ConfigError:
@@ -169,6 +174,24 @@ def _read_spans(slices: Sequence[slice], data_offset: int) -> tuple[_ReadSpan, .
     if start < end:
         spans.append(_ReadSpan(_cut(start, end, most), tuple(slices[first:]), first, False))
     return tuple(spans)
+
+
+class Expected(NamedTuple):
+    """The bytes of an object of some chunk but for its payload, the hashes of this and a text.
+
+    Attributes
+    ----------
+    first, second, after : bytes
+        What stands before :meth:`ObjectFormat.text_of` the chunk, between it and the hashes, and
+        behind these up to the spaces before the payload.
+    borders : array of int64
+        Where the payload begins, and where each tensor ends.
+    """
+
+    first: bytes
+    second: bytes
+    after: bytes
+    borders: array[int]
 
 
 class ObjectFormat:
@@ -426,6 +449,33 @@ class ObjectFormat:
             if found != expected:
                 raise self._damaged(template, first, found, expected)
 
+    def expected(self, chunk: Chunk, shard: int) -> Expected | None:
+        """Return what others than :meth:`read` can verify an object by, with the same verdict.
+
+        It is the same for all chunks of as many tokens.
+
+        Returns
+        -------
+        Expected or None
+            None: only :meth:`read` can, since a tensor has 240 bytes or fewer.
+
+        Raises
+        ------
+        ValueError
+            If `chunk` does not fit this namespace.
+        """
+        template = self._template_of(chunk, shard)
+        if template.borders is None:
+            return None
+        return Expected(
+            template.before_key, template.before_hashes, template.after_hashes, template.borders
+        )
+
+    @staticmethod
+    def text_of(chunk: Chunk) -> bytes:
+        """Return the part of a header that the objects of a chunk share and others do not."""
+        return between_key_and_tokens(chunk.key, chunk.parent, chunk.index)
+
     def named_chunk(self, parsed: ParsedName, parent: bytes = bytes(32)) -> Chunk:
         """Return the chunk that an object's name identifies.
 
@@ -628,6 +678,9 @@ class ObjectFormat:
             len(specs) * (HASH_CHARS + 1) - 1,
             after_hashes,
             _read_spans(slices, base),
+            None
+            if any(spec.nbytes <= _SHORT for spec in specs)
+            else array("q", (base, *(tensor.stop for tensor in slices))),
         )
         # Tails have many lengths, so this is bounded; whole chunks are added again when needed.
         if (len(self._templates) + 1) * len(specs) > _TENSORS_KEPT:
@@ -649,7 +702,7 @@ class ObjectFormat:
         return b"".join(
             (
                 template.before_key,
-                between_key_and_tokens(chunk.key, chunk.parent, chunk.index),
+                self.text_of(chunk),
                 template.before_hashes,
             )
         )

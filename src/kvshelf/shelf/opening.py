@@ -17,11 +17,12 @@ from __future__ import annotations
 
 import errno
 import logging
+import math
 import threading
 from collections.abc import Callable, Sequence
 from typing import Final, Generic, Protocol, TypeVar
 
-from kvshelf.backends import Backend, Deadlines, Properties
+from kvshelf.backends import Backend, Checked, Deadlines, Properties, Whole
 from kvshelf.backends.base import StatResults
 from kvshelf.backends.wrappers import WrappedBackend
 from kvshelf.errors import StorageError, UnavailableStorageError
@@ -213,6 +214,23 @@ class LateBackend(WrappedBackend):
             return self.inner.find(names, sizes)
         except UnavailableStorageError as error:
             return [error] * len(names)
+
+    @property
+    def reads_whole(self) -> bool:
+        """Whether the storage is open, and reads whole objects."""
+        opened = self._opening.get()
+        return opened is not None and opened.reads_whole
+
+    def read_whole(
+        self,
+        start: str,
+        text: bytes,
+        wholes: Sequence[Whole],
+        buffers: Sequence[memoryview],
+        seconds: float = math.inf,
+    ) -> Checked | None:
+        """Read and check objects."""
+        return self.inner.read_whole(start, text, wholes, buffers, seconds)
 
     def expect(self, names: Sequence[str], sizes: Sequence[int]) -> None:
         """Pass it on if the storage is open."""

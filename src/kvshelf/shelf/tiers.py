@@ -30,11 +30,19 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 from kvshelf.backends import Backend, Borrowed, BytesLike, WriteResult, open_backend
 from kvshelf.backends.guard import GuardedBackend
 from kvshelf.config import Config, default_shelf_path
+from kvshelf.format.keys import Chunk
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.metrics import Counters
 from kvshelf.shelf.opening import TIERED_SECONDS, LateBackend, Opening
 from kvshelf.shelf.shelf import Shelf, open_shelf
-from kvshelf.shelf.view import NamespaceView, ObjectRef, Presence, ShelfView, find_together
+from kvshelf.shelf.view import (
+    FailedRead,
+    NamespaceView,
+    ObjectRef,
+    Presence,
+    ShelfView,
+    find_together,
+)
 from kvshelf.urls import shown_url
 
 if TYPE_CHECKING:
@@ -151,24 +159,48 @@ class TieredView(ShelfView):
         """The view of the storage behind all tiers."""
         return self._shelf.on_storage
 
-    def load(self, ref: ObjectRef, buffer: memoryview) -> None:
-        """Read and verify one object, from the first tier that has it, else from the shelf."""
-        self._load(ref, buffer, self._tiers)
+    def load_all(
+        self, chunk: Chunk, shards: Sequence[int], buffers: Sequence[memoryview]
+    ) -> FailedRead | None:
+        """Read and verify objects, each from the first tier that has it, else from the shelf."""
+        return self._load_all(chunk, shards, buffers, self._tiers)
 
-    def _load(self, ref: ObjectRef, buffer: memoryview, tiers: Sequence[Tier]) -> None:
-        for place, tier in enumerate(tiers):
-            if tier.load(self.fmt, ref, buffer):
-                nearer = tiers[:place]
-                break
-        else:
-            self._shelf.load(ref, buffer)
-            nearer = tiers
-        for tier in nearer:
+    def _load_all(
+        self,
+        chunk: Chunk,
+        shards: Sequence[int],
+        buffers: Sequence[memoryview],
+        tiers: Sequence[Tier],
+    ) -> FailedRead | None:
+        left: dict[int, memoryview] = {}
+        for shard, buffer in zip(shards, buffers, strict=True):
+            ref = ObjectRef(chunk, shard)
+            for place, tier in enumerate(tiers):
+                if tier.load(self.fmt, ref, buffer):
+                    self._keep(ref, buffer, tiers[:place])
+                    break
+            else:
+                left[shard] = buffer
+        if not left:
+            return None
+        failed = self._shelf.load_all(chunk, tuple(left), tuple(left.values()))
+        if failed is None:
+            for shard, buffer in left.items():
+                self._keep(ObjectRef(chunk, shard), buffer, tiers)
+        return failed
+
+    def _keep(self, ref: ObjectRef, buffer: memoryview, tiers: Sequence[Tier]) -> None:
+        for tier in tiers:
             tier.keep(self.fmt, ref, buffer)
 
     def expect(self, refs: Sequence[ObjectRef]) -> None:
         """Tell the shelf, see :meth:`ShelfView.expect`. It is not known what the tiers have."""
         self._shelf.expect(refs)
+
+    @property
+    def lends(self) -> bool:
+        """Whether a tier or the shelf may lend objects: known when they are asked."""
+        return True
 
     def borrow(self, ref: ObjectRef) -> Borrowed | None:
         """Borrow an object from the first tier that has it, else from the shelf.
@@ -194,8 +226,11 @@ class TieredView(ShelfView):
 
     def _borrow_from(self, room: Room, tier: Tier, ref: ObjectRef) -> Borrowed | None:
         """Read an object into the room that a tier has made for it."""
+        others = [other for other in self._tiers if other is not tier]
         try:
-            self._load(ref, room.view, [other for other in self._tiers if other is not tier])
+            failed = self._load_all(ref.chunk, (ref.shard,), (room.view,), others)
+            if failed is not None:
+                raise failed.error
         except BaseException:
             room.abandon()
             raise

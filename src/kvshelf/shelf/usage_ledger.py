@@ -34,6 +34,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import functools
+import math
 import os
 import secrets
 import stat
@@ -48,7 +49,16 @@ from typing import Final
 
 import numpy as np
 
-from kvshelf.backends import Backend, BytesLike, ObjectInfo, Properties, WriteMode, WriteResult
+from kvshelf.backends import (
+    Backend,
+    BytesLike,
+    Checked,
+    ObjectInfo,
+    Properties,
+    Whole,
+    WriteMode,
+    WriteResult,
+)
 from kvshelf.backends.oserrors import storage_error
 from kvshelf.backends.posix import PosixBackend
 from kvshelf.backends.wrappers import WrappedBackend
@@ -360,6 +370,22 @@ class BoundedBackend(WrappedBackend):
     def properties(self) -> Properties:
         """Those of the directory."""
         return replace(self.inner.properties, can_quarantine=False)
+
+    @property
+    def reads_whole(self) -> bool:
+        """Whether the directory reads whole objects."""
+        return self.inner.reads_whole
+
+    def read_whole(
+        self,
+        start: str,
+        text: bytes,
+        wholes: Sequence[Whole],
+        buffers: Sequence[memoryview],
+        seconds: float = math.inf,
+    ) -> Checked | None:
+        """Read and check objects."""
+        return self.inner.read_whole(start, text, wholes, buffers, seconds)
 
     def write(
         self, name: str, buffers: Sequence[BytesLike], mode: WriteMode = "create"

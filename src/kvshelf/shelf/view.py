@@ -32,7 +32,7 @@ from enum import Enum
 from itertools import product
 from typing import Final, NamedTuple, TypeVar
 
-from kvshelf.backends import NOT_REGULAR, Borrowed, BytesLike, WriteResult
+from kvshelf.backends import NOT_REGULAR, Borrowed, BytesLike, Whole, WriteResult
 from kvshelf.backends.guard import GuardedBackend
 from kvshelf.errors import (
     BadObjectError,
@@ -64,6 +64,8 @@ BAD_BYTES: Final = 1 << 30
 
 #: Most folders of one namespace that are looked into: each costs a round of probes.
 _MAX_FOLDERS: Final = 8
+#: Tails have many lengths.
+_WHOLES_KEPT: Final = 1024
 _FOLDERS_SECONDS: Final = 60.0
 _NO_FOLDER_SECONDS: Final = 5.0
 #: Where listings are refused or have no end, which costs requests and memory each time.
@@ -81,6 +83,13 @@ class ObjectRef(NamedTuple):
 
     chunk: Chunk
     shard: int
+
+
+class FailedRead(NamedTuple):
+    """The shard of an object that could not be read, and why."""
+
+    shard: int
+    error: Exception
 
 
 class Presence(Enum):
@@ -160,7 +169,6 @@ class ShelfView(ABC):
             for i in range(len(chunks))
         ]
 
-    @abstractmethod
     def load(self, ref: ObjectRef, buffer: memoryview) -> None:
         """Read and verify one object.
 
@@ -181,12 +189,41 @@ class ShelfView(ABC):
         StorageError
             If the storage failed; the object may be good.
         """
+        failed = self.load_all(ref.chunk, (ref.shard,), (buffer,))
+        if failed is not None:
+            raise failed.error
+
+    @abstractmethod
+    def load_all(
+        self, chunk: Chunk, shards: Sequence[int], buffers: Sequence[memoryview]
+    ) -> FailedRead | None:
+        """Read and verify objects of a chunk, in one call of the storage where it can do that.
+
+        Parameters
+        ----------
+        chunk : Chunk
+        shards : Sequence of int
+            At least one.
+        buffers : Sequence of memoryview
+            As for :meth:`load`, one for each object.
+
+        Returns
+        -------
+        FailedRead or None
+            One of the objects that could not be had, and what :meth:`load` raises for it. Others
+            may not have been looked at; no buffer means anything then.
+        """
 
     def expect(self, refs: Sequence[ObjectRef]) -> None:
         """Say that objects are about to be loaded, in this order. Never blocks, never raises.
 
         An engine's step thread may call it.
         """
+
+    @property
+    def lends(self) -> bool:
+        """Whether :meth:`borrow` may return an object."""
+        return self.backend.properties.lends
 
     def borrow(self, ref: ObjectRef) -> Borrowed | None:
         """Return one object, whole and verified, where it lies in memory, to be read in place.
@@ -330,6 +367,8 @@ class NamespaceView(ShelfView):
         self._tail_sizes: dict[tuple[int, int], int] = {}
         #: Ends of the names of a chunk's objects, by shard.
         self._ends = tuple(f"{shard}of{fmt.shards}.safetensors" for shard in range(fmt.shards))
+        #: By shard and number of tokens.
+        self._wholes: dict[tuple[int, int], Whole] = {}
         #: Folders of this round that are not swept yet; taken from the end.
         self._unswept: list[str] = []
         self._swept_until = 0.0
@@ -692,14 +731,59 @@ class NamespaceView(ShelfView):
 
     # ------------------------------------------------------------------------------------- loads
 
-    def load(self, ref: ObjectRef, buffer: memoryview) -> None:
-        """Read and verify one object, see :meth:`ShelfView.load`."""
+    def load_all(
+        self, chunk: Chunk, shards: Sequence[int], buffers: Sequence[memoryview]
+    ) -> FailedRead | None:
+        """Read and verify objects, see :meth:`ShelfView.load_all`."""
+        shard = shards[0]
         try:
-            self._read(ref, buffer)
+            done = self._read_whole(chunk, shards, buffers)
+            if done is not None and all(done):
+                return None
+            for place, shard in enumerate(shards):
+                if done is None or not done[place]:
+                    self._read(ObjectRef(chunk, shard), buffers[place])
         except BadObjectError as bad:
             with self._best_effort():
-                self.quarantine(ref, bad)
-            raise
+                self.quarantine(ObjectRef(chunk, shard), bad)
+            return FailedRead(shard, bad)
+        except Exception as error:  # noqa: BLE001 - the caller learns of which object it is
+            return FailedRead(shard, error)
+        return None
+
+    def _read_whole(
+        self, chunk: Chunk, shards: Sequence[int], buffers: Sequence[memoryview]
+    ) -> Sequence[bool] | None:
+        """Let the storage read and verify objects in one call; tell of which it has done so."""
+        if not self.backend.reads_whole:
+            return None
+        wholes = []
+        for shard in shards:
+            whole = self._wholes.get((shard, chunk.tokens)) or self._whole(chunk, shard)
+            if whole is None:
+                return None
+            wholes.append(whole)
+        name = f"{self._find_folders()[0]}/{self._base(ObjectRef(chunk, shards[0]))}"
+        start = name[: -len(wholes[0].end)]
+        checked = self.backend.read_whole(start, self.fmt.text_of(chunk), wholes, buffers)
+        if checked is None:
+            return None
+        done = sum(checked.done)
+        if done:
+            # It is known how long all took together.
+            self._counters.observe("read", checked.reading / done, done)
+            self._counters.observe("verify", checked.checking / done, done)
+        return checked.done
+
+    def _whole(self, chunk: Chunk, shard: int) -> Whole | None:
+        expected = self.fmt.expected(chunk, shard)
+        if expected is None:
+            return None
+        whole = Whole(self._ends[shard], *expected)
+        if len(self._wholes) >= _WHOLES_KEPT:
+            self._wholes.clear()
+        self._wholes[shard, chunk.tokens] = whole
+        return whole
 
     def expect(self, refs: Sequence[ObjectRef]) -> None:
         """Tell the storage what is about to be loaded, see :meth:`ShelfView.expect`."""

@@ -2,29 +2,32 @@
 
 Owns the queues of loads, the threads that read, and the loads in progress.
 
-A load: a load thread reads an object into a staging buffer, verifies it and scatters it into
-the paged cache. An object that a tier or the storage has in memory, or a tier takes into memory, is
-borrowed instead, and scattered from where it lies (:meth:`~kvshelf.shelf.view.ShelfView.borrow`): a
-load of such objects takes no staging. When all objects of a load have arrived or were given up, the
-load is ``finished`` and says at which chunk it failed. An object that misses its deadline is given
-up: its thread may hang for ever, the load does not.
+A load: a load thread reads some objects of a chunk into staging buffers, verifies them and scatters
+them into the paged cache. An object that a tier or the storage has in memory, or a tier takes into
+memory, is borrowed instead, and scattered from where it lies
+(:meth:`~kvshelf.shelf.view.ShelfView.borrow`): a load of such objects takes no staging. When all
+objects of a load have arrived or were given up, the load is ``finished`` and says at which chunk it
+failed. Objects that miss their deadline are given up: their thread may hang for ever, the load does
+not.
 
-Order: the objects of a load are read from its beginning, as many at once as there are
-threads, and scattered as they arrive. Threads alternate between the oldest load (so that every
-load finishes) and the load with the fewest objects left (so that short loads do not queue behind
-long ones). Loads of equal size are thus served in order of arrival. *Early* loads, for
-requests that do not wait for them yet, get the threads that no other load needs, but never
-all of them. An object that several loads need at the same time is read once, for all of them.
+Order: the objects of a load are read from its beginning, as many at once as there are threads, and
+scattered as they arrive. Where the storage reads many objects in one call, a thread takes all of a
+chunk at once, and fewer towards the end of the load, so that the threads end together. Threads
+alternate between the oldest load (so that every load finishes) and the load with the fewest objects
+left (so that short loads do not queue behind long ones). Loads of equal size are thus served in
+order of arrival. *Early* loads, for requests that do not wait for them yet, get the threads that no
+other load needs, but never all of them. An object that several loads need at the same time is read
+once, for all of them.
 
 Where the caches prefer whole chunks (:attr:`~kvshelf.kv.caches.KVMemory.whole_chunks`), a thread
-leaves its object to a thread that still reads another one of the same chunk; the last of them
-scatters all. So what is left has a taker that needs no further staging, and no thread waits. A
-thread that could not borrow its object scatters what was left to it before it takes staging.
+leaves its objects to a thread that still reads others of the same chunk; the last of them scatters
+all. So what is left has a taker that needs no further staging, and no thread waits. A thread that
+could not borrow its objects scatters what was left to it before it takes staging.
 
-Deadlines: each object has the deadline of its backend (:mod:`kvshelf.backends.guard`). A
-load's deadline is that of reading 2 × (the bytes of the loads before it + its own), since
-later loads may take half of the bandwidth. An early load has none. While the circuit breaker
-of reads is open, loads fail at once, except for objects that a tier has.
+Deadlines: what a thread reads at once has the deadline of its backend
+(:mod:`kvshelf.backends.guard`). A load's deadline is that of reading 2 × (the bytes of the loads
+before it + its own), since later loads may take half of the bandwidth. An early load has none.
+While the circuit breaker of reads is open, loads fail at once, except for objects that a tier has.
 
 Contracts
 ---------
@@ -44,7 +47,6 @@ from __future__ import annotations
 
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -124,8 +126,8 @@ class Load:
     _places: dict[bytes, int] = field(default_factory=dict)
     #: Threads that are copying into the cache at this moment.
     _scattering: int = 0
-    #: Objects of each item that were read, and left to a thread that reads another one.
-    _left: dict[int, list[tuple[ReadTask, _Held]]] = field(default_factory=dict)
+    #: Objects of each item that were read, and left to a thread that reads others.
+    _left: dict[int, list[tuple[ReadTask, _Objects]]] = field(default_factory=dict)
     _deadline: float = 0.0
     _bytes: int = 0
     #: Mark of the engine's work on the cache's device before the load.
@@ -152,82 +154,68 @@ class Load:
 
 @dataclass(eq=False, slots=True)
 class ReadTask:
-    """One object that a thread reads for one load."""
+    """Objects of one chunk that a thread reads for one load."""
 
     load: Load
     item: int
-    shard: int
+    shards: Sequence[int]
     arrived: bool = False
     #: It was given up, since its thread is stuck.
     late: bool = False
-    #: Its thread is borrowing the object, or has a staging buffer and is reading into it.
+    #: Its thread is borrowing the objects, or has staging buffers and is reading into them.
     reading: bool = False
-    #: The same object for other loads.
+    #: The same objects, or some of them, for other loads.
     sharers: list[ReadTask] = field(default_factory=list)
 
     @property
     def chunk(self) -> Chunk:
-        """The chunk that the object belongs to."""
+        """The chunk that the objects belong to."""
         return self.load.items[self.item].chunk
 
     @property
-    def object(self) -> tuple[bytes, int]:
-        """The object: a chunk's key and a shard."""
-        return self.chunk.key, self.shard
-
-    @property
     def wanted(self) -> bool:
-        """Whether the object is still of use to the load."""
+        """Whether the objects are still of use to the load."""
         return not self.load.finished and self.item < self.load._wanted
 
 
-class _Held(ABC):
-    """The bytes of one verified object that a thread has.
+class _Objects:
+    """The bytes of verified objects of one chunk that a thread has: lent to it, or in staging.
 
     Attributes
     ----------
-    tensor : Tensor
-        uint8 [bytes], the object with its header; there may be further bytes behind it.
+    payloads : dict
+        The payload of each shard, uint8 [bytes].
     """
 
-    tensor: torch.Tensor
+    __slots__ = ("_borrowed", "_buffers", "_staging", "payloads")
 
-    @abstractmethod
-    def valid(self) -> bool:
-        """Tell whether they were the object's until now."""
-
-    @abstractmethod
-    def release(self) -> None:
-        """Give them back. Once."""
-
-
-class _Staged(_Held):
-    """An object in staging."""
-
-    def __init__(self, staging: StagingPool, buffer: StagingBuffer) -> None:
+    def __init__(self, staging: StagingPool) -> None:
+        self.payloads: dict[int, torch.Tensor] = {}
         self._staging = staging
-        self.buffer = buffer
-        self.tensor = buffer.tensor
+        self._borrowed: list[Borrowed] = []
+        self._buffers: Sequence[StagingBuffer] = ()
+
+    def lend(self, borrowed: Borrowed) -> torch.Tensor:
+        """Take over an object that somebody lends; return its bytes."""
+        self._borrowed.append(borrowed)
+        return bytes_at(borrowed.view)
+
+    def stage(self, buffers: Sequence[StagingBuffer]) -> None:
+        """Take over the staging buffers of objects, once."""
+        self._buffers = buffers
 
     def valid(self) -> bool:
-        return True
+        """Tell whether the bytes were the objects' until now."""
+        return all(borrowed.valid() for borrowed in self._borrowed)
 
     def release(self) -> None:
-        self._staging.release(self.buffer)
-
-
-class _Lent(_Held):
-    """An object in memory that somebody else owns."""
-
-    def __init__(self, borrowed: Borrowed) -> None:
-        self._borrowed = borrowed
-        self.tensor = bytes_at(borrowed.view)
-
-    def valid(self) -> bool:
-        return self._borrowed.valid()
-
-    def release(self) -> None:
-        self._borrowed.release()
+        """Give them back, once."""
+        while self._borrowed:
+            self._borrowed.pop().release()
+        if self._buffers:
+            buffers, self._buffers = self._buffers, ()
+            self._staging.release(*buffers)
+        self.payloads.clear()
 
 
 class Loads(TransferHalf):
@@ -243,8 +231,10 @@ class Loads(TransferHalf):
     def __init__(self, context: TransferContext, threads: int) -> None:
         super().__init__(context)
         self._shards = context.plan.shards
+        self._places = {shard: place for place, shard in enumerate(self._shards)}
         #: Bytes of a chunk's objects that this worker reads.
-        self.chunk_bytes = sum(context.fmt.object_size(shard) for shard in self._shards)
+        self._sizes = {shard: context.fmt.object_size(shard) for shard in self._shards}
+        self.chunk_bytes = sum(self._sizes.values())
         self._deadlines = context.shelf.backend.deadlines
         self._done = threading.Condition(self._lock)
         #: Loads with objects that no thread has taken, the oldest first.
@@ -252,14 +242,17 @@ class Loads(TransferHalf):
         self._early_queue: deque[Load] = deque()
         self._oldest_next = True
         self._max_early = max(1, threads - max(1, threads // 4))
+        self._count_threads = threads
+        #: Most objects that a thread takes at once: so many that all threads find staging.
+        self._most = max(1, self._staging.for_loads // threads)
         #: All loads that are not finished or not yet polled, by request.
         self._active: dict[str, Load] = {}
         self._active_early: dict[str, Load] = {}
         self._finished: list[Load] = []
         #: The task of each load thread.
         self._tasks: dict[int, ReadTask] = {}
-        #: Objects that are being read, with the task that others may share.
-        self._reading: dict[tuple[bytes, int], ReadTask] = {}
+        #: Tasks whose objects are being read, so that others may share them.
+        self._reading: set[ReadTask] = set()
         self._threads = context.threads(
             "load", threads, self._run, on_stuck=self._give_up_task, on_stop=self._refuse_all
         )
@@ -330,7 +323,7 @@ class Loads(TransferHalf):
                 self._refuse(load)
             else:
                 (self._early_queue if early else self._queue).append(load)
-                for task in self._reading.values():
+                for task in self._reading:
                     self._share(task, load)
                 self._work.notify(len(items) * len(self._shards))
         return load
@@ -407,7 +400,7 @@ class Loads(TransferHalf):
     # ------------------------------------------------------------- order
 
     def _next_task(self) -> ReadTask | None:
-        """Take the next object to read, waiting for one; None at the end. Load threads."""
+        """Take the next objects to read, waiting for them; None at the end. Load threads."""
         with self._lock:
             while (task := self._take()) is None:
                 if self._closing:
@@ -417,16 +410,24 @@ class Loads(TransferHalf):
             return task
 
     def _take(self) -> ReadTask | None:
-        """Take the next object, for all loads that want it. Holds the lock."""
+        """Take the next objects, for all loads that want them. Holds the lock."""
         load = self._choose()
         if load is None:
             return None
-        item, place = divmod(load._next, len(self._shards))
-        task = ReadTask(load, item, self._shards[place])
-        self._note_taken(load, load._next)
-        self._reading[task.object] = task
+        shards, first = len(self._shards), load._next
+        item, place = divmod(first, shards)
+        # A part of what is left that gets smaller, so that no thread is left with much at the end.
+        share = (load._wanted * shards - first) // (2 * self._count_threads)
+        most = self._most if self._shelf.backend.reads_whole else 1
+        end = min(place + max(1, min(share, most)), shards)
+        taken = load._taken.find(1, first, first - place + end)
+        if taken >= 0:
+            end = place + taken - first
+        task = ReadTask(load, item, self._shards[place:end])
+        self._note_taken(load, item, task.shards)
         for other in [*self._queue, *self._early_queue]:
             self._share(task, other)
+        self._reading.add(task)
         return task
 
     def _choose(self) -> Load | None:
@@ -444,19 +445,21 @@ class Loads(TransferHalf):
         return None
 
     def _share(self, task: ReadTask, load: Load) -> None:
-        """Let `load` share the object that `task` reads, if it needs it. Holds the lock."""
-        key, shard = task.object
-        item = load._places.get(key)
+        """Let `load` share the objects that `task` reads, if it needs them. Holds the lock."""
+        item = load._places.get(task.chunk.key)
         if item is None:
             return
-        number = item * len(self._shards) + self._shards.index(shard)
-        if not load._taken[number]:
-            task.sharers.append(ReadTask(load, item, shard))
-            self._note_taken(load, number)
+        first = item * len(self._shards)
+        shards = [s for s in task.shards if not load._taken[first + self._places[s]]]
+        if shards:
+            task.sharers.append(ReadTask(load, item, shards))
+            self._note_taken(load, item, shards)
 
-    def _note_taken(self, load: Load, number: int) -> None:
-        """Note that an object of a load is being read. Holds the lock."""
-        load._taken[number] = 1
+    def _note_taken(self, load: Load, item: int, shards: Sequence[int]) -> None:
+        """Note that objects of a load are being read. Holds the lock."""
+        first = item * len(self._shards)
+        for shard in shards:
+            load._taken[first + self._places[shard]] = 1
         left = load._taken.find(0, load._next)
         load._next = len(load._taken) if left < 0 else left
         self._leave_queue(load)
@@ -471,50 +474,55 @@ class Loads(TransferHalf):
 
     def _run(self) -> None:
         while not self._threads.replaced() and (task := self._next_task()) is not None:
-            with trace_range("kvshelf load"):
-                held, failure = self._fetch(task)
+            objects = _Objects(self._staging)
             try:
-                if held is not None and self._leave(task, held):
-                    held = None
+                with trace_range("kvshelf load"):
+                    failure = self._fetch(task, objects)
+                if objects.payloads and self._leave(task, objects):
+                    objects = _Objects(self._staging)
                     continue
                 taker: ReadTask | None = task
                 while taker is not None:
-                    self._deliver(taker, held, failure)
+                    self._deliver(taker, objects, failure)
                     taker = self._next_sharer(task)
             finally:
-                if held is not None:
-                    held.release()
+                objects.release()
 
-    def _fetch(self, task: ReadTask) -> tuple[_Held | None, Failure | None]:
-        """Borrow an object, or read it into staging; otherwise return why not.
+    def _fetch(self, task: ReadTask, objects: _Objects) -> Failure | None:
+        """Borrow objects, or read them into staging; otherwise return why not.
 
-        Neither is returned if no staging became free.
+        `objects` has all of them afterwards, or none: after a failure, or if no staging became
+        free.
         """
-        lent, failure = self._borrow(task)
-        if lent is not None or failure is not None:
-            return lent, failure
-        if task.late:
-            # It was stuck there: nobody waits for the object any more.
-            return None, Failure.ERROR
-        # A wait for staging must not keep what others left to this thread.
-        self._deliver_left(task)
-        buffer = self._staging_for(task)
-        if buffer is None:
-            return None, None
-        failure = self._read(task, buffer)
-        if failure is None:
-            return _Staged(self._staging, buffer), None
-        self._staging.release(buffer)
-        return None, failure
+        failure = self._borrow(task, objects)
+        missing = task.shards
+        if objects.payloads:
+            missing = [shard for shard in missing if shard not in objects.payloads]
+        if failure is None and missing:
+            if task.late:
+                # It was stuck there: nobody waits for the objects any more.
+                failure = Failure.ERROR
+            else:
+                # A wait for staging must not keep what others left to this thread.
+                self._deliver_left(task)
+                buffers = self._staging_for(task, len(missing))
+                if buffers is None:
+                    objects.release()
+                    return None
+                objects.stage(buffers)
+                failure = self._read(task, missing, buffers, objects.payloads)
+        if failure is not None:
+            objects.release()
+        return failure
 
-    def _staging_for(self, task: ReadTask) -> StagingBuffer | None:
-        """Take a buffer; wait for one until the last deadline of the loads that need it."""
+    def _staging_for(self, task: ReadTask, count: int) -> list[StagingBuffer] | None:
+        """Take buffers; wait for them until the last deadline of the loads that need them."""
         # When memory is short, an early load is not worth a wait.
         deadline = 0.0 if task.load.early else task.load._deadline
         while True:
-            buffer = self._staging.acquire_for_load(deadline - time.monotonic())
-            if buffer is not None:
-                return buffer
+            buffers = self._staging.acquire_for_load(count, deadline - time.monotonic())
+            if buffers is not None:
+                return buffers
             with self._lock:
                 waiting = [
                     share.load._deadline
@@ -524,43 +532,64 @@ class Loads(TransferHalf):
                 deadline = max(waiting, default=0.0)
                 if deadline <= time.monotonic() or self._closing:
                     # Under this lock, so that no load joins a read that has failed.
-                    self._stop_sharing(task)
+                    self._reading.discard(task)
                     return None
 
-    def _borrow(self, task: ReadTask) -> tuple[_Held | None, Failure | None]:
-        """Borrow an object; otherwise return why it cannot be had, if it cannot."""
+    def _borrow(self, task: ReadTask, objects: _Objects) -> Failure | None:
+        """Borrow what can be borrowed; return why an object cannot be had, if it cannot."""
         # A flag, not the lock: a thread that reads it too early scatters by itself.
         task.reading = True
-        try:
-            borrowed = self._shelf.borrow(ObjectRef(task.chunk, task.shard))
-        except Exception as error:  # noqa: BLE001 - the thread must go on
-            return None, self._reason(task, error)
-        return None if borrowed is None else _Lent(borrowed), None
-
-    def _read(self, task: ReadTask, buffer: StagingBuffer) -> Failure | None:
-        """Read and verify an object; return why that failed, if it did."""
-        object_buffer = buffer.view[: self._fmt.object_size(task.shard, task.chunk.tokens)]
-        task.reading = True
-        try:
-            self._shelf.load(ObjectRef(task.chunk, task.shard), object_buffer)
-        except Exception as error:  # noqa: BLE001 - the thread must go on
-            return self._reason(task, error)
+        if not self._shelf.lends:
+            return None
+        chunk = task.chunk
+        for shard in task.shards:
+            try:
+                borrowed = self._shelf.borrow(ObjectRef(chunk, shard))
+            except Exception as error:  # noqa: BLE001 - the thread must go on
+                return self._reason(task, shard, error)
+            if borrowed is not None:
+                whole = objects.lend(borrowed)
+                objects.payloads[shard] = self._context.payload(whole, chunk, shard)
         return None
 
-    def _reason(self, task: ReadTask, error: Exception) -> Failure:
+    def _read(
+        self,
+        task: ReadTask,
+        shards: Sequence[int],
+        buffers: Sequence[StagingBuffer],
+        payloads: dict[int, torch.Tensor],
+    ) -> Failure | None:
+        """Read and verify objects; return why that failed, if it did."""
+        chunk, views, start = task.chunk, [], self._fmt.data_offset
+        for shard, buffer in zip(shards, buffers, strict=True):
+            size = self._size(chunk, shard)
+            views.append(buffer.view[:size])
+            payloads[shard] = buffer.part(start, size)
+        task.reading = True
+        try:
+            failed = self._shelf.load_all(chunk, shards, views)
+        except Exception as error:  # noqa: BLE001 - the thread must go on
+            return self._reason(task, shards[0], error)
+        return None if failed is None else self._reason(task, failed.shard, failed.error)
+
+    def _size(self, chunk: Chunk, shard: int) -> int:
+        """Bytes of an object."""
+        return self._fmt.object_size(shard, chunk.tokens) if chunk.tail else self._sizes[shard]
+
+    def _reason(self, task: ReadTask, shard: int, error: Exception) -> Failure:
         """Count and log that an object could not be had; return why."""
         if isinstance(error, ObjectMissingError):
-            return self._load_failed(task, Failure.MISSING, error)
+            return self._load_failed(task, shard, Failure.MISSING, error)
         if isinstance(error, BadObjectError):
-            return self._load_failed(task, Failure.BAD, error)
+            return self._load_failed(task, shard, Failure.BAD, error)
         if isinstance(error, UnavailableStorageError | DeviceUnavailableError):
-            return self._load_failed(task, Failure.UNAVAILABLE, error)
-        return self._load_failed(task, Failure.ERROR, error)
+            return self._load_failed(task, shard, Failure.UNAVAILABLE, error)
+        return self._load_failed(task, shard, Failure.ERROR, error)
 
-    def _leave(self, task: ReadTask, held: _Held) -> bool:
-        """Leave an object to a thread that still reads another one of its chunk, if there is one.
+    def _leave(self, task: ReadTask, objects: _Objects) -> bool:
+        """Leave objects to a thread that still reads others of their chunk, if there is one.
 
-        That thread delivers it, and releases it.
+        That thread delivers them, and releases them.
         """
         load = task.load
         memory = load.items[task.item].memory or self._context.cache
@@ -574,18 +603,18 @@ class Loads(TransferHalf):
             ):
                 return False
             self._tasks.pop(threading.get_ident(), None)
-            self._stop_sharing(task)
-            load._left.setdefault(task.item, []).append((task, held))
+            self._reading.discard(task)
+            load._left.setdefault(task.item, []).append((task, objects))
             return True
 
-    def _take_left(self, task: ReadTask) -> list[tuple[ReadTask, _Held]]:
+    def _take_left(self, task: ReadTask) -> list[tuple[ReadTask, _Objects]]:
         """Take over what was left to the thread of `task`; nothing more is left to it."""
         with self._lock:
             task.reading = False
             return task.load._left.pop(task.item, [])
 
     def _deliver_left(self, task: ReadTask) -> None:
-        """Scatter what was left to this thread, without its own object."""
+        """Scatter what was left to this thread, without its own objects."""
         left = self._take_left(task)
         if not left:
             return
@@ -593,35 +622,38 @@ class Loads(TransferHalf):
         try:
             self._scatter(task.load, task.item, left)
         except Exception as error:  # noqa: BLE001 - the thread must go on
-            failure = self._load_failed(left[0][0], Failure.ERROR, error)
+            other = left[0][0]
+            failure = self._load_failed(other, other.shards[0], Failure.ERROR, error)
         finally:
-            for _, held in left:
-                held.release()
+            for _, objects in left:
+                objects.release()
         for number, (other, _) in enumerate(left):
             self._end_task(other, None if number else failure)
 
-    def _deliver(self, task: ReadTask, held: _Held | None, failure: Failure | None) -> None:
-        """Scatter the object, and those left to this thread, for one of the loads that need it."""
+    def _deliver(self, task: ReadTask, objects: _Objects, failure: Failure | None) -> None:
+        """Scatter the objects, and those left to this thread, for one load that needs them."""
         left = self._take_left(task)
         try:
-            if failure is None and held is None:
+            if failure is None and not objects.payloads:
                 failure = Failure.UNAVAILABLE
                 if not task.load.early:
                     error = TimeoutError("no staging buffer became free")
-                    failure = self._load_failed(task, Failure.ERROR, error)
-            elif failure is None and held is not None:
+                    failure = self._load_failed(task, task.shards[0], Failure.ERROR, error)
+            elif failure is None:
                 try:
-                    self._scatter(task.load, task.item, [(task, held), *left])
+                    self._scatter(task.load, task.item, [(task, objects), *left])
                 except Exception as error:  # noqa: BLE001 - the thread must go on
-                    failure = self._load_failed(task, Failure.ERROR, error)
+                    failure = self._load_failed(task, task.shards[0], Failure.ERROR, error)
         finally:
-            for _, other_held in left:
-                other_held.release()
+            for _, others in left:
+                others.release()
         for other, _ in left:
             self._end_task(other, None)
         self._end_task(task, failure)
 
-    def _scatter(self, load: Load, number: int, arrived: Sequence[tuple[ReadTask, _Held]]) -> None:
+    def _scatter(
+        self, load: Load, number: int, arrived: Sequence[tuple[ReadTask, _Objects]]
+    ) -> None:
         """Scatter objects of one item.
 
         Raises
@@ -636,8 +668,7 @@ class Loads(TransferHalf):
             load._scattering += 1
         item = load.items[number]
         payloads = {
-            task.shard: self._context.payload(held.tensor, item.chunk, task.shard)
-            for task, held in arrived
+            shard: objects.payloads[shard] for task, objects in arrived for shard in task.shards
         }
         begin = time.perf_counter()
         try:
@@ -649,7 +680,7 @@ class Loads(TransferHalf):
             else:
                 for shard, payload in payloads.items():
                     memory.scatter(shard, item.slots, payload, fence)
-            if not all(held.valid() for _, held in arrived):
+            if not all(objects.valid() for _, objects in arrived):
                 raise TransientStorageError(
                     "the memory that lent it was taken back while it was read; where this recurs,"
                     " loads take longer than loans last"
@@ -661,28 +692,25 @@ class Loads(TransferHalf):
                 load._scattering -= 1
         if not load.early:
             self._counters.observe("scatter", time.perf_counter() - begin)
-            nbytes = sum(self._fmt.object_size(shard, item.chunk.tokens) for shard in payloads)
+            nbytes = sum(self._size(item.chunk, shard) for shard in payloads)
             self._count("loaded_bytes", nbytes)
 
     def _next_sharer(self, task: ReadTask) -> ReadTask | None:
-        """Return a further load's share in the object; without one, the task is over."""
+        """Return a further load's share in the objects; without one, the task is over."""
         with self._lock:
             if task.sharers:
                 return task.sharers.pop(0)
             self._tasks.pop(threading.get_ident(), None)
-            self._stop_sharing(task)
+            self._reading.discard(task)
             return None
 
-    def _stop_sharing(self, task: ReadTask) -> None:
-        """Let no further load share the object that `task` reads. Holds the lock."""
-        if self._reading.get(task.object) is task:
-            del self._reading[task.object]
-
-    def _load_failed(self, task: ReadTask, failure: Failure, error: Exception) -> Failure:
+    def _load_failed(
+        self, task: ReadTask, shard: int, failure: Failure, error: Exception
+    ) -> Failure:
         if task.late or failure is Failure.UNAVAILABLE:
             # It was counted when it was given up, or the storage was not called.
             return failure
-        name = object_name(task.chunk, task.shard, self._fmt.shards, self._fmt.kind)
+        name = object_name(task.chunk, shard, self._fmt.shards, self._fmt.kind)
         if failure is Failure.MISSING:
             self._counters.add("load_failures_missing")
         elif failure is Failure.BAD:
@@ -710,7 +738,7 @@ class Loads(TransferHalf):
                 if not task.late:
                     self._fail(load, task.item, failure)
             elif task.arrived:
-                load._arrived[task.item] += 1
+                load._arrived[task.item] += len(task.shards)
                 items, shards = len(load.items), len(self._shards)
                 while load._leading < items and load._arrived[load._leading] == shards:
                     load._leading += 1
@@ -740,17 +768,17 @@ class Loads(TransferHalf):
             )
 
     def _give_up_task(self, thread: int) -> None:
-        """Give up the object that a stuck thread reads."""
+        """Give up the objects that a stuck thread reads."""
         with self._lock:
             stuck = self._tasks.pop(thread, None)
             if stuck is None:
                 return
-            # Loads that need the object from now on have it read again.
-            self._stop_sharing(stuck)
+            # Loads that need the objects from now on have them read again.
+            self._reading.discard(stuck)
             stuck.reading = False
-            for _, held in stuck.load._left.pop(stuck.item, []):
-                # What was left to it is of no use without it.
-                held.release()
+            for _, objects in stuck.load._left.pop(stuck.item, []):
+                # What was left to it is of no use without its own.
+                objects.release()
             for task in (stuck, *stuck.sharers):
                 task.late = True
                 if task.wanted:

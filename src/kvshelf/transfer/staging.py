@@ -86,13 +86,21 @@ class StagingBuffer:
         The same bytes as a uint8 tensor of shape ``[nbytes]``.
     """
 
-    __slots__ = ("_buffer", "for_store", "tensor", "view")
+    __slots__ = ("_buffer", "_part", "_part_at", "for_store", "tensor", "view")
 
     def __init__(self, buffer: Buffer) -> None:
         self._buffer = buffer
         self.view = buffer.view
         self.tensor = buffer.tensor
         self.for_store = False
+        self._part = self.tensor
+        self._part_at = (0, len(self.view))
+
+    def part(self, start: int, stop: int) -> torch.Tensor:
+        """Return some of the bytes, as a tensor; quick for those that were asked for last."""
+        if self._part_at != (start, stop):
+            self._part, self._part_at = self.tensor[start:stop], (start, stop)
+        return self._part
 
     def _release(self) -> None:
         self._buffer.release()
@@ -195,6 +203,11 @@ class StagingPool:
         return self._store_limit
 
     @property
+    def for_loads(self) -> int:
+        """Number of buffers that stores leave to loads at any time."""
+        return self.limit - self._store_limit
+
+    @property
     def in_use(self) -> int:
         """Number of buffers in use."""
         return self._out
@@ -225,31 +238,42 @@ class StagingPool:
                 self._changed.wait(left)
             return None
 
-    def acquire_for_load(self, timeout: float | None = None) -> StagingBuffer | None:
-        """Return a buffer, waiting for one to be released; None at timeout or when closed."""
+    def acquire_for_load(
+        self, count: int = 1, timeout: float | None = None
+    ) -> list[StagingBuffer] | None:
+        """Return `count` buffers, waiting for them to be released; None at timeout or when closed.
+
+        Parameters
+        ----------
+        count : int
+            More than :attr:`for_loads` may never be free together.
+        timeout : float, optional
+            Seconds.
+        """
         deadline = None if timeout is None else time.monotonic() + timeout
         with self._changed:
             while not self._closed:
-                if self._have_free(1):
-                    self._out += 1
-                    return self._free.pop()
+                if self._have_free(count):
+                    self._out += count
+                    return [self._free.pop() for _ in range(count)]
                 left = None if deadline is None else deadline - time.monotonic()
                 if left is not None and left <= 0:
                     return None
                 self._changed.wait(left)
             return None
 
-    def release(self, buffer: StagingBuffer) -> None:
-        """Return a buffer to the pool."""
+    def release(self, *buffers: StagingBuffer) -> None:
+        """Return buffers to the pool."""
         with self._changed:
-            if buffer.for_store:
-                buffer.for_store = False
-                self._stores -= 1
-            self._out -= 1
-            if self._closed:
-                buffer._release()
-                return
-            self._free.append(buffer)
+            for buffer in buffers:
+                if buffer.for_store:
+                    buffer.for_store = False
+                    self._stores -= 1
+                self._out -= 1
+                if self._closed:
+                    buffer._release()
+                else:
+                    self._free.append(buffer)
             # All waiters: the one that is woken first may be a store, which may not have it.
             self._changed.notify_all()
 

@@ -67,7 +67,7 @@ class _DraftCounters(Counters):
         elif f"draft_{name}" in COUNTERS:
             self._counters.add(f"draft_{name}", amount)
 
-    def observe(self, operation: str, seconds: float) -> None:
+    def observe(self, operation: str, seconds: float, count: int = 1) -> None:
         pass
 
 
