@@ -1108,6 +1108,8 @@ def test_builds_use_ninja_and_the_newest_compiler(
     configured = said.read_text().splitlines()[0]
     assert configured.startswith("/there/nvcc -S ")
     assert configured.endswith("-G Ninja")
+    # The group that measures digests needs their kernels.
+    assert "-DKVSHELF_DESIGN=ON" in configured
 
 
 def test_a_command_that_hangs_is_ended() -> None:
