@@ -12,10 +12,10 @@ import re
 import subprocess
 from pathlib import Path
 
-MACHINE_CODE = (80, 90, 100)
+MACHINE_CODE = (75, 80, 90, 100)
 PTX = 100
 #: The same in CMake's notation.
-ARCHITECTURES = "80-real;90-real;100"
+ARCHITECTURES = "75-real;80-real;90-real;100"
 
 # NVRTC has no headers of C++; the kernels need one.
 CSTDINT = b"""
