@@ -66,7 +66,7 @@ PARTS: Final[dict[str, tuple[Group, ...]]] = {
         *_checks("bad_slots_are_refused", "graphs", "streams_and_threads"),
         *_checks("states", "overwritten_blocks", "loads_behind_the_engine"),
         *_checks("the_way_to_staging", "tails", "captures_beside_copies", "rates_are_learned"),
-        *_checks("buffers_in_host_memory", "blocks_that_hold_all_layers", "registered_memory"),
+        *_checks("blocks_that_hold_all_layers", "registered_memory"),
         *_checks("made_in_inference_mode", "layouts_learned_from_torch"),
         *_checks("layouts_learned_from_triton", seconds=120, optional=True),
         *_checks("far_offsets", optional=True),

@@ -11,9 +11,7 @@
 #include <tvm/ffi/function.h>
 #include <tvm/ffi/string.h>
 
-#include <cstddef>
 #include <cstdint>
-#include <vector>
 
 #include "kvshelf/binding.h"
 #include "kvshelf/device.h"
@@ -35,8 +33,6 @@ void* stream_of(const TensorView& anchor) {
   return TVMFFIEnvGetStream(anchor.device().device_type, anchor.device().device_id);
 }
 
-// Buffers on the device: the kernels.
-//
 // slots: on the host, all checked before anything is launched. Returns the width of the vectors in
 // bytes; 0 when there was nothing to do; -1 when the counts exceed what the kernels can count; -2
 // minus the position of the first bad slot. Nothing was launched when the answer is negative.
@@ -60,38 +56,6 @@ int64_t launch(TensorView anchor, int64_t index_address, int64_t caches, int64_t
   if (plan.too_large) return -1;
   check(kvshelf::device_launch(kGather, plan, addresses, device, stream_of(anchor)));
   return plan.width;
-}
-
-// Scatter from buffers in page-locked host memory: one list of copies, no kernel. slots are on the
-// host. Returns -1, or the position of the first bad slot when nothing was done.
-int64_t copy_in(TensorView anchor, int64_t index_address, int64_t caches, int64_t slots,
-                int64_t buffers_address) {
-  kvshelf::PagedIndex index = kvshelf::index_at(index_address);
-  kvshelf::step_over_single_slots(index);
-  std::vector<kvshelf::Run> runs;
-  const int64_t bad = kvshelf::find_runs(index, at<const int64_t>(slots), runs);
-  if (bad != kvshelf::kAllSlotsGood) return bad;
-
-  const unsigned char* const buffers = at<const unsigned char>(buffers_address);
-  std::vector<void*> to;
-  std::vector<const void*> from;
-  std::vector<size_t> sizes;
-  for (int64_t layer = 0; layer < index.layers; ++layer) {
-    unsigned char* const cache = at<unsigned char>(at<const int64_t>(caches)[layer]);
-    for (const kvshelf::Run& run : runs) {
-      kvshelf::for_each_piece(
-          index, run, layer,
-          [&](int64_t paged, int64_t buffer, int64_t bytes) {
-            to.push_back(cache + paged);
-            from.push_back(buffers + buffer);
-            sizes.push_back(static_cast<size_t>(bytes));
-          },
-          [](int64_t, int64_t) {});
-    }
-  }
-  check(kvshelf::device_copies(to.data(), from.data(), sizes.data(), sizes.size(),
-                               anchor.device().device_id, stream_of(anchor)));
-  return kvshelf::kAllSlotsGood;
 }
 
 int64_t device_count() {
@@ -120,7 +84,6 @@ tvm::ffi::String architectures() { return KVSHELF_CUDA_ARCHITECTURES; }
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(device_gather, launch<true>);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(device_scatter, launch<false>);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(device_copy_in, copy_in);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(device_count, device_count);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(device_kernel, kernel_attribute);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(device_toolkit, kvshelf::device_toolkit);

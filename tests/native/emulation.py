@@ -214,16 +214,13 @@ class Emulation:
         return int(self._seen(5))
 
     @contextlib.contextmanager
-    def in_use(self, *, buffers_on_host: bool = False) -> Iterator[None]:
+    def in_use(self) -> Iterator[None]:
         """CPU tensors are on the emulated device."""
         checks_module._known_caches.clear()
         with (
             mock.patch.object(library_module, "KERNEL_DEVICES", frozenset({"cpu"})),
             mock.patch.object(library_module, "compiled_library", return_value=self.library),
             mock.patch.object(library_module, "_load_kernels", return_value=self.library),
-            mock.patch.object(checks_module, "_in_host_memory", return_value=buffers_on_host),
-            # torch looks at the names of a tensor's methods when it compiles: no Mock has one.
-            mock.patch.object(Tensor, "is_pinned", lambda *_: True),  # noqa: PT008
         ):
             try:
                 yield

@@ -23,6 +23,8 @@ import pytest
 import torch
 from emulation import emulation
 from fake_streams import AtOnce, FakeEvent, FakeStreams
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from paged import Case, Paged, make_paged
 from parts import PATIENCE, until
 from simulated_device import SimulatedStreams
@@ -63,9 +65,9 @@ NEW = FakeStreams()
 
 
 @contextmanager
-def on_device(copier: str, **options: Any) -> Iterator[None]:
+def on_device(copier: str) -> Iterator[None]:
     """Caches are on the emulated device, with one of the two copiers."""
-    with emulation().in_use(**options), pytest.MonkeyPatch.context() as patch:
+    with emulation().in_use(), pytest.MonkeyPatch.context() as patch:
         if copier == "tensors":
             patch.setattr(device, "native_copier", lambda *_, **__: None)
         yield
@@ -431,6 +433,30 @@ def test_large_blocks_that_hold_all_layers_are_filled_by_a_list_of_copies(
             if slot >= 0:
                 before[slot // 3, :, slot % 3] = rows[:, token]
         torch.testing.assert_close(backing, before, rtol=0, atol=0)
+        path.close()
+
+
+@given(st.permutations(range(15)), st.integers(1, TOKENS), st.integers(0, 2**TOKENS - 1))
+@settings(max_examples=100)
+def test_copies_into_blocks_touch_their_slots_only(
+    order: list[int], count: int, skipped: int
+) -> None:
+    slots = [-1 if skipped >> i & 1 else slot for i, slot in enumerate(order[:TOKENS])]
+    with on_device("native"), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(device, "DIRECT_BYTES", 1)
+        backing, call = interleaved()
+        path = DeviceKVCache({0: [call]}, pinned=True, streams=FakeStreams())
+        of, slots = (path, slots) if count == TOKENS else (path.of_tail(count), slots[:count])
+        payload = torch.randint(0, 256, (call.end // TOKENS * count,), dtype=torch.uint8)
+        want = backing.clone()
+        rows = payload.view(3, count, 16)
+        for token, slot in enumerate(slots):
+            if slot >= 0:
+                want[slot // 3, :, slot % 3] = rows[:, token]
+        launches = emulation().launches
+        of.scatter(0, torch.tensor(slots), payload, path.fence())
+        assert emulation().launches == launches
+        assert torch.equal(backing, want)
         path.close()
 
 

@@ -1,11 +1,10 @@
 """Gather and scatter between paged KV caches and chunk buffers.
 
 Owns the torch.library operators ``kvshelf::gather_kv`` and ``kvshelf::scatter_kv`` for
-strided caches, ``kvshelf::gather_permuted_kv`` and ``kvshelf::scatter_permuted_kv`` for
-caches whose elements are permuted inside each (block, head), all their checks, and the
-choice of what carries them out: CUDA kernels for strided caches on GPUs and the compiled
-CPU twin for caches in host memory where they are installed, else Triton on GPUs, else plain
-torch.
+strided caches, the same for caches whose elements are permuted inside each (block, head), which
+torch's dispatcher does not know, all their checks, and the choice of what carries them out: CUDA
+kernels for strided caches on GPUs and the compiled CPU twin for caches in host memory where they
+are installed, else Triton on GPUs, else plain torch.
 
 One call copies one or several chunks of equally many tokens, and of each chunk one or
 several shards of equally many heads. Each (chunk, shard) has a *buffer*: uint8 and
@@ -29,9 +28,6 @@ Contracts
   capture). A slot mapping on the CPU is part of what is enqueued: it may change
   afterwards, and a captured graph keeps it. Triton and plain torch on a GPU allocate, plain
   torch may wait as well, and neither can be captured.
-* For caches on a GPU the buffers of a scatter may lie in page-locked host memory where a
-  block is contiguous: then the copy engine carries the call out, without a kernel. They
-  belong to the call until the stream has passed it.
 * Any thread may call. Shared are only the choice of implementation and a bounded record
   of which caches have passed the checks; neither keeps a cache alive. The compiled
   implementations release the GIL while they copy.

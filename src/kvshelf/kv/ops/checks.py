@@ -54,7 +54,6 @@ class Call(Generic[Layout]):
     known: Caches[Layout]
     first_head: int
     num_heads: int
-    from_host: bool  # the caches are on a GPU, the buffers in host memory
 
     def parts(self) -> Iterator[Call[Layout]]:
         """Split a call into one for each chunk."""
@@ -143,19 +142,9 @@ def checked(
             f"slot_mapping has strides {list(slots.stride())}; expected a contiguous tensor: "
             "pass slot_mapping.contiguous()"
         )
-    from_host = known.kernels and _in_host_memory(buffers, known)
-    if from_host and gather:
-        raise ValueError(
-            f"{name} is {describe(buffers)}, but the caches are on {known.device}: gather into a"
-            " buffer there and copy that"
-        )
     shape = buffers.shape
     dimensions = len(shape)
-    if (
-        not (from_host or buffers.device == known.device)
-        or buffers.dtype != torch.uint8
-        or not 1 <= dimensions <= 3
-    ):
+    if buffers.device != known.device or buffers.dtype != torch.uint8 or not 1 <= dimensions <= 3:
         raise ValueError(
             f"{name} is {describe(buffers)}; expected a uint8 tensor [bytes], [chunks, bytes] or "
             f"[chunks, shards, bytes] on {known.device}, where the caches are"
@@ -184,8 +173,6 @@ def checked(
         shard_stride = 0
     else:
         shard_stride = _check_buffers(buffers, name, expected)
-    if from_host and isinstance(layout, PagedLayout):
-        _check_host_buffers(buffers, name, layout, num_heads)
     return Call(
         caches,
         slots,
@@ -198,17 +185,12 @@ def checked(
         known,
         first_head,
         num_heads,
-        from_host,
     )
 
 
 def _buffers_name(gather: bool) -> str:
     """Return the name of the argument that holds the buffers."""
     return "out" if gather else "chunk"
-
-
-def _in_host_memory(buffers: Tensor, known: Caches[Any]) -> bool:
-    return buffers.is_cpu and known.device.type != "cpu"
 
 
 def _heads_text(shards: int, num_heads: int) -> str:
@@ -232,19 +214,6 @@ def _check_buffers(buffers: Tensor, name: str, size: int) -> int:
             )
         end += max(0, count - 1) * stride
     return strides[1] if buffers.dim() == 3 else 0
-
-
-def _check_host_buffers(buffers: Tensor, name: str, layout: PagedLayout, num_heads: int) -> None:
-    if not blocks_in_one_piece(layout, num_heads):
-        raise ValueError(
-            f"{name} is in host memory, but the bytes of a block are not contiguous in the "
-            "cache: copy it to the device and scatter from there"
-        )
-    if not buffers.is_pinned():
-        raise ValueError(
-            f"{name} is in host memory that is not page-locked, so copies would not be "
-            "asynchronous: allocate it with pin_memory=True"
-        )
 
 
 def _check_caches(
@@ -354,10 +323,7 @@ def check_slots(slot_mapping: Tensor, layout: PagedLayout) -> None:
 
 
 def blocks_in_one_piece(layout: PagedLayout, num_heads: int) -> bool:
-    """Whether K and V of `num_heads` heads of a block are each contiguous in the cache.
-
-    If so, the buffers of a scatter to caches on a GPU may lie in page-locked host memory.
-    """
+    """Whether K and V of `num_heads` heads of a block are each contiguous in the cache."""
     return (num_heads == 1 or layout.head_stride == layout.row_bytes) and (
         layout.block_size == 1 or layout.token_stride == num_heads * layout.row_bytes
     )

@@ -6,7 +6,6 @@ copies. Safe to call from any thread.
 
 from __future__ import annotations
 
-import functools
 from array import array
 from collections.abc import Callable
 from typing import Final
@@ -33,9 +32,6 @@ def run_compiled(call: Call[PagedLayout], *, gather: bool) -> bool:
     compiled = library.kernels(call.known.device.index)
     if compiled is None or compiled.device is None:
         return False
-    if call.from_host:
-        _call_host(functools.partial(compiled.device.copy_in, call.known.anchor), call)
-        return True
     return _call_kernel(compiled.device.gather if gather else compiled.device.scatter, call)
 
 

@@ -1,4 +1,4 @@
-"""The operators ``kvshelf::gather_kv`` etc.: their registration and their calls.
+"""The operators ``kvshelf::gather_kv`` and ``scatter_kv``: their registration and their calls.
 
 :mod:`kvshelf.kv.ops` states their contracts.
 """
@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Final, cast
 
 import torch
@@ -86,8 +86,7 @@ def scatter_kv(
         As for :func:`gather_kv`; −1 = skip. What a slot that occurs twice receives is not
         defined.
     chunk : Tensor
-        As the buffers of :func:`gather_kv`; where a block is contiguous they may also lie in
-        page-locked host memory.
+        As the buffers of :func:`gather_kv`.
 
     Raises
     ------
@@ -107,17 +106,15 @@ def _call(
     num_heads: int | None,
 ) -> None:
     heads = _heads_of_a_shard(layout, buffers, first_head, num_heads)
-    name = "gather" if gather else "scatter"
-    operators = torch.ops.kvshelf
     if isinstance(layout, PermutedLayout):
         sizes, tables = permuted_tables(layout)
-        operator = getattr(operators, f"{name}_permuted_kv").default
-        operator(caches, slot_mapping, buffers, tables, sizes, first_head, heads)
+        _copy_permuted(gather, caches, slot_mapping, buffers, tables, sizes, first_head, heads)
     elif _unwatched(buffers):
         _copy(gather, caches, slot_mapping, buffers, layout.as_ints(), first_head, heads)
     else:
-        operator = getattr(operators, f"{name}_kv").default
-        operator(caches, slot_mapping, buffers, layout.as_ints(), first_head, heads)
+        operators = torch.ops.kvshelf
+        operator = operators.gather_kv if gather else operators.scatter_kv
+        operator.default(caches, slot_mapping, buffers, layout.as_ints(), first_head, heads)
 
 
 def _unwatched(chunk: Tensor) -> bool:
@@ -222,7 +219,7 @@ def _copy_permuted(
 
 
 def _fake(*_: object) -> None:
-    """Shape function of all operators: they return nothing and only write."""
+    """Shape function of both operators: they return nothing and only write."""
 
 
 # The layout argument contains the caches' strides, so a compiler must pass the caches on with
@@ -233,19 +230,14 @@ _TAGS: Final = (
 )
 
 
-def _register(name: str, tensors: str, copy: Callable[..., None]) -> None:
-    """Define ``gather_<name>`` and ``scatter_<name>``, which take `tensors` after the buffers."""
-    for gather, form in (
-        (True, "gather_{}(Tensor[] caches, Tensor slot_mapping, Tensor(a!) out"),
-        (False, "scatter_{}(Tensor(a!)[] caches, Tensor slot_mapping, Tensor chunk"),
-    ):
-        schema = f"{form.format(name)}, {tensors}, int first_head, int num_heads) -> ()"
-        operator = _LIBRARY.define(schema, tags=_TAGS)
-        _LIBRARY.impl(operator, functools.partial(copy, gather), "CompositeExplicitAutograd")
-        # Kernels of the meta device serve fake tensors, like ``torch.library.register_fake``,
-        # which searches all loaded modules for the source of each function: 10 ms each at import.
-        _LIBRARY.impl(operator, _fake, "Meta")
-
-
-_register("kv", "int[] layout", _copy)
-_register("permuted_kv", "Tensor tables, int[] sizes", _copy_permuted)
+for _gather, _form in (
+    (True, "gather_kv(Tensor[] caches, Tensor slot_mapping, Tensor(a!) out"),
+    (False, "scatter_kv(Tensor(a!)[] caches, Tensor slot_mapping, Tensor chunk"),
+):
+    _operator = _LIBRARY.define(
+        f"{_form}, int[] layout, int first_head, int num_heads) -> ()", tags=_TAGS
+    )
+    _LIBRARY.impl(_operator, functools.partial(_copy, _gather), "CompositeExplicitAutograd")
+    # Kernels of the meta device serve fake tensors, like ``torch.library.register_fake``, which
+    # searches all loaded modules for the source of each function: 10 ms each at import.
+    _LIBRARY.impl(_operator, _fake, "Meta")

@@ -43,7 +43,7 @@ class KernelBuild:
     toolkit : str
         Version of CUDA, for instance ``13.0``.
     architectures : str
-        For instance ``80-real 90-real 100``: machine code for compute capability 8.0 to 10.0,
+        For instance ``75-real 80-real 100``: machine code for compute capability 7.5 to 10.0,
         and PTX of 10.0 for later devices.
     """
 
@@ -103,7 +103,6 @@ class DeviceFunctions:
 
     gather: Callable[..., int]
     scatter: Callable[..., int]
-    copy_in: Callable[..., int]
     count: Callable[[], int]
     kernel: Callable[[int, bool, int, int], int]
     toolkit: Callable[[], int]
@@ -199,7 +198,6 @@ def _load_library(path: Path) -> Library:
         device = DeviceFunctions(
             gather=function("device_gather"),
             scatter=function("device_scatter"),
-            copy_in=function("device_copy_in"),
             count=function("device_count"),
             kernel=function("device_kernel"),
             toolkit=function("device_toolkit"),

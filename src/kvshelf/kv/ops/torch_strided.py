@@ -41,10 +41,7 @@ def scatter_torch(call: Call[PagedLayout]) -> None:
         return
     with torch.inference_mode():
         skipped, index = _index_slots(call)
-        buffers = call.shard_buffers
-        if call.from_host:
-            buffers = buffers.to(call.known.device, non_blocking=True)
-        pieces = _chunk_view(call, buffers)
+        pieces = _chunk_view(call, call.shard_buffers)
         if skipped is not None:
             kept = sent((call.slots.view(-1) >= 0).nonzero().view(-1), pieces.device)
             if kept.numel() == 0:

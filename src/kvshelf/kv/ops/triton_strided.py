@@ -103,8 +103,6 @@ def run_triton(call: Call[PagedLayout], *, gather: bool) -> None:
     device = call.known.device
     with torch.inference_mode(), _current(device):
         buffers = call.shard_buffers
-        if call.from_host:
-            buffers = buffers.to(device, non_blocking=True)
         width = widest_word(call, buffers).itemsize
         lanes = call.layout.chunk_bytes(1, call.num_heads) * call.shards // width
         tiles = -(-call.tokens // _TOKENS) * -(-lanes // _LANES)
