@@ -57,18 +57,20 @@ class _Run:
     call : LayerCall
         A call for some of them.
     layout : PagedLayout
-    caches : list of Tensor
+    places : list of (list of Tensor, int)
+        The cache of each layer, as an element of the caches of its call: others lie there when an
+        engine has slept.
     starts : array of int
         Of each layer in the payload, in bytes.
     """
 
     call: LayerCall
     layout: PagedLayout
-    caches: list[Tensor]
+    places: list[tuple[list[Tensor], int]]
     starts: array[int]
 
     def addresses(self) -> array[int]:
-        return array("q", [cache.data_ptr() for cache in self.caches])
+        return array("q", [caches[number].data_ptr() for caches, number in self.places])
 
 
 def _runs(copy: ChunkCopy) -> list[_Run]:
@@ -80,13 +82,14 @@ def _runs(copy: ChunkCopy) -> list[_Run]:
     runs: dict[Hashable, _Run] = {}
     for call, layout in zip(copy.calls, copy.layouts, strict=True):
         step = (call.end - call.start) // len(call.caches)
-        for start, cache in zip(range(call.start, call.end, step), call.caches, strict=True):
+        for number, cache in enumerate(call.caches):
+            start = call.start + number * step
             alike = (layout, call.heads, call.first_head, call.parts, call.part, call.first_slot)
             run = runs.setdefault(
                 (*alike, call.count, gcd(16, start, cache.data_ptr())),
                 _Run(call, layout, [], array("q")),
             )
-            run.caches.append(cache)
+            run.places.append((call.caches, number))
             run.starts.append(start)
     return list(runs.values())
 
@@ -106,7 +109,7 @@ def _open(
         fields.extend(
             paged_index(
                 run.layout,
-                layers=len(run.caches),
+                layers=len(run.places),
                 first_head=call.first_head,
                 tokens=call.count * call.parts,
                 shards=1,
