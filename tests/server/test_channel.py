@@ -308,7 +308,8 @@ def test_memory_that_cannot_be_page_locked_is_lent_all_the_same(
 def test_a_page_locked_segment_is_unlocked_when_its_last_room_is_back(tmp_path: Path) -> None:
     with fake_cudart() as runtime:
         segment = Segment(1 << 20)
-        segment.page_lock(torch.device("cuda", 0))
+        for _ in range(2):
+            segment.page_lock(torch.device("cuda", 0))
         room = segment.reserve(5000)
         assert room is not None
         assert runtime.holds(room.view)

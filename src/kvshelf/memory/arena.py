@@ -137,14 +137,15 @@ class Arena:
             return torch.frombuffer(self.view, dtype=torch.uint8)
 
     def page_lock(self, device: torch.device) -> None:
-        """Page-lock memory that is not yet, for copies to and from GPUs, until :meth:`close`.
+        """Page-lock the memory for copies to and from GPUs, until :meth:`close`. Idempotent.
 
         Raises
         ------
         RuntimeError
             If CUDA cannot.
         """
-        self._unlock = page_lock(self.view, device)
+        if self._unlock is None:
+            self._unlock = page_lock(self.view, device)
 
     def close(self) -> None:
         """End page-locking, close the descriptor and refer to the memory no more. Idempotent."""
