@@ -852,7 +852,7 @@ def test_a_device_without_kernels_is_served_without_buffers_and_a_line_says_so(
         memory = Memory(monkeypatch, 1 << 30)
         rig = make_rig(memory.streams)
         assert memory.left == 1 << 30
-        assert "no kernels of kvshelf serve cpu" in caplog.text
+        assert "compiled library does not store and load on cpu" in caplog.text
         # More chunks are under way than there would be buffers, and each is waited for.
         memory.streams.ended.clear()
         begun = [

@@ -217,10 +217,10 @@ class DeviceKVCache(KVCache):
         self._ring = sys.maxsize
         if native is None:
             logger.warning(
-                "no kernels of kvshelf serve %s (%s): %s gathers and scatters, and each store"
-                " lengthens the engine's step",
+                "kvshelf's compiled library does not store and load on %s (%s): %s gathers and"
+                " scatters, and each store lengthens the engine's step",
                 self._device,
-                ops.kernel_problem(self._device),
+                ops.kernel_problem(self._device) or "the caches have too many slots",
                 ops.implementation(self._device),
             )
         else:
