@@ -1620,7 +1620,7 @@ def test_log_lines_about_a_shelf_that_does_not_answer_show_no_secrets(
     monkeypatch.setattr(connector, "START_SECONDS", 0.01)
     monkeypatch.setattr(tiers, "open_shelf", hang)
     config = Config(shared_storage_path="sftp://user:hun@ter2@host/kv")
-    opening = connector._open(config, Counters(), on_cpu=True)
+    opening = connector._open(config, Counters(), on_cpu=True, gpu=None)
     opening.close()
     gate.set()
     assert "sftp://host/kv has not answered" in caplog.text
