@@ -7,6 +7,7 @@ must not be touched is compared as well.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import mmap
 import threading
@@ -18,6 +19,7 @@ from typing import TypeAlias
 
 import torch
 from gpu_groups import Context, NotRun
+from gpu_paged import DTYPES, FORMS, Paged, make_paged
 from torch import Tensor
 
 from kvshelf.kv import ops
@@ -33,15 +35,6 @@ from kvshelf.memory.arena import Arena
 from kvshelf.pages import page_lock
 from kvshelf.transfer.context import bytes_at
 
-FORMS = ("bhnc-hnd", "bhnc-nhd", "2bnhd", "b2nhd", "mla", "native")
-DTYPES = (
-    torch.bfloat16,
-    torch.float16,
-    torch.float32,
-    torch.uint8,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-)
 WIDTHS = (16, 8, 4, 1)
 POISON = 0xAB
 #: Writes [K, V] of tokens, each [tokens, heads, elements], to slots (int64, on the device) of
@@ -49,114 +42,12 @@ POISON = 0xAB
 Writer: TypeAlias = Callable[[Sequence[Tensor], Tensor, Sequence[Tensor]], None]
 
 
-# --- caches and the reference ------------------------------------------------------
+# --- calls beside the reference ----------------------------------------------------
+
+make_pages = functools.partial(make_paged, layers=3, blocks=7, block_size=16, heads=4, head_size=32)
 
 
-@dataclass
-class Pages:
-    """Paged caches of several layers inside poisoned memory."""
-
-    form: str
-    memory: list[Tensor]  # uint8, everything that was allocated
-    caches: list[Tensor]
-    layout: PagedLayout
-    head_size: int
-
-    def rows(self, cache: Tensor) -> Tensor:
-        """Return a cache as [slots or blocks, kv_planes, heads, row bytes], for any form."""
-        if self.form == "native":
-            blocks, heads = cache.shape[:2]
-            named = cache.reshape(blocks, 1, heads, -1)
-        elif self.form == "mla":
-            named = cache.reshape(-1, 1, 1, cache.shape[-1])
-        elif self.form == "2bnhd":
-            named = cache.permute(1, 2, 0, 3, 4).flatten(0, 1)
-        elif self.form == "b2nhd":
-            named = cache.permute(0, 2, 1, 3, 4).flatten(0, 1)
-        else:
-            kv_planes = cache.unflatten(3, (2, self.head_size))
-            named = kv_planes.permute(0, 2, 3, 1, 4).flatten(0, 1)
-        return named.contiguous().view(torch.uint8)
-
-    def gathered(self, slots: Tensor, first: int, heads: int, shards: int) -> Tensor:
-        """uint8 [chunks, shards, bytes] that a gather of [chunks, tokens] slots gives."""
-        of_layers = []
-        for cache in self.caches:
-            rows = self.rows(cache)[:, :, first : first + shards * heads]
-            taken = rows[slots.clamp(min=0).to(rows.device)]
-            taken[slots.to(rows.device) < 0] = 0
-            # [chunks, tokens, planes, shards, heads, bytes] -> [chunks, shards, planes, tokens, …]
-            split = taken.unflatten(3, (shards, heads)).permute(0, 3, 2, 1, 4, 5)
-            of_layers.append(split.flatten(2))
-        return torch.cat(of_layers, dim=2)
-
-    def clone(self) -> Pages:
-        """Return the same caches in other memory."""
-        memory = [part.clone() for part in self.memory]
-        caches = []
-        for part, cache in zip(memory, self.caches, strict=True):
-            typed = part.view(cache.dtype)
-            offset = cache.storage_offset()
-            caches.append(typed.as_strided(cache.shape, cache.stride(), offset))
-        return Pages(self.form, memory, caches, self.layout, self.head_size)
-
-
-def make_pages(
-    form: str,
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    layers: int = 3,
-    blocks: int = 7,
-    block_size: int = 16,
-    heads: int = 4,
-    head_size: int = 32,
-    gaps: tuple[int, ...] = (0, 0, 0, 0, 0),
-    lead: int = 0,
-    seed: int = 0,
-) -> Pages:
-    """Caches of random bytes; ``gaps`` and ``lead`` count elements, as in the tests on the host."""
-    content = 2 * head_size
-    used = {
-        "bhnc-hnd": (blocks, heads, block_size, content),
-        "bhnc-nhd": (blocks, block_size, heads, content),
-        "2bnhd": (2, blocks, block_size, heads, head_size),
-        "b2nhd": (blocks, 2, block_size, heads, head_size),
-        "mla": (blocks, block_size, content),
-        "native": (blocks, heads, block_size, content),
-    }[form]
-    if form == "native":
-        gaps = (*gaps[:2], 0, 0)
-    whole = tuple(n + gap for n, gap in zip(used, gaps, strict=False))
-    size = lead
-    count = 1
-    for n in whole:
-        count *= n
-    size += count
-    generator = torch.Generator(device=device).manual_seed(seed)
-    memory, caches = [], []
-    for _ in range(layers):
-        flat = torch.randint(
-            0, 256, (size * dtype.itemsize,), dtype=torch.uint8, device=device, generator=generator
-        )
-        cache = flat.view(dtype)[lead:].view(whole)[tuple(slice(0, n) for n in used)]
-        if form == "bhnc-nhd":
-            cache = cache.transpose(1, 2)
-        memory.append(flat)
-        caches.append(cache)
-    first = caches[0]
-    layout = {
-        "bhnc-hnd": lambda: PagedLayout.from_bhnc(first, head_size),
-        "bhnc-nhd": lambda: PagedLayout.from_bhnc(first, head_size),
-        "2bnhd": lambda: PagedLayout.from_2bnhd(first),
-        "b2nhd": lambda: PagedLayout.from_b2nhd(first),
-        "mla": lambda: PagedLayout.from_mla(first),
-        "native": lambda: PagedLayout.native_blocks(first),
-    }[form]()
-    return Pages(form, memory, caches, layout, head_size)
-
-
-def random_slots(pages: Pages, chunks: int, tokens: int, *, skip: bool, seed: int = 0) -> Tensor:
+def random_slots(pages: Paged, chunks: int, tokens: int, *, skip: bool, seed: int = 0) -> Tensor:
     """Return int64 CPU [chunks, tokens], all different except −1."""
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(pages.layout.num_slots, generator=generator)[: chunks * tokens]
@@ -167,7 +58,7 @@ def random_slots(pages: Pages, chunks: int, tokens: int, *, skip: bool, seed: in
 
 def check_call(
     ctx: Context,
-    pages: Pages,
+    pages: Paged,
     slots: Tensor,
     *,
     first: int = 0,
@@ -201,49 +92,13 @@ def check_call(
         ctx.equal(part, old, f"caches after gather {what}")
 
     incoming = torch.randint(0, 256, buffers.shape, dtype=torch.uint8, device=device)
-    target = pages.clone()
-    after = pages.clone()
-    place(after, slots, incoming, first, heads)
+    target, after = pages.clone(), pages.scattered(slots, incoming, first, heads)
     ctx.engine.fall_behind()
     buffers.copy_(incoming)
     ops.scatter_kv(target.caches, slots, buffers, *arguments)
     for part, new in zip(target.memory, after.memory, strict=True):
         ctx.equal(part, new, f"scatter {what}")
     ctx.equal(buffers.contiguous(), incoming, f"buffers after scatter {what}")
-
-
-def place(pages: Pages, slots: Tensor, buffers: Tensor, first: int, heads: int) -> None:
-    """Write buffers into caches, by the names of their dimensions."""
-    device = buffers.device
-    layout, form = pages.layout, pages.form
-    chunks, shards, _ = buffers.shape
-    layers = len(pages.caches)
-    item = pages.caches[0].element_size()
-    split = buffers.contiguous().view(
-        chunks, shards, layers, layout.kv_planes, slots.shape[1], heads, layout.row_bytes
-    )
-    # [layers, chunks × tokens, kv_planes, shards × heads, bytes]
-    rows = split.permute(2, 0, 4, 3, 1, 5, 6).flatten(4, 5).flatten(1, 2).contiguous()
-    flat = slots.reshape(-1).to(device)
-    kept = flat >= 0
-    slots, rows = flat[kept], rows[:, kept]
-    some = slice(first, first + shards * heads)
-    for cache, of_layer in zip(pages.caches, rows, strict=True):
-        block, offset = slots // layout.block_size, slots % layout.block_size
-        words = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[item]
-        view, values = cache.view(words), of_layer.contiguous().view(words)
-        if form == "native":
-            view[slots, some] = values[:, 0].unflatten(-1, tuple(view.shape[2:]))
-        elif form == "mla":
-            view[block, offset] = values[:, 0, 0]
-        elif form == "2bnhd":
-            view[:, block, offset, some] = values.transpose(0, 1)
-        elif form == "b2nhd":
-            for kv in (0, 1):
-                view[block, kv, offset, some] = values[:, kv]
-        else:
-            heads_first = view.transpose(1, 2)
-            heads_first[block, offset, some] = values.transpose(1, 2).flatten(2)
 
 
 # --- groups of checks --------------------------------------------------------------
@@ -402,9 +257,8 @@ def graphs(ctx: Context) -> None:
     for seed in range(3 if ctx.small else 20):
         for part in pages.memory:
             part.random_(0, 256)
-        after = target.clone()
         want = pages.gathered(slots, 0, 2, 2)
-        place(after, places, want, 0, 2)
+        after = target.scattered(places, want, 0, 2)
         graph.replay()
         ctx.equal(buffers, want, f"gather, replay {seed}")
         for part, new in zip(target.memory, after.memory, strict=True):
@@ -444,8 +298,8 @@ def made_in_inference_mode(ctx: Context) -> None:
     with torch.inference_mode():
         path = ctx.device_caches({0: [call]})
     payload = torch.randint(0, 256, (size,), dtype=torch.uint8)
-    after = pages.clone()
-    place(after, slots, payload.view(1, 1, -1).to(ctx.device), 0, pages.layout.heads)
+    incoming = payload.view(1, 1, -1).to(ctx.device)
+    after = pages.scattered(slots, incoming, 0, pages.layout.heads)
     problems: list[BaseException] = []
 
     fence = path.fence()
@@ -464,17 +318,6 @@ def made_in_inference_mode(ctx: Context) -> None:
     for part, new in zip(pages.memory, after.memory, strict=True):
         ctx.equal(part, new, "scatter through buffers of inference mode")
     path.close()
-
-
-def named_rows(pages: Pages, cache: Tensor) -> list[Tensor]:
-    """K and V, or the single content, as views [blocks, slots of a block, heads, elements]."""
-    if pages.form == "mla":
-        return [cache.unsqueeze(2)]
-    if pages.form == "2bnhd":
-        return list(cache.unbind(0))
-    if pages.form == "b2nhd":
-        return list(cache.unbind(1))
-    return list(cache.unflatten(3, (2, pages.head_size)).transpose(1, 2).unbind(3))
 
 
 def write_by_torch(rows: Tensor, slots: Tensor, content: Tensor) -> None:
@@ -517,7 +360,7 @@ def learn_all(
                 gaps=gaps,
             )
             cache = pages.caches[0]
-            rows = named_rows(pages, cache)
+            rows = pages.named(cache)
 
             def writes(
                 slots: Tensor, key: Tensor, value: Tensor | None, *, rows: list[Tensor] = rows
@@ -635,6 +478,7 @@ def blocks_that_hold_all_layers(ctx: Context) -> None:
         )
         caches = list(backing.unbind(1))
         layout = PagedLayout.from_mla(caches[0])
+        pages = Paged("mla", [backing], caches, layout)
         size = layers * layout.chunk_bytes(tokens)
         call = LayerCall(caches, layout, 0, size, 1)
         with ctx.staging(1, size) as (payload,):
@@ -644,11 +488,8 @@ def blocks_that_hold_all_layers(ctx: Context) -> None:
                 slots = (order.view(-1, 1) * block + torch.arange(block)).view(-1)
                 slots[seed * 7 :: 23] = -1
                 payload.random_(0, 256)
-                want = backing.clone()
-                rows = payload.to(device).view(layers, tokens, row)
-                kept = (slots >= 0).nonzero().view(-1)
-                at = slots[kept].to(device)
-                want[at // block, :, at % block] = rows[:, kept.to(device)].transpose(0, 1)
+                incoming = payload.to(device).view(1, 1, -1)
+                want = pages.scattered(slots.view(1, -1), incoming, 0, 1).memory[0]
                 path.scatter(0, slots, payload, path.fence())
                 ctx.equal(backing, want, f"blocks of {block} with all layers, {mapped}, {seed}")
                 path.close()
@@ -747,11 +588,11 @@ def loads_behind_the_engine(ctx: Context) -> None:
     # Pieces of 64 KiB, which are copied without a kernel.
     backing = torch.zeros(16, 3, 16, 4096, dtype=torch.uint8, device=ctx.device)
     caches = list(backing.unbind(1))
-    pages = Pages("mla", [backing], caches, PagedLayout.from_mla(caches[0]), 2048)
+    pages = Paged("mla", [backing], caches, PagedLayout.from_mla(caches[0]))
     _loads_behind_the_engine(ctx, pages, 1)
 
 
-def _loads_behind_the_engine(ctx: Context, pages: Pages, shards: int) -> None:
+def _loads_behind_the_engine(ctx: Context, pages: Paged, shards: int) -> None:
     heads, blocks = pages.layout.heads // shards, 4
     size = len(pages.caches) * pages.layout.chunk_bytes(blocks * 16, heads)
     path = ctx.device_caches(calls_of(pages, shards, size), pinned=True)
@@ -778,7 +619,7 @@ def _loads_behind_the_engine(ctx: Context, pages: Pages, shards: int) -> None:
     path.close()
 
 
-def calls_of(pages: Pages, shards: int, payload: int) -> dict[int, list[LayerCall]]:
+def calls_of(pages: Paged, shards: int, payload: int) -> dict[int, list[LayerCall]]:
     """The copy calls of shards of equally many heads."""
     heads = pages.layout.heads // shards
     return {
@@ -791,16 +632,16 @@ def calls_of(pages: Pages, shards: int, payload: int) -> dict[int, list[LayerCal
 class Ways:
     """Caches, others of zeros, and the paths from the ones to staging and into the others."""
 
-    pages: Pages
-    target: Pages
+    pages: Paged
+    target: Paged
     shards: int
     tokens: int
     payload: int
     path: DeviceKVCache
     back: DeviceKVCache
 
-    def gathered(self, of: Pages, slots: Tensor) -> Tensor:
-        """See :meth:`Pages.gathered`."""
+    def gathered(self, of: Paged, slots: Tensor) -> Tensor:
+        """See :meth:`Paged.gathered`."""
         return of.gathered(slots, 0, of.layout.heads // self.shards, self.shards)
 
 

@@ -1,4 +1,4 @@
-"""Gather and scatter, by each implementation, against plain indexing of numpy bytes."""
+"""Gather and scatter, by each implementation, against indexing by the names of dimensions."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ import numpy as np
 import pytest
 import torch
 from emulation import emulation
+from gpu_paged import DTYPES, FORMS, make_paged
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from paged import DTYPES, FORMS, Buffers, Case, cases, make_paged
+from paged import Buffers, Case, cases
 from torch import Tensor
 
 from kvshelf.errors import ConfigError
@@ -63,9 +64,9 @@ def test_gather_and_scatter_are_plain_indexing(
 ) -> None:
     paged = case.paged
     expected = case.gathered()
-    incoming = np.random.default_rng(1).integers(0, 256, expected.shape, dtype=np.uint8)
+    incoming = case.random_buffers()
     after = case.scattered(incoming)
-    original = [memory.copy() for memory in paged.memory]
+    original = [memory.clone() for memory in paged.memory]
     for name in IMPLEMENTATIONS:
         with using(name):
             buffers = Buffers.of(case, lead, gap, shards_outside=shards_outside)
@@ -74,7 +75,7 @@ def test_gather_and_scatter_are_plain_indexing(
             np.testing.assert_array_equal(buffers.view.numpy(), expected)
             assert (buffers.memory.numpy()[~buffers.used] == 0xAB).all()
 
-            buffers.view.copy_(torch.from_numpy(incoming))
+            buffers.view.copy_(incoming)
             ops.scatter_kv(paged.caches, case.mapping, buffers.view, *arguments)
             for memory, want, old in zip(paged.memory, after, original, strict=True):
                 np.testing.assert_array_equal(memory, want)
@@ -92,9 +93,8 @@ def test_every_form_and_dtype(form: str, dtype: torch.dtype, implementation: str
     ops.gather_kv(source.caches, slots, chunk, source.layout)
     ops.scatter_kv(target.caches, slots, chunk, target.layout)
     heads = source.layout.heads
-    np.testing.assert_array_equal(
-        target.gathered(slots.tolist(), 0, heads), source.gathered(slots.tolist(), 0, heads)
-    )
+    mapping = slots.view(1, -1)
+    assert torch.equal(target.gathered(mapping, 0, heads), source.gathered(mapping, 0, heads))
 
 
 def test_shards_put_together_are_the_whole(implementation: str) -> None:
@@ -150,7 +150,7 @@ def test_copies_longer_than_one_piece(implementation: str) -> None:
 def test_no_tokens(implementation: str) -> None:
     paged = make_paged("2bnhd", torch.bfloat16)
     nothing = torch.empty(0, dtype=torch.int64)
-    before = [memory.copy() for memory in paged.memory]
+    before = [memory.clone() for memory in paged.memory]
     ops.gather_kv(paged.caches, nothing, torch.empty(0, dtype=torch.uint8), paged.layout)
     ops.scatter_kv(paged.caches, nothing, torch.empty(0, dtype=torch.uint8), paged.layout)
     for memory, old in zip(paged.memory, before, strict=True):
@@ -173,11 +173,11 @@ def test_a_slot_given_twice_gets_a_row_of_one_of_its_tokens(implementation: str)
     slots = [1, 5, 1]
     size = paged.layout.row_bytes
     chunk = torch.cat([torch.full((size,), n, dtype=torch.uint8) for n in (1, 2, 3)])
-    untouched = [s for s in range(paged.layout.num_slots) if s not in slots]
+    untouched = torch.tensor([[s for s in range(paged.layout.num_slots) if s not in slots]])
     before = paged.gathered(untouched, 0, 1)
     ops.scatter_kv(paged.caches, torch.tensor(slots), chunk, paged.layout)
-    assert set(paged.row(0, 1, 0, 0).ravel().tolist()) <= {1, 3}
-    np.testing.assert_array_equal(paged.gathered(untouched, 0, 1), before)
+    assert set(paged.gathered(torch.tensor([[1]]), 0, 1).view(-1).tolist()) <= {1, 3}
+    assert torch.equal(paged.gathered(untouched, 0, 1), before)
 
 
 def test_caches_of_an_engine_in_inference_mode_from_a_thread_that_is_not(
@@ -331,7 +331,7 @@ def test_nothing_is_touched_by_a_refused_call(
     given_chunk = arguments["chunk"]
     assert isinstance(given_chunk, Tensor)
     buffer = given_chunk.clone()
-    before = [memory.copy() for memory in paged.memory]
+    before = [memory.clone() for memory in paged.memory]
     with pytest.raises(ValueError, match=message):
         operation(*arguments.values())
     for memory, old in zip(paged.memory, before, strict=True):
@@ -466,10 +466,10 @@ def fresh_choice(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch
 
 def _copies() -> bool:
     paged = make_paged("b2nhd", torch.bfloat16)
-    slots = [1, -1, 7]
+    slots = torch.tensor([1, -1, 7])
     out = torch.empty(2 * paged.layout.chunk_bytes(3), dtype=torch.uint8)
-    ops.gather_kv(paged.caches, torch.tensor(slots), out, paged.layout)
-    return bool((out.numpy() == paged.gathered(slots, 0, 2).reshape(-1)).all())
+    ops.gather_kv(paged.caches, slots, out, paged.layout)
+    return torch.equal(out, paged.gathered(slots.view(1, -1), 0, 2).view(-1))
 
 
 def test_without_the_library_plain_torch_is_used_silently(

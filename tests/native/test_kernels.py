@@ -16,9 +16,10 @@ import numpy as np
 import pytest
 import torch
 from emulation import Counts, Emulation, emulation
+from gpu_paged import FORMS, Paged, make_paged
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from paged import FORMS, Buffers, Case, Paged, cases, make_paged
+from paged import Buffers, Case, cases
 
 from kvshelf.errors import ConfigError
 from kvshelf.kv import ops
@@ -39,17 +40,13 @@ def device() -> Emulation:
     return emulation()
 
 
-def rows_touched(case: Case) -> list[np.ndarray]:
+def rows_touched(case: Case) -> list[torch.Tensor]:
     """For each cache's memory: how often the kept slots' rows cover each byte."""
-    paged = case.paged
-    before = [memory.copy() for memory in paged.memory]
-    for memory in paged.memory:
-        memory[...] = 0
-    ones = np.ones((case.chunks, case.shards, case.buffer_bytes), dtype=np.uint8)
-    touched = case.scattered(ones)
-    for memory, old in zip(paged.memory, before, strict=True):
-        memory[...] = old
-    return touched
+    empty = case.paged.clone()
+    for memory in empty.memory:
+        memory.zero_()
+    ones = torch.ones(case.chunks, case.shards, case.buffer_bytes, dtype=torch.uint8)
+    return replace(case, paged=empty).scattered(ones)
 
 
 def kept_in_buffers(case: Case, buffers: Buffers) -> np.ndarray:
@@ -101,9 +98,9 @@ def check_exactly_once(device: Emulation, case: Case, buffers: Buffers) -> int:
             np.testing.assert_array_equal(counts.loads, rows)
             assert not counts.stores.any()
 
-        incoming = np.random.default_rng(2).integers(0, 256, buffers.view.shape, dtype=np.uint8)
+        incoming = case.random_buffers()
         after = case.scattered(incoming)
-        buffers.view.copy_(torch.from_numpy(incoming))
+        buffers.view.copy_(incoming)
         in_caches, in_buffers = watch()
         ops.scatter_kv(paged.caches, mapping, buffers.view, *arguments)
         assert device.violations == 0
@@ -170,7 +167,7 @@ def test_a_grid_can_be_limited(device: Emulation, heads: int, most: int, blocks:
 
 
 def aligned(paged: Paged) -> bool:
-    return all(memory.ctypes.data % 16 == 0 for memory in paged.memory)
+    return all(memory.data_ptr() % 16 == 0 for memory in paged.memory)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -236,11 +233,10 @@ def test_strides_that_decide_the_width(
     first_head: int,
     width: int,
 ) -> None:
-    memory = np.random.default_rng(4).integers(1, 256, 512, dtype=np.uint8)
-    cache = torch.from_numpy(memory).as_strided(shape, strides)
+    memory = torch.randint(1, 256, (512,), dtype=torch.uint8)
+    cache = memory.as_strided(shape, strides)
     layout = PagedLayout.from_2bnhd(cache)
-    view = np.lib.stride_tricks.as_strided(memory, (*shape, 1), (*strides, 1))
-    paged = Paged("2bnhd", [memory], [view], [cache], layout, shape[2], shape[4])
+    paged = Paged("2bnhd", [memory], [cache], layout)
     case = Case(paged, [layout.num_slots - 1, 0][: layout.num_slots], 1, 1, first_head, 1)
     assert check_exactly_once(device, case, Buffers.of(case)) == width
 
@@ -258,11 +254,9 @@ def test_more_tokens_and_lanes_than_one_block_has(device: Emulation, form: str) 
 
 @pytest.mark.parametrize("row", [257, 514, 767, 1283])
 def test_lanes_that_do_not_fill_their_blocks(device: Emulation, row: int) -> None:
-    paged = make_paged("mla", torch.uint8, layers=2, blocks=3, head_size=1)
-    paged.memory = [np.tile(memory, row)[: 12 * row].copy() for memory in paged.memory]
-    paged.views = [memory.reshape(3, 4, row, 1) for memory in paged.memory]
-    paged.caches = [torch.from_numpy(view[..., 0]) for view in paged.views]
-    paged.layout = PagedLayout.from_mla(paged.caches[0])
+    memory = [torch.randint(1, 256, (12 * row,), dtype=torch.uint8) for _ in range(2)]
+    caches = [part.view(3, 4, row) for part in memory]
+    paged = Paged("mla", memory, caches, PagedLayout.from_mla(caches[0]))
     case = Case(paged, [7, -1, 0, 11, 5, 3], 2, 1, 0, 1)
     check_exactly_once(device, case, Buffers.of(case, lead=1))
 

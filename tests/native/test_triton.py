@@ -36,7 +36,7 @@ def child(work: str, tmp_path: Path, **environment: str) -> dict[str, int]:
         env={
             **os.environ,
             **environment,
-            "PYTHONPATH": str(here),
+            "PYTHONPATH": os.pathsep.join(map(str, (here, here.parents[1] / "cuda" / "gpu"))),
             "TRITON_CACHE_DIR": str(tmp_path / "cache"),
         },
         cwd=tmp_path,

@@ -17,9 +17,10 @@ import numpy as np
 import pytest
 import torch
 import triton
+from gpu_paged import DTYPES, FORMS, make_paged
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from paged import DTYPES, FORMS, Buffers, Case, cases, make_paged
+from paged import Buffers, Case, cases
 
 from kvshelf.kv import ops
 from kvshelf.kv.layout import PagedLayout
@@ -44,7 +45,7 @@ def compare() -> dict[str, int]:
 
     def compare_case(case: Case, lead: int = 0, gap: int = 0, *, outside: bool = False) -> None:
         paged = case.paged
-        original = [memory.copy() for memory in paged.memory]
+        original = [memory.clone() for memory in paged.memory]
         arguments = (paged.layout, case.first_head, case.heads)
         pair = [Buffers.of(case, lead, gap, shards_outside=outside) for _ in range(2)]
         expected, found = pair
@@ -54,12 +55,11 @@ def compare() -> dict[str, int]:
         assert torch.equal(found.memory, expected.memory)  # with the gaps around the buffers
         counts["gathers"] += 1
 
-        random = np.random.default_rng(len(case.slots))
-        incoming = random.integers(0, 256, expected.view.shape, dtype=np.uint8)
+        incoming = case.random_buffers()
         for buffers in pair:
-            buffers.view.copy_(torch.from_numpy(incoming))
+            buffers.view.copy_(incoming)
         ops.scatter_kv(paged.caches, case.mapping, expected.view, *arguments)
-        after = [memory.copy() for memory in paged.memory]
+        after = [memory.clone() for memory in paged.memory]
         for memory, old in zip(paged.memory, original, strict=True):
             memory[...] = old
         with by_triton():
