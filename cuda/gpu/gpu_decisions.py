@@ -93,7 +93,7 @@ def _attributes(facts: Facts) -> str:
 def _fallback(facts: Facts) -> str:
     took = {
         name: facts[f"fallback_{name}"]["seconds of a step"]
-        for name in ("cuda", "triton", "torch")
+        for name in ("cuda", "triton")
         if facts[f"fallback_{name}"] or name != "triton"
     }
     return ", ".join(
@@ -161,8 +161,8 @@ DECISIONS: Final = (
     ),
     Decision(
         "B8",
-        "Triton and plain torch on a GPU store by default if the gathers of a step of 8192 "
-        "tokens, 31 chunks of 32 MiB in 8 shards, take the step thread at most 20 ms.",
+        "Triton on a GPU stores by default if the gathers of a step of 8192 tokens, 31 chunks of "
+        "32 MiB in 8 shards, take the step thread at most 20 ms.",
         _fallback,
     ),
     Decision(

@@ -100,7 +100,6 @@ PARTS: Final[dict[str, tuple[Group, ...]]] = {
         Group("ways_of_loading", "gpu_design.ways_of_loading", 90),
         Group("fallback_cuda", "gpu_design.step_of_stores", 60),
         Group("fallback_triton", "gpu_design.step_of_stores", 90, serves="triton", optional=True),
-        Group("fallback_torch", "gpu_design.step_of_stores", 60, serves="torch"),
         Group("registered_memory", "gpu_design.registered_memory", 60),
         Group("digests", "gpu_digests.digests", 60, library=BUILT),
         Group("ncu", "gpu_figures.under_ncu", 120, tool="ncu"),

@@ -601,7 +601,7 @@ def batches(**gains: float) -> dict[str, Any]:
 
 
 def steps(**milliseconds: float) -> dict[str, Any]:
-    facts: dict[str, Any] = {f"fallback_{name}": {} for name in ("cuda", "triton", "torch")}
+    facts: dict[str, Any] = {f"fallback_{name}": {} for name in ("cuda", "triton")}
     for name, took in milliseconds.items():
         facts[f"fallback_{name}"] = {"seconds of a step": took / 1e3}
     return facts
@@ -645,12 +645,10 @@ def hashes(**shares: tuple[float, float]) -> dict[str, Any]:
         ("B3", {}, "open"),
         ("B3", batches(_4=2.0, _64=1.0, _1024=1.2), "keep them: stream, default is 1.00 times"),
         ("B3", batches(_4=0.5, _64=1.1, _1024=1.2), "change: stream, default is 1.10 times"),
-        ("B8", steps(cuda=1), "open"),
-        (
-            "B8",
-            steps(cuda=1, triton=20, torch=150),
-            "cuda may store (1.0 ms), triton may store (20.0 ms), torch stores only if it is told",
-        ),
+        ("B8", steps(triton=1), "open"),
+        ("B8", steps(cuda=1), "cuda may store (1.0 ms)"),
+        ("B8", steps(cuda=1, triton=20), "cuda may store (1.0 ms), triton may store (20.0 ms)"),
+        ("B8", steps(cuda=1, triton=21), "cuda may store (1.0 ms), triton stores only if it is"),
         ("wake-up", {}, "open"),
         ("wake-up", {"machine": {"seconds to wake up": 101e-6}}, "spin: a thread that sleeps is"),
         ("wake-up", {"machine": {"seconds to wake up": 100e-6}}, "sleep: a thread that sleeps is"),
@@ -666,7 +664,6 @@ def hashes(**shares: tuple[float, float]) -> dict[str, Any]:
         ("digests", hashes(a=(0.2, 0.1), b=(0.24, 0.2)), "verify on 8 SMs: "),
         ("digests", hashes(a=(0.2, 0.1), b=(0.25, 0.2)), "verify on 16 SMs: "),
         ("digests", hashes(a=(0.2, 0.1), b=(0.4, 0.25)), "verify on CPUs: the digests of"),
-        ("B8", steps(cuda=1, torch=9), "cuda may store (1.0 ms), torch may store (9.0 ms)"),
     ],
 )
 def test_what_figures_decide(key: str, facts: dict[str, Any], expected: str) -> None:
