@@ -1,4 +1,4 @@
-"""Backends that wrap a backend: the base of all wrappers, and a read-only one.
+"""Backends that wrap a backend: the bases of all wrappers, and a read-only one.
 
 A wrapper is a backend itself and closes the backend that it wraps. This module starts no thread.
 """
@@ -111,16 +111,11 @@ class WrappedBackend(Backend):
         self.inner.close()
 
 
-class ReadOnlyBackend(WrappedBackend):
-    """Refuses every change with :class:`~kvshelf.errors.ReadOnlyStorageError`."""
+class WholeReadsBackend(WrappedBackend):
+    """A wrapper that lets the backend read whole objects in one call.
 
-    @property
-    def properties(self) -> Properties:
-        """The properties of the wrapped backend, with `read_only`."""
-        return replace(self.inner.properties, read_only=True)
-
-    def find(self, names: Sequence[str], sizes: Sequence[int]) -> StatResults:
-        return self.inner.find(names, sizes)
+    Not for wrappers that have to see each read: they would be passed by.
+    """
 
     @property
     def reads_whole(self) -> bool:
@@ -135,6 +130,18 @@ class ReadOnlyBackend(WrappedBackend):
         seconds: float = math.inf,
     ) -> Checked | None:
         return self.inner.read_whole(start, text, wholes, buffers, seconds)
+
+
+class ReadOnlyBackend(WholeReadsBackend):
+    """Refuses every change with :class:`~kvshelf.errors.ReadOnlyStorageError`."""
+
+    @property
+    def properties(self) -> Properties:
+        """The properties of the wrapped backend, with `read_only`."""
+        return replace(self.inner.properties, read_only=True)
+
+    def find(self, names: Sequence[str], sizes: Sequence[int]) -> StatResults:
+        return self.inner.find(names, sizes)
 
     def _refuse(self, name: str) -> ReadOnlyStorageError:
         return ReadOnlyStorageError(

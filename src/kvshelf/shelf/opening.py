@@ -17,14 +17,13 @@ from __future__ import annotations
 
 import errno
 import logging
-import math
 import threading
 from collections.abc import Callable, Sequence
 from typing import Final, Generic, Protocol, TypeVar
 
-from kvshelf.backends import Backend, Checked, Deadlines, Properties, Whole
+from kvshelf.backends import Backend, Deadlines, Properties
 from kvshelf.backends.base import StatResults
-from kvshelf.backends.wrappers import WrappedBackend
+from kvshelf.backends.wrappers import WholeReadsBackend
 from kvshelf.errors import StorageError, UnavailableStorageError
 
 logger = logging.getLogger(__name__)
@@ -158,7 +157,7 @@ class Opening(Generic[T]):
                 return
 
 
-class LateBackend(WrappedBackend):
+class LateBackend(WholeReadsBackend):
     """A storage that may not be open yet.
 
     Until it is, all calls fail with UnavailableStorageError, and it counts as a storage of high
@@ -220,17 +219,6 @@ class LateBackend(WrappedBackend):
         """Whether the storage is open, and reads whole objects."""
         opened = self._opening.get()
         return opened is not None and opened.reads_whole
-
-    def read_whole(
-        self,
-        start: str,
-        text: bytes,
-        wholes: Sequence[Whole],
-        buffers: Sequence[memoryview],
-        seconds: float = math.inf,
-    ) -> Checked | None:
-        """Read and check objects."""
-        return self.inner.read_whole(start, text, wholes, buffers, seconds)
 
     def expect(self, names: Sequence[str], sizes: Sequence[int]) -> None:
         """Pass it on if the storage is open."""

@@ -34,7 +34,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import functools
-import math
 import os
 import secrets
 import stat
@@ -52,16 +51,14 @@ import numpy as np
 from kvshelf.backends import (
     Backend,
     BytesLike,
-    Checked,
     ObjectInfo,
     Properties,
-    Whole,
     WriteMode,
     WriteResult,
 )
 from kvshelf.backends.oserrors import storage_error
 from kvshelf.backends.posix import PosixBackend
-from kvshelf.backends.wrappers import WrappedBackend
+from kvshelf.backends.wrappers import WholeReadsBackend, WrappedBackend
 from kvshelf.errors import PermanentStorageError, StorageError, UnavailableStorageError
 from kvshelf.format.keys import Chunk
 from kvshelf.format.kinds import KINDS
@@ -344,7 +341,7 @@ def _written(changes: Iterable[int]) -> int:
     return sum(change >> 1 for change in changes if change > 0)
 
 
-class BoundedBackend(WrappedBackend):
+class BoundedBackend(WholeReadsBackend):
     """A directory that takes no object for which there is no room below a bound.
 
     Bad objects are removed from it, not quarantined.
@@ -370,22 +367,6 @@ class BoundedBackend(WrappedBackend):
     def properties(self) -> Properties:
         """Those of the directory."""
         return replace(self.inner.properties, can_quarantine=False)
-
-    @property
-    def reads_whole(self) -> bool:
-        """Whether the directory reads whole objects."""
-        return self.inner.reads_whole
-
-    def read_whole(
-        self,
-        start: str,
-        text: bytes,
-        wholes: Sequence[Whole],
-        buffers: Sequence[memoryview],
-        seconds: float = math.inf,
-    ) -> Checked | None:
-        """Read and check objects."""
-        return self.inner.read_whole(start, text, wholes, buffers, seconds)
 
     def write(
         self, name: str, buffers: Sequence[BytesLike], mode: WriteMode = "create"
