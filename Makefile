@@ -102,6 +102,10 @@ lint: venv tree  ## ruff, mypy, import-linter
 format: venv  ## rewrite the code in the project's style
 	@$(BIN)/ruff check --fix .; $(BIN)/ruff format .
 
+.PHONY: concepts
+concepts: venv  ## count the concepts of the code that moves and stores objects
+	@$(BIN)/python .ci/concepts.py
+
 .PHONY: docs
 docs: venv  ## build the documentation into site/
 	@$(BIN)/python .ci/config_page.py > docs/configuration.md
