@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import array
+import ctypes
+import errno
 import fcntl
 import mmap
 import os
+import re
 import resource
 import socket
 import threading
@@ -20,18 +22,31 @@ from kvshelf import pages
 from kvshelf.errors import ConfigError, UnsupportedError
 from kvshelf.memory import arena as arena_module
 from kvshelf.memory.arena import Arena
+from tests.support.memory import resident
 
 MIB = 1 << 20
 
 
-def resident(view: memoryview) -> int:
-    """How many bytes of mapped memory are there."""
-    page = mmap.PAGESIZE
-    address = pages.address_of(view)
-    with open("/proc/self/pagemap", "rb") as file:
-        file.seek(address // page * 8)
-        entries = array.array("Q", file.read(view.nbytes // page * 8))
-    return sum(entry >> 63 for entry in entries) * page
+class Kernel:
+    """What a system answers where it is asked to make memory be there.
+
+    Attributes
+    ----------
+    error : int
+        The number of the error that it answers with.
+    asked : int
+        How often it was asked.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, error: int = 0) -> None:
+        self.error = error
+        self.asked = 0
+        monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: self)
+
+    def madvise(self, *_: object) -> int:
+        self.asked += 1
+        ctypes.set_errno(self.error)
+        return -1 if self.error else 0
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -40,7 +55,7 @@ def test_the_memory_is_there_from_the_start(
     shared: bool, populate: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if populate == "by writing":
-        monkeypatch.setattr(pages, "_POPULATE_WRITE", 999)
+        Kernel(monkeypatch, errno.EINVAL)
     arena = Arena(4 * MIB, shared=shared)
     assert resident(arena.view) == 4 * MIB == len(arena.view) == arena.tensor.numel()
     assert pages.address_of(arena.view) % 4096 == 0
@@ -66,12 +81,19 @@ def test_memory_that_is_not_free_is_refused() -> None:
 
 
 def test_memory_that_others_take_meanwhile_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pages, "_STEP", MIB)
-    left = iter([8 * MIB, 9 * MIB, 8 * MIB, 6 * MIB])
-    monkeypatch.setattr(pages, "free_memory", lambda: (next(left), "what is left"))
-    with pytest.raises(ConfigError, match=r"6815744 bytes .* and 6291456 are \(what is left\)"):
-        Arena(8 * MIB)
-    assert next(left, None) is None
+    kernel = Kernel(monkeypatch)
+    free = 2 << 30
+    monkeypatch.setattr(
+        pages, "free_memory", lambda: (MIB if kernel.asked else free, "what is left")
+    )
+    expected = r"(\d+) bytes have to be free, and 1048576 are \(what is left\)"
+    with pytest.raises(ConfigError, match=expected) as caught:
+        Arena(1 << 30)
+    # Some of it was there already, and a sixteenth of all must be left to others.
+    found = re.search(expected, str(caught.value))
+    assert found is not None
+    assert (1 << 30) // 16 < int(found[1]) < 1 << 30
+    assert kernel.asked == 1
 
 
 def test_contradictions_are_refused() -> None:
@@ -187,7 +209,15 @@ def _is_read_only(fd: int) -> int:
 
 
 def test_a_system_without_seals_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arena_module, "_SEAL_FUTURE_WRITE", 0x8000)
+    known = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
+    real = fcntl.fcntl
+
+    def older(fd: int, command: int, argument: int = 0) -> int:
+        if command == fcntl.F_ADD_SEALS and argument & ~known:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real(fd, command, argument)
+
+    monkeypatch.setattr(fcntl, "fcntl", older)
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(UnsupportedError, match=r"Linux 5\.1"):
         Arena(MIB, shared=True)
@@ -206,49 +236,61 @@ def test_the_length_is_sealed() -> None:
 # ------------------------------------------------------------------------------- how much is free
 
 
+GROUPS, OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+
+
+@pytest.fixture
+def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that has the system's files about memory, in the place of the root."""
+    read = Path.read_text
+
+    def read_there(path: Path) -> str:
+        if str(path).startswith(("/proc/", "/sys/")):
+            path = tmp_path / str(path).lstrip("/")
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_text", read_there)
+    return tmp_path
+
+
 @pytest.mark.parametrize("version", [1, 2])
-def test_limits_of_control_groups_count(
-    version: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    root = tmp_path / "cgroup"
+def test_limits_of_control_groups_count(version: int, system: Path) -> None:
     if version == 1:
-        top, names = root / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        top, names = GROUPS / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
         line, prefix = "4:cpu,memory:/pod/container", "total_"
     else:
-        top, names = root, ("memory.max", "memory.current")
+        top, names = GROUPS, ("memory.max", "memory.current")
         line, prefix = "0::/pod/container", ""
     groups = {top: ("max" if version == 2 else str(2**63 - 4096), 10_000, 10_000)}
     groups[top / "pod"] = ("1000000", 900_000, 50_000)
     groups[top / "pod" / "container"] = ("500000", 110_000, 10_000)
+
+    def write(path: Path, text: str) -> None:
+        there = system / path.relative_to("/")
+        there.parent.mkdir(parents=True, exist_ok=True)
+        there.write_text(f"{text}\n")
+
     for folder, (limit, used, file) in groups.items():
-        folder.mkdir(parents=True)
-        (folder / names[0]).write_text(f"{limit}\n")
-        (folder / names[1]).write_text(f"{used}\n")
-        (folder / "memory.stat").write_text(
-            f"anon 5\n{prefix}active_file {file - 10_000}\n{prefix}inactive_file 10000\n"
-        )
-    own = tmp_path / "own"
-    own.write_text(f"9:name=systemd:/\n{line}\n")
-    monkeypatch.setattr(pages, "_GROUPS", root)
-    monkeypatch.setattr(pages, "_OWN_GROUPS", own)
+        write(folder / names[0], limit)
+        write(folder / names[1], str(used))
+        cached = f"{prefix}active_file {file - 10_000}\n{prefix}inactive_file 10000"
+        write(folder / "memory.stat", f"anon 5\n{cached}")
+    write(OWN_GROUPS, f"9:name=systemd:/\n{line}")
     free, says = pages.free_memory()
     assert free == 150_000
     assert says == str(top / "pod" / names[0])
     assert pages.memory_limit() == 500_000
     if version == 2:
-        (top / "pod" / "memory.high").write_text("920000")
+        write(top / "pod" / "memory.high", "920000")
         assert pages.free_memory() == (70_000, str(top / "pod" / "memory.high"))
     # A container sees its own group at the root, under the name that it has outside.
-    own.write_text(line.replace("/pod/container", "/unknown/here") + "\n")
-    (top / names[0]).write_text("70000")
+    write(OWN_GROUPS, line.replace("/pod/container", "/unknown/here"))
+    write(top / names[0], "70000")
     assert pages.free_memory() == (70_000, str(top / names[0]))
 
 
-def test_a_system_that_says_nothing_refuses_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("_GROUPS", "_OWN_GROUPS", "_MEMORY"):
-        monkeypatch.setattr(pages, name, tmp_path / "none")
+@pytest.mark.usefixtures("system")
+def test_a_system_that_says_nothing_refuses_nothing() -> None:
     assert pages.free_memory()[0] > 1 << 60
     assert pages.memory_limit() > 1 << 60
 

@@ -1,0 +1,1 @@
+"""What tests share: waits, clocks, prompts, formats, storages with faults, and engines."""
