@@ -7,7 +7,10 @@ import enum
 import mmap
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -18,107 +21,157 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 from kvshelf import buffers as buffers_module
 from kvshelf.buffers import BUFFER_ALIGNMENT, Buffer, BufferPool
 from kvshelf.errors import ConfigError, UnsupportedError
-from kvshelf.pages import page_lock
+from kvshelf.pages import address_of, map_pages, page_lock
 
 MakePool = Callable[..., BufferPool]
 CAPACITY = 64 * BUFFER_ALIGNMENT
 
 
-def free_ranges(pool: BufferPool) -> list[int]:
-    """Sizes of all free ranges of the memory that a pool holds."""
-    return [
-        end - start
-        for segment in pool._segments
-        for start, end in zip(segment.starts, segment.ends, strict=True)
-    ]
+class Memory:
+    """The memory that pools take from the system, each piece until it is given back."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self._pieces: list[tuple[int, int, Callable[[], object]]] = []
+        patch.setattr(buffers_module, "map_pages", self._map)
+
+    def _map(self, nbytes: int, **options: Any) -> memoryview:
+        view = map_pages(nbytes, **options)
+        self._pieces.append((address_of(view), nbytes, weakref.ref(view.obj)))
+        return view
+
+    @property
+    def pieces(self) -> list[tuple[int, int]]:
+        """Address and bytes of each piece."""
+        return [(address, nbytes) for address, nbytes, owner in self._pieces if owner() is not None]
+
+    @property
+    def held(self) -> int:
+        """Bytes of all pieces."""
+        return sum(nbytes for _, nbytes in self.pieces)
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch) -> Memory:
+    return Memory(monkeypatch)
+
+
+@dataclass(eq=False)
+class Block:
+    """One allocation: its views, rounded size, and the byte written all over it."""
+
+    views: set[Buffer]
+    address: int
+    nbytes: int
+    stamp: int
 
 
 class PoolMachine(RuleBasedStateMachine):
     """Allocations, views and releases in any order, against a list of what is out."""
 
     buffers: Bundle[Buffer] = Bundle("buffers")
+    segment_bytes: int | None = None
 
     def __init__(self) -> None:
         super().__init__()
+        self.patch = pytest.MonkeyPatch()
+        self.memory = Memory(self.patch)
         self.pool = self.make_pool()
-        # The views of each allocation, with its rounded size and the byte written all over it.
-        self.blocks: list[tuple[set[Buffer], int, int, Buffer]] = []
+        self.blocks: list[Block] = []
         self.stamps = 0
-
-    segment_bytes: int | None = None
 
     def make_pool(self) -> BufferPool:
         return BufferPool(CAPACITY, segment_bytes=self.segment_bytes)
 
-    def block_of(self, buffer: Buffer) -> tuple[set[Buffer], int, int, Buffer]:
-        return next(block for block in self.blocks if buffer in block[0])
+    def pieces(self) -> list[tuple[int, int]]:
+        """Address and bytes of each piece of memory that the pool has."""
+        return self.memory.pieces
+
+    def free_ranges(self) -> list[int]:
+        """Sizes of all that is free between what is out."""
+        out = sorted((block.address, block.nbytes) for block in self.blocks)
+        free = []
+        for start, nbytes in self.pieces():
+            inside = [(at, size) for at, size in out if start <= at < start + nbytes]
+            ends = [start, *(at + size for at, size in inside)]
+            starts = [*(at for at, _ in inside), start + nbytes]
+            free += [begin - end for end, begin in zip(ends, starts, strict=True)]
+        return free
+
+    def block_of(self, buffer: Buffer) -> Block:
+        return next(block for block in self.blocks if buffer in block.views)
 
     @rule(target=buffers, nbytes=st.integers(1, 20 * BUFFER_ALIGNMENT))
     def allocate(self, nbytes: int) -> Buffer | object:
-        free_before = free_ranges(self.pool)
-        buffer = self.pool.allocate(nbytes)
         size = -(-nbytes // BUFFER_ALIGNMENT) * BUFFER_ALIGNMENT
+        fits = any(size <= free for free in self.free_ranges())
+        held = sum(nbytes for _, nbytes in self.pieces())
+        buffer = self.pool.allocate(nbytes)
         if buffer is None:
-            assert all(size > free for free in free_before)
-            assert size > CAPACITY - self.pool._held
+            assert not fits
+            assert size > self.pool.capacity - held
             return _Nothing()
+        assert (sum(nbytes for _, nbytes in self.pieces()) > held) == (not fits)
         assert buffer.nbytes == nbytes == buffer.tensor.numel() == len(buffer.view)
         assert buffer.tensor.data_ptr() % BUFFER_ALIGNMENT == 0
         self.stamps = self.stamps % 255 + 1
         buffer.tensor.fill_(self.stamps)
-        self.blocks.append(({buffer}, size, self.stamps, buffer))
+        self.blocks.append(Block({buffer}, buffer.tensor.data_ptr(), size, self.stamps))
         return buffer
 
     @rule(target=buffers, buffer=buffers, data=st.data())
     def share(self, buffer: Buffer | object, data: st.DataObject) -> Buffer | object:
-        if not isinstance(buffer, Buffer) or buffer._block is None:
+        if not isinstance(buffer, Buffer) or not buffer.views:
             return _Nothing()
         offset = data.draw(st.integers(0, buffer.nbytes - 1))
         nbytes = data.draw(st.integers(1, buffer.nbytes - offset))
         view = buffer.share(offset, nbytes)
         assert view.tensor.data_ptr() == buffer.tensor.data_ptr() + offset
-        self.block_of(buffer)[0].add(view)
-        assert view.views == buffer.views == len(self.block_of(buffer)[0])
+        block = self.block_of(buffer)
+        block.views.add(view)
+        assert view.views == buffer.views == len(block.views)
         return view
 
     @rule(buffer=consumes(buffers))
     def release(self, buffer: Buffer | object) -> None:
-        if not isinstance(buffer, Buffer) or buffer._block is None:
+        if not isinstance(buffer, Buffer) or not buffer.views:
             return
         block = self.block_of(buffer)
         buffer.release()
-        block[0].remove(buffer)
+        block.views.remove(buffer)
         assert buffer.views == 0
-        if not block[0]:
+        if not block.views:
             self.blocks.remove(block)
         with pytest.raises(ValueError, match="released"):
             buffer.release()
 
     @invariant()
     def nobody_wrote_over_anybody(self) -> None:
-        for views, _, stamp, _ in self.blocks:
-            for view in views:
-                assert bool((view.tensor == stamp).all())
+        for block in self.blocks:
+            for view in block.views:
+                assert bool((view.tensor == block.stamp).all())
 
     @invariant()
     def bytes_are_accounted_for(self) -> None:
-        out = sum(size for _, size, _, _ in self.blocks)
-        assert sum(entry.nbytes for entry in self.pool.live()) == out
-        assert self.pool._held <= CAPACITY
-        assert sum(free_ranges(self.pool)) == self.pool._held - out
-        assert len(self.pool.live()) == len(self.blocks)
-        assert [entry.views for entry in self.pool.live()] == [len(b[0]) for b in self.blocks]
+        held = sum(nbytes for _, nbytes in self.pieces())
+        out = sum(block.nbytes for block in self.blocks)
+        free = self.free_ranges()
+        assert held <= self.pool.capacity <= CAPACITY
+        assert min(free, default=0) >= 0
+        assert sum(free) == held - out
+        assert [live.nbytes for live in self.pool.live()] == [b.nbytes for b in self.blocks]
+        assert [live.views for live in self.pool.live()] == [len(b.views) for b in self.blocks]
 
     def teardown(self) -> None:
-        for views, _, _, _ in self.blocks:
-            for view in views:
+        for block in self.blocks:
+            for view in block.views:
                 view.release()
         assert self.pool.live() == []
-        # Free neighbours were joined: each segment is one range again.
-        ranges = free_ranges(self.pool)
-        assert sum(ranges) == self.pool._held
-        if self.segment_bytes is None and ranges:
-            assert ranges == [CAPACITY]
+        # Free neighbours were joined: each piece is one range again.
+        pieces = sorted(nbytes for _, nbytes in self.pieces())
+        for nbytes in reversed(pieces):
+            assert self.pool.allocate(nbytes) is not None
+        assert sorted(nbytes for _, nbytes in self.pieces()) == pieces
+        self.patch.undo()
 
 
 class _Nothing:
@@ -134,7 +187,11 @@ class TensorPoolMachine(PoolMachine):
         # It starts between two multiples of the alignment, and has another dtype.
         tensor = torch.zeros(CAPACITY // 4 + BUFFER_ALIGNMENT, dtype=torch.int32)
         skip = -tensor.data_ptr() % BUFFER_ALIGNMENT // 4 + 1
+        self.start = tensor[skip - 1 :].data_ptr() + BUFFER_ALIGNMENT
         return BufferPool.over(tensor[skip : skip + (CAPACITY + BUFFER_ALIGNMENT) // 4 - 1])
+
+    def pieces(self) -> list[tuple[int, int]]:
+        return [(self.start, self.pool.capacity)]
 
 
 TestOneSegment = PoolMachine.TestCase
@@ -166,7 +223,6 @@ def test_free_neighbours_are_joined(make_pool: MakePool) -> None:
     d.release()
     assert pool.allocate(2 * BUFFER_ALIGNMENT) is None
     c.release()
-    assert free_ranges(pool) == [3 * BUFFER_ALIGNMENT]
     joined = pool.allocate(3 * BUFFER_ALIGNMENT)
     assert joined is not None
     joined.release()
@@ -207,8 +263,8 @@ def test_a_released_view_cannot_be_used(make_pool: MakePool) -> None:
     buffer = pool.allocate(10)
     assert buffer is not None
     with buffer:
-        assert buffer._block is not None
-    assert buffer._block is None
+        assert buffer.views == 1
+    assert buffer.views == 0
     for use in (
         lambda: buffer.tensor,
         lambda: buffer.view,
@@ -230,23 +286,25 @@ def test_a_view_stays_inside_its_buffer(
         buffer.share(offset, nbytes)
 
 
-def test_memory_is_taken_in_segments_and_given_back_at_the_end(make_pool: MakePool) -> None:
+def test_memory_is_taken_in_segments_and_given_back_at_the_end(
+    make_pool: MakePool, memory: Memory
+) -> None:
     pool = make_pool(10 * BUFFER_ALIGNMENT, segment_bytes=4 * BUFFER_ALIGNMENT)
-    assert pool._held == 0
+    assert memory.held == 0
     small = pool.allocate(1)
-    assert pool._held == 4 * BUFFER_ALIGNMENT
+    assert memory.held == 4 * BUFFER_ALIGNMENT
     large = pool.allocate(5 * BUFFER_ALIGNMENT)
-    assert pool._held == 9 * BUFFER_ALIGNMENT
+    assert memory.held == 9 * BUFFER_ALIGNMENT
     assert pool.allocate(4 * BUFFER_ALIGNMENT) is None
     assert small is not None
     assert large is not None
     pool.close()
     assert pool.allocate(1) is None
-    assert pool._held == 9 * BUFFER_ALIGNMENT
+    assert memory.held == 9 * BUFFER_ALIGNMENT
     small.release()
     large.view[0] = 1
     large.release()
-    assert pool._held == 0
+    assert memory.held == 0
 
 
 def test_leaks_are_listed(make_pool: MakePool) -> None:
@@ -294,7 +352,8 @@ def test_threads_never_get_the_same_bytes(make_pool: MakePool) -> None:
     for thread in threads:
         thread.join()
     assert wrong == []
-    assert free_ranges(pool) == [64 * BUFFER_ALIGNMENT]
+    with pool.allocate(64 * BUFFER_ALIGNMENT):
+        pass
 
 
 def test_a_device_pool_has_tensors_and_no_memoryviews(make_pool: MakePool) -> None:
@@ -429,16 +488,19 @@ def test_a_tensor_on_a_gpu_is_divided() -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("kind", ["pinned", "device"])
-def test_gpu_memory(make_pool: MakePool, kind: str) -> None:
+def test_gpu_memory(make_pool: MakePool, memory: Memory, kind: str) -> None:
     device = "cuda" if kind == "device" else None
+    before = torch.cuda.memory_allocated()
     pool = make_pool(1 << 24, kind=kind, device=device)
     with pool.allocate(1 << 20) as buffer:
         assert buffer.tensor.data_ptr() % BUFFER_ALIGNMENT == 0
         assert buffer.tensor.is_pinned() == (kind == "pinned")
         buffer.tensor.fill_(3)
         assert int(buffer.tensor.sum()) == 3 << 20
+        assert memory.held + torch.cuda.memory_allocated() - before >= 1 << 24
     pool.close()
-    assert pool._held == 0
+    assert memory.held == 0
+    assert torch.cuda.memory_allocated() == before
 
 
 @pytest.mark.parametrize(
@@ -462,7 +524,9 @@ def test_contradictions_are_refused(
 
 
 def test_a_callers_tensor_is_divided_and_kept_no_longer_than_needed() -> None:
-    tensor = torch.zeros(1000, 1024, dtype=torch.float32)
+    memory = mmap.mmap(-1, 1000 * 1024 * 4)
+    kept = weakref.ref(memory)
+    tensor = torch.frombuffer(memory, dtype=torch.float32).view(1000, 1024)
     pool = BufferPool.over(tensor, alignment=4096)
     assert pool.kind == "host"
     assert 4_091_904 <= pool.capacity <= 4_096_000
@@ -471,11 +535,12 @@ def test_a_callers_tensor_is_divided_and_kept_no_longer_than_needed() -> None:
     assert buffer.tensor.data_ptr() % 4096 == 0
     buffer.view[:4] = b"\0\0\x80?"
     assert float(tensor.sum()) == 1.0
-    del tensor
+    del tensor, memory
     pool.close()
     assert int(buffer.tensor[2]) == 128
+    assert kept() is not None
     buffer.release()
-    assert pool._segments == []
+    assert kept() is None
 
 
 @pytest.mark.parametrize(
