@@ -329,8 +329,7 @@ class Backend(ABC):
     def find(self, names: Sequence[str], sizes: Sequence[int]) -> StatResults:
         """Probe objects that are to be read: they may also be in memory only, see :meth:`borrow`.
 
-        The default is :meth:`stat`. A wrapper's is its own :meth:`stat` too, unless it passes this
-        call on.
+        The default is :meth:`stat`.
 
         Parameters
         ----------
@@ -429,7 +428,7 @@ class Backend(ABC):
         """Read objects and check them, those of them for which one call does it all.
 
         The others are read through :meth:`open`, which also says what is wrong with them. So are
-        all objects by default, and those of wrappers that do not pass this call on.
+        all objects by default, and those of wrappers that change :meth:`open`.
 
         Parameters
         ----------

@@ -407,7 +407,7 @@ class GuardedBackend(WrappedBackend):
             If the read breaker is open.
         """
         with self._uncounted(name):
-            return self.inner.write(name, [b""])
+            return self.inner.write_marker(name)
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         """Stream the objects below a folder; each step has a deadline of its own."""

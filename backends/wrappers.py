@@ -1,4 +1,4 @@
-"""Backends that wrap a backend: the bases of all wrappers, and a read-only one.
+"""Backends that wrap a backend: the base of all wrappers, and a read-only one.
 
 A wrapper is a backend itself and closes the backend that it wraps. This module starts no thread.
 """
@@ -9,12 +9,14 @@ import errno
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any, Final
 
 from kvshelf.backends.base import (
     Backend,
     Borrowed,
     BytesLike,
     Checked,
+    NotRegular,
     ObjectInfo,
     Properties,
     Reader,
@@ -30,15 +32,36 @@ from kvshelf.backends.notices import Notices
 
 from kvshelf.errors import ReadOnlyStorageError
 
+#: Methods that consist of another one, unless a storage does better, and that other one.
+_MADE_OF: Final = {
+    "probe": "stat",
+    "find": "stat",
+    "open_large": "open",
+    "read_into": "open",
+    "read_whole": "open",
+    "write_marker": "write",
+}
+
 
 class WrappedBackend(Backend):
     """Forwards every call; subclasses override some.
+
+    Nothing goes past a subclass: where it overrides `stat`, `open` or `write`, the methods that
+    consist of that one by default consist of its own, such as `read_into` of its `open`, unless it
+    overrides them as well.
 
     Parameters
     ----------
     inner : Backend
         Closed together with the wrapper.
     """
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        own = vars(cls)
+        for name, part in _MADE_OF.items():
+            if part in own and name not in own:
+                setattr(cls, name, getattr(Backend, name))
 
     def __init__(self, inner: Backend) -> None:
         self.inner = inner
@@ -53,6 +76,12 @@ class WrappedBackend(Backend):
 
     def stat(self, names: Sequence[str]) -> StatResults:
         return self.inner.stat(names)
+
+    def probe(self, name: str) -> int | NotRegular | None:
+        return self.inner.probe(name)
+
+    def find(self, names: Sequence[str], sizes: Sequence[int]) -> StatResults:
+        return self.inner.find(names, sizes)
 
     def info(self, name: str) -> ObjectInfo | None:
         return self.inner.info(name)
@@ -69,10 +98,30 @@ class WrappedBackend(Backend):
     def borrow(self, name: str, size: int) -> Borrowed | None:
         return self.inner.borrow(name, size)
 
+    @property
+    def reads_whole(self) -> bool:
+        return type(self).read_whole is not Backend.read_whole and self.inner.reads_whole
+
+    def read_whole(
+        self,
+        start: str,
+        text: bytes,
+        wholes: Sequence[Whole],
+        buffers: Sequence[memoryview],
+        seconds: float = math.inf,
+    ) -> Checked | None:
+        return self.inner.read_whole(start, text, wholes, buffers, seconds)
+
+    def read_into(self, name: str, buffer: memoryview, offset: int = 0) -> int:
+        return self.inner.read_into(name, buffer, offset)
+
     def write(
         self, name: str, buffers: Sequence[BytesLike], mode: WriteMode = "create"
     ) -> WriteResult:
         return self.inner.write(name, buffers, mode)
+
+    def write_marker(self, name: str) -> WriteResult:
+        return self.inner.write_marker(name)
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         return self.inner.list(prefix)
@@ -111,37 +160,13 @@ class WrappedBackend(Backend):
         self.inner.close()
 
 
-class WholeReadsBackend(WrappedBackend):
-    """A wrapper that lets the backend read whole objects in one call.
-
-    Not for wrappers that have to see each read: they would be passed by.
-    """
-
-    @property
-    def reads_whole(self) -> bool:
-        return self.inner.reads_whole
-
-    def read_whole(
-        self,
-        start: str,
-        text: bytes,
-        wholes: Sequence[Whole],
-        buffers: Sequence[memoryview],
-        seconds: float = math.inf,
-    ) -> Checked | None:
-        return self.inner.read_whole(start, text, wholes, buffers, seconds)
-
-
-class ReadOnlyBackend(WholeReadsBackend):
+class ReadOnlyBackend(WrappedBackend):
     """Refuses every change with :class:`~kvshelf.errors.ReadOnlyStorageError`."""
 
     @property
     def properties(self) -> Properties:
         """The properties of the wrapped backend, with `read_only`."""
         return replace(self.inner.properties, read_only=True)
-
-    def find(self, names: Sequence[str], sizes: Sequence[int]) -> StatResults:
-        return self.inner.find(names, sizes)
 
     def _refuse(self, name: str) -> ReadOnlyStorageError:
         return ReadOnlyStorageError(

@@ -1,15 +1,172 @@
-"""Counting and faults on order."""
+"""What wrappers pass on; counting and faults on order."""
 
 from __future__ import annotations
 
 import threading
+from array import array
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 from faulty import CountingBackend, Fault, FaultyBackend
+from kvshelf.backends import (
+    Backend,
+    Checked,
+    ObjectInfo,
+    Properties,
+    Reader,
+    Space,
+    Touched,
+    Whole,
+    WriteResult,
+)
+from kvshelf.backends.guard import GuardedBackend
 from kvshelf.backends.posix import PosixBackend
+from kvshelf.backends.wrappers import ReadOnlyBackend, WrappedBackend
 
 from kvshelf.errors import TransientStorageError
+from kvshelf.shelf.opening import LateBackend, Opening
+
+
+class Opened(Reader):
+    size = 1
+
+    def read_into(self, buffer: memoryview, offset: int) -> int:
+        return 1
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+WHOLE = Whole("a", b"", b"", b"", array("q", (0, 1)))
+#: Arguments of each method of a backend, and an answer.
+CALLS: dict[str, tuple[tuple[Any, ...], Any]] = {
+    "stat": ((["a"],), [1]),
+    "probe": (("a",), 1),
+    "find": ((["a"], [1]), [1]),
+    "info": (("a",), ObjectInfo("a", 1, 0.0)),
+    "open": (("a",), Opened()),
+    "open_large": (("a", 1), Opened()),
+    "expect": ((["a"], [1]), None),
+    "borrow": (("a", 1), object()),
+    "read_whole": (("", b"", [WHOLE], [memoryview(bytearray(1))], 1.0), Checked([True], 0, 0)),
+    "read_into": (("a", memoryview(bytearray(1)), 7), 1),
+    "write": (("a", [b"1"], "replace"), WriteResult.REPLACED),
+    "write_marker": (("a",), WriteResult.CREATED),
+    "list": (("a",), [ObjectInfo("a/b", 1, 0.0)]),
+    "entries": (("a",), [ObjectInfo("a/.b", 1, 0.0)]),
+    "folders": (("a",), ["b"]),
+    "delete": (("a",), True),
+    "quarantine": (("a", "b"), True),
+    "trim": (("a", 1, 2), None),
+    "sweep": (("a", 1.0, bool), 3),
+    "touch": (("a",), Touched.REFUSED),
+    "space": ((), Space(1, 2)),
+    "now": ((), 5.0),
+    "notices": ((), object()),
+    "close": ((), None),
+}
+PROPERTIES = Properties("noting", part_bytes=17)
+
+
+class Noting(WrappedBackend):
+    """Notes calls that reach it, and answers them."""
+
+    url = "noting://"
+    properties = PROPERTIES
+    reads_whole = True
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, Sequence[Any]]] = []
+
+
+def _answering(name: str) -> Callable[..., Any]:
+    def answer(self: Noting, *args: Any) -> Any:
+        self.calls.append((name, args))
+        return CALLS[name][1]
+
+    return answer
+
+
+for name in CALLS:
+    setattr(Noting, name, _answering(name))
+
+
+def public_names() -> set[str]:
+    return {name for name in vars(Backend) if name[0] != "_"}
+
+
+def late(inner: Backend) -> LateBackend:
+    opening = Opening("noting://", lambda: inner)
+    opening.first(10.0, "nothing is done")
+    return LateBackend(opening)
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("wrap", [WrappedBackend, GuardedBackend, late])
+def test_every_call_is_passed_on(wrap: Callable[[Backend], Backend], name: str) -> None:
+    assert set(CALLS) | {"properties", "reads_whole"} == public_names()
+    noting = Noting()
+    args, answer = CALLS[name]
+    with closing(wrap(noting)) as wrapper:
+        assert (wrapper.properties, wrapper.reads_whole) == (PROPERTIES, True)
+        found = getattr(wrapper, name)(*args)
+        if name in ("list", "entries"):
+            found = list(found)
+        if isinstance(found, Reader):
+            found = answer
+        assert found == answer
+        # Whoever changes how several names are probed is asked for one of them too.
+        changed = name == "probe" and wrap is not WrappedBackend
+        assert noting.calls == [("stat", (["a"],)) if changed else (name, args)]
+
+
+def test_nothing_goes_past_a_wrapper() -> None:
+    class Changing(WrappedBackend):
+        def stat(self, names: Sequence[str]) -> list[Any]:
+            return [5 for _ in names]
+
+        def open(self, name: str) -> Reader:
+            return Opened()
+
+        def write(self, name: str, buffers: Sequence[Any], mode: str = "create") -> WriteResult:
+            return WriteResult.EXISTED
+
+    class Further(Changing):
+        def touch(self, name: str) -> Touched:
+            return Touched.TOUCHED
+
+    for kind in (Changing, Further):
+        noting = Noting()
+        wrapper = kind(noting)
+        assert wrapper.probe("a") == 5
+        assert wrapper.find(["a", "b"], [1, 1]) == [5, 5]
+        assert wrapper.read_into("a", memoryview(bytearray(1)), 3) == 1
+        assert isinstance(wrapper.open_large("a", 1), Opened)
+        assert wrapper.write_marker("a") is WriteResult.EXISTED
+        assert not wrapper.reads_whole
+        assert wrapper.read_whole(*CALLS["read_whole"][0]) is None
+        assert noting.calls == []
+
+    class WholeToo(Changing):
+        def read_whole(self, *args: Any) -> Checked | None:
+            return self.inner.read_whole(*args)
+
+    assert WholeToo(Noting()).reads_whole
+
+
+def test_a_read_only_backend_passes_on_what_changes_nothing() -> None:
+    changing = {"write", "write_marker", "delete", "quarantine", "trim", "sweep", "touch", "now"}
+    for name, (args, _) in CALLS.items():
+        noting = Noting()
+        if name in ("write", "write_marker", "delete", "quarantine"):
+            with pytest.raises(PermissionError, match="read-only"):
+                getattr(ReadOnlyBackend(noting), name)(*args)
+        else:
+            getattr(ReadOnlyBackend(noting), name)(*args)
+        assert noting.calls == ([] if name in changing else [(name, args)])
 
 
 @pytest.fixture

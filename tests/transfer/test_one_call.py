@@ -14,7 +14,7 @@ import pytest
 import torch
 from kvshelf.backends import Checked, Reader, Whole
 from kvshelf.backends.posix import PosixBackend
-from kvshelf.backends.wrappers import WholeReadsBackend
+from kvshelf.backends.wrappers import WrappedBackend
 from parts import PATIENCE, SOON, Rig, make_chunks, posix, until
 
 from kvshelf.format.invalid import PayloadDamaged
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-class Noting(WholeReadsBackend):
+class Noting(WrappedBackend):
     """Notes what is read, and holds calls for some object, or all calls, back with a gate."""
 
     def __init__(self, inner: PosixBackend) -> None:

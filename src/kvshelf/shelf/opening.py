@@ -23,7 +23,7 @@ from typing import Final, Generic, Protocol, TypeVar
 
 from kvshelf.backends import Backend, Deadlines, Properties
 from kvshelf.backends.base import StatResults
-from kvshelf.backends.wrappers import WholeReadsBackend
+from kvshelf.backends.wrappers import WrappedBackend
 from kvshelf.errors import StorageError, UnavailableStorageError
 
 logger = logging.getLogger(__name__)
@@ -157,7 +157,7 @@ class Opening(Generic[T]):
                 return
 
 
-class LateBackend(WholeReadsBackend):
+class LateBackend(WrappedBackend):
     """A storage that may not be open yet.
 
     Until it is, all calls fail with UnavailableStorageError, and it counts as a storage of high

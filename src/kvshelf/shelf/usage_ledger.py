@@ -58,7 +58,7 @@ from kvshelf.backends import (
 )
 from kvshelf.backends.oserrors import storage_error
 from kvshelf.backends.posix import PosixBackend
-from kvshelf.backends.wrappers import WholeReadsBackend, WrappedBackend
+from kvshelf.backends.wrappers import WrappedBackend
 from kvshelf.errors import PermanentStorageError, StorageError, UnavailableStorageError
 from kvshelf.format.keys import Chunk
 from kvshelf.format.kinds import KINDS
@@ -341,7 +341,7 @@ def _written(changes: Iterable[int]) -> int:
     return sum(change >> 1 for change in changes if change > 0)
 
 
-class BoundedBackend(WholeReadsBackend):
+class BoundedBackend(WrappedBackend):
     """A directory that takes no object for which there is no room below a bound.
 
     Bad objects are removed from it, not quarantined.
