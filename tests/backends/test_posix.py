@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 from kvshelf.backends import NOT_REGULAR, Touched, WriteResult, open_backend, posix
 from kvshelf.backends.oserrors import storage_error
-from kvshelf.backends.posix import PosixBackend, find_mount
+from kvshelf.backends.posix import READ_ONLY_MEMORY, Mount, PosixBackend, find_mount
 
 from kvshelf.errors import (
     ConfigError,
@@ -38,11 +38,16 @@ from kvshelf.errors import (
 IS_ROOT = os.geteuid() == 0
 
 
+def lack_openat2(monkeypatch: Any) -> None:
+    """Let backends that are made from now on open folder by folder."""
+    monkeypatch.setattr(posix, "_has_openat2", lambda: False)
+
+
 @pytest.fixture(params=["openat2", "walk"])
 def backend(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: Any) -> PosixBackend:
     """One backend for each way to open without following links."""
     if request.param == "walk":
-        monkeypatch.setattr(posix, "_has_openat2", lambda: False)
+        lack_openat2(monkeypatch)
     elif not posix._has_openat2():
         pytest.skip("this kernel or sandbox has no openat2")
     return PosixBackend(tmp_path / "shelf")
@@ -258,9 +263,16 @@ def test_a_deleted_shelf_below_folders_that_may_not_be_looked_at(
 ) -> None:
     backend.write("a/x", [b"1"])
     shutil.rmtree(root)
-    monkeypatch.setattr(posix, "_device_above", failing(errno.EACCES))
-    monkeypatch.setattr(posix, "_CHECK_SECONDS", 0.0)
-    monkeypatch.setattr(backend, "_checked_until", 0.0)
+    real, later = os.stat, time.monotonic() + 1.0
+
+    def stat(path: Any, **options: Any) -> os.stat_result:
+        if path in map(str, root.parents):
+            raise OSError(errno.EACCES, os.strerror(errno.EACCES), path)
+        return real(path, **options)
+
+    monkeypatch.setattr(os, "stat", stat)
+    # Past what the last check of the root is good for.
+    monkeypatch.setattr(time, "monotonic", lambda: later)
     assert backend.stat(["a/x"]) == [None]
     assert list(backend.list()) == []
     assert backend.space() is None
@@ -363,8 +375,8 @@ def test_mount_that_becomes_read_only_and_writable_again(
     remount(read_only_mount, "rw")
     with pytest.raises(ReadOnlyStorageError, match="within the last minute"):
         backend.write("a/y", [b"1"])
-    now = posix.time.monotonic()
-    monkeypatch.setattr(posix.time, "monotonic", lambda: now + posix.READ_ONLY_MEMORY + 1)
+    later = time.monotonic() + READ_ONLY_MEMORY + 1
+    monkeypatch.setattr(time, "monotonic", lambda: later)
     assert not backend.properties.read_only
     assert backend.write("a/y", [b"1"]) is WriteResult.CREATED
     assert files(read_only_mount) == {"a/x", "a/y"}
@@ -739,18 +751,22 @@ def test_only_whoever_uses_an_object_sets_its_access_time(root: Path, monkeypatc
     assert atime_after(lambda: read(looking)) == 1000
     assert atime_after(lambda: backend.read_into("a/x", memoryview(bytearray(3)))) == 1000
     # Another user's file: reading it is allowed, not doing so unseen.
-    real = PosixBackend._open_file
+    lack_openat2(monkeypatch)
+    looking = PosixBackend(root, keep_atime=True)
+    real = os.open
 
-    def refused(self: PosixBackend, name: str, flags: int) -> int:
+    def refused(path: str, flags: int, *args: Any, **options: Any) -> int:
         if flags & os.O_NOATIME:
-            raise PermissionError(errno.EPERM, "not the owner", name)
-        return real(self, name, flags)
+            raise PermissionError(errno.EPERM, "not the owner", path)
+        return real(path, flags, *args, **options)
 
-    monkeypatch.setattr(PosixBackend, "_open_file", refused)
+    monkeypatch.setattr(os, "open", refused)
     assert atime_after(lambda: read(looking)) > 2000
 
 
-def test_who_may_not_set_times_is_told(backend: PosixBackend, monkeypatch: Any) -> None:
+def test_who_may_not_set_times_is_told(root: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(posix, "find_mount", lambda path: Mount("fuse.some"))
+    backend = PosixBackend(root)
     backend.write("a/x", [b"1"])
     assert backend.touch("a/x") is Touched.TOUCHED
     for code, answer in (
@@ -759,7 +775,7 @@ def test_who_may_not_set_times_is_told(backend: PosixBackend, monkeypatch: Any) 
         (errno.EROFS, Touched.REFUSED),
         (errno.EIO, Touched.TOUCHED),
     ):
-        monkeypatch.setattr(posix, "_touch", failing(code))
+        monkeypatch.setattr(os, "utime", failing(code))
         assert backend.touch("a/x") is answer
 
 
@@ -768,7 +784,7 @@ def test_room_is_that_of_the_filesystem(root: Path, monkeypatch: Any) -> None:
     assert space is not None
     assert space.total == shutil.disk_usage(root).total
     for kind in ("tmpfs", "ext4"):
-        monkeypatch.setattr(posix, "find_mount", lambda _, kind=kind: posix.Mount(kind))
+        monkeypatch.setattr(posix, "find_mount", lambda _, kind=kind: Mount(kind))
         found = PosixBackend(root).space()
         assert found is not None
         assert found.memory is (kind == "tmpfs")
@@ -804,7 +820,7 @@ def test_filesystem_type(tmp_path: Path) -> None:
 
 
 def test_properties_of_network_filesystems(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(posix, "find_mount", lambda path: posix.Mount("nfs4"))
+    monkeypatch.setattr(posix, "find_mount", lambda path: Mount("nfs4"))
     properties = PosixBackend(tmp_path).properties
     assert not properties.notifications
     assert properties.cache_seconds > 0
@@ -815,12 +831,19 @@ def test_properties_of_network_filesystems(tmp_path: Path, monkeypatch: Any) -> 
 def test_a_use_is_noted_by_both_times_where_one_alone_was_misunderstood(
     tmp_path: Path, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr(posix, "find_mount", lambda path: posix.Mount("fuse.some"))
-    monkeypatch.setattr(posix, "_utimensat", None)
+    monkeypatch.setattr(posix, "find_mount", lambda path: Mount("fuse.some"))
     backend = PosixBackend(tmp_path)
     backend.write("a/x", [b"1"])
     path = tmp_path / "a" / "x"
     os.utime(path, ns=(10**18, 10**18 + 1))
+    real, given = os.utime, []
+
+    def utime(path: str, **options: Any) -> None:
+        given.append(options["ns"])
+        real(path, **options)
+
+    monkeypatch.setattr(os, "utime", utime)
     backend.touch("a/x")
+    assert [times[1] for times in given] == [10**18 + 1]
     assert path.stat().st_mtime_ns == 10**18 + 1
     assert path.stat().st_atime_ns > 10**18

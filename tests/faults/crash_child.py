@@ -13,7 +13,6 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable
 from typing import Any
 
 from kvshelf.backends import posix
@@ -64,18 +63,17 @@ def image_of(fmt: ObjectFormat, chunk: Chunk, shard: int) -> bytearray:
 
 
 class _Steps:
-    """Stands for the module `os` and counts; dies before the n-th call that touches files."""
+    """Counts calls; dies before the n-th that touches files."""
 
     def __init__(self, last: int, half: bool, no_links: bool) -> None:
         self.left = last
         self._half = half
         self._no_links = no_links
 
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(os, name)
-        return self.counted(name, found) if name in _WATCHED else found
+    def count(self, module: Any, name: str) -> None:
+        """Count the calls of a function from now on."""
+        call = getattr(module, name)
 
-    def counted(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def counting(*args: Any, **options: Any) -> Any:
             self.left -= 1
             if self.left < 0:
@@ -87,7 +85,7 @@ class _Steps:
                 raise OSError(errno.EPERM, "no hard links here")
             return call(*args, **options)
 
-        return counting
+        setattr(module, name, counting)
 
 
 def _run(
@@ -100,9 +98,10 @@ def _run(
     fsync: bool = False,
 ) -> None:
     steps = _Steps(last, half, no_links)
-    posix.os = steps  # type: ignore[assignment]
+    for name in _WATCHED:
+        steps.count(os, name)
     for name in ("_openat2", "_rename_noreplace"):
-        setattr(posix, name, steps.counted(name, getattr(posix, name)))
+        steps.count(posix, name)
     fmt = make_format()
     with open_shelf(root, storage_options={"fsync": fsync}) as shelf:
         for chunk in make_chunks(fmt):

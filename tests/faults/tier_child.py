@@ -13,10 +13,8 @@ import os
 import random
 import signal
 import sys
-from typing import Any
 
 from crash_child import CHUNK, make_format
-from kvshelf.backends import posix
 
 from kvshelf.format.keys import Chunk, KeyChain
 from kvshelf.metrics import Counters
@@ -64,15 +62,7 @@ def _die_in_the_middle() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
         return 0
 
-    posix.os = _Instead(dying)  # type: ignore[assignment]
-
-
-class _Instead:
-    def __init__(self, writev: Any) -> None:
-        self.writev = writev
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(os, name)
+    os.writev = dying  # type: ignore[assignment]
 
 
 def main(path: str, max_bytes: int, writers: int, objects: int, half: bool = False) -> None:
