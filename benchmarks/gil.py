@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import xxhash
-from kvshelf.backends import native, open_backend, posix
+from kvshelf.backends import native, open_backend, posix_folders
 
 from benchmarks.far import Nowhere, RepeatedLoads, store
 from benchmarks.measure import Goal, Row
@@ -36,7 +36,7 @@ _CALLS = 10_000
 #: What releases the GIL for long: an object and the name of its function.
 _RELEASING: Sequence[tuple[Any, str]] = (
     *((os, name) for name in ("open", "fstat", "stat", "preadv", "close")),
-    (posix._libc, "syscall"),
+    (posix_folders.libc, "syscall"),
     (xxhash, "xxh3_128_hexdigest"),
 )
 

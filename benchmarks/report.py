@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvshelf.backends.posix import find_mount
+from kvshelf.backends.posix_mount import find_mount
 from rich import box
 from rich.console import Console
 from rich.table import Table

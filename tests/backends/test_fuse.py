@@ -22,7 +22,8 @@ import pytest
 from faultfs import FaultMount, _unmount, mounted, skip, why_not
 from kvshelf.backends import Backend, BytesLike, Touched, WriteResult
 from kvshelf.backends.base import WriteMode
-from kvshelf.backends.posix import Mount, PosixBackend, find_mount
+from kvshelf.backends.posix import PosixBackend
+from kvshelf.backends.posix_mount import Mount, find_mount
 from parts import PATIENCE, Rig, make_chunks, make_format, until
 from servers import command
 

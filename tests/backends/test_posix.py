@@ -19,9 +19,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from kvshelf.backends import NOT_REGULAR, Touched, WriteResult, open_backend, posix
+from kvshelf.backends import (
+    NOT_REGULAR,
+    Touched,
+    WriteResult,
+    open_backend,
+    posix_folders,
+    posix_mount,
+    posix_publish,
+)
 from kvshelf.backends.oserrors import storage_error
-from kvshelf.backends.posix import READ_ONLY_MEMORY, Mount, PosixBackend, find_mount
+from kvshelf.backends.posix import PosixBackend
+from kvshelf.backends.posix_mount import READ_ONLY_MEMORY, Mount, find_mount
 
 from kvshelf.errors import (
     ConfigError,
@@ -40,7 +49,7 @@ IS_ROOT = os.geteuid() == 0
 
 def lack_openat2(monkeypatch: Any) -> None:
     """Let backends that are made from now on open folder by folder."""
-    monkeypatch.setattr(posix, "_has_openat2", lambda: False)
+    monkeypatch.setattr(posix_folders, "has_openat2", lambda: False)
 
 
 @pytest.fixture(params=["openat2", "walk"])
@@ -48,7 +57,7 @@ def backend(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: Any) ->
     """One backend for each way to open without following links."""
     if request.param == "walk":
         lack_openat2(monkeypatch)
-    elif not posix._has_openat2():
+    elif not posix_folders.has_openat2():
         pytest.skip("this kernel or sandbox has no openat2")
     return PosixBackend(tmp_path / "shelf")
 
@@ -630,7 +639,7 @@ def test_way_to_publish_is_remembered(
     assert backend.properties.conditional_create
     assert not backend.properties.read_only
     assert files(root) == {"a/x", "a/y"}
-    monkeypatch.setattr(posix, "_rename_noreplace", failing(errno.EINVAL))
+    monkeypatch.setattr(posix_publish, "rename_noreplace", failing(errno.EINVAL))
     assert backend.write("a/z", [b"1"]) is WriteResult.CREATED
     assert not backend.properties.conditional_create
     assert backend.write("a/z", [b"1"]) is WriteResult.EXISTED
@@ -765,7 +774,7 @@ def test_only_whoever_uses_an_object_sets_its_access_time(root: Path, monkeypatc
 
 
 def test_who_may_not_set_times_is_told(root: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(posix, "find_mount", lambda path: Mount("fuse.some"))
+    monkeypatch.setattr(posix_mount, "find_mount", lambda path: Mount("fuse.some"))
     backend = PosixBackend(root)
     backend.write("a/x", [b"1"])
     assert backend.touch("a/x") is Touched.TOUCHED
@@ -784,7 +793,7 @@ def test_room_is_that_of_the_filesystem(root: Path, monkeypatch: Any) -> None:
     assert space is not None
     assert space.total == shutil.disk_usage(root).total
     for kind in ("tmpfs", "ext4"):
-        monkeypatch.setattr(posix, "find_mount", lambda _, kind=kind: Mount(kind))
+        monkeypatch.setattr(posix_mount, "find_mount", lambda _, kind=kind: Mount(kind))
         found = PosixBackend(root).space()
         assert found is not None
         assert found.memory is (kind == "tmpfs")
@@ -820,7 +829,7 @@ def test_filesystem_type(tmp_path: Path) -> None:
 
 
 def test_properties_of_network_filesystems(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(posix, "find_mount", lambda path: Mount("nfs4"))
+    monkeypatch.setattr(posix_mount, "find_mount", lambda path: Mount("nfs4"))
     properties = PosixBackend(tmp_path).properties
     assert not properties.notifications
     assert properties.cache_seconds > 0
@@ -831,7 +840,7 @@ def test_properties_of_network_filesystems(tmp_path: Path, monkeypatch: Any) -> 
 def test_a_use_is_noted_by_both_times_where_one_alone_was_misunderstood(
     tmp_path: Path, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr(posix, "find_mount", lambda path: Mount("fuse.some"))
+    monkeypatch.setattr(posix_mount, "find_mount", lambda path: Mount("fuse.some"))
     backend = PosixBackend(tmp_path)
     backend.write("a/x", [b"1"])
     path = tmp_path / "a" / "x"

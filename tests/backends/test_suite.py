@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import uuid
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from faulty import CountingBackend, FaultyBackend
-from kvshelf.backends import Backend, posix
+from kvshelf.backends import Backend, posix_folders, posix_publish
 from kvshelf.backends.generic import GenericBackend
 from kvshelf.backends.guard import GuardedBackend
 from kvshelf.backends.posix import PosixBackend
@@ -89,8 +90,11 @@ class TestPosixWithoutNewSystemCalls(_OverFolder):
         def link(*args: object, **kwargs: object) -> None:
             raise PermissionError(1, "no links here")
 
-        monkeypatch.setattr(posix, "_has_openat2", lambda: False)
-        monkeypatch.setattr(posix, "_renameat2", None)
+        def rename(*args: object) -> None:
+            raise OSError(errno.ENOSYS, "no such call here")
+
+        monkeypatch.setattr(posix_folders, "has_openat2", lambda: False)
+        monkeypatch.setattr(posix_publish, "rename_noreplace", rename)
         monkeypatch.setattr(os, "link", link)
         with closing(PosixBackend(root)) as backend:
             # Known after the first write; the races of the suite need to know before.

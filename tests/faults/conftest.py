@@ -20,7 +20,7 @@ from cells import (
     WrappedStorage,
 )
 from faultfs import FaultMount, mounted
-from kvshelf.backends import guard, posix
+from kvshelf.backends import guard, posix_mount
 from servers import S3Server, command, rclone_s3
 
 
@@ -57,7 +57,7 @@ def bucket_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let stores be tried again soon after the storage refused them."""
     monkeypatch.setattr(guard, "REFUSED_SECONDS", BACK_OFF)
-    monkeypatch.setattr(posix, "READ_ONLY_MEMORY", BACK_OFF)
+    monkeypatch.setattr(posix_mount, "READ_ONLY_MEMORY", BACK_OFF)
 
 
 @pytest.fixture

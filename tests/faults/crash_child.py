@@ -15,7 +15,7 @@ import signal
 import sys
 from typing import Any
 
-from kvshelf.backends import posix
+from kvshelf.backends import posix_folders, posix_publish
 
 from kvshelf.format.keys import Chunk, KeyChain
 from kvshelf.format.namespace import FORMAT, Namespace
@@ -100,8 +100,8 @@ def _run(
     steps = _Steps(last, half, no_links)
     for name in _WATCHED:
         steps.count(os, name)
-    for name in ("_openat2", "_rename_noreplace"):
-        steps.count(posix, name)
+    steps.count(posix_folders, "openat2")
+    steps.count(posix_publish, "rename_noreplace")
     fmt = make_format()
     with open_shelf(root, storage_options={"fsync": fsync}) as shelf:
         for chunk in make_chunks(fmt):
