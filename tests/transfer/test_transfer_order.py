@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +19,8 @@ from parts import PATIENCE, SOON, Rig, make_chunks, posix, until
 
 from kvshelf.format.keys import Chunk
 from kvshelf.kv.caches import HostKVCache, KVMemory, PendingCopy
+from kvshelf.shelf.threads import StorageThreads
+from kvshelf.transfer import loads
 from kvshelf.transfer.context import ChunkSlots
 from kvshelf.transfer.loads import Failure, Load
 from kvshelf.transfer.staging import StagingBuffer
@@ -24,31 +28,58 @@ from kvshelf.transfer.transfer import default_io_threads
 
 
 class Gate(WrappedBackend):
-    """Holds every object back until the test lets it go."""
+    """Holds every object back until the test lets it go.
+
+    Attributes
+    ----------
+    opened : list of str
+        The names of all objects that were asked for.
+    waiting : dict of str to int
+        The objects that are held back, and the threads that wait for them.
+    """
 
     def __init__(self, inner: FaultyBackend) -> None:
         super().__init__(inner)
         self.faults = inner
         self.opened: list[str] = []
-        self._free = threading.Semaphore(0)
+        self.waiting: dict[str, int] = {}
+        self._changed = threading.Condition()
         self._shut = False
+        #: For each object that may pass and has not come yet, a part of its name.
+        self._passes: list[str] = []
 
     def open(self, name: str) -> Reader:
-        self.opened.append(name)
-        if self._shut:
-            assert self._free.acquire(timeout=PATIENCE)
+        with self._changed:
+            self.opened.append(name)
+            self.waiting[name] = threading.get_ident()
+            part = next((part for part in self._passes if part in name), None)
+            if part is not None:
+                self._passes.remove(part)
+            if part is not None or not self._shut:
+                del self.waiting[name]
+            assert self._changed.wait_for(lambda: name not in self.waiting, PATIENCE)
         return self.inner.open(name)
 
     def shut(self) -> None:
         self.opened.clear()
         self._shut = True
 
-    def let(self, objects: int) -> None:
-        self._free.release(objects)
+    def let(self, objects: int, of: Chunk | None = None) -> None:
+        """Let some objects pass, those of one chunk if it is given: first those that came first."""
+        part = of.key.hex() if of else ""
+        with self._changed:
+            passing = [name for name in self.waiting if part in name][:objects]
+            for name in passing:
+                del self.waiting[name]
+            self._passes += [part] * (objects - len(passing))
+            self._changed.notify_all()
 
     def lift(self) -> None:
-        self._shut = False
-        self._free.release(1000)
+        with self._changed:
+            self._shut = False
+            self.waiting.clear()
+            self._passes.clear()
+            self._changed.notify_all()
 
     def reads_of(self, chunks: list[Chunk]) -> int:
         """How many of the objects of `chunks` were opened."""
@@ -65,6 +96,13 @@ def rig(gate: Gate) -> Iterator[Rig]:
     with closing(Rig(gate, blocks=400, staging_objects=32, options={"load_threads": 2})) as rig:
         yield rig
         gate.lift()
+
+
+def _loading(rig: Rig) -> StorageThreads:
+    """The threads that load, as the guard knows them."""
+    threads = rig.guard.watchers[0]
+    assert isinstance(threads, StorageThreads)
+    return threads
 
 
 def _next_open(gate: Gate, before: int) -> None:
@@ -257,10 +295,11 @@ def test_a_thread_that_is_taken_for_kept_while_it_waits_is_watched_over_all_the_
     with closing(Rig(gate, deadlines=SOON, options={"load_threads": 1})) as rig:
         chunks = make_chunks(rig.fmt, 1)
         rig.put(chunks)
+        loading = _loading(rig)
         # Its call came back after it was seen to be late, and before anybody was told.
-        (thread,) = rig.transfer._loads._threads.working
-        assert not rig.transfer._loads._threads.on_late_call(thread)
-        until(lambda: len(rig.transfer._loads._threads.working) == 1)
+        until(lambda: len(loading.working) == 1)
+        assert not loading.on_late_call(*loading.working)
+        until(lambda: len(loading.working) == 1)
         hold = threading.Event()
         gate.shut()
         gate.faults.add(Fault("read", f"*{chunks[0].key.hex()}*", wait=hold, times=2))
@@ -268,20 +307,20 @@ def test_a_thread_that_is_taken_for_kept_while_it_waits_is_watched_over_all_the_
         # Both threads come for an object each.
         until(lambda: len(gate.opened) == 2)
         gate.lift()
-        assert _ended(rig).failed_at == 0
+        assert [load.failed_at for load in _ended(rig)] == [0]
         until(lambda: rig.guard.reads.closed > 0)
         load = rig.transfer.load("s", rig.items(chunks, 40))
-        assert _ended(rig) is load
+        assert _ended(rig) == [load]
         assert load.failed_at is None
         rig.let_go(hold)
         until(lambda: rig.staging.in_use == 0)
 
 
-def _ended(rig: Rig) -> Load:
-    """Poll as steps of an engine do until one load has ended."""
-    while not (loads := rig.transfer.poll(0.01)):
+def _ended(rig: Rig) -> list[Load]:
+    """Poll as steps of an engine do until a load has ended."""
+    while not (ended := rig.transfer.poll(0.01)):
         assert rig.transfer.loading
-    return loads[0]
+    return ended
 
 
 # ------------------------------------------------------------------------- whole chunks
@@ -305,75 +344,84 @@ class Together(HostKVCache):
 
 
 def _together(rig: Rig) -> Together:
-    cache = rig.transfer._context.cache
-    assert cache is not None
+    cache = rig.cache
     cache.__class__ = Together
     assert isinstance(cache, Together)
     cache.got = []
     return cache
 
 
-def _reading(rig: Rig, gate: Gate) -> tuple[Together, ChunkSlots]:
-    """Begin a load of one chunk whose two objects are being read."""
-    cache, chunks = _together(rig), make_chunks(rig.fmt, 1)
+def _reading(rig: Rig, gate: Gate) -> tuple[Together, ChunkSlots, Load]:
+    """Begin a load of two chunks; both objects of the first one are being read."""
+    cache, chunks = _together(rig), make_chunks(rig.fmt, 2)
     rig.put(chunks)
     gate.shut()
-    (item,) = rig.items(chunks, 20)
-    rig.transfer.load("r", [item])
-    until(lambda: len(gate.opened) == 2)
-    return cache, item
+    items = rig.items(chunks, 20)
+    load = rig.transfer.load("r", items)
+    until(lambda: len(gate.waiting) == 2)
+    assert gate.reads_of(chunks[:1]) == 2
+    return cache, items[0], load
+
+
+def _leave(gate: Gate, item: ChunkSlots) -> str:
+    """Let a thread have one object, until it goes on to the next chunk; return the other object."""
+    gate.let(1, item.chunk)
+    until(lambda: len(gate.opened) == 3)
+    (other,) = [name for name in list(gate.waiting) if item.chunk.key.hex() in name]
+    return other
 
 
 def test_the_last_thread_of_a_chunk_scatters_all_of_its_objects(rig: Rig, gate: Gate) -> None:
-    cache, item = _reading(rig, gate)
-    gate.let(1)
-    until(lambda: bool(rig.transfer._loads._active["r"]._left))
+    cache, item, load = _reading(rig, gate)
+    _leave(gate, item)
     assert rig.untouched(item)
     assert cache.got == []
-    gate.let(1)
-    load = rig.finished()
-    assert load.failed_at is None
+    gate.let(1, item.chunk)
+    until(lambda: load.leading == 1)
     assert cache.got == [[0, 1]]
     assert rig.holds(item)
+    gate.lift()
+    assert rig.finished().failed_at is None
     until(lambda: rig.staging.in_use == 0)
 
 
-def test_an_object_that_only_one_thread_reads_is_scattered_at_once(rig: Rig, gate: Gate) -> None:
-    cache, item = _reading(rig, gate)
-    # The other thread reads for itself: it waits for nobody.
-    for task in rig.transfer._loads._tasks.values():
-        task.reading = False
-    gate.let(2)
-    assert rig.finished().failed_at is None
-    assert cache.got == []
-    assert rig.holds(item)
+def test_an_object_that_only_one_thread_reads_is_scattered_at_once(gate: Gate) -> None:
+    with closing(Rig(gate, options={"load_threads": 1})) as rig:
+        cache, chunks = _together(rig), make_chunks(rig.fmt, 1)
+        rig.put(chunks)
+        gate.shut()
+        (item,) = rig.items(chunks, 20)
+        rig.transfer.load("r", [item])
+        gate.let(1)
+        until(lambda: len(gate.opened) == 2)
+        assert not rig.untouched(item)
+        gate.lift()
+        assert rig.finished().failed_at is None
+        assert cache.got == []
+        assert rig.holds(item)
 
 
 def test_what_was_left_to_a_thread_that_fails_is_given_back(rig: Rig, gate: Gate) -> None:
-    cache, item = _reading(rig, gate)
-    gate.let(1)
-    left = rig.transfer._loads._active["r"]._left
-    until(lambda: bool(left))
-    ((task, _),) = left[0]
-    rig.path(item.chunk, 1 - task.shards[0]).unlink()
-    gate.let(1)
-    load = rig.finished()
-    assert load.failed_at == 0
+    cache, item, _ = _reading(rig, gate)
+    other = _leave(gate, item)
+    (Path(rig.backend.url) / other).unlink()
+    gate.let(1, item.chunk)
+    assert rig.finished().failed_at == 0
+    gate.lift()
+    until(lambda: rig.staging.in_use == 0)
     assert rig.untouched(item)
     assert cache.got == []
-    until(lambda: rig.staging.in_use == 0)
 
 
 def test_what_was_left_to_a_thread_that_hangs_is_given_back(rig: Rig, gate: Gate) -> None:
-    cache, item = _reading(rig, gate)
-    gate.let(1)
-    until(lambda: bool(rig.transfer._loads._active["r"]._left))
-    (stuck,) = [thread for thread, task in rig.transfer._loads._tasks.items() if task.reading]
-    rig.transfer._loads._give_up_task(stuck)
+    cache, item, _ = _reading(rig, gate)
+    other = _leave(gate, item)
+    assert rig.staging.in_use == 3
+    _loading(rig).on_late_call(gate.waiting[other])
     assert rig.finished().failed_at == 0
-    # The thread that hangs keeps its own.
-    assert rig.staging.in_use == 1
-    gate.let(1)
+    # The thread that hangs keeps its own, and so does the one that reads the next chunk.
+    assert rig.staging.in_use == 2
+    gate.lift()
     until(lambda: rig.staging.in_use == 0)
     assert cache.got == []
     assert rig.untouched(item)
@@ -508,21 +556,19 @@ def test_a_load_does_not_fail_because_an_early_read_got_no_memory(
 
 
 def test_a_load_that_has_time_waits_for_memory_when_the_one_it_joined_has_none(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
+    gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    chunks = make_chunks(rig.fmt, 1)
-    rig.put(chunks)
-    staging = _UsedUp(rig, monkeypatch)
-    first = rig.transfer.load("first", rig.items(chunks, 20))
-    assert staging.asked.wait(PATIENCE)
-    rig.transfer.load("second", rig.items(chunks, 40))
-    first._deadline = 0.0
-    staging.answer.set()
-    ended: list[Load] = []
-    while len(ended) < 2:
-        ended += rig.transfer.poll(PATIENCE)
-    assert {load.request_id: load.failed_at for load in ended}["second"] is None
-    assert rig.count("load_failures_error") == 0
+    with closing(Rig(gate, deadlines=SOON, options={"load_threads": 2})) as rig:
+        chunks = make_chunks(rig.fmt, 1)
+        rig.put(chunks)
+        staging = _UsedUp(rig, monkeypatch)
+        rig.transfer.load("first", rig.items(chunks, 20))
+        assert staging.asked.wait(PATIENCE)
+        rig.transfer.load("second", rig.items(chunks, 40), bytes_ahead=1 << 40)
+        assert [(load.request_id, load.failed_at) for load in _ended(rig)] == [("first", 0)]
+        staging.answer.set()
+        assert [(load.request_id, load.failed_at) for load in _ended(rig)] == [("second", None)]
+        assert rig.count("load_failures_error") == 0
 
 
 def test_early_loads_of_a_storage_at_rest_are_no_trouble(rig: Rig, gate: Gate) -> None:
@@ -545,13 +591,23 @@ def test_threads_follow_the_storage() -> None:
     assert default_io_threads(Properties("odd", concurrency=1, probe_cost=10e-3)) == (2, 1)
 
 
-def test_a_load_has_the_time_that_later_ones_may_take_from_it(gate: Gate) -> None:
+def test_a_load_has_the_time_that_later_ones_may_take_from_it(
+    gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with closing(Rig(gate, deadlines=Deadlines(read=5.0, bytes_per_second=1e3))) as rig:
         chunks = make_chunks(rig.fmt, 2)
         rig.put(chunks)
+        now = [1000.0]
+        clock = SimpleNamespace(monotonic=lambda: now[0], perf_counter=time.perf_counter)
+        monkeypatch.setattr(loads, "time", clock)
         gate.shut()
-        first = rig.transfer.load("first", rig.items(chunks, 20))
-        second = rig.transfer.load("second", rig.items(chunks, 40))
-        size = 2 * rig.fmt.shards * rig.fmt.object_size(0)
-        assert second._deadline - first._deadline == pytest.approx(2 * size / 1e3, abs=1.0)
+        rig.transfer.load("first", rig.items(chunks, 20))
+        rig.transfer.load("second", rig.items(chunks, 40))
+        seconds = 2 * rig.transfer.loading_bytes / 2 / 1e3
+        for name, allowed in (("first", 5.0 + seconds), ("second", 5.0 + 2 * seconds)):
+            now[0] = 1000.0 + allowed - 0.1
+            assert rig.transfer.poll() == []
+            now[0] = 1000.0 + allowed + 0.1
+            (load,) = rig.transfer.poll()
+            assert (load.request_id, load.failed_at) == (name, 0)
         gate.lift()

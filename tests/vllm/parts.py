@@ -132,15 +132,19 @@ class Rig:
         tokens = PagedLayout.from_bhnc(self.caches[0], HEAD_SIZE) if self.native else None
         run = LayerRun(0, self.caches, layout, token_layout=tokens)
         calls = layer_calls(self.fmt, [run])
-        cache: KVCache = HostKVCache(calls)
+        self.cache: KVCache = HostKVCache(calls)
         if self.streams is not None:
-            cache = DeviceKVCache(calls, streams=self.streams, ring=self.ring)
+            self.cache = DeviceKVCache(calls, streams=self.streams, ring=self.ring)
         size = max(self.fmt.object_size(shard) for shard in range(self.fmt.shards))
         self.staging = StagingPool(
             self.staging_objects * -(-size // 4096) * 4096, size, together=self.fmt.shards
         )
         self.transfer = Transfer(
-            self.shelf.view(self.fmt), cache, self.staging, counters=self.counters, **self.options
+            self.shelf.view(self.fmt),
+            self.cache,
+            self.staging,
+            counters=self.counters,
+            **self.options,
         )
 
     @property
