@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -36,9 +37,11 @@ from kvshelf.errors import (
 from kvshelf.format.names import parse_path
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.kv.caches import DONE, HostKVCache, KVMemory, LayerRun, PendingCopy, layer_calls
+from kvshelf.kv.layout import PagedLayout
 from kvshelf.memory.tier import MemoryTier
 from kvshelf.metrics import Counters
 from kvshelf.shelf import threads as threads_module
+from kvshelf.shelf.threads import StorageThreads
 from kvshelf.shelf.tiers import TieredShelf
 from kvshelf.transfer import stores
 from kvshelf.transfer.context import ChunkSlots
@@ -106,7 +109,7 @@ def test_a_load_of_nothing_is_over_at_once(rig: Rig) -> None:
 def test_layers_that_do_not_fit_the_namespace_are_refused() -> None:
     rig = Rig(open_backend("memory://unused"))
     rig.close()
-    layout = rig.transfer._context.cache._calls[0][0].layout
+    layout = PagedLayout.native_blocks(rig.caches[0])
     with pytest.raises(ConfigError, match="2 layers are registered"):
         layer_calls(rig.fmt, [LayerRun(0, rig.caches[:2], layout)])
 
@@ -450,7 +453,9 @@ def test_once_a_chunk_is_dropped_those_behind_it_are_too_and_others_are_not(
     assert rig.load(long, 20)[0].failed_at is None
 
 
-def test_a_hole_does_not_hold_for_who_looked_later(rig: Rig, backend: FaultyBackend) -> None:
+def test_a_hole_does_not_hold_for_who_looked_later(
+    rig: Rig, backend: FaultyBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
     chunks = make_chunks(rig.fmt, 3)
     for item in rig.items(chunks, 0):
         rig.fill(item)
@@ -461,7 +466,10 @@ def test_a_hole_does_not_hold_for_who_looked_later(rig: Rig, backend: FaultyBack
     assert rig.transfer.drain(PATIENCE) == 0
     assert rig.transfer.store(second, age=60.0) == StoreOutcome.PARENT_DROPPED
     # This request's look-up has found the chunk before it, which another engine stored.
-    rig.transfer._stores._dropped_at[chunks[1].key] -= 10.0
+    later = SimpleNamespace(
+        monotonic=lambda: time.monotonic() + 10.0, perf_counter=time.perf_counter
+    )
+    monkeypatch.setattr(stores, "time", later)
     assert rig.transfer.store(third, age=5.0) == StoreOutcome.QUEUED
     assert rig.transfer.drain(PATIENCE) == 0
 
@@ -492,6 +500,13 @@ def test_a_store_that_fails_takes_those_behind_it_out_of_the_queue(
     assert rig.staging.in_use == 0
 
 
+def _loading(rig: Rig) -> StorageThreads:
+    """The threads that load, as the guard knows them."""
+    threads = rig.guard.watchers[0]
+    assert isinstance(threads, StorageThreads)
+    return threads
+
+
 @pytest.mark.alone
 def test_memory_is_bounded_and_steps_are_short_while_stores_hang(
     backend: FaultyBackend,
@@ -499,14 +514,13 @@ def test_memory_is_bounded_and_steps_are_short_while_stores_hang(
     with closing(Rig(backend, blocks=1024, deadlines=SOON)) as rig:
         gate = threading.Event()
         backend.add(Fault("write", wait=gate))
-        most = rig.staging.limit * rig.staging.buffer_bytes
         slowest = []
         for seed in range(100):
             for item in rig.items(make_chunks(rig.fmt, 4, seed), 0):
                 begin = time.perf_counter()
                 rig.transfer.store(item)
                 slowest.append(time.perf_counter() - begin)
-            assert rig.staging._made * rig.staging.buffer_bytes <= most
+            assert rig.staging.in_use <= rig.staging.for_stores
         # Far from what a write takes that hangs; `make bench` measures how far.
         assert statistics.median(slowest) < 0.01
         gate.set()
@@ -534,13 +548,14 @@ def test_a_load_ends_when_a_scatter_fails_of_an_object_that_was_given_up(rig: Ri
             self, shard: int, slots: torch.Tensor, payload: torch.Tensor, fence: object = None
         ) -> None:
             # The storage had answered at the very moment at which it was too late.
-            rig.transfer._loads._give_up_task(threading.get_ident())
+            _loading(rig).on_late_call(threading.get_ident())
             raise RuntimeError("broken")
 
     (item,) = rig.items(chunks, 20)
-    rig.transfer.load("r", [ChunkSlots(item.chunk, item.slots, Late())])
-    until(lambda: bool(rig.transfer._loads._finished))
-    assert rig.finished().failed_at == 0
+    ended: list[Load] = []
+    rig.transfer.load("r", [ChunkSlots(item.chunk, item.slots, Late())], on_done=ended.append)
+    until(lambda: bool(ended))
+    assert ended[0].failed_at == 0
 
 
 def test_a_scatter_that_fails_is_a_failed_load(rig: Rig) -> None:
@@ -577,16 +592,18 @@ def test_a_storage_that_takes_no_writes_pauses_stores_only(
     assert rig.load(stored, 40)[0].failed_at is None
 
 
-def test_a_read_only_shelf_costs_no_gather(tmp_path: Path) -> None:
+def test_a_read_only_shelf_costs_no_gather(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with closing(Rig(posix(tmp_path / "shelf"))) as writer:
         chunks = make_chunks(writer.fmt, 2)
         writer.put(chunks)
     with closing(Rig(ReadOnlyBackend(posix(tmp_path / "shelf")))) as rig:
+        gathered: list[object] = []
+        monkeypatch.setattr(rig.cache, "gather", lambda *chunk: gathered.append(chunk))
         assert (
             rig.transfer.store(rig.items(make_chunks(rig.fmt, 1, 7), 0)[0])
             == StoreOutcome.UNAVAILABLE
         )
-        assert rig.staging._made * rig.staging.buffer_bytes == 0
+        assert not gathered
         assert rig.load(chunks, 20)[0].failed_at is None
 
 
@@ -688,7 +705,7 @@ def test_loads_go_on_when_threads_can_be_started_again(
         load, items = rig.load(others, 40)
         assert load.failed_at is None
         assert all(rig.holds(item) for item in items)
-        assert rig.transfer._loads._threads.stuck == 1
+        assert _loading(rig).stuck == 1
         rig.let_go(gate)
 
 
@@ -867,8 +884,9 @@ def test_closing_waits_for_a_bounded_time_and_says_what_was_lost(
 def test_a_store_that_closing_overtakes_is_dropped_with_its_memory(
     rig: Rig, backend: FaultyBackend
 ) -> None:
-    inside, gate, hold = threading.Event(), threading.Event(), threading.Event()
-    backend.add(Fault("write", wait=hold))
+    inside, gate = threading.Event(), threading.Event()
+    writing, hold = threading.Event(), threading.Event()
+    backend.add(Fault("write", damage=lambda _: writing.set() or hold.wait(PATIENCE)))
 
     class Slow(KVMemory):
         def gather(self, slots: torch.Tensor, payloads: Sequence[torch.Tensor]) -> PendingCopy:
@@ -885,7 +903,7 @@ def test_a_store_that_closing_overtakes_is_dropped_with_its_memory(
     slow = ChunkSlots(item.chunk, item.slots, Slow())
     with ThreadPoolExecutor() as step:
         assert rig.transfer.store(hangs) == StoreOutcome.QUEUED
-        until(lambda: bool(rig.transfer._stores._running))
+        assert writing.wait(PATIENCE)
         outcome = step.submit(rig.transfer.store, slow)
         assert inside.wait(PATIENCE)
         assert rig.transfer.close() == 1
