@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import threading
 from collections.abc import Callable
@@ -12,7 +13,9 @@ from fake_cudart import fake_cudart
 
 from kvshelf import buffers, pages
 from kvshelf.errors import ConfigError
-from kvshelf.transfer.staging import STAGING_ALIGNMENT, StagingPool
+from kvshelf.pages import HUGE_PAGE
+from kvshelf.transfer.staging import STAGING_ALIGNMENT, StagingBuffer, StagingPool
+from tests.support.memory import resident
 
 SIZE = 10_000
 ROUNDED = 12_288
@@ -27,18 +30,25 @@ def test_buffers_are_aligned_and_writable_both_ways() -> None:
     assert int(buffer.tensor[5]) == 7
 
 
+def _take_all(pool: StagingPool) -> list[StagingBuffer]:
+    taken: list[StagingBuffer] = []
+    while one := pool.acquire_for_load(timeout=0):
+        taken += one
+    return taken
+
+
 def test_memory_is_bounded_and_reused() -> None:
     pool = StagingPool(16 * ROUNDED, SIZE)
+    used = set()
     for _ in range(100):
-        buffers = pool.acquire_for_load()
-        assert buffers is not None
-        pool.release(*buffers)
+        (buffer,) = pool.acquire_for_load() or ()
+        used.add(buffer.tensor.data_ptr())
+        pool.release(buffer)
+    assert len(used) == 1
     assert pool.in_use == 0
-    taken = [pool.acquire_for_load(timeout=0) for _ in range(16)]
-    assert all(taken)
-    assert pool.acquire_for_load(timeout=0) is None
-    assert pool._made * pool.buffer_bytes == 16 * ROUNDED
-    assert pool.in_use == 16
+    starts = sorted(buffer.tensor.data_ptr() for buffer in _take_all(pool))
+    assert all(end - start >= ROUNDED for start, end in itertools.pairwise(starts))
+    assert len(starts) == pool.in_use == 16
 
 
 def test_the_buffer_used_last_is_handed_out_first() -> None:
@@ -115,35 +125,29 @@ def test_closing_wakes_loads_and_refuses_everything() -> None:
     assert pool.acquire_for_load() is None
 
 
-def test_warming_takes_no_more_than_asked_for() -> None:
-    pool = StagingPool(64 * ROUNDED, SIZE)
-    pool.warm(0)
-    assert pool._made * pool.buffer_bytes == 0
-    pool.warm(8 * ROUNDED)
-    assert pool._made * pool.buffer_bytes == 8 * ROUNDED
-    pool.warm(1 << 40)
-    assert pool._made * pool.buffer_bytes == 32 * ROUNDED
+@pytest.mark.parametrize(("asked", "given"), [(0, 0), (4 * HUGE_PAGE, 4), (1 << 40, 8)])
+def test_warming_takes_no_more_than_asked_for_and_than_half(asked: int, given: int) -> None:
+    # Each buffer has a huge page of its own.
+    pool = StagingPool(16 * HUGE_PAGE, HUGE_PAGE)
+    pool.warm(asked)
     assert pool.in_use == 0
-    (buffer,) = pool.acquire_for_load(timeout=0) or ()
-    assert not buffer.tensor.any()
+    buffers = _take_all(pool)
+    warmed = [buffer for buffer in buffers if resident(buffer.view)]
+    assert (len(buffers), len(warmed)) == (16, given)
+    assert not any(buffer.tensor.any() for buffer in warmed)
 
 
 def test_a_store_finds_buffers_while_the_pool_is_warmed(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = StagingPool(16 * ROUNDED, SIZE)
-    grow = pool._grow
+    zero = torch.Tensor.zero_
     found: list[object] = []
 
-    def spy(most: int) -> object:
-        fresh = grow(most)
-        monkeypatch.undo()
-        if fresh:
-            # What was made just now is not in the pool yet.
-            pool._changed.release()
-            found.append(pool.acquire_for_store())
-            pool._changed.acquire()
-        return fresh
+    def spy(tensor: torch.Tensor) -> torch.Tensor:
+        # What is being warmed is not in the pool yet.
+        found.append(pool.acquire_for_store())
+        return zero(tensor)
 
-    monkeypatch.setattr(pool, "_grow", spy)
+    monkeypatch.setattr(torch.Tensor, "zero_", spy)
     pool.warm(1 << 40)
     assert found
     assert found[0] is not None
@@ -212,7 +216,6 @@ def test_staging_of_a_gpu_is_page_locked_at_once(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(buffers, "page_lock", pin)
     pool = StagingPool(16 * ROUNDED, SIZE, pinned=True)
     assert locked == [16 * ROUNDED]
-    assert pool._made * pool.buffer_bytes == 16 * ROUNDED
     taken = pool.acquire_for_store()
     assert taken is not None
     pool.close()
