@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from faulty import CountingBackend, Fault, FaultyBackend
+from kvshelf.backends.base import Backend, Borrowed
 from lending import LendingBackend, Loan
 from parts import PATIENCE, SOON, Rig, make_chunks, posix, until
 
@@ -20,13 +21,25 @@ from kvshelf.transfer.context import ChunkSlots, bytes_at
 from kvshelf.transfer.loads import Failure, Load
 
 
+class Asked(FaultyBackend):
+    """Notes the names of all objects that somebody wants to borrow, before any fault."""
+
+    def __init__(self, inner: Backend) -> None:
+        super().__init__(inner)
+        self.names: list[str] = []
+
+    def borrow(self, name: str, size: int) -> Borrowed | None:
+        self.names.append(name)
+        return super().borrow(name, size)
+
+
 class Lender:
     """A transfer from a storage that lends."""
 
     def __init__(self, root: Path, **options: object) -> None:
         self.reads = CountingBackend(posix(root))
         self.lending = LendingBackend(self.reads)
-        self.faults = FaultyBackend(self.lending)
+        self.faults = Asked(self.lending)
         self.rig = Rig(self.faults, blocks=200, options={"load_threads": 2}, **options)
         #: While it is clear, lent objects do not reach their borrowers.
         self.gate = threading.Event()
@@ -51,17 +64,33 @@ class Lender:
     def start(self, chunks: Sequence[Chunk], first_block: int = 20, name: str = "r") -> Load:
         return self.rig.transfer.load(name, self.rig.items(chunks, first_block))
 
-    def reading(self, shard: int) -> bool:
-        """Whether a thread is about to get an object of this shard."""
-        tasks = list(self.rig.transfer._loads._tasks.values())
-        return any(task.reading and shard in task.shards for task in tasks)
+    def name(self, chunk: Chunk, shard: int) -> str:
+        return self.rig.shelf.view(self.rig.fmt).name(ObjectRef(chunk, shard))
 
-    def settled(self, loans: int) -> None:
-        """Check that everything lent was given back once, and nothing else is held."""
-        until(lambda: len(self.loans) == loans and all(loan.released for loan in self.loans))
-        until(lambda: not self.rig.transfer._loads._tasks)
-        assert [loan.released for loan in self.loans] == [1] * loans
+    def settled(self, loans: int | None = None) -> None:
+        """End all threads, and check that what was lent was given back once, and all else too."""
+        self.rig.transfer.close()
+        until(lambda: not any(t.name.startswith("kvshelf-load") for t in threading.enumerate()))
+        assert [loan.released for loan in self.loans] == [1] * len(self.loans)
+        assert loans is None or len(self.loans) == loans
         assert self.rig.staging.in_use == 0
+
+    def leave_one(
+        self, chunk: Chunk, following: Chunk, error: Exception | None = None
+    ) -> threading.Event:
+        """Load two chunks, until a thread has left an object of the first one to another thread.
+
+        That is held back while it gets the other object, until the event is set; then it meets the
+        error.
+        """
+        other, asked = self.name(chunk, 1), self.faults.names
+        hold = threading.Event()
+        self.faults.add(Fault("borrow", other, wait=hold, error=error))
+        self.lending.on_lend = lambda loan: until(lambda: other in asked)
+        self.start([chunk, following])
+        # It has gone on to the next chunk.
+        until(lambda: self.name(following, 0) in asked)
+        return hold
 
     def close(self) -> None:
         self.gate.set()
@@ -96,9 +125,8 @@ def test_objects_in_memory_are_loaded_without_staging(start: Callable[..., Lende
         assert buffer is not None
         rig.staging.release(*buffer)
     # All were announced, in the order of the prompt.
-    view = rig.shelf.view(rig.fmt)
     assert lender.lending.expected == [
-        (view.name(ObjectRef(chunk, shard)), rig.fmt.object_size(shard))
+        (lender.name(chunk, shard), rig.fmt.object_size(shard))
         for chunk in chunks
         for shard in range(rig.fmt.shards)
     ]
@@ -139,12 +167,12 @@ def test_what_was_taken_back_meanwhile_is_a_failed_object(
         (chunks[2].key, Failure.ERROR)
     }
     assert all(rig.holds(item) for item in items[:2])
-    until(lambda: not rig.transfer._loads._tasks)
-    lender.settled(len(lender.loans))
+    until(lambda: all(loan.released for loan in lender.loans))
     lender.lending.on_lend = lambda loan: None
     load, items = rig.load(chunks, 60)
     assert load.failed_at is None
     assert all(rig.holds(item) for item in items)
+    lender.settled()
 
 
 def test_the_bytes_are_asked_for_after_the_scatter(
@@ -180,17 +208,15 @@ def test_objects_of_one_chunk_are_scattered_together(
 
     monkeypatch.setattr(HostKVCache, "scatter_chunk", noting)
     lender = start()
-    (chunk,) = lender.put(1)
-    held = threading.Event()
-    lender.faults.add(Fault("borrow", "*1of*", wait=held))
-    lender.lending.on_lend = lambda loan: until(lambda: "1of" in loan.name or lender.reading(1))
-    load = lender.start([chunk])
-    until(lambda: bool(load._left))
-    held.set()
+    chunk, following = lender.put(2)
+    hold = lender.leave_one(chunk, following)
+    assert lender.rig.untouched(lender.rig.items([chunk], 20)[0])
+    assert got == []
+    hold.set()
     assert lender.rig.finished().failed_at is None
-    assert got == [[0, 1]]
+    assert got[0] == [0, 1]
     assert lender.rig.holds(lender.rig.items([chunk], 20)[0])
-    lender.settled(2)
+    lender.settled(4)
 
 
 def test_a_thread_that_must_wait_for_staging_first_delivers_what_was_left_to_it(
@@ -199,23 +225,21 @@ def test_a_thread_that_must_wait_for_staging_first_delivers_what_was_left_to_it(
     monkeypatch.setattr(HostKVCache, "whole_chunks", True)
     lender = start()
     rig = lender.rig
-    (chunk,) = lender.put(1)
+    chunk, following = lender.put(2)
     taken = [rig.staging.acquire_for_load(timeout=0.0) for _ in range(rig.staging.limit)]
-    hold = threading.Event()
-    lender.faults.add(Fault("borrow", "*1of*", wait=hold))
-    lender.lending.lends = lambda name: "0of" in name
-    lender.lending.on_lend = lambda loan: until(lambda: lender.reading(1))
-    load = lender.start([chunk])
-    until(lambda: bool(load._left))
+    lender.lending.lends = lambda name: "-1of" not in name
+    hold = lender.leave_one(chunk, following)
+    (item,) = rig.items([chunk], 20)
+    assert rig.untouched(item)
     hold.set()
-    until(lambda: load._arrived == [1])
-    assert [loan.released for loan in lender.loans] == [1]
+    until(lambda: bool(lender.loans[0].released))
+    assert not rig.untouched(item)
     for buffer in taken:
         assert buffer is not None
         rig.staging.release(*buffer)
     assert rig.finished().failed_at is None
-    assert rig.holds(rig.items([chunk], 20)[0])
-    lender.settled(1)
+    assert rig.holds(item)
+    lender.settled(2)
 
 
 def test_what_was_left_to_a_thread_whose_loan_fails_is_given_back(
@@ -223,16 +247,12 @@ def test_what_was_left_to_a_thread_whose_loan_fails_is_given_back(
 ) -> None:
     monkeypatch.setattr(HostKVCache, "whole_chunks", True)
     lender = start()
-    (chunk,) = lender.put(1)
-    hold = threading.Event()
-    lender.faults.add(Fault("borrow", "*1of*", wait=hold, error=PayloadDamaged("damaged")))
-    lender.lending.on_lend = lambda loan: until(lambda: lender.reading(1))
-    load = lender.start([chunk])
-    until(lambda: bool(load._left))
+    chunk, following = lender.put(2)
+    hold = lender.leave_one(chunk, following, PayloadDamaged("damaged"))
     hold.set()
     assert lender.rig.finished().failures == [(chunk, Failure.BAD)]
     assert lender.rig.untouched(lender.rig.items([chunk], 20)[0])
-    lender.settled(1)
+    lender.settled()
 
 
 def test_a_cancelled_load_gives_back_what_it_gets_and_touches_nothing(
@@ -281,9 +301,8 @@ def test_a_loan_that_comes_late_is_given_back_unused(
     lender.start(chunks)
     load = lender.rig.finished()
     assert load.failed_at == 0
-    until(lambda: lender.rig.transfer._loads._threads.stuck == 2)
+    until(lambda: lender.rig.count("stuck_threads") == 2)
     hold.set()
-    until(lambda: not lender.rig.transfer._loads._threads.stuck)
     lender.settled(lender.rig.fmt.shards if lent else 0)
     assert lender.rig.untouched(lender.rig.items(chunks, 20)[0])
     # Nobody waits for the object any more, so it is not read either.
@@ -318,9 +337,7 @@ def test_a_scatter_that_fails_gives_the_bytes_back(
     monkeypatch.setattr(HostKVCache, "scatter", broken)
     lender.start(chunks)
     assert lender.rig.finished().failed_at == 0
-    # The other object of the chunk may be on its way.
-    until(lambda: not lender.rig.transfer._loads._tasks)
-    lender.settled(len(lender.loans))
+    lender.settled()
 
 
 def test_a_missing_object_is_not_looked_for_twice(start: Callable[..., Lender]) -> None:
