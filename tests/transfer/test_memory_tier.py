@@ -155,11 +155,12 @@ def test_objects_that_memory_has_no_room_for_are_read_into_staging(
 ) -> None:
     chunks = stored(tmp_path, 2)
     near = start(objects=1)
-    slot = near.tier._residents.reserve("other", 1)
-    assert slot is not None
+    (other,) = make_chunks(FMT, 1, seed=1)
+    room = near.tier.reserve(FMT, ObjectRef(other, 0))
+    assert room is not None
     assert near.load(chunks) is None
     assert near.count("memory_tier_dropped_objects") == 2 * FMT.shards
-    near.tier._residents.abandon(slot)
+    room.abandon()
 
 
 def test_where_memory_does_not_lend_objects_pass_through_staging(

@@ -104,7 +104,7 @@ def test_the_objects_of_a_chunk_are_read_in_one_call(
     assert sorted(chain(*noting.calls)) == sorted(chain(*wanted))
     times, objects = rig.counters.times(), 20 * rig.fmt.shards
     assert sum(times["read"][:-1]) == sum(times["verify"][:-1]) == objects
-    assert rig.count("loaded_bytes") == 20 * rig.transfer._loads.chunk_bytes
+    assert rig.count("loaded_bytes") == 20 * rig.transfer.chunk_bytes
 
 
 def test_a_short_load_is_spread_over_the_threads(make: Callable[..., Rig], noting: Noting) -> None:

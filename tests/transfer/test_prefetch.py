@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,13 +15,12 @@ from parts import Rig, make_chunks, posix, until
 
 from kvshelf.errors import TransientStorageError
 from kvshelf.format.keys import Chunk
-from kvshelf.kv.caches import HostKVCache
 from kvshelf.memory.size_classes import SizeClasses
 from kvshelf.memory.tier import MemoryTier
 from kvshelf.shelf.tiers import TieredShelf
 from kvshelf.shelf.view import ObjectRef
 from kvshelf.transfer import prefetch
-from kvshelf.transfer.loads import Failure
+from kvshelf.transfer.loads import Failure, Load
 from kvshelf.transfer.prefetch import KindMemory, Prefetcher
 from kvshelf.transfer.transfer import Transfer
 
@@ -38,15 +38,13 @@ class Waiting:
         self.tier = MemoryTier(self.budget, counters=self.rig.counters, lazy=True)
         options = {"keeps": False, **options}
         self.memory = KindMemory(self.tier, fmt, self.rig.counters, **options)
-        cache = self.rig.transfer._context.cache
-        assert isinstance(cache, HostKVCache)
         self.rig.transfer.close()
         self.rig.staging = type(self.rig.staging)(
             32 * self.rig.staging.buffer_bytes, self.rig.staging.buffer_bytes, together=fmt.shards
         )
         self.rig.transfer = Transfer(
             TieredShelf(self.rig.shelf, [self.memory]).view(fmt),
-            cache,
+            self.rig.cache,
             self.rig.staging,
             counters=self.rig.counters,
         )
@@ -67,13 +65,25 @@ class Waiting:
         """Bytes that are kept for requests."""
         return self.tier.stats().pinned_bytes
 
-    @property
-    def busy(self) -> int:
-        """Threads that read."""
-        return len(self.rig.transfer._loads._tasks)
+    def pause(self) -> None:
+        """Wait until both threads have ended what they read, and go on."""
+        chunks = self.put(99, 1)
+        gate = threading.Event()
+        self.faults.add(Fault("open", f"*{chunks[0].key.hex()}*", wait=gate))
+        before = self.opened()
+        self.rig.transfer.load("pause", self.rig.items(chunks, 190))
+        until(lambda: self.opened() == before + 2)
+        gate.set()
+        assert self.rig.finished().failed_at is None
+        self.counting.counts["open"] = before
 
     def opened(self) -> int:
         return self.counting.counts["open"]
+
+    def has_room_for(self, chunks: list[Chunk]) -> None:
+        """Check that nothing has kept the room of these chunks."""
+        self.prefetcher.add("next", chunks)
+        until(lambda: self.here(chunks) == len(chunks))
 
     def close(self) -> None:
         self.faults.heal()
@@ -103,10 +113,9 @@ def test_a_request_that_waited_reads_nothing_when_its_turn_comes(
     waiting.prefetcher.add("r", chunks[:2])
     waiting.prefetcher.add("r", chunks[2:])
     objects = 3 * waiting.rig.fmt.shards
-    # Objects are there a moment before they are counted, and until a read ends others share it.
-    until(lambda: waiting.rig.counters.snapshot().get("prefetched_objects") == objects)
-    until(lambda: not waiting.busy)
-    assert waiting.here(chunks) == 3
+    until(lambda: waiting.here(chunks) == 3)
+    # Until a read ends others share it.
+    waiting.pause()
     waiting.counting.counts.clear()
     load, items = waiting.rig.load(chunks, 20)
     waiting.prefetcher.release("r")
@@ -116,7 +125,7 @@ def test_a_request_that_waited_reads_nothing_when_its_turn_comes(
     counters = waiting.rig.counters.snapshot()
     assert counters["prefetched_objects"] == counters["memory_tier_loaded_objects"] == objects
     assert counters["prefetched_bytes"] == objects * waiting.rig.fmt.payload_size(0)
-    assert counters["loaded_chunks"] == 3
+    assert counters["loaded_chunks"] == 3 + 1
     assert "prefetched_unused_objects" not in counters
     assert not waiting.keeps
 
@@ -171,19 +180,19 @@ def test_what_another_request_wants_too_is_read_once_and_stays(
 def test_a_request_that_ends_while_it_is_read_for_leaves_nothing(
     make: Callable[..., Waiting],
 ) -> None:
-    waiting = make()
-    chunks = waiting.put(0)
+    waiting = make(3)
+    chunks, others = waiting.put(0), waiting.put(1)
     gate = threading.Event()
     waiting.faults.add(Fault("read", wait=gate))
     waiting.prefetcher.add("r", chunks)
     until(lambda: waiting.opened() == 1)
     waiting.prefetcher.release("r")
     gate.set()
-    until(lambda: not waiting.busy)
+    waiting.pause()
     assert waiting.opened() == 1
     assert waiting.here(chunks) == 0
     assert not waiting.keeps
-    assert not waiting.prefetcher._users
+    waiting.has_room_for(others)
 
 
 def test_a_load_takes_over_what_is_being_read(make: Callable[..., Waiting]) -> None:
@@ -233,13 +242,14 @@ def test_what_cannot_be_had_is_known_before_the_load_comes(
 
 
 def test_a_storage_at_rest_is_blamed_for_nothing(make: Callable[..., Waiting]) -> None:
-    waiting = make()
-    chunks = waiting.put(0)
+    waiting = make(3)
+    chunks, others = waiting.put(0), waiting.put(1)
     waiting.rig.guard.reads.trip("broken", 1000.0)
     waiting.prefetcher.add("r", chunks)
     assert waiting.prefetcher.take_failures() == []
     waiting.prefetcher.release("r")
-    assert not waiting.prefetcher._users
+    waiting.rig.guard.reads.close()
+    waiting.has_room_for(others)
 
 
 def test_reading_ahead_needs_no_staging(make: Callable[..., Waiting]) -> None:
@@ -260,20 +270,33 @@ def test_reading_ahead_needs_no_staging(make: Callable[..., Waiting]) -> None:
     until(lambda: waiting.here(others) == 3)
 
 
-def test_what_did_not_come_at_a_bad_moment_is_read_again(make: Callable[..., Waiting]) -> None:
+def test_what_did_not_come_at_a_bad_moment_is_read_again(
+    make: Callable[..., Waiting], monkeypatch: pytest.MonkeyPatch
+) -> None:
     waiting = make(3)
     chunks = waiting.put(0)
     # As when loads of other kinds use all of the memory, and stores all staging.
-    full = [waiting.tier._residents.reserve(n, waiting.budget // 6) for n in range(6)]
+    others = make_chunks(waiting.rig.fmt, 3, seed=1)
+    refs = [ObjectRef(chunk, shard) for chunk in others for shard in range(waiting.rig.fmt.shards)]
+    rooms = [waiting.tier.reserve(waiting.rig.fmt, ref) for ref in refs]
     buffers = [waiting.rig.staging.acquire_for_load(timeout=0.0) for _ in range(32)]
+    load = waiting.rig.transfer.load
+    loads: list[Load] = []
+
+    def note(*args: Any, **options: Any) -> Load:
+        loads.append(load(*args, **options))
+        return loads[-1]
+
+    monkeypatch.setattr(waiting.rig.transfer, "load", note)
     waiting.prefetcher.add("r", chunks)
-    until(lambda: all(load.finished for load in waiting.prefetcher._requests["r"].loads))
+    until(lambda: bool(loads) and all(load.finished for load in loads))
     assert waiting.here(chunks) == 0
-    for slot, buffer in zip(full + [None] * 26, buffers, strict=True):
+    for room in rooms:
+        assert room is not None
+        room.abandon()
+    for buffer in buffers:
         assert buffer is not None
         waiting.rig.staging.release(*buffer)
-        if slot is not None:
-            waiting.tier._residents.abandon(slot)
     until(lambda: waiting.here(chunks) == 3)
 
 
@@ -327,7 +350,8 @@ def test_while_the_storage_rests_it_is_tried_again_each_second(
         now[0] += 1.0
     assert len(set(names)) == len(names)
     # What a request keeps does not grow with the time it waits.
-    assert len(waiting.prefetcher._requests["r"].loads) == 1
+    kept = [one for one in gc.get_objects() if type(one) is Load and one.request_id in names]
+    assert len(kept) <= 2
     waiting.rig.guard.reads.close()
     until(lambda: waiting.here(chunks) == 3)
 
@@ -335,8 +359,8 @@ def test_while_the_storage_rests_it_is_tried_again_each_second(
 def test_a_prefix_that_was_read_for_a_request_that_went_is_read_for_the_next(
     make: Callable[..., Waiting],
 ) -> None:
-    waiting = make()
-    chunks = waiting.put(0)
+    waiting = make(3)
+    chunks, others = waiting.put(0), waiting.put(1)
     gate = threading.Event()
     waiting.faults.add(Fault("read", wait=gate))
     waiting.prefetcher.add("one", chunks)
@@ -347,7 +371,7 @@ def test_a_prefix_that_was_read_for_a_request_that_went_is_read_for_the_next(
     until(lambda: waiting.here(chunks) == 3)
     waiting.prefetcher.release("other")
     until(lambda: waiting.here(chunks) == 0 and not waiting.keeps)
-    assert not waiting.prefetcher._users
+    waiting.has_room_for(others)
 
 
 def test_all_who_want_what_cannot_be_had_learn_it_and_give_up_what_is_behind(
