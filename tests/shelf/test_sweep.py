@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,6 +24,7 @@ from kvshelf.shelf.markers import marker_name
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.shelf.sweep import Sweep
 from kvshelf.shelf.view import NamespaceView, ObjectRef
+from tests.support.clocks import Clock
 
 FMT = make_format(native=False)
 KEEP = 1000.0
@@ -97,26 +100,38 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
         yield place
 
 
-def look(sweep: Sweep, view: NamespaceView, times: int) -> None:
-    """Look into some folders on the test's thread, without pauses."""
-    sweep._view = view
-    for _ in range(times):
-        sweep._next_folder = 0.0
-        sweep.step()
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
+    """The time of sweeps, which have no threads meanwhile: the test makes their steps."""
+    clock = Clock(1000.0)
+    monkeypatch.setattr(module, "time", clock)
+    with none_can_be_started(monkeypatch, "kvshelf-sweep"):
+        yield clock
 
 
-def walk(sweep: Sweep, view: NamespaceView) -> None:
+def step(sweep: Sweep, clock: Clock) -> float:
+    """Make a step, and let the time pass until the next one."""
+    pause = sweep.step()
+    clock.now += pause + 1e-6
+    return pause
+
+
+def walk(sweep: Sweep, view: NamespaceView, clock: Clock) -> None:
     """Walk through all folders twice: what is newest may come last in the first walk."""
-    for _ in range(2):
-        sweep._next_walk = 0.0
-        look(sweep, view, 1)
-        look(sweep, view, len(sweep._left))
+    sweep.begin(view)
+    end = clock.now + 2 * KEEP
+    while clock.now < end:
+        step(sweep, clock)
+
+
+def threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name == "kvshelf-sweep"}
 
 
 # ------------------------------------------------------------------------------- what others left
 
 
-def test_a_walk_deletes_old_tails_and_markers_and_nothing_else(place: Place) -> None:
+def test_a_walk_deletes_old_tails_and_markers_and_nothing_else(place: Place, clock: Clock) -> None:
     old = [*place.put(tails(2)[0], 2 * KEEP), *place.put(tails(1, "0" * 16)[0], 2 * KEEP)]
     old.append(place.mark(ONE, 2 * KEEP))
     chunks = make_chunks(FMT, 3)
@@ -138,142 +153,158 @@ def test_a_walk_deletes_old_tails_and_markers_and_nothing_else(place: Place) -> 
     with_content = place.root / marker_name("3" * 32)
     with_content.write_bytes(b"not a marker")
     os.utime(with_content, (1, 1))
-    walk(place.sweep(), place.view)
+    walk(place.sweep(), place.view, clock)
     assert not [path for path in old if path.exists()]
     assert all(path.exists() for path in [*kept, with_content])
     assert place.deleted == len(old)
 
 
-def test_a_walk_looks_into_one_folder_at_a_time_and_rests(place: Place) -> None:
+def test_a_walk_looks_into_one_folder_at_a_time_and_rests(place: Place, clock: Clock) -> None:
     for tail in tails(20):
         place.put(tail, 2 * KEEP)
     place.put(make_chunks(FMT, 1)[0])
     folders = len(list((place.root / "_").iterdir())) + 1
     sweep = place.sweep()
+    sweep.begin(place.view)
+    step(sweep, clock)
     place.counting.counts.clear()
-    look(sweep, place.view, folders)
-    assert place.counting.counts["list"] == folders
+    for looked in range(1, folders + 1):
+        step(sweep, clock)
+        assert place.counting.counts["list"] == looked
     # The next walk begins at an age after the first began.
-    look(sweep, place.view, 50)
+    assert KEEP / 2 < step(sweep, clock) <= KEEP
     assert place.counting.counts["list"] == folders
-    sweep._next_folder = 0.0
-    assert KEEP / 2 < sweep.step() <= KEEP
-    sweep._next_walk = 0.0
-    look(sweep, place.view, folders)
-    assert place.counting.counts["list"] == 2 * folders
+    for looked in range(folders + 1, 2 * folders + 1):
+        step(sweep, clock)
+        assert place.counting.counts["list"] == looked
     assert place.deleted == 20 * FMT.shards
 
 
-def test_the_pace_is_that_of_one_walk_in_the_age(place: Place) -> None:
-    assert place.sweep(3600.0)._pause == pytest.approx(3600 / 256)
-    assert place.sweep(1.0)._pause == 1.0
+@pytest.mark.parametrize(("keep", "pause"), [(3600.0, 3600 / 256), (1.0, 1.0)])
+def test_the_pace_is_that_of_one_walk_in_the_age(
+    place: Place, clock: Clock, keep: float, pause: float
+) -> None:
+    place.put(make_chunks(FMT, 1)[0])
+    sweep = place.sweep(keep)
+    sweep.begin(place.view)
+    assert 0 <= step(sweep, clock) <= pause
+    assert 0.5 * pause <= sweep.step() <= 1.5 * pause
 
 
 @pytest.mark.parametrize("ahead", [KEEP, -KEEP, 10 * KEEP, -10 * KEEP])
 def test_a_clock_that_is_wrong_deletes_nothing_early(
-    place: Place, monkeypatch: pytest.MonkeyPatch, ahead: float
+    place: Place, clock: Clock, monkeypatch: pytest.MonkeyPatch, ahead: float
 ) -> None:
     """Nor anything at all while it is wrong by more than an hour."""
     young = place.put(tails(1)[0], KEEP / 2)
     place.put(make_chunks(FMT, 1)[0])
     old = place.mark(ONE, 3 * KEEP)
     now = time.time() + ahead
-    monkeypatch.setattr(module.time, "time", lambda: now)
-    walk(place.sweep(), place.view)
+    monkeypatch.setattr(time, "time", lambda: now)
+    walk(place.sweep(), place.view, clock)
     assert all(path.exists() for path in young)
     assert old.exists() == (abs(ahead) > 3600)
 
 
-def test_a_modification_in_the_future_makes_nothing_old(place: Place) -> None:
+def test_a_modification_in_the_future_makes_nothing_old(place: Place, clock: Clock) -> None:
     young = [*place.put(tails(1)[0], KEEP / 2), *place.put(make_chunks(FMT, 1)[0], -10 * KEEP)]
-    walk(place.sweep(), place.view)
+    walk(place.sweep(), place.view, clock)
     assert all(path.exists() for path in young)
 
 
 # ------------------------------------------------------------------------------- its own
 
 
-def test_what_it_wrote_itself_goes_at_its_age_without_a_walk(place: Place) -> None:
+def test_what_it_wrote_itself_goes_at_its_age_without_a_walk(place: Place, clock: Clock) -> None:
     """Of this process's own leftovers no clock of the storage is asked."""
     one, two = tails(2)
     paths = [place.put(one), place.put(two)]
     marker = place.mark(ONE)
     sweep = place.sweep(walks=False)
-    for shard in range(FMT.shards):
-        sweep.wrote(place.view, ObjectRef(one, shard))
+    for tail in (one, two):
+        for shard in range(FMT.shards):
+            sweep.wrote(place.view, ObjectRef(tail, shard))
     sweep.wrote(place.view, ONE)
-    sweep.step()
+    assert sweep.step() == pytest.approx(KEEP)
     assert place.deleted == 0
-    for key in sweep._own:
-        sweep._own[key] -= KEEP + 1
+    clock.now += KEEP + 1
     for shard in range(FMT.shards):
         # Stored or found again: it is of use still.
         sweep.wrote(place.view, ObjectRef(two, shard))
     sweep.step()
     assert not any(path.exists() for path in [*paths[0], marker])
     assert all(path.exists() for path in paths[1])
-    assert len(sweep._own) == FMT.shards
     assert place.deleted == FMT.shards + 1
+    clock.now += KEEP + 1
+    assert sweep.step() == pytest.approx(KEEP), "nothing is left"
+    assert not any(path.exists() for path in paths[1])
 
 
-def test_the_account_of_its_own_is_bounded(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_MOST_OWN", 3)
+def test_the_account_of_its_own_is_bounded(
+    place: Place, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sweep = place.sweep(walks=False)
-    for number in range(10):
+    for number in range(66_000):
         sweep.wrote(place.view, f"{number:032x}")
-    assert len(sweep._own) == 3
+    deleted: list[str] = []
+    monkeypatch.setattr(place.shelf.backend, "delete", deleted.append)
+    clock.now += KEEP + 1
+    sweep.step()
+    assert 1000 < len(deleted) < 66_000
 
 
 def test_it_sweeps_on_a_thread_of_its_own_once_there_was_a_hand_over(place: Place) -> None:
     tail = tails(1)[0]
     paths = place.put(tail)
+    before = threads()
     sweep = place.sweep(0.05)
-    assert sweep._thread is None
+    assert not threads() - before
     sweep.begin(place.view)
     for shard in range(FMT.shards):
         sweep.wrote(place.view, ObjectRef(tail, shard))
     until(lambda: not any(path.exists() for path in paths))
-    assert sweep._thread is not None
-    assert sweep._thread.daemon
-    thread = sweep._thread
+    (thread,) = threads() - before
+    assert thread.daemon
     sweep.begin(place.view)
-    assert sweep._thread is thread
+    assert threads() - before == {thread}
     sweep.close()
     sweep.close()
     until(lambda: not thread.is_alive())
 
 
 def test_a_process_without_threads_goes_on(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = threads()
     sweep = place.sweep()
     with none_can_be_started(monkeypatch, "kvshelf-sweep"):
         sweep.begin(place.view)
-    assert sweep._thread is None
+    assert not threads() - before
     sweep.begin(place.view)
-    assert sweep._thread is not None
+    assert len(threads() - before) == 1
 
 
 # ------------------------------------------------------------------------------- tails in use
 
 
-def test_a_tail_that_is_used_goes_at_its_age_after_the_last_use(place: Place) -> None:
+def test_a_tail_that_is_used_goes_at_its_age_after_the_last_use(place: Place, clock: Clock) -> None:
     used, unused = tails(2)
     paths, others = place.put(used, 2 * KEEP), place.put(unused, 2 * KEEP)
     place.put(make_chunks(FMT, 1)[0])
     sweep = place.sweep()
     for shard in range(FMT.shards):
         sweep.used(place.view, ObjectRef(used, shard))
-    until(lambda: all(time.time() - path.stat().st_atime < KEEP / 10 for path in paths))
-    walk(place.sweep(), place.view)
+    sweep.step()
+    assert all(time.time() - path.stat().st_atime < KEEP / 10 for path in paths)
+    walk(place.sweep(), place.view, clock)
     assert all(path.exists() for path in paths)
     assert not any(path.exists() for path in others)
     then = time.time() - 2 * KEEP
     for path in paths:
         os.utime(path, (then + 1, then))
-    walk(place.sweep(), place.view)
+    walk(place.sweep(), place.view, clock)
     assert not any(path.exists() for path in paths)
 
 
-def test_a_process_keeps_its_own_tail_as_long_as_others_use_it(place: Place) -> None:
+def test_a_process_keeps_its_own_tail_as_long_as_others_use_it(place: Place, clock: Clock) -> None:
     one, two = tails(2)
     paths = [place.put(one, 2 * KEEP), place.put(two, 2 * KEEP)]
     mine, theirs = place.sweep(walks=False), place.sweep(walks=False)
@@ -282,9 +313,8 @@ def test_a_process_keeps_its_own_tail_as_long_as_others_use_it(place: Place) -> 
             mine.wrote(place.view, ObjectRef(chunk, shard))
     for shard in range(FMT.shards):
         theirs.used(place.view, ObjectRef(one, shard))
-    until(lambda: all(time.time() - path.stat().st_atime < KEEP / 10 for path in paths[0]))
-    for key in mine._own:
-        mine._own[key] -= KEEP + 1
+    theirs.step()
+    clock.now += KEEP + 1
     mine.step()
     assert all(path.exists() for path in paths[0])
     assert not any(path.exists() for path in paths[1])
@@ -292,92 +322,104 @@ def test_a_process_keeps_its_own_tail_as_long_as_others_use_it(place: Place) -> 
     then = time.time() - 2 * KEEP
     for path in paths[0]:
         os.utime(path, (then + 1, then))
-    for key in mine._own:
-        mine._own[key] -= KEEP + 1
+    clock.now += KEEP + 1
     mine.step()
     assert not any(path.exists() for path in paths[0])
 
 
-def test_its_own_uses_need_no_storage_to_keep_a_tail(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # The thread would delete the last shards before their use is noted.
-    monkeypatch.setattr(Sweep, "_start", lambda _: None)
+def test_its_own_uses_need_no_storage_to_keep_a_tail(place: Place, clock: Clock) -> None:
     tail = tails(1)[0]
     paths = place.put(tail, 2 * KEEP)
     sweep = place.sweep(walks=False)
     refs = [ObjectRef(tail, shard) for shard in range(FMT.shards)]
     for ref in refs:
         sweep.wrote(place.view, ref)
-    for key in sweep._own:
-        sweep._own[key] -= KEEP + 1
+    clock.now += KEEP + 1
     place.faults.add(Fault("touch", error=TransientStorageError(5, "down", "x")))
     for ref in refs:
         sweep.used(place.view, ref)
-    sweep.step()
-    sweep.close()
-    assert all(due > time.monotonic() for due in sweep._own.values())
+    assert sweep.step() == pytest.approx(KEEP)
     assert all(path.exists() for path in paths)
 
 
-def test_uses_are_recorded_a_few_times_in_an_age(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "_MOST_OWN", 3)
-    monkeypatch.setattr(Sweep, "_start", lambda _: None)
-    sweep = place.sweep(walks=False)
-    refs = [ObjectRef(tail, 0) for tail in tails(4)]
-    touched: list[str] = []
-    monkeypatch.setattr(place.shelf.backend, "touch", touched.append)
+@pytest.fixture
+def touched(place: Place, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of all objects whose use was recorded."""
+    names: list[str] = []
+    monkeypatch.setattr(place.shelf.backend, "touch", names.append)
+    return names
 
-    def use(ref: ObjectRef) -> list[str]:
+
+def test_uses_are_recorded_a_few_times_in_an_age(
+    place: Place, clock: Clock, touched: list[str]
+) -> None:
+    sweep = place.sweep(walks=False)
+    ref = ObjectRef(tails(1)[0], 0)
+    for seconds, times in [(0, 1), (1, 1), (KEEP / 4 - 2, 1), (1, 2), (KEEP / 4, 3)]:
+        clock.now += seconds
         for _ in range(3):
             sweep.used(place.view, ref)
-        touched.clear()
-        sweep._record_uses()
-        return list(touched)
+        sweep.step()
+        assert touched == times * [place.view.name(ref)]
 
-    assert use(refs[0]) == [place.view.name(refs[0])]
-    assert use(refs[0]) == []
-    sweep._used[place.view, refs[0]] -= KEEP / 4
-    assert use(refs[0]) == [place.view.name(refs[0])]
-    for ref in refs[1:]:
-        assert len(use(ref)) == 1
-    assert len(sweep._used) == 3
+
+def test_the_account_of_uses_is_bounded(place: Place, clock: Clock, touched: list[str]) -> None:
+    """What was used first is forgotten first, and recorded once more when it is used again."""
+    sweep = place.sweep(walks=False)
+    tail = tails(1)[0]
+    refs = [ObjectRef(replace(tail, key=number.to_bytes(32, "big")), 0) for number in range(66_000)]
+    for ref in refs:
+        sweep.used(place.view, ref)
+    sweep.step()
+    assert 1000 < len(touched) < 66_000
+    touched.clear()
+    sweep.used(place.view, refs[0])
+    sweep.used(place.view, refs[-1])
+    sweep.step()
+    assert touched == [place.view.name(refs[0])]
 
 
 def test_an_engine_that_only_loads_tails_rests_until_the_next_use(
-    place: Place, monkeypatch: pytest.MonkeyPatch
+    place: Place, touched: list[str]
 ) -> None:
-    monkeypatch.setattr(Sweep, "_start", lambda _: None)
-    sweep = place.sweep()
-    assert sweep.step() == pytest.approx(KEEP, abs=1)
-    sweep.used(place.view, ObjectRef(tails(1)[0], 0))
-    assert sweep._wake.is_set()
-    assert sweep.step() == pytest.approx(KEEP, abs=1)
+    sweep = place.sweep(100.0)
+    for number, tail in enumerate(tails(3), 1):
+        sweep.used(place.view, ObjectRef(tail, 0))
+        until(lambda number=number: len(touched) == number)  # type: ignore[misc]
+    assert place.counting.counts["list"] == 0
     # It walks as soon as it stores tails itself.
-    sweep._wake.clear()
     sweep.begin(place.view)
-    assert sweep._wake.is_set()
-    assert sweep.step() <= sweep._pause
+    until(lambda: place.counting.counts["list"] > 0)
 
 
-def test_a_use_that_cannot_be_recorded_is_left_out(place: Place) -> None:
+def test_without_tails_of_its_own_an_engine_has_nothing_to_do(place: Place, clock: Clock) -> None:
+    sweep = place.sweep()
+    assert sweep.step() == pytest.approx(KEEP)
+    sweep.used(place.view, ObjectRef(tails(1)[0], 0))
+    assert sweep.step() == pytest.approx(KEEP)
+    sweep.begin(place.view)
+    assert sweep.step() < KEEP / 100
+
+
+def test_a_use_that_cannot_be_recorded_is_left_out(place: Place, clock: Clock) -> None:
     tail = tails(1)[0]
     place.put(tail)
     place.faults.add(Fault("touch", error=TransientStorageError(5, "down", "x")))
     sweep = place.sweep()
     sweep.used(place.view, ObjectRef(tail, 0))
-    until(lambda: not sweep._uses)
-    assert sweep._thread is not None
-    assert sweep._walks
+    assert sweep.step() == pytest.approx(KEEP)
+    assert place.counting.counts["touch"] == 1
+    old = place.mark(ONE, 2 * KEEP)
+    walk(sweep, place.view, clock)
+    assert place.counting.counts["touch"] == 1
+    assert not old.exists()
 
 
 # ------------------------------------------------------------------------------- trouble
 
 
 def test_where_others_leftovers_may_not_be_deleted_its_own_are(
-    place: Place, caplog: pytest.LogCaptureFixture
+    place: Place, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     mine, theirs = tails(2)
     paths, others = place.put(mine), place.put(theirs, 2 * KEEP)
@@ -385,12 +427,10 @@ def test_where_others_leftovers_may_not_be_deleted_its_own_are(
     refused = ReadOnlyStorageError(errno.EACCES, "deleting failed: EACCES", "x")
     place.faults.add(Fault("delete", f"*{theirs.key.hex()}*", error=refused))
     sweep = place.sweep()
-    walk(sweep, place.view)
+    walk(sweep, place.view, clock)
     for shard in range(FMT.shards):
         sweep.wrote(place.view, ObjectRef(mine, shard))
-    for key in sweep._own:
-        sweep._own[key] -= KEEP + 1
-    walk(sweep, place.view)
+    walk(sweep, place.view, clock)
     assert all(path.exists() for path in others)
     assert not any(path.exists() for path in paths)
     assert caplog.text.count("are not deleted, here and later") == 1
@@ -404,52 +444,52 @@ def test_where_nothing_may_be_deleted_it_stops(
     path = place.mark(ONE)
     refused = ReadOnlyStorageError(errno.EACCES, "deleting failed: EACCES", "x")
     place.faults.add(Fault("delete", error=refused))
+    before = threads()
     sweep = place.sweep(0.02)
     sweep.wrote(place.view, ONE)
     sweep.begin(place.view)
-    until(lambda: sweep._thread is not None and not sweep._thread.is_alive())
+    until(lambda: place.counting.counts["delete"] > 0 and not threads() - before)
     assert path.exists()
     assert caplog.text.count("are not deleted, here and later") == 1
     assert place.deleted == 0
 
 
 def test_a_storage_that_is_down_is_asked_again_later(
-    place: Place, caplog: pytest.LogCaptureFixture
+    place: Place, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = place.mark(ONE)
     sweep = place.sweep(walks=False)
     sweep.wrote(place.view, ONE)
-    sweep._own[place.view, ONE] = 0.0
+    clock.now += KEEP + 1
     place.faults.add(Fault("delete", error=TransientStorageError(5, "down", "x")))
-    assert sweep.step() == module._TROUBLE_SECONDS
+    assert 10.0 < sweep.step() < 100.0
     place.faults.heal()
     sweep.step()
     assert not path.exists()
     assert not caplog.text
 
 
-def test_a_listing_that_is_forbidden_ends_the_walks_alone(place: Place) -> None:
+def test_a_listing_that_is_forbidden_ends_the_walks_alone(place: Place, clock: Clock) -> None:
     path = place.mark(ONE)
     place.faults.add(Fault("list", error=PermanentStorageError(13, "no", "x")))
     sweep = place.sweep()
-    look(sweep, place.view, 5)
+    walk(sweep, place.view, clock)
     assert place.counting.counts["list"] == 1
     sweep.wrote(place.view, ONE)
-    sweep._own[place.view, ONE] = 0.0
+    clock.now += KEEP + 1
     sweep.step()
     assert not path.exists()
 
 
-def test_something_else_in_the_place_is_left(place: Place) -> None:
+def test_something_else_in_the_place_is_left(place: Place, clock: Clock) -> None:
     path = place.mark(ONE)
     path.unlink()
     path.mkdir()
     sweep = place.sweep(walks=False)
     sweep.wrote(place.view, ONE)
-    sweep._own[place.view, ONE] = 0.0
-    sweep.step()
+    clock.now += KEEP + 1
+    assert sweep.step() == pytest.approx(KEEP), "it is forgotten"
     assert path.is_dir()
-    assert not sweep._own
 
 
 def test_a_mistake_of_its_own_ends_it(
@@ -459,8 +499,8 @@ def test_a_mistake_of_its_own_ends_it(
         raise RuntimeError("a mistake")
 
     monkeypatch.setattr(NamespaceView, "folder", broken)
+    before = threads()
     sweep = place.sweep(0.01)
     sweep.wrote(place.view, ONE)
     sweep.begin(place.view)
-    until(lambda: sweep._thread is not None and not sweep._thread.is_alive())
-    assert "not deleted any more" in caplog.text
+    until(lambda: "not deleted any more" in caplog.text and not threads() - before)
