@@ -8,8 +8,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +20,8 @@ from parts import make_chunks, make_format, until
 from shelves import LaterBackend, Place
 
 from kvshelf.capacity import sweeper as sweeper_module
-from kvshelf.capacity.lease import SWEEP, Finding, Lease, Record
+from kvshelf.capacity.collect import Plan, plan
+from kvshelf.capacity.lease import SWEEP, Lease, Record
 from kvshelf.capacity.pins import Pin, Pins
 from kvshelf.capacity.sweeper import Sweeper
 from kvshelf.config import CapacityConfig
@@ -56,30 +57,55 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
 
 
 @pytest.fixture
-def make(place: Place) -> Iterator[Callable[..., Sweeper]]:
+def counters() -> Counters:
+    """What the sweepers of a test count together."""
+    return Counters()
+
+
+@pytest.fixture
+def make(place: Place, counters: Counters) -> Iterator[Callable[..., Sweeper]]:
     made: list[Sweeper] = []
 
     def make(options: dict[str, Any] | None = None, **capacity: object) -> Sweeper:
-        sweeper = Sweeper(
-            place.shelf,
-            CapacityConfig.model_validate(capacity),
-            Counters(),
-            **(options or {}),
-        )
-        made.append(sweeper)
-        return sweeper
+        given = {"counters": counters, **(options or {})}
+        made.append(Sweeper(place.shelf, CapacityConfig.model_validate(capacity), **given))
+        return made[-1]
 
     yield make
     for sweeper in made:
         sweeper.close()
 
 
+@pytest.fixture
+def later(place: Place, monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Lets time pass for sweepers and for the storage."""
+    passed = 0.0
+
+    def let_pass(seconds: float) -> None:
+        nonlocal passed
+        passed += seconds
+        place.later.ahead += seconds
+
+    clock = SimpleNamespace(
+        monotonic=lambda: time.monotonic() + passed,
+        time=lambda: time.time() + passed,
+        thread_time=time.thread_time,
+        sleep=time.sleep,
+    )
+    monkeypatch.setattr(sweeper_module, "time", clock)
+    return let_pass
+
+
+def threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name == "kvshelf-capacity"}
+
+
 def objects(place: Place) -> set[str]:
     return {name for name in place.files() if name.endswith(".safetensors")}
 
 
-def count(sweeper: Sweeper, name: str) -> float:
-    return sweeper._counters.snapshot().get(name, 0)
+def count(counters: Counters, name: str) -> float:
+    return counters.snapshot().get(name, 0)
 
 
 def fill(place: Place) -> list[str]:
@@ -90,7 +116,7 @@ def fill(place: Place) -> list[str]:
 
 
 def test_without_bounds_nothing_is_listed_and_nothing_deleted(
-    place: Place, make: Callable[..., Sweeper]
+    place: Place, make: Callable[..., Sweeper], counters: Counters
 ) -> None:
     fill(place)
     before = place.files()
@@ -99,7 +125,7 @@ def test_without_bounds_nothing_is_listed_and_nothing_deleted(
     sweeper.step()
     assert set(place.counting.counts) == {"space"}
     assert place.files() == before
-    assert sweeper._counters.take()["storage_free_bytes"] > 0
+    assert counters.take()["storage_free_bytes"] > 0
 
 
 def test_orphans_go_when_stores_find_too_little_room(
@@ -128,14 +154,14 @@ def test_orphans_go_when_stores_find_too_little_room(
 
 
 def test_nothing_runs_if_nothing_is_bounded(place: Place, make: Callable[..., Sweeper]) -> None:
-    sweeper = make(min_free=0)
-    sweeper.start()
-    assert sweeper._thread is None
+    before = threads()
+    make(min_free=0).start()
+    assert not threads() - before
     assert place.backend.bound is None
 
 
 def test_above_the_bound_the_ends_of_old_prompts_go_first(
-    place: Place, make: Callable[..., Sweeper]
+    place: Place, make: Callable[..., Sweeper], counters: Counters
 ) -> None:
     old = fill(place)
     evicted: list[tuple[bytes, int]] = []
@@ -147,8 +173,8 @@ def test_above_the_bound_the_ends_of_old_prompts_go_first(
     gone = set(old) - objects(place)
     assert len(objects(place)) + len(gone) == 20 * FMT.shards, "only the older prompt lost chunks"
     assert gone == set(old[-len(gone) :])
-    assert count(sweeper, "shelf_evicted_objects") == len(gone)
-    assert count(sweeper, "shelf_evicted_bytes") == len(gone) * FMT.object_size(0)
+    assert count(counters, "shelf_evicted_objects") == len(gone)
+    assert count(counters, "shelf_evicted_bytes") == len(gone) * FMT.object_size(0)
     assert [index for _, index in evicted] == sorted((i for _, i in evicted), reverse=True)
     assert {key for key, _ in evicted} == {chunk.key for chunk in CHUNKS[-len(evicted) :]}
     found = Lease(place.backend).read(place.later.now()).finding
@@ -158,7 +184,7 @@ def test_above_the_bound_the_ends_of_old_prompts_go_first(
 
 @pytest.mark.parametrize("chunks", [1.5, 2.9, 4.5, 9.05])
 def test_a_bound_of_a_few_chunks_always_has_room_for_the_next_one(
-    place: Place, make: Callable[..., Sweeper], chunks: float
+    place: Place, make: Callable[..., Sweeper], chunks: float, counters: Counters
 ) -> None:
     """Also where the last chunk that has room leaves less than 90 % in use."""
     sweeper = make(max_bytes=int(chunks * CHUNK_BYTES))
@@ -167,19 +193,21 @@ def test_a_bound_of_a_few_chunks_always_has_room_for_the_next_one(
         until(lambda: sweeper.step() > 0 and sweeper.room.allows(CHUNK_BYTES))
         place.put(FMT, make_chunks(FMT, 1, seed), age=HOUR)
         assert len(objects(place)) <= int(chunks) * FMT.shards
-    assert count(sweeper, "shelf_evicted_objects") > 0
+    assert count(counters, "shelf_evicted_objects") > 0
 
 
 def test_a_store_that_is_larger_than_the_bound_deletes_nothing(
-    place: Place, make: Callable[..., Sweeper]
+    place: Place, make: Callable[..., Sweeper], later: Callable[[float], None]
 ) -> None:
     fill(place)
     before = objects(place)
     sweeper = make(max_bytes=40 * CHUNK_BYTES)
     sweeper.step()
     assert not sweeper.room.allows(41 * CHUNK_BYTES)
-    sweeper._not_before = 0.0
+    later(2 * HOUR)
+    place.counting.counts.clear()
     sweeper.step()
+    assert place.counting.counts["entries"] > 0
     assert objects(place) == before
 
 
@@ -198,15 +226,15 @@ def test_what_one_engine_found_others_need_not_look_for(
     fill(place)
     make(max_bytes=40 * CHUNK_BYTES).step()
     place.counting.counts.clear()
-    other = make(max_bytes=40 * CHUNK_BYTES)
-    other.step()
+    others = Counters()
+    make({"counters": others}, max_bytes=40 * CHUNK_BYTES).step()
     assert place.counting.counts["entries"] == 0
-    used = other._counters.take()["shelf_used_bytes"]
+    used = others.take()["shelf_used_bytes"]
     assert used >= 20 * CHUNK_BYTES
 
 
 def test_a_rank_that_does_not_sweep_knows_what_the_one_found_that_does(
-    place: Place, make: Callable[..., Sweeper]
+    place: Place, make: Callable[..., Sweeper], later: Callable[[float], None]
 ) -> None:
     fill(place)
     rank = make({"sweeps": False}, max_bytes=20 * CHUNK_BYTES)
@@ -214,13 +242,15 @@ def test_a_rank_that_does_not_sweep_knows_what_the_one_found_that_does(
     assert place.counting.counts["entries"] == 0
     assert rank.room.allows(1 << 20), "nothing is known yet"
     make(max_bytes=20 * CHUNK_BYTES).step()
-    rank._read_at -= HOUR
+    later(60.0)
     rank.step()
     assert not rank.room.allows(10 * CHUNK_BYTES)
     assert rank.room.allows(CHUNK_BYTES)
 
 
-def test_who_finds_the_lease_taken_waits(place: Place, make: Callable[..., Sweeper]) -> None:
+def test_who_finds_the_lease_taken_waits(
+    place: Place, make: Callable[..., Sweeper], later: Callable[[float], None]
+) -> None:
     fill(place)
     before = objects(place)
     lease = Lease(place.backend)
@@ -230,7 +260,7 @@ def test_who_finds_the_lease_taken_waits(place: Place, make: Callable[..., Sweep
     sweeper.step()
     assert objects(place) == before
     lease.release(taken)
-    sweeper._not_before = 0.0
+    later(60.0)
     sweeper.step()
     assert objects(place) < before
 
@@ -238,14 +268,15 @@ def test_who_finds_the_lease_taken_waits(place: Place, make: Callable[..., Sweep
 def test_the_smallest_bound_acts_on_all(place: Place, make: Callable[..., Sweeper]) -> None:
     fill(place)
     make(max_bytes=30 * CHUNK_BYTES).step()
-    large = make(max_bytes=1000 * CHUNK_BYTES)
-    large.step()
-    assert large._counters.take()["shelf_limit_bytes"] == 30 * CHUNK_BYTES
+    others = Counters()
+    make({"counters": others}, max_bytes=1000 * CHUNK_BYTES).step()
+    assert others.take()["shelf_limit_bytes"] == 30 * CHUNK_BYTES
 
 
-def finding(place: Place, **changes: Any) -> Finding:
-    found = Finding(at=place.later.now(), nbytes=CHUNK_BYTES, seconds=0.0, free=None)
-    return replace(found, **changes)
+def write_record(place: Place, **fields: Any) -> None:
+    path = place.root / SWEEP
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"version": 1, "owner": "x", "until": 0, **fields}))
 
 
 @pytest.mark.parametrize(
@@ -277,14 +308,24 @@ def finding(place: Place, **changes: Any) -> Finding:
 def test_when_a_sweep_is_due(
     place: Place,
     make: Callable[..., Sweeper],
+    counters: Counters,
+    later: Callable[[float], None],
+    monkeypatch: pytest.MonkeyPatch,
     capacity: dict[str, object],
     found: dict[str, Any],
     due: float,
 ) -> None:
+    monkeypatch.setattr(place.later, "space", lambda: Space(1000, 10000))
+    at = place.later.now() - found["age"]
+    write_record(place, finding={"seconds": 0.0, **found, "at": at})
     sweeper = make(**capacity)
-    now = place.later.now()
-    sweeper._record = Record(finding=finding(place, at=now - found.pop("age"), **found))
-    assert sweeper._due_in(Space(1000, 10000), now) == pytest.approx(due)
+    if due:
+        later(due - 0.5)
+        sweeper.step()
+        assert count(counters, "sweeps") == 0
+        later(1.0)
+    sweeper.step()
+    assert count(counters, "sweeps") == 1
 
 
 def test_a_sweep_that_is_due_soon_waits_for_no_store(
@@ -300,7 +341,7 @@ def test_a_sweep_that_is_due_soon_waits_for_no_store(
 
 
 def test_the_first_look_is_a_sweep_and_a_failed_one_is_not_repeated_at_once(
-    place: Place, make: Callable[..., Sweeper]
+    place: Place, make: Callable[..., Sweeper], counters: Counters
 ) -> None:
     fill(place)
     place.faults.add(Fault("entries", error=TransientStorageError(5, "EIO")))
@@ -311,7 +352,7 @@ def test_the_first_look_is_a_sweep_and_a_failed_one_is_not_repeated_at_once(
     sweeper.step()
     assert place.counting.counts["entries"] == listed
     assert place.backend.reads.is_closed
-    assert count(sweeper, "sweeps") == 0
+    assert count(counters, "sweeps") == 0
     assert Lease(place.backend).read(place.later.now()).until == 0.0, "the lease was given back"
 
 
@@ -321,6 +362,7 @@ def test_a_storage_that_refuses_is_named_once(
     make: Callable[..., Sweeper],
     caplog: pytest.LogCaptureFixture,
     operation: str,
+    later: Callable[[float], None],
 ) -> None:
     fill(place)
     before = objects(place)
@@ -329,9 +371,7 @@ def test_a_storage_that_refuses_is_named_once(
     for _ in range(3):
         sweeper.step()
     tries = place.counting.counts[operation]
-    sweeper._not_before = 0.0
-    sweeper._record = replace(sweeper._record, finding=None)
-    (place.root / SWEEP).unlink()
+    later(2 * HOUR)
     sweeper.step()
     assert place.counting.counts[operation] > tries, "an hour later it tries again"
     assert objects(place) == before
@@ -341,14 +381,14 @@ def test_a_storage_that_refuses_is_named_once(
 
 
 def test_some_files_of_others_do_not_end_a_sweep(
-    place: Place, make: Callable[..., Sweeper], caplog: pytest.LogCaptureFixture
+    place: Place, make: Callable[..., Sweeper], caplog: pytest.LogCaptureFixture, counters: Counters
 ) -> None:
     old = fill(place)
     place.faults.add(Fault("delete", old[-1], error=PermanentStorageError(1, "EPERM")))
     sweeper = make(max_bytes=20 * CHUNK_BYTES)
     sweeper.step()
     assert old[-1] in objects(place)
-    assert count(sweeper, "shelf_evicted_objects") > 0
+    assert count(counters, "shelf_evicted_objects") > 0
     assert not caplog.records
 
 
@@ -392,14 +432,14 @@ def test_a_slow_listing_holds_up_nothing_and_counts_as_no_failure(
 
 
 def test_pins_do_not_lift_the_bound(
-    place: Place, make: Callable[..., Sweeper], caplog: pytest.LogCaptureFixture
+    place: Place, make: Callable[..., Sweeper], caplog: pytest.LogCaptureFixture, counters: Counters
 ) -> None:
     fill(place)
     before = objects(place)
     Pins.add(place.backend, "all", Pin(namespace=FMT.namespace.folder))
     sweeper = make(max_bytes=10 * CHUNK_BYTES)
     sweeper.start()
-    until(lambda: count(sweeper, "sweeps") > 0)
+    until(lambda: count(counters, "sweeps") > 0)
     until(lambda: not place.backend.has_room(1))
     assert objects(place) == before
     assert "pin" in caplog.text
@@ -408,11 +448,11 @@ def test_pins_do_not_lift_the_bound(
 
 
 def test_a_store_wakes_it(
-    place: Place, make: Callable[..., Sweeper], monkeypatch: pytest.MonkeyPatch
+    place: Place, make: Callable[..., Sweeper], monkeypatch: pytest.MonkeyPatch, counters: Counters
 ) -> None:
     sweeper = make(max_bytes=100 * CHUNK_BYTES)
     sweeper.start()
-    until(lambda: count(sweeper, "sweeps") > 0)
+    until(lambda: count(counters, "sweeps") > 0)
     until(lambda: not sweeper.room.wake.is_set())
     looks = place.counting.counts["space"]
     place.backend.has_room(1)
@@ -429,13 +469,12 @@ def test_stores_know_the_room_while_a_sweep_goes_on(
     fill(place)
     place.put(FMT, make_chunks(FMT, 8, 11), age=HOUR)
     allowed: list[bool] = []
-    sweep = sweeper._list_and_delete
 
-    def observed(*arguments: Any) -> Any:
+    def observed(*arguments: Any, **options: Any) -> Plan:
         allowed.append(sweeper.room.allows(5 * CHUNK_BYTES))
-        return sweep(*arguments)
+        return plan(*arguments, **options)
 
-    monkeypatch.setattr(sweeper, "_list_and_delete", observed)
+    monkeypatch.setattr(sweeper_module, "plan", observed)
     until(lambda: sweeper.step() > 0 and bool(allowed))
     assert allowed == [False]
     assert sweeper.room.allows(5 * CHUNK_BYTES)
@@ -448,6 +487,8 @@ def test_an_error_of_its_own_keeps_the_bounds_and_is_tried_again(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     where: str,
+    later: Callable[[float], None],
+    counters: Counters,
 ) -> None:
     fill(place)
     sweeper = make(max_bytes=19 * CHUNK_BYTES, min_free=1000)
@@ -460,21 +501,15 @@ def test_an_error_of_its_own_keeps_the_bounds_and_is_tried_again(
         patch.setattr(sweeper_module, where, broken)
         assert sweeper.step() > 0
         if where == "plan":
-            assert count(sweeper, "sweep_errors") == 1
+            assert count(counters, "sweep_errors") == 1
             assert "tried again in an hour" in caplog.text
             assert not place.backend.has_room(1 << 60), "min_free goes on"
             sweeper.step()
-            assert count(sweeper, "sweep_errors") == 1
+            assert count(counters, "sweep_errors") == 1
     assert place.backend.bound is sweeper.room
     assert len(objects(place)) == 20 * FMT.shards
-    sweeper._not_before = sweeper._not_read_before = 0.0
+    later(2 * HOUR)
     until(lambda: sweeper.step() > 0 and len(objects(place)) < 20 * FMT.shards)
-
-
-def write_record(place: Place, **fields: Any) -> None:
-    path = place.root / SWEEP
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"version": 1, "owner": "x", "until": 0, **fields}))
 
 
 def test_no_deletion_follows_from_the_bound_in_a_record(
@@ -499,7 +534,10 @@ def test_no_deletion_follows_from_the_bound_in_a_record(
     ],
 )
 def test_no_endless_pause_follows_from_a_finding(
-    place: Place, make: Callable[..., Sweeper], found: dict[str, Any]
+    place: Place,
+    make: Callable[..., Sweeper],
+    found: dict[str, Any],
+    later: Callable[[float], None],
 ) -> None:
     fill(place)
     write_record(place, finding={"at": place.later.now() - 1, **found})
@@ -509,10 +547,9 @@ def test_no_endless_pause_follows_from_a_finding(
         assert len(objects(place)) <= 8 * FMT.shards
         assert sweeper.room.allows(CHUNK_BYTES)
     else:
-        sweeper._record = replace(
-            sweeper._record, finding=replace(sweeper._record.finding, at=place.later.now() - HOUR)
-        )
-        assert sweeper._due_in(place.later.space(), place.later.now()) == 0
+        later(HOUR)
+        sweeper.step()
+        assert len(objects(place)) <= 8 * FMT.shards
 
 
 def test_a_wrong_clock_of_the_storage_deletes_nothing_because_of_its_age(
@@ -546,17 +583,12 @@ def test_the_record_is_small_and_readable(place: Place, make: Callable[..., Swee
 def test_a_sweep_ends_with_its_engine(place: Place, make: Callable[..., Sweeper]) -> None:
     fill(place)
     before = objects(place)
-    sweeper = make(max_bytes=CHUNK_BYTES)
-    begun = threading.Event()
-
-    def pace() -> None:
-        begun.set()
-        sweeper._closed.wait()
-
-    sweeper._rests = pace  # type: ignore[method-assign]
-    with closing(sweeper):
+    listing = threading.Event()
+    place.faults.add(Fault("entries", wait=listing))
+    running = threads()
+    with closing(make(max_bytes=CHUNK_BYTES)) as sweeper:
         sweeper.start()
-        assert begun.wait(30)
-    assert sweeper._thread is not None
-    sweeper._thread.join(30)
+        until(lambda: place.counting.counts["entries"] > 0)
+    listing.set()
+    until(lambda: not threads() - running)
     assert objects(place) == before
