@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import random
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -42,6 +44,14 @@ from kvshelf.shelf.view import NamespaceView, ObjectRef
 FMT = make_format(native=False)
 CHUNKS = make_chunks(FMT, 6)
 DAY = 86400.0
+
+
+class Prompt(list[Chunk]):
+    """Chunks whose end can be noticed."""
+
+
+def threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name == "kvshelf-uses"}
 
 
 class Clock:
@@ -168,25 +178,26 @@ def test_marks_are_written_in_batches(tmp_path: Path) -> None:
     place = Place(tmp_path, Refusing)
     with closing(place.shelf):
         uses = place.uses(resolution=3600.0)
+        counts = place.counting.counts
         for count in (1, 2, 5, 3):
             uses.hit(place.view, CHUNKS[:count])
-        uses._work()
-        assert place.counting.counts["write"] == 0
-        place.clock.now += 900
-        uses._work()
-        assert place.counting.counts["write"] == 1 and place.marked() == [0, 1, 2, 3, 4]
+        until(lambda: counts["touch"] == 5 * FMT.shards)
+        place.clock.now += 800
         uses.hit(place.view, CHUNKS)
-        uses._work()
-        place.clock.now += 900
-        uses._work()
-        assert place.counting.counts["write"] == 2 and place.count("marked_chunks") == 6
+        until(lambda: counts["touch"] == 6 * FMT.shards)
+        assert counts["write"] == 0
+        place.clock.now += 100
+        uses.hit(place.view, CHUNKS[:1])
+        until(lambda: place.count("marked_chunks") == 6)
+        assert counts["write"] == 1 and place.marked() == [0, 1, 2, 3, 4, 5]
         uses.close()
 
 
 def test_marks_do_not_pile_up_where_nobody_sweeps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(uses_module, "_MERGE_PART", 1.0)
+    # Whoever writes marks merges them as well.
+    monkeypatch.setattr(random, "random", lambda: 0.0)
     place = Place(tmp_path, Refusing)
     with closing(place.shelf):
         uses = place.uses(resolution=3600.0)
@@ -220,10 +231,11 @@ def test_only_marks_where_that_is_asked_for(place: Place) -> None:
 
 
 def test_off_is_off(place: Place) -> None:
+    before = threads()
     with closing(place.uses("off")) as uses:
         uses.hit(place.view, CHUNKS)
         uses.used(place.shelf.backend, [place.view.name(ObjectRef(CHUNKS[0], 0))])
-        assert uses.flush(PATIENCE) and uses._thread is None
+        assert uses.flush(PATIENCE) and not threads() - before
     assert place.fresh() == [] and place.marked() == []
 
 
@@ -315,29 +327,29 @@ def test_a_storage_that_hangs_holds_nobody_up(tmp_path: Path) -> None:
     hang = threading.Event()
     place.faults.add(Fault("touch", wait=hang))
     with closing(place.shelf):
+        before = threads()
         uses = place.uses()
-        uses._hurry.set()
         uses.hit(place.view, CHUNKS)
         until(lambda: place.counting.counts["touch"] == 1)
+        hits = []
         for _ in range(5000):
-            uses.hit(place.view, CHUNKS)
-        assert len(uses._queue) <= 1024
+            chunks = Prompt(CHUNKS)
+            hits.append(weakref.ref(chunks))
+            uses.hit(place.view, chunks)
+        assert sum(hit() is not None for hit in hits) <= 1025
         assert not uses.flush(0.01)
         uses.close()
         hang.set()
-        assert uses._thread is not None
-        uses._thread.join(PATIENCE)
-        assert not uses._thread.is_alive()
+        until(lambda: not threads() - before)
         # The storage may be closed by then: nothing more is asked of it but what was begun.
         assert place.counting.counts["touch"] <= FMT.shards
 
 
 def test_what_is_remembered_is_bounded(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvshelf.capacity.uses._MOST_USES", 4)
+    monkeypatch.setattr(uses_module, "_MOST_USES", 4)
     with closing(place.uses()) as uses:
         uses.hit(place.view, CHUNKS)
         assert uses.flush(PATIENCE)
-        assert len(uses._due) == 4
         uses.hit(place.view, CHUNKS[-1:])
         assert uses.flush(PATIENCE)
         assert place.counting.counts["touch"] == len(CHUNKS) * FMT.shards
