@@ -112,7 +112,7 @@ class StandIn:
 
     def request(self, message: Any) -> Future[Any]:
         future: Future[Any] = Future()
-        self._do(type(message).__name__, future, lambda: self._serve(message))
+        self._do(type(message).__name__, future, lambda: self.serve(message))
         return future
 
     def fetch(self, session: str, names: Sequence[str], sizes: Sequence[int]) -> list[Future[Loan]]:
@@ -179,7 +179,7 @@ class StandIn:
                 return
         run()
 
-    def _serve(self, message: Any) -> Any:
+    def serve(self, message: Any) -> Any:
         if isinstance(message, Register):
             namespace = Namespace.from_bytes(message.record)
             self.formats[namespace.digest.hex()[:16]] = ObjectFormat(namespace)

@@ -464,13 +464,13 @@ def test_all_shards_of_all_kinds_make_a_hit(
     ).namespace(chunk_size=CHUNK, shards=2)
     scheduler = SchedulerAdapter(URL, hybrid, BLOCK, channel=server)
     asked_for: list[list[list[str]]] = []
-    serve = server._serve
+    serve = server.serve
 
     def spy(message: Any) -> Any:
         asked_for.append(getattr(message, "chains", []))
         return serve(message)
 
-    server._serve = spy  # type: ignore[method-assign]
+    server.serve = spy  # type: ignore[method-assign]
 
     def hit(request_id: str) -> int:
         scheduler.maybe_submit_lookup_request(request_id, token_ids=prompt(2 * CHUNK))
@@ -570,13 +570,13 @@ def test_a_prompt_of_millions_of_tokens_is_looked_up_in_part(
 ) -> None:
     engine = engines()
     asked_for: list[int] = []
-    serve = server._serve
+    serve = server.serve
 
     def spy(message: Any) -> Any:
         asked_for.append(len(message.chains))
         return serve(message)
 
-    server._serve = spy  # type: ignore[method-assign]
+    server.serve = spy  # type: ignore[method-assign]
     assert engine.hit("a", block_hashes=[b"x" * MAX_HASH] * (20_000 * PER_CHUNK)) == 0
     assert 1000 < asked_for[0] <= 8192
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import select
 import socket
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -40,6 +40,7 @@ from kvshelf.metrics import Counters
 from kvshelf.server import backend as served_module
 from kvshelf.server import session
 from kvshelf.server.backend import ServedShelf, open_served
+from kvshelf.server.channel import Channel
 from kvshelf.shelf.failed_keys import FailedKeys
 from kvshelf.shelf.lookup import LookupService
 from kvshelf.shelf.shelf import Shelf
@@ -258,6 +259,15 @@ def test_a_gpu_copies_from_memory_that_cannot_be_page_locked(
         assert data == setting.image(0)
 
 
+class NoAnswer(Future[Any]):
+    """An answer that does not come in time."""
+
+    def result(self, timeout: float | None = None) -> Any:
+        assert timeout is not None
+        self.waited = timeout
+        raise TimeoutError
+
+
 def test_what_finds_no_room_in_time_is_read_past_the_memory(
     setting: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -265,17 +275,14 @@ def test_what_finds_no_room_in_time_is_read_past_the_memory(
     shelf = setting.connect()
     setting.publish(shelf, 0)
     view = shelf.view(setting.fmt)
-    waiting: list[Future[Any]] = []
-
-    def fetch(session: str, names: Sequence[str], sizes: Sequence[int]) -> list[Future[Any]]:
-        waiting.append(Future())
-        return waiting[-1:]
-
-    monkeypatch.setattr(shelf._served._channel, "fetch", fetch)
-    # Of the time that a read may take, little is left.
-    monkeypatch.setattr(served_module, "_LATER", 2 * (5.0 + 1.0) - 0.1)
+    answer = NoAnswer()
+    monkeypatch.setattr(Channel, "fetch", lambda *_: [answer])
     assert view.borrow(setting.ref(0)) is None
-    assert waiting[0].cancelled()
+    # Later than the server itself would say that its storage is late, and in time for the guard.
+    deadlines, size = shelf.backend.deadlines, setting.fmt.object_size(0)
+    served = setting.server.shelf.backend.deadlines
+    assert served.to_read(size) < answer.waited < deadlines.to_read(size)
+    assert answer.cancelled()
     data = memoryview(bytearray(setting.fmt.object_size(0)))
     view.load(setting.ref(0), data)
     assert data == setting.image(0)
@@ -289,12 +296,12 @@ def test_what_the_server_has_no_room_for_is_read_past_the_memory(
     setting.publish(shelf, 0)
     view = shelf.view(setting.fmt)
 
-    def fetch(session: str, names: Sequence[str], sizes: Sequence[int]) -> list[Future[Any]]:
+    def fetch(*_: object) -> list[Future[Any]]:
         full: Future[Any] = Future()
         full.set_exception(NoSpaceStorageError("the server's memory is full"))
         return [full]
 
-    monkeypatch.setattr(shelf._served._channel, "fetch", fetch)
+    monkeypatch.setattr(Channel, "fetch", fetch)
     assert view.borrow(setting.ref(0)) is None
     data = memoryview(bytearray(setting.fmt.object_size(0)))
     view.load(setting.ref(0), data)

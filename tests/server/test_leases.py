@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kvshelf.server.leases import Leases
+from kvshelf.server.leases import Leases, LeaseStats
 
 A, B = b"a" * 16, b"b" * 16
 
@@ -117,6 +118,29 @@ def test_the_quota_counts_distinct_memory() -> None:
     assert book.grant(A, "1", "y", 60, fetched=False)
 
 
+class Thing:
+    """What is leased, whose end can be noticed."""
+
+
+def test_what_is_no_longer_leased_is_forgotten() -> None:
+    clock = Clock()
+    book: Leases[Thing] = Leases(seconds=30.0, quota=1000, clock=clock)
+    things: weakref.WeakSet[Thing] = weakref.WeakSet()
+    for count in range(400):
+        thing = Thing()
+        things.add(thing)
+        lease = number(book.grant(A, "r", thing, 10, fetched=count % 2 == 0))
+        assert book.grant(B, "r", thing, 10, fetched=count % 3 == 0)
+        if count % 5 == 0:
+            clock.now += 31
+            book.expire()
+        book.release(A, [lease])
+        book.end_session(A, "r")
+        book.end_client(B)
+    del thing
+    assert not things
+
+
 class LeaseMachine(RuleBasedStateMachine):
     """Random operations against a plain list of leases."""
 
@@ -206,9 +230,7 @@ class LeaseMachine(RuleBasedStateMachine):
         for client in (A, B):
             self.end_client(client)
         assert not self.model
-        assert self.book.stats().nbytes == 0
-        assert not self.book._readers
-        assert not self.book._running
+        assert self.book.stats() == LeaseStats(0, 0, 0, 0, 0)
 
 
 TestLeaseMachine = LeaseMachine.TestCase

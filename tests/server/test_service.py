@@ -24,7 +24,6 @@ from kvshelf.format.namespace import Namespace
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.server.messages import MISSING, Failed, Found, LookedUp, Ready, Result, Stored
 from kvshelf.server.messages import Fault as Refusal
-from kvshelf.server.namespaces import key_of
 from kvshelf.shelf.disk_tier import DiskTier
 
 FMT = make_format()
@@ -128,13 +127,14 @@ def test_the_bytes_that_are_verified_are_those_that_are_published(
     # A client may change its segment at any time, also between two looks of the server at it.
     gate = threading.Event()
     faulty = FaultyBackend(posix(tmp_path / "shelf"), Fault("write", wait=gate))
-    desk = make_desk(faulty)
+    counting = CountingBackend(faulty)
+    desk = make_desk(counting)
     (chunk,) = chunks_of(FMT, 1)
     name, data = name_of(FMT, chunk), sealed(FMT, chunk)
     segment = bytearray(data)
     replies: list[Any] = []
     desk.service.store(A, name, memoryview(segment), "create", False, None, replies.append)
-    desk.run_until(lambda: bool(desk.shelf.backend._calls))
+    desk.run_until(lambda: counting.counts["write"] == 1)
     segment[:] = bytes(len(segment))
     gate.set()
     desk.run_until(lambda: bool(replies))
@@ -152,8 +152,13 @@ def test_an_object_is_found_in_a_folder_that_is_newer_than_the_last_listing(
     name = name_of(FMT, chunk)
     assert isinstance(desk.fetch(A, [name], [SIZE])[0], Failed)
     desk.store(A, name, sealed(FMT, chunk))
-    desk.service._residents.remove(key_of(name))
+    # What else is stored takes all of the memory.
+    for number in range(8):
+        data = bytes([number]) * int(desk.stat("capacity_bytes") / 4)
+        name_in_memory = f"hash/{FMT.namespace.digest.hex()}/{number}"
+        assert desk.remember(A, name_in_memory, data) == Stored("created")
     assert isinstance(desk.fetch(A, [name], [SIZE])[0], Ready)
+    assert desk.stat("read_objects") == 1
 
 
 def test_a_bad_object_of_the_shelf_reaches_nobody(

@@ -12,7 +12,6 @@ from desk import Desk, chunks_of, name_of, sealed
 from parts import make_format, posix
 
 from kvshelf.server.messages import MISSING, Failed, Fault, LookedUp, Ready, Stored
-from kvshelf.server.namespaces import key_of
 
 FMT = make_format()
 SIZE = FMT.object_size(0)
@@ -28,6 +27,8 @@ CLIENTS = [bytes([number]) * 16 for number in range(1, 5)]
 #: Room for about half of all objects.
 ARENA_BYTES = 48 * 8192
 LEASE = 30.0
+#: Objects of this size fill the memory.
+PAGE = 4096
 #: Leases that a client keeps: never so many that others find no room for long.
 MOST_KEPT = 6
 #: Part of the memory that may be in use before the sessions of lookups end. An object takes almost
@@ -186,7 +187,9 @@ class Model:
             for chunk in CHUNKS[first : first + 3]
         ]
         client = self.client()
-        room = self.desk.service._fetches.room(client)
+        stats = self.desk.service.stats()
+        # A client may hold half of the memory, and holds no more than all clients do.
+        room = stats["capacity_bytes"] / 2 - stats["leased_bytes"]
         reply = self.desk.ask("lookup", client, self.random.choice("xyz"), chains)
         on_shelf = [all(name in self.stored for name in names) for names in chains]
         assert isinstance(reply, LookedUp)
@@ -258,12 +261,15 @@ class Model:
         stats = self.desk.service.stats()
         left = ("leases", "leased_bytes", "pinned_bytes", "clients", "reads", "stores", "waiting")
         assert not {name: stats[name] for name in left if stats[name]}
-        residents = self.desk.service._residents
-        for name in CONTENT:
-            residents.remove(key_of(name))
+        pages = stats["capacity_bytes"] // PAGE
+        for page in range(pages):
+            name = f"hash/{FMT.namespace.digest.hex()}/page {page}"
+            assert self.desk.remember(CLIENTS[0], name, bytes([page % 256]) * PAGE) == Stored(
+                "created"
+            )
+        self.desk.settle()
         stats = self.desk.service.stats()
-        assert stats["objects"] == stats["bytes"] == stats["wasted_bytes"] == 0
-        assert stats["largest_free_bytes"] == stats["capacity_bytes"]
+        assert (stats["objects"], stats["bytes"]) == (pages, stats["capacity_bytes"])
 
 
 @pytest.mark.parametrize("seed", range(2))
