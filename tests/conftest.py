@@ -12,11 +12,12 @@ import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import not_tested
 import pytest
 from hypothesis import HealthCheck, settings
 
 from kvshelf.buffers import Buffer, BufferPool
+from tests import not_tested
+from tests.support.servers import S3Server, command, rclone_s3
 
 # Timing belongs to `make bench`: on a busy machine a deadline would fail at random.
 settings.register_profile(
@@ -61,6 +62,17 @@ def clean_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
             # The servers of the tests are on this machine, whatever the way to others is.
             patch.setenv(name, "127.0.0.1,localhost")
         yield
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Let torch compute on one thread: for small operations several only wait for each other."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture
@@ -109,3 +121,13 @@ def make_pool(no_leaks: None) -> Iterator[Callable[..., BufferPool]]:
     yield make
     for pool in pools:
         pool.close()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    """An S3 server that keeps its objects in a folder."""
+    pytest.importorskip("obstore", reason="obstore is missing: pip install 'kvshelf[s3]'")
+    if command("rclone") is None:
+        pytest.skip("rclone is not installed")
+    with rclone_s3(tmp_path_factory.mktemp("bucket")) as running:
+        yield running

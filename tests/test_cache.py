@@ -10,7 +10,7 @@ import threading
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,15 +18,11 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from faulty import CountingBackend, Fault, FaultyBackend
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kvshelf.backends import Backend, Properties, open_backend
-from kvshelf.backends.wrappers import ReadOnlyBackend, WrappedBackend
-from node import LocalServer
-from parts import PATIENCE, posix, until
+from kvshelf.backends import Backend, open_backend
+from kvshelf.backends.wrappers import ReadOnlyBackend
 from pydantic import ByteSize
-from simulated_device import SimulatedStreams
 
 from kvshelf import ChunkCache, Config, ModelFacts, PromptIdentity, Shelf
 from kvshelf.config import MemoryTierConfig
@@ -55,6 +51,11 @@ from kvshelf.memory.size_classes import SizeClasses
 from kvshelf.memory.tier import MemoryTier
 from kvshelf.server.backend import open_served
 from kvshelf.shelf.disk_tier import DiskTier
+from tests.native.simulated_device import SimulatedStreams
+from tests.server.node import LocalServer
+from tests.support.prompts import prompt
+from tests.support.storages import CountingBackend, FarBackend, Fault, FaultyBackend, posix
+from tests.support.waiting import PATIENCE, until
 
 LAYERS, HEADS, SIZE, CHUNK = 3, 4, 8, 16
 HIDDEN = HEADS * SIZE
@@ -73,10 +74,6 @@ def facts(**changes: Any) -> ModelFacts:
         "name": "test",
     }
     return ModelFacts(**{**given, **changes})
-
-
-def prompt(length: int, seed: int = 0) -> list[int]:
-    return random.Random(seed).choices(range(1000), k=length)
 
 
 def truth(tokens: Sequence[int]) -> torch.Tensor:
@@ -846,21 +843,13 @@ def test_what_was_prefetched_needs_no_storage(make: Make, backend: FaultyBackend
     assert cache.lookup(tokens, tiers=["shelf"]) == 4 * CHUNK
 
 
-class Far(WrappedBackend):
-    """A storage whose probes are dear, so that its answers are remembered."""
-
-    @property
-    def properties(self) -> Properties:
-        return replace(self.inner.properties, probe_cost=0.02, concurrency=8)
-
-
 @past_the_server
 def test_before_a_far_shelf_tiers_say_what_they_have_at_this_moment(
     make: Make, backend: FaultyBackend, tmp_path: Path
 ) -> None:
     # Too small a tier for any object.
     with closing(DiskTier(tmp_path / "tier", 1)) as tier:
-        cache = make(Far(backend), disk_tier=tier)
+        cache = make(FarBackend(backend), disk_tier=tier)
         tokens = prompt(4 * CHUNK)
         near = [["memory"], ["memory", "disk"]]
         put(cache, tokens)
@@ -878,7 +867,7 @@ def test_a_chunk_that_is_removed_is_missing_and_can_be_stored_again(
 ) -> None:
     identity = PromptIdentity(salt="someone")
     with closing(DiskTier(tmp_path / "tier", 1 << 30)) as tier:
-        cache = make(Far(backend) if far else backend, disk_tier=tier, group_by_salt=True)
+        cache = make(FarBackend(backend) if far else backend, disk_tier=tier, group_by_salt=True)
         tokens = prompt(4 * CHUNK)
         put(cache, tokens, identity=identity)
         assert tier.drain(PATIENCE)

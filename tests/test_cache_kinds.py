@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from parts import PATIENCE, posix
 from safetensors import safe_open
 from torch import Tensor
 
@@ -20,6 +19,8 @@ from kvshelf.forms import blob_of_tuples, empty_tuples
 from kvshelf.kv.state_tensors import empty_state
 from kvshelf.tools.prompts import TokenPrompt
 from kvshelf.tools.seeding import SeedReport, seed_shelf
+from tests.support.storages import posix
+from tests.support.waiting import PATIENCE
 
 CHUNK = 16
 WINDOW = 24

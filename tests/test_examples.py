@@ -16,8 +16,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from copy_tools import environment, find
-from servers import BUCKET, rclone_s3
+
+from tests.backends.copy_tools import environment, find
+from tests.support.servers import BUCKET, rclone_s3
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 TIMEOUT = 400

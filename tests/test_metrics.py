@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 from kvshelf.backends import open_backend
-from parts import Rig, make_chunks, posix
 
 from kvshelf.metrics import (
     COUNTERS,
@@ -23,6 +22,9 @@ from kvshelf.metrics import (
     Counters,
 )
 from kvshelf.shelf.shelf import Shelf
+from tests.support.prompts import make_chunks
+from tests.support.storages import posix
+from tests.support.transfers import Rig
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "metrics.md"
 

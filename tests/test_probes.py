@@ -11,11 +11,11 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
-from parts import PATIENCE, until
 
 from kvshelf import probes
 from kvshelf.errors import ConfigError
 from kvshelf.probes import Page, Probes, listen, text
+from tests.support.waiting import PATIENCE, until
 
 
 async def answer(path: str) -> Page | None:

@@ -11,10 +11,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from parts import PATIENCE, posix
 
 from kvshelf import ChunkCache, ModelFacts, Shelf, traces
 from kvshelf.traces import trace_range
+from tests.support.storages import posix
+from tests.support.waiting import PATIENCE
 
 
 class Noted:

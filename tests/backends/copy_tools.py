@@ -8,7 +8,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import pytest
-from servers import BUCKET, KEY, SECRET, S3Server, command
+
+from tests.support.servers import BUCKET, KEY, SECRET, S3Server, command
 
 REQUIRED = "REQUIRE_COPY_TOOLS"
 _HINTS = {

@@ -10,9 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from copy_tools import Aws, Cp, Rclone, Rsync, Tool
-from filled import CHUNK, contents, fill, namespace, prompt, times
-from servers import BUCKET, S3Server, moto_s3, rclone_s3
 
 from kvshelf import ChunkCache, Shelf
 from kvshelf.capacity.uses import Uses
@@ -22,6 +19,9 @@ from kvshelf.format.objects import ObjectFormat
 from kvshelf.forms import BlobKV
 from kvshelf.metrics import Counters
 from kvshelf.shelf.shelf import open_shelf
+from tests.backends.copy_tools import Aws, Cp, Rclone, Rsync, Tool
+from tests.support.filled import CHUNK, contents, fill, namespace, prompt, times
+from tests.support.servers import BUCKET, S3Server, moto_s3, rclone_s3
 
 SHARED, OTHER = namespace(), namespace("Org/Other", weights="user:other")
 LONG = prompt(0, 8)

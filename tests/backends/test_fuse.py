@@ -7,6 +7,7 @@ of NFS. Mounts that cannot be had are skipped with the reason, see :mod:`faultfs
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import subprocess
 import threading
@@ -19,13 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from faultfs import FaultMount, _unmount, mounted, skip, why_not
 from kvshelf.backends import Backend, BytesLike, Touched, WriteResult
 from kvshelf.backends.base import WriteMode
 from kvshelf.backends.posix import PosixBackend
 from kvshelf.backends.posix_mount import Mount, find_mount
-from parts import PATIENCE, Rig, make_chunks, make_format, until
-from servers import command
 
 from kvshelf.errors import BadObjectError, ObjectMissingError, StorageError
 from kvshelf.format.keys import KeyChain
@@ -36,6 +34,13 @@ from kvshelf.shelf.lookup import LookupService
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.shelf.view import ObjectRef
 from kvshelf.testing import BackendSuite, FolderOracle, Oracle
+from tests.faults.faultfs import FaultMount, _unmount, mounted, skip, why_not
+from tests.support import prompts
+from tests.support.formats import make_format
+from tests.support.prompts import make_chunks
+from tests.support.servers import command
+from tests.support.transfers import Rig
+from tests.support.waiting import PATIENCE, until
 
 #: How long the caches of the mounts lie.
 CACHE_SECONDS = 5.0
@@ -254,10 +259,7 @@ def clients(mounts: tuple[FaultMount, FaultMount]) -> Iterator[tuple[Client, Cli
     other.close()
 
 
-def prompt(chunks: int) -> list[int]:
-    import random
-
-    return random.Random(0).choices(range(1000), k=chunks * FMT.chunk_size)
+prompt = functools.partial(prompts.prompt, unit=FMT.chunk_size)
 
 
 def test_what_one_client_stores_the_other_finds_within_the_stated_time(

@@ -15,7 +15,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from faulty import CountingBackend, Fault, FaultyBackend
 from kvshelf.backends import Backend, Checked, Deadlines, Properties, Reader, Touched, base, guard
 from kvshelf.backends import breaker as breaker_module
 from kvshelf.backends.base import WriteResult
@@ -23,9 +22,6 @@ from kvshelf.backends.breaker import LEAST_FAILURES, WINDOW_SECONDS, Backoff, Br
 from kvshelf.backends.guard import GuardedBackend
 from kvshelf.backends.oserrors import storage_error
 from kvshelf.backends.wrappers import ReadOnlyBackend, WrappedBackend
-from lending import LendingBackend
-from parts import AT_ONCE, PATIENCE, SOON, posix, until
-from thread_limit import none_can_be_started
 
 from kvshelf.errors import (
     NoRoomError,
@@ -37,6 +33,9 @@ from kvshelf.errors import (
     TransientStorageError,
     UnavailableStorageError,
 )
+from tests.support.storages import CountingBackend, Fault, FaultyBackend, LendingBackend, posix
+from tests.support.threads import none_can_be_started
+from tests.support.waiting import AT_ONCE, PATIENCE, SOON, until
 
 NEVER = Backoff(1000.0, 1000.0)
 

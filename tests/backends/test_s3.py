@@ -15,17 +15,6 @@ from typing import Any, ClassVar
 import pytest
 from kvshelf.backends import Backend, open_backend
 from kvshelf.backends.base import WriteResult
-from s3proxy import S3Proxy
-from servers import (
-    BUCKET,
-    RCLONE_CACHE_SECONDS,
-    SECRET,
-    S3Server,
-    command,
-    free_port,
-    moto_s3,
-    rclone_s3,
-)
 from typer.testing import CliRunner
 
 from kvshelf.cli.app import app
@@ -37,6 +26,17 @@ from kvshelf.errors import (
     TransientStorageError,
 )
 from kvshelf.testing import BackendSuite, FolderOracle, Oracle
+from tests.faults.s3proxy import S3Proxy
+from tests.support.servers import (
+    BUCKET,
+    RCLONE_CACHE_SECONDS,
+    SECRET,
+    S3Server,
+    command,
+    free_port,
+    moto_s3,
+    rclone_s3,
+)
 
 for package in ("obstore", "s3fs"):
     if importlib.util.find_spec(package) is None:

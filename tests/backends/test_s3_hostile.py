@@ -14,7 +14,6 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
-from filled import namespace
 from kvshelf.backends import Backend, open_backend
 from typer.testing import CliRunner
 
@@ -27,6 +26,8 @@ pytest.importorskip("obstore", reason="obstore is missing: pip install 'kvshelf[
 
 from kvshelf.backends import generic as generic_module
 from kvshelf.backends import s3 as s3_module
+
+from tests.support.filled import namespace
 
 FORGED = "\x1b]0;title\x07\x1b[2J\nINFO forged line\u202e" + "x" * 100_000
 NAME = f"{namespace().folder}/_/ab/{'ab' * 32}-0-0of1.safetensors"

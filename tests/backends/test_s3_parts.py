@@ -13,13 +13,13 @@ import pytest
 from kvshelf.backends import s3
 from kvshelf.backends.breaker import LEAST_FAILURES
 from kvshelf.backends.s3 import S3Backend
-from servers import BUCKET, S3Server, command, moto_s3, rclone_s3
 
 from benchmarks.proxy import DelayingProxy
 from benchmarks.samples import LARGE, fill, make_chunks, make_format
 from kvshelf.errors import BadObjectError, ObjectMissingError, TransientStorageError
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.shelf.view import ObjectRef, Presence
+from tests.support.servers import BUCKET, S3Server, command, moto_s3, rclone_s3
 
 if importlib.util.find_spec("obstore") is None:
     pytest.skip("obstore is not installed: pip install 'kvshelf[s3]'", allow_module_level=True)

@@ -18,10 +18,8 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 import pytest
 import torch
-from filled import CHUNK, namespace, prompt
 from kvshelf.backends import Properties, StatResult, open_backend
 from kvshelf.backends.wrappers import WrappedBackend
-from servers import BUCKET, S3Server, moto_s3
 from typer.testing import CliRunner
 
 from kvshelf import ChunkCache, Shelf
@@ -31,6 +29,8 @@ from kvshelf.format.names import parse_namespace_folder
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.kv.sources import BlobKV
 from kvshelf.shelf.shelf import open_shelf
+from tests.support.filled import CHUNK, namespace, prompt
+from tests.support.servers import BUCKET, S3Server, moto_s3
 
 pytest.importorskip("obstore", reason="obstore is missing: pip install 'kvshelf[s3]'")
 pytest.importorskip("moto", reason="moto is missing: pip install 'moto[server]'")

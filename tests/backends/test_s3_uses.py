@@ -14,11 +14,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from faulty import CountingBackend
 from kvshelf.backends import open_backend
 from kvshelf.backends.wrappers import WrappedBackend
-from parts import PATIENCE, make_chunks, make_format, until
-from servers import BUCKET, RCLONE_CACHE_SECONDS, S3Server, command, moto_s3, rclone_s3
 
 from kvshelf.capacity.marks import MARKS, Marks
 from kvshelf.capacity.uses import Uses
@@ -27,6 +24,18 @@ from kvshelf.format.keys import Chunk
 from kvshelf.metrics import Counters
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.shelf.view import NamespaceView, ObjectRef, Presence
+from tests.support.formats import make_format, sealed
+from tests.support.prompts import make_chunks
+from tests.support.servers import (
+    BUCKET,
+    RCLONE_CACHE_SECONDS,
+    S3Server,
+    command,
+    moto_s3,
+    rclone_s3,
+)
+from tests.support.storages import CountingBackend
+from tests.support.waiting import PATIENCE, until
 
 pytest.importorskip("obstore", reason="obstore is missing: pip install 'kvshelf[s3]'")
 
@@ -71,7 +80,7 @@ class Bucket:
         self.started = time.monotonic()
         for chunk in [*HOT, *COLD]:
             for shard in range(FMT.shards):
-                self.view.publish(ObjectRef(chunk, shard), image(chunk, shard))
+                self.view.publish(ObjectRef(chunk, shard), sealed(FMT, chunk, shard))
 
     def uses(self, **options: Any) -> Uses:
         return Uses(self.counters, clock=lambda: time.monotonic() + self.later.ahead, **options)
@@ -95,18 +104,10 @@ class Bucket:
     def load(self, chunk: Chunk, shard: int) -> None:
         found = memoryview(bytearray(FMT.object_size(shard)))
         self.view.load(ObjectRef(chunk, shard), found)
-        assert found == image(chunk, shard)
+        assert found == sealed(FMT, chunk, shard)
 
     def close(self) -> None:
         self.shelf.close()
-
-
-def image(chunk: Chunk, shard: int) -> bytearray:
-    data = bytearray(FMT.object_size(shard))
-    pattern = chunk.key + bytes([shard])
-    data[FMT.data_offset :] = (pattern * len(data))[: len(data) - FMT.data_offset]
-    FMT.seal(memoryview(data), chunk, shard)
-    return data
 
 
 @pytest.fixture
@@ -190,7 +191,7 @@ def test_readers_of_what_is_written_anew_read_the_same(bucket: Bucket) -> None:
         # One that was opened before reads on.
         data = bytearray(opened.size)
         assert opened.read_into(memoryview(data), 0) == opened.size
-    assert data == image(HOT[0], 0)
+    assert data == sealed(FMT, HOT[0], 0)
     # With rclone an object that is replaced is missing for a moment, which is a miss.
     misses = ObjectMissingError if bucket.server.folder is not None else ()
     assert [error for error in failures if not isinstance(error, misses)] == []

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 from kvshelf.backends import Backend, open_backend
 from kvshelf.backends.base import WriteResult
-from servers import free_port
-from sftpserver import PASSWORD, SFTPServer, sftp_server
 
 from kvshelf.errors import PermanentStorageError, ReadOnlyStorageError, TransientStorageError
 from kvshelf.testing import BackendSuite, FolderOracle, Oracle
+from tests.backends.sftpserver import PASSWORD, SFTPServer, sftp_server
+from tests.support.servers import free_port
 
 for package in ("asyncssh", "sshfs"):
     if importlib.util.find_spec(package) is None:

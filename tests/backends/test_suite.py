@@ -12,15 +12,15 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from faulty import CountingBackend, FaultyBackend
 from kvshelf.backends import Backend, posix_folders, posix_publish
 from kvshelf.backends.generic import GenericBackend
 from kvshelf.backends.guard import GuardedBackend
 from kvshelf.backends.posix import PosixBackend
-from node import LocalServer
 
 from kvshelf.errors import PermanentStorageError
 from kvshelf.testing import BackendSuite, FolderOracle, MemoryOracle, Oracle
+from tests.server.node import LocalServer
+from tests.support.storages import CountingBackend, FaultyBackend
 
 SHM = Path("/dev/shm")
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from faulty import CountingBackend, Fault, FaultyBackend
 from kvshelf.backends import (
     Backend,
     Checked,
@@ -28,6 +27,7 @@ from kvshelf.backends.wrappers import ReadOnlyBackend, WrappedBackend
 
 from kvshelf.errors import TransientStorageError
 from kvshelf.shelf.opening import LateBackend, Opening
+from tests.support.storages import CountingBackend, Fault, FaultyBackend
 
 
 class Opened(Reader):

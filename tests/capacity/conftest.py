@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 from kvshelf.backends import base
-from shelves import LaterBackend
 
 from kvshelf.logs import RateLimitedLog
+from tests.support.storages import LaterBackend
 
 
 @pytest.fixture(autouse=True)

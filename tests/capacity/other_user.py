@@ -8,12 +8,13 @@ import time
 from contextlib import closing
 
 from kvshelf.backends.posix import PosixBackend
-from parts import make_chunks, make_format
 
 from kvshelf.capacity.uses import Uses
 from kvshelf.metrics import Counters
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.shelf.view import ObjectRef
+from tests.support.formats import make_format, sealed
+from tests.support.prompts import make_chunks
 
 
 def use(root: str) -> None:
@@ -24,9 +25,7 @@ def use(root: str) -> None:
         view = shelf.view(fmt)
         for shard in range(fmt.shards):
             ref = ObjectRef(own, shard)
-            data = bytearray(fmt.object_size(shard))
-            fmt.seal(memoryview(data), own, shard)
-            view.publish(ref, data)
+            view.publish(ref, sealed(fmt, own, shard))
             then = time.time() - 1000
             os.utime(os.path.join(root, view.name(ref)), (then, then))
         uses.hit(view, [*make_chunks(fmt, 6)[:3], own])

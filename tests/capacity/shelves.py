@@ -3,56 +3,19 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-
-from faulty import CountingBackend, FaultyBackend
-from kvshelf.backends import Backend
-from kvshelf.backends.wrappers import WrappedBackend
-from parts import posix
 
 from kvshelf.capacity.inventory import Inventory
 from kvshelf.format.keys import Chunk
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.shelf.view import ObjectRef
+from tests.support.formats import sealed
+from tests.support.storages import CountingBackend, FaultyBackend, LaterBackend, posix
 
 DAY = 86400.0
-
-
-class LaterBackend(WrappedBackend):
-    """A storage whose clock is some days ahead: nobody can set the time of a file's last change.
-
-    By the fixture ``clocks`` this machine's clock is as much ahead, unless `alone` is set.
-
-    Attributes
-    ----------
-    ahead : float
-        Seconds.
-    """
-
-    #: Seconds that this machine's clock is ahead, where ages are judged.
-    own_ahead = 0.0
-
-    def __init__(self, inner: Backend, ahead: float) -> None:
-        super().__init__(inner)
-        self.alone = False
-        self.ahead = ahead
-
-    @property
-    def ahead(self) -> float:
-        return self._ahead
-
-    @ahead.setter
-    def ahead(self, seconds: float) -> None:
-        self._ahead = seconds
-        if not self.alone:
-            LaterBackend.own_ahead = seconds
-
-    def now(self) -> float:
-        return time.time() + self.ahead
 
 
 class Place:
@@ -91,9 +54,7 @@ class Place:
         names = []
         for chunk in chunks:
             for shard in range(fmt.shards) if shards is None else shards:
-                tokens = chunk.tokens if chunk.tail else None
-                data = bytearray(fmt.object_size(shard, tokens))
-                fmt.seal(memoryview(data), chunk, shard)
+                data = sealed(fmt, chunk, shard)
                 self.shelf.view(fmt).publish(ObjectRef(chunk, shard), data)
                 names.append(self.name(fmt, chunk, shard))
                 self.age(self.path(names[-1]), age, used)

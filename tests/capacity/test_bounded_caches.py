@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from parts import until
-from test_cache import CHUNK, facts, prompt, put, truth
-
 from kvshelf import ChunkCache, Config
+from tests.support.prompts import prompt
+from tests.support.waiting import until
+from tests.test_cache import CHUNK, facts, put, truth
 
 TOKENS = prompt(12 * CHUNK)
 

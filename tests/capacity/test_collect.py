@@ -6,18 +6,12 @@ import errno
 import random
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from faulty import Fault
-from hybrid_format import format_of_kinds
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvshelf.backends.oserrors import storage_error
-from kvshelf.backends.wrappers import WrappedBackend
-from parts import make_chunks, make_format
-from shelves import DAY, Place, salted
 
 from kvshelf.capacity.collect import Limits, Outcome, Plan, Reason, carry_out, plan
 from kvshelf.capacity.inventory import Inventory
@@ -26,6 +20,10 @@ from kvshelf.errors import TransientStorageError
 from kvshelf.format.keys import Chunk, KeyChain
 from kvshelf.format.kinds import FULL, STATE, WINDOW
 from kvshelf.format.names import parse_path
+from tests.capacity.shelves import DAY, Place, salted
+from tests.support.formats import format_of_kinds, make_format
+from tests.support.prompts import make_chunks
+from tests.support.storages import DescribedBackend, Fault
 
 FMT = make_format(native=False)
 SIZE = sum(FMT.object_size(shard) for shard in range(FMT.shards))
@@ -372,21 +370,13 @@ def test_an_execution_can_be_cut_short(place: Place, limit: dict[str, object]) -
     assert set(stored[:6]) <= place.files()
 
 
-class FarBackend(WrappedBackend):
-    """A storage of high latency, for which calls are made at the same time."""
-
-    @property
-    def properties(self):  # type: ignore[no-untyped-def]
-        return replace(self.inner.properties, probe_cost=1.0, concurrency=4)
-
-
 @pytest.mark.parametrize("fault", [None, TransientStorageError(errno.EIO, "EIO")])
 def test_objects_far_away_are_deleted_side_by_side(
     place: Place, fault: TransientStorageError | None
 ) -> None:
     for seed in range(5):
         place.put(FMT, chunks(10, seed), age=9 * DAY)
-    far = FarBackend(place.backend)
+    far = DescribedBackend(place.backend, probe_cost=1.0, concurrency=4)
     threads = threading.active_count()
     if fault is not None:
         place.faults.add(Fault("delete", "*-3-*", error=fault))
@@ -403,7 +393,9 @@ def test_objects_far_away_are_deleted_side_by_side(
 def test_parents_far_away_are_read_side_by_side(place: Place) -> None:
     for seed in range(5):
         place.put(FMT, chunks(10, seed))
-    found = Inventory.scan(FarBackend(place.backend), parents=True)
+    found = Inventory.scan(
+        DescribedBackend(place.backend, probe_cost=1.0, concurrency=4), parents=True
+    )
     assert found is not None
     assert (found.units().parent >= 0).sum() == 45
 

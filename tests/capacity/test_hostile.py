@@ -14,9 +14,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvshelf.backends import open_backend
-from parts import make_chunks, make_format, until
-from serve_process import ServeProcess
-from shelves import Place
 from typer.testing import CliRunner
 
 from kvshelf.capacity import marks
@@ -29,6 +26,11 @@ from kvshelf.cli.app import app
 from kvshelf.config import CapacityConfig
 from kvshelf.format.names import parse_path
 from kvshelf.metrics import Counters
+from tests.capacity.shelves import Place
+from tests.server.serve_process import ServeProcess
+from tests.support.formats import make_format
+from tests.support.prompts import make_chunks
+from tests.support.waiting import until
 
 FMT = make_format()
 CHUNKS = make_chunks(FMT, 10)

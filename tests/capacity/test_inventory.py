@@ -7,11 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
-from faulty import Fault
-from hybrid_format import hybrid_format
 from kvshelf.backends import ObjectInfo
-from parts import make_chunks, make_format
-from shelves import DAY, Place, salted
 
 from kvshelf.capacity.inventory import Inventory, Sort, last_use
 from kvshelf.capacity.marks import Batch, Marks, write
@@ -20,6 +16,10 @@ from kvshelf.errors import TransientStorageError
 from kvshelf.format.keys import KeyChain
 from kvshelf.format.kinds import FULL, STATE, WINDOW
 from kvshelf.shelf.eviction import GONE, STATE_BIT, UNKNOWN, WINDOW_BIT
+from tests.capacity.shelves import DAY, Place, salted
+from tests.support.formats import hybrid_format, make_format
+from tests.support.prompts import make_chunks
+from tests.support.storages import Fault
 
 FMT = make_format(native=False)
 OTHER = make_format(native=False, weights="user:other")

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from faulty import Fault, FaultyBackend
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvshelf.backends import WriteResult, open_backend
@@ -24,6 +23,7 @@ from kvshelf.capacity.lease import (
     _decode,
 )
 from kvshelf.errors import NoSpaceStorageError, TransientStorageError
+from tests.support.storages import Fault, FaultyBackend
 
 NOW = 1_800_000_000.0
 FOUND = Finding(at=NOW - 5, nbytes=1234, seconds=0.5, free=99, max_age=3600.0)

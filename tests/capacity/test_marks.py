@@ -9,15 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from faulty import Fault, FaultyBackend
 from hypothesis import given
 from hypothesis import strategies as st
 from kvshelf.backends.base import Backend, Reader
-from parts import posix
 
 from kvshelf.capacity import marks
 from kvshelf.capacity.marks import MARKS, Marks
 from kvshelf.errors import TransientStorageError
+from tests.support.storages import Fault, FaultyBackend, posix
 
 FOLDER = "llama-0123456789abcdef"
 OTHER = "qwen-fedcba9876543210"

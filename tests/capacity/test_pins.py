@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import pytest
-from faulty import Fault, FaultyBackend
 from hypothesis import given
 from hypothesis import strategies as st
 from kvshelf.backends import Backend, open_backend
@@ -21,6 +20,7 @@ from kvshelf.capacity import pins as pins_module
 from kvshelf.capacity.pins import MAX_BYTES, Pin, Pins, pin_file
 from kvshelf.errors import ConfigError, TransientStorageError
 from kvshelf.logs import RateLimitedLog
+from tests.support.storages import Fault, FaultyBackend
 
 ONE = "one-0123456789abcdef"
 TWO = "two-fedcba9876543210"

@@ -7,14 +7,17 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from faultfs import FaultMount, mounted
 from kvshelf.backends import Deadlines
-from parts import Rig, make_chunks, posix, until
 
 from kvshelf.capacity.sweeper import Sweeper
 from kvshelf.config import CapacityConfig
 from kvshelf.format.keys import Chunk
 from kvshelf.shelf import view as view_module
+from tests.faults.faultfs import FaultMount, mounted
+from tests.support.prompts import make_chunks
+from tests.support.storages import posix
+from tests.support.transfers import Rig
+from tests.support.waiting import until
 
 #: Folders with objects: nothing but a sweep lists them.
 FAN_OUT = "*/_/??"

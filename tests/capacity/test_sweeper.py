@@ -13,11 +13,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from faulty import Fault
 from kvshelf.backends import Deadlines
 from kvshelf.backends.base import Space
-from parts import make_chunks, make_format, until
-from shelves import LaterBackend, Place
 
 from kvshelf.capacity import sweeper as sweeper_module
 from kvshelf.capacity.collect import Plan, plan
@@ -33,6 +30,11 @@ from kvshelf.errors import (
 )
 from kvshelf.metrics import Counters
 from kvshelf.shelf import orphans as orphans_module
+from tests.capacity.shelves import Place
+from tests.support.formats import make_format
+from tests.support.prompts import make_chunks
+from tests.support.storages import Fault, LaterBackend
+from tests.support.waiting import until
 
 HOUR = 3600.0
 FMT = make_format()

@@ -9,10 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from kvshelf.backends import Backend, Touched
-from kvshelf.backends.wrappers import WrappedBackend
-from parts import PATIENCE, posix
-from test_cache_kinds import CHUNK, TOKENS, facts, fill, random_kv
 
 from kvshelf import ChunkCache, Shelf
 from kvshelf.capacity.uses import Uses
@@ -20,35 +16,26 @@ from kvshelf.config import Config
 from kvshelf.format.names import parse_path
 from kvshelf.forms import empty_tuples
 from kvshelf.metrics import Counters
+from tests.support.storages import TouchesBackend, posix
+from tests.support.waiting import PATIENCE
+from tests.test_cache_kinds import CHUNK, TOKENS, facts, fill, random_kv
 
 
 @pytest.fixture
 def cache(tmp_path: Path) -> Iterator[ChunkCache]:
     namespace = facts().namespace(chunk_size=CHUNK, shards=4)
     with ChunkCache(
-        Shelf(Touches(posix(tmp_path))), namespace, staging_bytes=1 << 20, timeout_s=PATIENCE
+        Shelf(TouchesBackend(posix(tmp_path))), namespace, staging_bytes=1 << 20, timeout_s=PATIENCE
     ) as cache:
         fill(cache, full=5, windows=5, states=(2, 5))
         yield cache
-
-
-class Touches(WrappedBackend):
-    """Notes whose access times are set; the system may set them too, when a file is read."""
-
-    def __init__(self, inner: Backend) -> None:
-        super().__init__(inner)
-        self.names: list[str] = []
-
-    def touch(self, name: str) -> Touched:
-        self.names.append(name)
-        return self.inner.touch(name)
 
 
 def used(cache: ChunkCache) -> dict[str, set[int]]:
     """The chunks of each kind of which all objects were touched, and nothing else was."""
     assert cache._uses.flush(PATIENCE)
     touches = cache.shelf.backend.inner
-    assert isinstance(touches, Touches)
+    assert isinstance(touches, TouchesBackend)
     found: dict[tuple[str, int], set[int]] = defaultdict(set)
     for name in touches.names:
         parsed = parse_path(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 import subprocess
@@ -16,12 +17,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from faulty import CountingBackend, Fault, FaultyBackend
 from kvshelf.backends import Touched, open_backend
 from kvshelf.backends.base import Backend
-from kvshelf.backends.wrappers import ReadOnlyBackend, WrappedBackend
-from parts import PATIENCE, make_chunks, make_format, posix, until
-from shelves import LaterBackend
+from kvshelf.backends.wrappers import ReadOnlyBackend
 
 from kvshelf.capacity import uses as uses_module
 from kvshelf.capacity.collect import Limits, carry_out, plan
@@ -36,10 +34,21 @@ from kvshelf.errors import (
     TransientStorageError,
 )
 from kvshelf.format.keys import Chunk
-from kvshelf.format.objects import ObjectFormat
 from kvshelf.metrics import Counters
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.shelf.view import NamespaceView, ObjectRef
+from tests.support.clocks import Clock
+from tests.support.formats import make_format, sealed
+from tests.support.prompts import make_chunks
+from tests.support.storages import (
+    CountingBackend,
+    Fault,
+    FaultyBackend,
+    LaterBackend,
+    TouchesBackend,
+    posix,
+)
+from tests.support.waiting import PATIENCE, until
 
 FMT = make_format(native=False)
 CHUNKS = make_chunks(FMT, 6)
@@ -54,28 +63,8 @@ def threads() -> set[threading.Thread]:
     return {thread for thread in threading.enumerate() if thread.name == "kvshelf-uses"}
 
 
-class Clock:
-    """Seconds that a test lets pass."""
-
-    def __init__(self) -> None:
-        self.now = time.monotonic()
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def image(fmt: ObjectFormat, chunk: Chunk, shard: int) -> bytearray:
-    data = bytearray(fmt.object_size(shard, chunk.tokens if chunk.tail else None))
-    fmt.seal(memoryview(data), chunk, shard)
-    return data
-
-
-class Refusing(WrappedBackend):
-    """A storage without access times; counts what it is asked."""
-
-    def touch(self, name: str) -> Touched:
-        self.inner.touch(name)
-        return Touched.REFUSED
+#: A storage without access times; what it is asked is counted.
+Refusing = functools.partial(TouchesBackend, answer=Touched.REFUSED)
 
 
 class Place:
@@ -90,13 +79,13 @@ class Place:
         self.shelf = Shelf(wrap(self.counting))
         self.view: NamespaceView = self.shelf.view(FMT)
         self.counters = Counters()
-        self.clock = Clock()
+        self.clock = Clock(time.monotonic())
         self.then = time.time() - DAY
         with closing(Shelf(posix(root))) as shelf:
             view = shelf.view(FMT)
             for chunk in CHUNKS:
                 for shard in range(FMT.shards):
-                    view.publish(ObjectRef(chunk, shard), image(FMT, chunk, shard))
+                    view.publish(ObjectRef(chunk, shard), sealed(FMT, chunk, shard))
                     os.utime(self.path(chunk, shard), (self.then, self.then))
 
     def path(self, chunk: Chunk, shard: int = 0) -> Path:
@@ -161,9 +150,10 @@ def test_a_use_is_recorded_again_when_it_is_of_use(place: Place) -> None:
 
 
 def test_what_the_storage_refuses_for_one_object_is_marked(tmp_path: Path) -> None:
-    class Partly(Refusing):
+    class Partly(TouchesBackend):
         def touch(self, name: str) -> Touched:
-            return super().touch(name) if CHUNKS[1].key.hex() in name else self.inner.touch(name)
+            done = super().touch(name)
+            return Touched.REFUSED if CHUNKS[1].key.hex() in name else done
 
     place = Place(tmp_path, Partly)
     with closing(place.shelf), closing(place.uses()) as uses:
@@ -476,7 +466,7 @@ def test_objects_used_by_name_are_written_anew(tmp_path: Path) -> None:
     place = Place(tmp_path, Refusing)
     stale(place, 4.0, CHUNKS)
     names = [place.view.name(ObjectRef(CHUNKS[3], shard)) for shard in range(FMT.shards)]
-    images = {name: image(FMT, CHUNKS[3], shard) for shard, name in enumerate(names)}
+    images = {name: sealed(FMT, CHUNKS[3], shard) for shard, name in enumerate(names)}
     with closing(place.shelf), closing(place.uses("rewrite", max_age=7 * DAY)) as uses:
         uses.used(place.shelf.backend, names, lambda name: memoryview(images[name]))
         uses.used(place.shelf.backend, [place.view.name(ObjectRef(CHUNKS[4], 0))])
@@ -485,14 +475,6 @@ def test_objects_used_by_name_are_written_anew(tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------------------- two users
-
-
-class Later(WrappedBackend):
-    """A storage two days later."""
-
-    def now(self) -> float | None:
-        now = self.inner.now()
-        return None if now is None else now + 2 * DAY
 
 
 def as_other_user(root: Path) -> None:
@@ -527,8 +509,7 @@ def test_another_user_marks_what_it_may_not_touch() -> None:
             assert uses.flush(PATIENCE)
             assert place.fresh() == [0]
         # Whoever deletes by age, two days later, takes what neither of the two has used.
-        later = Later(posix(root))
-        LaterBackend.own_ahead = 2 * DAY
+        later = LaterBackend(posix(root), 2 * DAY)
         inventory = Inventory.scan(later)
         assert inventory is not None
         found = plan(inventory, Limits(max_age=3 * DAY), marks=Marks.read(later))
@@ -544,7 +525,7 @@ def test_a_storage_without_access_times_gets_marks() -> None:
     with closing(Shelf(open_backend("memory://uses"))) as shelf:
         view = shelf.view(FMT)
         for shard in range(FMT.shards):
-            view.publish(ObjectRef(CHUNKS[0], shard), image(FMT, CHUNKS[0], shard))
+            view.publish(ObjectRef(CHUNKS[0], shard), sealed(FMT, CHUNKS[0], shard))
         with closing(Uses(Counters())) as uses:
             uses.hit(view, CHUNKS[:1])
             assert uses.flush(PATIENCE)

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from places import Place
-from servers import BUCKET, S3Server, command, moto_s3
+
+from tests.support.places import Place
+from tests.support.servers import BUCKET, S3Server, command, moto_s3
 
 
 @pytest.fixture(scope="module", params=["local", "s3"])

@@ -15,14 +15,11 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from filled import CHUNK, hybrid, namespace, store
 from kvshelf.backends.posix import PosixBackend
-from node import LocalServer
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
 import kvshelf
 from kvshelf.cli import doctor as doctor_module
-from kvshelf.cli.app import app
 from kvshelf.cli.common import EXIT_CODES
 from kvshelf.format.keys import Chunk, KeyChain
 from kvshelf.format.namespace import Namespace
@@ -30,10 +27,9 @@ from kvshelf.format.objects import ObjectFormat
 from kvshelf.shelf.disk_tier import DiskTier
 from kvshelf.shelf.shelf import open_shelf
 from kvshelf.shelf.view import ObjectRef
-
-
-def run(*args: object, env: dict[str, str] | None = None) -> Result:
-    return CliRunner().invoke(app, [str(arg) for arg in args], env=env)
+from tests.server.node import LocalServer
+from tests.support.commands import run
+from tests.support.filled import CHUNK, hybrid, namespace, store
 
 
 def lines(result: Result) -> list[dict[str, Any]]:

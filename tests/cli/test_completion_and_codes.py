@@ -10,18 +10,18 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from filled import fill, hybrid, namespace, prompt
-from servers import BUCKET, S3Server, command, rclone_s3
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
 from kvshelf.cli.app import app
 from kvshelf.cli.common import EXIT_CODES, UNEXPECTED
 from kvshelf.format.namespace import Namespace
+from tests.support.commands import run
+from tests.support.filled import fill, hybrid, namespace, prompt
+from tests.support.servers import BUCKET, S3Server
 
 #: Commands that take a shelf, in the forms in which a test tries each.
 ON_A_SHELF = [
@@ -39,10 +39,6 @@ ON_A_SHELF = [
     ["doctor"],
 ]
 FOLDER = namespace().folder
-
-
-def run(*args: object, env: dict[str, str] | None = None) -> Result:
-    return CliRunner().invoke(app, [str(arg) for arg in args], env=env)
 
 
 def commands() -> list[str]:
@@ -103,15 +99,6 @@ def test_the_manual_has_the_json_and_codes_of_each_command() -> None:
         assert any(f"`{name}`" in row[1] and len(row) == 5 for row in rows), name
     for code in EXIT_CODES:
         assert f"\n| {code} | " in text
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    pytest.importorskip("obstore", reason="obstore is missing: pip install 'kvshelf[s3]'")
-    if command("rclone") is None:
-        pytest.skip("rclone is not installed")
-    with rclone_s3(tmp_path_factory.mktemp("bucket")) as running:
-        yield running
 
 
 def absurd(root: Path) -> None:

@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from filled import CHUNK, namespace, store
-from servers import BUCKET, S3Server, command, moto_s3
 from typer.testing import CliRunner, Result
 
 from kvshelf.capacity.pins import Pin, Pins
 from kvshelf.cli.app import app
 from kvshelf.cli.common import PROBLEM, UNREACHABLE, USAGE
 from kvshelf.shelf.shelf import Shelf, open_shelf
+from tests.support.filled import CHUNK, namespace, store
+from tests.support.servers import BUCKET, S3Server, command, moto_s3
 
 DAY = 86400.0
 

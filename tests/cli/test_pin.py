@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from filled import CHUNK, hybrid, namespace, prompt
-from places import Place
 
 from kvshelf.capacity.pins import Pin, Pins
 from kvshelf.format.keys import KeyChain, salt_group_of
 from kvshelf.format.namespace import Namespace
+from tests.support.filled import CHUNK, hybrid, namespace, prompt
+from tests.support.places import Place
 
 
 @pytest.fixture

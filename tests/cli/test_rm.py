@@ -10,10 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from faulty import Fault, FaultyBackend
-from filled import CHUNK, hybrid, namespace, prompt
 from kvshelf.backends import base
-from places import Place
 
 from kvshelf.capacity import inventory, marks
 from kvshelf.errors import PermanentStorageError
@@ -23,6 +20,9 @@ from kvshelf.format.namespace import Namespace
 from kvshelf.shelf.shelf import Shelf, open_shelf
 from kvshelf.tools import remove
 from kvshelf.tools.remove import Choice, find_objects, remove_objects
+from tests.support.filled import CHUNK, hybrid, namespace, prompt
+from tests.support.places import Place
+from tests.support.storages import Fault, FaultyBackend
 
 ONE, OTHER = namespace(), hybrid()
 

@@ -9,23 +9,18 @@ the fault-injecting backend.
 from __future__ import annotations
 
 import errno
-import random
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from faultfs import FaultMount
-from faulty import CountingBackend, Fault, FaultyBackend
 from kvshelf.backends import Backend, Deadlines, open_backend
 from kvshelf.backends.oserrors import storage_error
-from parts import Rig, make_format
-from s3proxy import REFUSED, RESET, STALLED, STATUSES, WRONG_BYTES, WRONG_LENGTH, S3Proxy
-from servers import BUCKET, S3Server
 
 from kvshelf.format.keys import Chunk, KeyChain
 from kvshelf.format.names import object_name
@@ -34,6 +29,23 @@ from kvshelf.shelf.failed_keys import FailedKeys
 from kvshelf.shelf.lookup import LookupService
 from kvshelf.transfer.context import ChunkSlots
 from kvshelf.transfer.loads import Failure
+from tests.faults.faultfs import FaultMount
+from tests.faults.s3proxy import (
+    REFUSED,
+    RESET,
+    STALLED,
+    STATUSES,
+    WRONG_BYTES,
+    WRONG_LENGTH,
+    S3Proxy,
+)
+from tests.support.formats import make_format
+from tests.support.prompts import make_chunks
+from tests.support.prompts import prompt as random_tokens
+from tests.support.servers import BUCKET, S3Server
+from tests.support.storages import CountingBackend, Fault, FaultyBackend
+from tests.support.transfers import Rig
+from tests.support.waiting import until
 
 MOMENTS: Final = ("probe", "read", "write", "publish", "list", "delete")
 BUCKETS: Final = ("s3 by obstore", "s3 by s3fs")
@@ -45,6 +57,8 @@ DEADLINE: Final = 0.25
 LIMIT: Final = 60.0
 #: How long a storage that is well again may take to be used again.
 RECOVERY: Final = 15.0
+#: Waits for an engine to use a storage that is well again.
+eventually: Final = partial(until, what="use of the storage without a restart", seconds=RECOVERY)
 #: Seconds for which failed keys and refused stores are left alone.
 BACK_OFF: Final = 0.05
 CHUNKS: Final = 3
@@ -366,9 +380,7 @@ class Prompt:
 
 
 def make_prompt(fmt: ObjectFormat, seed: int) -> Prompt:
-    tokens = random.Random(seed).choices(range(1000), k=CHUNKS * fmt.chunk_size)
-    chunks = KeyChain(fmt.namespace.digest, fmt.chunk_size).extend(tokens)
-    return Prompt(tokens, list(chunks))
+    return Prompt(random_tokens(CHUNKS, seed, unit=fmt.chunk_size), make_chunks(fmt, CHUNKS, seed))
 
 
 @dataclass

@@ -9,7 +9,9 @@ from string import ascii_lowercase
 from typing import Any
 
 import pytest
-from cells import (
+from kvshelf.backends import guard, posix_mount
+
+from tests.faults.cells import (
     BACK_OFF,
     BACKENDS,
     BUCKETS,
@@ -19,9 +21,8 @@ from cells import (
     Storage,
     WrappedStorage,
 )
-from faultfs import FaultMount, mounted
-from kvshelf.backends import guard, posix_mount
-from servers import S3Server, command, rclone_s3
+from tests.faults.faultfs import FaultMount, mounted
+from tests.support.servers import S3Server, command, rclone_s3
 
 
 @pytest.fixture(scope="session")
@@ -96,7 +97,7 @@ def note_cell(record_property: Callable[[str, object], None]) -> Callable[..., N
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """Print the table: how many runs of each cell ended well."""
-    from test_table import rows_of, why_no_cell
+    from tests.faults.test_table import rows_of, why_no_cell
 
     ended: dict[tuple[str, str, str], Counter[str]] = defaultdict(Counter)
     conditions: dict[str, Counter[str]] = defaultdict(Counter)

@@ -9,6 +9,7 @@ is tried without any of them being named. Knows neither torch nor vLLM, so that 
 from __future__ import annotations
 
 import errno
+import functools
 import json
 import os
 import signal
@@ -17,11 +18,13 @@ from typing import Any
 
 from kvshelf.backends import posix_folders, posix_publish
 
-from kvshelf.format.keys import Chunk, KeyChain
-from kvshelf.format.namespace import FORMAT, Namespace
+from kvshelf.format.keys import Chunk
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.shelf.shelf import Shelf, open_shelf
 from kvshelf.shelf.view import ObjectRef
+from tests.support import formats
+from tests.support.formats import sealed
+from tests.support.prompts import make_chunks
 
 CHUNK = 16
 _WATCHED = frozenset(
@@ -29,37 +32,9 @@ _WATCHED = frozenset(
 ) | frozenset(("writev", "preadv", "fsync", "link", "unlink", "rename", "replace", "scandir"))
 
 
-def make_format(weights: str = "user:crash") -> ObjectFormat:
-    """A small namespace."""
-    record: dict[str, Any] = {
-        "format": FORMAT,
-        "weights": weights,
-        "layers": 1,
-        "kv_heads": 2,
-        "head_sizes": [8],
-        "compute_dtype": "bfloat16",
-        "kv_dtype": "bfloat16",
-        "chunk_size": CHUNK,
-        "shards": 2,
-        "stages": [1],
-        "layouts": ["canonical"],
-        "layer_names": ["layers.0"],
-        "layer_shapes": ["2,*,2,8"],
-        "layer_dtypes": ["BF16"],
-    }
-    record["data_offset"] = ObjectFormat.required_data_offset(record)
-    return ObjectFormat(Namespace(record, "crash"))
-
-
-def make_chunks(fmt: ObjectFormat) -> list[Chunk]:
-    return list(KeyChain(fmt.namespace.digest, CHUNK).extend(range(2 * CHUNK)))
-
-
-def image_of(fmt: ObjectFormat, chunk: Chunk, shard: int) -> bytearray:
-    """The object as every writer makes it."""
-    image = bytearray([chunk.index + 7 * shard + 1]) * fmt.object_size(shard)
-    fmt.seal(memoryview(image), chunk, shard)
-    return image
+make_format = functools.partial(
+    formats.make_format, 1, native=False, chunk_size=CHUNK, weights="user:crash", slug="crash"
+)
 
 
 class _Steps:
@@ -104,13 +79,13 @@ def _run(
     steps.count(posix_publish, "rename_noreplace")
     fmt = make_format()
     with open_shelf(root, storage_options={"fsync": fsync}) as shelf:
-        for chunk in make_chunks(fmt):
+        for chunk in make_chunks(fmt, 2):
             for shard in range(fmt.shards):
                 _step(shelf, fmt, chunk, shard, job)
 
 
 def _step(shelf: Shelf, fmt: ObjectFormat, chunk: Chunk, shard: int, job: str) -> None:
-    image = image_of(fmt, chunk, shard)
+    image = sealed(fmt, chunk, shard)
     if job == "write":
         shelf.view(fmt).publish(ObjectRef(chunk, shard), image)
     elif job == "repair":

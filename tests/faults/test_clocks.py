@@ -11,34 +11,36 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from cells import AHEAD, BACK, BEHIND, LIMIT, ODD_TIMES, EngineStandIn, MountedStorage, make_prompt
-from faultfs import FaultMount
-from kvshelf.backends import Properties, Touched, WriteResult, open_backend
-from kvshelf.backends.wrappers import WrappedBackend
-from parts import make_chunks, make_format
-from test_table import eventually, loads_all
+from kvshelf.backends import Touched, WriteResult, open_backend
 
 from kvshelf.metrics import Counters
 from kvshelf.shelf.markers import MARKERS
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.shelf.sweep import Sweep
 from kvshelf.shelf.view import ObjectRef
+from tests.faults.cells import (
+    AHEAD,
+    BACK,
+    BEHIND,
+    LIMIT,
+    ODD_TIMES,
+    EngineStandIn,
+    MountedStorage,
+    eventually,
+    make_prompt,
+)
+from tests.faults.faultfs import FaultMount
+from tests.faults.test_table import loads_all
+from tests.support.formats import make_format, sealed
+from tests.support.prompts import make_chunks
+from tests.support.storages import DescribedBackend
 
 FMT = make_format()
 HOUR = 3600.0
 OURS = ".x.0123456789abcdef.tmp"
-
-
-class Uncached(WrappedBackend):
-    """Says that no cache is between it and its files, as a cluster filesystem does."""
-
-    @property
-    def properties(self) -> Properties:
-        return replace(self.inner.properties, cache_seconds=0.0)
 
 
 class Skewed:
@@ -48,7 +50,7 @@ class Skewed:
         self.fault = fault
         name = uuid.uuid4().hex
         self.files = mount.source / name
-        self.backend = Uncached(open_backend(mount.path / name))
+        self.backend = DescribedBackend(open_backend(mount.path / name), cache_seconds=0.0)
         self.shelf = Shelf(self.backend)
         self.view = self.shelf.view(FMT)
 
@@ -104,8 +106,7 @@ def test_a_file_that_is_being_copied_stays_by_the_clock_of_the_storage(
     bad = f"{FMT.namespace.folder}/.kvshelf/bad"
     for shard, age in ((0, 0.0), (1, 2 * HOUR)):
         ref = ObjectRef(chunk, shard)
-        data = bytearray(FMT.object_size(shard))
-        FMT.seal(memoryview(data), chunk, shard)
+        data = sealed(FMT, chunk, shard)
         name = skewed.view.name(ref)
         skewed.backend.write(name, [data[: len(data) // 2]])
         skewed.make_older(name, age)

@@ -17,24 +17,26 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
-from cells import (
+from kvshelf.backends import open_backend
+
+from kvshelf.format.names import parse_path
+from kvshelf.shelf.shelf import open_shelf
+from tests.faults.cells import (
     CHUNKS,
     EngineStandIn,
     MountedStorage,
     Prompt,
     bad_objects,
     damage,
+    eventually,
     make_old,
     make_prompt,
 )
-from faultfs import FaultMount
-from faulty import CountingBackend
-from kvshelf.backends import open_backend
-from parts import make_format, until
-from test_table import eventually, loads_all
-
-from kvshelf.format.names import parse_path
-from kvshelf.shelf.shelf import open_shelf
+from tests.faults.faultfs import FaultMount
+from tests.faults.test_table import loads_all
+from tests.support.formats import make_format
+from tests.support.storages import CountingBackend
+from tests.support.waiting import until
 
 FMT = make_format()
 PROMPT_BYTES = CHUNKS * sum(FMT.object_size(shard) for shard in range(FMT.shards))
@@ -149,9 +151,9 @@ from pathlib import Path
 from contextlib import closing
 sys.path[:0] = {paths!r}
 resource.setrlimit(resource.RLIMIT_FSIZE, (1024, resource.RLIM_INFINITY))
-from cells import EngineStandIn, make_prompt
+from tests.faults.cells import EngineStandIn, make_prompt
 from kvshelf.backends import open_backend
-from parts import make_format
+from tests.support.formats import make_format
 with closing(EngineStandIn(open_backend({place!r}))) as engine:
     prompt = make_prompt(make_format(), 0)
     print(engine.answer(prompt), engine.answer(prompt))

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import crash_child
 import pytest
 from kvshelf.backends import WriteResult
 from kvshelf.backends.base import final_name
@@ -24,9 +23,12 @@ from kvshelf.errors import ObjectMissingError
 from kvshelf.shelf import view as view_module
 from kvshelf.shelf.shelf import Shelf, open_shelf
 from kvshelf.shelf.view import ObjectRef
+from tests.faults import crash_child
+from tests.support.formats import sealed
+from tests.support.prompts import make_chunks
 
 FMT = crash_child.make_format()
-CHUNKS = crash_child.make_chunks(FMT)
+CHUNKS = make_chunks(FMT, 2)
 ITEMS = [(chunk, shard) for chunk in CHUNKS for shard in range(FMT.shards)]
 #: More calls than any job makes.
 NEVER = 10_000
@@ -42,6 +44,7 @@ def forks() -> Iterator[Kill]:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
     )
     assert process.stdin is not None and process.stdout is not None
 
@@ -79,14 +82,14 @@ def check(root: Path) -> None:
                 shelf.view(FMT).load(ObjectRef(chunk, shard), memoryview(image))
             except ObjectMissingError:
                 continue
-            assert image == crash_child.image_of(FMT, chunk, shard)
+            assert image == sealed(FMT, chunk, shard)
             there.add((chunk.index, shard))
         assert {(o.parsed.index, o.parsed.shard) for o in shelf.objects()} == there
         for info in shelf.namespaces():
             assert info.namespace == FMT.namespace or info.problem == "it has no namespace.json"
         for chunk, shard in ITEMS:
             expected = WriteResult.EXISTED if (chunk.index, shard) in there else WriteResult.CREATED
-            image = crash_child.image_of(FMT, chunk, shard)
+            image = sealed(FMT, chunk, shard)
             assert shelf.view(FMT).publish(ObjectRef(chunk, shard), image) is expected
         assert shelf.view(FMT).present(CHUNKS) == [True] * len(CHUNKS)
     for left in temporaries(root):
@@ -109,7 +112,7 @@ def sweep_all(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def store_all(shelf: Shelf) -> None:
     for chunk, shard in ITEMS:
-        shelf.view(FMT).publish(ObjectRef(chunk, shard), crash_child.image_of(FMT, chunk, shard))
+        shelf.view(FMT).publish(ObjectRef(chunk, shard), sealed(FMT, chunk, shard))
 
 
 WAYS = {
@@ -162,7 +165,7 @@ def test_a_writer_killed_at_every_step_of_a_repair(run: Kill, tmp_path: Path) ->
         with open_shelf(root) as shelf:
             for chunk, shard in ITEMS:
                 shelf.view(FMT).publish(
-                    ObjectRef(chunk, shard), crash_child.image_of(FMT, chunk, shard), suspect=True
+                    ObjectRef(chunk, shard), sealed(FMT, chunk, shard), suspect=True
                 )
         check(root)
         shutil.rmtree(root)

@@ -8,7 +8,10 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from cells import (
+from kvshelf.backends import open_backend
+
+from kvshelf.errors import UnavailableStorageError
+from tests.faults.cells import (
     COVERED,
     DEADLINE,
     LIMIT,
@@ -17,14 +20,12 @@ from cells import (
     EngineStandIn,
     MountedStorage,
     bad_objects,
+    eventually,
     make_prompt,
 )
-from faultfs import FaultMount, mounted
-from kvshelf.backends import open_backend
-from parts import make_format
-from test_table import eventually, loads_all
-
-from kvshelf.errors import UnavailableStorageError
+from tests.faults.faultfs import FaultMount, mounted
+from tests.faults.test_table import loads_all
+from tests.support.formats import make_format
 
 FMT = make_format()
 

@@ -12,8 +12,6 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from crash_child import make_chunks, make_format
-from faulty import Fault, FaultyBackend
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -27,9 +25,12 @@ from kvshelf.format.objects import ObjectFormat
 from kvshelf.shelf import view as view_module
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.shelf.view import ObjectRef, Presence
+from tests.faults.crash_child import make_format
+from tests.support.prompts import make_chunks
+from tests.support.storages import Fault, FaultyBackend
 
 FMT = make_format()
-OTHER = make_format("user:other")
+OTHER = make_format(weights="user:other")
 SIZE = FMT.object_size(0)
 
 Item = tuple[ObjectFormat, Chunk, int]
@@ -41,8 +42,8 @@ def items() -> list[Item]:
     tails.extend(range(FMT.chunk_size + 5))
     tail = tails.tail()
     assert tail is not None
-    chunk = make_chunks(FMT)[0]
-    return [(FMT, chunk, 0), (FMT, chunk, 1), (OTHER, make_chunks(OTHER)[0], 0), (FMT, tail, 1)]
+    chunk = make_chunks(FMT, 1)[0]
+    return [(FMT, chunk, 0), (FMT, chunk, 1), (OTHER, make_chunks(OTHER, 1)[0], 0), (FMT, tail, 1)]
 
 
 ITEMS = items()

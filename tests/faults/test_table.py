@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from logging import INFO
 from pathlib import Path
 
 import pytest
-from cells import (
+
+from kvshelf.errors import KVShelfError, UnavailableStorageError
+from kvshelf.shelf.shelf import Shelf
+from kvshelf.shelf.view import ObjectRef
+from tests.faults.cells import (
     BACKENDS,
     BUCKETS,
     CLOCKS,
@@ -27,6 +30,7 @@ from cells import (
     Storage,
     bad_objects,
     damage,
+    eventually,
     faults_of,
     make_old,
     make_prompt,
@@ -34,14 +38,11 @@ from cells import (
     why_not_a_cell,
     within,
 )
-from faultfs import FaultMount
-from parts import make_format, until
-from s3proxy import WRONG_BYTES, WRONG_LENGTH
-from servers import SECRET
-
-from kvshelf.errors import KVShelfError, UnavailableStorageError
-from kvshelf.shelf.shelf import Shelf
-from kvshelf.shelf.view import ObjectRef
+from tests.faults.faultfs import FaultMount
+from tests.faults.s3proxy import WRONG_BYTES, WRONG_LENGTH
+from tests.support.formats import make_format, sealed
+from tests.support.servers import SECRET
+from tests.support.waiting import until
 
 FMT = make_format()
 
@@ -98,15 +99,6 @@ def deletes(shelf: Shelf, name: str) -> Callable[[], bool]:
         return True
 
     return delete
-
-
-def eventually(condition: Callable[[], bool]) -> None:
-    """Wait for an engine to use a storage that is well again."""
-    deadline = time.monotonic() + RECOVERY
-    while not condition():
-        assert time.monotonic() < deadline, "it does not recover without a restart"
-        # Tests that run beside this one need the processor, too.
-        threading.Event().wait(0.005)
 
 
 def counters_of(fault: str, moment: str) -> tuple[str, ...]:
@@ -216,8 +208,7 @@ def test_cell(
 def boundaries() -> dict[str, int]:
     """Where an object can be cut: at every boundary of its parts, and next to it."""
     chunk = make_prompt(FMT, 0).chunks[0]
-    image = bytearray(FMT.object_size(0))
-    FMT.seal(memoryview(image), chunk, 0)
+    image = sealed(FMT, chunk)
     header_end = 8 + len(bytes(image[8 : FMT.data_offset]).rstrip())
     found = {"empty": 0, "header length": 8, "header": header_end, "data offset": FMT.data_offset}
     for number, spec in enumerate(FMT.tensors(0)[:-1]):

@@ -5,23 +5,17 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import random
 import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from crash_child import make_chunks, make_format
-from faultfs import FaultMount
-from faulty import CountingBackend
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from kvshelf.backends import WriteResult
 from kvshelf.backends.posix import PosixBackend
-from parts import AT_ONCE, PATIENCE, SOON, Rig, posix, until
-from parts import make_chunks as make_prompt
 
 from kvshelf.errors import ObjectMissingError
 from kvshelf.format.keys import Chunk
@@ -31,6 +25,13 @@ from kvshelf.shelf.disk_tier import DiskTier
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.shelf.tiers import TieredShelf
 from kvshelf.shelf.view import ObjectRef, Presence
+from tests.faults.crash_child import make_format
+from tests.faults.faultfs import FaultMount
+from tests.support.formats import sealed
+from tests.support.prompts import make_chunks
+from tests.support.storages import CountingBackend, posix
+from tests.support.transfers import Rig
+from tests.support.waiting import AT_ONCE, PATIENCE, SOON, until
 
 
 class Machine:
@@ -84,7 +85,7 @@ def machine(tmp_path: Path, mount: FaultMount, short_pauses: None) -> Iterator[M
 def test_a_disk_that_takes_no_writes(
     machine: Machine, caplog: pytest.LogCaptureFixture, code: int
 ) -> None:
-    chunks = make_prompt(machine.rig.fmt, 12)
+    chunks = make_chunks(machine.rig.fmt, 12)
     machine.put(chunks[:2])
     machine.mount.add("create|write|mkdir", f"{machine.place.name}/*", error=code)
     with caplog.at_level(logging.INFO):
@@ -112,7 +113,7 @@ def test_a_disk_that_takes_no_writes(
 
 
 def test_a_disk_that_fails_reads(machine: Machine, caplog: pytest.LogCaptureFixture) -> None:
-    chunks = make_prompt(machine.rig.fmt, 8)
+    chunks = make_chunks(machine.rig.fmt, 8)
     machine.put(chunks)
     machine.mount.add("open|read|getattr", f"{machine.place.name}/*", error=errno.EIO)
     with caplog.at_level(logging.WARNING):
@@ -127,7 +128,7 @@ def test_a_disk_that_fails_reads(machine: Machine, caplog: pytest.LogCaptureFixt
 
 
 def test_a_disk_that_hangs_keeps_few_loads(machine: Machine) -> None:
-    chunks = make_prompt(machine.rig.fmt, 4)
+    chunks = make_chunks(machine.rig.fmt, 4)
     machine.put(chunks)
     machine.mount.add("open|read", f"{machine.place.name}/*", block=True)
     # Loads that met it are given up in time; after few of them it is not asked any more.
@@ -145,15 +146,12 @@ def test_a_disk_that_hangs_keeps_few_loads(machine: Machine) -> None:
 
 FMT = make_format()
 SIZE = FMT.object_size(0)
-ITEMS: list[tuple[Chunk, int]] = [(c, s) for c in make_chunks(FMT) for s in range(FMT.shards)]
+ITEMS: list[tuple[Chunk, int]] = [(c, s) for c in make_chunks(FMT, 2) for s in range(FMT.shards)]
 any_item = st.integers(0, len(ITEMS) - 1)
 
 
 def image_of(number: int) -> bytes:
-    chunk, shard = ITEMS[number]
-    image = bytearray(random.Random(number).randbytes(SIZE))
-    FMT.seal(memoryview(image), chunk, shard)
-    return bytes(image)
+    return bytes(sealed(FMT, *ITEMS[number]))
 
 
 class _Tiered(RuleBasedStateMachine):

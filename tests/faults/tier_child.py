@@ -7,19 +7,17 @@ them again. With ``half`` the only writer kills itself with a half-written objec
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-import random
 import signal
 import sys
-
-from crash_child import CHUNK, make_format
 
 from kvshelf.format.keys import Chunk, KeyChain
 from kvshelf.metrics import Counters
 from kvshelf.shelf.disk_tier import DiskTier
 from kvshelf.shelf.view import ObjectRef
+from tests.faults.crash_child import CHUNK, make_format
+from tests.support.formats import sealed
 
 FMT = make_format()
 
@@ -30,14 +28,6 @@ def make_chunk(writer: int, number: int) -> Chunk:
     return start.extend(range(CHUNK))[0]
 
 
-def image_of(chunk: Chunk, shard: int) -> bytearray:
-    """Return the object that every writer would make of it."""
-    seed = hashlib.sha256(chunk.key + bytes([shard])).digest()
-    image = bytearray(random.Random(seed).randbytes(FMT.object_size(shard)))
-    FMT.seal(memoryview(image), chunk, shard)
-    return image
-
-
 def write(path: str, max_bytes: int, writer: int, objects: int, half: bool) -> dict[str, float]:
     """Copy objects to the tier, one after the other."""
     counters = Counters()
@@ -46,7 +36,7 @@ def write(path: str, max_bytes: int, writer: int, objects: int, half: bool) -> d
         if half and number == objects - 1:
             _die_in_the_middle()
         chunk = make_chunk(writer, number)
-        image = memoryview(image_of(chunk, 0))
+        image = memoryview(sealed(FMT, chunk))
         tier.keep(FMT, ObjectRef(chunk, 0), image)
         if not tier.drain(60.0):
             raise TimeoutError("the tier does not answer")

@@ -19,12 +19,12 @@ from typing import Any
 import numpy as np
 import pytest
 import xxhash
-from hybrid_format import hybrid_format
 
 from kvshelf.format.keys import Chunk, KeyChain
 from kvshelf.format.kinds import STATE
 from kvshelf.format.names import object_name
 from kvshelf.format.objects import ObjectFormat
+from tests.support.formats import hybrid_format
 
 Array = np.ndarray[Any, np.dtype[Any]]
 

@@ -8,12 +8,12 @@ from array import array
 from typing import Any
 
 import pytest
-from golden_format import VECTORS, reference
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvshelf.errors import ConfigError, ObjectNameError
 from kvshelf.format.keys import Chunk, KeyChain, MultimodalItem, salt_group_of
+from tests.format.golden_format import VECTORS, reference
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 TOKENS = st.integers(0, 2**32 - 1)

@@ -7,7 +7,6 @@ import re
 from typing import Any
 
 import pytest
-from hybrid_format import hybrid_format, hybrid_record
 
 from kvshelf.errors import ConfigError, ObjectNameError
 from kvshelf.format.invalid import WrongMetadata
@@ -17,6 +16,7 @@ from kvshelf.format.names import object_name, parse_object_name
 from kvshelf.format.namespace import Namespace
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.format.tensors import StatePart, parse_state, state_fields
+from tests.support.formats import hybrid_format, hybrid_record, sealed
 
 #: The names that code accepted before there were kinds.
 OLD_NAMES = re.compile(
@@ -29,12 +29,6 @@ OLD_NAMES = re.compile(
 
 def chunk_of(fmt: ObjectFormat) -> Chunk:
     return KeyChain(fmt.namespace.digest, fmt.chunk_size).extend(range(fmt.chunk_size))[0]
-
-
-def sealed(fmt: ObjectFormat, chunk: Chunk, shard: int = 0) -> bytearray:
-    image = bytearray(fmt.object_size(shard, chunk.tokens))
-    fmt.seal(memoryview(image), chunk, shard)
-    return image
 
 
 def test_kind_keys_differ_and_full_keeps_its_key() -> None:

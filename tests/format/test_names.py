@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from golden_format import VECTORS, reference
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,6 +19,7 @@ from kvshelf.format.names import (
     parse_path,
 )
 from kvshelf.format.namespace import Namespace
+from tests.format.golden_format import VECTORS, reference
 
 KEYS = st.binary(min_size=32, max_size=32)
 GROUPS = st.one_of(st.just("_"), st.binary(min_size=8, max_size=8).map(bytes.hex))

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from golden_format import VECTORS, reference
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvshelf.errors import ConfigError
 from kvshelf.format.namespace import FIELDS, Namespace, slugify
+from tests.format.golden_format import VECTORS, reference
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 INTEGERS = st.integers(-(2**53) + 1, 2**53 - 1)

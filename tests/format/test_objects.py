@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
 import hashlib
-import importlib.util
 import json
 import os
 import re
@@ -18,7 +18,6 @@ from typing import Any
 
 import pytest
 import xxhash
-from hybrid_format import hybrid_format
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -59,21 +58,9 @@ from kvshelf.format.names import object_name
 from kvshelf.format.namespace import Namespace
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.format.tensors import DTYPE_BYTES
-
-GOLDEN = Path(__file__).parents[1] / "golden" / "format"
-VECTORS: dict[str, Any] = json.loads((GOLDEN / "vectors.json").read_text())
-
-
-def load_reference() -> Any:
-    spec = importlib.util.spec_from_file_location("kvshelf_reference", GOLDEN / "reference.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-reference = load_reference()
+from tests.format.golden_format import GOLDEN, VECTORS, reference
+from tests.support import formats
+from tests.support.formats import hybrid_format
 
 
 class BytesReader:
@@ -91,26 +78,7 @@ class BytesReader:
         return len(part)
 
 
-def make_format(
-    layers: int = 3,
-    shape: str = "2,*,4,8",
-    dtype: str = "BF16",
-    layout: str = "canonical",
-    **fields: Any,
-) -> ObjectFormat:
-    record: dict[str, Any] = {
-        "format": "kvshelf/1",
-        "chunk_size": 8,
-        "shards": 2,
-        "stages": [layers],
-        "layouts": [layout] * layers,
-        "layer_names": [f"model.layers.{i}.self_attn.attn" for i in range(layers)],
-        "layer_shapes": [shape] * layers,
-        "layer_dtypes": [dtype] * layers,
-        **fields,
-    }
-    record.setdefault("data_offset", ObjectFormat.required_data_offset(record))
-    return ObjectFormat(Namespace(record, "test"))
+make_format = functools.partial(formats.make_format, shape="2,*,4,8", native=False)
 
 
 def make_chunks(fmt: ObjectFormat, tokens: int = 21) -> list[Chunk]:
@@ -456,7 +424,7 @@ def tensor(number: int, **fields: Any) -> Callable[[str], str]:
     return edit(lambda header: list(header.values())[number + 1].update(fields))
 
 
-LAYER = "model.layers.0.self_attn.attn"
+LAYER = "layers.0.attn"
 HEADERS: dict[str, tuple[Callable[[str], str | bytes], type[BadObjectError]]] = {
     "not UTF-8": (lambda text: text.encode().replace(b"BF16", b"\xff\xff\xff\xff"), HeaderNotJson),
     "cut off": (lambda text: text[:-1], HeaderNotJson),
@@ -470,7 +438,7 @@ HEADERS: dict[str, tuple[Callable[[str], str | bytes], type[BadObjectError]]] = 
     "metadata twice": (substitute(LAYER.replace(".", r"\."), "__metadata__"), DuplicateKey),
     "spaces": (substitute(":", ": "), HeaderNotCanonical),
     "another line break": (lambda text: text + "\n", HeaderNotCanonical),
-    "escapes": (substitute("model", r"\\u006dodel"), HeaderNotCanonical),
+    "escapes": (substitute("layers", r"\\u006cayers"), HeaderNotCanonical),
     "metadata last": (
         edit(lambda h: h.update(__metadata__=h.pop("__metadata__"))),
         HeaderNotCanonical,
@@ -624,7 +592,7 @@ READS = [(3, 8), (30, 256), (9, 2048), (3, 16384), (2, 32768), (1, 131072)]
 
 @pytest.mark.parametrize(("layers", "head_size"), READS)
 def test_every_byte_is_read_once_in_order_and_verified(layers: int, head_size: int) -> None:
-    fmt = make_format(layers, f"2,*,2,{head_size}", "F32", chunk_size=16)
+    fmt = make_format(layers, shape=f"2,*,2,{head_size}", dtype="F32", chunk_size=16)
     chunk = make_chunks(fmt, 16)[0]
     image = make_object(fmt, chunk)
     reader = BytesReader(image)
@@ -858,7 +826,7 @@ def test_the_number_of_layers_must_agree() -> None:
 
 def test_shards_are_stage_major_and_hold_their_heads() -> None:
     fmt = make_format(layers=3, stages=[2, 1], shards=4, shape="2,*,4,8")
-    names = [[spec.name[13] for spec in fmt.tensors(shard)] for shard in range(4)]
+    names = [[spec.name[7] for spec in fmt.tensors(shard)] for shard in range(4)]
     assert names == [["0", "1"], ["0", "1"], ["2"], ["2"]]
     assert {spec.shape for shard in range(4) for spec in fmt.tensors(shard)} == {(2, 8, 2, 8)}
 

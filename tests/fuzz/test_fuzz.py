@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import fuzz_decoder
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from tests.fuzz import fuzz_decoder
 
 CORPUS = sorted(fuzz_decoder.CORPUS.iterdir())
 EDITS = st.lists(st.tuples(st.integers(0, 1 << 14), st.integers(0, 40), st.binary(max_size=20)))

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
 
 from kvshelf.errors import ConfigError
 from kvshelf.format.kinds import FULL, WINDOW
-from kvshelf.format.namespace import FORMAT, Namespace
-from kvshelf.format.objects import ObjectFormat
 from kvshelf.kv.caches import HostKVCache, KVCache, LayerCall, LayerRun, layer_calls
 from kvshelf.kv.device import DeviceKVCache
 from kvshelf.kv.device_tensors import DeviceTensors
 from kvshelf.kv.layout import PagedLayout, slots_of
+from tests.support.formats import make_format
 
 CHUNK, HEADS, SIZE = 16, 4, 8
 #: The group of each window layer, and the tokens in a block of each group.
@@ -24,24 +22,14 @@ BLOCK_SIZES = (4, 8)
 BLOCKS = ([5, 0, 3, 6], [2, 7])
 
 
-def make_format(**fields: Any) -> ObjectFormat:
-    layers = 1 + len(GROUPS)
-    record: dict[str, Any] = {
-        "format": FORMAT,
-        "weights": "user:test",
-        "chunk_size": CHUNK,
-        "shards": 2,
-        "window_shards": 2,
-        "kinds": [FULL] + [WINDOW] * len(GROUPS),
-        "stages": [layers],
-        "layouts": ["canonical"] * layers,
-        "layer_names": [f"layers.{i}.attn" for i in range(layers)],
-        "layer_shapes": [f"2,*,{HEADS},{SIZE}"] * layers,
-        "layer_dtypes": ["BF16"] * layers,
-        **fields,
-    }
-    record["data_offset"] = ObjectFormat.required_data_offset(record)
-    return ObjectFormat(Namespace(record, "test"))
+FMT = make_format(
+    1 + len(GROUPS),
+    f"2,*,{HEADS},{SIZE}",
+    native=False,
+    chunk_size=CHUNK,
+    window_shards=2,
+    kinds=[FULL] + [WINDOW] * len(GROUPS),
+)
 
 
 def make_caches() -> list[torch.Tensor]:
@@ -87,7 +75,7 @@ def make_memory(kind: str, calls: dict[int, list[LayerCall]]) -> KVCache:
 def pair(request: pytest.FixtureRequest) -> Iterator[tuple[list[torch.Tensor], KVCache]]:
     """The caches of the window layers, and the memory over them."""
     caches = make_caches()
-    calls = layer_calls(make_format().of(WINDOW), runs_of(caches))
+    calls = layer_calls(FMT.of(WINDOW), runs_of(caches))
     memory = make_memory(request.param, calls)
     yield caches, memory
     memory.close()
@@ -97,7 +85,7 @@ def test_a_chunk_of_several_groups_goes_there_and_back(
     pair: tuple[list[torch.Tensor], KVCache],
 ) -> None:
     caches, memory = pair
-    size = make_format().of(WINDOW).payload_size(0)
+    size = FMT.of(WINDOW).payload_size(0)
     payloads = [torch.zeros(size, dtype=torch.uint8) for _ in range(2)]
     copied = memory.gather(slots(), payloads)
     assert copied is not None
@@ -124,7 +112,7 @@ def test_a_chunk_needs_the_slots_of_all_groups(
     pair: tuple[list[torch.Tensor], KVCache],
 ) -> None:
     _, memory = pair
-    size = make_format().of(WINDOW).payload_size(0)
+    size = FMT.of(WINDOW).payload_size(0)
     payload = torch.zeros(size, dtype=torch.uint8)
     for few in (slots()[:CHUNK], slots()[:-1]):
         with pytest.raises(ValueError, match="slot_mapping"):
@@ -136,4 +124,4 @@ def test_a_chunk_needs_the_slots_of_all_groups(
 def test_layers_of_another_kind_are_refused() -> None:
     caches = make_caches()
     with pytest.raises(ConfigError, match="4 layers are registered, but objects of this namespace"):
-        layer_calls(make_format(), runs_of(caches))
+        layer_calls(FMT, runs_of(caches))

@@ -5,17 +5,19 @@ from __future__ import annotations
 import logging
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from parts import BLOCK, HEADS, LAYERS, PATIENCE, Rig, make_chunks, make_format, posix
 
-from kvshelf.format.namespace import Namespace
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.format.tensors import DTYPE_BYTES
 from kvshelf.kv.finite import _CHECKS, FiniteCheck
 from kvshelf.transfer.stores import StoreOutcome
+from tests.support.formats import BLOCK, HEADS, make_format
+from tests.support.prompts import make_chunks
+from tests.support.storages import posix
+from tests.support.transfers import Rig
+from tests.support.waiting import PATIENCE
 
 TORCH = {
     "BF16": torch.bfloat16,
@@ -28,13 +30,8 @@ NATIVE = {"BF16": "bf16", "F16": "f16", "F32": "f32", "F8_E4M3": "fp8", "F8_E5M2
 
 
 def formats(dtype: str, native: bool) -> ObjectFormat:
-    record: dict[str, Any] = dict(make_format().namespace.record)
-    record["layer_dtypes"] = [dtype] * LAYERS
     layout = f"cpu-vec-{NATIVE[dtype]}-b{BLOCK}" if native else "canonical"
-    record["layouts"] = [layout] * LAYERS
-    del record["data_offset"]
-    record["data_offset"] = ObjectFormat.required_data_offset(record)
-    return ObjectFormat(Namespace(record, "test"))
+    return make_format(dtype=dtype, layout=layout)
 
 
 def numbers(dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -87,16 +84,7 @@ def test_large_layers_are_looked_at_to_their_end() -> None:
 
 
 def test_layers_of_unknown_layout_are_not_looked_at() -> None:
-    record: dict[str, Any] = dict(make_format().namespace.record)
-    record |= {
-        "layouts": ["opaque-" + "0" * 16] * LAYERS,
-        "layer_shapes": ["2,512"] * LAYERS,
-        "layer_dtypes": ["U8"] * LAYERS,
-        "shards": 1,
-    }
-    del record["data_offset"]
-    record["data_offset"] = ObjectFormat.required_data_offset(record)
-    fmt = ObjectFormat(Namespace(record, "test"))
+    fmt = make_format(shape="2,512", dtype="U8", layout="opaque-" + "0" * 16, shards=1)
     payload = torch.full((fmt.payload_size(0),), 0xFF, dtype=torch.uint8)
     assert FiniteCheck(fmt).first_bad(0, payload) is None
 

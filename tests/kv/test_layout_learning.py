@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import pytest
@@ -26,6 +26,8 @@ from kvshelf.kv.layout_learning import (
     learn_layout,
 )
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 BLOCKS, HEADS, SIZE = 5, 2, 32
 DTYPES = [
     torch.bfloat16,
@@ -43,15 +45,6 @@ ORDERS = {
     "BLNHC": (1, 0, 3, 2, 4),
     "BHLNC": (1, 2, 0, 3, 4),
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """So small operations only wait for each other on several threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @dataclass

@@ -16,11 +16,9 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from emulation import emulation
 from gpu_paged import DTYPES, FORMS, make_paged
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from paged import Buffers, Case, cases
 from torch import Tensor
 
 from kvshelf.errors import ConfigError
@@ -28,6 +26,8 @@ from kvshelf.kv import ops
 from kvshelf.kv.layout import PagedLayout, slots_of
 from kvshelf.kv.ops import library as library_module
 from kvshelf.kv.ops import torch_strided as torch_strided_module
+from tests.native.emulation import emulation
+from tests.native.paged import Buffers, Case, cases
 
 COMPILED = ops.implementation() == "cpp"
 # "kernels": those for GPUs, on a device made of loops.

@@ -17,13 +17,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvshelf.backends import open_backend
-from parts import PATIENCE
 
 from kvshelf.errors import ConfigError, UnsupportedError
 from kvshelf.format.keys import KeyChain
 from kvshelf.format.kinds import STATE
 from kvshelf.format.model import default_shards
-from kvshelf.format.namespace import FORMAT, Namespace
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.kv.caches import HostKVCache, KVCache, layer_calls
 from kvshelf.kv.device import DeviceKVCache
@@ -41,6 +39,8 @@ from kvshelf.shelf.shelf import Shelf
 from kvshelf.transfer.context import ChunkSlots
 from kvshelf.transfer.staging import StagingPool
 from kvshelf.transfer.transfer import Transfer
+from tests.support.formats import make_format
+from tests.support.waiting import PATIENCE
 
 BF16, F32 = torch.bfloat16, torch.float32
 BLOCKS = 6
@@ -238,27 +238,22 @@ def test_a_dtype_without_a_name_in_the_format_is_refused() -> None:
 # ------------------------------------------------------------------------- engines
 
 
-def make_format(
+def states_format(
     families: Sequence[Family], stages: list[int], conv_dim_first: bool, **fields: Any
 ) -> ObjectFormat:
     states = [family.split(1, conv_dim_first) for family in families]
     shards = default_shards(gcd(*(state.heads for state in states)), len(stages))
-    record: dict[str, Any] = {
-        "format": FORMAT,
-        "weights": "user:test",
+    own: dict[str, Any] = {
         "chunk_size": 128,
         "shards": shards,
         "state_shards": shards,
         "kinds": [STATE] * len(states),
         "stages": stages,
         "layouts": [state.layout for state in states],
-        "layer_names": [f"layers.{i}.mixer" for i in range(len(states))],
         "layer_shapes": [state.fields[0] for state in states],
         "layer_dtypes": [state.fields[1] for state in states],
-        **fields,
     }
-    record["data_offset"] = ObjectFormat.required_data_offset(record)
-    return ObjectFormat(Namespace(record, "test"))
+    return make_format(len(states), **(own | fields))
 
 
 def slots_of(slots: dict[int, StateSlots], blocks: dict[int, int]) -> torch.Tensor:
@@ -355,7 +350,7 @@ def test_a_state_stored_by_one_tensor_parallel_degree_is_loaded_by_another(
     stages = data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=2))
     models = [data.draw(st.sampled_from(kinds)) for _ in range(sum(stages))]
     first = data.draw(st.booleans())
-    fmt = make_format(models, stages, first)
+    fmt = states_format(models, stages, first)
     degrees = [n for n in (1, 2, 4) if fmt.shards // len(stages) % n == 0]
     writer, reader = (
         SimulatedEngine(
@@ -405,7 +400,7 @@ def test_states_go_from_ranks_to_other_ranks_through_a_shelf(stores: int, loads:
     delta, short = Family("gdn_attn", (64, 64, 128), (8, 16, 16)), LFM2
     models = [delta, short, delta]
     stages = [2, 1]
-    fmt = make_format(models, stages, False)
+    fmt = states_format(models, stages, False)
     shelf = Shelf(open_backend(f"memory://states-{stores}-{loads}"))
     state = [family.random(seed) for seed, family in enumerate(models)]
     (chunk,) = KeyChain(fmt.namespace.digest, fmt.chunk_size).extend(list(range(fmt.chunk_size)))
@@ -442,7 +437,7 @@ def test_undivided_states_go_back_to_the_rank_that_stored_them() -> None:
     state = split_state("mamba2", rows, [BF16, F32], ranks, False)
     shape, dtype = state.fields
     fmt_fields = {"layouts": [state.layout], "layer_shapes": [shape], "layer_dtypes": [dtype]}
-    fmt = make_format(
+    fmt = states_format(
         [Family("linear", (), (2, 4, 4))], [1], False, shards=2, state_shards=2, **fmt_fields
     )
     topology = Topology(1, fmt.shards, ranks, whole_ranks=True)
@@ -498,7 +493,7 @@ def test_a_cache_that_cannot_hold_the_state_is_refused() -> None:
 
 
 def test_a_model_with_other_states_than_the_namespace_is_refused() -> None:
-    fmt = make_format([LFM2], [1], False)
+    fmt = states_format([LFM2], [1], False)
     state = Family("short_conv", (128,), ()).split(1, False)
     cache = torch.zeros(BLOCKS, 1, 1, state.nbytes, dtype=torch.int8)
     runs, _ = state_runs([StateLayer(cache, state, 0)], fmt.shards)

@@ -19,12 +19,9 @@ import torch
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
 from kvshelf.backends import open_backend
-from parts import PATIENCE
 
 from kvshelf.errors import ConfigError
-from kvshelf.format.keys import Chunk, KeyChain
 from kvshelf.format.model import default_shards
-from kvshelf.format.namespace import FORMAT, Namespace
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.kv.caches import HostKVCache, KVCache, KVMemory, LayerRun, layer_calls
 from kvshelf.kv.device import DeviceKVCache
@@ -41,6 +38,9 @@ from kvshelf.shelf.shelf import Shelf
 from kvshelf.transfer.context import ChunkSlots
 from kvshelf.transfer.staging import StagingPool
 from kvshelf.transfer.transfer import Transfer
+from tests.support import formats
+from tests.support.prompts import make_chunks
+from tests.support.waiting import PATIENCE
 
 CHUNK = 16
 CHUNKS = 2
@@ -317,26 +317,16 @@ def make_format(
     mla: bool = False,
     layout: str = "canonical",
 ) -> ObjectFormat:
-    layers = sum(stages)
-    record: dict[str, Any] = {
-        "format": FORMAT,
-        "weights": "user:test",
-        "layers": layers,
-        "kv_heads": max(heads),
-        "chunk_size": CHUNK,
-        "shards": shards,
-        "stages": stages,
-        "layouts": [layout] * layers,
-        "layer_names": [f"layers.{i}.attn" for i in range(layers)],
-        "layer_shapes": [f"*,{CONTENT}" if mla else f"2,*,{h},{HEAD_SIZE}" for h in heads],
-        "layer_dtypes": ["BF16"] * layers,
-    }
-    record["data_offset"] = ObjectFormat.required_data_offset(record)
-    return ObjectFormat(Namespace(record, "test"))
-
-
-def make_chunks(fmt: ObjectFormat) -> list[Chunk]:
-    return KeyChain(fmt.namespace.digest, CHUNK).extend(list(range(CHUNKS * CHUNK)))
+    shapes = [f"*,{CONTENT}" if mla else f"2,*,{h},{HEAD_SIZE}" for h in heads]
+    return formats.make_format(
+        sum(stages),
+        layout=layout,
+        chunk_size=CHUNK,
+        shards=shards,
+        stages=stages,
+        kv_heads=max(heads),
+        layer_shapes=shapes,
+    )
 
 
 def random_kv(
@@ -534,7 +524,7 @@ def test_stores_of_all_ranks_make_one_chunk_that_other_ranks_load(
     )
     kv = random_kv(sum(stages), kv_heads, mla=False, seed=5)
     writer.fill(kv, seed=1)
-    chunks = make_chunks(fmt)
+    chunks = make_chunks(fmt, CHUNKS)
     written: Counter[str] = Counter()
     for engine, stores in ((writer, True), (reader, False)):
         for worker, memory in enumerate(engine.memories):

@@ -16,12 +16,12 @@ from typing import Any
 
 import pytest
 import torch
-from fake_cudart import fake_cudart
 
 from kvshelf import pages
 from kvshelf.errors import ConfigError, UnsupportedError
 from kvshelf.memory import arena as arena_module
 from kvshelf.memory.arena import Arena
+from tests.native.fake_cudart import fake_cudart
 from tests.support.memory import resident
 
 MIB = 1 << 20

@@ -9,9 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from fake_cudart import fake_cudart
 from kvshelf.backends.base import Borrowed
-from parts import make_chunks, make_format
 
 from kvshelf import pages
 from kvshelf.errors import ConfigError
@@ -22,6 +20,9 @@ from kvshelf.metrics import Counters
 from kvshelf.shelf.shelf import open_shelf
 from kvshelf.shelf.tiers import Tier, TieredShelf
 from kvshelf.shelf.view import ObjectRef
+from tests.native.fake_cudart import fake_cudart
+from tests.support.formats import make_format
+from tests.support.prompts import make_chunks
 
 FMT = make_format(shards=2)
 OTHER = make_format(shards=1, weights="user:other")

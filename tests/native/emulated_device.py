@@ -20,12 +20,12 @@ from typing import Any
 from unittest import mock
 
 import gpu_digests
-from emulation import Emulation, emulation
 from gpu_groups import Engine
-from simulated_device import SimulatedEvent, SimulatedStream, SimulatedStreams
 
 from kvshelf.kv import device as device_module
 from kvshelf.kv.ops import library as native
+from tests.native.emulation import Emulation, emulation
+from tests.native.simulated_device import SimulatedEvent, SimulatedStream, SimulatedStreams
 
 Launch = Callable[..., int]
 Patch = contextlib.AbstractContextManager[Any]

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from parts import until
 
 from kvshelf.pages import address_of
+from tests.support.waiting import until
 
 INVALID_VALUE, OUT_OF_MEMORY, NOT_SUPPORTED = 1, 2, 801
 READ_ONLY = 8

@@ -8,9 +8,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from emulation import emulation
-
 from kvshelf.kv.streams import Streams
+from tests.native.emulation import emulation
 
 
 class AtOnce(Streams):

@@ -15,15 +15,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
-from emulation import emulation
-from fake_streams import AtOnce
 
 from kvshelf.kv.caches import LayerCall
 from kvshelf.kv.device import DeviceKVCache
 from kvshelf.kv.layout import PagedLayout
+from tests.native.emulation import emulation
+from tests.native.fake_streams import AtOnce
 
 SHARDS, LAYERS, TOKENS, HEAD_SIZE, TIMES = 8, 32, 2, 8, 1000
 Functions = TypeVar("Functions")

@@ -19,8 +19,9 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from emulation import emulation
 from torch import Tensor, int64
+
+from tests.native.emulation import emulation
 
 PATIENCE = 60.0
 

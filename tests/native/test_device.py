@@ -21,14 +21,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from emulation import emulation
-from fake_streams import AtOnce, FakeEvent, FakeStreams
 from gpu_paged import Paged, make_paged
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from paged import Case
-from parts import PATIENCE, until
-from simulated_device import SimulatedStreams
 
 from kvshelf.errors import ConfigError, DeviceUnavailableError
 from kvshelf.kv import device, ops
@@ -38,6 +33,11 @@ from kvshelf.kv.device import DeviceKVCache
 from kvshelf.kv.layout import PagedLayout
 from kvshelf.kv.native_copier import NativeCopier
 from kvshelf.kv.states import StateLayer, split_state, state_runs
+from tests.native.emulation import emulation
+from tests.native.fake_streams import AtOnce, FakeEvent, FakeStreams
+from tests.native.paged import Case
+from tests.native.simulated_device import SimulatedStreams
+from tests.support.waiting import PATIENCE, until
 
 SHARDS, TOKENS = 2, 6
 

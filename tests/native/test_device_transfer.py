@@ -10,22 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from emulation import emulation
-from fake_streams import FakeEvent, FakeStreams
-from lending import LendingBackend
-from parts import (
-    BLOCK,
-    HEAD_SIZE,
-    HEADS,
-    LAYERS,
-    PATIENCE,
-    Rig,
-    make_chunks,
-    make_format,
-    posix,
-    until,
-)
-from simulated_device import SimulatedStreams
 
 from kvshelf.errors import DeviceUnavailableError, UnsupportedError
 from kvshelf.format.keys import KeyChain
@@ -34,6 +18,14 @@ from kvshelf.kv.device import DeviceKVCache
 from kvshelf.kv.layout import PermutedLayout, permutation_bytes, slots_of
 from kvshelf.transfer.context import ChunkSlots
 from kvshelf.transfer.stores import StoreOutcome
+from tests.native.emulation import emulation
+from tests.native.fake_streams import FakeEvent, FakeStreams
+from tests.native.simulated_device import SimulatedStreams
+from tests.support.formats import BLOCK, HEAD_SIZE, HEADS, LAYERS, make_format
+from tests.support.prompts import make_chunks
+from tests.support.storages import LendingBackend, posix
+from tests.support.transfers import Rig
+from tests.support.waiting import PATIENCE, until
 
 
 @contextmanager

@@ -38,15 +38,15 @@ import gpu_peers
 import gpu_tools
 import pytest
 import torch
-from bare_machine import hide_packages
-from emulation import emulation
-from fake_cudart import fake_cudart
 from gpu_decisions import DECISIONS
 from gpu_groups import Context, Timing
 from gpu_parts import PARTS, SECONDS
 from gpu_verdict import verdict
 
 from kvshelf.kv import ops
+from tests.native.bare_machine import hide_packages
+from tests.native.emulation import emulation
+from tests.native.fake_cudart import fake_cudart
 
 CPU = torch.device("cpu")
 SCRIPTS = Path(first_light.__file__).parent

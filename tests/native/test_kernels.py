@@ -15,17 +15,17 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from emulation import Counts, Emulation, emulation
 from gpu_paged import FORMS, Paged, make_paged
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from paged import Buffers, Case, cases
 
 from kvshelf.errors import ConfigError
 from kvshelf.kv import ops
 from kvshelf.kv.layout import PagedLayout
 from kvshelf.kv.ops import choice as choice_module
 from kvshelf.kv.ops import library as library_module
+from tests.native.emulation import Counts, Emulation, emulation
+from tests.native.paged import Buffers, Case, cases
 
 #: Alignments; there are no vectors of 2 bytes.
 ALIGNMENTS = [16, 8, 4, 2, 1]

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 from gpu_paged import DTYPES, FORMS, Paged, make_paged
-from paged import Case
 from torch import Tensor
+
+from tests.native.paged import Case
 
 HEADS, BLOCK, SIZE = 3, 4, 5
 

@@ -36,7 +36,9 @@ def child(work: str, tmp_path: Path, **environment: str) -> dict[str, int]:
         env={
             **os.environ,
             **environment,
-            "PYTHONPATH": os.pathsep.join(map(str, (here, here.parents[1] / "cuda" / "gpu"))),
+            "PYTHONPATH": os.pathsep.join(
+                map(str, (here.parents[1], here.parents[1] / "cuda" / "gpu"))
+            ),
             "TRITON_CACHE_DIR": str(tmp_path / "cache"),
         },
         cwd=tmp_path,

@@ -6,12 +6,10 @@ import itertools
 import json
 import os
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from emulation import Emulation, emulation
 from gpu_digests import Digests
 from gpu_groups import Context
 from hypothesis import assume, given, settings
@@ -19,8 +17,8 @@ from hypothesis import strategies as st
 
 from kvshelf.format.keys import KeyChain
 from kvshelf.format.kinds import STATE
-from kvshelf.format.namespace import Namespace
-from kvshelf.format.objects import ObjectFormat
+from tests.native.emulation import Emulation, emulation
+from tests.support.formats import make_format
 
 CTX = Context(torch.device("cpu"), emulated=True)
 KIB = 1024
@@ -140,44 +138,26 @@ def test_large_tensors(size: int) -> None:
 # --- objects of the format ---------------------------------------------------------
 
 
-def namespace(**fields: Any) -> ObjectFormat:
-    record: dict[str, Any] = {"format": "kvshelf/1", "chunk_size": 16, "shards": 2, **fields}
-    record["data_offset"] = ObjectFormat.required_data_offset(record)
-    return ObjectFormat(Namespace(record, "test"))
-
-
-def layers(layout: str, shape: str, dtype: str, count: int = 3, **fields: Any) -> ObjectFormat:
-    return namespace(
-        stages=[count],
-        layouts=[layout] * count,
-        layer_names=[f"layers.{i}" for i in range(count)],
-        layer_shapes=[shape] * count,
-        layer_dtypes=[dtype] * count,
-        **fields,
-    )
-
-
 FORMATS = {
-    "K and V": lambda: layers("canonical", "2,*,4,64", "BF16"),
-    "many layers": lambda: layers("canonical", "2,*,2,8", "F8_E4M3", 260),
-    "MLA": lambda: layers("canonical", "*,576", "BF16", shards=1),
-    "opaque": lambda: layers("opaque-0123456789abcdef", "2,4099", "U8"),
-    "packed": lambda: layers("cpu-vec-bf16-b4", "2,*,4,8", "BF16"),
-    "states": lambda: namespace(
-        stages=[2],
-        kinds=["state", "full"],
-        state_shards=2,
-        layouts=["state", "canonical"],
-        layer_names=["layers.0", "layers.1"],
-        layer_shapes=["conv_q:3,8/;conv_v:3,1030/;ssm:4/,32,33", "2,*,2,8"],
-        layer_dtypes=["BF16;BF16;F32", "BF16"],
-    ),
+    "K and V": {"shape": "2,*,4,64"},
+    "many layers": {"layers": 260, "dtype": "F8_E4M3"},
+    "MLA": {"shape": "*,576", "shards": 1},
+    "opaque": {"layout": "opaque-0123456789abcdef", "shape": "2,4099", "dtype": "U8"},
+    "packed": {"shape": "2,*,4,8", "native": True},
+    "states": {
+        "layers": 2,
+        "kinds": ["state", "full"],
+        "state_shards": 2,
+        "layouts": ["state", "canonical"],
+        "layer_shapes": ["conv_q:3,8/;conv_v:3,1030/;ssm:4/,32,33", "2,*,2,8"],
+        "layer_dtypes": ["BF16;BF16;F32", "BF16"],
+    },
 }
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_the_list_of_an_object(name: str) -> None:
-    fmt = FORMATS[name]()
+    fmt = make_format(**{"chunk_size": 16, "native": False, **FORMATS[name]})
     chain = KeyChain(fmt.namespace.digest, fmt.chunk_size)
     chain.extend(range(fmt.chunk_size + 5))
     tail = chain.tail() if fmt.tails else None

@@ -20,11 +20,11 @@ import triton
 from gpu_paged import DTYPES, FORMS, make_paged
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from paged import Buffers, Case, cases
 
 from kvshelf.kv import ops
 from kvshelf.kv.layout import PagedLayout
 from kvshelf.kv.ops import choice, dispatch, triton_strided
+from tests.native.paged import Buffers, Case, cases
 
 CPU = torch.device("cpu")
 

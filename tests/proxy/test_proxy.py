@@ -18,24 +18,6 @@ from typing import Any
 
 import httpx
 import pytest
-from filled import CHUNK, hybrid, namespace
-from stub_engines import (
-    DONE,
-    EVENTS,
-    PARAMS,
-    WAIT,
-    WHOLE,
-    Behaviour,
-    Handler,
-    StubEngine,
-    breaks,
-    decodes,
-    fails,
-    free_port,
-    hangs,
-    prefills,
-    wait_for,
-)
 from typer.testing import CliRunner
 
 from kvshelf.cli.app import app
@@ -51,6 +33,24 @@ from kvshelf.proxy.server import make_server
 from kvshelf.proxy.settings import Settings
 from kvshelf.shelf.shelf import Shelf, open_shelf
 from kvshelf.shelf.view import ObjectRef
+from tests.proxy.stub_engines import (
+    DONE,
+    EVENTS,
+    PARAMS,
+    WAIT,
+    WHOLE,
+    Behaviour,
+    Handler,
+    StubEngine,
+    breaks,
+    decodes,
+    fails,
+    hangs,
+    prefills,
+)
+from tests.support.filled import CHUNK, hybrid, namespace
+from tests.support.servers import free_port
+from tests.support.waiting import until
 
 ASKING = {"model": "tiny", "prompt": "a secret prompt", "max_tokens": 8}
 
@@ -93,7 +93,7 @@ def serving_both(
         thread = threading.Thread(target=server.run, args=([listener],))
         thread.start()
         try:
-            wait_for(lambda: server.started or not thread.is_alive())
+            until(lambda: server.started or not thread.is_alive())
             yield urls[0], urls[1]
         finally:
             server.should_exit = True
@@ -257,7 +257,7 @@ def test_the_engine_with_fewest_requests_in_flight_gets_the_next(proxy: Proxy) -
     slow = threading.Thread(target=proxy.post, kwargs={"prompt": "slow"})
     slow.start()
     try:
-        wait_for(lambda: bool(asked(proxy.decode)))
+        until(lambda: bool(asked(proxy.decode)))
         for _ in range(3):
             proxy.post()
         counts = sorted(len(engine.asked) for engine in proxy.decode)
@@ -267,7 +267,7 @@ def test_the_engine_with_fewest_requests_in_flight_gets_the_next(proxy: Proxy) -
     finally:
         go_on.set()
         slow.join()
-    wait_for(lambda: proxy.count("in_flight", side="decode", engine=held.host) == 0)
+    until(lambda: proxy.count("in_flight", side="decode", engine=held.host) == 0)
 
 
 @pytest.mark.parametrize("failure", [breaks, fails(500), fails(503)])
@@ -416,10 +416,10 @@ def test_an_engine_sees_that_the_client_left(proxy: Proxy, leg: str) -> None:
             connection.settimeout(WAIT)
             while b"data:" not in connection.recv(1 << 16):
                 pass
-        wait_for(lambda: bool(asked(side)))
+        until(lambda: bool(asked(side)))
     [engine] = [engine for engine in side if engine.asked]
     assert engine.saw_close.wait(WAIT)
-    wait_for(lambda: proxy.count("disconnects_total") == 1)
+    until(lambda: proxy.count("disconnects_total") == 1)
     if leg == "prefill":
         assert not asked(proxy.decode)
     assert proxy.count("in_flight", side=engine.name[:-1], engine=engine.host) == 0
@@ -610,7 +610,7 @@ def test_a_request_whose_head_does_not_come_is_given_up(
         # Byte by byte it is no better.
         with connected(url, 1) as [dripping]:
             dripping.settimeout(0.02)
-            wait_for(lambda: ends(dripping))
+            until(lambda: ends(dripping))
         assert client.post(f"{url}/v1/completions", json=ASKING).content == WHOLE
 
 
@@ -679,14 +679,14 @@ def test_bodies_of_all_requests_have_a_largest_size_together(
         proxy = Proxy(*sides, client, url, admin)
         part = HEAD + b"Content-Length: 1000000\r\n\r\n" + b" " * 999_000
         with connected(url, 1, part):
-            wait_for(lambda: proxy.count("body_bytes") == 999_000)
+            until(lambda: proxy.count("body_bytes") == 999_000)
             answer = proxy.post(user="x" * 60_000)
             assert answer.status_code == 503
             assert "too many bytes" in answer.json()["error"]["message"]
             # There is room for a small one.
             assert proxy.post().content == WHOLE
             assert proxy.count("body_bytes") == 999_000
-        wait_for(lambda: proxy.count("body_bytes") == 0)
+        until(lambda: proxy.count("body_bytes") == 0)
         assert proxy.post(user="x" * 60_000).content == WHOLE
         assert proxy.count("body_bytes") == 0
 
@@ -774,7 +774,7 @@ def test_durable_waits_for_the_final_key(
 
         asking = threading.Thread(target=ask)
         asking.start()
-        wait_for(lambda: bool(asked(sides[1])))
+        until(lambda: bool(asked(sides[1])))
         assert not answers
         publish(shelf, of, chunk)
         asking.join(WAIT)
@@ -857,8 +857,8 @@ def test_namespaces_that_are_not_asked_for_any_more_take_no_threads(
             behave(sides[0], promise(of, last_chunk(of, 5), 5))
             answer = client.post(f"{url}/v1/completions", json=ASKING | {"durable": True})
             assert answer.headers["kvshelf-durable"] == "true"
-        wait_for(lambda: waiting_threads() - before <= durable._MOST_IDLE)
-    wait_for(lambda: waiting_threads() == before)
+        until(lambda: waiting_threads() - before <= durable._MOST_IDLE)
+    until(lambda: waiting_threads() == before)
 
 
 # -------------------------------------------------------------------------------- the command
@@ -912,7 +912,7 @@ def test_the_command_ends_after_its_requests(sides: Sides, client: httpx.Client)
                     return True
                 return False
 
-            wait_for(refuses)
+            until(refuses)
             go_on.set()
             assert b"".join(pieces) == DONE
         assert process.wait(WAIT) == 0

@@ -11,7 +11,6 @@ from typing import Any
 
 import httpx
 import pytest
-from stub_engines import free_port, wait_for
 
 from kvshelf.shelf.shelf import open_shelf
 
@@ -19,6 +18,9 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "disaggregated"))
 from make_model import make_model
 from processes import Store, engines, metrics, proxy
+
+from tests.support.servers import free_port
+from tests.support.waiting import until
 
 pytestmark = [
     pytest.mark.slow,
@@ -149,8 +151,8 @@ def test_engines_drop_the_requests_of_a_client_that_left(cluster: Cluster) -> No
         "POST", f"{cluster.proxy}/v1/completions", json=body | {"stream": True}
     ) as answer:
         next(answer.iter_raw())
-        wait_for(lambda: running() == 1)
-    wait_for(lambda: running() == 0)
+        until(lambda: running() == 1)
+    until(lambda: running() == 0)
 
 
 def test_without_a_producer_the_consumer_does_it_all(cluster: Cluster, tmp_path: Path) -> None:

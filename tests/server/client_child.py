@@ -18,12 +18,13 @@ import contextlib
 import sys
 from collections import Counter
 
-from desk import chunks_of, name_of, sealed
-from parts import PATIENCE, make_format
-from serve_process import Client
-
 from kvshelf.errors import KVShelfError
 from kvshelf.server.channel import Leased
+from tests.server.desk import name_of
+from tests.server.serve_process import Client
+from tests.support.formats import make_format, sealed
+from tests.support.prompts import make_chunks
+from tests.support.waiting import PATIENCE
 
 FMT = make_format()
 SIZE = FMT.object_size(0)
@@ -36,7 +37,7 @@ def say(line: str) -> None:
 
 def main(url: str) -> None:
     client = Client(url, FMT)
-    chunks = chunks_of(FMT, 4096)
+    chunks = make_chunks(FMT, 4096)
     held: list[tuple[int, Leased]] = []
 
     def verdict(copies: list[bytes]) -> str:

@@ -10,30 +10,20 @@ from typing import Any
 import xxhash
 from kvshelf.backends import Backend, Deadlines
 from kvshelf.backends.guard import GuardedBackend
-from parts import AT_ONCE, PATIENCE
 
-from kvshelf.format.keys import Chunk, KeyChain
+from kvshelf.format.keys import Chunk
 from kvshelf.format.names import object_name
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.memory.arena import Arena
 from kvshelf.server.messages import Failed, Ready
 from kvshelf.server.service import Service
 from kvshelf.shelf.shelf import Shelf
+from tests.support.waiting import AT_ONCE, PATIENCE
 
 
 def name_of(fmt: ObjectFormat, chunk: Chunk, shard: int = 0) -> str:
     """The name of an object on the storage."""
     return f"{fmt.namespace.folder}/{object_name(chunk, shard, fmt.shards, fmt.kind)}"
-
-
-def sealed(fmt: ObjectFormat, chunk: Chunk, shard: int = 0) -> bytes:
-    """A whole object, whose payload follows from the chunk and the shard."""
-    buffer = bytearray(fmt.object_size(shard, chunk.tokens))
-    pattern = chunk.key + bytes((shard,))
-    payload = len(buffer) - fmt.data_offset
-    buffer[fmt.data_offset :] = (pattern * (payload // len(pattern) + 1))[:payload]
-    fmt.seal(memoryview(buffer), chunk, shard)
-    return bytes(buffer)
 
 
 class Desk:
@@ -139,9 +129,3 @@ class Desk:
         self.service.close()
         self.shelf.close()
         self.arena.close()
-
-
-def chunks_of(fmt: ObjectFormat, count: int, seed: int = 0) -> list[Chunk]:
-    """The chunks of a prompt."""
-    tokens = [(seed * 7919 + i * 31) % 1000 for i in range(count * fmt.chunk_size)]
-    return KeyChain(fmt.namespace.digest, fmt.chunk_size).extend(tokens)

@@ -15,11 +15,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from parts import PATIENCE
-
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.server.channel import Channel, Leased
 from kvshelf.server.messages import Register, Store, Stored
+from tests.support.waiting import PATIENCE
 
 CLIENT = Path(__file__).with_name("client_child.py")
 _ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}

@@ -13,9 +13,6 @@ from unittest import mock
 
 import pytest
 import torch
-from parts import until
-from simulated_device import SimulatedStreams
-from standin import StandIn
 
 from kvshelf import ModelFacts, PromptIdentity
 from kvshelf.errors import ConfigError, UnavailableStorageError, UnsupportedError
@@ -34,6 +31,10 @@ from kvshelf.server.client import (
     striding_block_hashes,
 )
 from kvshelf.server.naming import MAX_HASH
+from tests.native.simulated_device import SimulatedStreams
+from tests.server.standin import StandIn
+from tests.support.prompts import prompt
+from tests.support.waiting import until
 
 LAYERS, HEADS, SIZE, CHUNK, BLOCK, BLOCKS = 3, 4, 8, 16, 4, 64
 PER_CHUNK = CHUNK // BLOCK
@@ -72,10 +73,6 @@ def caches(seed: int | None = None, heads: int = HEADS) -> dict[str, torch.Tenso
 
 def layout_of(kv: dict[str, torch.Tensor]) -> PagedLayout:
     return PagedLayout.from_bhnc(next(iter(kv.values())), SIZE)
-
-
-def prompt(length: int, seed: int = 0) -> list[int]:
-    return random.Random(seed).choices(range(1000), k=length)
 
 
 def hashes(blocks: int, seed: int = 0) -> list[bytes]:

@@ -14,12 +14,20 @@ from unittest import mock
 
 import pytest
 import torch
-from fake_cudart import FakeCudart, fake_cudart
 from kvshelf.backends import open_backend
-from parts import until
-from serve_process import ServeProcess
-from simulated_device import SimulatedStreams
-from test_adapters import (
+
+from kvshelf import ChunkCache, Config, Shelf
+from kvshelf.errors import ConfigError, StorageError
+from kvshelf.forms import PagedKV
+from kvshelf.kv import sources
+from kvshelf.kv.device_tensors import DeviceTensors
+from kvshelf.kv.layout import slots_of
+from kvshelf.server import backend
+from kvshelf.server.client import LoadStoreOp, SchedulerAdapter, WorkerAdapter, open_cache
+from tests.native.fake_cudart import FakeCudart, fake_cudart
+from tests.native.simulated_device import SimulatedStreams
+from tests.server.serve_process import ServeProcess
+from tests.server.test_adapters import (
     BLOCK,
     BLOCKS,
     CHUNK,
@@ -33,26 +41,18 @@ from test_adapters import (
     names,
     namespace,
     op,
-    prompt,
 )
-
-from kvshelf import ChunkCache, Config, Shelf
-from kvshelf.errors import ConfigError, StorageError
-from kvshelf.forms import PagedKV
-from kvshelf.kv import sources
-from kvshelf.kv.device_tensors import DeviceTensors
-from kvshelf.kv.layout import slots_of
-from kvshelf.server import backend
-from kvshelf.server.client import LoadStoreOp, SchedulerAdapter, WorkerAdapter, open_cache
+from tests.support.prompts import prompt
+from tests.support.waiting import until
 
 SEGMENT = 4 << 20
 
 #: Looks a prompt up, says so, and waits to be killed.
 HOLDER = """
 import sys
-from parts import until
-from test_adapters import BLOCK, asked, namespace
+from tests.server.test_adapters import BLOCK, asked, namespace
 from kvshelf.server.client import SchedulerAdapter
+from tests.support.waiting import until
 scheduler = SchedulerAdapter(sys.argv[1], namespace(), BLOCK)
 scheduler.maybe_submit_lookup_request("b", **asked("tokens", 1))
 until(lambda: scheduler.check_lookup_result("b") is not None)

@@ -14,14 +14,9 @@ from typing import Any
 
 import pytest
 import torch
-from desk import sealed
-from fake_cudart import fake_cudart
-from faulty import CountingBackend, FaultyBackend
 from kvshelf.backends import WriteResult
 from kvshelf.backends.breaker import BreakerState
 from kvshelf.backends.posix import PosixBackend
-from node import LocalServer
-from parts import PATIENCE, Rig, make_chunks, make_format, until
 
 from kvshelf import pages
 from kvshelf.errors import (
@@ -45,6 +40,13 @@ from kvshelf.shelf.failed_keys import FailedKeys
 from kvshelf.shelf.lookup import LookupService
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.shelf.view import ObjectRef, Presence
+from tests.native.fake_cudart import fake_cudart
+from tests.server.node import LocalServer
+from tests.support.formats import make_format, sealed
+from tests.support.prompts import make_chunks
+from tests.support.storages import CountingBackend, FaultyBackend
+from tests.support.transfers import Rig
+from tests.support.waiting import PATIENCE, until
 
 
 @dataclass

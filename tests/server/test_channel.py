@@ -9,22 +9,13 @@ import os
 import random
 import signal
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from fake_cudart import fake_cudart
-from serving import (
-    OBJECT_BYTES,
-    SLOTS,
-    MemoryService,
-    serving,
-    serving_process,
-)
 
 from kvshelf.errors import ConfigError, ObjectMissingError, UnavailableStorageError
 from kvshelf.server import channel as channel_module
@@ -48,6 +39,15 @@ from kvshelf.server.messages import (
     Stored,
 )
 from kvshelf.server.segment import Segment
+from tests.native.fake_cudart import fake_cudart
+from tests.server.serving import (
+    OBJECT_BYTES,
+    SLOTS,
+    MemoryService,
+    serving,
+    serving_process,
+)
+from tests.support.waiting import until
 
 SECONDS = 30.0
 
@@ -60,13 +60,6 @@ def channel(url: str, segment_bytes: int = 0) -> Iterator[Channel]:
         yield opened
     finally:
         opened.close()
-
-
-def eventually(condition: Callable[[], bool]) -> None:
-    until = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < until, "it did not happen"
-        time.sleep(0.002)
 
 
 def fetch(client: Channel, name: str) -> Leased:
@@ -107,7 +100,7 @@ def test_lent_memory_is_the_servers_and_is_given_back(tmp_path: Path) -> None:
         assert service.pins == {0: 1}
         leased.release()
         leased.release()
-        eventually(lambda: not service.pins)
+        until(lambda: not service.pins)
 
 
 def test_stored_bytes_lie_in_the_segment(tmp_path: Path) -> None:
@@ -164,7 +157,7 @@ def test_the_end_of_a_session_gives_up_what_was_looked_up(tmp_path: Path) -> Non
         client.request(Lookup("r", [["a"]])).result(SECONDS)
         assert service.pins == {0: 1}
         client.end_session("r")
-        eventually(lambda: not service.pins)
+        until(lambda: not service.pins)
 
 
 def test_what_the_server_says_unasked_reaches_the_callbacks(tmp_path: Path) -> None:
@@ -174,7 +167,7 @@ def test_what_the_server_says_unasked_reaches_the_callbacks(tmp_path: Path) -> N
         client.on_notice(notices.append)
         client.request(Call("watch", ["watch"])).result(SECONDS)
         loop.announce_drain()
-        eventually(lambda: len(notices) == 2)
+        until(lambda: len(notices) == 2)
         assert notices == [Appeared("folder", ["a", "b"]), Draining()]
 
 
@@ -247,11 +240,11 @@ def test_old_memory_is_unmapped_with_its_last_view(tmp_path: Path) -> None:
         lent = fetch(client, "7")
         before = mappings()
         os.kill(pid, signal.SIGKILL)
-        eventually(lambda: not client.connected)
+        until(lambda: not client.connected)
         assert mappings() == before
     lent.release()
     del lent
-    eventually(lambda: mappings() < before)
+    until(lambda: mappings() < before)
     client.close()
 
 
@@ -262,7 +255,7 @@ def test_a_servers_memory_is_page_locked_as_long_as_anything_of_it_is_lent(tmp_p
             assert not client.page_locked
             for _ in range(2):
                 client.page_lock(torch.device("cuda", 0))
-            eventually(lambda: client.page_locked)
+            until(lambda: client.page_locked)
             lent = fetch(client, "a")
             assert runtime.holds(lent.view)
         assert not client.page_locked
@@ -276,13 +269,13 @@ def test_the_memory_of_a_later_server_is_page_locked_too(tmp_path: Path) -> None
         with serving(tmp_path) as (url, _, service):
             client = stack.enter_context(channel(url))
             client.page_lock(torch.device("cuda", 0))
-            eventually(lambda: client.page_locked)
-        eventually(lambda: not client.connected)
+            until(lambda: client.page_locked)
+        until(lambda: not client.connected)
         assert not client.page_locked
-        eventually(lambda: not runtime.registered)
+        until(lambda: not runtime.registered)
         with serving(tmp_path) as (url, _, service):
             service.put("a", b"hello")
-            eventually(lambda: client.page_locked)
+            until(lambda: client.page_locked)
             lent = fetch(client, "a")
             assert runtime.holds(lent.view)
             lent.release()
@@ -298,7 +291,7 @@ def test_memory_that_cannot_be_page_locked_is_lent_all_the_same(
         runtime.reads_only = False
         service.put("a", b"hello")
         client.page_lock(torch.device("cuda", 0))
-        eventually(lambda: "operation not supported" in caplog.text)
+        until(lambda: "operation not supported" in caplog.text)
         assert not client.page_locked
         lent = fetch(client, "a")
         assert bytes(lent.view[:5]) == b"hello"
@@ -353,7 +346,7 @@ def test_a_dead_clients_memory_is_free_at_once(tmp_path: Path) -> None:
         service.put("a", b"hello")
         process = multiprocessing.get_context("spawn").Process(target=_hold, args=(url,))
         process.start()
-        eventually(lambda: bool(service.pins))
+        until(lambda: bool(service.pins))
         assert process.pid is not None
         os.kill(process.pid, signal.SIGKILL)
         # Its socket closes when the system ends it.
@@ -377,7 +370,7 @@ def test_a_forked_process_uses_nothing_of_its_parents_channel(tmp_path: Path) ->
         parent = multiprocessing.get_context("spawn").Process(target=_fork, args=(url, noted))
         parent.start()
         try:
-            eventually(lambda: parent.exitcode is not None)
+            until(lambda: parent.exitcode is not None)
             assert parent.exitcode == 0
             # The child still lives, and the server has seen the end of its parent.
             assert service.gone.acquire(timeout=SECONDS)
@@ -480,7 +473,7 @@ def test_random_operations_lose_no_lease(tmp_path: Path) -> None:
             for leased in mine:
                 assert leased.valid()
                 leased.release()
-        eventually(lambda: not service.pins)
+        until(lambda: not service.pins)
         assert service.leases.stats().leases == 0
         for client in clients:
             client.close()
@@ -493,7 +486,7 @@ def test_a_drained_server_can_be_followed_by_another(tmp_path: Path) -> None:
     with serve() as (url, _, _):
         client = Channel(url)
         assert client.wait_connected(SECONDS)
-    eventually(lambda: not client.connected)
+    until(lambda: not client.connected)
     with serve(), contextlib.closing(client):
         assert client.wait_connected(SECONDS)
         ping(client)

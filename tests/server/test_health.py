@@ -11,13 +11,15 @@ from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 
 import pytest
-from desk import Desk, chunks_of, name_of, sealed
-from parts import make_format, posix
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvshelf.errors import ConfigError
 from kvshelf.metrics import Counters
 from kvshelf.server.health import Health, ServerMetrics
+from tests.server.desk import Desk, name_of
+from tests.support.formats import make_format, sealed
+from tests.support.prompts import make_chunks
+from tests.support.storages import posix
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
 FMT = make_format()
@@ -52,7 +54,7 @@ def asked(tmp_path: Path) -> Iterator[Asked]:
     counters = Counters()
     with closing(Desk(posix(tmp_path / "shelf"), counters=counters)) as desk:
         desk.service.register(FMT.namespace.encoded)
-        (chunk,) = chunks_of(FMT, 1)
+        (chunk,) = make_chunks(FMT, 1)
         desk.store(b"a" * 16, name_of(FMT, chunk), sealed(FMT, chunk))
         counters.observe("read", 0.003)
         asked = Asked(desk, counters)

@@ -10,10 +10,6 @@ import threading
 from pathlib import Path
 
 import zmq
-from client_child import FMT, SIZE
-from desk import chunks_of, name_of, sealed
-from parts import until
-from serve_process import Client, ServeProcess
 
 from kvshelf.server import messages, session
 from kvshelf.server.messages import (
@@ -32,9 +28,15 @@ from kvshelf.server.messages import (
     Store,
 )
 from kvshelf.server.segment import Segment
+from tests.server.client_child import FMT, SIZE
+from tests.server.desk import name_of
+from tests.server.serve_process import Client, ServeProcess
+from tests.support.formats import sealed
+from tests.support.prompts import make_chunks
+from tests.support.waiting import until
 
 COUNT = 32
-CHUNKS = chunks_of(FMT, 2 * COUNT)
+CHUNKS = make_chunks(FMT, 2 * COUNT)
 NAMES = [name_of(FMT, chunk) for chunk in CHUNKS]
 UNSAFE = ["..", "../x", "/etc/passwd", "a/../../b", "a//b", "\0", "a\\b", "ü", "."]
 SEGMENT_BYTES = 1 << 20

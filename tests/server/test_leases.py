@@ -10,16 +10,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvshelf.server.leases import Leases, LeaseStats
+from tests.support.clocks import Clock
 
 A, B = b"a" * 16, b"b" * 16
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def leases(clock: Clock, quota: int = 1000) -> Leases[str]:

@@ -8,14 +8,12 @@ import random
 import shutil
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
 import zmq
-from serving import OBJECT_BYTES, SLOTS, MemoryService, serving
 
 from kvshelf.errors import ConfigError
 from kvshelf.memory.arena import Arena
@@ -37,6 +35,8 @@ from kvshelf.server.messages import (
     Reply,
     Request,
 )
+from tests.server.serving import OBJECT_BYTES, SLOTS, MemoryService, serving
+from tests.support.waiting import until
 
 SECONDS = 30.0
 
@@ -103,13 +103,6 @@ def neighbour(url: str) -> Iterator[Callable[[], None]]:
         assert client.connected
 
 
-def eventually(condition: Callable[[], bool]) -> None:
-    until = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < until, "it did not happen"
-        time.sleep(0.002)
-
-
 def test_without_a_session_nothing_is_answered(tmp_path: Path) -> None:
     with (
         serving(tmp_path) as (url, loop, service),
@@ -118,7 +111,7 @@ def test_without_a_session_nothing_is_answered(tmp_path: Path) -> None:
     ):
         for token in (bytes(16), os.urandom(16)):
             stranger.send(Ping(), token=token)
-        eventually(lambda: loop.stats()["refused"] == 2)
+        until(lambda: loop.stats()["refused"] == 2)
         assert stranger.receive(0) is None
         assert stranger.client not in service.clients
 
@@ -127,7 +120,7 @@ def test_a_wrong_token_is_refused(tmp_path: Path) -> None:
     with serving(tmp_path) as (url, loop, _), raw(url) as one, raw(url) as other:
         one.send(Ping(), token=bytes(16))
         one.send(Ping(), token=other.token)
-        eventually(lambda: loop.stats()["refused"] == 2)
+        until(lambda: loop.stats()["refused"] == 2)
         one.send(Ping(), number=7)
         assert one.receive() == (7, Done())
 
@@ -203,7 +196,7 @@ def test_what_is_no_request_at_all_is_dropped(tmp_path: Path) -> None:
         client.socket.send(client.token)
         client.socket.send_multipart([frame, frame])
         client.socket.send_multipart([b""] * 1000)
-        eventually(lambda: loop.stats()["refused"] == 4)
+        until(lambda: loop.stats()["refused"] == 4)
         client.send(Ping(), number=5)
         assert client.receive() == (5, Done())
 
@@ -276,7 +269,7 @@ def test_requests_without_an_answer_are_bounded(
         assert answer[0] == 11
         assert isinstance(answer[1], Fault)
         assert "10 answers" in answer[1].text
-        eventually(lambda: len(service.held_back) == 10)
+        until(lambda: len(service.held_back) == 10)
         service.loop.post(service.held_back.pop())
         received = client.receive()
         assert received is not None
@@ -308,7 +301,7 @@ def test_bytes_of_requests_without_an_answer_are_bounded(tmp_path: Path) -> None
         assert received is not None
         assert received[1] == Done()
         client.send(call, 65)
-        eventually(lambda: len(service.held_back) == 63)
+        until(lambda: len(service.held_back) == 63)
 
 
 def test_a_fetch_counts_until_its_last_answer(
@@ -346,7 +339,7 @@ def test_a_client_that_does_not_read_loses_its_session_and_nothing_else_waits(
                 is_served()
                 return session.has_ended(slow.session)
 
-            eventually(has_lost_its_session)
+            until(has_lost_its_session)
             # It may still be reading what it was lent.
             is_served()
             assert service.pins == {0: 1}
@@ -426,7 +419,7 @@ def test_a_fetch_that_fails_half_way_loses_no_lease(tmp_path: Path) -> None:
             with pytest.raises(OSError, match="broken"):
                 future.result(SECONDS)
         service.loop.post(service.held_back.pop())
-        eventually(lambda: not service.pins)
+        until(lambda: not service.pins)
         assert client.request(Ping()).result(SECONDS) == Done()
 
 
@@ -481,7 +474,7 @@ def test_what_a_cleaner_deletes_at_the_socket_is_made_again(what: str, tmp_path:
                 )
             return False
 
-        eventually(is_there_again)
+        until(is_there_again)
         with pytest.raises(ConfigError, match="runs already"):
             loop_module.Loop(url)
         with raw(url) as new:
@@ -540,7 +533,7 @@ def test_a_server_whose_folder_cannot_be_made_serves_those_it_has(
         client.send(Ping())
         assert client.receive() == (1, Done())
         monkeypatch.undo()
-        eventually(path.with_name(path.name + ".session").exists)
+        until(path.with_name(path.name + ".session").exists)
         with raw(url) as new:
             new.send(Ping())
             assert new.receive() == (1, Done())

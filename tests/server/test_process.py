@@ -12,16 +12,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from client_child import FMT, SIZE
-from desk import chunks_of, name_of, sealed
-from parts import until
-from serve_process import Client, ClientProcess, ServeProcess, command
-from servers import BUCKET, moto_s3
-from servers import command as command_of
 
 from kvshelf.errors import UnavailableStorageError
+from tests.server.client_child import FMT, SIZE
+from tests.server.desk import name_of
+from tests.server.serve_process import Client, ClientProcess, ServeProcess, command
+from tests.support.formats import sealed
+from tests.support.prompts import make_chunks
+from tests.support.servers import BUCKET, moto_s3
+from tests.support.servers import command as command_of
+from tests.support.waiting import until
 
-CHUNKS = chunks_of(FMT, 256)
+CHUNKS = make_chunks(FMT, 256)
 NAMES = [name_of(FMT, chunk) for chunk in CHUNKS]
 
 

@@ -8,11 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from desk import Desk, chunks_of, name_of, sealed
-from kvshelf.backends import Backend, Touched
-from kvshelf.backends.wrappers import WrappedBackend
-from node import LocalServer
-from parts import PATIENCE, make_format, posix, until
+from kvshelf.backends import Touched
 
 from kvshelf.capacity.uses import Uses
 from kvshelf.config import Config
@@ -20,22 +16,15 @@ from kvshelf.format.keys import Chunk, KeyChain
 from kvshelf.metrics import Counters
 from kvshelf.server.backend import open_served
 from kvshelf.server.messages import Fault, LookedUp, Result
+from tests.server.desk import Desk, name_of
+from tests.server.node import LocalServer
+from tests.support.formats import make_format, sealed
+from tests.support.prompts import make_chunks
+from tests.support.storages import TouchesBackend, posix
+from tests.support.waiting import PATIENCE, until
 
 FMT = make_format()
 CLIENT = b"c" * 16
-
-
-class Touches(WrappedBackend):
-    """Notes whose access times are to be set."""
-
-    def __init__(self, inner: Backend, answer: Touched) -> None:
-        super().__init__(inner)
-        self.names: list[str] = []
-        self.answer = answer
-
-    def touch(self, name: str) -> Touched:
-        self.names.append(name)
-        return self.answer
 
 
 class Used:
@@ -43,11 +32,11 @@ class Used:
 
     def __init__(self, root: Path, answer: Touched = Touched.TOUCHED, **options: Any) -> None:
         self.counters = Counters()
-        self.touches = Touches(posix(root), answer)
+        self.touches = TouchesBackend(posix(root), answer)
         self.uses = Uses(self.counters, **options)
         self.desk = Desk(self.touches, uses=self.uses)
         self.desk.service.register(FMT.namespace.encoded)
-        self.chunks = chunks_of(FMT, 4)
+        self.chunks = make_chunks(FMT, 4)
         for chunk in self.chunks:
             for shard in range(FMT.shards):
                 self.touches.write(name_of(FMT, chunk, shard), [sealed(FMT, chunk, shard)])
@@ -75,7 +64,7 @@ def make(tmp_path: Path) -> Iterator[Callable[..., Used]]:
 
 def test_what_a_lookup_finds_is_used(make: Callable[..., Used]) -> None:
     used = make()
-    (absent,) = chunks_of(FMT, 1, seed=1)
+    (absent,) = make_chunks(FMT, 1, seed=1)
     chains = [used.names(chunk) for chunk in [*used.chunks[:3], absent, used.chunks[3]]]
     # From the storage, and from memory.
     for _ in range(2):
@@ -143,8 +132,8 @@ def test_the_server_writes_objects_anew(make: Callable[..., Used], tmp_path: Pat
 
 def test_an_engines_hits_reach_the_server(tmp_path: Path) -> None:
     """As the connector records them: each object of the whole prefix."""
-    storage = Touches(posix(tmp_path / "shelf"), Touched.REFUSED)
-    chunks = chunks_of(FMT, 3)
+    storage = TouchesBackend(posix(tmp_path / "shelf"), Touched.REFUSED)
+    chunks = make_chunks(FMT, 3)
     for chunk in chunks:
         for shard in range(FMT.shards):
             storage.write(name_of(FMT, chunk, shard), [sealed(FMT, chunk, shard)])

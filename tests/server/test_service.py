@@ -13,10 +13,7 @@ from typing import Any
 
 import pytest
 import xxhash
-from desk import Desk, chunks_of, name_of, sealed
-from faulty import CountingBackend, Fault, FaultyBackend
 from kvshelf.backends import Backend
-from parts import SOON, make_format, posix
 
 from kvshelf.errors import ConfigError, NoRoomError, TransientStorageError
 from kvshelf.format.keys import Chunk
@@ -25,6 +22,11 @@ from kvshelf.format.objects import ObjectFormat
 from kvshelf.server.messages import MISSING, Failed, Found, LookedUp, Ready, Result, Stored
 from kvshelf.server.messages import Fault as Refusal
 from kvshelf.shelf.disk_tier import DiskTier
+from tests.server.desk import Desk, name_of
+from tests.support.formats import make_format, sealed
+from tests.support.prompts import make_chunks
+from tests.support.storages import CountingBackend, Fault, FaultyBackend, posix
+from tests.support.waiting import SOON
 
 FMT = make_format()
 SIZE = FMT.object_size(0)
@@ -60,7 +62,7 @@ def test_what_one_client_stores_another_fetches_from_memory(
 ) -> None:
     counting = CountingBackend(posix(tmp_path / "shelf"))
     desk = make_desk(counting)
-    (chunk,) = chunks_of(FMT, 1)
+    (chunk,) = make_chunks(FMT, 1)
     name, data = name_of(FMT, chunk), sealed(FMT, chunk)
     assert desk.store(A, name, data) == Stored("created")
     assert (tmp_path / "shelf" / name).read_bytes() == data
@@ -73,14 +75,14 @@ def test_what_one_client_stores_another_fetches_from_memory(
 def test_an_object_of_the_shelf_is_read_once_for_all_who_want_it(
     make_desk: Callable[..., Desk], tmp_path: Path
 ) -> None:
-    names = [put(tmp_path / "shelf", chunk) for chunk in chunks_of(FMT, 8)]
+    names = [put(tmp_path / "shelf", chunk) for chunk in make_chunks(FMT, 8)]
     counting = CountingBackend(posix(tmp_path / "shelf"))
     desk = make_desk(counting)
     sizes = [SIZE] * len(names)
     fetches = [desk.begin_fetch(bytes([number]) * 16, names, sizes) for number in range(4)]
     desk.run_until(lambda: all(len(outcomes) == len(names) for outcomes in fetches))
     for outcomes in fetches:
-        for number, chunk in enumerate(chunks_of(FMT, 8)):
+        for number, chunk in enumerate(make_chunks(FMT, 8)):
             assert desk.bytes_of(outcomes[number]) == sealed(FMT, chunk)
     assert counting.counts["read_bytes"] == len(names) * SIZE
 
@@ -92,7 +94,7 @@ def test_several_stores_of_one_object_are_one(
     faulty = FaultyBackend(posix(tmp_path / "shelf"), Fault("write", wait=gate))
     counting = CountingBackend(faulty)
     desk = make_desk(counting)
-    (chunk,) = chunks_of(FMT, 1)
+    (chunk,) = make_chunks(FMT, 1)
     name, data = name_of(FMT, chunk), sealed(FMT, chunk)
     replies: list[Any] = []
     for client in (A, B, C):
@@ -107,7 +109,7 @@ def test_a_bad_store_is_not_published_and_does_not_spoil_that_of_another(
     make_desk: Callable[..., Desk], tmp_path: Path
 ) -> None:
     desk = make_desk()
-    (chunk,) = chunks_of(FMT, 1)
+    (chunk,) = make_chunks(FMT, 1)
     name, data = name_of(FMT, chunk), sealed(FMT, chunk)
     bad = bytearray(data)
     bad[-1] ^= 1
@@ -129,7 +131,7 @@ def test_the_bytes_that_are_verified_are_those_that_are_published(
     faulty = FaultyBackend(posix(tmp_path / "shelf"), Fault("write", wait=gate))
     counting = CountingBackend(faulty)
     desk = make_desk(counting)
-    (chunk,) = chunks_of(FMT, 1)
+    (chunk,) = make_chunks(FMT, 1)
     name, data = name_of(FMT, chunk), sealed(FMT, chunk)
     segment = bytearray(data)
     replies: list[Any] = []
@@ -148,7 +150,7 @@ def test_an_object_is_found_in_a_folder_that_is_newer_than_the_last_listing(
 ) -> None:
     # The slug of a folder is the client's: the server learns of it by the first name.
     desk = make_desk()
-    (chunk,) = chunks_of(FMT, 1)
+    (chunk,) = make_chunks(FMT, 1)
     name = name_of(FMT, chunk)
     assert isinstance(desk.fetch(A, [name], [SIZE])[0], Failed)
     desk.store(A, name, sealed(FMT, chunk))
@@ -165,7 +167,7 @@ def test_a_bad_object_of_the_shelf_reaches_nobody(
     make_desk: Callable[..., Desk], tmp_path: Path
 ) -> None:
     desk = make_desk()
-    (chunk,) = chunks_of(FMT, 1)
+    (chunk,) = make_chunks(FMT, 1)
     name = put(tmp_path / "shelf", chunk)
     path = tmp_path / "shelf" / name
     data = bytearray(path.read_bytes())
@@ -182,7 +184,7 @@ def test_find_asks_memory_first_and_the_shelf_for_the_rest(
 ) -> None:
     counting = CountingBackend(posix(tmp_path / "shelf"))
     desk = make_desk(counting)
-    chunks = chunks_of(FMT, 3)
+    chunks = make_chunks(FMT, 3)
     names = [name_of(FMT, chunk) for chunk in chunks]
     desk.store(A, names[0], sealed(FMT, chunks[0]))
     put(tmp_path / "shelf", chunks[1])
@@ -196,7 +198,7 @@ def test_a_lookup_counts_leading_chunks_and_reads_what_only_the_shelf_has(
     make_desk: Callable[..., Desk], tmp_path: Path
 ) -> None:
     desk = make_desk()
-    chunks = chunks_of(FMT, 5)
+    chunks = make_chunks(FMT, 5)
     chains = [[name_of(FMT, chunk, shard) for shard in range(FMT.shards)] for chunk in chunks]
     for chunk in chunks[:2]:
         for shard in range(FMT.shards):
@@ -217,7 +219,7 @@ def test_a_lookup_counts_leading_chunks_and_reads_what_only_the_shelf_has(
 
 def test_leases_of_lookups_end_with_their_time(make_desk: Callable[..., Desk]) -> None:
     desk = make_desk()
-    (chunk,) = chunks_of(FMT, 1)
+    (chunk,) = make_chunks(FMT, 1)
     desk.store(A, name_of(FMT, chunk), sealed(FMT, chunk))
     desk.ask("lookup", A, "request", [[name_of(FMT, chunk)]])
     assert desk.stat("leases") == 1
@@ -234,7 +236,7 @@ def test_an_expired_lease_is_not_valid_and_its_memory_waits_for_its_client(
     make_desk: Callable[..., Desk],
 ) -> None:
     desk = make_desk()
-    (chunk,) = chunks_of(FMT, 1)
+    (chunk,) = make_chunks(FMT, 1)
     name, data = name_of(FMT, chunk), sealed(FMT, chunk)
     desk.store(A, name, data)
     (ready,) = desk.fetch(A, [name], [SIZE])
@@ -261,7 +263,7 @@ def test_what_a_dead_client_held_and_waited_for_is_taken_back(
     gate = threading.Event()
     counting = CountingBackend(FaultyBackend(posix(tmp_path / "shelf"), Fault("read", wait=gate)))
     desk = make_desk(counting)
-    first, second = chunks_of(FMT, 2)
+    first, second = make_chunks(FMT, 2)
     desk.store(A, name_of(FMT, first), sealed(FMT, first))
     put(tmp_path / "shelf", second)
     (ready,) = desk.fetch(A, [name_of(FMT, first)], [SIZE])
@@ -291,7 +293,7 @@ def test_what_a_dead_client_asked_for_and_nobody_has_begun_is_forgotten(
         # Of arrays a test can see that nobody has them any more.
         data = array("B", b"data")
         desk.service.call(A, "write", [f"name-{number}", "create"], data, replies.append)
-        (chunk,) = chunks_of(FMT, 1, seed=number)
+        (chunk,) = make_chunks(FMT, 1, seed=number)
         source, name = array("B", sealed(FMT, chunk)), name_of(FMT, chunk)
         view = memoryview(source)
         desk.service.store(A, name, view, "create", False, None, replies.append)
@@ -311,7 +313,7 @@ def test_what_a_dead_client_asked_for_and_nobody_has_begun_is_forgotten(
     assert desk.stat("pinned_bytes") == 0
     # All memory is free again.
     desk.run_until(lambda: desk.stat("stores") == 0)
-    (chunk,) = chunks_of(FMT, 1, seed=49)
+    (chunk,) = make_chunks(FMT, 1, seed=49)
     assert desk.store(B, name_of(FMT, chunk), sealed(FMT, chunk)) == Stored("created")
 
 
@@ -322,7 +324,7 @@ def test_a_read_that_others_wait_for_outlives_the_client_that_asked_first(
     desk = make_desk(
         FaultyBackend(posix(tmp_path / "shelf"), Fault("read", wait=gate)), io_threads=1
     )
-    chunks = chunks_of(FMT, 3)
+    chunks = make_chunks(FMT, 3)
     names = [put(tmp_path / "shelf", chunk) for chunk in chunks]
     gone = desk.begin_fetch(A, names, [SIZE] * 3)
     outcomes = desk.begin_fetch(B, names[1:], [SIZE] * 2)
@@ -342,7 +344,7 @@ def test_a_read_that_others_wait_for_outlives_the_client_that_asked_first(
 def test_requests_that_find_no_room_wait_until_others_give_memory_back(
     make_desk: Callable[..., Desk], tmp_path: Path
 ) -> None:
-    chunks = chunks_of(FMT, 48)
+    chunks = make_chunks(FMT, 48)
     names = [put(tmp_path / "shelf", chunk) for chunk in chunks]
     desk = make_desk(None, 16 * 16384)
     outcomes = desk.begin_fetch(A, names, [SIZE] * len(names))
@@ -362,7 +364,7 @@ def test_requests_that_find_no_room_wait_until_others_give_memory_back(
 def test_what_waits_too_long_for_memory_fails(
     make_desk: Callable[..., Desk], tmp_path: Path
 ) -> None:
-    names = [put(tmp_path / "shelf", chunk) for chunk in chunks_of(FMT, 48)]
+    names = [put(tmp_path / "shelf", chunk) for chunk in make_chunks(FMT, 48)]
     desk = make_desk(None, 16 * 16384)
     outcomes = desk.begin_fetch(A, names, [SIZE] * len(names))
     desk.settle()
@@ -382,7 +384,7 @@ def test_a_client_that_asks_for_the_wrong_size_of_what_is_being_read_harms_nobod
 ) -> None:
     gate = threading.Event()
     desk = make_desk(FaultyBackend(posix(tmp_path / "shelf"), Fault("read", wait=gate)))
-    (chunk,) = chunks_of(FMT, 1)
+    (chunk,) = make_chunks(FMT, 1)
     name = put(tmp_path / "shelf", chunk)
     outcomes = desk.begin_fetch(A, [name], [SIZE])
     wrong = desk.fetch(B, [name, name], [0, SIZE + 1])
@@ -396,7 +398,7 @@ def test_what_a_lookup_has_leased_can_be_fetched_whatever_else_waits(
     make_desk: Callable[..., Desk], tmp_path: Path
 ) -> None:
     desk = make_desk(None, 24 * 8192)
-    chunks = chunks_of(FMT, 40)
+    chunks = make_chunks(FMT, 40)
     names = [put(tmp_path / "shelf", chunk) for chunk in chunks]
     # Longer than the client's share, so it is cut there.
     reply = desk.ask("lookup", A, "request", [[name] for name in names])
@@ -420,7 +422,7 @@ def test_a_lookup_counts_what_is_in_memory_while_the_shelf_fails(
 ) -> None:
     faulty = FaultyBackend(posix(tmp_path / "shelf"))
     desk = make_desk(faulty)
-    chunks = chunks_of(FMT, 3)
+    chunks = make_chunks(FMT, 3)
     for chunk in chunks[:2]:
         desk.store(A, name_of(FMT, chunk), sealed(FMT, chunk))
     faulty.add(Fault("stat", error=TransientStorageError(5, "broken")))
@@ -452,7 +454,7 @@ def test_what_is_deleted_while_it_is_read_or_stored_is_not_kept(
         posix(tmp_path / "shelf"), Fault("read", wait=gate), Fault("publish", wait=gate)
     )
     desk = make_desk(faulty)
-    first, second = chunks_of(FMT, 2)
+    first, second = make_chunks(FMT, 2)
     names = [put(tmp_path / "shelf", first), name_of(FMT, second)]
     outcomes = desk.begin_fetch(A, names[:1], [SIZE])
     replies: list[Any] = []
@@ -472,7 +474,7 @@ def test_stores_that_wait_for_the_storage_leave_memory_to_others(
 ) -> None:
     gate = threading.Event()
     desk = make_desk(FaultyBackend(posix(tmp_path / "shelf"), Fault("write", wait=gate)), 32 * 8192)
-    chunks = chunks_of(FMT, 32)
+    chunks = make_chunks(FMT, 32)
     replies: list[Any] = []
     for chunk in chunks:
         data = memoryview(sealed(FMT, chunk))
@@ -501,7 +503,7 @@ def test_clients_that_store_take_turns(make_desk: Callable[..., Desk], tmp_path:
         data = memoryview(sealed(FMT, chunk))
         desk.service.store(client, name_of(FMT, chunk), data, "create", False, None, done)
 
-    chunks = chunks_of(FMT, 41)
+    chunks = make_chunks(FMT, 41)
     for chunk in chunks[:40]:
         store(A, chunk)
     store(B, chunks[40])
@@ -521,7 +523,7 @@ def test_a_store_that_waits_too_long_for_memory_blames_no_storage(
     gate = threading.Event()
     desk = make_desk(FaultyBackend(posix(tmp_path / "shelf"), Fault("write", wait=gate)), 32 * 8192)
     replies: list[Any] = []
-    for chunk in chunks_of(FMT, 40):
+    for chunk in make_chunks(FMT, 40):
         data = memoryview(sealed(FMT, chunk))
         desk.service.store(A, name_of(FMT, chunk), data, "create", False, None, replies.append)
     waiting = int(desk.stat("waiting"))
@@ -539,7 +541,7 @@ def test_a_read_that_hangs_fails_those_who_wait_and_holds_up_nobody_else(
     make_desk: Callable[..., Desk], tmp_path: Path
 ) -> None:
     gate = threading.Event()
-    first, second = chunks_of(FMT, 2)
+    first, second = make_chunks(FMT, 2)
     names = [put(tmp_path / "shelf", chunk) for chunk in (first, second)]
     fault = Fault("read", names[0], wait=gate, times=1)
     desk = make_desk(FaultyBackend(posix(tmp_path / "shelf"), fault), deadlines=SOON)
@@ -602,8 +604,8 @@ def test_what_is_in_memory_only_outlives_what_comes_after_it(
     [
         ("../../etc/passwd", SIZE, "ObjectNameError"),
         (f"{FMT.namespace.folder}/namespace.json", SIZE, "ObjectNameError"),
-        (name_of(FMT, chunks_of(FMT, 1)[0]), SIZE - 1, "WrongSize"),
-        (name_of(make_format(shards=1), chunks_of(FMT, 1)[0]), SIZE, "UnavailableStorageError"),
+        (name_of(FMT, make_chunks(FMT, 1)[0]), SIZE - 1, "WrongSize"),
+        (name_of(make_format(shards=1), make_chunks(FMT, 1)[0]), SIZE, "UnavailableStorageError"),
         ("hash/" + "0" * 64, SIZE, "ObjectMissingError"),
         ("", SIZE, "ObjectNameError"),
     ],
@@ -657,7 +659,7 @@ def test_calls_go_to_the_storage(make_desk: Callable[..., Desk], tmp_path: Path)
     assert call("read", f"{folder}/x", 0, 1).kind == "ObjectMissingError"
     assert call("write_marker", f"{folder}/.kvshelf/gave-up/m") == "created"
     assert call("properties").filesystem
-    chunks = chunks_of(FMT, 3)
+    chunks = make_chunks(FMT, 3)
     names = [name_of(FMT, chunk) for chunk in chunks]
     for chunk in chunks:
         put(shelf, chunk)
@@ -683,7 +685,7 @@ def test_calls_go_to_the_storage(make_desk: Callable[..., Desk], tmp_path: Path)
         ("close", [], "PermanentStorageError"),
         ("perform", ["a"], "PermanentStorageError"),
         ("list", ["", 77], "PermanentStorageError"),
-        ("write", [name_of(FMT, chunks_of(FMT, 1)[0]), "create"], "ObjectNameError"),
+        ("write", [name_of(FMT, make_chunks(FMT, 1)[0]), "create"], "ObjectNameError"),
         ("watch", [["../x"]], "ObjectNameError"),
         ("watch", ["x"], "PermanentStorageError"),
     ],
@@ -714,7 +716,7 @@ def test_watchers_hear_of_what_anybody_publishes(
     make_desk: Callable[..., Desk], tmp_path: Path
 ) -> None:
     desk = make_desk()
-    first, second = chunks_of(FMT, 2)
+    first, second = make_chunks(FMT, 2)
     names = [name_of(FMT, chunk) for chunk in (first, second)]
     folders = [name.rpartition("/")[0] for name in names]
     fresh, unwatched = desk.ask("call", A, "watch", [folders], b"").value
@@ -741,7 +743,7 @@ def test_a_drain_waits_for_stores_and_takes_no_more(
 ) -> None:
     gate = threading.Event()
     desk = make_desk(FaultyBackend(posix(tmp_path / "shelf"), Fault("write", wait=gate)))
-    first, second = chunks_of(FMT, 2)
+    first, second = make_chunks(FMT, 2)
     replies: list[Any] = []
     data = sealed(FMT, first)
     desk.service.store(
@@ -764,7 +766,7 @@ def test_a_drain_waits_for_stores_and_takes_no_more(
 def test_a_disk_tier_stands_before_the_shelf(
     make_desk: Callable[..., Desk], tmp_path: Path
 ) -> None:
-    names = [put(tmp_path / "shelf", chunk) for chunk in chunks_of(FMT, 2)]
+    names = [put(tmp_path / "shelf", chunk) for chunk in make_chunks(FMT, 2)]
     counting = CountingBackend(posix(tmp_path / "shelf"))
     with closing(DiskTier(tmp_path / "tier", 1 << 30)) as tier:
         desk = make_desk(counting, disk_tier=tier)
@@ -775,7 +777,7 @@ def test_a_disk_tier_stands_before_the_shelf(
         # After a restart the objects come from the tier.
         desk = make_desk(counting, disk_tier=tier)
         assert desk.ask("find", A, names, [SIZE] * 2) == Found([SIZE] * 2)
-        for ready, chunk in zip(desk.fetch(A, names, [SIZE] * 2), chunks_of(FMT, 2), strict=True):
+        for ready, chunk in zip(desk.fetch(A, names, [SIZE] * 2), make_chunks(FMT, 2), strict=True):
             assert desk.bytes_of(ready) == sealed(FMT, chunk)
         assert not counting.counts
         desk.ask("call", A, "delete", [names[0]], b"")

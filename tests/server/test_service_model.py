@@ -8,14 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from desk import Desk, chunks_of, name_of, sealed
-from parts import make_format, posix
 
 from kvshelf.server.messages import MISSING, Failed, Fault, LookedUp, Ready, Stored
+from tests.server.desk import Desk, name_of
+from tests.support.formats import make_format, sealed
+from tests.support.prompts import make_chunks
+from tests.support.storages import posix
 
 FMT = make_format()
 SIZE = FMT.object_size(0)
-CHUNKS = chunks_of(FMT, 40)
+CHUNKS = make_chunks(FMT, 40)
 OBJECTS = {
     name_of(FMT, chunk, shard): sealed(FMT, chunk, shard)
     for chunk in CHUNKS

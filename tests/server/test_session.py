@@ -14,11 +14,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from serving import serving
 
 from kvshelf.errors import ConfigError, UnavailableStorageError
 from kvshelf.server import messages, session
 from kvshelf.server.messages import Hello
+from tests.server.serving import serving
 
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 import tempfile
-import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from hybrid_format import format_of_kinds
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -23,12 +22,8 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from kvshelf.backends import Backend, BytesLike, Properties, WriteResult, open_backend
-from kvshelf.backends.base import StatResults, WriteMode
-from kvshelf.backends.wrappers import WrappedBackend
-from parts import PATIENCE, until
+from kvshelf.backends import Backend, open_backend
 
-from kvshelf.errors import TransientStorageError
 from kvshelf.format.keys import Chunk, KeyChain
 from kvshelf.format.kinds import FULL, STATE, WINDOW, Kind, kind_key
 from kvshelf.format.names import object_name
@@ -45,6 +40,11 @@ from kvshelf.shelf.search import Answers, RoundCosts
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.shelf.tiers import Tier, TieredShelf
 from kvshelf.shelf.view import ObjectRef, Presence
+from tests.support import prompts
+from tests.support.clocks import Clock
+from tests.support.formats import format_of_kinds
+from tests.support.storages import NamesBackend
+from tests.support.waiting import PATIENCE, until
 
 SIZE = 8
 
@@ -60,46 +60,6 @@ KINDS_OF: Mapping[str, dict[Kind, int]] = {
 
 
 FORMATS = {name: format_of_kinds(shards, SIZE) for name, shards in KINDS_OF.items()}
-
-
-class Names(WrappedBackend):
-    """A storage with names and sizes only, near or far away.
-
-    What is asked while `gate` is closed is answered, by what was there when it was asked, once it
-    is open. Names in `broken` cannot be probed.
-    """
-
-    def __init__(self, probe_cost: float) -> None:
-        super().__init__(open_backend(f"memory://names-{os.urandom(8).hex()}"))
-        self.sizes: dict[str, int] = {}
-        self.asked: list[list[str]] = []
-        self.broken: set[str] = set()
-        self.gate = threading.Event()
-        self.gate.set()
-        self._probe_cost = probe_cost
-
-    @property
-    def properties(self) -> Properties:
-        found = self.inner.properties
-        return replace(found, probe_cost=self._probe_cost, probes_at_once=64)
-
-    def stat(self, names: Sequence[str]) -> StatResults:
-        self.asked.append(list(names))
-        answers: StatResults = [
-            TransientStorageError("it hangs") if name in self.broken else self.sizes.get(name)
-            for name in names
-        ]
-        self.gate.wait()
-        return answers
-
-    def write(
-        self, name: str, buffers: Sequence[BytesLike], mode: WriteMode = "create"
-    ) -> WriteResult:
-        self.sizes[name] = sum(memoryview(buffer).nbytes for buffer in buffers)
-        return WriteResult.CREATED
-
-    def folders(self, prefix: str = "") -> Sequence[str]:
-        return []
 
 
 class Rig:
@@ -150,8 +110,7 @@ class Rig:
         self.service.close()
 
 
-def prompt(chunks: int, rest: int = 0, seed: int = 0) -> list[int]:
-    return random.Random(seed).choices(range(1000), k=chunks * SIZE + rest)
+prompt = functools.partial(prompts.prompt, unit=SIZE)
 
 
 @dataclass
@@ -226,7 +185,7 @@ def expected(case: Case) -> tuple[int, int]:
 
 def check(case: Case, backend: Backend) -> None:
     with closing(Rig(FORMATS[case.name], case.window, backend)) as rig:
-        tokens = prompt(case.count, 3)
+        tokens = prompt(case.count, rest=3)
         chunks = rig.chunks(tokens)
         for kind, of_kind in case.there.items():
             for chunk, shards in zip(chunks, of_kind, strict=True):
@@ -243,12 +202,12 @@ def check(case: Case, backend: Backend) -> None:
 
 @given(cases(gaps=True))
 def test_a_hit_is_what_the_definition_says_on_a_near_storage(case: Case) -> None:
-    check(case, Names(0.0))
+    check(case, NamesBackend(0.0))
 
 
 @given(cases(gaps=False))
 def test_a_hit_is_what_the_definition_says_on_a_far_storage(case: Case) -> None:
-    backend = Names(0.02)
+    backend = NamesBackend(0.02)
     check(case, backend)
     # The second lookup asks for nothing but gaps.
     assert len(backend.asked) <= 12 + len(case.failed)
@@ -295,7 +254,7 @@ def test_few_rounds_find_a_hit_far_away(
     # What rounds really take must not change what is asked in them, nor what is remembered.
     monkeypatch.setattr(RoundCosts, "note", lambda *_: None)
     monkeypatch.setattr(presence_module, "time", SimpleNamespace(monotonic=lambda: 1000.0))
-    backend = Names(0.02)
+    backend = NamesBackend(0.02)
     with closing(Rig(FORMATS[name], 4 * SIZE, backend)) as rig:
         tokens = prompt(512)
         chunks = rig.chunks(tokens)
@@ -311,13 +270,13 @@ def test_few_rounds_find_a_hit_far_away(
 
 @pytest.fixture
 def far() -> Iterator[Rig]:
-    with closing(Rig(FORMATS["all"], 2 * SIZE, Names(0.02))) as rig:
+    with closing(Rig(FORMATS["all"], 2 * SIZE, NamesBackend(0.02))) as rig:
         yield rig
         names(rig).gate.set()
 
 
-def names(rig: Rig) -> Names:
-    assert isinstance(rig.backend, Names)
+def names(rig: Rig) -> NamesBackend:
+    assert isinstance(rig.backend, NamesBackend)
     return rig.backend
 
 
@@ -423,7 +382,7 @@ def test_what_a_tier_has_is_not_asked_of_the_storage(tmp_path: Path, cost: float
     tokens = prompt(6)
     fmt = FORMATS["all"]
     tier = DiskTier(tmp_path, 1 << 30)
-    backend = Names(cost)
+    backend = NamesBackend(cost)
     with closing(Rig(fmt, 2 * SIZE, backend, [tier])) as rig:
         chunks = rig.chunks(tokens)
         for kind in (FULL, WINDOW):
@@ -476,16 +435,6 @@ def test_a_window_reaches_back_from_the_next_token(
 SHELVED: tuple[Kind, ...] = (FULL, WINDOW)
 
 
-class Clock:
-    """Time that passes when it is told to."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-
 @dataclass
 class Stored:
     """What is true of one kind of one chunk, and since when."""
@@ -518,7 +467,7 @@ class Searches(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.clock = Clock()
+        self.clock = Clock(1000.0)
         self.modules = presence_module.time, failed_module.time
         presence_module.time = failed_module.time = self.clock  # type: ignore[assignment]
         self.fmt = FORMATS["all"]

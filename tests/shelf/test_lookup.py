@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import os
-import random
+import functools
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from faulty import CountingBackend, Fault, FaultyBackend
 from hypothesis import given
 from hypothesis import strategies as st
-from kvshelf.backends import Deadlines, Properties, open_backend
-from kvshelf.backends.base import Backend, StatResults
+from kvshelf.backends import Deadlines, open_backend
+from kvshelf.backends.base import Backend
 from kvshelf.backends.guard import GuardedBackend
-from kvshelf.backends.wrappers import WrappedBackend
-from parts import AT_ONCE, PATIENCE, SOON, make_format, posix, until
-from thread_limit import none_can_be_started
 
 from benchmarks.samples import LARGE
 from benchmarks.samples import make_format as make_large_format
@@ -33,60 +27,24 @@ from kvshelf.shelf.failed_keys import FailedKeys
 from kvshelf.shelf.lookup import Lookup, LookupService
 from kvshelf.shelf.search import RoundCosts
 from kvshelf.shelf.shelf import Shelf
+from tests.support import prompts
+from tests.support.formats import make_format
+from tests.support.storages import (
+    CountingBackend,
+    DescribedBackend,
+    Fault,
+    FaultyBackend,
+    NamesBackend,
+    posix,
+)
+from tests.support.threads import none_can_be_started
+from tests.support.waiting import AT_ONCE, PATIENCE, SOON, until
 
 FMT = make_format(shards=2)
 SIZE = FMT.chunk_size
 
-
-class Remote(WrappedBackend):
-    """A storage whose probes are dear."""
-
-    @property
-    def properties(self) -> Properties:
-        return replace(self.inner.properties, probe_cost=0.02, probes_at_once=8)
-
-
-class Distant(WrappedBackend):
-    """A storage that takes its time for each call, however many names it is about.
-
-    Objects are names in a dictionary, with their sizes. What is asked while `gate` is closed
-    is answered, by what was there when it was asked, once it is open.
-    """
-
-    def __init__(self, seconds: float = 0.0, probe_cost: float = 0.02) -> None:
-        super().__init__(open_backend(f"memory://distant-{os.urandom(8).hex()}"))
-        self.sizes: dict[str, int] = {}
-        self.asked: list[list[str]] = []
-        self.listed = 0
-        self.gate = threading.Event()
-        self.gate.set()
-        self._seconds = seconds
-        self._probe_cost = probe_cost
-
-    @property
-    def properties(self) -> Properties:
-        found = self.inner.properties
-        return replace(found, probe_cost=self._probe_cost, probes_at_once=64)
-
-    def stat(self, names: Sequence[str]) -> StatResults:
-        self.asked.append(list(names))
-        answers: StatResults = [self.sizes.get(name) for name in names]
-        time.sleep(self._seconds)
-        self.gate.wait()
-        return answers
-
-    def folders(self, prefix: str = "") -> Sequence[str]:
-        self.listed += 1
-        return []
-
-    @property
-    def rounds(self) -> int:
-        """Times that somebody waited for the storage."""
-        return len(self.asked) + self.listed
-
-    @property
-    def heads(self) -> int:
-        return sum(map(len, self.asked))
+#: A storage whose probes are dear.
+far_away = functools.partial(DescribedBackend, probe_cost=0.02, probes_at_once=8)
 
 
 class Far:
@@ -94,7 +52,7 @@ class Far:
 
     def __init__(self, seconds: float = 0.0, fmt: ObjectFormat = FMT) -> None:
         self.fmt = fmt
-        self.backend = Distant(seconds)
+        self.backend = NamesBackend(seconds=seconds)
         self.failed = FailedKeys()
         self.counters = Counters()
         self.service = LookupService(
@@ -158,14 +116,13 @@ class Rig:
         return lookup
 
 
-def prompt(chunks: int, rest: int = 0, seed: int = 0) -> list[int]:
-    return random.Random(seed).choices(range(1000), k=chunks * SIZE + rest)
+prompt = functools.partial(prompts.prompt, unit=SIZE)
 
 
 @pytest.fixture(params=["near", "far"])
 def rig(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Rig]:
     backend = posix(tmp_path / "shelf")
-    rig = Rig(backend if request.param == "near" else Remote(backend))
+    rig = Rig(backend if request.param == "near" else far_away(backend))
     yield rig
     rig.service.close()
 
@@ -173,7 +130,7 @@ def rig(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Rig]:
 @pytest.mark.parametrize("stored", [0, 1, 2, 9, 20])
 @pytest.mark.parametrize("rest", [0, 3])
 def test_the_longest_stored_prefix_is_found(rig: Rig, stored: int, rest: int) -> None:
-    tokens = prompt(20, rest)
+    tokens = prompt(20, rest=rest)
     for index in range(stored):
         for shard in range(FMT.shards):
             rig.put(tokens, index, shard)
@@ -186,7 +143,7 @@ def test_the_longest_stored_prefix_is_found(rig: Rig, stored: int, rest: int) ->
 
 def test_an_empty_prompt_and_a_short_one_hit_nothing(rig: Rig) -> None:
     assert rig.look([]).hit_chunks == 0
-    assert rig.look(prompt(0, SIZE - 1)).hit_chunks == 0
+    assert rig.look(prompt(0, rest=SIZE - 1)).hit_chunks == 0
 
 
 @pytest.mark.parametrize("chunks", [0, 1, 9])
@@ -194,7 +151,7 @@ def test_an_empty_prompt_and_a_short_one_hit_nothing(rig: Rig) -> None:
     "missing", ["", "the tail", "a shard of the tail", "a chunk", "failed", "begins later"]
 )
 def test_a_tail_is_found_behind_all_chunks(rig: Rig, chunks: int, missing: str) -> None:
-    tokens = prompt(chunks, 5)
+    tokens = prompt(chunks, rest=5)
     chain = rig.chain(tokens)
     tail = chain.tail()
     assert tail is not None
@@ -245,7 +202,7 @@ def test_a_chunk_of_which_a_shard_is_missing_or_of_wrong_size_ends_the_hit(rig: 
 def test_a_shelf_with_only_some_shards_costs_a_bounded_number_of_probes(
     tmp_path: Path,
 ) -> None:
-    rig = Rig(Remote(posix(tmp_path / "shelf")))
+    rig = Rig(far_away(posix(tmp_path / "shelf")))
     tokens = prompt(200)
     for index in range(200):
         rig.put(tokens, index, 0)
@@ -275,7 +232,7 @@ def far() -> Iterator[Far]:
 @pytest.mark.parametrize("stored", [0, 1, 7, 100, 301, 511, 512])
 def test_few_rounds_find_a_long_prefix_far_away(stored: int) -> None:
     far = Far(seconds=20e-3, fmt=make_large_format(LARGE, 8))
-    tokens = random.Random(1).choices(range(1000), k=512 * far.fmt.chunk_size)
+    tokens = prompts.prompt(512, 1, unit=far.fmt.chunk_size)
     far.put(far.chunks(tokens)[:stored])
     assert far.hit(tokens) == stored
     assert far.backend.rounds <= 4
@@ -508,7 +465,7 @@ def test_a_near_storage_is_never_believed_beyond_a_hole(holes: set[int], failed:
 def test_only_the_present_length_of_a_growing_prompt_is_looked_at(tmp_path: Path) -> None:
     gate = threading.Event()
     rig = Rig(FaultyBackend(posix(tmp_path / "shelf"), Fault("stat", wait=gate)))
-    tokens = prompt(2, 3)
+    tokens = prompt(2, rest=3)
     before = rig.chain(tokens).chunks
     lookup = rig.submit(tokens)
     tokens += prompt(2, seed=1)
@@ -634,7 +591,7 @@ def test_cancelled_look_ups_cost_nothing(tmp_path: Path) -> None:
     rig.service.close()
 
 
-@pytest.mark.parametrize("wrap", [lambda backend: backend, Remote])
+@pytest.mark.parametrize("wrap", [lambda backend: backend, far_away])
 def test_closing_works_off_what_was_submitted_and_later_look_ups_end_at_once(
     tmp_path: Path, wrap: Callable[[Backend], Backend]
 ) -> None:
@@ -845,7 +802,7 @@ class TestFailedKeys:
     ("first", "hits"), [(0, 0), (1, 0), (2, 5), (4, 3), (7, 0), (9, 0), (50, 0)]
 )
 def test_a_search_may_begin_behind_what_the_caller_has(rig: Rig, first: int, hits: int) -> None:
-    tokens = prompt(9, 2)
+    tokens = prompt(9, rest=2)
     for index in range(2, 7):
         for shard in range(FMT.shards):
             rig.put(tokens, index, shard)

@@ -12,13 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from faulty import CountingBackend, Fault, FaultyBackend
 from kvshelf.backends import Backend, open_backend
 from kvshelf.backends.guard import GuardedBackend
 from kvshelf.backends.posix import PosixBackend
 from kvshelf.backends.wrappers import ReadOnlyBackend, WrappedBackend
-from parts import make_chunks, make_format
-from servers import BUCKET, S3Server, command, moto_s3
 
 from kvshelf.errors import (
     NoSpaceStorageError,
@@ -34,6 +31,10 @@ from kvshelf.shelf.markers import is_attempt, marker_name
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.shelf.tiers import TieredView
 from kvshelf.shelf.view import ObjectRef, Presence
+from tests.support.formats import make_format
+from tests.support.prompts import make_chunks
+from tests.support.servers import BUCKET, S3Server, command, moto_s3
+from tests.support.storages import CountingBackend, Fault, FaultyBackend
 
 FMT = make_format(native=False)
 FOLDER = FMT.namespace.folder

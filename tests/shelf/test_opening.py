@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 from kvshelf.backends.wrappers import WrappedBackend
-from parts import PATIENCE, posix, until
 
 from kvshelf.errors import TransientStorageError
 from kvshelf.shelf import opening as opening_module
 from kvshelf.shelf.opening import Opening
 from kvshelf.shelf.shelf import Shelf
+from tests.support.storages import posix
+from tests.support.waiting import PATIENCE, until
 
 
 def test_a_storage_that_does_not_answer_does_not_hold_up_the_start(

@@ -10,14 +10,15 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from faulty import CountingBackend, Fault, FaultyBackend
-from parts import make_chunks, make_format, posix
 
 from kvshelf.errors import NoSpaceStorageError, TransientStorageError
 from kvshelf.shelf import orphans as module
 from kvshelf.shelf.orphans import is_temporary
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.shelf.view import ObjectRef
+from tests.support.formats import make_format, sealed
+from tests.support.prompts import make_chunks
+from tests.support.storages import CountingBackend, Fault, FaultyBackend, posix
 
 FMT = make_format(native=False)
 OTHER = make_format(native=False, weights="user:other")
@@ -55,9 +56,7 @@ class Full:
 
     def store(self, number: int) -> None:
         chunk = self.chunks[number]
-        data = bytearray(FMT.object_size(0))
-        FMT.seal(memoryview(data), chunk, 0)
-        self.shelf.view(FMT).publish(ObjectRef(chunk, 0), data)
+        self.shelf.view(FMT).publish(ObjectRef(chunk, 0), sealed(FMT, chunk))
 
 
 @pytest.fixture

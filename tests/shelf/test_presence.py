@@ -18,7 +18,6 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from parts import make_format
 
 from kvshelf.format.keys import KeyChain
 from kvshelf.shelf import failed_keys as failed_module
@@ -27,24 +26,16 @@ from kvshelf.shelf import search as search_module
 from kvshelf.shelf.failed_keys import FailedKeys
 from kvshelf.shelf.presence import Known, PresenceCache
 from kvshelf.shelf.view import Presence
+from tests.support.clocks import Clock
+from tests.support.formats import make_format
 
 FMT = make_format(shards=2)
 SEEN, MISSING, GAP = 60.0, 1.0, 1800.0
 
 
-class Clock:
-    """Time that passes when it is told to."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
+    clock = Clock(1000.0)
     monkeypatch.setattr(presence_module, "time", clock)
     return clock
 
@@ -207,7 +198,7 @@ class Searches(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.clock = Clock()
+        self.clock = Clock(1000.0)
         self.modules = SimpleNamespace(presence=presence_module.time, failed=failed_module.time)
         presence_module.time = failed_module.time = self.clock  # type: ignore[assignment]
         self.cache = PresenceCache(SEEN, MISSING, GAP, limit=64)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 import shutil
@@ -14,12 +15,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from faulty import CountingBackend, Fault, FaultyBackend
 from kvshelf.backends import WriteResult, open_backend
 from kvshelf.backends.base import StatResults
 from kvshelf.backends.wrappers import ReadOnlyBackend
-from lending import LendingBackend
-from parts import PATIENCE, until
 
 from kvshelf.errors import (
     BadObjectError,
@@ -33,37 +31,21 @@ from kvshelf.errors import (
 )
 from kvshelf.format.invalid import PayloadDamaged, WrongKey
 from kvshelf.format.keys import Chunk, KeyChain
-from kvshelf.format.namespace import Namespace
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.shelf import view as view_module
 from kvshelf.shelf.shelf import Shelf, open_shelf
 from kvshelf.shelf.view import ObjectRef, Presence, find_together
+from tests.support import formats
+from tests.support.storages import CountingBackend, Fault, FaultyBackend, LendingBackend
+from tests.support.waiting import PATIENCE, until
 
 CHUNK = 16
 SHARDS = 2
 
 
-def make_format(weights: str = "user:test", slug: str = "tiny") -> ObjectFormat:
-    record: dict[str, Any] = {
-        "format": "kvshelf/1",
-        "weights": weights,
-        "layers": 2,
-        "kv_heads": 2,
-        "head_sizes": [8, 8],
-        "attention": ["full", "full"],
-        "sliding_windows": [-1, -1],
-        "compute_dtype": "bfloat16",
-        "kv_dtype": "bfloat16",
-        "chunk_size": CHUNK,
-        "shards": SHARDS,
-        "stages": [2],
-        "layouts": ["canonical", "canonical"],
-        "layer_names": ["layers.0", "layers.1"],
-        "layer_shapes": ["2,*,2,8", "2,*,2,8"],
-        "layer_dtypes": ["BF16", "BF16"],
-    }
-    record["data_offset"] = ObjectFormat.required_data_offset(record)
-    return ObjectFormat(Namespace(record, slug))
+make_format = functools.partial(
+    formats.make_format, 2, native=False, chunk_size=CHUNK, shards=SHARDS, slug="tiny"
+)
 
 
 @pytest.fixture(scope="module")
@@ -201,7 +183,7 @@ def test_buffers_of_wrong_size_are_the_callers_mistake(
 
 
 def test_namespaces_do_not_mix(shelf: Shelf, fmt: ObjectFormat, chunks: list[Chunk]) -> None:
-    other = make_format("user:other")
+    other = make_format(weights="user:other")
     store(shelf, fmt, chunks[0])
     assert shelf.view(other).present(chunks[:1], [0]) == [False]
     place = path_of(shelf, other, chunks[0])
@@ -831,7 +813,7 @@ def test_objects_of_all_folders_of_a_namespace_are_lent(root: Path, chunks: list
 
 
 def test_listing(any_shelf: Shelf, fmt: ObjectFormat, chunks: list[Chunk]) -> None:
-    other = make_format("user:other", slug="second")
+    other = make_format(weights="user:other", slug="second")
     for shard in range(SHARDS):
         store(any_shelf, fmt, chunks[0], shard)
     chain = KeyChain(other.namespace.digest, CHUNK)
@@ -891,7 +873,7 @@ def test_foreign_files_are_skipped_and_kept(
 
 
 def test_descriptions_that_cannot_be_used(shelf: Shelf, fmt: ObjectFormat, root: Path) -> None:
-    other = make_format("user:other").namespace
+    other = make_format(weights="user:other").namespace
     for number, content in enumerate([None, b"", b"{}", b"\xff", other.encoded]):
         folder = root / f"n{number}-{number:016x}"
         folder.mkdir()

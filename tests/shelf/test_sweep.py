@@ -12,9 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from faulty import CountingBackend, Fault, FaultyBackend
-from parts import make_chunks, make_format, posix, until
-from thread_limit import none_can_be_started
 
 from kvshelf.errors import PermanentStorageError, ReadOnlyStorageError, TransientStorageError
 from kvshelf.format.keys import Chunk, KeyChain
@@ -25,6 +22,11 @@ from kvshelf.shelf.shelf import Shelf
 from kvshelf.shelf.sweep import Sweep
 from kvshelf.shelf.view import NamespaceView, ObjectRef
 from tests.support.clocks import Clock
+from tests.support.formats import make_format
+from tests.support.prompts import make_chunks
+from tests.support.storages import CountingBackend, Fault, FaultyBackend, posix
+from tests.support.threads import none_can_be_started
+from tests.support.waiting import until
 
 FMT = make_format(native=False)
 KEEP = 1000.0

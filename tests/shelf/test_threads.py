@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from faulty import Fault, FaultyBackend
 from kvshelf.backends.guard import GuardedBackend
-from parts import AT_ONCE, PATIENCE, SOON, posix, until
-from thread_limit import none_can_be_started
 
 from kvshelf.shelf import threads as module
 from kvshelf.shelf.threads import StorageThreads
+from tests.support.storages import Fault, FaultyBackend, posix
+from tests.support.threads import none_can_be_started
+from tests.support.waiting import AT_ONCE, PATIENCE, SOON, until
 
 COUNT = 2
 

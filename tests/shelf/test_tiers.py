@@ -6,7 +6,6 @@ import gc
 import json
 import logging
 import os
-import random
 import subprocess
 import sys
 import threading
@@ -19,13 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tier_child
-from faulty import CountingBackend, Fault, FaultyBackend
 from kvshelf.backends import Backend, Properties, Reader
 from kvshelf.backends.guard import GuardedBackend
-from kvshelf.backends.wrappers import WrappedBackend
-from parts import AT_ONCE, PATIENCE, SOON, Rig, make_chunks, make_format, posix, until
-from thread_limit import none_can_be_started
 from typer.testing import CliRunner
 
 from kvshelf.cli.app import app
@@ -49,18 +43,17 @@ from kvshelf.shelf.tiers import TieredShelf, open_behind
 from kvshelf.shelf.usage_ledger import LEDGER, Ledger, Use
 from kvshelf.shelf.view import ObjectRef
 from kvshelf.transfer.stores import StoreOutcome
+from tests.faults import tier_child
+from tests.support.formats import make_format
+from tests.support.prompts import make_chunks, prompt
+from tests.support.storages import CountingBackend, FarBackend, Fault, FaultyBackend, posix
+from tests.support.threads import none_can_be_started
+from tests.support.transfers import Rig
+from tests.support.waiting import AT_ONCE, PATIENCE, SOON, until
 
 FMT = make_format()
 SHARDS = range(FMT.shards)
 ROOM = 1 << 30
-
-
-class Far(WrappedBackend):
-    """A storage whose probes are dear."""
-
-    @property
-    def properties(self) -> Properties:
-        return replace(self.inner.properties, probe_cost=0.02, concurrency=8)
 
 
 class Machine:
@@ -114,7 +107,7 @@ class Machine:
 
 @pytest.fixture
 def remote(tmp_path: Path) -> CountingBackend:
-    return CountingBackend(Far(posix(tmp_path / "remote")))
+    return CountingBackend(FarBackend(posix(tmp_path / "remote")))
 
 
 @pytest.fixture
@@ -132,7 +125,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Machine]]:
 
 
 def tokens_of(seed: int, chunks: int) -> list[int]:
-    return random.Random(seed).choices(range(1000), k=chunks * FMT.chunk_size)
+    return prompt(chunks, seed, unit=FMT.chunk_size)
 
 
 def files(root: Path) -> dict[str, bytes]:
@@ -273,7 +266,7 @@ def test_a_thread_that_a_tier_keeps_is_replaced(
     hanging = FaultyBackend(guard.inner, Fault("open", f"*{chunks[0].key.hex()}*", wait=gate))
     monkeypatch.setattr(guard, "inner", hanging)
     # Of whichever shelf behind the tier.
-    TieredShelf(Shelf(Far(machine.rig.backend)), [machine.tier])
+    TieredShelf(Shelf(FarBackend(machine.rig.backend)), [machine.tier])
     assert machine.rig.load(chunks, 20)[0].failed_at == 0
     until(lambda: machine.rig.count("stuck_threads") == FMT.shards)
     assert machine.load(others)
@@ -578,7 +571,7 @@ def test_a_shelf_that_cannot_be_opened_is_done_without_until_it_can(
             loads.view(FMT).load(ObjectRef(chunks[2], 0), image)
 
 
-class InParts(Far):
+class InParts(FarBackend):
     """A storage that brings objects in parts."""
 
     def __init__(self, inner: Backend) -> None:
@@ -853,6 +846,7 @@ def test_a_mistake_that_the_tier_finds_late_is_spoken_of(
 def run_child(tier: Path, **job: Any) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, tier_child.__file__, json.dumps({"path": str(tier), **job})],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
         stdout=subprocess.PIPE,
         text=True,
     )

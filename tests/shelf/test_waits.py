@@ -10,12 +10,10 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from faulty import Fault, FaultyBackend
-from hybrid_format import format_of_kinds
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -25,15 +23,9 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from kvshelf.backends import Backend, Deadlines, Properties, open_backend
-from kvshelf.backends.base import StatResults
+from kvshelf.backends import Backend, Deadlines, open_backend
 from kvshelf.backends.guard import GuardedBackend
 from kvshelf.backends.notices import FolderNotices
-from kvshelf.backends.wrappers import WrappedBackend
-from parts import AT_ONCE, PATIENCE, SOON, make_chunks, posix, until
-from servers import BUCKET, command, moto_s3, rclone_s3
-from sftpserver import sftp_server
-from thread_limit import none_can_be_started
 
 from benchmarks.proxy import DelayingProxy
 from kvshelf.errors import TransientStorageError
@@ -44,6 +36,13 @@ from kvshelf.metrics import Counters
 from kvshelf.shelf import waits as module
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.shelf.waits import Piece, Wait, WaitService
+from tests.backends.sftpserver import sftp_server
+from tests.support.formats import format_of_kinds
+from tests.support.prompts import make_chunks
+from tests.support.servers import BUCKET, command, moto_s3, rclone_s3
+from tests.support.storages import Fault, FaultyBackend, NamesBackend, posix
+from tests.support.threads import none_can_be_started
+from tests.support.waiting import AT_ONCE, PATIENCE, SOON, until
 
 FMT = format_of_kinds({FULL: 2, WINDOW: 1, STATE: 2})
 ATTEMPT = "0123456789abcdef" * 2
@@ -350,36 +349,11 @@ def test_closing_ends_the_thread_and_nobody_is_left_waiting(rig: Rig) -> None:
 # -------------------------------------------------------------------------------- what is asked
 
 
-class Names(WrappedBackend):
-    """A storage with names and sizes only, near or far away.
-
-    Names in `broken` cannot be probed. While `gate` is closed no question is answered.
-    """
+class Names(NamesBackend):
+    """A storage with names and sizes only, near or far away."""
 
     def __init__(self, *, high_latency: bool) -> None:
-        super().__init__(open_backend(f"memory://names-{os.urandom(8).hex()}"))
-        self.sizes: dict[str, int] = {}
-        self.asked: list[list[str]] = []
-        self.broken: set[str] = set()
-        self.gate = threading.Event()
-        self.gate.set()
-        self._probe_cost = 10e-3 if high_latency else 3e-6
-
-    @property
-    def properties(self) -> Properties:
-        found = self.inner.properties
-        return replace(found, probe_cost=self._probe_cost, probes_at_once=64)
-
-    def stat(self, names: Sequence[str]) -> StatResults:
-        self.asked.append(list(names))
-        self.gate.wait()
-        return [
-            TransientStorageError(5, "broken") if name in self.broken else self.sizes.get(name)
-            for name in names
-        ]
-
-    def folders(self, prefix: str = "") -> Sequence[str]:
-        return [FMT.namespace.folder]
+        super().__init__(10e-3 if high_latency else 3e-6, folders=[FMT.namespace.folder])
 
     def put(self, piece: Piece) -> None:
         for shard in shards_of(piece):

@@ -32,11 +32,21 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "tests" / "vllm"), str(ROOT / "examples"), str(ROOT / "tests" / "soak")]
+sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 
-from harness import SHELF_CONNECTOR, Engine, EngineError
 from make_model import make_model
-from soak import SETTINGS, Client, Report, check_logs, collect, make_prompts, recovered, references
+
+from tests.soak.soak import (
+    SETTINGS,
+    Client,
+    Report,
+    check_logs,
+    collect,
+    make_prompts,
+    recovered,
+    references,
+)
+from tests.support.engines import SHELF_CONNECTOR, Engine, EngineError
 
 FILESYSTEM = 64 << 20
 MAX_BYTES = 24 << 20

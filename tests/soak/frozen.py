@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import random
 import sys
 import tempfile
@@ -24,14 +23,13 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "tests" / name) for name in ("vllm", "faults", "soak")]
-sys.path += [str(ROOT), str(ROOT / "examples")]
+sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 
-from faultfs import mounted
-from harness import INERT_CONNECTOR, SHELF_CONNECTOR, Answer, Engine
 from make_model import RECIPES, make_model
 
 from benchmarks.measure import estimate, median, percentile
+from tests.faults.faultfs import mounted
+from tests.support.engines import INERT_CONNECTOR, SHELF_CONNECTOR, Answer, Engine
 
 OURS, FLOOR, CONTROL, CLOCKED = "kvshelf", "inert", "second inert", "clocked"
 SIDES = ("worker", "scheduler", "idle scheduler")
@@ -71,14 +69,18 @@ def main() -> None:
         model = make_model(root / "model", options.recipe)
         mount = mounted(root / "storage")
         out = str(root / "steps")
-        env = {"TIMED_OUT": out, "PYTHONPATH": os.pathsep.join(sys.path[:3])}
+        env = {"TIMED_OUT": out, "PYTHONPATH": str(ROOT)}
         # Whatever of the shelf is asked, it must come from storage: nothing is cached.
         shelf = {"shared_storage_path": str(mount.path / "shelf")}
         kinds: dict[str, dict[str, Any]] = {
             OURS: {"connector": SHELF_CONNECTOR, "extra_config": shelf},
             FLOOR: {"connector": INERT_CONNECTOR},
             CONTROL: {"connector": INERT_CONNECTOR},
-            CLOCKED: {"connector": ("TimedConnector", "timed"), "extra_config": shelf, "env": env},
+            CLOCKED: {
+                "connector": ("TimedConnector", "tests.soak.timed"),
+                "extra_config": shelf,
+                "env": env,
+            },
         }
         generator = random.Random(options.seed)
         with contextlib.ExitStack() as stack:

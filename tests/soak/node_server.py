@@ -20,12 +20,13 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "tests" / name) for name in ("vllm", "server", "backends")]
+sys.path.insert(0, str(ROOT))
 
-from client_child import SIZE
-from parts import until
 from pydantic import ByteSize, TypeAdapter
-from serve_process import ClientProcess, ServeProcess
+
+from tests.server.client_child import SIZE
+from tests.server.serve_process import ClientProcess, ServeProcess
+from tests.support.waiting import until
 
 LEASE_SECONDS = 2.0
 SPAN = 48

@@ -41,13 +41,14 @@ from statistics import median
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "tests" / "vllm"), str(ROOT / "examples")]
+sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 
-from harness import INERT_CONNECTOR, SHELF_CONNECTOR, Answer, Engine, EngineError
 from make_model import RECIPES, make_model
 from rich.console import Console
 from rich.table import Table
-from shelf_files import DAMAGE, ShelfFiles
+
+from tests.support.engines import INERT_CONNECTOR, SHELF_CONNECTOR, Answer, Engine, EngineError
+from tests.vllm.shelf_files import DAMAGE, ShelfFiles
 
 #: Nats by which the reference's token must have been ahead for a difference to be a failure.
 TOLERANCE = 0.01

@@ -9,7 +9,8 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from harness import Answer
+
+from tests.support.engines import Answer
 
 
 def _load() -> ModuleType:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
@@ -15,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from filled import CHUNK, contents, fill, hybrid, namespace, prompt, store, times
 from kvshelf.backends import (
     BytesLike,
     ObjectInfo,
@@ -25,30 +25,25 @@ from kvshelf.backends import (
 )
 from kvshelf.backends.base import StatResults
 from kvshelf.backends.wrappers import WrappedBackend
-from servers import BUCKET, S3Server, command, rclone_s3
-from typer.testing import CliRunner, Result
 
-from kvshelf.cli.app import app
 from kvshelf.errors import NoSpaceStorageError, StorageError, TransientStorageError
 from kvshelf.format.keys import salt_group_of
 from kvshelf.shelf.shelf import Shelf, open_shelf
 from kvshelf.tools import copying
 from kvshelf.tools.copying import CopyReport, Selection, copy_shelf
 from kvshelf.tools.prompts import Prompt
+from tests.support import commands
+from tests.support.filled import CHUNK, contents, fill, hybrid, namespace, prompt, store, times
+from tests.support.servers import BUCKET, S3Server
 
 OTHER = namespace("Org/Other", weights="user:other")
 FOLDER = namespace().folder
 
 
-def run(*args: object, code: int = 0) -> Result:
-    result = CliRunner().invoke(app, ["copy", *map(str, args)])
-    assert result.exit_code == code, result.output
-    return result
+run = functools.partial(commands.done, "copy")
 
 
-def report(*args: object, code: int = 0) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(run(*args, "--json", code=code).stdout)
-    return found
+report = functools.partial(commands.report, "copy")
 
 
 def objects(root: Path) -> list[Path]:
@@ -61,15 +56,6 @@ def source(tmp_path: Path) -> Path:
     fill(root, namespace(), prompt(0, 3), prompt(1, 2))
     fill(root, OTHER, prompt(0, 2))
     return root
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    pytest.importorskip("obstore", reason="obstore is missing: pip install 'kvshelf[s3]'")
-    if command("rclone") is None:
-        pytest.skip("rclone is not installed")
-    with rclone_s3(tmp_path_factory.mktemp("bucket")) as server:
-        yield server
 
 
 # -------------------------------------------------------------------------------- what arrives

@@ -2,44 +2,38 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
 import time
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from filled import fill, hybrid, namespace, prompt, store
 from kvshelf.backends import open_backend
 from kvshelf.backends.posix import PosixBackend
-from servers import BUCKET, S3Server, command, rclone_s3
-from typer.testing import CliRunner, Result
 
 from kvshelf.capacity import inventory as inventory_module
-from kvshelf.cli.app import app
 from kvshelf.cli.du import By
 from kvshelf.errors import PermanentStorageError
 from kvshelf.shelf.shelf import open_shelf
 from kvshelf.tools.du import BREAKDOWNS, measure
+from tests.support import commands
+from tests.support.filled import fill, hybrid, namespace, prompt, store
+from tests.support.servers import BUCKET, S3Server
 
 FOLDER = namespace().folder
 HYBRID = hybrid()
 DAY = 86400.0
 
 
-def run(*args: object, code: int = 0) -> Result:
-    result = CliRunner().invoke(app, ["du", *map(str, args)])
-    assert result.exit_code == code, result.output
-    return result
+run = functools.partial(commands.done, "du")
 
 
-def usage(*args: object) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(run(*args, "--json").stdout)
-    return found
+usage = functools.partial(commands.report, "du")
 
 
 def rows(found: dict[str, Any], by: str) -> dict[str, tuple[int, int]]:
@@ -224,15 +218,6 @@ def test_sums_are_exact_for_many_rows() -> None:
         ("b", 1, 3, 4.0),
         ("c", 2, (1 << 45) + 2, 3.0),
     ]
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    pytest.importorskip("obstore", reason="obstore is missing: pip install 'kvshelf[s3]'")
-    if command("rclone") is None:
-        pytest.skip("rclone is not installed")
-    with rclone_s3(tmp_path_factory.mktemp("bucket")) as running:
-        yield running
 
 
 def test_on_s3(server: S3Server, shelf: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from filled import CHUNK, fill, hybrid, namespace, prompt, store
 from typer.testing import CliRunner, Result
 
 from kvshelf.capacity.history import WITH_RECORD, Event, History, Reason, read_histories
@@ -28,6 +27,7 @@ from kvshelf.tools import explain as explain_module
 from kvshelf.tools.explain import Explainer, Explanation
 from kvshelf.tools.noted import still_bad
 from kvshelf.tools.prompts import Prompt
+from tests.support.filled import CHUNK, fill, hybrid, namespace, prompt, store
 
 TOKENS = prompt(1, 4)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
@@ -11,10 +12,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-from filled import CHUNK, fill, namespace, prompt, store
-from typer.testing import CliRunner, Result
 
-from kvshelf.cli.app import app
 from kvshelf.config import Config
 from kvshelf.errors import ConfigError
 from kvshelf.format.keys import salt_group_of
@@ -24,6 +22,8 @@ from kvshelf.shelf.shelf import open_shelf
 from kvshelf.tools.prompts import TokenPrompt, parse_prompts, read_prompts
 from kvshelf.tools.seeding import SeedReport, seed_shelf
 from kvshelf.vllm.seeding import OfflineEngine
+from tests.support import commands
+from tests.support.filled import CHUNK, fill, namespace, prompt, store
 
 FORMAT = ObjectFormat(namespace())
 
@@ -200,8 +200,7 @@ def test_many_bad_lines_are_told_together() -> None:
 # -------------------------------------------------------------------------------- command line
 
 
-def run(*args: object) -> Result:
-    return CliRunner().invoke(app, ["seed", *map(str, args)])
+run = functools.partial(commands.run, "seed")
 
 
 def test_what_is_wrong_is_said_before_an_engine_starts(

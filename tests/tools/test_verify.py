@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from filled import contents, fill, hybrid, namespace, prompt, times
 from kvshelf.backends import base, open_backend
 from kvshelf.backends.posix import PosixBackend
-from servers import BUCKET, S3Server, command, rclone_s3
-from typer.testing import CliRunner, Result
+from typer.testing import CliRunner
 
 from kvshelf.cli.app import app
 from kvshelf.errors import TransientStorageError
@@ -24,21 +23,19 @@ from kvshelf.format.namespace import Namespace
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.tools import parallel
 from kvshelf.tools.verify import VerifyReport, recovered, verify_shelf
+from tests.support import commands
+from tests.support.filled import contents, fill, hybrid, namespace, prompt, times
+from tests.support.servers import BUCKET, S3Server
 
 FOLDER = namespace().folder
 HYBRID = hybrid()
 OLD = time.time() - 2 * 86400
 
 
-def run(*args: object, code: int = 0) -> Result:
-    result = CliRunner().invoke(app, ["verify", *map(str, args)])
-    assert result.exit_code == code, result.output
-    return result
+run = functools.partial(commands.done, "verify")
 
 
-def report(*args: object, code: int = 0) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(run(*args, "--json", code=code).stdout)
-    return found
+report = functools.partial(commands.report, "verify")
 
 
 def objects(root: Path) -> list[Path]:
@@ -459,15 +456,6 @@ def test_progress_reaches_the_end(shelf: Path) -> None:
 
 
 # ------------------------------------------------------------------------------ S3
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    pytest.importorskip("obstore", reason="obstore is missing: pip install 'kvshelf[s3]'")
-    if command("rclone") is None:
-        pytest.skip("rclone is not installed")
-    with rclone_s3(tmp_path_factory.mktemp("bucket")) as running:
-        yield running
 
 
 def test_on_s3(server: S3Server, shelf: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,10 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from faulty import CountingBackend, Fault, FaultyBackend
 from kvshelf.backends.base import Backend, Borrowed
-from lending import LendingBackend, Loan
-from parts import PATIENCE, SOON, Rig, make_chunks, posix, until
 
 from kvshelf.format.invalid import PayloadDamaged
 from kvshelf.format.keys import Chunk
@@ -19,6 +16,17 @@ from kvshelf.kv.caches import HostKVCache, KVMemory, PendingCopy
 from kvshelf.shelf.view import NamespaceView, ObjectRef
 from kvshelf.transfer.context import ChunkSlots, bytes_at
 from kvshelf.transfer.loads import Failure, Load
+from tests.support.prompts import make_chunks
+from tests.support.storages import (
+    CountingBackend,
+    Fault,
+    FaultyBackend,
+    LendingBackend,
+    Loan,
+    posix,
+)
+from tests.support.transfers import Rig
+from tests.support.waiting import PATIENCE, SOON, until
 
 
 class Asked(FaultyBackend):

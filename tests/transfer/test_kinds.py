@@ -7,19 +7,15 @@ import random
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 import torch
-from faulty import CountingBackend, Fault, FaultyBackend
-from hybrid_format import format_of_kinds
 from hypothesis import given
 from hypothesis import strategies as st
-from kvshelf.backends import Backend, Deadlines, Properties
+from kvshelf.backends import Backend, Deadlines
 from kvshelf.backends.guard import GuardedBackend
-from kvshelf.backends.wrappers import WrappedBackend
-from parts import AT_ONCE, PATIENCE, SOON, Rig, make_chunks, make_format, posix, until
 
 from kvshelf.errors import ConfigError
 from kvshelf.format.keys import Chunk
@@ -41,6 +37,11 @@ from kvshelf.transfer.prefetch import KindMemory
 from kvshelf.transfer.staging import StagingPool
 from kvshelf.transfer.stores import StoreOutcome
 from kvshelf.transfer.transfer import Transfer
+from tests.support.formats import format_of_kinds, make_format
+from tests.support.prompts import make_chunks
+from tests.support.storages import CountingBackend, FarBackend, Fault, FaultyBackend, posix
+from tests.support.transfers import Rig
+from tests.support.waiting import AT_ONCE, PATIENCE, SOON, until
 
 SHARDS: Mapping[Kind, int] = {FULL: 1, WINDOW: 2, STATE: 2}
 FMT = format_of_kinds(SHARDS)
@@ -82,14 +83,6 @@ class Place(KVMemory):
             data == content(self.kind, self.chunk, shard, len(data))
             for shard, data in self.loaded.items()
         )
-
-
-class Far(WrappedBackend):
-    """A storage whose probes are dear."""
-
-    @property
-    def properties(self) -> Properties:
-        return replace(self.inner.properties, probe_cost=0.02, concurrency=8)
 
 
 @dataclass
@@ -143,11 +136,6 @@ class Kinds:
     def close(self) -> None:
         self.joint.close()
         self.guard.close()
-
-
-@pytest.fixture
-def backend(tmp_path: Path) -> FaultyBackend:
-    return FaultyBackend(posix(tmp_path / "shelf"))
 
 
 @pytest.fixture
@@ -378,7 +366,7 @@ def test_keys_of_what_was_published_and_repaired_tell_the_kind(tmp_path: Path) -
     (chunk,) = make_chunks(FMT, 1)
     wanted: dict[Kind, list[Chunk]] = {kind: [chunk] for kind in SHARDS}
     expected = [kind_key(chunk.key, kind) for kind in SHARDS]
-    with closing(Kinds(Far(posix(tmp_path / "shelf")))) as kinds:
+    with closing(Kinds(FarBackend(posix(tmp_path / "shelf")))) as kinds:
         kinds.put(wanted)
         assert kinds.joint.take_published() == expected
         assert kinds.joint.take_published() == []

@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from faulty import CountingBackend, Fault, FaultyBackend
-from parts import AT_ONCE, PATIENCE, SOON, Rig, make_chunks, make_format, posix, until
 
 from kvshelf.errors import TransientStorageError
 from kvshelf.format.keys import Chunk
@@ -22,6 +20,11 @@ from kvshelf.shelf.tiers import Tier, TieredShelf
 from kvshelf.shelf.view import ObjectRef
 from kvshelf.transfer.loads import Failure
 from kvshelf.transfer.prefetch import KindMemory
+from tests.support.formats import make_format
+from tests.support.prompts import make_chunks
+from tests.support.storages import CountingBackend, Fault, FaultyBackend, posix
+from tests.support.transfers import Rig
+from tests.support.waiting import AT_ONCE, PATIENCE, SOON, until
 
 FMT = make_format()
 OBJECT = SizeClasses(1 << 30).rounded(FMT.object_size(0))

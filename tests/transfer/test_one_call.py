@@ -15,12 +15,15 @@ import torch
 from kvshelf.backends import Checked, Reader, Whole
 from kvshelf.backends.posix import PosixBackend
 from kvshelf.backends.wrappers import WrappedBackend
-from parts import PATIENCE, SOON, Rig, make_chunks, posix, until
 
 from kvshelf.format.invalid import PayloadDamaged
 from kvshelf.format.keys import Chunk
 from kvshelf.shelf.view import ObjectRef
 from kvshelf.transfer.loads import Failure, Load
+from tests.support.prompts import make_chunks
+from tests.support.storages import posix
+from tests.support.transfers import Rig
+from tests.support.waiting import PATIENCE, SOON, until
 
 pytestmark = pytest.mark.skipif(
     not PosixBackend("/").reads_whole, reason="the compiled library is not there, or no openat2"

@@ -10,8 +10,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from faulty import CountingBackend, Fault, FaultyBackend
-from parts import Rig, make_chunks, posix, until
 
 from kvshelf.errors import TransientStorageError
 from kvshelf.format.keys import Chunk
@@ -23,6 +21,10 @@ from kvshelf.transfer import prefetch
 from kvshelf.transfer.loads import Failure, Load
 from kvshelf.transfer.prefetch import KindMemory, Prefetcher
 from kvshelf.transfer.transfer import Transfer
+from tests.support.prompts import make_chunks
+from tests.support.storages import CountingBackend, Fault, FaultyBackend, posix
+from tests.support.transfers import Rig
+from tests.support.waiting import until
 
 
 class Waiting:

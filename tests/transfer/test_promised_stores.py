@@ -2,43 +2,22 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import closing
-from pathlib import Path
 
 import pytest
-from faulty import Fault, FaultyBackend
-from parts import PATIENCE, Rig, make_chunks, make_format, posix, until
 
 from kvshelf.format.keys import Chunk
 from kvshelf.kv.streams import Streams
 from kvshelf.transfer.stores import StoreOutcome, StoreResult
+from tests.support.formats import make_format
+from tests.support.prompts import make_chunks
+from tests.support.storages import FaultyBackend, Gate
+from tests.support.transfers import Rig
+from tests.support.waiting import PATIENCE, until
 
 FMT = make_format()
 QUEUED, KNOWN, FULL = StoreOutcome.QUEUED, StoreOutcome.KNOWN, StoreOutcome.STAGING_FULL
-
-
-class Gate:
-    """Lets publishes through one by one."""
-
-    def __init__(self, backend: FaultyBackend) -> None:
-        self._permits = threading.Semaphore(0)
-        self.waiting = threading.Semaphore(0)
-        backend.add(Fault("write", "*.safetensors", damage=self._meet))
-
-    def _meet(self, data: bytearray) -> None:
-        self.waiting.release()
-        self._permits.acquire()
-
-    def let(self, count: int) -> None:
-        for _ in range(count):
-            self._permits.release()
-
-
-@pytest.fixture
-def backend(tmp_path: Path) -> FaultyBackend:
-    return FaultyBackend(posix(tmp_path / "shelf"))
 
 
 @pytest.fixture

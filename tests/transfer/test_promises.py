@@ -9,14 +9,11 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from faulty import CountingBackend, Fault, FaultyBackend
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from kvshelf.backends import open_backend
 from kvshelf.backends.wrappers import ReadOnlyBackend
-from parts import PATIENCE, Rig, make_chunks, make_format, posix, until
-from thread_limit import none_can_be_started
 
 from kvshelf.errors import NoSpaceStorageError, PermanentStorageError, TransientStorageError
 from kvshelf.format.keys import Chunk, KeyChain
@@ -24,16 +21,17 @@ from kvshelf.shelf.sweep import Sweep
 from kvshelf.shelf.tiers import TieredView
 from kvshelf.transfer.promises import Promises
 from kvshelf.transfer.stores import OnStored, StoreOutcome, StoreResult
+from tests.support.formats import make_format
+from tests.support.prompts import make_chunks
+from tests.support.storages import CountingBackend, Fault, FaultyBackend, Gate, posix
+from tests.support.threads import none_can_be_started
+from tests.support.transfers import Rig
+from tests.support.waiting import PATIENCE, until
 
 FMT = make_format()
 ATTEMPTS = [f"{number:032x}" for number in range(40)]
 ONE, TWO, *_ = ATTEMPTS
 QUEUED, KNOWN, FULL = StoreOutcome.QUEUED, StoreOutcome.KNOWN, StoreOutcome.STAGING_FULL
-
-
-@pytest.fixture
-def backend(tmp_path: Path) -> FaultyBackend:
-    return FaultyBackend(posix(tmp_path / "shelf"))
 
 
 @pytest.fixture
@@ -249,22 +247,6 @@ def test_what_waits_to_be_written_is_bounded(
 
 
 # ------------------------------------------------------------------------------- staging is short
-
-
-class Gate:
-    """Lets publishes through one by one."""
-
-    def __init__(self, backend: FaultyBackend) -> None:
-        self._permits = threading.Semaphore(0)
-        backend.add(Fault("write", "*.safetensors", damage=lambda _: self._permits.acquire()))
-
-    def let(self, count: int) -> None:
-        for _ in range(count):
-            self._permits.release()
-
-    def shut(self) -> None:
-        while self._permits.acquire(blocking=False):
-            pass
 
 
 _numbers = itertools.count()

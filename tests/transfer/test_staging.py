@@ -9,12 +9,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from fake_cudart import fake_cudart
 
 from kvshelf import buffers, pages
 from kvshelf.errors import ConfigError
 from kvshelf.pages import HUGE_PAGE
 from kvshelf.transfer.staging import STAGING_ALIGNMENT, StagingBuffer, StagingPool
+from tests.native.fake_cudart import fake_cudart
 from tests.support.memory import resident
 
 SIZE = 10_000

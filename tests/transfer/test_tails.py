@@ -9,25 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from faulty import Fault, FaultyBackend
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvshelf.backends import open_backend
-from parts import (
-    BLOCK,
-    HEADS,
-    LAYERS,
-    PATIENCE,
-    Rig,
-    content,
-    make_format,
-    posix,
-    until,
-)
 
 from kvshelf.errors import TransientStorageError, UnsupportedError
 from kvshelf.format.keys import Chunk, KeyChain
-from kvshelf.format.namespace import Namespace
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.kv.layout import slots_of
 from kvshelf.memory.tier import MemoryTier
@@ -37,6 +24,10 @@ from kvshelf.transfer.context import ChunkSlots
 from kvshelf.transfer.loads import Failure
 from kvshelf.transfer.prefetch import KindMemory, Prefetcher
 from kvshelf.transfer.stores import StoreOutcome, StoreResult
+from tests.support.formats import BLOCK, HEADS, LAYERS, make_format
+from tests.support.storages import Fault, FaultyBackend, posix
+from tests.support.transfers import Rig, content
+from tests.support.waiting import PATIENCE, until
 
 #: A namespace of its own for each example.
 NUMBERS = itertools.count()
@@ -78,11 +69,6 @@ def put(rig: Rig, tail: Chunk) -> None:
     fill(rig, item)
     assert rig.transfer.store(item) == StoreOutcome.QUEUED
     assert rig.transfer.drain(PATIENCE) == 0
-
-
-@pytest.fixture
-def backend(tmp_path: Path) -> FaultyBackend:
-    return FaultyBackend(posix(tmp_path / "shelf"))
 
 
 @pytest.fixture(params=["native", "canonical"])
@@ -206,16 +192,8 @@ def test_a_tail_is_dropped_with_the_chunk_before_it(rig: Rig, backend: FaultyBac
 
 
 def test_an_engine_whose_layout_is_unknown_has_no_tails(backend: FaultyBackend) -> None:
-    known = make_format()
-    record = {
-        **known.namespace.record,
-        "layouts": ["opaque-0123456789abcdef"] * LAYERS,
-        "layer_shapes": [f"2,{HEADS // 2 * BLOCK * 32}"] * LAYERS,
-        "layer_dtypes": ["U8"] * LAYERS,
-    }
-    record.pop("data_offset")
-    record["data_offset"] = ObjectFormat.required_data_offset(record)
-    fmt = ObjectFormat(Namespace(record, "test"))
+    shape = f"2,{HEADS // 2 * BLOCK * 32}"
+    fmt = make_format(shape=shape, dtype="U8", layout="opaque-0123456789abcdef")
     assert not fmt.tails
     with closing(Rig(backend, make_format())) as rig:
         rig.transfer._context.fmt = fmt

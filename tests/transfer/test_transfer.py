@@ -18,15 +18,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from faulty import Fault, FaultyBackend
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvshelf.backends import Deadlines, open_backend
 from kvshelf.backends.breaker import Backoff
 from kvshelf.backends.wrappers import ReadOnlyBackend
-from lending import LendingBackend, Loan
-from parts import PATIENCE, SOON, Rig, content, make_chunks, make_format, posix, until
-from thread_limit import none_can_be_started
 
 from kvshelf.errors import (
     ConfigError,
@@ -49,11 +45,12 @@ from kvshelf.transfer.loads import Failure, Load
 from kvshelf.transfer.prefetch import KindMemory
 from kvshelf.transfer.stores import StoreOutcome
 from kvshelf.transfer.transfer import Transfer
-
-
-@pytest.fixture
-def backend(tmp_path: Path) -> FaultyBackend:
-    return FaultyBackend(posix(tmp_path / "shelf"))
+from tests.support.formats import make_format
+from tests.support.prompts import make_chunks
+from tests.support.storages import Fault, FaultyBackend, LendingBackend, Loan, posix
+from tests.support.threads import none_can_be_started
+from tests.support.transfers import Rig, content
+from tests.support.waiting import PATIENCE, SOON, until
 
 
 @pytest.fixture

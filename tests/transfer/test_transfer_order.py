@@ -11,11 +11,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from faulty import Fault, FaultyBackend
 from kvshelf.backends import Reader
 from kvshelf.backends.base import Deadlines, Properties
 from kvshelf.backends.wrappers import WrappedBackend
-from parts import PATIENCE, SOON, Rig, make_chunks, posix, until
 
 from kvshelf.format.keys import Chunk
 from kvshelf.kv.caches import HostKVCache, KVMemory, PendingCopy
@@ -25,6 +23,10 @@ from kvshelf.transfer.context import ChunkSlots
 from kvshelf.transfer.loads import Failure, Load
 from kvshelf.transfer.staging import StagingBuffer
 from kvshelf.transfer.transfer import default_io_threads
+from tests.support.prompts import make_chunks
+from tests.support.storages import Fault, FaultyBackend, posix
+from tests.support.transfers import Rig
+from tests.support.waiting import PATIENCE, SOON, until
 
 
 class Gate(WrappedBackend):

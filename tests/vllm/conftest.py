@@ -6,17 +6,34 @@ so that two can work side by side and all compute with the same number of thread
 
 from __future__ import annotations
 
+import contextlib
 import random
 import shutil
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
-from fleet import ENGINES, Engines, Places
-from harness import NEAR_TIE, Answer, Engine
-from shelf_files import ShelfFiles
+from kvshelf.backends import Deadlines
+from kvshelf.backends.guard import GuardedBackend
+
+from kvshelf.shelf.shelf import Shelf
+from tests.support.engines import NEAR_TIE, Answer, Engine
+from tests.support.fleet import ENGINES, Engines, Places
+from tests.support.storages import FaultyBackend, posix
+from tests.support.waiting import AT_ONCE
+from tests.vllm.shelf_files import ShelfFiles
+
+if TYPE_CHECKING:
+    from tests.vllm.scheduled import ScheduledEngine, World
+
+with warnings.catch_warnings(), contextlib.suppress(ImportError):
+    # Importing vLLM warns of what torch and others deprecate.
+    warnings.simplefilter("ignore")
+    import kvshelf.vllm.connector  # noqa: F401
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 from make_model import RECIPES, make_model
@@ -114,3 +131,47 @@ def prompt(request: pytest.FixtureRequest) -> Callable[..., list[int]]:
                 return tokens
 
     return make
+
+
+# ------------------------------------------------------------------------- no real engines
+
+
+@pytest.fixture
+def backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FaultyBackend:
+    """The storage of all engines of a test, whatever URL they open."""
+    from kvshelf.shelf import tiers
+    from kvshelf.vllm import connector
+
+    backend = FaultyBackend(posix(tmp_path / "shelf"))
+
+    def open_shelf(url: str, *, deadlines: dict[str, float] | None = None, **options: Any) -> Shelf:
+        guarded = GuardedBackend(backend, replace(Deadlines(), **(deadlines or {})), AT_ONCE)
+        return Shelf(guarded)
+
+    monkeypatch.setattr(tiers, "open_shelf", open_shelf)
+    connector._logs.clear()
+    return backend
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    """The shelf of all scheduled engines of a test."""
+    from tests.vllm.scheduled import World
+
+    return World(tmp_path / "shelf")
+
+
+@pytest.fixture
+def begin(
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> Iterator[Callable[..., ScheduledEngine]]:
+    """Start engines whose scheduler alone is real, with a model by its name in hybrid_specs."""
+    from tests.vllm.hybrid_specs import full, models
+    from tests.vllm.scheduled import start_engines
+
+    yield from start_engines(world, {"plain": [full(8)], **models()}, monkeypatch, caplog)
+
+
+@pytest.fixture
+def start(begin: Callable[..., ScheduledEngine]) -> Callable[..., ScheduledEngine]:
+    return begin

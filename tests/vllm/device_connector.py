@@ -6,10 +6,10 @@ Its copies are made by the compiled library, on the emulated device, where a com
 from __future__ import annotations
 
 import torch
-from emulation import emulation, library_path
-from simulated_device import SimulatedStreams
 
 from kvshelf.vllm.connector import SharedStorageConnector
+from tests.native.emulation import emulation, library_path
+from tests.native.simulated_device import SimulatedStreams
 
 
 class ConnectorBesideADevice(SharedStorageConnector):

@@ -12,12 +12,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from harness import Engine
-from shelf_files import ShelfFiles, wait_until
-
 from kvshelf.format.keys import KeyChain
 from kvshelf.format.names import object_name
 from kvshelf.format.namespace import Namespace
+from tests.support.engines import Engine
+from tests.support.waiting import until
+from tests.vllm.shelf_files import ShelfFiles
 
 #: What vLLM's own proxies send to the engine that prefills.
 ASKED: Mapping[str, Any] = {
@@ -97,7 +97,7 @@ class Promises:
     def wait_tail(self, tokens: Sequence[int]) -> list[Path]:
         """Wait until a prompt's tail is stored."""
         paths = self.tail(tokens)
-        wait_until(lambda: all(path.is_file() for path in paths), "the tail on the shelf")
+        until(lambda: all(path.is_file() for path in paths), "the tail on the shelf")
         return paths
 
     def marker(self, attempt: str) -> Path:
@@ -133,7 +133,7 @@ class Counted:
             return seen == expected
 
         try:
-            wait_until(reached, f"counters {expected}")
+            until(reached, f"counters {expected}")
         except AssertionError as error:
             raise AssertionError(f"{error}; last seen: {seen}") from None
 

@@ -15,13 +15,11 @@ from typing import Any
 
 import pytest
 import torch
-from parts import PUBLISHED
 from torch import Tensor
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     pytest.importorskip("vllm")
-    from replay import HEAD_SIZE, CPUAttentionBackendImpl, StridedAttentionImpl, speculation
     from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
     from vllm.v1.kv_cache_interface import (
         ChunkedLocalAttentionSpec,
@@ -36,11 +34,18 @@ with warnings.catch_warnings():
     from kvshelf.vllm.metadata import StepMetadata, WorkerMetadata
     from kvshelf.vllm.namespace import build_namespace
     from kvshelf.vllm.worker import WorkerSide
+    from tests.vllm.replay import (
+        HEAD_SIZE,
+        CPUAttentionBackendImpl,
+        StridedAttentionImpl,
+        speculation,
+    )
 
 from kvshelf.config import Config
 from kvshelf.format.kinds import STATE, Kind
 from kvshelf.format.namespace import Namespace
 from kvshelf.shelf.tiers import AnyShelf
+from tests.vllm.simulated import PUBLISHED
 
 CHUNK, HEADS, BLOCKS = 16, 4, 40
 #: Heads of keys and of values of a gated delta net, and the elements of each.

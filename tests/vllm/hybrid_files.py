@@ -15,11 +15,12 @@ from typing import Any, Literal
 import torch
 import xxhash
 from safetensors import safe_open
-from shelf_files import ShelfFiles, wait_until
 
 from kvshelf.format.keys import KeyChain
 from kvshelf.format.names import object_name
 from kvshelf.format.namespace import Namespace
+from tests.support.waiting import until
+from tests.vllm.shelf_files import ShelfFiles
 
 Kind = Literal["full", "window", "state"]
 
@@ -85,21 +86,21 @@ class HybridFiles(ShelfFiles):
 
     def wait_hit(self, prompt: Sequence[int], hit: int) -> None:
         """Wait until the shelf holds all that a hit of `hit` tokens needs."""
-        wait_until(lambda: bool(self.namespaces()), "a namespace on the shelf")
+        until(lambda: bool(self.namespaces()), "a namespace on the shelf")
         paths = self.needed(prompt, hit)
 
         def complete() -> bool:
             return all(path.is_file() for path in paths)
 
         try:
-            wait_until(complete, f"a hit of {hit} tokens on the shelf")
+            until(complete, f"a hit of {hit} tokens on the shelf")
         except AssertionError as error:
             missing = [path.name for path in paths if not path.is_file()]
             raise AssertionError(f"{error}; missing: {missing}") from None
 
     def wait_quiet(self) -> None:
         """Wait until no object is being written."""
-        wait_until(lambda: not self.temporaries(), "no object being written")
+        until(lambda: not self.temporaries(), "no object being written")
 
     def bytes_of_kinds(self) -> dict[str, int]:
         """Return the bytes of all objects, by kind."""

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
-from cpu_layers import FP8, cpu_layer, refusal
-from test_layout_discovery import choose, mla_layer, probe
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from tests.vllm.cpu_layers import FP8, cpu_layer, refusal
+from tests.vllm.test_layout_discovery import choose, mla_layer, probe
 
 ROUNDS = 9
 

@@ -14,13 +14,11 @@ import sys
 from pathlib import Path
 from types import FrameType
 
-from faulty import Fault, FaultyBackend
-from parts import posix
-from test_worker_side import Rig
-
 from kvshelf.shelf import tiers
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.vllm.metadata import StepMetadata, StoreOp
+from tests.support.storages import Fault, FaultyBackend, posix
+from tests.vllm.test_worker_side import Rig
 
 #: Each write takes so long; there are more than the end has time for.
 WRITE_SECONDS = 0.1

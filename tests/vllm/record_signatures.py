@@ -34,7 +34,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
-import record_inputs
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[2]))
+from tests.vllm import record_inputs
 
 RECORDS: Final = Path(__file__).parents[1] / "golden" / "vllm-signatures"
 _V1: Final = "vllm.distributed.kv_transfer.kv_connector.v1"

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import pickle  # noqa: TID251 - as vLLM does between its processes
-import random
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,8 +22,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from parts import PUBLISHED, until, while_patient
-from simulated_device import SimulatedEvent, SimulatedStreams
+
+from tests.native.simulated_device import SimulatedEvent, SimulatedStreams
+from tests.support.waiting import until, while_patient
+from tests.vllm.simulated import PUBLISHED
 
 with warnings.catch_warnings():
     # Importing vLLM warns of what torch and others deprecate.
@@ -37,6 +38,7 @@ with warnings.catch_warnings():
 
     from kvshelf.vllm.connector import SharedStorageConnector
     from kvshelf.vllm.item_ids import CONTENT
+    from kvshelf.vllm.worker import WorkerSide
 
 #: The order of a runner's calls, and whether its caches are on a device that runs behind.
 RUNNERS = ["V1", "V1 speculative", "V2", "V1 on a device", "V2 on a device"]
@@ -982,7 +984,8 @@ def adapter(path: object, number: int = 1, **options: Any) -> SimpleNamespace:
     )
 
 
-def prompt(length: int, seed: int = 0, shared: int = 0) -> list[int]:
-    """Random tokens, of which the first `shared` are the same for every seed."""
-    common = random.Random("shared").choices(range(900), k=shared)
-    return common + random.Random(seed).choices(range(900), k=length - shared)
+def side_of(engine: MiniVllm) -> WorkerSide:
+    """Return the worker's side, once there is one."""
+    side = engine.worker._worker
+    assert side is not None
+    return side

@@ -28,9 +28,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hybrid_specs import COMPRESSED, cache_config
-from parts import PATIENCE, posix, while_patient
 from pydantic.fields import FieldInfo
+
+from tests.vllm.hybrid_specs import COMPRESSED, cache_config
 
 with warnings.catch_warnings():
     # Importing vLLM warns of what torch and others deprecate.
@@ -77,6 +77,9 @@ from kvshelf.format.kinds import FULL, SHARDS_FIELDS, STATE, WINDOW, Kind, kind_
 from kvshelf.format.names import object_name
 from kvshelf.format.namespace import Namespace
 from kvshelf.format.objects import ObjectFormat
+from tests.support.formats import make_record
+from tests.support.storages import posix
+from tests.support.waiting import PATIENCE, while_patient
 
 #: Bytes of a token in a group, and of a state: of each of its last tokens, and of the rest.
 TOKEN, STATE_BYTES, ROW, ROWS = 8, 32, 4, 3
@@ -181,24 +184,19 @@ def namespace_of(groups: CacheGroups, chunk_size: int, weights: str) -> Namespac
         else ("canonical", f"*,{TOKEN // 2}")
         for group in own
     ]
-    record: dict[str, Any] = {
-        "format": "kvshelf/1",
-        "weights": weights,
-        "chunk_size": chunk_size,
-        "stages": [len(own)],
-        "shards": 1,
-        "kv_heads": 1,
-        "kinds": [group.kind for group in own],
-        "layouts": [layout for layout, _ in layers],
-        "layer_names": [group.layer_names[0] for group in own],
-        "layer_shapes": [shape for _, shape in layers],
-        "layer_dtypes": ["BF16"] * len(own),
-        "attention": [group.kind for group in own],
+    record = make_record(
+        len(own),
+        weights=weights,
+        chunk_size=chunk_size,
+        shards=1,
+        kv_heads=1,
+        kinds=[group.kind for group in own] if groups.mixed else None,
+        layouts=[layout for layout, _ in layers],
+        layer_names=[group.layer_names[0] for group in own],
+        layer_shapes=[shape for _, shape in layers],
+        attention=[group.kind for group in own],
         **{SHARDS_FIELDS[kind]: 1 for kind in groups.kinds if kind != FULL},
-    }
-    if not groups.mixed:
-        del record["kinds"]
-    record["data_offset"] = ObjectFormat.required_data_offset(record)
+    )
     return Namespace(record, "scheduled")
 
 
@@ -210,21 +208,17 @@ def make_namespace(vllm_config: Any, config: Any, stages: Any, weights: str) -> 
 
 def make_draft_namespace(engine: Any, config: Any, reports: Any, weights: str) -> Namespace:
     """Stand for the same function where the namespace is a drafter's."""
-    record: dict[str, Any] = {
-        "format": "kvshelf/1",
-        "weights": weights,
-        "version": config.version,
-        "chunk_size": config.chunk_size,
-        "stages": [1],
-        "shards": 1,
-        "kv_heads": 1,
-        "layouts": ["canonical"],
-        "layer_names": ["drafter"],
-        "layer_shapes": [f"*,{TOKEN // 2}"],
-        "layer_dtypes": ["BF16"],
-        "attention": ["full"],
-    }
-    record["data_offset"] = ObjectFormat.required_data_offset(record)
+    record = make_record(
+        1,
+        f"*,{TOKEN // 2}",
+        weights=weights,
+        version=config.version,
+        chunk_size=config.chunk_size,
+        shards=1,
+        kv_heads=1,
+        layer_names=["drafter"],
+        attention=["full"],
+    )
     return Namespace(record, "drafter")
 
 

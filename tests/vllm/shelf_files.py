@@ -20,17 +20,9 @@ import xxhash
 from kvshelf.format.keys import KeyChain
 from kvshelf.format.names import object_name
 from kvshelf.format.namespace import Namespace
+from tests.support.waiting import LONG, until
 
 CHUNK = 256
-WAIT = 120.0
-
-
-def wait_until(condition: Callable[[], bool], what: str, timeout: float = WAIT) -> None:
-    """Wait for something that other processes do; raises AssertionError at the timeout."""
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline, f"{what}: not within {timeout:g} s"
-        time.sleep(0.005)
 
 
 class ShelfFiles:
@@ -56,7 +48,7 @@ class ShelfFiles:
                 return not self.root.exists()
             return True
 
-        wait_until(deleted, "the shelf deleted")
+        until(deleted, "the shelf deleted")
 
     def objects(self) -> set[Path]:
         """Return all objects of the shelf."""
@@ -85,14 +77,14 @@ class ShelfFiles:
         ]
 
     def wait_stored(
-        self, prompt: Sequence[int], *, salt: str = "", timeout: float = WAIT
+        self, prompt: Sequence[int], *, salt: str = "", timeout: float = LONG
     ) -> list[list[Path]]:
         """Wait until all chunks of a prompt are on the shelf, and return their objects."""
         if len(prompt) < CHUNK:
             return []
-        wait_until(lambda: bool(self.namespaces()), "a namespace on the shelf", timeout)
+        until(lambda: bool(self.namespaces()), "a namespace on the shelf", timeout)
         chunks = self.of(prompt, salt=salt)
-        wait_until(
+        until(
             lambda: all(path.is_file() for chunk in chunks for path in chunk),
             f"{len(chunks)} chunks on the shelf",
             timeout,
@@ -101,7 +93,7 @@ class ShelfFiles:
 
     def wait_objects(self, count: int) -> None:
         """Wait until the shelf holds `count` objects."""
-        wait_until(lambda: len(self.objects()) == count, f"{count} objects on the shelf")
+        until(lambda: len(self.objects()) == count, f"{count} objects on the shelf")
 
     def check_all(self) -> int:
         """Check every object against its own header; returns how many there are."""

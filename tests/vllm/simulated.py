@@ -17,7 +17,8 @@ import random
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from functools import reduce
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,7 +26,6 @@ from typing import Any
 
 import pytest
 import torch
-from parts import PUBLISHED
 from torch import Tensor
 
 with warnings.catch_warnings():
@@ -43,11 +43,13 @@ with warnings.catch_warnings():
 from kvshelf.config import Config
 from kvshelf.kv.layout import packed_positions
 from kvshelf.shelf.shelf import open_shelf
+from tests.support.waiting import PATIENCE
 
 LAYERS, HEADS, SIZE = 2, 2, 16
 #: An EAGLE drafter numbers its layers behind those of the model.
 DRAFT_LAYER = f"model.layers.{LAYERS}.attn"
-PATIENCE = 20.0
+#: The folder with the configuration of models that have no files.
+PUBLISHED = Path(__file__).with_name("published")
 #: Layouts by which engines differ. Of "odd" nothing can be learned.
 FORMS = ("NHD", "HND", "2BNHD", "vec", "amx")
 
@@ -620,3 +622,15 @@ class SimulatedEngine:
                 assert time.monotonic() < deadline
         self.scheduler.finished(request.request_id)
         return found, block_ids
+
+
+@contextmanager
+def engines_on(shelf: Path, **defaults: Any) -> Iterator[Callable[..., SimulatedEngine]]:
+    """Start engines on one shelf, which are closed at the end."""
+    with ExitStack() as stack:
+
+        def start(form: str = "NHD", block_size: int = 16, **options: Any) -> SimulatedEngine:
+            engine = SimulatedEngine(shelf, form, block_size, **(defaults | options))
+            return stack.enter_context(closing(engine))
+
+        yield start

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from fleet import Engines
-from harness import NEAR_TIE, SHELF_CONNECTOR, Answer, assert_same
-from shelf_files import ShelfFiles
+from tests.support.engines import NEAR_TIE, Answer, assert_same
+from tests.support.fleet import Engines
+from tests.vllm.shelf_files import ShelfFiles
 
 
 def test_prompts_that_wait_share_the_document_that_the_first_stored(
@@ -17,13 +17,8 @@ def test_prompts_that_wait_share_the_document_that_the_first_stored(
 ) -> None:
     document = prompt(600)
     prompts = [[*document, *prompt(20)] for _ in range(50)]
-    with engines.start(
-        "backlog",
-        model=engines.places.model,
-        connector=SHELF_CONNECTOR,
-        extra_config={"shared_storage_path": str(shelf.root)},
-        max_num_seqs=1,
-        enable_prefix_caching=False,
+    with engines.on_shelf(
+        "backlog", shelf.root, max_num_seqs=1, enable_prefix_caching=False
     ) as engine:
         # The first request of an engine may be computed before it knows its namespace.
         engine.generate(prompt(300))

@@ -17,17 +17,19 @@ import pytest
 pytest.importorskip("vllm")
 
 import torch
-from emulation import emulation
 from kvshelf.backends.guard import GuardedBackend
-from parts import AT_ONCE, PATIENCE, posix, until
-from replay import MiniVllm, Request, make_config, make_groups, prompt
-from simulated_device import SimulatedEvent
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
 
 from kvshelf.shelf import tiers
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.vllm import connector
 from kvshelf.vllm.groups import CacheGroups
+from tests.native.emulation import emulation
+from tests.native.simulated_device import SimulatedEvent
+from tests.support.prompts import prompt
+from tests.support.storages import posix
+from tests.support.waiting import AT_ONCE, PATIENCE, until
+from tests.vllm.replay import MiniVllm, Request, make_config, make_groups
 
 RUNNERS = ["V1 on a device", "V2 on a device"]
 LENGTH = 41

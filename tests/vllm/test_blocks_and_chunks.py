@@ -13,8 +13,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shelf_files import DAMAGE
-from simulated import FORMS, HEADS, SIZE, SimulatedEngine, kv_of
 
 from kvshelf.errors import ConfigError
 from kvshelf.format.keys import KeyChain
@@ -24,34 +22,20 @@ from kvshelf.format.namespace import Namespace
 from kvshelf.kv.caches import LayerRun
 from kvshelf.kv.layout import PagedLayout
 from kvshelf.vllm.registered_caches import KindCaches, RegisteredCaches, cached_layers
+from tests.support.prompts import prompt
+from tests.vllm.shelf_files import DAMAGE
+from tests.vllm.simulated import FORMS, HEADS, SIZE, SimulatedEngine, engines_on, kv_of
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 Start = Callable[..., SimulatedEngine]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """So small operations only wait for each other on several threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
     """Start engines on one shelf, which are closed at the end."""
-    with ExitStack() as stack:
-
-        def make(form: str, block_size: int, **options: Any) -> SimulatedEngine:
-            engine = SimulatedEngine(tmp_path / "shelf", form, block_size, **options)
-            return stack.enter_context(closing(engine))
-
-        yield make
-
-
-def prompt(length: int, seed: int = 0) -> list[int]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, 1000, (length,), generator=generator).tolist()
+    with engines_on(tmp_path / "shelf") as start:
+        yield start
 
 
 def snapshot(engine: SimulatedEngine) -> list[list[torch.Tensor]]:

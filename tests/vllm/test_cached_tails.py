@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,33 +13,21 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from hybrid_specs import full, models
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kvshelf.backends.posix import PosixBackend
-from replay import prompt
-from scheduled import DAMAGED, ScheduledEngine, World, make_namespace, start_engines
-from test_handover_scheduler import ASKED, loaded, prefill
 
 from kvshelf.format.kinds import FULL
 from kvshelf.logs import RateLimitedLog
 from kvshelf.vllm import handshake
+from tests.support.prompts import prompt
+from tests.vllm.hybrid_specs import full, models
+from tests.vllm.scheduled import DAMAGED, ScheduledEngine, World, make_namespace
+from tests.vllm.test_handover_scheduler import ASKED, loaded, prefill
 
 MODELS = {"plain": [full(8)], **models()}
 CHUNK, BLOCK = 32, 8
 LENGTHS = [16, 31, 33, 48, 63, 203]
-
-
-@pytest.fixture
-def world(tmp_path: Path) -> World:
-    return World(tmp_path / "shelf")
-
-
-@pytest.fixture
-def begin(
-    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> Iterator[Callable[..., ScheduledEngine]]:
-    yield from start_engines(world, MODELS, monkeypatch, caplog)
 
 
 @pytest.fixture

@@ -8,10 +8,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import pytest
-from fleet import Engines
-from handing_over import Promises
-from harness import NEAR_TIE, SHELF_CONNECTOR, Answer, Engine, assert_same
-from shelf_files import CHUNK, ShelfFiles, wait_until
+
+from tests.support.engines import NEAR_TIE, Answer, Engine, assert_same
+from tests.support.fleet import Engines
+from tests.support.waiting import until
+from tests.vllm.handing_over import Promises
+from tests.vllm.shelf_files import CHUNK, ShelfFiles
 
 BLOCK = 128
 MakePrompt = Callable[..., list[int]]
@@ -38,12 +40,7 @@ class Place:
 @pytest.fixture(scope="module")
 def place(engines: Engines) -> Iterator[Place]:
     shelf = ShelfFiles(engines.places.root / "cached tails")
-    engine = engines.start(
-        "cached tails",
-        model=engines.places.model,
-        connector=SHELF_CONNECTOR,
-        extra_config={"shared_storage_path": str(shelf.root), "cache_tails": True},
-    ).wait_ready()
+    engine = engines.on_shelf("cached tails", shelf.root, {"cache_tails": True}).wait_ready()
     first = list(range(2, 302))
     engine.generate(first)
     shelf.wait_stored(first)
@@ -91,9 +88,7 @@ def test_a_hit_renews_a_tail_and_one_that_is_gone_is_stored_again(
     for path in paths:
         os.utime(path, (then, then))
     assert place.engine.generate(tokens).shelf_tokens == 100
-    wait_until(
-        lambda: all(path.stat().st_atime > then + 43200 for path in paths), "a use of the tail"
-    )
+    until(lambda: all(path.stat().st_atime > then + 43200 for path in paths), "a use of the tail")
     assert all(path.stat().st_mtime == pytest.approx(then) for path in paths)
     for path in paths:
         path.unlink()

@@ -9,14 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fleet import Engines, Places
-from harness import SHELF_CONNECTOR, Answer, Engine, assert_same, assert_same_up_to_ties
 from kvshelf.backends import open_backend
-from shelf_files import ShelfFiles, wait_until
 
 from kvshelf.capacity.collect import Limits, carry_out, plan
 from kvshelf.capacity.inventory import Inventory
 from kvshelf.format.keys import salt_group_of
+from tests.support.engines import Answer, Engine, assert_same, assert_same_up_to_ties
+from tests.support.fleet import Engines, Places
+from tests.support.waiting import until
+from tests.vllm.shelf_files import ShelfFiles
 
 MakePrompt = Callable[[int], list[int]]
 Reference = Callable[..., Answer]
@@ -32,16 +33,8 @@ def start(engines: Engines, places: Places) -> Iterator[Start]:
     def start(
         name: str, capacity: dict[str, Any], *, by_salt: bool = False, **arguments: Any
     ) -> Engine:
-        engine = engines.start(
-            name,
-            model=places.model,
-            connector=SHELF_CONNECTOR,
-            extra_config={
-                "shared_storage_path": str(places.root / name),
-                "capacity": capacity,
-                "group_by_salt": by_salt,
-            },
-            **arguments,
+        engine = engines.on_shelf(
+            name, places.root / name, {"capacity": capacity, "group_by_salt": by_salt}, **arguments
         )
         started.append(engine)
         return engine.wait_ready()
@@ -71,7 +64,7 @@ def known(engine: Engine, prompt: MakePrompt, name: str) -> None:
         engine.generate(prompt(10), max_tokens=1)
         return gauge(engine, name) > 0
 
-    wait_until(told, name)
+    until(told, name)
 
 
 def used(root: Path) -> int:
@@ -90,7 +83,7 @@ def test_a_full_storage_gets_nothing_and_is_named_once(
             assert answer.shelf_tokens == 0
             assert_same(answer, reference(tokens))
             engine.reset_prefix_cache()
-    wait_until(lambda: dropped_for_room(engine) >= 3, "stores were dropped")
+    until(lambda: dropped_for_room(engine) >= 3, "stores were dropped")
     assert not ShelfFiles(places.root / "full").objects()
     assert len(engine.log_lines("(min_free)")) == 1
     assert not engine.log_lines("circuit breaker open")
@@ -124,7 +117,7 @@ def test_a_bound_holds_and_what_was_deleted_is_computed(
         engine.generate(tokens)
         # A sweep makes room for the next one. Nine chunks call for none, however large the files
         # beside them are; and a sweep that took a second is not followed by another one at once.
-        wait_until(lambda: used(shelf.root) <= 0.95 * bound, "room for more", timeout=120.0)
+        until(lambda: used(shelf.root) <= 0.95 * bound, "room for more", 120.0)
         assert used(shelf.root) <= 1.1 * bound
     assert len(shelf.objects()) > 0
     hits = 0
@@ -140,7 +133,7 @@ def test_a_bound_holds_and_what_was_deleted_is_computed(
         engine.generate(prompt(1100), max_tokens=1)
         return gauge(engine, "shelf_evicted_objects_total") > 0
 
-    wait_until(evicts, "a sweep", timeout=120.0)
+    until(evicts, "a sweep", 120.0)
     assert not engine.log_lines("Traceback")
 
 
@@ -163,12 +156,12 @@ def test_a_salt_group_above_its_bound_costs_no_other_group(
 
     few = prompt(1100)
     engine.generate(few, cache_salt="few")
-    wait_until(lambda: group("few") == 4 * chunk_bytes, "the smaller group is stored")
+    until(lambda: group("few") == 4 * chunk_bytes, "the smaller group is stored")
     for _ in range(PROMPTS):
         engine.generate(prompt(1100), cache_salt="many")
     # A listing alone tells the size of a group, and such sweeps are a minute apart.
-    wait_until(lambda: bool(engine.log_lines(": deleted")), "a sweep", timeout=150.0)
-    wait_until(lambda: group("many") <= 0.9 * bound, "the larger group is smaller", timeout=150.0)
+    until(lambda: bool(engine.log_lines(": deleted")), "a sweep", 150.0)
+    until(lambda: group("many") <= 0.9 * bound, "the larger group is smaller", 150.0)
     assert group("few") == 4 * chunk_bytes
     engine.reset_prefix_cache()
     answer = engine.generate(few, cache_salt="few")

@@ -11,10 +11,6 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from faulty import Fault, FaultyBackend
-from parts import PATIENCE, posix
-from replay import RUNNERS, MiniVllm, Request, make_config, prompt
-
 from kvshelf.errors import TransientStorageError
 from kvshelf.shelf import tiers
 from kvshelf.shelf.shelf import Shelf
@@ -24,6 +20,10 @@ from kvshelf.vllm.read_ahead import ReadAhead
 from kvshelf.vllm.registration import Registration
 from kvshelf.vllm.scheduler import SchedulerSide
 from kvshelf.vllm.worker import WorkerSide
+from tests.support.prompts import prompt
+from tests.support.storages import Fault, FaultyBackend, posix
+from tests.support.waiting import PATIENCE
+from tests.vllm.replay import RUNNERS, MiniVllm, Request, make_config
 
 #: Methods that run inside a step, and whether their work is done although they raise.
 METHODS: dict[type, dict[str, bool]] = {

@@ -16,10 +16,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from replay import KVConnectorRole, SharedStorageConnector, make_config, make_groups
-from shelf_files import DAMAGE
-from simulated import FORMS, SimulatedEngine, kv_of
-from test_blocks_and_chunks import check_load, objects, prompt
 from vllm.v1.worker import block_table
 from vllm.v1.worker.gpu import block_table as block_table_of_v2
 
@@ -28,6 +24,13 @@ from kvshelf.format.namespace import Namespace
 from kvshelf.kv.interleave import InterleavedBlocks
 from kvshelf.kv.topology import Topology
 from kvshelf.vllm import registration
+from tests.support.prompts import prompt
+from tests.vllm.replay import KVConnectorRole, SharedStorageConnector, make_config, make_groups
+from tests.vllm.shelf_files import DAMAGE
+from tests.vllm.simulated import FORMS, SimulatedEngine, engines_on, kv_of
+from tests.vllm.test_blocks_and_chunks import check_load, objects
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 # ------------------------------------------------------------------------- vLLM's own arithmetic
 
@@ -199,15 +202,6 @@ PARALLEL: list[dict[str, int]] = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """So small operations only wait for each other on several threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @given(
     forms=st.tuples(st.sampled_from(FORMS), st.sampled_from(FORMS)),
     parallel=st.sampled_from(PARALLEL),
@@ -255,14 +249,8 @@ Start = Callable[..., SimulatedEngine]
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
     """Start engines on one shelf, which are closed at the end."""
-    with ExitStack() as stack:
-
-        def make(form: str = "NHD", block_size: int = 16, **options: Any) -> SimulatedEngine:
-            options = {"chunk_size": 40, "layout": "canonical", **options}
-            engine = SimulatedEngine(tmp_path / "shelf", form, block_size, **options)
-            return stack.enter_context(closing(engine))
-
-        yield make
+    with engines_on(tmp_path / "shelf", chunk_size=40, layout="canonical") as start:
+        yield start
 
 
 @pytest.mark.parametrize("parallel", PARALLEL)

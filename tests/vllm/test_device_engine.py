@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from harness import Answer, Engine, assert_same
-from shelf_files import CHUNK, ShelfFiles
+
+from tests.support.engines import Answer, Engine, assert_same
+from tests.vllm.shelf_files import CHUNK, ShelfFiles
 
 
 @pytest.mark.parametrize("length", [CHUNK, 2 * CHUNK + 100, 2300])

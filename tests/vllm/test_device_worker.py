@@ -8,7 +8,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,12 +17,7 @@ import pytest
 pytest.importorskip("vllm")
 
 import torch
-from emulation import emulation
-from faulty import FaultyBackend
-from kvshelf.backends import Deadlines
 from kvshelf.backends.guard import GuardedBackend
-from parts import AT_ONCE, PATIENCE, posix, until
-from replay import DRAFTING, MiniVllm, Request, bind, make_caches, make_config, make_groups, prompt
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from kvshelf.config import Config
@@ -37,7 +31,20 @@ from kvshelf.shelf.shelf import Shelf
 from kvshelf.transfer.staging import StagingPool
 from kvshelf.vllm import connector, weight_changes
 from kvshelf.vllm.connector import SharedStorageConnector
-from kvshelf.vllm.worker import WorkerSide
+from tests.native.emulation import emulation
+from tests.support.prompts import prompt
+from tests.support.storages import FaultyBackend, posix
+from tests.support.waiting import AT_ONCE, PATIENCE, until
+from tests.vllm.replay import (
+    DRAFTING,
+    MiniVllm,
+    Request,
+    bind,
+    make_caches,
+    make_config,
+    make_groups,
+    side_of,
+)
 
 RUNNERS = ["V1 on a device", "V2 on a device"]
 
@@ -47,19 +54,6 @@ def copier(request: pytest.FixtureRequest) -> Iterator[str]:
     """Who copies: the compiled library on the emulated device, or what replaces it."""
     with emulation().in_use() if request.param == "native" else nullcontext():
         yield request.param
-
-
-@pytest.fixture
-def backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FaultyBackend:
-    backend = FaultyBackend(posix(tmp_path / "shelf"))
-
-    def open_shelf(url: str, *, deadlines: dict[str, float] | None = None, **options: Any) -> Shelf:
-        guarded = GuardedBackend(backend, replace(Deadlines(), **(deadlines or {})), AT_ONCE)
-        return Shelf(guarded)
-
-    monkeypatch.setattr(tiers, "open_shelf", open_shelf)
-    connector._logs.clear()
-    return backend
 
 
 @pytest.fixture
@@ -77,12 +71,6 @@ def start(
     for engine in engines:
         engine.close()
     assert "the engine goes on" not in caplog.text
-
-
-def side_of(engine: MiniVllm) -> WorkerSide:
-    side = engine.worker._worker
-    assert side is not None
-    return side
 
 
 def run(engine: MiniVllm, tokens: list[int], name: str = "") -> int:

@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from faultfs import mounted
-from fleet import Engines
-from handing_over import ASKED, Counted, Promises, prefill
-from harness import (
+from make_hybrid_model import make_hybrid_model
+
+from tests.faults.faultfs import mounted
+from tests.support.engines import (
     NEAR_TIE,
     SHELF_CONNECTOR,
     Answer,
@@ -29,9 +29,11 @@ from harness import (
     assert_same,
     assert_same_up_to_ties,
 )
-from hybrid_files import HybridFiles
-from make_hybrid_model import make_hybrid_model
-from shelf_files import CHUNK, DAMAGE, ShelfFiles, wait_until
+from tests.support.fleet import Engines
+from tests.support.waiting import until
+from tests.vllm.handing_over import ASKED, Counted, Promises, prefill
+from tests.vllm.hybrid_files import HybridFiles
+from tests.vllm.shelf_files import CHUNK, DAMAGE, ShelfFiles
 
 BLOCK = 128
 DAY = 86400
@@ -61,12 +63,11 @@ def start(
     engines: Engines, name: str, shelf: ShelfFiles, role: str = "kv_both", **options: Any
 ) -> Engine:
     arguments = options.pop("arguments", {})
-    return engines.start(
+    return engines.on_shelf(
         name,
-        model=engines.places.model,
-        connector=SHELF_CONNECTOR,
+        shelf.root,
+        options,
         kv_role=role,
-        extra_config={"shared_storage_path": str(shelf.root), **options},
         **{"core": 1 if role == "kv_consumer" else 0, **arguments},
     )
 
@@ -453,7 +454,7 @@ def test_a_producer_is_killed_under_load(
         ]
         for tokens in prompts:
             doomed.submit(tokens, max_tokens=1, kv_transfer_params=ASKED)
-        wait_until(lambda: len(own.objects()) > before + 8, "some chunks on the shelf")
+        until(lambda: len(own.objects()) > before + 8, "some chunks on the shelf")
         doomed.kill()
         cut_off = [
             tokens for tokens in prompts if not all(path.exists() for path in promises.tail(tokens))
@@ -599,7 +600,7 @@ def test_a_producer_that_cannot_store_says_so(
                 assert_same(answer, reference(later))
                 return answer.shelf_tokens == 1100
 
-            wait_until(handed_over, "hand-overs again", timeout=90)
+            until(handed_over, "hand-overs again", 90)
 
 
 @pytest.mark.slow
@@ -607,13 +608,12 @@ def test_clocks_that_are_wrong(
     engines: Engines, own: ShelfFiles, reference: Reference, prompt: MakePrompt
 ) -> None:
     """One engine is a day ahead, one a day behind, and the storage's times are others again."""
-    tests = str(Path(__file__).parent)
 
     def start_wrong(role: str, name: str) -> Engine:
         return engines.start(
             f"{role}, {name}",
             model=engines.places.model,
-            connector=(name, "skewed_connector"),
+            connector=(name, "tests.vllm.skewed_connector"),
             kv_role=role,
             extra_config={
                 "shared_storage_path": str(own.root),
@@ -621,7 +621,6 @@ def test_clocks_that_are_wrong(
                 # Files that are newer than an engine's start do not identify its weights.
                 "weights": "those of this test",
             },
-            env={"PYTHONPATH": tests},
             core=int(role == "kv_consumer"),
         )
 
@@ -745,12 +744,12 @@ def test_a_hybrid_model_is_handed_over_at_a_chunk_boundary(
     shelf = HybridFiles(engines.places.root / f"{name} handed over")
 
     def start_role(role: str) -> Engine:
-        return engines.start(
+        return engines.on_shelf(
             f"{name}, {role}",
+            shelf.root,
+            {"handover_wait_s": NEVER},
             model=model,
-            connector=SHELF_CONNECTOR,
             kv_role=role,
-            extra_config={"shared_storage_path": str(shelf.root), "handover_wait_s": NEVER},
             core=int(role == "kv_consumer"),
             **arguments,
         )
@@ -799,12 +798,11 @@ def test_a_prompt_shorter_than_a_chunk_of_a_hybrid_model_is_not_promised(
     engines: Engines, prompt: MakePrompt
 ) -> None:
     model = make_hybrid_model(engines.places.root / "models" / "gemma3", "gemma3")
-    with engines.start(
+    with engines.on_shelf(
         "gemma3, short prompts",
+        engines.places.root / "short prompts",
         model=model,
-        connector=SHELF_CONNECTOR,
         kv_role="kv_producer",
-        extra_config={"shared_storage_path": str(engines.places.root / "short prompts")},
         dtype="float32",
     ) as producer:
         for length in (1, 255, 256):
@@ -863,7 +861,7 @@ def test_beside_vllms_example_connector(
         params = prefill(several, tokens)
         check(plain.generate(tokens, kv_transfer_params=params), reference(tokens), 1000)
         # The other connector has the prompt, and ours waits for a producer that never comes.
-        wait_until(lambda: any(examples.iterdir()), "what ExampleConnector stores")
+        until(lambda: any(examples.iterdir()), "what ExampleConnector stores")
         for path in (*own.objects(),):
             path.unlink()
         several.reset_prefix_cache(connector=True)

@@ -16,16 +16,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from replay import speculation
-from simulated import (
-    DRAFT_LAYER,
-    FORMS,
-    PATIENCE,
-    SimulatedEngine,
-    block_hashes,
-    model_config,
-)
-from test_blocks_and_chunks import check_load, prompt
 
 from kvshelf.config import Config
 from kvshelf.errors import UnsupportedError
@@ -34,6 +24,11 @@ from kvshelf.metrics import Counters
 from kvshelf.vllm.draft_scheduler import DraftedChain, DraftScheduler
 from kvshelf.vllm.draft_worker import DraftWorker
 from kvshelf.vllm.speculation import draft_layers
+from tests.support.prompts import prompt
+from tests.support.waiting import PATIENCE
+from tests.vllm.replay import speculation
+from tests.vllm.simulated import DRAFT_LAYER, FORMS, SimulatedEngine, block_hashes, model_config
+from tests.vllm.test_blocks_and_chunks import check_load
 
 SIZE = 32
 BLOCK = 16

@@ -9,7 +9,6 @@ import pytest
 
 pytest.importorskip("vllm")
 
-import simulated  # noqa: F401 - imports vLLM without its warnings
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 
 from kvshelf.vllm import encoder_outputs

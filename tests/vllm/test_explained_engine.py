@@ -8,14 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fleet import Engines
-from harness import SHELF_CONNECTOR, Engine
-from servers import BUCKET, S3Server, command, rclone_s3
-from shelf_files import DAMAGE, ShelfFiles, wait_until
 from typer.testing import CliRunner
 
 from kvshelf.capacity.history import LARGEST, read_histories
 from kvshelf.cli.app import app
+from tests.support.engines import Engine
+from tests.support.fleet import Engines
+from tests.support.servers import BUCKET, S3Server, command, rclone_s3
+from tests.support.waiting import until
+from tests.vllm.shelf_files import DAMAGE, ShelfFiles
 
 MakePrompt = Callable[[int], list[int]]
 
@@ -30,16 +31,10 @@ class Machine:
         self.options = options or {}
 
     def engine(self, engines: Engines, name: str, **extra: Any) -> Engine:
-        return engines.start(
+        return engines.on_shelf(
             f"explained {name}",
-            model=engines.places.model,
-            connector=SHELF_CONNECTOR,
-            extra_config={
-                "shared_storage_path": self.shelf,
-                "storage_options": self.options,
-                "history_path": str(self.histories),
-                **extra,
-            },
+            self.shelf,
+            {"storage_options": self.options, "history_path": str(self.histories), **extra},
         )
 
     def run(self, *arguments: object) -> tuple[int, str]:
@@ -69,7 +64,7 @@ class Machine:
             events = self.explain(tokens, *options)[0]["events"]
             return any((one["event"], one["reason"]) == (event, reason) for one in events)
 
-        wait_until(noted, f"{event} ({reason}) in a history")
+        until(noted, f"{event} ({reason}) in a history")
 
 
 @pytest.fixture(scope="module")
@@ -188,7 +183,7 @@ def test_a_read_only_fleet_names_bad_objects(
     assert codes[0] == "bad_object"
     name = str(path.relative_to(files.root))
     assert name in found["causes"][0]["text"]
-    wait_until(lambda: reader.counters().get("unrepaired_objects") == 1, "the bad object counted")
+    until(lambda: reader.counters().get("unrepaired_objects") == 1, "the bad object counted")
     code, output = machine.run("doctor", machine.shelf)
     assert code == 1
     assert name in output
@@ -196,7 +191,7 @@ def test_a_read_only_fleet_names_bad_objects(
     tokens = prompt(600)
     reader.generate(tokens)
     machine.wait_noted(tokens, "missed", "absent")
-    wait_until(lambda: "stores_nothing" in machine.explain(tokens)[1], "why nothing is stored")
+    until(lambda: "stores_nothing" in machine.explain(tokens)[1], "why nothing is stored")
     path.write_bytes(good)
     assert machine.run("doctor", machine.shelf)[0] == 0
 
@@ -207,7 +202,7 @@ def test_an_engine_with_another_namespace(
     """The last test with this shelf: the engine of the last history chooses the namespace."""
     with machine.engine(engines, "other", version="2", read_only=True) as other:
         other.generate(stored)
-        wait_until(
+        until(
             lambda: machine.explain(stored)[1][0] == "other_namespace", "a history of that engine"
         )
         found, codes = machine.explain(stored)
@@ -222,7 +217,7 @@ def test_chunks_that_were_dropped(engines: Engines, tmp_path: Path, prompt: Make
     with machine.engine(engines, "dropping", staging_bytes=700_000) as engine:
         tokens = prompt(4000)
         engine.generate(tokens, max_tokens=1)
-        wait_until(lambda: not machine.explain(tokens)[0]["hits"], "an answer")
+        until(lambda: not machine.explain(tokens)[0]["hits"], "an answer")
         machine.wait_noted(tokens, "dropped_store", "staging_full")
         found, codes = machine.explain(tokens)
         assert codes[0] == "dropped"
@@ -245,7 +240,7 @@ def test_chunks_that_were_evicted(engines: Engines, tmp_path: Path, prompt: Make
             events = machine.explain(first)[0]["events"]
             return any(event["event"] == "evicted" for event in events)
 
-        wait_until(evicted, "a sweep in a history", 120)
+        until(evicted, "a sweep in a history", 120)
         found, codes = machine.explain(first)
         assert not found["hits"]
         assert codes[0] == "evicted"
@@ -286,6 +281,6 @@ def _explain_a_bucket(
         assert machine.run("doctor", machine.shelf)[0] == 0
     with machine.engine(engines, "of another version", version="2", read_only=True) as other:
         other.generate(second)
-        wait_until(
+        until(
             lambda: machine.explain(second)[1][0] == "other_namespace", "a history of that engine"
         )

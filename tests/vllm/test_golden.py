@@ -8,8 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from harness import NEAR_TIE, Answer, Engine, assert_same
-from shelf_files import ShelfFiles
+
+from tests.support.engines import NEAR_TIE, Answer, Engine, assert_same
+from tests.vllm.shelf_files import ShelfFiles
 
 RELEASES = sorted(Path(__file__).parents[1].joinpath("golden").glob("v[0-9]*"))
 

@@ -11,7 +11,12 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from hybrid_specs import (
+from vllm.v1.kv_cache_interface import EncoderOnlyAttentionSpec
+
+from kvshelf.config import Config
+from kvshelf.errors import ConfigError, UnsupportedError
+from kvshelf.vllm.groups import CacheGroups, with_chunk_size
+from tests.vllm.hybrid_specs import (
     cache_config,
     full,
     latent,
@@ -22,12 +27,7 @@ from hybrid_specs import (
     state,
     window,
 )
-from replay import make_config, speculation
-from vllm.v1.kv_cache_interface import EncoderOnlyAttentionSpec
-
-from kvshelf.config import Config
-from kvshelf.errors import ConfigError, UnsupportedError
-from kvshelf.vllm.groups import CacheGroups, with_chunk_size
+from tests.vllm.replay import make_config, speculation
 
 
 def _groups(tmp_path: Path, specs: Any, **options: Any) -> CacheGroups:

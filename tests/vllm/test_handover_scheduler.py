@@ -15,13 +15,8 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from hybrid_specs import full, models
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from parts import PATIENCE, until
-from replay import Request, image, prompt
-from scheduled import DAMAGED, ScheduledEngine, Text, World, make_namespace, start_engines
-from test_scheduler_side import Side, make_connector
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
@@ -36,6 +31,13 @@ from kvshelf.vllm import handshake, scheduler
 from kvshelf.vllm.awaiting import Awaited
 from kvshelf.vllm.handover import Handover, read_handover
 from kvshelf.vllm.metadata import LoadFailure, WorkerMetadata
+from tests.support.clocks import Clock
+from tests.support.prompts import prompt
+from tests.support.waiting import PATIENCE, until
+from tests.vllm.hybrid_specs import full, models
+from tests.vllm.replay import Request, image
+from tests.vllm.scheduled import DAMAGED, ScheduledEngine, Text, World, make_namespace
+from tests.vllm.test_scheduler_side import Side, make_connector
 
 HYBRID = models()
 MODELS = {"plain": [full(8)], **HYBRID}
@@ -44,32 +46,10 @@ CHUNK = 32
 ASKED = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None}
 
 
-@pytest.fixture
-def world(tmp_path: Path) -> World:
-    return World(tmp_path / "shelf")
-
-
-@pytest.fixture
-def start(
-    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> Iterator[Callable[..., Any]]:
-    yield from start_engines(world, MODELS, monkeypatch, caplog)
-
-
 def counts(engine: ScheduledEngine) -> dict[str, float]:
     """What was counted of hand-overs."""
     begin = "handovers_"
     return {name.removeprefix(begin): n for name, n in engine.counted.items() if begin in name}
-
-
-class Clock:
-    """Seconds that only a test lets pass."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class Promised:
@@ -392,7 +372,7 @@ def waiting(start: Callable[..., ScheduledEngine]) -> Callable[..., Any]:
     def make(**options: Any) -> tuple[ScheduledEngine, Promised, Clock]:
         params = options.pop("params", {})
         engine = start(**options)
-        clock = engine.connector._scheduler._awaiting.clock = Clock()
+        clock = engine.connector._scheduler._awaiting.clock = Clock(1000.0)
         promised = Promised(engine, prompt(203))
         engine.add("r", promised.tokens, answer=1, transfer=promised.params(**params))
         step_until(engine, lambda: awaited_of(engine).wait is not None)
@@ -625,7 +605,7 @@ def test_while_the_namespace_is_not_known_a_request_waits_within_its_deadline(
 ) -> None:
     engine = start(identity_wait_s=0, handover_wait_s=30)
     side = engine.connector._scheduler
-    clock = side._awaiting.clock = Clock()
+    clock = side._awaiting.clock = Clock(1000.0)
     promised = Promised(engine, prompt(203))
     promised.publish(0)
     lookups, side._lookups = side._lookups, None
@@ -1145,7 +1125,7 @@ def test_no_request_waits_past_its_deadline_and_every_request_ends(
         producer = ScheduledEngine(world, MODELS[model], chunk_size=CHUNK, state_interval=1)
         engine = ScheduledEngine(world, MODELS[model], budget=64, **options)
         side = engine.connector._scheduler
-        clock = side._awaiting.clock = Clock()
+        clock = side._awaiting.clock = Clock(1000.0)
         ask = side.matched_tokens
 
         def matched_tokens(request: Any, computed: int) -> tuple[int | None, bool]:

@@ -13,12 +13,20 @@ from typing import Any
 
 import pytest
 import torch
-from eagle_model import make_eagle3
-from fleet import Engines
-from harness import INERT_CONNECTOR, NEAR_TIE, SHELF_CONNECTOR, Answer, Engine, assert_same
-from hybrid_files import HybridFiles, read_state
 from make_hybrid_model import RECIPES, make_hybrid_model
-from shelf_files import wait_until
+
+from tests.support.engines import (
+    INERT_CONNECTOR,
+    NEAR_TIE,
+    SHELF_CONNECTOR,
+    Answer,
+    Engine,
+    assert_same,
+)
+from tests.support.fleet import Engines
+from tests.support.waiting import until
+from tests.vllm.eagle_model import make_eagle3
+from tests.vllm.hybrid_files import HybridFiles, read_state
 
 pytestmark = pytest.mark.slow
 MakePrompt = Callable[[int], list[int]]
@@ -111,7 +119,7 @@ def wait_drafts(engine: Engine, chunks: int) -> None:
         engine.generate([2, 3, 4], max_tokens=1)
         return engine.counters().get("draft_stored_chunks", 0) >= chunks
 
-    wait_until(stored, f"{chunks} chunks of the drafter on the shelf")
+    until(stored, f"{chunks} chunks of the drafter on the shelf")
 
 
 @pytest.fixture(scope="module")
@@ -136,12 +144,14 @@ def states(engines: Engines) -> Iterator[Drafting]:
         engines,
         "qwen3-next-mtp",
         {"method": "mtp"},
-        [(name, "drafting_connector") for name in ("DraftingInertConnector", "DraftingConnector")],
+        [
+            (name, "tests.vllm.drafting_connector")
+            for name in ("DraftingInertConnector", "DraftingConnector")
+        ],
         model=make_hybrid_model(root / "models" / "qwen3-next-mtp", "qwen3-next-mtp"),
         mamba_ssm_cache_dtype="float32",
         # vLLM offers states of answers, too.
         prefix_cache_retention_interval=128,
-        env={"PYTHONPATH": str(Path(__file__).parent)},
     )
     yield made
     made.close()
@@ -224,6 +234,6 @@ def test_states_of_answers_are_those_of_accepted_drafts(
         ours, theirs = (
             states.shelf.of_kind(text, "state", salt=salt)[end // 128 - 1] for salt in ("", "plain")
         )
-        wait_until(lambda: all(path.is_file() for path in theirs), "a state on the shelf")
+        until(lambda: all(path.is_file() for path in theirs), "a state on the shelf")
         for one, other in zip(ours, theirs, strict=True):
             assert_near(read_state(one), read_state(other))

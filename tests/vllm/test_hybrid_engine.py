@@ -15,8 +15,9 @@ from typing import Any
 
 import pytest
 import torch
-from fleet import Engines
-from harness import (
+from make_hybrid_model import make_hybrid_model
+
+from tests.support.engines import (
     INERT_CONNECTOR,
     NEAR_TIE,
     SHELF_CONNECTOR,
@@ -25,9 +26,10 @@ from harness import (
     assert_same,
     assert_same_up_to_ties,
 )
-from hybrid_files import HybridFiles, forge, read_state
-from make_hybrid_model import make_hybrid_model
-from shelf_files import DAMAGE, ShelfFiles, wait_until
+from tests.support.fleet import Engines
+from tests.support.waiting import until
+from tests.vllm.hybrid_files import HybridFiles, forge, read_state
+from tests.vllm.shelf_files import DAMAGE, ShelfFiles
 
 MakePrompt = Callable[[int], list[int]]
 
@@ -379,7 +381,7 @@ def test_without_its_state_a_hit_is_shorter(
         check(hybrid, again, inert, tokens)
         return again.shelf_tokens == longer
 
-    wait_until(hits, "a hit on the repaired state")
+    until(hits, "a hit on the repaired state")
 
 
 @with_states

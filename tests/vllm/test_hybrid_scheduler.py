@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +12,15 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from hybrid_specs import full, models
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from replay import prompt
-from scheduled import DAMAGED, ScheduledEngine, World, patch_namespaces, start_engines
 
 from kvshelf.format.kinds import FULL, KINDS, STATE, WINDOW, kind_key
-from kvshelf.format.namespace import Namespace
-from kvshelf.format.objects import ObjectFormat
 from kvshelf.vllm.metadata import LoadFailure, WorkerMetadata
+from tests.support.formats import make_format
+from tests.support.prompts import prompt
+from tests.vllm.hybrid_specs import full, models
+from tests.vllm.scheduled import DAMAGED, ScheduledEngine, World, patch_namespaces
 
 MODELS = models()
 #: So many that a few requests of 200 tokens fit.
@@ -52,18 +51,6 @@ DRAFTERS = {
     "LFM2": full(8),
 }
 WITH_WINDOWS = ["DeepSeek V4", "Gemma 3", "two windows", "Llama 4", "ring and windows"]
-
-
-@pytest.fixture
-def world(tmp_path: Path) -> World:
-    return World(tmp_path / "shelf")
-
-
-@pytest.fixture
-def start(
-    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> Iterator[Callable[..., Any]]:
-    yield from start_engines(world, MODELS, monkeypatch, caplog)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -510,20 +497,15 @@ def test_a_damaged_state_counts_again_once_all_ranks_with_states_replaced_it(
     side = start("Jamba").connector._scheduler
     # Two stages of two ranks, of which the first one has all states.
     side._handshake.ranks = 4
-    record = {
-        "format": "kvshelf/1",
-        "chunk_size": 32,
-        "stages": [2, 1],
-        "shards": 2,
-        "state_shards": 1,
-        "kinds": [FULL, STATE, FULL],
-        "layouts": ["canonical", "state", "canonical"],
-        "layer_names": ["0", "1", "2"],
-        "layer_shapes": ["*,4", "ssm:16/", "*,4"],
-        "layer_dtypes": ["BF16"] * 3,
-    }
-    record["data_offset"] = ObjectFormat.required_data_offset(record)
-    side._ranks_of = side._ranks_with(ObjectFormat(Namespace(record, "stages")))
+    fmt = make_format(
+        chunk_size=32,
+        stages=[2, 1],
+        state_shards=1,
+        kinds=[FULL, STATE, FULL],
+        layouts=["canonical", "state", "canonical"],
+        layer_shapes=["*,4", "ssm:16/", "*,4"],
+    )
+    side._ranks_of = side._ranks_with(fmt)
     assert side._ranks_of == {FULL: 4, STATE: 2}
     key = bytes(32)
     failures = ([LoadFailure("r", 3, key, True, STATE)],)

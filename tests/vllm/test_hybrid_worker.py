@@ -14,10 +14,6 @@ import pytest
 pytest.importorskip("vllm")
 
 import torch
-from faulty import Fault, FaultyBackend
-from hybrid_caches import CHUNK, MODELS, HybridWorker, Layers, names
-from parts import PATIENCE, posix, while_patient
-from simulated_device import SimulatedStreams
 from torch import Tensor
 from vllm.platforms import current_platform
 
@@ -34,6 +30,10 @@ from kvshelf.vllm.metadata import LoadOp, PrefetchOp, StepMetadata, StoreOp
 from kvshelf.vllm.namespace import build_namespace
 from kvshelf.vllm.registration import State
 from kvshelf.vllm.speculation import draft_config, draft_engine
+from tests.native.simulated_device import SimulatedStreams
+from tests.support.storages import Fault, FaultyBackend, posix
+from tests.support.waiting import PATIENCE, while_patient
+from tests.vllm.hybrid_caches import CHUNK, MODELS, HybridWorker, Layers, names
 
 Tables = tuple[list[int], ...]
 
@@ -263,11 +263,10 @@ def test_one_group_has_the_record_that_it_always_had(rig: Rig) -> None:
 
 
 def make_full_only() -> Namespace:
-    from replay import bind, make_caches, make_config, make_groups
-
     from kvshelf.config import Config
     from kvshelf.vllm.namespace import build_namespace
     from kvshelf.vllm.registered_caches import describe_caches
+    from tests.vllm.replay import bind, make_caches, make_config, make_groups
 
     config = make_config("/nowhere", blocks=8)
     caches = make_caches(8, 4)

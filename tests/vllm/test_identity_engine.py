@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from fleet import Engines, Places
-from harness import SHELF_CONNECTOR, Answer, Engine, assert_same
 from safetensors.torch import load_file, save_file
-from shelf_files import ShelfFiles
+
+from tests.support.engines import Answer, Engine, assert_same
+from tests.support.fleet import Engines, Places
+from tests.vllm.shelf_files import ShelfFiles
 
 pytestmark = pytest.mark.slow
 
@@ -69,13 +70,8 @@ def start(engines: Engines, shelf: ShelfFiles) -> Iterator[Callable[..., Engine]
     started: list[Engine] = []
 
     def start(model: Path, **arguments: Any) -> Engine:
-        engine = engines.start(
-            f"{model.parent.name} {model.name}",
-            model=model,
-            connector=SHELF_CONNECTOR,
-            extra_config={"shared_storage_path": str(shelf.root)},
-            core=0,
-            **arguments,
+        engine = engines.on_shelf(
+            f"{model.parent.name} {model.name}", shelf.root, model=model, core=0, **arguments
         )
         started.append(engine)
         return engine.wait_ready()

@@ -19,9 +19,9 @@ import pytest
 
 pytest.importorskip("vllm")
 
-import record_inputs
-from record_inputs import LEDGER, PAGE, VERDICTS, with_section
-from record_signatures import RECORDS
+from tests.vllm import record_inputs
+from tests.vllm.record_inputs import LEDGER, PAGE, VERDICTS, with_section
+from tests.vllm.record_signatures import RECORDS
 
 RECORDED = ("0.32.0", "0.33.0")
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -103,7 +103,7 @@ def test_new_names_are_written_without_a_group(tmp_path: Path, ledger: dict[str,
 
 
 def test_names_are_found_however_they_are_read(tmp_path: Path) -> None:
-    from record_signatures import Source
+    from tests.vllm.record_signatures import Source
 
     for file, content in {
         "_version.py": "version = '9.8.7'",

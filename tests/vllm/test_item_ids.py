@@ -10,8 +10,6 @@ import pytest
 
 pytest.importorskip("vllm")
 
-import simulated  # noqa: F401 - imports vLLM without its warnings
-from fleet import Places
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
@@ -31,6 +29,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from kvshelf.metrics import Counters
 from kvshelf.vllm import item_ids, media, register
 from kvshelf.vllm.item_ids import CLIENT, CONTENT, UNKNOWN, ItemIds
+from tests.support.fleet import Places
 
 register()
 ALGORITHM = "blake3"

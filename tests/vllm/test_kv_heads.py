@@ -14,27 +14,20 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simulated import FORMS, SimulatedEngine, stated_heads
-from test_blocks_and_chunks import check_load, prompt
 
 from kvshelf.errors import ConfigError
 from kvshelf.format.namespace import Namespace
 from kvshelf.vllm.namespace import layer_kv_heads
+from tests.support.prompts import prompt
+from tests.vllm.simulated import FORMS, SimulatedEngine, engines_on, stated_heads
+from tests.vllm.test_blocks_and_chunks import check_load
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 #: KV heads of the layers of a model.
 MODELS = [(4, 2), (8, 2), (2, 8, 8), (4, 4), (6, 4), (4, 1), (2, 2)]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """So small operations only wait for each other on several threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def degrees(heads: tuple[int, ...]) -> list[int]:
@@ -100,14 +93,8 @@ Start = Callable[..., SimulatedEngine]
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
     """Start engines on one shelf, which are closed at the end."""
-    with ExitStack() as stack:
-
-        def make(form: str = "NHD", block_size: int = 16, **options: Any) -> SimulatedEngine:
-            options = {"chunk_size": 64, "blocks": 64, **options}
-            engine = SimulatedEngine(tmp_path / "shelf", form, block_size, **options)
-            return stack.enter_context(closing(engine))
-
-        yield make
+    with engines_on(tmp_path / "shelf", chunk_size=64, blocks=64) as start:
+        yield start
 
 
 @pytest.mark.parametrize(

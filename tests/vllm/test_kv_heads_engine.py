@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from fleet import Engines
-from harness import NEAR_TIE, SHELF_CONNECTOR, Engine, assert_same
-from shelf_files import ShelfFiles
+
+from tests.support.engines import NEAR_TIE, Engine, assert_same
+from tests.support.fleet import Engines
+from tests.vllm.shelf_files import ShelfFiles
 
 pytestmark = pytest.mark.slow
 MakePrompt = Callable[[int], list[int]]
@@ -54,13 +55,7 @@ def degrees(engines: Engines, model: Path) -> Iterator[tuple[ShelfFiles, Engine,
         "distributed_executor_backend": "mp",
     }
     one, two = (
-        engines.start(
-            f"of two kinds, {ranks} ranks",
-            model=model,
-            connector=SHELF_CONNECTOR,
-            extra_config={"shared_storage_path": str(shelf.root)},
-            **arguments,
-        )
+        engines.on_shelf(f"of two kinds, {ranks} ranks", shelf.root, model=model, **arguments)
         for ranks, arguments in ((1, of_one), (2, of_two))
     )
     yield shelf, one.wait_ready(), two.wait_ready()

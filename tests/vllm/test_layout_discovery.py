@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -16,16 +15,6 @@ with warnings.catch_warnings():
     # vLLM's own imports are not ours to judge.
     warnings.simplefilter("ignore")
     pytest.importorskip("vllm")
-    from cpu_layers import (
-        BLOCKS,
-        DTYPES,
-        FP8,
-        FP8_SHAPE,
-        HEADS,
-        PACKINGS,
-        cpu_layer,
-        refusal,
-    )
     from vllm.v1.attention.backend import AttentionImpl
     from vllm.v1.attention.backends.composite import (
         MMPrefixAttentionRouting,
@@ -43,21 +32,24 @@ with warnings.catch_warnings():
         choose_layout,
         discover_layouts,
     )
+    from tests.vllm.cpu_layers import (
+        BLOCKS,
+        DTYPES,
+        FP8,
+        FP8_SHAPE,
+        HEADS,
+        PACKINGS,
+        cpu_layer,
+        refusal,
+    )
 
 from kvshelf.errors import ConfigError, UnsupportedError
 from kvshelf.kv import ops
 from kvshelf.kv.layout import PagedLayout, PermutedLayout
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 ENGINE = {"num_blocks": BLOCKS, "vllm": "0.32.0", "tensor_parallel_size": 1, "block_size": 128}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """So small operations only wait for each other on several threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def probe(

@@ -14,14 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fleet import Engines, Places
-from harness import NEAR_TIE, SHELF_CONNECTOR, Answer, Engine, assert_same
-from shelf_files import DAMAGE, ShelfFiles, wait_until
-from test_golden import RELEASES
 
 from kvshelf.format.keys import KeyChain
 from kvshelf.format.names import object_name
 from kvshelf.format.namespace import Namespace
+from tests.support.engines import NEAR_TIE, Answer, Engine, assert_same
+from tests.support.fleet import Engines, Places
+from tests.support.waiting import until
+from tests.vllm.shelf_files import DAMAGE, ShelfFiles
+from tests.vllm.test_golden import RELEASES
 
 MakePrompt = Callable[..., list[int]]
 Reference = Callable[..., Answer]
@@ -52,9 +53,9 @@ class Shelf(ShelfFiles):
 
     def wait_for(self, prompt: list[int]) -> None:
         """Wait until all chunks of a prompt are there."""
-        wait_until(lambda: bool(self.namespaces()), "a namespace on the shelf")
+        until(lambda: bool(self.namespaces()), "a namespace on the shelf")
         objects = [path for chunk in self.chunks(prompt) for path in chunk]
-        wait_until(lambda: all(path.is_file() for path in objects), f"{len(objects)} objects")
+        until(lambda: all(path.is_file() for path in objects), f"{len(objects)} objects")
 
 
 def assert_bit_equal(answer: Answer, expected: Answer) -> None:
@@ -65,13 +66,7 @@ def assert_bit_equal(answer: Answer, expected: Answer) -> None:
 
 def start(engines: Engines, places: Places, name: str, shelf: Shelf, **options: Any) -> Engine:
     arguments = {name: options.pop(name) for name in ("block_size", "core") if name in options}
-    return engines.start(
-        name,
-        model=places.model,
-        connector=SHELF_CONNECTOR,
-        extra_config={"shared_storage_path": str(shelf.root), **options},
-        **arguments,
-    )
+    return engines.on_shelf(name, shelf.root, options, **arguments)
 
 
 @pytest.fixture(scope="module")
@@ -132,9 +127,8 @@ def test_a_release_s_canonical_shelf_is_loaded_on_every_processor(
     with engines.start(
         f"reads {release.name}",
         model=places.model,
-        connector=("ConnectorWithoutConfiguration", "earlier_connector"),
+        connector=("ConnectorWithoutConfiguration", "tests.vllm.earlier_connector"),
         extra_config={"shared_storage_path": str(shelf.root), "layout": "canonical"},
-        env={"PYTHONPATH": str(Path(__file__).parent)},
         block_size=64,
     ) as engine:
         engine.generate([3] * 300, max_tokens=1)  # so that the engine's namespace is there
@@ -241,6 +235,6 @@ def test_a_chunk_that_fails_in_the_middle_of_a_block(
     engine.reset_prefix_cache()
     assert_same(engine.generate(tokens), expected)
     # What was computed instead replaces the bad object, which then gives the same answer.
-    wait_until(damaged.is_file, "the chunk stored again")
+    until(damaged.is_file, "the chunk stored again")
     engine.reset_prefix_cache()
     assert_same(engine.generate(tokens), expected)

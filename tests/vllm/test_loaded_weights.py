@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import random
+import functools
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -18,8 +18,6 @@ from hypothesis import strategies as st
 
 pytest.importorskip("vllm")
 
-from parts import until, while_patient
-from simulated import SimulatedEngine
 from vllm.distributed.eplb.eplb_state import EplbLayerState, compute_logical_maps
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
@@ -28,27 +26,20 @@ from kvshelf.vllm.block_weights import BlockWeights
 from kvshelf.vllm.handshake import Handshake
 from kvshelf.vllm.loaded_weights import LoadedWeights
 from kvshelf.vllm.metadata import BY_PARAMETERS, WeightsReport
+from tests.support import prompts
+from tests.support.waiting import until, while_patient
+from tests.vllm.simulated import SimulatedEngine, engines_on
 
 CHUNK = 256
 
 
-def prompt(seed: int, length: int = 600) -> list[int]:
-    return random.Random(seed).choices(range(900), k=length)
+prompt = functools.partial(prompts.prompt, 600)
 
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., SimulatedEngine]]:
-    engines: list[SimulatedEngine] = []
-
-    def start(ranks: int = 1, **options: Any) -> SimulatedEngine:
-        engines.append(
-            SimulatedEngine(tmp_path, "NHD", 16, blocks=600, tensor_parallel=ranks, **options)
-        )
-        return engines[-1]
-
-    yield start
-    for engine in engines:
-        engine.close()
+    with engines_on(tmp_path, blocks=600) as start:
+        yield lambda ranks=1, **options: start(tensor_parallel=ranks, **options)
 
 
 def named(engine: SimulatedEngine) -> str:

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from adapter_files import RANK, attention_shapes, make_adapter
-from fleet import ENGINES, Engines
-from harness import Engine, assert_same
-from shelf_files import ShelfFiles
+
+from tests.support.engines import Engine, assert_same
+from tests.support.fleet import ENGINES, Engines
+from tests.vllm.adapter_files import RANK, attention_shapes, make_adapter
+from tests.vllm.shelf_files import ShelfFiles
 
 pytestmark = pytest.mark.slow
 MakePrompt = Callable[[int], list[int]]

@@ -14,11 +14,9 @@ import pytest
 
 pytest.importorskip("vllm")
 
-import simulated  # noqa: F401 - imports vLLM without its warnings
-from parts import until
-
 from kvshelf.vllm import media
 from kvshelf.vllm.media import EngineMedia, ProcessorDigest
+from tests.support.waiting import until
 
 #: When a process began that was started after the files were written.
 LATER = float("inf")

@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from adapter_files import RANK, attention_shapes, make_adapter
-from fleet import Engines, Places
-from harness import (
+
+from tests.support.engines import (
     NEAR_TIE,
     SHELF_CONNECTOR,
     Answer,
@@ -24,9 +23,12 @@ from harness import (
     assert_same,
     assert_same_up_to_ties,
 )
-from servers import BUCKET, KEY, SECRET, command, moto_s3
-from shelf_files import ShelfFiles, wait_until
-from tiny_llava import PROJECTOR, engine_arguments, make_llava, prompt_with_images
+from tests.support.fleet import Engines, Places
+from tests.support.servers import BUCKET, KEY, SECRET, command, moto_s3
+from tests.support.waiting import until
+from tests.vllm.adapter_files import RANK, attention_shapes, make_adapter
+from tests.vllm.shelf_files import ShelfFiles
+from tests.vllm.tiny_llava import PROJECTOR, engine_arguments, make_llava, prompt_with_images
 
 PROMPT = prompt_with_images(1)
 #: Tokens of the whole prompt, up to the second image, and up to the first one, in whole chunks.
@@ -198,7 +200,7 @@ def test_what_the_encoder_made_with_earlier_weights_is_not_stored(
     start: Callable[..., Engine], model: Path, tmp_path: Path
 ) -> None:
     """vLLM keeps the outputs of its encoder when weights are loaded into a running engine."""
-    trainer = {"worker_extension_cls": "trainer_extension.TrainerExtension"}
+    trainer = {"worker_extension_cls": "tests.vllm.trainer_extension.TrainerExtension"}
     shelf = ShelfFiles(tmp_path / "shelf")
     trained = start(model, shelf=shelf.root, **trainer)
     without = start(model, shelf=None, core=1, **trainer)
@@ -219,7 +221,7 @@ def test_what_the_encoder_made_with_earlier_weights_is_not_stored(
     trained.reset_prefix_cache()
     other = trained.generate(PROMPT, images=[5, 6])
     count = 6 * int(min(before).stem.rpartition("of")[2])
-    wait_until(lambda: len(shelf.objects() - before) == count, "the other images' chunks")
+    until(lambda: len(shelf.objects() - before) == count, "the other images' chunks")
     both("reset_encoder_cache")
     expected = without.generate(PROMPT, images=[1, 2])
     assert stored.tokens != expected.tokens
@@ -228,7 +230,7 @@ def test_what_the_encoder_made_with_earlier_weights_is_not_stored(
         found = trained.generate(PROMPT, images=[1, 2])
         assert found.shelf_tokens == hit
         assert_same(found, expected, NEAR_TIE)
-        wait_until(lambda: len(shelf.objects() - before) == count * 11 // 6, "all chunks")
+        until(lambda: len(shelf.objects() - before) == count * 11 // 6, "all chunks")
     trained.reset_prefix_cache()
     again = trained.generate(PROMPT, images=[5, 6])
     assert again.shelf_tokens == ALL
@@ -242,7 +244,7 @@ def wait_chunks(shelf: ShelfFiles, count: int) -> None:
         found = shelf.objects()
         return bool(found) and len(found) == count * int(min(found).stem.rpartition("of")[2])
 
-    wait_until(are_there, f"{count} chunks")
+    until(are_there, f"{count} chunks")
 
 
 @pytest.mark.slow

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from fleet import Engines
-from harness import SHELF_CONNECTOR, Answer, assert_same
-from shelf_files import ShelfFiles
+from tests.support.engines import Answer, assert_same
+from tests.support.fleet import Engines
+from tests.vllm.shelf_files import ShelfFiles
 
 HIT = 768
 
@@ -16,14 +16,8 @@ def test_a_second_request_is_loaded_from_memory_while_the_shelf_has_its_objects(
 ) -> None:
     tokens = prompt(1000)
     shelf = ShelfFiles(engines.places.root / "shelf behind memory")
-    with engines.start(
-        "with memory",
-        model=engines.places.model,
-        connector=SHELF_CONNECTOR,
-        extra_config={
-            "shared_storage_path": str(shelf.root),
-            "memory_tier": {"max_bytes": "64MiB"},
-        },
+    with engines.on_shelf(
+        "with memory", shelf.root, {"memory_tier": {"max_bytes": "64MiB"}}
     ) as engine:
         assert engine.generate(tokens).shelf_tokens == 0
         objects = [path for chunk in shelf.wait_stored(tokens) for path in chunk]

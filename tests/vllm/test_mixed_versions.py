@@ -13,9 +13,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from fleet import Engines, Places
-from harness import SHELF_CONNECTOR, Answer, Engine, assert_same
-from shelf_files import ShelfFiles, wait_until
+
+from tests.support.engines import SHELF_CONNECTOR, Answer, Engine, assert_same
+from tests.support.fleet import Engines, Places
+from tests.support.waiting import until
+from tests.vllm.shelf_files import ShelfFiles
 
 MakePrompt = Callable[[int], list[int]]
 Reference = Callable[..., Answer]
@@ -93,9 +95,8 @@ def both(
     new = engines.start(
         "bounded",
         model=places.model,
-        connector=("ConnectorWithoutConfiguration", "earlier_connector"),
+        connector=("ConnectorWithoutConfiguration", "tests.vllm.earlier_connector"),
         extra_config={**options, "capacity": {"max_bytes": bound}},
-        env={"PYTHONPATH": str(Path(__file__).parent)},
         core=1,
     )
     yield old.wait_ready(), new.wait_ready()
@@ -122,7 +123,7 @@ def answered(
     def stored() -> bool:
         return all(path.exists() for path in paths)
 
-    wait_until(lambda: stored() or refusals() > before, "a prompt stored or refused")
+    until(lambda: stored() or refusals() > before, "a prompt stored or refused")
     return answer, paths if stored() else []
 
 
@@ -145,7 +146,7 @@ def test_both_store_and_load_while_one_sweeps(
             files = (row[0] for one in prompts if shared.namespaces() for row in shared.of(one))
             return any(file.exists() for file in files)
 
-        wait_until(stores, "the first chunk of an engine")
+        until(stores, "the first chunk of an engine")
     assert f"kvshelf of {EARLIER}" in old.log_path.read_text(errors="replace")
     assert f"kvshelf of {EARLIER}" not in new.log_path.read_text(errors="replace")
     written = 0
@@ -164,7 +165,7 @@ def test_both_store_and_load_while_one_sweeps(
         if written > 3 * bound:
             break
     assert written > 3 * bound, "the new engine never had to sweep"
-    wait_until(lambda: nbytes(shared) <= 1.1 * bound, "the bound holds")
+    until(lambda: nbytes(shared) <= 1.1 * bound, "the bound holds")
     shared.check_all()
     # What is left is used by both.
     stored: list[Path] = []

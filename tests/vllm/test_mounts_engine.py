@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from faultfs import FaultMount, mounted
-from fleet import Engines
-from harness import SHELF_CONNECTOR, Answer, Engine, assert_same
-from shelf_files import ShelfFiles
+
+from tests.faults.faultfs import FaultMount, mounted
+from tests.support.engines import Answer, Engine, assert_same
+from tests.support.fleet import Engines
+from tests.vllm.shelf_files import ShelfFiles
 
 pytestmark = pytest.mark.slow
 
@@ -31,13 +32,7 @@ def two_mounts(tmp_path: Path) -> Iterator[tuple[FaultMount, FaultMount]]:
 
 
 def start(engines: Engines, name: str, mount: FaultMount, core: int) -> Engine:
-    return engines.start(
-        name,
-        model=engines.places.model,
-        connector=SHELF_CONNECTOR,
-        extra_config={"shared_storage_path": str(mount.path / "kv")},
-        core=core,
-    )
+    return engines.on_shelf(name, mount.path / "kv", core=core)
 
 
 def test_engines_on_two_mounts_share_a_directory(

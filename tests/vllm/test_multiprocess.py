@@ -15,16 +15,14 @@ from typing import Any
 
 import pytest
 import torch
-from node import LocalServer
-from parts import PUBLISHED, until
 from safetensors.torch import save_file
+
+from tests.server.node import LocalServer
 
 with warnings.catch_warnings():
     # vLLM's own imports are not ours to judge.
     warnings.simplefilter("ignore")
     pytest.importorskip("vllm")
-    from simulated import FORMS, HEADS, LAYERS, SIZE, Writing, make_cache
-
     from kvshelf.vllm import multiprocess
     from kvshelf.vllm.multiprocess import (
         LMCacheMPSchedulerAdapter,
@@ -37,6 +35,7 @@ with warnings.catch_warnings():
         model_facts,
         striding_block_hashes,
     )
+    from tests.vllm.simulated import FORMS, HEADS, LAYERS, SIZE, Writing, make_cache
 
 from kvshelf import ModelFacts, PromptIdentity
 from kvshelf.errors import ConfigError, UnsupportedError
@@ -45,6 +44,8 @@ from kvshelf.kv.topology import ShardPlan
 from kvshelf.server.scheduler import SchedulerAdapter
 from kvshelf.server.worker import WorkerAdapter
 from kvshelf.weights.configuration import published_lines
+from tests.support.waiting import until
+from tests.vllm.simulated import PUBLISHED
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "multiprocess.md"

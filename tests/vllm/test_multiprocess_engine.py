@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
-from fleet import Places
-from harness import Answer, Engine, assert_same
-from parts import until
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "server"))
-from serve_process import ServeProcess
+from tests.server.serve_process import ServeProcess
+from tests.support.engines import Answer, Engine, assert_same
+from tests.support.fleet import Places
+from tests.support.waiting import until
 
 CHUNK, BLOCK = 256, 128
 
@@ -33,16 +30,14 @@ def start(
     places: Places, node: ServeProcess, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Callable[[], Engine]]:
     started: list[Engine] = []
-    tests = Path(__file__).parent
 
     def engine() -> Engine:
         started.append(
             Engine(
                 places.model,
                 tmp_path_factory.mktemp("engine") / "log",
-                connector=("MPConnector", "mp_connector"),
+                connector=("MPConnector", "tests.vllm.mp_connector"),
                 extra_config={"lmcache.mp.host": node.url, "lmcache.mp.port": 0},
-                env={"PYTHONPATH": str(tests)},
                 transfer={"kv_load_failure_policy": "recompute"},
                 core=len(started) % (os.cpu_count() or 1),
             )

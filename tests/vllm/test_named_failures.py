@@ -12,9 +12,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from faultfs import mounted
-from harness import Answer, Engine, assert_same
-from shelf_files import DAMAGE, ShelfFiles, is_repaired, wait_until
+
+from tests.faults.faultfs import mounted
+from tests.support.engines import Answer, Engine, assert_same
+from tests.support.waiting import until
+from tests.vllm.shelf_files import DAMAGE, ShelfFiles, is_repaired
 
 pytestmark = pytest.mark.named_failure
 
@@ -68,8 +70,8 @@ def test_damaged_object_bytes_are_never_served(
         assert_same(engine.generate(tokens), reference(tokens))
         return all(is_repaired(path, content) for path, content in good.items())
 
-    wait_until(repaired, "the repair of all chunks")
-    wait_until(all_hit(engine, tokens, 1024, reference), "a hit on the repaired objects")
+    until(repaired, "the repair of all chunks")
+    until(all_hit(engine, tokens, 1024, reference), "a hit on the repaired objects")
 
 
 def test_a_truncated_object_is_repaired(
@@ -85,8 +87,8 @@ def test_a_truncated_object_is_repaired(
     answer = engine.generate(tokens)
     assert answer.shelf_tokens == 512
     assert_same(answer, reference(tokens))
-    wait_until(lambda: all(is_repaired(*item) for item in good.items()), "the repair")
-    wait_until(all_hit(engine, tokens, 1024, reference), "a hit on the repaired object")
+    until(lambda: all(is_repaired(*item) for item in good.items()), "the repair")
+    until(all_hit(engine, tokens, 1024, reference), "a hit on the repaired object")
 
 
 def test_a_blocked_read_does_not_hang_a_request(
@@ -111,4 +113,4 @@ def test_a_blocked_read_does_not_hang_a_request(
         # The read is blocked all the time.
         assert_same(request.result(), reference(tokens))
         mount.clear()
-        wait_until(all_hit(engine, tokens, 1024, reference), "the shelf back in use", 60)
+        until(all_hit(engine, tokens, 1024, reference), "the shelf back in use", 60)

@@ -10,16 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import Answer, Engine, assert_same
 from make_model import RECIPES
-from shelf_files import (
+
+from tests.support.engines import Answer, Engine, assert_same
+from tests.support.waiting import until
+from tests.vllm.shelf_files import (
     CHUNK,
     DAMAGE,
     SEEN_BY_LOOKUP,
     ShelfFiles,
     check_object,
     is_repaired,
-    wait_until,
 )
 
 BLOCK = 128
@@ -133,7 +134,7 @@ def test_what_vllm_has_itself_is_used_all_the_same(
             os.utime(path, (1e9, 1e9))
     answer = engine.generate(tokens)
     assert answer.shelf_tokens == 0 and answer.cached_tokens == 768
-    wait_until(
+    until(
         lambda: all(path.stat().st_atime > 1e9 for path in paths[tuple(tokens)]),
         "access times of the prompt's objects",
     )
@@ -274,7 +275,7 @@ def test_bad_object(
     assert_same(answer, reference(tokens))
     assert answer.finish_reason == "length"
 
-    wait_until(lambda: is_repaired(bad, good), "the object's repair")
+    until(lambda: is_repaired(bad, good), "the object's repair")
 
     # That reaches the scheduler with a step, and so may be news to the request after the next.
     def found() -> bool:
@@ -283,7 +284,7 @@ def test_bad_object(
         assert_same(again, reference(tokens))
         return again.shelf_tokens == 1024
 
-    wait_until(found, "a hit on the repaired object", 10)
+    until(found, "a hit on the repaired object", 10)
     counter = "repaired_objects" if damage in SEEN_BY_LOOKUP else "load_failures_bad"
 
     # Counts travel with steps too.
@@ -291,7 +292,7 @@ def test_bad_object(
         engine.generate(tokens[:100], max_tokens=1)
         return engine.counters().get(counter, 0) - before.get(counter, 0)
 
-    wait_until(lambda: counted() > 0, "the count of a bad object", 10)
+    until(lambda: counted() > 0, "the count of a bad object", 10)
     assert counted() == 1
     # One line for each bad object, and not more than ten a minute.
     said = len(engine.log_lines(bad.name))
@@ -352,7 +353,7 @@ def test_no_temporary_is_left(engine: Engine, shelf: ShelfFiles, prompt: MakePro
     tokens = prompt(600)
     engine.generate(tokens)
     shelf.wait_stored(tokens)
-    wait_until(lambda: shelf.temporaries() <= left, "temporaries gone")
+    until(lambda: shelf.temporaries() <= left, "temporaries gone")
 
 
 def test_metrics_of_vllm(engine: Engine, shelf: ShelfFiles, prompt: MakePrompt) -> None:

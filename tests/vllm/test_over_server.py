@@ -12,13 +12,21 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from fleet import Engines
-from handing_over import Counted, Promises, prefill
-from harness import SHELF_CONNECTOR, Answer, Engine, assert_same, assert_same_up_to_ties
-from hybrid_files import HybridFiles
 from make_hybrid_model import make_hybrid_model
-from node import NodeServer
-from shelf_files import ShelfFiles, wait_until
+
+from tests.server.node import NodeServer
+from tests.support.engines import (
+    SHELF_CONNECTOR,
+    Answer,
+    Engine,
+    assert_same,
+    assert_same_up_to_ties,
+)
+from tests.support.fleet import Engines
+from tests.support.waiting import until
+from tests.vllm.handing_over import Counted, Promises, prefill
+from tests.vllm.hybrid_files import HybridFiles
+from tests.vllm.shelf_files import ShelfFiles
 
 MakePrompt = Callable[..., list[int]]
 Reference = Callable[..., Answer]
@@ -85,7 +93,7 @@ def eventually_hits(engine: Engine, tokens: list[int], expected: Answer, hit: in
         assert_same(answer, expected)
         return answer.shelf_tokens == hit
 
-    wait_until(hits, f"a hit of {hit} tokens")
+    until(hits, f"a hit of {hit} tokens")
 
 
 # ------------------------------------------------------------------------------------ shared hits
@@ -251,7 +259,7 @@ def test_the_server_is_killed_under_load_and_restarted(
         eventually_hits(engine, known, reference(known), 1024)
     # It stores again, too.
     new = prompt(600)
-    wait_until(lambda: _stores(one, new, shelf, reference(new)), "a store")
+    until(lambda: _stores(one, new, shelf, reference(new)), "a store")
 
 
 def _stores(engine: Engine, tokens: list[int], shelf: ShelfFiles, expected: Answer) -> bool:
@@ -303,9 +311,9 @@ def test_an_engine_is_killed_while_it_uses_the_server(
     requests[0].wait_first_token()
     clients = node.counts()["clients"]
     other.kill()
-    wait_until(lambda: node.counts()["clients"] < clients, "the end of a session")
+    until(lambda: node.counts()["clients"] < clients, "the end of a session")
     one.generate(prompt(5))
-    wait_until(lambda: node.counts()["leases"] == 0, "no lease left")
+    until(lambda: node.counts()["leases"] == 0, "no lease left")
     one.reset_prefix_cache()
     answer = one.generate(known)
     assert answer.shelf_tokens == 1280
@@ -338,7 +346,7 @@ def test_a_hybrid_model_hits_over_a_server_that_starts_late(
     with start(engines, f"{family} over a server", node, 0, arguments=arguments) as engine, node:
         node.start()
         # Until it is connected it computes.
-        wait_until(lambda: _begins_to_store(engine, prompt(2 * chunk), shelf), "a connection")
+        until(lambda: _begins_to_store(engine, prompt(2 * chunk), shelf), "a connection")
         assert engine.generate(tokens).shelf_tokens == 0
         shelf.wait_hit(tokens, 3 * chunk)
         own = engine.generate(tokens)

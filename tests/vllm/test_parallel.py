@@ -15,10 +15,12 @@ from typing import Any
 
 import pytest
 import torch
-from fleet import Engines
-from harness import NEAR_TIE, SHELF_CONNECTOR, Answer, Engine, EngineError, assert_same
 from safetensors.torch import load_file, save_file
-from shelf_files import DAMAGE, ShelfFiles, assert_close, wait_until
+
+from tests.support.engines import NEAR_TIE, Answer, Engine, EngineError, assert_same
+from tests.support.fleet import Engines
+from tests.support.waiting import until
+from tests.vllm.shelf_files import DAMAGE, ShelfFiles, assert_close
 
 MakePrompt = Callable[[int], list[int]]
 
@@ -44,12 +46,7 @@ def start(engines: Engines, name: str, shelf: ShelfFiles, ranks: int = 1, **opti
             "distributed_executor_backend": "mp",
         }
     arguments |= {"model": engines.places.model} | options.pop("arguments", {})
-    return engines.start(
-        name,
-        connector=SHELF_CONNECTOR,
-        extra_config={"shared_storage_path": str(shelf.root), **options},
-        **arguments,
-    )
+    return engines.on_shelf(name, shelf.root, options, **arguments)
 
 
 @pytest.fixture(
@@ -145,7 +142,7 @@ def test_what_one_rank_cannot_load_all_compute_again(
     engine.reset_prefix_cache()
     answer = engine.generate(tokens)
     assert_same(answer, cold)
-    wait_until(damaged.is_file, "the object stored again")
+    until(damaged.is_file, "the object stored again")
     assert shelf.check_all()
 
     def whole_hit() -> bool:
@@ -155,7 +152,7 @@ def test_what_one_rank_cannot_load_all_compute_again(
         return warm.shelf_tokens == 768
 
     # Both ranks report before the chunk is trusted again.
-    wait_until(whole_hit, "a hit on the repaired chunk")
+    until(whole_hit, "a hit on the repaired chunk")
 
 
 def test_many_requests_of_two_ranks(degrees: Degrees, prompt: MakePrompt) -> None:
@@ -231,7 +228,7 @@ def test_scales_of_heads_are_the_same_facts_on_one_rank_and_on_two(
                 one.reset_prefix_cache()
                 return one.generate(tokens).shelf_tokens == 512
 
-            wait_until(hits, "a hit on what was stored")
+            until(hits, "a hit on what was stored")
         [folder] = shelf.namespaces()
         facts.append(json.loads((folder / "namespace.json").read_text())["kv_scales"])
     assert facts[0] == facts[1]

@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from fleet import Engines, Places
-from harness import SHELF_CONNECTOR, Answer, Engine, assert_same
-from places import Place
-from servers import BUCKET, S3Server, command, rclone_s3
-from shelf_files import ShelfFiles, wait_until
+
+from tests.support.engines import SHELF_CONNECTOR, Answer, Engine, assert_same
+from tests.support.fleet import Engines, Places
+from tests.support.places import Place
+from tests.support.servers import BUCKET, S3Server, command
+from tests.support.waiting import until
+from tests.vllm.shelf_files import ShelfFiles
 
 MakePrompt = Callable[[int], list[int]]
 Reference = Callable[..., Answer]
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[S3Server]:
-    pytest.importorskip("obstore", reason="obstore is missing: pip install 'kvshelf[s3]'")
-    with rclone_s3(tmp_path / "bucket") as running:
-        yield running
 
 
 def start(engines: Engines, name: str, **options: Any) -> Engine:
@@ -76,7 +71,7 @@ def test_pinned_prompts_outlive_a_flood_and_go_when_they_are_deleted(
         others = [prompt(1100) for _ in range(5)]
         for other in others:
             engine.generate(other)
-            wait_until(lambda: used() <= 0.9 * bound, "room for more")
+            until(lambda: used() <= 0.9 * bound, "room for more")
         answer = hit(engine, tokens)
         assert answer.shelf_tokens == 1024
         assert_same(answer, reference(tokens))
@@ -111,7 +106,7 @@ def test_in_a_bucket(
         for each in (tokens, other):
             engine.generate(each)
             shelf.wait_stored(each)
-        wait_until(lambda: len(place.names()) == len(shelf.objects()), "the server sees all")
+        until(lambda: len(place.names()) == len(shelf.objects()), "the server sees all")
         row = one(place, "pin", "keep", "--prompts", file)
         assert (row["chunks"], row["stored"]) == (4, 4)
         found = one(place, "rm", "-n", shelf.namespaces()[0].name, "--yes")

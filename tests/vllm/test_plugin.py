@@ -10,7 +10,6 @@ import pytest
 
 pytest.importorskip("vllm")
 
-import simulated  # noqa: F401 - imports vLLM without its warnings
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 

@@ -6,43 +6,22 @@ import errno
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm")
 
-from faulty import Fault, FaultyBackend
-from kvshelf.backends import Deadlines
-from kvshelf.backends.guard import GuardedBackend
-from parts import AT_ONCE, PATIENCE, posix, until
-from replay import RUNNERS, MiniVllm, Request, make_config, prompt
-
 from kvshelf.errors import ReadOnlyStorageError
-from kvshelf.shelf import tiers
-from kvshelf.shelf.shelf import Shelf
-from kvshelf.vllm import connector
-from kvshelf.vllm.worker import WorkerSide
+from tests.support.prompts import prompt
+from tests.support.storages import Fault, FaultyBackend
+from tests.support.waiting import PATIENCE, until
+from tests.vllm.replay import RUNNERS, MiniVllm, Request, make_config, side_of
 
 CHUNK, CHUNKS = 8, 24
 #: Buffers that hold 4 chunks of 2 objects beside the part of loads.
 BUFFERS = 10
 ASKED = {"do_remote_decode": True}
-
-
-@pytest.fixture
-def backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FaultyBackend:
-    backend = FaultyBackend(posix(tmp_path / "shelf"))
-
-    def open_shelf(url: str, *, deadlines: dict[str, float] | None = None, **options: Any) -> Shelf:
-        guarded = GuardedBackend(backend, replace(Deadlines(), **(deadlines or {})), AT_ONCE)
-        return Shelf(guarded)
-
-    monkeypatch.setattr(tiers, "open_shelf", open_shelf)
-    connector._logs.clear()
-    return backend
 
 
 @pytest.fixture
@@ -94,12 +73,6 @@ def start(
     for engine in engines:
         engine.close()
     assert "the engine goes on" not in caplog.text
-
-
-def side_of(engine: MiniVllm) -> WorkerSide:
-    side = engine.worker._worker
-    assert side is not None
-    return side
 
 
 def count(engine: MiniVllm, name: str) -> float:

@@ -6,7 +6,6 @@ import ast
 import json
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,8 +18,6 @@ pytest.importorskip("vllm")
 
 import vllm
 import vllm.envs as vllm_envs
-from record_inputs import LEDGER
-from simulated import Rank, SimulatedEngine, model_config
 from vllm.model_executor.kernels.linear import (
     CPUWNA16LinearKernel,
     CutlassFp8BlockScaledMMKernel,
@@ -55,6 +52,8 @@ from kvshelf.vllm import precision as subject
 from kvshelf.vllm.metadata import WorkerReport
 from kvshelf.vllm.namespace import build_namespace, unite_ranks
 from kvshelf.vllm.precision import precision
+from tests.vllm.record_inputs import LEDGER
+from tests.vllm.simulated import Rank, SimulatedEngine, engines_on, model_config
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # importing vLLM warns
 
@@ -369,16 +368,16 @@ def start(
 ) -> Iterator[Callable[..., SimulatedEngine]]:
     """Start engines with a quantized model of the given layers on one shelf."""
     monkeypatch.setattr(
-        "simulated.model_config", lambda **fields: model_config(quantization="fp8", **fields)
+        "tests.vllm.simulated.model_config",
+        lambda **fields: model_config(quantization="fp8", **fields),
     )
-    with ExitStack() as stack:
+    with engines_on(tmp_path / "shelf", chunk_size=32) as start:
 
         def make(*modules: torch.nn.Module, **options: Any) -> SimulatedEngine:
             model = torch.nn.ModuleList(modules)
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(Rank, "get_model", lambda self: model)
-                engine = SimulatedEngine(tmp_path / "shelf", "NHD", 16, chunk_size=32, **options)
-            return stack.enter_context(closing(engine))
+                return start(**options)
 
         yield make
 

@@ -6,8 +6,9 @@ import random
 from collections.abc import Callable
 
 import pytest
-from harness import NEAR_TIE, Answer, Engine, assert_same, assert_same_up_to_ties
-from shelf_files import ShelfFiles
+
+from tests.support.engines import NEAR_TIE, Answer, Engine, assert_same, assert_same_up_to_ties
+from tests.vllm.shelf_files import ShelfFiles
 
 MakePrompt = Callable[[int], list[int]]
 Reference = Callable[..., Answer]

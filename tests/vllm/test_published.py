@@ -16,8 +16,6 @@ import pytest
 
 pytest.importorskip("vllm")
 
-import simulated  # noqa: F401 - imports vLLM without its warnings
-
 from kvshelf.config import Config
 from kvshelf.errors import ConfigError
 from kvshelf.format.model import ModelFacts

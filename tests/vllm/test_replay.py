@@ -11,7 +11,6 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,35 +19,21 @@ import torch
 
 pytest.importorskip("vllm")
 
-from emulation import emulation
-from faulty import Fault, FaultyBackend
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kvshelf.backends import Deadlines
-from kvshelf.backends.guard import GuardedBackend
-from parts import AT_ONCE, PATIENCE, posix, until
-from replay import RUNNERS, MiniVllm, Request, adapter, image, make_config, prompt
 
 from kvshelf.errors import ObjectMissingError, TransientStorageError
 from kvshelf.metrics import Counters
 from kvshelf.shelf import tiers
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.vllm import adapters, connector
+from tests.native.emulation import emulation
+from tests.support.prompts import prompt
+from tests.support.storages import Fault, FaultyBackend, posix
+from tests.support.waiting import PATIENCE, until
+from tests.vllm.replay import RUNNERS, MiniVllm, Request, adapter, image, make_config, side_of
 
 BLOCK, CHUNK = 4, 8
-
-
-@pytest.fixture
-def backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FaultyBackend:
-    """The storage of all engines of a test."""
-    backend = FaultyBackend(posix(tmp_path / "shelf"))
-
-    def open_shelf(url: str, *, deadlines: dict[str, float] | None = None, **options: Any) -> Shelf:
-        guarded = GuardedBackend(backend, replace(Deadlines(), **(deadlines or {})), AT_ONCE)
-        return Shelf(guarded)
-
-    monkeypatch.setattr(tiers, "open_shelf", open_shelf)
-    return backend
 
 
 @pytest.fixture(autouse=True)
@@ -79,9 +64,7 @@ def start(backend: FaultyBackend) -> Iterator[Callable[..., MiniVllm]]:
 
 
 def drain(engine: MiniVllm) -> None:
-    side = engine.worker._worker
-    assert side is not None
-    assert side.drain(PATIENCE) == 0
+    assert side_of(engine).drain(PATIENCE) == 0
 
 
 def run(engine: MiniVllm, *prompts: list[int], **options: Any) -> list[int]:

@@ -3,43 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from simulated import SimulatedEngine
-from test_blocks_and_chunks import check_load, prompt
 
 from kvshelf.errors import ConfigError
 from kvshelf.format.namespace import Namespace
+from tests.support.prompts import prompt
+from tests.vllm.simulated import SimulatedEngine, engines_on
+from tests.vllm.test_blocks_and_chunks import check_load
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 Start = Callable[..., SimulatedEngine]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """So small operations only wait for each other on several threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
     """Start engines with MLA of unknown layout on one shelf; they are closed at the end."""
-    with ExitStack() as stack:
-
-        def make(ranks: int, **options: Any) -> SimulatedEngine:
-            options = {"latent": True, "chunk_size": 32, "blocks": 48, "heads": (1, 1), **options}
-            engine = SimulatedEngine(
-                tmp_path / "shelf", "odd", 16, tensor_parallel=ranks, **options
-            )
-            return stack.enter_context(closing(engine))
-
-        yield make
+    options: dict[str, Any] = {"latent": True, "chunk_size": 32, "blocks": 48, "heads": (1, 1)}
+    with engines_on(tmp_path / "shelf", **options) as start:
+        yield lambda ranks, **options: start("odd", tensor_parallel=ranks, **options)
 
 
 @pytest.mark.parametrize(("writing", "loading"), [(1, 1), (1, 4), (4, 1), (4, 4), (2, 8), (8, 2)])

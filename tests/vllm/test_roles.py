@@ -6,10 +6,12 @@ import shutil
 from collections.abc import Callable
 
 import pytest
-from fleet import ENGINES, Engines
-from harness import Answer, Engine, EngineError, assert_same
 from make_model import make_model
-from shelf_files import ShelfFiles, wait_until
+
+from tests.support.engines import Answer, Engine, EngineError, assert_same
+from tests.support.fleet import ENGINES, Engines
+from tests.support.waiting import until
+from tests.vllm.shelf_files import ShelfFiles
 
 MakePrompt = Callable[..., list[int]]
 Reference = Callable[..., Answer]
@@ -101,7 +103,7 @@ def test_changed_weights_at_a_path_do_not_hit_old_kv(
         # With another salt it is computed again: what these weights say, without any shelf.
         assert_same(answer, changed.generate(tokens, cache_salt="other"))
         assert answer.tokens != reference(tokens).tokens
-        wait_until(lambda: len(shelf.namespaces()) == 2, "a namespace of the new weights")
+        until(lambda: len(shelf.namespaces()) == 2, "a namespace of the new weights")
         [after] = set(shelf.namespaces()) - {before}
         assert after.name.startswith("a-copy-")
     # Other tests look for their prompts in the one namespace of this shelf.

@@ -9,13 +9,15 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from copy_tools import Aws
-from filled import contents
-from fleet import Engines
-from harness import SHELF_CONNECTOR, Answer, Engine, EngineError, assert_same
-from s3proxy import STALLED, S3Proxy
-from servers import BUCKET, SECRET, S3Server, command, free_port, rclone_s3
-from shelf_files import ShelfFiles, wait_until
+
+from tests.backends.copy_tools import Aws
+from tests.faults.s3proxy import STALLED, S3Proxy
+from tests.support.engines import Answer, Engine, EngineError, assert_same
+from tests.support.filled import contents
+from tests.support.fleet import Engines
+from tests.support.servers import BUCKET, SECRET, S3Server, command, free_port, rclone_s3
+from tests.support.waiting import until
+from tests.vllm.shelf_files import ShelfFiles
 
 #: How long a storage that is back may take to be used again: a rest, or the pause between attempts.
 BACK_SECONDS = 60.0
@@ -35,13 +37,7 @@ def server(tmp_path: Path) -> Iterator[S3Server]:
 
 
 def start(engines: Engines, name: str, path: str, **options: Any) -> Engine:
-    return engines.start(
-        name,
-        model=engines.places.model,
-        connector=SHELF_CONNECTOR,
-        extra_config={"shared_storage_path": path, **options},
-        core=len(name) % 2,
-    )
+    return engines.on_shelf(name, path, options, core=len(name) % 2)
 
 
 def test_engines_share_a_bucket_and_its_copy(
@@ -175,7 +171,7 @@ def test_a_server_that_is_killed_in_the_middle_of_a_load(
             engine.reset_prefix_cache()
             proxy.add(STALLED, "read", "*safetensors*", times=1)
             request = engine.submit(tokens)
-            wait_until(lambda: proxy.met > 0, "half of an object has come")
+            until(lambda: proxy.met > 0, "half of an object has come")
             server.process.kill()
             server.process.wait()
             proxy.clear()

@@ -16,23 +16,7 @@ import torch
 
 pytest.importorskip("vllm")
 
-from faulty import CountingBackend, Fault, FaultyBackend
-from hybrid_specs import cache_config, full
 from kvshelf.backends import Deadlines
-from parts import PATIENCE, posix, until, while_patient
-from replay import (
-    HEAD_SIZE,
-    HEADS,
-    LAYERS,
-    Blocks,
-    Request,
-    image,
-    make_config,
-    make_groups,
-    prompt,
-    speculation,
-)
-from thread_limit import none_can_be_started
 from vllm.config.aux_output import AuxOutputConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.core.sched.output import KVConnectorBlockState
@@ -63,6 +47,22 @@ from kvshelf.vllm.multiprocess import model_facts
 from kvshelf.vllm.namespace import build_namespace, default_shards, kv_scales
 from kvshelf.vllm.scheduler import SchedulerSide
 from kvshelf.vllm.speculation import METHODS_WITH_KV, METHODS_WITHOUT_KV
+from tests.support.prompts import prompt
+from tests.support.storages import CountingBackend, Fault, FaultyBackend, posix
+from tests.support.threads import none_can_be_started
+from tests.support.waiting import PATIENCE, until, while_patient
+from tests.vllm.hybrid_specs import cache_config, full
+from tests.vllm.replay import (
+    HEAD_SIZE,
+    HEADS,
+    LAYERS,
+    Blocks,
+    Request,
+    image,
+    make_config,
+    make_groups,
+    speculation,
+)
 
 BLOCK, CHUNK = 4, 8
 

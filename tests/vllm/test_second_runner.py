@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fleet import Engines
+
+from tests.support.fleet import Engines
 
 CHILD = Path(__file__).with_name("second_runner_child.py")
 

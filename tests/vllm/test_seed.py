@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fleet import Engines
-from harness import SHELF_CONNECTOR, Answer, assert_same
 from make_model import make_model
-from shelf_files import ShelfFiles
+
+from tests.support.engines import Answer, assert_same
+from tests.support.fleet import Engines
+from tests.vllm.shelf_files import ShelfFiles
 
 pytestmark = pytest.mark.slow
 
@@ -96,13 +97,7 @@ def test_what_was_seeded_is_found_by_another_engine(
     assert "line 3: token 999999999" in errors
     assert shelf.objects() == objects
 
-    with engines.start(
-        "after seeding",
-        model=engines.places.model,
-        connector=SHELF_CONNECTOR,
-        extra_config={"shared_storage_path": str(shelf.root)},
-        core=1,
-    ) as engine:
+    with engines.on_shelf("after seeding", shelf.root, core=1) as engine:
         for tokens, salt, hit in ((shared + other, None, 768), (other, "tenant", 256)):
             answer = engine.generate(tokens, cache_salt=salt)
             assert answer.shelf_tokens == hit

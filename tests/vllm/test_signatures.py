@@ -28,7 +28,7 @@ with warnings.catch_warnings():
     from kvshelf.vllm import connector, metadata, stats, weight_changes
     from kvshelf.vllm.layout_discovery import ATTENTION_UPDATE, MLA_UPDATE, takes
 
-from record_signatures import PACKAGES, RECORDS, SUBJECTS, Source, record
+from tests.vllm.record_signatures import PACKAGES, RECORDS, SUBJECTS, Source, record
 
 REPOSITORY = Path(__file__).parents[2]
 SOURCES = sorted((REPOSITORY / "src" / "kvshelf" / "vllm").glob("*.py"))

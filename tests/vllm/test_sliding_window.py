@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from fleet import ENGINES, Engines
-from harness import NEAR_TIE, Engine, assert_same
 from safetensors.torch import load_file
-from shelf_files import ShelfFiles, assert_close
+
+from tests.support.engines import NEAR_TIE, Engine, assert_same
+from tests.support.fleet import ENGINES, Engines
+from tests.vllm.shelf_files import ShelfFiles, assert_close
 
 MakePrompt = Callable[[int], list[int]]
 

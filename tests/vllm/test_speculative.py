@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from eagle_model import make_eagle
-from fleet import ENGINES, Engines, Places
-from harness import NEAR_TIE, Answer, Engine, assert_same
 from safetensors.torch import load_file
-from shelf_files import ShelfFiles, assert_close
+
+from tests.support.engines import NEAR_TIE, Answer, Engine, assert_same
+from tests.support.fleet import ENGINES, Engines, Places
+from tests.vllm.eagle_model import make_eagle
+from tests.vllm.shelf_files import ShelfFiles, assert_close
 
 pytestmark = pytest.mark.slow
 MakePrompt = Callable[[int], list[int]]

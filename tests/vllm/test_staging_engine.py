@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from faultfs import FaultMount, mounted
-from fleet import Engines
-from handing_over import Counted, prefill
-from harness import NEAR_TIE, SHELF_CONNECTOR, Answer, Engine, assert_same
-from shelf_files import CHUNK, ShelfFiles
+
+from tests.faults.faultfs import FaultMount, mounted
+from tests.support.engines import NEAR_TIE, SHELF_CONNECTOR, Answer, Engine, assert_same
+from tests.support.fleet import Engines
+from tests.vllm.handing_over import Counted, prefill
+from tests.vllm.shelf_files import CHUNK, ShelfFiles
 
 #: The chunks of a prompt that vLLM computes in one step.
 CHUNKS = 12

@@ -9,17 +9,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from harness import Engine
-from shelf_files import ShelfFiles
+
+from tests.support.engines import Engine
+from tests.vllm.shelf_files import ShelfFiles
 
 pytest.importorskip("vllm")
 
 import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from replay import SharedStorageConnector
 
 from kvshelf.metrics import TIME_BOUNDS, Counters
 from kvshelf.vllm.stats import ShelfStats, stats_of
+from tests.vllm.replay import SharedStorageConnector
 
 LABELS = ["model_name", "engine"]
 

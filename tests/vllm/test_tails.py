@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shelf_files import DAMAGE
-from simulated import FORMS, PATIENCE, SimulatedEngine, kv_of
 
 from kvshelf.format.keys import Chunk, KeyChain
 from kvshelf.format.kinds import FULL
@@ -22,6 +20,12 @@ from kvshelf.format.names import object_name
 from kvshelf.format.namespace import Namespace
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.vllm.metadata import LoadOp, StepMetadata, StoreOp, WorkerMetadata
+from tests.support.prompts import prompt
+from tests.support.waiting import PATIENCE
+from tests.vllm.shelf_files import DAMAGE
+from tests.vllm.simulated import FORMS, SimulatedEngine, kv_of
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 #: Tensor-parallel ranks of each engine: a few heads, replicas, groups that share tokens.
 PARALLEL: list[dict[str, int]] = [
@@ -33,20 +37,6 @@ LOADS_ONLY: list[dict[str, int]] = [
     {"tensor_parallel": 4, "decode_context": 2},
     {"tensor_parallel": 4, "decode_context": 2, "interleave": 4},
 ]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """So small operations only wait for each other on several threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-def prompt(length: int, seed: int = 0) -> list[int]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, 1000, (length,), generator=generator).tolist()
 
 
 def format_of(engine: SimulatedEngine) -> ObjectFormat:

@@ -5,36 +5,23 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
 
 import pytest
-from fleet import Engines
-from harness import SHELF_CONNECTOR, Answer, Engine, assert_same
 from kvshelf.backends.posix import PosixBackend
-from servers import BUCKET, S3Server, command, rclone_s3
-from shelf_files import ShelfFiles
-from typer.testing import CliRunner, Result
 
-from kvshelf.cli.app import app
+from tests.support import commands
+from tests.support.commands import report
+from tests.support.engines import Answer, Engine, assert_same
+from tests.support.fleet import Engines
+from tests.support.servers import BUCKET, S3Server, command
+from tests.vllm.shelf_files import ShelfFiles
 
 OLD = 1_700_000_000.0
 DAY = 86400.0
 BREAKDOWNS = ("namespace", "group", "age", "depth", "kind")
 MakePrompt = Callable[[int], list[int]]
 Reference = Callable[..., Answer]
-
-
-def run(*args: object, code: int = 0, env: dict[str, str] | None = None) -> Result:
-    result = CliRunner().invoke(app, [*map(str, args), "--json"], env=env)
-    assert result.exit_code == code, result.output
-    return result
-
-
-def report(*args: object, code: int = 0, env: dict[str, str] | None = None) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(run(*args, code=code, env=env).stdout)
-    return found
 
 
 def check_tools(
@@ -50,7 +37,7 @@ def check_tools(
     folder = chunks[0][0].parents[2].name
     [namespace] = [
         json.loads(line)
-        for line in run("ls", *where, "--long", env=env).stdout.splitlines()
+        for line in commands.done("ls", *where, "--long", "--json", env=env).stdout.splitlines()
         if json.loads(line)["namespace"] == folder
     ]
     by = [part for name in BREAKDOWNS for part in ("--by", name)]
@@ -167,13 +154,6 @@ def test_in_a_directory(
     check_gc(engine, shelf, prompt, reference, str(shelf.root), now=now)
 
 
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[S3Server]:
-    pytest.importorskip("obstore", reason="obstore is missing: pip install 'kvshelf[s3]'")
-    with rclone_s3(tmp_path / "bucket") as running:
-        yield running
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(command("rclone") is None, reason="rclone is not installed")
 def test_in_a_bucket(
@@ -183,12 +163,8 @@ def test_in_a_bucket(
     tokens = prompt(1000)
     url = f"s3://{BUCKET}/kv"
     env = {"KVSHELF_STORAGE_OPTIONS": json.dumps(server.options())}
-    with engines.start(
-        "its shelf is inspected",
-        model=engines.places.model,
-        connector=SHELF_CONNECTOR,
-        extra_config={"shared_storage_path": url, "storage_options": server.options()},
-        core=1,
+    with engines.on_shelf(
+        "its shelf is inspected", url, {"storage_options": server.options()}, core=1
     ) as engine:
         answer = engine.generate(tokens)
         assert_same(answer, reference(tokens))

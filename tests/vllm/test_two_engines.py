@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from fleet import Places
-from harness import Answer, Engine, assert_same, assert_same_up_to_ties
-from shelf_files import ShelfFiles, wait_until
+
+from tests.support.engines import Answer, Engine, assert_same, assert_same_up_to_ties
+from tests.support.fleet import Places
+from tests.support.waiting import until
+from tests.vllm.shelf_files import ShelfFiles
 
 MakePrompt = Callable[[int], list[int]]
 Reference = Callable[..., Answer]
@@ -50,7 +52,7 @@ def test_two_engines_store_the_same_chunks_at_once(
             shelf.wait_stored(tokens)
     assert_same_up_to_ties(answers, expected, control)
     shelf.check_all()
-    wait_until(lambda: shelf.temporaries() <= left, "temporaries gone")
+    until(lambda: shelf.temporaries() <= left, "temporaries gone")
     for each in (engine, second):
         each.reset_prefix_cache()
         for tokens in prompts:
@@ -115,7 +117,7 @@ def test_read_only_shelf(
     third.generate(stored)
     own.wait_stored(stored)
     third.reset_prefix_cache()
-    wait_until(lambda: not own.temporaries(), "temporaries gone")
+    until(lambda: not own.temporaries(), "temporaries gone")
     objects = own.objects()
     folders = [own.root, *(path for path in own.root.rglob("*") if path.is_dir())]
     for folder in folders:
@@ -128,7 +130,7 @@ def test_read_only_shelf(
             answer = third.generate(tokens)
             assert answer.shelf_tokens == 0
             assert_same(answer, reference(tokens))
-        wait_until(lambda: bool(third.log_lines("write circuit breaker open")), "a line in the log")
+        until(lambda: bool(third.log_lines("write circuit breaker open")), "a line in the log")
         third.generate(prompt(600))
         assert own.objects() == objects
         assert len(third.log_lines("write circuit breaker open")) == 1

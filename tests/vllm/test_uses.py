@@ -13,15 +13,8 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from hybrid_specs import models
 from kvshelf.backends import Touched
 from kvshelf.backends.posix import PosixBackend
-from parts import until
-from replay import Request, prompt
-from scheduled import ScheduledEngine, World, start_engines
-from test_drafts import Drafting
-from test_drafts import prompt as draft_prompt
-from test_scheduler_side import PATIENCE, Side
 
 from kvshelf.capacity.marks import MARKS, Marks
 from kvshelf.capacity.uses import Uses
@@ -30,6 +23,13 @@ from kvshelf.format.kinds import FULL, KINDS, STATE, WINDOW, Kind
 from kvshelf.format.names import parse_path
 from kvshelf.metrics import Counters
 from kvshelf.shelf.view import ShelfView
+from tests.support.prompts import prompt
+from tests.support.waiting import until
+from tests.vllm.hybrid_specs import models
+from tests.vllm.replay import Request
+from tests.vllm.scheduled import ScheduledEngine, World
+from tests.vllm.test_drafts import Drafting
+from tests.vllm.test_scheduler_side import PATIENCE, Side
 
 MODELS = models()
 
@@ -83,18 +83,6 @@ def test_a_hit_that_vllm_would_not_use_is_none(side: Side) -> None:
 
 
 # ------------------------------------------------------------------------- with files
-
-
-@pytest.fixture
-def world(tmp_path: Path) -> World:
-    return World(tmp_path / "shelf")
-
-
-@pytest.fixture
-def start(
-    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> Iterator[Callable[..., Any]]:
-    yield from start_engines(world, MODELS, monkeypatch, caplog)
 
 
 @pytest.fixture
@@ -181,7 +169,7 @@ def test_uses_that_are_not_wanted_are_not_recorded(
 
 
 def test_a_drafters_chunks_are_used_with_the_models(tmp_path: Path, touched: list[str]) -> None:
-    root, tokens = tmp_path / "shelf", draft_prompt(70)
+    root, tokens = tmp_path / "shelf", prompt(70)
     with ExitStack() as stack:
         stack.enter_context(closing(Drafting(root))).serve(tokens)
         second = stack.enter_context(closing(Drafting(root)))

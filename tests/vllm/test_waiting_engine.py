@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from fleet import Engines
-from harness import SHELF_CONNECTOR, Answer, assert_same
-from servers import BUCKET, S3Server, command, rclone_s3
-from shelf_files import ShelfFiles, wait_until
 
 from benchmarks.proxy import DelayingProxy
+from tests.support.engines import Answer, assert_same
+from tests.support.fleet import Engines
+from tests.support.servers import BUCKET, S3Server, command
+from tests.support.waiting import until
+from tests.vllm.shelf_files import ShelfFiles
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(command("rclone") is None, reason="rclone is not installed"),
 ]
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    pytest.importorskip("obstore", reason="obstore is missing: pip install 'kvshelf[s3]'")
-    with rclone_s3(tmp_path_factory.mktemp("bucket")) as server:
-        yield server
 
 
 def test_a_request_that_waits_finds_its_objects_in_memory(
@@ -38,12 +32,8 @@ def test_a_request_that_waits_finds_its_objects_in_memory(
     first, second, dropped = prompt(300), prompt(1000), prompt(800)
     with DelayingProxy(host, int(port), 0.02) as proxy:
         far = {**server.options(), "endpoint_url": f"http://127.0.0.1:{proxy.port}"}
-        with engines.start(
-            "one at a time",
-            model=engines.places.model,
-            connector=SHELF_CONNECTOR,
-            extra_config={"shared_storage_path": f"s3://{BUCKET}/kv", "storage_options": far},
-            max_num_seqs=1,
+        with engines.on_shelf(
+            "one at a time", f"s3://{BUCKET}/kv", {"storage_options": far}, max_num_seqs=1
         ) as engine:
             stored = 0
             for tokens in (second, dropped):
@@ -58,7 +48,7 @@ def test_a_request_that_waits_finds_its_objects_in_memory(
             def grown(name: str) -> float:
                 return engine.counters().get(name, 0) - before.get(name, 0)
 
-            wait_until(lambda: grown("prefetched_objects") == stored, "all that waits in memory")
+            until(lambda: grown("prefetched_objects") == stored, "all that waits in memory")
             assert grown("loaded_bytes") == 0
             leaving.abort()
             requests = proxy.counts()["requests"]

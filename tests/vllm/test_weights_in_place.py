@@ -8,9 +8,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from fleet import Engines, Places
-from harness import INERT_CONNECTOR, NEAR_TIE, SHELF_CONNECTOR, Engine, assert_same
-from shelf_files import ShelfFiles, wait_until
+
+from tests.support.engines import INERT_CONNECTOR, NEAR_TIE, Engine, assert_same
+from tests.support.fleet import Engines, Places
+from tests.support.waiting import until
+from tests.vllm.shelf_files import ShelfFiles
 
 MakePrompt = Callable[[int], list[int]]
 
@@ -52,7 +54,7 @@ class Trained:
 
     def wait_stored(self, before: set[Path]) -> set[Path]:
         """Wait for two more chunks; return their objects."""
-        wait_until(lambda: are_two_chunks(self.shelf.objects() - before), "two chunks")
+        until(lambda: are_two_chunks(self.shelf.objects() - before), "two chunks")
         return self.shelf.objects() - before
 
     def warm(self, tokens: list[int]) -> None:
@@ -81,15 +83,9 @@ def trained(
     shelf = ShelfFiles(folder / "shelf")
     common = {
         "model": model,
-        "worker_extension_cls": "trainer_extension.TrainerExtension",
+        "worker_extension_cls": "tests.vllm.trainer_extension.TrainerExtension",
     }
-    engine = engines.start(
-        "trained",
-        connector=SHELF_CONNECTOR,
-        extra_config={"shared_storage_path": str(shelf.root)},
-        core=1,
-        **common,
-    )
+    engine = engines.on_shelf("trained", shelf.root, core=1, **common)
     inert = engines.start("trained inert", connector=INERT_CONNECTOR, core=0, **common)
     yield Trained(engine, inert, shelf, model)
     for started in (engine, inert):

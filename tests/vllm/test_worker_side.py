@@ -19,10 +19,6 @@ import pytest
 pytest.importorskip("vllm")
 
 import torch
-from faulty import Fault, FaultyBackend
-from parts import PATIENCE, posix, until, while_patient
-from replay import HEAD_SIZE, HEADS, bind, make_caches, make_config, make_groups, prompt
-from thread_limit import none_can_be_started
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorRole
 
 from kvshelf.errors import ConfigError, TransientStorageError, UnsupportedError
@@ -54,6 +50,11 @@ from kvshelf.vllm.registration import Registration, State
 from kvshelf.vllm.slots import TokenSlots
 from kvshelf.vllm.worker import WorkerSide
 from kvshelf.weights.fingerprints import weights_fingerprint
+from tests.support.prompts import prompt
+from tests.support.storages import Fault, FaultyBackend, posix
+from tests.support.threads import none_can_be_started
+from tests.support.waiting import PATIENCE, until, while_patient
+from tests.vllm.replay import HEAD_SIZE, HEADS, bind, make_caches, make_config, make_groups
 
 BLOCK, CHUNK, BLOCKS = 4, 8, 64
 

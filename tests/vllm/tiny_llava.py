@@ -58,8 +58,7 @@ def engine_arguments() -> dict[str, Any]:
         if os.environ.get(REQUIRED):
             pytest.fail(f"{REQUIRED} is set, but there is {reason}")
         pytest.skip(reason)
-    here = Path(__file__)
-    path = os.pathsep.join(map(str, (_TORCHVISION, here.parents[2], here.parent)))
+    path = os.pathsep.join(map(str, (_TORCHVISION, Path(__file__).parents[2])))
     return {
         # Not forked: transformers looks for torchvision once, when it is imported.
         "env": {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from golden_format import VECTORS, reference
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -26,6 +25,7 @@ from kvshelf.weights.fingerprints import (
     weight_files,
     weights_fingerprint,
 )
+from tests.format.golden_format import VECTORS, reference
 
 
 def touch(folder: Path, *names: str) -> None:

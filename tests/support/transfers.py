@@ -1,4 +1,4 @@
-"""Small namespaces, paged caches and prompts for tests that start no engine."""
+"""Transfers between a small paged cache and a shelf, for tests that start no engine."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import functools
 import hashlib
 import random
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,11 +15,9 @@ import torch
 from kvshelf.backends import Backend, Deadlines
 from kvshelf.backends.breaker import Backoff
 from kvshelf.backends.guard import GuardedBackend
-from kvshelf.backends.posix import PosixBackend
 
-from kvshelf.format.keys import Chunk, KeyChain
+from kvshelf.format.keys import Chunk
 from kvshelf.format.names import object_name
-from kvshelf.format.namespace import FORMAT, Namespace
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.kv.caches import HostKVCache, KVCache, LayerRun, layer_calls
 from kvshelf.kv.device import DeviceKVCache
@@ -33,61 +30,8 @@ from kvshelf.transfer.loads import Load
 from kvshelf.transfer.staging import StagingPool
 from kvshelf.transfer.stores import StoreOutcome
 from kvshelf.transfer.transfer import Transfer
-
-LAYERS, HEADS, HEAD_SIZE, BLOCK = 3, 2, 8, 4
-#: Deadlines that a test can wait for, and that a busy machine keeps.
-SOON = Deadlines(probe=0.5, read=0.5, write=0.5)
-#: A storage that was given a rest is tried again at once.
-AT_ONCE = Backoff(0.02, 0.2)
-#: The folder with the configuration of models that have no files.
-PUBLISHED = Path(__file__).with_name("published")
-#: Longest that a test waits for what ought to happen at once.
-PATIENCE = 60.0
-
-
-def until(condition: Callable[[], bool]) -> None:
-    """Wait for what a thread that cannot be joined is about to do."""
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline, "it never came true"
-        threading.Event().wait(0.001)
-
-
-def while_patient() -> Iterator[None]:
-    """Go on for as long as :func:`until` waits: for steps that are made until a thread is done."""
-    deadline = time.monotonic() + PATIENCE
-    while time.monotonic() < deadline:
-        yield
-
-
-def make_format(
-    *, native: bool = True, chunk_size: int = 8, shards: int = 2, weights: str = "user:test"
-) -> ObjectFormat:
-    """A namespace of three small layers."""
-    record: dict[str, Any] = {
-        "format": FORMAT,
-        "weights": weights,
-        "layers": LAYERS,
-        "kv_heads": HEADS,
-        "head_sizes": [HEAD_SIZE] * LAYERS,
-        "compute_dtype": "bfloat16",
-        "kv_dtype": "bfloat16",
-        "chunk_size": chunk_size,
-        "shards": shards,
-        "stages": [LAYERS],
-        "layouts": [f"cpu-vec-bf16-b{BLOCK}" if native else "canonical"] * LAYERS,
-        "layer_names": [f"layers.{i}.attn" for i in range(LAYERS)],
-        "layer_shapes": [f"2,*,{HEADS},{HEAD_SIZE}"] * LAYERS,
-        "layer_dtypes": ["BF16"] * LAYERS,
-    }
-    record["data_offset"] = ObjectFormat.required_data_offset(record)
-    return ObjectFormat(Namespace(record, "test"))
-
-
-def make_chunks(fmt: ObjectFormat, count: int, seed: int = 0) -> list[Chunk]:
-    """The chunks of a random prompt."""
-    tokens = random.Random(seed).choices(range(1000), k=count * fmt.chunk_size)
-    return KeyChain(fmt.namespace.digest, fmt.chunk_size).extend(tokens)
+from tests.support.formats import BLOCK, HEAD_SIZE, HEADS, LAYERS, make_format
+from tests.support.waiting import AT_ONCE, PATIENCE
 
 
 @functools.lru_cache(maxsize=4096)
@@ -223,8 +167,3 @@ class Rig:
     def close(self) -> None:
         self.transfer.close(0.0)
         self.guard.close()
-
-
-def posix(path: Path) -> PosixBackend:
-    path.mkdir(exist_ok=True)
-    return PosixBackend(path)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,29 +13,27 @@ from kvshelf.format.namespace import Namespace
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.shelf.shelf import Shelf, open_shelf
 from kvshelf.shelf.view import ObjectRef
+from tests.support import prompts
+from tests.support.formats import make_record
 
 CHUNK = 32
 
 
-def namespace(model: str = "Org/Tiny-Llama", **changes: Any) -> Namespace:
+def namespace(model: str = "Org/Tiny-Llama", *, layers: int = 2, **changes: Any) -> Namespace:
     """A namespace of two shards; a chunk is 32 tokens."""
-    record: dict[str, Any] = {
-        "format": "kvshelf/1",
-        "weights": "user:test",
-        "layers": 2,
-        "kv_heads": 4,
-        "head_sizes": [16, 16],
-        "kv_dtype": "bfloat16",
-        "chunk_size": CHUNK,
-        "shards": 2,
-        "stages": [2],
-        "layouts": ["canonical"] * 2,
-        "layer_names": ["model.layers.0.attn", "model.layers.1.attn"],
-        "layer_shapes": ["2,*,4,16"] * 2,
-        "layer_dtypes": ["BF16"] * 2,
-    } | changes
-    record["data_offset"] = ObjectFormat.required_data_offset(record)
-    return Namespace(record, model)
+    record = make_record(
+        layers,
+        "2,*,4,16",
+        **{
+            "chunk_size": CHUNK,
+            "layer_names": ["model.layers.0.attn", "model.layers.1.attn"],
+            "kv_heads": 4,
+            "head_sizes": [16, 16],
+            "kv_dtype": "bfloat16",
+            **changes,
+        },
+    )
+    return Namespace({**record, "layers": layers}, model)
 
 
 def hybrid(model: str = "Org/Tiny-Hybrid", **changes: Any) -> Namespace:
@@ -60,8 +57,7 @@ def hybrid(model: str = "Org/Tiny-Hybrid", **changes: Any) -> Namespace:
 
 
 def prompt(seed: int, chunks: int) -> list[int]:
-    generator = random.Random(seed)
-    return [generator.randrange(32000) for _ in range(chunks * CHUNK)]
+    return prompts.prompt(chunks, seed, unit=CHUNK)
 
 
 def store(shelf: Shelf, of: Namespace, tokens: Sequence[int], salt: str = "") -> int:

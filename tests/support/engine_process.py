@@ -1,4 +1,4 @@
-"""The engine side of :mod:`harness`: one vLLM ``AsyncLLM``, driven over a socket by JSON lines.
+"""The engine side of :mod:`.engines`: one vLLM ``AsyncLLM``, driven over a socket by JSON lines.
 
 Run as a script: ``engine_process.py <fd of the socket>``. The first line holds the engine
 arguments; every later line is a command with an id, answered by one or more lines with that id.

@@ -6,12 +6,12 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from filled import store
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
-from kvshelf.cli.app import app
 from kvshelf.format.namespace import Namespace
 from kvshelf.shelf.shelf import Shelf, open_shelf
+from tests.support.commands import run
+from tests.support.filled import store
 
 #: Commands whose argument is the shelf; others have an option for it.
 _WITH_ARGUMENT = ("gc", "rm")
@@ -39,7 +39,7 @@ class Place:
         """Run a command on the shelf."""
         env = {"KVSHELF_STORAGE_OPTIONS": json.dumps(self._options)} if self._options else {}
         where = [self.url] if args[0] in _WITH_ARGUMENT else ["--shelf", self.url]
-        return CliRunner().invoke(app, [*map(str, args), *where], env=env)
+        return run(*args, *where, env=env)
 
     def rows(self, *args: object, code: int = 0) -> list[dict[str, Any]]:
         """Run it with --json; return the lines that it writes."""

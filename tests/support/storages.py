@@ -1,22 +1,28 @@
-"""Backends for tests: one that counts calls, and one that injects faults.
+"""Storages for tests: with faults, slow or far away, with a clock of their own; and their calls.
 
-Both wrap any backend, so a test can put them between a shelf and its storage. They are safe to
-use from many threads.
+They wrap any backend, so that a test can put them between a shelf and its storage, and are safe to
+use from many threads. A storage whose behaviour only one file needs is in that file.
 """
 
 from __future__ import annotations
 
 import fnmatch
+import os
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
+from kvshelf.backends import open_backend
 from kvshelf.backends.base import (
     Backend,
     Borrowed,
     BytesLike,
     ObjectInfo,
+    Properties,
     Reader,
     Space,
     StatResults,
@@ -24,9 +30,16 @@ from kvshelf.backends.base import (
     WriteMode,
     WriteResult,
 )
+from kvshelf.backends.posix import PosixBackend
 from kvshelf.backends.wrappers import WrappedBackend
 
-from kvshelf.errors import StorageError
+from kvshelf.errors import StorageError, TransientStorageError
+
+
+def posix(path: Path) -> PosixBackend:
+    """Open a folder, which is made."""
+    path.mkdir(exist_ok=True)
+    return PosixBackend(path)
 
 
 class CountingBackend(WrappedBackend):
@@ -337,3 +350,250 @@ class _HookedReader(Reader):
 
     def close(self) -> None:
         self._inner.close()
+
+
+class Gate:
+    """Lets writes of objects through one by one.
+
+    Attributes
+    ----------
+    waiting : threading.Semaphore
+        Released by each write that comes to the gate.
+    """
+
+    def __init__(self, backend: FaultyBackend) -> None:
+        self.waiting = threading.Semaphore(0)
+        self._permits = threading.Semaphore(0)
+        backend.add(Fault("write", "*.safetensors", damage=self._meet))
+
+    def _meet(self, data: bytearray) -> None:
+        self.waiting.release()
+        self._permits.acquire()
+
+    def let(self, count: int) -> None:
+        """Let some more through."""
+        self._permits.release(count)
+
+    def shut(self) -> None:
+        """Let none through of those that would have been."""
+        while self._permits.acquire(blocking=False):
+            pass
+
+
+class DescribedBackend(WrappedBackend):
+    """Says of its storage what a test wants, by fields of :class:`Properties`."""
+
+    def __init__(self, inner: Backend, **fields: Any) -> None:
+        super().__init__(inner)
+        self._fields = fields
+
+    @property
+    def properties(self) -> Properties:
+        return replace(self.inner.properties, **self._fields)
+
+
+class FarBackend(DescribedBackend):
+    """A storage whose probes are dear, so that its answers are remembered."""
+
+    def __init__(self, inner: Backend) -> None:
+        super().__init__(inner, probe_cost=0.02, concurrency=8)
+
+
+class NamesBackend(DescribedBackend):
+    """A storage with names and sizes only, near or far away.
+
+    What is asked while `gate` is closed is answered, by what was there when it was asked, once it
+    is open, and after `seconds`. Names in `broken` cannot be probed.
+
+    Attributes
+    ----------
+    sizes : dict
+        The objects.
+    asked : list of lists of str
+        The names of each question.
+    listed : int
+        Questions for folders.
+    """
+
+    def __init__(
+        self, probe_cost: float = 0.02, *, seconds: float = 0.0, folders: Sequence[str] = ()
+    ) -> None:
+        inner = open_backend(f"memory://names-{os.urandom(8).hex()}")
+        super().__init__(inner, probe_cost=probe_cost, probes_at_once=64)
+        self.sizes: dict[str, int] = {}
+        self.asked: list[list[str]] = []
+        self.listed = 0
+        self.broken: set[str] = set()
+        self.gate = threading.Event()
+        self.gate.set()
+        self._seconds = seconds
+        self._folders = folders
+
+    @property
+    def rounds(self) -> int:
+        """Times that somebody waited for the storage."""
+        return len(self.asked) + self.listed
+
+    @property
+    def heads(self) -> int:
+        """Names that were asked for."""
+        return sum(map(len, self.asked))
+
+    def stat(self, names: Sequence[str]) -> StatResults:
+        self.asked.append(list(names))
+        answers: StatResults = [
+            TransientStorageError(5, "broken") if name in self.broken else self.sizes.get(name)
+            for name in names
+        ]
+        if self._seconds:
+            time.sleep(self._seconds)
+        self.gate.wait()
+        return answers
+
+    def write(
+        self, name: str, buffers: Sequence[BytesLike], mode: WriteMode = "create"
+    ) -> WriteResult:
+        self.sizes[name] = sum(memoryview(buffer).nbytes for buffer in buffers)
+        return WriteResult.CREATED
+
+    def folders(self, prefix: str = "") -> Sequence[str]:
+        self.listed += 1
+        return self._folders
+
+
+class TouchesBackend(WrappedBackend):
+    """Notes whose access times are set, and gives `answer` in place of the storage's, if any."""
+
+    def __init__(self, inner: Backend, answer: Touched | None = None) -> None:
+        super().__init__(inner)
+        self.names: list[str] = []
+        self.answer = answer
+
+    def touch(self, name: str) -> Touched:
+        self.names.append(name)
+        done = self.inner.touch(name)
+        return done if self.answer is None else self.answer
+
+
+class LaterBackend(WrappedBackend):
+    """A storage whose clock is some days ahead: nobody can set the time of a file's last change.
+
+    By the fixture ``clocks`` this machine's clock is as much ahead, unless `alone` is set.
+
+    Attributes
+    ----------
+    ahead : float
+        Seconds.
+    """
+
+    #: Seconds that this machine's clock is ahead, where ages are judged.
+    own_ahead = 0.0
+
+    def __init__(self, inner: Backend, ahead: float) -> None:
+        super().__init__(inner)
+        self.alone = False
+        self.ahead = ahead
+
+    @property
+    def ahead(self) -> float:
+        return self._ahead
+
+    @ahead.setter
+    def ahead(self, seconds: float) -> None:
+        self._ahead = seconds
+        if not self.alone:
+            LaterBackend.own_ahead = seconds
+
+    def now(self) -> float:
+        return time.time() + self.ahead
+
+
+@dataclass(eq=False)
+class Loan:
+    """One object that was lent.
+
+    Attributes
+    ----------
+    name : str
+    view : memoryview
+        Read-only, as the memory of another process would be.
+    valid_now : bool
+        What :meth:`valid` answers.
+    asked, released : int
+        Calls of :meth:`valid` and of :meth:`release`.
+    """
+
+    name: str
+    data: bytearray
+    view: memoryview
+    valid_now: bool = True
+    asked: int = 0
+    released: int = 0
+    on_valid: Callable[[], None] = field(default=lambda: None)
+
+    def valid(self) -> bool:
+        """Answer as the test has said."""
+        assert not self.released, "asked after it was given back"
+        self.asked += 1
+        self.on_valid()
+        return self.valid_now
+
+    def release(self) -> None:
+        """Count, and spoil the bytes, so that a later use shows."""
+        self.released += 1
+        self.data[:] = b"\xa5" * len(self.data)
+
+
+class LendingBackend(WrappedBackend):
+    """Lends the objects that `lends` chooses.
+
+    Attributes
+    ----------
+    loans : list of Loan
+    expected : list of pairs
+        Names and sizes of all objects that were expected.
+    lends : Callable[[str], bool]
+    kept : set of str
+        Objects that are in memory, whether or not the storage has them.
+    on_lend : Callable[[Loan], None]
+        Called with each loan before the borrower has it.
+    """
+
+    def __init__(self, inner: Backend) -> None:
+        super().__init__(inner)
+        self.loans: list[Loan] = []
+        self.expected: list[tuple[str, int]] = []
+        self.lends: Callable[[str], bool] = lambda name: True
+        self.kept: set[str] = set()
+        self.on_lend: Callable[[Loan], None] = lambda loan: None
+        self._lock = threading.Lock()
+
+    @property
+    def properties(self) -> Properties:
+        """Those of the storage, and that it lends."""
+        return replace(self.inner.properties, lends=True)
+
+    def find(self, names: Sequence[str], sizes: Sequence[int]) -> StatResults:
+        """Answer for what is in memory, and ask the storage for the rest."""
+        return [
+            size if name in self.kept else found
+            for name, size, found in zip(names, sizes, self.inner.stat(names), strict=True)
+        ]
+
+    def expect(self, names: Sequence[str], sizes: Sequence[int]) -> None:
+        """Note the names."""
+        with self._lock:
+            self.expected += zip(names, sizes, strict=True)
+
+    def borrow(self, name: str, size: int) -> Loan | None:
+        """Lend an object, read from the storage."""
+        if not self.lends(name):
+            return None
+        data = bytearray(size)
+        with self.inner.open(name) as reader:
+            assert reader.read_into(memoryview(data), 0) == size
+        loan = Loan(name, data, memoryview(data).toreadonly())
+        self.on_lend(loan)
+        with self._lock:
+            self.loans.append(loan)
+        return loan

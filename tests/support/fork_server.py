@@ -4,7 +4,7 @@ A start of an engine imports vLLM three times, in its own process, in the engine
 worker's: half of its time. Engines that are forked from this server import nothing. They are what
 vLLM starts by default on GPUs, where it forks as well; on CPUs it spawns, because libraries must be
 preloaded, and those are preloaded here. Engines that need another environment while Python starts
-are started by :mod:`harness` itself, and examples and the demo start theirs as users do.
+are started by :mod:`.engines` itself, and examples and the demo start theirs as users do.
 
 :class:`ForkServer` is the side of the tests. Each request is one message: the environment and the
 arguments as JSON, with two file descriptors, the engine's socket and its log. The answer is the
@@ -94,7 +94,7 @@ class ForkServer:
         self._log.parent.mkdir(parents=True, exist_ok=True)
         with self._log.open("ab") as output, theirs:
             self._process = subprocess.Popen(
-                [sys.executable, __file__, str(theirs.fileno())],
+                [sys.executable, "-P", __file__, str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -223,7 +223,7 @@ def _serve(control: socket.socket) -> tuple[dict[str, str], int, int] | None:
 
 
 def _become_engine(environment: dict[str, str], connection: int, log: int) -> None:
-    import engine_process
+    from tests.support import engine_process
 
     os.setsid()
     for stream in (1, 2):

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fork_server import ForkServer
-from harness import INERT_CONNECTOR, SHELF_CONNECTOR, Engine, engine_environment
+from tests.support.engines import INERT_CONNECTOR, SHELF_CONNECTOR, Engine, engine_environment
+from tests.support.fork_server import ForkServer
 
-_TESTS = Path(__file__).parents[1]
 #: Memory that must be free, in bytes, before an engine is started ahead of its tests.
 _ROOM = 6 << 30
 
@@ -27,7 +26,7 @@ class Places:
     own: Path
 
 
-def _on_shelf(path: Path, **extra: Any) -> dict[str, Any]:
+def _on_shelf(path: object, **extra: Any) -> dict[str, Any]:
     return {
         "connector": SHELF_CONNECTOR,
         "extra_config": {"shared_storage_path": str(path), **extra},
@@ -37,7 +36,7 @@ def _on_shelf(path: Path, **extra: Any) -> dict[str, Any]:
 #: 23 blocks of 128 tokens, 384 tokens a step: requests wait for each other and are preempted.
 _SMALL = {"num_gpu_blocks_override": 24, "max_num_batched_tokens": 384, "max_model_len": 2048}
 
-#: Arguments of every engine that tests know by name, see :class:`harness.Engine`.
+#: Arguments of every engine that tests know by name, see :class:`Engine`.
 ENGINES: dict[str, Callable[[Places], dict[str, Any]]] = {
     "inert": lambda at: {"model": at.model, "connector": INERT_CONNECTOR, "core": 0},
     "on_shelf": lambda at: {"model": at.model, **_on_shelf(at.shelf), "core": 1},
@@ -52,8 +51,7 @@ ENGINES: dict[str, Callable[[Places], dict[str, Any]]] = {
     "beside_device": lambda at: {
         "model": at.model,
         **_on_shelf(at.shelf),
-        "connector": ("ConnectorBesideADevice", "device_connector"),
-        "env": {"PYTHONPATH": os.pathsep.join(map(str, (_TESTS / "vllm", _TESTS / "native")))},
+        "connector": ("ConnectorBesideADevice", "tests.vllm.device_connector"),
         "core": 1,
     },
     "second": lambda at: {"model": at.model, **_on_shelf(at.shelf), "core": 0},
@@ -113,7 +111,7 @@ class Engines:
         return self._started[name]
 
     def start(self, name: str, **arguments: Any) -> Engine:
-        """Start an engine that no other test knows; see :class:`harness.Engine`."""
+        """Start an engine that no other test knows; see :class:`Engine`."""
         # Where tests run side by side, engines of different tests begin with different cores.
         first = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
         cores = sorted(os.sched_getaffinity(0))
@@ -122,6 +120,16 @@ class Engines:
         engine = Engine(log=log, forks=self._forks, **arguments)
         self._started.setdefault(name, engine)
         return engine
+
+    def on_shelf(
+        self, name: str, shelf: object, config: Mapping[str, Any] | None = None, **arguments: Any
+    ) -> Engine:
+        """Start an engine on a shelf, by default with the session's model.
+
+        `config` are further options of the connector; the others are those of :meth:`start`.
+        """
+        given = {"model": self.places.model, **_on_shelf(shelf, **(config or {}))}
+        return self.start(name, **(given | arguments))
 
     def stop_all(self) -> None:
         """Stop the engines; those that tests have stopped already are left alone."""

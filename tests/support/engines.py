@@ -28,8 +28,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from engine_process import HEED_PERMISSIONS
-from fork_server import ForkedProcess, ForkServer
+from tests.support.engine_process import HEED_PERMISSIONS
+from tests.support.fork_server import ForkedProcess, ForkServer
 
 START_TIMEOUT = 240.0
 REQUEST_TIMEOUT = 120.0
@@ -213,7 +213,8 @@ class Engine:
                 **(transfer or {}),
             }
         ours, theirs = socket.socketpair()
-        command = [sys.executable, str(Path(__file__).with_name("engine_process.py"))]
+        # -P: what lies beside the program is not to be found as modules of the top level.
+        command = [sys.executable, "-P", str(Path(__file__).with_name("engine_process.py"))]
         environment = engine_environment(core, env)
         if heed_permissions:
             environment[HEED_PERMISSIONS] = "1"

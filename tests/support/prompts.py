@@ -1,0 +1,26 @@
+"""Prompts, and their chunks."""
+
+from __future__ import annotations
+
+import random
+
+from kvshelf.format.keys import Chunk, KeyChain
+from kvshelf.format.objects import ObjectFormat
+
+
+def prompt(
+    length: int, seed: int = 0, shared: int = 0, *, unit: int = 1, rest: int = 0
+) -> list[int]:
+    """Make random tokens, of which the first `shared` are the same for every seed.
+
+    There are `length` times `unit` of them, and `rest` more: chunks of `unit` tokens, say.
+    """
+    common = random.Random("shared").choices(range(900), k=shared)
+    own = length * unit + rest - shared
+    return common + random.Random(seed).choices(range(900), k=own)
+
+
+def make_chunks(fmt: ObjectFormat, count: int, seed: int = 0) -> list[Chunk]:
+    """Make the chunks of a random prompt."""
+    tokens = prompt(count, seed, unit=fmt.chunk_size)
+    return KeyChain(fmt.namespace.digest, fmt.chunk_size).extend(tokens)
