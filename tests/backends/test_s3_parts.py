@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -36,20 +37,16 @@ class Far:
 
     def __init__(self, server: S3Server, proxy: DelayingProxy, prefix: str) -> None:
         endpoint = f"http://127.0.0.1:{proxy.port}"
-        options = {**server.options(), "endpoint_url": endpoint}
+        self.options = {**server.options(), "endpoint_url": endpoint}
         self.server = server
         self.proxy = proxy
-        self.backend = S3Backend(f"s3://{BUCKET}/{prefix}", options)
+        self.backend = S3Backend(f"s3://{BUCKET}/{prefix}", self.options)
         self.shelf = Shelf(self.backend)
         self.image = memoryview(bytearray(SIZE))
         fill(self.image)
         FMT.seal(self.image, CHUNK, 0)
         self.shelf.view(FMT).publish(ObjectRef(CHUNK, 0), self.image)
         self.name = self.shelf.view(FMT).name(ObjectRef(CHUNK, 0))
-        self.is_slow()
-
-    def is_slow(self) -> None:
-        self.backend._rate = 1e6
 
     def load(self) -> bytes:
         found = memoryview(bytearray(SIZE))
@@ -64,6 +61,11 @@ class Far:
     def put(self, data: bytes) -> None:
         key = f"{self.backend.url.rpartition('/')[2]}/{self.name}"
         self.server.client().put_object(Bucket=BUCKET, Key=key, Body=data)
+
+    def is_whole_again(self) -> bool:
+        """Whether a load makes all requests that it may: nothing of an earlier one is under way."""
+        self.put(bytes(self.image))
+        return not knows_ranges(self) or self.gets(self.load) == PARTS
 
 
 @pytest.fixture(scope="module", params=[pytest.param("moto", marks=pytest.mark.slow), "rclone"])
@@ -84,11 +86,15 @@ def far(
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(s3, "_LARGE_BYTES", 2 * MIB)
     monkeypatch.setattr(s3, "_PART_BYTES", MIB)
+    monkeypatch.setattr(s3, "_BODIES_AT_ONCE", PARTS)
+    monkeypatch.setattr(s3, "_SLOW_RATE", math.inf)
     host, _, port = server.endpoint.rpartition("/")[2].partition(":")
     with ExitStack() as stack:
         proxy = stack.enter_context(DelayingProxy(host, int(port), 0.0))
         far = Far(server, proxy, tmp_path.name)
         stack.callback(far.shelf.close)
+        # How fast the connection is, is known from now on.
+        assert far.gets(far.load) == 1
         yield far
 
 
@@ -99,32 +105,43 @@ def knows_ranges(far: Far) -> bool:
 
 def test_parts_give_the_same_bytes_or_the_server_is_asked_for_all_at_once(far: Far) -> None:
     def load() -> None:
-        far.is_slow()
         assert far.load() == far.image
 
     asked = far.gets(load)
     if knows_ranges(far):
         assert asked == PARTS
-        assert far.backend._knows_ranges
+        assert far.gets(load) == PARTS
     else:
         # Once it is tried, then never again.
         assert asked + 1 >= PARTS
         assert far.gets(load) == 1
-        assert not far.backend._knows_ranges
-    assert far.backend._bodies == 0
 
 
-def test_parts_are_for_slow_connections_and_idle_ones(far: Far) -> None:
-    far.backend._rate = 0.0
-    assert far.gets(far.load) == 1
-    assert far.backend._rate > 0
-    far.backend._rate = 1e9
-    assert far.gets(far.load) == 1
+def test_parts_are_for_slow_connections_and_idle_ones(
+    far: Far, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(s3, "_SLOW_RATE", 1.0)
+        assert far.gets(far.load) == 1
     # Where as many objects are under way as help, none is cut.
-    far.is_slow()
-    far.backend._note_bodies(16)
-    assert far.gets(far.load) == 1
-    far.backend._note_bodies(-16)
+    with ExitStack() as stack:
+        for _ in range(PARTS):
+            stack.enter_context(far.backend.open(far.name))
+        assert far.gets(far.load) == 1
+    assert far.is_whole_again()
+
+
+def test_small_objects_say_nothing_of_a_connection(far: Far) -> None:
+    def read() -> None:
+        with other.open_large(far.name, SIZE) as reader:
+            assert reader.read_into(memoryview(bytearray(SIZE)), 0) == SIZE
+
+    with closing(S3Backend(far.backend.url, far.options)) as other:
+        other.write("a/small", [b"x" * 1000])
+        other.read_into("a/small", memoryview(bytearray(1000)))
+        assert far.gets(read) == 1
+        if knows_ranges(far):
+            assert far.gets(read) == PARTS
 
 
 def test_a_connection_that_is_slow_is_noticed(far: Far) -> None:
@@ -143,7 +160,7 @@ def test_damage_in_any_part_is_found(far: Far, place: int) -> None:
     far.put(bytes(data))
     with pytest.raises(BadObjectError):
         far.load()
-    assert far.backend._bodies == 0
+    assert far.is_whole_again()
 
 
 @pytest.mark.parametrize("size", [0, 1000, MIB + 5, SIZE - 1, SIZE + 1])
@@ -151,14 +168,14 @@ def test_an_object_of_another_size_is_found(far: Far, size: int) -> None:
     far.put(bytes(far.image)[:size].ljust(size, b"x"))
     with pytest.raises(BadObjectError):
         far.load()
-    assert far.backend._bodies == 0
+    assert far.is_whole_again()
 
 
 def test_an_object_that_is_gone_is_missing(far: Far) -> None:
     far.backend.delete(far.name)
     with pytest.raises(ObjectMissingError):
         far.load()
-    assert far.backend._bodies == 0
+    assert far.is_whole_again()
 
 
 def test_a_part_that_comes_short_is_no_object(far: Far, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,10 +187,11 @@ def test_a_part_that_comes_short_is_no_object(far: Far, monkeypatch: pytest.Monk
         size, data = await get(name, start, end)
         return size, data[: len(data) - (7 if start == 2 * MIB else 0)]
 
-    monkeypatch.setattr(far.backend, "_get_part", short)
-    with pytest.raises(TransientStorageError, match="short read"):
-        far.load()
-    assert far.backend._bodies == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(far.backend, "_get_part", short)
+        with pytest.raises(TransientStorageError, match="short read"):
+            far.load()
+    assert far.is_whole_again()
 
 
 def test_a_part_that_fails_is_an_error_of_the_storage(
@@ -188,10 +206,11 @@ def test_a_part_that_fails_is_an_error_of_the_storage(
             raise ConnectionResetError("reset by peer")
         return await get(name, start, end)
 
-    monkeypatch.setattr(far.backend, "_get_part", broken)
-    with pytest.raises(TransientStorageError):
-        far.load()
-    assert far.backend._bodies == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(far.backend, "_get_part", broken)
+        with pytest.raises(TransientStorageError):
+            far.load()
+    assert far.is_whole_again()
 
 
 @pytest.fixture
@@ -228,7 +247,7 @@ def test_parts_go_on_after_there_was_no_thread_for_them(
             far.backend.open_large(far.name, SIZE)
     no_loop.undo()
     assert far.gets(far.load) + 1 >= PARTS
-    assert far.backend._bodies == 0
+    assert far.is_whole_again()
 
 
 def test_small_objects_are_never_cut(far: Far) -> None:
