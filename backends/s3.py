@@ -1,9 +1,8 @@
-"""Objects in a bucket of S3 or of an S3-compatible store, through the obstore library.
+"""Objects in a bucket of S3 or of an S3-compatible store.
 
-Owns the translation between S3 and the backend interface. :mod:`kvshelf.backends.s3_client` makes
-the client from the user's options, :mod:`kvshelf.backends.s3_errors` says what answers mean. If
-obstore is not installed, or an option needs s3fs, :func:`open_s3` opens the bucket through s3fs
-instead (:class:`S3fsBackend`).
+Owns the translation between S3 and the backend interface. The requests are made by a client
+(:class:`~kvshelf.backends.s3_client.Client`): obstore's, or s3fs's if obstore is not installed or
+an option needs s3fs. :mod:`kvshelf.backends.s3_errors` says what answers mean.
 
 Contracts
 ---------
@@ -17,26 +16,22 @@ Contracts
   condition, a HEAD precedes each PUT.
 * A store that ignores ``If-None-Match`` may tell two writers CREATED. Equal names hold equal bytes,
   so the second write does no harm.
-* obstore retries timeouts, 5xx and 429, with jitter, for a few seconds. A request that still fails
-  becomes one typed error that says what to do.
+* The client retries timeouts, 5xx and 429 for a few seconds. A request that still fails becomes
+  one typed error that says what to do.
 * Of a body no more bytes are taken than were asked for, whatever the server sends.
 * A server cannot keep a listing going for ever without rows, nor repeat itself for ever; see
   :meth:`S3Backend.list` and :meth:`S3Backend.folders`.
 * Neither ``url``, ``repr`` nor messages show keys, secrets or tokens.
-
-Batches of probes, the parts of an object, and listings run on an event loop in one thread of the
-backend, started when first needed. Everything else runs on the caller's thread, without the GIL.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import errno
 import threading
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Final
 from urllib.parse import urlsplit
@@ -56,42 +51,18 @@ from kvshelf.backends.base import (
     check_name,
     endless_listing,
 )
-from kvshelf.backends.generic import GenericBackend
-from kvshelf.backends.guard import THREAD_LIMIT, try_to_start
-from kvshelf.backends.oserrors import storage_error
-from kvshelf.backends.s3_client import (
-    CONNECT_SECONDS,
-    OPTIONS,
-    READ_SECONDS,
-    endpoint_of,
-    is_installed,
-    make_store,
-    mapping_of,
-    unknown_options,
-)
-from kvshelf.backends.s3_clock import Clock, time_of
-from kvshelf.backends.s3_errors import (
-    NO_CREDENTIALS,
-    RETRYABLE,
-    codes_of,
-    explain,
-    obstore_error,
-    unreachable_hint,
-)
+from kvshelf.backends.s3_client import PROBES_AT_ONCE, Body, Client, Part, Put, RangeError
+from kvshelf.backends.s3_options import OPTIONS, is_installed, unknown_options
 
 from kvshelf.errors import (
     ConfigError,
     ObjectMissingError,
     PermanentStorageError,
-    ProcessLimitError,
     StorageError,
     TransientStorageError,
 )
 from kvshelf.urls import shown_url
 
-_PROBES_AT_ONCE: Final = 64
-#: A body arrives in pieces of about this size.
-_STREAM_BYTES: Final = 1 << 20
 #: Objects of at least this size may be fetched in parts of about that size, ...
 _LARGE_BYTES: Final = 16 << 20
 _PART_BYTES: Final = 8 << 20
@@ -116,7 +87,7 @@ _SMALL_BYTES: Final = 64 << 10
 _PART_ALIGNMENT: Final = 1 << 20
 
 
-def open_s3(url: str, storage_options: Mapping[str, Any] | None = None) -> Backend:
+def open_s3(url: str, storage_options: Mapping[str, Any] | None = None) -> S3Backend:
     """Open ``s3://bucket/prefix``.
 
     Parameters
@@ -147,54 +118,79 @@ def open_s3(url: str, storage_options: Mapping[str, Any] | None = None) -> Backe
             f"storage_options: {', '.join(unknown)} can be used with client: s3fs only; obstore"
             f" takes {', '.join(sorted(OPTIONS))}"
         )
+    parts = urlsplit(url)
+    bucket, prefix = parts.netloc, parts.path.strip("/")
+    if not bucket or "@" in bucket or parts.query or parts.fragment:
+        raise ConfigError(
+            f"{shown_url(url)} is not a bucket:"
+            " expected s3://bucket/prefix; keys and endpoints go into storage_options"
+        )
+    shown = f"s3://{bucket}/{prefix}".rstrip("/")
     if client == "s3fs" or (client == "auto" and (unknown or not is_installed("obstore"))):
-        return S3fsBackend(url, options)
-    return S3Backend(url, options, checksum=checksum)
+        from kvshelf.backends.s3_s3fs import S3fsClient
+
+        return S3Backend(shown, S3fsClient(shown, options))
+    from kvshelf.backends.s3_obstore import ObstoreClient
+
+    return S3Backend(shown, ObstoreClient(bucket, prefix, options, checksum=checksum))
+
+
+class Rate:
+    """How many bytes per second one connection delivers, as measured by large bodies."""
+
+    def __init__(self) -> None:
+        self.bytes_per_second = 0.0
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether it is known, and so low that several connections deliver more."""
+        return 0 < self.bytes_per_second < _SLOW_RATE
+
+    def note(self, nbytes: int, seconds: float) -> None:
+        """Take note of a body."""
+        if nbytes >= _RATE_BYTES:
+            found = nbytes / max(seconds, 1e-6)
+            known = self.bytes_per_second or found
+            # The harmonic mean, which one fast body hardly changes.
+            self.bytes_per_second = 1 / (0.75 / known + 0.25 / found)
 
 
 class _StreamReader(Reader):
     """Reads the body of one GET as it arrives."""
 
-    def __init__(self, backend: S3Backend, name: str, result: Any) -> None:
-        meta = result.meta
-        self.size = int(meta["size"])
+    def __init__(self, backend: S3Backend, name: str, body: Body) -> None:
+        self.size = body.size
         self._backend = backend
         self._name = name
-        self._etag = meta.get("e_tag")
-        self._result: Any = result
-        self._body: Iterator[Any] | None = None
+        self._body: Body | None = body
+        self._etag = body.etag
         self._rest = memoryview(b"")
         self._position = 0
         self._waited = 0.0
-        self._open = True
 
     def read_into(self, buffer: memoryview, offset: int) -> int:
         view = buffer.cast("B")
         wanted = max(0, min(len(view), self.size - offset))
         if not wanted:
             return 0
-        try:
-            if offset != self._position or self._result is None:
-                return self._read_range(view[:wanted], offset)
-            return self._read_on(view[:wanted])
-        except StorageError:
-            raise
-        except Exception as exc:
-            raise self._backend._translate(exc, "reading", self._name) from exc
+        if offset == self._position and self._body is not None:
+            with self._backend._errors("reading", self._name):
+                return self._read_on(view[:wanted], self._body.pieces)
+        data = self._backend._fetch(self._name, offset, wanted, self._etag)
+        view[: len(data)] = data
+        return len(data)
 
-    def _read_on(self, view: memoryview) -> int:
-        if self._body is None:
-            self._body = iter(self._result.stream(min_chunk_size=_STREAM_BYTES))
+    def _read_on(self, view: memoryview, pieces: Iterator[memoryview]) -> int:
         done = 0
         while done < len(view):
             if not self._rest:
                 begin = time.monotonic()
-                piece = next(self._body, None)
+                piece = next(pieces, None)
                 self._waited += time.monotonic() - begin
                 if piece is None:
                     # The connection ended early: the caller sees too few bytes.
                     break
-                self._rest = memoryview(piece).cast("B")
+                self._rest = piece
                 continue
             part = self._rest[: len(view) - done]
             view[done : done + len(part)] = part
@@ -203,18 +199,12 @@ class _StreamReader(Reader):
         self._position += done
         return done
 
-    def _read_range(self, view: memoryview, offset: int) -> int:
-        data = self._backend._fetch(self._name, offset, len(view), self._etag)
-        view[: len(data)] = data
-        return len(data)
-
     def close(self) -> None:
-        if self._open:
-            self._open = False
+        body, self._body = self._body, None
+        if body is not None:
+            body.close()
             self._backend._note_bodies(-1)
-            self._backend._note_rate(self._position, self._waited)
-        # Dropping the body closes its connection.
-        self._result = self._body = None
+            self._backend.rate.note(self._position, self._waited)
         self._rest = memoryview(b"")
 
 
@@ -225,24 +215,23 @@ class _PartsReader(Reader):
         self,
         backend: S3Backend,
         name: str,
-        size: int,
-        first: Sequence[memoryview],
-        later: Sequence[tuple[int, Future[tuple[int, Sequence[memoryview]]]]],
+        first: Part,
+        later: Sequence[tuple[int, Future[Part]]],
     ) -> None:
-        self.size = size
+        self.size = first.size
         self._backend = backend
         self._name = name
         #: The current piece of the current part, the pieces that follow it, and the later parts;
         #: each with the offset of its first byte.
         self._piece = (0, memoryview(b""))
-        self._pieces = deque(_placed(0, first))
+        self._pieces = deque(_placed(0, backend._noted(first)))
         self._later = deque(later)
         self._bodies = 1 + len(later)
 
     def read_into(self, buffer: memoryview, offset: int) -> int:
         view = buffer.cast("B")
         done = 0
-        try:
+        with self._backend._errors("reading", self._name):
             while done < len(view):
                 start, data = self._piece
                 inside = offset + done - start
@@ -251,7 +240,7 @@ class _PartsReader(Reader):
                     continue
                 if inside == len(data) and self._later:
                     start, part = self._later.popleft()
-                    self._pieces.extend(_placed(start, part.result()[1]))
+                    self._pieces.extend(_placed(start, self._backend._noted(part.result())))
                     continue
                 piece = data[inside : inside + len(view) - done] if inside >= 0 else data[:0]
                 if not len(piece):
@@ -259,8 +248,6 @@ class _PartsReader(Reader):
                     break
                 view[done : done + len(piece)] = piece
                 done += len(piece)
-        except Exception as exc:
-            raise self._backend._translate(exc, "reading", self._name) from exc
         return done
 
     def close(self) -> None:
@@ -274,58 +261,43 @@ class _PartsReader(Reader):
 
 
 class S3Backend(Backend):
-    """Objects below ``s3://bucket/prefix``, through obstore.
+    """Objects below a prefix of a bucket.
 
     Parameters
     ----------
-    url, storage_options, checksum
-        See :func:`open_s3`.
+    url : str
+        ``s3://bucket/prefix``.
+    client : Client
+        Closed together with the backend.
+
+    Attributes
+    ----------
+    client : Client
+    rate : Rate
 
     Raises
     ------
-    ConfigError, StorageError
-        As :func:`open_s3`.
+    StorageError
+        If the bucket cannot be used.
     """
 
-    def __init__(
-        self,
-        url: str,
-        storage_options: Mapping[str, Any] | None = None,
-        *,
-        checksum: bool = True,
-    ) -> None:
-        options = dict(storage_options or {})
-        parts = urlsplit(url)
-        self._bucket = parts.netloc
-        if not self._bucket or "@" in self._bucket or parts.query or parts.fragment:
-            raise ConfigError(
-                f"{shown_url(url)} is not a bucket:"
-                " expected s3://bucket/prefix; keys and endpoints go into storage_options"
-            )
-        prefix = parts.path.strip("/")
-        self.url = f"s3://{self._bucket}/{prefix}".rstrip("/")
-        self._secrets = [
-            str(options[name]) for name in ("key", "secret", "token") if options.get(name)
-        ]
-        self._endpoint = endpoint_of(options)
-        self._store = make_store(self._bucket, prefix, options, self._endpoint, checksum)
-        config = self._store.config
-        server = config.get("endpoint") or f"https://s3.{config['region']}.amazonaws.com"
-        self._clock = Clock(server, options)
+    def __init__(self, url: str, client: Client) -> None:
+        self.url = url
+        self.client = client
+        self.rate = Rate()
         self._conditional = True
         self._knows_ranges = True
-        #: Bytes per second that one connection delivers, and requests for bodies in flight.
-        self._rate = 0.0
+        #: Requests for bodies in flight.
         self._bodies = 0
         #: Whether the store honours If-None-Match; None while that is unknown.
         self._honours_condition: bool | None = None
         self._learning = threading.Lock()
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._lock = threading.Lock()
-        self._check()
+        with self._errors("opening the shelf", "", seconds=_FOLDERS_SECONDS):
+            self.client.check(_FOLDERS_SECONDS)
 
     def __repr__(self) -> str:
-        return f"S3Backend({self.url!r})"
+        return f"S3Backend({self.url!r}, {self.client.library})"
 
     @property
     def properties(self) -> Properties:
@@ -334,37 +306,31 @@ class S3Backend(Backend):
             filesystem="s3",
             # A store that ignores If-None-Match does not say so.
             conditional_create=False,
-            concurrency=_PROBES_AT_ONCE,
-            probes_at_once=_PROBES_AT_ONCE,
+            concurrency=PROBES_AT_ONCE,
+            probes_at_once=PROBES_AT_ONCE,
             part_bytes=_LARGE_BYTES,
             probe_cost=10e-3,
-            # Includes the time to open a connection and obstore's own retries.
+            # Includes the time to open a connection and the client's own retries.
             deadlines=Deadlines(probe=5.0, read=15.0, write=15.0),
         )
 
-    def _check(self) -> None:
-        """Fail now if every later call would fail."""
-        rows = self._store.list(chunk_size=1)
-        self._ask(lambda: _next(rows), _FOLDERS_SECONDS, "opening the shelf", "")
-
     # ------------------------------------------------------------------------------------ errors
 
-    def _translate(
-        self, exc: Exception, what: str, name: str, *, writing: bool = False
-    ) -> StorageError:
-        """Return the typed error for an exception of obstore."""
-        text = str(exc)
-        for secret in self._secrets:
-            text = text.replace(secret, "***")
-        return obstore_error(
-            exc,
-            text,
-            what,
-            f"{self.url}/{name}" if name else self.url,
-            bucket=self._bucket,
-            endpoint=self._endpoint,
-            writing=writing,
-        )
+    @contextlib.contextmanager
+    def _errors(
+        self, what: str, name: str, *, writing: bool = False, seconds: float = 0.0
+    ) -> Iterator[None]:
+        """Make errors of the client typed ones; `seconds` after which a listing is dropped."""
+        try:
+            yield
+        except StorageError:
+            raise
+        except Exception as exc:
+            if seconds and isinstance(exc, TimeoutError):
+                path = f"{self.url}/{name}" if name else self.url
+                text = f"{what} failed: {endless_listing(seconds)}"
+                raise PermanentStorageError(errno.EOVERFLOW, text, path) from exc
+            raise self.client.error(exc, what, name, writing=writing) from exc
 
     # ------------------------------------------------------------------------------------ probes
 
@@ -375,74 +341,25 @@ class S3Backend(Backend):
         if len(names) == 1:
             return [self._answer(names[0], self._head(names[0]))]
         try:
-            loop = self._running_loop()
-        except TransientStorageError as error:
+            found = self.client.heads(names)
+        except StorageError as error:
             return [error] * len(names)
-        found = asyncio.run_coroutine_threadsafe(self._head_all(names), loop).result()
         return [self._answer(name, result) for name, result in zip(names, found, strict=True)]
 
-    def _head(self, name: str) -> Any:
+    def _head(self, name: str) -> ObjectInfo | Exception:
         try:
-            return self._store.head(name)
+            return self.client.head(name)
         except Exception as exc:  # noqa: BLE001 - the answer for this name only
             return exc
 
-    async def _head_all(self, names: Sequence[str]) -> list[Any]:
-        free = asyncio.Semaphore(_PROBES_AT_ONCE)
-
-        async def head(name: str) -> Any:
-            async with free:
-                return await self._store.head_async(name)
-
-        return await asyncio.gather(*map(head, names), return_exceptions=True)
-
-    def _running_loop(self) -> asyncio.AbstractEventLoop:
-        """Return the loop of the backend's own thread."""
-        with self._lock:
-            if self._loop is None:
-                loop = asyncio.new_event_loop()
-                # A daemon, so that a server which never answers cannot keep the process alive.
-                thread = threading.Thread(
-                    target=_serve, args=(loop,), name="kvshelf-s3", daemon=True
-                )
-                if not try_to_start(thread):
-                    loop.close()
-                    raise TransientStorageError(
-                        errno.EAGAIN,
-                        f"not tried: no thread could be started, {THREAD_LIMIT}",
-                        self.url,
-                    )
-                self._loop = loop
-            return self._loop
-
-    def _ask(
-        self, request: Callable[[], Awaitable[Any]], seconds: float, what: str, name: str
-    ) -> Any:
-        """Make a request whose answer can be of many pages, and drop it after `seconds`."""
-        loop = self._running_loop()
-
-        async def ask() -> Any:
-            return await asyncio.wait_for(request(), seconds)
-
-        try:
-            return asyncio.run_coroutine_threadsafe(ask(), loop).result()
-        except (TimeoutError, asyncio.TimeoutError) as exc:
-            raise PermanentStorageError(
-                errno.EOVERFLOW,
-                f"{what} failed: {endless_listing(seconds)}",
-                f"{self.url}/{name}" if name else self.url,
-            ) from exc
-        except Exception as exc:
-            raise self._translate(exc, what, name) from exc
-
-    def _answer(self, name: str, found: Any) -> StatResult:
+    def _answer(self, name: str, found: ObjectInfo | BaseException) -> StatResult:
         if isinstance(found, FileNotFoundError):
             return None
         if isinstance(found, Exception):
-            return self._translate(found, "probing", name)
+            return self.client.error(found, "probing", name)
         if isinstance(found, BaseException):
             raise found
-        return int(found["size"])
+        return found.size
 
     def info(self, name: str) -> ObjectInfo | None:
         """Size and time of one object."""
@@ -450,78 +367,54 @@ class S3Backend(Backend):
         answer = self._answer(name, found)
         if isinstance(answer, StorageError):
             raise answer
-        return None if answer is None else _object_info(name, found)
+        return found if isinstance(found, ObjectInfo) else None
 
     # ------------------------------------------------------------------------------------- reads
 
     def open(self, name: str) -> Reader:
         """Request one object; its body is fetched as it is read."""
         check_name(name)
-        try:
-            found = self._store.get(name)
-        except Exception as exc:
-            raise self._translate(exc, "opening", name) from exc
+        with self._errors("opening", name):
+            body = self.client.get(name)
         self._note_bodies(1)
-        return _StreamReader(self, name, found)
+        return _StreamReader(self, name, body)
 
     def open_large(self, name: str, size: int) -> Reader:
         """Request the parts of one object in parallel if that is faster."""
         check_name(name)
         count = min(-(-size // _PART_BYTES), _BODIES_AT_ONCE - self._bodies)
-        if count < 2 or not self._knows_ranges or not 0 < self._rate < _SLOW_RATE:
+        if count < 2 or not self._knows_ranges or not self.rate.is_slow:
             return self.open(name)
         step = -(-size // count)
         step += -step % _PART_ALIGNMENT
         starts = range(0, size, step)
-        loop = self._running_loop()
+        parts: list[Future[Part]] = []
         self._note_bodies(len(starts))
-        parts = [
-            asyncio.run_coroutine_threadsafe(
-                self._get_part(name, start, min(start + step, size)), loop
-            )
-            for start in starts
-        ]
-        try:
-            found, first = parts[0].result()
-        except BaseException as exc:
-            for part in parts:
-                part.cancel()
-            self._note_bodies(-len(parts))
-            if not isinstance(exc, Exception):
-                raise
-            if "range" in str(exc).lower():
+        with self._errors("opening", name):
+            try:
+                parts.extend(
+                    self.client.part(name, start, min(start + step, size)) for start in starts
+                )
+                first = parts[0].result()
+            except BaseException as exc:
+                for part in parts:
+                    part.cancel()
+                self._note_bodies(-len(starts))
+                if not isinstance(exc, RangeError):
+                    raise
                 # A server that answers with the whole object does not support ranges: stop using
-                # them. Any other range error means the size is wrong; the reader will detect it.
-                self._knows_ranges = "non-partial" not in str(exc)
+                # them. Otherwise the size is wrong; the reader will detect it.
+                self._knows_ranges = not exc.whole
                 return self.open(name)
-            raise self._translate(exc, "opening", name) from exc
-        return _PartsReader(self, name, found, first, list(zip(starts, parts, strict=True))[1:])
+        return _PartsReader(self, name, first, list(zip(starts, parts, strict=True))[1:])
 
-    async def _get_part(self, name: str, start: int, end: int) -> tuple[int, Sequence[memoryview]]:
-        """Return the size of an object and the bytes of one part, in pieces."""
-        found = await self._store.get_async(name, options={"range": (start, end)})
-        begin = time.monotonic()
-        pieces = []
-        left = end - start
-        async for piece in found.stream(min_chunk_size=_STREAM_BYTES):
-            pieces.append(memoryview(piece).cast("B")[:left])
-            left -= len(pieces[-1])
-            if not left:
-                break
-        self._note_rate(end - start - left, time.monotonic() - begin)
-        return int(found.meta["size"]), pieces
+    def _noted(self, part: Part) -> Sequence[memoryview]:
+        self.rate.note(sum(map(len, part.pieces)), part.seconds)
+        return part.pieces
 
     def _note_bodies(self, more: int) -> None:
         with self._lock:
             self._bodies += more
-
-    def _note_rate(self, nbytes: int, seconds: float) -> None:
-        """Update the measured rate of one connection."""
-        if nbytes >= _RATE_BYTES:
-            found = nbytes / max(seconds, 1e-6)
-            known = self._rate or found
-            # The harmonic mean, which one fast body hardly changes.
-            self._rate = 1 / (0.75 / known + 0.25 / found)
 
     def read_into(self, name: str, buffer: memoryview, offset: int = 0) -> int:
         """Read part of one object, without fetching the rest."""
@@ -541,20 +434,12 @@ class S3Backend(Backend):
     def _fetch(self, name: str, offset: int, length: int, etag: str | None = None) -> memoryview:
         if not length:
             return memoryview(b"")
-        options: dict[str, Any] = {"range": (offset, offset + length)}
-        if etag:
-            options["if_match"] = etag
-        try:
-            return _body(self._store.get(name, options=options), 0, length)
-        except Exception as exc:
-            if "range" not in str(exc).lower():
-                raise self._translate(exc, "reading", name) from exc
-        # Some servers answer a range request with the whole object.
-        try:
-            whole = self._store.get(name, options={"if_match": etag} if etag else {})
-            return _body(whole, offset, length)
-        except Exception as exc:
-            raise self._translate(exc, "reading", name) from exc
+        with self._errors("reading", name):
+            try:
+                return _read(self.client.get(name, offset, offset + length, etag), 0, length)
+            except RangeError:
+                # Some servers answer a range request with the whole object.
+                return _read(self.client.get(name, etag=etag), offset, length)
 
     # ------------------------------------------------------------------------------------ writes
 
@@ -568,7 +453,7 @@ class S3Backend(Backend):
         if mode == "create":
             return self._create(name, data)
         existed = self.probe(name)
-        self._put(name, data, "overwrite")
+        self._put(name, data, create=False)
         return WriteResult.CREATED if existed is None else WriteResult.REPLACED
 
     def _learn(self, name: str, data: Any) -> None:
@@ -578,11 +463,11 @@ class S3Backend(Backend):
         if not self._learning.acquire(blocking=False):
             return
         try:
-            self._store.put(name, data, mode="create", use_multipart=False)
-            self._honours_condition = False
-        except Exception as exc:  # noqa: BLE001 - it stays unknown
-            if type(exc).__name__ == "AlreadyExistsError" and "409" not in codes_of(str(exc)):
-                self._honours_condition = True
+            # Otherwise it stays unknown.
+            with contextlib.suppress(StorageError):
+                put = self._put(name, data, create=True)
+                if put in (Put.DONE, Put.EXISTS):
+                    self._honours_condition = put is Put.EXISTS
         finally:
             self._learning.release()
 
@@ -599,25 +484,18 @@ class S3Backend(Backend):
     def _create(self, name: str, data: Any) -> WriteResult:
         if not self._honours_condition and self._is_there(name, data):
             return WriteResult.EXISTED
-        if not self._conditional:
-            self._put(name, data, "overwrite")
-            return WriteResult.CREATED
         for _ in range(_CONFLICTS):
-            try:
-                self._store.put(name, data, mode="create", use_multipart=False)
-                self._learn(name, data)
+            put = self._put(name, data, create=self._conditional)
+            if put is Put.DONE:
+                if self._conditional:
+                    self._learn(name, data)
                 return WriteResult.CREATED
-            except Exception as exc:
-                kind, text = type(exc).__name__, str(exc)
-                if kind == "AlreadyExistsError" and "409" not in codes_of(text):
-                    return WriteResult.EXISTED
-                if kind == "NotSupportedError" or codes_of(text) & {"501", "NotImplemented"}:
-                    self._conditional = False
-                    self._put(name, data, "overwrite")
-                    return WriteResult.CREATED
-                if kind != "AlreadyExistsError":
-                    raise self._translate(exc, "writing", name, writing=True) from exc
-            # 409: another writer is creating the same name. Either it succeeds, or we retry.
+            if put is Put.EXISTS:
+                return WriteResult.EXISTED
+            if put is Put.UNSUPPORTED:
+                self._conditional = False
+                continue
+            # Another writer is creating the same name. Either it succeeds, or we retry.
             if self.stat([name])[0] is not None:
                 return WriteResult.EXISTED
         raise TransientStorageError(
@@ -626,11 +504,9 @@ class S3Backend(Backend):
             f"{self.url}/{name}",
         )
 
-    def _put(self, name: str, data: Any, mode: str) -> None:
-        try:
-            self._store.put(name, data, mode=mode, use_multipart=False)
-        except Exception as exc:
-            raise self._translate(exc, "writing", name, writing=True) from exc
+    def _put(self, name: str, data: Any, *, create: bool) -> Put:
+        with self._errors("writing", name, writing=True):
+            return self.client.put(name, data, create=create)
 
     # ---------------------------------------------------------------------------------- listings
 
@@ -648,32 +524,29 @@ class S3Backend(Backend):
 
     def _rows(self, prefix: str, wanted: Callable[[str], bool]) -> Iterator[ObjectInfo]:
         folder = check_name(prefix) + "/" if prefix else ""
-        stream = self._store.list(prefix or None, chunk_size=_ROWS)
+        pages = self.client.rows(prefix, _ROWS, _ROWS_SECONDS)
         cycle = _Cycle()
-        while rows := self._ask(lambda: _next(stream), _ROWS_SECONDS, "listing", prefix):
+        while True:
+            with self._errors("listing", prefix, seconds=_ROWS_SECONDS):
+                rows = next(pages, None)
+            if rows is None:
+                return
             for row in rows:
-                name = str(row["path"])
-                if cycle.closes(name):
+                if cycle.closes(row.name):
                     raise PermanentStorageError(
                         errno.ELOOP,
                         "listing failed: the server lists the same objects again and again",
                         f"{self.url}/{prefix}" if prefix else self.url,
                     )
-                inside = name[len(folder) :]
-                if name.startswith(folder) and wanted(inside):
-                    yield _object_info(name, row)
+                if row.name.startswith(folder) and wanted(row.name[len(folder) :]):
+                    yield row
 
     def folders(self, prefix: str = "") -> Sequence[str]:
         """Names of the folders directly below `prefix`."""
         if prefix:
             check_name(prefix)
-        found = self._ask(
-            lambda: self._store.list_with_delimiter_async(prefix or None),
-            _FOLDERS_SECONDS,
-            "listing",
-            prefix,
-        )
-        names = (str(path).rstrip("/").rpartition("/")[2] for path in found["common_prefixes"])
+        with self._errors("listing", prefix, seconds=_FOLDERS_SECONDS):
+            names = self.client.folders(prefix, _FOLDERS_SECONDS)
         return sorted(name for name in names if name and name[0] != "." and name.isascii())
 
     # ------------------------------------------------------------------------------ other changes
@@ -683,11 +556,10 @@ class S3Backend(Backend):
         if self.probe(name) is None:
             return False
         try:
-            self._store.delete(name)
+            with self._errors("deleting", name, writing=True):
+                self.client.delete(name)
         except FileNotFoundError:
             return False
-        except Exception as exc:
-            raise self._translate(exc, "deleting", name, writing=True) from exc
         return True
 
     def quarantine(self, name: str, target: str) -> bool:
@@ -702,113 +574,12 @@ class S3Backend(Backend):
 
     def now(self) -> float | None:
         """Return the time at which the server answers a request."""
-        try:
-            return self._clock.now()
-        except OSError as exc:
-            raise storage_error(exc, "asking for the time", self.url) from exc
+        with self._errors("asking for the time", ""):
+            return self.client.now()
 
     def close(self) -> None:
-        """Stop the event loop's thread."""
-        with self._lock:
-            loop, self._loop = self._loop, None
-        if loop is not None:
-            loop.call_soon_threadsafe(loop.stop)
-
-
-class S3fsBackend(GenericBackend):
-    """Objects below ``s3://bucket/prefix``, through s3fs.
-
-    Parameters
-    ----------
-    url : str
-    storage_options : Mapping, optional
-        Passed to s3fs, with default timeouts.
-
-    Raises
-    ------
-    ConfigError, StorageError
-        As :func:`open_s3`.
-    """
-
-    def __init__(self, url: str, storage_options: Mapping[str, Any] | None = None) -> None:
-        options = dict(storage_options or {})
-        self._bucket = urlsplit(url).netloc.rpartition("@")[2]
-        self._endpoint = endpoint_of(options)
-        options["config_kwargs"] = {
-            "connect_timeout": CONNECT_SECONDS,
-            "read_timeout": READ_SECONDS,
-            # Loads verify objects by their own hashes. Checking the store's checksum as well would
-            # turn a damaged object into a storage error, and such an object is never repaired.
-            "response_checksum_validation": "when_required",
-            **mapping_of(options, "config_kwargs"),
-        }
-        super().__init__(url, options)
-        self._check()
-
-    def _check(self) -> None:
-        """Fail now if every later call would fail."""
-        prefix = self._root.partition("/")[2]
-        try:
-            self._fs.call_s3("list_objects_v2", Bucket=self._bucket, Prefix=prefix, MaxKeys=1)
-        except Exception as exc:
-            raise self._translate(exc, "opening the shelf", "") from exc
-
-    def now(self) -> float | None:
-        """Return the time at which the server answers a request."""
-        prefix = self._root.partition("/")[2]
-        try:
-            answer = self._fs.call_s3(
-                "list_objects_v2", Bucket=self._bucket, Prefix=prefix, MaxKeys=1
-            )
-        except Exception as exc:
-            raise self._translate(exc, "asking for the time", "") from exc
-        return time_of(answer["ResponseMetadata"]["HTTPHeaders"].get("date"))
-
-    def _translate(
-        self, exc: Exception, what: str, name: str, *, writing: bool = False
-    ) -> StorageError:
-        """Return the typed error for the store's answer, if there was one."""
-        path = f"{self.url}/{name}" if name else self.url
-        answer = getattr(exc.__cause__ or exc, "response", None)
-        if not isinstance(answer, Mapping):
-            if type(exc).__name__ == "NoCredentialsError":
-                raise ConfigError(NO_CREDENTIALS) from exc
-            error = super()._translate(exc, what, name, writing=writing)
-            unreachable = isinstance(error, TransientStorageError) and "endpoint" in str(exc)
-            if unreachable and not isinstance(error, ProcessLimitError):
-                hint = unreachable_hint(self._endpoint)
-                return TransientStorageError(errno.EIO, f"{what} failed: {hint}", path)
-            return error
-        said = answer.get("Error", {})
-        status = answer.get("ResponseMetadata", {}).get("HTTPStatusCode")
-        codes = {str(said.get("Code", "")), str(status)}
-        text = self._clean(f"{said.get('Code', '')}: {said.get('Message', '')}")
-        known = explain(codes, text, self._bucket, self._endpoint, writing=writing)
-        if known is not None:
-            make, number, hint = known
-            return make(number, f"{what} failed: {text}; {hint}", path)
-        if codes & RETRYABLE:
-            return TransientStorageError(errno.EIO, f"{what} failed: {text}", path)
-        return super()._translate(exc, what, name, writing=writing)
-
-
-# --------------------------------------------------------------------------------------- helpers
-
-
-def _serve(loop: asyncio.AbstractEventLoop) -> None:
-    try:
-        loop.run_forever()
-        loop.run_until_complete(_drop_tasks())
-    finally:
-        loop.close()
-
-
-async def _drop_tasks() -> None:
-    """Cancel the tasks that are left when the backend is closed."""
-    left = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in left:
-        task.cancel()
-    await asyncio.gather(*left, return_exceptions=True)
+        """Close the client."""
+        self.client.close()
 
 
 def _placed(start: int, pieces: Sequence[memoryview]) -> Iterator[tuple[int, memoryview]]:
@@ -818,24 +589,21 @@ def _placed(start: int, pieces: Sequence[memoryview]) -> Iterator[tuple[int, mem
         start += len(piece)
 
 
-def _body(result: Any, skip: int, length: int) -> memoryview:
+def _read(body: Body, skip: int, length: int) -> memoryview:
     """Return `length` bytes of a body behind `skip` others, fewer at its end; read no more."""
     data = memoryview(bytearray(length))
     done = 0
-    for piece in result.stream(min_chunk_size=_STREAM_BYTES):
-        view = memoryview(piece).cast("B")
-        part = view[skip : skip + length - done]
-        skip = max(0, skip - len(view))
-        data[done : done + len(part)] = part
-        done += len(part)
-        if done == length:
-            break
+    try:
+        for piece in body.pieces:
+            part = piece[skip : skip + length - done]
+            skip = max(0, skip - len(piece))
+            data[done : done + len(part)] = part
+            done += len(part)
+            if done == length:
+                break
+    finally:
+        body.close()
     return data[:done]
-
-
-async def _next(stream: Any) -> Any:
-    """Return the next rows of a listing, None at its end."""
-    return await anext(stream, None)
 
 
 class _Cycle:
@@ -867,7 +635,3 @@ def _is_listed(name: str) -> bool:
 
 def _is_name(name: str) -> bool:
     return name.isascii() and not any(part in ("", ".", "..") for part in name.split("/"))
-
-
-def _object_info(name: str, row: Any) -> ObjectInfo:
-    return ObjectInfo(name, int(row["size"]), row["last_modified"].timestamp())

@@ -15,7 +15,7 @@ from typing import Any, Final
 from urllib.error import HTTPError, URLError
 from urllib.request import HTTPRedirectHandler, HTTPSHandler, Request, build_opener
 
-from kvshelf.backends.s3_client import mapping_of, verify_of
+from kvshelf.backends.s3_options import mapping_of, verify_of
 
 _SECONDS: Final = 10.0
 

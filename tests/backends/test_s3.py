@@ -319,7 +319,7 @@ def test_options_that_cannot_be(url: str, options: dict[str, Any], message: str)
 @needs_moto
 def test_options_that_only_s3fs_knows_are_given_to_s3fs(server: S3Server) -> None:
     with closing(opened(server, cache_regions=False)) as backend:
-        assert repr(backend).startswith("S3fsBackend")
+        assert repr(backend).endswith("s3fs)")
         assert backend.write("x", [b"1"]) is WriteResult.CREATED
 
 

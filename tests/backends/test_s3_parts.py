@@ -6,6 +6,7 @@ import importlib.util
 import math
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ from typing import Any
 import pytest
 from kvshelf.backends import s3
 from kvshelf.backends.breaker import LEAST_FAILURES
-from kvshelf.backends.s3 import S3Backend
+from kvshelf.backends.s3 import Rate, open_s3
+from kvshelf.backends.s3_client import Part
 
 from benchmarks.proxy import DelayingProxy
 from benchmarks.samples import LARGE, fill, make_chunks, make_format
@@ -40,7 +42,7 @@ class Far:
         self.options = {**server.options(), "endpoint_url": endpoint}
         self.server = server
         self.proxy = proxy
-        self.backend = S3Backend(f"s3://{BUCKET}/{prefix}", self.options)
+        self.backend = open_s3(f"s3://{BUCKET}/{prefix}", self.options)
         self.shelf = Shelf(self.backend)
         self.image = memoryview(bytearray(SIZE))
         fill(self.image)
@@ -136,7 +138,7 @@ def test_small_objects_say_nothing_of_a_connection(far: Far) -> None:
         with other.open_large(far.name, SIZE) as reader:
             assert reader.read_into(memoryview(bytearray(SIZE)), 0) == SIZE
 
-    with closing(S3Backend(far.backend.url, far.options)) as other:
+    with closing(open_s3(far.backend.url, far.options)) as other:
         other.write("a/small", [b"x" * 1000])
         other.read_into("a/small", memoryview(bytearray(1000)))
         assert far.gets(read) == 1
@@ -144,13 +146,21 @@ def test_small_objects_say_nothing_of_a_connection(far: Far) -> None:
             assert far.gets(read) == PARTS
 
 
-def test_a_connection_that_is_slow_is_noticed(far: Far) -> None:
-    far.backend._rate = 0.0
+def test_a_connection_that_is_slow_is_noticed() -> None:
+    rate = Rate()
+    assert not rate.is_slow
     for _ in range(20):
-        far.backend._note_rate(8 * MIB, 0.2)
-    assert 30e6 < far.backend._rate < 60e6
-    far.backend._note_rate(1000, 1.0)
-    assert far.backend._rate > 30e6
+        rate.note(8 * MIB, 0.2)
+    assert 30e6 < rate.bytes_per_second < 60e6
+    assert rate.is_slow
+    rate.note(1000, 1.0)
+    assert rate.bytes_per_second > 30e6
+    # One that was buffered changes little, many do.
+    rate.note(8 * MIB, 1e-3)
+    assert rate.is_slow
+    for _ in range(20):
+        rate.note(8 * MIB, 1e-3)
+    assert not rate.is_slow
 
 
 @pytest.mark.parametrize("place", [100, FMT.data_offset + 5, 2 * MIB + 17, SIZE - 1])
@@ -181,14 +191,13 @@ def test_an_object_that_is_gone_is_missing(far: Far) -> None:
 def test_a_part_that_comes_short_is_no_object(far: Far, monkeypatch: pytest.MonkeyPatch) -> None:
     if not knows_ranges(far):
         pytest.skip("this server knows no ranges")
-    get = far.backend._get_part
+    get = far.backend.client.part
 
-    async def short(name: str, start: int, end: int) -> tuple[int, memoryview]:
-        size, data = await get(name, start, end)
-        return size, data[: len(data) - (7 if start == 2 * MIB else 0)]
+    def short(name: str, start: int, end: int) -> Future[Part]:
+        return get(name, start, end - (7 if start == 2 * MIB else 0))
 
     with monkeypatch.context() as patch:
-        patch.setattr(far.backend, "_get_part", short)
+        patch.setattr(far.backend.client, "part", short)
         with pytest.raises(TransientStorageError, match="short read"):
             far.load()
     assert far.is_whole_again()
@@ -199,15 +208,17 @@ def test_a_part_that_fails_is_an_error_of_the_storage(
 ) -> None:
     if not knows_ranges(far):
         pytest.skip("this server knows no ranges")
-    get = far.backend._get_part
+    get = far.backend.client.part
 
-    async def broken(name: str, start: int, end: int) -> tuple[int, memoryview]:
-        if start == 3 * MIB:
-            raise ConnectionResetError("reset by peer")
-        return await get(name, start, end)
+    def broken(name: str, start: int, end: int) -> Future[Part]:
+        if start != 3 * MIB:
+            return get(name, start, end)
+        failed: Future[Part] = Future()
+        failed.set_exception(ConnectionResetError("reset by peer"))
+        return failed
 
     with monkeypatch.context() as patch:
-        patch.setattr(far.backend, "_get_part", broken)
+        patch.setattr(far.backend.client, "part", broken)
         with pytest.raises(TransientStorageError):
             far.load()
     assert far.is_whole_again()
