@@ -326,7 +326,9 @@ class _Name:
     """A name whose end can be noticed."""
 
 
-def test_names_of_objects_that_are_gone_are_forgotten() -> None:
+@pytest.mark.parametrize("removed", [1, 3])
+def test_names_of_objects_that_are_gone_are_forgotten(removed: int) -> None:
+    """They are evicted, or all of them are removed before."""
     residents = Residents(64 * PAGE)
     names: weakref.WeakSet[_Name] = weakref.WeakSet()
     name: _Name | None = None
@@ -339,7 +341,7 @@ def test_names_of_objects_that_are_gone_are_forgotten() -> None:
             assert residents.publish(slot)
         else:
             residents.abandon(slot)
-        if not count % 3:
+        if not count % removed:
             residents.remove(name)
     assert len(names) < 500
 
@@ -358,7 +360,7 @@ class ResidentsMachine(RuleBasedStateMachine):
     CAPACITY = 32 * PAGE
     BORDERS: tuple[int, ...] = ()
     SIZES = st.integers(1, 12 * PAGE)
-    NAMES = st.integers(0, 30)
+    NAMES = st.integers(0, 11)
 
     def __init__(self) -> None:
         super().__init__()
@@ -404,8 +406,16 @@ class ResidentsMachine(RuleBasedStateMachine):
         return gone
 
     @rule(name=NAMES, parent=st.none() | NAMES, data=st.data())
+    def put(self, name: int, parent: int | None, data: st.DataObject) -> None:
+        slot = self.make_room(name, parent, data.draw(self.SIZES))
+        if slot is not None:
+            self.let_be_found(slot, pinned=False)
+
+    @rule(name=NAMES, parent=st.none() | NAMES, data=st.data())
     def reserve(self, name: int, parent: int | None, data: st.DataObject) -> None:
-        nbytes = data.draw(self.SIZES)
+        self.make_room(name, parent, data.draw(self.SIZES))
+
+    def make_room(self, name: int, parent: int | None, nbytes: int) -> Slot | None:
         evicted = self.residents.stats().evictions
         longest = self.longest_run()
         slot = self.residents.reserve(name, nbytes, parent=parent)
@@ -414,16 +424,20 @@ class ResidentsMachine(RuleBasedStateMachine):
         assert len(gone) == self.residents.stats().evictions - evicted
         if slot is None:
             assert not gone
-            return
+            return None
         assert self.told.get(slot.number, 0) == slot.generation
         self.reserved.append(slot)
         self.most_live = max(self.most_live, len(self.live()))
         assert slot.number < self.most_live <= self.residents.most_slots
+        return slot
 
     @precondition(lambda self: self.reserved)
     @rule(data=st.data(), pinned=st.booleans())
     def publish(self, data: st.DataObject, pinned: bool) -> None:
-        slot = self.reserved.pop(data.draw(st.integers(0, len(self.reserved) - 1)))
+        self.let_be_found(data.draw(st.sampled_from(self.reserved)), pinned=pinned)
+
+    def let_be_found(self, slot: Slot, *, pinned: bool) -> None:
+        self.reserved.remove(slot)
         assert isinstance(slot.name, int)
         published = self.residents.publish(slot, pinned=pinned)
         assert published == (slot.name not in self.known and slot not in self.refused)
@@ -520,7 +534,7 @@ class BorderedMachine(ResidentsMachine):
 class EqualMachine(ResidentsMachine):
     """The same with objects of one page each: which one is evicted is known."""
 
-    CAPACITY = 12 * PAGE
+    CAPACITY = 5 * PAGE
     SIZES = st.just(PAGE)
 
     def notice_evictions(self) -> list[Slot]:
