@@ -17,8 +17,10 @@ from kvshelf.backends.wrappers import ReadOnlyBackend
 
 from kvshelf.errors import NoSpaceStorageError, PermanentStorageError, TransientStorageError
 from kvshelf.format.keys import Chunk, KeyChain
-from kvshelf.shelf.sweep import Sweep
+from kvshelf.metrics import Counters
+from kvshelf.shelf.sweep import Leftover, Sweep
 from kvshelf.shelf.tiers import TieredView
+from kvshelf.shelf.view import ShelfView
 from kvshelf.transfer.promises import Promises
 from kvshelf.transfer.stores import OnStored, StoreOutcome, StoreResult
 from tests.support.formats import make_format
@@ -130,26 +132,44 @@ def test_what_is_not_an_attempt_harms_nothing(rig: Rig, promises: Promises) -> N
     assert (rig.count("promises_broken"), rig.count("markers_written")) == (2, 1)
 
 
+class NotedSweep(Sweep):
+    """Notes what it is told, and deletes nothing."""
+
+    def __init__(self, counters: Counters) -> None:
+        super().__init__(1000.0, counters)
+        self.begun = 0
+        self.written: list[object] = []
+
+    def begin(self, view: ShelfView) -> None:
+        self.begun += 1
+
+    def wrote(self, view: ShelfView, leftover: Leftover) -> None:
+        self.written.append(leftover)
+
+
 def test_tails_and_markers_are_given_to_the_sweep(rig: Rig) -> None:
-    sweep = Sweep(1000.0, rig.counters)
+    sweep = NotedSweep(rig.counters)
     view = rig.shelf.view(FMT)
     promises = Promises(view, (0, 1), rig.counters, sweep=sweep)
     chain = KeyChain(FMT.namespace.digest, FMT.chunk_size)
     chain.extend(range(FMT.chunk_size + 3))
     tail = chain.tail()
     assert tail is not None
-    assert sweep._thread is None
+    assert not sweep.begun
     done = promises.watch(ONE)
-    assert sweep._thread is not None
+    assert sweep.begun
     done(chain.chunks[0], StoreResult.PUBLISHED)
-    assert not sweep._own
+    assert not sweep.written
     done(tail, StoreResult.PUBLISHED)
     promises.note(TWO, tail, KNOWN)
-    assert [name for _, name in sweep._own] == [(tail, 0), (tail, 1)]
+    assert set(sweep.written) == {(tail, 0), (tail, 1)}
     done(tail, StoreResult.FAILED)
     promises.close(PATIENCE)
-    assert [name for _, name in sweep._own][2:] == [ONE]
-    sweep.close()
+    assert sweep.written[-1] == ONE
+
+
+def threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name.startswith("kvshelf-marker")}
 
 
 # ------------------------------------------------------------------------------- trouble
@@ -201,6 +221,7 @@ def test_on_a_read_only_shelf_promises_are_broken_in_silence(tmp_path: Path) -> 
 def test_a_storage_that_hangs_holds_up_neither_a_step_nor_the_end(
     rig: Rig, promises: Promises, backend: FaultyBackend
 ) -> None:
+    before = threads()
     gate = threading.Event()
     backend.add(Fault("write", "*gave-up*", wait=gate))
     for attempt in ATTEMPTS:
@@ -210,9 +231,9 @@ def test_a_storage_that_hangs_holds_up_neither_a_step_nor_the_end(
     promises.give_up("f" * 32)
     gate.set()
     # The process lives on: so do the markers that were asked for.
-    until(lambda: marked(rig) == set(ATTEMPTS))
-    assert promises._thread is not None
-    until(lambda: not promises._thread.is_alive())
+    until(lambda: rig.count("markers_written") == len(ATTEMPTS))
+    until(lambda: not threads() - before)
+    assert marked(rig) == set(ATTEMPTS)
     assert rig.count("markers_written") == len(ATTEMPTS)
 
 
