@@ -31,6 +31,7 @@ Long files
     More than :data:`MOST_LINES` lines.
 Lines
     All lines, and code: lines that are neither blank nor only comment nor part of a docstring.
+    Those of tests are with ``tests/support``, which other tests use as well.
 
 The rooms that a load enters, one after the other, are not counted: which method of a class is
 called, and how often, is not in the syntax.
@@ -130,7 +131,7 @@ def rooms(root: Path) -> list[Module]:
 
 
 def tests(root: Path) -> list[Module]:
-    """Return the tests of the rooms, with what else is in their folders."""
+    """Return the tests of the rooms, with what else is in their folders, and what all share."""
     folder = root / "tests"
     found = [
         module
@@ -139,7 +140,7 @@ def tests(root: Path) -> list[Module]:
     ]
     for name in MODULES:
         found += read(folder.glob(f"test_{name}"), name.removesuffix(".py"), folder)
-    return found
+    return found + read((folder / "support").rglob("*.py"), "support", folder)
 
 
 # ------------------------------------------------------------------------------------ single counts

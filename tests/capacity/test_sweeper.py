@@ -34,6 +34,7 @@ from tests.capacity.shelves import Place
 from tests.support.formats import make_format
 from tests.support.prompts import make_chunks
 from tests.support.storages import Fault, LaterBackend
+from tests.support.threads import named
 from tests.support.waiting import until
 
 HOUR = 3600.0
@@ -98,10 +99,6 @@ def later(place: Place, monkeypatch: pytest.MonkeyPatch) -> Callable[[float], No
     return let_pass
 
 
-def threads() -> set[threading.Thread]:
-    return {thread for thread in threading.enumerate() if thread.name == "kvshelf-capacity"}
-
-
 def objects(place: Place) -> set[str]:
     return {name for name in place.files() if name.endswith(".safetensors")}
 
@@ -156,9 +153,9 @@ def test_orphans_go_when_stores_find_too_little_room(
 
 
 def test_nothing_runs_if_nothing_is_bounded(place: Place, make: Callable[..., Sweeper]) -> None:
-    before = threads()
+    before = named("kvshelf-capacity")
     make(min_free=0).start()
-    assert not threads() - before
+    assert not named("kvshelf-capacity") - before
     assert place.backend.bound is None
 
 
@@ -587,10 +584,10 @@ def test_a_sweep_ends_with_its_engine(place: Place, make: Callable[..., Sweeper]
     before = objects(place)
     listing = threading.Event()
     place.faults.add(Fault("entries", wait=listing))
-    running = threads()
+    running = named("kvshelf-capacity")
     with closing(make(max_bytes=CHUNK_BYTES)) as sweeper:
         sweeper.start()
         until(lambda: place.counting.counts["entries"] > 0)
     listing.set()
-    until(lambda: not threads() - running)
+    until(lambda: not named("kvshelf-capacity") - running)
     assert objects(place) == before

@@ -48,6 +48,7 @@ from tests.support.storages import (
     TouchesBackend,
     posix,
 )
+from tests.support.threads import named
 from tests.support.waiting import PATIENCE, until
 
 FMT = make_format(native=False)
@@ -57,10 +58,6 @@ DAY = 86400.0
 
 class Prompt(list[Chunk]):
     """Chunks whose end can be noticed."""
-
-
-def threads() -> set[threading.Thread]:
-    return {thread for thread in threading.enumerate() if thread.name == "kvshelf-uses"}
 
 
 #: A storage without access times; what it is asked is counted.
@@ -221,11 +218,11 @@ def test_only_marks_where_that_is_asked_for(place: Place) -> None:
 
 
 def test_off_is_off(place: Place) -> None:
-    before = threads()
+    before = named("kvshelf-uses")
     with closing(place.uses("off")) as uses:
         uses.hit(place.view, CHUNKS)
         uses.used(place.shelf.backend, [place.view.name(ObjectRef(CHUNKS[0], 0))])
-        assert uses.flush(PATIENCE) and not threads() - before
+        assert uses.flush(PATIENCE) and not named("kvshelf-uses") - before
     assert place.fresh() == [] and place.marked() == []
 
 
@@ -317,7 +314,7 @@ def test_a_storage_that_hangs_holds_nobody_up(tmp_path: Path) -> None:
     hang = threading.Event()
     place.faults.add(Fault("touch", wait=hang))
     with closing(place.shelf):
-        before = threads()
+        before = named("kvshelf-uses")
         uses = place.uses()
         uses.hit(place.view, CHUNKS)
         until(lambda: place.counting.counts["touch"] == 1)
@@ -330,7 +327,7 @@ def test_a_storage_that_hangs_holds_nobody_up(tmp_path: Path) -> None:
         assert not uses.flush(0.01)
         uses.close()
         hang.set()
-        until(lambda: not threads() - before)
+        until(lambda: not named("kvshelf-uses") - before)
         # The storage may be closed by then: nothing more is asked of it but what was begun.
         assert place.counting.counts["touch"] <= FMT.shards
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -25,7 +24,7 @@ from tests.support.clocks import Clock
 from tests.support.formats import make_format
 from tests.support.prompts import make_chunks
 from tests.support.storages import CountingBackend, Fault, FaultyBackend, posix
-from tests.support.threads import none_can_be_started
+from tests.support.threads import named, none_can_be_started
 from tests.support.waiting import until
 
 FMT = make_format(native=False)
@@ -124,10 +123,6 @@ def walk(sweep: Sweep, view: NamespaceView, clock: Clock) -> None:
     end = clock.now + 2 * KEEP
     while clock.now < end:
         step(sweep, clock)
-
-
-def threads() -> set[threading.Thread]:
-    return {thread for thread in threading.enumerate() if thread.name == "kvshelf-sweep"}
 
 
 # ------------------------------------------------------------------------------- what others left
@@ -258,30 +253,30 @@ def test_the_account_of_its_own_is_bounded(
 def test_it_sweeps_on_a_thread_of_its_own_once_there_was_a_hand_over(place: Place) -> None:
     tail = tails(1)[0]
     paths = place.put(tail)
-    before = threads()
+    before = named("kvshelf-sweep")
     sweep = place.sweep(0.05)
-    assert not threads() - before
+    assert not named("kvshelf-sweep") - before
     sweep.begin(place.view)
     for shard in range(FMT.shards):
         sweep.wrote(place.view, ObjectRef(tail, shard))
     until(lambda: not any(path.exists() for path in paths))
-    (thread,) = threads() - before
+    (thread,) = named("kvshelf-sweep") - before
     assert thread.daemon
     sweep.begin(place.view)
-    assert threads() - before == {thread}
+    assert named("kvshelf-sweep") - before == {thread}
     sweep.close()
     sweep.close()
     until(lambda: not thread.is_alive())
 
 
 def test_a_process_without_threads_goes_on(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = threads()
+    before = named("kvshelf-sweep")
     sweep = place.sweep()
     with none_can_be_started(monkeypatch, "kvshelf-sweep"):
         sweep.begin(place.view)
-    assert not threads() - before
+    assert not named("kvshelf-sweep") - before
     sweep.begin(place.view)
-    assert len(threads() - before) == 1
+    assert len(named("kvshelf-sweep") - before) == 1
 
 
 # ------------------------------------------------------------------------------- tails in use
@@ -446,11 +441,11 @@ def test_where_nothing_may_be_deleted_it_stops(
     path = place.mark(ONE)
     refused = ReadOnlyStorageError(errno.EACCES, "deleting failed: EACCES", "x")
     place.faults.add(Fault("delete", error=refused))
-    before = threads()
+    before = named("kvshelf-sweep")
     sweep = place.sweep(0.02)
     sweep.wrote(place.view, ONE)
     sweep.begin(place.view)
-    until(lambda: place.counting.counts["delete"] > 0 and not threads() - before)
+    until(lambda: place.counting.counts["delete"] > 0 and not named("kvshelf-sweep") - before)
     assert path.exists()
     assert caplog.text.count("are not deleted, here and later") == 1
     assert place.deleted == 0
@@ -501,8 +496,8 @@ def test_a_mistake_of_its_own_ends_it(
         raise RuntimeError("a mistake")
 
     monkeypatch.setattr(NamespaceView, "folder", broken)
-    before = threads()
+    before = named("kvshelf-sweep")
     sweep = place.sweep(0.01)
     sweep.wrote(place.view, ONE)
     sweep.begin(place.view)
-    until(lambda: "not deleted any more" in caplog.text and not threads() - before)
+    until(lambda: "not deleted any more" in caplog.text and not named("kvshelf-sweep") - before)

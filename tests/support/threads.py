@@ -1,4 +1,4 @@
-"""A limit of threads that is reached."""
+"""The threads that there are, and a limit of them that is reached."""
 
 from __future__ import annotations
 
@@ -22,3 +22,8 @@ def none_can_be_started(monkeypatch: pytest.MonkeyPatch, *prefixes: str) -> Iter
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", start_others)
         yield
+
+
+def named(prefix: str) -> set[threading.Thread]:
+    """Return the threads whose names begin like this."""
+    return {thread for thread in threading.enumerate() if thread.name.startswith(prefix)}

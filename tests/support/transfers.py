@@ -25,6 +25,7 @@ from kvshelf.kv.layout import PagedLayout, native_slots_of, slots_of
 from kvshelf.kv.streams import Streams
 from kvshelf.metrics import Counters
 from kvshelf.shelf.shelf import Shelf
+from kvshelf.shelf.threads import StorageThreads
 from kvshelf.transfer.context import ChunkSlots
 from kvshelf.transfer.loads import Load
 from kvshelf.transfer.staging import StagingPool
@@ -155,6 +156,13 @@ class Rig:
         """Where an object lies."""
         folder = Path(self.backend.url) / self.fmt.namespace.folder
         return folder / object_name(chunk, shard, self.fmt.shards)
+
+    @property
+    def loading(self) -> StorageThreads:
+        """The threads that load, as the guard knows them."""
+        threads = self.guard.watchers[0]
+        assert isinstance(threads, StorageThreads)
+        return threads
 
     def count(self, name: str) -> float:
         return self.counters.snapshot().get(name, 0)

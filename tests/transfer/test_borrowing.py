@@ -25,6 +25,7 @@ from tests.support.storages import (
     Loan,
     posix,
 )
+from tests.support.threads import named
 from tests.support.transfers import Rig
 from tests.support.waiting import PATIENCE, SOON, until
 
@@ -48,6 +49,7 @@ class Lender:
         self.reads = CountingBackend(posix(root))
         self.lending = LendingBackend(self.reads)
         self.faults = Asked(self.lending)
+        self.others = named("kvshelf-load")
         self.rig = Rig(self.faults, blocks=200, options={"load_threads": 2}, **options)
         #: While it is clear, lent objects do not reach their borrowers.
         self.gate = threading.Event()
@@ -78,7 +80,7 @@ class Lender:
     def settled(self, loans: int | None = None) -> None:
         """End all threads, and check that what was lent was given back once, and all else too."""
         self.rig.transfer.close()
-        until(lambda: not any(t.name.startswith("kvshelf-load") for t in threading.enumerate()))
+        until(lambda: not named("kvshelf-load") - self.others)
         assert [loan.released for loan in self.loans] == [1] * len(self.loans)
         assert loans is None or len(self.loans) == loans
         assert self.rig.staging.in_use == 0

@@ -26,7 +26,7 @@ from kvshelf.transfer.stores import OnStored, StoreOutcome, StoreResult
 from tests.support.formats import make_format
 from tests.support.prompts import make_chunks
 from tests.support.storages import CountingBackend, Fault, FaultyBackend, Gate, posix
-from tests.support.threads import none_can_be_started
+from tests.support.threads import named, none_can_be_started
 from tests.support.transfers import Rig
 from tests.support.waiting import PATIENCE, until
 
@@ -168,10 +168,6 @@ def test_tails_and_markers_are_given_to_the_sweep(rig: Rig) -> None:
     assert sweep.written[-1] == ONE
 
 
-def threads() -> set[threading.Thread]:
-    return {thread for thread in threading.enumerate() if thread.name.startswith("kvshelf-marker")}
-
-
 # ------------------------------------------------------------------------------- trouble
 
 
@@ -221,7 +217,7 @@ def test_on_a_read_only_shelf_promises_are_broken_in_silence(tmp_path: Path) -> 
 def test_a_storage_that_hangs_holds_up_neither_a_step_nor_the_end(
     rig: Rig, promises: Promises, backend: FaultyBackend
 ) -> None:
-    before = threads()
+    before = named("kvshelf-marker")
     gate = threading.Event()
     backend.add(Fault("write", "*gave-up*", wait=gate))
     for attempt in ATTEMPTS:
@@ -232,7 +228,7 @@ def test_a_storage_that_hangs_holds_up_neither_a_step_nor_the_end(
     gate.set()
     # The process lives on: so do the markers that were asked for.
     until(lambda: rig.count("markers_written") == len(ATTEMPTS))
-    until(lambda: not threads() - before)
+    until(lambda: not named("kvshelf-marker") - before)
     assert marked(rig) == set(ATTEMPTS)
     assert rig.count("markers_written") == len(ATTEMPTS)
 

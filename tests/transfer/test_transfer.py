@@ -37,7 +37,6 @@ from kvshelf.kv.layout import PagedLayout
 from kvshelf.memory.tier import MemoryTier
 from kvshelf.metrics import Counters
 from kvshelf.shelf import threads as threads_module
-from kvshelf.shelf.threads import StorageThreads
 from kvshelf.shelf.tiers import TieredShelf
 from kvshelf.transfer import stores
 from kvshelf.transfer.context import ChunkSlots
@@ -497,13 +496,6 @@ def test_a_store_that_fails_takes_those_behind_it_out_of_the_queue(
     assert rig.staging.in_use == 0
 
 
-def _loading(rig: Rig) -> StorageThreads:
-    """The threads that load, as the guard knows them."""
-    threads = rig.guard.watchers[0]
-    assert isinstance(threads, StorageThreads)
-    return threads
-
-
 @pytest.mark.alone
 def test_memory_is_bounded_and_steps_are_short_while_stores_hang(
     backend: FaultyBackend,
@@ -545,7 +537,7 @@ def test_a_load_ends_when_a_scatter_fails_of_an_object_that_was_given_up(rig: Ri
             self, shard: int, slots: torch.Tensor, payload: torch.Tensor, fence: object = None
         ) -> None:
             # The storage had answered at the very moment at which it was too late.
-            _loading(rig).on_late_call(threading.get_ident())
+            rig.loading.on_late_call(threading.get_ident())
             raise RuntimeError("broken")
 
     (item,) = rig.items(chunks, 20)
@@ -702,7 +694,7 @@ def test_loads_go_on_when_threads_can_be_started_again(
         load, items = rig.load(others, 40)
         assert load.failed_at is None
         assert all(rig.holds(item) for item in items)
-        assert _loading(rig).stuck == 1
+        assert rig.loading.stuck == 1
         rig.let_go(gate)
 
 

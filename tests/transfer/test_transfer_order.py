@@ -17,7 +17,6 @@ from kvshelf.backends.wrappers import WrappedBackend
 
 from kvshelf.format.keys import Chunk
 from kvshelf.kv.caches import HostKVCache, KVMemory, PendingCopy
-from kvshelf.shelf.threads import StorageThreads
 from kvshelf.transfer import loads
 from kvshelf.transfer.context import ChunkSlots
 from kvshelf.transfer.loads import Failure, Load
@@ -98,13 +97,6 @@ def rig(gate: Gate) -> Iterator[Rig]:
     with closing(Rig(gate, blocks=400, staging_objects=32, options={"load_threads": 2})) as rig:
         yield rig
         gate.lift()
-
-
-def _loading(rig: Rig) -> StorageThreads:
-    """The threads that load, as the guard knows them."""
-    threads = rig.guard.watchers[0]
-    assert isinstance(threads, StorageThreads)
-    return threads
 
 
 def _next_open(gate: Gate, before: int) -> None:
@@ -297,7 +289,7 @@ def test_a_thread_that_is_taken_for_kept_while_it_waits_is_watched_over_all_the_
     with closing(Rig(gate, deadlines=SOON, options={"load_threads": 1})) as rig:
         chunks = make_chunks(rig.fmt, 1)
         rig.put(chunks)
-        loading = _loading(rig)
+        loading = rig.loading
         # Its call came back after it was seen to be late, and before anybody was told.
         until(lambda: len(loading.working) == 1)
         assert not loading.on_late_call(*loading.working)
@@ -419,7 +411,7 @@ def test_what_was_left_to_a_thread_that_hangs_is_given_back(rig: Rig, gate: Gate
     cache, item, _ = _reading(rig, gate)
     other = _leave(gate, item)
     assert rig.staging.in_use == 3
-    _loading(rig).on_late_call(gate.waiting[other])
+    rig.loading.on_late_call(gate.waiting[other])
     assert rig.finished().failed_at == 0
     # The thread that hangs keeps its own, and so does the one that reads the next chunk.
     assert rig.staging.in_use == 2
