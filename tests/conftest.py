@@ -78,34 +78,26 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture
 def no_leaks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Fail the test if a buffer of any pool made during it is not released at its end."""
-    pools: list[BufferPool] = []
-    places: dict[int, list[tuple[str, int]]] = {}
-    make, allocate = BufferPool.__init__, BufferPool.allocate
+    made: list[tuple[Buffer, list[tuple[str, int]]]] = []
+    make = Buffer.__init__
 
-    def noted(self: BufferPool, *args: Any, **options: Any) -> None:
-        make(self, *args, **options)
-        pools.append(self)
+    def traced(self: Buffer, *args: Any) -> None:
+        make(self, *args)
+        # Without their lines, which take far longer to get: a pool has thousands of buffers.
+        frames = itertools.islice(traceback.walk_stack(sys._getframe(1)), 5)
+        made.append((self, [(f.f_code.co_filename, line) for f, line in frames]))
 
-    def traced(self: BufferPool, nbytes: int) -> Buffer | None:
-        buffer = allocate(self, nbytes)
-        if buffer is not None:
-            # Without their lines, which take far longer to get: a pool has thousands of buffers.
-            frames = itertools.islice(traceback.walk_stack(sys._getframe(1)), 5)
-            places[id(buffer._block)] = [(f.f_code.co_filename, line) for f, line in frames]
-        return buffer
-
-    monkeypatch.setattr(BufferPool, "__init__", noted)
-    monkeypatch.setattr(BufferPool, "allocate", traced)
+    monkeypatch.setattr(Buffer, "__init__", traced)
     yield
     # A thread that a test has just let go may still hold a buffer for a moment.
     deadline = time.monotonic() + 5
-    while any(pool.live() for pool in pools) and time.monotonic() < deadline:
+    while any(one.views for one, _ in made) and time.monotonic() < deadline:
         threading.Event().wait(0.001)
-    leaks = [block for pool in pools for block in pool._live.values()]
+    leaks = [(one, places) for one, places in made if one.views]
     assert not leaks, "not released:\n" + "\n".join(
-        f"{leak.nbytes} bytes, {leak.views} views, allocated at"
-        + "".join(f"\n  {path}:{line}" for path, line in places.get(id(leak), ()))
-        for leak in leaks
+        f"{leak.nbytes} bytes, {leak.views} views, made at"
+        + "".join(f"\n  {path}:{line}" for path, line in places)
+        for leak, places in leaks
     )
 
 
