@@ -1,8 +1,8 @@
 """Rows ``server/*``: a shelf behind a node server, against the memory tier of one process.
 
 Owns the servers, each ``kvshelf serve`` in a process of its own, and the comparisons: a prompt's
-retrieval, a lookup, four processes that start on one set of prompts, and the warm requests of a
-real engine.
+retrieval, its store, a lookup, four processes that start on one set of prompts, and the warm
+requests of a real engine.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from contextlib import ExitStack, closing
 from dataclasses import replace
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -49,18 +50,26 @@ from benchmarks.samples import (
 from benchmarks.settings import Settings
 from kvshelf.cache import ChunkCache
 from kvshelf.format.keys import KeyChain
+from kvshelf.format.objects import ObjectFormat
+from kvshelf.kv.caches import HostKVCache, LayerRun, layer_calls
 from kvshelf.kv.layout import PagedLayout
 from kvshelf.kv.sources import PagedKV
 from kvshelf.memory.tier import MemoryTier
 from kvshelf.metrics import Counters
 from kvshelf.server.backend import connect, open_served
 from kvshelf.server.messages import Ping
+from kvshelf.server.segment import Segment
 from kvshelf.shelf.failed_keys import FailedKeys
 from kvshelf.shelf.lookup import LookupService
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.shelf.view import ObjectRef
+from kvshelf.transfer.context import ChunkSlots
+from kvshelf.transfer.staging import StagingPool
+from kvshelf.transfer.stores import StoreOutcome
+from kvshelf.transfer.transfer import Transfer
 
 _CHUNKS = 16
+_STORED = 8
 _THREADS = 2
 _PAIRS = 31
 _CLIENTS = 4
@@ -123,8 +132,9 @@ class Server:
 
 
 def bench_server(settings: Settings) -> Iterator[Row]:
-    """Measure retrievals, lookups, shared reads and engines through a node server."""
+    """Measure retrievals, stores, lookups, shared reads and engines through a node server."""
     yield from _retrieve_rows(settings, TINY if settings.quick else LARGE)
+    yield _store_row(settings, TINY if settings.quick else LARGE)
     yield _lookup_row(settings, 4 if settings.quick else 512)
     yield _sharing_row(settings, TINY if settings.quick else LARGE)
     yield from guarded(settings, [_ENGINE], _engine_rows)
@@ -185,6 +195,95 @@ def _retrieve_rows(settings: Settings, shape: Shape) -> Iterator[Row]:
     )
     yield row
     yield replace(row, name="server/request", goal=Goal(300e-6, "difference"))
+
+
+class _Stores:
+    """Stores of one prompt's KV through a server, again and again.
+
+    Parameters
+    ----------
+    stack : ExitStack
+        Closes what is opened.
+    url : str
+        The server's.
+    fmt : ObjectFormat
+    kv : PagedKV
+    in_place : bool
+        Gather where the server takes what is stored.
+    """
+
+    def __init__(
+        self, stack: ExitStack, url: str, fmt: ObjectFormat, kv: PagedKV, *, in_place: bool
+    ) -> None:
+        size = fmt.object_size(0)
+        capacity = 2 * _STORED * (size + 4096)
+        segment = Segment(4 * (size + 4096), lends=capacity * 33 // 32)
+        stack.callback(segment.close)
+        self._view = stack.enter_context(open_served(url, segment=segment)).view(fmt)
+        staging = StagingPool(capacity, size, lender=segment.lend if in_place else None)
+        # As an engine's staging is before its first step.
+        staging.warm(capacity)
+        assert kv.layout is not None
+        calls = layer_calls(fmt, [LayerRun(0, [*kv.caches], kv.layout)])
+        self.transfer = Transfer(self._view, HostKVCache(calls), staging, counters=Counters())
+        stack.callback(self.transfer.close)
+        blocks = CHUNK_TOKENS // BLOCK_TOKENS
+        self._items = [
+            ChunkSlots(chunk, torch.arange(place * blocks, (place + 1) * blocks))
+            for place, chunk in enumerate(make_chunks(fmt, _STORED))
+        ]
+        self.gather_seconds: list[float] = []
+
+    def run(self) -> None:
+        """Store all chunks."""
+        begin = time.perf_counter()
+        for item in self._items:
+            if self.transfer.store(item) is not StoreOutcome.QUEUED:
+                raise RuntimeError("a chunk was not stored")
+        self.gather_seconds.append(time.perf_counter() - begin)
+        if self.transfer.drain(_START_SECONDS):
+            raise RuntimeError("stores did not end")
+
+    def delete(self) -> None:
+        """Delete what was stored."""
+        for item in self._items:
+            if not self._view.delete(ObjectRef(item.chunk, 0)):
+                raise RuntimeError("a chunk was not on the shelf")
+        self.transfer.forget_stored()
+
+
+def _store_row(settings: Settings, shape: Shape) -> Row:
+    """Compare stores that are gathered into the segment with those that are copied there."""
+    fmt = make_format(shape, 1)
+    kv = _paged(shape, _STORED * CHUNK_TOKENS)
+    capacity = 4 * _STORED * fmt.object_size(0)
+    settings.progress("stores through a server")
+    with ExitStack() as stack:
+        server = stack.enter_context(
+            closing(Server(settings.folder("server-w"), settings.folder("served-w"), capacity))
+        )
+        inside, copied = (
+            _Stores(stack, server.url, fmt, kv, in_place=in_place) for in_place in (True, False)
+        )
+        times = measure_pairs(
+            Work(inside.run, inside.delete),
+            Work(copied.run, copied.delete),
+            settings.pairs(_PAIRS),
+            warm_up=2,
+        )
+        extra: dict[str, object] = {
+            "bytes": _STORED * fmt.object_size(0),
+            "gather_seconds": median(inside.gather_seconds),
+            "gather_seconds_elsewhere": median(copied.gather_seconds),
+        }
+    return Row(
+        "server/store",
+        f"stores of {_STORED} chunks through a node server, gathered where it takes them",
+        "gathered elsewhere and copied there",
+        *times,
+        goal=Goal(1.0),
+        extra=extra,
+    )
 
 
 def _lookup_row(settings: Settings, chunks: int) -> Row:

@@ -190,6 +190,23 @@ def test_others_see_the_bytes_and_cannot_change_them() -> None:
         os.fstat(fd)
 
 
+def test_a_forked_process_has_no_shared_memory() -> None:
+    arena = Arena(MIB, shared=True)
+    place = f"{pages.address_of(arena.view):x}-"
+
+    def mapped() -> bool:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+        return any(line.startswith(place) for line in lines)
+
+    assert mapped()
+    child = os.fork()
+    if not child:
+        os._exit(mapped())
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    arena.close()
+
+
 def _is_read_only(fd: int) -> int:
     """Return 0 if a descriptor can be read and nothing else."""
     refused = 0

@@ -36,11 +36,13 @@ from kvshelf.server import backend as served_module
 from kvshelf.server import session
 from kvshelf.server.backend import ServedShelf, open_served
 from kvshelf.server.channel import Channel
+from kvshelf.server.segment import Segment
 from kvshelf.shelf.failed_keys import FailedKeys
 from kvshelf.shelf.lookup import LookupService
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.shelf.view import ObjectRef, Presence
 from tests.native.fake_cudart import fake_cudart
+from tests.native.simulated_device import SimulatedStreams
 from tests.server.node import LocalServer
 from tests.support.formats import make_format, sealed
 from tests.support.prompts import make_chunks
@@ -102,6 +104,18 @@ class Setting:
         assert loan.valid()
         loan.release()
         return data
+
+    def rig(self, segment: Segment | None = None, **options: Any) -> Rig:
+        """A transfer whose shelf is behind the server."""
+        rig = Rig(
+            PosixBackend(self.folder / "unused"),
+            fmt=self.fmt,
+            in_front=lambda _: self.connect(segment=segment),
+            staging_objects=64,
+            **options,
+        )
+        self.stack.callback(rig.close)
+        return rig
 
     def stats(self) -> dict[str, int]:
         return dict(self.server.service.stats())
@@ -384,18 +398,7 @@ def test_stores_wait_for_room_in_the_segment(setting: Setting) -> None:
 
 
 def test_a_transfer_stores_and_loads_in_place(setting: Setting) -> None:
-    rigs = [
-        Rig(
-            PosixBackend(setting.folder / "unused"),
-            fmt=setting.fmt,
-            in_front=lambda _: setting.connect(),
-            staging_objects=64,
-        )
-        for _ in range(2)
-    ]
-    for rig in rigs:
-        setting.stack.callback(rig.close)
-    writer, reader = rigs
+    writer, reader = setting.rig(), setting.rig()
     writer.put(setting.chunks)
     load, items = reader.load(setting.chunks, 8)
     assert not load.failures
@@ -404,6 +407,35 @@ def test_a_transfer_stores_and_loads_in_place(setting: Setting) -> None:
     assert (stats["read_objects"], stats["memory_hits"]) == (0, 16)
     assert reader.count("loaded_chunks") == 8
     until(lambda: setting.stats()["leases"] == 0)
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_what_was_gathered_in_the_segment_is_stored_from_there(
+    setting: Setting, on_device: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    segment = Segment(4096, lends=1 << 20)
+    setting.stack.callback(segment.close)
+    streams = SimulatedStreams() if on_device else None
+    writer = setting.rig(segment, streams=streams, lender=segment.lend)
+    with monkeypatch.context() as patch:
+        # Whoever calls it fails.
+        patch.setattr(served_module, "copy_bytes", None)
+        writer.put(setting.chunks)
+    assert writer.count("stored_chunks") == 8
+    assert setting.stats()["stored_objects"] == 16
+    reader = setting.rig()
+    load, items = reader.load(setting.chunks, 8)
+    assert not load.failures
+    assert all(reader.holds(item) for item in items)
+
+
+def test_what_was_gathered_elsewhere_is_copied_to_the_segment(setting: Setting) -> None:
+    segment = Segment(1 << 16, lends=1 << 20)
+    setting.stack.callback(segment.close)
+    writer = setting.rig(segment=segment)
+    writer.put(setting.chunks)
+    assert writer.count("stored_chunks") == 8
+    assert segment.lend(1 << 20) is not None
 
 
 def test_a_lookup_takes_few_messages(setting: Setting) -> None:

@@ -315,6 +315,39 @@ def test_a_page_locked_segment_is_unlocked_when_its_last_room_is_back(tmp_path: 
         assert not runtime.registered
 
 
+def test_what_a_segment_lends_leaves_room_for_other_objects() -> None:
+    segment = Segment(8192, lends=16384)
+    assert segment.nbytes == 24576
+    lent = [segment.lend(8192) for _ in range(3)]
+    assert [room is None for room in lent] == [False, False, True]
+    assert segment.reserve(8192) is not None
+    assert lent[1] is not None
+    assert segment.offset_of(lent[1].view[100:200]) == 8292
+    assert segment.offset_of(memoryview(bytearray(10))) is None
+    segment.close()
+    assert segment.lend(4096) is None
+    assert segment.offset_of(lent[1].view) == 8192
+
+
+def test_a_segment_of_the_caller_outlives_the_channel(tmp_path: Path) -> None:
+    segment = Segment(4096, lends=4096)
+    room = segment.lend(5)
+    assert room is not None
+    for folder in ("one", "other"):
+        (tmp_path / folder).mkdir()
+        with serving(tmp_path / folder) as (url, _, _):
+            client = Channel(url, segment=segment)
+            assert client.wait_connected(SECONDS)
+            room.view[:] = b"hello"
+            stored = client.request(Store("a", room.offset, room.nbytes))
+            assert stored.result(SECONDS) == Stored("created")
+            client.close()
+    assert segment.fd is not None
+    room.release()
+    segment.close()
+    assert segment.fd is None
+
+
 def test_a_server_that_hangs_blocks_nobody(tmp_path: Path) -> None:
     with serving_process(tmp_path) as (url, pid), channel(url) as client:
         os.kill(pid, signal.SIGSTOP)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -14,14 +15,19 @@ from pathlib import Path
 import pytest
 
 from kvshelf.errors import UnavailableStorageError
+from kvshelf.server.backend import open_served
+from kvshelf.server.segment import Segment
+from kvshelf.shelf.view import ObjectRef, Presence
 from tests.server.client_child import FMT, SIZE
 from tests.server.desk import name_of
 from tests.server.serve_process import Client, ClientProcess, ServeProcess, command
-from tests.support.formats import sealed
+from tests.support.formats import make_format, sealed
 from tests.support.prompts import make_chunks
 from tests.support.servers import BUCKET, moto_s3
 from tests.support.servers import command as command_of
-from tests.support.waiting import until
+from tests.support.storages import posix
+from tests.support.transfers import Rig
+from tests.support.waiting import PATIENCE, until
 
 CHUNKS = make_chunks(FMT, 256)
 NAMES = [name_of(FMT, chunk) for chunk in CHUNKS]
@@ -249,3 +255,52 @@ def test_what_is_being_stored_is_published_before_the_end(
     for name, chunk in zip(NAMES[:created], CHUNKS, strict=False):
         assert (shelf / name).read_bytes() == sealed(FMT, chunk)
     client.close()
+
+
+def test_stores_under_way_when_the_server_is_killed_are_dropped_and_stored_later(
+    tmp_path: Path, server: ServeProcess
+) -> None:
+    """The staging lies in the memory from which the server takes what is stored."""
+    fmt = make_format()
+    chunks = make_chunks(fmt, 20)
+    refs = [ObjectRef(chunk, shard) for chunk in chunks for shard in range(fmt.shards)]
+    with contextlib.ExitStack() as stack:
+        segment = Segment(4096, lends=1 << 20)
+        shelf = stack.enter_context(open_served(server.url, segment=segment))
+        rig = Rig(
+            posix(tmp_path / "unused"),
+            fmt=fmt,
+            blocks=512,
+            in_front=lambda _: shelf,
+            staging_objects=64,
+            options={"store_threads": 3},
+            lender=segment.lend,
+        )
+        stack.callback(rig.close)
+        items = rig.items(chunks, 0)
+        for item in items:
+            rig.fill(item)
+
+        def store() -> None:
+            for item in items:
+                rig.transfer.store(item)
+
+        store()
+        until(lambda: rig.count("stored_chunks") >= 2)
+        server.kill()
+        assert rig.transfer.drain(PATIENCE) == 0
+        assert rig.staging.in_use == 0
+        server.start()
+        view = shelf.view(fmt)
+
+        def all_are_there() -> bool:
+            store()
+            assert rig.transfer.drain(PATIENCE) == 0
+            return set(view.probe(refs)) == {Presence.PRESENT}
+
+        until(all_are_there)
+        load, loaded = rig.load(chunks, 256)
+        assert not load.failures
+        assert all(rig.holds(item) for item in loaded)
+    segment.close()
+    assert segment.fd is None

@@ -16,6 +16,7 @@ from kvshelf.backends import Backend, Deadlines
 from kvshelf.backends.breaker import Backoff
 from kvshelf.backends.guard import GuardedBackend
 
+from kvshelf.buffers import Lender
 from kvshelf.format.keys import Chunk
 from kvshelf.format.names import object_name
 from kvshelf.format.objects import ObjectFormat
@@ -61,6 +62,8 @@ class Rig:
     ring: int = 4
     #: Puts tiers in front of the shelf.
     in_front: Callable[[Shelf], Shelf] = lambda shelf: shelf
+    #: Lends memory for staging.
+    lender: Lender | None = None
 
     def __post_init__(self) -> None:
         self.guard = GuardedBackend(self.backend, self.deadlines, self.backoff)
@@ -82,7 +85,10 @@ class Rig:
             self.cache = DeviceKVCache(calls, streams=self.streams, ring=self.ring)
         size = max(self.fmt.object_size(shard) for shard in range(self.fmt.shards))
         self.staging = StagingPool(
-            self.staging_objects * -(-size // 4096) * 4096, size, together=self.fmt.shards
+            self.staging_objects * -(-size // 4096) * 4096,
+            size,
+            together=self.fmt.shards,
+            lender=self.lender,
         )
         self.transfer = Transfer(
             self.shelf.view(self.fmt),

@@ -13,6 +13,7 @@ import torch
 from kvshelf import buffers, pages
 from kvshelf.errors import ConfigError
 from kvshelf.pages import HUGE_PAGE
+from kvshelf.server.segment import Segment
 from kvshelf.transfer.staging import STAGING_ALIGNMENT, StagingBuffer, StagingPool
 from tests.native.fake_cudart import fake_cudart
 from tests.support.memory import resident
@@ -259,3 +260,49 @@ def test_staging_that_cannot_be_page_locked_is_ordinary_memory(
     assert pool.acquire_for_load(timeout=0) is not None
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert StagingPool(16 * ROUNDED, SIZE, pinned=True).acquire_for_load(timeout=0) is not None
+
+
+# ------------------------------------------------------------------------------------ lent memory
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+def test_staging_may_lie_in_memory_of_somebody_else(pinned: bool) -> None:
+    with fake_cudart() as runtime:
+        segment = Segment(4096, lends=1 << 20)
+        pool = StagingPool(16 * ROUNDED, SIZE, pinned=pinned, lender=segment.lend)
+        assert pool.pinned == pinned
+        taken = pool.acquire_for_load(16, 0)
+        assert taken is not None
+        offsets = [segment.offset_of(buffer.view) for buffer in taken]
+        assert sorted(offset for offset in offsets if offset is not None) == [
+            *range(0, 16 * ROUNDED, ROUNDED)
+        ]
+        assert all(runtime.holds(buffer.view) == pinned for buffer in taken)
+        pool.release(*taken[1:])
+        pool.close()
+        # A copy may still be under way.
+        assert runtime.holds(taken[0].view) == pinned
+        assert segment.lend(1 << 20) is None
+        pool.release(taken[0])
+        assert runtime.registered == {}
+        assert segment.lend(1 << 20) is not None
+
+
+def test_staging_that_nobody_lends_is_of_the_system() -> None:
+    segment = Segment(1 << 20, lends=8 * ROUNDED)
+    pool = StagingPool(16 * ROUNDED, SIZE, lender=segment.lend)
+    taken = pool.acquire_for_load(16, 0)
+    assert taken is not None
+    assert {segment.offset_of(buffer.view) for buffer in taken} == {None}
+    pool.close()
+
+
+def test_lent_memory_that_cannot_be_page_locked_is_staging_all_the_same() -> None:
+    with fake_cudart() as runtime:
+        runtime.most = 0
+        segment = Segment(4096, lends=16 * ROUNDED + 4096)
+        pool = StagingPool(16 * ROUNDED, SIZE, pinned=True, lender=segment.lend)
+        assert not pool.pinned
+        (buffer,) = pool.acquire_for_load() or ()
+        assert segment.offset_of(buffer.view) is not None
+        pool.close()

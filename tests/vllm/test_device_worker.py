@@ -32,6 +32,7 @@ from kvshelf.transfer.staging import StagingPool
 from kvshelf.vllm import connector, weight_changes
 from kvshelf.vllm.connector import SharedStorageConnector
 from tests.native.emulation import emulation
+from tests.server.node import LocalServer
 from tests.support.prompts import prompt
 from tests.support.storages import FaultyBackend, posix
 from tests.support.waiting import AT_ONCE, PATIENCE, until
@@ -383,6 +384,27 @@ def test_the_gpu_of_a_worker_copies_from_a_node_servers_memory(
     url = "ipc:///nowhere/node.sock"
     connector._open_served(url, Config(server=url), Counters(), on_cpu=False, gpu=third)
     assert (opened["lends"], opened["device"]) == (False, third)
+
+
+def test_a_node_server_takes_stores_from_the_staging_of_a_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Whoever calls it fails.
+    monkeypatch.setattr(served, "copy_bytes", None)
+    with LocalServer(tmp_path / "node", tmp_path / "served") as node:
+        config = make_config("", server=node.url, lookup_wait_s=PATIENCE, identity_wait_s=PATIENCE)
+        del config.kv_transfer_config.kv_connector_extra_config["shared_storage_path"]
+        config.device_config = SimpleNamespace(device_type="cuda")
+        engine = MiniVllm(config, runner="V2 on a device", prefix_caching=False)
+        segment = engine.worker._segment
+        assert segment is not None
+        assert run(engine, prompt(41)) == 0
+        assert count(engine, "stored_chunks") == 5
+        assert node.service.stats()["stored_objects"] == 10
+        assert segment._parts.used
+        engine.close()
+        assert segment.fd is None
+        assert not segment._parts.used
 
 
 # ------------------------------------------------------------------------- failures

@@ -7,6 +7,7 @@ Contracts
 * Memory that is ``shared`` has a file descriptor, which another process gets over a Unix socket. It
   can map the memory for reading only, and neither process can change its length: the file is
   sealed. The file has no name, so the memory is gone with the last process that has it.
+* A process that is forked from this one has neither memory that is page-locked nor shared.
 * A GPU copies no object that lies across one of :attr:`Arena.borders`, where its memory is
   page-locked.
 * Ordinary memory is freed with the last view or tensor of it, page-locked memory once
@@ -108,7 +109,7 @@ class Arena:
         try:
             self.view = run_on(
                 processors_near_device(device),
-                lambda: self._take(shared=shared, private=device is not None, lazy=lazy),
+                lambda: self._take(shared=shared, locked=device is not None, lazy=lazy),
             )
             if device is not None:
                 self.page_lock(device)
@@ -158,7 +159,7 @@ class Arena:
         if fd is not None:
             os.close(fd)
 
-    def _take(self, *, shared: bool, private: bool, lazy: bool) -> memoryview:
+    def _take(self, *, shared: bool, locked: bool, lazy: bool) -> memoryview:
         if not lazy:
             # Before it is mapped: the system's own refusal does not say what is free.
             require_free(self.nbytes)
@@ -167,8 +168,8 @@ class Arena:
             os.ftruncate(self.fd, self.nbytes)
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
         # After a fork, the first process that writes to a private page gets a copy of it, and a
-        # GPU would go on with the other one.
-        view = map_pages(self.nbytes, fd=self.fd, inherited=not private)
+        # GPU would go on with the other one. To shared pages both would write.
+        view = map_pages(self.nbytes, fd=self.fd, inherited=not (locked or shared))
         if self.fd is not None:
             try:
                 fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEAL_FUTURE_WRITE)

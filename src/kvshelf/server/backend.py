@@ -1,9 +1,10 @@
 """The storage of an engine is its node server: a backend, and a shelf over it.
 
 Owns what an engine asks of the server and how: objects are borrowed where they lie in the server's
-memory, and stored from the client's own segment; everything else is a call of the server's storage.
-The connection is :mod:`kvshelf.server.channel`. Above :class:`ServedShelf` everything is as on any
-other shelf: deadlines, circuit breakers, lookups, waits, verification.
+memory, and stored from the client's own segment, to which they are copied if they were not made
+there; everything else is a call of the server's storage. The connection is
+:mod:`kvshelf.server.channel`. Above :class:`ServedShelf` everything is as on any other shelf:
+deadlines, circuit breakers, lookups, waits, verification.
 
 Two questions look alike and are not. :meth:`ServedBackend.stat` asks the storage, because a store
 must know what is there. Lookups ask for what can be loaded, from memory or from the storage
@@ -72,7 +73,7 @@ from kvshelf.memory.arena import copy_bytes
 from kvshelf.metrics import Counters
 from kvshelf.server import messages
 from kvshelf.server.channel import Channel, Leased
-from kvshelf.server.segment import Room
+from kvshelf.server.segment import Room, Segment
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.shelf.view import NamespaceView
 
@@ -355,18 +356,26 @@ class ServedBackend(Backend):
                     f"{self.url}/{name}",
                 )
             return WriteResult(self._call("write", name, mode, data=b"".join(views)))
+        segment = self._channel.segment
+        if segment is not None and len(views) == 1 and size:
+            offset = segment.offset_of(views[0])
+            if offset is not None:
+                return self._store(name, offset, size, mode)
         room = self._take_room(name, size)
         try:
             start = 0
             for view in filter(len, views):
                 copy_bytes(room.view[start : start + view.nbytes], view)
                 start += view.nbytes
-            stored = self._channel.request(messages.Store(name, room.offset, size, mode))
-            return WriteResult(_answer(stored, messages.Stored).result)
+            return self._store(name, room.offset, size, mode)
         finally:
             with self._freed:
                 room.release()
                 self._freed.notify_all()
+
+    def _store(self, name: str, offset: int, nbytes: int, mode: WriteMode) -> WriteResult:
+        stored = self._channel.request(messages.Store(name, offset, nbytes, mode))
+        return WriteResult(_answer(stored, messages.Stored).result)
 
     def _take_room(self, name: str, nbytes: int) -> Room:
         segment = self._channel.segment
@@ -703,7 +712,7 @@ class ServedShelf(Shelf):
             breaker.retry_soon()
 
 
-def connect(url: str, *, segment_bytes: int = 0) -> Channel:
+def connect(url: str, *, segment_bytes: int = 0, segment: Segment | None = None) -> Channel:
     """Return a connected channel to the node server at `url`. May block for some seconds.
 
     Parameters
@@ -713,6 +722,8 @@ def connect(url: str, *, segment_bytes: int = 0) -> Channel:
     segment_bytes : int
         Most bytes of objects that are being stored at the same time; at least those of the
         largest. The memory is taken as it is used.
+    segment : Segment, optional
+        That memory. The caller closes it, after the channel.
 
     Raises
     ------
@@ -722,7 +733,7 @@ def connect(url: str, *, segment_bytes: int = 0) -> Channel:
         If something else than a server of this user and version is there; if there is none, or it
         does not answer, an UnavailableStorageError.
     """
-    channel = Channel(url, segment_bytes=segment_bytes)
+    channel = Channel(url, segment_bytes=segment_bytes, segment=segment)
     if not channel.wait_connected(CONNECT_SECONDS):
         channel.close()
         raise channel.problem or UnavailableStorageError(
@@ -735,6 +746,7 @@ def open_served(
     url: str,
     *,
     segment_bytes: int = SEGMENT_BYTES,
+    segment: Segment | None = None,
     read_only: bool = False,
     lends: bool = True,
     device: torch.device | None = None,
@@ -745,7 +757,7 @@ def open_served(
 
     Parameters
     ----------
-    url, segment_bytes
+    url, segment_bytes, segment
         As for :func:`connect`.
     read_only, lends, counters, deadlines
         As for :class:`ServedShelf`.
@@ -757,7 +769,7 @@ def open_served(
     ConfigError, StorageError
         As for :func:`connect`.
     """
-    channel = connect(url, segment_bytes=segment_bytes)
+    channel = connect(url, segment_bytes=segment_bytes, segment=segment)
     if device is not None:
         channel.page_lock(device)
     try:

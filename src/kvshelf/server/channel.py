@@ -252,6 +252,8 @@ class Channel:
         ``ipc:///absolute/path``.
     segment_bytes : int
         Size of the memory for objects to be stored; 0: none.
+    segment : Segment, optional
+        Memory for objects to be stored, which the caller closes after the channel.
     clock : Callable
         Seconds.
 
@@ -276,13 +278,15 @@ class Channel:
         url: str,
         *,
         segment_bytes: int = 0,
+        segment: Segment | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.url = url
         self.welcome: Welcome | None = None
         self.problem: KVShelfError | None = None
         self._path = session.socket_path(url)
-        self.segment = Segment(segment_bytes) if segment_bytes else None
+        self._own = Segment(segment_bytes) if segment_bytes and segment is None else None
+        self.segment = self._own if segment is None else segment
         self._clock = clock
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
@@ -398,8 +402,8 @@ class Channel:
         self._wake.set()
         if threading.current_thread() is not self._thread:
             self._thread.join(_CLOSE_SECONDS)
-        if self.segment is not None:
-            self.segment.close()
+        if self._own is not None:
+            self._own.close()
 
     def _send(self, message: Request, waiting: _Waiting | _Fetching | None) -> None:
         number = next(self._numbers)
@@ -682,7 +686,7 @@ class Channel:
         self._closed = True
         self._is_connected = threading.Event()
         self._lock = threading.Lock()
-        self.segment = None
+        self.segment = self._own = None
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.lost = connection.foreign = True

@@ -362,7 +362,7 @@ class Loop:
         lease_seconds: float,
         chunk_size: int,
         facts: Callable[[], Facts],
-        max_segment_bytes: int = 4 << 30,
+        max_segment_bytes: int = messages.MAX_SEGMENT,
     ) -> None:
         """Serve until :meth:`stop` is called.
 

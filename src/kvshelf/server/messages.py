@@ -63,6 +63,8 @@ SENDER: Final = b">"
 MAX_REQUEST: Final = 4 << 20
 MAX_REPLY: Final = 8 << 20
 MAX_INLINE: Final = 1 << 20
+#: Largest segment of a client. It takes memory as the client uses it.
+MAX_SEGMENT: Final = 32 << 30
 
 #: Most names in one request; longer lists are split by whoever sends them.
 MAX_NAMES: Final = 8192

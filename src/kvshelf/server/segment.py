@@ -1,6 +1,11 @@
 """The memory of a client that the node server reads: where objects lie until they are stored.
 
 Owns a range of shared memory, and who uses which part of it. Safe to call from any thread.
+
+The staging of an engine lies in it (:meth:`Segment.lend`): what was gathered there is handed over
+where it is. All else is copied to rooms of its own, for which a part of the memory is kept.
+
+A forked process does not have the memory: it would write into what its parent stores.
 """
 
 from __future__ import annotations
@@ -10,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from kvshelf.memory.arena import Arena
 from kvshelf.memory.size_classes import SizeClasses
+from kvshelf.pages import address_of
 
 if TYPE_CHECKING:
     import torch
@@ -48,20 +54,29 @@ class Segment:
     Parameters
     ----------
     nbytes : int
+        Memory for objects that are copied here to be stored. It is taken as it is used.
+    lends : int
+        Further memory, which :meth:`lend` returns parts of.
 
     Attributes
     ----------
     nbytes : int
+        All of the memory.
 
     Raises
     ------
     ConfigError
         If the system gives no such memory.
+    UnsupportedError
+        If the system knows no sealed shared memory.
     """
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, *, lends: int = 0) -> None:
+        self.nbytes = nbytes = nbytes + lends
         self._arena = Arena(nbytes, shared=True, lazy=True)
-        self.nbytes = nbytes
+        self._lends = lends
+        base = address_of(self._arena.view)
+        self._addresses = range(base, base + nbytes)
         self._lock = threading.Lock()
         self._closed = False
         self._parts = SizeClasses(nbytes, borders=self._arena.borders)
@@ -87,11 +102,32 @@ class Segment:
 
     def reserve(self, nbytes: int) -> Room | None:
         """Return room for an object, None if there is none now. Never blocks."""
+        return self._reserve(nbytes, self.nbytes)
+
+    def lend(self, nbytes: int) -> Room | None:
+        """Return memory for staging, None where it would take that of other objects.
+
+        Never blocks. Whoever has it may use it after :meth:`close`.
+        """
+        return self._reserve(nbytes, self._lends)
+
+    def _reserve(self, nbytes: int, most: int) -> Room | None:
+        """Return room if no more than `most` bytes are in use then."""
         with self._lock:
-            offset = None if self._closed else self._parts.allocate(nbytes)
+            if self._closed or self._parts.used + self._parts.rounded(nbytes) > most:
+                return None
+            offset = self._parts.allocate(nbytes)
             if offset is None:
                 return None
             return Room(self, offset, nbytes, self._arena.view[offset : offset + nbytes])
+
+    def offset_of(self, view: memoryview) -> int | None:
+        """Return where bytes lie in the segment; None for other memory.
+
+        The caller has the room in which they lie.
+        """
+        start = address_of(view) - self._addresses.start
+        return start if 0 <= start <= len(self._addresses) - view.nbytes else None
 
     def give_back(self, offset: int) -> None:
         """Free the room at an offset."""
@@ -109,3 +145,5 @@ class Segment:
         # A GPU may still copy to a room, which stays page-locked for as long.
         if self._closed and not self._parts.used:
             self._arena.close()
+            # Other memory may lie there next.
+            self._addresses = range(0)

@@ -27,7 +27,7 @@ import time
 
 import torch
 
-from kvshelf.buffers import Buffer, BufferPool, Kind
+from kvshelf.buffers import Buffer, BufferPool, Kind, Lender
 from kvshelf.errors import ConfigError, UnsupportedError
 from kvshelf.pages import lockable
 
@@ -121,6 +121,8 @@ class StagingPool:
         Allocate all memory now, page-locked where that is possible: for caches on a GPU.
     device : torch.device, optional
         The GPU near which page-locked memory should lie.
+    lender : Callable, optional
+        Lends memory for the buffers: that from which a node server takes what is stored.
 
     Raises
     ------
@@ -136,8 +138,10 @@ class StagingPool:
         together: int = 1,
         pinned: bool = False,
         device: torch.device | None = None,
+        lender: Lender | None = None,
     ) -> None:
         self._device = device
+        self._lender = lender
         self.buffer_bytes = -(-buffer_bytes // STAGING_ALIGNMENT) * STAGING_ALIGNMENT
         self.limit = capacity // self.buffer_bytes
         self._store_limit = self.limit - max(1, int(self.limit * _LOAD_SHARE))
@@ -168,6 +172,7 @@ class StagingPool:
             device=self._device if kind == "pinned" else None,
             segment_bytes=self._slab * size if kind == "host" else lockable(capacity, size),
             alignment=STAGING_ALIGNMENT,
+            lender=self._lender,
         )
 
     def _pin(self) -> None:

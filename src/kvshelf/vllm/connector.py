@@ -20,7 +20,7 @@ import itertools
 import logging
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Literal, ParamSpec, TypeVar
 
 import torch
 import vllm
@@ -76,9 +76,13 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from kvshelf.kv.streams import Streams
+    from kvshelf.server.segment import Segment
     from kvshelf.vllm.worker import WorkerSide
 
 logger = logging.getLogger(__name__)
+
+#: Most bytes of staging that lie where a node server reads them; more staging lies elsewhere.
+_MOST_LENT: Final = 16 << 30
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -164,7 +168,12 @@ class SharedStorageConnector(KVConnectorBase_V1, SupportsHMA):
         device = getattr(vllm_config, "device_config", None)
         on_cpu = device is None or device.device_type == "cpu"
         gpu = None if on_cpu or role is KVConnectorRole.SCHEDULER else _current_gpu()
-        self._shelf = _open(self._config, self._counters, on_cpu=on_cpu, gpu=gpu)
+        self._segment = (
+            None if on_cpu or role is KVConnectorRole.SCHEDULER else _segment(self._config)
+        )
+        self._shelf = _open(
+            self._config, self._counters, on_cpu=on_cpu, gpu=gpu, segment=self._segment
+        )
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._uses: Uses | None = None
@@ -211,6 +220,7 @@ class SharedStorageConnector(KVConnectorBase_V1, SupportsHMA):
                 rank=int(vllm_config.parallel_config.rank),
                 counters=self._counters,
                 streams=self._streams_of,
+                lender=None if self._segment is None else self._segment.lend,
                 may_store=not refuses,
                 others_fill=bool(others),
                 history=self._history,
@@ -448,6 +458,8 @@ class SharedStorageConnector(KVConnectorBase_V1, SupportsHMA):
         if self._uses is not None:
             self._uses.close()
         self._shelf.close()
+        if self._segment is not None:
+            self._segment.close()
         if self._history is not None:
             self._history.close()
 
@@ -482,8 +494,35 @@ def _current_gpu() -> torch.device | None:
     return torch.device("cuda", torch.cuda.current_device())
 
 
+def _segment(config: Config) -> Segment | None:
+    """Return the memory in which a worker's page-locked staging lies, for its node server to read.
+
+    Ordinary staging lies elsewhere: the first use of shared memory, which has no huge pages, takes
+    longer than the copy that would be saved.
+    """
+    if config.server is None or config.read_only:
+        return None
+    from kvshelf.server.segment import Segment
+
+    try:
+        return Segment(_room_bytes(config), lends=_MOST_LENT)
+    except (ConfigError, UnsupportedError):
+        # The shelf cannot be opened then, which is logged.
+        return None
+
+
+def _room_bytes(config: Config) -> int:
+    """Return the bytes of a segment for objects that were not made there."""
+    return min(config.least_staging, 1 << 30)
+
+
 def _open(
-    config: Config, counters: Counters, *, on_cpu: bool, gpu: torch.device | None
+    config: Config,
+    counters: Counters,
+    *,
+    on_cpu: bool,
+    gpu: torch.device | None,
+    segment: Segment | None = None,
 ) -> Opening[AnyShelf]:
     """Open the engine's shelf on a thread of its own; wait for it for a bounded time."""
     server = config.server
@@ -491,7 +530,7 @@ def _open(
 
     def make() -> AnyShelf:
         if server is not None:
-            return _open_served(server, config, counters, on_cpu=on_cpu, gpu=gpu)
+            return _open_served(server, config, counters, on_cpu=on_cpu, gpu=gpu, segment=segment)
         shelf, tier = open_configured(url, config, counters, on_thread_start=widen_cpu_affinity)
         return shelf if tier is None else TieredShelf(shelf, [tier])
 
@@ -525,7 +564,13 @@ def _begin_history(
 
 
 def _open_served(
-    server: str, config: Config, counters: Counters, *, on_cpu: bool, gpu: torch.device | None
+    server: str,
+    config: Config,
+    counters: Counters,
+    *,
+    on_cpu: bool,
+    gpu: torch.device | None,
+    segment: Segment | None = None,
 ) -> AnyShelf:
     try:
         from kvshelf.server.backend import open_served
@@ -537,7 +582,8 @@ def _open_served(
 
     return open_served(
         server,
-        segment_bytes=min(config.least_staging, 1 << 30),
+        segment_bytes=_room_bytes(config),
+        segment=segment,
         read_only=config.read_only,
         # A GPU copies from page-locked memory.
         lends=on_cpu,

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from kvshelf.buffers import Lender
 from kvshelf.config import Config
 from kvshelf.format.kinds import FULL
 from kvshelf.kv.streams import Streams
@@ -88,6 +89,8 @@ class DraftWorker:
     counters : Counters
     streams : Callable[[torch.device], Streams or None], optional
         As for the worker side.
+    lender : Callable, optional
+        As for the worker side.
     in_front : Callable[[ShelfView, ShardPlan], ShelfView], optional
         Puts the worker's memory tier in front of the shelf.
     """
@@ -102,6 +105,7 @@ class DraftWorker:
         rank: int,
         counters: Counters,
         streams: Callable[[torch.device], Streams | None] | None,
+        lender: Lender | None = None,
         in_front: Callable[[ShelfView, ShardPlan], ShelfView] = lambda view, plan: view,
     ) -> None:
         self._engine = engine
@@ -111,7 +115,7 @@ class DraftWorker:
         self._rank = rank
         self._counters = _DraftCounters(counters)
         self._registration = Registration(
-            engine, config, kv_cache_config, rank, streams, of_drafter=True
+            engine, config, kv_cache_config, rank, streams, lender=lender, of_drafter=True
         )
         self._transfer: Transfer | None = None
         self._ops: dict[Load, LoadOp] = {}
@@ -129,6 +133,7 @@ class DraftWorker:
         rank: int,
         counters: Counters,
         streams: Callable[[torch.device], Streams | None] | None,
+        lender: Lender | None = None,
         in_front: Callable[[ShelfView, ShardPlan], ShelfView] = lambda view, plan: view,
     ) -> DraftWorker | None:
         """Return the drafter's side of a worker; None where it has none or it is left out.
@@ -141,7 +146,7 @@ class DraftWorker:
             The engine's options.
         rank : int
             The worker's rank, over all stages.
-        shelf, kv_cache_config, counters, streams, in_front
+        shelf, kv_cache_config, counters, streams, lender, in_front
             As for the class.
         """
         if not drafter_has_kv(vllm_config):
@@ -166,6 +171,7 @@ class DraftWorker:
             rank=rank,
             counters=counters,
             streams=streams,
+            lender=lender,
             in_front=in_front,
         )
 

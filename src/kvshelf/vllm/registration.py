@@ -49,6 +49,7 @@ from vllm.distributed.parallel_state import get_dcp_group, model_parallel_is_ini
 
 from kvshelf.backends import Properties
 from kvshelf.backends.guard import try_to_start
+from kvshelf.buffers import Lender
 from kvshelf.capacity.history import History
 from kvshelf.config import LEAST_STAGING, Config
 from kvshelf.errors import ConfigError, UnsupportedError
@@ -169,6 +170,8 @@ class Registration:
     rank : int
     streams : Callable[[torch.device], Streams or None], optional
         Returns the streams to use on a device; its own where the answer is None.
+    lender : Callable, optional
+        Lends memory for staging, see :class:`~kvshelf.transfer.staging.StagingPool`.
     of_drafter : bool
         The caches are those of the drafter's layers, not of the model's.
 
@@ -189,12 +192,14 @@ class Registration:
         rank: int,
         streams: Callable[[torch.device], Streams | None] | None = None,
         *,
+        lender: Lender | None = None,
         of_drafter: bool = False,
     ) -> None:
         self._vllm_config = vllm_config
         self._config = config
         self._kv_cache_config = kv_cache_config
         self._rank = rank
+        self._lender = lender
         self._of_drafter = of_drafter
         self._context_ranks = context_ranks(vllm_config, kv_cache_config)
         self._streams_of = streams
@@ -587,6 +592,7 @@ class Registration:
             together=len(plan.shards),
             pinned=on_device,
             device=self.caches.device,
+            lender=self._lender,
         )
         cache: KVCache
         try:

@@ -64,6 +64,7 @@ from typing import Any
 import torch
 
 from kvshelf.backends.breaker import BreakerState
+from kvshelf.buffers import Lender
 from kvshelf.capacity.history import Event, History, Reason
 from kvshelf.capacity.sweeper import Sweeper
 from kvshelf.config import EARLIER_NAME, Config
@@ -138,6 +139,8 @@ class WorkerSide:
         Where to count; new counters when absent.
     streams : Callable[[torch.device], Streams or None], optional
         Returns the streams to use on a device; its own where the answer is None.
+    lender : Callable, optional
+        Lends memory for staging: that from which a node server takes what is stored.
     may_store : bool
         Whether the engine stores anything: no object that it finds bad is replaced otherwise.
     others_fill : bool
@@ -161,6 +164,7 @@ class WorkerSide:
         rank: int = 0,
         counters: Counters | None = None,
         streams: Callable[[torch.device], Streams | None] | None = None,
+        lender: Lender | None = None,
         may_store: bool = True,
         others_fill: bool = False,
         history: History | None = None,
@@ -180,7 +184,9 @@ class WorkerSide:
         self._beside_step &= vllm_config.speculative_config is None
         #: Tokens in a block of the cache manager, where there is one group.
         self._block_size = manager_block_size(vllm_config, kv_cache_config)
-        self._registration = Registration(vllm_config, config, kv_cache_config, rank, streams)
+        self._registration = Registration(
+            vllm_config, config, kv_cache_config, rank, streams, lender=lender
+        )
         self._weights: LoadedWeights | None = None
         self._drafts = DraftWorker.of(
             vllm_config,
@@ -190,6 +196,7 @@ class WorkerSide:
             rank=rank,
             counters=self.counters,
             streams=streams,
+            lender=lender,
             in_front=self._before_drafts,
         )
         self._transfer: KindTransfers | None = None
