@@ -10,7 +10,8 @@ import sys
 import time
 from collections.abc import Callable
 
-from kvshelf.memory.residents import Residents
+from kvshelf.memory.arena import Arena
+from kvshelf.memory.host_memory import HostMemory
 
 _OBJECTS = 16_384
 _OBJECT_BYTES = 1 << 20
@@ -19,19 +20,19 @@ _CALLS = 2000
 _ROUNDS = 21
 
 
-def _filled() -> Residents:
+def _filled() -> HostMemory:
     """Return a table of many prompts whose memory is used up."""
-    residents = Residents(_OBJECTS * _OBJECT_BYTES)
+    memory = HostMemory(Arena(_OBJECTS * _OBJECT_BYTES, lazy=True))
     for number in range(_OBJECTS):
-        _enter(residents, number)
-    return residents
+        _enter(memory, number)
+    return memory
 
 
-def _enter(residents: Residents, number: int) -> None:
+def _enter(memory: HostMemory, number: int) -> None:
     parent = _name(number - 1) if number % _PROMPT else None
-    slot = residents.reserve(_name(number), _OBJECT_BYTES, parent=parent)
+    slot = memory.reserve(_name(number), _OBJECT_BYTES, parent=parent)
     assert slot is not None
-    residents.publish(slot)
+    memory.publish(slot)
 
 
 def _name(number: int) -> tuple[bytes, str, int, int]:
@@ -40,21 +41,21 @@ def _name(number: int) -> tuple[bytes, str, int, int]:
 
 def bench() -> dict[str, float]:
     """Return the median microseconds of each call."""
-    residents = _filled()
+    memory = _filled()
     names = [_name(number) for number in range(_PROMPT)]
     following = iter(range(_OBJECTS, sys.maxsize))
 
     def pin() -> None:
-        slot = residents.pin(names[0])
+        slot = memory.pin(names[0])
         assert slot is not None
-        residents.unpin(slot)
+        memory.unpin(slot)
 
     calls: dict[str, tuple[Callable[[], object], int]] = {
         "pin and unpin": (pin, _CALLS),
-        f"holds, {_PROMPT} names": (lambda: residents.holds(names), _CALLS // 20),
-        f"touch, {_PROMPT} names": (lambda: residents.touch(names), _CALLS // 20),
-        "stats": (residents.stats, _CALLS),
-        "reserve, which evicts, and publish": (lambda: _enter(residents, next(following)), _CALLS),
+        f"holds, {_PROMPT} names": (lambda: memory.holds(names), _CALLS // 20),
+        f"touch, {_PROMPT} names": (lambda: memory.touch(names), _CALLS // 20),
+        "stats": (memory.stats, _CALLS),
+        "reserve, which evicts, and publish": (lambda: _enter(memory, next(following)), _CALLS),
     }
     return {name: _median(call, count) for name, (call, count) in calls.items()}
 

@@ -125,7 +125,9 @@ def test_a_tail_is_an_object_like_others(tier: MemoryTier) -> None:
     room.view[:] = bytes(size)
     FMT.seal(room.view, tail, 0)
     expected = bytes(room.view)
-    assert room.publish()
+    found = room.publish()
+    assert found is room
+    found.release()
     buffer = bytearray(size)
     assert tier.load(FMT, ObjectRef(tail, 0), memoryview(buffer))
     assert buffer == expected
@@ -140,7 +142,7 @@ def test_an_object_that_is_removed_while_it_is_read_is_not_found(tier: MemoryTie
     assert rooms[0] is not None
     assert not rooms[0].publish()
     assert rooms[1] is not None
-    assert rooms[1].publish_pinned() is None
+    assert rooms[1].publish() is None
     assert tier.holds(FMT, [ref(0), ref(1)]) == [False, False]
     assert tier.stats().free_bytes == MIB
     # It can be read again.
@@ -200,22 +202,24 @@ def test_an_object_can_be_read_right_into_the_memory(tier: MemoryTier) -> None:
     assert room is not None
     room.view[:] = image(0)
     assert tier.holds(FMT, [ref(0)]) == [False]
-    lent = room.publish_pinned()
+    lent = room.publish()
     assert lent is not None
     assert bytes(lent.view) == image(0)
     assert tier.reserve(FMT, ref(0)) is None
     lent.release()
     lost = tier.reserve(FMT, ref(1))
     assert lost is not None
-    lost.abandon()
+    lost.release()
     assert tier.stats().objects == 1
     # Two threads read one object: the second one's memory is free again.
     first, second = tier.reserve(FMT, ref(2)), tier.reserve(FMT, ref(2))
     assert first is not None
     assert second is not None
     first.view[:] = second.view[:] = image(2)
-    assert first.publish()
-    lent = second.publish_pinned()
+    found = first.publish()
+    assert found is first
+    found.release()
+    lent = second.publish()
     assert lent is not None
     assert bytes(lent.view) == image(2)
     lent.release()
@@ -229,7 +233,9 @@ def test_how_many_chunks_fit(tier: MemoryTier) -> None:
     for index in range(tier.most_chunks(FMT, [0])):
         room = tier.reserve(FMT, ObjectRef(make_chunks(FMT, 1, seed=index)[0], 0))
         assert room is not None
-        room.publish()
+        found = room.publish()
+        assert found is not None
+        found.release()
     assert tier.stats().evictions == 0
 
 

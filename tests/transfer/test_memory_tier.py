@@ -163,7 +163,7 @@ def test_objects_that_memory_has_no_room_for_are_read_into_staging(
     assert room is not None
     assert near.load(chunks) is None
     assert near.count("memory_tier_dropped_objects") == 2 * FMT.shards
-    room.abandon()
+    room.release()
 
 
 def test_where_memory_does_not_lend_objects_pass_through_staging(

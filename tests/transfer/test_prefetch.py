@@ -295,7 +295,7 @@ def test_what_did_not_come_at_a_bad_moment_is_read_again(
     assert waiting.here(chunks) == 0
     for room in rooms:
         assert room is not None
-        room.abandon()
+        room.release()
     for buffer in buffers:
         assert buffer is not None
         waiting.rig.staging.release(*buffer)

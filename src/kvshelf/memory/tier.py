@@ -6,7 +6,7 @@ Contracts
 ---------
 * The tier holds whole objects, header included. Callers enter verified bytes only, so nothing is
   verified again when it is read.
-* What is in use is pinned: memory that was lent, or is being filled, stays as it is until it is
+* What is in use is pinned: memory that was pinned, or is being filled, stays as it is until it is
   given back.
 * The memory is bounded by ``max_bytes``, which is taken when the tier is made, or refused. A lazy
   tier takes it when it is needed.
@@ -26,7 +26,8 @@ from kvshelf.format.keys import Chunk
 from kvshelf.format.kinds import Kind
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.memory.arena import Arena, copy_bytes
-from kvshelf.memory.residents import Residents, ResidentStats, Slot
+from kvshelf.memory.host_memory import HostMemory, MemoryStats
+from kvshelf.memory.places import Slot, State
 from kvshelf.metrics import Counters
 from kvshelf.shelf.view import ObjectRef
 
@@ -36,13 +37,14 @@ if TYPE_CHECKING:
 _Name: TypeAlias = tuple[bytes, Kind, int, int]
 
 
-class Lent:
-    """An object in the tier's memory, pinned until :meth:`release`.
+class Pinned:
+    """The memory of one object in the tier, which stays as it is until :meth:`release`.
 
     Attributes
     ----------
     view : memoryview
-        The whole object, header included. It must not be written to.
+        The whole object, header included. It is written to only before :meth:`publish`, by who
+        reserved it.
     """
 
     __slots__ = ("_slot", "_tier", "view")
@@ -50,56 +52,24 @@ class Lent:
     def __init__(self, tier: MemoryTier, slot: Slot) -> None:
         self._tier = tier
         self._slot = slot
-        self.view = tier._bytes_of(slot)
+        self.view = tier._memory.view(slot)
 
     def valid(self) -> bool:
         """Tell that the bytes are the object: they stay so until :meth:`release`."""
         return True
 
+    def publish(self) -> Pinned | None:
+        """Let an object be found whose memory was reserved: it is whole and verified.
+
+        Returns the object that is there now, to be released in place of this one. None only where
+        the object was removed since its memory was reserved, or another thread had entered it and
+        it is gone again.
+        """
+        return self if self._tier._publish(self._slot) else self._tier._pin(self._slot.name)
+
     def release(self) -> None:
-        """End the pin. Called exactly once."""
-        self._tier._unpin(self._slot)
-
-
-class Room:
-    """Memory for one object that is being read, which nobody else finds yet.
-
-    Exactly one of the other methods ends it.
-
-    Attributes
-    ----------
-    view : memoryview
-        Memory of the object's size, to be filled.
-    """
-
-    __slots__ = ("_slot", "_tier", "view")
-
-    def __init__(self, tier: MemoryTier, slot: Slot) -> None:
-        self._tier = tier
-        self._slot = slot
-        self.view = tier._bytes_of(slot)
-
-    def publish(self) -> bool:
-        """Let the object be found; it is whole and verified.
-
-        False if it was there already, or was removed since the room was made.
-        """
-        return self._tier._publish(self._slot, pinned=False)
-
-    def publish_pinned(self) -> Lent | None:
-        """Do the same and return the object that is there now, pinned.
-
-        None only where the object was removed since the room was made, or another thread had
-        entered it and it is gone again.
-        """
-        slot, tier = self._slot, self._tier
-        if tier._publish(slot, pinned=True):
-            return Lent(tier, slot)
-        return tier._pin(slot.name)
-
-    def abandon(self) -> None:
-        """Free the memory: the object does not come."""
-        self._tier._abandon(self._slot)
+        """End the pin; an object that was not published does not come. Called exactly once."""
+        self._tier._release(self._slot)
 
 
 class MemoryTier:
@@ -135,25 +105,23 @@ class MemoryTier:
     ) -> None:
         self.max_bytes = max_bytes
         self._counters = Counters() if counters is None else counters
-        self._arena = Arena(max_bytes, lazy=lazy, device=device)
-        borders = () if device is None else self._arena.borders
-        self._residents = Residents(max_bytes, borders=borders)
+        arena = Arena(max_bytes, lazy=lazy, device=device)
+        self._memory = HostMemory(arena, borders=() if device is None else arena.borders)
         self._lock = threading.Lock()
-        self._closed = False
         self._evictions = self._evicted_bytes = 0
         self._counters.set_gauge("memory_tier_limit_bytes", max_bytes)
 
     def __repr__(self) -> str:
-        return f"MemoryTier({self.max_bytes}, {self._residents!r})"
+        return f"MemoryTier({self.max_bytes}, {self._memory!r})"
 
     @property
     def available(self) -> bool:
         """Whether any object is here."""
-        return bool(self._residents)
+        return bool(self._memory)
 
-    def stats(self) -> ResidentStats:
+    def stats(self) -> MemoryStats:
         """Return what is here now."""
-        return self._residents.stats()
+        return self._memory.stats()
 
     def most_chunks(self, fmt: ObjectFormat, shards: Sequence[int] | None = None) -> int:
         """Return how many whole chunks fit if nothing else is here.
@@ -165,79 +133,80 @@ class MemoryTier:
             The shards of each chunk; all when absent.
         """
         wanted = range(fmt.shards) if shards is None else shards
-        return self._residents.most([fmt.object_size(shard) for shard in wanted])
+        return self._memory.most([fmt.object_size(shard) for shard in wanted])
 
     # ------------------------------------------------------------------------------------ reading
 
     def holds(self, fmt: ObjectFormat, refs: Sequence[ObjectRef]) -> list[bool]:
         """Tell which of these objects are here."""
-        return self._residents.holds([_name(fmt, chunk, shard) for chunk, shard in refs])
+        return self._memory.holds([_name(fmt, chunk, shard) for chunk, shard in refs])
 
     def touch(self, fmt: ObjectFormat, refs: Sequence[ObjectRef]) -> None:
         """Count a use of these objects, those of them that are here."""
-        self._residents.touch([_name(fmt, chunk, shard) for chunk, shard in refs])
+        self._memory.touch([_name(fmt, chunk, shard) for chunk, shard in refs])
 
-    def pin(self, fmt: ObjectFormat, ref: ObjectRef) -> Lent | None:
-        """Keep an object here until its :meth:`Lent.release`; None if it is not here."""
+    def pin(self, fmt: ObjectFormat, ref: ObjectRef) -> Pinned | None:
+        """Keep an object here until its :meth:`Pinned.release`; None if it is not here."""
         return self._pin(_name(fmt, *ref))
 
-    def borrow(self, fmt: ObjectFormat, ref: ObjectRef) -> Lent | None:
+    def borrow(self, fmt: ObjectFormat, ref: ObjectRef) -> Pinned | None:
         """Lend an object for a load; None if it is not here."""
-        lent = self.pin(fmt, ref)
-        if lent is not None:
+        pinned = self.pin(fmt, ref)
+        if pinned is not None:
             self._counters.add("memory_tier_loaded_objects")
-            self._counters.add("memory_tier_loaded_bytes", len(lent.view))
-        return lent
+            self._counters.add("memory_tier_loaded_bytes", len(pinned.view))
+        return pinned
 
     def load(self, fmt: ObjectFormat, ref: ObjectRef, buffer: memoryview) -> bool:
         """Copy an object to `buffer`; False if it is not here."""
-        lent = self.borrow(fmt, ref)
-        if lent is None:
+        pinned = self.borrow(fmt, ref)
+        if pinned is None:
             return False
         try:
-            copy_bytes(buffer, lent.view)
+            copy_bytes(buffer, pinned.view)
         finally:
-            lent.release()
+            pinned.release()
         return True
 
     # ----------------------------------------------------------------------------------- entering
 
-    def reserve(self, fmt: ObjectFormat, ref: ObjectRef) -> Room | None:
+    def reserve(self, fmt: ObjectFormat, ref: ObjectRef) -> Pinned | None:
         """Make room for an object that is going to be read; None if it is here, or there is none.
 
         What is used least recently is evicted for it.
         """
         name = _name(fmt, *ref)
-        if name in self._residents:
+        if name in self._memory:
             return None
         chunk, shard = ref
         size = fmt.object_size(shard, chunk.tokens)
         parent = (chunk.parent, fmt.kind, fmt.shards, shard)
-        slot = self._residents.reserve(name, size, parent=parent)
-        return None if slot is None else Room(self, slot)
+        slot = self._memory.reserve(name, size, parent=parent)
+        return None if slot is None else Pinned(self, slot)
 
     def keep(self, fmt: ObjectFormat, ref: ObjectRef, buffer: BytesLike) -> None:
         """Copy an object in, if there is room. The bytes must be verified."""
         if self.holds(fmt, [ref])[0]:
             return
-        room = self.reserve(fmt, ref)
-        if room is None:
+        reserved = self.reserve(fmt, ref)
+        if reserved is None:
             self._counters.add("memory_tier_dropped_objects")
             return
+        kept: Pinned | None = reserved
         try:
-            copy_bytes(room.view, buffer)
-        except BaseException:
-            room.abandon()
-            raise
-        room.publish()
+            copy_bytes(reserved.view, buffer)
+            kept = reserved.publish()
+        finally:
+            if kept is not None:
+                kept.release()
 
     def remove(self, fmt: ObjectFormat, refs: Sequence[ObjectRef]) -> int:
-        """Remove objects; return how many were here. Memory that is lent is freed later.
+        """Remove objects; return how many were here. Memory that is pinned is freed later.
 
         What is being read or copied in for these names is not published.
         """
         names = [_name(fmt, chunk, shard) for chunk, shard in refs]
-        removed = sum(self._residents.remove(name) for name in names)
+        removed = sum(self._memory.forget(name) for name in names)
         self._report()
         return removed
 
@@ -247,44 +216,32 @@ class MemoryTier:
         """Do nothing: no thread is ever stuck in memory."""
 
     def close(self) -> None:
-        """Forget all objects, and free the memory once none of it is lent. Idempotent."""
-        with self._lock:
-            self._closed = True
-        self._residents.close()
-        self._free_if_closed()
+        """Forget all objects, and free the memory once none of it is pinned. Idempotent."""
+        self._memory.close()
 
     # ------------------------------------------------------------------------------------- inside
 
-    def _bytes_of(self, slot: Slot) -> memoryview:
-        return self._arena.view[slot.offset : slot.offset + slot.nbytes]
+    def _pin(self, name: object) -> Pinned | None:
+        slot = self._memory.pin(name)
+        return None if slot is None else Pinned(self, slot)
 
-    def _pin(self, name: object) -> Lent | None:
-        slot = self._residents.pin(name)
-        return None if slot is None else Lent(self, slot)
+    def _release(self, slot: Slot) -> None:
+        if slot.state is State.RESERVED:
+            self._memory.abandon(slot)
+        else:
+            self._memory.unpin(slot)
+        self._counters.set_gauge("memory_tier_pinned_bytes", self._memory.pinned_bytes)
 
-    def _unpin(self, slot: Slot) -> None:
-        self._residents.unpin(slot)
-        self._counters.set_gauge("memory_tier_pinned_bytes", self._residents.pinned_bytes)
-        if self._closed:
-            self._free_if_closed()
-
-    def _publish(self, slot: Slot, *, pinned: bool) -> bool:
-        published = self._residents.publish(slot, pinned=pinned)
+    def _publish(self, slot: Slot) -> bool:
+        published = self._memory.publish(slot, pinned=True)
         if published:
             self._counters.add("memory_tier_stored_objects")
             self._counters.add("memory_tier_stored_bytes", slot.nbytes)
             self._report()
-        if self._closed:
-            self._free_if_closed()
         return published
 
-    def _abandon(self, slot: Slot) -> None:
-        self._residents.abandon(slot)
-        if self._closed:
-            self._free_if_closed()
-
     def _report(self) -> None:
-        stats = self._residents.stats()
+        stats = self._memory.stats()
         with self._lock:
             objects = stats.evictions - self._evictions
             nbytes = stats.evicted_bytes - self._evicted_bytes
@@ -295,11 +252,6 @@ class MemoryTier:
             self._counters.add("memory_tier_evicted_bytes", nbytes)
         self._counters.set_gauge("memory_tier_used_bytes", stats.bytes)
         self._counters.set_gauge("memory_tier_pinned_bytes", stats.pinned_bytes)
-
-    def _free_if_closed(self) -> None:
-        with self._lock:
-            if not self._residents.pinned_bytes:
-                self._arena.close()
 
 
 def _name(fmt: ObjectFormat, chunk: Chunk, shard: int) -> _Name:

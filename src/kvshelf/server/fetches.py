@@ -35,8 +35,8 @@ from kvshelf.errors import (
 )
 from kvshelf.format.invalid import WrongSize
 from kvshelf.format.keys import Chunk
-from kvshelf.memory.residents import Slot
-from kvshelf.server.held import Held
+from kvshelf.memory.host_memory import HostMemory
+from kvshelf.memory.places import Slot
 from kvshelf.server.leases import Leases
 from kvshelf.server.messages import Failed, Fault, Ready
 from kvshelf.server.namespaces import HASH, NamedObject, Namespaces, key_of
@@ -93,8 +93,7 @@ class Fetches:
 
     Parameters
     ----------
-    held : Held
-        The memory.
+    memory : HostMemory
     namespaces : Namespaces
     storage : Storage
     workers : Workers
@@ -119,7 +118,7 @@ class Fetches:
 
     def __init__(
         self,
-        held: Held,
+        memory: HostMemory,
         namespaces: Namespaces,
         storage: Storage,
         workers: Workers,
@@ -130,8 +129,7 @@ class Fetches:
         counts: dict[str, int],
         freed: Callable[[], None],
     ) -> None:
-        self._held = held
-        self._residents = held.residents
+        self._memory = memory
         self._namespaces = namespaces
         self._storage = storage
         self._workers = workers
@@ -139,7 +137,7 @@ class Fetches:
         self._wait_seconds = wait_seconds
         self._counts = counts
         self._freed = freed
-        self.most = held.residents.capacity // _CLIENT_SHARE
+        self.most = memory.capacity // _CLIENT_SHARE
         self.leases: Leases[Slot] = Leases(seconds=lease_seconds, quota=self.most, clock=clock)
         self._reads: dict[str, _Read] = {}
         #: Bytes that each client waits for in reads.
@@ -195,7 +193,7 @@ class Fetches:
             each(outcomes)
 
     def _must_wait(self, want: _Want) -> bool:
-        return bool(self._waiting.get(want.client)) and not self._residents.holds([want.key])[0]
+        return bool(self._waiting.get(want.client)) and not self._memory.holds([want.key])[0]
 
     def room(self, client: bytes) -> int:
         """Return how many bytes more a client may hold."""
@@ -250,13 +248,13 @@ class Fetches:
             return True
 
     def _begin(self, want: _Want, outcomes: list[Ready | Failed]) -> bool:
-        slot = self._residents.pin(want.key)
+        slot = self._memory.pin(want.key)
         if slot is not None:
             if slot.nbytes != want.nbytes:
-                self._residents.unpin(slot)
+                self._memory.unpin(slot)
                 raise WrongSize(f"{want.name}: {want.nbytes} bytes, expected {slot.nbytes}")
             if not self._lease(want, slot, outcomes):
-                self._residents.unpin(slot)
+                self._memory.unpin(slot)
                 return False
             self._counts["memory_hits"] += 1
             return True
@@ -271,7 +269,7 @@ class Fetches:
             self.check_fits(want.name, want.nbytes)
             if self._closed:
                 raise draining()
-            slot = self._residents.reserve(want.key, want.nbytes) if fits else None
+            slot = self._memory.reserve(want.key, want.nbytes) if fits else None
             if slot is None:
                 return False
             read = self._reads[want.key] = _Read(found, slot)
@@ -292,11 +290,11 @@ class Fetches:
             return False
         number, new = granted
         if not new:
-            self._residents.unpin(slot)
+            self._memory.unpin(slot)
         if fetched:
             for other in self.leases.end_lookups(want.client, want.session, slot):
-                self._residents.unpin(other)
-            place = self._held.offset(slot)
+                self._memory.unpin(other)
+            place = self._memory.offset(slot)
             outcomes.append(
                 Ready(want.index, place, slot.nbytes, slot.number, slot.generation, number)
             )
@@ -305,7 +303,7 @@ class Fetches:
     # --------------------------------------------------------------------------------------- reads
 
     def _submit(self, client: bytes, read: _Read) -> None:
-        buffer = self._held.buffer(read.slot)
+        buffer = self._memory.view(read.slot)
         self._workers.submit(
             client,
             lambda: self._storage.load(read.found, buffer),
@@ -343,24 +341,24 @@ class Fetches:
             elif want.each is not None:
                 self._waiting.setdefault(want.client, deque()).appendleft(want)
         if read.gone:
-            self._residents.remove(key)
+            self._memory.forget(key)
 
     def _returned(self, read: _Read, outcome: Chunk | Exception) -> None:
         """End a read. One that was late is of use for whoever asks next."""
         if not read.settled:
             if isinstance(outcome, Exception):
-                self._residents.abandon(read.slot)
+                self._memory.abandon(read.slot)
             else:
                 self._keep(read, outcome)
                 if read.gone:
-                    self._residents.remove(read.slot.name)
+                    self._memory.forget(read.slot.name)
         self._freed()
 
     def _keep(self, read: _Read, chunk: Chunk) -> None:
         self._counts["read_objects"] += 1
         self._counts["read_bytes"] += read.slot.nbytes
         read.slot.parent = read.found.key_of_parent(chunk)
-        self._residents.publish(read.slot)
+        self._memory.publish(read.slot)
 
     # ------------------------------------------------------------------------------------- endings
 
@@ -390,7 +388,7 @@ class Fetches:
         ended, overdue = self.leases.expire()
         for slot in overdue:
             self._counts["overdue_leases"] += 1
-            self._residents.expire(slot)
+            self._memory.expire(slot)
         now = self._clock()
         late: list[_Want] = []
         for queue in self._waiting.values():
@@ -412,7 +410,7 @@ class Fetches:
         read = self._reads.get(key)
         if read is not None:
             read.gone = True
-        self._residents.remove(key)
+        self._memory.forget(key)
 
     def drain(self) -> None:
         """Begin no more reads."""
@@ -420,7 +418,7 @@ class Fetches:
 
     def _unpin(self, slots: Sequence[Slot]) -> None:
         for slot in slots:
-            self._residents.unpin(slot)
+            self._memory.unpin(slot)
         if slots:
             self._freed()
 

@@ -1,6 +1,6 @@
 """What the node server does for its clients, as the loop calls it.
 
-Puts the parts together: memory (:mod:`kvshelf.server.held`), what clients fetch
+Puts the parts together: memory (:mod:`kvshelf.memory.host_memory`), what clients fetch
 (:mod:`kvshelf.server.fetches`) and store (:mod:`kvshelf.server.stores`), and what goes to the
 storage as it is (:mod:`kvshelf.server.calls`, :mod:`kvshelf.server.appearances`). Owns finds,
 lookups and the names of what is counted.
@@ -33,12 +33,12 @@ from kvshelf.capacity.uses import Uses
 from kvshelf.errors import KVShelfError, ObjectNameError, PermanentStorageError
 from kvshelf.format.names import parse_path
 from kvshelf.memory.arena import Arena
-from kvshelf.memory.residents import Slot
+from kvshelf.memory.host_memory import HostMemory
+from kvshelf.memory.places import Slot
 from kvshelf.metrics import Counters
 from kvshelf.server.appearances import MAX_FOLDERS, Appearances
 from kvshelf.server.calls import CHANGES, Calls, facts, found
 from kvshelf.server.fetches import Each, Fetches, draining
-from kvshelf.server.held import Held
 from kvshelf.server.messages import (
     UNKNOWN,
     Facts,
@@ -159,12 +159,11 @@ class Service:
         uses: Uses | None = None,
     ) -> None:
         counters = Counters() if counters is None else counters
-        held = Held(arena)
+        memory = self._memory = HostMemory.with_generations(arena)
         storage = Storage(shelf, disk_tier)
-        self.slots = held.slots
+        self.slots = memory.table_slots
         self.lease_seconds = lease_seconds
         self._backend = shelf.backend
-        self._residents = held.residents
         self._storage = storage
         self._uses = uses
         #: What clients have said since the last tick that they use.
@@ -198,7 +197,7 @@ class Service:
             self.close()
             raise
         self._fetches = Fetches(
-            held,
+            memory,
             self._namespaces,
             storage,
             self._workers["fetch"],
@@ -210,7 +209,7 @@ class Service:
             freed=self._resume,
         )
         self._stores = Stores(
-            held,
+            memory,
             self._namespaces,
             storage,
             self._fetches,
@@ -223,7 +222,7 @@ class Service:
         )
 
     def __repr__(self) -> str:
-        return f"Service({self._backend.url!r}, {self._residents!r})"
+        return f"Service({self._backend.url!r}, {self._memory!r})"
 
     @property
     def facts(self) -> Facts:
@@ -268,7 +267,7 @@ class Service:
         if len(sizes) != len(names):
             done(Fault.of(_unequal(names, sizes)))
             return
-        here = self._residents.sizes(list(map(key_of, names)))
+        here = self._memory.sizes(list(map(key_of, names)))
         missing = [name for name, held in zip(names, here, strict=True) if held is None]
         if not missing:
             done(Found([held for held in here if held is not None]))
@@ -319,7 +318,7 @@ class Service:
             Gets a :class:`~kvshelf.server.messages.LookedUp`.
         """
         self._clients.add(client)
-        found_here = self._residents.pin_all([key_of(name) for names in chains for name in names])
+        found_here = self._memory.pin_all([key_of(name) for names in chains for name in names])
         here = [slot for slot in found_here if slot is not None]
         if len(here) == len(found_here) and self._fetches.room(client) >= sum(
             [slot.nbytes for slot in here]
@@ -385,7 +384,7 @@ class Service:
             count += 1
         for slots in pinned[count:]:
             for slot in slots:
-                self._residents.unpin(slot)
+                self._memory.unpin(slot)
         slots = [slot for slots in pinned[:count] for slot in slots]
         asked = [other for chunk in there[:count] for other in chunk]
         self._take(client, session, chains[:count], slots, asked, done)
@@ -403,7 +402,7 @@ class Service:
         # All is pinned: the answer need not wait for the leases.
         done(LookedUp(len(found)))
         for slot in self._fetches.lock(client, session, slots):
-            self._residents.unpin(slot)
+            self._memory.unpin(slot)
         if others:
             names, sizes = zip(*others, strict=True)
             self._fetches.begin(client, session, names, sizes, None)
@@ -628,17 +627,17 @@ class Service:
 
     def stats(self) -> dict[str, float]:
         """Return the counters (:data:`COUNTERS`) and the gauges (:data:`GAUGES`) by name."""
-        residents, leases = self._residents.stats(), self._fetches.leases.stats()
+        memory, leases = self._memory.stats(), self._fetches.leases.stats()
         return {
             **self._counts,
-            "objects": residents.objects,
-            "bytes": residents.bytes,
-            "capacity_bytes": self._residents.capacity,
-            "pinned_bytes": residents.pinned_bytes,
-            "wasted_bytes": residents.wasted_bytes,
-            "largest_free_bytes": residents.largest_free,
-            "evicted_objects": residents.evictions,
-            "evicted_bytes": residents.evicted_bytes,
+            "objects": memory.objects,
+            "bytes": memory.bytes,
+            "capacity_bytes": self._memory.capacity,
+            "pinned_bytes": memory.pinned_bytes,
+            "wasted_bytes": memory.wasted_bytes,
+            "largest_free_bytes": memory.largest_free,
+            "evicted_objects": memory.evictions,
+            "evicted_bytes": memory.evicted_bytes,
             "leases": leases.leases,
             "leased_bytes": leases.nbytes,
             "clients": len(self._clients),

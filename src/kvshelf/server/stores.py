@@ -43,9 +43,9 @@ from kvshelf.errors import (
 )
 from kvshelf.format.invalid import PayloadDamaged
 from kvshelf.format.keys import Chunk
-from kvshelf.memory.residents import Slot
+from kvshelf.memory.host_memory import HostMemory
+from kvshelf.memory.places import Budget, Slot
 from kvshelf.server.fetches import NO_ROOM, Fetches, draining
-from kvshelf.server.held import Held
 from kvshelf.server.messages import Fault, Reply, Stored, WriteMode
 from kvshelf.server.namespaces import HASH, NamedObject, Namespaces, key_of
 from kvshelf.server.storage import Copied, Storage
@@ -88,8 +88,7 @@ class Stores:
 
     Parameters
     ----------
-    held : Held
-        The memory.
+    memory : HostMemory
     namespaces : Namespaces
     storage : Storage
     fetches : Fetches
@@ -110,7 +109,7 @@ class Stores:
 
     def __init__(
         self,
-        held: Held,
+        memory: HostMemory,
         namespaces: Namespaces,
         storage: Storage,
         fetches: Fetches,
@@ -122,8 +121,7 @@ class Stores:
         freed: Callable[[], None],
         published: Callable[[str], None],
     ) -> None:
-        self._held = held
-        self._residents = held.residents
+        self._memory = memory
         self._namespaces = namespaces
         self._storage = storage
         self._fetches = fetches
@@ -137,9 +135,8 @@ class Stores:
         #: By client, each in order; the client whose turn is next first.
         self._waiting: OrderedDict[bytes, deque[_Store]] = OrderedDict()
         self._closed = False
-        #: Bytes of the stores that have begun.
-        self._busy = 0
-        self._most_busy = held.residents.capacity // _STORES_SHARE
+        #: What is only to be written must not take the memory of what is used.
+        self._budget = Budget(memory.capacity // _STORES_SHARE)
         self._ended = threading.Condition()
 
     @property
@@ -173,7 +170,7 @@ class Stores:
             self._counts["failed_stores"] += 1
             done(Fault.of(error))
             return
-        if memory_only and self._residents.holds([store.key])[0]:
+        if memory_only and self._memory.holds([store.key])[0]:
             done(Stored("existed"))
             return
         other = self._running.get((name, mode))
@@ -204,14 +201,10 @@ class Stores:
     def _start(self, store: _Store) -> bool:
         """Begin a store; False if it must wait for memory."""
         nbytes = store.source.nbytes
-        if self._busy and self._busy + nbytes > self._most_busy:
-            # What is only to be written must not take the memory of what is used.
-            return False
-        slot = store.slot = self._residents.reserve(store.key, nbytes)
+        slot = store.slot = self._memory.reserve(store.key, nbytes, owner=self._budget)
         if slot is None:
             return False
-        self._busy += nbytes
-        buffer = self._held.buffer(slot)
+        buffer = self._memory.view(slot)
         self._workers.submit(
             store.client,
             lambda: self._copy_and_publish(store, buffer),
@@ -256,9 +249,8 @@ class Stores:
 
     def _returned(self, store: _Store, slot: Slot, outcome: _Outcome | Exception) -> None:
         """Keep what was stored."""
-        self._busy -= slot.nbytes
         if isinstance(outcome, Exception):
-            self._residents.abandon(slot)
+            self._memory.abandon(slot)
         else:
             result, chunk, kept = outcome
             if store.found is not None and chunk is not None:
@@ -268,9 +260,9 @@ class Stores:
             elif store.parent:
                 slot.parent = key_of(store.parent)
             if kept and not store.gone:
-                self._residents.publish(slot)
+                self._memory.publish(slot)
             else:
-                self._residents.abandon(slot)
+                self._memory.abandon(slot)
         self._freed()
 
     def client_gone(self, client: bytes) -> None:

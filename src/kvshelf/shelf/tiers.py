@@ -51,25 +51,22 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class Room(Protocol):
-    """Memory of a tier for one object that is about to be read, which nobody finds yet.
-
-    Exactly one of the methods is called, once.
-    """
+class Reserved(Protocol):
+    """Memory of a tier for one object that is about to be read, which nobody finds yet."""
 
     @property
     def view(self) -> memoryview:
         """Memory of the object's size, writable."""
 
-    def publish_pinned(self) -> Borrowed | None:
+    def publish(self) -> Borrowed | None:
         """Let the object be found, and lend it: `view` holds it, whole and verified.
 
         None only if it was removed meanwhile, or another thread had read it too and it is gone
-        again.
+        again. :meth:`release` is not called then.
         """
 
-    def abandon(self) -> None:
-        """Give the memory back."""
+    def release(self) -> None:
+        """Give the memory back: the object does not come."""
 
 
 class Tier(Protocol):
@@ -88,7 +85,7 @@ class Tier(Protocol):
     def borrow(self, fmt: ObjectFormat, ref: ObjectRef) -> Borrowed | None:
         """Return an object where it lies in memory; None if it does not. Never raises."""
 
-    def reserve(self, fmt: ObjectFormat, ref: ObjectRef) -> Room | None:
+    def reserve(self, fmt: ObjectFormat, ref: ObjectRef) -> Reserved | None:
         """Return memory into which an object is to be read; None if it should not, or is here."""
 
     def keep(self, fmt: ObjectFormat, ref: ObjectRef, buffer: BytesLike) -> None:
@@ -219,22 +216,22 @@ class TieredView(ShelfView):
         if lends:
             return self._shelf.borrow(ref)
         for tier in self._tiers:
-            room = tier.reserve(self.fmt, ref)
-            if room is not None:
-                return self._borrow_from(room, tier, ref)
+            reserved = tier.reserve(self.fmt, ref)
+            if reserved is not None:
+                return self._borrow_from(reserved, tier, ref)
         return None
 
-    def _borrow_from(self, room: Room, tier: Tier, ref: ObjectRef) -> Borrowed | None:
-        """Read an object into the room that a tier has made for it."""
+    def _borrow_from(self, reserved: Reserved, tier: Tier, ref: ObjectRef) -> Borrowed | None:
+        """Read an object into the memory that a tier has reserved for it."""
         others = [other for other in self._tiers if other is not tier]
         try:
-            failed = self._load_all(ref.chunk, (ref.shard,), (room.view,), others)
+            failed = self._load_all(ref.chunk, (ref.shard,), (reserved.view,), others)
             if failed is not None:
                 raise failed.error
         except BaseException:
-            room.abandon()
+            reserved.release()
             raise
-        return room.publish_pinned()
+        return reserved.publish()
 
     def publish(self, ref: ObjectRef, buffer: BytesLike, *, suspect: bool = False) -> WriteResult:
         """Publish to the shelf, then copy to the tiers.

@@ -32,7 +32,7 @@ from kvshelf.backends.guard import GuardedBackend
 from kvshelf.format.keys import Chunk
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.kv.caches import KVMemory, PendingCopy
-from kvshelf.memory.tier import Lent, MemoryTier, Room
+from kvshelf.memory.tier import MemoryTier, Pinned
 from kvshelf.metrics import Counters
 from kvshelf.shelf.view import ObjectRef
 from kvshelf.transfer.context import ChunkSlots
@@ -51,7 +51,7 @@ _RETRY_SECONDS: Final = 1.0
 class _Pin:
     """One object that is kept for waiting requests."""
 
-    lent: Lent
+    memory: Pinned
     #: It was read for them, and no load has used it.
     unused: bool
 
@@ -123,14 +123,14 @@ class KindMemory:
             self._note_use(ref)
         return loaded
 
-    def borrow(self, fmt: ObjectFormat, ref: ObjectRef) -> Lent | None:
+    def borrow(self, fmt: ObjectFormat, ref: ObjectRef) -> Pinned | None:
         """Lend an object; None when it is not here."""
-        lent = self._memory.borrow(fmt, ref) if self._lends else None
-        if lent is not None:
+        pinned = self._memory.borrow(fmt, ref) if self._lends else None
+        if pinned is not None:
             self._note_use(ref)
-        return lent
+        return pinned
 
-    def reserve(self, fmt: ObjectFormat, ref: ObjectRef) -> Room | None:
+    def reserve(self, fmt: ObjectFormat, ref: ObjectRef) -> Pinned | None:
         """Make room for an object that is about to be read, if it should be here."""
         return self._memory.reserve(fmt, ref) if self._takes(ref, read=True) else None
 
@@ -153,7 +153,7 @@ class KindMemory:
             pins = list(self._pins.values())
             self._pins.clear()
         for pin in pins:
-            pin.lent.release()
+            pin.memory.release()
 
     def _takes(self, ref: ObjectRef, *, read: bool = False) -> bool:
         if ref.chunk.key in self._wanted:
@@ -204,15 +204,15 @@ class KindMemory:
             It was read for that.
         """
         name = (ref.chunk.key, ref.shard)
-        lent = self._memory.pin(self._fmt, ref)
-        if lent is None:
+        pinned = self._memory.pin(self._fmt, ref)
+        if pinned is None:
             return False
         with self._lock:
             kept = not self._closed
             if kept and name not in self._pins:
-                self._pins[name] = _Pin(lent, fresh)
+                self._pins[name] = _Pin(pinned, fresh)
                 return True
-        lent.release()
+        pinned.release()
         return kept
 
     def pin_chunk(self, chunk: Chunk) -> bool:
@@ -227,7 +227,7 @@ class KindMemory:
             pins = [self._pins.pop((key, shard), None) for key in keys for shard in self._shards]
         dropped = [pin for pin in pins if pin is not None]
         for pin in dropped:
-            pin.lent.release()
+            pin.memory.release()
         unused = sum(pin.unused for pin in dropped)
         if unused:
             self._counters.add("prefetched_unused_objects", unused)

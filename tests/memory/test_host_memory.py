@@ -9,230 +9,236 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from types import FrameType
+from typing import Any
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvshelf.memory.residents import Residents, Slot
+from kvshelf.errors import ConfigError
+from kvshelf.memory.arena import Arena
+from kvshelf.memory.host_memory import HostMemory
+from kvshelf.memory.places import Budget, Slot
 
 PAGE = 4096
 KIB, MIB = 1 << 10, 1 << 20
 
 
-def put(
-    residents: Residents, name: object, nbytes: int = PAGE, parent: object = None
-) -> Slot | None:
-    slot = residents.reserve(name, nbytes, parent=parent)
+def make_memory(capacity: int, **options: Any) -> HostMemory:
+    return HostMemory(Arena(capacity, lazy=True), **options)
+
+
+def put(memory: HostMemory, name: object, nbytes: int = PAGE, parent: object = None) -> Slot | None:
+    slot = memory.reserve(name, nbytes, parent=parent)
     if slot is not None:
-        assert residents.publish(slot)
+        assert memory.publish(slot)
     return slot
 
 
-def held(residents: Residents, names: str) -> str:
-    return "".join(n for n, here in zip(names, residents.holds(names), strict=True) if here)
+def held(memory: HostMemory, names: str) -> str:
+    return "".join(n for n, here in zip(names, memory.holds(names), strict=True) if here)
 
 
 def test_the_beginnings_of_prompts_outlive_their_ends() -> None:
-    residents = Residents(8 * PAGE)
+    memory = make_memory(8 * PAGE)
     # Two prompts of four chunks; the second is older, although its end was stored last.
     for name, parent in ("a ", "ba", "cb", "dc", "A ", "BA", "CB", "DC"):
-        put(residents, name, parent=parent)
-    residents.touch("abcd")
-    put(residents, "1")
-    assert held(residents, "abcdABCD") == "abcdABC"
-    put(residents, "2")
-    put(residents, "3")
-    put(residents, "4")
-    assert held(residents, "abcdABCD") == "abcd"
-    residents.touch("1234")
-    put(residents, "5")
-    put(residents, "6")
-    assert held(residents, "abcd") == "ab"
+        put(memory, name, parent=parent)
+    memory.touch("abcd")
+    put(memory, "1")
+    assert held(memory, "abcdABCD") == "abcdABC"
+    put(memory, "2")
+    put(memory, "3")
+    put(memory, "4")
+    assert held(memory, "abcdABCD") == "abcd"
+    memory.touch("1234")
+    put(memory, "5")
+    put(memory, "6")
+    assert held(memory, "abcd") == "ab"
 
 
 def test_a_parent_that_comes_later_is_not_evicted_before_its_child() -> None:
-    residents = Residents(2 * PAGE)
-    put(residents, "child", parent="parent")
-    put(residents, "parent")
-    residents.touch(["child"])
-    put(residents, "x")
-    assert residents.holds(["child", "parent", "x"]) == [False, True, True]
+    memory = make_memory(2 * PAGE)
+    put(memory, "child", parent="parent")
+    put(memory, "parent")
+    memory.touch(["child"])
+    put(memory, "x")
+    assert memory.holds(["child", "parent", "x"]) == [False, True, True]
 
 
 def test_what_is_pinned_or_reserved_keeps_its_memory() -> None:
-    residents = Residents(3 * PAGE)
-    put(residents, "pinned")
-    pinned = residents.pin("pinned")
+    memory = make_memory(3 * PAGE)
+    put(memory, "pinned")
+    pinned = memory.pin("pinned")
     assert pinned is not None
-    reserved = residents.reserve("reserved", PAGE)
+    reserved = memory.reserve("reserved", PAGE)
     assert reserved is not None
-    assert not residents.holds(["reserved"])[0]
+    assert not memory.holds(["reserved"])[0]
     for name in range(5):
-        put(residents, name)
-    assert residents.holds(["pinned", 3, 4]) == [True, False, True]
-    assert residents.reserve("larger", 2 * PAGE) is None
+        put(memory, name)
+    assert memory.holds(["pinned", 3, 4]) == [True, False, True]
+    assert memory.reserve("larger", 2 * PAGE) is None
     # What could not be made room for has not cost what could stay.
-    assert residents.holds([4]) == [True]
-    residents.unpin(pinned)
-    residents.abandon(reserved)
-    assert put(residents, "larger", 2 * PAGE) is not None
+    assert memory.holds([4]) == [True]
+    memory.unpin(pinned)
+    memory.abandon(reserved)
+    assert put(memory, "larger", 2 * PAGE) is not None
 
 
 def test_the_first_of_two_objects_of_one_name_counts() -> None:
-    residents = Residents(4 * PAGE)
-    first, second = residents.reserve("x", PAGE), residents.reserve("x", PAGE)
+    memory = make_memory(4 * PAGE)
+    first, second = memory.reserve("x", PAGE), memory.reserve("x", PAGE)
     assert first is not None
     assert second is not None
-    assert residents.publish(second)
-    assert not residents.publish(first)
-    assert residents.pin("x") is second
-    assert residents.stats().free_bytes == 3 * PAGE
+    assert memory.publish(second)
+    assert not memory.publish(first)
+    assert memory.pin("x") is second
+    assert memory.stats().free_bytes == 3 * PAGE
 
 
 def test_a_published_object_can_be_pinned_from_the_start() -> None:
-    residents = Residents(PAGE)
-    slot = residents.reserve("x", PAGE)
+    memory = make_memory(PAGE)
+    slot = memory.reserve("x", PAGE)
     assert slot is not None
-    assert residents.publish(slot, pinned=True)
-    assert residents.reserve("y", PAGE) is None
-    residents.unpin(slot)
-    assert residents.reserve("y", PAGE) is not None
+    assert memory.publish(slot, pinned=True)
+    assert memory.reserve("y", PAGE) is None
+    memory.unpin(slot)
+    assert memory.reserve("y", PAGE) is not None
 
 
 def test_a_removed_object_is_gone_at_once_and_its_memory_when_it_is_unpinned() -> None:
     told: list[tuple[int, int]] = []
-    residents = Residents(PAGE, on_generation=lambda *what: told.append(what))
-    put(residents, "x")
-    slot = residents.pin("x")
+    memory = make_memory(PAGE, on_generation=lambda *what: told.append(what))
+    put(memory, "x")
+    slot = memory.pin("x")
     assert slot is not None
-    assert residents.remove("x")
-    assert not residents.remove("x")
-    assert residents.pin("x") is None
-    assert residents.reserve("y", PAGE) is None
+    assert memory.forget("x")
+    assert not memory.forget("x")
+    assert memory.pin("x") is None
+    assert memory.reserve("y", PAGE) is None
     assert told == []
-    residents.unpin(slot)
+    memory.unpin(slot)
     assert told == [(slot.number, slot.generation + 1)]
-    after = residents.reserve("y", PAGE)
+    after = memory.reserve("y", PAGE)
     assert after is not None
     assert (after.number, after.generation) == (slot.number, slot.generation + 1)
 
 
 def test_an_expired_slot_has_another_generation_and_its_object_stays() -> None:
     told: list[tuple[int, int]] = []
-    residents = Residents(PAGE, on_generation=lambda *what: told.append(what))
-    put(residents, "x")
-    slot = residents.pin("x")
+    memory = make_memory(PAGE, on_generation=lambda *what: told.append(what))
+    put(memory, "x")
+    slot = memory.pin("x")
     assert slot is not None
     before = slot.generation
-    residents.expire(slot)
+    memory.expire(slot)
     assert told == [(slot.number, before + 1)]
     assert slot.generation == before + 1
-    assert residents.sizes(["x", "y"]) == [PAGE, None]
-    assert residents.reserve("y", PAGE) is None
-    residents.unpin(slot)
-    assert residents.reserve("y", PAGE) is not None
+    assert memory.sizes(["x", "y"]) == [PAGE, None]
+    assert memory.reserve("y", PAGE) is None
+    memory.unpin(slot)
+    assert memory.reserve("y", PAGE) is not None
 
 
 def test_of_many_that_are_pinned_together_the_last_is_evicted_first() -> None:
-    residents = Residents(3 * PAGE)
+    memory = make_memory(3 * PAGE)
     for name in "abc":
-        put(residents, name)
-    found = residents.pin_all(["a", "x", "b", "c"])
+        put(memory, name)
+    found = memory.pin_all(["a", "x", "b", "c"])
     assert [slot and slot.name for slot in found] == ["a", None, "b", "c"]
-    assert residents.stats().pinned_bytes == 3 * PAGE
+    assert memory.stats().pinned_bytes == 3 * PAGE
     for slot in found:
         if slot is not None:
-            residents.unpin(slot)
-    put(residents, "d")
-    assert residents.holds(["a", "b", "c"]) == [True, True, False]
+            memory.unpin(slot)
+    put(memory, "d")
+    assert memory.holds(["a", "b", "c"]) == [True, True, False]
 
 
 def test_mistakes_of_callers_are_named() -> None:
-    residents = Residents(PAGE)
-    slot = residents.reserve("x", PAGE)
+    memory = make_memory(PAGE)
+    slot = memory.reserve("x", PAGE)
     assert slot is not None
     with pytest.raises(ValueError, match="is not pinned"):
-        residents.unpin(slot)
-    assert residents.publish(slot)
-    for end in (residents.publish, residents.abandon):
+        memory.unpin(slot)
+    assert memory.publish(slot)
+    for end in (memory.publish, memory.abandon):
         with pytest.raises(ValueError, match="is not reserved"):
             end(slot)
     with pytest.raises(ValueError, match="is not pinned"):
-        residents.unpin(slot)
+        memory.unpin(slot)
 
 
 def test_after_the_end_nothing_comes_in_and_what_is_pinned_stays() -> None:
-    residents = Residents(4 * PAGE)
-    put(residents, "x")
-    put(residents, "y")
-    slot = residents.pin("x")
-    late = residents.reserve("z", PAGE)
+    memory = make_memory(4 * PAGE)
+    put(memory, "x")
+    put(memory, "y")
+    slot = memory.pin("x")
+    late = memory.reserve("z", PAGE)
     assert slot is not None
     assert late is not None
-    residents.close()
-    assert residents.holds(["x", "y"]) == [False, False]
-    assert not residents.publish(late)
-    assert residents.reserve("z", PAGE) is None
-    assert residents.stats().pinned_bytes == PAGE
-    residents.unpin(slot)
-    assert residents.stats().free_bytes == 4 * PAGE
+    memory.close()
+    assert memory.holds(["x", "y"]) == [False, False]
+    assert not memory.publish(late)
+    assert memory.reserve("z", PAGE) is None
+    assert memory.stats().pinned_bytes == PAGE
+    memory.unpin(slot)
+    assert memory.stats().free_bytes == 4 * PAGE
 
 
 def test_one_large_object_does_not_cost_all_small_ones() -> None:
-    residents = Residents(1024 * PAGE)
+    memory = make_memory(1024 * PAGE)
     order = list(range(1024))
     for name in order:
-        put(residents, name)
+        put(memory, name)
     # The order of use has nothing to do with the order of places.
     random.Random(1).shuffle(order)
     for name in order:
-        residents.touch([name])
-    assert put(residents, "large", 64 * PAGE) is not None
-    assert residents.stats().objects >= 1024 - 2 * 64
+        memory.touch([name])
+    assert put(memory, "large", 64 * PAGE) is not None
+    assert memory.stats().objects >= 1024 - 2 * 64
 
 
 def test_room_is_found_between_pins() -> None:
-    residents = Residents(64 * PAGE)
+    memory = make_memory(64 * PAGE)
     for name in range(64):
-        put(residents, name)
+        put(memory, name)
     for name in (0, 20, 25, 63):
-        residents.pin(name)
+        memory.pin(name)
     # Between 25 and 63 only; the least recently used objects lie elsewhere.
-    residents.touch(range(25, 64))
-    assert residents.reserve("too large", 38 * PAGE) is None
-    slot = residents.reserve("large", 36 * PAGE)
+    memory.touch(range(25, 64))
+    assert memory.reserve("too large", 38 * PAGE) is None
+    slot = memory.reserve("large", 36 * PAGE)
     assert slot is not None
     assert 26 * PAGE <= slot.offset <= 27 * PAGE
 
 
 def test_what_finds_no_room_costs_nothing() -> None:
-    residents = Residents(256 * PAGE)
+    memory = make_memory(256 * PAGE)
     for name in range(256):
-        put(residents, name)
-    pinned = [residents.pin(name) for name in range(0, 256, 16)]
+        put(memory, name)
+    pinned = [memory.pin(name) for name in range(0, 256, 16)]
     for _ in range(3):
-        assert residents.reserve("large", 16 * PAGE) is None
-    assert residents.stats().objects == 256
-    assert put(residents, "fits", 15 * PAGE) is not None
+        assert memory.reserve("large", 16 * PAGE) is None
+    assert memory.stats().objects == 256
+    assert put(memory, "fits", 15 * PAGE) is not None
     # One pin less, and there is room.
     assert pinned[7] is not None
-    residents.unpin(pinned[7])
-    assert put(residents, "large", 16 * PAGE) is not None
+    memory.unpin(pinned[7])
+    assert put(memory, "large", 16 * PAGE) is not None
 
 
 def test_leaves_between_pins_do_not_go_for_what_fits_elsewhere() -> None:
-    residents = Residents(256 * PAGE)
+    memory = make_memory(256 * PAGE)
     for name in range(256):
-        put(residents, name)
+        put(memory, name)
     for name in range(0, 200, 4):
-        residents.pin(name)
+        memory.pin(name)
     # The least recently used leaves lie between pins.
     for number in range(8):
-        assert put(residents, f"large {number}", 6 * PAGE) is not None
-    assert residents.stats().evictions < 2 * 8 * 6
-    assert all(residents.holds(range(196)))
+        assert put(memory, f"large {number}", 6 * PAGE) is not None
+    assert memory.stats().evictions < 2 * 8 * 6
+    assert all(memory.holds(range(196)))
 
 
 class _CountedLock:
@@ -258,34 +264,34 @@ class _CountedLock:
 
 def _with_counted_lock(
     capacity: int, monkeypatch: pytest.MonkeyPatch
-) -> tuple[Residents, _CountedLock]:
+) -> tuple[HostMemory, _CountedLock]:
     lock = _CountedLock()
     with monkeypatch.context() as patch:
         patch.setattr(threading, "Lock", lambda: lock)
-        return Residents(capacity), lock
+        return make_memory(capacity), lock
 
 
 def test_no_call_is_long_under_the_lock_however_many_objects_there_are(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     count = 5000
-    residents, lock = _with_counted_lock(count * PAGE, monkeypatch)
+    memory, lock = _with_counted_lock(count * PAGE, monkeypatch)
     for name in range(count):
-        put(residents, name, parent=name - 1 if name % 5 else None)
+        put(memory, name, parent=name - 1 if name % 5 else None)
     for name in range(0, count, 16):
-        residents.pin(name)
-    assert residents.reserve("too large", 40 * PAGE) is None
-    assert residents.reserve("large", 12 * PAGE) is not None
+        memory.pin(name)
+    assert memory.reserve("too large", 40 * PAGE) is None
+    assert memory.reserve("large", 12 * PAGE) is not None
     # All places in the queue are wrong now.
-    residents.touch(range(count))
-    assert put(residents, "small") is not None
-    residents.pin_all(range(count // 2))
-    assert residents.reserve("large", 12 * PAGE) is not None
+    memory.touch(range(count))
+    assert put(memory, "small") is not None
+    memory.pin_all(range(count // 2))
+    assert memory.reserve("large", 12 * PAGE) is not None
     for name in range(count // 2, count):
         if name % 16:
-            residents.remove(name)
-    assert residents.reserve("larger", 14 * PAGE) is not None
-    residents.close()
+            memory.forget(name)
+    assert memory.reserve("larger", 14 * PAGE) is not None
+    memory.close()
     # A thousand calls take less than a millisecond.
     assert lock.most < 1000
 
@@ -293,33 +299,33 @@ def test_no_call_is_long_under_the_lock_however_many_objects_there_are(
 def test_many_small_objects_go_for_a_large_one_a_few_at_a_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    residents, lock = _with_counted_lock(1024 * PAGE, monkeypatch)
+    memory, lock = _with_counted_lock(1024 * PAGE, monkeypatch)
     for name in range(1024):
-        put(residents, name)
-    assert put(residents, "large", 900 * PAGE) is not None
+        put(memory, name)
+    assert put(memory, "large", 900 * PAGE) is not None
     assert lock.most < 1000
 
 
 def test_what_is_removed_while_it_is_read_does_not_come_back() -> None:
-    residents = Residents(8 * PAGE)
-    first, second = residents.reserve("x", PAGE), residents.reserve("x", PAGE)
-    other = residents.reserve("y", PAGE)
+    memory = make_memory(8 * PAGE)
+    first, second = memory.reserve("x", PAGE), memory.reserve("x", PAGE)
+    other = memory.reserve("y", PAGE)
     assert first is not None
     assert second is not None
     assert other is not None
     # It was not here yet.
-    assert not residents.remove("x")
-    late = residents.reserve("x", PAGE)
+    assert not memory.forget("x")
+    late = memory.reserve("x", PAGE)
     assert late is not None
-    assert not residents.publish(first)
-    assert not residents.publish(second, pinned=True)
-    assert residents.publish(other)
-    assert residents.holds(["x"]) == [False]
-    assert residents.stats().pinned_bytes == PAGE
+    assert not memory.publish(first)
+    assert not memory.publish(second, pinned=True)
+    assert memory.publish(other)
+    assert memory.holds(["x"]) == [False]
+    assert memory.stats().pinned_bytes == PAGE
     # What is read after that counts.
-    assert residents.publish(late)
-    assert residents.holds(["x"]) == [True]
-    assert residents.stats().free_bytes == 6 * PAGE
+    assert memory.publish(late)
+    assert memory.holds(["x"]) == [True]
+    assert memory.stats().free_bytes == 6 * PAGE
 
 
 class _Name:
@@ -329,20 +335,20 @@ class _Name:
 @pytest.mark.parametrize("removed", [1, 3])
 def test_names_of_objects_that_are_gone_are_forgotten(removed: int) -> None:
     """They are evicted, or all of them are removed before."""
-    residents = Residents(64 * PAGE)
+    memory = make_memory(64 * PAGE)
     names: weakref.WeakSet[_Name] = weakref.WeakSet()
     name: _Name | None = None
     for count in range(5000):
         parent, name = (name if count % 16 else None), _Name()
         names.add(name)
-        slot = residents.reserve(name, PAGE, parent=parent)
+        slot = memory.reserve(name, PAGE, parent=parent)
         assert slot is not None
         if count % 5:
-            assert residents.publish(slot)
+            assert memory.publish(slot)
         else:
-            residents.abandon(slot)
+            memory.abandon(slot)
         if not count % removed:
-            residents.remove(name)
+            memory.forget(name)
     assert len(names) < 500
 
 
@@ -354,7 +360,7 @@ def taken(slot: Slot) -> int:
     return -(-slot.nbytes // PAGE) * PAGE
 
 
-class ResidentsMachine(RuleBasedStateMachine):
+class MemoryMachine(RuleBasedStateMachine):
     """All calls in any order, against a plain record of who has which bytes."""
 
     CAPACITY = 32 * PAGE
@@ -365,7 +371,7 @@ class ResidentsMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.told: dict[int, int] = {}
-        self.residents = Residents(self.CAPACITY, borders=self.BORDERS, on_generation=self.tell)
+        self.memory = make_memory(self.CAPACITY, borders=self.BORDERS, on_generation=self.tell)
         self.reserved: list[Slot] = []
         #: One entry for each pin, and the slots of those that were removed.
         self.pins: list[Slot] = []
@@ -398,7 +404,7 @@ class ResidentsMachine(RuleBasedStateMachine):
         return max(start - end for start, end in zip(starts, ends, strict=True))
 
     def notice_evictions(self) -> list[Slot]:
-        names = [name for name in self.known if not self.residents.holds([name])[0]]
+        names = [name for name in self.known if not self.memory.holds([name])[0]]
         gone = [self.known.pop(name) for name in names]
         for slot in gone:
             assert slot not in self.pins, "a pinned object was evicted"
@@ -416,19 +422,19 @@ class ResidentsMachine(RuleBasedStateMachine):
         self.make_room(name, parent, data.draw(self.SIZES))
 
     def make_room(self, name: int, parent: int | None, nbytes: int) -> Slot | None:
-        evicted = self.residents.stats().evictions
+        evicted = self.memory.stats().evictions
         longest = self.longest_run()
-        slot = self.residents.reserve(name, nbytes, parent=parent)
+        slot = self.memory.reserve(name, nbytes, parent=parent)
         assert (slot is None) == (nbytes > longest)
         gone = self.notice_evictions()
-        assert len(gone) == self.residents.stats().evictions - evicted
+        assert len(gone) == self.memory.stats().evictions - evicted
         if slot is None:
             assert not gone
             return None
         assert self.told.get(slot.number, 0) == slot.generation
         self.reserved.append(slot)
         self.most_live = max(self.most_live, len(self.live()))
-        assert slot.number < self.most_live <= self.residents.most_slots
+        assert slot.number < self.most_live <= self.memory.most_slots
         return slot
 
     @precondition(lambda self: self.reserved)
@@ -439,7 +445,7 @@ class ResidentsMachine(RuleBasedStateMachine):
     def let_be_found(self, slot: Slot, *, pinned: bool) -> None:
         self.reserved.remove(slot)
         assert isinstance(slot.name, int)
-        published = self.residents.publish(slot, pinned=pinned)
+        published = self.memory.publish(slot, pinned=pinned)
         assert published == (slot.name not in self.known and slot not in self.refused)
         if published:
             self.known[slot.name] = slot
@@ -451,12 +457,12 @@ class ResidentsMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def abandon(self, data: st.DataObject) -> None:
         slot = self.reserved.pop(data.draw(st.integers(0, len(self.reserved) - 1)))
-        self.residents.abandon(slot)
+        self.memory.abandon(slot)
         assert self.told[slot.number] == slot.generation + 1
 
     @rule(name=NAMES)
     def pin(self, name: int) -> None:
-        slot = self.residents.pin(name)
+        slot = self.memory.pin(name)
         assert slot is self.known.get(name)
         if slot is not None:
             self.pins.append(slot)
@@ -464,7 +470,7 @@ class ResidentsMachine(RuleBasedStateMachine):
 
     @rule(names=st.lists(NAMES, unique=True))
     def pin_all(self, names: list[int]) -> None:
-        slots = self.residents.pin_all(names)
+        slots = self.memory.pin_all(names)
         assert slots == [self.known.get(name) for name in names]
         found = [slot for slot in slots if slot is not None]
         self.pins += found
@@ -475,18 +481,18 @@ class ResidentsMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def unpin(self, data: st.DataObject) -> None:
         slot = self.pins.pop(data.draw(st.integers(0, len(self.pins) - 1)))
-        self.residents.unpin(slot)
+        self.memory.unpin(slot)
 
     @rule(names=st.lists(NAMES))
     def touch(self, names: list[int]) -> None:
-        self.residents.touch(names)
+        self.memory.touch(names)
         for name in names:
             if name in self.known:
                 self.use(self.known[name])
 
     @rule(name=NAMES)
     def remove(self, name: int) -> None:
-        assert self.residents.remove(name) == (self.known.pop(name, None) is not None)
+        assert self.memory.forget(name) == (self.known.pop(name, None) is not None)
         self.refused.update(slot for slot in self.reserved if slot.name == name)
 
     @precondition(lambda self: self.pins)
@@ -494,7 +500,7 @@ class ResidentsMachine(RuleBasedStateMachine):
     def expire(self, data: st.DataObject) -> None:
         slot = data.draw(st.sampled_from(self.pins))
         generation = self.told.get(slot.number, 0)
-        self.residents.expire(slot)
+        self.memory.expire(slot)
         assert self.told[slot.number] == slot.generation == generation + 1
 
     @invariant()
@@ -505,7 +511,7 @@ class ResidentsMachine(RuleBasedStateMachine):
         assert not any(start < border < end for border in self.BORDERS for start, end in ranges)
         assert len({slot.number for slot in live}) == len(live)
         used = sum(end - start for start, end in ranges)
-        stats = self.residents.stats()
+        stats = self.memory.stats()
         assert stats.free_bytes == self.CAPACITY - used
         assert stats.wasted_bytes == used - sum(slot.nbytes for slot in live)
         assert stats.objects == len(self.known)
@@ -514,24 +520,24 @@ class ResidentsMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         for slot in self.reserved:
-            self.residents.abandon(slot)
+            self.memory.abandon(slot)
         for slot in self.pins:
-            self.residents.unpin(slot)
+            self.memory.unpin(slot)
         for name in list(self.known):
-            assert self.residents.remove(name)
-        stats = self.residents.stats()
+            assert self.memory.forget(name)
+        stats = self.memory.stats()
         assert stats.free_bytes == self.CAPACITY
         assert stats.largest_free == (12 * PAGE if self.BORDERS else self.CAPACITY)
         assert stats.pinned_bytes == stats.bytes == stats.wasted_bytes == 0
 
 
-class BorderedMachine(ResidentsMachine):
+class BorderedMachine(MemoryMachine):
     """The same in memory that is page-locked in pieces."""
 
     BORDERS = (10 * PAGE, 11 * PAGE, 20 * PAGE)
 
 
-class EqualMachine(ResidentsMachine):
+class EqualMachine(MemoryMachine):
     """The same with objects of one page each: which one is evicted is known."""
 
     CAPACITY = 5 * PAGE
@@ -546,17 +552,16 @@ class EqualMachine(ResidentsMachine):
         return gone
 
 
-TestResidents = ResidentsMachine.TestCase
-TestResidents.settings = settings(stateful_step_count=80)
-TestBorderedResidents = BorderedMachine.TestCase
-TestBorderedResidents.settings = settings(stateful_step_count=80)
-TestEqualResidents = EqualMachine.TestCase
-TestEqualResidents.settings = settings(stateful_step_count=80)
+TestMemory = MemoryMachine.TestCase
+TestMemory.settings = settings(stateful_step_count=80)
+TestBorderedMemory = BorderedMachine.TestCase
+TestBorderedMemory.settings = settings(stateful_step_count=80)
+TestEqualMemory = EqualMachine.TestCase
+TestEqualMemory.settings = settings(stateful_step_count=80)
 
 
 def test_threads_that_use_it_at_once_leave_nothing_behind() -> None:
-    residents = Residents(64 * PAGE)
-    memory = bytearray(64 * PAGE)
+    memory = make_memory(64 * PAGE)
     errors: list[BaseException] = []
     rounds = 400
 
@@ -565,26 +570,25 @@ def test_threads_that_use_it_at_once_leave_nothing_behind() -> None:
         try:
             for _ in range(rounds):
                 name = rng.randrange(40)
-                slot = residents.pin(name)
+                slot = memory.pin(name)
                 if slot is None:
                     pages = 1 + name % 7
-                    slot = residents.reserve(name, pages * PAGE, parent=name - 1)
+                    slot = memory.reserve(name, pages * PAGE, parent=name - 1)
                     if slot is None:
                         continue
-                    end = slot.offset + slot.nbytes
-                    memory[slot.offset : end] = bytes([name]) * slot.nbytes
+                    memory.view(slot)[:] = bytes([name]) * slot.nbytes
                     if rng.random() < 0.1:
-                        residents.abandon(slot)
+                        memory.abandon(slot)
                         continue
-                    if not residents.publish(slot, pinned=True):
+                    if not memory.publish(slot, pinned=True):
                         continue
-                seen = set(memory[slot.offset : slot.offset + slot.nbytes])
+                seen = set(memory.view(slot))
                 assert seen == {name}, f"{name} was overwritten while it was pinned"
-                residents.holds(range(40))
-                residents.touch(range(name))
+                memory.holds(range(40))
+                memory.touch(range(name))
                 if rng.random() < 0.2:
-                    residents.remove(name)
-                residents.unpin(slot)
+                    memory.forget(name)
+                memory.unpin(slot)
         except BaseException as error:  # noqa: BLE001 - looked at below
             errors.append(error)
 
@@ -594,10 +598,10 @@ def test_threads_that_use_it_at_once_leave_nothing_behind() -> None:
     for thread in threads:
         thread.join()
     assert not errors
-    assert residents.stats().pinned_bytes == 0
+    assert memory.stats().pinned_bytes == 0
     for name in range(40):
-        residents.remove(name)
-    assert residents.stats().largest_free == 64 * PAGE
+        memory.forget(name)
+    assert memory.stats().largest_free == 64 * PAGE
 
 
 # --------------------------------------------------------------------------------- for a long time
@@ -621,7 +625,7 @@ def _lifetime(kind: str, operations: int) -> Iterator[tuple[float, float]]:
     """Use a range for a long time; yield the shares that objects, and with rounding, take."""
     rng = random.Random(kind)
     sizes = [SIZES[kind](rng) for _ in range(1000)]
-    residents = Residents(512 * MIB)
+    memory = make_memory(512 * MIB)
     pins: list[Slot] = []
     written = 0
     name = 0
@@ -631,28 +635,28 @@ def _lifetime(kind: str, operations: int) -> Iterator[tuple[float, float]]:
             name += 1
             # Prompts of 16 chunks.
             parent = name - 1 if name % 16 else None
-            slot = put(residents, name, rng.choice(sizes), parent)
+            slot = put(memory, name, rng.choice(sizes), parent)
             assert slot is not None
             written += slot.nbytes
         elif what < 0.85:
-            residents.touch([name - rng.randrange(500)])
+            memory.touch([name - rng.randrange(500)])
         elif what < 0.9:
-            residents.remove(name - rng.randrange(500))
+            memory.forget(name - rng.randrange(500))
         else:
-            found = residents.pin(name - rng.randrange(500))
+            found = memory.pin(name - rng.randrange(500))
             if found is not None:
                 pins.append(found)
             if pins and (found is None or len(pins) > 8):
-                residents.unpin(pins.pop(rng.randrange(len(pins))))
-        if written > residents.capacity and count % 100 == 0:
-            stats = residents.stats()
-            yield stats.bytes / residents.capacity, 1 - stats.free_bytes / residents.capacity
+                memory.unpin(pins.pop(rng.randrange(len(pins))))
+        if written > memory.capacity and count % 100 == 0:
+            stats = memory.stats()
+            yield stats.bytes / memory.capacity, 1 - stats.free_bytes / memory.capacity
     for slot in pins:
-        residents.unpin(slot)
-    assert residents.stats().pinned_bytes == 0
+        memory.unpin(slot)
+    assert memory.stats().pinned_bytes == 0
     for old in range(name + 1):
-        residents.remove(old)
-    assert residents.stats().largest_free == residents.capacity
+        memory.forget(old)
+    assert memory.stats().largest_free == memory.capacity
 
 
 def _check_lifetime(kind: str, operations: int) -> None:
@@ -677,3 +681,54 @@ def test_memory_does_not_fragment(kind: str) -> None:
 @pytest.mark.parametrize("kind", SIZES)
 def test_memory_does_not_fragment_over_days(kind: str) -> None:
     _check_lifetime(kind, 2_500_000)
+
+
+def test_an_owner_reserves_no_more_than_its_budget_or_one_object() -> None:
+    memory = make_memory(8 * PAGE)
+    stores = Budget(3 * PAGE)
+    first = memory.reserve("a", PAGE, owner=stores)
+    second = memory.reserve("b", 2 * PAGE, owner=stores)
+    assert first is not None
+    assert second is not None
+    assert memory.reserve("c", PAGE, owner=stores) is None
+    assert memory.reserve("d", PAGE) is not None
+    assert memory.publish(first)
+    assert stores.used == 2 * PAGE
+    assert memory.reserve("c", PAGE, owner=stores) is not None
+    memory.abandon(second)
+    assert memory.reserve("e", 4 * PAGE, owner=stores) is None
+    assert memory.reserve("e", 2 * PAGE, owner=stores) is not None
+    large = Budget(PAGE)
+    assert memory.reserve("f", 2 * PAGE, owner=large) is not None
+
+
+def test_a_closed_memory_is_freed_with_its_last_pin() -> None:
+    memory = make_memory(4 * PAGE)
+    put(memory, "a")
+    pinned = memory.pin("a")
+    coming = memory.reserve("b", PAGE)
+    assert pinned is not None
+    assert coming is not None
+    memory.view(pinned)[:3] = b"abc"
+    memory.close()
+    assert bytes(memory.view(pinned)[:3]) == b"abc"
+    memory.unpin(pinned)
+    assert len(memory.arena.view) == 4 * PAGE
+    memory.abandon(coming)
+    assert len(memory.arena.view) == 0
+
+
+def test_a_table_of_generations_says_whether_memory_was_reused() -> None:
+    arena = Arena(64 * PAGE)
+    memory = HostMemory.with_generations(arena)
+    assert memory.table_slots == 64
+    table = arena.view[: 64 * 8].cast("Q")
+    slot = put(memory, "a")
+    assert slot is not None
+    assert memory.offset(slot) == PAGE
+    assert bytes(memory.view(slot)) == bytes(arena.view[PAGE : 2 * PAGE])
+    assert table[slot.number] == slot.generation == 0
+    memory.forget("a")
+    assert table[slot.number] == 1
+    with pytest.raises(ConfigError, match="expected room for objects"):
+        HostMemory.with_generations(Arena(PAGE))
