@@ -19,13 +19,12 @@ Contracts
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, Literal, Protocol, TypeAlias
+from typing import Final, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -37,25 +36,6 @@ from kvshelf.pages import LOCKED_AT_ONCE, map_pages, page_lock, processors_near_
 logger = logging.getLogger(__name__)
 
 Kind: TypeAlias = Literal["host", "pinned", "device"]
-
-
-class Lent(Protocol):
-    """Memory of somebody else, until it is released.
-
-    Attributes
-    ----------
-    view : memoryview
-        Writable.
-    """
-
-    view: memoryview
-
-    def release(self) -> None:
-        """Give the memory back."""
-
-
-#: Lends host memory of at least so many bytes; None: there is none.
-Lender: TypeAlias = Callable[[int], Lent | None]
 
 #: Minimum alignment of buffers in bytes: that of direct reads from storage to a GPU.
 BUFFER_ALIGNMENT: Final = 512
@@ -271,9 +251,6 @@ class BufferPool:
     alignment : int
         Power of two, at least 512: buffers start at its multiples, and their sizes are
         rounded up to them.
-    lender : Callable, optional
-        Lends host memory, which is used instead of the system's where there is some. It is
-        given back when the system's would be freed, page-locked no more.
 
     Attributes
     ----------
@@ -308,7 +285,6 @@ class BufferPool:
         device: torch.device | str | None = None,
         segment_bytes: int | None = None,
         alignment: int = BUFFER_ALIGNMENT,
-        lender: Lender | None = None,
     ) -> None:
         if alignment < BUFFER_ALIGNMENT or alignment & (alignment - 1):
             raise ConfigError(
@@ -336,7 +312,6 @@ class BufferPool:
                 f"{alignment} bytes each"
             )
         self._device = None if device is None else torch.device(device)
-        self._lender = lender
         self._lock = threading.Lock()
         self._segments: list[_Segment] = []
         self._live: dict[int, _Block] = {}
@@ -489,13 +464,11 @@ class BufferPool:
             memory = torch.empty(nbytes + self.alignment, dtype=torch.uint8, device=self._device)
             skip = -memory.data_ptr() % self.alignment
             return _Segment(memory[skip : skip + nbytes], None, None)
-        lent = None if self._lender is None else self._lender(nbytes)
         if self.kind == "host":
-            view = map_pages(nbytes) if lent is None else lent.view
-            close = None if lent is None else lent.release
-            return _Segment(torch.frombuffer(view, dtype=torch.uint8), view, close)
+            view = map_pages(nbytes)
+            return _Segment(torch.frombuffer(view, dtype=torch.uint8), view, None)
         device = self._device
-        return run_on(processors_near_device(device), lambda: _pinned_segment(nbytes, device, lent))
+        return run_on(processors_near_device(device), lambda: _pinned_segment(nbytes, device))
 
     def _free_segments(self) -> None:
         # Ordinary and device memory is freed with the last tensor that refers to it.
@@ -506,14 +479,9 @@ class BufferPool:
         self._held = 0
 
 
-def _pinned_segment(nbytes: int, device: torch.device | None, lent: Lent | None) -> _Segment:
+def _pinned_segment(nbytes: int, device: torch.device | None) -> _Segment:
     # After a fork, the first process that writes to a page gets a copy of it. A GPU would go on
     # copying to and from the page that it knows, and this process would use the other one.
-    view = map_pages(nbytes, inherited=False) if lent is None else lent.view
-    with contextlib.ExitStack() as stack:
-        if lent is not None:
-            stack.callback(lent.release)
-        # First: who gets the memory next must not find it page-locked.
-        stack.callback(page_lock(view, device))
-        tensor = torch.frombuffer(view, dtype=torch.uint8)
-        return _Segment(tensor, view, stack.pop_all().close)
+    view = map_pages(nbytes, inherited=False)
+    tensor = torch.frombuffer(view, dtype=torch.uint8)
+    return _Segment(tensor, view, page_lock(view, device))

@@ -225,7 +225,9 @@ def lockable(nbytes: int, unit: int = HUGE_PAGE) -> int:
     return -(-nbytes // (pieces * unit)) * unit
 
 
-def page_lock(view: memoryview, device: torch.device | None = None) -> Callable[[], None]:
+def page_lock(
+    view: memoryview, device: torch.device | None = None, unit: int = HUGE_PAGE
+) -> Callable[[], None]:
     """Page-lock mapped memory for all GPUs; return the function that undoes it.
 
     It is locked in pieces of :func:`lockable` bytes. torch's own pinned allocator rounds sizes up
@@ -238,6 +240,8 @@ def page_lock(view: memoryview, device: torch.device | None = None) -> Callable[
     device : torch.device, optional
         A GPU with a context. On a new thread device 0 is current, and a call of CUDA would create
         a context there. So the memory may be unlocked on any thread.
+    unit : int
+        The pieces are multiples of it.
 
     Raises
     ------
@@ -249,7 +253,7 @@ def page_lock(view: memoryview, device: torch.device | None = None) -> Callable[
     on_gpu = device is not None and device.type == "cuda"
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     first, nbytes = address_of(view), view.nbytes
-    piece = lockable(nbytes)
+    piece = lockable(nbytes, unit)
     locked: list[int] = []
     flags = _PORTABLE | (_READ_ONLY if view.readonly else 0)
 

@@ -130,7 +130,7 @@ def test_the_reason_why_memory_is_not_page_locked_is_named(
 def test_page_locked_memory_is_unlocked_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     locked: list[int] = []
 
-    def lock(view: memoryview, device: torch.device) -> Any:
+    def lock(view: memoryview, device: torch.device, unit: int) -> Any:
         locked.append(view.nbytes)
         return locked.clear
 
@@ -145,7 +145,7 @@ def test_page_locked_memory_is_unlocked_at_the_end(monkeypatch: pytest.MonkeyPat
 def test_nothing_is_left_open_where_memory_cannot_be_page_locked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def refuse(view: memoryview, device: torch.device) -> Any:
+    def refuse(view: memoryview, device: torch.device, unit: int) -> Any:
         raise RuntimeError("cudaHostRegister failed")
 
     monkeypatch.setattr(arena_module, "page_lock", refuse)

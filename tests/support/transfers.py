@@ -16,7 +16,6 @@ from kvshelf.backends import Backend, Deadlines
 from kvshelf.backends.breaker import Backoff
 from kvshelf.backends.guard import GuardedBackend
 
-from kvshelf.buffers import Lender
 from kvshelf.format.keys import Chunk
 from kvshelf.format.names import object_name
 from kvshelf.format.objects import ObjectFormat
@@ -29,7 +28,7 @@ from kvshelf.shelf.shelf import Shelf
 from kvshelf.shelf.threads import StorageThreads
 from kvshelf.transfer.context import ChunkSlots
 from kvshelf.transfer.loads import Load
-from kvshelf.transfer.staging import StagingPool
+from kvshelf.transfer.staging import Lender, StagingPool
 from kvshelf.transfer.stores import StoreOutcome
 from kvshelf.transfer.transfer import Transfer
 from tests.support.formats import BLOCK, HEAD_SIZE, HEADS, LAYERS, make_format

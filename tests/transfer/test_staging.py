@@ -10,8 +10,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from kvshelf import buffers, pages
+from kvshelf import pages
 from kvshelf.errors import ConfigError
+from kvshelf.memory import arena
 from kvshelf.pages import HUGE_PAGE
 from kvshelf.server.segment import Segment
 from kvshelf.transfer.staging import STAGING_ALIGNMENT, StagingBuffer, StagingPool
@@ -209,12 +210,12 @@ def test_a_closed_pool_has_given_all_its_memory_back() -> None:
 def test_staging_of_a_gpu_is_page_locked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     locked: list[int] = []
 
-    def pin(view: memoryview, device: torch.device | None) -> Callable[[], None]:
+    def pin(view: memoryview, device: torch.device | None, unit: int) -> Callable[[], None]:
         locked.append(view.nbytes)
         return locked.clear
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(buffers, "page_lock", pin)
+    monkeypatch.setattr(arena, "page_lock", pin)
     pool = StagingPool(16 * ROUNDED, SIZE, pinned=True)
     assert locked == [16 * ROUNDED]
     taken = pool.acquire_for_store()
@@ -230,8 +231,7 @@ def test_staging_of_a_gpu_is_page_locked_at_once(monkeypatch: pytest.MonkeyPatch
 def test_large_staging_is_page_locked_in_pieces_or_not_at_all(
     enough: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for module in (pages, buffers):
-        monkeypatch.setattr(module, "LOCKED_AT_ONCE", 6 * ROUNDED)
+    monkeypatch.setattr(pages, "LOCKED_AT_ONCE", 6 * ROUNDED)
     with fake_cudart() as runtime:
         runtime.most = 16 * ROUNDED if enough else 12 * ROUNDED
         pool = StagingPool(16 * ROUNDED, SIZE, pinned=True)
@@ -250,11 +250,11 @@ def test_large_staging_is_page_locked_in_pieces_or_not_at_all(
 def test_staging_that_cannot_be_page_locked_is_ordinary_memory(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def refuse(_: memoryview, device: torch.device | None) -> Callable[[], None]:
+    def refuse(_: memoryview, device: torch.device | None, unit: int) -> Callable[[], None]:
         raise RuntimeError("cudaHostRegister failed")
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(buffers, "page_lock", refuse)
+    monkeypatch.setattr(arena, "page_lock", refuse)
     pool = StagingPool(16 * ROUNDED, SIZE, pinned=True)
     assert "could not pin staging memory" in caplog.text
     assert pool.acquire_for_load(timeout=0) is not None

@@ -1,4 +1,4 @@
-"""The memory of a tier: one range of host memory, taken when it is made.
+"""One range of host memory: that of a tier, of staging, or of a node server and its clients.
 
 Contracts
 ---------
@@ -28,6 +28,7 @@ from kvshelf.backends import BytesLike
 from kvshelf.errors import ConfigError, UnsupportedError
 from kvshelf.numa import run_on
 from kvshelf.pages import (
+    HUGE_PAGE,
     lockable,
     map_pages,
     page_lock,
@@ -58,6 +59,8 @@ class Arena:
         Page-lock the memory for copies to and from GPUs, and let it lie near this one.
     lazy : bool
         The system gives each page when it is first written to; what is free is not looked at.
+    unit : int
+        Memory is page-locked in pieces that are multiples of it.
 
     Attributes
     ----------
@@ -95,13 +98,15 @@ class Arena:
         shared: bool = False,
         device: torch.device | None = None,
         lazy: bool = False,
+        unit: int = HUGE_PAGE,
     ) -> None:
         if nbytes < 1:
             raise ConfigError(f"an arena of {nbytes} bytes was requested; expected at least 1")
         if lazy and device is not None:
             raise ConfigError("page-locked memory is taken at once: give lazy or device, not both")
         self.nbytes = nbytes
-        piece = lockable(nbytes)
+        self._unit = unit
+        piece = lockable(nbytes, unit)
         self.borders = range(piece, nbytes, piece)
         self.fd: int | None = None
         self.view = memoryview(b"")
@@ -117,8 +122,8 @@ class Arena:
             self.close()
             raise ConfigError(
                 f"there is no memory for an arena of {nbytes} bytes: {error}. Ask for less"
-                " (memory_tier.max_bytes of an engine, --memory of `kvshelf serve`), or give the"
-                " machine or the container more memory"
+                " (memory_tier.max_bytes or staging_bytes of an engine, --memory of"
+                " `kvshelf serve`), or give the machine or the container more memory"
             ) from error
         except BaseException:
             self.close()
@@ -137,7 +142,7 @@ class Arena:
         with torch.inference_mode(False):
             return torch.frombuffer(self.view, dtype=torch.uint8)
 
-    def page_lock(self, device: torch.device) -> None:
+    def page_lock(self, device: torch.device | None) -> None:
         """Page-lock the memory for copies to and from GPUs, until :meth:`close`. Idempotent.
 
         Raises
@@ -146,7 +151,7 @@ class Arena:
             If CUDA cannot.
         """
         if self._unlock is None:
-            self._unlock = page_lock(self.view, device)
+            self._unlock = page_lock(self.view, device, self._unit)
 
     def close(self) -> None:
         """End page-locking, close the descriptor and refer to the memory no more. Idempotent."""

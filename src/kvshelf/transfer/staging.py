@@ -1,44 +1,66 @@
 """A bounded pool of reused host buffers between paged KV caches and storage.
 
 Every object that is read or written passes through one buffer of this pool. The pool takes its
-memory from a :class:`~kvshelf.buffers.BufferPool` and owns the decision which store or load
-gets a buffer, and which one. All buffers have one size, are aligned to 4096 bytes and
-are handed out most recently used first, since the first use of fresh memory costs ten times
-as much as the copy into it.
+memory from an :class:`~kvshelf.memory.arena.Arena` and owns the decision which store or load gets
+a buffer, and which one. All buffers have one size, are aligned to 4096 bytes and are handed out
+most recently used first, since the first use of fresh memory costs ten times as much as the copy
+into it.
 
 Contracts
 ---------
-* The pool never holds more than its capacity, and keeps its memory until it is closed.
-  When all buffers are in use, or the system gives no more memory, stores are refused at
-  once, and loads wait.
+* The pool never holds more than its capacity, takes memory as buffers are used for the first time,
+  and keeps it until it is closed. When all buffers are in use, or the system gives no memory,
+  stores are refused at once, and loads wait.
 * A part of the pool is reserved for loads, so that stores which the storage does not
   accept can never delay a load.
-* Memory for caches on a GPU is page-locked and allocated when the pool is made, since locking
-  takes long. Where the system refuses, a warning is logged and ordinary memory used.
+* Memory for caches on a GPU is page-locked when the pool is made, since locking takes long. Where
+  the system refuses, a warning is logged and ordinary memory used.
 * Any thread may call all methods. :meth:`StagingPool.acquire_for_store` is the only one
   called on an engine's step thread, and waits only if it is given a timeout.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
+from collections.abc import Callable
+from typing import Protocol, TypeAlias
 
 import torch
 
-from kvshelf.buffers import Buffer, BufferPool, Kind, Lender
 from kvshelf.errors import ConfigError, UnsupportedError
-from kvshelf.pages import lockable
+from kvshelf.memory.arena import Arena
+from kvshelf.pages import page_lock
 
 logger = logging.getLogger(__name__)
 
 STAGING_ALIGNMENT = 4096
-_SLAB_BYTES = 32 << 20
-#: Buffers that are made at once, at most: a slab may have thousands of small ones.
+#: Buffers that are warmed at once, at most.
 _AT_ONCE = 16
+_NOTHING = torch.empty(0, dtype=torch.uint8)
 #: Part of the buffers that stores never use.
 _LOAD_SHARE = 0.25
+
+
+class Lent(Protocol):
+    """Memory of somebody else, until it is released.
+
+    Attributes
+    ----------
+    view : memoryview
+        Writable.
+    """
+
+    view: memoryview
+
+    def release(self) -> None:
+        """Give the memory back."""
+
+
+#: Lends host memory of at least so many bytes; None: there is none.
+Lender: TypeAlias = Callable[[int], Lent | None]
 
 
 def _least_buffers(together: int) -> int:
@@ -86,12 +108,12 @@ class StagingBuffer:
         The same bytes as a uint8 tensor of shape ``[nbytes]``.
     """
 
-    __slots__ = ("_buffer", "_part", "_part_at", "for_store", "tensor", "view")
+    __slots__ = ("_part", "_part_at", "_pool", "for_store", "tensor", "view")
 
-    def __init__(self, buffer: Buffer) -> None:
-        self._buffer = buffer
-        self.view = buffer.view
-        self.tensor = buffer.tensor
+    def __init__(self, pool: StagingPool, view: memoryview, tensor: torch.Tensor) -> None:
+        self._pool = pool
+        self.view = view
+        self.tensor = tensor
         self.for_store = False
         self._part = self.tensor
         self._part_at = (0, len(self.view))
@@ -102,8 +124,13 @@ class StagingBuffer:
             self._part, self._part_at = self.tensor[start:stop], (start, stop)
         return self._part
 
-    def _release(self) -> None:
-        self._buffer.release()
+    def valid(self) -> bool:
+        """Tell that nobody else writes to the bytes until :meth:`release`."""
+        return True
+
+    def release(self) -> None:
+        """Return the buffer to its pool."""
+        self._pool.release(self)
 
 
 class StagingPool:
@@ -118,11 +145,19 @@ class StagingPool:
     together : int
         Buffers that one store takes at once: the shards of a chunk.
     pinned : bool
-        Allocate all memory now, page-locked where that is possible: for caches on a GPU.
+        Take all memory now, page-locked where that is possible: for caches on a GPU.
     device : torch.device, optional
         The GPU near which page-locked memory should lie.
     lender : Callable, optional
         Lends memory for the buffers: that from which a node server takes what is stored.
+
+    Attributes
+    ----------
+    buffer_bytes : int
+    limit : int
+        Buffers of the pool.
+    pinned : bool
+        Whether the memory is page-locked.
 
     Raises
     ------
@@ -153,54 +188,70 @@ class StagingPool:
                 f" them: set staging_bytes to {needed * self.buffer_bytes} or more, or make"
                 " chunk_size smaller"
             )
-        self._slab = max(1, _SLAB_BYTES // self.buffer_bytes)
+        #: The memory, once it was taken, and what gives it back.
+        self._view = memoryview(b"")
+        self._tensor = _NOTHING
+        self._close: Callable[[], None] | None = None
         self._made = 0
-        self._pool = self._make_pool("host")
         self._free: list[StagingBuffer] = []
-        if pinned:
-            self._pin()
         self._out = 0
+        self._warming = 0
         self._stores = 0
         self._closed = False
         self._changed = threading.Condition()
+        #: Why there is no memory.
+        self._problem = ""
+        self.pinned = pinned and self._pin()
 
-    def _make_pool(self, kind: Kind) -> BufferPool:
-        size, capacity = self.buffer_bytes, self.limit * self.buffer_bytes
-        return BufferPool(
-            capacity,
-            kind=kind,
-            device=self._device if kind == "pinned" else None,
-            segment_bytes=self._slab * size if kind == "host" else lockable(capacity, size),
-            alignment=STAGING_ALIGNMENT,
-            lender=self._lender,
-        )
+    def _take_memory(self, *, pinned: bool) -> None:
+        """Take memory for all buffers.
 
-    def _pin(self) -> None:
-        """Allocate all memory page-locked, or leave the pool as it is."""
-        ordinary = self._pool
+        Raises
+        ------
+        ConfigError, UnsupportedError, RuntimeError
+            If the system gives none, or none that is page-locked.
+        """
+        # Buffers are not to lie across what is page-locked by itself.
+        size = self.buffer_bytes
+        nbytes = self.limit * size
+        lent = None if self._lender is None else self._lender(nbytes)
+        with contextlib.ExitStack() as stack:
+            if lent is None:
+                arena = Arena(
+                    nbytes, device=self._device if pinned else None, unit=size, lazy=not pinned
+                )
+                stack.callback(arena.close)
+                if pinned:
+                    arena.page_lock(self._device)
+                view, tensor = arena.view, arena.tensor
+            else:
+                stack.callback(lent.release)
+                view = lent.view
+                # Who gets the memory next must not find it page-locked.
+                if pinned:
+                    stack.callback(page_lock(view, self._device, size))
+                # vLLM's step runs under inference_mode. Other threads cannot write to tensors that
+                # are created there.
+                with torch.inference_mode(False):
+                    tensor = torch.frombuffer(view, dtype=torch.uint8)
+            self._close = stack.pop_all().close
+        self._view, self._tensor = view, tensor
+
+    def _pin(self) -> bool:
+        """Take all memory page-locked; False where that is not possible."""
         try:
-            self._pool = self._make_pool("pinned")
-        except UnsupportedError as error:
-            problem = str(error)
-        else:
-            self._free = self._grow(self.limit, self.limit)
-            if self._made == self.limit:
-                ordinary.close()
-                return
-            problem = self._pool.problem
-            self._free_memory()
-            self._pool.close()
-            self._pool, self._made = ordinary, 0
-        logger.warning(
-            "could not pin staging memory (%s); copies to and from the GPU will be slower and will"
-            " block",
-            problem,
-        )
-
-    @property
-    def pinned(self) -> bool:
-        """Whether the memory is page-locked."""
-        return self._pool.kind == "pinned"
+            if not torch.cuda.is_available():
+                raise UnsupportedError("there is no CUDA device")
+            self._take_memory(pinned=True)
+        except (ConfigError, UnsupportedError, RuntimeError) as error:
+            logger.warning(
+                "could not pin staging memory (%s); copies to and from the GPU will be slower and"
+                " will block",
+                error,
+            )
+            return False
+        self._free = self._grow(self.limit, self.limit)
+        return True
 
     @property
     def for_stores(self) -> int:
@@ -274,11 +325,9 @@ class StagingPool:
                 if buffer.for_store:
                     buffer.for_store = False
                     self._stores -= 1
-                self._out -= 1
-                if self._closed:
-                    buffer._release()
-                else:
-                    self._free.append(buffer)
+            self._out -= len(buffers)
+            self._free += buffers
+            self._free_memory()
             # All waiters: the one that is woken first may be a store, which may not have it.
             self._changed.notify_all()
 
@@ -291,6 +340,7 @@ class StagingPool:
         while True:
             with self._changed:
                 fresh = [] if self._closed else self._grow(target)
+                self._warming += len(fresh)
             if not fresh:
                 return
             # Outside the lock: zeroing memory is slow, and no other thread has these yet.
@@ -303,20 +353,23 @@ class StagingPool:
         with self._changed:
             self._closed = True
             self._free_memory()
-            self._pool.close()
             self._changed.notify_all()
 
     def _keep(self, fresh: list[StagingBuffer]) -> None:
         with self._changed:
             self._free[:0] = fresh
-            if self._closed:
-                self._free_memory()
+            self._warming -= len(fresh)
+            self._free_memory()
             self._changed.notify_all()
 
     def _free_memory(self) -> None:
-        for buffer in self._free:
-            buffer._release()
-        self._free.clear()
+        """Free the memory of a closed pool of which nothing is in use."""
+        if self._closed and not self._out and not self._warming:
+            self._free.clear()
+            self._view, self._tensor = memoryview(b""), _NOTHING
+            close, self._close = self._close, None
+            if close is not None:
+                close()
 
     def _have_free(self, count: int) -> bool:
         while len(self._free) < count:
@@ -328,11 +381,21 @@ class StagingPool:
 
     def _grow(self, most: int, at_once: int = _AT_ONCE) -> list[StagingBuffer]:
         """Return new buffers; none if `most` exist or the system refuses memory."""
-        fresh = []
-        for _ in range(min(at_once, most - self._made)):
-            buffer = self._pool.allocate(self.buffer_bytes)
-            if buffer is None:
-                break
-            fresh.append(StagingBuffer(buffer))
-        self._made += len(fresh)
-        return fresh
+        count = min(at_once, most - self._made)
+        if count <= 0:
+            return []
+        if self._close is None:
+            try:
+                self._take_memory(pinned=False)
+            except ConfigError as error:
+                if not self._problem:
+                    self._problem = str(error)
+                    logger.warning("there is no staging memory: %s", error)
+                return []
+        view, tensor, size = self._view, self._tensor, self.buffer_bytes
+        starts = range(self._made * size, (self._made + count) * size, size)
+        self._made += count
+        return [
+            StagingBuffer(self, view[start : start + size], tensor[start : start + size])
+            for start in starts
+        ]

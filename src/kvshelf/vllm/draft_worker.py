@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 
-from kvshelf.buffers import Lender
 from kvshelf.config import Config
 from kvshelf.format.kinds import FULL
 from kvshelf.kv.streams import Streams
@@ -34,6 +33,7 @@ from kvshelf.shelf.tiers import AnyShelf
 from kvshelf.shelf.view import ShelfView
 from kvshelf.transfer.context import ChunkSlots
 from kvshelf.transfer.loads import Load
+from kvshelf.transfer.staging import Lender
 from kvshelf.transfer.transfer import Transfer
 from kvshelf.vllm.metadata import LoadOp, StepMetadata, StoreOp, WorkerReport
 from kvshelf.vllm.namespace import stage_ranks

@@ -49,7 +49,6 @@ from vllm.distributed.parallel_state import get_dcp_group, model_parallel_is_ini
 
 from kvshelf.backends import Properties
 from kvshelf.backends.guard import try_to_start
-from kvshelf.buffers import Lender
 from kvshelf.capacity.history import History
 from kvshelf.config import LEAST_STAGING, Config
 from kvshelf.errors import ConfigError, UnsupportedError
@@ -65,7 +64,7 @@ from kvshelf.metrics import Counters
 from kvshelf.pages import memory_limit
 from kvshelf.shelf.view import ShelfView
 from kvshelf.transfer.kinds import bytes_for_steps, share_out
-from kvshelf.transfer.staging import StagingPool
+from kvshelf.transfer.staging import Lender, StagingPool
 from kvshelf.transfer.transfer import Transfer, default_io_threads
 from kvshelf.vllm.affinity import widen_cpu_affinity
 from kvshelf.vllm.metadata import WorkerReport

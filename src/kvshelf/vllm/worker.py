@@ -64,7 +64,6 @@ from typing import Any
 import torch
 
 from kvshelf.backends.breaker import BreakerState
-from kvshelf.buffers import Lender
 from kvshelf.capacity.history import Event, History, Reason
 from kvshelf.capacity.sweeper import Sweeper
 from kvshelf.config import EARLIER_NAME, Config
@@ -82,6 +81,7 @@ from kvshelf.transfer.kinds import JointLoad, KindTransfers, share_out
 from kvshelf.transfer.loads import Failure
 from kvshelf.transfer.prefetch import KindMemory, Prefetcher
 from kvshelf.transfer.promises import Promises
+from kvshelf.transfer.staging import Lender
 from kvshelf.transfer.stores import StoreOutcome
 from kvshelf.transfer.transfer import Transfer
 from kvshelf.vllm import weight_changes
