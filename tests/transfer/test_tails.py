@@ -197,6 +197,7 @@ def test_an_engine_whose_layout_is_unknown_has_no_tails(backend: FaultyBackend) 
     assert not fmt.tails
     with closing(Rig(backend, make_format())) as rig:
         rig.transfer._context.fmt = fmt
+        rig.transfer._context.shelf = rig.shelf.view(fmt)
         tail = pieces(fmt, 1, 3)[-1]
         for _ in range(20):
             with pytest.raises(UnsupportedError, match="tails cannot be stored"):

@@ -30,7 +30,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from itertools import product
-from typing import Final, NamedTuple, TypeVar
+from typing import Final, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from kvshelf.backends import NOT_REGULAR, Borrowed, BytesLike, Whole, WriteResult
 from kvshelf.backends.guard import GuardedBackend
@@ -92,6 +92,20 @@ class FailedRead(NamedTuple):
     error: Exception
 
 
+class Staging(Protocol):
+    """Host memory for the objects of one load."""
+
+    def __call__(self, count: int, /) -> Sequence[Borrowed] | None:
+        """Return memory for so many objects, each large enough and writable; None: there is none.
+
+        May block.
+        """
+
+
+#: Objects in memory, whole and verified, by shard. Who has them releases each, once.
+Fetched: TypeAlias = dict[int, Borrowed]
+
+
 class Presence(Enum):
     """What a probe found in an object's place; all but PRESENT are misses for a load."""
 
@@ -116,11 +130,23 @@ class ShelfView(ABC):
     def __init__(self, backend: GuardedBackend, fmt: ObjectFormat) -> None:
         self.backend = backend
         self.fmt = fmt
+        self._sizes = tuple(fmt.object_size(shard) for shard in range(fmt.shards))
+        self._tail_sizes: dict[tuple[int, int], int] = {}
 
     @property
     def available(self) -> bool:
         """Whether anything can be loaded: False while the breaker is open."""
         return self.backend.reads.is_closed
+
+    def size(self, chunk: Chunk, shard: int) -> int:
+        """Return the bytes of an object, as :meth:`ObjectFormat.object_size` does, quickly."""
+        if not chunk.tail:
+            return self._sizes[shard]
+        key = (shard, chunk.tokens)
+        size = self._tail_sizes.get(key)
+        if size is None:
+            size = self._tail_sizes[key] = self.fmt.object_size(shard, chunk.tokens)
+        return size
 
     @abstractmethod
     def probe(self, refs: Sequence[ObjectRef]) -> list[Presence]:
@@ -213,6 +239,53 @@ class ShelfView(ABC):
             One of the objects that could not be had, and what :meth:`load` raises for it. Others
             may not have been looked at; no buffer means anything then.
         """
+
+    def fetch(
+        self, chunk: Chunk, shards: Sequence[int], staging: Staging
+    ) -> Fetched | FailedRead | None:
+        """Return objects of a chunk in memory: where they lie, or read into `staging`.
+
+        Parameters
+        ----------
+        chunk : Chunk
+        shards : Sequence of int
+            At least one.
+        staging : Staging
+            Called at most once, for those that have to be read into it.
+
+        Returns
+        -------
+        Fetched, FailedRead or None
+            The objects, all of them; or one that could not be had, and what :meth:`load` raises for
+            it; or None where `staging` gave no memory.
+        """
+        fetched: Fetched = {}
+        shard = shards[0]
+        failed: FailedRead | None = None
+        try:
+            if self.lends:
+                for shard in shards:
+                    borrowed = self.borrow(ObjectRef(chunk, shard))
+                    if borrowed is not None:
+                        fetched[shard] = borrowed
+            left = [shard for shard in shards if shard not in fetched] if fetched else shards
+            if not left:
+                return fetched
+            shard = left[0]
+            buffers = staging(len(left))
+            if buffers is not None:
+                fetched.update(zip(left, buffers, strict=True))
+                views = [fetched[shard].view[: self.size(chunk, shard)] for shard in left]
+                failed = self.load_all(chunk, left, views)
+                if failed is None:
+                    return fetched
+        except Exception as error:  # noqa: BLE001 - the caller learns of which object it is
+            failed = FailedRead(shard, error)
+        except BaseException:
+            _release(fetched)
+            raise
+        _release(fetched)
+        return failed
 
     def expect(self, refs: Sequence[ObjectRef]) -> None:
         """Say that objects are about to be loaded, in this order. Never blocks, never raises.
@@ -307,6 +380,11 @@ class ShelfView(ABC):
         return self.on_storage.gave_up(attempts)
 
 
+def _release(fetched: Fetched) -> None:
+    while fetched:
+        fetched.popitem()[1].release()
+
+
 def find_together(
     asked: Sequence[tuple[ShelfView, Sequence[ObjectRef]]],
 ) -> list[list[Presence]]:
@@ -363,8 +441,6 @@ class NamespaceView(ShelfView):
         self._described_until = 0.0
         #: The description was compared with what it should be, by this process.
         self._compared = False
-        self._sizes = tuple(fmt.object_size(shard) for shard in range(fmt.shards))
-        self._tail_sizes: dict[tuple[int, int], int] = {}
         #: Ends of the names of a chunk's objects, by shard.
         self._ends = tuple(f"{shard}of{fmt.shards}.safetensors" for shard in range(fmt.shards))
         #: By shard and number of tokens.
@@ -435,15 +511,6 @@ class NamespaceView(ShelfView):
         base = self._base(ref)
         return [f"{folder}/{base}" for folder in self._find_folders()]
 
-    def _size(self, chunk: Chunk, shard: int) -> int:
-        if not chunk.tail:
-            return self._sizes[shard]
-        key = (shard, chunk.tokens)
-        size = self._tail_sizes.get(key)
-        if size is None:
-            size = self._tail_sizes[key] = self.fmt.object_size(shard, chunk.tokens)
-        return size
-
     # ------------------------------------------------------------------------------------ probes
 
     def probe(self, refs: Sequence[ObjectRef]) -> list[Presence]:
@@ -492,7 +559,7 @@ class NamespaceView(ShelfView):
                 name = object_name(chunk, 0, self.fmt.shards, self.fmt.kind)
                 start, last = name[:-cut], chunk
             names.append(start + self._ends[shard])
-            sizes.append(self._size(chunk, shard))
+            sizes.append(self.size(chunk, shard))
         return names, sizes
 
     def _probe_named(
@@ -552,7 +619,7 @@ class NamespaceView(ShelfView):
 
     def publish(self, ref: ObjectRef, buffer: BytesLike, *, suspect: bool = False) -> WriteResult:
         """Publish one object, or replace a bad one, see :meth:`ShelfView.publish`."""
-        size = self._size(*ref)
+        size = self.size(*ref)
         given = memoryview(buffer).nbytes
         if given != size:
             raise ValueError(f"the buffer holds {given} bytes: expected {size}, the object's size")
@@ -802,7 +869,7 @@ class NamespaceView(ShelfView):
         """
         if not self.backend.properties.lends:
             return None
-        size = self._size(*ref)
+        size = self.size(*ref)
         folders = self._find_folders()
         base = self._base(ref)
         begin = time.monotonic()
@@ -946,7 +1013,7 @@ class NamespaceView(ShelfView):
         if properties.read_only or not properties.can_quarantine:
             return False
         for folder in self._find_folders():
-            moved = self._quarantine_if_bad(f"{folder}/{self._base(ref)}", self._size(*ref), bad)
+            moved = self._quarantine_if_bad(f"{folder}/{self._base(ref)}", self.size(*ref), bad)
             if moved is not None:
                 return moved
         return False

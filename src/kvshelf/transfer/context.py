@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from kvshelf.backends import Borrowed
 from kvshelf.capacity.history import Event, History, Reason
 from kvshelf.format.keys import Chunk
 from kvshelf.format.kinds import FULL, kind_key
@@ -23,7 +24,7 @@ from kvshelf.logs import RateLimitedLog
 from kvshelf.metrics import Counters
 from kvshelf.shelf.threads import StorageThreads
 from kvshelf.shelf.view import ShelfView
-from kvshelf.transfer.staging import StagingPool
+from kvshelf.transfer.staging import StagingBuffer, StagingPool
 
 logger = logging.getLogger("kvshelf.transfer")
 
@@ -142,9 +143,12 @@ class TransferContext:
         if self._history is not None:
             self._history.note_bad(name)
 
-    def payload(self, whole: torch.Tensor, chunk: Chunk, shard: int) -> torch.Tensor:
-        """Return the part of a buffer, uint8, that holds the payload of a shard's object."""
-        return whole[self.fmt.data_offset : self.fmt.object_size(shard, chunk.tokens)]
+    def payload(self, memory: Borrowed, chunk: Chunk, shard: int) -> torch.Tensor:
+        """Return the payload of an object in memory, uint8 [bytes]."""
+        start, stop = self.fmt.data_offset, self.shelf.size(chunk, shard)
+        if isinstance(memory, StagingBuffer):
+            return memory.part(start, stop)
+        return bytes_at(memory.view)[start:stop]
 
     def threads(
         self,

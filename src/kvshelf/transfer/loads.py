@@ -3,9 +3,8 @@
 Owns the queues of loads, the threads that read, and the loads in progress.
 
 A load: a load thread reads some objects of a chunk into staging buffers, verifies them and scatters
-them into the paged cache. An object that a tier or the storage has in memory, or a tier takes into
-memory, is borrowed instead, and scattered from where it lies
-(:meth:`~kvshelf.shelf.view.ShelfView.borrow`): a load of such objects takes no staging. When all
+them into the paged cache. An object that lies in memory already, or that a tier takes into memory,
+is scattered from there (:meth:`~kvshelf.shelf.view.ShelfView.fetch`): it takes no staging. When all
 objects of a load have arrived or were given up, the load is ``finished`` and says at which chunk it
 failed. Objects that miss their deadline are given up: their thread may hang for ever, the load does
 not.
@@ -21,8 +20,8 @@ once, for all of them.
 
 Where the caches prefer whole chunks (:attr:`~kvshelf.kv.caches.KVMemory.whole_chunks`), a thread
 leaves its objects to a thread that still reads others of the same chunk; the last of them scatters
-all. So what is left has a taker that needs no further staging, and no thread waits. A thread that
-could not borrow its objects scatters what was left to it before it takes staging.
+all. So what is left has a taker that needs no further staging, and no thread waits. A thread
+scatters what was left to it before it takes staging.
 
 Deadlines: what a thread reads at once has the deadline of its backend
 (:mod:`kvshelf.backends.guard`). A load's deadline is that of reading 2 × (the bytes of the loads
@@ -51,6 +50,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from typing import Final
 
 import torch
@@ -66,9 +66,9 @@ from kvshelf.errors import (
 )
 from kvshelf.format.keys import Chunk
 from kvshelf.format.names import object_name
-from kvshelf.shelf.view import ObjectRef
+from kvshelf.shelf.view import FailedRead, Fetched, ObjectRef
 from kvshelf.traces import trace_range
-from kvshelf.transfer.context import ChunkSlots, TransferContext, TransferHalf, bytes_at
+from kvshelf.transfer.context import ChunkSlots, TransferContext, TransferHalf
 from kvshelf.transfer.staging import StagingBuffer, StagingPool
 
 
@@ -179,7 +179,7 @@ class ReadTask:
 
 
 class _Objects:
-    """The bytes of verified objects of one chunk that a thread has: lent to it, or in staging.
+    """The bytes of verified objects of one chunk that a thread has.
 
     Attributes
     ----------
@@ -187,35 +187,34 @@ class _Objects:
         The payload of each shard, uint8 [bytes].
     """
 
-    __slots__ = ("_borrowed", "_buffers", "_staging", "payloads")
+    __slots__ = ("_fetched", "_staging", "payloads")
 
     def __init__(self, staging: StagingPool) -> None:
         self.payloads: dict[int, torch.Tensor] = {}
         self._staging = staging
-        self._borrowed: list[Borrowed] = []
-        self._buffers: Sequence[StagingBuffer] = ()
+        self._fetched: Sequence[Borrowed] = ()
 
-    def lend(self, borrowed: Borrowed) -> torch.Tensor:
-        """Take over an object that somebody lends; return its bytes."""
-        self._borrowed.append(borrowed)
-        return bytes_at(borrowed.view)
-
-    def stage(self, buffers: Sequence[StagingBuffer]) -> None:
-        """Take over the staging buffers of objects, once."""
-        self._buffers = buffers
+    def take(self, context: TransferContext, chunk: Chunk, fetched: Fetched) -> None:
+        """Take over objects, once."""
+        self._fetched = tuple(fetched.values())
+        for shard, one in fetched.items():
+            self.payloads[shard] = context.payload(one, chunk, shard)
 
     def valid(self) -> bool:
         """Tell whether the bytes were the objects' until now."""
-        return all(borrowed.valid() for borrowed in self._borrowed)
+        return all(one.valid() for one in self._fetched)
 
     def release(self) -> None:
         """Give them back, once."""
-        while self._borrowed:
-            self._borrowed.pop().release()
-        if self._buffers:
-            buffers, self._buffers = self._buffers, ()
-            self._staging.release(*buffers)
+        fetched, self._fetched = self._fetched, ()
         self.payloads.clear()
+        staged = [one for one in fetched if isinstance(one, StagingBuffer)]
+        if staged:
+            self._staging.release(*staged)
+        if len(staged) < len(fetched):
+            for one in fetched:
+                if not isinstance(one, StagingBuffer):
+                    one.release()
 
 
 class Loads(TransferHalf):
@@ -233,8 +232,7 @@ class Loads(TransferHalf):
         self._shards = context.plan.shards
         self._places = {shard: place for place, shard in enumerate(self._shards)}
         #: Bytes of a chunk's objects that this worker reads.
-        self._sizes = {shard: context.fmt.object_size(shard) for shard in self._shards}
-        self.chunk_bytes = sum(self._sizes.values())
+        self.chunk_bytes = sum(context.fmt.object_size(shard) for shard in self._shards)
         self._deadlines = context.shelf.backend.deadlines
         self._done = threading.Condition(self._lock)
         #: Loads with objects that no thread has taken, the oldest first.
@@ -489,39 +487,38 @@ class Loads(TransferHalf):
                 objects.release()
 
     def _fetch(self, task: ReadTask, objects: _Objects) -> Failure | None:
-        """Borrow objects, or read them into staging; otherwise return why not.
+        """Have the objects of a task in memory; otherwise return why not.
 
         `objects` has all of them afterwards, or none: after a failure, or if no staging became
         free.
         """
-        failure = self._borrow(task, objects)
-        missing = task.shards
-        if objects.payloads:
-            missing = [shard for shard in missing if shard not in objects.payloads]
-        if failure is None and missing:
-            if task.late:
-                # It was stuck there: nobody waits for the objects any more.
-                failure = Failure.ERROR
-            else:
-                # A wait for staging must not keep what others left to this thread.
-                self._deliver_left(task)
-                buffers = self._staging_for(task, len(missing))
-                if buffers is None:
-                    objects.release()
-                    return None
-                objects.stage(buffers)
-                failure = self._read(task, missing, buffers, objects.payloads)
-        if failure is not None:
-            objects.release()
-        return failure
+        chunk = task.chunk
+        # A flag, not the lock: a thread that reads it too early scatters by itself.
+        task.reading = True
+        try:
+            fetched = self._shelf.fetch(chunk, task.shards, partial(self._staging_for, task))
+        except Exception as error:  # noqa: BLE001 - the thread must go on
+            return self._reason(task, task.shards[0], error)
+        if fetched is None:
+            # Nobody waits for the objects of a thread that was stuck any more.
+            return Failure.ERROR if task.late else None
+        if isinstance(fetched, FailedRead):
+            return self._reason(task, fetched.shard, fetched.error)
+        objects.take(self._context, chunk, fetched)
+        return None
 
     def _staging_for(self, task: ReadTask, count: int) -> list[StagingBuffer] | None:
         """Take buffers; wait for them until the last deadline of the loads that need them."""
+        if task.late:
+            return None
+        # A wait must not keep what others left to this thread.
+        self._deliver_left(task)
         # When memory is short, an early load is not worth a wait.
         deadline = 0.0 if task.load.early else task.load._deadline
         while True:
             buffers = self._staging.acquire_for_load(count, deadline - time.monotonic())
             if buffers is not None:
+                task.reading = True
                 return buffers
             with self._lock:
                 waiting = [
@@ -534,47 +531,6 @@ class Loads(TransferHalf):
                     # Under this lock, so that no load joins a read that has failed.
                     self._reading.discard(task)
                     return None
-
-    def _borrow(self, task: ReadTask, objects: _Objects) -> Failure | None:
-        """Borrow what can be borrowed; return why an object cannot be had, if it cannot."""
-        # A flag, not the lock: a thread that reads it too early scatters by itself.
-        task.reading = True
-        if not self._shelf.lends:
-            return None
-        chunk = task.chunk
-        for shard in task.shards:
-            try:
-                borrowed = self._shelf.borrow(ObjectRef(chunk, shard))
-            except Exception as error:  # noqa: BLE001 - the thread must go on
-                return self._reason(task, shard, error)
-            if borrowed is not None:
-                whole = objects.lend(borrowed)
-                objects.payloads[shard] = self._context.payload(whole, chunk, shard)
-        return None
-
-    def _read(
-        self,
-        task: ReadTask,
-        shards: Sequence[int],
-        buffers: Sequence[StagingBuffer],
-        payloads: dict[int, torch.Tensor],
-    ) -> Failure | None:
-        """Read and verify objects; return why that failed, if it did."""
-        chunk, views, start = task.chunk, [], self._fmt.data_offset
-        for shard, buffer in zip(shards, buffers, strict=True):
-            size = self._size(chunk, shard)
-            views.append(buffer.view[:size])
-            payloads[shard] = buffer.part(start, size)
-        task.reading = True
-        try:
-            failed = self._shelf.load_all(chunk, shards, views)
-        except Exception as error:  # noqa: BLE001 - the thread must go on
-            return self._reason(task, shards[0], error)
-        return None if failed is None else self._reason(task, failed.shard, failed.error)
-
-    def _size(self, chunk: Chunk, shard: int) -> int:
-        """Bytes of an object."""
-        return self._fmt.object_size(shard, chunk.tokens) if chunk.tail else self._sizes[shard]
 
     def _reason(self, task: ReadTask, shard: int, error: Exception) -> Failure:
         """Count and log that an object could not be had; return why."""
@@ -692,7 +648,7 @@ class Loads(TransferHalf):
                 load._scattering -= 1
         if not load.early:
             self._counters.observe("scatter", time.perf_counter() - begin)
-            nbytes = sum(self._size(item.chunk, shard) for shard in payloads)
+            nbytes = sum(self._shelf.size(item.chunk, shard) for shard in payloads)
             self._count("loaded_bytes", nbytes)
 
     def _next_sharer(self, task: ReadTask) -> ReadTask | None:

@@ -232,7 +232,7 @@ class Stores(TransferHalf):
         pending = None
         try:
             payloads = [
-                self._context.payload(buffer.tensor, item.chunk, shard)
+                self._context.payload(buffer, item.chunk, shard)
                 for shard, buffer in zip(shards, buffers, strict=True)
             ]
             pending = memory.gather(item.slots, payloads)
@@ -419,7 +419,7 @@ class Stores(TransferHalf):
     def _is_finite(self, check: FiniteCheck, job: _StoreJob) -> bool:
         chunk = job.chunk
         for shard, buffer in zip(self._plan.writes(chunk.index), job.buffers, strict=True):
-            payload = self._context.payload(buffer.tensor, chunk, shard)
+            payload = self._context.payload(buffer, chunk, shard)
             layer = check.first_bad(shard, payload, chunk.tokens)
             if layer is not None:
                 self._context.count_dropped(chunk, Reason.NOT_FINITE)
