@@ -3,7 +3,8 @@
 Owns these measurements, and the producer, which is a process of its own. On a local directory and
 on a real S3 server behind a delay: the time from the beginning of an object's write until its wait
 tells of it, while 1, 10 and 100 wait; processor time of the waiting process while nothing comes,
-and while the producer stores objects that nobody waits for. There is no model.
+and while the producer stores objects that nobody waits for. The same with watchdog in the place of
+kvshelf's own reader of inotify, and with neither, in turn. There is no model.
 """
 
 from __future__ import annotations
@@ -13,16 +14,20 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
 
-from kvshelf.backends import open_backend
+from kvshelf.backends import Backend, Properties, open_backend
+from kvshelf.backends.notices import Notices
+from kvshelf.backends.wrappers import WrappedBackend
 
-from benchmarks.measure import Goal, Row, percentile
+from benchmarks.measure import Goal, Row, median, percentile
 from benchmarks.proxy import DelayingProxy
-from benchmarks.samples import TINY, make_chunks, make_format, make_hollow_objects
+from benchmarks.samples import TINY, make_chunks, make_format
 from benchmarks.servers import BUCKET, MissingServerError, S3Server
 from benchmarks.settings import Settings
 from kvshelf.format.keys import Chunk
@@ -38,6 +43,28 @@ _QUIET_SECONDS: Final = 1.3
 _DELAY_SECONDS: Final = 20e-3
 _ATTEMPT: Final = "0123456789abcdef" * 2
 _CHECKOUT: Final = str(Path(__file__).resolve().parents[1])
+
+
+class _Otherwise(WrappedBackend):
+    """A directory whose notices come from elsewhere, or that has none.
+
+    Parameters
+    ----------
+    url : str
+    notices : Callable, optional
+    """
+
+    def __init__(self, url: str, notices: Callable[[str], Notices] | None = None) -> None:
+        super().__init__(open_backend(url))
+        self._notices = notices
+        self._properties = replace(self.inner.properties, notifications=notices is not None)
+
+    @property
+    def properties(self) -> Properties:
+        return self._properties
+
+    def notices(self) -> Notices | None:
+        return None if self._notices is None else self._notices(self.url)
 
 
 class _Producer:
@@ -136,11 +163,9 @@ def _produce() -> None:
 class _Consumer:
     """A service on which several wait, each for as many pieces as the others."""
 
-    def __init__(
-        self, url: str, options: dict[str, Any], waiting: int, pieces: int, seed: int
-    ) -> None:
+    def __init__(self, backend: Backend, waiting: int, pieces: int, seed: int) -> None:
         self.fmt = make_format(TINY, 1)
-        self.shelf = Shelf(open_backend(url, storage_options=options))
+        self.shelf = Shelf(backend)
         self.seen: dict[bytes, float] = {}
         self.view = self.shelf.view(self.fmt)
         self.service = WaitService({FULL: self.view}, counters=Counters(), on_seen=self._note)
@@ -191,8 +216,40 @@ def bench_waits(settings: Settings) -> Iterator[Row]:
         settings.progress(f"{waiting} waiting, nothing comes")
         yield _idle(str(root), waiting, 0.1 if quick else 5.0, quick)
     settings.progress("others' objects come")
-    yield _others(str(settings.folder("waits-others")), 20 if quick else 1000)
+    root = settings.folder("waits-others")
+    _make_folders(root)
+    yield _others(str(root), 20 if quick else 1000)
+    yield from _compare(settings)
     yield from _far(settings, events)
+
+
+def _noticed(
+    backend: Backend,
+    options: dict[str, Any],
+    waiting: int,
+    events: int,
+    gap: float,
+    in_vain: int = 0,
+) -> tuple[list[float], list[float]]:
+    """Return the time from each write until the wait tells of it, and the producer's lateness.
+
+    All wait for `in_vain` further objects, and so until the end.
+    """
+    consumer = _Consumer(backend, waiting, max(1, events // waiting) + in_vain, seed=1000)
+    try:
+        chunks = consumer.in_turn()[:events]
+        names = consumer.names(chunks)
+        nbytes = consumer.fmt.object_size(0)
+        with _Producer(backend.url, options, names, nbytes, gap) as producer:
+            consumer.submit()
+            producer.start()
+            times, late = producer.times()
+            end = time.monotonic() + 30
+            while len(consumer.seen) < len(chunks) and time.monotonic() < end:
+                consumer.service.sleep(0.1)
+        return [consumer.seen[c.key] - at for c, at in zip(chunks, times, strict=True)], late
+    finally:
+        consumer.close()
 
 
 def _delays(
@@ -205,21 +262,8 @@ def _delays(
     gap: float,
 ) -> Row:
     """Measure the time from each write until the wait tells of it."""
-    consumer = _Consumer(url, options, waiting, max(1, events // waiting), seed=1000)
-    try:
-        chunks = consumer.in_turn()[:events]
-        names = consumer.names(chunks)
-        nbytes = consumer.fmt.object_size(0)
-        with _Producer(url, options, names, nbytes, gap) as producer:
-            consumer.submit()
-            producer.start()
-            times, late = producer.times()
-            end = time.monotonic() + 30
-            while len(consumer.seen) < len(chunks) and time.monotonic() < end:
-                consumer.service.sleep(0.1)
-        delays = [consumer.seen[c.key] - at for c, at in zip(chunks, times, strict=True)]
-    finally:
-        consumer.close()
+    backend = open_backend(url, storage_options=options)
+    delays, late = _noticed(backend, options, waiting, events, gap)
     p50, p99 = percentile(delays, 0.5), percentile(delays, 0.99)
     return Row(
         f"waits/delay/{name}/{waiting}",
@@ -233,6 +277,12 @@ def _delays(
     )
 
 
+def _make_folders(root: Path) -> None:
+    """Make the folders of all chunks, as they are on a shelf that has been used for a while."""
+    for number in range(256):
+        (root / make_format(TINY, 1).namespace.folder / f"_/{number:02x}").mkdir(parents=True)
+
+
 def _share(seconds: float) -> tuple[float, float]:
     """Return the processor time of this process in the next `seconds`, and the time that passed."""
     begin, used = time.monotonic(), time.process_time()
@@ -242,7 +292,7 @@ def _share(seconds: float) -> tuple[float, float]:
 
 def _idle(root: str, waiting: int, seconds: float, quick: bool) -> Row:
     """Measure the processor time of waiting in vain."""
-    consumer = _Consumer(root, {}, waiting, 4, seed=5000)
+    consumer = _Consumer(open_backend(root), waiting, 4, seed=5000)
     try:
         consumer.submit()
         if not quick:
@@ -259,30 +309,97 @@ def _idle(root: str, waiting: int, seconds: float, quick: bool) -> Row:
     )
 
 
-def _others(root: str, events: int) -> Row:
-    """Measure the processor time of waiting while objects come that nobody waits for."""
-    consumer = _Consumer(root, {}, 100, 4, seed=7000)
-    # On a shelf that is not new all folders are there.
-    make_hollow_objects(Path(root), consumer.fmt, make_chunks(consumer.fmt, events, seed=8))
+def _beside_others(backend: Backend, events: int) -> tuple[float, float]:
+    """Let 100 wait while objects come that nobody waits for.
+
+    Returns
+    -------
+    float, float
+        Processor time of a second, and objects in it.
+    """
+    consumer = _Consumer(backend, 100, 4, seed=7000)
     try:
-        others = make_chunks(consumer.fmt, events, seed=9)
-        with _Producer(
-            root, {}, consumer.names(others), consumer.fmt.object_size(0), _GAP_SECONDS / 5
-        ) as producer:
+        names = consumer.names(make_chunks(consumer.fmt, events, seed=9))
+        nbytes = consumer.fmt.object_size(0)
+        with _Producer(backend.url, {}, names, nbytes, _GAP_SECONDS / 5) as producer:
             consumer.submit()
             time.sleep(_QUIET_SECONDS)
             producer.start()
             begin, used = time.monotonic(), time.process_time()
             producer.times()
             used, passed = time.process_time() - used, time.monotonic() - begin
+        return used / passed, events / passed
     finally:
         consumer.close()
+
+
+def _others(root: str, events: int) -> Row:
+    """Measure the processor time of waiting while objects come that nobody waits for."""
+    share, rate = _beside_others(open_backend(root), events)
     return Row(
         "waits/others",
-        f"100 waiting, {events / passed:.0f} objects of others in a second: processor time",
-        ours=[used / passed],
-        extra={"share": used / passed, "objects_in_a_second": events / passed},
+        f"100 waiting, {rate:.0f} objects of others in a second: processor time",
+        ours=[share],
+        extra={"share": share, "objects_in_a_second": rate},
     )
+
+
+def _compare(settings: Settings) -> Iterator[Row]:
+    """Measure kvshelf's own reader of inotify, and what could be in its place, in turn."""
+    try:
+        from benchmarks.watching import WatchdogNotices
+    except ImportError as error:
+        yield Row("waits/compared", "other ways to learn what appears", skipped=str(error))
+        return
+    own = "own"
+    # A shelf has at most 256 folders for one namespace.
+    ways: dict[str, Callable[[str], Backend]] = {
+        own: open_backend,
+        "watchdog": partial(_Otherwise, notices=WatchdogNotices),
+        "watchdog-256": partial(_Otherwise, notices=partial(WatchdogNotices, most=256)),
+        "polling": _Otherwise,
+    }
+    rounds, counts, events, others = settings.pairs(5), [1, 10, 100], 300, 1000
+    if settings.quick:
+        rounds, counts, events, others = 1, [2], 10, 20
+    delays: dict[tuple[str, int], list[list[float]]] = {}
+    shares: dict[str, list[tuple[float, float]]] = {}
+    for number in range(rounds):
+        for way in ways if number % 2 else reversed(ways):
+            settings.progress(f"round {number + 1} of {rounds}, {way}")
+            for waiting in counts:
+                root = settings.folder(f"waits-{way}-{waiting}-{number}")
+                _make_folders(root)
+                backend = ways[way](str(root))
+                found, _ = _noticed(backend, {}, waiting, events, _GAP_SECONDS, in_vain=1)
+                delays.setdefault((way, waiting), []).append(found)
+            root = settings.folder(f"waits-{way}-others-{number}")
+            _make_folders(root)
+            shares.setdefault(way, []).append(_beside_others(ways[way](str(root)), others))
+    floor = "kvshelf's own reader of inotify"
+    for way in ways:
+        for waiting in counts:
+            medians = {of: [median(part) for part in delays[of, waiting]] for of in (way, own)}
+            found = [delay for part in delays[way, waiting] for delay in part]
+            yield Row(
+                f"waits/compared/{way}/{waiting}",
+                f"{way}, {waiting} waiting: median from an object's write to its notice",
+                floor,
+                ours=medians[way],
+                floors=medians[own],
+                goal=Goal(2e-3, "seconds"),
+                extra={"p50_seconds": median(found), "p99_seconds": percentile(found, 0.99)},
+            )
+        rate = median([rate for _, rate in shares[way]])
+        yield Row(
+            f"waits/compared/{way}/others",
+            f"{way}, 100 waiting, {rate:.0f} objects of others in a second: processor time",
+            floor,
+            ours=[share for share, _ in shares[way]],
+            floors=[share for share, _ in shares[own]],
+            goal=Goal(50e-3, "seconds"),
+            extra={"objects_in_a_second": rate},
+        )
 
 
 def _far(settings: Settings, events: int) -> Iterator[Row]:
