@@ -150,8 +150,8 @@ class Properties:
     probes_at_once : int
         Number of names for which one call of ``stat`` takes little longer than for one.
     part_bytes : int
-        Objects of at least this size may be read faster through :meth:`Backend.open_large`;
-        0: none.
+        Objects of at least this size may be read faster if :meth:`Backend.open` is told their
+        size; 0: none.
     probe_cost : float
         Seconds for one probe, typical or as measured.
     lends : bool
@@ -355,8 +355,15 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    def open(self, name: str) -> Reader:
+    def open(self, name: str, size: int | None = None) -> Reader:
         """Open one object for reading, never following links, never blocking on a FIFO.
+
+        Parameters
+        ----------
+        name : str
+        size : int, optional
+            The bytes that it should have, given from :attr:`Properties.part_bytes` on. It may be
+            all that is needed to read it faster, such as in parts that are fetched in parallel.
 
         Raises
         ------
@@ -404,13 +411,6 @@ class Backend(ABC):
             As for :meth:`open`.
         """
         return None
-
-    def open_large(self, name: str, size: int) -> Reader:
-        """Open an object that should have `size` bytes; may fetch parts of it in parallel.
-
-        Otherwise like :meth:`open`, which is also the default.
-        """
-        return self.open(name)
 
     @property
     def reads_whole(self) -> bool:

@@ -345,7 +345,7 @@ class GenericBackend(Backend):
 
     # ------------------------------------------------------------------------------------- reads
 
-    def open(self, name: str) -> Reader:
+    def open(self, name: str, size: int | None = None) -> Reader:
         """Probe one object; the first read fetches it."""
         answer = self.probe(name)
         if answer is None:

@@ -277,11 +277,12 @@ class GuardedBackend(WrappedBackend):
         with _Guarded(self, _PROBE, name, self.deadlines.probe):
             return self.inner.info(name)
 
-    def open(self, name: str) -> GuardedReader:
+    def open(self, name: str, size: int | None = None) -> GuardedReader:
         """Open one object; one deadline covers all reads of it."""
         begin = time.monotonic()
-        with _Guarded(self, _READ, name, self.deadlines.read):
-            reader = self.inner.open(name)
+        # A backend that knows the size may wait for parts of the object already here.
+        with _Guarded(self, _READ, name, self.deadlines.to_read(size or 0)):
+            reader = self.inner.open(name, size)
         return GuardedReader(self, reader, name, begin)
 
     def read_into(self, name: str, buffer: memoryview, offset: int = 0) -> int:
@@ -289,14 +290,6 @@ class GuardedBackend(WrappedBackend):
             count = self.inner.read_into(name, buffer, offset)
         self._worked[_READ] = name
         return count
-
-    def open_large(self, name: str, size: int) -> GuardedReader:
-        """Open one large object; one deadline covers all reads of it."""
-        begin = time.monotonic()
-        # The backend may wait for parts of the object already here.
-        with _Guarded(self, _READ, name, self.deadlines.to_read(size)):
-            reader = self.inner.open_large(name, size)
-        return GuardedReader(self, reader, name, begin)
 
     @property
     def reads_whole(self) -> bool:

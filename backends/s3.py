@@ -371,20 +371,21 @@ class S3Backend(Backend):
 
     # ------------------------------------------------------------------------------------- reads
 
-    def open(self, name: str) -> Reader:
-        """Request one object; its body is fetched as it is read."""
+    def open(self, name: str, size: int | None = None) -> Reader:
+        """Request one object, whose body is fetched as it is read, or the parts of a large one."""
         check_name(name)
+        if size is not None and self._knows_ranges and self.rate.is_slow:
+            count = min(-(-size // _PART_BYTES), _BODIES_AT_ONCE - self._bodies)
+            reader = self._open_parts(name, size, count) if count > 1 else None
+            if reader is not None:
+                return reader
         with self._errors("opening", name):
             body = self.client.get(name)
         self._note_bodies(1)
         return _StreamReader(self, name, body)
 
-    def open_large(self, name: str, size: int) -> Reader:
-        """Request the parts of one object in parallel if that is faster."""
-        check_name(name)
-        count = min(-(-size // _PART_BYTES), _BODIES_AT_ONCE - self._bodies)
-        if count < 2 or not self._knows_ranges or not self.rate.is_slow:
-            return self.open(name)
+    def _open_parts(self, name: str, size: int, count: int) -> Reader | None:
+        """Request the parts of one object in parallel; None if they cannot be had."""
         step = -(-size // count)
         step += -step % _PART_ALIGNMENT
         starts = range(0, size, step)
@@ -405,7 +406,7 @@ class S3Backend(Backend):
                 # A server that answers with the whole object does not support ranges: stop using
                 # them. Otherwise the size is wrong; the reader will detect it.
                 self._knows_ranges = not exc.whole
-                return self.open(name)
+                return None
         return _PartsReader(self, name, first, list(zip(starts, parts, strict=True))[1:])
 
     def _noted(self, part: Part) -> Sequence[memoryview]:

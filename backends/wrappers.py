@@ -36,7 +36,6 @@ from kvshelf.errors import ReadOnlyStorageError
 _MADE_OF: Final = {
     "probe": "stat",
     "find": "stat",
-    "open_large": "open",
     "read_into": "open",
     "read_whole": "open",
     "write_marker": "write",
@@ -86,11 +85,8 @@ class WrappedBackend(Backend):
     def info(self, name: str) -> ObjectInfo | None:
         return self.inner.info(name)
 
-    def open(self, name: str) -> Reader:
-        return self.inner.open(name)
-
-    def open_large(self, name: str, size: int) -> Reader:
-        return self.inner.open_large(name, size)
+    def open(self, name: str, size: int | None = None) -> Reader:
+        return self.inner.open(name, size)
 
     def expect(self, names: Sequence[str], sizes: Sequence[int]) -> None:
         self.inner.expect(names, sizes)

@@ -34,7 +34,7 @@ class Frozen(WrappedBackend):
         wait("stat")
         return super().stat(names)
 
-    def open(self, name):
+    def open(self, name, size=None):
         wait("open")
         return super().open(name)
 

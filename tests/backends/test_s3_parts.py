@@ -135,7 +135,7 @@ def test_parts_are_for_slow_connections_and_idle_ones(
 
 def test_small_objects_say_nothing_of_a_connection(far: Far) -> None:
     def read() -> None:
-        with other.open_large(far.name, SIZE) as reader:
+        with other.open(far.name, SIZE) as reader:
             assert reader.read_into(memoryview(bytearray(SIZE)), 0) == SIZE
 
     with closing(open_s3(far.backend.url, far.options)) as other:
@@ -255,7 +255,7 @@ def test_parts_go_on_after_there_was_no_thread_for_them(
 ) -> None:
     for _ in range(3):
         with pytest.raises(TransientStorageError, match="no thread could be started"):
-            far.backend.open_large(far.name, SIZE)
+            far.backend.open(far.name, SIZE)
     no_loop.undo()
     assert far.gets(far.load) + 1 >= PARTS
     assert far.is_whole_again()

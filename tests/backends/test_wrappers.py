@@ -47,8 +47,7 @@ CALLS: dict[str, tuple[tuple[Any, ...], Any]] = {
     "probe": (("a",), 1),
     "find": ((["a"], [1]), [1]),
     "info": (("a",), ObjectInfo("a", 1, 0.0)),
-    "open": (("a",), Opened()),
-    "open_large": (("a", 1), Opened()),
+    "open": (("a", 1), Opened()),
     "expect": ((["a"], [1]), None),
     "borrow": (("a", 1), object()),
     "read_whole": (("", b"", [WHOLE], [memoryview(bytearray(1))], 1.0), Checked([True], 0, 0)),
@@ -128,7 +127,7 @@ def test_nothing_goes_past_a_wrapper() -> None:
         def stat(self, names: Sequence[str]) -> list[Any]:
             return [5 for _ in names]
 
-        def open(self, name: str) -> Reader:
+        def open(self, name: str, size: int | None = None) -> Reader:
             return Opened()
 
         def write(self, name: str, buffers: Sequence[Any], mode: str = "create") -> WriteResult:
@@ -144,7 +143,6 @@ def test_nothing_goes_past_a_wrapper() -> None:
         assert wrapper.probe("a") == 5
         assert wrapper.find(["a", "b"], [1, 1]) == [5, 5]
         assert wrapper.read_into("a", memoryview(bytearray(1)), 3) == 1
-        assert isinstance(wrapper.open_large("a", 1), Opened)
         assert wrapper.write_marker("a") is WriteResult.EXISTED
         assert not wrapper.reads_whole
         assert wrapper.read_whole(*CALLS["read_whole"][0]) is None

@@ -130,7 +130,7 @@ def test_a_file_that_another_process_has_merged_meanwhile_is_read_in_its_new_pla
     first = write(tmp_path, backend, NOW, (FOLDER, 0.0, packed(1)))
 
     class Merging(FaultyBackend):
-        def open(self, name: str) -> Reader:
+        def open(self, name: str, size: int | None = None) -> Reader:
             if first.exists():
                 write(tmp_path, backend, NOW + 5, (FOLDER, 5.0, packed(1)))
                 first.unlink()

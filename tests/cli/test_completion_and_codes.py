@@ -221,7 +221,7 @@ def test_an_interrupt_has_a_code_of_its_own(tmp_path: Path) -> None:
         "import signal, time\n"
         "from kvshelf.backends.posix import PosixBackend\n"
         "real = PosixBackend.open\n"
-        "def slow(self, name):\n"
+        "def slow(self, name, size=None):\n"
         "    print('reading', flush=True)\n"
         "    time.sleep(0.1)\n"
         "    return real(self, name)\n"

@@ -224,7 +224,7 @@ def test_memory_that_a_device_cannot_read_is_copied_from(setting: Setting) -> No
     with pytest.raises(ObjectMissingError):
         view.load(setting.ref(2), data)
     # A lease that was taken back spoils what is read from it.
-    with shelf.backend.open_large(view.name(setting.ref(1)), len(data)) as reader:
+    with shelf.backend.open(view.name(setting.ref(1)), len(data)) as reader:
         assert reader.read_into(data[:100], 0) == 100
         generations = setting.server.arena.view[: 8 * setting.server.service.slots].cast("Q")
         for slot in range(len(generations)):

@@ -582,8 +582,9 @@ class InParts(FarBackend):
     def properties(self) -> Properties:
         return replace(super().properties, part_bytes=1)
 
-    def open_large(self, name: str, size: int) -> Reader:
-        self.large.append(name)
+    def open(self, name: str, size: int | None = None) -> Reader:
+        if size is not None:
+            self.large.append(name)
         return self.inner.open(name)
 
 

@@ -72,15 +72,10 @@ class CountingBackend(WrappedBackend):
         self._count("info")
         return self.inner.info(name)
 
-    def open(self, name: str) -> Reader:
+    def open(self, name: str, size: int | None = None) -> Reader:
         """Open and count."""
         self._count("open")
-        return _HookedReader(self.inner.open(name), after=self._read)
-
-    def open_large(self, name: str, size: int) -> Reader:
-        """Open and count."""
-        self._count("open")
-        return _HookedReader(self.inner.open_large(name, size), after=self._read)
+        return _HookedReader(self.inner.open(name, size), after=self._read)
 
     def expect(self, names: Sequence[str], sizes: Sequence[int]) -> None:
         """Pass on and count."""
@@ -255,15 +250,10 @@ class FaultyBackend(WrappedBackend):
         self._meet("borrow", name)
         return self.inner.borrow(name, size)
 
-    def open(self, name: str) -> Reader:
+    def open(self, name: str, size: int | None = None) -> Reader:
         """Open, with faults now and at every read."""
         self._meet("open", name)
-        return _HookedReader(self.inner.open(name), after=lambda part: self._read(name, part))
-
-    def open_large(self, name: str, size: int) -> Reader:
-        """Open, with faults now and at every read."""
-        self._meet("open", name)
-        reader = self.inner.open_large(name, size)
+        reader = self.inner.open(name, size)
         return _HookedReader(reader, after=lambda part: self._read(name, part))
 
     def _read(self, name: str, part: memoryview) -> int:

@@ -365,7 +365,7 @@ def test_an_error_of_the_storage_changes_nothing(
     ill = str(objects(shelf)[3].relative_to(shelf))
     real = PosixBackend.open
 
-    def fails(self: PosixBackend, name: str) -> Any:
+    def fails(self: PosixBackend, name: str, size: int | None = None) -> Any:
         if name == ill:
             raise TransientStorageError(5, "made by a test", name)
         return real(self, name)
@@ -380,7 +380,7 @@ def test_objects_that_vanish_are_no_problem(shelf: Path, monkeypatch: pytest.Mon
     gone = objects(shelf)[3]
     real = PosixBackend.open
 
-    def vanish(self: PosixBackend, name: str) -> Any:
+    def vanish(self: PosixBackend, name: str, size: int | None = None) -> Any:
         if name == str(gone.relative_to(shelf)):
             gone.unlink(missing_ok=True)
         return real(self, name)
@@ -400,7 +400,7 @@ def test_a_bad_read_that_is_good_the_second_time_is_good(
     real = PosixBackend.open
     opened = 0
 
-    def heal(self: PosixBackend, name: str) -> Any:
+    def heal(self: PosixBackend, name: str, size: int | None = None) -> Any:
         nonlocal opened
         if name == str(path.relative_to(shelf)):
             opened += 1

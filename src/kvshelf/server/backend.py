@@ -216,11 +216,15 @@ class ServedBackend(Backend):
 
     # -------------------------------------------------------------------------------- reads
 
-    def open(self, name: str) -> Reader:
-        """Open an object on the server's storage, past its memory.
+    def open(self, name: str, size: int | None = None) -> Reader:
+        """Open an object in the server's memory if its size is given, and that has room for it.
 
-        Its bytes come in messages. What is read often is borrowed, see :meth:`borrow`.
+        Otherwise, past that memory, its bytes come in messages. What is read often is borrowed, see
+        :meth:`borrow`.
         """
+        leased = None if size is None else self.borrow(name, size)
+        if leased is not None:
+            return _LeasedReader(self, name, leased)
         return _ServedReader(self, check_name(name))
 
     def read(self, name: str, offset: int, nbytes: int) -> tuple[int, bytes]:
@@ -233,11 +237,6 @@ class ServedBackend(Backend):
         """
         size, data = self._call("read", name, offset, nbytes)
         return size, data
-
-    def open_large(self, name: str, size: int) -> Reader:
-        """Open an object in the server's memory; as :meth:`open` where that has no room for it."""
-        leased = self.borrow(name, size)
-        return self.open(name) if leased is None else _LeasedReader(self, name, leased)
 
     def expect(self, names: Sequence[str], sizes: Sequence[int]) -> None:
         """Have the server read objects and lease them to this client.

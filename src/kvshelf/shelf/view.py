@@ -973,8 +973,7 @@ class NamespaceView(ShelfView):
         # Not known before a storage is open that is opened late.
         least = self.backend.properties.part_bytes
         large = least and size >= least
-        backend = self.backend
-        with backend.open_large(name, size) if large else backend.open(name) as reader:
+        with self.backend.open(name, size if large else None) as reader:
             result = read(reader)
             end = time.monotonic()
         self._counters.observe("read", reader.seconds)

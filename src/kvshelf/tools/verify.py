@@ -422,10 +422,7 @@ class _Verifier:
             item.fmt.of_name(item.parsed).named_chunk(item.parsed)
         least = self._backend.properties.part_bytes
         large = least and item.size >= least and item.fmt is not None
-        backend = self._backend
-        with (
-            backend.open_large(item.name, item.size) if large else backend.open(item.name) as reader
-        ):
+        with self._backend.open(item.name, item.size if large else None) as reader:
             if item.fmt is None:
                 self._check_alone(reader)
             else:
