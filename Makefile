@@ -36,9 +36,6 @@ find_python = for python in python3 python3.12 python3.13 python3.11 python3.14;
 		>/dev/null 2>&1; then echo "$$python"; break; fi; done
 PYTHON ?= $(shell $(find_python))
 
-# backends/ is the package kvshelf.backends; tools that look at files see it in its place here.
-TREE := build/tree
-
 # Tests of the marks $(1), below $(2), started by $(3): first all that can run side by side, then those that
 # must be alone. Tests of a file share what they start, so one process runs them. Exit code 5: none selected.
 run_tests = mkdir -p build; export NOT_TESTED=build/not-tested.json; rm -f $$NOT_TESTED; \
@@ -91,11 +88,11 @@ fuzz: venv  ## look for bytes that the decoder cannot take
 	@$(BIN)/python tests/fuzz/fuzz_decoder.py --seconds $(FUZZ_SECONDS)
 
 .PHONY: lint
-lint: venv tree  ## ruff, mypy, import-linter
+lint: venv  ## ruff, mypy, import-linter
 	@echo "ruff"; $(BIN)/ruff check .; $(BIN)/ruff format --check .
 	@echo "mypy"; $(BIN)/mypy
 	@echo "import-linter"; \
-	PYTHONPATH="$(CURDIR)/$(TREE):$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" \
+	PYTHONPATH="$(CURDIR)/src:$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" \
 		$(BIN)/python -S -c 'from importlinter.cli import lint_imports_command as run; run()' --no-cache --no-logo
 
 .PHONY: format
@@ -123,9 +120,3 @@ venv:
 		echo "No usable Python 3.11 to 3.14 with venv found (on Debian: apt install python3-venv);" \
 			"name one with make ... PYTHON=/path/to/python" >&2; exit 1; fi; \
 	"$(PYTHON)" .ci/environment.py $(VENV) --torch-index "$(TORCH_INDEX)" --extra test --extra docs
-
-.PHONY: tree
-tree:
-	@rm -rf $(TREE); mkdir -p $(TREE)/kvshelf; \
-	ln -s $(CURDIR)/src/kvshelf/* $(CURDIR)/backends $(TREE)/kvshelf/; \
-	ln -s $(CURDIR)/benchmarks $(TREE)/

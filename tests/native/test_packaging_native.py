@@ -39,9 +39,16 @@ def test_without_a_compiler_the_wheel_is_pure_python_and_says_so_once(tmp_path: 
     names = zipfile.ZipFile(wheel).namelist()
     assert not [name for name in names if name.endswith(".so")]
     assert names.count("kvshelf/kv/ops/dispatch.py") == 1
-    assert [name for name in names if name.endswith("backends/base.py")] == [
-        "kvshelf/backends/base.py"
-    ]
+    backends = [name for name in names if "backends/" in name]
+    assert sorted(backends) == [f"kvshelf/{name}" for name in files_of_backends()]
+
+
+def files_of_backends() -> list[str]:
+    return sorted(f"backends/{path.name}" for path in (ROOT / "backends").glob("*.py"))
+
+
+def test_editors_find_backends_in_the_package() -> None:
+    assert (ROOT / "src" / "kvshelf" / "backends").readlink() == Path("../../backends")
 
 
 def test_the_source_archive_holds_what_a_build_needs(tmp_path: Path) -> None:
@@ -58,11 +65,17 @@ def test_the_source_archive_holds_what_a_build_needs(tmp_path: Path) -> None:
     (archive,) = tmp_path.glob("kvshelf-*.tar.gz")
     with tarfile.open(archive) as content:
         names = {name.partition("/")[2] for name in content.getnames()}
+        backends = [member for member in content.getmembers() if "backends/" in member.name]
+    assert all(member.isfile() for member in backends)
+    held = sorted(member.name.partition("/")[2] for member in backends)
+    assert held == [
+        *(f"src/kvshelf/{name}" for name in files_of_backends()),
+        *(name for name in held if name.startswith("tests/backends/")),
+    ]
     assert {
         "pyproject.toml",
         "LICENSE",
         "README.md",
-        "backends/base.py",
         "src/kvshelf/kv/ops/dispatch.py",
         "cuda/CMakeLists.txt",
         "cuda/cmake/check_headers.cc",
