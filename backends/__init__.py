@@ -30,7 +30,6 @@ from kvshelf.backends.base import (
     WriteMode,
     WriteResult,
 )
-
 from kvshelf.errors import ConfigError
 from kvshelf.urls import directory_of
 

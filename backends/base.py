@@ -28,7 +28,6 @@ from enum import Enum
 from typing import Final, Literal, NamedTuple, Protocol, TypeAlias, overload
 
 from kvshelf.backends.notices import Notices
-
 from kvshelf.errors import ObjectNameError, StorageError
 from kvshelf.logs import RateLimitedLog
 

@@ -54,7 +54,6 @@ from kvshelf.backends.base import (
     time_for_ages,
 )
 from kvshelf.backends.oserrors import process_limit, storage_error
-
 from kvshelf.errors import (
     ConfigError,
     NotRegularError,

@@ -80,7 +80,6 @@ from kvshelf.backends.base import (
 from kvshelf.backends.breaker import DEFAULT_BACKOFF, Backoff, Breaker, BreakerState
 from kvshelf.backends.oserrors import is_out_of_files
 from kvshelf.backends.wrappers import WrappedBackend
-
 from kvshelf.errors import (
     NoRoomError,
     NoSpaceStorageError,

@@ -61,7 +61,6 @@ from kvshelf.backends.posix_listing import Listing, object_info
 from kvshelf.backends.posix_mount import Root
 from kvshelf.backends.posix_publish import Publisher
 from kvshelf.backends.posix_times import Times
-
 from kvshelf.errors import ConfigError, ObjectNameError, PermanentStorageError, StorageError
 
 _DOTS: Final = frozenset(("", ".", ".."))

@@ -17,7 +17,6 @@ from typing import Final
 
 from kvshelf.backends.oserrors import storage_error
 from kvshelf.backends.posix_mount import Root
-
 from kvshelf.errors import (
     NotRegularError,
     PermanentStorageError,

@@ -18,7 +18,6 @@ from typing import Final
 
 from kvshelf.backends.base import HIGH_LATENCY_SECONDS, Space
 from kvshelf.backends.oserrors import storage_error
-
 from kvshelf.errors import ReadOnlyStorageError, StorageError, UnavailableStorageError
 
 #: Seconds for which writes fail at once after the storage refused one.

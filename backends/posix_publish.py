@@ -16,7 +16,6 @@ from typing import Final
 from kvshelf.backends.base import BytesLike, WriteMode, WriteResult, check_name, temporary_name
 from kvshelf.backends.posix_folders import SCAN, Folders, libc, not_regular, occupied
 from kvshelf.backends.posix_mount import Root
-
 from kvshelf.errors import StorageError, TransientStorageError
 
 CREATE: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC

@@ -18,7 +18,6 @@ from kvshelf.backends.oserrors import storage_error
 from kvshelf.backends.posix_folders import Folders, libc
 from kvshelf.backends.posix_mount import Mount, Root
 from kvshelf.backends.posix_publish import CREATE, NO_LINKS
-
 from kvshelf.errors import NoSpaceStorageError, ReadOnlyStorageError
 
 #: Seconds for which the difference between two clocks is believed.

@@ -53,7 +53,6 @@ from kvshelf.backends.base import (
 )
 from kvshelf.backends.s3_client import PROBES_AT_ONCE, Body, Client, Part, Put, RangeError
 from kvshelf.backends.s3_options import OPTIONS, is_installed, unknown_options
-
 from kvshelf.errors import (
     ConfigError,
     ObjectMissingError,

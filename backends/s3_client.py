@@ -16,7 +16,6 @@ from enum import Enum, auto
 from typing import Any, Final, NamedTuple, TypeVar
 
 from kvshelf.backends.base import ObjectInfo
-
 from kvshelf.errors import StorageError
 
 PROBES_AT_ONCE: Final = 64

@@ -11,7 +11,6 @@ import re
 from typing import Final
 
 from kvshelf.backends.oserrors import process_limit
-
 from kvshelf.errors import (
     NoSpaceStorageError,
     ObjectMissingError,

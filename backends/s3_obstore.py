@@ -32,7 +32,6 @@ from kvshelf.backends.s3_options import (
     mapping_of,
     verify_of,
 )
-
 from kvshelf.errors import ConfigError, StorageError, TransientStorageError
 
 _RETRY_SECONDS: Final = 3.0

@@ -18,7 +18,6 @@ from kvshelf.backends.s3_client import STREAM_BYTES, Body, Client, Put, RangeErr
 from kvshelf.backends.s3_clock import time_of
 from kvshelf.backends.s3_errors import NO_CREDENTIALS, RETRYABLE, explain, unreachable_hint
 from kvshelf.backends.s3_options import CONNECT_SECONDS, READ_SECONDS, endpoint_of, mapping_of
-
 from kvshelf.errors import ConfigError, ProcessLimitError, StorageError, TransientStorageError
 
 #: Class names of errors of a body that ended early.

@@ -29,7 +29,6 @@ from kvshelf.backends.base import (
     check_name,
 )
 from kvshelf.backends.notices import Notices
-
 from kvshelf.errors import ReadOnlyStorageError
 
 #: Methods that consist of another one, unless a storage does better, and that other one.

@@ -24,8 +24,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from kvshelf.backends import open_backend
-
 from benchmarks.samples import (
     BLOCK_TOKENS,
     LARGE,
@@ -34,6 +32,7 @@ from benchmarks.samples import (
     make_hollow_objects,
     make_prompt,
 )
+from kvshelf.backends import open_backend
 from kvshelf.config import Config
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.shelf.shelf import Shelf

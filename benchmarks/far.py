@@ -14,13 +14,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 
 import torch
-from kvshelf.backends import open_backend
 
 from benchmarks.measure import Row, Work, measure_pairs
 from benchmarks.proxy import DelayingProxy
 from benchmarks.samples import LARGE, TINY, fill, make_chunks, make_format
 from benchmarks.servers import BUCKET, MissingServerError, S3Server
 from benchmarks.settings import Settings
+from kvshelf.backends import open_backend
 from kvshelf.format.keys import Chunk
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.kv.caches import DONE, KVMemory, PendingCopy

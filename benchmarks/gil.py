@@ -19,12 +19,12 @@ from typing import Any
 
 import torch
 import xxhash
-from kvshelf.backends import native, open_backend, posix_folders
 
 from benchmarks.far import Nowhere, RepeatedLoads, store
 from benchmarks.measure import Goal, Row
 from benchmarks.samples import LARGE, TINY, Shape, make_chunks, make_format
 from benchmarks.settings import Settings
+from kvshelf.backends import native, open_backend, posix_folders
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.shelf.view import ObjectRef

@@ -17,8 +17,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kvshelf.backends import open_backend
-
 from benchmarks.child import Child, ChildError, MissingEngineError
 from benchmarks.measure import Goal, Row, Work, measure_pairs, percentile
 from benchmarks.proxy import DelayingProxy
@@ -32,6 +30,7 @@ from benchmarks.samples import (
 )
 from benchmarks.servers import BUCKET, MissingServerError, S3Server
 from benchmarks.settings import Settings
+from kvshelf.backends import open_backend
 from kvshelf.format.keys import KeyChain
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.metrics import Counters

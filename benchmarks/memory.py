@@ -13,7 +13,6 @@ from contextlib import ExitStack, closing
 from dataclasses import replace
 
 import torch
-from kvshelf.backends import open_backend
 
 from benchmarks.engine import (
     HIT_TOKENS,
@@ -37,6 +36,7 @@ from benchmarks.samples import (
     make_prompt,
 )
 from benchmarks.settings import Settings
+from kvshelf.backends import open_backend
 from kvshelf.cache import ChunkCache
 from kvshelf.kv.layout import PagedLayout
 from kvshelf.kv.sources import PagedKV

@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import closing
 
-from kvshelf.backends import open_backend
-
 from benchmarks.measure import Goal, Row, Work, measure_pairs
 from benchmarks.samples import LARGE, TINY, fill, make_chunks, make_format
 from benchmarks.settings import Settings
+from kvshelf.backends import open_backend
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.metrics import Counters
 from kvshelf.shelf.disk_tier import DiskTier

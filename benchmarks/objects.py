@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import xxhash
-from kvshelf.backends import open_backend
 
 from benchmarks.measure import Goal, Row, Work, measure_pairs
 from benchmarks.samples import LARGE, TINY, fill, make_chunks, make_format
 from benchmarks.settings import Settings
+from kvshelf.backends import open_backend
 from kvshelf.format.keys import Chunk
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.shelf.shelf import Shelf

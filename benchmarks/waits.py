@@ -21,15 +21,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
 
-from kvshelf.backends import Backend, Properties, open_backend
-from kvshelf.backends.notices import Notices
-from kvshelf.backends.wrappers import WrappedBackend
-
 from benchmarks.measure import Goal, Row, median, percentile
 from benchmarks.proxy import DelayingProxy
 from benchmarks.samples import TINY, make_chunks, make_format
 from benchmarks.servers import BUCKET, MissingServerError, S3Server
 from benchmarks.settings import Settings
+from kvshelf.backends import Backend, Properties, open_backend
+from kvshelf.backends.notices import Notices
+from kvshelf.backends.wrappers import WrappedBackend
 from kvshelf.format.keys import Chunk
 from kvshelf.format.kinds import FULL
 from kvshelf.metrics import Counters

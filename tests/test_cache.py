@@ -20,11 +20,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kvshelf.backends import Backend, open_backend
-from kvshelf.backends.wrappers import ReadOnlyBackend
 from pydantic import ByteSize
 
 from kvshelf import ChunkCache, Config, ModelFacts, PromptIdentity, Shelf
+from kvshelf.backends import Backend, open_backend
+from kvshelf.backends.wrappers import ReadOnlyBackend
 from kvshelf.config import MemoryTierConfig
 from kvshelf.errors import (
     ConfigError,

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from kvshelf.backends import Deadlines
 from pydantic import ByteSize, ValidationError
 
+from kvshelf.backends import Deadlines
 from kvshelf.config import (
     PROCESS_VARIABLES,
     CapacityConfig,

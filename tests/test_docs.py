@@ -15,10 +15,10 @@ import pytest
 import torch
 import typer
 from config_page import render_page
-from kvshelf.backends import Properties
 
 import kvshelf
 from benchmarks.__main__ import _ONLY_WHEN_ASKED, GROUPS
+from kvshelf.backends import Properties
 from kvshelf.cli.app import app
 from kvshelf.cli.common import EXIT_CODES
 from kvshelf.cli.doctor import _Examination

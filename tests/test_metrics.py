@@ -9,8 +9,8 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from kvshelf.backends import open_backend
 
+from kvshelf.backends import open_backend
 from kvshelf.metrics import (
     COUNTERS,
     FAMILIES,

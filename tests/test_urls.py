@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from kvshelf.backends import open_backend
 
+from kvshelf.backends import open_backend
 from kvshelf.config import Config
 from kvshelf.errors import ConfigError
 from kvshelf.urls import directory_of, shown_url

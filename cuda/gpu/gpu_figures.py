@@ -37,8 +37,8 @@ from gpu_measure import (
     store_all,
     timing_of,
 )
-from kvshelf.backends import open_backend
 
+from kvshelf.backends import open_backend
 from kvshelf.format.keys import Chunk, KeyChain
 from kvshelf.format.namespace import FORMAT, Namespace
 from kvshelf.format.objects import ObjectFormat

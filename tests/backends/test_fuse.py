@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from kvshelf.backends import Backend, BytesLike, Touched, WriteResult
 from kvshelf.backends.base import WriteMode
 from kvshelf.backends.posix import PosixBackend
 from kvshelf.backends.posix_mount import Mount, find_mount
-
 from kvshelf.errors import BadObjectError, ObjectMissingError, StorageError
 from kvshelf.format.keys import KeyChain
 from kvshelf.format.objects import ObjectFormat

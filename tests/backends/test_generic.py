@@ -13,11 +13,11 @@ import fsspec
 import pytest
 from fsspec.asyn import AsyncFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
+
 from kvshelf.backends import WriteResult, generic, open_backend
 from kvshelf.backends.generic import GenericBackend
 from kvshelf.backends.posix import PosixBackend
 from kvshelf.backends.wrappers import ReadOnlyBackend
-
 from kvshelf.errors import (
     ConfigError,
     NoSpaceStorageError,

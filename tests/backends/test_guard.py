@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+
 from kvshelf.backends import Backend, Checked, Deadlines, Properties, Reader, Touched, base, guard
 from kvshelf.backends import breaker as breaker_module
 from kvshelf.backends.base import WriteResult
@@ -22,7 +23,6 @@ from kvshelf.backends.breaker import LEAST_FAILURES, WINDOW_SECONDS, Backoff, Br
 from kvshelf.backends.guard import GuardedBackend
 from kvshelf.backends.oserrors import storage_error
 from kvshelf.backends.wrappers import ReadOnlyBackend, WrappedBackend
-
 from kvshelf.errors import (
     NoRoomError,
     NoSpaceStorageError,

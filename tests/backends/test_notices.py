@@ -11,12 +11,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+
 from kvshelf.backends import notices as module
 from kvshelf.backends import open_backend
 from kvshelf.backends.guard import GuardedBackend
 from kvshelf.backends.notices import FolderNotices
 from kvshelf.backends.posix import PosixBackend
-
 from tests.support.storages import FaultyBackend
 
 NONE: tuple[set[str], set[str]] = (set(), set())

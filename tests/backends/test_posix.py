@@ -19,6 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
 from kvshelf.backends import (
     NOT_REGULAR,
     Touched,
@@ -31,7 +32,6 @@ from kvshelf.backends import (
 from kvshelf.backends.oserrors import storage_error
 from kvshelf.backends.posix import PosixBackend
 from kvshelf.backends.posix_mount import READ_ONLY_MEMORY, Mount, find_mount
-
 from kvshelf.errors import (
     ConfigError,
     NoSpaceStorageError,

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from kvshelf.backends import Backend, open_backend
-from kvshelf.backends.base import WriteResult
 from typer.testing import CliRunner
 
+from kvshelf.backends import Backend, open_backend
+from kvshelf.backends.base import WriteResult
 from kvshelf.cli.app import app
 from kvshelf.errors import (
     ConfigError,

@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+
 from kvshelf.backends.oserrors import process_limit
 from kvshelf.backends.s3_clock import Clock, time_of
-
 from kvshelf.errors import ProcessLimitError
 
 DATE = ("Date", "Fri, 02 Jan 1970 00:00:01 GMT")

@@ -13,9 +13,9 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
-from kvshelf.backends import Backend, open_backend
 from typer.testing import CliRunner
 
+from kvshelf.backends import Backend, open_backend
 from kvshelf.cli.app import app
 from kvshelf.errors import ConfigError, PermanentStorageError, StorageError
 from kvshelf.format.objects import ObjectFormat
@@ -25,7 +25,6 @@ pytest.importorskip("obstore", reason="obstore is missing: pip install 'kvshelf[
 
 from kvshelf.backends import generic as generic_module
 from kvshelf.backends import s3 as s3_module
-
 from tests.support.filled import namespace
 
 FORGED = "\x1b]0;title\x07\x1b[2J\nINFO forged line\u202e" + "x" * 100_000

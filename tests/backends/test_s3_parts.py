@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from benchmarks.proxy import DelayingProxy
+from benchmarks.samples import LARGE, fill, make_chunks, make_format
 from kvshelf.backends import s3
 from kvshelf.backends.breaker import LEAST_FAILURES
 from kvshelf.backends.s3 import Rate, open_s3
 from kvshelf.backends.s3_client import Part
-
-from benchmarks.proxy import DelayingProxy
-from benchmarks.samples import LARGE, fill, make_chunks, make_format
 from kvshelf.errors import BadObjectError, ObjectMissingError, TransientStorageError
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.shelf.view import ObjectRef, Presence

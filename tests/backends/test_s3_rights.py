@@ -18,11 +18,11 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 import pytest
 import torch
-from kvshelf.backends import Properties, StatResult, open_backend
-from kvshelf.backends.wrappers import WrappedBackend
 from typer.testing import CliRunner
 
 from kvshelf import ChunkCache, Shelf
+from kvshelf.backends import Properties, StatResult, open_backend
+from kvshelf.backends.wrappers import WrappedBackend
 from kvshelf.cli.app import app
 from kvshelf.config import Config
 from kvshelf.format.names import parse_namespace_folder

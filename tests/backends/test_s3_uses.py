@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from kvshelf.backends import open_backend
 from kvshelf.backends.wrappers import WrappedBackend
-
 from kvshelf.capacity.marks import MARKS, Marks
 from kvshelf.capacity.uses import Uses
 from kvshelf.errors import ObjectMissingError

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from kvshelf.backends import Backend, open_backend
 from kvshelf.backends.base import WriteResult
-
 from kvshelf.errors import PermanentStorageError, ReadOnlyStorageError, TransientStorageError
 from kvshelf.testing import BackendSuite, FolderOracle, Oracle
 from tests.backends.sftpserver import PASSWORD, SFTPServer, sftp_server

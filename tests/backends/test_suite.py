@@ -12,11 +12,11 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+
 from kvshelf.backends import Backend, posix_folders, posix_publish
 from kvshelf.backends.generic import GenericBackend
 from kvshelf.backends.guard import GuardedBackend
 from kvshelf.backends.posix import PosixBackend
-
 from kvshelf.errors import PermanentStorageError
 from kvshelf.testing import BackendSuite, FolderOracle, MemoryOracle, Oracle
 from tests.server.node import LocalServer

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from kvshelf.backends.guard import GuardedBackend
 from kvshelf.backends.posix import PosixBackend
-
 from kvshelf.errors import KVShelfError
 
 FIRST, SECOND = 61234, 61235

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from kvshelf.backends import (
     Backend,
     Checked,
@@ -24,7 +25,6 @@ from kvshelf.backends import (
 from kvshelf.backends.guard import GuardedBackend
 from kvshelf.backends.posix import PosixBackend
 from kvshelf.backends.wrappers import ReadOnlyBackend, WrappedBackend
-
 from kvshelf.errors import TransientStorageError
 from kvshelf.shelf.opening import LateBackend, Opening
 from tests.support.storages import CountingBackend, Fault, FaultyBackend

@@ -6,8 +6,8 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from kvshelf.backends import base
 
+from kvshelf.backends import base
 from kvshelf.logs import RateLimitedLog
 from tests.support.storages import LaterBackend
 

@@ -8,7 +8,6 @@ import time
 from contextlib import closing
 
 from kvshelf.backends.posix import PosixBackend
-
 from kvshelf.capacity.uses import Uses
 from kvshelf.metrics import Counters
 from kvshelf.shelf.shelf import Shelf

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kvshelf.backends.oserrors import storage_error
 
+from kvshelf.backends.oserrors import storage_error
 from kvshelf.capacity.collect import Limits, Outcome, Plan, Reason, carry_out, plan
 from kvshelf.capacity.inventory import Inventory
 from kvshelf.capacity.pins import Pin, Pins

@@ -13,9 +13,9 @@ from typing import Any, Final
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kvshelf.backends import open_backend
 from typer.testing import CliRunner
 
+from kvshelf.backends import open_backend
 from kvshelf.capacity import marks
 from kvshelf.capacity.collect import Limits, plan
 from kvshelf.capacity.inventory import Inventory, NamespaceFolder

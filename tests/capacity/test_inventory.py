@@ -7,8 +7,8 @@ import os
 from pathlib import Path
 
 import pytest
-from kvshelf.backends import ObjectInfo
 
+from kvshelf.backends import ObjectInfo
 from kvshelf.capacity.inventory import Inventory, Sort, last_use
 from kvshelf.capacity.marks import Batch, Marks, write
 from kvshelf.capacity.pins import Pin, Pins

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kvshelf.backends import WriteResult, open_backend
 
+from kvshelf.backends import WriteResult, open_backend
 from kvshelf.capacity.lease import (
     BOUND_SECONDS,
     LEASE_SECONDS,

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kvshelf.backends.base import Backend, Reader
 
+from kvshelf.backends.base import Backend, Reader
 from kvshelf.capacity import marks
 from kvshelf.capacity.marks import MARKS, Marks
 from kvshelf.errors import TransientStorageError

@@ -14,8 +14,8 @@ import numpy.typing as npt
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kvshelf.backends import Backend, open_backend
 
+from kvshelf.backends import Backend, open_backend
 from kvshelf.capacity import pins as pins_module
 from kvshelf.capacity.pins import MAX_BYTES, Pin, Pins, pin_file
 from kvshelf.errors import ConfigError, TransientStorageError

@@ -6,8 +6,8 @@ import logging
 import math
 
 import pytest
-from kvshelf.backends.base import Space
 
+from kvshelf.backends.base import Space
 from kvshelf.capacity import room as room_module
 from kvshelf.capacity.lease import Finding
 from kvshelf.capacity.room import Room, least_free

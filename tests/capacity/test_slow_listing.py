@@ -7,8 +7,8 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from kvshelf.backends import Deadlines
 
+from kvshelf.backends import Deadlines
 from kvshelf.capacity.sweeper import Sweeper
 from kvshelf.config import CapacityConfig
 from kvshelf.format.keys import Chunk

@@ -13,9 +13,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
 from kvshelf.backends import Deadlines
 from kvshelf.backends.base import Space
-
 from kvshelf.capacity import sweeper as sweeper_module
 from kvshelf.capacity.collect import Plan, plan
 from kvshelf.capacity.lease import SWEEP, Lease, Record

@@ -17,10 +17,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from kvshelf.backends import Touched, open_backend
 from kvshelf.backends.base import Backend
 from kvshelf.backends.wrappers import ReadOnlyBackend
-
 from kvshelf.capacity import uses as uses_module
 from kvshelf.capacity.collect import Limits, carry_out, plan
 from kvshelf.capacity.inventory import Inventory

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from kvshelf.backends.posix import PosixBackend
 from typer.testing import Result
 
 import kvshelf
+from kvshelf.backends.posix import PosixBackend
 from kvshelf.cli import doctor as doctor_module
 from kvshelf.cli.common import EXIT_CODES
 from kvshelf.format.keys import Chunk, KeyChain

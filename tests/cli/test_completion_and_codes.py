@@ -342,7 +342,6 @@ def test_doctor_and_verify_name_damaged_files_of_the_reserved_folder(
 
 def test_what_engines_write_there_is_not_damaged(tmp_path: Path) -> None:
     from kvshelf.backends import open_backend
-
     from kvshelf.capacity import marks
     from kvshelf.capacity.lease import Finding, Lease, Record
     from kvshelf.capacity.pins import Pin, Pins

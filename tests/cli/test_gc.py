@@ -254,7 +254,6 @@ def test_deletions_that_the_storage_refuses_are_told(
     folder: Filled, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from kvshelf.backends.posix import PosixBackend
-
     from kvshelf.errors import PermanentStorageError
 
     def refuse(self: PosixBackend, name: str) -> bool:

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from kvshelf.backends import base
 
+from kvshelf.backends import base
 from kvshelf.capacity import inventory, marks
 from kvshelf.errors import PermanentStorageError
 from kvshelf.format.keys import KeyChain, salt_group_of

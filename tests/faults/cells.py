@@ -21,7 +21,6 @@ from typing import Any, Final
 
 from kvshelf.backends import Backend, Deadlines, open_backend
 from kvshelf.backends.oserrors import storage_error
-
 from kvshelf.format.keys import Chunk, KeyChain
 from kvshelf.format.names import object_name
 from kvshelf.format.objects import ObjectFormat

@@ -9,8 +9,8 @@ from string import ascii_lowercase
 from typing import Any
 
 import pytest
-from kvshelf.backends import guard, posix_mount
 
+from kvshelf.backends import guard, posix_mount
 from tests.faults.cells import (
     BACK_OFF,
     BACKENDS,

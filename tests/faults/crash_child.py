@@ -17,7 +17,6 @@ import sys
 from typing import Any
 
 from kvshelf.backends import posix_folders, posix_publish
-
 from kvshelf.format.keys import Chunk
 from kvshelf.format.objects import ObjectFormat
 from kvshelf.shelf.shelf import Shelf, open_shelf

@@ -14,8 +14,8 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from kvshelf.backends import Touched, WriteResult, open_backend
 
+from kvshelf.backends import Touched, WriteResult, open_backend
 from kvshelf.metrics import Counters
 from kvshelf.shelf.markers import MARKERS
 from kvshelf.shelf.shelf import Shelf

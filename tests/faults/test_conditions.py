@@ -17,8 +17,8 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
-from kvshelf.backends import open_backend
 
+from kvshelf.backends import open_backend
 from kvshelf.format.names import parse_path
 from kvshelf.shelf.shelf import open_shelf
 from tests.faults.cells import (

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from kvshelf.backends import WriteResult
 from kvshelf.backends.base import final_name
-
 from kvshelf.errors import ObjectMissingError
 from kvshelf.shelf import view as view_module
 from kvshelf.shelf.shelf import Shelf, open_shelf

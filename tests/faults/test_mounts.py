@@ -8,8 +8,8 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from kvshelf.backends import open_backend
 
+from kvshelf.backends import open_backend
 from kvshelf.errors import UnavailableStorageError
 from tests.faults.cells import (
     COVERED,

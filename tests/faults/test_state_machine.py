@@ -15,10 +15,10 @@ from pathlib import Path
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
 from kvshelf.backends import Backend, BytesLike, WriteMode, WriteResult, open_backend
 from kvshelf.backends.oserrors import storage_error
 from kvshelf.backends.wrappers import WrappedBackend
-
 from kvshelf.errors import BadObjectError, ObjectMissingError, StorageError
 from kvshelf.format.keys import Chunk, KeyChain
 from kvshelf.format.objects import ObjectFormat

@@ -14,9 +14,9 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
 from kvshelf.backends import WriteResult
 from kvshelf.backends.posix import PosixBackend
-
 from kvshelf.errors import ObjectMissingError
 from kvshelf.format.keys import Chunk
 from kvshelf.format.names import object_name

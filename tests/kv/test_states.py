@@ -16,8 +16,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kvshelf.backends import open_backend
 
+from kvshelf.backends import open_backend
 from kvshelf.errors import ConfigError, UnsupportedError
 from kvshelf.format.keys import KeyChain
 from kvshelf.format.kinds import STATE

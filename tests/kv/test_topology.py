@@ -18,8 +18,8 @@ import pytest
 import torch
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
-from kvshelf.backends import open_backend
 
+from kvshelf.backends import open_backend
 from kvshelf.errors import ConfigError
 from kvshelf.format.model import default_shards
 from kvshelf.format.objects import ObjectFormat

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from kvshelf.backends.base import Borrowed
 
 from kvshelf import pages
+from kvshelf.backends.base import Borrowed
 from kvshelf.errors import ConfigError
 from kvshelf.format.keys import Chunk, KeyChain
 from kvshelf.format.objects import ObjectFormat

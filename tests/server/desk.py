@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import xxhash
+
 from kvshelf.backends import Backend, Deadlines
 from kvshelf.backends.guard import GuardedBackend
-
 from kvshelf.format.keys import Chunk
 from kvshelf.format.names import object_name
 from kvshelf.format.objects import ObjectFormat

@@ -12,7 +12,6 @@ from pathlib import Path
 from types import TracebackType
 
 from kvshelf.backends import Backend, open_backend
-
 from kvshelf.memory.arena import Arena
 from kvshelf.server.loop import Loop
 from kvshelf.server.service import Service

@@ -14,9 +14,9 @@ from unittest import mock
 
 import pytest
 import torch
-from kvshelf.backends import open_backend
 
 from kvshelf import ChunkCache, Config, Shelf
+from kvshelf.backends import open_backend
 from kvshelf.errors import ConfigError, StorageError
 from kvshelf.forms import PagedKV
 from kvshelf.kv import sources

@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 import torch
+
+from kvshelf import pages
 from kvshelf.backends import WriteResult
 from kvshelf.backends.breaker import BreakerState
 from kvshelf.backends.posix import PosixBackend
-
-from kvshelf import pages
 from kvshelf.errors import (
     BadObjectError,
     ConfigError,

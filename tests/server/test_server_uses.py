@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kvshelf.backends import Touched
 
+from kvshelf.backends import Touched
 from kvshelf.capacity.uses import Uses
 from kvshelf.config import Config
 from kvshelf.format.keys import Chunk, KeyChain

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import xxhash
-from kvshelf.backends import Backend
 
+from kvshelf.backends import Backend
 from kvshelf.errors import ConfigError, NoRoomError, TransientStorageError
 from kvshelf.format.keys import Chunk
 from kvshelf.format.namespace import Namespace

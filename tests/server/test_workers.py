@@ -10,8 +10,8 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from kvshelf.backends.guard import GuardedBackend
 
+from kvshelf.backends.guard import GuardedBackend
 from kvshelf.metrics import Counters
 from kvshelf.server.workers import ClientGoneError, Workers
 from tests.support.storages import posix

@@ -22,8 +22,8 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from kvshelf.backends import Backend, open_backend
 
+from kvshelf.backends import Backend, open_backend
 from kvshelf.format.keys import Chunk, KeyChain
 from kvshelf.format.kinds import FULL, STATE, WINDOW, Kind, kind_key
 from kvshelf.format.names import object_name

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kvshelf.backends import Deadlines, open_backend
-from kvshelf.backends.base import Backend
-from kvshelf.backends.guard import GuardedBackend
 
 from benchmarks.samples import LARGE
 from benchmarks.samples import make_format as make_large_format
+from kvshelf.backends import Deadlines, open_backend
+from kvshelf.backends.base import Backend
+from kvshelf.backends.guard import GuardedBackend
 from kvshelf.errors import TransientStorageError
 from kvshelf.format.keys import Chunk, KeyChain
 from kvshelf.format.names import object_name

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from kvshelf.backends import Backend, open_backend
 from kvshelf.backends.guard import GuardedBackend
 from kvshelf.backends.posix import PosixBackend
 from kvshelf.backends.wrappers import ReadOnlyBackend, WrappedBackend
-
 from kvshelf.errors import (
     NoSpaceStorageError,
     ObjectNameError,

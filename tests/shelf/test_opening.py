@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kvshelf.backends.wrappers import WrappedBackend
 
+from kvshelf.backends.wrappers import WrappedBackend
 from kvshelf.errors import TransientStorageError
 from kvshelf.shelf import opening as opening_module
 from kvshelf.shelf.opening import Opening

@@ -15,10 +15,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
 from kvshelf.backends import WriteResult, open_backend
 from kvshelf.backends.base import StatResults
 from kvshelf.backends.wrappers import ReadOnlyBackend
-
 from kvshelf.errors import (
     BadObjectError,
     NotRegularError,

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from kvshelf.backends.guard import GuardedBackend
 
+from kvshelf.backends.guard import GuardedBackend
 from kvshelf.shelf import threads as module
 from kvshelf.shelf.threads import StorageThreads
 from tests.support.storages import Fault, FaultyBackend, posix

@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kvshelf.backends import Backend, Properties, Reader
-from kvshelf.backends.guard import GuardedBackend
 from typer.testing import CliRunner
 
+from kvshelf.backends import Backend, Properties, Reader
+from kvshelf.backends.guard import GuardedBackend
 from kvshelf.cli.app import app
 from kvshelf.errors import (
     ConfigError,

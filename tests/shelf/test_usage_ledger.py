@@ -11,10 +11,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+
 from kvshelf.backends import ObjectInfo, WriteMode, WriteResult, base
 from kvshelf.backends.posix import PosixBackend
 from kvshelf.backends.wrappers import WrappedBackend
-
 from kvshelf.errors import StorageError
 from kvshelf.shelf import usage_ledger as ledger_module
 from kvshelf.shelf.usage_ledger import LEDGER, BoundedBackend, FullError

@@ -23,11 +23,11 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+
+from benchmarks.proxy import DelayingProxy
 from kvshelf.backends import Backend, Deadlines, open_backend
 from kvshelf.backends.guard import GuardedBackend
 from kvshelf.backends.notices import FolderNotices
-
-from benchmarks.proxy import DelayingProxy
 from kvshelf.errors import TransientStorageError
 from kvshelf.format.keys import KeyChain
 from kvshelf.format.kinds import FULL, STATE, WINDOW, kind_key

@@ -32,7 +32,6 @@ from kvshelf.backends.base import (
 )
 from kvshelf.backends.posix import PosixBackend
 from kvshelf.backends.wrappers import WrappedBackend
-
 from kvshelf.errors import StorageError, TransientStorageError
 
 

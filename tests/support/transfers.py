@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from kvshelf.backends import Backend, Deadlines
 from kvshelf.backends.breaker import Backoff
 from kvshelf.backends.guard import GuardedBackend
-
 from kvshelf.format.keys import Chunk
 from kvshelf.format.names import object_name
 from kvshelf.format.objects import ObjectFormat

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from kvshelf.backends import (
     BytesLike,
     ObjectInfo,
@@ -25,7 +26,6 @@ from kvshelf.backends import (
 )
 from kvshelf.backends.base import StatResults
 from kvshelf.backends.wrappers import WrappedBackend
-
 from kvshelf.errors import NoSpaceStorageError, StorageError, TransientStorageError
 from kvshelf.format.keys import salt_group_of
 from kvshelf.shelf.shelf import Shelf, open_shelf

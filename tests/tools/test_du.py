@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from kvshelf.backends import open_backend
 from kvshelf.backends.posix import PosixBackend
-
 from kvshelf.capacity import inventory as inventory_module
 from kvshelf.cli.du import By
 from kvshelf.errors import PermanentStorageError

@@ -13,10 +13,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from kvshelf.backends import base, open_backend
-from kvshelf.backends.posix import PosixBackend
 from typer.testing import CliRunner
 
+from kvshelf.backends import base, open_backend
+from kvshelf.backends.posix import PosixBackend
 from kvshelf.cli.app import app
 from kvshelf.errors import TransientStorageError
 from kvshelf.format.namespace import Namespace

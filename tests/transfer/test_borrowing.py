@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from kvshelf.backends.base import Backend, Borrowed
 
+from kvshelf.backends.base import Backend, Borrowed
 from kvshelf.format.invalid import PayloadDamaged
 from kvshelf.format.keys import Chunk
 from kvshelf.kv.caches import HostKVCache, KVMemory, PendingCopy

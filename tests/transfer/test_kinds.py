@@ -14,9 +14,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+
 from kvshelf.backends import Backend, Deadlines
 from kvshelf.backends.guard import GuardedBackend
-
 from kvshelf.errors import ConfigError
 from kvshelf.format.keys import Chunk
 from kvshelf.format.kinds import FULL, STATE, WINDOW, Kind, kind_key

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+
 from kvshelf.backends import Checked, Reader, Whole
 from kvshelf.backends.posix import PosixBackend
 from kvshelf.backends.wrappers import WrappedBackend
-
 from kvshelf.format.invalid import PayloadDamaged
 from kvshelf.format.keys import Chunk
 from kvshelf.shelf.view import ObjectRef

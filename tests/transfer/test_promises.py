@@ -12,9 +12,9 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
 from kvshelf.backends import open_backend
 from kvshelf.backends.wrappers import ReadOnlyBackend
-
 from kvshelf.errors import NoSpaceStorageError, PermanentStorageError, TransientStorageError
 from kvshelf.format.keys import Chunk, KeyChain
 from kvshelf.metrics import Counters

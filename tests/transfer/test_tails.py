@@ -11,8 +11,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kvshelf.backends import open_backend
 
+from kvshelf.backends import open_backend
 from kvshelf.errors import TransientStorageError, UnsupportedError
 from kvshelf.format.keys import Chunk, KeyChain
 from kvshelf.format.objects import ObjectFormat

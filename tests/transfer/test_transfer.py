@@ -20,10 +20,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from kvshelf.backends import Deadlines, open_backend
 from kvshelf.backends.breaker import Backoff
 from kvshelf.backends.wrappers import ReadOnlyBackend
-
 from kvshelf.errors import (
     ConfigError,
     NoSpaceStorageError,

@@ -11,10 +11,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+
 from kvshelf.backends import Reader
 from kvshelf.backends.base import Deadlines, Properties
 from kvshelf.backends.wrappers import WrappedBackend
-
 from kvshelf.format.keys import Chunk
 from kvshelf.kv.caches import HostKVCache, KVMemory, PendingCopy
 from kvshelf.transfer import loads

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
+
 from kvshelf.backends import Deadlines
 from kvshelf.backends.guard import GuardedBackend
-
 from kvshelf.shelf.shelf import Shelf
 from tests.support.engines import NEAR_TIE, Answer, Engine
 from tests.support.fleet import ENGINES, Engines, Places

@@ -17,9 +17,9 @@ import pytest
 pytest.importorskip("vllm")
 
 import torch
-from kvshelf.backends.guard import GuardedBackend
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
 
+from kvshelf.backends.guard import GuardedBackend
 from kvshelf.shelf import tiers
 from kvshelf.shelf.shelf import Shelf
 from kvshelf.vllm import connector

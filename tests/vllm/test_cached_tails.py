@@ -15,8 +15,8 @@ pytest.importorskip("vllm")
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from kvshelf.backends.posix import PosixBackend
 
+from kvshelf.backends.posix import PosixBackend
 from kvshelf.format.kinds import FULL
 from kvshelf.logs import RateLimitedLog
 from kvshelf.vllm import handshake

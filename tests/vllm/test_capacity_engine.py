@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kvshelf.backends import open_backend
 
+from kvshelf.backends import open_backend
 from kvshelf.capacity.collect import Limits, carry_out, plan
 from kvshelf.capacity.inventory import Inventory
 from kvshelf.format.keys import salt_group_of

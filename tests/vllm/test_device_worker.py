@@ -17,9 +17,9 @@ import pytest
 pytest.importorskip("vllm")
 
 import torch
-from kvshelf.backends.guard import GuardedBackend
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
+from kvshelf.backends.guard import GuardedBackend
 from kvshelf.config import Config
 from kvshelf.errors import UnsupportedError
 from kvshelf.format.kinds import FULL

@@ -16,11 +16,11 @@ import torch
 
 pytest.importorskip("vllm")
 
-from kvshelf.backends import Deadlines
 from vllm.config.aux_output import AuxOutputConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.core.sched.output import KVConnectorBlockState
 
+from kvshelf.backends import Deadlines
 from kvshelf.capacity.history import Event, Reason
 from kvshelf.config import Config
 from kvshelf.errors import ConfigError, UnsupportedError

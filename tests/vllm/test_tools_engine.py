@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable
 
 import pytest
-from kvshelf.backends.posix import PosixBackend
 
+from kvshelf.backends.posix import PosixBackend
 from tests.support import commands
 from tests.support.commands import report
 from tests.support.engines import Answer, Engine, assert_same

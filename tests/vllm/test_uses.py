@@ -15,7 +15,6 @@ pytest.importorskip("vllm")
 
 from kvshelf.backends import Touched
 from kvshelf.backends.posix import PosixBackend
-
 from kvshelf.capacity.marks import MARKS, Marks
 from kvshelf.capacity.uses import Uses
 from kvshelf.format.keys import Chunk
