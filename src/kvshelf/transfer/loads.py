@@ -38,7 +38,8 @@ Contracts
   at which the load is reported finished, however it ends: loaded, failed, cancelled or late.
 * Nothing unverified is ever scattered. Borrowed bytes are asked for their validity after the
   scatter: where they were taken back meanwhile, the object counts as failed.
-* What is borrowed is given back exactly once, after the last scatter from it has ended.
+* What is borrowed is given back exactly once, after the last scatter from it has ended and before
+  the last load that needs it is reported finished.
 * One lock, held for queue operations and during completion callbacks.
 """
 
@@ -481,8 +482,13 @@ class Loads(TransferHalf):
                     continue
                 taker: ReadTask | None = task
                 while taker is not None:
-                    self._deliver(taker, objects, failure)
-                    taker = self._next_sharer(task)
+                    ended = self._deliver(taker, objects, failure)
+                    following = self._next_sharer(task)
+                    if following is None:
+                        # Before its load is finished: what the load has used is free from then on.
+                        objects.release()
+                    self._end_task(taker, ended)
+                    taker = following
             finally:
                 objects.release()
 
@@ -586,8 +592,13 @@ class Loads(TransferHalf):
         for number, (other, _) in enumerate(left):
             self._end_task(other, None if number else failure)
 
-    def _deliver(self, task: ReadTask, objects: _Objects, failure: Failure | None) -> None:
-        """Scatter the objects, and those left to this thread, for one load that needs them."""
+    def _deliver(
+        self, task: ReadTask, objects: _Objects, failure: Failure | None
+    ) -> Failure | None:
+        """Scatter the objects, and those left to this thread, for one load that needs them.
+
+        Returns why the load did not get the objects of `task`; those that were left are ended.
+        """
         left = self._take_left(task)
         try:
             if failure is None and not objects.payloads:
@@ -605,7 +616,7 @@ class Loads(TransferHalf):
                 others.release()
         for other, _ in left:
             self._end_task(other, None)
-        self._end_task(task, failure)
+        return failure
 
     def _scatter(
         self, load: Load, number: int, arrived: Sequence[tuple[ReadTask, _Objects]]
