@@ -271,6 +271,7 @@ def _time_request(side: Any, request_id: str, prompt: list[int], busy_step: Any)
         _all_token_ids=list(prompt),
         num_tokens=len(prompt),
         num_prompt_tokens=len(prompt),
+        num_computed_tokens=0,
         prompt_token_ids=prompt,
         prompt_embeds=None,
         prompt_is_token_ids=None,

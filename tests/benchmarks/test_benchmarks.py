@@ -266,7 +266,6 @@ def test_goals_judge_what_they_are_about() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_step_thread_is_timed_without_an_engine(tmp_path: Path) -> None:
     pytest.importorskip("vllm")
     file = tmp_path / "figures.json"
