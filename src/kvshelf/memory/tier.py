@@ -6,8 +6,8 @@ Contracts
 ---------
 * The tier holds whole objects, header included. Callers enter verified bytes only, so nothing is
   verified again when it is read.
-* What is in use is pinned: memory that was pinned, or is being filled, stays as it is until it is
-  given back.
+* Memory that is in use or is being filled is pinned: it stays as it is until
+  :meth:`Pinned.release`.
 * The memory is bounded by ``max_bytes``, which is taken when the tier is made, or refused. A lazy
   tier takes it when it is needed.
 * Any thread may call all methods. Those that copy an object (:meth:`MemoryTier.load`,

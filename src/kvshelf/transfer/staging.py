@@ -199,8 +199,8 @@ class StagingPool:
         self._stores = 0
         self._closed = False
         self._changed = threading.Condition()
-        #: Why there is no memory.
-        self._problem = ""
+        #: It was logged that there is no memory.
+        self._warned = False
         self.pinned = pinned and self._pin()
 
     def _take_memory(self, *, pinned: bool) -> None:
@@ -388,8 +388,8 @@ class StagingPool:
             try:
                 self._take_memory(pinned=False)
             except ConfigError as error:
-                if not self._problem:
-                    self._problem = str(error)
+                if not self._warned:
+                    self._warned = True
                     logger.warning("there is no staging memory: %s", error)
                 return []
         view, tensor, size = self._view, self._tensor, self.buffer_bytes
