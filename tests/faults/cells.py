@@ -520,6 +520,21 @@ def bad_objects(plain: Backend, fmt: ObjectFormat, prompts: list[Prompt]) -> Ite
                     yield f"{name}: {error}"
 
 
+def check_whole(plain: Backend, fmt: ObjectFormat, prompts: list[Prompt]) -> None:
+    """Assert that each object of `prompts` is there and good, or soon will be.
+
+    A write that a client still repeats after its caller gave it up replaces an object by its
+    equal, and some servers (rclone) have no object while they do so.
+    """
+
+    def whole() -> bool:
+        return not list(bad_objects(plain, fmt, prompts))
+
+    with suppress(AssertionError):
+        until(whole, seconds=RECOVERY)
+    assert list(bad_objects(plain, fmt, prompts)) == []
+
+
 def damage(plain: Backend, name: str, change: Callable[[bytearray], Any], *, old: bool) -> None:
     """Change the bytes of an object where it lies; `old`: it does not look freshly copied."""
     with plain.open(name) as reader:

@@ -29,6 +29,7 @@ from tests.faults.cells import (
     Prompt,
     Storage,
     bad_objects,
+    check_whole,
     damage,
     eventually,
     faults_of,
@@ -196,7 +197,7 @@ def test_cell(
             # A delete that goes on would delete what is stored again.
             thread.join(RECOVERY)
         eventually(loads_all(engine, known, new, victim))
-        assert list(bad_objects(storage.plain, FMT, [known, new, victim])) == []
+        check_whole(storage.plain, FMT, [known, new, victim])
         eventually(deletes(shelf, doomed))
         eventually(loads_all(engine, victim))
         engine.check_blocks()
@@ -267,7 +268,7 @@ def test_writes_of_which_a_part_is_lost(
             assert [info for info in storage.plain.list() if info.name.endswith("tensors")] == []
         storage.heal()
         eventually(loads_all(engine, prompt))
-        assert list(bad_objects(storage.plain, FMT, [prompt])) == []
+        check_whole(storage.plain, FMT, [prompt])
 
 
 # --------------------------------------------------------------------------------- caches that lie
