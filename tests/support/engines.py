@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from tests.support.engine_process import HEED_PERMISSIONS
 from tests.support.fork_server import ForkedProcess, ForkServer
@@ -172,6 +172,9 @@ class Engine:
     that two engines can start side by side.
     """
 
+    #: Those whose processes run.
+    running: ClassVar[list[Engine]] = []
+
     def __init__(
         self,
         model: str | os.PathLike[str],
@@ -240,6 +243,7 @@ class Engine:
         self._gone = False
         self._ready: dict[str, Any] | None = None
         self._send(settings)
+        self.running.append(self)
         threading.Thread(target=self._read, daemon=True, name="engine replies").start()
 
     # Life
@@ -311,6 +315,8 @@ class Engine:
 
     def kill(self) -> None:
         """Kill the engine and all its processes, as ``kill -9`` does."""
+        with contextlib.suppress(ValueError):
+            self.running.remove(self)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
@@ -473,6 +479,14 @@ class Engine:
         self._gone = True
         for replies in list(self._replies.values()):
             replies.put({"error": "the engine's process ended"})
+
+    def account(self) -> str:
+        """What somebody who looks for the cause of a failed test wants to know."""
+        counters = ""
+        with contextlib.suppress(EngineError):
+            counted = self.call("counters", wait=5.0)["sums"] if self._ready else {}
+            counters = "\n".join(f"{name}: {value:g}" for name, value in counted.items() if value)
+        return f"{self._tail()}\n{counters}"
 
     def _tail(self, lines: int = 40) -> str:
         tail = "\n".join(self.log().splitlines()[-lines:])

@@ -11,7 +11,7 @@ import random
 import shutil
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -37,6 +37,17 @@ with warnings.catch_warnings(), contextlib.suppress(ImportError):
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 from make_model import RECIPES, make_model
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Add to the report of a test that failed what its engines printed and counted."""
+    report = yield
+    if report.failed and "engines" in getattr(item, "fixturenames", ()):
+        report.sections += [(engine.log_path.stem, engine.account()) for engine in Engine.running]
+    return report
 
 
 @pytest.fixture(scope="session")

@@ -84,11 +84,15 @@ class ShelfFiles:
             return []
         until(lambda: bool(self.namespaces()), "a namespace on the shelf", timeout)
         chunks = self.of(prompt, salt=salt)
-        until(
-            lambda: all(path.is_file() for chunk in chunks for path in chunk),
-            f"{len(chunks)} chunks on the shelf",
-            timeout,
-        )
+
+        def missing() -> list[str]:
+            return [path.name for chunk in chunks for path in chunk if not path.is_file()]
+
+        try:
+            until(lambda: not missing(), f"{len(chunks)} chunks on the shelf", timeout)
+        except AssertionError as error:
+            error.add_note(f"missing: {missing()} of {[[p.name for p in c] for c in chunks]}")
+            raise
         return chunks
 
     def wait_objects(self, count: int) -> None:
