@@ -17,7 +17,7 @@ from kvshelf.format.objects import ObjectFormat
 from kvshelf.server.messages import (
     Call,
     LookedUp,
-    Lookup,
+    LookUpChunks,
     Register,
     Registered,
     Result,
@@ -184,7 +184,7 @@ class StandIn:
             namespace = Namespace.from_bytes(message.record)
             self.formats[namespace.digest.hex()[:16]] = ObjectFormat(namespace)
             return Registered(len(self.formats))
-        if isinstance(message, Lookup):
+        if isinstance(message, LookUpChunks):
             chunks = 0
             for names in message.chains:
                 if not all(name in self.objects for name in names):

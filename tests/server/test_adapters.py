@@ -359,7 +359,7 @@ def test_a_lookup_is_submitted_once(
     mode: str, server: StandIn, engines: Callable[..., Engine]
 ) -> None:
     engine = engines(seed=1)
-    server.holding = ("Lookup",)
+    server.holding = ("LookUpChunks",)
     engine.scheduler.maybe_submit_lookup_request("a", **asked(mode, 2))
     until(lambda: len(server.held) == 1)
     # The second call with an id returns whatever its arguments.
@@ -411,7 +411,7 @@ def test_a_prompt_shorter_than_a_chunk_finds_nothing(
     mode: str, server: StandIn, engines: Callable[..., Engine]
 ) -> None:
     engine = engines()
-    server.holding = ("Lookup",)
+    server.holding = ("LookUpChunks",)
     short = {"token_ids": prompt(CHUNK - 1)} if mode == "tokens" else {"block_hashes": hashes(3)}
     engine.scheduler.maybe_submit_lookup_request("a", **short)
     assert engine.scheduler.check_lookup_result("a") == 0
@@ -422,7 +422,7 @@ def test_a_prompt_shorter_than_a_chunk_finds_nothing(
 
 def test_without_a_server_nothing_is_found(server: StandIn, engines: Callable[..., Engine]) -> None:
     engine = engines()
-    server.holding = ("Lookup",)
+    server.holding = ("LookUpChunks",)
     engine.scheduler.maybe_submit_lookup_request("before", token_ids=prompt(CHUNK))
     until(lambda: bool(server.held))
     server.lose()
@@ -434,7 +434,7 @@ def test_a_server_that_hangs_finds_nothing(server: StandIn, engines: Callable[..
     engine = engines(seed=1, lookup_s=0.0)
     engine.worker.submit_store_request("s", op("tokens", range(PER_CHUNK), 1), None)
     engine.stored("s")
-    server.holding = ("Lookup",)
+    server.holding = ("LookUpChunks",)
     engine.scheduler.maybe_submit_lookup_request("a", token_ids=prompt(CHUNK))
     until(lambda: bool(server.held))
     assert engine.scheduler.check_lookup_result("a") == 0
@@ -528,7 +528,7 @@ def test_the_end_of_a_session_frees_all(server: StandIn, engines: Callable[..., 
     engine.scheduler.end_session("unknown")
     assert not server.sessions
     # The session may end before the answer comes.
-    server.holding = ("Lookup",)
+    server.holding = ("LookUpChunks",)
     engine.scheduler.maybe_submit_lookup_request("b", token_ids=prompt(2 * CHUNK))
     until(lambda: bool(server.held))
     engine.scheduler.end_session("b")

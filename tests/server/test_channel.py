@@ -30,7 +30,7 @@ from kvshelf.server.messages import (
     Find,
     Found,
     LookedUp,
-    Lookup,
+    LookUpChunks,
     Ping,
     Register,
     Registered,
@@ -75,7 +75,7 @@ def test_requests_get_their_answers(tmp_path: Path) -> None:
         service.put("a", b"hello")
         assert client.request(Register(b"{}")).result(SECONDS) == Registered(1)
         assert client.request(Find(["a", "b"], [])).result(SECONDS) == Found([4096, -1])
-        assert client.request(Lookup("r", [["a"], ["b"]])).result(SECONDS) == LookedUp(1)
+        assert client.request(LookUpChunks("r", [["a"], ["b"]])).result(SECONDS) == LookedUp(1)
         assert client.welcome is not None
         assert client.welcome.chunk_size == 256
         call = client.request(Call("write", ["x", None, 1.5, ["y"]], b"data"))
@@ -154,7 +154,7 @@ def test_leases_that_nobody_wants_are_given_back(tmp_path: Path) -> None:
 def test_the_end_of_a_session_gives_up_what_was_looked_up(tmp_path: Path) -> None:
     with serving(tmp_path) as (url, _, service), channel(url) as client:
         service.put("a", b"hello")
-        client.request(Lookup("r", [["a"]])).result(SECONDS)
+        client.request(LookUpChunks("r", [["a"]])).result(SECONDS)
         assert service.pins == {0: 1}
         client.end_session("r")
         until(lambda: not service.pins)
@@ -492,7 +492,7 @@ def test_random_operations_lose_no_lease(tmp_path: Path) -> None:
             elif action < 80 and mine:
                 mine.pop(chance.randrange(len(mine))).release()
             elif action < 90:
-                client.request(Lookup(session, [[name]])).result(SECONDS)
+                client.request(LookUpChunks(session, [[name]])).result(SECONDS)
             elif action < 99:
                 client.end_session(session)
             else:

@@ -19,7 +19,7 @@ from kvshelf.server.messages import (
     Fetched,
     Find,
     Hello,
-    Lookup,
+    LookUpChunks,
     Ping,
     Ready,
     Register,
@@ -96,7 +96,7 @@ class Hostile:
             [
                 Find(names, sizes),
                 Fetch(chance.choice("ab"), names, sizes),
-                Lookup(chance.choice("ab"), [names, self.names()]),
+                LookUpChunks(chance.choice("ab"), [names, self.names()]),
                 Release(leases),
                 EndSession(chance.choice("ab")),
                 Register(chance.choice([b"{}", b"null", b"\xff", chance.randbytes(100)])),

@@ -219,7 +219,7 @@ def test_ten_thousand_random_frames_change_nothing(tmp_path: Path) -> None:
         Call("read", ["x"]),
         messages.Store("0", 0, 1),
         messages.EndSession("r"),
-        messages.Lookup("r", [["0"]]),
+        messages.LookUpChunks("r", [["0"]]),
         messages.Register(b"{}"),
     ]
     with (

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kvshelf.server.operations import Loads, Operation, Stores
+from kvshelf.server.operations import LoadOperations, Operation, StoreOperations
 
 IDS = st.sampled_from("abcd")
 
@@ -18,7 +18,7 @@ class StoresMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stores = Stores()
+        self.stores = StoreOperations()
         self.running: list[str] = []
         self.finished: set[str] = set()
         self.named: set[str] = set()
@@ -55,7 +55,7 @@ TestStores = StoresMachine.TestCase
 
 
 def test_loads_are_named_once_when_the_last_has_ended() -> None:
-    loads = Loads()
+    loads = LoadOperations()
     loads.begin("a")
     loads.begin("a")
     loads.begin("b")
@@ -68,7 +68,7 @@ def test_loads_are_named_once_when_the_last_has_ended() -> None:
 
 
 def test_a_load_that_begins_again_is_named_for_both() -> None:
-    loads = Loads()
+    loads = LoadOperations()
     loads.begin("a")
     loads.end("a")
     loads.begin("a")
@@ -141,7 +141,7 @@ def test_an_operation_ends_once_for_many_threads() -> None:
 
 @pytest.mark.parametrize("times", [1, 3])
 def test_a_finish_without_stores_is_named_at_once_and_once(times: int) -> None:
-    stores = Stores()
+    stores = StoreOperations()
     assert stores.finished(["a"]) == {"a"}
     for _ in range(times):
         assert stores.finished(["a"]) == set()

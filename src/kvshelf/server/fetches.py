@@ -76,7 +76,7 @@ class _Want:
 
 
 @dataclass(eq=False, slots=True)
-class _Read:
+class _SharedRead:
     """One read for all who want an object."""
 
     found: NamedObject
@@ -139,7 +139,7 @@ class Fetches:
         self._freed = freed
         self.most = memory.capacity // _CLIENT_SHARE
         self.leases: Leases[Slot] = Leases(seconds=lease_seconds, quota=self.most, clock=clock)
-        self._reads: dict[str, _Read] = {}
+        self._reads: dict[str, _SharedRead] = {}
         #: Bytes that each client waits for in reads.
         self._coming: dict[bytes, int] = {}
         self._waiting: dict[bytes, deque[_Want]] = {}
@@ -272,7 +272,7 @@ class Fetches:
             slot = self._memory.reserve(want.key, want.nbytes) if fits else None
             if slot is None:
                 return False
-            read = self._reads[want.key] = _Read(found, slot)
+            read = self._reads[want.key] = _SharedRead(found, slot)
             self._submit(want.client, read)
         elif not fits:
             return False
@@ -302,7 +302,7 @@ class Fetches:
 
     # --------------------------------------------------------------------------------------- reads
 
-    def _submit(self, client: bytes, read: _Read) -> None:
+    def _submit(self, client: bytes, read: _SharedRead) -> None:
         buffer = self._memory.view(read.slot)
         self._workers.submit(
             client,
@@ -311,7 +311,7 @@ class Fetches:
             partial(self._returned, read),
         )
 
-    def _was_read(self, read: _Read, outcome: Chunk | Exception) -> None:
+    def _was_read(self, read: _SharedRead, outcome: Chunk | Exception) -> None:
         key = str(read.slot.name)
         if self._reads.get(key) is read:
             del self._reads[key]
@@ -343,7 +343,7 @@ class Fetches:
         if read.gone:
             self._memory.forget(key)
 
-    def _returned(self, read: _Read, outcome: Chunk | Exception) -> None:
+    def _returned(self, read: _SharedRead, outcome: Chunk | Exception) -> None:
         """End a read. One that was late is of use for whoever asks next."""
         if not read.settled:
             if isinstance(outcome, Exception):
@@ -354,7 +354,7 @@ class Fetches:
                     self._memory.forget(read.slot.name)
         self._freed()
 
-    def _keep(self, read: _Read, chunk: Chunk) -> None:
+    def _keep(self, read: _SharedRead, chunk: Chunk) -> None:
         self._counts["read_objects"] += 1
         self._counts["read_bytes"] += read.slot.nbytes
         read.slot.parent = read.found.key_of_parent(chunk)

@@ -1,7 +1,7 @@
 """The server's event loop: sessions and requests of all clients, on one thread.
 
 Owns the ZMQ socket (ROUTER), the session sockets, and the way between messages and the
-:class:`Service`, which does the work. Listening, and whom to trust, is in
+:class:`~kvshelf.server.service.Service`, which does the work. Listening, and whom to trust, is in
 :mod:`kvshelf.server.session`.
 
 Contracts
@@ -34,12 +34,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Final, Protocol
+from typing import Final
 
 import zmq
 
 from kvshelf.errors import ConfigError, KVShelfError, PermanentStorageError
 from kvshelf.logs import RateLimitedLog
+from kvshelf.memory.arena import Arena
 from kvshelf.server import messages, session
 from kvshelf.server.messages import (
     Appeared,
@@ -54,7 +55,7 @@ from kvshelf.server.messages import (
     Fetched,
     Find,
     Hello,
-    Lookup,
+    LookUpChunks,
     MalformedError,
     Ping,
     Ready,
@@ -66,6 +67,7 @@ from kvshelf.server.messages import (
     Store,
     Welcome,
 )
+from kvshelf.server.service import Service
 from kvshelf.server.wake import Wake
 
 logger = logging.getLogger(__name__)
@@ -91,101 +93,6 @@ _OUTCOMES: Final = 512
 
 _TICK_SECONDS: Final = 0.25
 _BACKLOG_SECONDS: Final = 0.002
-
-
-class Service(Protocol):
-    """What the loop calls. No method blocks.
-
-    Each `done` is called once, and each `each` with one outcome for every object in all, at once or
-    later, on the loop's thread. `client` is the id of a session; :meth:`client_gone` is the last
-    that is said of it. What a method raises becomes a fault for its client.
-    """
-
-    def register(self, record: bytes) -> int:
-        """Return the number of a namespace."""
-        ...
-
-    def find(
-        self,
-        client: bytes,
-        names: Sequence[str],
-        sizes: Sequence[int],
-        done: Callable[[Reply], None],
-    ) -> None:
-        """Answer a :class:`~kvshelf.server.messages.Find`."""
-        ...
-
-    def lookup(
-        self,
-        client: bytes,
-        session: str,
-        chains: Sequence[Sequence[str]],
-        done: Callable[[Reply], None],
-    ) -> None:
-        """Answer a :class:`~kvshelf.server.messages.Lookup`."""
-        ...
-
-    def fetch(
-        self,
-        client: bytes,
-        session: str,
-        names: Sequence[str],
-        sizes: Sequence[int],
-        each: Callable[[list[Ready | Failed]], None],
-    ) -> None:
-        """Answer a :class:`~kvshelf.server.messages.Fetch`."""
-        ...
-
-    def store(
-        self,
-        client: bytes,
-        name: str,
-        source: memoryview,
-        mode: messages.WriteMode,
-        memory_only: bool,
-        checksum: int | None,
-        done: Callable[[Reply], None],
-        parent: str = "",
-    ) -> None:
-        """Answer a :class:`~kvshelf.server.messages.Store`.
-
-        `source` is memory of the client, which may change it at any time.
-        """
-        ...
-
-    def call(
-        self,
-        client: bytes,
-        method: messages.Method,
-        args: Sequence[messages.Argument],
-        data: bytes,
-        done: Callable[[Reply], None],
-    ) -> None:
-        """Answer a :class:`~kvshelf.server.messages.Call`."""
-        ...
-
-    def release(self, client: bytes, leases: Sequence[int]) -> None:
-        """End leases; numbers that are not the client's do nothing."""
-        ...
-
-    def end_session(self, client: bytes, session: str) -> None:
-        """End what a lookup of the client has leased and nobody has fetched."""
-        ...
-
-    def client_gone(self, client: bytes) -> None:
-        """Take back all that the client has: its socket has closed."""
-        ...
-
-    def tick(self) -> None:
-        """Do what is due. Called several times a second."""
-        ...
-
-
-class SharedMemory(Protocol):
-    """What clients map: :class:`kvshelf.memory.arena.Arena`, if it is shared."""
-
-    nbytes: int
-    fd: int | None
 
 
 class _Session:
@@ -356,7 +263,7 @@ class Loop:
     def run(
         self,
         service: Service,
-        arena: SharedMemory,
+        arena: Arena,
         *,
         slots: int,
         lease_seconds: float,
@@ -369,8 +276,8 @@ class Loop:
         Parameters
         ----------
         service : Service
-        arena : SharedMemory
-            Open until this method returns.
+        arena : Arena
+            Shared, and open until this method returns.
         slots : int
             Number of generations at the arena's beginning.
         lease_seconds : float
@@ -654,7 +561,7 @@ class Loop:
             case EndSession():
                 pending.settle()
                 service.end_session(client.client, request.session)
-            case Lookup():
+            case LookUpChunks():
                 service.lookup(client.client, request.session, request.chains, pending.done)
             case Store():
                 end = request.offset + request.nbytes

@@ -18,7 +18,7 @@ request                   reply
 :class:`Ping`             :class:`Done`
 :class:`Register`         :class:`Registered`
 :class:`Find`             :class:`Found`
-:class:`Lookup`           :class:`LookedUp`
+:class:`LookUpChunks`     :class:`LookedUp`
 :class:`Fetch`            :class:`Fetched`, once or several times: one outcome for each object
 :class:`Store`            :class:`Stored`
 :class:`Call`             :class:`Result`
@@ -269,7 +269,7 @@ class Find(Message, frozen=True, tag="find"):
     sizes: Sizes
 
 
-class Lookup(Message, frozen=True, tag="lookup"):
+class LookUpChunks(Message, frozen=True, tag="lookup"):
     """Ask how many leading chunks exist; lease them until the session ends, or for a while.
 
     Attributes
@@ -359,7 +359,9 @@ class Call(Message, frozen=True, tag="call"):
     data: Annotated[bytes, msgspec.Meta(max_length=MAX_INLINE)] = b""
 
 
-Request: TypeAlias = Ping | Register | Find | Lookup | Fetch | Release | EndSession | Store | Call
+Request: TypeAlias = (
+    Ping | Register | Find | LookUpChunks | Fetch | Release | EndSession | Store | Call
+)
 
 # ------------------------------------------------------------------------------- replies
 

@@ -144,7 +144,7 @@ class Operations:
         """See that a request's last operation has ended; the lock is held."""
 
 
-class Stores(Operations):
+class StoreOperations(Operations):
     """The stores under way, and the finished requests that wait for them."""
 
     def __init__(self) -> None:
@@ -173,7 +173,7 @@ class Stores(Operations):
         self._named.pop(request_id, None)
 
 
-class Loads(Operations):
+class LoadOperations(Operations):
     """The loads under way, and the requests whose loads have ended."""
 
     def __init__(self) -> None:

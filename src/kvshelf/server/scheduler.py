@@ -29,7 +29,7 @@ from kvshelf.format.model import ModelFacts
 from kvshelf.format.namespace import Namespace
 from kvshelf.server.adapter import Adapter, AdapterThreads
 from kvshelf.server.channel import Channel
-from kvshelf.server.messages import MAX_NAMES, MAX_REQUEST, LookedUp, Lookup
+from kvshelf.server.messages import MAX_NAMES, MAX_REQUEST, LookedUp, LookUpChunks
 from kvshelf.server.naming import (
     PLAIN,
     chunk_names,
@@ -201,7 +201,7 @@ class SchedulerAdapter(Adapter):
             if lookup.hit is not None or not lookup.session:
                 return
             lookup.chains = dict(enumerate(chains))
-            request = self._channel.request(Lookup(request_id, chains))
+            request = self._channel.request(LookUpChunks(request_id, chains))
         request.add_done_callback(lambda done: self._on_answer(lookup, request_id, done))
 
     def _on_answer(self, lookup: _PromptLookup, request_id: str, done: Future[Any]) -> None:
@@ -298,7 +298,7 @@ class SchedulerAdapter(Adapter):
                 # Others may have been freed by now, or all.
                 chains = list(lookup.chains.values()) if lookup.session else []
             if chains:
-                again = self._channel.request(Lookup(session, chains))
+                again = self._channel.request(LookUpChunks(session, chains))
                 again.add_done_callback(held_again)
             else:
                 self._channel.end_session(meanwhile)
@@ -310,7 +310,7 @@ class SchedulerAdapter(Adapter):
             if ended:
                 self._channel.end_session(session)
 
-        request = self._channel.request(Lookup(meanwhile, list(kept.values())))
+        request = self._channel.request(LookUpChunks(meanwhile, list(kept.values())))
         request.add_done_callback(held_meanwhile)
 
     def end_session(self, request_id: str) -> None:

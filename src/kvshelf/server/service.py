@@ -9,6 +9,9 @@ Contracts
 ---------
 * What is in memory was verified there, by the server.
 * A storage that hangs fails the requests that wait for it, and holds up nothing else.
+* Each `done` is called once, and each `each` with one outcome for every object in all, at once or
+  later. What a method raises becomes a fault for its client.
+* `client` is the id of a session; :meth:`Service.client_gone` is the last that is said of it.
 * What a lookup finds is used, and so is what a client says that it has used: the server records
   both (:mod:`kvshelf.capacity.uses`). But of tails a client says when to set the access time.
 
@@ -51,7 +54,7 @@ from kvshelf.server.messages import (
 )
 from kvshelf.server.namespaces import HASH, NamedObject, Namespaces, key_of
 from kvshelf.server.storage import Storage
-from kvshelf.server.stores import Done, Stores
+from kvshelf.server.stores import ClientStores, Done
 from kvshelf.server.workers import Post, Workers
 from kvshelf.shelf.disk_tier import DiskTier
 from kvshelf.shelf.shelf import Shelf
@@ -208,7 +211,7 @@ class Service:
             counts=self._counts,
             freed=self._resume,
         )
-        self._stores = Stores(
+        self._stores = ClientStores(
             memory,
             self._namespaces,
             storage,

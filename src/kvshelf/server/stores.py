@@ -18,8 +18,8 @@ Contracts
 
 Threads
 -------
-All methods are called on the loop's thread and none blocks, but :meth:`Stores.wait`, which any
-other thread may call.
+All methods are called on the loop's thread and none blocks, but :meth:`ClientStores.wait`, which
+any other thread may call.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class _Store:
     joined: list[_Store] = field(default_factory=list)
 
 
-class Stores:
+class ClientStores:
     """What clients store.
 
     Parameters

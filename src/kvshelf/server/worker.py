@@ -64,7 +64,7 @@ from kvshelf.server.naming import (
     stored_name,
     striding_block_hashes,
 )
-from kvshelf.server.operations import Loads, Operation, Stores
+from kvshelf.server.operations import LoadOperations, Operation, StoreOperations
 from kvshelf.server.segment import Room
 from kvshelf.transfer.context import bytes_at
 
@@ -226,8 +226,8 @@ class WorkerAdapter(Adapter):
         self._memory: KVCache | None = None
         self._num_slots = 0
         self._device = torch.device("cpu")
-        self._stores = Stores()
-        self._loads = Loads()
+        self._stores = StoreOperations()
+        self._loads = LoadOperations()
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
         self._running: set[Operation] = set()
@@ -698,7 +698,7 @@ class WorkerAdapter(Adapter):
         op: LoadStoreOp,
         event: Event | None,
         identity: PromptIdentity,
-        kind: Stores | Loads,
+        kind: StoreOperations | LoadOperations,
     ) -> _Work | None:
         """Check an operation and begin it; None if it has ended already."""
         memory, copies = self._checked(op, store=kind is self._stores)
