@@ -21,7 +21,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 from kvshelf import buffers as buffers_module
 from kvshelf.buffers import BUFFER_ALIGNMENT, Buffer, BufferPool
 from kvshelf.errors import ConfigError, UnsupportedError
-from kvshelf.pages import address_of, map_pages, page_lock
+from kvshelf.pages import address_of, map_pages, page_lock  # noqa: TID251
 
 MakePool = Callable[..., BufferPool]
 CAPACITY = 64 * BUFFER_ALIGNMENT

@@ -31,7 +31,12 @@ from torch import Tensor
 
 from kvshelf.errors import ConfigError, UnsupportedError
 from kvshelf.numa import run_on
-from kvshelf.pages import LOCKED_AT_ONCE, map_pages, page_lock, processors_near_device
+from kvshelf.pages import (
+    LOCKED_AT_ONCE,
+    map_pages,  # noqa: TID251
+    page_lock,
+    processors_near_device,
+)
 
 logger = logging.getLogger(__name__)
 

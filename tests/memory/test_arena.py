@@ -11,6 +11,7 @@ import re
 import resource
 import socket
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -330,3 +331,72 @@ def test_other_threads_run_while_memory_is_touched() -> None:
     finally:
         end.set()
         thread.join()
+
+
+# ---------------------------------------------------------------------- memory of other processes
+
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+
+
+def memory(nbytes: int, seals: int = SEALS, flags: int = os.MFD_ALLOW_SEALING) -> int:
+    fd = os.memfd_create("test", flags)
+    os.ftruncate(fd, nbytes)
+    if seals:
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+    return fd
+
+
+def file_descriptor(folder: Path) -> int:
+    path = folder / "file"
+    path.write_bytes(bytes(4096))
+    return os.open(path, os.O_RDWR)
+
+
+@pytest.mark.parametrize(
+    ("make", "problem"),
+    [
+        (file_descriptor, "no shared memory"),
+        (lambda _: os.open("/dev/zero", os.O_RDWR), "no shared memory"),
+        (lambda _: os.eventfd(0), "no shared memory"),
+        (lambda _: memory(4096, 0, 0), "not sealed"),
+        (lambda _: memory(4096, 0), "not sealed"),
+        (lambda _: memory(4096, fcntl.F_SEAL_GROW), "not sealed"),
+        (lambda _: memory(4095), "has 4095 bytes, not 4096"),
+        (lambda _: memory(8192), "has 8192 bytes, not 4096"),
+        (lambda _: memory(0), "has 0 bytes"),
+    ],
+    ids=range(9),
+)
+def test_memory_that_could_end_its_reader_is_refused(
+    tmp_path: Path, make: Callable[[Path], int], problem: str
+) -> None:
+    fd = make(tmp_path)
+    try:
+        with pytest.raises(ValueError, match=problem):
+            Arena.of(fd, 4096)
+    finally:
+        os.close(fd)
+
+
+def test_memory_of_hugetlbfs_is_refused() -> None:
+    try:
+        fd = memory(2 << 20, flags=os.MFD_ALLOW_SEALING | os.MFD_HUGETLB)
+    except OSError:
+        pytest.skip("the system gives no memory of hugetlbfs")
+    try:
+        with pytest.raises(ValueError, match="huge pages"):
+            Arena.of(fd, 2 << 20)
+    finally:
+        os.close(fd)
+
+
+def test_mapped_memory_is_shared_and_can_never_become_shorter() -> None:
+    fd = memory(8192)
+    view = Arena.of(fd, 8192).view
+    os.pwrite(fd, b"hello", 4096)
+    assert bytes(view[4096:4101]) == b"hello"
+    assert view.readonly
+    with pytest.raises(PermissionError):
+        os.ftruncate(fd, 0)
+    os.close(fd)
+    assert bytes(view[4096:4101]) == b"hello"

@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -150,71 +149,6 @@ def test_without_a_server_connecting_fails_at_once(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
     with pytest.raises(UnavailableStorageError, match="no node server answers"):
         session.connect(path, hello(), None, 5.0)
-
-
-def file_descriptor(folder: Path) -> int:
-    path = folder / "file"
-    path.write_bytes(bytes(4096))
-    return os.open(path, os.O_RDWR)
-
-
-@pytest.mark.parametrize(
-    ("make", "problem"),
-    [
-        (file_descriptor, "no shared memory"),
-        (lambda _: os.open("/dev/zero", os.O_RDWR), "no shared memory"),
-        (lambda _: os.eventfd(0), "no shared memory"),
-        (lambda _: memory(4096, 0, 0), "not sealed"),
-        (lambda _: memory(4096, 0), "not sealed"),
-        (lambda _: memory(4096, fcntl.F_SEAL_GROW), "not sealed"),
-        (lambda _: memory(4095), "has 4095 bytes, not 4096"),
-        (lambda _: memory(8192), "has 8192 bytes, not 4096"),
-        (lambda _: memory(0), "has 0 bytes"),
-    ],
-    ids=range(9),
-)
-def test_memory_that_could_end_its_reader_is_refused(
-    tmp_path: Path, make: Callable[[Path], int], problem: str
-) -> None:
-    fd = make(tmp_path)
-    try:
-        with pytest.raises(session.SessionError, match=problem):
-            session.map_memory(fd, 4096)
-    finally:
-        os.close(fd)
-
-
-def test_memory_of_hugetlbfs_is_refused() -> None:
-    try:
-        fd = memory(2 << 20, flags=os.MFD_ALLOW_SEALING | os.MFD_HUGETLB)
-    except OSError:
-        pytest.skip("the system gives no memory of hugetlbfs")
-    try:
-        with pytest.raises(session.SessionError, match="huge pages"):
-            session.map_memory(fd, 2 << 20)
-    finally:
-        os.close(fd)
-
-
-def test_too_much_memory_is_refused() -> None:
-    fd = memory(8192)
-    try:
-        with pytest.raises(session.SessionError, match="at most 4096"):
-            session.map_memory(fd, 8192, 4096)
-    finally:
-        os.close(fd)
-
-
-def test_mapped_memory_is_shared_and_can_never_become_shorter() -> None:
-    fd = memory(8192)
-    view = session.map_memory(fd, 8192)
-    os.pwrite(fd, b"hello", 4096)
-    assert bytes(view[4096:4101]) == b"hello"
-    assert view.readonly
-    with pytest.raises(PermissionError):
-        os.ftruncate(fd, 0)
-    os.close(fd)
-    assert bytes(view[4096:4101]) == b"hello"
 
 
 def test_a_session_passes_memory_both_ways(tmp_path: Path) -> None:

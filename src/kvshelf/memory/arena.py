@@ -7,6 +7,8 @@ Contracts
 * Memory that is ``shared`` has a file descriptor, which another process gets over a Unix socket. It
   can map the memory for reading only, and neither process can change its length: the file is
   sealed. The file has no name, so the memory is gone with the last process that has it.
+* Memory of another process is mapped for reading only, and only if its length can never change: a
+  file that becomes shorter would end whoever reads it with SIGBUS.
 * A process that is forked from this one has neither memory that is page-locked nor shared.
 * A GPU copies no object that lies across one of :attr:`Arena.borders`, where its memory is
   page-locked.
@@ -17,20 +19,21 @@ Contracts
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
+import mmap
 import os
 from functools import cached_property
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from kvshelf.backends import BytesLike
 from kvshelf.errors import ConfigError, UnsupportedError
 from kvshelf.numa import run_on
 from kvshelf.pages import (
     HUGE_PAGE,
     lockable,
-    map_pages,
+    map_pages,  # noqa: TID251
     page_lock,
     populate,
     processors_near_device,
@@ -45,6 +48,9 @@ if TYPE_CHECKING:
 
 #: ``F_SEAL_FUTURE_WRITE`` of Linux 5.1, which Python has no name for.
 _SEAL_FUTURE_WRITE: Final = 0x10
+_SIZE_SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+#: ``statfs.f_type`` of shared memory that is no hugetlbfs.
+_TMPFS: Final = 0x01021994
 
 
 class Arena:
@@ -68,7 +74,8 @@ class Arena:
     borders : range
         Where pieces begin that are page-locked by themselves, but the first one.
     view : memoryview
-        The bytes, writable. They start at a multiple of 4096, and of 2 MiB unless shared.
+        The bytes, writable unless they are another process's. They start at a multiple of 4096, and
+        of 2 MiB unless shared.
     fd : int or None
         Descriptor of shared memory, open until :meth:`close`.
 
@@ -104,13 +111,7 @@ class Arena:
             raise ConfigError(f"an arena of {nbytes} bytes was requested; expected at least 1")
         if lazy and device is not None:
             raise ConfigError("page-locked memory is taken at once: give lazy or device, not both")
-        self.nbytes = nbytes
-        self._unit = unit
-        piece = lockable(nbytes, unit)
-        self.borders = range(piece, nbytes, piece)
-        self.fd: int | None = None
-        self.view = memoryview(b"")
-        self._unlock: Callable[[], None] | None = None
+        self._begin(nbytes, unit)
         try:
             self.view = run_on(
                 processors_near_device(device),
@@ -128,6 +129,57 @@ class Arena:
         except BaseException:
             self.close()
             raise
+
+    def _begin(self, nbytes: int, unit: int) -> None:
+        self.nbytes = nbytes
+        self._unit = unit
+        piece = lockable(nbytes, unit)
+        self.borders = range(piece, nbytes, piece)
+        self.fd: int | None = None
+        self.view = memoryview(b"")
+        self._unlock: Callable[[], None] | None = None
+
+    @classmethod
+    def of(cls, fd: int, nbytes: int) -> Arena:
+        """Map the shared memory of another process for reading.
+
+        Parameters
+        ----------
+        fd : int
+            The caller closes it.
+        nbytes : int
+            The size that the other process has announced.
+
+        Returns
+        -------
+        Arena
+            Its :attr:`view` is read-only.
+
+        Raises
+        ------
+        ValueError
+            If it is no memory, or its size is another one or can change.
+        OSError
+            If the system does not map it.
+        """
+        try:
+            seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+        except OSError:
+            raise ValueError("the descriptor that was passed is no shared memory (memfd)") from None
+        if seals & _SIZE_SEALS != _SIZE_SEALS:
+            raise ValueError(
+                "the shared memory that was passed is not sealed against changes of its size"
+            )
+        if _filesystem(fd) != _TMPFS:
+            # The system may have no huge page left when one is first read: SIGBUS.
+            raise ValueError("the shared memory that was passed has huge pages of hugetlbfs")
+        size = os.fstat(fd).st_size
+        if size != nbytes or nbytes < 1:
+            raise ValueError(f"the shared memory that was passed has {size} bytes, not {nbytes}")
+        arena = cls.__new__(cls)
+        arena._begin(nbytes, HUGE_PAGE)
+        arena.view = memoryview(mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ))
+        return arena
 
     def __repr__(self) -> str:
         return f"Arena({self.nbytes} bytes{', shared' if self.fd is not None else ''})"
@@ -171,7 +223,7 @@ class Arena:
         if shared:
             self.fd = os.memfd_create("kvshelf", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             os.ftruncate(self.fd, self.nbytes)
-            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SIZE_SEALS)
         # After a fork, the first process that writes to a private page gets a copy of it, and a
         # GPU would go on with the other one. To shared pages both would write.
         view = map_pages(self.nbytes, fd=self.fd, inherited=not (locked or shared))
@@ -188,6 +240,14 @@ class Arena:
         return view
 
 
-def copy_bytes(into: memoryview, source: BytesLike) -> None:
+def _filesystem(fd: int) -> int:
+    """Return the type of the filesystem of an open file (``statfs.f_type``)."""
+    buffer = ctypes.create_string_buffer(256)
+    if ctypes.CDLL(None).fstatfs(fd, buffer):
+        return 0
+    return ctypes.c_long.from_buffer(buffer).value
+
+
+def copy_bytes(into: memoryview, source: bytes | bytearray | memoryview) -> None:
     """Copy bytes to memory of the same length, without the GIL meanwhile."""
     np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(source, np.uint8))

@@ -8,8 +8,8 @@ Contracts
 ---------
 * Server and clients belong to one user. Both check the folder (its owner, and that nobody else may
   enter it), and each asks the system for the other's user (SO_PEERCRED).
-* Memory is taken from the other side only if its size can never change: a file that becomes
-  shorter would end whoever reads it with SIGBUS. It is mapped for reading only.
+* Memory is taken from the other side only if its size can never change, and for reading only
+  (:meth:`kvshelf.memory.arena.Arena.of`).
 * Descriptors are closed on exec, and those that nobody asked for at once.
 * One server has a path. Cleaners of ``/tmp`` may delete the lock and the sockets of one that runs:
   a server takes no path where another answers, notices what was deleted
@@ -24,10 +24,8 @@ from __future__ import annotations
 
 import array
 import contextlib
-import ctypes
 import errno
 import fcntl
-import mmap
 import os
 import socket
 import stat
@@ -36,6 +34,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from kvshelf.errors import ConfigError, StorageError, UnavailableStorageError
+from kvshelf.memory.arena import Arena
 from kvshelf.server.messages import (
     Hello,
     MalformedError,
@@ -57,12 +56,7 @@ _MAX_GREETING: Final = 64 << 10
 #: Descriptors that are received with one message; those above the limit close at once.
 _MAX_DESCRIPTORS: Final = 4
 
-_F_GET_SEALS: Final = 1034
-_SIZE_SEALS: Final = 0x0002 | 0x0004  # F_SEAL_SHRINK, F_SEAL_GROW
-_TMPFS: Final = 0x01021994
 _UCRED: Final = struct.Struct("3i")
-
-_libc: Final = ctypes.CDLL(None, use_errno=True)
 
 
 class SessionError(StorageError):
@@ -131,62 +125,6 @@ def peer_user(connection: socket.socket) -> int:
     return int(_UCRED.unpack(data)[1])
 
 
-# ---------------------------------------------------------------------------------- shared memory
-
-
-def map_memory(fd: int, nbytes: int, most: int | None = None) -> memoryview:
-    """Map shared memory of the other side for reading.
-
-    Parameters
-    ----------
-    fd : int
-        The caller closes it.
-    nbytes : int
-        The size that the other side has announced.
-    most : int, optional
-        The largest size allowed.
-
-    Returns
-    -------
-    memoryview
-        Read-only. The memory is mapped as long as a view of it exists.
-
-    Raises
-    ------
-    SessionError
-        If it is no memory, or its size is another one or can change.
-    """
-    if most is not None and nbytes > most:
-        raise SessionError(f"shared memory of {nbytes} bytes was offered: at most {most} are taken")
-    try:
-        seals = fcntl.fcntl(fd, _F_GET_SEALS)
-    except OSError:
-        raise SessionError("the descriptor that was passed is no shared memory (memfd)") from None
-    if seals & _SIZE_SEALS != _SIZE_SEALS:
-        raise SessionError(
-            "the shared memory that was passed is not sealed against changes of its size"
-        )
-    if _filesystem(fd) != _TMPFS:
-        # The system may have no huge page left when one is first read: SIGBUS.
-        raise SessionError("the shared memory that was passed has huge pages of hugetlbfs")
-    size = os.fstat(fd).st_size
-    if size != nbytes or nbytes < 1:
-        raise SessionError(f"the shared memory that was passed has {size} bytes, not {nbytes}")
-    try:
-        mapped = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
-    except (OSError, ValueError) as error:
-        raise SessionError(f"shared memory of {nbytes} bytes cannot be mapped: {error}") from error
-    return memoryview(mapped)
-
-
-def _filesystem(fd: int) -> int:
-    """Return the type of the filesystem of an open file (``statfs.f_type``)."""
-    buffer = ctypes.create_string_buffer(256)
-    if _libc.fstatfs(fd, buffer):
-        return 0
-    return ctypes.c_long.from_buffer(buffer).value
-
-
 # ---------------------------------------------------------------------------------- messages
 
 
@@ -216,6 +154,16 @@ def _receive(connection: socket.socket) -> tuple[bytes, list[int]]:
         close_all(descriptors)
         raise SessionError("a greeting is too long, or passes too many descriptors")
     return data, list(descriptors)
+
+
+def _mapped(fd: int, nbytes: int) -> memoryview:
+    """Map memory of the other side; it is mapped as long as a view of it exists."""
+    try:
+        return Arena.of(fd, nbytes).view
+    except ValueError as error:
+        raise SessionError(str(error)) from None
+    except OSError as error:
+        raise SessionError(f"shared memory of {nbytes} bytes cannot be mapped: {error}") from error
 
 
 def close_all(descriptors: Sequence[int]) -> None:
@@ -397,7 +345,12 @@ def receive_hello(connection: socket.socket, most: int) -> tuple[Hello, memoryvi
             )
         if not descriptors:
             return hello, memoryview(b"")
-        return hello, map_memory(descriptors[0], hello.segment_bytes, most)
+        nbytes = hello.segment_bytes
+        if nbytes > most:
+            raise SessionError(
+                f"shared memory of {nbytes} bytes was offered: at most {most} are taken"
+            )
+        return hello, _mapped(descriptors[0], nbytes)
     except MalformedError as error:
         raise SessionError(f"a client's first message is no hello: {error}") from None
     finally:
@@ -478,7 +431,7 @@ def connect(
             raise SessionError(f"the node server at {path} refused this client: {answer.text}")
         if len(descriptors) != 1:
             raise SessionError(f"the node server at {path} passed {len(descriptors)} descriptors")
-        arena = map_memory(descriptors[0], answer.arena_bytes)
+        arena = _mapped(descriptors[0], answer.arena_bytes)
         if answer.slots * 8 > len(arena):
             raise SessionError(f"{answer.slots} slots in an arena of {len(arena)} bytes")
         connection.setblocking(False)
