@@ -44,18 +44,13 @@ class LocalServer:
         self.service = Service(
             self.shelf, self.arena, post=self.loop.post, tell=self.loop.tell, **options
         )
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        self.loop.run(
-            self.service,
-            self.arena,
-            slots=self.service.slots,
-            lease_seconds=self.service.lease_seconds,
-            chunk_size=256,
-            facts=lambda: self.service.facts,
+        self._thread = threading.Thread(
+            target=self.loop.run,
+            args=(self.service, self.arena),
+            kwargs={"chunk_size": 256},
+            daemon=True,
         )
+        self._thread.start()
 
     def close(self) -> None:
         """Stop at once. Idempotent."""

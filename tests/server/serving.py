@@ -40,6 +40,10 @@ OBJECT_BYTES = 4096
 class MemoryService:
     """Objects by name in an arena, one in each slot; nothing behind it."""
 
+    slots = SLOTS
+    lease_seconds = 30.0
+    facts = Facts("memory://", "memory")
+
     def __init__(self, loop: Loop, arena: Arena) -> None:
         self.loop = loop
         self.arena = arena
@@ -180,26 +184,14 @@ class MemoryService:
         pass
 
 
-def run(loop: Loop, service: MemoryService, **options: Any) -> None:
-    loop.run(
-        service,
-        service.arena,
-        slots=SLOTS,
-        lease_seconds=30.0,
-        chunk_size=256,
-        facts=lambda: Facts("memory://", "memory"),
-        **options,
-    )
-
-
 @contextlib.contextmanager
-def serving(folder: Path, **options: Any) -> Iterator[tuple[str, Loop, MemoryService]]:
+def serving(folder: Path) -> Iterator[tuple[str, Loop, MemoryService]]:
     """Run a server on a thread of this process."""
     url = f"ipc://{folder}/sockets/server"
     loop = Loop(url)
     arena = Arena(ARENA_BYTES, shared=True)
     service = MemoryService(loop, arena)
-    thread = threading.Thread(target=run, args=(loop, service), kwargs=options)
+    thread = threading.Thread(target=loop.run, args=(service, arena), kwargs={"chunk_size": 256})
     thread.start()
     try:
         yield url, loop, service
@@ -240,4 +232,4 @@ if __name__ == "__main__":
         the_service.put(str(number), b"%d" % number)
     sys.stdout.write("ready\n")
     sys.stdout.flush()
-    run(the_loop, the_service)
+    the_loop.run(the_service, the_service.arena, chunk_size=256)

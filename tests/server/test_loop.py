@@ -17,9 +17,9 @@ import zmq
 
 from kvshelf.errors import ConfigError
 from kvshelf.memory.arena import Arena
-from kvshelf.server import loop as loop_module
-from kvshelf.server import messages, session
+from kvshelf.server import answers, greetings, messages, session
 from kvshelf.server.channel import Channel
+from kvshelf.server.loop import Loop
 from kvshelf.server.messages import (
     Call,
     Done,
@@ -259,7 +259,7 @@ def test_ten_thousand_random_frames_change_nothing(tmp_path: Path) -> None:
 def test_requests_without_an_answer_are_bounded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loop_module, "MAX_OPEN", 10)
+    monkeypatch.setattr(answers, "MAX_OPEN", 10)
     with serving(tmp_path) as (url, _, service), neighbour(url), raw(url) as client:
         for number in range(1, 11):
             client.send(Call("read", ["never"]), number)
@@ -311,7 +311,7 @@ def test_a_fetch_counts_until_its_last_answer(
         service.put("x", b"hello")
         fetch = Fetch("r", ["x"] * 10, [OBJECT_BYTES] * 10)
         most = len(messages.encode_request(client.token, 1, fetch))
-        monkeypatch.setattr(loop_module, "MAX_OPEN_BYTES", most)
+        monkeypatch.setattr(answers, "MAX_OPEN_BYTES", most)
         # One of no objects has no answer.
         client.send(Fetch("r", [], []), 9)
         for number in range(1, 4):
@@ -361,11 +361,11 @@ def test_many_answers_at_once_reach_a_client_that_reads(tmp_path: Path) -> None:
 def test_connections_that_say_nothing_are_bounded_and_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loop_module, "_GREETING_SECONDS", 0.5)
+    monkeypatch.setattr(greetings, "_GREETING_SECONDS", 0.5)
     with serving(tmp_path) as (url, _, _), neighbour(url) as is_served:
         path = session.socket_path(url) + ".session"
         silent = []
-        for _ in range(loop_module._MAX_GREETING + 5):
+        for _ in range(greetings._MAX_GREETING + 5):
             connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             connection.settimeout(SECONDS)
             connection.connect(path)
@@ -379,7 +379,7 @@ def test_connections_that_say_nothing_are_bounded_and_closed(
 
 
 def test_sessions_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop_module, "MAX_SESSIONS", 2)
+    monkeypatch.setattr(greetings, "MAX_SESSIONS", 2)
     with serving(tmp_path) as (url, _, _), neighbour(url), raw(url):
         hello = Hello(messages.PROTOCOL, os.urandom(16), 0)
         with pytest.raises(session.SessionError, match="2 clients already"):
@@ -476,7 +476,7 @@ def test_what_a_cleaner_deletes_at_the_socket_is_made_again(what: str, tmp_path:
 
         until(is_there_again)
         with pytest.raises(ConfigError, match="runs already"):
-            loop_module.Loop(url)
+            Loop(url)
         with raw(url) as new:
             for client in (old, new):
                 client.send(Ping())
@@ -486,23 +486,16 @@ def test_what_a_cleaner_deletes_at_the_socket_is_made_again(what: str, tmp_path:
 
 def test_a_server_whose_place_was_taken_ends_and_leaves_it(tmp_path: Path) -> None:
     url = f"ipc://{tmp_path / 'sockets' / 'server'}"
-    first = loop_module.Loop(url)
+    first = Loop(url)
     # It is stopped meanwhile.
     for path in (tmp_path / "sockets").iterdir():
         path.unlink()
     arena = Arena(1 << 20, shared=True)
-    second = loop_module.Loop(url)
+    second = Loop(url)
     with contextlib.closing(second), contextlib.closing(arena):
         before = inodes(tmp_path / "sockets")
         with contextlib.closing(first), pytest.raises(ConfigError, match="taken its place"):
-            first.run(
-                MemoryService(first, arena),
-                arena,
-                slots=SLOTS,
-                lease_seconds=1.0,
-                chunk_size=16,
-                facts=lambda: pytest.fail("no client came"),
-            )
+            first.run(MemoryService(first, arena), arena, chunk_size=16)
         assert inodes(tmp_path / "sockets") == before
     assert os.listdir(tmp_path / "sockets") == ["server.lock"]
 

@@ -191,7 +191,7 @@ def refusal(path: str, message: bytes, passed: list[int]) -> str:
 def test_hostile_greetings_are_refused_and_cost_nothing(tmp_path: Path) -> None:
     fd = memory(4096)
     unsealed = memory(4096, 0)
-    with serving(tmp_path, max_segment_bytes=1 << 20) as (url, loop, service):
+    with serving(tmp_path) as (url, loop, service):
         path = session.socket_path(url)
         good, _, _ = session.connect(path, hello(), None, 5.0)
         before = descriptors()

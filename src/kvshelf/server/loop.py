@@ -1,19 +1,16 @@
 """The server's event loop: sessions and requests of all clients, on one thread.
 
-Owns the ZMQ socket (ROUTER), the session sockets, and the way between messages and the
-:class:`~kvshelf.server.service.Service`, which does the work. Listening, and whom to trust, is in
-:mod:`kvshelf.server.session`.
+Owns the ZMQ socket (ROUTER), the sessions, and the way between messages and the
+:class:`~kvshelf.server.service.Service`, which does the work. How a session begins is in
+:mod:`kvshelf.server.greetings`, what a client waits for in :mod:`kvshelf.server.answers`.
 
 Contracts
 ---------
 * A request counts only if its client has a session and it begins with that session's token. Others
   are dropped. One that is malformed or asks for too much is answered by a fault. Neither has any
   effect on other clients.
-* Nothing that a client does or leaves undone blocks the loop. What it may have waiting is bounded:
-  bytes of requests, requests without an answer, bytes of answers. A client that does not read its
+* Nothing that a client does or leaves undone blocks the loop. A client that does not read its
   answers loses its session.
-* The server stays at its path: what a cleaner deletes there is made again. If another server has
-  taken it meanwhile, this one ends.
 * A session ends with its socket. A client that loses its session otherwise keeps the memory that it
   holds until its socket closes: it may be reading there.
 
@@ -34,35 +31,38 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import zmq
 
-from kvshelf.errors import ConfigError, KVShelfError, PermanentStorageError
+from kvshelf.errors import (
+    ConfigError,
+    KVShelfError,
+    PermanentStorageError,
+    TransientStorageError,
+)
 from kvshelf.logs import RateLimitedLog
 from kvshelf.memory.arena import Arena
 from kvshelf.server import messages, session
+from kvshelf.server.answers import Answers, PendingRequest
+from kvshelf.server.greetings import Greetings
 from kvshelf.server.messages import (
     Appeared,
     Call,
     Done,
     Draining,
     EndSession,
-    Facts,
-    Failed,
     Fault,
     Fetch,
-    Fetched,
     Find,
     Hello,
     LookUpChunks,
     MalformedError,
     Ping,
-    Ready,
     Register,
     Registered,
     Release,
-    Reply,
     Request,
     Store,
     Welcome,
@@ -72,103 +72,24 @@ from kvshelf.server.wake import Wake
 
 logger = logging.getLogger(__name__)
 
-#: Most sessions, and connections that have not said hello; and how long one may take for that.
-MAX_SESSIONS: Final = 256
-_MAX_GREETING: Final = 64
-_GREETING_SECONDS: Final = 5.0
-
-#: Most answers that one client may wait for: one for each request, for each object of a fetch.
-MAX_OPEN: Final = 4 * messages.MAX_NAMES
-#: Most bytes of requests of one client that wait for their answers.
-MAX_OPEN_BYTES: Final = 64 << 20
 #: Messages of one client that ZMQ keeps, in each direction.
 _ZMQ_QUEUE: Final = 64
-#: Bytes of answers of one client that wait for room in ZMQ's queue.
-_MAX_BACKLOG: Final = 2 * messages.MAX_REPLY
 #: Requests that are handled before the loop looks at anything else.
 _ROUND: Final = 32
-
-#: Outcomes in one message.
-_OUTCOMES: Final = 512
 
 _TICK_SECONDS: Final = 0.25
 _BACKLOG_SECONDS: Final = 0.002
 
 
+@dataclass(eq=False, slots=True)
 class _Session:
     """One client, on the loop's thread."""
 
-    __slots__ = (
-        "backlog",
-        "backlog_bytes",
-        "client",
-        "ended",
-        "open",
-        "open_bytes",
-        "segment",
-        "socket",
-        "token",
-    )
-
-    def __init__(
-        self, client: bytes, token: bytes, connection: socket.socket, segment: memoryview
-    ) -> None:
-        self.client = client
-        self.token = token
-        self.socket = connection
-        self.segment = segment
-        #: Answers that it waits for.
-        self.open = 0
-        #: Bytes of its requests that have not all their answers.
-        self.open_bytes = 0
-        self.backlog: deque[bytes] = deque()
-        self.backlog_bytes = 0
-        #: Its messages count no more.
-        self.ended = False
-
-
-class _Pending:
-    """A request that waits for its answers."""
-
-    __slots__ = ("_client", "_left", "_loop", "_nbytes", "_number")
-
-    def __init__(
-        self, loop: Loop, client: _Session, number: int, answers: int, nbytes: int
-    ) -> None:
-        self._loop = loop
-        self._client = client
-        self._number = number
-        self._left = answers
-        self._nbytes = nbytes
-        client.open += answers
-        client.open_bytes += nbytes
-
-    def settle(self) -> bool:
-        """Wait for nothing more; return whether anything was waited for."""
-        waited = self._left
-        self._answered(waited)
-        return waited > 0
-
-    def done(self, reply: Reply) -> None:
-        """Answer the request."""
-        if self.settle():
-            self._loop._send(self._client, self._number, reply)
-
-    def each(self, outcomes: Sequence[Ready | Failed]) -> None:
-        """Answer a fetch, for some of its objects."""
-        if len(outcomes) > self._left:
-            # The request has failed as a whole, and nobody waits for its objects.
-            self._loop._give_back(self._client, outcomes)
-            return
-        self._answered(len(outcomes))
-        self._loop._add_outcomes(self._client, self._number, outcomes)
-
-    def _answered(self, answers: int) -> None:
-        self._left -= answers
-        self._client.open -= answers
-        if self._left == 0:
-            self._client.open_bytes -= self._nbytes
-            self._nbytes = 0
+    client: bytes
+    token: bytes
+    socket: socket.socket
+    segment: memoryview
+    answers: Answers
 
 
 class Loop:
@@ -189,10 +110,15 @@ class Loop:
 
     def __init__(self, url: str, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.url = url
-        path = session.socket_path(url)
-        self._listener = session.Listener(path)
         self._clock = clock
-        self._path = path
+        self._log = RateLimitedLog(logger, lines=5)
+        self._poller = zmq.Poller()
+        #: By their ids, also those that have lost their session and not closed their socket.
+        self._sessions: dict[bytes, _Session] = {}
+        #: By descriptor.
+        self._sockets: dict[int, _Session] = {}
+        path = session.socket_path(url)
+        self._greetings = Greetings(path, self._poller, self._sessions, clock, self._log)
         self._context = zmq.Context()
         self._router = self._context.socket(zmq.ROUTER)
         self._router.setsockopt(zmq.LINGER, 0)
@@ -204,19 +130,13 @@ class Loop:
         self._stopping = False
         self._thread: int | None = None
         self._posted: deque[Callable[[], None]] = deque()
-        self._poller = zmq.Poller()
-        #: By their ids, also those that have lost their session and not closed their socket.
-        self._sessions: dict[bytes, _Session] = {}
-        #: By descriptor.
-        self._sockets: dict[int, _Session] = {}
-        self._greeting: dict[int, tuple[socket.socket, float]] = {}
-        self._slow: set[_Session] = set()
-        self._outcomes: dict[tuple[_Session, int], list[Ready | Failed]] = {}
+        #: What is to be sent when the round ends.
+        self._due: set[Answers] = set()
         self._requests = 0
         self._refused = 0
-        self._log = RateLimitedLog(logger, lines=5)
         self._service: Service
-        self._welcome: Callable[[bytes], Welcome]
+        #: Tells a client that its session has begun.
+        self._welcome: Callable[[_Session], None]
         self._bind()
 
     def _bind(self) -> None:
@@ -227,7 +147,7 @@ class Loop:
         end the connections that it has taken.
         """
         try:
-            self._router.setsockopt(zmq.USE_FD, self._listener.requests.detach())
+            self._router.setsockopt(zmq.USE_FD, self._greetings.take_requests())
             self._router.bind(self.url)
         except zmq.ZMQError as error:
             self.close()
@@ -248,29 +168,19 @@ class Loop:
 
     def announce_drain(self) -> None:
         """Tell all clients that the server is about to stop."""
-        self.post(lambda: self._tell_all(Draining()))
+        self.post(self._tell_drain)
 
     def stats(self) -> dict[str, int]:
         """Return the number of sessions, requests, and messages and connections refused."""
         return {
             "clients": len(self._sessions),
             "requests": self._requests,
-            "refused": self._refused,
+            "refused": self._refused + self._greetings.refused,
         }
 
     # ---------------------------------------------------------------------------- the loop's thread
 
-    def run(
-        self,
-        service: Service,
-        arena: Arena,
-        *,
-        slots: int,
-        lease_seconds: float,
-        chunk_size: int,
-        facts: Callable[[], Facts],
-        max_segment_bytes: int = messages.MAX_SEGMENT,
-    ) -> None:
+    def run(self, service: Service, arena: Arena, *, chunk_size: int) -> None:
         """Serve until :meth:`stop` is called.
 
         Parameters
@@ -278,36 +188,38 @@ class Loop:
         service : Service
         arena : Arena
             Shared, and open until this method returns.
-        slots : int
-            Number of generations at the arena's beginning.
-        lease_seconds : float
         chunk_size : int
             Tokens of a chunk, for clients that have no configuration.
-        facts : Callable
-            What clients are told of the storage.
-        max_segment_bytes : int
-            Largest segment of a client.
 
         Raises
         ------
         ConfigError
             If another server has taken this one's place, whose files had been deleted.
         """
-        assert arena.fd is not None
+        fd = arena.fd
+        assert fd is not None
         self._thread = threading.get_ident()
         self._service = service
-        self._arena_fd = arena.fd
-        self._max_segment = max_segment_bytes
         server = os.urandom(messages.ID_BYTES)
-        self._welcome = lambda token: Welcome(
-            token, server, arena.nbytes, slots, lease_seconds, chunk_size, facts()
-        )
+
+        def welcome(new: _Session) -> None:
+            message = Welcome(
+                new.token,
+                server,
+                arena.nbytes,
+                service.slots,
+                service.lease_seconds,
+                chunk_size,
+                service.facts,
+            )
+            session.welcome(new.socket, message, fd)
+
+        self._welcome = welcome
         self._poller.register(self._router, zmq.POLLIN)
         self._poller.register(self._wake, zmq.POLLIN)
-        self._poller.register(self._listener.fileno(), zmq.POLLIN)
         next_tick = self._clock()
         while not self._stopping:
-            wait = _BACKLOG_SECONDS if self._slow else max(0.0, next_tick - self._clock())
+            wait = _BACKLOG_SECONDS if self._due else max(0.0, next_tick - self._clock())
             events = self._poller.poll(0 if self._posted else int(wait * 1000) + 1)
             for source, _ in events:
                 try:
@@ -317,9 +229,8 @@ class Loop:
                 except Exception as error:  # noqa: BLE001
                     self._log.error("the node server failed: %s", error, exc_info=error)
             self._run_posted()
-            self._send_outcomes()
-            for slow in list(self._slow):
-                self._send_backlog(slow)
+            for answers in list(self._due):
+                answers.flush()
             if self._clock() >= next_tick:
                 next_tick = self._clock() + _TICK_SECONDS
                 self._tick()
@@ -330,35 +241,33 @@ class Loop:
             self._receive()
         elif source == self._wake.fileno():
             self._wake.clear()
-        elif source == self._listener.fileno():
-            self._accept()
-        elif source in self._greeting:
-            self._greet(source)
         elif source in self._sockets:
             self._look_at(self._sockets[source])
+        elif isinstance(source, int) and (greeted := self._greetings.handle(source)) is not None:
+            self._open(*greeted)
 
     def tell(self, client: bytes, folder: str, names: Sequence[str]) -> None:
         """Tell a client what appeared in a folder; no names: anything may have."""
         told = self._sessions.get(client)
         if told is not None:
             for start in range(0, max(1, len(names)), messages.MAX_NAMES):
-                self._send(
-                    told, 0, Appeared(folder, list(names[start : start + messages.MAX_NAMES]))
-                )
+                some = list(names[start : start + messages.MAX_NAMES])
+                told.answers.send(0, Appeared(folder, some))
+
+    def _tell_drain(self) -> None:
+        for client in list(self._sessions.values()):
+            client.answers.send(0, Draining())
 
     def close(self) -> None:
         """Close all sockets. Idempotent; after :meth:`run`."""
-        for connection, _ in self._greeting.values():
-            connection.close()
         for client in self._sessions.values():
             client.socket.close()
-        self._greeting.clear()
         self._sessions.clear()
         self._sockets.clear()
         if not self._router.closed:
             self._router.close()
             self._context.term()
-        self._listener.close()
+        self._greetings.close()
 
     def _run_posted(self) -> None:
         for _ in range(len(self._posted)):
@@ -369,99 +278,35 @@ class Loop:
                 self._log.error("the node server failed: %s", error, exc_info=error)
 
     def _tick(self) -> None:
-        now = self._clock()
-        for fd, (connection, deadline) in list(self._greeting.items()):
-            if now >= deadline:
-                self._end_greeting(fd, "it said nothing")
-                connection.close()
-        self._stay_in_place()
-        if self._listener.fileno() >= 0:
-            self._poller.register(self._listener.fileno(), zmq.POLLIN)
+        if self._greetings.tick():
+            self._bind()
         try:
             self._service.tick()
         except Exception as error:  # noqa: BLE001
             self._log.error("the node server failed: %s", error, exc_info=error)
 
-    def _stay_in_place(self) -> None:
-        """Listen anew if lock or sockets were deleted; sessions and requests go on."""
-        if self._listener.in_place():
-            return
-        with contextlib.suppress(KeyError):
-            self._poller.unregister(self._listener.fileno())
-        self._listener.close()
-        try:
-            self._listener = session.Listener(self._path)
-        except session.TakenError as error:
-            raise ConfigError(
-                f"the files of this node server at {self._path} were deleted, and another server"
-                " has taken its place"
-            ) from error
-        except KVShelfError as error:
-            # Its clients are served; the next tick tries again.
-            self._log.error("no client can connect to the node server: %s", error)
-            return
-        self._bind()
-        self._log.warning(
-            "the files of the node server at %s were deleted and are there again", self._path
-        )
-
     # ---------------------------------------------------------------------------- sessions
 
-    def _accept(self) -> None:
-        try:
-            connection = self._listener.accept()
-        except OSError as error:
-            # No descriptors are left: look again at the next tick.
-            self._poller.modify(self._listener.fileno(), 0)
-            self._log.error("no client can connect: %s", error)
-            return
-        if connection is None:
-            return
-        if len(self._sessions) >= MAX_SESSIONS or len(self._greeting) >= _MAX_GREETING:
-            self._refused += 1
-            session.refuse(connection, f"there are {len(self._sessions)} clients already")
-            connection.close()
-            return
-        self._greeting[connection.fileno()] = connection, self._clock() + _GREETING_SECONDS
+    def _open(self, connection: socket.socket, hello: Hello, segment: memoryview) -> None:
+        """Begin the session of a client that has said hello."""
+
+        def send(frame: bytes) -> None:
+            self._router.send_multipart((hello.client, frame), zmq.NOBLOCK)
+
+        answers = Answers(
+            send,
+            self._due,
+            lambda leases: self._service.release(hello.client, leases),
+            lambda problem: self._expel(new, problem),
+        )
+        token = os.urandom(messages.TOKEN_BYTES)
+        new = _Session(hello.client, token, connection, segment, answers)
+        self._sessions[hello.client] = self._sockets[connection.fileno()] = new
         self._poller.register(connection.fileno(), zmq.POLLIN)
-
-    def _end_greeting(self, fd: int, problem: str | None = None) -> None:
-        del self._greeting[fd]
-        self._poller.unregister(fd)
-        if problem:
-            self._refused += 1
-            self._log.warning("a client of the node server was refused: %s", problem)
-
-    def _greet(self, fd: int) -> None:
-        connection, _ = self._greeting[fd]
         try:
-            received = session.receive_hello(connection, self._max_segment)
-            if received is None:
-                return
-            hello, segment = received
-            self._check(hello)
-            new = _Session(hello.client, os.urandom(messages.TOKEN_BYTES), connection, segment)
-            self._sessions[hello.client] = self._sockets[fd] = new
-            self._end_greeting(fd)
-            self._poller.register(fd, zmq.POLLIN)
-            try:
-                session.welcome(connection, self._welcome(new.token), self._arena_fd)
-            except OSError:
-                self._end(new)
-        except OSError as error:
-            if isinstance(error, KVShelfError):
-                session.refuse(connection, str(error))
-            self._end_greeting(fd, str(error))
-            connection.close()
-
-    def _check(self, hello: Hello) -> None:
-        if hello.protocol != messages.PROTOCOL:
-            raise session.SessionError(
-                f"the client speaks version {hello.protocol} of the protocol, this server version"
-                f" {messages.PROTOCOL}: use the same version of kvshelf"
-            )
-        if hello.client in self._sessions:
-            raise session.SessionError("another client has the same id")
+            self._welcome(new)
+        except OSError:
+            self._end(new)
 
     def _look_at(self, client: _Session) -> None:
         """End a session whose socket has closed."""
@@ -469,9 +314,7 @@ class Loop:
             self._end(client)
 
     def _end(self, client: _Session) -> None:
-        client.ended = True
-        client.backlog.clear()
-        self._slow.discard(client)
+        client.answers.end()
         fd = client.socket.fileno()
         del self._sessions[client.client], self._sockets[fd]
         self._poller.unregister(fd)
@@ -486,9 +329,7 @@ class Loop:
         """Take no more messages of a client, which may still read memory."""
         self._refused += 1
         self._log.warning("a client of the node server lost its session: %s", problem)
-        client.ended = True
-        client.backlog.clear()
-        self._slow.discard(client)
+        client.answers.end()
         with contextlib.suppress(OSError):
             client.socket.shutdown(socket.SHUT_WR)
 
@@ -501,7 +342,7 @@ class Loop:
             except zmq.Again:
                 return
             client = self._sessions.get(frames[0][: messages.ID_BYTES])
-            if client is None or client.ended or len(frames) != 2:
+            if client is None or client.answers.ended or len(frames) != 2:
                 self._refused += 1
                 continue
             frame = memoryview(frames[1])
@@ -521,28 +362,23 @@ class Loop:
             request = messages.decode_request(frame)
         except MalformedError as error:
             self._refused += 1
-            self._send(client, number, Fault("PermanentStorageError", f"no request: {error}"))
+            client.answers.send(number, Fault("PermanentStorageError", f"no request: {error}"))
             return
-        answers = len(request.names) if isinstance(request, Fetch) else 1
-        over = client.open_bytes + len(frame) > MAX_OPEN_BYTES
-        if over or client.open + answers > MAX_OPEN:
+        count = len(request.names) if isinstance(request, Fetch) else 1
+        try:
+            pending = client.answers.begin(number, count, len(frame))
+        except TransientStorageError as error:
             self._refused += 1
-            text = (
-                f"the client waits for {client.open} answers already, to requests of"
-                f" {client.open_bytes} bytes"
-            )
-            self._send(client, number, Fault("TransientStorageError", text))
+            client.answers.send(number, Fault.of(error))
             return
-        pending = _Pending(self, client, number, answers, len(frame) if answers else 0)
         try:
             self._dispatch(client, request, pending)
         except Exception as error:  # noqa: BLE001
             if not isinstance(error, KVShelfError):
                 self._log.error("the node server failed: %s", error, exc_info=error)
-            self._give_back(client, self._outcomes.pop((client, number), []))
-            pending.done(Fault.of(error))
+            pending.fail(Fault.of(error))
 
-    def _dispatch(self, client: _Session, request: Request, pending: _Pending) -> None:
+    def _dispatch(self, client: _Session, request: Request, pending: PendingRequest) -> None:
         service = self._service
         match request:
             case Find():
@@ -587,59 +423,3 @@ class Loop:
                 pending.done(Registered(service.register(request.record)))
             case Ping():
                 pending.done(Done())
-
-    # ---------------------------------------------------------------------------- replies
-
-    def _add_outcomes(
-        self, client: _Session, number: int, outcomes: Sequence[Ready | Failed]
-    ) -> None:
-        """Keep outcomes until the end of the round: one message for all of a fetch."""
-        if client.ended:
-            self._give_back(client, outcomes)
-        else:
-            self._outcomes.setdefault((client, number), []).extend(outcomes)
-
-    def _give_back(self, client: _Session, outcomes: Sequence[Ready | Failed]) -> None:
-        leases = [outcome.lease for outcome in outcomes if isinstance(outcome, Ready)]
-        self._service.release(client.client, leases)
-
-    def _send_outcomes(self) -> None:
-        waiting, self._outcomes = self._outcomes, {}
-        for (client, number), outcomes in waiting.items():
-            for start in range(0, len(outcomes), _OUTCOMES):
-                self._send(client, number, Fetched(outcomes[start : start + _OUTCOMES]))
-
-    def _tell_all(self, reply: Reply) -> None:
-        for client in list(self._sessions.values()):
-            self._send(client, 0, reply)
-
-    def _send(self, client: _Session, number: int, reply: Reply) -> None:
-        if client.ended:
-            return
-        frame = messages.encode_reply(number, reply)
-        if not client.backlog and self._passed_on(client, frame):
-            return
-        client.backlog.append(frame)
-        client.backlog_bytes += len(frame)
-        self._slow.add(client)
-        if client.backlog_bytes > _MAX_BACKLOG:
-            self._expel(client, "it does not read its answers")
-
-    def _send_backlog(self, client: _Session) -> None:
-        while client.backlog:
-            frame = client.backlog.popleft()
-            if not self._passed_on(client, frame):
-                client.backlog.appendleft(frame)
-                return
-            client.backlog_bytes -= len(frame)
-        self._slow.discard(client)
-
-    def _passed_on(self, client: _Session, frame: bytes) -> bool:
-        """Pass a frame to ZMQ; False if its queue for this client is full."""
-        try:
-            self._router.send_multipart((client.client, frame), zmq.NOBLOCK)
-        except zmq.Again:
-            return False
-        except zmq.ZMQError as error:
-            self._expel(client, f"it has no connection: {error}")
-        return True

@@ -154,14 +154,7 @@ def serve(
 
         def run() -> None:
             try:
-                loop.run(
-                    service,
-                    arena,
-                    slots=service.slots,
-                    lease_seconds=service.lease_seconds,
-                    chunk_size=config.chunk_size,
-                    facts=lambda: service.facts,
-                )
+                loop.run(service, arena, chunk_size=config.chunk_size)
             except BaseException as error:  # noqa: BLE001 - raised by the main thread
                 failures.append(error)
             finally:
