@@ -606,7 +606,7 @@ def test_blocks_stay_until_the_last_store_has_ended(
 def test_stores_that_ended_wait_for_the_finish(engines: Callable[..., Engine]) -> None:
     engine = engines(seed=1)
     engine.worker.submit_store_request("a", op("tokens", range(PER_CHUNK), 1), None)
-    until(lambda: not engine.worker._running)
+    until(lambda: not engine.worker._operations.running)
     assert engine.worker.get_finished(set()) == (set(), set())
     assert engine.worker.get_finished({"a"}) == ({"a"}, set())
     assert engine.worker.get_finished({"a"}) == (set(), set())
@@ -740,11 +740,13 @@ def test_on_a_device_a_store_follows_its_event(
 ) -> None:
     engine = engines(seed=1)
     order = mock.Mock()
-    memory = engine.worker._memory
-    assert memory is not None
-    monkeypatch.setattr(engine.worker, "_device", torch.device("cuda", 0))
+    registered = engine.worker._caches
+    assert registered is not None
+    monkeypatch.setattr(registered, "device", torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda, "current_stream", order.stream)
-    monkeypatch.setattr(memory, "gather", mock.Mock(side_effect=order.gather, return_value=DONE))
+    monkeypatch.setattr(
+        registered.memory, "gather", mock.Mock(side_effect=order.gather, return_value=DONE)
+    )
     event = Event()
     engine.worker.submit_store_request("a", op("tokens", range(PER_CHUNK), 1), event)
     # The stream waits for the event, and the step for nothing.
@@ -782,8 +784,8 @@ def test_any_error_in_one_chunk_ends_it_and_no_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine = engines(seed=1, namespace=facts().namespace(chunk_size=CHUNK, shards=1))
-    memory = engine.worker._memory
-    assert memory is not None
+    assert engine.worker._caches is not None
+    memory = engine.worker._caches.memory
     real_gather, real_seal = memory.gather, ObjectFormat.seal
     calls = itertools.count()
 
@@ -820,8 +822,8 @@ def test_any_error_of_a_copy_is_a_load_error(
     work = op("tokens", range(2 * PER_CHUNK), 2)
     engine.worker.submit_store_request("s", work, None)
     engine.stored("s")
-    memory = engine.worker._memory
-    assert memory is not None
+    assert engine.worker._caches is not None
+    memory = engine.worker._caches.memory
     real = memory.scatter
 
     def scatter(
@@ -860,7 +862,7 @@ def test_a_server_that_hangs_ends_nothing_but_its_own_operations(
     engine.worker.submit_retrieve_request("l", work, None)
     until(lambda: len(server.held) == 2 * engine.worker.fmt.shards)
     assert engine.worker.get_finished({"s"}) == (set(), set())
-    for operation in engine.worker._running:
+    for operation in engine.worker._operations.running:
         operation.deadline = 0.0
     assert engine.worker.get_finished(set()) == ({"s"}, {"l"})
     assert engine.worker.get_block_ids_with_load_errors() == set(range(PER_CHUNK))
@@ -1110,7 +1112,7 @@ def test_leases_are_bounded(server: StandIn, engines: Callable[..., Engine]) -> 
         server.held.pop()()
         number = next(asked_for)
         until(lambda: sum(loan.released for loan in server.loans) >= number)  # noqa: B023
-        until(lambda: bool(server.held) or not engine.worker._running)
+        until(lambda: bool(server.held) or not engine.worker._operations.running)
     assert engine.loaded("a") == set()
 
 

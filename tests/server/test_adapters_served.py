@@ -234,7 +234,7 @@ def test_a_server_that_is_stopped_blocks_nothing(node: ServeProcess) -> None:
             assert engine.scheduler.check_lookup_result("l") is None
             engine.scheduler._lookups["l"].deadline = 0.0
             assert engine.scheduler.check_lookup_result("l") == 0
-            for operation in list(engine.worker._running):
+            for operation in engine.worker._operations.running:
                 if operation.request_id == "l":
                     operation.deadline = 0.0
             assert engine.worker.get_finished(set()) == (set(), {"l"})

@@ -114,12 +114,6 @@ def test_an_operation_does_not_end_while_memory_is_touched() -> None:
     assert len(ends) == 1
 
 
-def test_an_operation_without_parts_ends_at_once() -> None:
-    one, ends = operation({})
-    one.start()
-    assert ends == [[]]
-
-
 def test_an_operation_ends_once_for_many_threads() -> None:
     one, ends = operation({0: 64})
     barrier = threading.Barrier(8)

@@ -1,8 +1,9 @@
 """Stores and loads under way: when each ends, and when the blocks of a request may be released.
 
-Owns the end of one operation (:class:`Operation`), and the bookkeeping of operations by request:
-an engine asks in every step which of its finished requests have no store under way any more, and
-which loads have ended. Pure; no memory, no server.
+Owns the end of one operation (:class:`Operation`), all of a worker (:class:`Operations`), and their
+bookkeeping by request: an engine asks in every step which of its finished requests have no store
+under way any more, which loads have ended, and which blocks they did not fill. Knows no memory and
+no server.
 
 Contracts
 ---------
@@ -10,8 +11,9 @@ Contracts
   there was none, and also if the finish was reported first.
 * A request is named once, however often the engine reports its finish. A request that begins an
   operation after it was named is a new one.
-* Whatever the outcome of an operation, its end counts. It ends once, and never while somebody
-  touches the engine's memory for it.
+* Whatever the outcome of an operation, its end counts. It ends once, at the latest after its
+  deadline, and never while somebody touches the engine's memory for it.
+* The blocks that a load did not fill are known before its request is named.
 
 Threads
 -------
@@ -21,6 +23,7 @@ Everything is safe to call from any thread.
 from __future__ import annotations
 
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Final
@@ -74,10 +77,6 @@ class Operation:
         """The chunks that lack a part."""
         return [chunk for chunk, parts in self._lacks.items() if parts]
 
-    def start(self) -> None:
-        """End at once if there is nothing to do."""
-        self._finish()
-
     def part_ended(self, chunk: int, ok: bool) -> None:
         """Count a part that has ended."""
         with self._lock:
@@ -114,8 +113,8 @@ class Operation:
         self._on_end(self)
 
 
-class Operations:
-    """The operations under way, counted by request."""
+class OperationsByRequest:
+    """The operations of one kind under way, counted by request."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -144,7 +143,7 @@ class Operations:
         """See that a request's last operation has ended; the lock is held."""
 
 
-class StoreOperations(Operations):
+class StoreOperations(OperationsByRequest):
     """The stores under way, and the finished requests that wait for them."""
 
     def __init__(self) -> None:
@@ -173,12 +172,24 @@ class StoreOperations(Operations):
         self._named.pop(request_id, None)
 
 
-class LoadOperations(Operations):
-    """The loads under way, and the requests whose loads have ended."""
+class LoadOperations(OperationsByRequest):
+    """The loads under way, the requests whose loads have ended, and what these did not fill."""
 
     def __init__(self) -> None:
         super().__init__()
         self._ended: set[str] = set()
+        self._failed_blocks: set[int] = set()
+
+    def note_failed(self, blocks: Iterable[int]) -> None:
+        """Take note of blocks that a load which is about to end did not fill."""
+        with self._lock:
+            self._failed_blocks.update(blocks)
+
+    def take_failed_blocks(self) -> set[int]:
+        """Return the blocks that loads did not fill since the last call."""
+        with self._lock:
+            failed, self._failed_blocks = self._failed_blocks, set()
+            return failed
 
     def take_ended(self) -> set[str]:
         """Return the requests whose last load has ended since the last call.
@@ -194,3 +205,96 @@ class LoadOperations(Operations):
 
     def _on_last(self, request_id: str) -> None:
         self._ended.add(request_id)
+
+
+class Operations:
+    """The stores and loads of one worker.
+
+    Attributes
+    ----------
+    stores : StoreOperations
+    loads : LoadOperations
+    """
+
+    def __init__(self) -> None:
+        self.stores = StoreOperations()
+        self.loads = LoadOperations()
+        self._running: set[Operation] = set()
+        self._idle = threading.Condition()
+        self._closed = False
+
+    @property
+    def running(self) -> list[Operation]:
+        """Those that have not ended."""
+        with self._idle:
+            return list(self._running)
+
+    def begin(
+        self,
+        kind: StoreOperations | LoadOperations,
+        request_id: str,
+        seconds: float,
+        parts: Mapping[int, int],
+        on_end: Callable[[Operation], None],
+    ) -> Operation:
+        """Begin an operation.
+
+        Parameters
+        ----------
+        kind : StoreOperations or LoadOperations
+            :attr:`stores` or :attr:`loads`.
+        request_id : str
+        seconds : float
+            How long it may take.
+        parts : Mapping[int, int]
+            Parts of each chunk.
+        on_end : Callable
+            Called once, before the end counts, on the thread that ends the operation.
+
+        Raises
+        ------
+        ValueError
+            After :meth:`close`.
+        """
+
+        def ended(operation: Operation) -> None:
+            on_end(operation)
+            kind.end(request_id)
+            with self._idle:
+                self._running.discard(operation)
+                self._idle.notify_all()
+
+        operation = Operation(request_id, time.monotonic() + seconds, parts, ended)
+        with self._idle:
+            if self._closed:
+                raise ValueError("this adapter was shut down")
+            self._running.add(operation)
+        kind.begin(request_id)
+        return operation
+
+    def expire_late(self) -> None:
+        """End those whose time is over."""
+        now = time.monotonic()
+        for operation in self.running:
+            if operation.deadline <= now:
+                operation.expire()
+
+    def close(self, seconds: float) -> bool:
+        """Begin nothing more, wait, end what has not ended, and wait again; False if closed before.
+
+        Parameters
+        ----------
+        seconds : float
+            Longest time of each wait. Afterwards only an operation that still touches the engine's
+            memory has not ended.
+        """
+        with self._idle:
+            if self._closed:
+                return False
+            self._closed = True
+            self._idle.wait_for(lambda: not self._running, seconds)
+        for operation in self.running:
+            operation.expire()
+        with self._idle:
+            self._idle.wait_for(lambda: not self._running, seconds)
+        return True

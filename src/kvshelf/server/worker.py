@@ -1,8 +1,9 @@
 """The adapter of an engine's worker: copies KV between its caches and a node server.
 
-Owns :class:`WorkerAdapter` and :class:`LoadStoreOp`: the registered caches, the copies of each
-operation, and what waits to be fetched. When operations end is decided by
-:mod:`kvshelf.server.operations`. ``docs/multiprocess.md`` compares the adapter with vLLM's
+Owns :class:`WorkerAdapter` and :class:`LoadStoreOp`: what each operation copies, and its way
+between the engine's caches (:mod:`kvshelf.server.engine_caches`) and the server. When operations
+end is decided by :mod:`kvshelf.server.operations`, how much is leased at a time by
+:mod:`kvshelf.server.lease_window`. ``docs/multiprocess.md`` compares the adapter with vLLM's
 (vllm/distributed/kv_transfer/kv_connector/v1/lmcache_integration/multi_process_adapter.py).
 
 A store: the step thread copies KV into the segment that client and server share; an adapter's
@@ -28,9 +29,6 @@ do what is described above; the channel's thread only puts work into their queue
 
 from __future__ import annotations
 
-import itertools
-import threading
-import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -48,13 +46,13 @@ from kvshelf.format.kinds import FULL
 from kvshelf.format.model import ModelFacts
 from kvshelf.format.names import DESCRIPTION
 from kvshelf.format.namespace import Namespace
-from kvshelf.format.tensors import native_block_size, required_field
-from kvshelf.kv.caches import KVCache, LayerRun, PendingCopy
-from kvshelf.kv.layout import PagedLayout, PermutedLayout, slots_of
-from kvshelf.kv.sources import count_slots, open_paged, with_slots
+from kvshelf.kv.caches import PendingCopy
+from kvshelf.kv.layout import PagedLayout, PermutedLayout
 from kvshelf.kv.topology import ShardPlan
 from kvshelf.server.adapter import Adapter, AdapterThreads
 from kvshelf.server.channel import Channel, Leased
+from kvshelf.server.engine_caches import EngineCaches
+from kvshelf.server.lease_window import LeaseWindow, WantedObject
 from kvshelf.server.messages import Call, Store, Stored, Welcome
 from kvshelf.server.naming import (
     PLAIN,
@@ -64,7 +62,7 @@ from kvshelf.server.naming import (
     stored_name,
     striding_block_hashes,
 )
-from kvshelf.server.operations import LoadOperations, Operation, StoreOperations
+from kvshelf.server.operations import LoadOperations, Operation, Operations, StoreOperations
 from kvshelf.server.segment import Room
 from kvshelf.transfer.context import bytes_at
 
@@ -76,8 +74,6 @@ _SEGMENT_BYTES: Final = 1 << 30
 _THREADS: Final = 2
 #: Requests of which the last chunk is remembered.
 _REQUESTS: Final = 4096
-#: A worker leases this part of the server's arena at a time, and what it has not asked for waits.
-_ARENA_SHARE: Final = 8
 
 
 class Event(Protocol):
@@ -147,7 +143,7 @@ class _Work:
     op: LoadStoreOp
     identity: PromptIdentity
     copies: list[_ChunkCopy]
-    memory: KVCache
+    caches: EngineCaches
     event: Event | None
     #: Hash mode: the last chunk that the request stored before.
     before: bytes | None
@@ -164,14 +160,12 @@ class _Gathered:
 
 @dataclass(frozen=True, slots=True)
 class _Object:
-    """One object of a load, not asked for yet; without a chunk in hash mode."""
+    """One object of a load; without a chunk in hash mode."""
 
     work: _Work
     copy: _ChunkCopy
     shard: int
     chunk: Chunk | None
-    name: str
-    size: int
     #: What :meth:`kvshelf.kv.caches.KVCache.fence` returned when the load began.
     fence: object
 
@@ -223,20 +217,11 @@ class WorkerAdapter(Adapter):
             self._close_channel()
             raise
         self._timeout = timeout_s
-        self._memory: KVCache | None = None
-        self._num_slots = 0
-        self._device = torch.device("cpu")
-        self._stores = StoreOperations()
-        self._loads = LoadOperations()
-        self._lock = threading.Lock()
-        self._idle = threading.Condition(self._lock)
-        self._running: set[Operation] = set()
-        self._failed_blocks: set[int] = set()
-        self._wanted: deque[_Object] = deque()
-        self._leased_bytes = 0
+        self._caches: EngineCaches | None = None
+        self._operations = Operations()
+        self._window = LeaseWindow(self._channel)
         #: Hash mode: the last chunk that each request has stored.
         self._last_hashes: OrderedDict[str, bytes] = OrderedDict()
-        self._closed = False
         self._threads = AdapterThreads(threads, self._on_thread_error)
 
     def _plan_of(self, plan: ShardPlan | Callable[[Namespace], ShardPlan] | None) -> ShardPlan:
@@ -275,31 +260,9 @@ class WorkerAdapter(Adapter):
                 "register_kv_caches() needs layout, which is missing: pass how a block lies in the"
                 " caches, for example PagedLayout.from_bhnc(cache, head_size)"
             )
-        shard = self._plan.shards[0]
-        names = [spec.name for spec in self.fmt.tensors(shard)]
-        different = sorted(set(names) ^ set(kv_caches))
-        if different:
-            raise ConfigError(
-                f"{', '.join(different[:4])}: expected the caches of exactly the layers that this"
-                f" worker has in the namespace, {names[0]} … {names[-1]}"
-            )
-        layouts = layout if isinstance(layout, Mapping) else dict.fromkeys(names, layout)
-        stored = required_field(self.namespace.record, "layouts")
-        native = native_block_size(stored[self.fmt.layer_numbers(shard)[0]]) is not None
-        runs: list[LayerRun] = []
-        for number, name in enumerate(names):
-            own = layouts[name]
-            if native and isinstance(own, PermutedLayout):
-                own = own.as_blocks()
-            if runs and runs[-1].layout == own:
-                runs[-1].caches.append(kv_caches[name])
-            else:
-                runs.append(LayerRun(number, [kv_caches[name]], own))
-        self._memory = open_paged(self.fmt, runs, self._plan)
-        self._num_slots = min(count_slots(self.fmt, run.layout) for run in runs)
-        self._device = runs[0].caches[0].device
-        if self._device.type == "cuda":
-            self._page_lock(self._device)
+        self._caches = EngineCaches(self.fmt, self._plan, self.block_size, kv_caches, layout)
+        if self._caches.device.type == "cuda":
+            self._page_lock(self._caches.device)
 
     def _page_lock(self, device: torch.device) -> None:
         """Page-lock what is shared with the server: a copy to other memory waits in its call."""
@@ -342,10 +305,10 @@ class WorkerAdapter(Adapter):
         ValueError
             If the operation is malformed, or no caches are registered.
         """
-        work = self._begin(request_id, op, event, identity, self._stores)
+        work = self._begin(request_id, op, event, identity, self._operations.stores)
         if work is None:
             return
-        if event is None or self._may_copy_after(event):
+        if event is None or _may_copy_after(event, work.caches.device):
             gathered = self._gather(work)
             self._threads.put(lambda: self._publish(work, gathered))
         else:
@@ -368,13 +331,6 @@ class WorkerAdapter(Adapter):
         """
         for request_id, op, identity in _zipped(request_ids, ops, identities):
             self.submit_store_request(request_id, op, event, identity=identity)
-
-    def _may_copy_after(self, event: Event) -> bool:
-        """Whether a copy that begins now begins after the event."""
-        if self._device.type == "cpu":
-            return event.query()
-        torch.cuda.current_stream(self._device).wait_event(event)  # type: ignore[arg-type]
-        return True
 
     def _publish_after(self, work: _Work, event: Event) -> None:
         event.synchronize()
@@ -400,7 +356,7 @@ class WorkerAdapter(Adapter):
                     rooms.append(room)
                 else:
                     payloads = [bytes_at(room.view)[header:] for room in rooms]
-                    pending = work.memory.gather(copy.slots, payloads)
+                    pending = work.caches.memory.gather(copy.slots, payloads)
             except Exception as error:  # noqa: BLE001  it must not end the engine's step
                 self._log.warning("a chunk of request %s was not stored: %s", *_about(work, error))
             if pending is not None:
@@ -523,12 +479,12 @@ class WorkerAdapter(Adapter):
         ValueError
             If the operation is malformed, or no caches are registered.
         """
-        work = self._begin(request_id, op, event, identity, self._loads)
+        work = self._begin(request_id, op, event, identity, self._operations.loads)
         if work is None:
             return
         try:
             # On a device, the engine's work so far may still use the blocks.
-            fence = work.memory.fence()
+            fence = work.caches.memory.fence()
         except DeviceUnavailableError as error:
             self._log.warning("request %s was not loaded: %s", *_about(work, error))
             work.operation.expire()
@@ -558,9 +514,7 @@ class WorkerAdapter(Adapter):
 
         A load's blocks are here before :meth:`get_finished` names its request, or with it.
         """
-        with self._lock:
-            failed, self._failed_blocks = self._failed_blocks, set()
-            return failed
+        return self._operations.loads.take_failed_blocks()
 
     def _want(self, work: _Work, fence: object) -> None:
         """Derive the names of a load, and ask for as many objects as may be leased."""
@@ -568,48 +522,27 @@ class WorkerAdapter(Adapter):
         if chunks is None:
             work.operation.expire()
             return
-        objects = []
+        wanted = []
         for copy in work.copies:
             for shard in copy.shards:
                 chunk = chunks[copy.number]
                 if isinstance(chunk, Chunk):
                     name, size = stored_name(self.fmt, chunk, shard), self.fmt.object_size(shard)
-                    objects.append(_Object(work, copy, shard, chunk, name, size, fence))
+                    one = _Object(work, copy, shard, chunk, fence)
                 else:
                     name, size = hash_name(self.fmt, chunk, shard), self.fmt.payload_size(shard)
-                    objects.append(_Object(work, copy, shard, None, name, size, fence))
-        with self._lock:
-            self._wanted.extend(objects)
-        self._ask()
+                    one = _Object(work, copy, shard, None, fence)
+                wanted.append(self._wanted(one, name, size))
+        self._window.want(wanted)
 
-    def _ask(self) -> None:
-        """Ask for the next objects, as far as there is room for more leases."""
-        welcome = self._channel.welcome
-        window = 0 if welcome is None else welcome.arena_bytes // _ARENA_SHARE
-        taken: list[_Object] = []
-        with self._lock:
-            while self._wanted:
-                one = self._wanted[0]
-                if self._leased_bytes and self._leased_bytes + one.size > window:
-                    break
-                self._wanted.popleft()
-                if not one.work.operation.ended:
-                    self._leased_bytes += one.size
-                    taken.append(one)
-        for _, of_one in itertools.groupby(taken, key=lambda one: id(one.work)):
-            objects = list(of_one)
-            asked = self._channel.fetch(
-                objects[0].work.operation.request_id,
-                [one.name for one in objects],
-                [one.size for one in objects],
-            )
-            for one, future in zip(objects, asked, strict=True):
-                future.add_done_callback(self._arrival(one))
+    def _wanted(self, one: _Object, name: str, nbytes: int) -> WantedObject:
+        def arrived(future: Future[Leased]) -> None:
+            self._threads.put(lambda: self._scatter(one, wanted, future))
 
-    def _arrival(self, one: _Object) -> Callable[[Future[Leased]], None]:
-        return lambda future: self._threads.put(lambda: self._scatter(one, future))
+        wanted = WantedObject(one.work.operation, name, nbytes, arrived)
+        return wanted
 
-    def _scatter(self, one: _Object, future: Future[Leased]) -> None:
+    def _scatter(self, one: _Object, wanted: WantedObject, future: Future[Leased]) -> None:
         """Write one object's KV to its blocks, or note that it did not come. Adapter's thread."""
         operation = one.work.operation
         ok = False
@@ -618,7 +551,7 @@ class WorkerAdapter(Adapter):
             borrowed = future.result()
             if operation.touch():
                 try:
-                    ok = self._copy(one, borrowed)
+                    ok = borrowed.view.nbytes == wanted.nbytes and self._copy(one, borrowed)
                 finally:
                     operation.part_ended(one.copy.number, ok)
                     operation.let_go()
@@ -629,21 +562,17 @@ class WorkerAdapter(Adapter):
         finally:
             if borrowed is not None:
                 borrowed.release()
-            with self._lock:
-                self._leased_bytes -= one.size
-            self._ask()
+            self._window.give_back(wanted)
 
     def _copy(self, one: _Object, borrowed: Leased) -> bool:
         """Copy the KV of a borrowed object; return whether it was the object until the end."""
         view = borrowed.view
-        if view.nbytes != one.size:
-            return False
         if one.chunk is not None:
             self.fmt.verify_header(view, one.chunk, one.shard)
         if one.work.event is not None:
             one.work.event.synchronize()
         payload = bytes_at(view)[self._header_bytes(one.work.op) :]
-        one.work.memory.scatter(one.shard, one.copy.slots, payload, one.fence)
+        one.work.caches.memory.scatter(one.shard, one.copy.slots, payload, one.fence)
         return borrowed.valid()
 
     # ------------------------------------------------------------------------- both
@@ -664,33 +593,20 @@ class WorkerAdapter(Adapter):
         set of str
             The requests whose loads have ended since the last call.
         """
-        now = time.monotonic()
-        with self._lock:
-            late = [operation for operation in self._running if operation.deadline <= now]
-        for operation in late:
-            operation.expire()
-        finished = self._stores.finished(finished_req_ids_from_engine)
+        self._operations.expire_late()
+        finished = self._operations.stores.finished(finished_req_ids_from_engine)
         for request_id in finished:
             self._last_hashes.pop(request_id, None)
-        return finished, self._loads.take_ended()
+        return finished, self._operations.loads.take_ended()
 
     def shutdown(self) -> None:
         """Wait a few seconds for stores, end all operations and close the connection. Idempotent.
 
         When it returns, nothing touches the caches any more.
         """
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-            self._idle.wait_for(lambda: not self._running, _DRAIN_SECONDS)
-            running = list(self._running)
-        for operation in running:
-            operation.expire()
-        with self._lock:
-            self._idle.wait_for(lambda: not self._running, _DRAIN_SECONDS)
-        self._threads.close()
-        self._close_channel()
+        if self._operations.close(_DRAIN_SECONDS):
+            self._threads.close()
+            self._close_channel()
 
     def _begin(
         self,
@@ -701,7 +617,8 @@ class WorkerAdapter(Adapter):
         kind: StoreOperations | LoadOperations,
     ) -> _Work | None:
         """Check an operation and begin it; None if it has ended already."""
-        memory, copies = self._checked(op, store=kind is self._stores)
+        store = kind is self._operations.stores
+        caches, copies = self._checked(op, store=store)
 
         def on_end(operation: Operation) -> None:
             failed = operation.failed
@@ -711,36 +628,18 @@ class WorkerAdapter(Adapter):
                     len(failed),
                     len(copies),
                     request_id,
-                    "stored" if kind is self._stores else "loaded",
+                    "stored" if store else "loaded",
                 )
-            if kind is self._loads:
-                blocks = self._blocks(op, failed)
-                with self._lock:
-                    self._failed_blocks |= blocks
-            kind.end(request_id)
-            with self._lock:
-                self._running.discard(operation)
-                self._idle.notify_all()
+            if not store:
+                self._operations.loads.note_failed(self._blocks(op, failed))
 
-        operation = Operation(
-            request_id,
-            time.monotonic() + self._timeout,
-            {copy.number: len(copy.shards) for copy in copies},
-            on_end,
-        )
-        with self._lock:
-            if self._closed:
-                raise ValueError("this adapter was shut down")
-            self._running.add(operation)
-        kind.begin(request_id)
-        if not self._channel.connected:
+        parts = {copy.number: len(copy.shards) for copy in copies}
+        operation = self._operations.begin(kind, request_id, self._timeout, parts, on_end)
+        if not copies or not self._channel.connected:
             operation.expire()
-        elif copies:
-            before = self._follow(request_id, op) if kind is self._stores else None
-            return _Work(operation, op, identity, copies, memory, event, before)
-        else:
-            operation.start()
-        return None
+            return None
+        before = self._follow(request_id, op) if store else None
+        return _Work(operation, op, identity, copies, caches, event, before)
 
     def _follow(self, request_id: str, op: LoadStoreOp) -> bytes | None:
         """Return the last chunk that a request stored before, in hash mode."""
@@ -753,9 +652,9 @@ class WorkerAdapter(Adapter):
             self._last_hashes.popitem(last=False)
         return before
 
-    def _checked(self, op: LoadStoreOp, *, store: bool) -> tuple[KVCache, list[_ChunkCopy]]:
+    def _checked(self, op: LoadStoreOp, *, store: bool) -> tuple[EngineCaches, list[_ChunkCopy]]:
         """Return what an operation copies; raise ValueError if it is malformed."""
-        if self._memory is None:
+        if self._caches is None:
             raise ValueError("no KV caches are registered: call register_kv_caches first")
         if (op.token_ids is None) == (op.block_hashes is None):
             raise ValueError(
@@ -784,18 +683,15 @@ class WorkerAdapter(Adapter):
                 f"{len(op.block_ids)} blocks for {count} chunks of {per_chunk} blocks: expected"
                 f" {count * per_chunk}"
             )
-        mapping = slots_of(op.block_ids, self.block_size, 0, count * size)
-        if not store:
-            mapping[: op.skip_first_n_tokens] = -1
-        slots = with_slots(self.fmt, self._memory, mapping, self._num_slots).slots
+        first = 0 if store else op.skip_first_n_tokens
+        slots = self._caches.slots(op.block_ids, count * size, skipped=first)
         copies = []
         for number, place in enumerate(numbers):
             shards = self._plan.writes(place) if store else self._plan.shards
-            skipped = not store and (number + 1) * size <= op.skip_first_n_tokens
-            if shards and not skipped:
+            if shards and (number + 1) * size > first:
                 start = number * size
                 copies.append(_ChunkCopy(number, slots(start, start + size), shards))
-        return self._memory, copies
+        return self._caches, copies
 
     def _chunks(self, work: _Work) -> Sequence[Chunk | bytes] | None:
         """Return the operation's chunks, or in hash mode their block hashes; None: malformed."""
@@ -824,6 +720,14 @@ class WorkerAdapter(Adapter):
     def _header_bytes(self, op: LoadStoreOp) -> int:
         """Return where the KV of a chunk begins in its object."""
         return 0 if op.block_hashes is not None else self.fmt.data_offset
+
+
+def _may_copy_after(event: Event, device: torch.device) -> bool:
+    """Whether a copy that begins now begins after the event."""
+    if device.type == "cpu":
+        return event.query()
+    torch.cuda.current_stream(device).wait_event(event)  # type: ignore[arg-type]
+    return True
 
 
 def _about(work: _Work, error: BaseException) -> tuple[str, BaseException]:
