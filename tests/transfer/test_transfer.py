@@ -38,7 +38,7 @@ from kvshelf.memory.tier import MemoryTier
 from kvshelf.metrics import Counters
 from kvshelf.shelf import threads as threads_module
 from kvshelf.shelf.tiers import TieredShelf
-from kvshelf.transfer import stores
+from kvshelf.transfer import known_chunks, stores
 from kvshelf.transfer.context import ChunkSlots
 from kvshelf.transfer.loads import Failure, Load
 from kvshelf.transfer.prefetch import KindMemory
@@ -264,7 +264,7 @@ def test_a_bad_object_is_a_miss_from_there_on_and_repaired_by_the_next_store(
 def test_what_was_repaired_is_remembered_within_bounds(
     backend: FaultyBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stores, "_PUBLISHED_MEMORY", 2)
+    monkeypatch.setattr(known_chunks, "_PUBLISHED_MEMORY", 2)
     with closing(Rig(backend)) as rig:
         chunks = make_chunks(rig.fmt, 3)
         rig.put(chunks)

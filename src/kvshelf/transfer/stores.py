@@ -1,20 +1,14 @@
 """The stores of a transfer: chunks on their way from a paged cache to a shelf.
 
-Owns the queue of stores, the threads that publish, and the memory of which chunks were
-published or dropped here.
+Owns the queue of stores and the threads that publish.
 
 A store: the step thread gathers the shards of a chunk into staging buffers
 (:meth:`Stores.store`); on a device it only begins to. A store thread waits for the copy,
 probes the shelf for the objects, hashes those that are missing and publishes them.
 
 Dropped chunks: staging bounds the memory, and since the engine's step must not wait, a store
-without free staging is dropped, unless its caller offers it again. A lookup never finds a chunk of
-kind full whose parent is missing from the shelf. So after such a chunk was dropped or its store
-failed, its children are dropped as well: staging is better used for prefixes that begin. Windows
-and states have no such rule: a hit needs them near its end only. Dropped chunks are remembered by
-key, for all requests that share the prefix, until the chunk is stored here. A request whose lookup
-came after the drop ignores it: the lookup has seen what is before its first chunk, perhaps stored
-by another engine, and the request itself stores the dropped chunk if it is still missing.
+without free staging is dropped, unless its caller offers it again. What was dropped or published is
+remembered (:mod:`kvshelf.transfer.known_chunks`), and decides about the chunks behind it.
 
 Promised stores: another engine waits for these chunks. They are published before all others, and
 where staging is used up they take it from queued stores that are not promised, from the last one
@@ -38,7 +32,7 @@ import contextlib
 import errno
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
@@ -52,19 +46,14 @@ from kvshelf.errors import (
     UnavailableStorageError,
 )
 from kvshelf.format.keys import Chunk
-from kvshelf.format.kinds import FULL, kind_key
 from kvshelf.format.names import object_name
 from kvshelf.kv.caches import DONE, PendingCopy
 from kvshelf.kv.finite import FiniteCheck
 from kvshelf.shelf.view import ObjectRef, Presence
 from kvshelf.traces import trace_range
 from kvshelf.transfer.context import ChunkSlots, TransferContext, TransferHalf
+from kvshelf.transfer.known_chunks import KnownChunks
 from kvshelf.transfer.staging import StagingBuffer
-
-_PUBLISHED_MEMORY = 65536
-_DROPPED_MEMORY = 16384
-#: Scheduler and worker exchange times as ages, which grow in transit.
-_AGE_SLACK_SECONDS = 0.1
 
 
 class StoreOutcome(Enum):
@@ -95,9 +84,6 @@ class StoreResult(Enum):
     LOST = "lost"
 
 
-#: The counters of chunks that are dropped before they are queued.
-
-
 OnStored = Callable[[Chunk, StoreResult], None]
 
 
@@ -126,12 +112,18 @@ class Stores(TransferHalf):
         Threads that publish.
     check_finite : bool
         Do not store chunks that hold NaN or infinity.
+
+    Attributes
+    ----------
+    known : KnownChunks
+        What was published, repaired and dropped here.
     """
 
     def __init__(self, context: TransferContext, threads: int, *, check_finite: bool) -> None:
         super().__init__(context)
         self._plan = context.plan
-        self._needs_parents = context.fmt.kind == FULL
+        high_latency = context.shelf.backend.properties.high_latency
+        self.known = KnownChunks(context.fmt.kind, high_latency=high_latency)
         self._finite = FiniteCheck(context.fmt) if check_finite else None
         self._idle = threading.Condition(self._lock)
         self._queue: deque[_StoreJob] = deque()
@@ -141,13 +133,6 @@ class Stores(TransferHalf):
         self._running: dict[int, _StoreJob] = {}
         #: Queued and running jobs, by the chunk's key.
         self._in_flight: dict[bytes, _StoreJob] = {}
-        self._dropped_at: OrderedDict[bytes, float] = OrderedDict()
-        self._published_at: OrderedDict[bytes, float] = OrderedDict()
-        #: The youngest only: it may be that no caller takes them.
-        self._repaired: deque[bytes] = deque(maxlen=_PUBLISHED_MEMORY)
-        #: For lookups in other processes. On low-latency storage those probe again anyway.
-        self._published: deque[bytes] = deque(maxlen=_PUBLISHED_MEMORY)
-        self._notes_published = context.shelf.backend.properties.high_latency
         self._threads = context.threads(
             "store", threads, self._run, on_stuck=self._give_up, on_stop=self._drop_queue
         )
@@ -191,14 +176,13 @@ class Stores(TransferHalf):
             not block.
         """
         key = item.chunk.key
-        now = time.monotonic()
+        seen = time.monotonic() - age
         shards = self._plan.writes(item.chunk.index)
         if not shards:
             # Another worker with the same heads writes it, unless its parent was dropped.
-            self._parent_dropped(item.chunk, now - age)
+            self.known.follows_dropped(item.chunk, seen)
             if repair:
-                with self._lock:
-                    self._repaired.append(key)
+                self.known.note_repaired(key)
             return StoreOutcome.KNOWN
         properties = self._shelf.backend.properties
         writable = properties.available and not properties.read_only and not self._closing
@@ -214,10 +198,9 @@ class Stores(TransferHalf):
                     return StoreOutcome.KNOWN
                 job.waiting.append(on_done)
                 return StoreOutcome.QUEUED
-            published_at = self._published_at.get(key)
-            if published_at is not None and published_at >= now - age and not repair:
+            if not repair and self.known.published_after(key, seen):
                 return StoreOutcome.KNOWN
-        if self._parent_dropped(item.chunk, now - age):
+        if self.known.follows_dropped(item.chunk, seen):
             self._context.count_dropped(item.chunk, Reason.PARENT_DROPPED)
             return StoreOutcome.PARENT_DROPPED
         if not self._shelf.backend.has_room(len(shards) * self._staging.buffer_bytes):
@@ -239,20 +222,19 @@ class Stores(TransferHalf):
         except DeviceUnavailableError:
             return self._drop(item.chunk, StoreOutcome.UNAVAILABLE)
         except BaseException:
-            self._note_dropped(key)
+            self.known.note_dropped(key)
             raise
         finally:
             if pending is None:
-                for buffer in buffers:
-                    self._staging.release(buffer)
+                self._staging.release(*buffers)
         if pending is None:
             return self._no_staging(item.chunk, postponable)
         self._counters.observe("gather", time.perf_counter() - begin)
-        job = _StoreJob(item.chunk, buffers, repair, now - age, on_done, promised, pending)
+        job = _StoreJob(item.chunk, buffers, repair, seen, on_done, promised, pending)
         with self._lock:
             queued = not self._closing and self._threads.any
             if queued:
-                self._dropped_at.pop(key, None)
+                self.known.note_queued(key)
                 self._in_flight[key] = job
                 (self._promised if promised else self._queue).append(job)
                 self._work.notify()
@@ -290,36 +272,18 @@ class Stores(TransferHalf):
         for job in victims:
             self._drop(job.chunk, StoreOutcome.STAGING_FULL)
             self._report(job, StoreResult.FAILED)
-        for buffer in taken[count:]:
-            self._staging.release(buffer)
+        self._staging.release(*taken[count:])
         return taken[:count]
 
     def _drop(self, chunk: Chunk, outcome: StoreOutcome) -> StoreOutcome:
         """Count and remember a chunk that is not stored."""
         self._context.count_dropped(chunk, Reason[outcome.name])
-        self._note_dropped(chunk.key)
+        self.known.note_dropped(chunk.key)
         return outcome
 
     def _no_staging(self, chunk: Chunk, postponable: bool) -> StoreOutcome:
         full = StoreOutcome.STAGING_FULL
         return full if postponable else self._drop(chunk, full)
-
-    def _note_dropped(self, key: bytes) -> None:
-        with self._lock:
-            self._dropped_at[key] = time.monotonic()
-            self._dropped_at.move_to_end(key)
-            while len(self._dropped_at) > _DROPPED_MEMORY:
-                self._dropped_at.popitem(last=False)
-
-    def _parent_dropped(self, chunk: Chunk, seen: float) -> bool:
-        """Whether the chunk before `chunk` was dropped after `seen`; then `chunk` is as well."""
-        if not self._needs_parents:
-            return False
-        dropped_at = self._dropped_at.get(chunk.parent)
-        if dropped_at is None or dropped_at < seen - _AGE_SLACK_SECONDS:
-            return False
-        self._note_dropped(chunk.key)
-        return True
 
     def _log_read_only(self) -> None:
         """Log, once, that the storage takes no writes: no write fails that could say so."""
@@ -329,28 +293,6 @@ class Stores(TransferHalf):
                 "%s takes no writes: nothing is stored", backend.url, about="read-only"
             )
 
-    def take_repaired(self) -> list[bytes]:
-        """Return the kind keys whose bad objects were replaced since the last call."""
-        return self._take(self._repaired)
-
-    def take_published(self) -> list[bytes]:
-        """Return the kind keys of chunks that stores since the last call left on the shelf.
-
-        Empty on low-latency storage: no lookup remembers there what is missing.
-        """
-        return self._take(self._published)
-
-    def _take(self, noted: deque[bytes]) -> list[bytes]:
-        with self._lock:
-            keys = [kind_key(key, self._fmt.kind) for key in noted]
-            noted.clear()
-            return keys
-
-    def forget_stored(self) -> None:
-        """Forget which chunks were published here, so that they are stored again if missing."""
-        with self._lock:
-            self._published_at.clear()
-
     # ------------------------------------------------------------- store threads
 
     def _run(self) -> None:
@@ -358,7 +300,7 @@ class Stores(TransferHalf):
             result = StoreResult.FAILED
             try:
                 job.pending.wait()
-                if self._parent_dropped(job.chunk, job.seen):
+                if self.known.follows_dropped(job.chunk, job.seen):
                     self._context.count_dropped(job.chunk, Reason.PARENT_DROPPED)
                 else:
                     with trace_range("kvshelf store"):
@@ -366,8 +308,7 @@ class Stores(TransferHalf):
             except Exception as error:  # noqa: BLE001 - the thread must go on
                 self._store_failed(job, error)
             finally:
-                for buffer in job.buffers:
-                    self._staging.release(buffer)
+                self._staging.release(*job.buffers)
                 self._end(threading.get_ident(), job, result)
 
     def _next_job(self) -> _StoreJob | None:
@@ -443,8 +384,7 @@ class Stores(TransferHalf):
         if job.ended:
             # It was counted when it was given up.
             return
-        key = job.chunk.key
-        self._note_dropped(key)
+        self.known.note_dropped(job.chunk.key)
         if isinstance(error, (UnavailableStorageError, DeviceUnavailableError)):
             self._context.count_dropped(job.chunk, Reason.UNAVAILABLE)
             return
@@ -457,22 +397,16 @@ class Stores(TransferHalf):
             self._log.error("a chunk was not stored", exc_info=error, about=("store", type(error)))
         elif not self._shelf.backend.properties.read_only:
             # A storage that takes no writes at all was logged by its guard.
-            self._log.warning("a chunk was not stored: %s", error, about=("store", key))
+            self._log.warning("a chunk was not stored: %s", error, about=("store", job.chunk.key))
 
     def _end(self, thread: int, job: _StoreJob, result: StoreResult) -> None:
         """End a job, once: a stuck thread whose job was given up may come back."""
-        key = job.chunk.key
         with self._lock:
             self._running.pop(thread, None)
             if result is not StoreResult.FAILED:
-                self._published_at[key] = time.monotonic()
-                self._published_at.move_to_end(key)
-                while len(self._published_at) > _PUBLISHED_MEMORY:
-                    self._published_at.popitem(last=False)
+                self.known.note_published(job.chunk.key)
                 if job.repair:
-                    self._repaired.append(key)
-                if self._notes_published:
-                    self._published.append(key)
+                    self.known.note_repaired(job.chunk.key)
             if job.ended:
                 return
             self._forget(job)
@@ -502,7 +436,7 @@ class Stores(TransferHalf):
             job = self._running.get(thread)
         if job is not None:
             self._context.count_dropped(job.chunk, Reason.ERROR)
-            self._note_dropped(job.chunk.key)
+            self.known.note_dropped(job.chunk.key)
             self._end(thread, job, StoreResult.FAILED)
 
     def _drop_queue(self) -> None:
@@ -531,8 +465,7 @@ class Stores(TransferHalf):
         # A device that is still copying into a buffer would write into memory of another owner.
         with contextlib.suppress(RuntimeError):
             job.pending.wait()
-        for buffer in job.buffers:
-            self._staging.release(buffer)
+        self._staging.release(*job.buffers)
 
     # ------------------------------------------------------------- end
 

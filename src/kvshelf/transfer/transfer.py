@@ -75,8 +75,10 @@ class Transfer:
     ----------
     chunk_bytes : int
         Bytes of the objects of a chunk that this worker reads.
-    store, take_repaired, take_published, forget_stored, drain
+    store, drain
         The methods of :class:`~kvshelf.transfer.stores.Stores`.
+    take_repaired, take_published, forget_stored
+        Those of :class:`~kvshelf.transfer.known_chunks.KnownChunks`.
     load, cancel, cancel_early, poll, check
         The methods of :class:`~kvshelf.transfer.loads.Loads`.
 
@@ -115,9 +117,9 @@ class Transfer:
         self.poll = loads.poll
         self.check = loads.check
         self.store = stores.store
-        self.take_repaired = stores.take_repaired
-        self.take_published = stores.take_published
-        self.forget_stored = stores.forget_stored
+        self.take_repaired = stores.known.take_repaired
+        self.take_published = stores.known.take_published
+        self.forget_stored = stores.known.forget_published
         self.drain = stores.drain
         loads.start()
         try:
